@@ -1,0 +1,75 @@
+# klamp. `make demo` trains; `make test` runs every check. Both build .venv first, once.
+
+# The first of these that is Python 3.11 or newer makes the environment. `make PYTHON=... demo` names another.
+PYTHON ?= python3.11 python3
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+READY := $(VENV)/.installed-for-klamp
+PIP   := $(BIN)/python -m pip --disable-pip-version-check install -qq
+
+# Two workers with one thread each: the machine that these checks are timed on has two cores.
+WORKERS     ?= 2
+PYTEST_ARGS ?=
+DEMO_ARGS   ?=
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help install demo test lint format docs pytest clean distclean
+
+help:
+	@echo "make demo    make the environment, train on the built-in task, say where the run's files are"
+	@echo "make test    every check: lint, types, imports, docs, tests (PYTEST_ARGS='-k name' narrows the tests)"
+	@echo "make lint    ruff, pyright and the import contracts"
+	@echo "make format  let ruff rewrite what it can"
+	@echo "make docs    build the documentation into site/; fails on an undocumented public name"
+	@echo "make clean   remove caches and built files (make distclean: the environment and the base model too)"
+
+install: $(READY)
+
+# Run again whenever what is to be installed has changed. torch goes first and alone, so that a CPU build
+# that is already at hand is taken as it is, and nothing else decides which torch that will be.
+$(READY): pyproject.toml constraints.txt
+	@set -e; \
+	for candidate in $(PYTHON); do \
+	  if "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then \
+	    python="$$candidate"; break; \
+	  fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+	  echo "klamp needs Python 3.11 or newer; tried: $(PYTHON). Name yours: make PYTHON=/path/to/python3.11" >&2; \
+	  exit 1; \
+	fi; \
+	echo "Making $(VENV) with $$("$$python" --version) and installing klamp: once, two to five minutes."; \
+	"$$python" -m venv $(VENV); \
+	$(PIP) torch --constraint constraints.txt; \
+	$(PIP) --editable '.[train,wandb,dev]' --constraint constraints.txt; \
+	touch $@
+
+demo: $(READY)
+	$(BIN)/klamp train $(DEMO_ARGS)
+
+test: lint docs pytest
+
+lint: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+format: $(READY)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+docs: $(READY)
+	$(BIN)/mkdocs build --strict --quiet
+
+pytest: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+clean:
+	rm -rf build dist site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests docs -type d -name __pycache__ -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV) .cache

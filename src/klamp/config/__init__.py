@@ -1,0 +1,17 @@
+"""The one configuration that every trainer takes."""
+
+from klamp.config.kl import ALIASES, KLConfig, KLWarning
+from klamp.config.loss import LOSS_TYPES, LossConfig, build_objective
+from klamp.config.presets import PRESETS, Preset, preset
+
+__all__ = [
+    "ALIASES",
+    "LOSS_TYPES",
+    "PRESETS",
+    "KLConfig",
+    "KLWarning",
+    "LossConfig",
+    "Preset",
+    "build_objective",
+    "preset",
+]

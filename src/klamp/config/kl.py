@@ -1,0 +1,249 @@
+"""One KL configuration for every trainer, and the presets that carry a recipe's name.
+
+`KLConfig` holds the choices, refuses the ones that cannot work, warns of the ones that do not do what their name says,
+and builds core callables from them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from klamp.config.rules import cautions, refusals
+from klamp.core import controllers
+from klamp.core.clipping import CLIP_LEVELS, CLIP_METHODS, ClipLevel
+from klamp.core.controllers import Controller
+from klamp.core.gradients import check_bound, check_gradient_choice
+from klamp.core.objective import KLTerm, OffPolicy, Placement
+from klamp.core.types import ClipMethod, Gradient, Horizon, Reduction, Value
+from klamp.errors import ConfigError, unknown_name
+
+ControllerName: TypeAlias = Literal["fixed", "step", "proportional", "dual", "pid"]
+ReferenceName: TypeAlias = Literal["auto", "frozen", "adapter_off"]
+
+REDUCTIONS: tuple[Reduction, ...] = ("token_mean", "sequence_mean", "sequence_sum", "fixed_length")
+
+ALIASES: Mapping[str, str] = {"kl_coef": "beta", "kl_penalty": "beta", "kl_beta": "beta"}
+"""Other names of a field, as the source documents and other trainers call it."""
+
+
+class KLWarning(UserWarning):
+    """A configuration that works, but may not do what its name suggests."""
+
+
+def resolve_aliases(values: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
+    """Configuration values under their proper names.
+
+    Raises:
+        UnknownNameError: a key that is neither a field nor an alias; names the nearest.
+        ConfigError: a field given twice, under different names, with different values.
+    """
+    resolved: dict[str, Any] = {}
+    for key, value in values.items():
+        name = ALIASES.get(key, key)
+        if name not in known:
+            raise unknown_name(
+                "configuration key", key, known | ALIASES.keys(), why="it is no field of the configuration"
+            )
+        if name in resolved and resolved[name] != value:
+            raise ConfigError(
+                f"{name} is given twice, with different values",
+                got=f"{resolved[name]!r} and {value!r}",
+                why=f"{', '.join(a for a, n in ALIASES.items() if n == name)} are other names of {name}",
+                fix="keep one",
+            )
+        resolved[name] = value
+    return resolved
+
+
+def _accepts_aliases(cls: type[KLConfig]) -> type[KLConfig]:
+    """Let the constructor take the aliases, and nothing that is unknown."""
+    init: Callable[..., None] = cls.__init__
+    known = {field.name for field in dataclasses.fields(cls)}
+
+    @functools.wraps(init)
+    def __init__(self: KLConfig, **values: Any) -> None:
+        init(self, **resolve_aliases(values, known))
+
+    setattr(cls, "__init__", __init__)  # noqa: B010  (a frozen dataclass class attribute, not an instance's)
+    return cls
+
+
+@_accepts_aliases
+@dataclass(frozen=True, kw_only=True)
+class KLConfig:
+    """The KL term: what is measured, what its gradient does, where it enters, and how it is held.
+
+    The same fields mean the same in every trainer. `beta` may be given as `kl_coef`, `kl_penalty` or `kl_beta`.
+
+    Raises:
+        UnknownNameError: an unknown field or choice; names the nearest.
+        ConfigError: a combination that cannot work or would not do what its name says.
+    """
+
+    beta: float = 0.01
+    """Coefficient of the KL, in reward (or loss) per nat. 0 trains without KL: no reference is loaded."""
+    kl_estimator: Value = "k3"
+    """Value of the KL: k1, k2, k3, abs, or exact (over the vocabulary)."""
+    kl_gradient: Gradient = "reverse"
+    """Whose gradient the loss follows: reverse KL(policy||ref), forward KL(ref||policy), the estimator's own, none."""
+    kl_horizon: Horizon = "token"
+    """token: each position for itself; sequence: with what a token does to the KL of later ones."""
+    kl_placement: Placement = "loss"
+    """In the loss, in the reward (before advantages are formed), or as a shift of the advantage (after)."""
+    kl_clip_method: ClipMethod = "none"
+    """none, hard (no pull below the budget), or soft."""
+    kl_clip_threshold: float = 0.5
+    """KL budget: nats per token of the reference length, or nats in total."""
+    use_per_token_kl_threshold: bool = True
+    """Whether the threshold is per token (multiplied by the reference length)."""
+    kl_clip_temperature: float = 1.0
+    """Width of the soft clip in nats of the total."""
+    kl_clip_level: ClipLevel = "sequence"
+    """Whose KL is held against the budget: each sequence's, its group's mean, or the batch's mean."""
+    kl_reference_length: int | None = None
+    """Reference length in tokens; None: a data column if there is one, else measured once at the start and frozen."""
+    kl_controller: ControllerName | None = None
+    """How beta follows the KL: fixed, step, proportional, dual, pid. None: step if target_kl is set, else fixed."""
+    target_kl: float | None = None
+    """KL to hold, in nats per token (the unit of the logged metric kl/k3)."""
+    kl_controller_horizon: int = 100
+    """Updates over which the proportional rule takes effect."""
+    kl_controller_lr: float = 0.01
+    """Step size of dual ascent, in beta per nat."""
+    kl_controller_gains: tuple[float, float, float] = (0.1, 0.01, 0.1)
+    """kp, ki, kd of the PID rule, in beta per nat."""
+    beta_min: float = 0.0
+    """Lower bound of an adaptive beta."""
+    beta_max: float | None = None
+    """Upper bound of an adaptive beta."""
+    kl_max_log_ratio: float | None = None
+    """Straight-through bound of the log-ratio in nats; how often it binds is logged."""
+    kl_off_policy: OffPolicy = "none"
+    """Weigh the KL by policy/sampler: not at all, per token, or by the whole prefix (exact, noisier)."""
+    kl_max_weight: float | None = None
+    """Truncation of that weight; how often it binds is logged."""
+    kl_normalizer: Reduction | None = None
+    """Reduction of the KL over tokens; None: that of the policy loss."""
+    kl_exclude_tokens: tuple[int, ...] = ()
+    """Token ids that carry no KL (the end token, a format tag)."""
+    reference: ReferenceName = "auto"
+    """Where the reference comes from: a frozen copy, or the policy with its adapter off; auto picks by the policy."""
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_names()
+        self._check_combinations()
+        for text in self.cautions():
+            warnings.warn(text, KLWarning, stacklevel=4)
+
+    def _check_numbers(self) -> None:
+        if not (math.isfinite(self.beta) and self.beta >= 0):
+            raise ConfigError(
+                "beta must be a number >= 0",
+                got=self.beta,
+                why="a negative coefficient rewards leaving the reference",
+                fix="use beta=0 to train without KL",
+            )
+        if not (math.isfinite(self.kl_clip_threshold) and self.kl_clip_threshold >= 0):
+            raise ConfigError(
+                "kl_clip_threshold must be a number >= 0",
+                got=self.kl_clip_threshold,
+                why="a KL is never negative",
+                fix="0.5 nats per token is the default; 0 means no free budget",
+            )
+        if self.kl_reference_length is not None and self.kl_reference_length < 1:
+            raise ConfigError(
+                "kl_reference_length must be at least 1 token",
+                got=self.kl_reference_length,
+                why="the budget of a completion is threshold * reference length",
+                fix="give the usual length of a completion of the reference, or None to have it measured",
+            )
+        for name in ("kl_max_log_ratio", "kl_max_weight", "target_kl", "kl_clip_temperature"):
+            check_bound(name, getattr(self, name))
+
+    def _check_names(self) -> None:
+        check_gradient_choice(self.kl_estimator, self.kl_gradient, self.kl_horizon)
+        choices = {
+            "kl_placement": ("loss", "reward", "advantage"),
+            "kl_clip_method": CLIP_METHODS,
+            "kl_clip_level": CLIP_LEVELS,
+            "kl_controller": (None, *CONTROLLERS),
+            "kl_off_policy": ("none", "token", "sequence"),
+            "kl_normalizer": (None, *REDUCTIONS),
+            "reference": ("auto", "frozen", "adapter_off"),
+        }
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise unknown_name(name, getattr(self, name), [str(k) for k in known if k is not None])
+
+    def _check_combinations(self) -> None:
+        for refused, what, why, fix in refusals(self):
+            if refused:
+                raise ConfigError(what, why=why, fix=fix)
+        self.build_controller()
+
+    def cautions(self) -> list[str]:
+        """What this configuration may not do although its name suggests it; each with the way out."""
+        return cautions(self)
+
+    @property
+    def controller_name(self) -> ControllerName:
+        """The controller in force: as named, else `step` where a target is set, else `fixed`."""
+        return self.kl_controller or ("fixed" if self.target_kl is None else "step")
+
+    def build_controller(self) -> Controller:
+        """A fresh controller of beta.
+
+        Raises:
+            ConfigError: parameters that the controller refuses.
+        """
+        return CONTROLLERS[self.controller_name](self)
+
+    def build_term(self) -> KLTerm:
+        """The KL term for `grpo_loss`."""
+        return KLTerm(
+            value=self.kl_estimator,
+            gradient=self.kl_gradient,
+            horizon=self.kl_horizon,
+            placement=self.kl_placement,
+            off_policy=self.kl_off_policy,
+            max_weight=self.kl_max_weight,
+            max_log_ratio=self.kl_max_log_ratio,
+            clip_method=self.kl_clip_method,
+            clip_threshold=self.kl_clip_threshold,
+            clip_temperature=self.kl_clip_temperature,
+            clip_level=self.kl_clip_level,
+            clip_per_token=self.use_per_token_kl_threshold,
+            normalizer=self.kl_normalizer,
+        )
+
+
+def _target(c: KLConfig) -> float:
+    return math.nan if c.target_kl is None else c.target_kl
+
+
+CONTROLLERS: Mapping[str, Callable[[KLConfig], Controller]] = {
+    "fixed": lambda c: controllers.FixedController(c.beta, min_value=c.beta_min, max_value=c.beta_max),
+    "step": lambda c: controllers.StepController(c.beta, target=_target(c), min_value=c.beta_min, max_value=c.beta_max),
+    "proportional": lambda c: controllers.ProportionalController(
+        c.beta, target=_target(c), horizon=c.kl_controller_horizon, min_value=c.beta_min, max_value=c.beta_max
+    ),
+    "dual": lambda c: controllers.DualController(
+        c.beta, target=_target(c), lr=c.kl_controller_lr, min_value=c.beta_min, max_value=c.beta_max
+    ),
+    "pid": lambda c: controllers.PIDController(
+        c.beta,
+        target=_target(c),
+        kp=c.kl_controller_gains[0],
+        ki=c.kl_controller_gains[1],
+        kd=c.kl_controller_gains[2],
+        min_value=c.beta_min,
+        max_value=c.beta_max,
+    ),
+}

@@ -1,0 +1,109 @@
+"""The policy loss around the KL, and the objective that both describe together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from klamp.config.kl import KLConfig
+from klamp.core.advantages import Baseline, Scale
+from klamp.core.objective import Objective, SurrogateName
+from klamp.core.surrogates import check_clip_range
+from klamp.core.types import Reduction
+from klamp.errors import ConfigError, unknown_name
+
+LossType: TypeAlias = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LossRow:
+    reduction: Reduction
+    scale: Scale
+
+
+LOSS_TYPES: Mapping[str, _LossRow] = {
+    "grpo": _LossRow(reduction="sequence_mean", scale="std"),
+    "bnpo": _LossRow(reduction="token_mean", scale="std"),
+    "dr_grpo": _LossRow(reduction="fixed_length", scale="none"),
+    "dapo": _LossRow(reduction="token_mean", scale="std"),
+}
+"""What each loss type fixes: how tokens become a number, and whether advantages are divided by the group's std."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """The policy loss around the KL: surrogate, ratio bounds, reduction, advantages. Names as in TRL.
+
+    `bnpo` and `dapo` are both token means; klamp takes the mean over the whole batch of an optimizer step
+    (micro-batches and processes add up exactly), so that here they are the same. TRL's `bnpo`
+    divides each micro-batch by itself.
+
+    Raises:
+        UnknownNameError, ConfigError: unknown or impossible choices.
+    """
+
+    loss_type: LossType = "grpo"
+    """grpo (mean of sequence means), bnpo and dapo (token mean), dr_grpo (fixed length, advantages not scaled)."""
+    surrogate: SurrogateName = "ppo_clip"
+    """ppo_clip, cispo or score_function."""
+    epsilon: float = 0.2
+    """Ratio bound below 1."""
+    epsilon_high: float | None = None
+    """Ratio bound above 1; None: the same as epsilon."""
+    scale_rewards: Scale | None = None
+    """Divide advantages by the group's standard deviation (std) or not (none); None: what the loss type says."""
+    advantage_baseline: Baseline = "mean"
+    """mean of the group, or leave_one_out."""
+
+    def __post_init__(self) -> None:
+        known = {
+            "loss_type": tuple(LOSS_TYPES),
+            "surrogate": ("ppo_clip", "cispo", "score_function"),
+            "scale_rewards": (None, "std", "none"),
+            "advantage_baseline": ("mean", "leave_one_out"),
+        }
+        for name, choices in known.items():
+            if getattr(self, name) not in choices:
+                raise unknown_name(name, getattr(self, name), [c for c in choices if c is not None])
+        check_clip_range(self.epsilon, self.clip_high)
+
+    @property
+    def clip_high(self) -> float:
+        """The ratio bound above 1 in force."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def scale(self) -> Scale:
+        """The scaling of advantages in force."""
+        return self.scale_rewards or LOSS_TYPES[self.loss_type].scale
+
+
+def build_objective(kl: KLConfig, loss: LossConfig, *, max_length: int) -> Objective:
+    """The loss that a KL configuration and a loss configuration describe together.
+
+    Args:
+        kl: the KL term; its beta is the starting one.
+        loss: the policy loss.
+        max_length: longest completion in tokens, the divisor of dr_grpo.
+
+    Raises:
+        ConfigError: the KL in the reward together with advantages divided by the group's std.
+    """
+    if kl.beta > 0 and kl.kl_placement == "reward" and loss.scale == "std":
+        raise ConfigError(
+            "the KL in the reward cannot be combined with advantages divided by the group's std",
+            got=f"kl_placement='reward', loss_type={loss.loss_type!r}, scale_rewards='std'",
+            why="in a group whose rewards are all equal the division cancels beta: the update is the same for every "
+            "beta > 0",
+            fix="set scale_rewards='none', or kl_placement='advantage' (the KL enters after the division)",
+        )
+    return Objective(
+        surrogate=loss.surrogate,
+        clip_low=loss.epsilon,
+        clip_high=loss.clip_high,
+        reduction=LOSS_TYPES[loss.loss_type].reduction,
+        max_length=max_length,
+        beta=kl.beta,
+        kl=kl.build_term(),
+    )

@@ -1,0 +1,101 @@
+"""Which combinations of KL choices are refused, and which are allowed with a caution; each with the way out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from klamp.config.kl import KLConfig
+
+
+def refusals(c: KLConfig) -> list[tuple[bool, str, str, str]]:
+    """Every combination that cannot work or would not do what its name says: (refused, what, why, fix)."""
+    in_loss = c.kl_placement == "loss"
+    clipped = c.kl_clip_method != "none"
+    return [
+        (
+            not in_loss and c.kl_estimator != "k1",
+            f"kl_placement={c.kl_placement!r} takes kl_estimator='k1' only, not {c.kl_estimator!r}",
+            "through the score function k1 gives the gradient of KL(policy||ref); k3 gives the reverse minus the "
+            "forward gradient, which cancels near the reference, and k2 is biased",
+            "set kl_estimator='k1' (k3 and exact are logged all the same)",
+        ),
+        (
+            not in_loss and c.kl_gradient != "reverse",
+            f"kl_gradient={c.kl_gradient!r} has no meaning with kl_placement={c.kl_placement!r}",
+            "in the reward or the advantage the gradient is that of the score function: reverse",
+            "leave kl_gradient='reverse', or set kl_placement='loss'",
+        ),
+        (
+            c.kl_placement == "reward" and c.kl_horizon == "token",
+            "kl_placement='reward' has kl_horizon='sequence'",
+            "a reward belongs to the whole completion, so its KL is the sum over the sequence",
+            "set kl_horizon='sequence', or kl_placement='advantage' for the per-token shift",
+        ),
+        (
+            clipped and in_loss and (c.kl_estimator, c.kl_gradient) == ("k1", "own"),
+            "a clipped k1-as-loss is refused",
+            "k1's own gradient is zero in expectation; gated by a clip it becomes an unlabelled regulariser",
+            "use kl_gradient='reverse'",
+        ),
+        (
+            c.kl_horizon == "sequence" and c.kl_off_policy == "token",
+            "kl_horizon='sequence' needs kl_off_policy='sequence' (or 'none')",
+            "the token ratio does not correct the prefix that a later token was sampled from",
+            "set kl_off_policy='sequence'",
+        ),
+        (
+            not in_loss and c.kl_off_policy != "none",
+            f"kl_off_policy has no meaning with kl_placement={c.kl_placement!r}",
+            "the surrogate's own importance ratio already weighs what is in the advantage",
+            "set kl_off_policy='none'",
+        ),
+        (
+            c.kl_estimator == "exact" and (c.kl_gradient, c.kl_horizon) == ("forward", "sequence"),
+            "the exact forward KL has no sequence horizon",
+            "its prefixes would have to be sampled from the reference",
+            "use kl_estimator='k3' with kl_gradient='forward'",
+        ),
+        (
+            c.kl_controller not in (None, "fixed") and c.target_kl is None,
+            f"kl_controller={c.kl_controller!r} needs target_kl",
+            "an adaptive controller steers towards a target",
+            "set target_kl (nats per token; 0.05 is a usual start), or kl_controller='fixed'",
+        ),
+        (
+            c.beta == 0 and c.controller_name in ("step", "proportional"),
+            f"beta=0 can never grow under kl_controller={c.controller_name!r}",
+            "the rule multiplies beta, and 0 times anything is 0",
+            "start from a small positive beta, or use kl_controller='dual' or 'pid'",
+        ),
+    ]
+
+
+def cautions(c: KLConfig) -> list[str]:
+    """What this configuration may not do although its name suggests it; each with the way out."""
+    in_loss, own = c.kl_placement == "loss" and c.beta > 0, c.kl_gradient == "own"
+    found: list[str] = []
+    if in_loss and own and c.kl_estimator == "k1":
+        found.append(
+            "kl_estimator='k1' with kl_gradient='own' has an expected gradient of exactly zero: it regularises "
+            "nothing. Use kl_gradient='reverse'."
+        )
+    if in_loss and own and c.kl_estimator == "k3":
+        found.append(
+            "kl_estimator='k3' with kl_gradient='own' follows the gradient of KL(ref||policy), not of the "
+            "KL(policy||ref) that its value estimates. Use kl_gradient='reverse', or name it: 'forward'."
+        )
+    if in_loss and own and c.kl_estimator == "abs":
+        found.append(
+            "kl_estimator='abs' with kl_gradient='own' pulls down the L1 distance, not a KL. Use kl_gradient='reverse'."
+        )
+    total = None if c.use_per_token_kl_threshold else c.kl_clip_threshold
+    if c.use_per_token_kl_threshold and c.kl_reference_length is not None:
+        total = c.kl_clip_threshold * c.kl_reference_length
+    if c.kl_clip_method == "soft" and total is not None and c.kl_clip_temperature > total / 10:
+        found.append(
+            f"kl_clip_temperature={c.kl_clip_temperature:g} is wide against the budget of {total:g} nats: the "
+            "soft clip is then half open everywhere. Use kl_clip_temperature <= budget / 10, or "
+            "kl_clip_method='hard'."
+        )
+    return found

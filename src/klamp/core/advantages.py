@@ -1,0 +1,105 @@
+"""Advantages of a group of completions of the same prompt."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from klamp.core.masking import upcast
+from klamp.errors import ConfigError, NonFiniteError, ShapeError, unknown_name
+
+Scale: TypeAlias = Literal["std", "none"]
+Baseline: TypeAlias = Literal["mean", "leave_one_out"]
+
+SCALES: tuple[Scale, ...] = ("std", "none")
+BASELINES: tuple[Baseline, ...] = ("mean", "leave_one_out")
+
+
+def check_group_size(group_size: int) -> None:
+    """Refuse groups in which there is nothing to compare.
+
+    Raises:
+        ConfigError: fewer than two completions per prompt.
+    """
+    if group_size < 2:
+        raise ConfigError(
+            "a group needs at least two completions",
+            got=group_size,
+            why="an advantage compares the completions of one prompt with each other; alone, it is always 0",
+            fix="set num_generations to 2 or more (8 is usual)",
+        )
+
+
+def group_advantages(
+    rewards: Float[Tensor, " batch"],
+    group_size: int,
+    *,
+    scale: Scale = "std",
+    baseline: Baseline = "mean",
+    eps: float = 1e-4,
+) -> Float[Tensor, " batch"]:
+    """Advantage of each completion over its group, in units of reward (scale `none`) or of the group's std.
+
+    Equation (group g of size G; m = mean, s = sample standard deviation with G - 1)::
+
+        mean            a_i = r_i - m                              leave_one_out   a_i = (r_i - m) G / (G - 1)
+        scale "std"     a_i / (s + eps)
+
+    Sampler: the G completions of a prompt are independent samples of the policy.
+    Value: `leave_one_out` without scaling gives an unbiased policy gradient, `mean` one that is (G - 1)/G of it, `std`
+    a biased one. A group whose rewards are all equal gives exactly 0, never rounding noise / eps.
+    Gradient: none wanted; rewards carry no gradient.
+    Shapes: [B] with the G completions of a prompt next to each other -> [B].
+
+    Args:
+        rewards: one per completion.
+        group_size: completions per prompt.
+        scale: divide by the group's standard deviation, or not.
+        baseline: the group's mean, or the mean of the others.
+        eps: added to the standard deviation.
+
+    Raises:
+        ShapeError: the batch is not a whole number of groups.
+        NonFiniteError: a reward that is NaN or infinite.
+        ConfigError: a group of one.
+        UnknownNameError: an unknown scale or baseline.
+
+    Source: DeepSeekMath arXiv:2402.03300 (std), Dr. GRPO arXiv:2503.20783 (none), RLOO arXiv:2402.14740
+    (leave_one_out)
+    """
+    if scale not in SCALES:
+        raise unknown_name("advantage scale", scale, SCALES)
+    if baseline not in BASELINES:
+        raise unknown_name("advantage baseline", baseline, BASELINES)
+    check_group_size(group_size)
+    if rewards.ndim != 1 or rewards.shape[0] % group_size:
+        raise ShapeError(
+            "the rewards are not a whole number of groups",
+            got=f"shape {tuple(rewards.shape)}, group size {group_size}",
+            why="each group holds the completions of one prompt, next to each other",
+            fix="pass one reward per completion, group by group",
+        )
+    if not bool(rewards.isfinite().all()):
+        raise NonFiniteError(
+            "a reward is NaN or infinite",
+            got=f"{int((~rewards.isfinite()).sum())} of {rewards.numel()}",
+            why="one such reward would turn the advantages of its whole group into NaN",
+            fix="return a finite number from the reward function",
+        )
+    groups = upcast(rewards).view(-1, group_size)
+    centred = groups - groups.mean(-1, keepdim=True)
+    if baseline == "leave_one_out":
+        centred = centred * (group_size / (group_size - 1))
+    if scale == "std":
+        centred = centred / (groups.std(-1, keepdim=True) + eps)
+    saturated = groups.amax(-1, keepdim=True) == groups.amin(-1, keepdim=True)
+    return torch.where(saturated, torch.zeros_like(centred), centred).reshape(-1)
+
+
+def saturated_share(rewards: Float[Tensor, " batch"], group_size: int) -> Float[Tensor, ""]:
+    """Share of the groups whose rewards are all equal (no learning signal), in [0, 1]."""
+    groups = rewards.view(-1, group_size)
+    return (groups.amax(-1) == groups.amin(-1)).float().mean()

@@ -1,0 +1,164 @@
+"""Clipping the KL at a budget, and the gate that carries the clip to a gradient.
+
+A clip acts on a total: the KL of one completion in nats. Taking relu of a *sampled* KL leaks (at KL .05, threshold .1
+and noise .5 the gate is open 46 % of the time), so klamp gates: the derivative of the clip, at a detached low-noise KL,
+multiplies a correct gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from klamp.core.masking import upcast
+from klamp.core.types import ClipMethod
+from klamp.errors import ConfigError, ShapeError, unknown_name
+
+ClipLevel: TypeAlias = Literal["sequence", "group", "batch"]
+
+CLIP_METHODS: tuple[ClipMethod, ...] = ("none", "hard", "soft")
+CLIP_LEVELS: tuple[ClipLevel, ...] = ("sequence", "group", "batch")
+
+
+def _check(method: str, temperature: float) -> None:
+    if method not in CLIP_METHODS:
+        raise unknown_name("KL clip method", method, CLIP_METHODS)
+    if not temperature > 0:
+        raise ConfigError(
+            "the clip temperature must be positive",
+            got=temperature,
+            why="it is the width in nats over which the soft clip opens",
+            fix="use a temperature around a tenth of the total threshold, or method='hard'",
+        )
+
+
+def clip_kl(
+    kl: Float[Tensor, "*shape"],
+    threshold: float | Float[Tensor, "*shape"],
+    *,
+    method: ClipMethod,
+    temperature: float = 1.0,
+) -> Float[Tensor, "*shape"]:
+    """The part of a KL (nats) that is above a threshold.
+
+    Equation::
+
+        none    kl
+        hard    max(0, kl - threshold)
+        soft    temperature * softplus((kl - threshold) / temperature)
+
+    Value: unbiased only for an exact `kl`; applied to a noisy estimate both clips over-estimate.
+    Gradient: `hard` 0 below and 1 above, `soft` sigmoid((kl - threshold) / temperature): at temperature 1 and
+    per-token units (threshold .05) that is .4875 at KL 0 and .5125 at KL .1, no clip at all. Clip totals.
+    Shapes: any; `threshold` broadcasts.
+
+    Args:
+        kl: KL in nats.
+        threshold: where the penalty begins, in the same unit.
+        method: `none`, `hard` or `soft`.
+        temperature: width of the soft transition, in nats.
+
+    Raises:
+        UnknownNameError: an unknown method.
+        ConfigError: a temperature that is not positive.
+
+    Source: source document 000 (KL clipping for GRPO)
+    """
+    _check(method, temperature)
+    kl = upcast(kl)
+    if method == "none":
+        return kl
+    excess = kl - threshold
+    return excess.clamp(min=0) if method == "hard" else temperature * softplus(excess / temperature)
+
+
+def clip_gate(
+    kl: Float[Tensor, "*shape"],
+    threshold: float | Float[Tensor, "*shape"],
+    *,
+    method: ClipMethod,
+    temperature: float = 1.0,
+) -> Float[Tensor, "*shape"]:
+    """The derivative of `clip_kl` with respect to the KL, detached: the factor on the KL's gradient, in [0, 1].
+
+    Equation: none 1; hard 1[kl > threshold], and 1 wherever the threshold is 0, so that a clip at 0 is no clip; soft
+    sigmoid((kl - threshold) / temperature).
+
+    Raises:
+        UnknownNameError: an unknown method.
+        ConfigError: a temperature that is not positive.
+    """
+    _check(method, temperature)
+    kl = upcast(kl.detach())
+    if method == "none":
+        return torch.ones_like(kl)
+    limit = torch.as_tensor(threshold, dtype=kl.dtype, device=kl.device)
+    if method == "soft":
+        return torch.sigmoid((kl - limit) / temperature)
+    return ((kl > limit) | (limit <= 0)).to(kl.dtype)
+
+
+def kl_budget(threshold: float, *, per_token: bool, reference_length: float | Tensor) -> float | Tensor:
+    """Total KL budget of one completion in nats.
+
+    Equation: threshold * reference_length if `per_token`, else threshold. 0.1 nats/token * 50 tokens = 5 nats.
+
+    The reference length must not depend on what was generated: an integer, a data column, or the reference policy's
+    own mean length measured once. Threshold times the *generated* length hands out budget per filler token.
+
+    Args:
+        threshold: nats per token, or nats.
+        per_token: which of the two.
+        reference_length: tokens; a number, or one per sequence.
+
+    Raises:
+        ConfigError: a negative threshold, or a reference length that is not positive.
+
+    Source: source document 000
+    """
+    if not threshold >= 0:
+        raise ConfigError("the KL threshold must be >= 0", got=threshold, why="a KL is never negative", fix="use 0")
+    if not per_token:
+        return threshold
+    shortest = float(torch.as_tensor(reference_length).min())
+    if not shortest > 0:
+        raise ConfigError(
+            "the reference length must be positive",
+            got=shortest,
+            why="a per-token threshold is multiplied by it to give the budget of a completion",
+            fix="set kl_reference_length, or use_per_token_kl_threshold=False",
+        )
+    return threshold * reference_length
+
+
+def gate_kl(
+    sequence_kl: Float[Tensor, " batch"], *, level: ClipLevel, group_size: int | None = None
+) -> Float[Tensor, " batch"]:
+    """The detached KL (nats per sequence) that a clip is gated on, at the level asked for.
+
+    Equation: `sequence` the sequence's own; `group` the mean over its group; `batch` the mean over the batch.
+    Averaging is what takes the noise out of a sampled KL before the threshold is applied.
+
+    Raises:
+        UnknownNameError: an unknown level.
+        ShapeError: the batch is not a whole number of groups.
+    """
+    kl = upcast(sequence_kl.detach())
+    if level == "sequence":
+        return kl
+    if level == "batch":
+        return kl.mean().expand_as(kl)
+    if level != "group":
+        raise unknown_name("KL clip level", level, CLIP_LEVELS)
+    if group_size is None or kl.shape[0] % group_size:
+        raise ShapeError(
+            "the batch is not a whole number of groups",
+            got=f"{kl.shape[0]} sequences, group size {group_size}",
+            why="the gate of a sequence is the mean KL of its group",
+            fix="keep the completions of a prompt together and pass their number as group_size",
+        )
+    return kl.view(-1, group_size).mean(-1).repeat_interleave(group_size)

@@ -1,0 +1,216 @@
+"""Estimators of the KL divergence: the VALUE. What their gradient does is another choice, see `gradients`.
+
+All take log-probabilities of the sampled tokens under the policy and the reference, with
+log_ratio = delta = log policy - log ref, and u = ref / policy = exp(-delta). "Unbiased" is meant for tokens that were
+sampled from the policy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from klamp.core.masking import upcast
+from klamp.core.types import Direction, Estimator
+from klamp.errors import ShapeError, unknown_name
+
+TokenFunction = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimatorRow:
+    """One estimator and its properties, each proven by enumeration in the tests."""
+
+    name: str
+    """The name used in every configuration."""
+    formula: str
+    """The value, in terms of delta = log policy - log ref."""
+    value: TokenFunction
+    """delta -> value."""
+    derivative: TokenFunction
+    """delta -> d value / d delta: the coefficient of grad log policy when the value itself is the loss."""
+    bias: str
+    """Bias of the value under samples of the policy."""
+    non_negative: bool
+    """Whether every single value is >= 0."""
+    gradient_as_loss: str
+    """What the expected gradient is when the value itself is differentiated as a loss, on-policy."""
+    remark: str
+    """When to use it."""
+
+
+def _k3(delta: Tensor) -> Tensor:
+    return torch.expm1(-delta) + delta
+
+
+ESTIMATORS: dict[str, EstimatorRow] = {
+    row.name: row
+    for row in (
+        EstimatorRow(
+            name="k1",
+            formula="delta",
+            value=lambda delta: delta,
+            derivative=torch.ones_like,
+            bias="unbiased",
+            non_negative=False,
+            gradient_as_loss="zero",
+            remark="the value for rewards and advantages; as a loss it regularises nothing",
+        ),
+        EstimatorRow(
+            name="k2",
+            formula="delta^2 / 2",
+            value=lambda delta: delta.square() / 2,
+            derivative=lambda delta: delta,
+            bias="biased, third order",
+            non_negative=True,
+            gradient_as_loss="reverse KL",
+            remark="right gradient, value only near the reference",
+        ),
+        EstimatorRow(
+            name="k3",
+            formula="exp(-delta) - 1 + delta",
+            value=_k3,
+            derivative=lambda delta: -torch.expm1(-delta),
+            bias="unbiased where the reference's support lies within the sampler's",
+            non_negative=True,
+            gradient_as_loss="forward KL",
+            remark="low noise near the reference; noisier than k1 past about 0.63 nats",
+        ),
+        EstimatorRow(
+            name="abs",
+            formula="|delta|",
+            value=torch.abs,
+            derivative=torch.sign,
+            bias="over-estimates",
+            non_negative=True,
+            gradient_as_loss="L1 distance",
+            remark="robust distance for monitoring; not a KL",
+        ),
+    )
+}
+
+
+def log_ratio(policy_logprobs: Float[Tensor, "*shape"], ref_logprobs: Float[Tensor, "*shape"]) -> Tensor:
+    """delta = log policy - log ref in nats, in float32 before the difference is taken.
+
+    Raises:
+        ShapeError: the two differ in shape.
+    """
+    if policy_logprobs.shape != ref_logprobs.shape:
+        raise ShapeError(
+            "policy and reference log-probabilities differ in shape",
+            got=f"policy {tuple(policy_logprobs.shape)}, ref {tuple(ref_logprobs.shape)}",
+            why="the log-ratio is taken token by token",
+            fix="score the same tokens with both models",
+        )
+    return upcast(policy_logprobs) - upcast(ref_logprobs)
+
+
+def kl_estimate(
+    policy_logprobs: Float[Tensor, "*shape"],
+    ref_logprobs: Float[Tensor, "*shape"],
+    *,
+    estimator: Estimator = "k3",
+) -> Float[Tensor, "*shape"]:
+    """Per-token estimate of KL(policy || ref) in nats.
+
+    Equation (delta = log policy - log ref)::
+
+        k1 = delta      k2 = delta^2 / 2      k3 = exp(-delta) - 1 + delta      abs = |delta|
+
+    Sampler: the tokens must be drawn from the policy.
+    Value: k1 unbiased, any sign; k2 biased in third order; k3 unbiased (if the reference's support lies within the
+    sampler's), >= 0; abs over-estimates.
+    Gradient: that of the formula. As a loss, k1 has expected gradient 0, k2 that of KL(policy || ref), k3 that of
+    KL(ref || policy). Use `kl_penalty` to choose the gradient.
+    Shapes: any, equal -> the same. float16 and bfloat16 are computed in float32; nothing is clamped.
+
+    Args:
+        policy_logprobs: log-probabilities of the sampled tokens under the policy.
+        ref_logprobs: the same tokens under the reference.
+        estimator: `k1`, `k2`, `k3` or `abs`.
+
+    Raises:
+        ShapeError: the two tensors differ in shape.
+        UnknownNameError: an unknown estimator.
+
+    Source: J. Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html
+    """
+    if estimator not in ESTIMATORS:
+        raise unknown_name("KL estimator", estimator, ESTIMATORS)
+    return ESTIMATORS[estimator].value(log_ratio(policy_logprobs, ref_logprobs))
+
+
+def _expectation(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """sum_v p_v (log p_v - log q_v), with p_v = 0 contributing exactly 0 to value and gradient."""
+    empty = torch.isneginf(log_p)
+    log_p_safe = torch.where(empty, torch.zeros_like(log_p), log_p)
+    log_q_safe = torch.where(empty, torch.zeros_like(log_q), log_q)
+    terms = torch.where(empty, torch.zeros_like(log_p), log_p_safe.exp() * (log_p_safe - log_q_safe))
+    return terms.sum(-1)
+
+
+def _reverse(log_policy: Tensor, log_ref: Tensor) -> Tensor:
+    return _expectation(log_policy, log_ref)
+
+
+def _forward(log_policy: Tensor, log_ref: Tensor) -> Tensor:
+    return _expectation(log_ref, log_policy)
+
+
+def _js(log_policy: Tensor, log_ref: Tensor) -> Tensor:
+    log_mean = torch.logaddexp(log_policy, log_ref) - math.log(2)
+    return (_expectation(log_policy, log_mean) + _expectation(log_ref, log_mean)) / 2
+
+
+DIRECTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"reverse": _reverse, "forward": _forward, "js": _js}
+
+
+def exact_kl(
+    policy_logits: Float[Tensor, "*shape vocab"],
+    ref_logits: Float[Tensor, "*shape vocab"],
+    *,
+    direction: Direction = "reverse",
+) -> Float[Tensor, "*shape"]:
+    """KL divergence over the whole vocabulary at each prefix, in nats.
+
+    Equation (p = softmax(policy_logits), q = softmax(ref_logits), m = (p + q) / 2)::
+
+        reverse = sum_v p_v (log p_v - log q_v) = KL(policy || ref)
+        forward = sum_v q_v (log q_v - log p_v) = KL(ref || policy)
+        js      = (KL(p || m) + KL(q || m)) / 2
+
+    Sampler: none needed for the prefix itself; averaged over prefixes it is the Rao-Blackwellised estimate for
+    whoever sampled the prefixes.
+    Value: exact for the prefix, >= 0 up to rounding. A vocabulary entry with logit -inf has probability 0.
+    Gradient: exact for the prefix; it leaves out what a token does to later prefixes (see `kl_penalty`, horizon).
+    Shapes: [..., V], [..., V] -> [...].
+
+    Args:
+        policy_logits: unnormalised log-probabilities of the policy.
+        ref_logits: the same of the reference.
+        direction: `reverse`, `forward` or `js`.
+
+    Raises:
+        ShapeError: the logits differ in shape.
+        UnknownNameError: an unknown direction.
+
+    Source: arXiv:2504.10637 (Rao-Blackwellised estimation of the KL divergence between language models)
+    """
+    if direction not in DIRECTIONS:
+        raise unknown_name("KL direction", direction, DIRECTIONS)
+    if policy_logits.shape != ref_logits.shape:
+        raise ShapeError(
+            "policy and reference logits differ in shape",
+            got=f"policy {tuple(policy_logits.shape)}, ref {tuple(ref_logits.shape)}",
+            why="the sum runs over one common vocabulary",
+            fix="use the same tokens and the same vocabulary (padding included) for both models",
+        )
+    log_policy = upcast(policy_logits).log_softmax(-1)
+    log_ref = upcast(ref_logits).log_softmax(-1)
+    return DIRECTIONS[direction](log_policy, log_ref)

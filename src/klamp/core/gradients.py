@@ -1,0 +1,302 @@
+"""The per-token KL penalty: value and gradient are two choices.
+
+Notation: delta = log policy - log ref, u = exp(-delta), w = policy / behavior (1 on-policy), rho_t = product of w up to
+t, sg = stop-gradient. The gradient is built from its coefficient, sg(c_t) * grad log policy_t, never by
+differentiating w * k3: that loses its gradient to cancellation (float32 from about 17 nats, bfloat16 from 8).
+
+    horizon    gradient    c_t                                          expected gradient of the sum over tokens
+    token      reverse     w_t delta_t                                  KL(policy || ref) at each sampled prefix
+    token      forward     w_t (1 - u_t)                                KL(ref || policy) at each sampled prefix
+    token      own         w_t d value / d delta                        whatever the estimator's own is
+    sequence   reverse     rho_t delta_t + sum_{j > t} rho_j f_j        KL(policy || ref) over sequences, exactly
+    sequence   forward     rho_t - prod_{j <= t} ref_j / behavior_j     KL(ref || policy) over sequences, exactly
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from klamp.core.estimators import ESTIMATORS, log_ratio
+from klamp.core.masking import future_sum, masked
+from klamp.core.types import Estimator, Gradient, Horizon, LogProbs, Mask, TokenValues
+from klamp.errors import ConfigError, unknown_name
+
+GRADIENTS: tuple[Gradient, ...] = ("reverse", "forward", "own", "none")
+HORIZONS: tuple[Horizon, ...] = ("token", "sequence")
+
+# Past this log-ratio exp(-delta) - 1 has lost nothing to the 1, and w * exp(-delta) must be one exponential: the
+# factors over- and underflow where their product is harmless.
+_FAR = -1.0
+
+
+def with_gradient(value: Tensor, coefficient: Tensor, policy_logprobs: Tensor) -> Tensor:
+    """A tensor that equals `value` and whose gradient is coefficient * grad policy_logprobs.
+
+    Equation: sg(value) + sg(coefficient) (log policy - sg(log policy)).
+    """
+    return value.detach() + coefficient.detach() * (policy_logprobs - policy_logprobs.detach())
+
+
+def masked_log_ratio(
+    policy_logprobs: LogProbs, ref_logprobs: LogProbs, mask: Mask, *, max_log_ratio: float | None = None
+) -> TokenValues:
+    """Detached delta = log policy - log ref, 0 where masked, bounded to +-max_log_ratio where that is given.
+
+    The bound is straight-through: it limits the value and the size of the coefficient, and never zeroes the gradient.
+    """
+    delta = masked(log_ratio(policy_logprobs.detach(), ref_logprobs.detach()), mask)
+    return delta if max_log_ratio is None else delta.clamp(-max_log_ratio, max_log_ratio)
+
+
+def log_weights(
+    policy_logprobs: LogProbs,
+    behavior_logprobs: LogProbs | None,
+    mask: Mask,
+    *,
+    prefix: bool,
+    max_weight: float | None = None,
+) -> TokenValues:
+    """Detached logarithm of the off-policy weight of each token, in nats.
+
+    Equation: log w_t = log policy_t - log behavior_t; with `prefix` the sum over j <= t: the ratio of the whole
+    prefix, which is what makes an off-policy sum over tokens exact. Without behaviour log-probabilities it is 0.
+    `max_weight` truncates the weight (biased, bounded variance; count how often with `truncated_share`).
+    """
+    if behavior_logprobs is None:
+        return torch.zeros_like(masked(policy_logprobs.detach(), mask))
+    log_w = masked(log_ratio(policy_logprobs.detach(), behavior_logprobs.detach()), mask)
+    if prefix:
+        log_w = log_w.cumsum(-1)
+    return log_w if max_weight is None else log_w.clamp(max=math.log(max_weight))
+
+
+def _weighted_k3(log_w: Tensor, delta: Tensor) -> Tensor:
+    """w (exp(-delta) - 1 + delta) without overflow in the factors."""
+    near = delta > _FAR
+    w = log_w.exp()
+    safe = torch.where(near, delta, torch.zeros_like(delta))
+    return torch.where(near, w * (torch.expm1(-safe) + safe), (log_w - delta).exp() + w * (delta - 1))
+
+
+def _weighted_value(value: Estimator, log_w: Tensor, delta: Tensor) -> Tensor:
+    if value == "k3":
+        return _weighted_k3(log_w, delta)
+    return log_w.exp() * ESTIMATORS[value].value(delta)
+
+
+def _weighted_one_minus_u(log_w: Tensor, delta: Tensor) -> Tensor:
+    """w (1 - exp(-delta)) without overflow in the factors."""
+    near = delta > _FAR
+    w = log_w.exp()
+    safe = torch.where(near, delta, torch.zeros_like(delta))
+    return torch.where(near, -w * torch.expm1(-safe), w - (log_w - delta).exp())
+
+
+def _token_reverse(value: Estimator, log_w: Tensor, delta: Tensor) -> Tensor:
+    return log_w.exp() * delta
+
+
+def _token_forward(value: Estimator, log_w: Tensor, delta: Tensor) -> Tensor:
+    return _weighted_one_minus_u(log_w, delta)
+
+
+def _token_own(value: Estimator, log_w: Tensor, delta: Tensor) -> Tensor:
+    if value == "k3":
+        return _weighted_one_minus_u(log_w, delta)
+    return log_w.exp() * ESTIMATORS[value].derivative(delta)
+
+
+def _no_gradient(value: Estimator, log_w: Tensor, delta: Tensor) -> Tensor:
+    return torch.zeros_like(delta)
+
+
+def _sequence_reverse(value: Estimator, log_w: Tensor, delta: Tensor) -> Tensor:
+    # The KL of later tokens needs an unbiased value: k3 where it is asked for (less noise), k1 otherwise.
+    unbiased: Estimator = "k3" if value == "k3" else "k1"
+    return log_w.exp() * delta + future_sum(_weighted_value(unbiased, log_w, delta))
+
+
+def _sequence_forward(value: Estimator, log_w: Tensor, delta: Tensor) -> Tensor:
+    return _weighted_one_minus_u(log_w, delta.cumsum(-1))
+
+
+_COEFFICIENTS: dict[tuple[str, str], Callable[[Estimator, Tensor, Tensor], Tensor]] = {
+    ("token", "reverse"): _token_reverse,
+    ("token", "forward"): _token_forward,
+    ("token", "own"): _token_own,
+    ("token", "none"): _no_gradient,
+    ("sequence", "reverse"): _sequence_reverse,
+    ("sequence", "forward"): _sequence_forward,
+    ("sequence", "none"): _no_gradient,
+}
+
+
+def check_gradient_choice(value: str, gradient: str, horizon: str) -> None:
+    """Refuse names that do not exist and combinations that have no meaning.
+
+    Raises:
+        UnknownNameError: an unknown value, gradient or horizon.
+        ConfigError: gradient `own` with horizon `sequence`.
+    """
+    if value not in ESTIMATORS and value != "exact":
+        raise unknown_name("KL estimator", value, [*ESTIMATORS, "exact"])
+    if gradient not in GRADIENTS:
+        raise unknown_name("KL gradient", gradient, GRADIENTS)
+    if horizon not in HORIZONS:
+        raise unknown_name("KL horizon", horizon, HORIZONS)
+    if (horizon, gradient) == ("sequence", "own"):
+        raise ConfigError(
+            "gradient 'own' has no sequence horizon",
+            got=f"gradient='own', horizon='sequence', value={value!r}",
+            why="an estimator's own gradient is that of one token; the future terms belong to a divergence",
+            fix="use gradient='reverse' or 'forward' with horizon='sequence', or horizon='token'",
+        )
+
+
+def penalty_from_weights(
+    policy_logprobs: LogProbs,
+    delta: TokenValues,
+    log_w: TokenValues,
+    mask: Mask,
+    *,
+    value: Estimator,
+    gradient: Gradient,
+    horizon: Horizon,
+) -> TokenValues:
+    """The penalty for a given (already masked, detached) log-ratio and log-weight; see `kl_penalty`."""
+    check_gradient_choice(value, gradient, horizon)
+    coefficient = _COEFFICIENTS[horizon, gradient](value, log_w, delta)
+    return masked(with_gradient(_weighted_value(value, log_w, delta), coefficient, masked(policy_logprobs, mask)), mask)
+
+
+def kl_penalty(
+    policy_logprobs: LogProbs,
+    ref_logprobs: LogProbs,
+    mask: Mask,
+    *,
+    value: Estimator = "k3",
+    gradient: Gradient = "reverse",
+    horizon: Horizon = "token",
+    behavior_logprobs: LogProbs | None = None,
+    max_weight: float | None = None,
+    max_log_ratio: float | None = None,
+) -> TokenValues:
+    """Per-token KL penalty in nats whose value and whose gradient are chosen apart.
+
+    Equation: see the table at the top of this module; forward value sg(w_t) * estimator_t.
+
+    Sampler: the policy; with `behavior_logprobs` whoever those belong to, through the token ratio (horizon `token`)
+    or the ratio of the whole prefix (horizon `sequence`).
+    Value: the named estimator (times the off-policy weight), 0 where masked.
+    Gradient: summed over tokens and averaged over samples, `reverse` is the gradient of KL(policy || ref), `forward`
+    that of KL(ref || policy), `own` that of the estimator taken as a loss (k1: zero; k2: reverse; k3: forward),
+    `none` zero. Horizon `token` holds the sampled prefixes fixed, `sequence` adds what each token does to the KL of
+    later ones. The token ratio alone is not unbiased for off-policy sequences; the prefix ratio is.
+    Shapes: all [B, T] -> [B, T]. float16 and bfloat16 are computed in float32.
+
+    Args:
+        policy_logprobs: log-probabilities under the policy, with gradient.
+        ref_logprobs: log-probabilities under the reference.
+        mask: True = a token that counts.
+        value: estimator of the forward value.
+        gradient: which divergence's gradient flows.
+        horizon: `token` or `sequence`.
+        behavior_logprobs: log-probabilities under whoever sampled; None means the policy itself.
+        max_weight: truncate the off-policy weight there (biased; off by default).
+        max_log_ratio: bound the log-ratio there, straight-through (off by default).
+
+    Raises:
+        ShapeError: shapes differ.
+        UnknownNameError: an unknown value, gradient or horizon.
+        ConfigError: gradient `own` with horizon `sequence`, or a bound that is not positive.
+
+    Source: DeepSeek-V3.2 arXiv:2512.02556 and RPG arXiv:2505.17508 (token, reverse), FRPO arXiv:2601.10201 (sequence,
+    reverse), DeepSeekMath arXiv:2402.03300 (k3 own).
+    """
+    if str(value) == "exact":
+        raise ConfigError(
+            "kl_penalty cannot form the exact KL from log-probabilities of sampled tokens",
+            got="value='exact'",
+            why="the sum runs over the whole vocabulary",
+            fix="pass logits to exact_kl, or use KLConfig(kl_estimator='exact') with grpo_loss",
+        )
+    check_bound("max_weight", max_weight)
+    check_bound("max_log_ratio", max_log_ratio)
+    delta = masked_log_ratio(policy_logprobs, ref_logprobs, mask, max_log_ratio=max_log_ratio)
+    log_w = log_weights(policy_logprobs, behavior_logprobs, mask, prefix=horizon == "sequence", max_weight=max_weight)
+    return penalty_from_weights(policy_logprobs, delta, log_w, mask, value=value, gradient=gradient, horizon=horizon)
+
+
+def check_bound(name: str, bound: float | None) -> None:
+    """Refuse a bound that is not a positive number.
+
+    Raises:
+        ConfigError: the bound is zero, negative or NaN.
+    """
+    if bound is not None and not bound > 0:
+        raise ConfigError(
+            f"{name} must be positive", got=bound, why="it bounds a magnitude", fix=f"use {name}=None for no bound"
+        )
+
+
+def exact_penalty(
+    policy_logprobs: LogProbs,
+    exact: TokenValues,
+    log_w: TokenValues,
+    mask: Mask,
+    *,
+    gradient: Gradient,
+    horizon: Horizon,
+    surrogate: TokenValues | None = None,
+) -> TokenValues:
+    """Penalty whose value is the exact full-vocabulary KL at each sampled prefix, in nats.
+
+    Equation: gradient of term t = w_t grad exact_t, plus, with horizon `sequence`, sg(sum_{j > t} rho_j exact_j)
+    grad log policy_t: the Rao-Blackwellised gradient of the KL over sequences.
+
+    Value: w_t * exact_t. Off-policy, the weight of position t is that of the prefix *before* t, since the vocabulary
+    at t is summed over, not sampled. `log_w` holds inclusive weights; this function shifts them by one.
+    Gradient: `reverse` and `own` differentiate `exact`; `forward` differentiates `surrogate`, the exact forward KL.
+    Shapes: all [B, T] -> [B, T].
+
+    Source: arXiv:2504.10637
+    """
+    check_gradient_choice("exact", gradient, horizon)
+    before = torch.nn.functional.pad(log_w[..., :-1], (1, 0)).exp()
+    value = masked(exact.detach(), mask) * before
+    if gradient == "none":
+        return value
+    if gradient == "forward" and surrogate is None:
+        raise ConfigError(
+            "the exact forward gradient needs the exact forward KL",
+            fix="pass exact_kl(policy_logits, ref_logits, direction='forward') as the surrogate",
+        )
+    source = masked(exact if gradient != "forward" or surrogate is None else surrogate, mask)
+    penalty = value + before * (source - source.detach())
+    if horizon == "sequence":
+        if gradient == "forward":
+            raise ConfigError(
+                "the exact forward gradient has no sequence horizon under samples of the policy",
+                why="its prefixes would have to come from the reference",
+                fix="use kl_estimator='k3' with kl_gradient='forward' and kl_horizon='sequence'",
+            )
+        penalty = penalty + with_gradient(torch.zeros_like(value), future_sum(value), masked(policy_logprobs, mask))
+    return masked(penalty, mask)
+
+
+def truncated_share(
+    policy_logprobs: LogProbs, behavior_logprobs: LogProbs, mask: Mask, *, prefix: bool, max_weight: float
+) -> Tensor:
+    """Share of the unmasked tokens whose off-policy weight exceeds `max_weight`, in [0, 1]."""
+    over = log_weights(policy_logprobs, behavior_logprobs, mask, prefix=prefix) > math.log(max_weight)
+    return (over & mask).sum() / mask.sum().clamp(min=1)
+
+
+def clamped_share(policy_logprobs: LogProbs, ref_logprobs: LogProbs, mask: Mask, *, max_log_ratio: float) -> Tensor:
+    """Share of the unmasked tokens whose log-ratio exceeds the bound, in [0, 1]."""
+    over = masked_log_ratio(policy_logprobs, ref_logprobs, mask).abs() > max_log_ratio
+    return (over & mask).sum() / mask.sum().clamp(min=1)

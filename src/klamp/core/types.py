@@ -1,0 +1,80 @@
+"""The words and shapes of klamp's core.
+
+Glossary (one sign, everywhere):
+
+    policy      the model being trained                         log-probabilities carry a gradient
+    old         the policy at the start of the rollout's updates (for the PPO ratio)
+    sampler     whoever drew the tokens, as it reported itself  (behaviour policy, mu)
+    ref         the frozen reference
+    log_ratio   policy - ref, in nats; positive where the policy is likelier than the reference
+    mask        True = a token to train on
+    reverse     KL(policy || ref), what "the KL" means in RL fine-tuning
+    forward     KL(ref || policy)
+
+Shapes: B sequences, T completion positions, V vocabulary entries. Log-probabilities are natural logarithms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+Estimator: TypeAlias = Literal["k1", "k2", "k3", "abs"]
+Value: TypeAlias = Literal["k1", "k2", "k3", "abs", "exact"]
+Direction: TypeAlias = Literal["reverse", "forward", "js"]
+Gradient: TypeAlias = Literal["reverse", "forward", "own", "none"]
+Horizon: TypeAlias = Literal["token", "sequence"]
+ClipMethod: TypeAlias = Literal["none", "hard", "soft"]
+Reduction: TypeAlias = Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length"]
+
+TokenValues: TypeAlias = Float[Tensor, "batch tokens"]
+LogProbs: TypeAlias = Float[Tensor, "batch tokens"]
+Mask: TypeAlias = Bool[Tensor, "batch tokens"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """What a loss is computed from: B completions of T positions each, already scored.
+
+    Everything but `policy_logprobs` (and `exact_kl`, `exact_kl_forward`) is data and carries no gradient.
+    """
+
+    policy_logprobs: LogProbs
+    """Log-probabilities of the sampled tokens under the policy, with gradient. [B, T]"""
+    mask: Mask
+    """True = a token to train on. [B, T]"""
+    advantages: Float[Tensor, ...]
+    """One per completion, or one per token. [B] or [B, T]"""
+    old_logprobs: LogProbs | None = None
+    """Under the policy at the start of the rollout's updates; None on-policy: the policy itself, detached."""
+    ref_logprobs: LogProbs | None = None
+    """Under the reference; None only where no KL is asked for."""
+    sampler_logprobs: LogProbs | None = None
+    """Under whoever sampled, as it reported itself; for off-policy weights."""
+    exact_kl: TokenValues | None = None
+    """Exact KL(policy || ref) at each prefix, with gradient where it is the loss."""
+    exact_kl_forward: TokenValues | None = None
+    """Exact KL(ref || policy) at each prefix, with gradient; for kl_estimator='exact' with kl_gradient='forward'."""
+    kl_mask: Mask | None = None
+    """True = the token carries the KL; None: the same as `mask`."""
+    gate_kl: Float[Tensor, " batch"] | None = None
+    """KL (nats per sequence) that the clip is gated on; None: computed from this batch."""
+    reference_length: Float[Tensor, " batch"] | float | None = None
+    """Reference length in tokens that turns a per-token threshold into a budget."""
+    group_size: int | None = None
+    """Completions per prompt, next to each other; for a gate at group level."""
+
+
+class LossOutput(NamedTuple):
+    """A loss and what was seen on the way.
+
+    Attributes:
+        loss: scalar with gradient.
+        metrics: name -> detached scalar tensor; the names are documented in the metrics table.
+    """
+
+    loss: Float[Tensor, ""]
+    metrics: dict[str, Tensor]

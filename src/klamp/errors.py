@@ -1,0 +1,107 @@
+"""The exceptions that klamp raises.
+
+    KlampError
+    ├── ConfigError            (ValueError)         a choice that cannot work, or does not do what its name says
+    │   └── UnknownNameError   (KeyError)           a key or a name that klamp does not know; names the nearest one
+    ├── ShapeError             (ValueError)         tensors whose shapes do not fit together
+    ├── NonFiniteError         (ArithmeticError)    NaN, +inf, or a value no log-probability can have
+    ├── EmptyMaskError         (ValueError)         nothing to average over
+    ├── DataError              (ValueError)         a data row, prompt or file that cannot be used
+    ├── RewardError            (RuntimeError)       a reward function that raised, or returned something unusable
+    ├── ModelError             (ValueError)         a model or tokenizer that cannot be used
+    ├── RunFolderError         (FileExistsError)    an output folder that would be overwritten or cannot be resumed
+    ├── TrainingStopped        (RuntimeError)       training ended before its last step; the state is saved
+    └── UnsupportedVersion     (ImportError)        a host library outside the range that klamp was tested with
+
+Every message has four parts: what happened, what klamp got, why that is a problem, how to fix it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class KlampError(Exception):
+    """Root of every klamp error; its text reads what / got / why / fix.
+
+    Args:
+        what: one sentence that says what is wrong.
+        got: the value that klamp received.
+        why: why that cannot work.
+        fix: what to change.
+    """
+
+    def __init__(self, what: str, *, got: object = None, why: str = "", fix: str = "") -> None:
+        self.what, self.got, self.why, self.fix = what, got, why, fix
+        parts = [what]
+        if got is not None:
+            parts.append(f"  got: {got}")
+        if why:
+            parts.append(f"  why: {why}")
+        if fix:
+            parts.append(f"  fix: {fix}")
+        self.text = "\n".join(parts)
+        super().__init__(self.text)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class ConfigError(KlampError, ValueError):
+    """A choice that cannot work, or that would not do what its name says."""
+
+
+class UnknownNameError(ConfigError, KeyError):
+    """A key or name that klamp does not know; the message names the nearest known one."""
+
+
+class ShapeError(KlampError, ValueError):
+    """Tensors whose shapes do not fit together."""
+
+
+class NonFiniteError(KlampError, ArithmeticError):
+    """NaN, +inf, or a value that no log-probability can have."""
+
+
+class EmptyMaskError(KlampError, ValueError):
+    """A mask under which there is nothing to average."""
+
+
+class DataError(KlampError, ValueError):
+    """A data row, prompt or file that cannot be used."""
+
+
+class RewardError(KlampError, RuntimeError):
+    """A reward function that raised, or returned something that is not a finite number."""
+
+
+class ModelError(KlampError, ValueError):
+    """A model or tokenizer that cannot be loaded or used."""
+
+
+class RunFolderError(KlampError, FileExistsError):
+    """An output folder that holds another run, or that cannot be resumed."""
+
+
+class TrainingStopped(KlampError, RuntimeError):
+    """Training ended before its last step; the message says where the state was saved."""
+
+
+class UnsupportedVersion(KlampError, ImportError):
+    """A host library outside the version range that klamp was tested with."""
+
+
+def unknown_name(kind: str, name: object, known: Iterable[str], *, why: str = "") -> UnknownNameError:
+    """The error for a name that is not in a table, with the nearest known name as the fix.
+
+    Args:
+        kind: what the name stands for, e.g. "KL estimator".
+        name: the name that was given.
+        known: the names that exist.
+        why: an optional reason; by default the list of known names.
+    """
+    names = sorted(known)
+    nearest = get_close_matches(str(name), names, n=1, cutoff=0.5)
+    fix = f"did you mean {nearest[0]!r}?" if nearest else f"choose one of: {', '.join(names)}"
+    return UnknownNameError(f"unknown {kind}", got=repr(name), why=why or f"known: {', '.join(names)}", fix=fix)

@@ -1,0 +1,151 @@
+"""The built-in task: short strings that a small model can learn, with skills that RL does not see.
+
+    skill         prompt         completion
+    addition      123+456=       579            the skill that RL trains
+    subtraction   71-38=         33             kept by the KL term, or lost
+    reversal      rev abcde=     edcba          likewise
+
+One character is one token, so every log-probability can be read. Which prompts are held out depends on the prompt's
+own text alone: no seed and no size can move a held-out prompt into training.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from klamp.tasks.base import Example, Task, checked
+from klamp.tasks.config import TaskConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+ALPHABET = "0123456789+-= abcdefghijklmnopqrstuvwxyz"
+"""Every character of the task; each is one token."""
+
+PAD_TOKEN, EOS_TOKEN = "<pad>", "<eos>"
+RL_SKILL = "addition"
+HELD_OUT_SHARE = 8
+"""One prompt in this many is held out."""
+
+MAX_PROMPT_LENGTH, MAX_COMPLETION_LENGTH = 10, 6
+"""In tokens; the completion's includes the end token."""
+
+REVERSAL_LETTERS = 5
+
+Draw = Callable[[random.Random], tuple[str, str]]
+"""Draws one prompt and its answer."""
+
+
+def draw_addition(rng: random.Random) -> tuple[str, str]:
+    """A sum of two three-digit numbers."""
+    left, right = rng.randint(100, 999), rng.randint(100, 999)
+    return f"{left}+{right}=", str(left + right)
+
+
+def draw_subtraction(rng: random.Random) -> tuple[str, str]:
+    """A difference of two numbers below 100 that is not negative."""
+    low, high = sorted((rng.randint(10, 99), rng.randint(10, 99)))
+    return f"{high}-{low}=", str(high - low)
+
+
+def draw_reversal(rng: random.Random) -> tuple[str, str]:
+    """A short word of random letters, and the same word backwards."""
+    word = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=REVERSAL_LETTERS))
+    return f"rev {word}=", word[::-1]
+
+
+SKILLS: Mapping[str, Draw] = {
+    "addition": draw_addition,
+    "subtraction": draw_subtraction,
+    "reversal": draw_reversal,
+}
+"""The skills by name; the RL skill comes first."""
+
+
+def is_held_out(prompt: str) -> bool:
+    """Whether a prompt belongs to evaluation; depends on its text alone."""
+    return zlib.crc32(prompt.encode()) % HELD_OUT_SHARE == 0
+
+
+def pairs(skill: str, rng: random.Random, *, held_out: bool) -> Iterator[tuple[str, str]]:
+    """Endless (prompt, answer) pairs of one skill, from one side of the split; they may repeat.
+
+    Args:
+        skill: a key of `SKILLS`.
+        rng: the source of randomness.
+        held_out: True for evaluation prompts, False for training prompts.
+    """
+    draw = SKILLS[skill]
+    while True:
+        prompt, answer = draw(rng)
+        if is_held_out(prompt) == held_out:
+            yield prompt, answer
+
+
+def examples(skill: str, count: int, *, seed: int, held_out: bool) -> tuple[Example, ...]:
+    """`count` different examples of one skill, the same for the same seed.
+
+    Where the skill has fewer different prompts than `count`, all that turned up are returned.
+
+    Args:
+        skill: a key of `SKILLS`.
+        count: how many examples are wanted.
+        seed: the seed of the draw.
+        held_out: True for evaluation prompts, False for training prompts.
+    """
+    source = pairs(skill, random.Random(f"{seed}/{skill}/{held_out}"), held_out=held_out)
+    found: dict[str, str] = {}
+    for _ in range(20 * count):
+        if len(found) == count:
+            break
+        found.update([next(source)])
+    return tuple(
+        Example(prompt=prompt, answer=answer, skill=skill, fields={"prompt": prompt, "answer": answer, "skill": skill})
+        for prompt, answer in found.items()
+    )
+
+
+def score_exact(example: Example, completion: str) -> float:
+    """1.0 where the completion is the answer, character for character, else 0.0."""
+    return float(completion == example.answer)
+
+
+def arithmetic_task(config: TaskConfig) -> Task:
+    """The built-in task with its own reward.
+
+    Args:
+        config: its sizes and seed are used; `train_size` 0 means 4096.
+    """
+    seed = config.task_seed
+    return Task(
+        name="arithmetic",
+        train=examples(RL_SKILL, config.train_size or 4096, seed=seed, held_out=False),
+        evaluation={skill: examples(skill, config.eval_size, seed=seed, held_out=True) for skill in SKILLS},
+        rl_skill=RL_SKILL,
+        score=checked(score_exact, name="exact_match"),
+    )
+
+
+def arithmetic_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer with one token per character, padding on the left, and no beginning token.
+
+    It needs no file or network, and goes through `save_pretrained` and `AutoTokenizer.from_pretrained` as usual.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: index for index, token in enumerate((PAD_TOKEN, EOS_TOKEN, *ALPHABET))}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD_TOKEN))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")  # pyright: ignore
+    backend.decoder = decoders.Fuse()  # pyright: ignore
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD_TOKEN,
+        eos_token=EOS_TOKEN,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        model_max_length=64,
+    )

@@ -1,0 +1,273 @@
+"""A small Llama, taught the arithmetic task from scratch once and then kept in a cache folder.
+
+It is the starting point that RL needs and a download would otherwise provide: good at addition but not finished, and
+near perfect at the skills that RL does not see, so that what a KL term keeps (or fails to keep) shows up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from klamp.errors import ConfigError, ModelError
+from klamp.tasks.arithmetic import (
+    EOS_TOKEN,
+    MAX_COMPLETION_LENGTH,
+    MAX_PROMPT_LENGTH,
+    arithmetic_tokenizer,
+    pairs,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+Progress = Callable[[int, int, float], None]
+"""Called during training as `progress(step, steps, loss)`."""
+
+RECIPE = 1
+"""Part of the cache key: raise it whenever the code below, or the task's data, would give other weights."""
+
+_IGNORED = -100
+"""The label of a token that the loss leaves out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseModelConfig:
+    """The size of the base model, and how it is taught; equal configurations share one cached model.
+
+    Raises:
+        ConfigError: a size is below 1, or a mixture weight is negative.
+    """
+
+    hidden_size: int = 128
+    """The width; a multiple of `heads`."""
+
+    layers: int = 4
+    """How many transformer blocks."""
+
+    heads: int = 4
+    """Attention heads per block."""
+
+    steps: int = 700
+    """Optimizer steps of supervised training."""
+
+    batch_size: int = 128
+    """Rows per step."""
+
+    learning_rate: float = 2e-3
+    """The highest learning rate, after the warm-up; it falls to a hundredth along a cosine."""
+
+    addition: float = 0.4
+    """The weight of addition in the training mixture; rarer leaves RL more to gain."""
+
+    subtraction: float = 0.4
+    """The weight of subtraction."""
+
+    reversal: float = 0.2
+    """The weight of reversal."""
+
+    seed: int = 0
+    """The seed of the weights and of the training rows."""
+
+    def __post_init__(self) -> None:
+        sizes = {name: getattr(self, name) for name in ("hidden_size", "layers", "heads", "steps", "batch_size")}
+        if min(sizes.values()) < 1 or self.hidden_size % (2 * self.heads):
+            raise ConfigError(
+                "the base model's sizes do not fit together",
+                got=sizes,
+                why="each must be at least 1, and every head needs an even width",
+                fix="make hidden_size a multiple of 2 * heads",
+            )
+        weights = self.mixture()
+        if min(weights.values()) < 0 or not sum(weights.values()) > 0:
+            raise ConfigError(
+                "the mixture's weights are unusable",
+                got=weights,
+                why="they are the odds with which each skill is drawn",
+                fix="make them 0 or more, and at least one of them positive",
+            )
+
+    def mixture(self) -> dict[str, float]:
+        """The weight of each skill."""
+        return {"addition": self.addition, "subtraction": self.subtraction, "reversal": self.reversal}
+
+
+def cache_root() -> Path:
+    """The folder of all cached models: `KLAMP_CACHE`, else `~/.cache/klamp`."""
+    return Path(os.environ.get("KLAMP_CACHE") or Path.home() / ".cache" / "klamp").expanduser()
+
+
+def base_model_folder(config: BaseModelConfig) -> Path:
+    """Where the model of this configuration is, or will be, cached.
+
+    Args:
+        config: the whole of it, and the recipe's version, make up the folder's name.
+    """
+    key = json.dumps({"recipe": RECIPE, **asdict(config)}, sort_keys=True)
+    return cache_root() / f"base-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+
+
+def load_base_model(
+    config: BaseModelConfig, *, progress: Progress | None = None
+) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """The base model and its tokenizer, from the cache, or trained now and then cached.
+
+    Args:
+        config: the model and how it is taught.
+        progress: called once per training step; not at all where the cache has the model.
+
+    Raises:
+        ModelError: the cached folder is damaged, or the cache cannot be written.
+    """
+    folder = base_model_folder(config)
+    if not folder.is_dir():
+        _store(config, folder, train_base_model(config, progress=progress))
+    return _load(folder)
+
+
+def train_base_model(config: BaseModelConfig, *, progress: Progress | None = None) -> LlamaForCausalLM:
+    """Teach a fresh model the mixture of skills, with the loss on the completion only; nothing is cached.
+
+    The caller's random state is left as it was.
+
+    Args:
+        config: the model and how it is taught.
+        progress: called once per training step.
+    """
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = _new_model(config)
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=0.01
+        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, config.steps))
+        for step, (tokens, labels) in enumerate(_batches(config), start=1):
+            loss = _completion_loss(model, tokens, labels)
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            if progress is not None:
+                progress(step, config.steps, float(loss.detach()))
+    return model.eval()
+
+
+def _new_model(config: BaseModelConfig) -> LlamaForCausalLM:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = arithmetic_tokenizer()
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=config.hidden_size,
+            intermediate_size=3 * config.hidden_size,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            num_key_value_heads=config.heads,
+            max_position_embeddings=tokenizer.model_max_length,
+            tie_word_embeddings=True,
+            attention_dropout=0.0,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    ).train()
+
+
+def _rate(step: int, steps: int) -> float:
+    """The learning rate's factor: a short linear warm-up, then a cosine down to a hundredth."""
+    warmup = max(1, steps // 20)
+    if step < warmup:
+        return (step + 1) / warmup
+    done = (step - warmup) / max(1, steps - warmup)
+    return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+
+def _completion_loss(model: LlamaForCausalLM, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy over the completions' tokens. Padding is on the right, so no attention mask is needed."""
+    import torch
+
+    hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
+    kept = labels != _IGNORED
+    return torch.nn.functional.cross_entropy(model.lm_head(hidden[kept]), labels[kept])
+
+
+def _batches(config: BaseModelConfig) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """One (tokens, labels) pair per step, tokenized up front; labels[t] is the token after tokens[t]."""
+    tokens, labels = _training_rows(config, config.steps * config.batch_size)
+    size = config.batch_size
+    for start in range(0, len(tokens), size):
+        yield tokens[start : start + size], labels[start : start + size]
+
+
+def _training_rows(config: BaseModelConfig, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    import torch
+
+    rng = random.Random(f"base/{config.seed}")
+    sources = {skill: pairs(skill, rng, held_out=False) for skill in config.mixture()}
+    skills = rng.choices(list(sources), weights=list(config.mixture().values()), k=count)
+    vocabulary = arithmetic_tokenizer().get_vocab()
+    pad, eos, width = 0, vocabulary[EOS_TOKEN], MAX_PROMPT_LENGTH + MAX_COMPLETION_LENGTH
+    rows, targets = [], []
+    for skill in skills:
+        prompt, answer = next(sources[skill])
+        row = [*(vocabulary[character] for character in prompt + answer), eos]
+        target = [_IGNORED] * (len(prompt) - 1) + row[len(prompt) :]
+        rows.append(row[:-1] + [pad] * (width - len(row)))
+        targets.append(target + [_IGNORED] * (width - len(row)))
+    return torch.tensor(rows), torch.tensor(targets)
+
+
+def _store(config: BaseModelConfig, folder: Path, model: LlamaForCausalLM) -> None:
+    """Write to a temporary folder, then rename it: a killed run or a second process never leaves half a model."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    except OSError as error:
+        raise ModelError(
+            "the cache folder for the base model cannot be written",
+            got=str(folder.parent),
+            why=str(error),
+            fix="set KLAMP_CACHE to a folder that can be written",
+        ) from error
+    try:
+        model.save_pretrained(temporary)
+        arithmetic_tokenizer().save_pretrained(temporary)
+        (temporary / "base_model.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
+        # rename fails where another process was quicker; its folder holds the same model
+        if not folder.is_dir():
+            temporary.rename(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _load(folder: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+    try:
+        model = LlamaForCausalLM.from_pretrained(folder, local_files_only=True)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise ModelError(
+            "the cached base model cannot be read",
+            got=str(folder),
+            why=f"{type(error).__name__}: {error}",
+            fix="delete this folder; the next run trains the model again",
+        ) from error
+    return model.eval(), tokenizer

@@ -1,0 +1,69 @@
+"""The configuration of a task: flat fields, which become command-line flags and YAML keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from klamp.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """Which prompts to train on, how completions are scored, and what is held out.
+
+    Raises:
+        ConfigError: a size is below its minimum, or the task is not named.
+    """
+
+    task: str = "arithmetic"
+    """`arithmetic`, `reasoning_gym:NAME`, or the path of a .jsonl, .json or .parquet file."""
+
+    reward: str = ""
+    """`exact_match`, `math_verify`, `format_regex:PATTERN` or `module:function`; empty: the task's own."""
+
+    prompt_column: str = "prompt"
+    """The column of a file that holds the prompt: a text, or a list of chat messages."""
+
+    answer_column: str = "answer"
+    """The column of a file that holds the ground truth; a file without it has answers ""."""
+
+    skill_column: str = ""
+    """The column of a file that names each row's skill; empty: one skill, `task`."""
+
+    reference_length_column: str = ""
+    """The column of a file that holds the reference length in tokens for KL budgets; empty: none."""
+
+    chat_template: bool | None = None
+    """Whether prompts pass through the tokenizer's chat template; None: where it has one (files, reasoning-gym)."""
+
+    system_prompt: str = ""
+    """The system message put before each prompt; without a chat template, a text before it and an empty line."""
+
+    train_size: int = 4096
+    """How many training prompts to use at most; 0: all that a file holds."""
+
+    eval_size: int = 256
+    """How many held-out examples to use at most for each skill."""
+
+    eval_split: str = ""
+    """The path of a file of held-out rows; empty: a deterministic share of the task's own rows."""
+
+    task_seed: int = 0
+    """The seed for generating and for splitting rows."""
+
+    def __post_init__(self) -> None:
+        if not self.task:
+            raise ConfigError(
+                "no task is named",
+                got=repr(self.task),
+                why="there is nothing to train on",
+                fix='set task to "arithmetic", "reasoning_gym:NAME" or the path of a data file',
+            )
+        for name, least in (("train_size", 0), ("eval_size", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(
+                    f"{name} is below {least}",
+                    got=getattr(self, name),
+                    why="a task needs a number of rows",
+                    fix=f"set {name} to {least} or more",
+                )

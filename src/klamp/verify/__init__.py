@@ -1,0 +1,1 @@
+"""Proofs: the enumeration oracle and the worlds that it enumerates."""

@@ -1,0 +1,223 @@
+"""The enumeration oracle: what a KL term is and where its gradient points, with no sampling error.
+
+For a sampler mu and a per-completion loss l(y), a trainer that averages over samples follows
+
+    E[value]    = sum_y mu(y) l(y)
+    E[gradient] = sum_y sg(mu(y)) grad l(y)          (the samples are data: nothing flows through mu)
+
+Both sums are finite on a `Chain`, so both are exact. They are compared with the truths, computed from
+their definitions:
+
+    reverse         grad KL(policy || ref) over whole completions
+    forward         grad KL(ref || policy) over whole completions
+    local           E_policy sum_t grad KL(policy_t || ref_t), prefixes held fixed: all that a token horizon
+                    can reach
+    local_forward   the same for KL(ref_t || policy_t)
+    local_sampled, local_sampled_forward
+                    as local and local_forward, at the sampler's prefixes; for off-policy chains only
+    zero            no gradient at all
+
+Example:
+    >>> chain = random_chain(0)
+    >>> def k1(y):
+    ...     return y.policy_logprobs - y.ref_logprobs
+    >>> examine(chain, k1).names
+    ['zero']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple, TypeAlias
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from klamp.errors import ShapeError
+from klamp.verify.tabular import Chain, Outcomes, Table, Who, enumerate_outcomes, prefix_probs
+
+Loss: TypeAlias = Callable[[Outcomes], Tensor]
+Truths: TypeAlias = dict[str, Tensor]
+
+TOLERANCE = 1e-9
+
+
+class Match(NamedTuple):
+    """How an expected gradient relates to one truth.
+
+    Attributes:
+        distance: norm of (gradient - truth), in units of the norm of the reverse-KL gradient.
+        projection: the multiple of the truth that lies closest to the gradient; 1 where they are equal, -1
+            where the sign is wrong, beta where the loss carries a factor beta. 0 for a truth of norm 0.
+        cosine: the cosine of the angle between the two; 0 where either has norm 0.
+    """
+
+    distance: float
+    projection: float
+    cosine: float
+
+
+class Report(NamedTuple):
+    """What one loss is and does on one chain; values in nats per completion.
+
+    Attributes:
+        value: the expected value of the loss.
+        value_bias: `value` minus KL(policy || ref).
+        value_variance: the variance of the loss over completions.
+        gradient: the expected gradient with respect to the policy's logits.
+        gradient_variance: the trace of the gradient's covariance over completions.
+        matches: one `Match` per truth.
+    """
+
+    value: float
+    value_bias: float
+    value_variance: float
+    gradient: Table
+    gradient_variance: float
+    matches: dict[str, Match]
+
+    @property
+    def names(self) -> list[str]:
+        """The truths that the expected gradient equals; [] when it is the gradient of none of them."""
+        return [name for name, match in self.matches.items() if match.distance < TOLERANCE]
+
+
+def examine(chain: Chain, loss: Loss) -> Report:
+    """Compares the expected value and gradient of `loss` on `chain` with every truth.
+
+    Args:
+        chain: the world.
+        loss: maps the outcomes to `[outcomes, tokens]` (summed over tokens) or `[outcomes]`. It sees what a
+            trainer sees and must treat each row on its own.
+    """
+    gradient = expected_gradient(chain, loss)
+    exact = truths(chain)
+    unit = exact["reverse"].norm()
+    value = expected(chain, loss)
+    return Report(
+        value=value.item(),
+        value_bias=(value - reverse_kl(chain)).item(),
+        value_variance=variance(chain, loss).item(),
+        gradient=gradient,
+        gradient_variance=gradient_variance(chain, loss).item(),
+        matches={name: _match(gradient, truth, unit) for name, truth in exact.items()},
+    )
+
+
+def expected(chain: Chain, loss: Loss) -> Float[Tensor, ""]:
+    """E_mu[loss] = sum_y mu(y) loss(y), detached."""
+    outcomes = enumerate_outcomes(chain)
+    return (outcomes.probs * per_outcome(loss, outcomes)).sum().detach()
+
+
+def variance(chain: Chain, loss: Loss) -> Float[Tensor, ""]:
+    """Var_mu[loss] over completions, detached."""
+    outcomes = enumerate_outcomes(chain)
+    values = per_outcome(loss, outcomes).detach()
+    return (outcomes.probs * (values - (outcomes.probs * values).sum()) ** 2).sum()
+
+
+def expected_gradient(chain: Chain, loss: Loss) -> Table:
+    """The gradient of sum_y sg(mu(y)) loss(y) with respect to the policy's logits; 0 where disconnected."""
+    outcomes = enumerate_outcomes(chain)
+    return _gradient((outcomes.probs * per_outcome(loss, outcomes)).sum(), chain)
+
+
+def outcome_gradients(chain: Chain, loss: Loss) -> Float[Tensor, "outcomes prefixes vocab"]:
+    """The gradient of each completion's loss, in the order of `enumerate_outcomes`."""
+    values = per_outcome(loss, enumerate_outcomes(chain))
+    return torch.stack([_gradient(value, chain) for value in values])
+
+
+def gradient_variance(chain: Chain, loss: Loss) -> Float[Tensor, ""]:
+    """E|g - E g|^2, the trace of the covariance of a one-completion gradient."""
+    probs = enumerate_outcomes(chain).probs
+    gradients = outcome_gradients(chain, loss).flatten(start_dim=1)
+    centred = gradients - probs @ gradients
+    return probs @ centred.square().sum(dim=-1)
+
+
+def reverse_kl(chain: Chain) -> Float[Tensor, ""]:
+    """KL(policy || ref) = sum_y policy(y) log(policy(y) / ref(y)) over whole completions; differentiable."""
+    return _divergence(*_completion_logprobs(chain))
+
+
+def forward_kl(chain: Chain) -> Float[Tensor, ""]:
+    """KL(ref || policy) = sum_y ref(y) log(ref(y) / policy(y)) over whole completions; differentiable."""
+    policy, ref = _completion_logprobs(chain)
+    return _divergence(ref, policy)
+
+
+def local_kl(
+    chain: Chain, *, direction: Literal["reverse", "forward"] = "reverse", prefixes: Who = "policy"
+) -> Float[Tensor, ""]:
+    """sum_s sg(P(s)) KL_s: the per-prefix KL under a frozen distribution of prefixes.
+
+    At the policy's own prefixes its value is the whole reverse KL (chain rule), yet its gradient lacks the
+    future terms.
+    """
+    policy, ref = chain.logprobs("policy"), chain.logprobs("ref")
+    first, second = (policy, ref) if direction == "reverse" else (ref, policy)
+    per_prefix = torch.stack([_divergence(a, b) for a, b in zip(first, second, strict=True)])
+    return (prefix_probs(chain, prefixes).detach() * per_prefix).sum()
+
+
+def truths(chain: Chain) -> Truths:
+    """The gradients that a KL term may be meant to have, by name."""
+    exact = {
+        "zero": torch.zeros_like(chain.policy_logits),
+        "reverse": _gradient(reverse_kl(chain), chain),
+        "forward": _gradient(forward_kl(chain), chain),
+        "local": _gradient(local_kl(chain), chain),
+        "local_forward": _gradient(local_kl(chain, direction="forward"), chain),
+    }
+    if not chain.on_policy:
+        exact["local_sampled"] = _gradient(local_kl(chain, prefixes="sampler"), chain)
+        forward = local_kl(chain, direction="forward", prefixes="sampler")
+        exact["local_sampled_forward"] = _gradient(forward, chain)
+    return exact
+
+
+def per_outcome(loss: Loss, outcomes: Outcomes) -> Float[Tensor, " outcomes"]:
+    """The loss of each completion, summed over its tokens where `loss` returns one value per token."""
+    values = loss(outcomes)
+    count = len(outcomes.probs)
+    if values.shape == (count,):
+        return values
+    if values.shape == outcomes.mask.shape:
+        return torch.where(outcomes.mask, values, 0.0).sum(dim=-1)
+    raise ShapeError(
+        "a loss must give one value per completion or per token",
+        got=tuple(values.shape),
+        why=f"there are {count} completions of at most {outcomes.mask.shape[1]} tokens",
+        fix="do not average over the batch; the oracle weighs the completions itself",
+    )
+
+
+def _completion_logprobs(chain: Chain) -> tuple[Tensor, Tensor]:
+    everything = enumerate_outcomes(chain, unreachable=True)
+    return everything.policy_logprobs.sum(dim=-1), everything.ref_logprobs.sum(dim=-1)
+
+
+def _divergence(first: Float[Tensor, " n"], second: Float[Tensor, " n"]) -> Float[Tensor, ""]:
+    """sum exp(first) (first - second), with 0 log 0 = 0."""
+    possible = first > -torch.inf
+    first, second = first[possible], second[possible]
+    return (first.exp() * (first - second)).sum()
+
+
+def _gradient(scalar: Tensor, chain: Chain) -> Table:
+    if not scalar.requires_grad:
+        return torch.zeros_like(chain.policy_logits)
+    (gradient,) = torch.autograd.grad(scalar, chain.policy_logits, retain_graph=True, allow_unused=True)
+    return torch.zeros_like(chain.policy_logits) if gradient is None else gradient
+
+
+def _match(gradient: Tensor, truth: Tensor, unit: Tensor) -> Match:
+    dot, own, other = (gradient * truth).sum(), gradient.norm(), truth.norm()
+    return Match(
+        distance=((gradient - truth).norm() / unit).item(),
+        projection=(dot / other**2).item() if other > 0 else 0.0,
+        cosine=(dot / (own * other)).item() if own > 0 and other > 0 else 0.0,
+    )

@@ -1,0 +1,239 @@
+"""Small worlds whose every outcome can be listed: the ground on which klamp's claims are proven.
+
+A `Chain` is a language model small enough to enumerate. For each prefix it holds one row of logits for the
+policy, one for the reference and, off-policy, one for the sampler; generation ends at `eos` or after `length`
+tokens, so that completions differ in length as real ones do. One position (`one_position`) is the chain of
+length 1.
+
+`enumerate_outcomes` lists every completion that the sampler can produce, laid out as the batch that a trainer
+would see: one row per completion, log-probabilities of the sampled tokens, and a mask.
+
+Everything is float64. Nothing here imports klamp's core: the judge must not share code with the accused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from klamp.errors import ConfigError, ShapeError
+
+Table: TypeAlias = Float[Tensor, "prefixes vocab"]
+Prefix: TypeAlias = tuple[int, ...]
+Who: TypeAlias = Literal["policy", "ref", "sampler"]
+
+MAX_OUTCOMES = 20_000
+
+
+class Outcomes(NamedTuple):
+    """Every completion that can be sampled, laid out as a trainer's batch; padding holds 0.
+
+    Attributes:
+        probs: mu(y), the sampler's probability of each completion; detached, sums to 1.
+        tokens: the sampled tokens; -1 after the end.
+        mask: True up to and including the last token.
+        policy_logprobs: log policy(y_t | y_<t); carries the gradient.
+        ref_logprobs: log ref(y_t | y_<t).
+        sampler_logprobs: log mu(y_t | y_<t), detached; the policy's own values when the chain is on-policy.
+        policy_logits: the policy's whole row at each sampled prefix; carries the gradient.
+        ref_logits: the reference's whole row at each sampled prefix.
+    """
+
+    probs: Float[Tensor, " outcomes"]
+    tokens: Int[Tensor, "outcomes tokens"]
+    mask: Bool[Tensor, "outcomes tokens"]
+    policy_logprobs: Float[Tensor, "outcomes tokens"]
+    ref_logprobs: Float[Tensor, "outcomes tokens"]
+    sampler_logprobs: Float[Tensor, "outcomes tokens"]
+    policy_logits: Float[Tensor, "outcomes tokens vocab"]
+    ref_logits: Float[Tensor, "outcomes tokens vocab"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Chain:
+    """A tabular policy, its reference and its sampler, over completions of at most `length` tokens.
+
+    Args:
+        policy_logits: one row per prefix, in the order of `list_prefixes`; kept as a float64 leaf.
+        ref_logits: the same for the reference; -inf marks a token that it never produces.
+        sampler_logits: the same for the sampler mu; None means that the policy samples (on-policy).
+        length: the longest completion, in tokens.
+        eos: the token that ends a completion; None means that every completion has `length` tokens.
+
+    Raises:
+        ShapeError: the tables do not have one row per prefix.
+        ConfigError: there are too many completions to enumerate.
+    """
+
+    policy_logits: Table
+    ref_logits: Table
+    sampler_logits: Table | None = None
+    length: int = 1
+    eos: int | None = None
+
+    def __post_init__(self) -> None:
+        vocab = self.policy_logits.shape[-1]
+        rows = count_prefixes(vocab, self.length, eos=self.eos)
+        for name in ("policy_logits", "ref_logits", "sampler_logits"):
+            table = getattr(self, name)
+            if table is None:
+                continue
+            if tuple(table.shape) != (rows, vocab):
+                raise ShapeError(
+                    f"{name} does not fit the chain",
+                    got=tuple(table.shape),
+                    why=f"{vocab} tokens, length {self.length} and eos {self.eos} have {rows} prefixes",
+                    fix=f"give one row of {vocab} logits per prefix",
+                )
+            object.__setattr__(self, name, table.detach().to(torch.float64).clone())
+        self.policy_logits.requires_grad_(True)
+
+    @property
+    def vocab(self) -> int:
+        return self.policy_logits.shape[-1]
+
+    @property
+    def on_policy(self) -> bool:
+        return self.sampler_logits is None
+
+    def logits(self, who: Who) -> Table:
+        """The table of one of the three models; only the policy's carries a gradient."""
+        if who == "sampler":
+            return self.policy_logits.detach() if self.sampler_logits is None else self.sampler_logits
+        return self.policy_logits if who == "policy" else self.ref_logits
+
+    def logprobs(self, who: Who) -> Table:
+        """Log-softmax of `logits(who)`: one distribution over the next token per prefix."""
+        return torch.log_softmax(self.logits(who), dim=-1)
+
+
+def one_position(
+    policy_logits: Float[Tensor, " vocab"],
+    ref_logits: Float[Tensor, " vocab"],
+    sampler_logits: Float[Tensor, " vocab"] | None = None,
+) -> Chain:
+    """The chain of length 1: a single choice among V outcomes."""
+    return Chain(
+        policy_logits=policy_logits[None],
+        ref_logits=ref_logits[None],
+        sampler_logits=None if sampler_logits is None else sampler_logits[None],
+    )
+
+
+def random_chain(
+    seed: int,
+    *,
+    vocab: int = 3,
+    length: int = 3,
+    eos: int | None = 0,
+    off_policy: bool = False,
+    spread: float = 1.0,
+) -> Chain:
+    """A chain with independent normal logits of standard deviation `spread` in each table."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (count_prefixes(vocab, length, eos=eos), vocab)
+    policy, ref, sampler = (
+        spread * torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3)
+    )
+    return Chain(
+        policy_logits=policy,
+        ref_logits=ref,
+        sampler_logits=sampler if off_policy else None,
+        length=length,
+        eos=eos,
+    )
+
+
+def truncate_top_p(logits: Float[Tensor, "*rows vocab"], top_p: float) -> Float[Tensor, "*rows vocab"]:
+    """Nucleus sampling: -inf outside the smallest set of likeliest tokens whose mass reaches `top_p`."""
+    if not 0.0 < top_p <= 1.0:
+        raise ConfigError("top_p must lie in (0, 1]", got=top_p, fix="use 1.0 for no truncation")
+    ordered, order = torch.sort(torch.softmax(logits.detach(), dim=-1), dim=-1, descending=True)
+    dropped = ordered.cumsum(dim=-1) - ordered >= top_p
+    return logits.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), -torch.inf)
+
+
+def list_prefixes(vocab: int, length: int, *, eos: int | None) -> list[Prefix]:
+    """Every prefix after which a token is still to come, shortest first: the row order of the tables."""
+    going_on = [token for token in range(vocab) if token != eos]
+    prefixes: list[Prefix] = [()]
+    newest = prefixes
+    for _ in range(length - 1):
+        newest = [(*prefix, token) for prefix in newest for token in going_on]
+        prefixes = prefixes + newest
+    return prefixes
+
+
+def count_prefixes(vocab: int, length: int, *, eos: int | None) -> int:
+    """How many rows a chain's tables have; refuses worlds that are too large to enumerate."""
+    branches = vocab if eos is None else vocab - 1
+    outcomes = branches ** (length - 1) * vocab
+    if length < 1 or vocab < 2 or outcomes > MAX_OUTCOMES:
+        raise ConfigError(
+            "this chain cannot be enumerated",
+            got=f"vocab {vocab}, length {length}",
+            why=f"enumeration needs vocab >= 2, length >= 1 and at most {MAX_OUTCOMES} completions",
+            fix="use a vocabulary of 2-4 tokens and a length of 1-4",
+        )
+    return sum(branches**depth for depth in range(length))
+
+
+def list_completions(chain: Chain) -> list[Prefix]:
+    """Every completion, whether or not the sampler can produce it."""
+    completions = []
+    for prefix in list_prefixes(chain.vocab, chain.length, eos=chain.eos):
+        last = len(prefix) + 1 == chain.length
+        completions += [(*prefix, token) for token in range(chain.vocab) if last or token == chain.eos]
+    return completions
+
+
+def prefix_probs(chain: Chain, who: Who) -> Float[Tensor, " prefixes"]:
+    """P(s): how likely `who` is to pass through each prefix; differentiable for the policy."""
+    prefixes = list_prefixes(chain.vocab, chain.length, eos=chain.eos)
+    row = {prefix: index for index, prefix in enumerate(prefixes)}
+    step = torch.softmax(chain.logits(who), dim=-1)
+    probs = [step.new_ones(())]
+    for prefix in prefixes[1:]:
+        parent = row[prefix[:-1]]
+        probs.append(probs[parent] * step[parent, prefix[-1]])
+    return torch.stack(probs)
+
+
+def enumerate_outcomes(chain: Chain, *, unreachable: bool = False) -> Outcomes:
+    """Lists the completions with mu(y) > 0 as one batch; `unreachable=True` adds those with mu(y) = 0."""
+    tokens, rows = _index_completions(chain)
+    mask = tokens >= 0
+    chosen = {who: _at_tokens(chain.logprobs(who), rows, tokens) for who in ("policy", "ref", "sampler")}
+    probs = chosen["sampler"].sum(dim=-1).exp()
+    outcomes = Outcomes(
+        probs=probs,
+        tokens=tokens,
+        mask=mask,
+        policy_logprobs=chosen["policy"],
+        ref_logprobs=chosen["ref"],
+        sampler_logprobs=chosen["sampler"],
+        policy_logits=chain.policy_logits[rows],
+        ref_logits=chain.ref_logits[rows],
+    )
+    if unreachable:
+        return outcomes
+    return Outcomes(*(field[probs > 0] for field in outcomes))
+
+
+def _index_completions(chain: Chain) -> tuple[Tensor, Tensor]:
+    """Tokens (-1 after the end) and the table row of the prefix before each token (0 after the end)."""
+    row = {p: index for index, p in enumerate(list_prefixes(chain.vocab, chain.length, eos=chain.eos))}
+    tokens, rows = [], []
+    for completion in list_completions(chain):
+        padding = chain.length - len(completion)
+        tokens.append([*completion, *[-1] * padding])
+        rows.append([*(row[completion[:t]] for t in range(len(completion))), *[0] * padding])
+    return torch.tensor(tokens), torch.tensor(rows)
+
+
+def _at_tokens(table: Table, rows: Tensor, tokens: Tensor) -> Tensor:
+    return torch.where(tokens >= 0, table[rows, tokens.clamp_min(0)], 0.0)

@@ -1,0 +1,50 @@
+"""What every test starts from: shape checks switched on, one thread, fixed seeds, no network, a shared model cache."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+# Before anything that reads them is imported; `setdefault`, so that a person can still say otherwise.
+ROOT = Path(__file__).resolve().parent.parent
+for name, value in {
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "HF_HOME": str(ROOT / ".cache" / "huggingface"),
+    "KLAMP_CACHE": str(ROOT / ".cache" / "klamp"),  # the base model is trained once per checkout
+    "TOKENIZERS_PARALLELISM": "false",
+    "WANDB_MODE": "offline",
+    "WANDB_SILENT": "true",
+}.items():
+    os.environ.setdefault(name, value)
+
+import jaxtyping  # noqa: E402
+
+# Must come before klamp is imported: in the tests, and only there, every annotation of the core is checked at run time.
+jaxtyping.install_import_hook("klamp.core", "beartype.beartype")
+
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+torch.set_num_threads(1)
+
+hypothesis.settings.register_profile("klamp", deadline=None, print_blob=True)
+hypothesis.settings.register_profile("ci", parent=hypothesis.settings.get_profile("klamp"), derandomize=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "klamp")
+
+
+@pytest.fixture(autouse=True)
+def fixed_seeds() -> None:
+    """Every test draws the same numbers, whichever tests ran before it."""
+    random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def shapes_unchecked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Switches the run-time shape checks off, as they are for users: for tests of klamp's own refusals."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    yield

@@ -1,0 +1,87 @@
+"""`import klamp` is light, and each part of the house knows only the libraries that it may know."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[2] / "src" / "klamp"
+
+# Loaded by `import klamp`, any of these would make the library heavy, or tie it to one framework.
+HEAVY = (
+    "accelerate",
+    "datasets",
+    "huggingface_hub",
+    "math_verify",
+    "matplotlib",
+    "pandas",
+    "peft",
+    "pyarrow",
+    "ray",
+    "reasoning_gym",
+    "rich",
+    "safetensors",
+    "tensorboard",
+    "tinker",
+    "tokenizers",
+    "transformers",
+    "trl",
+    "tyro",
+    "unsloth",
+    "verl",
+    "wandb",
+    "yaml",
+)
+
+# The floor of the house, and everything outside klamp and the standard library that it may import.
+FLOOR = ("errors.py", "config.py", "core")
+FLOOR_MAY_IMPORT = {"jaxtyping", "torch"}
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def list_floor_files() -> list[Path]:
+    return sorted(path for part in FLOOR for path in (SOURCE / part, *(SOURCE / part).rglob("*.py")) if path.is_file())
+
+
+def test_import_klamp_loads_no_framework_but_torch() -> None:
+    loaded = set(run_python("import sys, klamp; print(*sys.modules)").split())
+    assert "torch" in loaded
+    assert not loaded & set(HEAVY)
+
+
+def test_import_klamp_prints_nothing_and_warns_of_nothing() -> None:
+    code = "import torch, warnings; warnings.simplefilter('error'); import klamp"
+    assert run_python(code) == ""
+
+
+def test_torch_alone_is_enough_to_compute_a_kl() -> None:
+    """With every optional library made impossible to import, the library's own functions still run."""
+    code = f"""
+import sys
+for name in {HEAVY!r}:
+    sys.modules[name] = None
+import torch, klamp
+policy, ref = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]])
+print(klamp.kl_estimate(policy, ref, estimator="k1").tolist())
+"""
+    assert run_python(code).strip() == "[[0.5, -1.0]]"
+
+
+@pytest.mark.parametrize("path", list_floor_files(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_the_floor_imports_torch_and_jaxtyping_only(path: Path) -> None:
+    imported: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            imported.add(node.module.partition(".")[0])
+    assert imported - sys.stdlib_module_names - {"klamp"} <= FLOOR_MAY_IMPORT

@@ -1,0 +1,137 @@
+"""The names that the outside relies on, and their signatures. A red test here is a breaking change: mean it.
+
+A name goes into EXPORTED (kept sorted), and a function or class into SIGNATURES, written as it would be called; a module
+that the outside imports by its own path goes into MODULES.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+
+import pytest
+
+import klamp
+
+EXPORTED = [
+    "DualController",
+    "FixedController",
+    "KLConfig",
+    "PIDController",
+    "ProportionalController",
+    "StepController",
+    "clip_kl",
+    "exact_kl",
+    "group_advantages",
+    "grpo_loss",
+    "kl_budget",
+    "kl_estimate",
+    "kl_penalty",
+    "preset",
+]
+
+SIGNATURES = {
+    "kl_estimate": "(policy_logprobs, ref_logprobs, *, estimator='k3')",
+    "exact_kl": "(policy_logits, ref_logits, *, direction='reverse')",
+    "kl_penalty": "(policy_logprobs, ref_logprobs, mask, *, value='k3', gradient='reverse', horizon='token', "
+    "behavior_logprobs=None, max_weight=None, max_log_ratio=None)",
+    "clip_kl": "(kl, threshold, *, method, temperature=1.0)",
+    "kl_budget": "(threshold, *, per_token, reference_length)",
+    "group_advantages": "(rewards, group_size, *, scale='std', baseline='mean', eps=0.0001)",
+    "grpo_loss": "(batch, objective, *, totals=None)",
+    "FixedController": "(value, *, min_value=0.0, max_value=None)",
+    "StepController": "(value, *, target, up=1.5, down=0.75, high=1.5, low=0.5, min_value=0.0, max_value=None)",
+    "ProportionalController": "(value, *, target, horizon, clip=0.2, min_value=0.0, max_value=None)",
+    "DualController": "(value, *, target, lr, min_value=0.0, max_value=None)",
+    "PIDController": "(value, *, target, kp, ki, kd, min_value=0.0, max_value=None)",
+    "preset": "(name)",
+}
+
+CONTROLLERS = [name for name in EXPORTED if name.endswith("Controller")]
+CONTROLLER_METHODS = {
+    "update": "(self, kl, n_steps=1)",
+    "state_dict": "(self)",
+    "load_state_dict": "(self, state)",
+}
+
+MODULES = {
+    "klamp.training.loop": ["compute_kl_divergence", "compute_loss", "grpo_microbatch_step", "log_train", "train"],
+}
+
+# One configuration: the fields mean the same in every trainer. More may be added, none may go.
+CONFIG_FIELDS = {
+    "beta",
+    "kl_clip_method",
+    "kl_clip_temperature",
+    "kl_clip_threshold",
+    "kl_controller",
+    "kl_estimator",
+    "kl_exclude_tokens",
+    "kl_gradient",
+    "kl_horizon",
+    "kl_max_log_ratio",
+    "kl_normalizer",
+    "kl_off_policy",
+    "kl_placement",
+    "kl_reference_length",
+    "reference",
+    "target_kl",
+    "use_per_token_kl_threshold",
+}
+
+PRESETS = ["grpo", "dr_grpo", "dapo", "ppo", "deepseek-v3.2", "frpo", "rpg", "recommended"]
+
+
+def write_signature(function: object) -> str:
+    """The signature as one would call it: names, kinds and defaults, without annotations."""
+    signature = inspect.signature(function)  # type: ignore[arg-type]
+    parameters = [each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()]
+    return str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
+
+
+def test_all_is_sorted_and_pinned() -> None:
+    assert list(klamp.__all__) == sorted(klamp.__all__)
+    assert list(klamp.__all__) == EXPORTED
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_every_exported_name_is_there_and_documented(name: str) -> None:
+    assert (inspect.getdoc(getattr(klamp, name)) or "").strip()
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signature(name: str) -> None:
+    assert write_signature(getattr(klamp, name)) == SIGNATURES[name]
+
+
+@pytest.mark.parametrize("name", CONTROLLERS)
+def test_controllers_share_one_interface(name: str) -> None:
+    controller = getattr(klamp, name)
+    assert isinstance(inspect.getattr_static(controller, "value"), property)
+    assert {each: write_signature(getattr(controller, each)) for each in CONTROLLER_METHODS} == CONTROLLER_METHODS
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_modules_that_are_imported_by_their_own_path(module: str) -> None:
+    loaded = importlib.import_module(module)
+    assert [name for name in MODULES[module] if not callable(getattr(loaded, name, None))] == []
+
+
+def test_the_configuration_keeps_its_fields_and_cannot_change() -> None:
+    assert CONFIG_FIELDS <= {field.name for field in dataclasses.fields(klamp.KLConfig)}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        klamp.KLConfig().beta = 1.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_a_configuration(name: str) -> None:
+    assert isinstance(klamp.preset(name), klamp.KLConfig)
+
+
+def test_version_is_the_one_that_is_installed() -> None:
+    from importlib.metadata import version
+
+    from klamp._version import __version__
+
+    assert version("klamp") == __version__

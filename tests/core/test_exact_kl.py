@@ -1,0 +1,172 @@
+"""Exact full-vocabulary KL: its three directions, their gradients, invariances, and extreme logits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import kl_div
+
+from klamp.core.estimators import exact_kl
+from klamp.errors import UnknownNameError
+from klamp.verify.oracle import examine
+from klamp.verify.tabular import random_chain
+
+DIRECTIONS = ("reverse", "forward", "js")
+rows = st.integers(2, 6).flatmap(
+    lambda v: st.tuples(*[st.lists(st.floats(-20, 20), min_size=v, max_size=v) for _ in range(2)])
+)
+
+
+def logits(seed, *shape):
+    return 2 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def reference_value(policy, ref, direction):
+    """The same quantity by torch's own kl_div, whose first argument is the second distribution."""
+    p, q = torch.log_softmax(policy, -1), torch.log_softmax(ref, -1)
+    mixture = torch.log((p.exp() + q.exp()) / 2)
+
+    def kl(a, b):
+        return kl_div(b, a, reduction="none", log_target=True).sum(-1)
+
+    values = {"reverse": kl(p, q), "forward": kl(q, p), "js": (kl(p, mixture) + kl(q, mixture)) / 2}
+    return values[direction]
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_every_direction_agrees_with_torch_kl_div(direction):
+    policy, ref = logits(0, 3, 4, 7), logits(1, 3, 4, 7)
+    expected = reference_value(policy, ref, direction)
+    assert torch.allclose(exact_kl(policy, ref, direction=direction), expected, rtol=0, atol=1e-13)
+
+
+def test_reverse_is_the_default():
+    policy, ref = logits(0, 5), logits(1, 5)
+    assert torch.equal(exact_kl(policy, ref), exact_kl(policy, ref, direction="reverse"))
+    assert abs(exact_kl(policy, ref) - exact_kl(policy, ref, direction="forward")) > 0.1
+
+
+def test_forward_is_reverse_with_the_models_swapped():
+    policy, ref = logits(2, 4, 5), logits(3, 4, 5)
+    forward = exact_kl(policy, ref, direction="forward")
+    assert torch.allclose(forward, exact_kl(ref, policy), rtol=0, atol=1e-14)
+
+
+def test_the_gradients_match_their_closed_forms():
+    policy, ref = logits(4, 6).requires_grad_(True), logits(5, 6)
+    p, q = torch.softmax(policy.detach(), -1), torch.softmax(ref, -1)
+    delta = (p / q).log()
+    for direction, truth in {"reverse": p * (delta - (p * delta).sum()), "forward": p - q}.items():
+        (gradient,) = torch.autograd.grad(exact_kl(policy, ref, direction=direction), policy)
+        assert torch.allclose(gradient, truth, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_gradients_pass_gradcheck(direction):
+    policy = logits(6, 2, 4).requires_grad_(True)
+    assert torch.autograd.gradcheck(lambda x: exact_kl(x, logits(7, 2, 4), direction=direction), policy)
+
+
+def test_js_is_symmetric_and_below_log_two():
+    policy, ref = 10 * logits(8, 20, 5), 10 * logits(9, 20, 5)
+    js = exact_kl(policy, ref, direction="js")
+    assert torch.allclose(js, exact_kl(ref, policy, direction="js"), rtol=0, atol=1e-13)
+    assert js.max() <= math.log(2) + 1e-12
+    assert js.max() > 0.6
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@given(pair=rows, shift=st.floats(-30, 30))
+@settings(deadline=None, max_examples=60)
+def test_exact_kl_is_non_negative_and_blind_to_constant_shifts_of_the_logits(direction, pair, shift):
+    policy, ref = (torch.tensor(row, dtype=torch.float64) for row in pair)
+    value = exact_kl(policy, ref, direction=direction)
+    assert value >= -1e-15
+    assert exact_kl(policy + shift, ref - shift, direction=direction).item() == pytest.approx(
+        value.item(), abs=1e-11
+    )
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@given(pair=rows, data=st.data())
+@settings(deadline=None, max_examples=40)
+def test_renaming_the_vocabulary_changes_nothing(direction, pair, data):
+    order = data.draw(st.permutations(range(len(pair[0]))))
+    policy, ref = (torch.tensor(row, dtype=torch.float64) for row in pair)
+    renamed = exact_kl(policy[order], ref[order], direction=direction).item()
+    assert renamed == pytest.approx(exact_kl(policy, ref, direction=direction).item(), abs=1e-11)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_tokens_forbidden_in_both_models_contribute_nothing(direction):
+    policy, ref = logits(10, 5), logits(11, 5)
+    short = exact_kl(policy[:3], ref[:3], direction=direction).item()
+    policy[3:], ref[3:] = -torch.inf, -torch.inf
+    policy.requires_grad_(True)
+    value = exact_kl(policy, ref, direction=direction)
+    value.backward()
+    assert value.item() == pytest.approx(short, abs=1e-14)
+    assert torch.isfinite(policy.grad).all() and (policy.grad[3:] == 0).all()
+    assert policy.grad[:3].abs().max() > 1e-3
+
+
+def test_a_token_that_only_the_policy_forbids_costs_nothing_in_reverse():
+    policy, ref = torch.tensor([0.0, 0.0, -torch.inf]), torch.zeros(3)
+    policy.requires_grad_(True)
+    value = exact_kl(policy, ref)
+    value.backward()
+    assert value.item() == pytest.approx(math.log(1.5), abs=1e-6)
+    assert torch.isfinite(policy.grad).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_peaked_rows_stay_finite_and_pull_the_right_way(dtype, direction):
+    policy = torch.tensor([30.0, 0.0, 0.0], dtype=dtype, requires_grad=True)
+    ref = torch.tensor([0.0, 30.0, 0.0], dtype=dtype)
+    value = exact_kl(policy, ref, direction=direction)
+    assert value.dtype == torch.float32
+    assert value.item() == pytest.approx(math.log(2) if direction == "js" else 30.0, rel=1e-3)
+    value.backward()
+    assert torch.isfinite(policy.grad).all()
+    if direction == "forward":
+        assert policy.grad[0] > 0.9 and policy.grad[1] < -0.9
+
+
+def test_identical_logits_have_zero_kl_and_zero_gradient():
+    policy = logits(12, 3, 6).float().requires_grad_(True)
+    value = exact_kl(policy, policy.detach())
+    value.sum().backward()
+    assert value.abs().max() < 1e-6
+    assert policy.grad.abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("step", [1e-5, 1e-3])
+def test_close_to_the_reference_float32_never_reports_a_negative_kl(direction, step):
+    # A controller refuses a negative KL: rounding must not be able to stop a run at its first step.
+    ref = 3 * logits(13, 200, 500).float()
+    policy = ref + step * logits(14, 200, 500).float()
+    value = exact_kl(policy, ref, direction=direction)
+    truth = exact_kl(policy.double(), ref.double(), direction=direction)
+    assert (value >= 0).all()
+    assert value.mean().item() == pytest.approx(truth.mean().item(), rel=0.05, abs=1e-7)
+
+
+def test_summed_over_sampled_prefixes_it_is_unbiased_but_its_gradient_is_only_local():
+    chain = random_chain(0, vocab=3, length=3)
+    report = examine(chain, lambda y: exact_kl(y.policy_logits, y.ref_logits))
+    assert report.value_bias == pytest.approx(0.0, abs=1e-13)
+    assert report.names == ["local"]
+    forward = examine(chain, lambda y: exact_kl(y.policy_logits, y.ref_logits, direction="forward"))
+    assert forward.names == ["local_forward"]
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_an_unknown_direction_is_refused_by_name():
+    with pytest.raises(UnknownNameError, match="backward"):
+        exact_kl(torch.zeros(3), torch.zeros(3), direction="backward")

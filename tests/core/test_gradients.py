@@ -1,0 +1,300 @@
+"""Which divergence's gradient flows at one position: every row of the table, the false claims included, by enumeration."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from klamp.core.estimators import kl_estimate
+from klamp.core.gradients import kl_penalty
+from klamp.errors import ConfigError, KlampError
+from klamp.verify.oracle import examine, expected, expected_gradient, reverse_kl, truths
+from klamp.verify.tabular import enumerate_outcomes, one_position, random_chain, truncate_top_p
+
+VALUES = ("k1", "k2", "k3", "abs")
+
+
+def on_policy(seed=0):
+    return random_chain(seed, vocab=5, length=1, eos=None)
+
+
+def off_policy(seed=0):
+    return random_chain(seed, vocab=5, length=1, eos=None, off_policy=True)
+
+
+def delta(y):
+    return y.policy_logprobs - y.ref_logprobs
+
+
+def k3(y):
+    return torch.exp(-delta(y)) - 1 + delta(y)
+
+
+def weight(y):
+    return (y.policy_logprobs - y.sampler_logprobs).exp()
+
+
+def penalty(*, corrected=False, **choices):
+    def loss(y):
+        behavior = y.sampler_logprobs if corrected else None
+        return kl_penalty(y.policy_logprobs, y.ref_logprobs, y.mask, behavior_logprobs=behavior, **choices)
+
+    return loss
+
+
+def close(actual, target, tolerance=1e-13):
+    return torch.allclose(actual, target, rtol=0.0, atol=tolerance)
+
+
+# --- tokens from the policy -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_k1_as_a_loss_has_zero_expected_gradient(seed):
+    report = examine(on_policy(seed), penalty(value="k1", gradient="own"))
+    assert report.names == ["zero"]
+    assert report.value_bias == pytest.approx(0.0, abs=1e-13)
+    assert report.gradient_variance > 0.1  # it is noise, not nothing
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_k2_as_a_loss_follows_the_reverse_kl(seed):
+    report = examine(on_policy(seed), penalty(value="k2", gradient="own"))
+    assert "reverse" in report.names
+    assert abs(report.value_bias) > 1e-3
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_k3_as_a_loss_follows_the_forward_kl(seed):
+    report = examine(on_policy(seed), penalty(value="k3", gradient="own"))
+    assert "forward" in report.names
+    assert "reverse" not in report.names
+    assert report.value_bias == pytest.approx(0.0, abs=1e-13)
+
+
+def test_abs_as_a_loss_follows_neither_kl():
+    assert examine(on_policy(), penalty(value="abs", gradient="own")).names == []
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("gradient", ["reverse", "forward"])
+def test_value_and_gradient_are_two_choices(value, gradient):
+    chain = on_policy(2)
+    report = examine(chain, penalty(value=value, gradient=gradient))
+    assert gradient in report.names
+    plain = expected(chain, lambda y: kl_estimate(y.policy_logprobs, y.ref_logprobs, estimator=value))
+    assert report.value == pytest.approx(plain.item(), abs=1e-14)
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_gradient_none_is_a_value_without_a_gradient(value):
+    report = examine(on_policy(), penalty(value=value, gradient="none"))
+    assert report.names == ["zero"]
+    assert report.gradient_variance == 0.0
+    assert abs(report.value) > 1e-3
+
+
+def test_the_default_is_the_value_of_k3_with_the_gradient_of_the_reverse_kl_per_token():
+    chain = on_policy(3)
+    report = examine(chain, penalty())
+    named = examine(chain, penalty(value="k3", gradient="reverse", horizon="token"))
+    assert report.value == named.value
+    assert torch.equal(report.gradient, named.gradient)
+    assert "reverse" in report.names
+
+
+def test_the_reverse_gradient_pulls_a_token_down_where_the_policy_overshoots_and_up_where_it_undershoots():
+    policy = torch.tensor([[-1.0, -4.0]], requires_grad=True)
+    kl_penalty(policy, torch.tensor([[-3.0, -1.0]]), torch.ones(1, 2, dtype=torch.bool)).sum().backward()
+    assert policy.grad.tolist() == [[2.0, -3.0]]  # descent lowers the first and raises the second
+
+
+def test_descending_the_penalty_lowers_the_kl_while_minus_k1_raises_sampled_tokens():
+    chain = on_policy(4)
+    report = examine(chain, penalty(value="k3", gradient="reverse"))
+    stepped = one_position(chain.policy_logits[0] - 0.05 * report.gradient[0], chain.ref_logits[0])
+    assert reverse_kl(stepped) < reverse_kl(chain)
+    y = enumerate_outcomes(chain)
+    (slope,) = torch.autograd.grad((-delta(y)).sum(), y.policy_logprobs)
+    assert (slope == -1).all()  # the printed kl_coef * (ref - policy): likelier, whatever the reference says
+
+
+# --- tokens from somebody else ----------------------------------------------------------------------------
+
+
+def test_off_policy_uncorrected_k1_as_a_loss_follows_no_kl():
+    report = examine(off_policy(), penalty(value="k1", gradient="own"))
+    assert report.names == []
+    assert report.matches["zero"].distance > 0.1
+
+
+def test_differentiating_w_k1_gives_reverse():
+    assert "reverse" in examine(off_policy(), lambda y: weight(y) * delta(y)).names
+
+
+def test_sg_w_k2_gives_reverse_while_w_k2_gives_the_gradient_of_its_own_expectation():
+    chain = off_policy(1)
+    assert "reverse" in examine(chain, lambda y: weight(y).detach() * delta(y) ** 2 / 2).names
+    undetached = examine(chain, lambda y: weight(y) * delta(y) ** 2 / 2)
+    log_p, log_q = chain.logprobs("policy"), chain.logprobs("ref")
+    (own,) = torch.autograd.grad((log_p.exp() * (log_p - log_q) ** 2 / 2).sum(), chain.policy_logits)
+    assert close(undetached.gradient, own)
+    assert undetached.names == []
+
+
+def test_w_k3_gives_reverse_and_sg_w_k3_gives_forward():
+    chain = off_policy(2)
+    assert "reverse" in examine(chain, lambda y: weight(y) * k3(y)).names
+    assert "forward" in examine(chain, lambda y: weight(y).detach() * k3(y)).names
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("gradient", ["reverse", "forward"])
+def test_with_behavior_logprobs_the_named_gradient_survives_foreign_samples(value, gradient):
+    report = examine(off_policy(3), penalty(value=value, gradient=gradient, corrected=True))
+    assert gradient in report.names
+
+
+@pytest.mark.parametrize(("value", "name"), [("k1", "zero"), ("k2", "reverse"), ("k3", "forward")])
+def test_own_gradients_off_policy_are_the_detached_weight_times_their_own(value, name):
+    assert name in examine(off_policy(4), penalty(value=value, gradient="own", corrected=True)).names
+
+
+@pytest.mark.parametrize("gradient", ["reverse", "forward", "own"])
+def test_without_behavior_logprobs_foreign_samples_break_every_gradient(gradient):
+    assert examine(off_policy(5), penalty(value="k3", gradient=gradient)).names == []
+
+
+@pytest.mark.parametrize("value", ["k1", "k3"])
+def test_the_weighted_value_is_unbiased_under_foreign_samples(value):
+    assert examine(off_policy(6), penalty(value=value, corrected=True)).value_bias == pytest.approx(0, abs=1e-13)
+    assert abs(examine(off_policy(6), penalty(value=value)).value_bias) > 1e-2
+
+
+def test_on_policy_behavior_logprobs_change_nothing():
+    chain = on_policy(7)
+    for gradient in ("reverse", "forward", "own"):
+        plain = examine(chain, penalty(gradient=gradient))
+        corrected = examine(chain, penalty(gradient=gradient, corrected=True))
+        assert close(plain.gradient, corrected.gradient)
+        assert plain.value == pytest.approx(corrected.value, abs=1e-14)
+
+
+def test_a_truncated_sampler_keeps_only_the_drawn_tokens_share_of_the_gradient():
+    full = on_policy(8)
+    chain = one_position(full.policy_logits[0], full.ref_logits[0], truncate_top_p(full.policy_logits[0], 0.7))
+    drawn = torch.isfinite(chain.sampler_logits)
+    assert 1 <= drawn.sum() < 5
+    log_p, log_q = chain.logprobs("policy"), chain.logprobs("ref")
+    share = torch.where(drawn, log_p.exp().detach() * (log_p - log_q).detach() * log_p, 0.0).sum()
+    (truth,) = torch.autograd.grad(share, chain.policy_logits)
+    report = examine(chain, penalty(corrected=True))
+    assert close(report.gradient, truth)
+    assert report.matches["reverse"].distance > 1e-3
+
+
+# --- bounds on the weight and on the log-ratio --------------------------------------------------------------
+
+
+def test_max_weight_truncates_the_weight_in_value_and_gradient():
+    chain = off_policy(9)
+    y = enumerate_outcomes(chain)
+    truncated = weight(y).detach().clamp(max=0.8)
+    assert (weight(y) > 0.8).any()
+    assert (weight(y) < 0.8).any()
+    choices = {"value": "k3", "corrected": True, "max_weight": 0.8}
+    assert close(penalty(gradient="reverse", **choices)(y), truncated * k3(y))
+    report = examine(chain, penalty(gradient="reverse", **choices))
+    assert close(report.gradient, expected_gradient(chain, lambda z: truncated * delta(z) ** 2 / 2))
+    own = examine(chain, penalty(gradient="own", **choices))
+    assert close(own.gradient, expected_gradient(chain, lambda z: truncated * k3(z)))
+
+
+def test_a_generous_max_weight_changes_nothing():
+    chain = off_policy(10)
+    for gradient in ("reverse", "forward"):
+        for horizon in ("token", "sequence"):
+            choices = {"gradient": gradient, "horizon": horizon, "corrected": True}
+            free, bounded = (examine(chain, penalty(max_weight=m, **choices)) for m in (None, 1e6))
+            assert close(free.gradient, bounded.gradient)
+
+
+def test_max_log_ratio_bounds_the_value_and_keeps_the_gradient_alive():
+    policy = torch.tensor([[-1.0, -30.0, -2.0]], dtype=torch.float64, requires_grad=True)
+    ref = torch.tensor([[-25.0, -1.0, -2.5]], dtype=torch.float64)
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    bounded = torch.tensor([[5.0, -5.0, 0.5]], dtype=torch.float64)
+    for value, formula in {
+        "k1": bounded,
+        "k2": bounded**2 / 2,
+        "k3": torch.exp(-bounded) - 1 + bounded,
+        "abs": bounded.abs(),
+    }.items():
+        result = kl_penalty(policy, ref, mask, value=value, gradient="reverse", max_log_ratio=5.0)
+        assert close(result, formula)
+        (slope,) = torch.autograd.grad(result.sum(), policy)
+        assert close(slope, bounded)
+    (slope,) = torch.autograd.grad(
+        kl_penalty(policy, ref, mask, gradient="forward", max_log_ratio=5.0).sum(), policy
+    )
+    assert close(slope, 1 - torch.exp(-bounded))
+
+
+@pytest.mark.parametrize("value", ["k2", "k3"])
+def test_max_log_ratio_with_the_own_gradient_does_not_silence_far_tokens(value):
+    policy = torch.tensor([[-1.0, -30.0]], requires_grad=True)
+    ref = torch.tensor([[-30.0, -1.0]])
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    kl_penalty(policy, ref, mask, value=value, gradient="own", max_log_ratio=4.0).sum().backward()
+    assert policy.grad[0, 0] > 0.9
+    assert policy.grad[0, 1] < -3.9
+
+
+# --- what receives a gradient, and what is refused ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("gradient", ["reverse", "forward", "own"])
+def test_only_the_policy_receives_a_gradient(gradient):
+    policy, ref, behavior = (torch.full((1, 2), v, requires_grad=True) for v in (-1.0, -2.0, -1.5))
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    kl_penalty(policy, ref, mask, gradient=gradient, behavior_logprobs=behavior).sum().backward()
+    assert policy.grad.abs().min() > 0
+    assert ref.grad is None or (ref.grad == 0).all()
+    assert behavior.grad is None or (behavior.grad == 0).all()
+
+
+def test_the_inputs_are_left_as_they_were():
+    policy, ref = torch.tensor([[-1.0, torch.nan]]), torch.tensor([[-2.0, -torch.inf]])
+    before = policy.clone(), ref.clone()
+    kl_penalty(policy, ref, torch.tensor([[True, False]]))
+    assert torch.equal(policy.nan_to_num(9), before[0].nan_to_num(9))
+    assert torch.equal(ref, before[1])
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize(
+    "choice", [{"value": "k4"}, {"gradient": "reversed"}, {"horizon": "word"}, {"value": "exact"}]
+)
+def test_an_unknown_choice_is_refused(choice):
+    with pytest.raises(ConfigError):
+        kl_penalty(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool), **choice)
+
+
+@pytest.mark.parametrize("bound", [0.0, -1.0, float("nan")])
+@pytest.mark.parametrize("name", ["max_weight", "max_log_ratio"])
+def test_a_bound_that_is_not_positive_is_refused(name, bound):
+    zeros, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
+    with pytest.raises(ConfigError, match=name):
+        kl_penalty(zeros, zeros, mask, behavior_logprobs=zeros, **{name: bound})
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_a_mask_of_another_shape_is_refused_rather_than_broadcast():
+    with pytest.raises(KlampError):
+        kl_penalty(torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(3, dtype=torch.bool))
+
+
+def test_the_truths_of_this_file_are_apart():
+    for chain in (on_policy(0), on_policy(1), off_policy(3)):
+        exact = truths(chain)
+        assert (exact["reverse"] - exact["forward"]).norm() > 0.05 * exact["reverse"].norm()

@@ -1,0 +1,264 @@
+"""Sequences: the future terms, the exact remedies, prefix products off-policy, and what the local losses leave out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from klamp.core.estimators import exact_kl
+from klamp.core.gradients import kl_penalty
+from klamp.errors import ConfigError
+from klamp.verify.oracle import examine, expected, local_kl, reverse_kl
+from klamp.verify.tabular import enumerate_outcomes, random_chain
+
+VALUES = ("k1", "k2", "k3", "abs")
+SEEDS = (0, 1)
+
+
+def chain_of(seed, *, off_policy=False):
+    return random_chain(seed, vocab=3, length=4, off_policy=off_policy)
+
+
+def delta(y):
+    return y.policy_logprobs - y.ref_logprobs
+
+
+def k3(y):
+    return torch.exp(-delta(y)) - 1 + delta(y)
+
+
+def log_weight(y):
+    return y.policy_logprobs - y.sampler_logprobs
+
+
+def prefix_product(y):
+    return log_weight(y).cumsum(dim=-1).exp()
+
+
+def penalty(*, corrected=False, **choices):
+    def loss(y):
+        behavior = y.sampler_logprobs if corrected else None
+        return kl_penalty(y.policy_logprobs, y.ref_logprobs, y.mask, behavior_logprobs=behavior, **choices)
+
+    return loss
+
+
+# --- klamp's own penalty ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("gradient", ["reverse", "forward"])
+def test_the_sequence_horizon_gives_the_true_gradient_on_policy(seed, value, gradient):
+    report = examine(chain_of(seed), penalty(value=value, gradient=gradient, horizon="sequence"))
+    assert report.names == [gradient]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("gradient", ["reverse", "forward"])
+def test_the_sequence_horizon_gives_the_true_gradient_under_foreign_samples(seed, value, gradient):
+    choices = {"value": value, "gradient": gradient, "horizon": "sequence", "corrected": True}
+    assert examine(chain_of(seed, off_policy=True), penalty(**choices)).names == [gradient]
+
+
+@pytest.mark.parametrize("value", ["k1", "k3"])
+def test_the_sequence_horizon_has_an_unbiased_value_under_foreign_samples(value):
+    chain = chain_of(2, off_policy=True)
+    report = examine(chain, penalty(value=value, horizon="sequence", corrected=True))
+    assert report.value_bias == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize(("gradient", "name"), [("reverse", "local"), ("forward", "local_forward")])
+def test_the_token_horizon_gives_the_local_gradient_on_policy(value, gradient, name):
+    report = examine(chain_of(3), penalty(value=value, gradient=gradient, horizon="token"))
+    assert report.names == [name]
+    assert report.matches[gradient].distance > 0.05
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize(
+    ("gradient", "name"), [("reverse", "local_sampled"), ("forward", "local_sampled_forward")]
+)
+def test_off_policy_the_token_ratio_reaches_only_the_samplers_prefixes(value, gradient, name):
+    choices = {"value": value, "gradient": gradient, "horizon": "token", "corrected": True}
+    report = examine(chain_of(4, off_policy=True), penalty(**choices))
+    assert report.names == [name]
+
+
+def test_off_policy_the_token_ratio_values_the_samplers_prefixes():
+    chain = chain_of(4, off_policy=True)
+    value = expected(chain, penalty(value="k3", horizon="token", corrected=True))
+    assert value.item() == pytest.approx(local_kl(chain, prefixes="sampler").item(), abs=1e-13)
+    assert abs((value - reverse_kl(chain)).item()) > 0.05
+
+
+@pytest.mark.parametrize(("value", "name"), [("k1", "zero"), ("k2", "local"), ("k3", "local_forward")])
+def test_own_gradients_over_sequences_are_local(value, name):
+    assert examine(chain_of(5), penalty(value=value, gradient="own")).names == [name]
+
+
+def test_own_with_the_sequence_horizon_is_refused():
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    with pytest.raises(ConfigError, match="own"):
+        kl_penalty(torch.zeros(1, 2), torch.zeros(1, 2), mask, gradient="own", horizon="sequence")
+
+
+def test_both_horizons_agree_on_one_token():
+    chain = random_chain(6, vocab=4, length=1, eos=None, off_policy=True)
+    for gradient in ("reverse", "forward"):
+        choices = {"gradient": gradient, "corrected": True}
+        token, sequence = (examine(chain, penalty(horizon=h, **choices)) for h in ("token", "sequence"))
+        assert torch.allclose(token.gradient, sequence.gradient, rtol=0, atol=1e-14)
+
+
+def test_gradient_none_has_no_gradient_at_either_horizon():
+    for horizon in ("token", "sequence"):
+        report = examine(chain_of(7), penalty(gradient="none", horizon=horizon))
+        assert report.names == ["zero"]
+        assert report.gradient_variance == 0.0
+        assert report.value_bias == pytest.approx(0.0, abs=1e-13)
+
+
+def test_k3_future_terms_are_less_noisy_than_k1_reward_to_go_near_the_reference():
+    near = random_chain(8, vocab=3, length=4, spread=0.3)
+    noisy, calm = (examine(near, penalty(value=v, horizon="sequence")) for v in ("k1", "k3"))
+    assert noisy.names == calm.names == ["reverse"]
+    assert calm.gradient_variance < noisy.gradient_variance
+
+
+# --- the same facts from the bare formulas ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_local_loss_keeps_only_its_own_token(seed):
+    chain = chain_of(seed)
+    token_weight = lambda y: (y.policy_logprobs - y.policy_logprobs.detach()).exp()  # noqa: E731
+    for loss in (
+        lambda y: delta(y) ** 2 / 2,
+        lambda y: token_weight(y) * k3(y),
+        lambda y: exact_kl(y.policy_logits, y.ref_logits),
+    ):
+        report = examine(chain, loss)
+        assert report.names == ["local"]
+        assert report.matches["reverse"].distance > 0.05
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_k1_reward_to_go_is_exact(seed):
+    def reward_to_go(y):
+        to_go = delta(y).detach().flip(-1).cumsum(dim=-1).flip(-1)
+        return to_go * y.policy_logprobs
+
+    assert examine(chain_of(seed), reward_to_go).names == ["reverse"]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_half_the_squared_sequence_log_ratio_is_exact(seed):
+    assert examine(chain_of(seed), lambda y: delta(y).sum(dim=-1) ** 2 / 2).names == ["reverse"]
+
+
+@pytest.mark.parametrize("off_policy", [False, True])
+def test_prefix_product_k3_is_exact_also_off_policy(off_policy):
+    report = examine(chain_of(9, off_policy=off_policy), lambda y: prefix_product(y) * k3(y))
+    assert report.names == ["reverse"]
+    assert report.value_bias == pytest.approx(0.0, abs=1e-12)
+
+
+def test_the_exact_remedies_of_one_policy_are_not_enough_under_foreign_samples():
+    chain = chain_of(10, off_policy=True)
+    assert examine(chain, lambda y: delta(y).sum(dim=-1) ** 2 / 2).names == []
+    assert examine(chain, penalty(value="k1", horizon="sequence")).names == []
+
+
+def test_the_token_ratio_is_not_enough_off_policy():
+    report = examine(chain_of(11, off_policy=True), lambda y: log_weight(y).exp() * k3(y))
+    assert report.names == ["local_sampled"]
+    assert report.matches["reverse"].distance > 0.05
+    assert report.matches["local"].distance > 0.05
+    assert abs(report.value_bias) > 0.05
+
+
+def test_a_geometric_mean_ratio_is_wrong_in_value_and_gradient():
+    def geometric(y):
+        return (log_weight(y).sum(dim=-1) / y.mask.sum(dim=-1)).exp()
+
+    chain = chain_of(12, off_policy=True)
+    detached = examine(chain, lambda y: geometric(y).detach() * delta(y).sum(dim=-1) ** 2 / 2)
+    attached = examine(chain, lambda y: geometric(y) * k3(y).sum(dim=-1))
+    for report in (detached, attached):
+        assert report.names == []
+        assert report.matches["reverse"].distance > 0.05
+    assert abs(attached.value_bias) > 0.05
+    whole = examine(chain, lambda y: log_weight(y).sum(-1).exp() * delta(y).sum(-1))
+    assert whole.names == ["reverse"]  # the sequence ratio itself, without the root, is right
+
+
+# --- the coefficients, one by one -----------------------------------------------------------------------------
+
+
+def random_tokens(seed, rows=3, tokens=5):
+    generator = torch.Generator().manual_seed(seed)
+    policy, ref, behavior = (
+        -3 * torch.rand(rows, tokens, generator=generator, dtype=torch.float64) for _ in range(3)
+    )
+    mask = torch.rand(rows, tokens, generator=generator) > 0.3
+    mask[0] = True
+    return policy.requires_grad_(True), ref, behavior, mask
+
+
+def loop_coefficients(policy, ref, behavior, mask, *, value, gradient):
+    """The coefficients on grad log policy_t, written as the sums in the text."""
+    slopes = torch.zeros_like(policy)
+    for n in range(len(policy)):
+        kept = [t for t in range(policy.shape[1]) if mask[n, t]]
+        for i, t in enumerate(kept):
+            d = [(policy - ref)[n, j].item() for j in kept]
+            rho = [(policy - behavior)[n, kept[: k + 1]].sum().exp().item() for k in range(len(kept))]
+            if gradient == "forward":
+                slopes[n, t] = rho[i] - (ref - behavior)[n, kept[: i + 1]].sum().exp().item()
+                continue
+            future = [torch.tensor(-x).expm1().item() + x if value == "k3" else x for x in d]
+            slopes[n, t] = rho[i] * d[i] + sum(rho[k] * future[k] for k in range(i + 1, len(kept)))
+    return slopes
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("gradient", ["reverse", "forward"])
+@pytest.mark.parametrize("corrected", [False, True])
+def test_sequence_coefficients_equal_a_plain_double_loop_over_the_unmasked_tokens(value, gradient, corrected):
+    policy, ref, behavior, mask = random_tokens(13)
+    sampler = behavior if corrected else policy.detach()
+    choices = {"value": value, "gradient": gradient, "horizon": "sequence"}
+    result = kl_penalty(policy, ref, mask, behavior_logprobs=behavior if corrected else None, **choices)
+    (slopes,) = torch.autograd.grad(result.sum(), policy)
+    wanted = loop_coefficients(policy.detach(), ref, sampler, mask, value=value, gradient=gradient)
+    assert torch.allclose(slopes, wanted, rtol=1e-6, atol=1e-7)
+
+
+def test_the_sequence_value_is_the_prefix_product_times_the_estimator():
+    policy, ref, behavior, mask = random_tokens(14)
+    result = kl_penalty(policy, ref, mask, value="k2", horizon="sequence", behavior_logprobs=behavior)
+    rho = torch.where(mask, policy - behavior, 0.0).cumsum(dim=-1).exp()
+    wanted = torch.where(mask, rho * (policy - ref) ** 2 / 2, 0.0)
+    assert torch.allclose(result, wanted, rtol=1e-12, atol=0)
+
+
+def test_a_tokens_coefficient_never_depends_on_earlier_tokens_on_policy():
+    policy, ref, _, _ = random_tokens(15)
+    mask = torch.ones_like(ref, dtype=torch.bool)
+    changed = ref.clone()
+    changed[:, 0] -= 2.0
+    for gradient_at in (1, 4):
+        slopes = [
+            torch.autograd.grad(kl_penalty(policy, r, mask, horizon="sequence").sum(), policy)[0]
+            for r in (ref, changed)
+        ]
+        assert torch.equal(slopes[0][:, gradient_at], slopes[1][:, gradient_at])
+        assert (slopes[0][:, 0] != slopes[1][:, 0]).all()
+
+
+def test_outcome_rows_include_completions_of_every_length():
+    lengths = enumerate_outcomes(chain_of(0)).mask.sum(dim=-1)
+    assert set(lengths.tolist()) == {1, 2, 3, 4}

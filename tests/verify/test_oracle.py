@@ -1,0 +1,227 @@
+"""The oracle against independent mathematics: closed forms, finite differences and the policy-gradient theorem."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from klamp.errors import ShapeError
+from klamp.verify.oracle import (
+    examine,
+    expected,
+    expected_gradient,
+    forward_kl,
+    gradient_variance,
+    local_kl,
+    outcome_gradients,
+    reverse_kl,
+    truths,
+    variance,
+)
+from klamp.verify.tabular import (
+    Chain,
+    enumerate_outcomes,
+    list_prefixes,
+    one_position,
+    random_chain,
+    truncate_top_p,
+)
+
+
+def close(actual, target, tolerance=1e-12):
+    return torch.allclose(actual, target, rtol=0.0, atol=tolerance)
+
+
+def log_ratio(y):
+    return y.policy_logprobs - y.ref_logprobs
+
+
+def moved(chain, table):
+    return Chain(policy_logits=table, ref_logits=chain.ref_logits, length=chain.length, eos=chain.eos)
+
+
+def finite_difference(chain, divergence, step=1e-5):
+    gradient = torch.zeros_like(chain.policy_logits)
+    for index in range(gradient.numel()):
+        bump = torch.zeros_like(gradient).flatten()
+        bump[index] = step
+        bump = bump.view_as(gradient)
+        up = divergence(moved(chain, chain.policy_logits.detach() + bump))
+        down = divergence(moved(chain, chain.policy_logits.detach() - bump))
+        gradient.flatten()[index] = (up - down).detach() / (2 * step)
+    return gradient
+
+
+def test_the_kl_of_a_coin_is_the_textbook_formula():
+    p, q = 0.3, 0.8
+    coin = one_position(*torch.tensor([[p, 1 - p], [q, 1 - q]], dtype=torch.float64).log())
+    reverse = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+    forward = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+    assert reverse_kl(coin).item() == pytest.approx(reverse, abs=1e-14)
+    assert forward_kl(coin).item() == pytest.approx(forward, abs=1e-14)
+
+
+def test_one_position_gradients_match_their_closed_forms():
+    chain = random_chain(0, vocab=4, length=1, eos=None)
+    p, q = (torch.softmax(chain.logits(w).detach()[0], dim=-1) for w in ("policy", "ref"))
+    delta = (p / q).log()
+    exact = truths(chain)
+    assert close(exact["reverse"][0], p * (delta - (p * delta).sum()))
+    assert close(exact["forward"][0], p - q)
+
+
+def test_sequence_kl_obeys_the_chain_rule():
+    chain = random_chain(1, vocab=3, length=4)
+    assert close(local_kl(chain), reverse_kl(chain))
+    forward_at_ref = local_kl(chain, direction="forward", prefixes="ref")
+    assert close(forward_at_ref, forward_kl(chain))
+
+
+@pytest.mark.parametrize("divergence", [reverse_kl, forward_kl])
+def test_truths_match_finite_differences(divergence):
+    chain = random_chain(2, vocab=3, length=3)
+    name = {reverse_kl: "reverse", forward_kl: "forward"}[divergence]
+    assert close(truths(chain)[name], finite_difference(chain, divergence), 1e-9)
+
+
+def test_the_true_gradient_is_log_ratio_to_go_times_the_score():
+    chain = random_chain(3, vocab=3, length=4)
+    y = enumerate_outcomes(chain)
+    total = torch.zeros_like(chain.policy_logits)
+    for n, t in y.mask.nonzero().tolist():
+        (score,) = torch.autograd.grad(y.policy_logprobs[n, t], chain.policy_logits, retain_graph=True)
+        to_go = log_ratio(y)[n, t:][y.mask[n, t:]].sum().detach()
+        total += y.probs[n] * to_go * score
+    assert close(truths(chain)["reverse"], total)
+
+
+def test_the_local_truth_is_each_prefix_gradient_weighed_by_how_often_the_prefix_is_met():
+    chain = random_chain(4, vocab=3, length=3)
+    p, q = (torch.softmax(chain.logits(w).detach(), dim=-1) for w in ("policy", "ref"))
+    delta = (p / q).log()
+    met = torch.zeros(len(p), dtype=torch.float64)
+    for i, prefix in enumerate(list_prefixes(3, 3, eos=0)):
+        rows = [list_prefixes(3, 3, eos=0).index(prefix[:t]) for t in range(len(prefix))]
+        met[i] = math.prod(p[r, token].item() for r, token in zip(rows, prefix, strict=True))
+    per_prefix = p * (delta - (p * delta).sum(dim=-1, keepdim=True))
+    assert close(truths(chain)["local"], met[:, None] * per_prefix)
+    assert close(truths(chain)["local_forward"], met[:, None] * (p - q))
+
+
+def test_local_and_sequence_truths_part_only_beyond_one_token():
+    one, many = truths(random_chain(5, length=1)), truths(random_chain(5, length=3))
+    assert close(one["local"], one["reverse"])
+    assert (many["local"] - many["reverse"]).norm() > 0.1 * many["reverse"].norm()
+
+
+def test_at_the_last_position_the_local_gradient_is_complete():
+    chain = random_chain(6, vocab=3, length=3)
+    last = [i for i, prefix in enumerate(list_prefixes(3, 3, eos=0)) if len(prefix) == 2]
+    exact = truths(chain)
+    assert close(exact["local"][last], exact["reverse"][last])
+
+
+def test_off_policy_the_sampled_local_truth_weighs_prefixes_by_the_sampler():
+    chain = random_chain(7, off_policy=True)
+    exact = truths(chain)
+    assert (exact["local"] - exact["local_sampled"]).norm() > 0.05 * exact["local"].norm()
+    assert close(exact["local"][0], exact["local_sampled"][0])
+    assert "local_sampled" not in truths(random_chain(7))
+
+
+def test_expectation_and_variance_match_a_long_simulation():
+    chain = random_chain(8, off_policy=True)
+    y = enumerate_outcomes(chain)
+    values = log_ratio(y).sum(dim=-1).detach()
+    drawn = values[torch.multinomial(y.probs, 400_000, True, generator=torch.Generator().manual_seed(0))]
+    assert expected(chain, log_ratio).item() == pytest.approx(drawn.mean().item(), abs=0.01)
+    assert variance(chain, log_ratio).item() == pytest.approx(drawn.var().item(), rel=0.01)
+
+
+def test_the_expected_gradient_does_not_flow_through_the_sampler():
+    chain = random_chain(9)
+    constant = expected_gradient(chain, lambda y: log_ratio(y).detach())
+    assert torch.equal(constant, torch.zeros_like(constant))
+
+
+def test_per_token_losses_are_summed_over_unmasked_tokens_only():
+    chain = random_chain(10, vocab=3, length=3)
+    poisoned = expected(chain, lambda y: torch.where(y.mask, log_ratio(y), torch.nan))
+    assert close(poisoned, expected(chain, lambda y: log_ratio(y).sum(dim=-1)))
+
+
+def test_the_gradient_variance_of_a_coin_flip_is_known():
+    # For two equally likely outcomes and loss log policy, the gradient is +-(1/2, -1/2): variance 1/2, mean zero.
+    coin = one_position(torch.zeros(2), torch.zeros(2))
+    assert gradient_variance(coin, lambda y: y.policy_logprobs).item() == pytest.approx(0.5, abs=1e-14)
+
+
+def test_outcome_gradients_average_to_the_expected_gradient():
+    chain = random_chain(11, off_policy=True)
+    probs = enumerate_outcomes(chain).probs
+    average = torch.einsum("n,npv->pv", probs, outcome_gradients(chain, log_ratio))
+    assert close(average, expected_gradient(chain, log_ratio))
+
+
+def test_a_report_names_the_divergence_whose_gradient_a_loss_follows():
+    chain = random_chain(12, vocab=3, length=3)
+    assert examine(chain, log_ratio).names == ["zero"]
+    assert examine(chain, lambda y: log_ratio(y) ** 2 / 2).names == ["local"]
+    assert examine(chain, lambda y: log_ratio(y).sum(dim=-1) ** 2 / 2).names == ["reverse"]
+    assert examine(chain, lambda y: (-log_ratio(y)).exp() - 1 + log_ratio(y)).names == ["local_forward"]
+    assert examine(chain, lambda y: (-log_ratio(y)).exp() - 1).names == ["local_forward"]
+    assert examine(chain, lambda y: (-log_ratio(y).sum(dim=-1)).exp()).names == ["forward"]
+    assert examine(chain, lambda y: y.policy_logprobs.abs() ** 1.5).names == []
+
+
+def test_a_report_shows_a_scaled_and_a_flipped_penalty():
+    chain = random_chain(13)
+    scaled = examine(chain, lambda y: 0.04 * log_ratio(y).sum(dim=-1) ** 2 / 2)
+    flipped = examine(chain, lambda y: -(log_ratio(y).sum(dim=-1) ** 2) / 2)
+    assert scaled.names == flipped.names == []
+    assert scaled.matches["reverse"].projection == pytest.approx(0.04, abs=1e-12)
+    assert scaled.matches["reverse"].cosine == pytest.approx(1.0, abs=1e-12)
+    assert flipped.matches["reverse"].projection == pytest.approx(-1.0, abs=1e-12)
+    assert flipped.matches["reverse"].distance == pytest.approx(2.0, abs=1e-12)
+
+
+def test_a_report_gives_bias_against_the_reverse_kl():
+    chain = random_chain(14)
+    assert examine(chain, log_ratio).value_bias == pytest.approx(0.0, abs=1e-12)
+    assert examine(chain, lambda y: 3 * log_ratio(y)).value_bias == pytest.approx(2 * reverse_kl(chain).item())
+
+
+def test_a_constant_loss_is_named_zero():
+    report = examine(random_chain(15), lambda y: torch.ones_like(y.probs))
+    assert report.names == ["zero"]
+    assert report.value == pytest.approx(1.0, abs=1e-14)
+    assert report.value_variance == pytest.approx(0.0, abs=1e-28)
+    assert report.gradient_variance == 0.0
+
+
+def test_truths_ignore_who_samples_and_reach_past_a_truncated_sampler():
+    full = random_chain(16, length=2)
+    cut = Chain(
+        policy_logits=full.policy_logits,
+        ref_logits=full.ref_logits,
+        sampler_logits=truncate_top_p(full.policy_logits, 0.6),
+        length=2,
+        eos=0,
+    )
+    assert len(enumerate_outcomes(cut).probs) < len(enumerate_outcomes(full).probs)
+    assert torch.equal(truths(cut)["reverse"], truths(full)["reverse"])
+
+
+def test_a_policy_without_support_everywhere_has_a_finite_kl():
+    policy = truncate_top_p(torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log(), 0.7)
+    chain = one_position(policy, torch.zeros(3))
+    closed_form = 0.625 * math.log(0.625 * 3) + 0.375 * math.log(0.375 * 3)
+    assert reverse_kl(chain).item() == pytest.approx(closed_form, abs=1e-12)
+    assert torch.isfinite(truths(chain)["reverse"]).all()
+
+
+def test_a_loss_averaged_over_the_batch_is_refused():
+    with pytest.raises(ShapeError, match="per completion"):
+        expected(random_chain(17), lambda y: log_ratio(y).mean())
