@@ -48,6 +48,7 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)
 	$(BIN)/klamp train $(DEMO_ARGS)
+	@echo "The run's files are in $$(ls -dt runs/*/ | head -n 1)"
 
 test: lint docs pytest
 
@@ -55,17 +56,17 @@ lint: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 
 format: $(READY)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
 docs: $(READY)
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 pytest: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 clean:
 	rm -rf build dist site .pytest_cache .ruff_cache .hypothesis .import_linter_cache

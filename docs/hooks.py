@@ -88,10 +88,11 @@ def iterate_public() -> Iterator[tuple[str, object]]:
         names = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
         for name in sorted(names):
             thing = getattr(module, name)
-            if not callable(thing) or getattr(thing, "__module__", None) != module.__name__:
+            if not (inspect.isfunction(thing) or inspect.isclass(thing)):
                 continue
-            if inspect.isfunction(thing) or inspect.isclass(thing):
-                yield f"{module.__name__}.{name}", thing
+            if (thing.__module__, thing.__name__) != (module.__name__, name):
+                continue  # imported, or a second name for something that is documented under its first
+            yield f"{module.__name__}.{name}", thing
             if inspect.isclass(thing):
                 yield from iterate_methods(f"{module.__name__}.{name}", thing)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 # Before anything that reads them is imported; `setdefault`, so that a person can still say otherwise.
@@ -21,9 +20,10 @@ for name, value in {
     os.environ.setdefault(name, value)
 
 import jaxtyping  # noqa: E402
+import tests.typecheck  # noqa: E402, F401
 
 # Must come before klamp is imported: in the tests, and only there, every annotation of the core is checked at run time.
-jaxtyping.install_import_hook("klamp.core", "beartype.beartype")
+jaxtyping.install_import_hook("klamp.core", "tests.typecheck.check")
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
@@ -44,7 +44,20 @@ def fixed_seeds() -> None:
 
 
 @pytest.fixture
-def shapes_unchecked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def shapes_unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Switches the run-time shape checks off, as they are for users: for tests of klamp's own refusals."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-    yield
+
+
+@pytest.fixture(scope="session")
+def default_base_model() -> Path:
+    """The folder of the built-in base model, trained at most once per checkout, however many workers ask for it."""
+    from filelock import FileLock
+
+    from klamp.tasks.base_model import BaseModelConfig, base_model_folder, load_base_model
+
+    folder = base_model_folder(BaseModelConfig())
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        load_base_model(BaseModelConfig())
+    return folder

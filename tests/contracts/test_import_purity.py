@@ -38,7 +38,7 @@ HEAVY = (
 )
 
 # The floor of the house, and everything outside klamp and the standard library that it may import.
-FLOOR = ("errors.py", "config.py", "core")
+FLOOR = ("errors.py", "config", "core")
 FLOOR_MAY_IMPORT = {"jaxtyping", "torch"}
 
 

@@ -1,7 +1,7 @@
 """The names that the outside relies on, and their signatures. A red test here is a breaking change: mean it.
 
-A name goes into EXPORTED (kept sorted), and a function or class into SIGNATURES, written as it would be called; a module
-that the outside imports by its own path goes into MODULES.
+A name goes into EXPORTED (kept sorted), and a function or class into SIGNATURES, written as it would be called; a
+module that the outside imports by its own path goes into MODULES.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ EXPORTED = [
     "PIDController",
     "ProportionalController",
     "StepController",
+    "__version__",
     "clip_kl",
     "exact_kl",
     "group_advantages",

@@ -145,9 +145,7 @@ def gaussian_moments(estimator, mean):
 def test_gaussian_closed_forms(mean):
     kl = mean**2 / 2
     assert gaussian_moments("k1", mean) == pytest.approx((kl, mean**2), rel=1e-9)
-    assert gaussian_moments("k2", mean) == pytest.approx(
-        (kl + mean**4 / 8, mean**4 / 2 + mean**6 / 4), rel=1e-9
-    )
+    assert gaussian_moments("k2", mean) == pytest.approx((kl + mean**4 / 8, mean**4 / 2 + mean**6 / 4), rel=1e-9)
     assert gaussian_moments("k3", mean) == pytest.approx((kl, math.exp(mean**2) - 1 - mean**2), rel=1e-8)
 
 
@@ -166,9 +164,7 @@ def test_k3_becomes_noisier_than_k1_at_0_63_nats(kl, k3_is_noisier):
 def test_k2_k3_and_abs_are_never_negative(estimator, policy, data):
     ref = data.draw(st.lists(logprob32, min_size=len(policy), max_size=len(policy)))
     for dtype in (torch.float32, torch.float64):
-        values = kl_estimate(
-            torch.tensor(policy, dtype=dtype), torch.tensor(ref, dtype=dtype), estimator=estimator
-        )
+        values = kl_estimate(torch.tensor(policy, dtype=dtype), torch.tensor(ref, dtype=dtype), estimator=estimator)
         assert (values >= 0).all() and torch.isfinite(values).all()
 
 

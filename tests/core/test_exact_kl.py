@@ -86,9 +86,7 @@ def test_exact_kl_is_non_negative_and_blind_to_constant_shifts_of_the_logits(dir
     policy, ref = (torch.tensor(row, dtype=torch.float64) for row in pair)
     value = exact_kl(policy, ref, direction=direction)
     assert value >= -1e-15
-    assert exact_kl(policy + shift, ref - shift, direction=direction).item() == pytest.approx(
-        value.item(), abs=1e-11
-    )
+    assert exact_kl(policy + shift, ref - shift, direction=direction).item() == pytest.approx(value.item(), abs=1e-11)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

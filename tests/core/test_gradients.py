@@ -234,9 +234,7 @@ def test_max_log_ratio_bounds_the_value_and_keeps_the_gradient_alive():
         assert close(result, formula)
         (slope,) = torch.autograd.grad(result.sum(), policy)
         assert close(slope, bounded)
-    (slope,) = torch.autograd.grad(
-        kl_penalty(policy, ref, mask, gradient="forward", max_log_ratio=5.0).sum(), policy
-    )
+    (slope,) = torch.autograd.grad(kl_penalty(policy, ref, mask, gradient="forward", max_log_ratio=5.0).sum(), policy)
     assert close(slope, 1 - torch.exp(-bounded))
 
 
@@ -272,9 +270,7 @@ def test_the_inputs_are_left_as_they_were():
 
 
 @pytest.mark.usefixtures("shapes_unchecked")
-@pytest.mark.parametrize(
-    "choice", [{"value": "k4"}, {"gradient": "reversed"}, {"horizon": "word"}, {"value": "exact"}]
-)
+@pytest.mark.parametrize("choice", [{"value": "k4"}, {"gradient": "reversed"}, {"horizon": "word"}, {"value": "exact"}])
 def test_an_unknown_choice_is_refused(choice):
     with pytest.raises(ConfigError):
         kl_penalty(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool), **choice)

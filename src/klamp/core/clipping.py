@@ -102,7 +102,7 @@ def clip_gate(
     return ((kl > limit) | (limit <= 0)).to(kl.dtype)
 
 
-def kl_budget(threshold: float, *, per_token: bool, reference_length: float | Tensor) -> float | Tensor:
+def kl_budget(threshold: float, *, per_token: bool, reference_length: float | Tensor | None) -> float | Tensor:
     """Total KL budget of one completion in nats.
 
     Equation: threshold * reference_length if `per_token`, else threshold. 0.1 nats/token * 50 tokens = 5 nats.
@@ -116,7 +116,7 @@ def kl_budget(threshold: float, *, per_token: bool, reference_length: float | Te
         reference_length: tokens; a number, or one per sequence.
 
     Raises:
-        ConfigError: a negative threshold, or a reference length that is not positive.
+        ConfigError: a negative threshold, or a per-token threshold without a positive reference length.
 
     Source: source document 000
     """
@@ -124,12 +124,11 @@ def kl_budget(threshold: float, *, per_token: bool, reference_length: float | Te
         raise ConfigError("the KL threshold must be >= 0", got=threshold, why="a KL is never negative", fix="use 0")
     if not per_token:
         return threshold
-    shortest = float(torch.as_tensor(reference_length).min())
-    if not shortest > 0:
+    if reference_length is None or not bool((torch.as_tensor(reference_length) > 0).all()):
         raise ConfigError(
-            "the reference length must be positive",
-            got=shortest,
-            why="a per-token threshold is multiplied by it to give the budget of a completion",
+            "a per-token KL threshold needs a positive reference length",
+            got=reference_length,
+            why="the budget of a completion is threshold * reference length",
             fix="set kl_reference_length, or use_per_token_kl_threshold=False",
         )
     return threshold * reference_length

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from klamp.core.masking import upcast
 from klamp.core.types import Direction, Estimator
-from klamp.errors import ShapeError, unknown_name
+from klamp.errors import ConfigError, ShapeError, unknown_name
 
 TokenFunction = Callable[[Tensor], Tensor]
 
@@ -42,6 +42,16 @@ class EstimatorRow:
     """What the expected gradient is when the value itself is differentiated as a loss, on-policy."""
     remark: str
     """When to use it."""
+
+
+def needs_logits(function: str) -> ConfigError:
+    """The error for asking for the exact KL where only log-probabilities of sampled tokens are at hand."""
+    return ConfigError(
+        f"{function} cannot form the exact KL from log-probabilities of sampled tokens",
+        got="'exact'",
+        why="the exact KL is summed over the whole vocabulary, so it needs the logits of both models",
+        fix="call exact_kl(policy_logits, ref_logits), or use KLConfig(kl_estimator='exact') with grpo_loss",
+    )
 
 
 def _k3(delta: Tensor) -> Tensor:
@@ -138,21 +148,35 @@ def kl_estimate(
     Raises:
         ShapeError: the two tensors differ in shape.
         UnknownNameError: an unknown estimator.
+        ConfigError: `exact`, which needs logits; see `exact_kl`.
 
     Source: J. Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html
     """
+    if str(estimator) == "exact":
+        raise needs_logits("kl_estimate")
     if estimator not in ESTIMATORS:
         raise unknown_name("KL estimator", estimator, ESTIMATORS)
     return ESTIMATORS[estimator].value(log_ratio(policy_logprobs, ref_logprobs))
 
 
 def _expectation(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """sum_v p_v (log p_v - log q_v), with p_v = 0 contributing exactly 0 to value and gradient."""
+    """sum_v p_v (log p_v - log q_v), with p_v = 0 contributing exactly 0 to value and gradient.
+
+    The value is summed as q - p + p log(p/q), whose terms are never negative: the same number, since both sum to 1,
+    without the cancellation that makes a small KL negative in float32. The gradient is that of the plain sum.
+    """
     empty = torch.isneginf(log_p)
     log_p_safe = torch.where(empty, torch.zeros_like(log_p), log_p)
     log_q_safe = torch.where(empty, torch.zeros_like(log_q), log_q)
-    terms = torch.where(empty, torch.zeros_like(log_p), log_p_safe.exp() * (log_p_safe - log_q_safe))
-    return terms.sum(-1)
+    p, delta = log_p_safe.exp(), log_p_safe - log_q_safe
+    plain = torch.where(empty, torch.zeros_like(log_p), p * delta).sum(-1)
+    with torch.no_grad():
+        near = delta.abs() < 1
+        close = p * _k3(torch.where(near, delta, torch.zeros_like(delta)))
+        terms = torch.where(near, close, log_q_safe.exp() - p + p * delta)
+        value = torch.where(empty, log_q.exp(), terms).sum(-1)
+    # Infinite where the second model forbids what the first one allows; inf - inf would hide it.
+    return torch.where(plain.isfinite(), value + (plain - plain.detach()), plain)
 
 
 def _reverse(log_policy: Tensor, log_ref: Tensor) -> Tensor:
@@ -164,7 +188,10 @@ def _forward(log_policy: Tensor, log_ref: Tensor) -> Tensor:
 
 
 def _js(log_policy: Tensor, log_ref: Tensor) -> Tensor:
-    log_mean = torch.logaddexp(log_policy, log_ref) - math.log(2)
+    both_empty = torch.isneginf(log_policy) & torch.isneginf(log_ref)
+    a, b = (torch.where(both_empty, torch.zeros_like(x), x) for x in (log_policy, log_ref))
+    # logaddexp has no gradient where both are -inf; there the mean is empty too.
+    log_mean = torch.where(both_empty, log_policy.detach(), torch.logaddexp(a, b) - math.log(2))
     return (_expectation(log_policy, log_mean) + _expectation(log_ref, log_mean)) / 2
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from klamp.core.estimators import ESTIMATORS, log_ratio
+from klamp.core.estimators import ESTIMATORS, log_ratio, needs_logits
 from klamp.core.masking import future_sum, masked
 from klamp.core.types import Estimator, Gradient, Horizon, LogProbs, Mask, TokenValues
 from klamp.errors import ConfigError, unknown_name
@@ -218,12 +218,7 @@ def kl_penalty(
     reverse), DeepSeekMath arXiv:2402.03300 (k3 own).
     """
     if str(value) == "exact":
-        raise ConfigError(
-            "kl_penalty cannot form the exact KL from log-probabilities of sampled tokens",
-            got="value='exact'",
-            why="the sum runs over the whole vocabulary",
-            fix="pass logits to exact_kl, or use KLConfig(kl_estimator='exact') with grpo_loss",
-        )
+        raise needs_logits("kl_penalty")
     check_bound("max_weight", max_weight)
     check_bound("max_log_ratio", max_log_ratio)
     delta = masked_log_ratio(policy_logprobs, ref_logprobs, mask, max_log_ratio=max_log_ratio)

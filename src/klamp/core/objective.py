@@ -201,16 +201,7 @@ class _Gate:
             return None
         kl = batch.gate_kl if batch.gate_kl is not None else sequence_gate_kl(batch, term, kl_mask)
         length = batch.reference_length
-        if term.clip_per_token and length is None:
-            raise ConfigError(
-                "a per-token KL threshold needs a reference length",
-                got="reference_length=None",
-                why="the budget of a completion is threshold * reference length",
-                fix="set kl_reference_length, or use_per_token_kl_threshold=False",
-            )
-        budget = kl_budget(
-            term.clip_threshold, per_token=term.clip_per_token, reference_length=1.0 if length is None else length
-        )
+        budget = kl_budget(term.clip_threshold, per_token=term.clip_per_token, reference_length=length)
         limit = torch.as_tensor(budget, dtype=kl.dtype, device=kl.device).expand_as(kl)
         factor = clip_gate(kl, limit, method=term.clip_method, temperature=term.clip_temperature)
         clipped = clip_kl(kl, limit, method=term.clip_method, temperature=term.clip_temperature)

@@ -136,9 +136,7 @@ def random_chain(
     """A chain with independent normal logits of standard deviation `spread` in each table."""
     generator = torch.Generator().manual_seed(seed)
     shape = (count_prefixes(vocab, length, eos=eos), vocab)
-    policy, ref, sampler = (
-        spread * torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3)
-    )
+    policy, ref, sampler = (spread * torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3))
     return Chain(
         policy_logits=policy,
         ref_logits=ref,

@@ -1,0 +1,99 @@
+"""The entry point: finds the command, and turns whatever it raises into a readable message and an exit code."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from klamp._version import __version__
+from klamp.cli.problems import (
+    INTERRUPTED,
+    cautions_shown,
+    exit_code,
+    show_error,
+    show_traceback,
+)
+from klamp.errors import KlampError, UnknownNameError
+
+FALSE_WORDS = ("", "0", "false", "no")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """One word after `klamp`."""
+
+    module: str
+    """Where its `run(argv) -> int` is; imported only when the command is called."""
+    summary: str
+    """What it does, in a line."""
+
+
+COMMANDS = {
+    "train": Command(
+        module="klamp.cli.train", summary="train a model with GRPO, its KL held; without arguments the built-in task"
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line and return its exit code: 0 done, 1 failed, 2 wrong configuration, 130 interrupted.
+
+    Args:
+        argv: the arguments after the program's name; None: those of this process.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in words or os.environ.get("KLAMP_DEBUG", "").lower() not in FALSE_WORDS
+    words = [word for word in words if word != "--debug"]
+    with cautions_shown():
+        try:
+            return _dispatch(words)
+        except KlampError as error:
+            if debug:
+                show_traceback(error)
+            show_error(error)
+            return exit_code(error)
+        except KeyboardInterrupt as error:
+            if debug:
+                show_traceback(error)
+            print("\nklamp: stopped; nothing was saved by this step", file=sys.stderr)
+            return INTERRUPTED
+        except SystemExit as left:  # tyro's --help
+            return left.code if isinstance(left.code, int) else 0
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        _print_help()
+        return 0
+    if words[0] in ("-V", "--version", "version"):
+        print(f"klamp {__version__}")
+        return 0
+    if words[0] not in COMMANDS:
+        raise _unknown_command(words[0])
+    return importlib.import_module(COMMANDS[words[0]].module).run(words[1:])
+
+
+def _unknown_command(word: str) -> UnknownNameError:
+    nearest = get_close_matches(word, COMMANDS, n=1, cutoff=0.5)
+    if word.startswith("-"):
+        nearest = ["train"]
+    fix = f"klamp {nearest[0]} {word if word.startswith('-') else ''}".rstrip() if nearest else "see klamp --help"
+    return UnknownNameError("unknown command", got=repr(word), why=f"klamp has: {', '.join(COMMANDS)}", fix=fix)
+
+
+def _print_help() -> None:
+    print("usage: klamp COMMAND [flags]\n\nThe KL layer for GRPO-style training of language models.\n\ncommands:")
+    for name, command in COMMANDS.items():
+        print(f"  {name:<9} {command.summary}")
+    print("\nflags:")
+    for flags, text in (
+        ("-h, --help", "this text; after a command, the command's own"),
+        ("-V, --version", "the version"),
+        ("--debug", "show the traceback of an error (also: KLAMP_DEBUG=1)"),
+    ):
+        print(f"  {flags:<14} {text}")
+    print("\nStart with `klamp train`: the built-in task, a few minutes on a CPU, nothing to download.")

@@ -1,0 +1,125 @@
+"""From a YAML file to the fields that it names."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from klamp.cli.flags import unknown_key
+from klamp.cli.values import fields, known_names, read_value
+from klamp.config import ALIASES
+from klamp.config.kl import resolve_aliases
+from klamp.errors import ConfigError
+from klamp.training.config import section_classes
+
+NOT_IN_FILES = ("config", "dry_run", "debug")
+"""Options of the command that a file cannot hold."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe loader, which refuses a key that stands twice instead of dropping the first."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # pyright: ignore
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", node.start_mark)
+        return super().construct_mapping(node, deep=deep)
+
+
+def read_file(path: str | Path) -> dict[str, Any]:
+    """The fields that a YAML file names, under their own names, with their values.
+
+    Keys are the flags' names, flat or under their section (`kl: {beta: 0.01}`).
+
+    Raises:
+        UnknownNameError: an unknown key, or an unknown choice; names the nearest.
+        ConfigError: no such file, no valid YAML, a value that cannot be read, or two names of one field with
+            different values.
+    """
+    path = Path(path)
+    values = [(key, _read_entry(key, value, path)) for key, value in _flat(_load(path), path)]
+    merged: dict[str, Any] = {}
+    for key, value in values:
+        if key in merged and merged[key] != value:
+            raise _twice(key, path, merged[key], value)
+        merged[key] = value
+    return resolve_aliases(merged, set(fields()))
+
+
+def _load(path: Path) -> Mapping[Any, Any]:
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        near = sorted(each.name for each in path.parent.glob("*.y*ml"))[:5] if path.parent.is_dir() else []
+        fix = f"files there: {', '.join(near)}" if near else "give the path of a YAML file"
+        raise ConfigError("the configuration file cannot be read", got=str(path), why=reason, fix=fix) from error
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            "the configuration file is not valid YAML",
+            got=str(path),
+            why=" ".join(str(error).split()),
+            fix="one `name: value` per line, for example `beta: 0.01`",
+        ) from error
+    if content is None:
+        return {}
+    if not isinstance(content, Mapping):
+        raise ConfigError(
+            "the configuration file holds no names",
+            got=f"{path}: {type(content).__name__}",
+            why="each line says which field has which value",
+            fix="one `name: value` per line, for example `beta: 0.01`",
+        )
+    return content
+
+
+def _flat(content: Mapping[Any, Any], path: Path) -> list[tuple[str, Any]]:
+    """Entries without their sections; a key of a section has to belong to it."""
+    entries: list[tuple[str, Any]] = []
+    for key, value in content.items():
+        if key not in section_classes() or not isinstance(value, Mapping):
+            entries.append((_name(key), value))
+            continue
+        own = {each.name for each in dataclasses.fields(section_classes()[key])}
+        own |= {alias for alias, name in ALIASES.items() if name in own}
+        for inner, inner_value in value.items():
+            if _name(inner) not in own:
+                raise unknown_key(
+                    f"key in {path}", f"{key}: {inner}", own, why=f"the section {key!r} has no such field"
+                )
+            entries.append((_name(inner), inner_value))
+    return entries
+
+
+def _read_entry(key: str, value: object, path: Path) -> Any:
+    if key not in known_names() or key in NOT_IN_FILES:
+        why = "it is an option of the command line" if key in NOT_IN_FILES else "it is no field of the configuration"
+        raise unknown_key(f"key in {path}", key, known_names() - set(NOT_IN_FILES), why=why)
+    field, shown = fields()[ALIASES.get(key, key)], f"{key} in {path}"
+    if isinstance(value, Mapping) or (value is None and not field.takes_none):
+        raise ConfigError(
+            f"{shown} cannot be read",
+            got=repr(value),
+            why=f"it takes {field.in_words}",
+            fix="give it a value, or leave the line out",
+        )
+    each = value if isinstance(value, list | tuple) else [value]
+    return read_value(field, [str(one) for one in each], shown=shown)
+
+
+def _name(key: object) -> str:
+    return str(key).replace("-", "_")
+
+
+def _twice(key: str, path: Path, first: object, second: object) -> ConfigError:
+    return ConfigError(
+        f"{key} is given twice in {path}, with different values",
+        got=f"{first!r} and {second!r}",
+        why="it stands both flat and under its section",
+        fix="keep one",
+    )

@@ -1,0 +1,123 @@
+"""Errors and cautions as a person reads them, each once, and the exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from klamp.config import KLWarning
+from klamp.errors import (
+    ConfigError,
+    DataError,
+    KlampError,
+    ModelError,
+    RunFolderError,
+    TrainingStopped,
+    UnsupportedVersion,
+)
+
+FAILED, WRONG_CONFIGURATION, INTERRUPTED = 1, 2, 130
+
+SHARED = (ConfigError, DataError, ModelError, RunFolderError, TrainingStopped, UnsupportedVersion)
+"""Errors that meet every process of a run alike, so that one of them is enough to tell."""
+
+
+def process_rank() -> int:
+    """The number of this process among those of a launcher; 0 where there is only one."""
+    return int(os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or 0)
+
+
+def is_main_process() -> bool:
+    """Whether this is the process that talks."""
+    return process_rank() == 0
+
+
+def exit_code(error: KlampError) -> int:
+    """2 for a wrong configuration, 130 for a run that Ctrl-C stopped, 1 for everything else."""
+    if isinstance(error, ConfigError):
+        return WRONG_CONFIGURATION
+    return INTERRUPTED if was_interrupted(error) else FAILED
+
+
+def was_interrupted(error: BaseException) -> bool:
+    """Whether training was stopped by Ctrl-C rather than by something that went wrong."""
+    return isinstance(error, TrainingStopped) and isinstance(error.__cause__ or error.__context__, KeyboardInterrupt)
+
+
+def show_error(error: KlampError) -> None:
+    """Print an error's four parts to stderr; of an error that all processes share, only the first process does."""
+    if is_main_process():
+        _print_parts(error, "error")
+    elif not isinstance(error, SHARED):
+        _print_parts(error, f"error in process {process_rank()}")
+
+
+def show_caution(text: str) -> None:
+    """Print to stderr what the user should know although the run goes on."""
+    if is_main_process():
+        _write(sys.stderr, "caution", text, {})
+
+
+def show_traceback(error: BaseException) -> None:
+    """Print an error's traceback to stderr."""
+    traceback.print_exception(error, file=sys.stderr)
+
+
+@contextmanager
+def cautions_shown() -> Iterator[None]:
+    """Within this context, KLWarnings are printed as cautions, each text once; other warnings stay as they are."""
+    seen: set[str] = set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", KLWarning)
+        usual = warnings.showwarning
+
+        def show(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
+            if not issubclass(category, KLWarning):
+                usual(message, category, filename, lineno, file, line)
+            elif str(message) not in seen:
+                seen.add(str(message))
+                show_caution(str(message))
+
+        warnings.showwarning = show
+        yield
+
+
+def _print_parts(error: KlampError, kind: str) -> None:
+    parts = {"got": error.got, "why": error.why, "fix": error.fix}
+    _write(
+        sys.stderr,
+        kind,
+        error.what,
+        {name: str(text) for name, text in parts.items() if text is not None and text != ""},
+    )
+
+
+def _write(stream: TextIO, kind: str, what: str, parts: dict[str, str]) -> None:
+    if not stream.isatty():
+        lines = [f"klamp: {kind}: {what}", *(f"  {name}: {text}" for name, text in parts.items())]
+        print("\n".join(lines), file=stream, flush=True)
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    style = "bold yellow" if kind == "caution" else "bold red"
+    grid = Table.grid(padding=(0, 1))
+    grid.add_row(Text(f"{kind}:", style=style), Text(what, style="bold"))
+    for name, text in parts.items():
+        grid.add_row(Text(f"{name}:", style="dim"), Text(text))
+    grid.columns[0].justify = "right"
+    grid.columns[0].no_wrap = True
+    Console(file=stream).print(grid)

@@ -1,0 +1,98 @@
+"""The one table of metrics: name, unit, direction, how it is reduced, what it says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Better: TypeAlias = Literal["higher", "lower", "neither"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricRow:
+    """One metric."""
+
+    name: str
+    """As logged; the part before the slash is its family."""
+    unit: str
+    """Unit of the value."""
+    better: Better
+    """Which direction is good, if any."""
+    reduction: str
+    """Over what it is averaged (or else reduced); always the whole global batch of a step."""
+    text: str
+    """What it says."""
+
+
+def _row(name: str, unit: str, better: Better, reduction: str, text: str) -> MetricRow:
+    return MetricRow(name=name, unit=unit, better=better, reduction=reduction, text=text)
+
+
+METRICS: dict[str, MetricRow] = {
+    row.name: row
+    for row in (
+        _row(
+            "reward", "reward", "higher", "mean over completions", "Reward of the task, before any KL is taken from it."
+        ),
+        _row("reward_std", "reward", "neither", "mean over groups", "Standard deviation of the reward within a group."),
+        _row(
+            "reward/penalized", "reward", "higher", "mean over completions", "Reward minus beta times k1 per sequence."
+        ),
+        _row(
+            "groups/saturated", "share", "lower", "mean over groups", "Groups whose rewards are all equal: no signal."
+        ),
+        _row(
+            "kl/k1", "nats/token", "neither", "mean over tokens", "Mean log-ratio; unbiased, may be negative by noise."
+        ),
+        _row("kl/k3", "nats/token", "neither", "mean over tokens", "k3 estimate of KL(policy||ref); never negative."),
+        _row("kl/exact", "nats/token", "neither", "mean over tokens", "Exact KL over the vocabulary, where measured."),
+        _row("kl/exact_forward", "nats/token", "neither", "mean over tokens", "Exact KL(ref||policy), where measured."),
+        _row("kl/k1_sequence", "nats/sequence", "neither", "mean over completions", "k1 summed over a completion."),
+        _row("kl/k3_sequence", "nats/sequence", "neither", "mean over completions", "k3 summed over a completion."),
+        _row(
+            "kl/exact_sequence",
+            "nats/sequence",
+            "neither",
+            "mean over completions",
+            "Exact KL summed over a completion.",
+        ),
+        _row("kl/log_ratio_max", "nats", "lower", "maximum over tokens", "Largest |log policy - log ref| of a token."),
+        _row("kl/log_ratio_p99", "nats", "lower", "99th percentile over tokens", "99th percentile of |log-ratio|."),
+        _row("kl/over_budget", "share", "lower", "mean over completions", "Completions whose KL exceeds the budget."),
+        _row("kl/budget", "nats/sequence", "neither", "mean over completions", "KL budget of a completion."),
+        _row("kl/before_clip", "nats/sequence", "neither", "mean over completions", "Gated KL before the clip."),
+        _row("kl/after_clip", "nats/sequence", "neither", "mean over completions", "What the clip leaves of it."),
+        _row(
+            "kl/log_ratio_clamped", "share", "lower", "mean over tokens", "Tokens whose log-ratio hit kl_max_log_ratio."
+        ),
+        _row("kl/weights_truncated", "share", "lower", "mean over tokens", "Off-policy weights cut at kl_max_weight."),
+        _row(
+            "sampler/k1",
+            "nats/token",
+            "lower",
+            "mean over tokens",
+            "log sampler - log policy: sampler against trainer.",
+        ),
+        _row(
+            "sampler/k3", "nats/token", "lower", "mean over tokens", "k3 of the same; one bad token shows here first."
+        ),
+        _row("beta", "reward/nat", "neither", "value", "Coefficient of the KL in force in this step, per token."),
+        _row("beta/per_sequence", "reward/nat", "neither", "value", "The same as a coefficient of the sequence's KL."),
+        _row("train/loss", "loss", "neither", "value", "The loss of the step's first update: policy loss plus KL."),
+        _row("train/policy_loss", "loss", "neither", "value", "The part of the policy surrogate."),
+        _row("train/kl_penalty", "loss", "neither", "value", "The part of the KL: beta times its reduced penalty."),
+        _row("train/grad_norm", "norm", "neither", "mean over updates", "Norm of the gradient before clipping."),
+        _row("train/learning_rate", "1", "neither", "value", "Learning rate in force."),
+        _row(
+            "policy/entropy", "nats/token", "neither", "mean over tokens", "Entropy of the policy at sampled prefixes."
+        ),
+        _row("policy/ratio_clipped", "share", "lower", "mean over tokens", "Tokens past a ratio bound, last update."),
+        _row("policy/logp_mean", "nats/token", "neither", "mean over tokens", "Mean log-probability under the policy."),
+        _row("ref/logp_mean", "nats/token", "neither", "mean over tokens", "Mean log-probability under the reference."),
+        _row("length/mean", "tokens", "neither", "mean over completions", "Completion length, end token included."),
+        _row("length/truncated", "share", "lower", "mean over completions", "Completions cut at the length limit."),
+        _row("speed/tokens_per_second", "tokens/s", "higher", "value", "Sampled and trained tokens per second."),
+        _row("speed/step_seconds", "s", "lower", "value", "Wall time of the step."),
+    )
+}
+"""Name -> row. Evaluations are logged as `eval/SKILL`, the mean score of a skill on held-out prompts."""

@@ -1,0 +1,114 @@
+"""The metrics of a step, computed once from all of its tokens.
+
+Per-token tensors of the whole global batch go in, plain numbers come out: whichever way the batch was split into
+micro-batches or processes, the result is the same, quantiles included.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from klamp.core.advantages import saturated_share
+from klamp.core.estimators import ESTIMATORS
+from klamp.core.gradients import masked_log_ratio
+from klamp.core.masking import masked_mean, masked_sum
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """What was seen of B completions of T tokens at the start of a step's updates; nothing has a gradient."""
+
+    mask: Tensor
+    """[B, T] bool: tokens that are trained on."""
+    kl_mask: Tensor
+    """[B, T] bool: tokens that carry the KL."""
+    policy: Tensor
+    """[B, T] log-probabilities under the policy."""
+    sampler: Tensor
+    """[B, T] log-probabilities under the sampler."""
+    entropy: Tensor
+    """[B, T] entropy of the policy, in nats."""
+    rewards: Tensor
+    """[B]"""
+    ended: Tensor
+    """[B] bool: whether the completion has an end token."""
+    lengths: Tensor
+    """[B] tokens, end token included, before any masking."""
+    ref: Tensor | None = None
+    """[B, T] log-probabilities under the reference; None at beta 0."""
+    exact: Tensor | None = None
+    """[B, T] exact KL(policy||ref)."""
+    exact_forward: Tensor | None = None
+    """[B, T] exact KL(ref||policy)."""
+    exact_rows: Tensor | None = None
+    """[B] bool: completions whose exact KL was measured."""
+
+
+def step_metrics(record: StepRecord, *, group_size: int) -> dict[str, float]:
+    """All metrics of a step that follow from its tokens; names as in `METRICS`.
+
+    Args:
+        record: the whole global batch.
+        group_size: completions per prompt.
+    """
+    found = _reward_metrics(record, group_size) | _policy_metrics(record)
+    if record.ref is not None:
+        found |= _kl_metrics(record, record.ref)
+    if record.exact_rows is not None:
+        found |= _exact_metrics(record, record.exact_rows)
+    return {name: float(value) for name, value in found.items()}
+
+
+def _reward_metrics(record: StepRecord, group_size: int) -> dict[str, Tensor]:
+    groups = record.rewards.view(-1, group_size)
+    return {
+        "reward": record.rewards.mean(),
+        "reward_std": groups.std(-1).mean(),
+        "groups/saturated": saturated_share(record.rewards, group_size),
+        "length/mean": record.lengths.float().mean(),
+        "length/truncated": 1 - record.ended.float().mean(),
+    }
+
+
+def _policy_metrics(record: StepRecord) -> dict[str, Tensor]:
+    mismatch = masked_log_ratio(record.sampler, record.policy, record.mask)
+    return {
+        "policy/entropy": masked_mean(record.entropy, record.mask),
+        "policy/logp_mean": masked_mean(record.policy, record.mask),
+        "sampler/k1": masked_mean(mismatch, record.mask),
+        "sampler/k3": masked_mean(ESTIMATORS["k3"].value(mismatch), record.mask),
+    }
+
+
+def _kl_metrics(record: StepRecord, ref: Tensor) -> dict[str, Tensor]:
+    mask = record.kl_mask
+    delta = masked_log_ratio(record.policy, ref, mask)
+    size = delta[mask].abs()
+    found = {"ref/logp_mean": masked_mean(ref, record.mask)}
+    for name in ("k1", "k3"):
+        value = ESTIMATORS[name].value(delta)
+        found[f"kl/{name}"] = masked_mean(value, mask)
+        found[f"kl/{name}_sequence"] = masked_sum(value, mask, -1).mean()
+    if size.numel():
+        found["kl/log_ratio_max"] = size.max()
+        found["kl/log_ratio_p99"] = size.sort().values[min(size.numel() - 1, int(0.99 * size.numel()))]
+    return found
+
+
+def _exact_metrics(record: StepRecord, rows: Tensor) -> dict[str, Tensor]:
+    mask = record.kl_mask[rows]
+    found: dict[str, Tensor] = {}
+    for name, value in (("exact", record.exact), ("exact_forward", record.exact_forward)):
+        if value is not None and bool(rows.any()):
+            found[f"kl/{name}"] = masked_mean(value[rows], mask)
+            found[f"kl/{name}_sequence"] = masked_sum(value[rows], mask, -1).mean()
+    found.pop("kl/exact_forward_sequence", None)
+    return found
+
+
+def pad_tokens(x: Tensor, length: int) -> Tensor:
+    """A [B, t] tensor padded on the right with zeros to [B, length]."""
+    return torch.nn.functional.pad(x, (0, length - x.shape[1]))

@@ -1,0 +1,1 @@
+"""The trainer: rollouts, references, updates, run folders. transformers, accelerate and peft live here."""

@@ -1,0 +1,104 @@
+"""Checkpoints: weights as safetensors, the optimizer as tensors that load without running code, the rest as JSON.
+
+    checkpoints/step-000050/policy/         save_pretrained: loads anywhere
+    checkpoints/step-000050/optimizer.pt    loads with weights_only=True
+    checkpoints/step-000050/state.json      step, controller, schedule, reference length
+
+A checkpoint is written beside its place and then moved there: a killed run leaves a whole one or none.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from transformers import PreTrainedTokenizerBase
+
+from klamp.errors import RunFolderError
+
+FOLDER = "checkpoints"
+
+
+def save(
+    output_dir: Path,
+    step: int,
+    *,
+    policy: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    optimizer: Optimizer,
+    state: dict[str, Any],
+    keep: int,
+) -> Path:
+    """Write the checkpoint of a step and drop all but the newest `keep`.
+
+    Args:
+        output_dir: folder of the run.
+        step: steps done.
+        policy: the unwrapped policy; with an adapter, only the adapter is written.
+        tokenizer: saved with the weights.
+        optimizer: its moments.
+        state: plain numbers and names.
+        keep: how many checkpoints to leave.
+    """
+    folder = output_dir / FOLDER / f"step-{step:06d}"
+    part = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    policy.save_pretrained(str(part / "policy"))  # pyright: ignore[reportCallIssue]
+    tokenizer.save_pretrained(str(part / "policy"))
+    torch.save(optimizer.state_dict(), part / "optimizer.pt")
+    (part / "state.json").write_text(json.dumps(state | {"step": step}, indent=2), encoding="utf-8")
+    shutil.rmtree(folder, ignore_errors=True)
+    part.rename(folder)
+    for old in checkpoints(output_dir)[:-keep]:
+        shutil.rmtree(old)
+    return folder
+
+
+def checkpoints(output_dir: Path) -> list[Path]:
+    """The whole checkpoints of a run, oldest first."""
+    return sorted((output_dir / FOLDER).glob("step-*"))
+
+
+def newest(output_dir: Path) -> Path:
+    """The newest checkpoint of a run.
+
+    Raises:
+        RunFolderError: there is none.
+    """
+    found = checkpoints(output_dir)
+    if not found:
+        raise RunFolderError(
+            "there is no checkpoint to continue from",
+            got=str(output_dir / FOLDER),
+            why="resume continues a run from its newest checkpoint",
+            fix="check --output_dir, or start anew without --resume in another folder",
+        )
+    return found[-1]
+
+
+def load_state(checkpoint: Path) -> dict[str, Any]:
+    """The plain state of a checkpoint.
+
+    Raises:
+        RunFolderError: it is missing or damaged.
+    """
+    try:
+        return json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise RunFolderError(
+            "the checkpoint is damaged",
+            got=str(checkpoint),
+            why=f"{type(error).__name__}: {error}",
+            fix="delete that folder; the checkpoint before it is used then",
+        ) from error
+
+
+def load_optimizer(checkpoint: Path, optimizer: Optimizer, device: torch.device) -> None:
+    """Put the saved moments into the optimizer; nothing but tensors and numbers is unpacked."""
+    optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", map_location=device, weights_only=True))

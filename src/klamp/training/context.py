@@ -1,0 +1,94 @@
+"""What every part of a run shares: configuration, processes, models, task."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from klamp.core.objective import Objective
+from klamp.tasks.base import Task
+from klamp.training.config import TrainConfig
+from klamp.training.references import Reference
+
+SMALL_VOCABULARY = 4096
+"""Up to here the exact KL of every completion is measured; its logits are small beside the activations."""
+
+
+@dataclass(kw_only=True)
+class Context:
+    """A run under way on one process."""
+
+    config: TrainConfig
+    """The configuration in force."""
+    output_dir: Path
+    """The folder of the run."""
+    accelerator: Accelerator
+    """Processes, devices, trackers."""
+    policy: nn.Module
+    """The model being trained, unwrapped."""
+    wrapped: nn.Module
+    """The same as the accelerator wrapped it."""
+    reference: Reference | None
+    """None at beta 0."""
+    tokenizer: PreTrainedTokenizerBase
+    """The policy's."""
+    task: Task
+    """Prompts and reward."""
+    objective: Objective
+    """The loss; its beta is the starting one."""
+    stop: list[int]
+    """Ids that end a completion."""
+    vocabulary: int
+    """Size of the policy's output."""
+    reference_length: float | None = None
+    """Reference length in tokens where the data does not give one."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the policy."""
+        return self.accelerator.device
+
+    @property
+    def process(self) -> int:
+        """Index of this process."""
+        return self.accelerator.process_index
+
+    @property
+    def processes(self) -> int:
+        """Number of processes."""
+        return self.accelerator.num_processes
+
+    @property
+    def pad(self) -> int:
+        """Id of the padding token."""
+        return int(self.tokenizer.pad_token_id)  # pyright: ignore[reportArgumentType]
+
+    @property
+    def exact_completions(self) -> int:
+        """Completions per group whose exact KL is measured; all of them where the loss itself is made of it."""
+        size, asked = self.config.rollout.num_generations, self.config.run.exact_kl_completions
+        if self.config.kl.kl_estimator == "exact":
+            return size
+        if asked is not None:
+            return min(asked, size)
+        return size if self.vocabulary <= SMALL_VOCABULARY else 1
+
+    def parts(self, rows: int) -> Iterator[slice]:
+        """The gradient_accumulation_steps parts, near equal, that `rows` completions are computed in."""
+        bounds = torch.linspace(0, rows, self.config.optim.gradient_accumulation_steps + 1).round().long().tolist()
+        return (slice(a, b) for a, b in pairwise(bounds) if b > a)
+
+    def sum_over_processes(self, x: Tensor) -> Tensor:
+        """The sum of a tensor over all processes."""
+        return self.accelerator.reduce(x, reduction="sum")  # pyright: ignore[reportReturnType]
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The tensors of all processes, one after the other along the first dimension."""
+        return self.accelerator.gather(x)  # pyright: ignore[reportReturnType]

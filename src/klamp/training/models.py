@@ -1,0 +1,136 @@
+"""Policies and tokenizers: the built-in one, local folders, hub ids, LoRA adapters."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from klamp.errors import ModelError
+from klamp.tasks.base_model import BaseModelConfig, load_base_model
+from klamp.training.config import ModelConfig
+
+BUILTIN = "builtin"
+Progress = Callable[[int, int, float], None]
+
+
+def load_model(spec: str, dtype: str = "float32", *, progress: Progress | None = None) -> PreTrainedModel:
+    """A causal LM with every dropout off, in evaluation mode.
+
+    Dropout is off for good: with it, the policy would differ from the reference before the first step.
+
+    Args:
+        spec: `builtin`, a local folder, or a hub id.
+        dtype: data type of the weights.
+        progress: told about the training of the built-in model, where that is needed.
+
+    Raises:
+        ModelError: the folder or id holds no causal LM.
+    """
+    if spec == BUILTIN:
+        model, _ = load_base_model(BaseModelConfig(), progress=progress)
+        model = model.to(getattr(torch, dtype))
+    else:
+        model = _pretrained(AutoModelForCausalLM, spec, "a causal language model", dtype=getattr(torch, dtype))
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
+        if hasattr(model.config, name):
+            setattr(model.config, name, 0.0)
+    for module in model.modules():
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+    return model.eval()
+
+
+def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model, ready for left padding.
+
+    Raises:
+        ModelError: no tokenizer there, or one without an end token.
+    """
+    if spec == BUILTIN:
+        _, tokenizer = load_base_model(BaseModelConfig())
+    else:
+        tokenizer = _pretrained(AutoTokenizer, spec, "a tokenizer")
+    if tokenizer.eos_token_id is None:
+        raise ModelError(
+            "the tokenizer has no end token",
+            got=spec,
+            why="without it no completion ends before the length limit",
+            fix="set eos_token in the tokenizer's configuration, or pass another --tokenizer",
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "left"
+    return tokenizer
+
+
+def _pretrained(loader: Any, spec: str, what: str, **options: Any) -> Any:
+    if Path(spec).exists() and not Path(spec).is_dir():
+        raise ModelError(f"{spec} is no folder", why=f"{what} is a folder or a hub id", fix="pass the folder")
+    try:
+        return loader.from_pretrained(spec, trust_remote_code=False, **options)
+    except Exception as error:  # the loaders raise a dozen types; all mean the same to the user
+        here = "in that folder" if Path(spec).is_dir() else "under that name, neither as a folder nor on the hub"
+        raise ModelError(
+            f"cannot load {what}",
+            got=spec,
+            why=f"there is none {here}: {type(error).__name__}: {str(error).partition(chr(10))[0][:300]}",
+            fix="check the path; a model folder needs config.json and weights, and the tokenizer's files or "
+            "--tokenizer FOLDER",
+        ) from error
+
+
+def with_adapter(model: PreTrainedModel, config: ModelConfig, checkpoint: Path | None = None) -> nn.Module:
+    """The model with a LoRA adapter, fresh or from a checkpoint.
+
+    Raises:
+        ModelError: the target modules are not in the model.
+    """
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    if checkpoint is not None:
+        return PeftModel.from_pretrained(model, str(checkpoint), is_trainable=True)
+    targets = config.lora_target_modules
+    lora = LoraConfig(
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=0.0,
+        target_modules=targets[0] if targets == ("all-linear",) else list(targets),
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return get_peft_model(model, lora)
+    except ValueError as error:
+        raise ModelError(
+            "the LoRA adapter does not fit the model",
+            got=f"lora_target_modules={targets}",
+            why=str(error),
+            fix="use all-linear, or names of linear modules of the model",
+        ) from error
+
+
+def max_length(model: nn.Module) -> int | None:
+    """Longest sequence in tokens that the model can take; None where it does not say."""
+    config = getattr(model, "config", None)
+    return getattr(config, "max_position_embeddings", None)
+
+
+def end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids that end a completion: the tokenizer's, and those that the model's generation settings add."""
+    given = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    extra = given if isinstance(given, list) else [] if given is None else [given]
+    return sorted({int(tokenizer.eos_token_id), *map(int, extra)})  # pyright: ignore[reportArgumentType]
+
+
+def takes(model: nn.Module, argument: str) -> bool:
+    """Whether the model's forward has this argument."""
+    base = getattr(model, "get_base_model", lambda: model)()
+    return argument in inspect.signature(base.forward).parameters

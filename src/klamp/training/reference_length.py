@@ -1,0 +1,36 @@
+"""The reference's own mean completion length: measured once, before the first step, and frozen."""
+
+from __future__ import annotations
+
+import torch
+
+from klamp.training.context import Context
+from klamp.training.sampling import encode_prompts, generate, uniform_numbers
+
+PROMPTS = 64
+
+
+def measure_reference_length(context: Context) -> None:
+    """Set the run's reference length where a budget needs one and neither the user nor the data gives it.
+
+    Equation: mean number of tokens (end token included) of one completion each of 64 training prompts, sampled from
+    the reference at the run's temperature. Every process measures the same prompts with the same draws.
+    """
+    kl = context.config.kl
+    wanted = kl.kl_clip_method != "none" and kl.use_per_token_kl_threshold and context.reference is not None
+    if not wanted or context.reference_length is not None or context.reference is None:
+        return
+    prompts = [e.prompt for e in context.task.train[:PROMPTS]]
+    rollout = context.config.rollout
+    ids, mask = encode_prompts(prompts, context.tokenizer, context.device)
+    with context.reference.sampling_model() as model:
+        completions = generate(
+            model,
+            ids,
+            mask,
+            rollout=rollout,
+            stop=context.stop,
+            pad=context.pad,
+            uniforms=uniform_numbers(context.config.run.seed, -1, len(prompts), rollout.max_completion_length),
+        )
+    context.reference_length = float(completions.mask.sum(-1).to(torch.float64).mean())

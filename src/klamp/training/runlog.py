@@ -1,0 +1,149 @@
+"""The folder of a run: configuration, versions, metrics, completions, and the trackers that accelerate knows."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from accelerate import Accelerator
+
+from klamp._version import __version__
+from klamp.errors import RunFolderError
+from klamp.training.config import TrainConfig
+from klamp.training.observers import Observer, RunInfo, RunSummary
+
+CONFIG, METRICS_FILE, COMPLETIONS, VERSIONS, SUMMARY = (
+    "config.yaml",
+    "metrics.jsonl",
+    "completions.jsonl",
+    "versions.json",
+    "summary.json",
+)
+PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors", "reasoning-gym")
+
+
+def free_folder(root: Path, name: str) -> Path:
+    """The first of root/name-001, root/name-002, ... that does not exist."""
+    return next(folder for i in range(1, 10**6) if not (folder := root / f"{name}-{i:03d}").exists())
+
+
+def check_folder(folder: Path, *, resume: bool) -> None:
+    """Refuse to write over another run, or to continue one that is not there.
+
+    Raises:
+        RunFolderError: the folder holds a run (or anything else) and resume is off; or resume is on and it holds none.
+    """
+    held = folder.is_dir() and any(folder.iterdir())
+    if folder.exists() and not folder.is_dir():
+        raise RunFolderError("the output folder is a file", got=str(folder), fix="choose another --output_dir")
+    if held and not resume:
+        what = "another run" if (folder / CONFIG).exists() else "other files"
+        raise RunFolderError(
+            f"the output folder holds {what}",
+            got=str(folder),
+            why="a run never writes over what is there",
+            fix="choose another --output_dir, delete the folder, or continue that run with --resume",
+        )
+    if resume and not (folder / CONFIG).exists():
+        raise RunFolderError(
+            "there is no run to continue in the output folder",
+            got=str(folder),
+            why=f"it has no {CONFIG}",
+            fix="check --output_dir, or leave --resume out",
+        )
+
+
+def versions() -> dict[str, str]:
+    """Versions of klamp, Python and the packages that decide the numbers."""
+    found = {"klamp": __version__, "python": platform.python_version(), "platform": platform.platform()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found | {"torch_threads": str(torch.get_num_threads())}
+
+
+def plain(config: TrainConfig) -> dict[str, Any]:
+    """The configuration as YAML and trackers take it: lists instead of tuples."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in config.flat().items()}
+
+
+class RunLog(Observer):
+    """Writes a run's files and feeds the trackers."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self.folder: Path | None = None
+
+    def on_start(self, info: RunInfo) -> None:
+        """Write configuration and versions; on resume, drop what was logged after the checkpoint."""
+        self.folder = info.output_dir
+        self.folder.mkdir(parents=True, exist_ok=True)
+        resumed = info.start_step > 0
+        if not resumed:
+            text = yaml.safe_dump(plain(info.config), sort_keys=False)
+            (self.folder / CONFIG).write_text(text, encoding="utf-8")
+        (self.folder / VERSIONS).write_text(json.dumps(versions(), indent=2), encoding="utf-8")
+        for name in (METRICS_FILE, COMPLETIONS):
+            _keep_until(self.folder / name, info.start_step)
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One line per step in metrics.jsonl, and the same to the trackers."""
+        self._append(METRICS_FILE, {"step": step, **metrics})
+        self._track(metrics, step)
+
+    def on_evaluation(self, step: int, scores: Mapping[str, float]) -> None:
+        """Evaluations go to the same file and trackers, as eval/SKILL."""
+        named = {f"eval/{skill}": value for skill, value in scores.items()}
+        self._append(METRICS_FILE, {"step": step, **named})
+        self._track(named, step)
+
+    def on_completions(self, step: int, rows: list[dict[str, object]]) -> None:
+        """Sampled completions, one JSON line each."""
+        for row in rows:
+            self._append(COMPLETIONS, {"step": step, **row})
+
+    def on_end(self, summary: RunSummary) -> None:
+        """Write the summary."""
+        assert self.folder is not None
+        content = {
+            "steps": summary.steps,
+            "seconds": summary.seconds,
+            "rl_skill": summary.rl_skill,
+            "before": dict(summary.before),
+            "after": dict(summary.after),
+            "final_metrics": dict(summary.final_metrics),
+        }
+        (self.folder / SUMMARY).write_text(json.dumps(content, indent=2), encoding="utf-8")
+
+    def _append(self, name: str, row: Mapping[str, object]) -> None:
+        assert self.folder is not None
+        with (self.folder / name).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def _track(self, values: Mapping[str, float], step: int) -> None:
+        if self.accelerator.trackers:
+            self.accelerator.log(dict(values), step=step)
+
+
+def _keep_until(file: Path, step: int) -> None:
+    """Drop the lines of later steps: a resumed run writes them again."""
+    if not file.exists():
+        return
+    lines = file.read_text(encoding="utf-8").splitlines()
+    kept = [line for line in lines if _step_of(line) <= step]
+    file.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (json.JSONDecodeError, KeyError):  # the last line of a killed run
+        return float("inf")

@@ -1,0 +1,155 @@
+"""One update of the policy from a rollout: micro-batches that add up exactly, one optimizer step."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from klamp.core.objective import Objective, grpo_loss
+from klamp.core.types import Batch
+from klamp.diagnostics.statistics import pad_tokens
+from klamp.errors import NonFiniteError
+from klamp.training.context import Context
+from klamp.training.rollouts import Rollout, exact_of
+from klamp.training.scoring import Scores, score, select
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateOutput:
+    """What one update saw; per-token tensors are this process's share."""
+
+    policy_logprobs: Tensor
+    """[B, T] before the update."""
+    entropy: Tensor
+    """[B, T]"""
+    exact: Tensor | None
+    """[B, T]"""
+    exact_forward: Tensor | None
+    """[B, T]"""
+    losses: dict[str, float]
+    """train/loss, train/policy_loss, train/kl_penalty of the whole step, and the gate's metrics."""
+    grad_norm: float
+    """Norm of the gradient before clipping."""
+
+
+def batch_of(rollout: Rollout, part: slice, scores: Scores, objective: Objective) -> Batch:
+    """The loss's view of a part of the rollout."""
+    length = scores.logprobs.shape[1]
+
+    def cut(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x[part, :length] if x.ndim == 2 else x[part]
+
+    in_loss = objective.beta > 0 and objective.kl.value == "exact"
+    forward = in_loss and objective.kl.gradient == "forward"
+    return Batch(
+        policy_logprobs=scores.logprobs,
+        mask=rollout.mask[part, :length],
+        kl_mask=rollout.kl_mask[part, :length],
+        advantages=rollout.advantages[part],
+        old_logprobs=cut(rollout.old_logprobs),
+        ref_logprobs=cut(rollout.ref_logprobs),
+        sampler_logprobs=rollout.completions.sampler_logprobs[part, :length],
+        exact_kl=exact_of(rollout, part, scores, grad=True) if in_loss else None,
+        exact_kl_forward=exact_of(rollout, part, scores, forward=True, grad=True) if forward else None,
+        gate_kl=cut(rollout.gate_kl),
+        reference_length=cut(rollout.reference_length),
+    )
+
+
+def update(context: Context, optimizer: Optimizer, rollout: Rollout, objective: Objective) -> UpdateOutput:
+    """One optimizer step on the whole rollout.
+
+    The gradient equals that of the whole global batch at once: every part divides by the totals of the step, and the
+    average that data parallelism takes over processes is undone.
+
+    Raises:
+        NonFiniteError: the loss or the gradient is NaN or infinite; the weights are as they were before.
+    """
+    length = rollout.mask.shape[1]
+    parts = list(context.parts(len(rollout.texts)))
+    seen: dict[str, list[Tensor]] = {"logprobs": [], "entropy": [], "exact": [], "forward": []}
+    sums: dict[str, Tensor | float] = {}
+    optimizer.zero_grad()
+    for part in parts:
+        last = part is parts[-1]
+        with nullcontext() if last else context.accelerator.no_sync(context.wrapped):
+            scores = score(
+                context.wrapped, select(rollout.completions, part), temperature=context.config.rollout.temperature
+            )
+            output = grpo_loss(batch_of(rollout, part, scores, objective), objective, totals=rollout.totals)
+            context.accelerator.backward(output.loss * context.processes)
+        _note(seen, rollout, part, scores, length)
+        for name, value in (output.metrics | {"loss": output.loss.detach()}).items():
+            sums[name] = sums.get(name, 0.0) + value.double() * _weight(name, rollout, part)
+    losses = _over_processes(context, sums)
+    grad_norm = _step(context, optimizer, losses["loss"])
+    named = {"train/loss": losses["loss"], "train/policy_loss": losses["loss/policy"]}
+    named["train/kl_penalty"] = losses.get("loss/kl", 0.0)
+    return UpdateOutput(
+        policy_logprobs=torch.cat(seen["logprobs"]),
+        entropy=torch.cat(seen["entropy"]),
+        exact=torch.cat(seen["exact"]) if seen["exact"] else None,
+        exact_forward=torch.cat(seen["forward"]) if seen["forward"] else None,
+        losses=named | {name: losses[name] for name in _KEPT if name in losses},
+        grad_norm=grad_norm,
+    )
+
+
+_PER_TOKEN = ("policy/ratio_clipped", "kl/weights_truncated", "kl/log_ratio_clamped")
+_KEPT = (*_PER_TOKEN, "kl/budget", "kl/before_clip", "kl/after_clip", "kl/over_budget")
+
+
+def _weight(name: str, rollout: Rollout, part: slice) -> float:
+    """Share of the step that a metric of this part stands for; parts of a loss add up as they are."""
+    if name.startswith("loss"):
+        return 1.0
+    if name not in _PER_TOKEN:
+        return (part.stop - part.start) / float(rollout.totals.sequences)
+    carried = name == "kl/log_ratio_clamped"
+    mask, total = (rollout.kl_mask, rollout.totals.kl_tokens) if carried else (rollout.mask, rollout.totals.tokens)
+    return float(mask[part].sum()) / float(total)
+
+
+@torch.no_grad()
+def _note(seen: dict[str, list[Tensor]], rollout: Rollout, part: slice, scores: Scores, length: int) -> None:
+    """Keep what the step's metrics are computed from."""
+    seen["logprobs"].append(pad_tokens(scores.logprobs.detach(), length))
+    seen["entropy"].append(pad_tokens(scores.entropy(), length))
+    if rollout.exact_rows is None:
+        return
+    for name, forward in (("exact", False), ("forward", True)):
+        found = exact_of(rollout, part, scores, forward=forward)
+        seen[name].append(torch.zeros_like(seen["logprobs"][-1]) if found is None else pad_tokens(found, length))
+
+
+def _over_processes(context: Context, sums: dict[str, Tensor | float]) -> dict[str, float]:
+    names = sorted(sums)
+    total = context.sum_over_processes(torch.stack([torch.as_tensor(sums[name]).double() for name in names]))
+    return dict(zip(names, total.tolist(), strict=True))
+
+
+def _step(context: Context, optimizer: Optimizer, loss: float) -> float:
+    bound = context.config.optim.max_grad_norm
+    parameters = [p for p in context.policy.parameters() if p.requires_grad]
+    norm = context.accelerator.clip_grad_norm_(parameters, bound if bound > 0 else float("inf"))
+    grad_norm = float(norm) if norm is not None else 0.0
+    if not (torch.isfinite(torch.tensor(loss)) and torch.isfinite(torch.tensor(grad_norm))):
+        optimizer.zero_grad()
+        raise NonFiniteError(
+            "the loss or its gradient is not finite",
+            got=f"loss {loss}, gradient norm {grad_norm}",
+            why="an optimizer step with it would destroy the weights",
+            fix="look at kl/log_ratio_max and policy/ratio_clipped of the last steps; lower the learning rate, or set "
+            "kl_max_log_ratio",
+        )
+    optimizer.step()
+    return grad_norm
+
+
+def with_old_logprobs(rollout: Rollout, output: UpdateOutput) -> Rollout:
+    """The rollout with the log-probabilities that the first update saw: the old policy of all later updates."""
+    return rollout if rollout.old_logprobs is not None else replace(rollout, old_logprobs=output.policy_logprobs)

@@ -1,0 +1,150 @@
+"""Group advantages: by hand, exactly zero without variance, and the bias of each baseline by enumerating groups."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from klamp.core.advantages import group_advantages
+from klamp.errors import KlampError, NonFiniteError, ShapeError, UnknownNameError
+from klamp.verify.tabular import random_chain
+
+SETTINGS = [(s, b) for s in ("std", "none") for b in ("mean", "leave_one_out")]
+group_size = st.integers(2, 6)
+
+
+def double(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_the_mean_baseline_by_hand():
+    advantages = group_advantages(double(1, 0, 0, 1, 4, 6), 2, scale="none")
+    assert advantages.tolist() == [0.5, -0.5, -0.5, 0.5, -1.0, 1.0]
+
+
+def test_leave_one_out_subtracts_the_mean_of_the_others():
+    advantages = group_advantages(double(1, 0, 5, 2), 4, scale="none", baseline="leave_one_out")
+    others = [(0 + 5 + 2) / 3, (1 + 5 + 2) / 3, (1 + 0 + 2) / 3, (1 + 0 + 5) / 3]
+    assert advantages.tolist() == pytest.approx([1 - others[0], 0 - others[1], 5 - others[2], 2 - others[3]])
+
+
+def test_std_is_the_unbiased_sample_deviation_as_torch_computes_it():
+    rewards = double(1, 0, 0, 1, 0.2, 0.9, 0.4, 0.4)
+    groups = rewards.view(2, 4)
+    by_hand = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
+    assert torch.allclose(group_advantages(rewards, 4), by_hand.flatten(), rtol=0, atol=1e-14)
+    two = group_advantages(double(0, 1), 2, eps=1e-12)
+    assert two.tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])  # with division by n it would be -1, 1
+
+
+def test_groups_are_consecutive_and_do_not_mix():
+    first, second = double(0, 1, 3), double(100, 101, 109)
+    both = group_advantages(torch.cat([first, second]), 3)
+    assert torch.allclose(both[:3], group_advantages(first, 3), rtol=0, atol=1e-13)
+    assert torch.allclose(both[3:], group_advantages(second, 3), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize(("scale", "baseline"), SETTINGS)
+@pytest.mark.parametrize("reward", [0.1, 0.7, 1 / 3, 1e-8, 123.456, -0.3])
+@pytest.mark.parametrize("size", [2, 3, 5, 7, 8, 10, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_rewards_give_exactly_zero_never_rounding_noise(scale, baseline, reward, size, dtype):
+    rewards = torch.full((size,), reward, dtype=dtype)
+    advantages = group_advantages(rewards, size, scale=scale, baseline=baseline, eps=1e-8)
+    assert (advantages == 0).all()
+
+
+def test_some_of_those_rewards_do_round_to_another_mean():
+    off = [
+        r for r in (0.1, 0.7, 1 / 3, 123.456) for n in (3, 5, 7, 10) if torch.full((n,), r).mean() != torch.tensor(r)
+    ]
+    assert off
+
+
+def test_a_saturated_group_does_not_silence_its_neighbour():
+    advantages = group_advantages(double(0.1, 0.1, 0.1, 0, 1, 1), 3)
+    assert (advantages[:3] == 0).all()
+    assert (advantages[3:] != 0).all()
+
+
+@pytest.mark.parametrize(("scale", "baseline"), SETTINGS)
+@given(size=group_size, groups=st.integers(1, 3), data=st.data())
+def test_advantages_sum_to_zero_ignore_shifts_and_follow_permutations(scale, baseline, size, groups, data):
+    numbers = st.lists(st.integers(-50, 50), min_size=size * groups, max_size=size * groups)
+    rewards = double(*data.draw(numbers)) / 10
+    choices = {"scale": scale, "baseline": baseline}
+    advantages = group_advantages(rewards, size, **choices)
+    assert advantages.view(-1, size).sum(-1).abs().max() < 1e-9
+    assert torch.allclose(group_advantages(rewards + 7.0, size, **choices), advantages, rtol=0, atol=1e-9)
+    order = data.draw(st.permutations(range(size)))
+    renamed = rewards.view(-1, size)[:, order].flatten()
+    wanted = advantages.view(-1, size)[:, order].flatten()
+    assert torch.allclose(group_advantages(renamed, size, **choices), wanted, rtol=0, atol=1e-9)
+
+
+def test_std_makes_the_size_of_rewards_drop_out_and_none_keeps_it():
+    rewards = double(0, 1, 3, 0.5)
+    scaled = group_advantages(1000 * rewards, 4, eps=0.0)
+    assert torch.allclose(scaled, group_advantages(rewards, 4, eps=0.0), rtol=1e-12, atol=0)
+    kept = group_advantages(1000 * rewards, 4, scale="none")
+    assert torch.allclose(kept, 1000 * group_advantages(rewards, 4, scale="none"), rtol=1e-12, atol=0)
+
+
+def expected_group_gradient(chain, rewards, size, **choices):
+    """The score-function gradient averaged over every possible group of `size` samples."""
+    logprobs = chain.logprobs("policy")[0]
+    gradient = torch.zeros_like(chain.policy_logits)
+    for group in itertools.product(range(chain.vocab), repeat=size):
+        drawn = list(group)
+        prob = logprobs[drawn].sum().exp().detach()
+        advantages = group_advantages(rewards[drawn], size, **choices)
+        loss = (advantages * logprobs[drawn]).mean()
+        gradient += prob * torch.autograd.grad(loss, chain.policy_logits, retain_graph=True)[0]
+    return gradient
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_leave_one_out_is_unbiased_and_the_group_mean_shrinks_the_gradient(size):
+    chain = random_chain(0, vocab=3, length=1, eos=None)
+    rewards = double(0.0, 1.0, 0.3)
+    objective = (chain.logprobs("policy")[0].exp() * rewards).sum()
+    (truth,) = torch.autograd.grad(objective, chain.policy_logits)
+    unbiased = expected_group_gradient(chain, rewards, size, scale="none", baseline="leave_one_out")
+    shrunk = expected_group_gradient(chain, rewards, size, scale="none", baseline="mean")
+    assert torch.allclose(unbiased, truth, rtol=0, atol=1e-14)
+    assert torch.allclose(shrunk, truth * (size - 1) / size, rtol=0, atol=1e-14)
+
+
+def test_half_precision_rewards_are_centred_in_float32():
+    rewards = torch.tensor([100.0, 100.0, 100.5, 101.0], dtype=torch.bfloat16)
+    advantages = group_advantages(rewards, 4, scale="none")
+    assert advantages.dtype == torch.float32
+    assert advantages.tolist() == [-0.375, -0.375, 0.125, 0.625]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_reward_that_is_not_a_number_is_refused(bad):
+    with pytest.raises(NonFiniteError, match="reward"):
+        group_advantages(double(0, bad, 1, 1), 2)
+
+
+def test_a_batch_that_is_not_whole_groups_is_refused():
+    with pytest.raises(ShapeError, match="group"):
+        group_advantages(double(1, 2, 3), 2)
+
+
+@pytest.mark.parametrize("size", [0, 1, -2])
+def test_a_group_with_nobody_to_compare_to_is_refused(size):
+    with pytest.raises(KlampError, match="group"):
+        group_advantages(double(1, 2), size)
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize("choice", [{"scale": "var"}, {"baseline": "median"}])
+def test_an_unknown_choice_is_refused_by_name(choice):
+    with pytest.raises(UnknownNameError):
+        group_advantages(double(1, 2), 2, **choice)

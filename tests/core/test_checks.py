@@ -1,0 +1,82 @@
+"""The checks at the door: what cannot be a log-probability is refused where it counts and ignored where it does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from klamp.core.checks import check_batch, check_logprobs, check_mask
+from klamp.core.types import Batch
+from klamp.errors import EmptyMaskError, NonFiniteError, ShapeError
+
+MASK = torch.tensor([[True, True, False], [True, False, False]])
+LOGPROBS = torch.tensor([[-1.0, -2.0, -3.0], [-0.5, -0.1, -4.0]])
+IMPOSSIBLE = (float("nan"), float("inf"), -float("inf"), 0.5)
+
+
+def batch(**changes):
+    columns = {name: LOGPROBS for name in ("policy_logprobs", "old_logprobs", "ref_logprobs", "sampler_logprobs")}
+    return Batch(**(columns | {"mask": MASK, "advantages": torch.tensor([1.0, -1.0])} | changes))
+
+
+def with_value(value, row, column):
+    changed = LOGPROBS.clone()
+    changed[row, column] = value
+    return changed
+
+
+def test_a_sound_batch_passes():
+    assert check_batch(batch()) is None
+
+
+@pytest.mark.parametrize("value", IMPOSSIBLE)
+@pytest.mark.parametrize("name", ["policy_logprobs", "old_logprobs", "ref_logprobs", "sampler_logprobs"])
+def test_an_impossible_logprob_is_refused_where_the_mask_is_true_and_named(name, value):
+    with pytest.raises(NonFiniteError, match=rf"{name}[\s\S]*\(0, 1\)"):
+        check_batch(batch(**{name: with_value(value, 0, 1)}))
+    check_batch(batch(**{name: with_value(value, 0, 2)}))
+
+
+def test_a_logprob_just_above_zero_from_half_precision_rounding_passes():
+    check_logprobs("policy_logprobs", torch.full((2, 3), 0.004), MASK)
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_a_mask_of_numbers_is_refused():
+    with pytest.raises(ShapeError, match="boolean"):
+        check_mask(MASK.long())
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_an_empty_mask_is_refused_unless_it_is_a_part_of_a_batch():
+    empty = torch.zeros(2, 3, dtype=torch.bool)
+    with pytest.raises(EmptyMaskError):
+        check_mask(empty)
+    check_mask(empty, part=True)
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize("name", ["mask", "ref_logprobs", "exact_kl", "kl_mask"])
+def test_a_tensor_of_another_shape_is_refused_by_name(name):
+    wrong = torch.zeros(2, 4, dtype=torch.bool) if "mask" in name else torch.zeros(2, 4)
+    with pytest.raises(ShapeError, match=name):
+        check_batch(replace(batch(), **{name: wrong}))
+
+
+def test_advantages_must_be_finite_where_they_count():
+    with pytest.raises(NonFiniteError, match="advantage"):
+        check_batch(batch(advantages=torch.tensor([1.0, float("nan")])))
+    per_token = torch.zeros(2, 3)
+    per_token[0, 2] = float("nan")
+    check_batch(batch(advantages=per_token))
+    per_token[0, 0] = float("nan")
+    with pytest.raises(NonFiniteError, match="advantage"):
+        check_batch(batch(advantages=per_token))
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 1), (1, 3)])
+def test_advantages_that_fit_neither_sequences_nor_tokens_are_refused(shape):
+    with pytest.raises(ShapeError, match="advantages"):
+        check_batch(batch(advantages=torch.zeros(shape)))

@@ -1,0 +1,185 @@
+"""Clipping and budgets: held values, gradients equal to the gate, the softplus that does not clip, the relu that leaks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from klamp.core.clipping import clip_gate, clip_kl, kl_budget
+from klamp.errors import ConfigError, KlampError, UnknownNameError
+
+kl_values = st.floats(-5, 200, allow_subnormal=False)
+METHODS = ("none", "hard", "soft")
+
+
+def double(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_hard_clipping_is_relu_of_the_excess():
+    assert clip_kl(double(0.2, 0.5, 0.9, 3.0), 0.5, method="hard").tolist() == pytest.approx([0, 0, 0.4, 2.5])
+
+
+def test_soft_clipping_is_softplus_of_the_excess():
+    for kl in (0.0, 0.4, 0.5, 2.0):
+        clipped = clip_kl(double(kl), 0.5, method="soft").item()
+        assert clipped == pytest.approx(math.log1p(math.exp(kl - 0.5)), abs=1e-14)
+
+
+def test_soft_clipping_with_a_temperature_is_a_scaled_softplus():
+    clipped = clip_kl(double(0.7), 0.5, method="soft", temperature=0.05).item()
+    assert clipped == pytest.approx(0.05 * math.log1p(math.exp(0.2 / 0.05)), abs=1e-14)
+
+
+def test_method_none_returns_the_kl_as_it_is():
+    kl = double(-0.3, 0.0, 7.0)
+    assert torch.equal(clip_kl(kl, 0.5, method="none"), kl)
+    assert (clip_gate(kl, 0.5, method="none") == 1).all()
+
+
+def test_the_hard_gate_is_shut_below_and_at_the_threshold_and_open_above():
+    assert clip_gate(double(0.0, 0.499, 0.5, 0.501, 9.0), 0.5, method="hard").tolist() == [0, 0, 0, 1, 1]
+
+
+def test_the_soft_gate_is_a_sigmoid_with_the_temperatures_width():
+    gate = clip_gate(double(0.45, 0.5, 0.55), 0.5, method="soft", temperature=0.05)
+    assert gate.tolist() == pytest.approx([1 / (1 + math.e), 0.5, 1 / (1 + 1 / math.e)], abs=1e-12)
+
+
+@pytest.mark.parametrize("temperature", [0.01, 1.0])
+@pytest.mark.parametrize("method", METHODS)
+@given(kl=kl_values, threshold=st.floats(0.01, 10))
+def test_the_gate_is_the_derivative_of_the_clipped_kl(method, temperature, kl, threshold):
+    assume(kl != threshold)  # the kink has no derivative
+    point = double(kl).requires_grad_(True)
+    clipped = clip_kl(point, threshold, method=method, temperature=temperature)
+    (slope,) = torch.autograd.grad(clipped.sum(), point)
+    gate = clip_gate(point, threshold, method=method, temperature=temperature)
+    assert slope.item() == pytest.approx(gate.item(), abs=1e-8)  # torch calls softplus linear past 20
+    assert not gate.requires_grad
+
+
+def test_at_temperature_one_a_per_token_threshold_halves_beta_instead_of_clipping():
+    gate = clip_gate(double(0.0, 0.1), 0.05, method="soft")
+    assert gate.tolist() == pytest.approx([0.4875, 0.5125], abs=5e-6)
+
+
+def test_a_temperature_of_a_tenth_of_the_threshold_does_clip():
+    gate = clip_gate(double(0.0, 0.1), 0.05, method="soft", temperature=0.005)
+    assert gate[0] < 1e-4
+    assert gate[1] > 1 - 1e-4
+
+
+def noisy_kl(mean, noise, points=200_001):
+    quantiles = (torch.arange(points, dtype=torch.float64) + 0.5) / points
+    return torch.distributions.Normal(mean, noise).icdf(quantiles)
+
+
+def test_relu_on_one_noisy_kl_leaks_46_percent_of_the_time():
+    samples = noisy_kl(0.05, 0.5)
+    assert clip_gate(samples, 0.1, method="hard").mean().item() == pytest.approx(0.4602, abs=1e-4)
+    assert clip_gate(samples.mean(), 0.1, method="hard").item() == 0.0
+
+
+def test_as_the_temperature_falls_soft_becomes_hard():
+    kl = double(0.0, 0.3, 0.499, 0.501, 0.8, 5.0)
+    soft = clip_kl(kl, 0.5, method="soft", temperature=1e-5)
+    assert torch.allclose(soft, clip_kl(kl, 0.5, method="hard"), rtol=0, atol=1e-12)
+
+
+@given(kl=kl_values, threshold=st.floats(0, 10), temperature=st.floats(1e-4, 10))
+def test_soft_lies_above_hard_by_at_most_temperature_log_two(kl, threshold, temperature):
+    hard = clip_kl(double(kl), threshold, method="hard").item()
+    soft = clip_kl(double(kl), threshold, method="soft", temperature=temperature).item()
+    assert -1e-9 <= soft - hard <= temperature * math.log(2) + 1e-9
+    assert hard >= 0
+    assert soft >= 0
+
+
+def test_a_hard_clip_at_zero_is_no_clip():
+    assert clip_gate(double(-0.1, 0.0, 0.2), 0.0, method="hard").tolist() == [1, 1, 1]
+
+
+def test_huge_kls_do_not_overflow_the_softplus():
+    kl = torch.tensor([1e5, 1e30], requires_grad=True)
+    clipped = clip_kl(kl, 0.5, method="soft", temperature=0.01)
+    clipped.sum().backward()
+    assert clipped.tolist() == pytest.approx([1e5 - 0.5, 1e30], rel=1e-6)
+    assert kl.grad.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_kls_are_clipped_in_float32(dtype):
+    clipped = clip_kl(torch.tensor([2.0], dtype=dtype), 0.1, method="soft")
+    assert clipped.dtype == torch.float32
+    assert clipped.item() == pytest.approx(math.log1p(math.exp(1.9)), rel=1e-6)
+
+
+def test_one_threshold_per_sequence_clips_each_by_its_own():
+    kl, threshold = double(3.0, 3.0), double(1.0, 5.0)
+    assert clip_kl(kl, threshold, method="hard").tolist() == [2.0, 0.0]
+    assert clip_gate(kl, threshold, method="hard").tolist() == [1.0, 0.0]
+
+
+# --- budgets --------------------------------------------------------------------------------------------------
+
+
+def test_a_tenth_of_a_nat_on_fifty_reference_tokens_is_a_budget_of_five_nats():
+    assert float(kl_budget(0.1, per_token=True, reference_length=50)) == pytest.approx(5.0, abs=1e-12)
+
+
+def test_a_total_threshold_is_the_budget_itself():
+    assert float(kl_budget(5.0, per_token=False, reference_length=50)) == 5.0
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_a_total_threshold_needs_no_reference_length():
+    assert float(kl_budget(5.0, per_token=False, reference_length=None)) == 5.0
+
+
+def test_a_reference_length_per_prompt_gives_a_budget_per_prompt():
+    budget = kl_budget(0.1, per_token=True, reference_length=torch.tensor([50, 100]))
+    assert budget.tolist() == pytest.approx([5.0, 10.0])
+
+
+def test_filler_tokens_buy_no_budget():
+    per_token_kl = double(*[0.2] * 50)
+    short, long = per_token_kl.sum(), per_token_kl.sum() + 0.0 * 500
+    budget = kl_budget(0.1, per_token=True, reference_length=50)
+    assert clip_kl(short, budget, method="hard") == clip_kl(long, budget, method="hard") > 4.9
+    generated = kl_budget(0.1, per_token=True, reference_length=550)
+    assert clip_kl(long, generated, method="hard") == 0.0
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_a_per_token_threshold_without_a_reference_length_is_refused():
+    with pytest.raises(ConfigError, match="reference.length"):
+        kl_budget(0.1, per_token=True, reference_length=None)
+
+
+@pytest.mark.parametrize("length", [0, -3])
+def test_a_reference_length_that_is_not_positive_is_refused(length):
+    with pytest.raises(KlampError, match="reference"):
+        kl_budget(0.1, per_token=True, reference_length=length)
+
+
+@pytest.mark.parametrize("threshold", [-0.1, float("nan")])
+def test_a_negative_or_nan_threshold_is_refused(threshold):
+    with pytest.raises(ConfigError, match="threshold"):
+        kl_budget(threshold, per_token=False, reference_length=50)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0])
+def test_a_temperature_that_is_not_positive_is_refused(temperature):
+    with pytest.raises(ConfigError, match="temperature"):
+        clip_kl(double(1.0), 0.5, method="soft", temperature=temperature)
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_an_unknown_method_is_refused_by_name():
+    with pytest.raises(UnknownNameError, match="sofft"):
+        clip_kl(double(1.0), 0.5, method="sofft")

@@ -1,0 +1,235 @@
+"""Controllers: each rule against values worked out by hand, and what must hold after any sequence of measurements."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from klamp.core.controllers import (
+    DualController,
+    FixedController,
+    PIDController,
+    ProportionalController,
+    StepController,
+)
+from klamp.errors import ConfigError, KlampError
+
+MAKERS = {
+    "fixed": lambda **b: FixedController(0.1, **b),
+    "step": lambda **b: StepController(0.1, target=0.05, **b),
+    "ppo": lambda **b: StepController(0.1, target=0.05, up=2.0, down=0.5, high=1.5, low=1 / 1.5, **b),
+    "proportional": lambda **b: ProportionalController(0.1, target=0.05, horizon=10, **b),
+    "dual": lambda **b: DualController(0.1, target=0.05, lr=0.5, **b),
+    "pid": lambda **b: PIDController(0.1, target=0.05, kp=0.5, ki=0.2, kd=0.3, **b),
+}
+ADAPTIVE = [name for name in MAKERS if name != "fixed"]
+
+
+def run(controller, *kls):
+    return [controller.update(kl) for kl in kls]
+
+
+def exactly(*values):
+    return pytest.approx(list(values), abs=1e-9)
+
+
+# --- held values ----------------------------------------------------------------------------------------------
+
+
+def test_fixed_never_moves():
+    assert run(FixedController(0.04), 0.0, 10.0, 1e6) == [0.04, 0.04, 0.04]
+
+
+def test_step_multiplies_by_1_5_above_and_by_0_75_below_the_band():
+    controller = StepController(0.1, target=0.01)
+    assert run(controller, 0.02, 0.012, 0.004, 0.0) == exactly(0.15, 0.15, 0.1125, 0.084375)
+    assert controller.value == pytest.approx(0.084375, abs=1e-9)
+
+
+def test_step_stands_still_on_the_edges_of_its_band():
+    controller = StepController(0.1, target=2.0)
+    assert run(controller, 3.0, 1.0) == [0.1, 0.1]
+    assert run(controller, math.nextafter(3.0, 4.0)) == exactly(0.15)
+    assert run(controller, math.nextafter(1.0, 0.0)) == exactly(0.1125)
+
+
+def test_ppos_rule_halves_below_target_over_1_5_and_doubles_above_1_5_target():
+    ppo = StepController(1.0, target=0.03, up=2.0, down=0.5, high=1.5, low=1 / 1.5)
+    assert run(ppo, 0.0451, 0.0449, 0.0201, 0.0199, 0.0) == exactly(2.0, 2.0, 2.0, 1.0, 0.5)
+
+
+def test_proportional_clips_the_relative_error_and_scales_it_by_steps_over_horizon():
+    controller = ProportionalController(0.2, target=6.0, horizon=10_000)
+    assert controller.update(9.0, n_steps=256) == pytest.approx(0.2 * (1 + 0.2 * 256 / 10_000), abs=1e-9)
+    controller = ProportionalController(0.2, target=6.0, horizon=100)
+    assert controller.update(6.6, n_steps=10) == pytest.approx(0.2 * (1 + 0.1 * 10 / 100), abs=1e-9)
+    assert controller.update(0.0, n_steps=10) == pytest.approx(0.202 * (1 - 0.2 * 10 / 100), abs=1e-9)
+    assert controller.update(6.0, n_steps=10) == pytest.approx(0.197960, abs=1e-9)
+    assert controller.update(1e9) == pytest.approx(0.197960 * (1 + 0.2 / 100), abs=1e-9)
+
+
+def test_dual_adds_the_excess_and_stops_at_zero():
+    controller = DualController(0.1, target=0.05, lr=0.5)
+    assert run(controller, 0.15, 0.05, 0.0, 0.0) == exactly(0.15, 0.15, 0.125, 0.1)
+    assert run(DualController(0.01, target=1.0, lr=0.5), 0.0, 1.02) == exactly(0.0, 0.01)
+
+
+def test_pid_by_hand():
+    # errors .10, .05, -.05; integral from .1: .12, .13, .12; rises 0 (no earlier KL), 0 (falling), 0 (falling).
+    controller = PIDController(0.1, target=0.05, kp=0.5, ki=0.2, kd=0.3)
+    assert run(controller, 0.15, 0.10, 0.0) == exactly(0.12 + 0.05, 0.13 + 0.025, 0.12 - 0.025)
+    # then a rise of .2: error .15, integral .15, derivative .3 * .2
+    assert run(controller, 0.2) == exactly(0.15 + 0.075 + 0.06)
+
+
+def test_pid_with_only_an_integral_gain_is_dual_ascent():
+    kls = [0.1, 0.2, 0.0, 0.0, 0.07]
+    dual = DualController(0.1, target=0.05, lr=0.5)
+    assert run(PIDController(0.1, target=0.05, kp=0.0, ki=0.5, kd=0.0), *kls) == pytest.approx(run(dual, *kls))
+
+
+# --- properties -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ADAPTIVE)
+@given(kls=st.lists(st.floats(0, 1e6), max_size=30), low=st.floats(0, 0.1), high=st.floats(0.1, 10))
+def test_beta_stays_within_its_bounds_and_is_never_nan(name, kls, low, high):
+    bounded, free = MAKERS[name](min_value=low, max_value=high), MAKERS[name]()
+    for kl in kls:
+        assert low <= bounded.update(kl) <= high
+        assert 0.0 <= free.update(kl)
+        assert not math.isnan(free.value)
+
+
+@pytest.mark.parametrize("name", ADAPTIVE)
+def test_beta_survives_absurd_kls_for_a_thousand_steps(name):
+    controller = MAKERS[name]()
+    for kl in [1e300] * 500 + [0.0] * 500:
+        assert controller.update(kl) >= 0.0
+        assert math.isfinite(controller.value)
+
+
+@pytest.mark.parametrize("name", ADAPTIVE)
+@given(a=st.floats(0, 10), b=st.floats(0, 10))
+def test_a_larger_kl_never_gives_a_smaller_beta(name, a, b):
+    small, large = sorted((a, b))
+    assert MAKERS[name]().update(small) <= MAKERS[name]().update(large)
+
+
+@pytest.mark.parametrize("name", ADAPTIVE)
+def test_on_target_beta_stands_still(name):
+    assert run(MAKERS[name](), 0.05, 0.05, 0.05) == exactly(0.1, 0.1, 0.1)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@given(kls=st.lists(st.floats(0, 1), min_size=2, max_size=12), cut=st.integers(0, 11))
+def test_a_saved_controller_continues_as_if_it_had_never_stopped(name, kls, cut):
+    straight, first, second = MAKERS[name](), MAKERS[name](), MAKERS[name]()
+    wanted = run(straight, *kls)
+    run(first, *kls[:cut])
+    second.update(0.9)
+    second.load_state_dict(first.state_dict())
+    assert second.value == first.value
+    assert run(second, *kls[cut:]) == wanted[cut:]
+
+
+@pytest.mark.parametrize("name", ["step", "ppo", "proportional", "dual", "pid"])
+def test_in_closed_loop_the_kl_comes_to_its_target(name):
+    # A plant in which the KL falls as beta grows: KL = 0.01 / beta, so that beta = 0.2 holds the target 0.05.
+    controller = MAKERS[name](min_value=1e-3)
+    history = [0.01 / controller.value]
+    for _ in range(800):
+        history.append(0.01 / controller.update(history[-1]))
+    low, high = {"step": (0.5, 1.5), "ppo": (1 / 1.5, 1.5)}.get(name, (0.98, 1.02))
+    assert history[0] == pytest.approx(0.1)
+    assert low * 0.05 <= history[-1] <= high * 0.05
+
+
+# --- refusals -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("kl", [float("nan"), float("inf"), -float("inf"), -1e-3, -1.0])
+def test_a_kl_that_is_nan_infinite_or_negative_is_refused_and_leaves_no_trace(name, kl):
+    controller = MAKERS[name]()
+    controller.update(0.2)
+    before = dict(controller.state_dict())
+    with pytest.raises(KlampError):
+        controller.update(kl)
+    assert controller.state_dict() == before
+
+
+def test_the_rounding_of_an_exact_kl_just_below_zero_counts_as_zero():
+    assert MAKERS["step"]().update(-1e-9) == MAKERS["step"]().update(0.0)
+
+
+def test_more_steps_than_the_horizon_are_refused_since_the_factor_could_turn_negative():
+    controller = ProportionalController(0.2, target=6.0, horizon=10, clip=1.0)
+    with pytest.raises(ConfigError, match="horizon"):
+        controller.update(0.0, n_steps=11)
+    assert controller.value == 0.2
+    assert controller.update(0.0, n_steps=10) == 0.0
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("n_steps", [0, -1])
+def test_less_than_one_step_is_refused(name, n_steps):
+    with pytest.raises(ConfigError, match="n_steps"):
+        MAKERS[name]().update(0.1, n_steps=n_steps)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(
+    "bounds", [{"min_value": -0.1}, {"min_value": 0.2}, {"max_value": 0.05}, {"min_value": 0.3, "max_value": 0.2}]
+)
+def test_bounds_that_are_negative_crossed_or_exclude_the_start_are_refused(name, bounds):
+    with pytest.raises(ConfigError):
+        MAKERS[name](**bounds)
+
+
+@pytest.mark.parametrize("value", [-0.1, float("nan"), float("inf")])
+def test_a_starting_value_that_is_no_coefficient_is_refused(value):
+    with pytest.raises(ConfigError):
+        FixedController(value)
+
+
+@pytest.mark.parametrize("target", [0.0, -0.1, float("nan"), float("inf")])
+def test_a_target_that_is_not_positive_is_refused(target):
+    for maker in (
+        lambda: StepController(0.1, target=target),
+        lambda: ProportionalController(0.1, target=target, horizon=10),
+        lambda: DualController(0.1, target=target, lr=0.1),
+        lambda: PIDController(0.1, target=target, kp=0.1, ki=0.1, kd=0.0),
+    ):
+        with pytest.raises(ConfigError, match="target"):
+            maker()
+
+
+@pytest.mark.parametrize(
+    "choices", [{"up": 0.9}, {"down": 1.1}, {"down": 0.0}, {"high": 0.4, "low": 0.5}, {"low": 0.0}]
+)
+def test_a_step_rule_that_pushes_the_wrong_way_is_refused(choices):
+    with pytest.raises(ConfigError):
+        StepController(0.1, target=0.05, **choices)
+
+
+def test_gains_and_rates_that_push_the_wrong_way_are_refused():
+    for lr, clip in itertools.product((0.0, -0.1, float("nan")), (0.0, -0.2, 1.5)):
+        with pytest.raises(ConfigError):
+            DualController(0.1, target=0.05, lr=lr)
+        with pytest.raises(ConfigError):
+            ProportionalController(0.1, target=0.05, horizon=10, clip=clip)
+    for gains in ((-0.1, 0.1, 0.1), (0.1, 0.1, float("nan")), (0.0, 0.0, 0.0)):
+        with pytest.raises(ConfigError):
+            PIDController(0.1, target=0.05, kp=gains[0], ki=gains[1], kd=gains[2])
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("broken", [{}, {"value": float("nan")}, {"value": float("inf")}])
+def test_a_broken_saved_state_is_refused(name, broken):
+    with pytest.raises(KlampError):
+        MAKERS[name]().load_state_dict(broken)

@@ -1,0 +1,251 @@
+"""The penalty at the edges: thirty nats in every dtype, hostile padding, masks of every kind, weights that overflow."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from klamp.core.estimators import kl_estimate
+from klamp.core.gradients import kl_penalty
+
+VALUES = ("k1", "k2", "k3", "abs")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+CHOICES = [
+    {"gradient": gradient, "horizon": horizon, "value": value}
+    for value in ("k1", "k3")
+    for gradient, horizon in (
+        ("reverse", "token"),
+        ("forward", "token"),
+        ("own", "token"),
+        ("reverse", "sequence"),
+        ("forward", "sequence"),
+    )
+]
+POISONS = (float("nan"), float("inf"), -float("inf"), 1e30, -1e4)
+
+
+def value_and_slope(policy, ref, mask, behavior=None, **choices):
+    policy = policy.clone().requires_grad_(True)
+    result = kl_penalty(policy, ref, mask, behavior_logprobs=behavior, **choices)
+    (slope,) = torch.autograd.grad(result.sum(), policy)
+    return result.detach(), slope
+
+
+def random_batch(seed, rows=4, tokens=6):
+    generator = torch.Generator().manual_seed(seed)
+    policy, ref, behavior = (-3 * torch.rand(rows, tokens, generator=generator, dtype=torch.float64) for _ in range(3))
+    mask = torch.rand(rows, tokens, generator=generator) > 0.4
+    mask[0], mask[1], mask[2] = True, False, torch.arange(tokens) == 2
+    return policy, ref, behavior, mask
+
+
+# --- thirty nats ----------------------------------------------------------------------------------------------
+
+
+def far_tokens(dtype):
+    """One token 30 nats above the reference, one 30 nats below."""
+    near, far = [[-0.5]], [[-30.5]]
+    above = torch.tensor(near, dtype=dtype), torch.tensor(far, dtype=dtype)
+    return {30.0: above, -30.0: above[::-1]}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("horizon", ["token", "sequence"])
+def test_thirty_nats_give_a_finite_value_and_the_full_pull_back_to_the_reference(dtype, value, horizon):
+    for delta, (policy, ref) in far_tokens(dtype).items():
+        choices = {"value": value, "gradient": "reverse", "horizon": horizon}
+        result, slope = value_and_slope(policy, ref, torch.tensor([[True]]), **choices)
+        formula = {"k1": delta, "k2": delta**2 / 2, "k3": math.expm1(-delta) + delta, "abs": 30.0}[value]
+        assert result.item() == pytest.approx(formula, rel=1e-6)
+        assert slope.item() == delta
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_thirty_nats_give_the_forward_gradient_its_right_sign_and_size(dtype):
+    for delta, (policy, ref) in far_tokens(dtype).items():
+        _, slope = value_and_slope(policy, ref, torch.tensor([[True]]), gradient="forward")
+        assert slope.item() == pytest.approx(-math.expm1(-delta), rel=5e-3)
+
+
+def test_in_float16_a_log_ratio_bound_keeps_the_forward_gradient_finite_and_alive():
+    for delta, (policy, ref) in far_tokens(torch.float16).items():
+        choices = {"gradient": "forward", "max_log_ratio": 10.0}
+        _, slope = value_and_slope(policy, ref, torch.tensor([[True]]), **choices)
+        assert slope.item() == pytest.approx(-math.expm1(-math.copysign(10.0, delta)), rel=1e-3)
+
+
+def test_in_float32_differentiating_w_k3_loses_the_gradient_that_klamp_keeps():
+    policy, ref = torch.tensor([[-20.0]], requires_grad=True), torch.tensor([[0.0]])
+    delta = policy - ref
+    naive = (policy - policy.detach()).exp() * (torch.exp(-delta) - 1 + delta)
+    (lost,) = torch.autograd.grad(naive.sum(), policy)
+    _, kept = value_and_slope(policy.detach(), ref, torch.tensor([[True]]))
+    assert abs(lost.item() + 20.0) > 1.0
+    assert kept.item() == -20.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_inputs_give_float32_values(dtype):
+    policy, ref = torch.tensor([[-1.0]], dtype=dtype), torch.tensor([[-11.0625]], dtype=dtype)
+    result = kl_penalty(policy, ref, torch.tensor([[True]]), value="k1")
+    assert result.dtype == torch.float32
+    assert result.item() == 10.0625
+
+
+def test_float64_inputs_stay_float64():
+    policy, ref, _, mask = random_batch(0)
+    assert kl_penalty(policy, ref, mask).dtype == torch.float64
+
+
+# --- weights far from one -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("horizon", ["token", "sequence"])
+@pytest.mark.parametrize("gradient", ["reverse", "forward"])
+def test_a_bounded_weight_stays_finite_where_the_bare_one_overflows(horizon, gradient):
+    policy, behavior = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-201.0, -201.0]])
+    ref = torch.tensor([[-1.0, -2.0]])
+    choices = {"gradient": gradient, "horizon": horizon, "max_weight": 10.0}
+    result, slope = value_and_slope(policy, ref, torch.ones(1, 2, dtype=torch.bool), behavior, **choices)
+    assert torch.isfinite(result).all()
+    assert torch.isfinite(slope).all()
+    assert result[0, 0] == 0.0
+    assert result[0, 1].item() == pytest.approx(10 * math.exp(-1), rel=1e-5)
+
+
+@pytest.mark.parametrize("horizon", ["token", "sequence"])
+def test_the_forward_gradient_survives_a_policy_that_has_all_but_dropped_the_token(horizon):
+    # w = policy/mu underflows and u = ref/policy overflows, yet w - ref/mu is simply -1.
+    policy, ref, behavior = torch.tensor([[-200.0]]), torch.tensor([[-1.0]]), torch.tensor([[-1.0]])
+    choices = {"gradient": "forward", "horizon": horizon}
+    result, slope = value_and_slope(policy, ref, torch.tensor([[True]]), behavior, **choices)
+    assert slope.item() == pytest.approx(-1.0, rel=1e-6)
+    assert result.item() == pytest.approx(1.0, rel=1e-6)  # w (u - 1 + delta) = ref/mu - w + w delta
+
+
+@pytest.mark.parametrize("horizon", ["token", "sequence"])
+@pytest.mark.parametrize("value", VALUES)
+def test_the_reverse_gradient_of_a_token_that_the_policy_dropped_vanishes_without_nan(horizon, value):
+    policy, ref, behavior = torch.tensor([[-200.0]]), torch.tensor([[-1.0]]), torch.tensor([[-1.0]])
+    choices = {"value": value, "gradient": "reverse", "horizon": horizon}
+    result, slope = value_and_slope(policy, ref, torch.tensor([[True]]), behavior, **choices)
+    assert torch.isfinite(result).all()
+    assert slope.item() == pytest.approx(0.0, abs=1e-30)
+
+
+# --- padding and masks ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("choices", CHOICES)
+@pytest.mark.parametrize("poison", POISONS)
+@pytest.mark.parametrize("corrected", [False, True])
+def test_whatever_stands_under_the_mask_changes_neither_value_nor_gradient(choices, poison, corrected):
+    policy, ref, behavior, mask = random_batch(1)
+    clean = value_and_slope(policy, ref, mask, behavior if corrected else None, **choices)
+    assert clean[1][mask].abs().min() > 0
+    for victims in ((0,), (1,), (2,), (0, 1, 2)):
+        dirty = [torch.where(mask, x, poison) if i in victims else x for i, x in enumerate((policy, ref, behavior))]
+        result = value_and_slope(*dirty[:2], mask, dirty[2] if corrected else None, **choices)
+        assert torch.equal(result[0], clean[0])
+        assert torch.equal(result[1], clean[1])
+
+
+@pytest.mark.parametrize("choices", CHOICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_masked_tokens_are_exactly_zero_in_value_and_gradient(choices, dtype):
+    policy, ref, behavior, mask = random_batch(2)
+    policy, ref, behavior = (x.to(dtype).masked_fill(~mask, -torch.inf) for x in (policy, ref, behavior))
+    result, slope = value_and_slope(policy, ref, mask, behavior, **choices)
+    assert (result[~mask] == 0).all()
+    assert (slope[~mask] == 0).all()
+    assert (slope[mask] != 0).all()
+
+
+@pytest.mark.parametrize("choices", CHOICES)
+def test_a_batch_without_a_single_token_is_zero_and_backward_works(choices):
+    policy, ref = torch.full((2, 3), torch.nan), torch.full((2, 3), -torch.inf)
+    result, slope = value_and_slope(policy, ref, torch.zeros(2, 3, dtype=torch.bool), **choices)
+    assert (result == 0).all()
+    assert (slope == 0).all()
+
+
+@pytest.mark.parametrize("choices", CHOICES)
+def test_a_one_token_row_is_worth_the_same_alone_and_among_others(choices):
+    policy, ref, behavior, mask = random_batch(3)
+    whole = value_and_slope(policy, ref, mask, behavior, **choices)
+    alone = value_and_slope(policy[2:3, 2:3], ref[2:3, 2:3], mask[2:3, 2:3], behavior[2:3, 2:3], **choices)
+    assert alone[0].item() == pytest.approx(whole[0][2].sum().item(), abs=1e-14)
+    assert alone[1].item() == pytest.approx(whole[1][2].sum().item(), abs=1e-14)
+
+
+@pytest.mark.parametrize("choices", CHOICES)
+def test_holes_in_the_mask_are_the_same_as_leaving_the_tokens_out(choices):
+    policy, ref, behavior = (x[:1] for x in random_batch(4)[:3])
+    mask = torch.tensor([[False, True, False, True, True, False]])
+    kept = mask[0].nonzero().flatten()
+    holes = value_and_slope(policy, ref, mask, behavior, **choices)
+    dense = value_and_slope(
+        policy[:, kept], ref[:, kept], torch.ones(1, 3, dtype=torch.bool), behavior[:, kept], **choices
+    )
+    for with_holes, without in zip(holes, dense, strict=True):
+        assert torch.allclose(with_holes[:, kept], without, rtol=1e-13, atol=1e-15)
+
+
+# --- properties -----------------------------------------------------------------------------------------------
+
+logprob = st.floats(-30, 0, width=32, allow_subnormal=False)
+batches = st.tuples(st.integers(1, 4), st.integers(1, 5)).flatmap(
+    lambda size: st.tuples(
+        *[st.lists(st.lists(logprob, min_size=size[1], max_size=size[1]), min_size=size[0], max_size=size[0])] * 2,
+        st.lists(st.lists(st.booleans(), min_size=size[1], max_size=size[1]), min_size=size[0], max_size=size[0]),
+    )
+)
+
+
+@given(batch=batches, value=st.sampled_from(VALUES), horizon=st.sampled_from(["token", "sequence"]))
+@settings(max_examples=100)
+def test_on_policy_the_value_is_the_estimate_under_the_mask_whatever_the_gradient(batch, value, horizon):
+    policy, ref = (torch.tensor(x, dtype=torch.float32) for x in batch[:2])
+    mask = torch.tensor(batch[2])
+    wanted = torch.where(mask, kl_estimate(policy, ref, estimator=value), 0.0)
+    for gradient in ("reverse", "forward", "none"):
+        result = kl_penalty(policy, ref, mask, value=value, gradient=gradient, horizon=horizon)
+        assert torch.allclose(result, wanted, rtol=1e-6, atol=1e-9)
+
+
+@given(batch=batches, horizon=st.sampled_from(["token", "sequence"]), data=st.data())
+@settings(max_examples=60)
+def test_rows_do_not_see_each_other(batch, horizon, data):
+    policy, ref = (torch.tensor(x, dtype=torch.float64) for x in batch[:2])
+    mask = torch.tensor(batch[2])
+    order = data.draw(st.permutations(range(len(mask))))
+    whole = value_and_slope(policy, ref, mask, horizon=horizon)
+    shuffled = value_and_slope(policy[order], ref[order], mask[order], horizon=horizon)
+    for together, apart in zip(whole, shuffled, strict=True):
+        assert torch.allclose(together[order], apart, rtol=1e-12, atol=1e-14)
+    single = [value_and_slope(policy[i : i + 1], ref[i : i + 1], mask[i : i + 1], horizon=horizon) for i in order]
+    assert torch.allclose(torch.cat([slope for _, slope in single]), shuffled[1], rtol=1e-12, atol=1e-14)
+
+
+@given(batch=batches, horizon=st.sampled_from(["token", "sequence"]))
+@settings(max_examples=60)
+def test_at_the_reference_both_value_and_gradient_are_exactly_zero(batch, horizon):
+    policy, mask = torch.tensor(batch[0], dtype=torch.float32), torch.tensor(batch[2])
+    for gradient in ("reverse", "forward"):
+        result, slope = value_and_slope(policy, policy, mask, gradient=gradient, horizon=horizon)
+        assert (result == 0).all()
+        assert (slope == 0).all()
+
+
+@given(batch=batches)
+@settings(max_examples=60)
+def test_the_token_reverse_gradient_is_the_log_ratio_itself(batch):
+    policy, ref = (torch.tensor(x, dtype=torch.float32) for x in batch[:2])
+    mask = torch.tensor(batch[2])
+    _, slope = value_and_slope(policy, ref, mask)
+    assert torch.equal(slope, torch.where(mask, policy - ref, 0.0))

@@ -1,0 +1,170 @@
+"""Masked sums and reductions: by hand, under hostile padding, and adding up exactly over micro-batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from klamp.core.masking import masked_mean, masked_sum, reduce_tokens
+from klamp.errors import ConfigError, KlampError, UnknownNameError
+
+POISONS = (float("nan"), float("inf"), -float("inf"))
+REDUCTIONS = ("token_mean", "sequence_mean", "sequence_sum", "fixed_length")
+
+VALUES = torch.tensor([[1.0, 2.0, 3.0, 4.0], [10.0, 20.0, 0.0, 0.0], [5.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
+MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]], dtype=torch.bool)
+BY_HAND = {
+    "token_mean": (10 + 30) / 6,
+    "sequence_mean": (2.5 + 15 + 0) / 3,
+    "sequence_sum": (10 + 30 + 0) / 3,
+    "fixed_length": (10 + 30) / (3 * 8),
+}
+
+
+def length_of(reduction):
+    return 8 if reduction == "fixed_length" else None
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_each_reduction_by_hand_with_an_empty_row_counted_as_zero(reduction):
+    loss = reduce_tokens(VALUES, MASK, reduction, length=length_of(reduction))
+    assert loss.item() == pytest.approx(BY_HAND[reduction], abs=1e-14)
+
+
+def test_masked_sums_and_means_by_hand():
+    assert masked_sum(VALUES, MASK).item() == 40.0
+    assert masked_sum(VALUES, MASK, -1).tolist() == [10.0, 30.0, 0.0]
+    assert masked_sum(VALUES, MASK, 0).tolist() == [11.0, 22.0, 3.0, 4.0]
+    assert masked_mean(VALUES, MASK).item() == pytest.approx(40 / 6)
+    assert masked_mean(VALUES, MASK, -1).tolist() == [2.5, 15.0, 0.0]
+    assert masked_mean(VALUES, MASK, 0).tolist() == [5.5, 11.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("poison", POISONS)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_padding_reaches_neither_the_value_nor_the_gradient(reduction, poison):
+    dirty = torch.where(MASK, VALUES, poison).requires_grad_(True)
+    clean = VALUES.clone().requires_grad_(True)
+    losses = [reduce_tokens(x, MASK, reduction, length=length_of(reduction)) for x in (dirty, clean)]
+    for loss in losses:
+        loss.backward()
+    assert losses[0].item() == losses[1].item()
+    assert torch.equal(dirty.grad, clean.grad)
+    assert (dirty.grad[~MASK] == 0).all()
+    assert (dirty.grad[MASK] > 0).all()
+
+
+@pytest.mark.parametrize("poison", POISONS)
+def test_masked_sums_and_means_are_blind_to_padding(poison):
+    dirty = torch.where(MASK, VALUES, poison)
+    for function in (masked_sum, masked_mean):
+        for dim in (None, 0, -1):
+            assert torch.equal(function(dirty, MASK, dim), function(VALUES, MASK, dim))
+
+
+def test_each_tokens_share_of_the_loss_is_what_the_reduction_promises():
+    shares = {}
+    for reduction in REDUCTIONS:
+        x = VALUES.clone().requires_grad_(True)
+        reduce_tokens(x, MASK, reduction, length=length_of(reduction)).backward()
+        shares[reduction] = x.grad[:2, 0].tolist()
+    assert shares["token_mean"] == pytest.approx([1 / 6, 1 / 6])
+    assert shares["sequence_mean"] == pytest.approx([1 / 12, 1 / 6])  # a long completion's tokens weigh less
+    assert shares["sequence_sum"] == pytest.approx([1 / 3, 1 / 3])
+    assert shares["fixed_length"] == pytest.approx([1 / 24, 1 / 24])
+
+
+def test_token_mean_beta_4e_2_over_a_thousand_tokens_is_sequence_sum_beta_4e_5():
+    x = torch.rand(1, 1000, dtype=torch.float64)
+    mask = torch.ones(1, 1000, dtype=torch.bool)
+    per_token = 0.04 * reduce_tokens(x, mask, "token_mean")
+    per_sequence = 4e-5 * reduce_tokens(x, mask, "sequence_sum")
+    assert per_token.item() == pytest.approx(per_sequence.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("poison", POISONS)
+def test_an_all_masked_batch_never_gives_nan(reduction, poison):
+    x = torch.full((2, 3), poison, requires_grad=True)
+    loss = reduce_tokens(x, torch.zeros(2, 3, dtype=torch.bool), reduction, length=length_of(reduction))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert (x.grad == 0).all()
+
+
+sizes = st.tuples(st.integers(2, 6), st.integers(1, 5), st.integers(0, 10_000))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@given(size=sizes, data=st.data())
+def test_micro_batches_add_up_exactly_to_the_whole_batch(reduction, size, data):
+    rows, tokens, seed = size
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, tokens, generator=generator, dtype=torch.float64)
+    mask = torch.rand(rows, tokens, generator=generator) > 0.5
+    cut = data.draw(st.integers(1, rows - 1))
+    denominator = {
+        "token_mean": mask.sum().clamp(min=1),
+        "sequence_mean": float(rows),
+        "sequence_sum": float(rows),
+        "fixed_length": float(rows * 8),
+    }[reduction]
+    whole = reduce_tokens(x, mask, reduction, length=length_of(reduction))
+    parts = [
+        reduce_tokens(x[s], mask[s], reduction, length=length_of(reduction), denominator=denominator)
+        for s in (slice(0, cut), slice(cut, rows))
+    ]
+    assert sum(parts).item() == pytest.approx(whole.item(), abs=1e-13)
+
+
+def test_averaging_micro_batch_means_instead_is_wrong():
+    halves = [reduce_tokens(VALUES[s], MASK[s], "token_mean") for s in (slice(0, 1), slice(1, 3))]
+    assert abs(sum(halves).item() / 2 - BY_HAND["token_mean"]) > 1.0
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@given(size=sizes, data=st.data())
+def test_the_order_of_the_sequences_does_not_matter(reduction, size, data):
+    rows, tokens, seed = size
+    x = torch.randn(rows, tokens, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    mask = x > -0.5
+    order = data.draw(st.permutations(range(rows)))
+    kwargs = {"length": length_of(reduction)}
+    shuffled = reduce_tokens(x[order], mask[order], reduction, **kwargs).item()
+    assert shuffled == pytest.approx(reduce_tokens(x, mask, reduction, **kwargs).item(), abs=1e-13)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_extra_padding_columns_change_nothing(reduction):
+    wide_x = torch.cat([VALUES, torch.full((3, 4), torch.nan, dtype=torch.float64)], dim=1)
+    wide_mask = torch.cat([MASK, torch.zeros(3, 4, dtype=torch.bool)], dim=1)
+    wide = reduce_tokens(wide_x, wide_mask, reduction, length=length_of(reduction))
+    assert wide.item() == pytest.approx(BY_HAND[reduction], abs=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_summed_in_float32(dtype):
+    # 4096 ones: float16 and bfloat16 sums would stall at 2048 and 256.
+    x, mask = torch.ones(1, 4096, dtype=dtype), torch.ones(1, 4096, dtype=torch.bool)
+    total = reduce_tokens(x + 0.5 * x, mask, "sequence_sum")
+    assert total.dtype == torch.float32
+    assert total.item() == 6144.0
+
+
+def test_fixed_length_without_a_length_is_refused():
+    with pytest.raises(ConfigError, match="length"):
+        reduce_tokens(VALUES, MASK, "fixed_length")
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_an_unknown_reduction_is_refused_by_name():
+    with pytest.raises(UnknownNameError, match="tokenmean"):
+        reduce_tokens(VALUES, MASK, "tokenmean")
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_a_mask_that_would_broadcast_is_refused():
+    with pytest.raises(KlampError):
+        reduce_tokens(VALUES, MASK[:1], "token_mean")

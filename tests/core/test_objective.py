@@ -1,0 +1,349 @@
+"""grpo_loss: one composer whose gradient is the surrogate's plus beta times the named KL's, whole or in micro-batches."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from klamp.core.estimators import exact_kl
+from klamp.core.gradients import kl_penalty
+from klamp.core.masking import Totals, reduce_tokens
+from klamp.core.objective import KLTerm, Objective, grpo_loss
+from klamp.core.surrogates import ppo_clip
+from klamp.core.types import Batch
+from klamp.errors import ConfigError, KlampError
+from klamp.verify.oracle import examine, truths
+from klamp.verify.tabular import random_chain
+
+REDUCTIONS = ("token_mean", "sequence_mean", "sequence_sum", "fixed_length")
+POISONS = (float("nan"), float("inf"), -float("inf"))
+ROWS, TOKENS = 4, 5
+
+
+def random_batch(seed=0, *, dtype=torch.float64, **changes):
+    generator = torch.Generator().manual_seed(seed)
+    policy, old, ref, sampler = (
+        (-0.05 - 2 * torch.rand(ROWS, TOKENS, generator=generator)).to(dtype) for _ in range(4)
+    )
+    mask = torch.rand(ROWS, TOKENS, generator=generator) > 0.35
+    mask[:, 0] = True
+    columns = {
+        "policy_logprobs": policy.requires_grad_(True),
+        "mask": mask,
+        "advantages": torch.randn(ROWS, generator=generator).to(dtype),
+        "old_logprobs": policy.detach() + 0.3 * (old - policy.detach()),
+        "ref_logprobs": ref,
+        "sampler_logprobs": sampler,
+        "group_size": 2,
+    }
+    return Batch(**columns | changes)
+
+
+def rows_of(batch, rows):
+    cut = {}
+    for field in fields(batch):
+        value = getattr(batch, field.name)
+        cut[field.name] = value[rows] if isinstance(value, torch.Tensor) else value
+    return Batch(**cut)
+
+
+def loss_and_slope(batch, objective, **kwargs):
+    output = grpo_loss(batch, objective, **kwargs)
+    (slope,) = torch.autograd.grad(output.loss, batch.policy_logprobs)
+    return output.loss.detach(), slope
+
+
+def kl_only(term, *, beta=1.0):
+    """The KL part of grpo_loss, one completion at a time, as a loss for the oracle."""
+    objective = Objective(surrogate="score_function", reduction="sequence_sum", beta=beta, kl=term)
+
+    def loss(y):
+        reverse = exact_kl(y.policy_logits, y.ref_logits)
+        forward = exact_kl(y.policy_logits, y.ref_logits, direction="forward")
+        losses = []
+        for n in range(len(y.probs)):
+            row = slice(n, n + 1)
+            batch = Batch(
+                policy_logprobs=y.policy_logprobs[row],
+                mask=y.mask[row],
+                advantages=torch.zeros(1, dtype=torch.float64),
+                ref_logprobs=y.ref_logprobs[row],
+                sampler_logprobs=y.sampler_logprobs[row],
+                exact_kl=reverse[row],
+                exact_kl_forward=forward[row],
+            )
+            losses.append(grpo_loss(batch, objective).loss)
+        return torch.stack(losses)
+
+    return loss
+
+
+# --- the gradient of the KL term, by enumeration --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", ["k1", "k3", "exact"])
+@pytest.mark.parametrize(("horizon", "name"), [("token", "local"), ("sequence", "reverse")])
+def test_on_policy_the_kl_of_the_loss_follows_the_gradient_of_its_horizon(value, horizon, name):
+    chain = random_chain(0, vocab=3, length=3)
+    report = examine(chain, kl_only(KLTerm(value=value, horizon=horizon)))
+    assert report.names == [name]
+    assert report.value_bias == pytest.approx(0.0, abs=1e-13)
+
+
+@pytest.mark.parametrize("value", ["k1", "k3", "exact"])
+def test_off_policy_the_prefix_ratio_with_the_sequence_horizon_is_exact(value):
+    chain = random_chain(1, vocab=3, length=3, off_policy=True)
+    report = examine(chain, kl_only(KLTerm(value=value, horizon="sequence", off_policy="sequence")))
+    assert report.names == ["reverse"]
+    assert report.value_bias == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize("value", ["k1", "k3", "exact"])
+@pytest.mark.parametrize(("off_policy", "name"), [("token", "local_sampled"), ("sequence", "local")])
+def test_off_policy_with_the_token_horizon_the_ratio_decides_whose_prefixes_count(value, off_policy, name):
+    chain = random_chain(2, vocab=3, length=3, off_policy=True)
+    assert examine(chain, kl_only(KLTerm(value=value, horizon="token", off_policy=off_policy))).names == [name]
+
+
+def test_the_exact_forward_kl_has_the_forward_gradient_at_each_prefix():
+    chain = random_chain(3, vocab=3, length=3)
+    report = examine(chain, kl_only(KLTerm(value="exact", gradient="forward")))
+    assert report.names == ["local_forward"]
+    assert report.value_bias == pytest.approx(0.0, abs=1e-13)
+
+
+def test_beta_multiplies_the_kl_gradient_and_nothing_else():
+    chain = random_chain(4, vocab=3, length=3)
+    report = examine(chain, kl_only(KLTerm(horizon="sequence"), beta=0.04))
+    assert report.matches["reverse"].projection == pytest.approx(0.04, abs=1e-14)
+    assert report.matches["reverse"].cosine == pytest.approx(1.0, abs=1e-12)
+
+
+@pytest.mark.parametrize(("horizon", "name"), [("token", "local"), ("sequence", "reverse")])
+def test_placed_in_the_advantage_the_kl_has_the_same_expected_gradient(horizon, name):
+    chain = random_chain(5, vocab=3, length=3)
+    report = examine(chain, kl_only(KLTerm(value="k1", placement="advantage", horizon=horizon)))
+    assert report.names == [name]
+
+
+def test_a_shut_gate_silences_the_gradient_and_an_open_one_leaves_it_whole():
+    chain = random_chain(6, vocab=3, length=2)
+    choices = {"clip_method": "hard", "clip_per_token": False, "clip_level": "batch", "value": "exact"}
+    shut = examine(chain, kl_only(KLTerm(clip_threshold=1e3, **choices)))
+    assert shut.names == ["zero"]
+    assert shut.value == 0.0
+    opened = examine(chain, kl_only(KLTerm(clip_threshold=1e-9, **choices)))
+    assert torch.allclose(opened.gradient, truths(chain)["local"], rtol=0, atol=1e-12)
+
+
+# --- composition ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("normalizer", [None, "sequence_sum"])
+def test_the_loss_is_the_reduced_surrogate_plus_beta_times_the_reduced_penalty(reduction, normalizer):
+    batch = random_batch(1)
+    term = KLTerm(value="k3", gradient="reverse", normalizer=normalizer)
+    objective = Objective(reduction=reduction, max_length=8, beta=0.3, kl=term)
+    surrogate = ppo_clip(batch.policy_logprobs, batch.old_logprobs, batch.advantages)
+    penalty = kl_penalty(batch.policy_logprobs, batch.ref_logprobs, batch.mask)
+    by_hand = reduce_tokens(surrogate, batch.mask, reduction, length=8)
+    by_hand = by_hand + 0.3 * reduce_tokens(penalty, batch.mask, normalizer or reduction, length=8)
+    (wanted,) = torch.autograd.grad(by_hand, batch.policy_logprobs)
+    loss, slope = loss_and_slope(batch, objective)
+    assert loss.item() == pytest.approx(by_hand.item(), abs=1e-14)
+    assert torch.allclose(slope, wanted, rtol=0, atol=1e-15)
+
+
+def test_with_beta_zero_no_reference_is_needed_and_the_kl_leaves_no_trace():
+    batch = random_batch(2, ref_logprobs=None, sampler_logprobs=None)
+    surrogate = ppo_clip(batch.policy_logprobs, batch.old_logprobs, batch.advantages)
+    by_hand = reduce_tokens(surrogate, batch.mask, "sequence_mean")
+    assert loss_and_slope(batch, Objective())[0].item() == pytest.approx(by_hand.item(), abs=1e-14)
+
+
+def test_placed_in_the_reward_the_loss_adds_no_second_kl():
+    batch = random_batch(3)
+    with_kl = loss_and_slope(batch, Objective(beta=0.5, kl=KLTerm(value="k1", placement="reward")))
+    without = loss_and_slope(batch, Objective())
+    assert with_kl[0] == without[0]
+    assert torch.equal(with_kl[1], without[1])
+
+
+def test_tokens_excluded_from_the_kl_keep_their_policy_gradient():
+    kl_mask = torch.ones(ROWS, TOKENS, dtype=torch.bool)
+    kl_mask[:, 0] = False
+    batch = random_batch(4, kl_mask=kl_mask)
+    reduction = {"reduction": "sequence_sum"}
+    _, policy_only = loss_and_slope(batch, Objective(**reduction))
+    _, both = loss_and_slope(batch, Objective(beta=1.0, **reduction))
+    assert torch.equal(both[:, 0], policy_only[:, 0])
+    assert (both[:, 1:] != policy_only[:, 1:])[batch.mask[:, 1:]].all()
+
+
+def test_metrics_are_detached_scalars_that_say_what_the_loss_is_made_of():
+    batch = random_batch(5)
+    output = grpo_loss(batch, Objective(beta=0.3))
+    assert all(not m.requires_grad and m.ndim == 0 for m in output.metrics.values())
+    parts = output.metrics["loss/policy"] + output.metrics["loss/kl"]
+    assert parts.item() == pytest.approx(output.loss.item(), abs=1e-14)
+    delta = (batch.policy_logprobs - batch.ref_logprobs).detach()
+    k3 = (torch.exp(-delta) - 1 + delta)[batch.mask].mean()
+    assert output.metrics["kl/k1"].item() == pytest.approx(delta[batch.mask].mean().item(), abs=1e-14)
+    assert output.metrics["kl/k3"].item() == pytest.approx(k3.item(), abs=1e-14)
+
+
+def test_a_soft_gate_scales_each_sequences_kl_gradient_by_its_sigmoid():
+    gate_kl = torch.tensor([0.0, 0.4, 0.6, 3.0], dtype=torch.float64)
+    batch = random_batch(6, gate_kl=gate_kl)
+    choices = {"surrogate": "score_function", "reduction": "sequence_sum", "beta": 1.0}
+    batch = replace(batch, advantages=torch.zeros(ROWS, dtype=torch.float64))
+    term = KLTerm(clip_method="soft", clip_threshold=0.5, clip_temperature=0.1, clip_per_token=False)
+    _, clipped = loss_and_slope(batch, Objective(kl=term, **choices))
+    _, free = loss_and_slope(batch, Objective(**choices))
+    gate = torch.sigmoid((gate_kl - 0.5) / 0.1)
+    assert torch.allclose(clipped, gate[:, None] * free, rtol=1e-12, atol=1e-15)
+
+
+def test_a_clipped_sequence_is_worth_its_clipped_kl():
+    gate_kl = torch.tensor([0.0, 0.4, 0.6, 3.0], dtype=torch.float64)
+    batch = random_batch(7, gate_kl=gate_kl, reference_length=5.0)
+    batch = replace(batch, advantages=torch.zeros(ROWS, dtype=torch.float64))
+    term = KLTerm(clip_method="hard", clip_threshold=0.1, clip_per_token=True, value="k1")
+    choices = {"surrogate": "score_function", "reduction": "sequence_sum", "beta": 1.0}
+    output = grpo_loss(batch, Objective(kl=term, **choices))
+    k1 = torch.where(batch.mask, batch.policy_logprobs - batch.ref_logprobs, 0.0).sum(-1)
+    open_rows = k1[2:] - 0.5  # the KL that the row really has, less its budget
+    assert output.loss.item() == pytest.approx(open_rows.sum().item() / ROWS, abs=1e-12)
+
+
+# --- micro-batches --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("cut", [1, 2, 3])
+@pytest.mark.parametrize("excluded", [False, True])
+def test_micro_batches_add_up_exactly_in_loss_and_gradient(reduction, cut, excluded):
+    kl_mask = torch.ones(ROWS, TOKENS, dtype=torch.bool)
+    kl_mask[:, ::2] = not excluded
+    batch = random_batch(8, kl_mask=kl_mask)
+    totals = Totals(sequences=ROWS, tokens=batch.mask.sum(), kl_tokens=(batch.mask & kl_mask).sum())
+    objective = Objective(reduction=reduction, max_length=8, beta=0.3)
+    whole, slope = loss_and_slope(batch, objective)
+    parts = [grpo_loss(rows_of(batch, s), objective, totals=totals) for s in (slice(0, cut), slice(cut, None))]
+    (added,) = torch.autograd.grad(sum(p.loss for p in parts), batch.policy_logprobs)
+    assert sum(p.loss for p in parts).item() == pytest.approx(whole.item(), abs=1e-14)
+    assert torch.allclose(added, slope, rtol=0, atol=1e-16)
+
+
+def test_a_micro_batch_in_which_every_token_is_masked_adds_nothing():
+    batch = random_batch(9)
+    totals = Totals(sequences=ROWS, tokens=batch.mask.sum(), kl_tokens=batch.mask.sum())
+    empty = replace(batch, mask=torch.zeros_like(batch.mask))
+    for reduction in REDUCTIONS:
+        objective = Objective(reduction=reduction, max_length=8, beta=0.3)
+        loss, slope = loss_and_slope(empty, objective, totals=totals)
+        assert loss.item() == 0.0
+        assert (slope == 0).all()
+
+
+# --- numerics -------------------------------------------------------------------------------------------------
+
+EVERY_TERM = [
+    KLTerm(value="k3", gradient=gradient, horizon=horizon, placement=placement, off_policy=off_policy, **clip)
+    for gradient, (horizon, off_policy), placement, clip in itertools.product(
+        ("reverse", "forward"),
+        (("token", "none"), ("token", "token"), ("sequence", "sequence")),
+        ("loss", "advantage"),
+        ({}, {"clip_method": "soft", "clip_per_token": False}),
+    )
+]
+
+
+@pytest.mark.parametrize("term", EVERY_TERM, ids=str)
+@pytest.mark.parametrize("surrogate", ["ppo_clip", "cispo", "score_function"])
+def test_padding_reaches_neither_the_loss_nor_the_gradient_nor_a_metric(term, surrogate):
+    exact = torch.rand(ROWS, TOKENS, dtype=torch.float64)
+    batch = random_batch(10, exact_kl=exact, advantages=torch.randn(ROWS, TOKENS, dtype=torch.float64))
+    objective = Objective(surrogate=surrogate, beta=0.3, kl=term)
+    clean_metrics = grpo_loss(batch, objective).metrics
+    clean = loss_and_slope(batch, objective)
+    names = ("policy", "old", "ref", "sampler")
+    for poison in POISONS:
+        dirty = {f"{n}_logprobs": getattr(batch, f"{n}_logprobs").detach() for n in names}
+        dirty |= {"exact_kl": exact, "advantages": batch.advantages}
+        dirty = {name: torch.where(batch.mask, x, poison) for name, x in dirty.items()}
+        dirty["policy_logprobs"].requires_grad_(True)
+        poisoned = replace(batch, **dirty)
+        loss, slope = loss_and_slope(poisoned, objective)
+        assert loss == clean[0]
+        assert torch.equal(slope, clean[1])
+        assert (slope[~batch.mask] == 0).all()
+        assert grpo_loss(poisoned, objective).metrics == clean_metrics
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("horizon", ["token", "sequence"])
+def test_thirty_nats_in_any_dtype_give_a_finite_loss_and_the_right_pull(dtype, horizon):
+    policy = torch.tensor([[-0.5, -30.5]], dtype=dtype, requires_grad=True)
+    ref = torch.tensor([[-30.5, -0.5]], dtype=dtype)
+    batch = Batch(
+        policy_logprobs=policy,
+        mask=torch.ones(1, 2, dtype=torch.bool),
+        advantages=torch.zeros(1),
+        ref_logprobs=ref,
+    )
+    term = KLTerm(value="k2", horizon=horizon)
+    loss, slope = loss_and_slope(batch, Objective(beta=1.0, reduction="sequence_sum", kl=term))
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(900.0)
+    assert slope[0].tolist() == ([30.0, -30.0] if horizon == "token" else [0.0, -30.0])
+
+
+def test_a_row_without_tokens_does_not_poison_the_others():
+    batch = random_batch(11)
+    mask = batch.mask.clone()
+    mask[1] = False
+    columns = {f"{n}_logprobs": getattr(batch, f"{n}_logprobs").detach() for n in ("policy", "old", "ref")}
+    for x in columns.values():
+        x[1] = torch.nan
+    columns["policy_logprobs"].requires_grad_(True)
+    for reduction in REDUCTIONS:
+        objective = Objective(reduction=reduction, max_length=8, beta=0.3)
+        loss, slope = loss_and_slope(replace(batch, mask=mask, **columns), objective)
+        assert torch.isfinite(loss)
+        assert (slope[1] == 0).all()
+        assert (slope[0][mask[0]] != 0).all()
+
+
+# --- refusals -------------------------------------------------------------------------------------------------
+
+
+def test_a_kl_without_a_reference_is_refused():
+    with pytest.raises(ConfigError, match="reference"):
+        grpo_loss(random_batch(12, ref_logprobs=None), Objective(beta=0.1))
+
+
+def test_off_policy_weights_without_a_sampler_are_refused():
+    objective = Objective(beta=0.1, kl=KLTerm(off_policy="token"))
+    with pytest.raises(ConfigError, match="sampler"):
+        grpo_loss(random_batch(13, sampler_logprobs=None), objective)
+
+
+def test_an_exact_kl_that_is_not_in_the_batch_is_refused():
+    with pytest.raises(ConfigError, match="exact"):
+        grpo_loss(random_batch(14), Objective(beta=0.1, kl=KLTerm(value="exact")))
+
+
+def test_a_per_token_budget_without_a_reference_length_is_refused():
+    with pytest.raises(ConfigError, match="reference length"):
+        grpo_loss(random_batch(15), Objective(beta=0.1, kl=KLTerm(clip_method="hard")))
+
+
+def test_an_empty_mask_is_refused():
+    batch = random_batch(16)
+    with pytest.raises(KlampError, match="mask"):
+        grpo_loss(replace(batch, mask=torch.zeros_like(batch.mask)), Objective())

@@ -1,0 +1,174 @@
+"""Policy losses: clip regions by hand, gradients against loops, and the policy gradient by enumeration."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from klamp.core.surrogates import cispo, ppo_clip, score_function
+from klamp.errors import ConfigError
+from klamp.verify.oracle import expected_gradient
+from klamp.verify.tabular import enumerate_outcomes, random_chain
+
+SURROGATES = {"ppo_clip": ppo_clip, "cispo": cispo, "score_function": score_function}
+
+
+def double(values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def ratios(*values):
+    """Log-probabilities of a policy whose ratio to the old one takes the given values."""
+    old = double([[-2.0] * len(values)])
+    return (old + double([values]).log()).requires_grad_(True), old
+
+
+def loss_and_slope(surrogate, policy, old, advantages, **bounds):
+    loss = surrogate(policy, old, advantages, **bounds)
+    (slope,) = torch.autograd.grad(loss.sum(), policy)
+    return loss.detach(), slope
+
+
+# --- ppo ------------------------------------------------------------------------------------------------------
+
+
+def test_ppo_clips_only_past_a_bound_in_the_direction_of_the_advantage():
+    policy, old = ratios(0.5, 0.9, 1.0, 1.1, 1.5)
+    good = loss_and_slope(ppo_clip, policy, old, double([2.0]))
+    bad = loss_and_slope(ppo_clip, policy, old, double([-2.0]))
+    assert good[0][0].tolist() == pytest.approx([-1.0, -1.8, -2.0, -2.2, -2.4])
+    assert good[1][0].tolist() == pytest.approx([-1.0, -1.8, -2.0, -2.2, 0.0])
+    assert bad[0][0].tolist() == pytest.approx([1.6, 1.8, 2.0, 2.2, 3.0])
+    assert bad[1][0].tolist() == pytest.approx([0.0, 1.8, 2.0, 2.2, 3.0])
+
+
+def test_ppo_bounds_may_differ_below_and_above():
+    policy, old = ratios(0.75, 1.25, 1.35)
+    loss, slope = loss_and_slope(ppo_clip, policy, old, double([1.0]), clip_low=0.3, clip_high=0.28)
+    assert loss[0].tolist() == pytest.approx([-0.75, -1.25, -1.28])
+    assert slope[0].tolist() == pytest.approx([-0.75, -1.25, 0.0])
+    loss, slope = loss_and_slope(ppo_clip, policy, old, double([-1.0]), clip_low=0.2, clip_high=0.28)
+    assert slope[0].tolist() == pytest.approx([0.0, 1.25, 1.35])
+
+
+@given(
+    log_ratio=st.floats(-3, 3),
+    advantage=st.floats(-5, 5),
+    low=st.floats(0, 0.9),
+    high=st.floats(0, 2),
+)
+def test_ppo_is_the_larger_of_the_two_losses(log_ratio, advantage, low, high):
+    policy = double([[-1.0 + log_ratio]])
+    loss = ppo_clip(policy, double([[-1.0]]), double([advantage]), clip_low=low, clip_high=high).item()
+    ratio = torch.exp(policy + 1.0).item()
+    bounded = min(max(ratio, 1 - low), 1 + high)
+    assert loss == pytest.approx(max(-ratio * advantage, -bounded * advantage), abs=1e-12)
+
+
+# --- cispo and the score function -----------------------------------------------------------------------------
+
+
+def test_cispo_bounds_the_weight_and_keeps_every_tokens_gradient():
+    policy, old = ratios(0.5, 1.0, 1.5, 20.0)
+    for advantage in (2.0, -2.0):
+        _, slope = loss_and_slope(cispo, policy, old, double([advantage]), clip_low=0.2, clip_high=0.3)
+        assert slope[0].tolist() == pytest.approx([-w * advantage for w in (0.8, 1.0, 1.3, 1.3)])
+
+
+def test_cispo_is_minus_the_clipped_ratio_times_the_advantage_times_log_policy():
+    policy, old = ratios(0.5, 1.0, 1.5)
+    loss, _ = loss_and_slope(cispo, policy, old, double([2.0]), clip_low=0.2, clip_high=0.3)
+    wanted = -double([[0.8, 1.0, 1.3]]) * 2.0 * policy.detach()
+    assert torch.allclose(loss, wanted, rtol=1e-12, atol=0)
+
+
+def test_the_score_function_ignores_the_old_policy():
+    policy, old = ratios(0.5, 3.0)
+    loss, slope = loss_and_slope(score_function, policy, old, double([2.0]))
+    assert torch.allclose(loss, -2.0 * policy.detach(), rtol=1e-12, atol=0)
+    assert slope[0].tolist() == [-2.0, -2.0]
+
+
+# --- all three ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+def test_before_the_first_update_the_gradient_is_minus_the_advantage(name):
+    policy, old = ratios(1.0, 1.0)
+    _, slope = loss_and_slope(SURROGATES[name], policy, old, double([[3.0, -0.5]]))
+    assert slope[0].tolist() == pytest.approx([-3.0, 0.5])
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+def test_an_advantage_per_sequence_is_given_to_each_of_its_tokens(name):
+    generator = torch.Generator().manual_seed(0)
+    policy, old = (-torch.rand(3, 4, generator=generator, dtype=torch.float64) for _ in range(2))
+    advantages = double([1.0, -2.0, 0.5])
+    per_sequence = SURROGATES[name](policy, old, advantages)
+    per_token = SURROGATES[name](policy, old, advantages[:, None].expand(3, 4))
+    assert torch.equal(per_sequence, per_token)
+    assert per_sequence.shape == (3, 4)
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+def test_in_a_square_batch_an_advantage_still_belongs_to_its_row(name):
+    policy = torch.full((2, 2), -1.0, requires_grad=True)
+    SURROGATES[name](policy, policy.detach(), torch.tensor([1.0, -1.0])).sum().backward()
+    assert policy.grad.tolist() == [[-1.0, -1.0], [1.0, 1.0]]
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+def test_on_policy_the_expected_gradient_is_minus_the_gradient_of_the_expected_reward(name):
+    chain = random_chain(1, vocab=3, length=3)
+    y = enumerate_outcomes(chain)
+    rewards = torch.randn(len(y.probs), generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    (truth,) = torch.autograd.grad((y.policy_logprobs.sum(-1).exp() * rewards).sum(), chain.policy_logits)
+
+    def loss(z):
+        return SURROGATES[name](z.policy_logprobs, z.sampler_logprobs, rewards)
+
+    assert torch.allclose(expected_gradient(chain, loss), -truth, rtol=0, atol=1e-13)
+
+
+def test_one_token_off_policy_only_the_ratio_gives_the_policy_gradient():
+    chain = random_chain(3, vocab=4, length=1, eos=None, off_policy=True)
+    y = enumerate_outcomes(chain)
+    rewards = double([0.0, 1.0, 0.3, -0.4])
+    (truth,) = torch.autograd.grad((y.policy_logprobs[:, 0].exp() * rewards).sum(), chain.policy_logits)
+
+    def gradient(surrogate, **bounds):
+        return expected_gradient(chain, lambda z: surrogate(z.policy_logprobs, z.sampler_logprobs, rewards, **bounds))
+
+    wide = {"clip_low": 1.0, "clip_high": 1e6}
+    assert torch.allclose(gradient(ppo_clip, **wide), -truth, rtol=0, atol=1e-13)
+    assert torch.allclose(gradient(cispo, **wide), -truth, rtol=0, atol=1e-13)
+    assert (gradient(score_function) + truth).norm() > 0.1 * truth.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", SURROGATES)
+def test_a_ratio_thirty_nats_down_stays_finite(name, dtype):
+    policy = torch.tensor([[-30.5]], dtype=dtype, requires_grad=True)
+    loss = SURROGATES[name](policy, torch.tensor([[-0.5]], dtype=dtype), torch.tensor([1.0]))
+    loss.sum().backward()
+    assert loss.dtype == torch.float32
+    assert torch.isfinite(loss).all()
+    assert torch.isfinite(policy.grad).all()
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+def test_old_logprobs_and_advantages_receive_no_gradient_that_they_could_pass_on(name):
+    policy, old = (torch.full((1, 2), v, requires_grad=True) for v in (-1.0, -1.1))
+    SURROGATES[name](policy, old, torch.tensor([1.0])).sum().backward()
+    assert policy.grad.abs().min() > 0
+    assert old.grad is None or (old.grad == 0).all()
+
+
+@pytest.mark.parametrize("surrogate", [ppo_clip, cispo])
+@pytest.mark.parametrize("bounds", [{"clip_low": -0.1}, {"clip_high": -0.1}, {"clip_low": 1.1}])
+def test_bounds_that_are_not_distances_from_one_are_refused(surrogate, bounds):
+    policy, old = ratios(1.0)
+    with pytest.raises(ConfigError, match="ratio"):
+        surrogate(policy, old, double([1.0]), **bounds)
