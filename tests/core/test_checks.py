@@ -17,7 +17,7 @@ IMPOSSIBLE = (float("nan"), float("inf"), -float("inf"), 0.5)
 
 
 def batch(**changes):
-    columns = {name: LOGPROBS for name in ("policy_logprobs", "old_logprobs", "ref_logprobs", "sampler_logprobs")}
+    columns = dict.fromkeys(("policy_logprobs", "old_logprobs", "ref_logprobs", "sampler_logprobs"), LOGPROBS)
     return Batch(**(columns | {"mask": MASK, "advantages": torch.tensor([1.0, -1.0])} | changes))
 
 

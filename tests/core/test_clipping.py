@@ -1,4 +1,4 @@
-"""Clipping and budgets: held values, gradients equal to the gate, the softplus that does not clip, the relu that leaks."""
+"""Clipping and budgets: held values, gates that are derivatives, the softplus that is no clip, the relu that leaks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which divergence's gradient flows at one position: every row of the table, the false claims included, by enumeration."""
+"""Which divergence's gradient flows at one position: every row of the table, false claims included, by enumeration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""grpo_loss: one composer whose gradient is the surrogate's plus beta times the named KL's, whole or in micro-batches."""
+"""grpo_loss: the surrogate's gradient plus beta times the named KL's, for a whole batch or in micro-batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from klamp.core.surrogates import ppo_clip
 from klamp.core.types import Batch
 from klamp.errors import ConfigError, KlampError
 from klamp.verify.oracle import examine, truths
-from klamp.verify.tabular import random_chain
+from klamp.verify.tabular import prefix_probs, random_chain
 
 REDUCTIONS = ("token_mean", "sequence_mean", "sequence_sum", "fixed_length")
 POISONS = (float("nan"), float("inf"), -float("inf"))
@@ -56,8 +56,8 @@ def loss_and_slope(batch, objective, **kwargs):
     return output.loss.detach(), slope
 
 
-def kl_only(term, *, beta=1.0):
-    """The KL part of grpo_loss, one completion at a time, as a loss for the oracle."""
+def kl_only(term, *, beta=1.0, skip=0):
+    """The KL part of grpo_loss, one completion at a time, as a loss for the oracle; `skip` tokens carry no KL."""
     objective = Objective(surrogate="score_function", reduction="sequence_sum", beta=beta, kl=term)
 
     def loss(y):
@@ -69,6 +69,7 @@ def kl_only(term, *, beta=1.0):
             batch = Batch(
                 policy_logprobs=y.policy_logprobs[row],
                 mask=y.mask[row],
+                kl_mask=torch.arange(y.mask.shape[1])[None] >= skip,
                 advantages=torch.zeros(1, dtype=torch.float64),
                 ref_logprobs=y.ref_logprobs[row],
                 sampler_logprobs=y.sampler_logprobs[row],
@@ -108,6 +109,14 @@ def test_off_policy_with_the_token_horizon_the_ratio_decides_whose_prefixes_coun
     assert examine(chain, kl_only(KLTerm(value=value, horizon="token", off_policy=off_policy))).names == [name]
 
 
+def test_off_policy_the_exact_kl_is_not_weighted_by_the_token_that_it_sums_over():
+    chain = random_chain(2, vocab=4, length=1, eos=None, off_policy=True)
+    report = examine(chain, kl_only(KLTerm(value="exact", off_policy="sequence")))
+    assert report.value_bias == pytest.approx(0.0, abs=1e-13)
+    assert report.value_variance == pytest.approx(0.0, abs=1e-26)
+    assert report.gradient_variance == pytest.approx(0.0, abs=1e-26)
+
+
 def test_the_exact_forward_kl_has_the_forward_gradient_at_each_prefix():
     chain = random_chain(3, vocab=3, length=3)
     report = examine(chain, kl_only(KLTerm(value="exact", gradient="forward")))
@@ -127,6 +136,26 @@ def test_placed_in_the_advantage_the_kl_has_the_same_expected_gradient(horizon, 
     chain = random_chain(5, vocab=3, length=3)
     report = examine(chain, kl_only(KLTerm(value="k1", placement="advantage", horizon=horizon)))
     assert report.names == [name]
+
+
+def kl_after_the_first_token(chain, *, frozen):
+    """sum_s P(s) KL_s over the prefixes that hold a token already, with P frozen or not."""
+    log_p, log_q = chain.logprobs("policy"), chain.logprobs("ref")
+    probs = prefix_probs(chain, "policy")
+    probs = probs.detach() if frozen else probs
+    return (probs[1:] * (log_p.exp() * (log_p - log_q)).sum(-1)[1:]).sum()
+
+
+@pytest.mark.parametrize("value", ["k3", "exact"])
+@pytest.mark.parametrize("off_policy", ["none", "sequence"])
+@pytest.mark.parametrize("horizon", ["token", "sequence"])
+def test_tokens_without_a_kl_still_count_in_the_prefix_and_still_cause_the_kl_of_later_ones(value, off_policy, horizon):
+    chain = random_chain(7, vocab=3, length=3, off_policy=off_policy == "sequence")
+    truth = kl_after_the_first_token(chain, frozen=horizon == "token")
+    (gradient,) = torch.autograd.grad(truth, chain.policy_logits)
+    report = examine(chain, kl_only(KLTerm(value=value, horizon=horizon, off_policy=off_policy), skip=1))
+    assert report.value == pytest.approx(truth.item(), abs=1e-12)
+    assert torch.allclose(report.gradient, gradient, rtol=0, atol=1e-12)
 
 
 def test_a_shut_gate_silences_the_gradient_and_an_open_one_leaves_it_whole():

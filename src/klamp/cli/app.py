@@ -11,6 +11,7 @@ from difflib import get_close_matches
 
 from klamp._version import __version__
 from klamp.cli.problems import (
+    FAILED,
     INTERRUPTED,
     cautions_shown,
     exit_code,
@@ -59,8 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt as error:
             if debug:
                 show_traceback(error)
-            print("\nklamp: stopped; nothing was saved by this step", file=sys.stderr)
+            print("\nklamp: stopped before there was anything to save", file=sys.stderr)
             return INTERRUPTED
+        except BrokenPipeError:  # `klamp train --help | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return FAILED
         except SystemExit as left:  # tyro's --help
             return left.code if isinstance(left.code, int) else 0
 

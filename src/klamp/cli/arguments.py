@@ -24,7 +24,7 @@ class TrainRequest:
     options: TrainOptions
     """The command's own options."""
     sources: Mapping[str, str]
-    """Field name -> who set it, where somebody did: `preset NAME`, the file's path, or `flag`."""
+    """Field name -> who set it, where somebody did: `preset NAME`, `file PATH`, or `flag`."""
     argv: tuple[str, ...]
     """The command line itself."""
 
@@ -39,7 +39,7 @@ def parse_train(argv: Sequence[str]) -> TrainRequest:
     flags = read_flags(argv)
     given = {"flag": flags}
     if flags.get("config") is not None:
-        given = {str(flags["config"]): read_file(flags["config"]), **given}
+        given = {f"file {flags['config']}": read_file(flags["config"]), **given}
     preset = {name: value for values in given.values() for name, value in values.items() if name == "preset"}
     if preset.get("preset") is not None:
         given = {f"preset {preset['preset']}": _preset_values(preset["preset"]), **given}

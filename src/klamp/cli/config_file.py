@@ -89,9 +89,8 @@ def _flat(content: Mapping[Any, Any], path: Path) -> list[tuple[str, Any]]:
         own |= {alias for alias, name in ALIASES.items() if name in own}
         for inner, inner_value in value.items():
             if _name(inner) not in own:
-                raise unknown_key(
-                    f"key in {path}", f"{key}: {inner}", own, why=f"the section {key!r} has no such field"
-                )
+                why = f"the section {key!r} has no such field"
+                raise unknown_key(f"key in {path}", _name(inner), own, why=why)
             entries.append((_name(inner), inner_value))
     return entries
 

@@ -1,4 +1,4 @@
-"""From argv to the fields that it names: both spellings of every flag, aliases, and switches with or without a value."""
+"""From argv to the fields that it names: both spellings of a flag, aliases, switches with or without a value."""
 
 from __future__ import annotations
 

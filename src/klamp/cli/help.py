@@ -11,15 +11,15 @@ from klamp.cli.options import TrainOptions
 from klamp.config import ALIASES, PRESETS
 from klamp.training.config import section_classes
 
+# tyro joins lines that begin with a letter: these are indented so that they stay as they are.
 DESCRIPTION = """Train a language model with GRPO, its KL to a reference held where you want it.
-
-Without flags the built-in arithmetic task runs: a small model, a few minutes on a CPU, nothing to download.
-Every field below is a flag (--max_steps or --max-steps) and a key of the YAML file of --config.
-Defaults < --preset < --config < flags. Switches: --resume, --no_resume, or --resume True.
-
-  klamp train
-  klamp train --config config_demo.yaml --kl_penalty 0.01 --output_dir out --max_steps 500
-  klamp train --preset dapo --dry-run
+  Without flags the built-in arithmetic task runs: a small model, a few minutes on a CPU, no download.
+  Every field is a flag (--max_steps or --max-steps) and a key of the YAML file of --config.
+  What stands further right wins: defaults < --preset < --config < flags.
+  Switches: --resume, --no_resume, or --resume True. Examples:
+    klamp train
+    klamp train --config config_demo.yaml --kl_penalty 0.01 --output_dir out --max_steps 500
+    klamp train --preset dapo --dry-run
 """
 
 

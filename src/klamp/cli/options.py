@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """The command itself. What stands further right wins: defaults < preset < file < flags."""
+    """Where the configuration comes from, and what is done with it."""
 
     config: str | None = None
     """YAML file: the flags' names as keys, flat or under their section (kl, loss, task, ...)."""

@@ -52,7 +52,7 @@ def was_interrupted(error: BaseException) -> bool:
 def show_error(error: KlampError) -> None:
     """Print an error's four parts to stderr; of an error that all processes share, only the first process does."""
     if is_main_process():
-        _print_parts(error, "error")
+        _print_parts(error, "stopped" if was_interrupted(error) else "error")
     elif not isinstance(error, SHARED):
         _print_parts(error, f"error in process {process_rank()}")
 
@@ -95,7 +95,8 @@ def cautions_shown() -> Iterator[None]:
 
 
 def _print_parts(error: KlampError, kind: str) -> None:
-    parts = {"got": error.got, "why": error.why, "fix": error.fix}
+    notes = " ".join(note.strip() for note in getattr(error, "__notes__", ()))
+    parts = {"got": error.got, "why": error.why, "fix": error.fix, "note": notes}
     _write(
         sys.stderr,
         kind,

@@ -53,23 +53,17 @@ class Field:
         return set(self.spec.choices or ()) - {"None"} == {"True", "False"}
 
     @property
-    def takes_many(self) -> bool:
-        """Whether it takes any other number of values than one."""
-        return self.spec.nargs != 1
-
-    @property
     def in_words(self) -> str:
         """What its value has to be."""
+        one = self.spec.metavar.removeprefix("{None}|").strip("[").split()[0]
+        kind = IN_WORDS.get(one, one)
         if self.is_switch:
-            words = "true or false"
+            kind = "true or false"
         elif self.choices:
-            words = f"one of {', '.join(self.choices)}"
-        else:
-            metavar = self.spec.metavar.removeprefix("{None}|")
-            many = "as many values as needed: " if self.spec.nargs == "*" else ""
-            one = metavar.strip("[] .").split()[0] if metavar else metavar
-            words = IN_WORDS.get(metavar) or f"{many or f'{self.spec.nargs} values: '}{IN_WORDS.get(one, one)} each"
-        return f"{words}, or None" if self.takes_none else words
+            kind = f"one of {', '.join(self.choices)}"
+        elif self.spec.nargs != 1:
+            kind = f"{'any number of' if self.spec.nargs == '*' else self.spec.nargs} values, each {kind}"
+        return f"{kind}, or None" if self.takes_none else kind
 
 
 @functools.cache
@@ -98,10 +92,11 @@ def read_value(field: Field, texts: Sequence[str], *, shown: str) -> Any:
     """
     texts = [_usual_spelling(field, text) for text in texts]
     fitting = len(texts) == field.spec.nargs or field.spec.nargs == "*"
-    if fitting and field.choices and texts[0] not in (field.spec.choices or ()):
+    named = not (fitting and field.spec.choices) or texts[0] in field.spec.choices
+    if not named and field.choices:
         raise unknown_name(shown, texts[0], field.choices)
     try:
-        if not fitting:
+        if not (fitting and named):
             raise ValueError
         return field.spec.instance_from_str(texts)
     except ValueError:
@@ -128,14 +123,11 @@ def _texts(field: Field) -> list[str]:
     return [str(each) for each in field.default] if many else [str(field.default)]
 
 
-def _fields_of(section: str, cls: type) -> list[Field]:
-    hints = typing.get_type_hints(cls)
-    defaults = cls()
-    return [_field(each.name, section, hints[each.name], getattr(defaults, each.name)) for each in _dataclass(cls)]
-
-
-def _dataclass(cls: Any) -> tuple[dataclasses.Field[Any], ...]:
-    return dataclasses.fields(cls)
+def _fields_of(section: str, cls: Any) -> list[Field]:
+    hints, defaults = typing.get_type_hints(cls), cls()
+    return [
+        _field(each.name, section, hints[each.name], getattr(defaults, each.name)) for each in dataclasses.fields(cls)
+    ]
 
 
 def _field(name: str, section: str, hint: Any, default: Any) -> Field:

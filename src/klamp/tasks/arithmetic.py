@@ -33,7 +33,13 @@ HELD_OUT_SHARE = 8
 MAX_PROMPT_LENGTH, MAX_COMPLETION_LENGTH = 10, 6
 """In tokens; the completion's includes the end token."""
 
+MAX_MODEL_LENGTH = 64
+"""How many tokens the base model can hold."""
+
 REVERSAL_LETTERS = 5
+
+_TRAIN_SIZE = 4096
+"""How many prompts RL trains on where the configuration leaves it open."""
 
 Draw = Callable[[random.Random], tuple[str, str]]
 """Draws one prompt and its answer."""
@@ -117,15 +123,15 @@ def arithmetic_task(config: TaskConfig) -> Task:
     """The built-in task with its own reward.
 
     Args:
-        config: its sizes and seed are used; `train_size` 0 means 4096.
+        config: its sizes and its seed are used.
     """
     seed = config.task_seed
     return Task(
         name="arithmetic",
-        train=examples(RL_SKILL, config.train_size or 4096, seed=seed, held_out=False),
+        train=examples(RL_SKILL, config.train_size or _TRAIN_SIZE, seed=seed, held_out=False),
         evaluation={skill: examples(skill, config.eval_size, seed=seed, held_out=True) for skill in SKILLS},
         rl_skill=RL_SKILL,
-        score=checked(score_exact, name="exact_match"),
+        score=checked(score_exact, name="arithmetic"),
     )
 
 
@@ -138,7 +144,8 @@ def arithmetic_tokenizer() -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {token: index for index, token in enumerate((PAD_TOKEN, EOS_TOKEN, *ALPHABET))}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD_TOKEN))
+    # no unknown token: a character outside the alphabet is an error, not a token that stands for anything
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")  # pyright: ignore
     backend.decoder = decoders.Fuse()  # pyright: ignore
     return PreTrainedTokenizerFast(
@@ -147,5 +154,5 @@ def arithmetic_tokenizer() -> PreTrainedTokenizerFast:
         eos_token=EOS_TOKEN,
         padding_side="left",
         clean_up_tokenization_spaces=False,
-        model_max_length=64,
+        model_max_length=MAX_MODEL_LENGTH,
     )

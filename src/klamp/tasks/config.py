@@ -39,8 +39,8 @@ class TaskConfig:
     system_prompt: str = ""
     """The system message put before each prompt; without a chat template, a text before it and an empty line."""
 
-    train_size: int = 4096
-    """How many training prompts to use at most; 0: all that a file holds."""
+    train_size: int = 0
+    """How many training prompts to use at most; 0: all of a file, and 4096 where prompts are generated."""
 
     eval_size: int = 256
     """How many held-out examples to use at most for each skill."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from klamp.tasks.base import Example
@@ -16,9 +18,8 @@ def evaluate(context: Context) -> dict[str, float]:
     return {skill: _mean_score(context, examples) for skill, examples in context.task.evaluation.items()}
 
 
-def _mean_score(context: Context, examples: object) -> float:
-    rows: list[Example] = list(examples)  # pyright: ignore[reportArgumentType, reportUnknownVariableType]
-    mine = rows[context.process :: context.processes]
+def _mean_score(context: Context, examples: Sequence[Example]) -> float:
+    mine = list(examples)[context.process :: context.processes]
     total = sum(sum(_scores(context, mine[i : i + BATCH])) for i in range(0, len(mine), BATCH))
     summed = context.sum_over_processes(torch.tensor([total, len(mine)], dtype=torch.float64, device=context.device))
     return float(summed[0] / summed[1].clamp(min=1))
@@ -35,6 +36,5 @@ def _scores(context: Context, examples: list[Example]) -> list[float]:
         pad=context.pad,
         uniforms=None,
     )
-    kept = [ids[mask] for ids, mask in zip(completions.ids, completions.mask, strict=True)]
-    texts = context.tokenizer.batch_decode(kept, skip_special_tokens=True)
+    texts = completions.texts(context.tokenizer)
     return [context.task.score(e, t) for e, t in zip(examples, texts, strict=True)]

@@ -123,6 +123,12 @@ def max_length(model: nn.Module) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
+def output_size(model: nn.Module) -> int:
+    """Number of vocabulary entries that the model gives a logit to."""
+    head: nn.Linear = model.get_output_embeddings()  # pyright: ignore
+    return int(head.weight.shape[0])
+
+
 def end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Ids that end a completion: the tokenizer's, and those that the model's generation settings add."""
     given = getattr(getattr(model, "generation_config", None), "eos_token_id", None)

@@ -81,9 +81,7 @@ def collect(context: Context, examples: Sequence[Example], *, step: int, beta: f
         pad=context.pad,
         uniforms=uniforms[rows],
     )
-    texts = context.tokenizer.batch_decode(
-        [ids[mask] for ids, mask in zip(completions.ids, completions.mask, strict=True)], skip_special_tokens=True
-    )
+    texts = completions.texts(context.tokenizer)
     rewards = torch.tensor([context.task.score(e, t) for e, t in zip(chosen, texts, strict=True)])
     mask, kl_mask = _masks(context, completions)
     rollout = Rollout(

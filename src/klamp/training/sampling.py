@@ -41,6 +41,11 @@ class Completions:
     ended: Tensor
     """[B] bool; False where the length limit cut the completion."""
 
+    def texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+        """The completions as text, without special tokens."""
+        kept = [ids[mask].tolist() for ids, mask in zip(self.ids, self.mask, strict=True)]
+        return tokenizer.batch_decode(kept, skip_special_tokens=True)
+
 
 class InverseSampler(LogitsProcessor):
     """Draws each sequence's next token at its own uniform number and leaves only that token possible."""
@@ -54,8 +59,8 @@ class InverseSampler(LogitsProcessor):
             self.warpers.append(TopPLogitsWarper(rollout.top_p))
         self.logprobs: list[Tensor] = []
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        warped = self.warpers(input_ids, scores.float() / self.temperature)
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        warped: Tensor = self.warpers(input_ids, scores.float() / self.temperature)  # pyright: ignore
         logprobs = warped.log_softmax(-1)
         cumulative = logprobs.double().exp().cumsum(-1)
         uniform = self.uniforms[:, input_ids.shape[1] - self.prompt_length, None].to(cumulative.device)
@@ -64,7 +69,7 @@ class InverseSampler(LogitsProcessor):
         token = (cumulative <= limit).sum(-1, keepdim=True)
         self.logprobs.append(logprobs.gather(-1, token))
         chosen = torch.full_like(scores, -torch.inf)
-        return chosen.scatter(-1, token, 0.0)  # pyright: ignore[reportReturnType]
+        return chosen.scatter(-1, token, 0.0)
 
 
 def uniform_numbers(seed: int, step: int, sequences: int, length: int) -> Tensor:
@@ -84,12 +89,13 @@ def encode_prompts(
 @contextmanager
 def _plain_generation(model: nn.Module) -> Iterator[None]:
     """Set the model's own generation settings aside: `generate` would mix penalties and bans into ours."""
-    kept = model.generation_config
-    model.generation_config = GenerationConfig()  # pyright: ignore[reportAttributeAccessIssue]
+    base: nn.Module = getattr(model, "get_base_model", lambda: model)()
+    kept = base.generation_config
+    base.generation_config = GenerationConfig()  # pyright: ignore
     try:
         yield
     finally:
-        model.generation_config = kept
+        base.generation_config = kept
 
 
 @torch.no_grad()

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration, broadcast_object_list, set_seed
+from accelerate import Accelerator, PartialState
+from accelerate.utils import broadcast_object_list, set_seed
 from torch import nn
 from torch.optim import AdamW
 from transformers import PreTrainedTokenizerBase, get_scheduler
@@ -25,6 +25,7 @@ from klamp.training.models import (
     load_model,
     load_tokenizer,
     max_length,
+    output_size,
     with_adapter,
 )
 from klamp.training.observers import Observer
@@ -32,8 +33,12 @@ from klamp.training.references import AdapterOffReference, FrozenReference, Refe
 from klamp.training.runlog import check_folder, free_folder
 
 
-def make_accelerator(config: TrainConfig) -> Accelerator:
+def make_accelerator(config: TrainConfig, folder: Path) -> Accelerator:
     """The accelerator of a run, with its trackers named but not yet begun.
+
+    Args:
+        config: the run.
+        folder: its folder, which the trackers write into.
 
     Raises:
         ConfigError: an unknown tracker, or prompts that do not divide over the processes.
@@ -42,7 +47,7 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
         accelerator = Accelerator(
             cpu=config.run.cpu,
             log_with=list(config.run.report_to) or None,
-            dataloader_config=DataLoaderConfiguration(),
+            project_dir=str(folder),
         )
     except ValueError as error:
         raise ConfigError(
@@ -61,14 +66,14 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
     return accelerator
 
 
-def choose_folder(config: TrainConfig, accelerator: Accelerator) -> Path:
+def choose_folder(config: TrainConfig) -> Path:
     """The folder of the run, the same on every process.
 
     Raises:
         RunFolderError: it holds another run, or there is none to continue.
     """
     chosen: list[str | Exception] = [""]
-    if accelerator.is_main_process:
+    if PartialState(cpu=config.run.cpu).is_main_process:
         try:
             name = Path(config.task.task).stem.replace(":", "-") or "run"
             given = config.run.output_dir
@@ -103,11 +108,11 @@ def build(config: TrainConfig, accelerator: Accelerator, folder: Path, observers
     longest = max_length(start)
     every = [*task.train, *(e for rows in task.evaluation.values() for e in rows)]
     check_prompts(every, tokenizer, longest, config.rollout.max_completion_length)
-    vocabulary = int(start.get_output_embeddings().weight.shape[0])
+    vocabulary = output_size(start)
     stop = end_tokens(start, tokenizer)
     reference_start = copy.deepcopy(start) if _needs_copy(config) else None
     policy = _policy(start, config, resumed, accelerator)
-    reference = _reference(config, policy, reference_start, accelerator, tokenizer)
+    reference = _reference(config, policy, reference_start, accelerator)
     return Context(
         config=config,
         output_dir=folder,
@@ -173,7 +178,6 @@ def _reference(
     policy: nn.Module,
     copied: nn.Module | None,
     accelerator: Accelerator,
-    tokenizer: PreTrainedTokenizerBase,
 ) -> Reference | None:
     kind = _kind(config)
     if kind == "none":
@@ -184,11 +188,11 @@ def _reference(
         return FrozenReference(copied.to(accelerator.device))
     assert config.model.ref_model is not None
     model = load_model(config.model.ref_model, config.model.dtype)
-    given = int(model.get_output_embeddings().weight.shape[0])
-    if given != int(policy.get_output_embeddings().weight.shape[0]):  # pyright: ignore[reportCallIssue]
+    given = output_size(model)
+    if given != output_size(policy):
         raise ModelError(
             "the reference has another vocabulary than the policy",
-            got=f"reference {given}, tokenizer {len(tokenizer)}",
+            got=f"reference {given}, policy {output_size(policy)}",
             why="log-probabilities of the same token ids would speak of different tokens",
             fix="use a reference of the same model family",
         )

@@ -123,7 +123,7 @@ class Trainer:
             self._check_step_zero(metrics)
             self.controller.update(self._controlled_kl(metrics))
         seconds = time.perf_counter() - started
-        metrics |= {"speed/step_seconds": seconds, "speed/tokens_per_second": rollout.totals.tokens / seconds}
+        metrics |= {"speed/step_seconds": seconds, "speed/tokens_per_second": float(rollout.totals.tokens) / seconds}
         self._show_completions(rollout, outputs[0])
         self.step += 1
         return metrics
@@ -321,8 +321,8 @@ def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSum
     Raises:
         KlampError: bad input before any work, or an error in the run with its state saved; see `klamp.errors`.
     """
-    accelerator = make_accelerator(config)
-    folder = choose_folder(config, accelerator)
+    folder = choose_folder(config)
+    accelerator = make_accelerator(config, folder)
     try:
         context = build(config, accelerator, folder, observers)
         trainer = Trainer(context, [RunLog(accelerator), *observers])
@@ -342,7 +342,6 @@ def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSum
 def _begin_trackers(accelerator: Any, config: TrainConfig, folder: Path) -> None:
     if not config.run.report_to:
         return
-    accelerator.project_configuration.set_directories(str(folder))
     values = {k: str(v) if v is None or isinstance(v, list) else v for k, v in plain(config).items()}
     # Trackers write into the run's folder; wandb is told so because it would take the working directory.
     accelerator.init_trackers("tracking", config=values, init_kwargs={"wandb": {"dir": str(folder)}})

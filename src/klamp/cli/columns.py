@@ -1,0 +1,147 @@
+"""The columns of a run's table, and numbers as they stand in it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from klamp.training.config import TrainConfig
+
+MISSING = "-"
+BARS = "▁▂▃▄▅▆▇█"
+
+
+def fixed(digits: int) -> Callable[[float], str]:
+    """A number with so many digits after the point; very small and very large ones in powers of ten."""
+
+    def write(value: float) -> str:
+        size = abs(value)
+        if not math.isfinite(value):
+            return str(value)
+        if size == 0:
+            return f"{0:.{digits}f}"
+        return f"{value:.{digits}f}" if 0.5 * 10**-digits <= size < 1000 else f"{value:.0e}"
+
+    return write
+
+
+def short(value: float) -> str:
+    """Three significant digits."""
+    return f"{value:.3g}" if 1e-3 <= abs(value) < 1e4 or value == 0 else f"{value:.1e}"
+
+
+def percent(value: float) -> str:
+    """A share as a percentage."""
+    return f"{100 * value:.1f}%"
+
+
+def thousands(value: float) -> str:
+    """A count, in thousands where it is long."""
+    return f"{value:.0f}" if value < 10_000 else f"{value / 1000:.1f}k"
+
+
+def duration(seconds: float) -> str:
+    """1:02 or 3:04:05."""
+    minutes, left = divmod(round(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"
+
+
+def spoken(seconds: float) -> str:
+    """1 min 12 s, or 3 h 4 min."""
+    minutes, left = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {left} s" if minutes else f"{seconds:.1f} s"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """One column of the table."""
+
+    title: str
+    """Its heading."""
+    metric: str
+    """The metric that it shows; see `klamp.diagnostics.metrics`."""
+    width: int
+    """Characters that its values need."""
+    write: Callable[[float], str]
+    """How a value is written."""
+    rank: int
+    """The larger, the sooner it goes where the terminal is narrow."""
+
+    def cell(self, metrics: Mapping[str, float]) -> str:
+        """The value as text; "-" where there is none."""
+        return self.write(metrics[self.metric]) if self.metric in metrics else MISSING
+
+
+COLUMNS = (
+    Column(title="reward", metric="reward", width=6, write=fixed(3), rank=0),
+    Column(title="KL k1", metric="kl/k1", width=7, write=fixed(4), rank=4),
+    Column(title="KL k3", metric="kl/k3", width=6, write=fixed(4), rank=1),
+    Column(title="exact", metric="kl/exact", width=6, write=fixed(4), rank=2),
+    Column(title="over", metric="kl/over_budget", width=6, write=percent, rank=3),
+    Column(title="beta", metric="beta", width=7, write=short, rank=1),
+    Column(title="length", metric="length/mean", width=6, write=fixed(1), rank=5),
+    Column(title="entropy", metric="policy/entropy", width=7, write=fixed(3), rank=7),
+    Column(title="clip", metric="policy/ratio_clipped", width=6, write=percent, rank=6),
+    Column(title="lr", metric="train/learning_rate", width=7, write=short, rank=8),
+    Column(title="tok/s", metric="speed/tokens_per_second", width=6, write=thousands, rank=9),
+)
+GAP, STEP_WIDTH = 2, 7
+
+LEGEND = "KL in nats per token; clip: tokens past a ratio bound; tok/s: sampled and trained"
+LEGEND_OVER = "; over: completions past the KL budget"
+
+
+def columns_for(config: TrainConfig, width: int) -> list[Column]:
+    """The columns that a run of this configuration has, and that fit into a line."""
+    clipping = config.kl.kl_clip_method != "none"
+    kept = [column for column in COLUMNS if clipping or column.metric != "kl/over_budget"]
+    while len(kept) > 1 and STEP_WIDTH + sum(column.width + GAP for column in kept) > width:
+        kept.remove(max(kept, key=lambda column: column.rank))
+    return kept
+
+
+def legend_for(config: TrainConfig) -> str:
+    """What the columns mean, where their titles do not say it."""
+    return LEGEND + (LEGEND_OVER if config.kl.kl_clip_method != "none" else "")
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """A curve in one line of text: the mean of each of `width` stretches, from lowest to highest."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ""
+    count = min(width, len(finite))
+    means = [_mean(finite[i * len(finite) // count : (i + 1) * len(finite) // count]) for i in range(count)]
+    low, span = min(means), max(means) - min(means)
+    return "".join(BARS[int((mean - low) / span * (len(BARS) - 1) + 0.5) if span > 0 else 0] for mean in means)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How scores are written: as points of 100 where all lie between 0 and 1, else as they are."""
+
+    points: bool
+
+    @classmethod
+    def of(cls, *scores: Mapping[str, float]) -> Scale:
+        """The scale that fits these scores."""
+        return cls(all(0 <= value <= 1 for each in scores for value in each.values()))
+
+    def write(self, value: float | None) -> str:
+        """A score."""
+        return MISSING if value is None else f"{100 * value:.1f}" if self.points else f"{value:.4g}"
+
+    def change(self, before: float | None, after: float | None) -> str:
+        """What became of a score, signed."""
+        if before is None or after is None:
+            return MISSING
+        return f"{100 * (after - before):+.1f}" if self.points else f"{after - before:+.4g}"

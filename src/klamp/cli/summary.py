@@ -1,0 +1,85 @@
+"""The end of a run: what it gained, what it kept, how far it went from its reference, where its files are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from klamp.cli.columns import GAP, Scale, fixed, short, spoken
+from klamp.cli.live import skills_table
+from klamp.cli.words import has_reference, resume_command, tool
+from klamp.training.config import TrainConfig
+from klamp.training.observers import RunSummary
+
+ESTIMATORS = ("k1", "k3", "exact")
+
+
+def print_summary(console: Console, config: TrainConfig, summary: RunSummary) -> None:
+    """Print what a run amounts to.
+
+    Args:
+        console: where to.
+        config: the run's configuration.
+        summary: what the trainer returned.
+    """
+    scale = Scale.of(summary.before, summary.after)
+    console.print(Text(f"\ndone: {summary.steps} steps in {spoken(summary.seconds)}\n", style="bold"))
+    skills = skills_table(summary.before, summary.after, scale=scale, after_title="after", trained=summary.rl_skill)
+    console.print(skills)
+    console.print(Text(""))
+    if has_reference(config):
+        console.print(_kl_table(summary.final_metrics))
+        console.print(Text(_beta_text(config, summary.final_metrics)), soft_wrap=True)
+    else:
+        console.print(Text("KL from the reference: not measured; beta is 0, so no reference was loaded"))
+    console.print(Text(""))
+    for name, text in _files(config, summary):
+        console.print(Text.assemble((f"{name:<12} ", "dim"), text), soft_wrap=True)
+
+
+def _kl_table(metrics: Mapping[str, float]) -> Table:
+    table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False)
+    table.add_column("KL from the reference (last step)", min_width=16)
+    for estimator in ESTIMATORS:
+        table.add_column(estimator, justify="right", min_width=7)
+    for suffix, name in (("", "nats per token"), ("_sequence", "nats per completion")):
+        names = [f"kl/{estimator}{suffix}" for estimator in ESTIMATORS]
+        table.add_row(name, *(fixed(4)(metrics[each]) if each in metrics else "-" for each in names))
+    return table
+
+
+def _beta_text(config: TrainConfig, metrics: Mapping[str, float]) -> str:
+    beta = metrics.get("beta", config.kl.beta)
+    name = config.kl.controller_name
+    moved = (
+        "fixed" if name == "fixed" else f"{name} controller, from {config.kl.beta:g}, target {config.kl.target_kl:g}"
+    )
+    sequence = metrics.get("beta/per_sequence")
+    per = "" if sequence is None else f", {short(sequence)} per nat of a completion"
+    return f"beta {short(beta)} per nat of a token{per} ({moved})"
+
+
+def _files(config: TrainConfig, summary: RunSummary) -> list[tuple[str, str]]:
+    """What is where; only what exists is named."""
+    folder = summary.output_dir
+    lines = [("run", f"{folder}")]
+    for name, file in (("metrics", "metrics.jsonl"), ("completions", "completions.jsonl")):
+        if (folder / file).exists():
+            lines.append((name, str(folder / file)))
+    saved = _checkpoints(folder)
+    if saved:
+        lines.append(("checkpoints", f"{saved[-1].parent}: {', '.join(path.name for path in saved)}"))
+    if "tensorboard" in config.run.report_to:
+        lines.append(("TensorBoard", f"{tool('tensorboard')} --logdir {folder}"))
+    if saved:
+        more = max(1, 2 * summary.steps)
+        lines.append(("continue", resume_command(config, folder, max_steps=more)))
+    return lines
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    return sorted((folder / "checkpoints").glob("step-*"))

@@ -1,0 +1,77 @@
+"""`klamp train`: parse, show, run, sum up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+from rich.console import Console
+
+from klamp.cli.arguments import TrainRequest, parse_train
+from klamp.cli.problems import is_main_process
+from klamp.cli.words import resume_command
+from klamp.errors import TrainingStopped
+from klamp.training.config import TrainConfig
+from klamp.training.observers import Observer, RunSummary
+
+Runner = Callable[[TrainConfig, Sequence[Observer]], RunSummary]
+
+
+def run(argv: Sequence[str], *, console: Console | None = None, runner: Runner | None = None) -> int:
+    """Run `klamp train` with these arguments; returns the exit code.
+
+    Args:
+        argv: the arguments after `train`.
+        console: where the run is shown; None: stdout.
+        runner: what trains; None: `klamp.training.trainer.train_run`.
+
+    Raises:
+        KlampError: whatever stops the run; the caller shows it.
+    """
+    if "-h" in argv or "--help" in argv:
+        from klamp.cli.help import print_train_help
+
+        print_train_help()
+    request = parse_train(argv)
+    console = console or Console(highlight=False)
+    if request.options.dry_run:
+        from klamp.cli.plan import plan_text
+
+        text = plan_text(request)
+        if is_main_process():
+            console.out(text, highlight=False)
+        return 0
+    _train(request, console, runner or _trainer(console))
+    return 0
+
+
+def _train(request: TrainRequest, console: Console, runner: Runner) -> None:
+    from klamp.cli.live import LiveTable
+    from klamp.cli.plain import PlainLines
+    from klamp.cli.summary import print_summary
+
+    display = LiveTable(console) if console.is_terminal and not console.is_dumb_terminal else PlainLines(console)
+    try:
+        summary = runner(request.config, [display])
+    except TrainingStopped as stopped:
+        if display.info is not None:
+            stopped.fix = f"continue with: {resume_command(request.config, display.info.output_dir)}"
+        raise
+    finally:
+        display.close()
+    if is_main_process():
+        print_summary(console, request.config, summary)
+
+
+def _trainer(console: Console) -> Runner:
+    """The trainer; its libraries take some seconds to import, which a terminal is told."""
+    waiting = console.status("loading libraries") if console.is_terminal and is_main_process() else nullcontext()
+    with waiting:
+        from huggingface_hub.utils import enable_progress_bars
+        from transformers.utils import logging
+
+        from klamp.training.trainer import train_run
+
+        logging.disable_progress_bar()  # a bar per checkpoint would tear the display apart
+        enable_progress_bars()  # downloads keep theirs: they come before it
+    return train_run

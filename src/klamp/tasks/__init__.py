@@ -1,0 +1,78 @@
+"""Tasks: prompts, held-out prompts and rewards, from the built-in task, reasoning-gym, or data files."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from klamp.errors import ConfigError
+from klamp.tasks.arithmetic import arithmetic_task, arithmetic_tokenizer
+from klamp.tasks.base import Example, Task, checked
+from klamp.tasks.base_model import BaseModelConfig, base_model_folder, load_base_model
+from klamp.tasks.config import TaskConfig
+from klamp.tasks.prompts import check_prompts
+from klamp.tasks.rewards import named_reward, with_reward
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = [
+    "BaseModelConfig",
+    "Example",
+    "Task",
+    "TaskConfig",
+    "arithmetic_task",
+    "arithmetic_tokenizer",
+    "base_model_folder",
+    "check_prompts",
+    "checked",
+    "load_base_model",
+    "load_task",
+    "named_reward",
+]
+
+
+def load_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
+    """The task that a configuration names, its prompts ready to be tokenized.
+
+    Args:
+        config: where the rows come from and how completions are scored.
+        tokenizer: its chat template is applied where the configuration, or the kind of data, asks for it.
+
+    Raises:
+        UnknownNameError: no task or reward of this name.
+        DataError: rows that cannot be used.
+        ConfigError: options that do not fit this kind of task.
+    """
+    _refuse_unused(config)
+    if config.task == "arithmetic":
+        task = arithmetic_task(config)
+    elif config.task.startswith("reasoning_gym:"):
+        from klamp.tasks.reasoning_gym import reasoning_gym_task
+
+        task = reasoning_gym_task(config, tokenizer)
+    else:
+        from klamp.tasks.files import file_task
+
+        task = file_task(config, tokenizer)
+    return with_reward(task, config.reward) if config.reward else task
+
+
+_FILES_ONLY = ("eval_split", "skill_column", "reference_length_column")
+_NOT_ARITHMETIC = ("chat_template", "system_prompt")
+
+
+def _refuse_unused(config: TaskConfig) -> None:
+    """Refuse options that this kind of task would pass over in silence."""
+    generated = config.task == "arithmetic" or config.task.startswith("reasoning_gym:")
+    unused = _FILES_ONLY if generated else ()
+    unused += _NOT_ARITHMETIC if config.task == "arithmetic" else ()
+    for name in unused:
+        if getattr(config, name):
+            raise ConfigError(
+                f"{name} has no meaning for the task {config.task}",
+                got=f"{name}={getattr(config, name)!r}",
+                why="its prompts are generated, not read from a file"
+                if name in _FILES_ONLY
+                else "its prompts are bare sums and words, as the base model learned them",
+                fix=f"leave {name} unset",
+            )

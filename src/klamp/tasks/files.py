@@ -1,0 +1,283 @@
+"""Prompts from a .jsonl, .json or .parquet file, one row per prompt."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from klamp.errors import ConfigError, DataError, unknown_name
+from klamp.tasks.base import Example, Task, checked
+from klamp.tasks.config import TaskConfig
+from klamp.tasks.prompts import prompt_text
+from klamp.tasks.rewards import exact_match
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Row = Mapping[str, Any]
+
+SUFFIXES = (".jsonl", ".json", ".parquet")
+
+_HELD_OUT_SHARE = 10
+"""Without a file of held-out rows, one row in this many is held out, for each skill."""
+
+
+def file_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
+    """The task of a data file.
+
+    All rows that are not held out are trained on, whatever their skill; the most frequent skill counts as the RL skill.
+    Where no file of held-out rows is given, a tenth of each skill's rows is held out, chosen by a hash of the prompt:
+    equal prompts never end up on both sides.
+
+    Args:
+        config: the file, its columns and the sizes.
+        tokenizer: its chat template is used where it has one, or as the configuration says.
+
+    Raises:
+        DataError: a file or row that cannot be used.
+        UnknownNameError: no file of this name, and no task either.
+        ConfigError: no reward is named, and there is no column of answers to compare with.
+    """
+    train = read_examples(config.task, config, tokenizer)
+    if config.eval_split:
+        held_out = read_examples(config.eval_split, config, tokenizer)
+    else:
+        train, held_out = split(train, config)
+    if config.train_size:
+        train = _sample(train, config.train_size, config.task_seed)
+    rl_skill = Counter(example.skill for example in train).most_common(1)[0][0]
+    if not config.reward:
+        _check_answers([*train, *held_out], config)
+    return Task(
+        name=Path(config.task).stem,
+        train=tuple(train),
+        evaluation=_by_skill(held_out, rl_skill, config),
+        rl_skill=rl_skill,
+        score=checked(exact_match, name="exact_match"),
+    )
+
+
+def read_rows(path: str) -> list[Row]:
+    """The rows of a .jsonl, .json (a list of objects, or lines) or .parquet file.
+
+    Args:
+        path: the file.
+
+    Raises:
+        DataError: the file is missing, empty or unreadable, or a row is not an object.
+        UnknownNameError: the name does not look like a data file at all.
+    """
+    file = Path(path).expanduser()
+    if file.suffix.lower() not in SUFFIXES:
+        known = ("arithmetic", "reasoning_gym:NAME", *(f"PATH{suffix}" for suffix in SUFFIXES))
+        raise unknown_name("task", path, known)
+    if not file.is_file():
+        raise DataError(
+            "the data file does not exist",
+            got=path,
+            why=f"looked for {file.absolute()}",
+            fix="check the path; a relative one starts at the working directory",
+        )
+    rows = _parquet_rows(file) if file.suffix.lower() == ".parquet" else _json_rows(file)
+    if not rows:
+        raise DataError("the data file has no rows", got=path, why="there is nothing to train on", fix="fill the file")
+    return rows
+
+
+def _json_rows(file: Path) -> list[Row]:
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(file, error) from error
+    if file.suffix.lower() == ".json" and text.lstrip().startswith("["):
+        try:
+            values = list(enumerate(json.loads(text), start=1))
+        except json.JSONDecodeError as error:
+            raise _unreadable(file, error) from error
+        return [_object(value, f"row {row} of {file.name}") for row, value in values]
+    # not splitlines: a JSON string may hold other line separators than \n
+    lines = enumerate(text.split("\n"), start=1)
+    return [_object(_decoded(line, file, row), f"line {row} of {file.name}") for row, line in lines if line.strip()]
+
+
+def _decoded(line: str, file: Path, row: int) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"line {row} of {file.name} is not JSON",
+            got=line[:200],
+            why=str(error),
+            fix="write one JSON object per line, or a list of objects in a .json file",
+        ) from error
+
+
+def _object(value: Any, where: str) -> Row:
+    if isinstance(value, dict):
+        return value
+    raise DataError(
+        f"{where} is not an object",
+        got=repr(value)[:200],
+        why="a row is made of named columns",
+        fix='write rows such as {"prompt": "...", "answer": "..."}',
+    )
+
+
+def _parquet_rows(file: Path) -> list[Row]:
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ConfigError(
+            "reading Parquet needs a package that is not installed",
+            got=str(error),
+            why="Parquet files are read by pyarrow",
+            fix="pip install pyarrow, or convert the file to JSONL",
+        ) from error
+    try:
+        return parquet.read_table(file).to_pylist()
+    except Exception as error:  # pyarrow has a dozen unrelated errors for a damaged file
+        raise _unreadable(file, error) from error
+
+
+def _unreadable(file: Path, error: Exception) -> DataError:
+    return DataError(
+        "the data file cannot be read",
+        got=str(file),
+        why=f"{type(error).__name__}: {error}",
+        fix=f"write it again as one of {', '.join(SUFFIXES)}",
+    )
+
+
+def read_examples(path: str, config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
+    """The rows of a file as examples, in the file's order.
+
+    Args:
+        path: the file.
+        config: its columns, chat template and system prompt are used.
+        tokenizer: for the chat template.
+
+    Raises:
+        DataError: a file, column or row that cannot be used.
+    """
+    rows = read_rows(path)
+    _check_columns(rows, path, config)
+    name = Path(path).name
+    return [_example(row, f"row {i} of {name}", config, tokenizer) for i, row in enumerate(rows, start=1)]
+
+
+def _check_columns(rows: Sequence[Row], path: str, config: TaskConfig) -> None:
+    present = sorted({key for row in rows for key in row})
+    wanted = [config.prompt_column, config.skill_column, config.reference_length_column]
+    # the default name of the answers may be absent; one that the user chose may not
+    if config.answer_column != "answer":
+        wanted.append(config.answer_column)
+    for column in filter(None, wanted):
+        if column not in present:
+            raise DataError(
+                f"{Path(path).name} has no column {column!r}",
+                got=f"the columns {', '.join(present)}",
+                why="the configuration names it",
+                fix="set prompt_column, answer_column, skill_column or reference_length_column to a column there is",
+            )
+
+
+def _example(row: Row, where: str, config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Example:
+    prompt, answer = row.get(config.prompt_column), row.get(config.answer_column)
+    text = "" if answer is None else str(answer)
+    skill = row.get(config.skill_column) if config.skill_column else "task"
+    if skill is None:
+        raise DataError(
+            f"{where} has no skill",
+            got=f"{config.skill_column} is empty",
+            why="it would count towards no row of the evaluation table",
+            fix="fill the column, or leave skill_column unset",
+        )
+    return Example(
+        prompt=prompt_text(prompt, config, tokenizer, where=where),
+        answer=text,
+        skill=str(skill),
+        fields={**row, "prompt": prompt, "answer": text},
+        reference_length=_reference_length(row, where, config),
+    )
+
+
+def _reference_length(row: Row, where: str, config: TaskConfig) -> int | None:
+    if not config.reference_length_column:
+        return None
+    value = row.get(config.reference_length_column)
+    if isinstance(value, int | float) and not isinstance(value, bool) and value >= 1 and value == int(value):
+        return int(value)
+    raise DataError(
+        f"{where} has no usable reference length",
+        got=f"{config.reference_length_column} = {value!r}",
+        why="a KL budget is a threshold times a whole number of tokens, at least 1",
+        fix="fill the column, or leave reference_length_column unset",
+    )
+
+
+def split(examples: Sequence[Example], config: TaskConfig) -> tuple[list[Example], list[Example]]:
+    """Divide examples into (train, held out): a tenth of each skill's prompts, at most `eval_size`, is held out.
+
+    Args:
+        examples: all of them.
+        config: its `eval_size` and `task_seed` are used.
+
+    Raises:
+        DataError: a file of one prompt, or the same prompt over and over, which cannot be divided.
+    """
+    held_out: set[str] = set()
+    ordered = sorted(examples, key=lambda e: e.skill)
+    for _, group in groupby(ordered, key=lambda e: e.skill):
+        prompts = sorted({e.prompt for e in group}, key=lambda p: _hash(p, config.task_seed))
+        held_out.update(prompts[: min(config.eval_size, max(1, len(prompts) // _HELD_OUT_SHARE))])
+    train = [e for e in examples if e.prompt not in held_out]
+    if not train:
+        raise DataError(
+            "there are too few different prompts to hold some out",
+            got=f"{len(held_out)} different prompts in {len(examples)} rows",
+            why="evaluation needs prompts that are not trained on",
+            fix="add rows, or name a file of held-out rows (eval_split)",
+        )
+    return train, [e for e in examples if e.prompt in held_out]
+
+
+def _sample(examples: Sequence[Example], count: int, seed: int) -> list[Example]:
+    """`count` examples chosen by a hash of their prompts, in the order of the file."""
+    order = sorted(range(len(examples)), key=lambda i: _hash(examples[i].prompt, seed))
+    return [examples[i] for i in sorted(order[:count])]
+
+
+def _hash(prompt: str, seed: int) -> int:
+    return zlib.crc32(f"{seed}/{prompt}".encode())
+
+
+def _by_skill(examples: Iterable[Example], rl_skill: str, config: TaskConfig) -> dict[str, tuple[Example, ...]]:
+    """Held-out examples per skill, the RL skill first, the others in the order in which they appear."""
+    found: dict[str, list[Example]] = {rl_skill: []}
+    for example in examples:
+        found.setdefault(example.skill, []).append(example)
+    if not found[rl_skill]:
+        raise DataError(
+            f"no held-out row is of the skill that is trained, {rl_skill!r}",
+            got=f"the skills {', '.join(sorted(k for k, v in found.items() if v))}",
+            why="there would be no telling whether training helped",
+            fix="add such rows to the held-out file, or leave skill_column unset",
+        )
+    return {skill: tuple(_sample(rows, config.eval_size, config.task_seed)) for skill, rows in found.items()}
+
+
+def _check_answers(examples: Iterable[Example], config: TaskConfig) -> None:
+    """Without a named reward, completions are compared with the answers, so each row needs one."""
+    for example in examples:
+        if not example.answer.strip():
+            raise ConfigError(
+                "no reward is named, and a row has no answer to compare with",
+                got=f"prompt {example.prompt[:200]!r}, column {config.answer_column!r}",
+                why="without a reward function, a completion scores 1 where it equals the answer",
+                fix="set reward to module:function or another name, or answer_column to the column of answers",
+            )

@@ -1,0 +1,166 @@
+"""From a prompt column to the text that is tokenized: chat messages, chat templates, and the check of lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from klamp.errors import ConfigError, DataError
+from klamp.tasks.base import Example
+from klamp.tasks.config import TaskConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Messages = list[dict[str, str]]
+
+_SHOWN_CHARACTERS = 200
+"""How much of a prompt an error message quotes."""
+
+
+def uses_chat_template(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether prompts pass through the tokenizer's chat template.
+
+    Args:
+        config: its `chat_template` decides; None means where the tokenizer has one.
+        tokenizer: the tokenizer of the model that is trained.
+
+    Raises:
+        ConfigError: a template is asked for, and the tokenizer has none.
+    """
+    has_one = bool(getattr(tokenizer, "chat_template", None))
+    if config.chat_template and not has_one:
+        raise ConfigError(
+            "the tokenizer has no chat template",
+            got="chat_template=True",
+            why="there is nothing to turn messages into text with",
+            fix="use a chat model's tokenizer, or leave chat_template unset",
+        )
+    return has_one if config.chat_template is None else config.chat_template
+
+
+def prompt_text(value: Any, config: TaskConfig, tokenizer: PreTrainedTokenizerBase, *, where: str) -> str:
+    """The text to tokenize for one value of a prompt column.
+
+    A text becomes one user message where a chat template is used, and stays as it is otherwise. A list of messages
+    needs a template; a last message by the assistant is continued rather than answered.
+
+    Args:
+        value: a text, or a list of messages with `role` and `content`.
+        config: its `chat_template` and `system_prompt` are used.
+        tokenizer: the tokenizer of the model that is trained.
+        where: how errors name the row.
+
+    Raises:
+        DataError: the prompt is empty, or neither a text nor messages.
+        ConfigError: messages, and no chat template to render them with.
+    """
+    messages = _messages(value, where)
+    if not uses_chat_template(config, tokenizer):
+        if not isinstance(value, str):
+            raise ConfigError(
+                f"{where} holds chat messages, and no chat template is used",
+                got=f"chat_template={config.chat_template}",
+                why="only a template says how a model expects messages to be written",
+                fix="use a tokenizer with a chat template, or a column of plain text",
+            )
+        return f"{config.system_prompt}\n\n{value}" if config.system_prompt else value
+    if config.system_prompt and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": config.system_prompt}, *messages]
+    continued = messages[-1]["role"] == "assistant"
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=not continued, continue_final_message=continued
+        )
+    except Exception as error:  # templates raise jinja errors of their own, e.g. for a role they do not know
+        raise DataError(
+            f"the chat template refuses {where}",
+            got=[message["role"] for message in messages],
+            why=str(error),
+            fix="write the messages in the roles and the order that this tokenizer's template expects",
+        ) from error
+    return str(text)
+
+
+def _messages(value: Any, where: str) -> Messages:
+    """The value as a list of messages, after checking that there is something in it."""
+    if isinstance(value, str) and value.strip():
+        return [{"role": "user", "content": value}]
+    if isinstance(value, Sequence) and not isinstance(value, str) and value and all(map(_is_message, value)):
+        return [{"role": message["role"], "content": message["content"]} for message in value]
+    empty = value is None or value == [] or (isinstance(value, str) and not value.strip())
+    raise DataError(
+        f"{where} has {'an empty prompt' if empty else 'a prompt of the wrong type'}",
+        got=repr(value)[:_SHOWN_CHARACTERS],
+        why="a prompt is a text with something in it, or a list of messages with a role and a content",
+        fix="remove or repair this row",
+    )
+
+
+def _is_message(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and isinstance(value.get("role"), str)
+        and isinstance(value.get("content"), str)
+        and bool(value["content"].strip() or value["role"] == "system")
+    )
+
+
+def check_prompts(
+    examples: Sequence[Example],
+    tokenizer: PreTrainedTokenizerBase,
+    max_model_length: int | None,
+    max_new_tokens: int,
+) -> None:
+    """Refuse prompts that are empty, that the tokenizer cannot write, or that leave too little room for a completion.
+
+    Args:
+        examples: all prompts of a run, in the order of the data.
+        tokenizer: the tokenizer of the model that is trained; special tokens are not added.
+        max_model_length: how many tokens the model can hold, prompt and completion together; None: no limit.
+        max_new_tokens: how many tokens a completion may have.
+
+    Raises:
+        DataError: the first prompt that does not work, by its row.
+    """
+    for row, (example, length) in enumerate(zip(examples, _lengths(examples, tokenizer), strict=True), start=1):
+        if length == 0:
+            raise DataError(
+                f"prompt {row} has no tokens",
+                got=_short(example),
+                why="a model cannot continue an empty prompt",
+                fix="remove or repair this row",
+            )
+        if max_model_length is not None and length > max_model_length - max_new_tokens:
+            raise DataError(
+                f"prompt {row} is too long: {length} tokens, and the limit is {max_model_length - max_new_tokens}",
+                got=_short(example),
+                why=f"the model holds {max_model_length} tokens, and a completion may take {max_new_tokens} of them",
+                fix="remove or shorten this prompt, or allow fewer tokens per completion",
+            )
+
+
+def _lengths(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The prompts' lengths in tokens; all at once, and one by one only to find the row that a tokenizer refuses."""
+    try:
+        return _token_counts([example.prompt for example in examples], tokenizer)
+    except Exception:
+        for row, example in enumerate(examples, start=1):
+            try:
+                _token_counts([example.prompt], tokenizer)
+            except Exception as error:
+                raise DataError(
+                    f"prompt {row} cannot be tokenized",
+                    got=_short(example),
+                    why=f"{type(error).__name__}: {error}",
+                    fix="use a tokenizer that knows every character of it, or remove this row",
+                ) from error
+        raise
+
+
+def _token_counts(prompts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return [len(tokens) for tokens in tokenizer(prompts, add_special_tokens=False)["input_ids"]] if prompts else []
+
+
+def _short(example: Example) -> str:
+    return repr(example.prompt[:_SHOWN_CHARACTERS])

@@ -1,0 +1,244 @@
+"""Reward functions by name, and the calling conventions of a user's own function.
+
+    exact_match            1 where the completion equals the answer, white space around both left out
+    math_verify            1 where the math-verify package finds the two to be the same mathematics
+    format_regex:PATTERN   1 where `re.search` finds PATTERN in the completion ("." matches line ends too);
+                           write \\A...\\Z to ask for the whole completion
+    module:function        your own; `path/to/file.py:function` works too
+
+Your own function is called as `function(completion, **fields)`: the text of one completion without special tokens,
+and the columns of its data row as keyword arguments, `prompt` and `answer` among them. It gets only the columns that
+its signature names, or all where it takes `**kwargs`, and returns one finite number.
+
+A function with a parameter named `completions` is called the way TRL calls it, with lists of length one:
+`function(prompts=[...], completions=[...], **columns)`. It returns a list of one number. Where the prompt is a list of
+chat messages, the completion is one too, as in TRL.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from klamp.errors import ConfigError, DataError, RewardError, unknown_name
+from klamp.tasks.base import Example, RewardFunction, Task, checked
+
+NEEDS_ANSWER = ("exact_match", "math_verify")
+"""The named rewards that compare with the ground truth."""
+
+_MATH_SECONDS = 5
+
+
+def named_reward(name: str) -> Callable[[Example, str], float]:
+    """The checked reward function of a name.
+
+    Args:
+        name: `exact_match`, `math_verify`, `format_regex:PATTERN` or `module:function`.
+
+    Raises:
+        UnknownNameError: no such reward.
+        ConfigError: the pattern, the module or the function cannot be used.
+    """
+    kind, _, rest = name.partition(":")
+    if name == "exact_match":
+        return checked(exact_match, name=name)
+    if name == "math_verify":
+        return checked(_math_verify(), name=name)
+    if kind == "format_regex":
+        return checked(_format_regex(rest), name=name)
+    module, _, function = name.rpartition(":")
+    if module and function:
+        return checked(adapt(_import_function(module, function), name=name), name=name)
+    raise unknown_name("reward", name, ("exact_match", "math_verify", "format_regex:PATTERN", "module:function"))
+
+
+def with_reward(task: Task, name: str) -> Task:
+    """The same task, scored by the named reward.
+
+    Args:
+        task: its prompts and answers are kept.
+        name: as in `named_reward`.
+
+    Raises:
+        DataError: the reward compares with an answer, and an example has none.
+    """
+    if name in NEEDS_ANSWER:
+        rows = [*task.train, *(example for held_out in task.evaluation.values() for example in held_out)]
+        for example in rows:
+            if not example.answer.strip():
+                raise DataError(
+                    f"the reward {name} needs an answer, and an example has none",
+                    got=f"prompt {example.prompt[:200]!r}",
+                    why="every completion of it would score 0, and nothing could be learned from it",
+                    fix="name the column of answers (answer_column), or remove the rows without one",
+                )
+    return replace(task, score=named_reward(name))
+
+
+def exact_match(example: Example, completion: str) -> float:
+    """1.0 where the completion is the answer, white space around both left out."""
+    return float(completion.strip() == example.answer.strip())
+
+
+def _format_regex(pattern: str) -> RewardFunction:
+    try:
+        expression = re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ConfigError(
+            "the pattern of format_regex is not a regular expression",
+            got=repr(pattern),
+            why=str(error),
+            fix="write it in the syntax of Python's re module",
+        ) from error
+    if not pattern:
+        raise ConfigError(
+            "format_regex has no pattern",
+            got="'format_regex:'",
+            why="an empty pattern is found in every completion",
+            fix="write format_regex:PATTERN",
+        )
+    return lambda _, completion: expression.search(completion) is not None
+
+
+def _math_verify() -> RewardFunction:
+    try:
+        from math_verify import parse, verify
+    except ImportError as error:
+        raise ConfigError(
+            "the reward math_verify needs a package that is not installed",
+            got=str(error),
+            why="the comparison is done by math-verify",
+            fix="pip install math-verify",
+        ) from error
+
+    def score(example: Example, completion: str) -> bool:
+        # math-verify keeps time with a signal, which Python allows in the main thread only; elsewhere there is no limit
+        seconds = _MATH_SECONDS if threading.current_thread() is threading.main_thread() else None
+        # an answer such as \frac{1}{2} is only recognised between dollar signs, a bare word only without them
+        gold = parse(f"${example.answer.strip().strip('$')}$", parsing_timeout=seconds)  # pyright: ignore
+        gold += parse(example.answer, parsing_timeout=seconds)  # pyright: ignore
+        return verify(gold, parse(completion, parsing_timeout=seconds), timeout_seconds=seconds)  # pyright: ignore
+
+    return score
+
+
+def adapt(function: Callable[..., Any], *, name: str) -> RewardFunction:
+    """Turn a user's function into one of (example, completion); see the top of this file for the conventions.
+
+    Args:
+        function: takes one completion, or TRL's lists.
+        name: how error messages name it.
+
+    Raises:
+        ConfigError: the function takes no completion at all.
+    """
+    parameters = inspect.signature(function).parameters
+    if not parameters:
+        raise ConfigError(
+            f"the reward function {name} takes no arguments",
+            got=f"{name.rpartition(':')[2]}()",
+            why="it has to be given the completion",
+            fix="define it as function(completion, **fields)",
+        )
+    return _trl_style(function, name) if "completions" in parameters else _one_completion(function, name)
+
+
+def _one_completion(function: Callable[..., Any], name: str) -> RewardFunction:
+    parameters = inspect.signature(function).parameters
+    # `def f(prompt, completion)` is clear enough: a parameter of that name wins over the first place
+    by_name = "completion" in parameters and parameters["completion"].kind is not inspect.Parameter.POSITIONAL_ONLY
+    taken = "completion" if by_name else next(iter(parameters))
+
+    def score(example: Example, completion: str) -> Any:
+        given = _accepted(function, {k: v for k, v in example.fields.items() if k != taken}, taken, name, example)
+        return function(**{taken: completion}, **given) if by_name else function(completion, **given)
+
+    return score
+
+
+def _trl_style(function: Callable[..., Any], name: str) -> RewardFunction:
+    def score(example: Example, completion: str) -> Any:
+        row = {k: v for k, v in example.fields.items() if k not in ("prompt", "prompts", "completions")}
+        prompt = example.fields.get("prompt", example.prompt)
+        chat = not isinstance(prompt, str)
+        lists = {key: [value] for key, value in row.items()} | {"prompts": [prompt]}
+        given = _accepted(function, lists, "completions", name, example)
+        reply = [{"role": "assistant", "content": completion}] if chat else completion
+        rewards = function(completions=[reply], **given)
+        if len(rewards) != 1:
+            raise ValueError(f"it was given one completion and returned {len(rewards)} rewards")
+        return rewards[0]
+
+    return score
+
+
+def _accepted(
+    function: Callable[..., Any], fields: Mapping[str, Any], taken: str, name: str, example: Example
+) -> dict[str, Any]:
+    """The fields that the function's signature takes. RewardError where it needs one that the row lacks."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        accepted = dict(fields)
+    else:
+        names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        accepted = {key: value for key, value in fields.items() if key in names}
+    named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.default is p.empty]
+    missing = [p.name for p in named if p.name not in accepted and p.name != taken]
+    if missing:
+        raise RewardError(
+            f"the reward function {name} needs {', '.join(missing)}, which the data row does not have",
+            got=f"prompt {example.prompt[:200]!r} with the columns {', '.join(sorted(fields)) or 'none'}",
+            why="each parameter without a default is filled from the column of its name",
+            fix="rename the parameter or the column, or give the parameter a default",
+        )
+    return accepted
+
+
+def _import_function(module: str, function: str) -> Callable[..., Any]:
+    loaded = _load_file(module) if module.endswith(".py") else _load_module(module)
+    target = getattr(loaded, function, None)
+    if not callable(target):
+        names = [n for n, v in vars(loaded).items() if callable(v) and not n.startswith("_")]
+        why = f"{module} has: {', '.join(names) or 'no functions'}"
+        raise unknown_name("reward function", function, names, why=why)
+    return target
+
+
+def _load_module(module: str) -> ModuleType:
+    # a console script does not have the working directory on its path, and that is where reward files lie;
+    # at the end of the path, it hides no installed module
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        return importlib.import_module(module)
+    except Exception as error:
+        raise _not_importable(module, error) from error
+
+
+def _load_file(path: str) -> ModuleType:
+    try:
+        spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+        assert spec is not None and spec.loader is not None  # always so for a name that ends in .py
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise _not_importable(path, error) from error
+    return module
+
+
+def _not_importable(module: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        "the module of a reward function cannot be imported",
+        got=module,
+        why=f"{type(error).__name__}: {error}",
+        fix="run from the folder that holds the module, put it on PYTHONPATH, or write path/to/file.py:function",
+    )

@@ -1,0 +1,308 @@
+"""A GRPO pipeline from scratch, in five pieces: the interface of source document 001 with the right mathematics.
+
+That document prints kl_coef * mean(log policy - log ref) as the loss. Its value is right and is what these functions
+return; differentiated as printed, its expected gradient is zero, so here the gradient that flows is that of
+KL(policy || ref). `klamp.training.trainer` is the full trainer (processes, checkpoints, evaluation); this module is
+what one reads to see how it works, or takes apart.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from transformers import PreTrainedTokenizerBase
+
+from klamp.config import KLConfig, LossConfig, build_objective
+from klamp.core.advantages import group_advantages
+from klamp.core.gradients import kl_penalty
+from klamp.core.masking import Totals, masked_mean
+from klamp.core.objective import grpo_loss
+from klamp.core.types import Batch, LogProbs, Mask, TokenValues
+from klamp.errors import ConfigError
+from klamp.training.config import OptimConfig, RolloutConfig
+from klamp.training.models import end_tokens
+from klamp.training.sampling import Completions, encode_prompts, generate, uniform_numbers
+from klamp.training.scoring import score, select
+
+RewardFunction = Callable[[str, str], float]
+"""reward(prompt, completion) -> a finite number."""
+
+log = logging.getLogger("klamp.training.loop")
+
+
+class ScalarWriter(Protocol):
+    """What `log_train` needs of a TensorBoard SummaryWriter."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
+        """Record one number."""
+        ...
+
+
+def compute_kl_divergence(policy_log_probs: LogProbs, ref_log_probs: LogProbs) -> TokenValues:
+    """Per-token KL(policy || ref) in nats: the value of k1, the gradient of the reverse KL.
+
+    Equation: log policy - log ref.
+
+    Sampler: the policy.
+    Value: k1, unbiased, of any sign.
+    Gradient: (log policy - log ref) grad log policy, whose expectation is the gradient of KL(policy || ref) at each
+    prefix; not that of the formula itself, which is zero in expectation.
+    Shapes: [B, T], [B, T] -> [B, T].
+
+    Raises:
+        ShapeError: the two differ in shape.
+
+    Source: source document 001; docs/estimators
+    """
+    everywhere = torch.ones_like(policy_log_probs, dtype=torch.bool)
+    return kl_penalty(policy_log_probs, ref_log_probs, everywhere, value="k1", gradient="reverse")
+
+
+def compute_loss(
+    policy_log_probs: LogProbs,
+    old_log_probs: LogProbs | None,
+    advantages: Tensor,
+    response_mask: Mask,
+    *,
+    ref_log_probs: LogProbs | None = None,
+    kl_coef: float = 0.0,
+    cliprange: float = 0.2,
+    kl: KLConfig | None = None,
+    totals: Totals | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Clipped policy loss plus KL penalty, averaged over the response tokens.
+
+    Equation: mean_t(-min(r A, clip(r) A)) + kl_coef * mean_t KL_t.
+
+    Value: with the defaults exactly as source document 001 prints it.
+    Gradient: PPO's plus kl_coef times that of KL(policy || ref) at each prefix.
+    Shapes: [B, T] each, advantages [B] or [B, T] -> scalar and a dictionary of detached scalars.
+
+    Args:
+        policy_log_probs: under the policy, with gradient.
+        old_log_probs: under the policy at rollout time; None: the policy itself.
+        advantages: one per response or per token.
+        response_mask: True on response tokens.
+        ref_log_probs: under the reference; needed where kl_coef > 0.
+        kl_coef: coefficient of the KL.
+        cliprange: ratio bound on either side of 1.
+        kl: any other KL term; its beta replaces kl_coef.
+        totals: size of the whole batch when this is a micro-batch of it.
+
+    Returns:
+        The loss and metadata: `kl_penalty_mean` (what the KL adds to the loss), `kl_mean` (mean k1 in nats per
+        token), `policy_loss`, `clip_fraction`.
+
+    Raises:
+        ConfigError: kl_coef > 0 without ref_log_probs, or both kl_coef and kl.
+        ShapeError, EmptyMaskError, NonFiniteError: tensors that cannot be used.
+
+    Source: source document 001
+    """
+    if kl is not None and kl_coef:
+        raise ConfigError("kl_coef and kl are both given", got=f"kl_coef={kl_coef}", fix="set kl's beta instead")
+    term = kl if kl is not None else KLConfig(beta=kl_coef, kl_estimator="k1", kl_gradient="reverse")
+    objective = build_objective(term, LossConfig(loss_type="dapo", epsilon=cliprange), max_length=1)
+    mask = response_mask.bool()
+    batch = Batch(
+        policy_logprobs=policy_log_probs,
+        mask=mask,
+        advantages=advantages,
+        old_logprobs=old_log_probs,
+        ref_logprobs=ref_log_probs,
+    )
+    output = grpo_loss(batch, objective, totals=totals)
+    nothing = torch.zeros_like(output.loss.detach())
+    metadata = {
+        "policy_loss": output.metrics["loss/policy"],
+        "kl_penalty_mean": output.metrics.get("loss/kl", nothing),
+        "kl_mean": output.metrics.get("kl/k1", nothing),
+        "clip_fraction": output.metrics["policy/ratio_clipped"],
+        "log_prob_mean": masked_mean(policy_log_probs.detach(), mask),
+    }
+    return output.loss, metadata
+
+
+def grpo_microbatch_step(
+    model: nn.Module,
+    completions: Completions,
+    advantages: Tensor,
+    *,
+    old_log_probs: LogProbs | None = None,
+    ref_model: nn.Module | None = None,
+    kl_coef: float = 0.0,
+    cliprange: float = 0.2,
+    temperature: float = 1.0,
+    totals: Totals | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Forward and backward of one micro-batch; gradients add to the model's.
+
+    The reference is scored only if there is one and kl_coef > 0, without gradient.
+
+    Args:
+        model: the policy.
+        completions: B sampled completions.
+        advantages: [B] or [B, T].
+        old_log_probs: under the policy at rollout time; None: the policy itself.
+        ref_model: the frozen reference.
+        kl_coef: coefficient of the KL.
+        cliprange: ratio bound on either side of 1.
+        temperature: that of the sampler.
+        totals: size of the whole batch; with it, micro-batches add up exactly to the batch.
+
+    Returns:
+        The detached loss and the metadata of `compute_loss`.
+
+    Raises:
+        ConfigError: kl_coef > 0 without a reference.
+    """
+    ref_log_probs = None
+    if kl_coef > 0:
+        if ref_model is None:
+            raise ConfigError(
+                "kl_coef is positive and there is no reference",
+                got=f"kl_coef={kl_coef}, ref_model=None",
+                why="a KL needs something to be the distance to",
+                fix="pass ref_model (a frozen copy of the starting policy), or kl_coef=0",
+            )
+        with torch.no_grad():
+            ref_log_probs = score(ref_model, completions, temperature=temperature).logprobs
+    policy_log_probs = score(model, completions, temperature=temperature).logprobs
+    loss, metadata = compute_loss(
+        policy_log_probs,
+        old_log_probs,
+        advantages,
+        completions.mask,
+        ref_log_probs=ref_log_probs,
+        kl_coef=kl_coef,
+        cliprange=cliprange,
+        totals=totals,
+    )
+    loss.backward()
+    return loss.detach(), metadata
+
+
+def train(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    reward: RewardFunction,
+    optimizer: Optimizer,
+    *,
+    ref_model: nn.Module | None = None,
+    kl_coef: float = 0.0,
+    steps: int = 100,
+    rollout: RolloutConfig | None = None,
+    optim: OptimConfig | None = None,
+    seed: int = 0,
+    writer: ScalarWriter | None = None,
+) -> list[dict[str, float]]:
+    """The whole GRPO loop on one process, in its plainest form.
+
+    Each step takes the next prompts, samples a group of completions for each, scores them, forms advantages, adds up
+    the gradients of the micro-batches and steps the optimizer.
+
+    Args:
+        model: the policy, a causal LM; changed in place.
+        tokenizer: its tokenizer.
+        prompts: taken in order, over and over.
+        reward: (prompt, completion) -> number.
+        optimizer: over the model's parameters.
+        ref_model: the frozen reference; needed where kl_coef > 0.
+        kl_coef: coefficient of the KL.
+        steps: optimizer steps.
+        rollout: group size, lengths, temperature; the defaults of `RolloutConfig`.
+        optim: micro-batches per step and the bound of the gradient's norm; the defaults of `OptimConfig`.
+        seed: of the sampling.
+        writer: a TensorBoard SummaryWriter.
+
+    Returns:
+        One dictionary of numbers per step, as given to `log_train`.
+    """
+    rollout, optim = rollout or RolloutConfig(), optim or OptimConfig()
+    history: list[dict[str, float]] = []
+    for step in range(steps):
+        first = step * rollout.prompts_per_step
+        chosen = [prompts[(first + i) % len(prompts)] for i in range(rollout.prompts_per_step)]
+        completions, rewards = _collect(model, tokenizer, chosen, reward, rollout, seed=seed, step=step)
+        advantages = group_advantages(rewards, rollout.num_generations)
+        tokens = float(completions.mask.sum())
+        totals = Totals(float(len(rewards)), tokens, tokens)
+        optimizer.zero_grad()
+        sums: dict[str, float] = {}
+        for rows in torch.arange(len(rewards)).tensor_split(optim.gradient_accumulation_steps):
+            part = select(completions, rows)
+            loss, seen = grpo_microbatch_step(
+                model,
+                part,
+                advantages[rows],
+                ref_model=ref_model,
+                kl_coef=kl_coef,
+                temperature=rollout.temperature,
+                totals=totals,
+            )
+            share = float(part.mask.sum()) / tokens
+            found = {"loss": loss, "kl_penalty": seen["kl_penalty_mean"], "kl": seen["kl_mean"] * share}
+            for name, value in found.items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optim.max_grad_norm)
+        optimizer.step()
+        length = tokens / len(rewards)
+        metrics = sums | {"reward": float(rewards.mean()), "grad_norm": float(norm), "length": length}
+        log_train(step + 1, metrics, writer=writer)
+        history.append(metrics)
+    return history
+
+
+def _collect(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    reward: RewardFunction,
+    rollout: RolloutConfig,
+    *,
+    seed: int,
+    step: int,
+) -> tuple[Completions, Tensor]:
+    """Completions of a group per prompt, and their rewards."""
+    repeated = [p for p in prompts for _ in range(rollout.num_generations)]
+    device = next(model.parameters()).device
+    ids, mask = encode_prompts(repeated, tokenizer, device)
+    completions = generate(
+        model,
+        ids,
+        mask,
+        rollout=rollout,
+        stop=end_tokens(model, tokenizer),
+        pad=int(tokenizer.pad_token_id),  # pyright: ignore[reportArgumentType]
+        uniforms=uniform_numbers(seed, step, len(repeated), rollout.max_completion_length),
+    )
+    texts = completions.texts(tokenizer)
+    rewards = torch.tensor([float(reward(p, t)) for p, t in zip(repeated, texts, strict=True)], device=device)
+    return completions, rewards
+
+
+def log_train(step: int, metrics: Mapping[str, float], *, writer: ScalarWriter | None = None) -> str:
+    """Record a step: TensorBoard scalars `train/NAME` and one line to the logger `klamp.training.loop`.
+
+    Args:
+        step: number of the step, from 1.
+        metrics: name -> value; `loss`, `grad_norm`, `reward` and `kl_penalty` come first in the line.
+        writer: a TensorBoard SummaryWriter; gets `train/loss`, `train/kl_penalty` and the rest.
+
+    Returns:
+        The line: `Step 1 | Loss: 0.1234 | Grad norm: 0.5678 | Reward: 0.5000 | KL penalty: 0.0012`.
+    """
+    if writer is not None:
+        for name, value in metrics.items():
+            writer.add_scalar(f"train/{name}", value, step)
+    names = {"loss": "Loss", "grad_norm": "Grad norm", "reward": "Reward", "kl_penalty": "KL penalty"}
+    shown = [f"{text}: {metrics[name]:.4f}" for name, text in names.items() if name in metrics]
+    line = " | ".join([f"Step {step}", *shown])
+    log.info(line)
+    return line

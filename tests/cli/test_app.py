@@ -1,0 +1,115 @@
+"""The entry point: commands, exit codes, tracebacks on request; once for real in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import klamp
+from klamp.cli import app, main
+from klamp.errors import ModelError, TrainingStopped
+
+
+@pytest.fixture
+def fails(monkeypatch: pytest.MonkeyPatch):
+    """Makes `klamp train` raise."""
+
+    def with_error(error: BaseException) -> None:
+        def run(argv: list[str]) -> int:
+            raise error
+
+        monkeypatch.setattr("klamp.cli.train.run", run)
+
+    return with_error
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["help"]])
+def test_help_names_every_command(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    assert all(f"{name} " in out and command.summary in out for name, command in app.COMMANDS.items())
+    assert max(map(len, out.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("argv", [["--version"], ["-V"], ["version"]])
+def test_version(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 0
+    assert capsys.readouterr().out == f"klamp {klamp.__version__}\n"
+
+
+@pytest.mark.parametrize(("word", "fix"), [("trian", "klamp train"), ("--max_steps", "klamp train --max_steps")])
+def test_an_unknown_command_names_the_nearest(word: str, fix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([word, "5"]) == 2
+    assert f"  fix: {fix}\n" in capsys.readouterr().err
+
+
+def test_a_wrong_flag_is_two_and_shows_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--max_steps", "abc"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("klamp: error: --max_steps cannot be read\n  got: 'abc'\n")
+    assert "Traceback" not in err
+
+
+def test_an_error_is_one(fails, capsys: pytest.CaptureFixture[str]) -> None:
+    fails(ModelError("no tokenizer", fix="add one"))
+    assert main(["train"]) == 1
+    assert capsys.readouterr().err == "klamp: error: no tokenizer\n  fix: add one\n"
+
+
+def test_an_interrupt_is_130(fails, capsys: pytest.CaptureFixture[str]) -> None:
+    error = TrainingStopped("stopped after step 3", fix="continue with: klamp train --resume")
+    error.__cause__ = KeyboardInterrupt()
+    fails(error)
+    assert main(["train"]) == 130
+    assert "klamp: stopped: stopped after step 3\n  fix: continue with" in capsys.readouterr().err
+    fails(KeyboardInterrupt())
+    assert main(["train"]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["train", "--debug"], ["--debug", "train"]])
+def test_debug_shows_the_traceback(argv: list[str], fails, capsys: pytest.CaptureFixture[str]) -> None:
+    fails(ModelError("no tokenizer"))
+    assert main(argv) == 1
+    err = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in err
+    assert "klamp: error: no tokenizer" in err
+
+
+@pytest.mark.parametrize(("value", "shown"), [("1", True), ("0", False), ("", False)])
+def test_debug_by_environment(
+    value: str, shown: bool, fails, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KLAMP_DEBUG", value)
+    fails(ModelError("no tokenizer"))
+    assert main(["train"]) == 1
+    assert ("Traceback" in capsys.readouterr().err) == shown
+
+
+def test_what_is_no_klamp_error_is_not_hidden(fails) -> None:
+    fails(ZeroDivisionError("a bug"))
+    with pytest.raises(ZeroDivisionError):
+        main(["train"])
+
+
+def test_a_real_process(tmp_path: Path) -> None:
+    """`python -m klamp.cli`: code 2 and four parts on stderr; quick, because nothing heavy is imported."""
+    started = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "klamp.cli", "train", "--kl_penlty", "0.1"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2
+    assert "klamp: error: unknown flag\n  got: --kl_penlty\n" in done.stderr
+    assert "fix: did you mean --kl_penalty?" in done.stderr
+    loaded = {line.rsplit("|", 1)[-1].strip().split(".")[0] for line in done.stderr.splitlines() if "|" in line}
+    assert "torch" in loaded
+    assert not loaded & {"transformers", "accelerate", "datasets", "peft", "tensorboard", "wandb"}
+    assert time.perf_counter() - started < 30

@@ -1,0 +1,176 @@
+"""Data files: columns, splits, and errors that name the row."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from klamp.errors import ConfigError, DataError, UnknownNameError
+from klamp.tasks import Task, TaskConfig, arithmetic_tokenizer, load_task
+
+ROWS: list[dict[str, Any]] = [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(40)]
+
+
+def write(folder: Path, rows: list[Any], name: str = "data.jsonl") -> str:
+    path = folder / name
+    if path.suffix == ".parquet":
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        path.write_text("[" + ",".join(lines) + "]" if path.suffix == ".json" else "\n".join(lines) + "\n")
+    return str(path)
+
+
+def load(path: str, **options: Any) -> Task:
+    return load_task(TaskConfig(task=path, **options), arithmetic_tokenizer())
+
+
+def held_out(task: Task) -> list[str]:
+    return [e.prompt for rows in task.evaluation.values() for e in rows]
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.json", "data.parquet", "DATA.JSONL"])
+def test_every_format_gives_the_same_task(tmp_path: Path, name: str) -> None:
+    task = load(write(tmp_path, ROWS, name))
+    expected = load(write(tmp_path, ROWS, "expected.jsonl"))
+    assert [e.prompt for e in task.train] == [e.prompt for e in expected.train]
+    assert held_out(task) == held_out(expected)
+    assert len(task.train) == 36
+    first = task.train[0]
+    assert first.answer == str(int(first.prompt.split("+")[0]) + 1)
+    assert first.fields == {"prompt": first.prompt, "answer": first.answer}
+    assert (task.score(first, first.answer), task.score(first, "no")) == (1.0, 0.0)
+
+
+def test_json_lines_in_a_json_file_and_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "lines.json"
+    path.write_text("\ufeff" + "\n".join(json.dumps(r) for r in ROWS) + "\n\n", encoding="utf-8")
+    assert len(load(str(path)).train) == 36
+
+
+def test_the_split_is_stable_disjoint_and_moves_with_the_seed(tmp_path: Path) -> None:
+    rows = [*ROWS, *ROWS[:20]]  # repeated prompts must not end up on both sides
+    path = write(tmp_path, rows)
+    task = load(path)
+    assert set(held_out(task)).isdisjoint(e.prompt for e in task.train)
+    assert {*held_out(task), *(e.prompt for e in task.train)} == {r["prompt"] for r in ROWS}
+    assert held_out(load(path)) == held_out(task)
+    assert held_out(load(write(tmp_path, rows[::-1], "b.jsonl")))[::-1] == held_out(task)
+    assert held_out(load(path, task_seed=1)) != held_out(task)
+
+
+def test_sizes_are_upper_limits(tmp_path: Path) -> None:
+    path = write(tmp_path, ROWS)
+    assert len(load(path, eval_size=2).evaluation["task"]) == 2
+    small = load(path, train_size=10)
+    assert len(small.train) == 10
+    everything = [e.prompt for e in load(path).train]
+    assert [p for p in everything if p in {e.prompt for e in small.train}] == [e.prompt for e in small.train]
+    assert len(load(path, train_size=1000, eval_size=1000).train) == 36
+
+
+def test_columns_can_have_any_name(tmp_path: Path) -> None:
+    rows = [{"q": f"{i}", "gold": None if i else "x", "kind": "b" if i % 3 else "a", "n": i + 1.0} for i in range(30)]
+    options = {"prompt_column": "q", "answer_column": "gold", "skill_column": "kind", "reference_length_column": "n"}
+    task = load(write(tmp_path, rows), reward="format_regex:a", **options)
+    example = next(e for e in task.train if e.prompt == "7" or e.prompt == "8")
+    number = int(example.prompt)
+    assert example.skill == ("b" if number % 3 else "a")
+    assert example.reference_length == number + 1
+    assert example.answer == ""
+    assert example.fields["q"] == example.fields["prompt"] == example.prompt
+    assert example.fields["kind"] == example.skill
+    # twice as many rows are of skill b: it is the one that is trained, and comes first
+    assert task.rl_skill == "b"
+    assert list(task.evaluation) == ["b", "a"]
+
+
+def test_a_file_of_held_out_rows(tmp_path: Path) -> None:
+    path = write(tmp_path, ROWS)
+    other = write(tmp_path, [{"prompt": "9+9=", "answer": "18"}], "held.jsonl")
+    task = load(path, eval_split=other)
+    assert len(task.train) == 40
+    assert held_out(task) == ["9+9="]
+    skills = [{**row, "skill": "x"} for row in ROWS]
+    path = write(tmp_path, skills)
+    other = write(tmp_path, [{"prompt": "1", "answer": "1", "skill": "y"}], "held.jsonl")
+    with pytest.raises(DataError, match="no held-out row is of the skill that is trained, 'x'"):
+        load(path, eval_split=other, skill_column="skill")
+
+
+def test_chat_messages_in_a_column(tmp_path: Path) -> None:
+    tokenizer = arithmetic_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    rows = [{"prompt": [{"role": "user", "content": f"{i}"}], "answer": "1"} for i in range(10)]
+    for name in ("m.jsonl", "m.parquet"):
+        task = load_task(TaskConfig(task=write(tmp_path, rows, name), system_prompt="s"), tokenizer)
+        number = task.train[0].fields["prompt"][0]["content"]
+        assert task.train[0].prompt == f"[system]s[user]{number}"
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([*ROWS, {"prompt": " ", "answer": "1"}], "row 41 of data.jsonl has an empty prompt"),
+        ([{"prompt": None}], "row 1 of data.jsonl has an empty prompt"),
+        ([{"question": "q", "answer": "1"}], r"(?s)no column 'prompt'.*the columns answer, question"),
+        ([*ROWS, "{broken"], "line 41 of data.jsonl is not JSON"),
+        (["[1, 2]"], "line 1 of data.jsonl is not an object"),
+        ([], "no rows"),
+        ([ROWS[0]], "too few different prompts"),
+        ([ROWS[0]] * 5, "too few different prompts"),
+    ],
+)
+def test_rows_that_cannot_be_used_are_named(tmp_path: Path, rows: list[Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        load(write(tmp_path, rows))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"answer_column": "gold"}, "no column 'gold'"),
+        ({"skill_column": "kind"}, "no column 'kind'"),
+        ({"reference_length_column": "n"}, "no column 'n'"),
+        ({"reference_length_column": "answer"}, "row 1 of data.jsonl has no usable reference length"),
+    ],
+)
+def test_columns_that_are_not_there_or_not_usable(tmp_path: Path, options: dict[str, str], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        load(write(tmp_path, [{"prompt": f"{i}", "answer": "x"} for i in range(3)]), **options)
+
+
+@pytest.mark.parametrize("value", [0, -3, 1.5, True, "12", None])
+def test_a_reference_length_is_a_whole_number_from_one(tmp_path: Path, value: Any) -> None:
+    rows = [{**row, "n": 4} for row in ROWS] + [{**ROWS[0], "n": value}]
+    with pytest.raises(DataError, match="row 41 of data.jsonl has no usable reference length"):
+        load(write(tmp_path, rows), reference_length_column="n")
+
+
+def test_a_row_without_a_skill_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="row 2 of data.jsonl has no skill"):
+        load(write(tmp_path, [{**ROWS[0], "s": "a"}, {**ROWS[1], "s": None}]), skill_column="s")
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not exist"):
+        load(str(tmp_path / "missing.jsonl"))
+    for name in ("damaged.parquet", "damaged.json", "damaged.jsonl"):
+        (tmp_path / name).write_bytes(b"[\xff\xfe")
+        with pytest.raises(DataError, match="cannot be read"):
+            load(str(tmp_path / name))
+    with pytest.raises(UnknownNameError, match="unknown task"):
+        load(str(tmp_path / "data.csv"))
+
+
+def test_without_answers_a_reward_has_to_be_named(tmp_path: Path) -> None:
+    path = write(tmp_path, [{"prompt": f"{i}"} for i in range(10)])
+    with pytest.raises(ConfigError, match="no reward is named"):
+        load(path)
+    task = load(path, reward="format_regex:^a")
+    assert (task.score(task.train[0], "ab"), task.score(task.train[0], "ba")) == (1.0, 0.0)

@@ -1,0 +1,105 @@
+"""Chat messages, chat templates, and the check that prompts fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from klamp.errors import ConfigError, DataError
+from klamp.tasks import Example, TaskConfig, arithmetic_tokenizer, check_prompts
+from klamp.tasks.prompts import prompt_text, uses_chat_template
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('odd role') }}"
+    "{% endif %}<{{ m.role }}>{{ m.content }}{% if not loop.last or add_generation_prompt %};{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture
+def plain() -> Any:
+    return arithmetic_tokenizer()
+
+
+@pytest.fixture
+def chat() -> Any:
+    tokenizer = arithmetic_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def test_a_template_is_used_where_there_is_one_unless_told_otherwise(plain: Any, chat: Any) -> None:
+    assert uses_chat_template(TaskConfig(), chat)
+    assert not uses_chat_template(TaskConfig(), plain)
+    assert not uses_chat_template(TaskConfig(chat_template=False), chat)
+    with pytest.raises(ConfigError, match="no chat template"):
+        uses_chat_template(TaskConfig(chat_template=True), plain)
+
+
+@pytest.mark.parametrize(
+    ("value", "system", "expected"),
+    [
+        ("hi", "", "<user>hi;<assistant>"),
+        ("hi", "be kind", "<system>be kind;<user>hi;<assistant>"),
+        ([{"role": "user", "content": "a"}], "", "<user>a;<assistant>"),
+        # the row's own system message wins over the configured one
+        ([{"role": "system", "content": "s"}, {"role": "user", "content": "a"}], "x", "<system>s;<user>a;<assistant>"),
+        # a last message by the assistant is continued
+        ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "so"}], "", "<user>a;<assistant>so"),
+    ],
+)
+def test_templates_render_texts_and_messages(chat: Any, value: Any, system: str, expected: str) -> None:
+    assert prompt_text(value, TaskConfig(system_prompt=system), chat, where="row 1") == expected
+
+
+def test_without_a_template_text_stays_as_it_is(plain: Any, chat: Any) -> None:
+    assert prompt_text(" 1+1=", TaskConfig(), plain, where="row 1") == " 1+1="
+    assert prompt_text("1+1=", TaskConfig(chat_template=False), chat, where="row 1") == "1+1="
+    assert prompt_text("1+1=", TaskConfig(system_prompt="add"), plain, where="row 1") == "add\n\n1+1="
+
+
+def test_messages_without_a_template_are_refused(plain: Any) -> None:
+    with pytest.raises(ConfigError, match="row 4 holds chat messages"):
+        prompt_text([{"role": "user", "content": "a"}], TaskConfig(), plain, where="row 4")
+
+
+@pytest.mark.parametrize("value", [None, "", "  \n", []])
+def test_an_empty_prompt_names_its_row(chat: Any, value: Any) -> None:
+    with pytest.raises(DataError, match="row 7 has an empty prompt"):
+        prompt_text(value, TaskConfig(), chat, where="row 7")
+
+
+@pytest.mark.parametrize("value", [5, {"role": "user"}, ["hi"], [{"role": "user"}], [{"role": "user", "content": None}]])
+def test_a_prompt_of_another_type_names_its_row(chat: Any, value: Any) -> None:
+    with pytest.raises(DataError, match="row 7 has a prompt of the wrong type"):
+        prompt_text(value, TaskConfig(), chat, where="row 7")
+
+
+def test_what_the_template_refuses_is_a_data_error(chat: Any) -> None:
+    with pytest.raises(DataError, match="(?s)template refuses row 2.*odd role"):
+        prompt_text([{"role": "robot", "content": "a"}], TaskConfig(), chat, where="row 2")
+
+
+def check(prompts: list[str], limit: int | None, tokenizer: Any) -> None:
+    check_prompts([Example(prompt=p) for p in prompts], tokenizer, limit, 4)
+
+
+def test_a_prompt_may_fill_the_room_to_the_last_token(plain: Any) -> None:
+    check(["1+1=", "123456"], 10, plain)
+    check([], 10, plain)
+    check(["1" * 500], None, plain)
+
+
+def test_a_prompt_that_does_not_fit_names_row_length_and_limit(plain: Any) -> None:
+    with pytest.raises(DataError, match="prompt 2 is too long: 7 tokens, and the limit is 6"):
+        check(["1+1=", "1234567"], 10, plain)
+
+
+def test_a_prompt_without_tokens_is_refused(plain: Any) -> None:
+    with pytest.raises(DataError, match="prompt 3 has no tokens"):
+        check(["1", "2", ""], 10, plain)
+
+
+def test_a_character_that_the_tokenizer_does_not_know_names_its_row(plain: Any) -> None:
+    with pytest.raises(DataError, match="prompt 2 cannot be tokenized"):
+        check(["1+1=", "HELLO"], 10, plain)
