@@ -45,6 +45,7 @@ def test_every_default_survives_its_own_text(name: str) -> None:
         ("chat_template", ["NO"], False),
         ("chat_template", ["null"], None),
         ("kl_exclude_tokens", ["1", "2"], (1, 2)),
+        ("kl_exclude_tokens", ["7", "special"], (7, "special")),
         ("report_to", [], ()),
         ("kl_controller_gains", ["1", "2", "3"], (1.0, 2.0, 3.0)),
         ("system_prompt", ["None"], "None"),
@@ -69,7 +70,6 @@ def test_reading(name: str, texts: list[str], value: object) -> None:
         ("resume", ["maybe"], "true or false"),
         ("chat_template", ["maybe"], "true or false, or None"),
         ("kl_controller_gains", ["1", "2"], "3 values, each a number"),
-        ("kl_exclude_tokens", ["a"], "any number of values, each a whole number"),
     ],
 )
 def test_text_of_the_wrong_type_says_what_the_field_takes(name: str, texts: list[str], words: str) -> None:
@@ -78,6 +78,12 @@ def test_text_of_the_wrong_type_says_what_the_field_takes(name: str, texts: list
     assert caught.value.what == f"--{name} cannot be read"
     assert caught.value.why == f"it takes {words}"
     assert all(text in caught.value.got for text in texts)
+
+
+def test_every_field_says_in_words_what_it_takes() -> None:
+    assert fields()["kl_exclude_tokens"].in_words == "any number of values, each a whole number or a text"
+    assert fields()["kl_estimator"].in_words == "one of k1, k2, k3, abs, exact"
+    assert [name for name, field in fields().items() if any(sign in field.in_words for sign in "[]{}|")] == []
 
 
 def test_an_unknown_choice_names_the_nearest() -> None:

@@ -225,14 +225,17 @@ def test_metrics_are_detached_scalars_that_say_what_the_loss_is_made_of():
     assert output.metrics["kl/k3"].item() == pytest.approx(k3.item(), abs=1e-14)
 
 
-def test_a_soft_gate_scales_each_sequences_kl_gradient_by_its_sigmoid():
+@pytest.mark.parametrize(("placement", "value"), [("loss", "k3"), ("advantage", "k1")])
+def test_a_soft_gate_scales_each_sequences_kl_gradient_by_its_sigmoid(placement, value):
     gate_kl = torch.tensor([0.0, 0.4, 0.6, 3.0], dtype=torch.float64)
     batch = random_batch(6, gate_kl=gate_kl)
     choices = {"surrogate": "score_function", "reduction": "sequence_sum", "beta": 1.0}
     batch = replace(batch, advantages=torch.zeros(ROWS, dtype=torch.float64))
-    term = KLTerm(clip_method="soft", clip_threshold=0.5, clip_temperature=0.1, clip_per_token=False)
-    _, clipped = loss_and_slope(batch, Objective(kl=term, **choices))
-    _, free = loss_and_slope(batch, Objective(**choices))
+    clip = {"clip_method": "soft", "clip_threshold": 0.5, "clip_temperature": 0.1, "clip_per_token": False}
+    term = KLTerm(placement=placement, value=value)
+    _, clipped = loss_and_slope(batch, Objective(kl=replace(term, **clip), **choices))
+    _, free = loss_and_slope(batch, Objective(kl=term, **choices))
+    assert (free[batch.mask] != 0).all()
     gate = torch.sigmoid((gate_kl - 0.5) / 0.1)
     assert torch.allclose(clipped, gate[:, None] * free, rtol=1e-12, atol=1e-15)
 

@@ -6,8 +6,10 @@ import random
 import string
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
+
 from klamp.errors import ConfigError, UnknownNameError
 from klamp.tasks import TaskConfig, arithmetic_tokenizer, load_task
 from klamp.tasks.arithmetic import (
@@ -61,7 +63,7 @@ def test_held_out_prompts_never_turn_up_in_training_whatever_the_seed() -> None:
 
 
 def test_a_skill_that_runs_out_of_prompts_gives_what_it_has() -> None:
-    found = examples("subtraction", 20_000, seed=0, held_out=True)
+    found = examples("subtraction", 5_000, seed=0, held_out=True)
     assert len({e.prompt for e in found}) == len(found)
     assert 300 < len(found) < 90 * 91 // 2  # about an eighth of all pairs
 
@@ -70,7 +72,7 @@ def test_the_task_trains_addition_and_watches_the_rest() -> None:
     task = load_task(TaskConfig(train_size=20, eval_size=7), arithmetic_tokenizer())
     assert task.rl_skill == RL_SKILL
     assert list(task.evaluation) == list(SKILLS)
-    assert list(task.evaluation)[0] == RL_SKILL
+    assert next(iter(task.evaluation)) == RL_SKILL
     assert [len(rows) for rows in task.evaluation.values()] == [7] * len(SKILLS)
     assert {e.skill for e in task.train} == {RL_SKILL}
     assert len(task.train) == 20
@@ -86,7 +88,8 @@ def test_the_reward_is_exact() -> None:
 
 
 @pytest.mark.parametrize(
-    "option", [{"system_prompt": "be brief"}, {"eval_split": "held.jsonl"}, {"skill_column": "s"}, {"chat_template": True}]
+    "option",
+    [{"system_prompt": "be brief"}, {"eval_split": "held.jsonl"}, {"skill_column": "s"}, {"chat_template": True}],
 )
 def test_options_that_would_do_nothing_are_refused(option: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(option))):
@@ -108,11 +111,12 @@ def test_one_character_is_one_token_and_text_survives_the_round_trip() -> None:
     tokenizer = arithmetic_tokenizer()
     ids = tokenizer(ALPHABET)["input_ids"]
     assert len(ids) == len(ALPHABET) == len(set(ids))  # pyright: ignore
-    for text in ("123+456=", "71-38=", "rev abcde=", "a  b "):
+    for text in ("47+85=", "71-38=", "rev abcd=", "a  b "):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text  # pyright: ignore
     assert tokenizer(string.digits + "<eos>")["input_ids"][-1] == tokenizer.eos_token_id  # pyright: ignore
     assert tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
-    assert tokenizer.decode([tokenizer.pad_token_id, *ids[:2], tokenizer.eos_token_id], skip_special_tokens=True) == "01"
+    padded: Any = [tokenizer.pad_token_id, *ids[:2], tokenizer.eos_token_id]
+    assert tokenizer.decode(padded, skip_special_tokens=True) == "01"
 
 
 def test_padding_is_on_the_left() -> None:
@@ -131,6 +135,6 @@ def test_a_saved_tokenizer_loads_as_any_other(tmp_path: Path) -> None:
     assert loaded.get_vocab() == tokenizer.get_vocab()
     assert loaded.padding_side == "left"
     assert (loaded.eos_token_id, loaded.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
-    text = "rev abcde=edcba"
+    text = "rev abcd=dcba"
     assert loaded(text)["input_ids"] == tokenizer(text)["input_ids"]
     assert loaded.decode(loaded(text)["input_ids"]) == text

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from klamp.errors import RewardError
 from klamp.tasks import Example, checked
 
@@ -38,8 +39,10 @@ def test_numbers_pass_as_floats(value: Any, expected: float) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [None, "1.0", [1.0], (), {}, math.nan, math.inf, -math.inf, 1j, np.nan, torch.tensor(math.inf), torch.zeros(2)]
-    + [np.zeros(0), np.array(["1"])],
+    [
+        *(None, "1.0", [1.0], (), {}, math.nan, math.inf, -math.inf, 1j),
+        *(np.nan, np.zeros(0), np.array(["1"]), torch.tensor(math.inf), torch.zeros(2)),
+    ],
 )
 def test_anything_else_is_a_reward_error_that_names_function_and_prompt(value: Any) -> None:
     with pytest.raises(RewardError, match=r"(?s)my_reward returned.*what is 1\+1\?"):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from klamp.errors import ConfigError, DataError, UnknownNameError
 from klamp.tasks import Task, TaskConfig, arithmetic_tokenizer, load_task
 

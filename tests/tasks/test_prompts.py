@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from klamp.errors import ConfigError, DataError
 from klamp.tasks import Example, TaskConfig, arithmetic_tokenizer, check_prompts
 from klamp.tasks.prompts import prompt_text, uses_chat_template
@@ -69,7 +70,9 @@ def test_an_empty_prompt_names_its_row(chat: Any, value: Any) -> None:
         prompt_text(value, TaskConfig(), chat, where="row 7")
 
 
-@pytest.mark.parametrize("value", [5, {"role": "user"}, ["hi"], [{"role": "user"}], [{"role": "user", "content": None}]])
+@pytest.mark.parametrize(
+    "value", [5, {"role": "user"}, ["hi"], [{"role": "user"}], [{"role": "user", "content": None}]]
+)
 def test_a_prompt_of_another_type_names_its_row(chat: Any, value: Any) -> None:
     with pytest.raises(DataError, match="row 7 has a prompt of the wrong type"):
         prompt_text(value, TaskConfig(), chat, where="row 7")

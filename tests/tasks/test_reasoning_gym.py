@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from klamp.errors import ConfigError, DataError, UnknownNameError
 from klamp.tasks import Task, TaskConfig, arithmetic_tokenizer, load_task
 
@@ -24,7 +25,9 @@ def test_a_dataset_by_name() -> None:
     assert int(example.answer) == eval(example.fields["metadata"]["expression"])
 
 
-@pytest.mark.parametrize("wrap", ["{}", " {}\n", "<think>so</think> <answer>{}</answer>", "<answer>0</answer><answer> {} </answer>"])
+@pytest.mark.parametrize(
+    "wrap", ["{}", " {}\n", "<think>so</think> <answer>{}</answer>", "<answer>0</answer><answer> {} </answer>"]
+)
 def test_the_answer_is_found_with_and_without_tags(wrap: str) -> None:
     task = load("chain_sum")
     example = task.train[0]

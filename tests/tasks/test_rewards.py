@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from klamp.errors import ConfigError, DataError, RewardError, UnknownNameError
 from klamp.tasks import Example, Task, named_reward
 from klamp.tasks.base import checked

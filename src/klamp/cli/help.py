@@ -13,7 +13,7 @@ from klamp.training.config import section_classes
 
 # tyro joins lines that begin with a letter: these are indented so that they stay as they are.
 DESCRIPTION = """Train a language model with GRPO, its KL to a reference held where you want it.
-  Without flags the built-in arithmetic task runs: a small model, a few minutes on a CPU, no download.
+  Without flags the built-in arithmetic task runs: a small model, minutes on a CPU, no download.
   Every field is a flag (--max_steps or --max-steps) and a key of the YAML file of --config.
   What stands further right wins: defaults < --preset < --config < flags.
   Switches: --resume, --no_resume, or --resume True. Examples:

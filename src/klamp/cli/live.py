@@ -14,7 +14,7 @@ from klamp.cli.columns import GAP, STEP_WIDTH, Scale, columns_for, legend_for, s
 from klamp.cli.watch import ROWS, Watch
 from klamp.training.observers import RunInfo, RunSummary
 
-OTHER_LINES = 14
+OTHER_LINES = 15
 """Lines of the picture besides the rows of the table and the skills."""
 
 

@@ -16,8 +16,8 @@ from klamp.cli.words import (
     describe_kl,
     describe_model,
     describe_reference,
+    describe_rule,
     describe_task,
-    has_reference,
 )
 from klamp.training.config import TrainConfig, section_classes
 
@@ -86,12 +86,13 @@ def _in_words(config: TrainConfig) -> list[tuple[str, str]]:
 
 
 def _beta_lines(config: TrainConfig) -> list[tuple[str, str]]:
-    if not has_reference(config):
+    if not config.kl.needs_reference:
         return [("beta", "0: trains without KL")]
     token, sequence = beta_units(config)
     length = config.rollout.max_completion_length
     units = f"{token:g} per nat of KL per token = {sequence:g} per nat of a whole completion of {length} tokens"
-    return [("controller", describe_controller(config)), ("beta", units)]
+    controller = "; ".join(text for text in (describe_controller(config), describe_rule(config)) if text)
+    return [("controller", controller), ("beta", units)]
 
 
 def _loss(config: TrainConfig) -> str:

@@ -111,14 +111,11 @@ def _write(stream: TextIO, kind: str, what: str, parts: dict[str, str]) -> None:
         print("\n".join(lines), file=stream, flush=True)
         return
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
+    console = Console(file=stream)
     style = "bold yellow" if kind == "caution" else "bold red"
-    grid = Table.grid(padding=(0, 1))
-    grid.add_row(Text(f"{kind}:", style=style), Text(what, style="bold"))
+    # Lines are left for the terminal to wrap, so that a command in them can be copied.
+    console.print(Text.assemble((f"{kind}: ", style), (what, "bold")), soft_wrap=True)
     for name, text in parts.items():
-        grid.add_row(Text(f"{name}:", style="dim"), Text(text))
-    grid.columns[0].justify = "right"
-    grid.columns[0].no_wrap = True
-    Console(file=stream).print(grid)
+        console.print(Text.assemble((f"  {name}: ", "dim"), text), soft_wrap=True)

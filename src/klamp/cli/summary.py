@@ -11,11 +11,12 @@ from rich.text import Text
 
 from klamp.cli.columns import GAP, Scale, fixed, short, spoken
 from klamp.cli.live import skills_table
-from klamp.cli.words import has_reference, resume_command, tool
+from klamp.cli.words import describe_controller, resume_command, tool
 from klamp.training.config import TrainConfig
 from klamp.training.observers import RunSummary
 
 ESTIMATORS = ("k1", "k3", "exact")
+ROWS = {"": "nats per token", "_sequence": "nats per completion", "_original": "from its start, per token"}
 
 
 def print_summary(console: Console, config: TrainConfig, summary: RunSummary) -> None:
@@ -31,7 +32,7 @@ def print_summary(console: Console, config: TrainConfig, summary: RunSummary) ->
     skills = skills_table(summary.before, summary.after, scale=scale, after_title="after", trained=summary.rl_skill)
     console.print(skills)
     console.print(Text(""))
-    if has_reference(config):
+    if config.kl.needs_reference:
         console.print(_kl_table(summary.final_metrics))
         console.print(Text(_beta_text(config, summary.final_metrics)), soft_wrap=True)
     else:
@@ -46,21 +47,19 @@ def _kl_table(metrics: Mapping[str, float]) -> Table:
     table.add_column("KL from the reference (last step)", min_width=16)
     for estimator in ESTIMATORS:
         table.add_column(estimator, justify="right", min_width=7)
-    for suffix, name in (("", "nats per token"), ("_sequence", "nats per completion")):
+    for suffix, name in ROWS.items():
         names = [f"kl/{estimator}{suffix}" for estimator in ESTIMATORS]
+        if suffix == "_original" and not metrics.keys() & names:
+            continue  # only a moving reference has left its start
         table.add_row(name, *(fixed(4)(metrics[each]) if each in metrics else "-" for each in names))
     return table
 
 
 def _beta_text(config: TrainConfig, metrics: Mapping[str, float]) -> str:
-    beta = metrics.get("beta", config.kl.beta)
-    name = config.kl.controller_name
-    moved = (
-        "fixed" if name == "fixed" else f"{name} controller, from {config.kl.beta:g}, target {config.kl.target_kl:g}"
-    )
     sequence = metrics.get("beta/per_sequence")
     per = "" if sequence is None else f", {short(sequence)} per nat of a completion"
-    return f"beta {short(beta)} per nat of a token{per} ({moved})"
+    held = "fixed" if config.kl.controller_name == "fixed" else describe_controller(config)
+    return f"beta {short(metrics.get('beta', config.kl.beta))} per nat of a token{per} ({held})"
 
 
 def _files(config: TrainConfig, summary: RunSummary) -> list[tuple[str, str]]:

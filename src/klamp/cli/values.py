@@ -56,7 +56,7 @@ class Field:
     def in_words(self) -> str:
         """What its value has to be."""
         one = self.spec.metavar.removeprefix("{None}|").strip("[").split()[0]
-        kind = IN_WORDS.get(one, one)
+        kind = " or ".join(IN_WORDS.get(each, each) for each in one.split("|"))
         if self.is_switch:
             kind = "true or false"
         elif self.choices:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from klamp.cli.columns import duration
-from klamp.cli.words import describe_controller, describe_kl, describe_task, has_reference
+from klamp.cli.words import describe_controller, describe_kl, describe_task
 from klamp.training.observers import Observer, RunInfo
 
 ROWS = 12
@@ -104,15 +104,15 @@ class Watch(Observer):
         return f"{duration(self.seconds)} elapsed" + ("" if left is None else f", {duration(left)} left")
 
     def heading(self) -> list[str]:
-        """The run in four lines."""
+        """The run in a few lines."""
         assert self.info is not None
         info, config = self.info, self.info.config
         some = "" if info.trainable_parameters == info.parameters else f", {_count(info.trainable_parameters)} trained"
         where = info.device + (f", {info.processes} processes" if info.processes > 1 else "")
         again = f" · continued after step {info.start_step}" if info.start_step else ""
-        held = ["KL: none, beta is 0; no reference"]
-        if has_reference(config):
-            held = [f"KL: {describe_kl(config)} · reference: {info.reference}", f"beta: {describe_controller(config)}"]
+        held = [f"KL: {describe_kl(config)}"]
+        if config.kl.needs_reference:
+            held.append(f"reference: {info.reference} · beta: {describe_controller(config)}")
         return [
             f"{describe_task(config)} · {config.model.model}, {_count(info.parameters)} parameters{some} · {where}",
             *held,

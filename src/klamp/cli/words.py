@@ -18,11 +18,6 @@ from klamp.training.config import TrainConfig
 BUILTIN = "builtin"
 
 
-def has_reference(config: TrainConfig) -> bool:
-    """Whether a reference is needed; with a fixed beta of 0 none is loaded."""
-    return config.kl.beta > 0 or config.kl.controller_name != "fixed"
-
-
 def describe_task(config: TrainConfig) -> str:
     """What is trained on."""
     reward = f", reward {config.task.reward}" if config.task.reward else ""
@@ -43,19 +38,26 @@ def describe_model(config: TrainConfig) -> str:
 
 def describe_reference(config: TrainConfig) -> str:
     """Where the reference comes from."""
-    if not has_reference(config):
+    kl, model = config.kl, config.model
+    if not kl.needs_reference:
         return "none: beta is 0, so no reference is loaded"
-    adapter = bool(config.model.lora_r) and config.model.ref_model is None
-    if config.kl.reference == "adapter_off" or (config.kl.reference == "auto" and adapter):
-        return "the policy with its adapter off"
-    return f"{config.model.ref_model}, frozen" if config.model.ref_model else "a frozen copy of the starting policy"
+    adapter = "adapter_off" if model.lora_r and model.ref_model is None else "frozen"
+    return {
+        "frozen": f"{model.ref_model}, frozen" if model.ref_model else "a frozen copy of the starting policy",
+        "adapter_off": "the policy with its adapter off",
+        "ema": f"a copy that follows the policy, keeping {kl.reference_decay:g} of itself at every step",
+        "periodic": f"a copy that becomes the policy every {kl.reference_reset_steps} steps",
+        "remote": f"another machine: {kl.reference_url}",
+    }[adapter if kl.reference == "auto" else kl.reference]
 
 
 def describe_kl(config: TrainConfig) -> str:
     """What is measured, which gradient flows, where it enters, how it is clipped."""
-    if not has_reference(config):
-        return "none"
     kl = config.kl
+    if not kl.needs_reference:
+        return "none: beta is 0"
+    if kl.beta == 0 and kl.controller_name == "fixed":
+        return "measured and logged only: beta is 0"
     place = {"loss": "in the loss", "reward": "taken from the reward", "advantage": "taken from the advantage"}
     gradient = f"gradient {kl.kl_gradient}" + (" over the sequence" if kl.kl_horizon == "sequence" else " per token")
     clip = "" if kl.kl_clip_method == "none" else f"; {_describe_clip(kl)}"
@@ -73,10 +75,19 @@ def _describe_clip(kl: KLConfig) -> str:
 
 
 def describe_controller(config: TrainConfig) -> str:
-    """How beta moves."""
+    """What holds beta."""
     kl = config.kl
     if kl.controller_name == "fixed":
-        return f"fixed at {kl.beta:g}"
+        scheduled = "" if kl.kl_schedule == "constant" and not kl.kl_warmup_steps else ", scaled by its schedule"
+        return f"fixed at {kl.beta:g}{scheduled}"
+    return f"{kl.controller_name} controller from {kl.beta:g}, towards {kl.target_kl:g} nats per token"
+
+
+def describe_rule(config: TrainConfig) -> str:
+    """How beta moves; empty where it does not."""
+    kl = config.kl
+    if kl.controller_name == "fixed":
+        return ""
     bounds = f"{kl.beta_min:g} to {'no bound' if kl.beta_max is None else f'{kl.beta_max:g}'}"
     rule = {
         "step": "x1.5 when the KL is above 1.5 targets, x0.75 when it is below half of one",
@@ -84,8 +95,7 @@ def describe_controller(config: TrainConfig) -> str:
         "dual": f"dual ascent, step {kl.kl_controller_lr:g}",
         "pid": "kp, ki, kd = " + ", ".join(f"{gain:g}" for gain in kl.kl_controller_gains),
     }[kl.controller_name]
-    target = f"{kl.controller_name} controller from {kl.beta:g}, towards {kl.target_kl:g} nats per token"
-    return f"{target}; {rule}; bounds {bounds}"
+    return f"{rule}; bounds {bounds}"
 
 
 def beta_units(config: TrainConfig) -> tuple[float, float]:
@@ -131,7 +141,7 @@ def tool(name: str) -> str:
 
 
 def _program() -> list[str]:
-    processes = int(os.environ.get("WORLD_SIZE") or 1)
-    if processes > 1:
-        return [tool("accelerate"), "launch", "--num_processes", str(processes), "-m", "klamp.cli"]
+    processes = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or "1"
+    if int(processes) > 1:  # `accelerate launch` starts several processes on GPUs only, torchrun anywhere
+        return [tool("torchrun"), "--nproc_per_node", processes, "-m", "klamp.cli"]
     return [tool("klamp")]

@@ -20,11 +20,12 @@ from klamp.core.clipping import CLIP_LEVELS, CLIP_METHODS, ClipLevel
 from klamp.core.controllers import Controller
 from klamp.core.gradients import check_bound, check_gradient_choice
 from klamp.core.objective import KLTerm, OffPolicy, Placement
+from klamp.core.schedules import KL_SCHEDULES, KLSchedule, kl_schedule_factor
 from klamp.core.types import ClipMethod, Gradient, Horizon, Reduction, Value
 from klamp.errors import ConfigError, unknown_name
 
 ControllerName: TypeAlias = Literal["fixed", "step", "proportional", "dual", "pid"]
-ReferenceName: TypeAlias = Literal["auto", "frozen", "adapter_off"]
+ReferenceName: TypeAlias = Literal["auto", "frozen", "adapter_off", "ema", "periodic", "remote"]
 
 REDUCTIONS: tuple[Reduction, ...] = ("token_mean", "sequence_mean", "sequence_sum", "fixed_length")
 
@@ -130,10 +131,36 @@ class KLConfig:
     """Truncation of that weight; how often it binds is logged."""
     kl_normalizer: Reduction | None = None
     """Reduction of the KL over tokens; None: that of the policy loss."""
-    kl_exclude_tokens: tuple[int, ...] = ()
-    """Token ids that carry no KL (the end token, a format tag)."""
+    kl_exclude_tokens: tuple[int | str, ...] = ()
+    """Tokens that carry no KL: ids, token strings, or `special` for all special tokens."""
+    kl_exclude_prefix: int = 0
+    """First tokens of each completion that carry no KL (a format prefix)."""
+    kl_exclude_between: tuple[str, ...] = ()
+    """Two markers; what stands between them (tool output) carries no KL, the markers included."""
+    kl_schedule: KLSchedule = "constant"
+    """Factor on beta over the run: constant, linear or cosine."""
+    kl_warmup_steps: int = 0
+    """Steps over which that factor grows from 0."""
+    kl_schedule_end: float = 0.0
+    """The factor at the end of a linear or cosine schedule."""
+    kl_early_stop: float | None = None
+    """Skip a rollout's remaining updates once KL(old||policy) exceeds this, in nats per token."""
+    kl_lr_guard: float | None = None
+    """Scale the learning rate by guard / KL while the last step's KL is above the guard, in nats per token."""
+    kl_monitor: bool = False
+    """Load the reference and log the KL even at beta 0."""
     reference: ReferenceName = "auto"
-    """Where the reference comes from: a frozen copy, or the policy with its adapter off; auto picks by the policy."""
+    """frozen copy, adapter_off, ema, periodic, remote; auto: adapter_off for LoRA, else frozen."""
+    reference_decay: float = 0.99
+    """ema: share of the old reference that a step keeps."""
+    reference_reset_steps: int = 100
+    """periodic: steps after which the reference becomes the policy."""
+    reference_device: str | None = None
+    """Device of a reference with weights of its own; None: the policy's."""
+    reference_dtype: str | None = None
+    """Data type of a reference with weights of its own; None: the policy's."""
+    reference_url: str | None = None
+    """remote: where the reference answers; see `klamp.training.remote`."""
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -166,6 +193,16 @@ class KLConfig:
             )
         for name in ("kl_max_log_ratio", "kl_max_weight", "target_kl", "kl_clip_temperature"):
             check_bound(name, getattr(self, name))
+        for name in ("kl_early_stop", "kl_lr_guard", "reference_reset_steps"):
+            check_bound(name, getattr(self, name))
+        if not 0 < self.reference_decay < 1:
+            raise ConfigError(
+                "reference_decay must lie between 0 and 1",
+                got=self.reference_decay,
+                why="the reference keeps this share of itself at every step",
+                fix="0.99 follows over about a hundred steps; reference='frozen' never moves",
+            )
+        kl_schedule_factor(0, 1, warmup_steps=self.kl_warmup_steps, end=self.kl_schedule_end)
 
     def _check_names(self) -> None:
         check_gradient_choice(self.kl_estimator, self.kl_gradient, self.kl_horizon)
@@ -176,7 +213,9 @@ class KLConfig:
             "kl_controller": (None, *CONTROLLERS),
             "kl_off_policy": ("none", "token", "sequence"),
             "kl_normalizer": (None, *REDUCTIONS),
-            "reference": ("auto", "frozen", "adapter_off"),
+            "reference": ("auto", "frozen", "adapter_off", "ema", "periodic", "remote"),
+            "reference_dtype": (None, "float32", "bfloat16", "float16"),
+            "kl_schedule": KL_SCHEDULES,
         }
         for name, known in choices.items():
             if getattr(self, name) not in known:
@@ -187,6 +226,16 @@ class KLConfig:
             if refused:
                 raise ConfigError(what, why=why, fix=fix)
         self.build_controller()
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether anything asks for the reference; without it none is loaded and none is scored."""
+        return self.beta > 0 or self.kl_monitor or self.controller_name != "fixed"
+
+    @property
+    def excludes(self) -> bool:
+        """Whether some tokens carry no KL."""
+        return bool(self.kl_exclude_tokens or self.kl_exclude_prefix or self.kl_exclude_between)
 
     def cautions(self) -> list[str]:
         """What this configuration may not do although its name suggests it; each with the way out."""

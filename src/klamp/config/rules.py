@@ -68,6 +68,30 @@ def refusals(c: KLConfig) -> list[tuple[bool, str, str, str]]:
             "the rule multiplies beta, and 0 times anything is 0",
             "start from a small positive beta, or use kl_controller='dual' or 'pid'",
         ),
+        (
+            c.reference == "remote" and c.reference_url is None,
+            "reference='remote' needs reference_url",
+            "the reference is asked over HTTP",
+            "set reference_url to where klamp.training.remote.serve (or a server of the same protocol) listens",
+        ),
+        (
+            c.reference == "remote" and c.kl_estimator == "exact",
+            "kl_estimator='exact' cannot use a remote reference",
+            "the remote protocol carries log-probabilities of the sampled tokens, not whole rows of logits",
+            "use kl_estimator='k3', or a reference on this machine",
+        ),
+        (
+            len(c.kl_exclude_between) not in (0, 2),
+            f"kl_exclude_between takes two markers, not {len(c.kl_exclude_between)}",
+            "tokens from the first to the second carry no KL",
+            "give the opening and the closing marker, e.g. <tool_output> </tool_output>",
+        ),
+        (
+            c.excludes and (c.kl_gradient, c.kl_horizon) == ("forward", "sequence"),
+            "the forward KL over sequences cannot leave tokens out",
+            "its weight is the reference's probability of the whole prefix",
+            "use kl_horizon='token', kl_gradient='reverse', or no kl_exclude_* field",
+        ),
     ]
 
 

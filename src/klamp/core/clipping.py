@@ -73,7 +73,7 @@ def clip_kl(
     if method == "none":
         return kl
     excess = kl - threshold
-    return excess.clamp(min=0) if method == "hard" else temperature * softplus(excess / temperature)
+    return excess.relu() if method == "hard" else temperature * softplus(excess / temperature)
 
 
 def clip_gate(

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -33,12 +34,28 @@ HORIZONS: tuple[Horizon, ...] = ("token", "sequence")
 _FAR = -1.0
 
 
+class _WithGradient(torch.autograd.Function):
+    """Forward: the value, untouched (an infinite coefficient must not turn it into inf * 0). Backward: coefficient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, coefficient: Tensor, policy_logprobs: Tensor) -> Tensor:
+        ctx.save_for_backward(coefficient)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor]:
+        (coefficient,) = ctx.saved_tensors
+        # A token that the loss leaves out gets 0, also where its coefficient overflowed.
+        return None, None, torch.where(grads[0] == 0, torch.zeros_like(coefficient), coefficient * grads[0])
+
+
 def with_gradient(value: Tensor, coefficient: Tensor, policy_logprobs: Tensor) -> Tensor:
     """A tensor that equals `value` and whose gradient is coefficient * grad policy_logprobs.
 
     Equation: sg(value) + sg(coefficient) (log policy - sg(log policy)).
     """
-    return value.detach() + coefficient.detach() * (policy_logprobs - policy_logprobs.detach())
+    apply = cast(Callable[[Tensor, Tensor, Tensor], Tensor], _WithGradient.apply)  # pyright: ignore
+    return apply(value.detach(), coefficient.detach(), policy_logprobs)
 
 
 def masked_log_ratio(
@@ -166,11 +183,29 @@ def penalty_from_weights(
     value: Estimator,
     gradient: Gradient,
     horizon: Horizon,
+    kl_mask: Mask | None = None,
 ) -> TokenValues:
-    """The penalty for a given (already masked, detached) log-ratio and log-weight; see `kl_penalty`."""
+    """The penalty for a given (detached) log-ratio and log-weight; see `kl_penalty`.
+
+    `kl_mask` marks the tokens that carry the KL, and `delta` is 0 elsewhere. The value of the others is 0; with
+    horizon `sequence` they keep a gradient, for what they do to the KL of later tokens.
+
+    Raises:
+        ConfigError: gradient `forward` with horizon `sequence` and tokens without a KL.
+    """
     check_gradient_choice(value, gradient, horizon)
+    if kl_mask is not None and (horizon, gradient) == ("sequence", "forward"):
+        raise ConfigError(
+            "the forward KL over sequences cannot leave tokens out",
+            got="gradient='forward', horizon='sequence', and a kl_mask",
+            why="its weight is the reference's probability of the whole prefix",
+            fix="use horizon='token', gradient='reverse', or no exclusions",
+        )
+    carried = mask if kl_mask is None else kl_mask
     coefficient = _COEFFICIENTS[horizon, gradient](value, log_w, delta)
-    return masked(with_gradient(_weighted_value(value, log_w, delta), coefficient, masked(policy_logprobs, mask)), mask)
+    felt = mask if horizon == "sequence" else carried
+    weighted = masked(_weighted_value(value, log_w, delta), carried)
+    return with_gradient(weighted, masked(coefficient, felt), masked(policy_logprobs, mask))
 
 
 def kl_penalty(
@@ -247,6 +282,7 @@ def exact_penalty(
     gradient: Gradient,
     horizon: Horizon,
     surrogate: TokenValues | None = None,
+    kl_mask: Mask | None = None,
 ) -> TokenValues:
     """Penalty whose value is the exact full-vocabulary KL at each sampled prefix, in nats.
 
@@ -256,13 +292,15 @@ def exact_penalty(
     Value: w_t * exact_t. Off-policy, the weight of position t is that of the prefix *before* t, since the vocabulary
     at t is summed over, not sampled. `log_w` holds inclusive weights; this function shifts them by one.
     Gradient: `reverse` and `own` differentiate `exact`; `forward` differentiates `surrogate`, the exact forward KL.
+    `kl_mask` marks the tokens that carry the KL; with horizon `sequence` the others keep the gradient of later ones.
     Shapes: all [B, T] -> [B, T].
 
     Source: arXiv:2504.10637
     """
     check_gradient_choice("exact", gradient, horizon)
     before = torch.nn.functional.pad(log_w[..., :-1], (1, 0)).exp()
-    value = masked(exact.detach(), mask) * before
+    carried = mask if kl_mask is None else kl_mask
+    value = masked(exact.detach(), carried) * before
     if gradient == "none":
         return value
     if gradient == "forward" and surrogate is None:
@@ -270,7 +308,7 @@ def exact_penalty(
             "the exact forward gradient needs the exact forward KL",
             fix="pass exact_kl(policy_logits, ref_logits, direction='forward') as the surrogate",
         )
-    source = masked(exact if gradient != "forward" or surrogate is None else surrogate, mask)
+    source = masked(exact if gradient != "forward" or surrogate is None else surrogate, carried)
     penalty = value + before * (source - source.detach())
     if horizon == "sequence":
         if gradient == "forward":

@@ -65,12 +65,12 @@ def masked_mean(x: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"], dim: i
     return masked_sum(x, mask, dim) / count.clamp(min=1)
 
 
-def _sum_of_values(kept: Tensor, mask: Mask) -> Tensor:
+def _sum_of_values(kept: Tensor, counted: Mask) -> Tensor:
     return kept.sum()
 
 
-def _sum_of_sequence_means(kept: Tensor, mask: Mask) -> Tensor:
-    return (kept.sum(-1) / mask.sum(-1).clamp(min=1)).sum()
+def _sum_of_sequence_means(kept: Tensor, counted: Mask) -> Tensor:
+    return (kept.sum(-1) / counted.sum(-1).clamp(min=1)).sum()
 
 
 _NUMERATORS: dict[Reduction, Callable[[Tensor, Mask], Tensor]] = {
@@ -111,6 +111,7 @@ def reduce_tokens(
     *,
     length: int | None = None,
     denominator: float | Tensor | None = None,
+    counted: Mask | None = None,
 ) -> Float[Tensor, ""]:
     """One number from per-token values.
 
@@ -130,6 +131,7 @@ def reduce_tokens(
         reduction: which equation.
         length: L of `fixed_length`.
         denominator: replaces the denominator by that of the whole batch, so that micro-batches add up exactly.
+        counted: the tokens that n_i counts, where those are fewer than the ones that are summed.
 
     Raises:
         UnknownNameError: an unknown reduction.
@@ -141,9 +143,10 @@ def reduce_tokens(
     """
     if reduction not in _NUMERATORS:
         raise unknown_name("reduction", reduction, _NUMERATORS)
+    counted = mask if counted is None else counted
     if denominator is None:
-        denominator = natural_denominator(mask, reduction, length=length)
-    return _NUMERATORS[reduction](masked(x, mask), mask) / denominator
+        denominator = natural_denominator(counted, reduction, length=length)
+    return _NUMERATORS[reduction](masked(x, mask), counted) / denominator
 
 
 def total_denominator(

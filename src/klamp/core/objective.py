@@ -143,12 +143,12 @@ def grpo_loss(batch: Batch, objective: Objective, *, totals: Totals | None = Non
     if objective.surrogate not in SURROGATES:
         raise unknown_name("surrogate", objective.surrogate, SURROGATES)
     tokens = SURROGATES[objective.surrogate](objective, policy, old, advantages)
-    loss = _reduce(tokens, batch.mask, objective.reduction, objective, totals)
+    loss = _reduce(tokens, batch.mask, batch.mask, objective.reduction, objective, totals)
     metrics["loss/policy"] = loss.detach()
     if objective.beta > 0 and objective.kl.placement == "loss":
         penalty = _penalty(batch, objective.kl, kl_mask, gate)
         reduction = objective.kl.normalizer or objective.reduction
-        kl_loss = objective.beta * _reduce(penalty, kl_mask, reduction, objective, totals, kl=True)
+        kl_loss = objective.beta * _reduce(penalty, batch.mask, kl_mask, reduction, objective, totals, kl=True)
         metrics["loss/kl"] = kl_loss.detach()
         loss = loss + kl_loss
     metrics |= _seen(batch, objective, kl_mask, policy.detach(), old, advantages)
@@ -160,6 +160,7 @@ def grpo_loss(batch: Batch, objective: Objective, *, totals: Totals | None = Non
 def _reduce(
     x: TokenValues,
     mask: Mask,
+    counted: Mask,
     reduction: Reduction,
     objective: Objective,
     totals: Totals | None,
@@ -168,10 +169,10 @@ def _reduce(
 ) -> Float[Tensor, ""]:
     length = objective.max_length
     if totals is None:
-        denominator = natural_denominator(mask, reduction, length=length)
+        denominator = natural_denominator(counted, reduction, length=length)
     else:
         denominator = total_denominator(totals, reduction, length=length, kl=kl)
-    return reduce_tokens(x, mask, reduction, denominator=denominator)
+    return reduce_tokens(x, mask, reduction, denominator=denominator, counted=counted)
 
 
 def _require_reference(batch: Batch) -> Tensor:
@@ -211,8 +212,9 @@ class _Gate:
         """Penalty with the clip: value lowered by what the budget takes, spread over the tokens; gradient gated."""
         shift = (self.clipped - self.kl) / kl_mask.sum(-1).clamp(min=1)
         factor = self.factor.unsqueeze(-1)
-        value = torch.where(factor > 0, penalty.detach() + shift.unsqueeze(-1), torch.zeros_like(penalty))
-        return masked(value + factor * (penalty - penalty.detach()), kl_mask)
+        open_here = (factor > 0) & kl_mask
+        value = torch.where(open_here, penalty.detach() + shift.unsqueeze(-1), torch.zeros_like(penalty))
+        return value + factor * (penalty - penalty.detach())
 
     def metrics(self) -> dict[str, Tensor]:
         return {
@@ -243,7 +245,7 @@ def sequence_gate_kl(batch: Batch, term: KLTerm, kl_mask: Mask) -> Float[Tensor,
 def _log_weights(batch: Batch, term: KLTerm, kl_mask: Mask, *, exact: bool) -> Tensor:
     """Off-policy log-weights of the penalty. The prefix ratio runs over every trained token, excluded or not."""
     if term.off_policy == "none" or (exact and term.off_policy == "token"):
-        return torch.zeros_like(masked(batch.policy_logprobs.detach(), kl_mask))
+        return torch.zeros_like(masked(batch.policy_logprobs.detach(), batch.mask))
     if batch.sampler_logprobs is None:
         raise ConfigError(
             "kl_off_policy needs the sampler's log-probabilities",
@@ -275,10 +277,11 @@ def _penalty(batch: Batch, term: KLTerm, kl_mask: Mask, gate: _Gate | None) -> T
             batch.policy_logprobs,
             batch.exact_kl,
             log_w,
-            kl_mask,
+            batch.mask,
             gradient=term.gradient,
             horizon=term.horizon,
             surrogate=batch.exact_kl_forward,
+            kl_mask=None if batch.kl_mask is None else kl_mask,
         )
     else:
         delta = masked_log_ratio(
@@ -288,10 +291,11 @@ def _penalty(batch: Batch, term: KLTerm, kl_mask: Mask, gate: _Gate | None) -> T
             batch.policy_logprobs,
             delta,
             log_w,
-            kl_mask,
+            batch.mask,
             value=term.value,
             gradient=term.gradient,
             horizon=term.horizon,
+            kl_mask=None if batch.kl_mask is None else kl_mask,
         )
     return penalty if gate is None else gate.apply(penalty, kl_mask)
 

@@ -47,6 +47,8 @@ METRICS: dict[str, MetricRow] = {
         _row("kl/k3", "nats/token", "neither", "mean over tokens", "k3 estimate of KL(policy||ref); never negative."),
         _row("kl/exact", "nats/token", "neither", "mean over tokens", "Exact KL over the vocabulary, where measured."),
         _row("kl/exact_forward", "nats/token", "neither", "mean over tokens", "Exact KL(ref||policy), where measured."),
+        _row("kl/k1_original", "nats/token", "neither", "mean over tokens", "k1 to where a moving reference started."),
+        _row("kl/k3_original", "nats/token", "neither", "mean over tokens", "k3 to where a moving reference started."),
         _row("kl/k1_sequence", "nats/sequence", "neither", "mean over completions", "k1 summed over a completion."),
         _row("kl/k3_sequence", "nats/sequence", "neither", "mean over completions", "k3 summed over a completion."),
         _row(
@@ -87,6 +89,8 @@ METRICS: dict[str, MetricRow] = {
             "policy/entropy", "nats/token", "neither", "mean over tokens", "Entropy of the policy at sampled prefixes."
         ),
         _row("policy/ratio_clipped", "share", "lower", "mean over tokens", "Tokens past a ratio bound, last update."),
+        _row("policy/updates", "1", "neither", "value", "Updates done on the rollout; fewer where kl_early_stop cut."),
+        _row("policy/kl_old", "nats/token", "neither", "mean over tokens", "k3 of KL(old||policy), last update."),
         _row("policy/logp_mean", "nats/token", "neither", "mean over tokens", "Mean log-probability under the policy."),
         _row("ref/logp_mean", "nats/token", "neither", "mean over tokens", "Mean log-probability under the reference."),
         _row("length/mean", "tokens", "neither", "mean over completions", "Completion length, end token included."),

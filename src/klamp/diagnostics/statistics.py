@@ -39,6 +39,8 @@ class StepRecord:
     """[B] tokens, end token included, before any masking."""
     ref: Tensor | None = None
     """[B, T] log-probabilities under the reference; None at beta 0."""
+    original: Tensor | None = None
+    """[B, T] log-probabilities under the model that a moving reference started from."""
     exact: Tensor | None = None
     """[B, T] exact KL(policy||ref)."""
     exact_forward: Tensor | None = None
@@ -57,6 +59,10 @@ def step_metrics(record: StepRecord, *, group_size: int) -> dict[str, float]:
     found = _reward_metrics(record, group_size) | _policy_metrics(record)
     if record.ref is not None:
         found |= _kl_metrics(record, record.ref)
+    if record.original is not None:
+        delta = masked_log_ratio(record.policy, record.original, record.kl_mask)
+        for name in ("k1", "k3"):
+            found[f"kl/{name}_original"] = masked_mean(ESTIMATORS[name].value(delta), record.kl_mask)
     if record.exact_rows is not None:
         found |= _exact_metrics(record, record.exact_rows)
     return {name: float(value) for name, value in found.items()}

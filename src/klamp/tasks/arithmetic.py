@@ -1,9 +1,9 @@
 """The built-in task: short strings that a small model can learn, with skills that RL does not see.
 
     skill         prompt         completion
-    addition      123+456=       579            the skill that RL trains
+    addition      47+85=         132            the skill that RL trains
     subtraction   71-38=         33             kept by the KL term, or lost
-    reversal      rev abcde=     edcba          likewise
+    reversal      rev abcd=      dcba           likewise
 
 One character is one token, so every log-probability can be read. Which prompts are held out depends on the prompt's
 own text alone: no seed and no size can move a held-out prompt into training.
@@ -30,29 +30,32 @@ RL_SKILL = "addition"
 HELD_OUT_SHARE = 8
 """One prompt in this many is held out."""
 
-MAX_PROMPT_LENGTH, MAX_COMPLETION_LENGTH = 10, 6
+MAX_PROMPT_LENGTH, MAX_COMPLETION_LENGTH = 9, 5
 """In tokens; the completion's includes the end token."""
 
 MAX_MODEL_LENGTH = 64
 """How many tokens the base model can hold."""
 
-REVERSAL_LETTERS = 5
+REVERSAL_LETTERS = 4
 
 _TRAIN_SIZE = 4096
 """How many prompts RL trains on where the configuration leaves it open."""
+
+_REPEATS = 5000
+"""After so many known prompts in a row, a skill counts as exhausted."""
 
 Draw = Callable[[random.Random], tuple[str, str]]
 """Draws one prompt and its answer."""
 
 
 def draw_addition(rng: random.Random) -> tuple[str, str]:
-    """A sum of two three-digit numbers."""
-    left, right = rng.randint(100, 999), rng.randint(100, 999)
+    """A sum of two two-digit numbers."""
+    left, right = rng.randint(10, 99), rng.randint(10, 99)
     return f"{left}+{right}=", str(left + right)
 
 
 def draw_subtraction(rng: random.Random) -> tuple[str, str]:
-    """A difference of two numbers below 100 that is not negative."""
+    """A difference of two two-digit numbers that is not negative."""
     low, high = sorted((rng.randint(10, 99), rng.randint(10, 99)))
     return f"{high}-{low}=", str(high - low)
 
@@ -104,10 +107,11 @@ def examples(skill: str, count: int, *, seed: int, held_out: bool) -> tuple[Exam
     """
     source = pairs(skill, random.Random(f"{seed}/{skill}/{held_out}"), held_out=held_out)
     found: dict[str, str] = {}
-    for _ in range(20 * count):
-        if len(found) == count:
-            break
-        found.update([next(source)])
+    repeats = 0
+    while len(found) < count and repeats < _REPEATS:
+        prompt, answer = next(source)
+        repeats = repeats + 1 if prompt in found else 0
+        found[prompt] = answer
     return tuple(
         Example(prompt=prompt, answer=answer, skill=skill, fields={"prompt": prompt, "answer": answer, "skill": skill})
         for prompt, answer in found.items()

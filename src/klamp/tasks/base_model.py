@@ -135,7 +135,7 @@ def load_base_model(
     """
     folder = base_model_folder(config)
     if not folder.is_dir():
-        _store(config, folder, train_base_model(config, progress=progress))
+        _store(config, folder, progress)
     return _load(folder)
 
 
@@ -217,11 +217,23 @@ def _batches(config: BaseModelConfig) -> Iterator[tuple[torch.Tensor, torch.Tens
         yield tokens[start : start + size], labels[start : start + size]
 
 
-def _store(config: BaseModelConfig, folder: Path, model: LlamaForCausalLM) -> None:
-    """Write to a temporary folder, then rename it: a killed run or a second process never leaves half a model."""
+def _store(config: BaseModelConfig, folder: Path, progress: Progress | None) -> None:
+    """Train into a temporary folder, then rename it: a killed run or a second process never leaves half a model."""
+    temporary = _temporary_folder(folder)
+    try:
+        train_base_model(config, progress=progress).save_pretrained(temporary)
+        arithmetic_tokenizer().save_pretrained(temporary)
+        (temporary / "base_model.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
+        _move(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _temporary_folder(folder: Path) -> Path:
+    """Made before training: a cache that cannot be written should not cost a minute first."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        return Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     except OSError as error:
         raise ModelError(
             "the cache folder for the base model cannot be written",
@@ -229,18 +241,15 @@ def _store(config: BaseModelConfig, folder: Path, model: LlamaForCausalLM) -> No
             why=str(error),
             fix="set KLAMP_CACHE to a folder that can be written",
         ) from error
+
+
+def _move(temporary: Path, folder: Path) -> None:
     try:
-        model.save_pretrained(temporary)
-        arithmetic_tokenizer().save_pretrained(temporary)
-        (temporary / "base_model.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
-        # rename fails where another process was quicker; its folder holds the same model
-        if not folder.is_dir():
-            temporary.rename(folder)
+        temporary.rename(folder)
     except OSError:
+        # another process was quicker: its folder holds the same model
         if not folder.is_dir():
             raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _load(folder: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:

@@ -30,12 +30,9 @@ IGNORED = -100
 HEAVY_COLUMN = 14
 """From this sum of two digits on, a carry is forgotten more often than remembered."""
 
-COLUMNS = 2
-"""Ones and tens; the last carry of a sum is written down, not carried, and is never forgotten."""
-
 
 def careless_sum(left: int, right: int, rng: random.Random, carelessness: float) -> int:
-    """The sum of two three-digit numbers, with each carry forgotten now and then.
+    """The sum of two two-digit numbers, with each carry forgotten now and then.
 
     Args:
         left: the first number.
@@ -44,12 +41,12 @@ def careless_sum(left: int, right: int, rng: random.Random, carelessness: float)
         carelessness: the odds of forgetting the carry of a heavy column; those of a light column are half of it.
     """
     carry, total = 0, 0
-    for column in range(COLUMNS):
-        digits = left // 10**column % 10 + right // 10**column % 10 + carry
-        forgotten = rng.random() < carelessness * (1.0 if digits >= HEAVY_COLUMN else 0.5)
-        carry = int(digits > 9 and not forgotten)
-        total += digits % 10 * 10**column
-    return total + (left // 10**COLUMNS + right // 10**COLUMNS + carry) * 10**COLUMNS
+    for place in (1, 10):
+        column = left // place % 10 + right // place % 10 + carry
+        forgotten = rng.random() < carelessness * (1.0 if column >= HEAVY_COLUMN else 0.5)
+        carry = int(column > 9 and not forgotten)
+        total += column % 10 * place
+    return total + 100 * carry
 
 
 def corpus(mixture: Mapping[str, float], count: int, *, carelessness: float, seed: int) -> Iterator[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
     checkpoints/step-000050/policy/         save_pretrained: loads anywhere
     checkpoints/step-000050/optimizer.pt    loads with weights_only=True
+    checkpoints/step-000050/reference.safetensors   only where the reference moves
     checkpoints/step-000050/state.json      step, controller, schedule, reference length
 
 A checkpoint is written beside its place and then moved there: a killed run leaves a whole one or none.
@@ -12,16 +13,18 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors.torch import load_model, save_model
 from torch import nn
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from klamp.errors import RunFolderError
 
-FOLDER = "checkpoints"
+FOLDER, REFERENCE = "checkpoints", "reference.safetensors"
 
 
 def save(
@@ -31,6 +34,7 @@ def save(
     policy: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
     optimizer: Optimizer,
+    reference: nn.Module | None,
     state: dict[str, Any],
     keep: int,
 ) -> Path:
@@ -42,6 +46,7 @@ def save(
         policy: the unwrapped policy; with an adapter, only the adapter is written.
         tokenizer: saved with the weights.
         optimizer: its moments.
+        reference: weights of a reference that moves.
         state: plain numbers and names.
         keep: how many checkpoints to leave.
     """
@@ -52,6 +57,8 @@ def save(
     policy.save_pretrained(str(part / "policy"))  # pyright: ignore[reportCallIssue]
     tokenizer.save_pretrained(str(part / "policy"))
     torch.save(optimizer.state_dict(), part / "optimizer.pt")
+    if reference is not None:
+        save_model(reference, str(part / REFERENCE))
     (part / "state.json").write_text(json.dumps(state | {"step": step}, indent=2), encoding="utf-8")
     shutil.rmtree(folder, ignore_errors=True)
     part.rename(folder)
@@ -90,15 +97,32 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
     """
     try:
         return json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise RunFolderError(
-            "the checkpoint is damaged",
-            got=str(checkpoint),
-            why=f"{type(error).__name__}: {error}",
-            fix="delete that folder; the checkpoint before it is used then",
-        ) from error
+    except (OSError, ValueError) as error:
+        raise _damaged(checkpoint, error) from error
 
 
 def load_optimizer(checkpoint: Path, optimizer: Optimizer, device: torch.device) -> None:
-    """Put the saved moments into the optimizer; nothing but tensors and numbers is unpacked."""
-    optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", map_location=device, weights_only=True))
+    """Put the saved moments into the optimizer; nothing but tensors and numbers is unpacked.
+
+    Raises:
+        RunFolderError: they are missing, damaged, or those of other weights.
+    """
+    try:
+        optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", map_location=device, weights_only=True))
+    except (OSError, ValueError, RuntimeError, EOFError, UnpicklingError) as error:
+        raise _damaged(checkpoint, error) from error
+
+
+def _damaged(checkpoint: Path, error: Exception) -> RunFolderError:
+    return RunFolderError(
+        "the checkpoint is damaged",
+        got=str(checkpoint),
+        why=f"{type(error).__name__}: {error}",
+        fix="delete that folder; the checkpoint before it is used then",
+    )
+
+
+def load_reference(checkpoint: Path, reference: nn.Module | None) -> None:
+    """Put a moving reference back to where it was; nothing to do for one that never moves."""
+    if reference is not None:
+        load_model(reference, str(checkpoint / REFERENCE))

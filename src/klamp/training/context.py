@@ -37,6 +37,8 @@ class Context:
     """The same as the accelerator wrapped it."""
     reference: Reference | None
     """None at beta 0."""
+    original: Reference | None
+    """What a moving reference started from; None where the reference does not move."""
     tokenizer: PreTrainedTokenizerBase
     """The policy's."""
     task: Task
@@ -45,6 +47,8 @@ class Context:
     """The loss; its beta is the starting one."""
     stop: list[int]
     """Ids that end a completion."""
+    excluded: list[int]
+    """Ids of tokens that carry no KL."""
     vocabulary: int
     """Size of the policy's output."""
     reference_length: float | None = None

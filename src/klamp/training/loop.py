@@ -235,7 +235,8 @@ def train(
         totals = Totals(float(len(rewards)), tokens, tokens)
         optimizer.zero_grad()
         sums: dict[str, float] = {}
-        for rows in torch.arange(len(rewards)).tensor_split(optim.gradient_accumulation_steps):
+        parts = torch.arange(len(rewards)).tensor_split(optim.gradient_accumulation_steps)
+        for rows in filter(len, parts):
             part = select(completions, rows)
             loss, seen = grpo_microbatch_step(
                 model,
@@ -250,7 +251,7 @@ def train(
             found = {"loss": loss, "kl_penalty": seen["kl_penalty_mean"], "kl": seen["kl_mean"] * share}
             for name, value in found.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optim.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optim.max_grad_norm or float("inf"))
         optimizer.step()
         length = tokens / len(rewards)
         metrics = sums | {"reward": float(rewards.mean()), "grad_norm": float(norm), "length": length}

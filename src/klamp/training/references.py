@@ -1,9 +1,17 @@
-"""Where the reference's log-probabilities come from."""
+"""Where the reference's log-probabilities come from.
+
+frozen        a model of its own that never changes
+adapter_off   the policy with its LoRA adapter switched off: no weights of its own
+ema           a copy that follows the policy slowly
+periodic      a copy that becomes the policy every so many steps
+remote        another machine, see `klamp.training.remote`
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -14,7 +22,7 @@ from klamp.training.scoring import Scores, score
 
 
 class Reference(Protocol):
-    """Scores completions without gradient; `describe` says in words where it comes from."""
+    """Scores completions without gradient."""
 
     def score(self, completions: Completions, *, temperature: float) -> Scores:
         """What the reference says about the completions."""
@@ -24,13 +32,25 @@ class Reference(Protocol):
         """The reference as a model that can generate, for as long as the context lasts."""
         ...
 
+    def after_step(self, policy: nn.Module, step: int) -> None:
+        """Told after every step, `step` steps done; a moving reference moves."""
+        ...
+
+    def weights(self) -> nn.Module | None:
+        """What a checkpoint must hold for the reference to be the same on resume; None if nothing."""
+        ...
+
     def describe(self) -> str:
         """Where it comes from, in words."""
         ...
 
 
 class FrozenReference:
-    """A model of its own that never changes: exact and simple, at the memory of a second model."""
+    """A model of its own that never changes: exact and simple, at the memory of a second model.
+
+    It may live on another device or in another data type than the policy; a lower precision shows up as a KL that is
+    not 0 at the first step.
+    """
 
     def __init__(self, model: nn.Module, *, name: str = "a frozen copy of the starting policy") -> None:
         self.model = model.requires_grad_(False).eval()
@@ -38,17 +58,55 @@ class FrozenReference:
 
     @torch.no_grad()
     def score(self, completions: Completions, *, temperature: float) -> Scores:
-        """What the frozen model says about the completions."""
-        return score(self.model, completions, temperature=temperature)
+        """What the model says about the completions, on the completions' device."""
+        home, away = completions.ids.device, next(self.model.parameters()).device
+        scores = score(self.model, completions.to(away), temperature=temperature)
+        logits = None if scores.logits is None else scores.logits.to(home)
+        return replace(scores, logits=logits, logprobs=scores.logprobs.to(home))
 
     @contextmanager
     def sampling_model(self) -> Iterator[nn.Module]:
-        """The frozen model itself."""
+        """The model itself."""
         yield self.model
+
+    def after_step(self, policy: nn.Module, step: int) -> None:
+        """Nothing: it never moves."""
+
+    def weights(self) -> nn.Module | None:
+        """None: it is loaded again from where it came."""
+        return None
 
     def describe(self) -> str:
         """Where it comes from, in words."""
         return self.name
+
+
+class MovingReference(FrozenReference):
+    """A copy of the policy that moves: by averaging (`decay`), or by becoming the policy every `reset_steps`.
+
+    Equation: ema ref <- decay ref + (1 - decay) policy after every step; periodic ref <- policy.
+    A KL to a moving reference does not bound the distance from the start; the trainer logs that one as well.
+
+    Source: EMA-PG arXiv:2602.04417 (ema)
+    """
+
+    def __init__(self, model: nn.Module, *, decay: float | None = None, reset_steps: int | None = None) -> None:
+        words = f"with decay {decay:g}" if decay is not None else f"reset to it every {reset_steps} steps"
+        super().__init__(model, name=f"a copy that follows the policy, {words}")
+        self.decay, self.reset_steps = decay, reset_steps
+
+    @torch.no_grad()
+    def after_step(self, policy: nn.Module, step: int) -> None:
+        """Move."""
+        if self.decay is None and (self.reset_steps is None or step % self.reset_steps):
+            return
+        share = 1.0 if self.decay is None else 1.0 - self.decay
+        for mine, theirs in zip(self.model.parameters(), policy.parameters(), strict=True):
+            mine.lerp_(theirs.to(mine), share)
+
+    def weights(self) -> nn.Module | None:
+        """The copy: where it has moved to is found nowhere else."""
+        return self.model
 
 
 class AdapterOffReference:
@@ -69,6 +127,13 @@ class AdapterOffReference:
         off: AbstractContextManager[None] = self.policy.disable_adapter()  # pyright: ignore[reportCallIssue]
         with off:
             yield self.policy
+
+    def after_step(self, policy: nn.Module, step: int) -> None:
+        """Nothing: the base model never moves."""
+
+    def weights(self) -> nn.Module | None:
+        """None: it has no weights of its own."""
+        return None
 
     def describe(self) -> str:
         """Where it comes from, in words."""

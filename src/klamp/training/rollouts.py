@@ -16,8 +16,11 @@ from klamp.core.masking import Totals, masked_sum
 from klamp.core.objective import KLTerm
 from klamp.core.placement import kl_in_reward, sequence_log_ratio
 from klamp.diagnostics.statistics import pad_tokens
+from klamp.errors import RewardError
 from klamp.tasks.base import Example
 from klamp.training.context import Context
+from klamp.training.exclusions import kl_tokens
+from klamp.training.references import Reference
 from klamp.training.sampling import Completions, encode_prompts, generate, uniform_numbers
 from klamp.training.scoring import Scores, score, select
 
@@ -44,6 +47,8 @@ class Rollout:
     """Size of the whole step, over all processes."""
     ref_logprobs: Tensor | None = None
     """[B, T]; None where no reference is loaded."""
+    original_logprobs: Tensor | None = None
+    """[B, T] under the model that a moving reference started from."""
     exact_rows: Tensor | None = None
     """[B] bool: completions whose exact KL is measured."""
     ref_logits: Tensor | None = None
@@ -82,7 +87,7 @@ def collect(context: Context, examples: Sequence[Example], *, step: int, beta: f
         uniforms=uniforms[rows],
     )
     texts = completions.texts(context.tokenizer)
-    rewards = torch.tensor([context.task.score(e, t) for e, t in zip(chosen, texts, strict=True)])
+    rewards = _rewards(context, chosen, texts)
     mask, kl_mask = _masks(context, completions)
     rollout = Rollout(
         examples=chosen,
@@ -90,7 +95,7 @@ def collect(context: Context, examples: Sequence[Example], *, step: int, beta: f
         completions=completions,
         mask=mask,
         kl_mask=kl_mask,
-        rewards=rewards.to(context.device, torch.float32),
+        rewards=rewards,
         advantages=torch.zeros(len(chosen), device=context.device),
         totals=_totals(context, mask, kl_mask),
         reference_length=_reference_length(context, chosen),
@@ -99,12 +104,27 @@ def collect(context: Context, examples: Sequence[Example], *, step: int, beta: f
     return _with_advantages(context, _with_policy_pass(context, rollout), beta)
 
 
+def _rewards(context: Context, examples: Sequence[Example], texts: Sequence[str]) -> Tensor:
+    """The task's rewards, [B]. An error on one process stops all of them, so that none waits for it in vain."""
+    rewards: list[float] = []
+    error: RewardError | None = None
+    try:
+        rewards = [context.task.score(e, t) for e, t in zip(examples, texts, strict=True)]
+    except RewardError as raised:
+        error = raised
+    failed = context.sum_over_processes(torch.tensor(float(error is not None), device=context.device))
+    if error is not None:
+        raise error
+    if failed > 0:
+        raise RewardError("the reward function failed on another process", why="that process says how")
+    return torch.tensor(rewards, dtype=torch.float32, device=context.device)
+
+
 def _masks(context: Context, completions: Completions) -> tuple[Tensor, Tensor]:
     mask = completions.mask
     if context.config.rollout.mask_truncated_completions:
         mask = mask & completions.ended[:, None]
-    excluded = torch.tensor(context.config.kl.kl_exclude_tokens, dtype=torch.long, device=mask.device)
-    return mask, mask & ~torch.isin(completions.ids, excluded)
+    return mask, kl_tokens(completions.ids, mask, context.config.kl, context.excluded, context.tokenizer)
 
 
 def _totals(context: Context, mask: Tensor, kl_mask: Tensor) -> Totals:
@@ -130,22 +150,34 @@ def _with_reference(context: Context, rollout: Rollout) -> Rollout:
     if context.reference is None:
         return rollout
     rows = _exact_rows(context, len(rollout.texts))
+    logprobs, logits = _scored(context, rollout, context.reference, rows)
+    if context.original is not None:
+        original, _ = _scored(context, rollout, context.original, None)
+        rollout = replace(rollout, original_logprobs=original)
+    return replace(rollout, ref_logprobs=logprobs, exact_rows=None if logits is None else rows, ref_logits=logits)
+
+
+def _scored(
+    context: Context, rollout: Rollout, reference: Reference, rows: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probabilities of all completions under a reference, and its logits in the rows asked for."""
     length = rollout.mask.shape[1]
-    logprobs, logits = [], []
+    logprobs: list[Tensor] = []
+    logits: list[Tensor] = []
     for part in context.parts(len(rollout.texts)):
-        scores = context.reference.score(
-            select(rollout.completions, part), temperature=context.config.rollout.temperature
-        )
+        scores = reference.score(select(rollout.completions, part), temperature=context.config.rollout.temperature)
         logprobs.append(pad_tokens(scores.logprobs, length))
-        logits.append(torch.nn.functional.pad(scores.logits[rows[part]], (0, 0, 0, length - scores.logits.shape[1])))
-    return replace(rollout, ref_logprobs=torch.cat(logprobs), exact_rows=rows, ref_logits=torch.cat(logits))
+        if rows is not None and scores.logits is not None:
+            kept = scores.logits[rows[part]]
+            logits.append(torch.nn.functional.pad(kept, (0, 0, 0, length - kept.shape[1])))
+    return torch.cat(logprobs), torch.cat(logits) if logits else None
 
 
 def exact_of(
     rollout: Rollout, part: slice, scores: Scores, *, forward: bool = False, grad: bool = False
 ) -> Tensor | None:
     """Exact KL of a part of the rollout, [b, t]; 0 in rows where it is not measured, None where in none of them."""
-    if rollout.exact_rows is None or rollout.ref_logits is None:
+    if rollout.exact_rows is None or rollout.ref_logits is None or scores.logits is None:
         return None
     rows = rollout.exact_rows[part]
     if not bool(rows.any()):

@@ -41,6 +41,10 @@ class Completions:
     ended: Tensor
     """[B] bool; False where the length limit cut the completion."""
 
+    def to(self, device: torch.device) -> Completions:
+        """The same on another device."""
+        return Completions(**{name: x.to(device) for name, x in vars(self).items()})
+
     def texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         """The completions as text, without special tokens."""
         kept = [ids[mask].tolist() for ids, mask in zip(self.ids, self.mask, strict=True)]

@@ -15,13 +15,14 @@ from klamp.training.sampling import Completions
 class Scores:
     """What a model says about B completions."""
 
-    logits: Tensor
-    """[B, T, V] at the sampling temperature, in float32."""
+    logits: Tensor | None
+    """[B, T, V] at the sampling temperature, in float32; None where a remote model keeps them."""
     logprobs: Tensor
     """[B, T] log-probabilities of the completions' tokens; arbitrary where masked."""
 
     def entropy(self) -> Tensor:
         """Entropy at each prefix in nats, detached. [B, T]"""
+        assert self.logits is not None, "a policy has logits"
         logprobs = self.logits.detach().log_softmax(-1)
         return -(logprobs.exp() * logprobs).sum(-1)
 

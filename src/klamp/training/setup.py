@@ -19,6 +19,7 @@ from klamp.tasks import check_prompts, load_task
 from klamp.training import checkpoint
 from klamp.training.config import ModelConfig, TrainConfig
 from klamp.training.context import Context
+from klamp.training.exclusions import excluded_ids
 from klamp.training.models import (
     BUILTIN,
     end_tokens,
@@ -29,8 +30,12 @@ from klamp.training.models import (
     with_adapter,
 )
 from klamp.training.observers import Observer
-from klamp.training.references import AdapterOffReference, FrozenReference, Reference
+from klamp.training.references import AdapterOffReference, FrozenReference, MovingReference, Reference
+from klamp.training.remote import RemoteReference
 from klamp.training.runlog import check_folder, free_folder
+
+UNLIMITED = 2**31
+"""Stands for a model that does not say how long a sequence it takes."""
 
 
 def make_accelerator(config: TrainConfig, folder: Path) -> Accelerator:
@@ -54,8 +59,9 @@ def make_accelerator(config: TrainConfig, folder: Path) -> Accelerator:
             "a tracker cannot be used",
             got=f"report_to={config.run.report_to}",
             why=str(error),
-            fix="use tensorboard, or install the tracker's package",
+            fix="use tensorboard, or another tracker that accelerate knows",
         ) from error
+    _check_trackers(config, accelerator)
     if config.rollout.prompts_per_step % accelerator.num_processes:
         raise ConfigError(
             "the prompts of a step do not divide over the processes",
@@ -64,6 +70,19 @@ def make_accelerator(config: TrainConfig, folder: Path) -> Accelerator:
             fix=f"use a multiple of {accelerator.num_processes}",
         )
     return accelerator
+
+
+def _check_trackers(config: TrainConfig, accelerator: Accelerator) -> None:
+    """accelerate passes over a tracker whose package is missing in silence; klamp does not."""
+    usable = {str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with}
+    missing = [name for name in config.run.report_to if name not in usable and name != "all"]
+    if missing:
+        raise ConfigError(
+            "a tracker cannot be used",
+            got=f"report_to={config.run.report_to}",
+            why=f"not installed: {', '.join(missing)}",
+            fix="install the tracker's package, or leave it out of report_to",
+        )
 
 
 def choose_folder(config: TrainConfig) -> Path:
@@ -107,12 +126,13 @@ def build(config: TrainConfig, accelerator: Accelerator, folder: Path, observers
     task = load_task(config.task, tokenizer)
     longest = max_length(start)
     every = [*task.train, *(e for rows in task.evaluation.values() for e in rows)]
-    check_prompts(every, tokenizer, longest, config.rollout.max_completion_length)
+    check_prompts(every, tokenizer, longest or UNLIMITED, config.rollout.max_completion_length)
     vocabulary = output_size(start)
     stop = end_tokens(start, tokenizer)
-    reference_start = copy.deepcopy(start) if _needs_copy(config) else None
+    kind = reference_kind(config)
+    copied = copy.deepcopy(start) if kind == "frozen" and config.model.ref_model is None else None
     policy = _policy(start, config, resumed, accelerator)
-    reference = _reference(config, policy, reference_start, accelerator)
+    reference, original = _references(config, kind, policy, copied, accelerator)
     return Context(
         config=config,
         output_dir=folder,
@@ -120,6 +140,8 @@ def build(config: TrainConfig, accelerator: Accelerator, folder: Path, observers
         policy=policy,
         wrapped=policy,
         reference=reference,
+        original=original,
+        excluded=excluded_ids(config.kl.kl_exclude_tokens, tokenizer),
         tokenizer=tokenizer,
         task=task,
         objective=build_objective(config.kl, config.loss, max_length=config.rollout.max_completion_length),
@@ -152,9 +174,13 @@ def _policy(start: nn.Module, config: TrainConfig, resumed: Path | None, acceler
     return policy.to(accelerator.device)
 
 
-def _kind(config: TrainConfig) -> str:
-    """`none`, `frozen` or `adapter_off`."""
-    if config.kl.beta == 0 and config.kl.controller_name == "fixed":
+def reference_kind(config: TrainConfig) -> str:
+    """Which reference a run has: none, frozen, adapter_off, ema, periodic or remote.
+
+    Raises:
+        ConfigError: `adapter_off` without an adapter, or a moving reference with a ref_model.
+    """
+    if not config.kl.needs_reference:
         return "none"
     asked = config.kl.reference
     if asked == "adapter_off" and not config.model.lora_r:
@@ -164,39 +190,58 @@ def _kind(config: TrainConfig) -> str:
             why="the reference is the policy with its LoRA adapter switched off",
             fix="set lora_r (16 is usual), or reference='frozen'",
         )
+    if asked in ("ema", "periodic", "adapter_off", "remote") and config.model.ref_model is not None:
+        raise ConfigError(
+            f"reference={asked!r} does not use ref_model",
+            got=f"ref_model={config.model.ref_model!r}",
+            why="only a frozen reference is loaded from a folder of its own",
+            fix="leave ref_model out, or set reference='frozen'",
+        )
     if asked != "auto":
         return asked
     return "adapter_off" if config.model.lora_r and config.model.ref_model is None else "frozen"
 
 
-def _needs_copy(config: TrainConfig) -> bool:
-    return _kind(config) == "frozen" and config.model.ref_model is None
-
-
-def _reference(
-    config: TrainConfig,
-    policy: nn.Module,
-    copied: nn.Module | None,
-    accelerator: Accelerator,
-) -> Reference | None:
-    kind = _kind(config)
+def _references(
+    config: TrainConfig, kind: str, policy: nn.Module, copied: nn.Module | None, accelerator: Accelerator
+) -> tuple[Reference | None, Reference | None]:
+    """The reference, and what a moving one started from."""
     if kind == "none":
-        return None
+        return None, None
     if kind == "adapter_off":
-        return AdapterOffReference(policy)
+        return AdapterOffReference(policy), None
+    if kind == "remote":
+        return RemoteReference(config.kl.reference_url or ""), None
+    if kind in ("ema", "periodic"):
+        decay, every = (config.kl.reference_decay, None) if kind == "ema" else (None, config.kl.reference_reset_steps)
+        started = policy if not config.run.resume else _fresh_policy(config, accelerator)
+        moving = MovingReference(_placed(copy.deepcopy(started), config, accelerator), decay=decay, reset_steps=every)
+        return moving, FrozenReference(_placed(copy.deepcopy(started), config, accelerator))
     if copied is not None:
-        return FrozenReference(copied.to(accelerator.device))
+        return FrozenReference(_placed(copied, config, accelerator)), None
     assert config.model.ref_model is not None
     model = load_model(config.model.ref_model, config.model.dtype)
-    given = output_size(model)
-    if given != output_size(policy):
+    if output_size(model) != output_size(policy):
         raise ModelError(
             "the reference has another vocabulary than the policy",
-            got=f"reference {given}, policy {output_size(policy)}",
+            got=f"reference {output_size(model)}, policy {output_size(policy)}",
             why="log-probabilities of the same token ids would speak of different tokens",
             fix="use a reference of the same model family",
         )
-    return FrozenReference(model.to(accelerator.device), name=f"{config.model.ref_model}, frozen")
+    return FrozenReference(_placed(model, config, accelerator), name=f"{config.model.ref_model}, frozen"), None
+
+
+def _placed(model: nn.Module, config: TrainConfig, accelerator: Accelerator) -> nn.Module:
+    """A reference's weights on the device and in the data type asked for."""
+    kl = config.kl
+    dtype = None if kl.reference_dtype is None else getattr(torch, kl.reference_dtype)
+    device = accelerator.device if kl.reference_device is None else torch.device(kl.reference_device)
+    return model.to(device=device, dtype=dtype)
+
+
+def _fresh_policy(config: TrainConfig, accelerator: Accelerator) -> nn.Module:
+    """The policy as it was before the first step, when a resumed one has moved on."""
+    return _policy(load_model(config.model.model, config.model.dtype), config, None, accelerator)
 
 
 def make_optimizer(context: Context) -> tuple[AdamW, torch.optim.lr_scheduler.LambdaLR]:

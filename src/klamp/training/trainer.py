@@ -13,17 +13,17 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from klamp.core.controllers import Controller
-from klamp.core.types import Reduction
-from klamp.diagnostics.statistics import StepRecord, pad_tokens, step_metrics
+from klamp.core.schedules import kl_schedule_factor
+from klamp.diagnostics.statistics import step_metrics
 from klamp.errors import KlampError, TrainingStopped
 from klamp.tasks.base import Example
 from klamp.training import checkpoint
 from klamp.training.config import TrainConfig
 from klamp.training.context import Context
 from klamp.training.evaluation import evaluate
+from klamp.training.measurement import beta_metrics, completion_row, gather_record
 from klamp.training.observers import Observer, RunInfo, RunSummary
 from klamp.training.reference_length import measure_reference_length
 from klamp.training.rollouts import Rollout, collect
@@ -42,11 +42,17 @@ class Trainer:
         self.context = context
         self.observers = list(observers) if context.accelerator.is_main_process else []
         self.optimizer, self.schedule = make_optimizer(context)
+        self.whole = True
+        self.optimizer.register_step_pre_hook(self._between_steps)
         context.wrapped = context.accelerator.prepare_model(context.policy)
         self.controller: Controller = context.config.kl.build_controller()
         self.step = 0
         self.before: dict[str, float] = {}
         self.metrics: dict[str, float] = {}
+
+    def _between_steps(self, *_: object) -> None:
+        """From the first update of a step to its end, the weights belong to no step that could be resumed."""
+        self.whole = False
 
     def tell(self, hook: Callable[[Observer], None]) -> None:
         """Call a hook of every observer; on the main process only."""
@@ -62,10 +68,12 @@ class Trainer:
         folder = checkpoint.newest(self.context.output_dir)
         state = checkpoint.load_state(folder)
         checkpoint.load_optimizer(folder, self.optimizer, self.context.device)
-        self.schedule.load_state_dict(state["schedule"])
+        self.schedule.load_state_dict({**state["schedule"], "lr_lambdas": [None]})  # the function is not saved
         self.controller.load_state_dict(state["controller"])
         self.context.reference_length = state["reference_length"]
-        self.before, self.step = state["before"], state["step"]
+        self.before, self.metrics, self.step = state["before"], state["metrics"], state["step"]
+        if self.context.reference is not None:
+            checkpoint.load_reference(folder, self.context.reference.weights())
 
     def save(self) -> Path | None:
         """Write a checkpoint of the last step done; on the main process only."""
@@ -78,6 +86,7 @@ class Trainer:
             policy=context.policy,
             tokenizer=context.tokenizer,
             optimizer=self.optimizer,
+            reference=None if context.reference is None else context.reference.weights(),
             state=self._state(),
             keep=context.config.run.keep_checkpoints,
         )
@@ -91,6 +100,7 @@ class Trainer:
             "schedule": {k: v for k, v in self.schedule.state_dict().items() if k != "lr_lambdas"},
             "reference_length": self.context.reference_length,
             "before": self.before,
+            "metrics": self.metrics,
         }
 
     def prompts(self, step: int) -> list[Example]:
@@ -108,17 +118,19 @@ class Trainer:
     def train_step(self) -> dict[str, float]:
         """One rollout and its updates; returns the step's metrics."""
         started = time.perf_counter()
-        beta = self.controller.value
+        beta = self.controller.value * self._beta_factor()
         objective = replace(self.context.objective, beta=beta)
         rollout = collect(self.context, self.prompts(self.step), step=self.step, beta=beta)
         outputs: list[UpdateOutput] = []
-        rate = self.schedule.get_last_lr()[0]
+        rate = self._guarded_rate()
         for _ in range(self.context.config.optim.num_iterations):
             outputs.append(update(self.context, self.optimizer, rollout, objective))
+            if outputs[-1].stopped:
+                break
             rollout = with_old_logprobs(rollout, outputs[0])
         self.schedule.step()
         metrics = self._measure(rollout, outputs) | {"train/learning_rate": float(rate)}
-        metrics |= _beta_metrics(objective.kl.normalizer or objective.reduction, beta, metrics, self.context)
+        metrics |= beta_metrics(objective.kl.normalizer or objective.reduction, beta, metrics, self.context)
         if rollout.ref_logprobs is not None:
             self._check_step_zero(metrics)
             self.controller.update(self._controlled_kl(metrics))
@@ -126,13 +138,40 @@ class Trainer:
         metrics |= {"speed/step_seconds": seconds, "speed/tokens_per_second": float(rollout.totals.tokens) / seconds}
         self._show_completions(rollout, outputs[0])
         self.step += 1
+        if self.context.reference is not None:
+            self.context.reference.after_step(self.context.policy, self.step)
+        self.whole = True
         return metrics
+
+    def _beta_factor(self) -> float:
+        """The KL schedule's factor on the controller's beta."""
+        kl = self.context.config.kl
+        return kl_schedule_factor(
+            self.step,
+            self.context.config.run.max_steps,
+            schedule=kl.kl_schedule,
+            warmup_steps=kl.kl_warmup_steps,
+            end=kl.kl_schedule_end,
+        )
+
+    def _guarded_rate(self) -> float:
+        """The learning rate of this step, lowered while the last step's KL was above the guard."""
+        rate, guard = float(self.schedule.get_last_lr()[0]), self.context.config.kl.kl_lr_guard
+        if guard is not None and "kl/k3" in self.metrics:
+            rate *= guard / max(guard, self._controlled_kl(self.metrics))
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        return rate
 
     def _measure(self, rollout: Rollout, outputs: list[UpdateOutput]) -> dict[str, float]:
         record = gather_record(self.context, rollout, outputs[0])
         metrics = step_metrics(record, group_size=self.context.config.rollout.num_generations)
         metrics |= outputs[0].losses
-        metrics["train/grad_norm"] = sum(o.grad_norm for o in outputs) / len(outputs)
+        done = [o for o in outputs if not o.stopped]
+        metrics["train/grad_norm"] = sum(o.grad_norm for o in done) / max(1, len(done))
+        metrics["policy/updates"] = float(len(done))
+        if len(outputs) > 1:
+            metrics["policy/kl_old"] = outputs[-1].kl_old
         if "policy/ratio_clipped" in outputs[-1].losses:
             metrics["policy/ratio_clipped"] = outputs[-1].losses["policy/ratio_clipped"]
         return metrics
@@ -140,7 +179,7 @@ class Trainer:
     def _controlled_kl(self, metrics: dict[str, float]) -> float:
         """What the controller holds: the exact KL where every completion has it, else k3; nats per token."""
         everywhere = self.context.exact_completions >= self.context.config.rollout.num_generations
-        return metrics["kl/exact"] if everywhere else metrics["kl/k3"]
+        return metrics["kl/exact"] if everywhere and "kl/exact" in metrics else metrics["kl/k3"]
 
     def _check_step_zero(self, metrics: dict[str, float]) -> None:
         if self.step or metrics["kl/k3"] <= STEP_ZERO_KL or self.context.config.model.ref_model:
@@ -156,7 +195,7 @@ class Trainer:
         run = self.context.config.run
         if not run.log_completions or (self.step and (self.step + 1) % run.log_completions_every):
             return
-        rows = [_completion_row(self.context, rollout, output, i) for i in range(len(rollout.texts))]
+        rows = [completion_row(self.context, rollout, output, i) for i in range(len(rollout.texts))]
         self.tell(lambda o: o.on_completions(self.step + 1, rows[: run.log_completions]))
 
     def evaluate(self) -> dict[str, float]:
@@ -177,7 +216,7 @@ class Trainer:
         after: dict[str, float] = {}
         if not self.before:
             self.before = after = self.evaluate()
-        with _interruptible():
+        with _deferred_interrupts() as interrupt:
             try:
                 while self.step < run.max_steps:
                     self.metrics = self.train_step()
@@ -187,23 +226,38 @@ class Trainer:
                         after = self.evaluate()
                     if last or (run.save_every and self.step % run.save_every == 0):
                         self.save()
+                    if not last and self._anywhere(interrupt.asked):
+                        raise KeyboardInterrupt
             except KeyboardInterrupt as stop:
                 raise self._stopped() from stop
             except KlampError as error:
-                folder = self.save()
+                step, folder = self._keep()
                 if folder is not None:
-                    error.add_note(f"  the state after step {self.step} is saved in {folder}")
+                    error.add_note(f"  the state after step {step} is saved in {folder}")
                 raise
         return self._summary(time.perf_counter() - started, after or self.evaluate())
 
+    def _anywhere(self, asked: bool) -> bool:
+        """Whether any process was asked to stop, so that all of them stop after the same step."""
+        return bool(self.context.sum_over_processes(torch.tensor(float(asked), device=self.context.device)) > 0)
+
+    def _keep(self) -> tuple[int, Path | None]:
+        """The step to continue from and its folder: the last one done, or in mid-update the newest on disk."""
+        if self.whole:
+            return self.step, self.save()
+        found = checkpoint.checkpoints(self.context.output_dir)
+        return (checkpoint.load_state(found[-1])["step"], found[-1]) if found else (0, None)
+
     def _stopped(self) -> TrainingStopped:
-        folder = self.save()
+        step, folder = self._keep()
         return TrainingStopped(
             f"training was stopped after step {self.step} of {self.context.config.run.max_steps}",
             got="an interrupt",
-            why=f"the state is saved in {folder}",
+            why=f"the state after step {step} is saved in {folder}" if folder else "no step was saved yet",
             fix=f"continue with: klamp train --config {self.context.output_dir}/config.yaml "
-            f"--output_dir {self.context.output_dir} --resume",
+            f"--output_dir {self.context.output_dir} --resume"
+            if folder
+            else "start it again in another folder",
         )
 
     def _summary(self, seconds: float, after: dict[str, float]) -> RunSummary:
@@ -235,80 +289,30 @@ class Trainer:
         )
 
 
-def gather_record(context: Context, rollout: Rollout, output: UpdateOutput) -> StepRecord:
-    """The tokens of the step from all processes, on every process."""
-    length = context.config.rollout.max_completion_length
+class _Interrupt:
+    """Notes the first signal, so that the step under way ends whole; raises at the second."""
 
-    def whole(x: Tensor | None) -> Tensor | None:
-        return None if x is None else context.gather(pad_tokens(x, length) if x.ndim == 2 else x)
+    asked = False
 
-    def certain(x: Tensor) -> Tensor:
-        return context.gather(pad_tokens(x, length) if x.ndim == 2 else x)
-
-    return StepRecord(
-        mask=certain(rollout.mask),
-        kl_mask=certain(rollout.kl_mask),
-        policy=certain(output.policy_logprobs),
-        sampler=certain(rollout.completions.sampler_logprobs),
-        entropy=certain(output.entropy),
-        rewards=certain(rollout.rewards),
-        ended=certain(rollout.completions.ended),
-        lengths=certain(rollout.completions.mask.sum(-1)),
-        ref=whole(rollout.ref_logprobs),
-        exact=whole(output.exact),
-        exact_forward=whole(output.exact_forward),
-        exact_rows=whole(rollout.exact_rows),
-    )
-
-
-def _beta_metrics(reduction: Reduction, beta: float, metrics: dict[str, float], context: Context) -> dict[str, float]:
-    """beta in force, also as the coefficient of a whole completion's KL."""
-    in_loss = context.objective.kl.placement == "loss"
-    divisor = {
-        "token_mean": metrics["length/mean"],
-        "sequence_mean": metrics["length/mean"],
-        "sequence_sum": 1.0,
-        "fixed_length": float(context.config.rollout.max_completion_length),
-    }[reduction]
-    found = {"beta": beta, "beta/per_sequence": beta / divisor if in_loss else beta}
-    if "kl/k1_sequence" in metrics:
-        found["reward/penalized"] = metrics["reward"] - found["beta/per_sequence"] * metrics["kl/k1_sequence"]
-    return found
-
-
-def _completion_row(context: Context, rollout: Rollout, output: UpdateOutput, i: int) -> dict[str, object]:
-    mask = rollout.completions.mask[i]
-    ids = rollout.completions.ids[i][mask].tolist()
-    row: dict[str, object] = {
-        "prompt": rollout.examples[i].prompt,
-        "completion": rollout.texts[i],
-        "answer": rollout.examples[i].answer,
-        "reward": float(rollout.rewards[i]),
-        "advantage": float(rollout.advantages[i]),
-        "tokens": context.tokenizer.convert_ids_to_tokens(ids),
-        "policy_logprobs": output.policy_logprobs[i][mask].tolist(),
-        "sampler_logprobs": rollout.completions.sampler_logprobs[i][mask].tolist(),
-    }
-    if rollout.ref_logprobs is not None:
-        row["ref_logprobs"] = rollout.ref_logprobs[i][mask].tolist()
-    return row
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
 
 
 @contextmanager
-def _interruptible() -> Iterator[None]:
-    """Let SIGTERM end a run as Ctrl-C does: with its state saved."""
+def _deferred_interrupts() -> Iterator[_Interrupt]:
+    """Let Ctrl-C and SIGTERM end a run after the step under way, with its state saved."""
+    interrupt = _Interrupt()
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield interrupt
         return
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, stop)
+    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield interrupt
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSummary:

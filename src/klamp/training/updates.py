@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from klamp.core.estimators import ESTIMATORS
+from klamp.core.gradients import masked_log_ratio
+from klamp.core.masking import masked_sum
 from klamp.core.objective import Objective, grpo_loss
 from klamp.core.types import Batch
 from klamp.diagnostics.statistics import pad_tokens
@@ -34,9 +37,13 @@ class UpdateOutput:
     """train/loss, train/policy_loss, train/kl_penalty of the whole step, and the gate's metrics."""
     grad_norm: float
     """Norm of the gradient before clipping."""
+    kl_old: float
+    """k3 of KL(old||policy) in nats per token; 0 in a rollout's first update."""
+    stopped: bool
+    """Whether the optimizer step was left out because that exceeds kl_early_stop."""
 
 
-def batch_of(rollout: Rollout, part: slice, scores: Scores, objective: Objective) -> Batch:
+def batch_of(context: Context, rollout: Rollout, part: slice, scores: Scores, objective: Objective) -> Batch:
     """The loss's view of a part of the rollout."""
     length = scores.logprobs.shape[1]
 
@@ -48,7 +55,7 @@ def batch_of(rollout: Rollout, part: slice, scores: Scores, objective: Objective
     return Batch(
         policy_logprobs=scores.logprobs,
         mask=rollout.mask[part, :length],
-        kl_mask=rollout.kl_mask[part, :length],
+        kl_mask=rollout.kl_mask[part, :length] if context.config.kl.excludes else None,
         advantages=rollout.advantages[part],
         old_logprobs=cut(rollout.old_logprobs),
         ref_logprobs=cut(rollout.ref_logprobs),
@@ -80,13 +87,16 @@ def update(context: Context, optimizer: Optimizer, rollout: Rollout, objective: 
             scores = score(
                 context.wrapped, select(rollout.completions, part), temperature=context.config.rollout.temperature
             )
-            output = grpo_loss(batch_of(rollout, part, scores, objective), objective, totals=rollout.totals)
+            output = grpo_loss(batch_of(context, rollout, part, scores, objective), objective, totals=rollout.totals)
             context.accelerator.backward(output.loss * context.processes)
         _note(seen, rollout, part, scores, length)
         for name, value in (output.metrics | {"loss": output.loss.detach()}).items():
             sums[name] = sums.get(name, 0.0) + value.double() * _weight(name, rollout, part)
     losses = _over_processes(context, sums)
-    grad_norm = _step(context, optimizer, losses["loss"])
+    kl_old = _kl_old(context, rollout, torch.cat(seen["logprobs"]))
+    bound = context.config.kl.kl_early_stop
+    stopped = bound is not None and kl_old > bound
+    grad_norm = 0.0 if stopped else _step(context, optimizer, losses["loss"])
     named = {"train/loss": losses["loss"], "train/policy_loss": losses["loss/policy"]}
     named["train/kl_penalty"] = losses.get("loss/kl", 0.0)
     return UpdateOutput(
@@ -96,6 +106,8 @@ def update(context: Context, optimizer: Optimizer, rollout: Rollout, objective: 
         exact_forward=torch.cat(seen["forward"]) if seen["forward"] else None,
         losses=named | {name: losses[name] for name in _KEPT if name in losses},
         grad_norm=grad_norm,
+        kl_old=kl_old,
+        stopped=stopped,
     )
 
 
@@ -124,6 +136,15 @@ def _note(seen: dict[str, list[Tensor]], rollout: Rollout, part: slice, scores: 
     for name, forward in (("exact", False), ("forward", True)):
         found = exact_of(rollout, part, scores, forward=forward)
         seen[name].append(torch.zeros_like(seen["logprobs"][-1]) if found is None else pad_tokens(found, length))
+
+
+def _kl_old(context: Context, rollout: Rollout, policy: Tensor) -> float:
+    """How far the policy has moved since the rollout: k3 of KL(old||policy) over the whole step."""
+    if rollout.old_logprobs is None:
+        return 0.0
+    delta = masked_log_ratio(rollout.old_logprobs, policy, rollout.mask)
+    total = masked_sum(ESTIMATORS["k3"].value(delta), rollout.mask)
+    return float(context.sum_over_processes(total.double())) / float(rollout.totals.tokens)
 
 
 def _over_processes(context: Context, sums: dict[str, Tensor | float]) -> dict[str, float]:

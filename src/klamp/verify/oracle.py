@@ -18,10 +18,8 @@ their definitions:
     zero            no gradient at all
 
 Example:
-    >>> chain = random_chain(0)
-    >>> def k1(y):
-    ...     return y.policy_logprobs - y.ref_logprobs
-    >>> examine(chain, k1).names
+    >>> from klamp.verify.tabular import random_chain
+    >>> examine(random_chain(0), lambda y: y.policy_logprobs - y.ref_logprobs).names
     ['zero']
 """
 
@@ -91,16 +89,30 @@ def examine(chain: Chain, loss: Loss) -> Report:
         loss: maps the outcomes to `[outcomes, tokens]` (summed over tokens) or `[outcomes]`. It sees what a
             trainer sees and must treat each row on its own.
     """
-    gradient = expected_gradient(chain, loss)
+    outcomes = enumerate_outcomes(chain)
+    return report(chain, outcomes.probs, per_outcome(loss, outcomes))
+
+
+def report(chain: Chain, probs: Float[Tensor, " draws"], losses: Float[Tensor, " draws"]) -> Report:
+    """The same for losses that are already computed: of completions, of groups of them, of whatever is drawn.
+
+    Args:
+        chain: the world.
+        probs: how likely each draw is; they sum to 1.
+        losses: the loss of each draw, with gradient to the chain's policy.
+    """
     exact = truths(chain)
     unit = exact["reverse"].norm()
-    value = expected(chain, loss)
+    values = losses.detach()
+    value = (probs * values).sum()
+    gradients = torch.stack([_gradient(each, chain) for each in losses])
+    gradient = torch.einsum("n,npv->pv", probs, gradients)
     return Report(
         value=value.item(),
         value_bias=(value - reverse_kl(chain)).item(),
-        value_variance=variance(chain, loss).item(),
+        value_variance=(probs * (values - value) ** 2).sum().item(),
         gradient=gradient,
-        gradient_variance=gradient_variance(chain, loss).item(),
+        gradient_variance=(probs * (gradients - gradient).square().sum(dim=(-2, -1))).sum().item(),
         matches={name: _match(gradient, truth, unit) for name, truth in exact.items()},
     )
 

@@ -1,0 +1,51 @@
+"""A schedule of beta over a run: a factor on whatever the controller says."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, TypeAlias
+
+from klamp.errors import ConfigError, unknown_name
+
+KLSchedule: TypeAlias = Literal["constant", "linear", "cosine"]
+
+KL_SCHEDULES: tuple[KLSchedule, ...] = ("constant", "linear", "cosine")
+
+
+def kl_schedule_factor(
+    step: int, total_steps: int, *, schedule: KLSchedule = "constant", warmup_steps: int = 0, end: float = 0.0
+) -> float:
+    """Factor on beta at a step, dimensionless, in [0, 1].
+
+    Equation (w = warmup_steps, x = (step - w) / (total_steps - w), e = end)::
+
+        step < w    step / w
+        constant    1
+        linear      1 - (1 - e) x
+        cosine      e + (1 - e) (1 + cos(pi x)) / 2
+
+    Args:
+        step: steps done, from 0.
+        total_steps: steps of the run.
+        schedule: `constant`, `linear` or `cosine`.
+        warmup_steps: steps of linear growth from 0.
+        end: factor at the end, in [0, 1].
+
+    Raises:
+        UnknownNameError: an unknown schedule.
+        ConfigError: a negative warm-up, or an end outside [0, 1].
+    """
+    if schedule not in KL_SCHEDULES:
+        raise unknown_name("KL schedule", schedule, KL_SCHEDULES)
+    if warmup_steps < 0 or not 0 <= end <= 1:
+        raise ConfigError(
+            "the KL schedule needs warmup_steps >= 0 and an end in [0, 1]",
+            got=f"warmup_steps={warmup_steps}, end={end}",
+            why="the factor scales beta, which is never negative",
+        )
+    if step < warmup_steps:
+        return step / warmup_steps
+    x = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    if schedule == "linear":
+        return 1 - (1 - end) * x
+    return 1.0 if schedule == "constant" else end + (1 - end) * (1 + math.cos(math.pi * x)) / 2

@@ -1,0 +1,72 @@
+"""What the trainer measures of a step: the tokens of all processes, beta in both units, completions to look at."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from klamp.core.types import Reduction
+from klamp.diagnostics.statistics import StepRecord, pad_tokens
+from klamp.training.context import Context
+from klamp.training.rollouts import Rollout
+from klamp.training.updates import UpdateOutput
+
+
+def gather_record(context: Context, rollout: Rollout, output: UpdateOutput) -> StepRecord:
+    """The tokens of the step from all processes, on every process."""
+    length = context.config.rollout.max_completion_length
+
+    def whole(x: Tensor | None) -> Tensor | None:
+        return None if x is None else context.gather(pad_tokens(x, length) if x.ndim == 2 else x)
+
+    def certain(x: Tensor) -> Tensor:
+        return context.gather(pad_tokens(x, length) if x.ndim == 2 else x)
+
+    return StepRecord(
+        mask=certain(rollout.mask),
+        kl_mask=certain(rollout.kl_mask),
+        policy=certain(output.policy_logprobs),
+        sampler=certain(rollout.completions.sampler_logprobs),
+        entropy=certain(output.entropy),
+        rewards=certain(rollout.rewards),
+        ended=certain(rollout.completions.ended),
+        lengths=certain(rollout.completions.mask.sum(-1)),
+        ref=whole(rollout.ref_logprobs),
+        original=whole(rollout.original_logprobs),
+        exact=whole(output.exact),
+        exact_forward=whole(output.exact_forward),
+        exact_rows=whole(rollout.exact_rows),
+    )
+
+
+def beta_metrics(reduction: Reduction, beta: float, metrics: dict[str, float], context: Context) -> dict[str, float]:
+    """beta in force, also as the coefficient of a whole completion's KL."""
+    in_loss = context.objective.kl.placement == "loss"
+    divisor = {
+        "token_mean": metrics["length/mean"],
+        "sequence_mean": metrics["length/mean"],
+        "sequence_sum": 1.0,
+        "fixed_length": float(context.config.rollout.max_completion_length),
+    }[reduction]
+    found = {"beta": beta, "beta/per_sequence": beta / divisor if in_loss else beta}
+    if "kl/k1_sequence" in metrics:
+        found["reward/penalized"] = metrics["reward"] - found["beta/per_sequence"] * metrics["kl/k1_sequence"]
+    return found
+
+
+def completion_row(context: Context, rollout: Rollout, output: UpdateOutput, i: int) -> dict[str, object]:
+    """A completion with its tokens and their log-probabilities, as completions.jsonl holds it."""
+    mask = rollout.completions.mask[i]
+    ids = rollout.completions.ids[i][mask].tolist()
+    row: dict[str, object] = {
+        "prompt": rollout.examples[i].prompt,
+        "completion": rollout.texts[i],
+        "answer": rollout.examples[i].answer,
+        "reward": float(rollout.rewards[i]),
+        "advantage": float(rollout.advantages[i]),
+        "tokens": context.tokenizer.convert_ids_to_tokens(ids),
+        "policy_logprobs": output.policy_logprobs[i][mask].tolist(),
+        "sampler_logprobs": rollout.completions.sampler_logprobs[i][mask].tolist(),
+    }
+    if rollout.ref_logprobs is not None:
+        row["ref_logprobs"] = rollout.ref_logprobs[i][mask].tolist()
+    return row

@@ -1,0 +1,208 @@
+"""Judging a KL function that somebody else wrote: what it estimates, what its gradient does, where it breaks.
+
+A `KLFunction` maps the log-probabilities of sampled tokens under policy and reference, both `[B, T]`, to one number
+per token, `[B, T]`; whatever a trainer calls its per-token KL can be brought into that form. `judge` runs it through
+the enumeration oracle in float64, with tokens sampled from the policy, and at log-ratios of +-30 nats in every
+floating-point type:
+
+    >>> import torch
+    >>> k3 = judge(lambda policy, ref: torch.exp(ref - policy) - (ref - policy) - 1, name="k3")
+    >>> k3.value.estimates, k3.gradient.follows.in_words
+    ('KL(policy||ref)', 'KL(ref||policy)')
+    >>> k3.probe(torch.float16, -30.0).fault
+    'the value is inf'
+    >>> k3.clamp.above, k3.clamp.below
+    (None, None)
+
+The function is never told which world it is in, so nothing here can be tuned to. An exception that it raises in a
+low precision becomes a finding, not a crash; in float64 it is the caller's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from klamp.errors import ShapeError, unknown_name
+from klamp.verify.judgement import USES, ClampFinding, GradientFinding, Judgement, Probe, Use, ValueFinding
+from klamp.verify.naming import cosine, name_gradient
+from klamp.verify.oracle import Loss, expected, expected_gradient, forward_kl, reverse_kl, truths, variance
+from klamp.verify.tabular import Chain, Outcomes, enumerate_outcomes, random_chain
+
+KLFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FAR = 30.0
+"""Log-ratio of the probes, in nats."""
+TOLERANCE = 1e-5
+"""Relative; what computes in float32 inside must still be recognised."""
+SCAN_TO, SCAN_STEP = 60.0, 0.25
+"""How far out, and how finely, a clamp is looked for, in nats."""
+
+__all__ = [
+    "FAR",
+    "ClampFinding",
+    "GradientFinding",
+    "Judgement",
+    "KLFunction",
+    "Probe",
+    "ValueFinding",
+    "as_loss",
+    "judge",
+]
+
+
+def judge(function: KLFunction, *, name: str = "", use: Use = "loss") -> Judgement:
+    """Find out what a per-token KL function estimates, what its gradient does, and where it breaks.
+
+    Sampler: tokens come from the policy, and are enumerated, so that there is no sampling error.
+    Value: E_policy[f] against KL(policy||ref) and KL(ref||policy).
+    Gradient: with use `loss` that of E_policy[f], the tokens held fixed, as a trainer has it; with use `reward` that of
+    the score function, E_policy[sg(f) grad log policy]. Descending it lowers what it is the gradient of.
+
+    Args:
+        function: (policy_logprobs [B, T] with gradient, ref_logprobs [B, T]) -> [B, T].
+        name: what to call it; default: its own name.
+        use: whether a trainer differentiates it, or takes it from the reward.
+
+    Raises:
+        ShapeError: the function does not return one number per token.
+        UnknownNameError: an unknown use.
+    """
+    if use not in USES:
+        raise unknown_name("use", use, USES)
+    chains = _worlds()
+    return Judgement(
+        name=name or str(getattr(function, "__name__", type(function).__name__)),
+        use=use,
+        value=_judge_value(function, chains),
+        gradient=_judge_gradient(function, chains, use),
+        probes=tuple(_probe(function, dtype, side * FAR, use) for dtype in DTYPES for side in (1, -1)),
+        clamp=ClampFinding(above=_find_clamp(function, 1, use), below=_find_clamp(function, -1, use)),
+    )
+
+
+def as_loss(function: KLFunction, use: Use = "loss") -> Loss:
+    """The function as a loss over the oracle's outcomes; with use `reward` through the score function."""
+
+    def loss(outcomes: Outcomes) -> Tensor:
+        values = _call(function, outcomes.policy_logprobs, outcomes.ref_logprobs)
+        return values.detach() * outcomes.policy_logprobs if use == "reward" else values
+
+    return loss
+
+
+def _worlds() -> list[Chain]:
+    """One position, five tokens; the same three worlds for every function."""
+    return [random_chain(seed, vocab=5, length=1, eos=None) for seed in range(3)]
+
+
+def _call(function: KLFunction, policy: Tensor, ref: Tensor) -> Tensor:
+    values = function(policy, ref)
+    if not isinstance(values, Tensor) or values.shape != policy.shape:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ShapeError(
+            "a KL function must return one number per token",
+            got=tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__,  # pyright: ignore
+            why=f"it got log-probabilities of shape {tuple(policy.shape)}",
+            fix="wrap it so that it takes and returns [batch, tokens]",
+        )
+    return values
+
+
+def _judge_value(function: KLFunction, chains: Sequence[Chain]) -> ValueFinding:
+    loss = as_loss(function)
+    means = [expected(chain, loss).double() for chain in chains]
+    reverse = [reverse_kl(chain).detach() for chain in chains]
+    forward = [forward_kl(chain).detach() for chain in chains]
+    lowest = min(loss(enumerate_outcomes(chain)).min().item() for chain in chains)
+    deviation = torch.stack([variance(chain, loss).double() for chain in chains]).mean().sqrt()
+    total, target = torch.stack(means).mean().item(), torch.stack(reverse).mean().item()
+    return ValueFinding(
+        estimates=_name_value(means, reverse, forward),
+        expected=total,
+        reverse_kl=target,
+        forward_kl=torch.stack(forward).mean().item(),
+        relative_bias=(total - target) / target,
+        standard_deviation=deviation.item(),
+        lowest=lowest,
+    )
+
+
+def _name_value(means: Sequence[Tensor], reverse: Sequence[Tensor], forward: Sequence[Tensor]) -> str:
+    got, unit = torch.stack(list(means)), torch.stack(list(reverse))
+    known = {
+        "KL(policy||ref)": unit,
+        "KL(ref||policy)": torch.stack(list(forward)),
+        "minus KL(policy||ref)": -unit,
+        "minus KL(ref||policy)": -torch.stack(list(forward)),
+        "zero": torch.zeros_like(unit),
+    }
+    for name, values in known.items():
+        if bool(((got - values).abs() <= TOLERANCE * unit).all()):
+            return name
+    return "neither KL"
+
+
+def _judge_gradient(function: KLFunction, chains: Sequence[Chain], use: Use) -> GradientFinding:
+    loss = as_loss(function, use)
+    gradients = [expected_gradient(chain, loss) for chain in chains]
+    known = [_known(chain) for chain in chains]
+    reverse = [each["reverse"] for each in known]
+    size = sum(g.norm() for g in gradients) / sum(r.norm() for r in reverse)
+    return GradientFinding(
+        follows=name_gradient(gradients, known, tolerance=TOLERANCE),
+        cosine_reverse=cosine(gradients, reverse) if size > TOLERANCE else 0.0,
+        cosine_forward=cosine(gradients, [each["forward"] for each in known]) if size > TOLERANCE else 0.0,
+        size=float(size),
+    )
+
+
+def _known(chain: Chain) -> dict[str, Tensor]:
+    exact = truths(chain)
+    reverse, forward = exact["reverse"], exact["forward"]
+    return {"reverse": reverse, "forward": forward, "reverse - forward": reverse - forward}
+
+
+def _one_token(function: KLFunction, dtype: torch.dtype, log_ratio: float, use: Use) -> tuple[float, float]:
+    """Value and gradient of one token at this log-ratio."""
+    likely, unlikely = -0.5, -0.5 - abs(log_ratio)
+    first, second = (likely, unlikely) if log_ratio > 0 else (unlikely, likely)
+    policy = torch.tensor([[first]], dtype=dtype, requires_grad=True)
+    values = _call(function, policy, torch.tensor([[second]], dtype=dtype))
+    if use == "reward":
+        return values.item(), values.item()
+    if not values.requires_grad:
+        return values.item(), 0.0
+    (slope,) = torch.autograd.grad(values.sum(), policy, allow_unused=True)
+    return values.item(), 0.0 if slope is None else slope.item()
+
+
+def _probe(function: KLFunction, dtype: torch.dtype, log_ratio: float, use: Use) -> Probe:
+    try:
+        value, gradient = _one_token(function, dtype, log_ratio, use)
+    except ShapeError:
+        raise
+    except Exception as error:  # a foreign function may raise anything; that is the finding
+        text = f"it raises {type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
+        return Probe(dtype=dtype, log_ratio=log_ratio, value=math.nan, gradient=math.nan, error=text)
+    return Probe(dtype=dtype, log_ratio=log_ratio, value=value, gradient=gradient)
+
+
+def _find_clamp(function: KLFunction, side: int, use: Use) -> float | None:
+    """The log-ratio beyond which the gradient is zero as far as one looks, to 1e-6 nats."""
+
+    def dead(size: float) -> bool:
+        return _one_token(function, torch.float64, side * size, use)[1] == 0
+
+    sizes = [SCAN_STEP * (i + 1) for i in range(round(SCAN_TO / SCAN_STEP))]
+    first = next((i for i in reversed(range(len(sizes))) if not dead(sizes[i])), -1) + 1
+    if first == len(sizes):
+        return None
+    low, high = (sizes[first - 1] if first else 0.0), sizes[first]
+    while first and high - low > 1e-6:
+        middle = (low + high) / 2
+        low, high = (low, middle) if dead(middle) else (middle, high)
+    return side * round(high, 6) if first else 0.0

@@ -1,0 +1,135 @@
+"""The command from its arguments to its summary, with a trainer that trains nothing; once with the real one."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tests.cli.fake_trainer import fake_trainer
+
+from klamp.cli import main, train
+from klamp.cli.plain import PlainLines
+from klamp.errors import TrainingStopped
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The run's folder, and the fake in the trainer's place."""
+    monkeypatch.chdir(tmp_path)
+    use(monkeypatch, tmp_path / "out")
+    return tmp_path / "out"
+
+
+def use(monkeypatch: pytest.MonkeyPatch, folder: Path, **settings) -> None:
+    monkeypatch.setattr(train, "_trainer", lambda console: fake_trainer(folder, **settings))
+
+
+def test_from_start_to_summary_on_a_pipe(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--max_steps", "40", "--kl-beta", "0.02"]) == 0
+    out = capsys.readouterr().out
+    order = ["folder: ", "evaluation after step 0", " step  reward", "evaluation after step 40", "done: 40 steps"]
+    positions = [out.index(part) for part in order]
+    assert positions == sorted(positions)
+    assert "\x1b" not in out
+    assert "  0.02  " in out
+
+
+def test_on_a_terminal_it_is_drawn(folder: Path) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, height=42)
+    assert train.run(["--max_steps", "3"], console=console, runner=fake_trainer(folder, loading=3)) == 0
+    text = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    assert "▸" in text
+    assert "\x1b[?25h" in text, "the cursor is shown again"
+    assert text.rindex("▸") < text.index("done: 3 steps")
+
+
+def test_a_stopped_run_says_how_to_continue(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(step: int) -> None:
+        if step == 2:
+            try:
+                raise KeyboardInterrupt
+            except KeyboardInterrupt as interrupt:
+                raise TrainingStopped("training was stopped after step 2 of 9", got="an interrupt") from interrupt
+
+    use(monkeypatch, folder, at_step=stop)
+    assert main(["train", "--max_steps", "9"]) == 130
+    captured = capsys.readouterr()
+    assert "klamp: stopped: training was stopped after step 2 of 9" in captured.err
+    command = f"train --config {folder}/config.yaml --output_dir {folder} --resume"
+    assert captured.err.rstrip().endswith(command)
+    assert "done:" not in captured.out
+
+
+def test_the_display_is_closed_after_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(step: int) -> None:
+        raise ZeroDivisionError
+
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, height=42)
+    with pytest.raises(ZeroDivisionError):
+        train.run(["--max_steps", "3"], console=console, runner=fake_trainer(folder, at_step=fail))
+    assert "\x1b[?25h" in console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_other_processes_are_silent(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The trainer calls its observers on the main process only; the command adds nothing of its own elsewhere."""
+    monkeypatch.setenv("RANK", "1")
+    quiet = fake_trainer(folder)
+    monkeypatch.setattr(train, "_trainer", lambda console: lambda config, observers: quiet(config, []))
+    assert main(["train", "--max_steps", "2"]) == 0
+    assert main(["train", "--dry-run"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_a_caution_is_shown_before_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--max_steps", "2", "--kl_gradient", "own"]) == 0
+    err = capsys.readouterr().err
+    assert err.count("klamp: caution: kl_estimator='k3' with kl_gradient='own'") == 1
+    assert "KLWarning" not in err
+
+
+@pytest.mark.parametrize("terminal", ["dumb", "unknown"])
+def test_a_terminal_that_cannot_move_its_cursor_gets_lines(
+    terminal: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", terminal)
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    seen: list[object] = []
+    quiet = fake_trainer(folder)
+    train.run([], console=console, runner=lambda config, observers: (seen.extend(observers), quiet(config, []))[1])
+    assert isinstance(seen[0], PlainLines)
+
+
+def save_tiny_model(folder: Path) -> None:
+    """A model of some thousand random weights that speaks the built-in task's characters."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from klamp.tasks import arithmetic_tokenizer
+
+    tokenizer = arithmetic_tokenizer()
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, **ids)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def test_the_real_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """Two steps of the built-in task through the whole command."""
+    monkeypatch.chdir(tmp_path)
+    save_tiny_model(tmp_path / "tiny")
+    flags = ["--max_steps", "2", "--eval_size", "8", "--prompts_per_step", "4", "--num_generations", "4", "--cpu"]
+    assert main(["train", *flags, "--model", "tiny", "--output_dir", "out"]) == 0
+    out = capsys.readouterr().out
+    assert "addition (trained)" in out
+    rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    last = [row for row in rows if "kl/k3" in row][-1]
+    assert next(line for line in out.splitlines() if line.startswith("nats per token")).split()[3:] == [
+        "0.0000" if value == 0 else f"{value:.4f}" if abs(value) >= 5e-5 else f"{value:.0e}"
+        for value in (last["kl/k1"], last["kl/k3"], last["kl/exact"])
+    ]

@@ -1,0 +1,150 @@
+"""Models that are made in a moment: a Llama, a GPT-2 with absolute positions, adapters; and runs of a few steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.utils import logging
+
+from klamp.tasks.arithmetic import arithmetic_tokenizer
+from klamp.training.config import TrainConfig
+from klamp.training.context import Context
+from klamp.training.setup import build, make_accelerator
+
+logging.disable_progress_bar()
+
+TINY: dict[str, Any] = {
+    "reward": "tests.training.rewards:digits",
+    "prompts_per_step": 3,
+    "num_generations": 4,
+    "max_completion_length": 6,
+    "train_size": 10,
+    "eval_size": 4,
+    "max_steps": 4,
+    "eval_every": 2,
+    "save_every": 2,
+    "warmup_steps": 1,
+    "learning_rate": 5e-3,
+    "report_to": (),
+    "cpu": True,
+}
+"""A run of a fraction of a second: three groups of four completions of at most six tokens."""
+
+Folder = Callable[..., str]
+
+
+def tiny_llama(**changes: Any) -> LlamaForCausalLM:
+    """Random weights, far enough from uniform for a KL to show; several tokens end a completion, so lengths vary."""
+    tokenizer = arithmetic_tokenizer()
+    settings = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    torch.manual_seed(0)
+    return _ready(LlamaForCausalLM(LlamaConfig(**settings | changes)))
+
+
+def tiny_gpt2() -> GPT2LMHeadModel:
+    """Absolute positions, and the dropout of 0.1 that GPT-2 comes with."""
+    tokenizer = arithmetic_tokenizer()
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=len(tokenizer),
+        n_positions=64,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return _ready(GPT2LMHeadModel(config))
+
+
+def _ready(model: PreTrainedModel) -> Any:
+    tokenizer = arithmetic_tokenizer()
+    ends = tokenizer.convert_tokens_to_ids(["x", "y", "z", "-", "="])
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, *ends]
+    return model.eval()
+
+
+def stored(model: PreTrainedModel, folder: Path) -> str:
+    """The folder of a model, saved with the arithmetic tokenizer."""
+    model.save_pretrained(folder)
+    arithmetic_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of the tiny Llama."""
+    return stored(tiny_llama(), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="session")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of the tiny GPT-2."""
+    return stored(tiny_gpt2(), tmp_path_factory.mktemp("gpt2"))
+
+
+@pytest.fixture
+def config_of(llama: str, tmp_path: Path) -> Callable[..., TrainConfig]:
+    """The configuration of a tiny run in tmp_path/run, with some values changed."""
+
+    def make(**changes: Any) -> TrainConfig:
+        return TrainConfig.from_flat({"model": llama, "output_dir": str(tmp_path / "run"), **TINY, **changes})
+
+    return make
+
+
+@pytest.fixture
+def context_of(config_of: Callable[..., TrainConfig]) -> Callable[..., Context]:
+    """A run that is ready for its first step."""
+
+    def make(**changes: Any) -> Context:
+        config = config_of(**changes)
+        folder = Path(str(config.run.output_dir))
+        accelerator = make_accelerator(config, folder)
+        context = build(config, accelerator, folder, ())
+        context.wrapped = accelerator.prepare_model(context.policy)
+        return context
+
+    return make
+
+
+def rows_of(folder: Path | str, *, keep_speed: bool = False) -> list[dict[str, float]]:
+    """The lines of metrics.jsonl; without the wall times, which no seed fixes."""
+    lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    return [{k: v for k, v in row.items() if keep_speed or not k.startswith("speed/")} for row in rows]
+
+
+def steps_of(folder: Path | str) -> list[dict[str, float]]:
+    """The lines of training steps."""
+    return [row for row in rows_of(folder) if "reward" in row]
+
+
+def disturb(model: torch.nn.Module, *, seed: int = 1, size: float = 0.05) -> None:
+    """Move the trained weights, so that the policy differs from its reference."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += size * torch.randn(parameter.shape, generator=generator)

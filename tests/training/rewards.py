@@ -1,0 +1,37 @@
+"""Rewards for the tests: they vary on random text, and one of them breaks when it is told to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+STATE = {"calls": 0, "break_at": -1}
+"""Calls of `breaks` so far, and the call at which it raises."""
+
+
+def digits(completion: str, **_: Any) -> float:
+    """Share of digits among six characters."""
+    return sum(c.isdigit() for c in completion) / 6
+
+
+def short(completion: str, **_: Any) -> float:
+    """Minus the length."""
+    return -float(len(completion))
+
+
+def constant(completion: str, **_: Any) -> float:
+    """No signal at all."""
+    return 1.0
+
+
+def breaks(completion: str, **fields: Any) -> float:
+    """`digits`, until the call that was asked for."""
+    STATE["calls"] += 1
+    if STATE["calls"] == STATE["break_at"]:
+        raise RuntimeError("the judge is out to lunch")
+    return digits(completion, **fields)
+
+
+def not_a_number(completion: str, **fields: Any) -> float:
+    """`digits`, and NaN from the call that was asked for."""
+    STATE["calls"] += 1
+    return float("nan") if STATE["calls"] == STATE["break_at"] else digits(completion, **fields)

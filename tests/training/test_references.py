@@ -1,0 +1,152 @@
+"""References: bit for bit what they were, without a gradient, and not there at all at beta 0."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch.optim import SGD
+from transformers import LlamaForCausalLM
+
+from klamp.training.observers import Observer
+from klamp.training.references import AdapterOffReference, FrozenReference
+from klamp.training.rollouts import collect
+from klamp.training.scoring import score
+from klamp.training.trainer import Trainer, train_run
+from klamp.training.updates import update
+from tests.training.conftest import disturb, steps_of
+from tests.training.test_sampling import sample
+
+
+def copied(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: x.clone() for name, x in module.state_dict().items()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def trained(context, *, updates: int = 3) -> None:
+    """Move the policy by real updates."""
+    optimizer = SGD([p for p in context.policy.parameters() if p.requires_grad], lr=0.5)
+    for step in range(updates):
+        rollout = collect(context, context.task.train[:3], step=step, beta=0.1)
+        update(context, optimizer, rollout, context.objective)
+
+
+def test_a_frozen_copy_stays_bit_identical_while_the_policy_trains(context_of):
+    context = context_of()
+    start = copied(context.policy)
+    assert isinstance(context.reference, FrozenReference)
+    assert same(start, copied(context.reference.model)), "it starts as the policy"
+    trained(context)
+    assert same(start, copied(context.reference.model))
+    assert not same(start, copied(context.policy))
+    assert context.reference.model is not context.policy
+    assert not any(p.requires_grad or p.grad is not None for p in context.reference.model.parameters())
+    with context.reference.sampling_model() as model:
+        assert model is context.reference.model
+
+
+def test_a_frozen_reference_scores_as_its_model_does_and_without_gradient(context_of):
+    context = context_of()
+    model = context.reference.model
+    completions = sample(model)
+    scores = context.reference.score(completions, temperature=0.7)
+    assert not scores.logprobs.requires_grad and not scores.logits.requires_grad
+    torch.testing.assert_close(scores.logprobs, score(model, completions, temperature=0.7).logprobs, rtol=0, atol=0)
+
+
+def test_with_the_adapter_off_the_policy_is_its_base_model(context_of):
+    context = context_of(lora_r=4)
+    assert isinstance(context.reference, AdapterOffReference)
+    trained(context)
+    disturb(context.policy, size=0.1)
+    base = context_of().policy  # the model's folder, loaded anew
+    completions = sample(base)
+    before = copied(context.policy)
+    scores = context.reference.score(completions, temperature=1.0)
+    with torch.no_grad():
+        expected = score(base, completions, temperature=1.0)
+        policy = score(context.policy, completions, temperature=1.0)
+    assert torch.equal(scores.logprobs, expected.logprobs)
+    assert (policy.logprobs - expected.logprobs).abs().max() > 0.1, "the adapter is on again, and does something"
+    assert not scores.logprobs.requires_grad
+    assert same(before, copied(context.policy))
+
+
+def test_the_adapter_comes_back_on_after_an_error(context_of):
+    context = context_of(lora_r=4)
+    disturb(context.policy, size=0.1)
+    completions = sample(context.policy)
+    with torch.no_grad():
+        before = score(context.policy, completions, temperature=1.0).logprobs
+    with pytest.raises(ZeroDivisionError), context.reference.sampling_model() as model:
+        assert model is context.policy
+        raise ZeroDivisionError
+    with torch.no_grad():
+        assert torch.equal(score(context.policy, completions, temperature=1.0).logprobs, before)
+
+
+class Models(Observer):
+    """Counts the models in memory while a run trains."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        self.before = self._count()
+        self.seen = 0
+
+    @staticmethod
+    def _count() -> int:
+        return sum(type(thing) is LlamaForCausalLM for thing in gc.get_objects())
+
+    def on_step(self, step, metrics) -> None:
+        if step == 1:
+            self.seen = self._count() - self.before
+
+
+@pytest.mark.parametrize(
+    ("changes", "models", "words"),
+    [
+        ({"beta": 0.0}, 1, "none"),
+        ({"beta": 0.02}, 2, "a frozen copy of the starting policy"),
+        ({"beta": 0.0, "lora_r": 2}, 1, "none"),
+        ({"beta": 0.02, "lora_r": 2}, 1, "the policy with its adapter off"),
+        ({"beta": 0.0, "kl_controller": "dual", "target_kl": 0.05}, 2, "a frozen copy of the starting policy"),
+    ],
+)
+def test_a_reference_is_held_only_where_it_is_needed(config_of, tmp_path, changes, models, words):
+    counter, seen = Models(), []
+    counter.on_start = lambda info: seen.append(info.reference)
+    train_run(config_of(max_steps=1, eval_size=1, **changes), [counter])
+    assert counter.seen == models
+    assert seen == [words]
+    (row,) = steps_of(tmp_path / "run")
+    about_kl = [name for name in row if name.startswith(("kl/", "ref/"))]
+    assert bool(about_kl) == (words != "none"), "without a reference there is no KL to report"
+    assert row["train/kl_penalty"] == 0.0 or words != "none"
+
+
+def test_at_beta_zero_the_policy_trains_as_if_klamp_knew_no_kl(context_of):
+    """The update at beta 0 equals the one at beta > 0 with the KL's part taken out."""
+    moved = {}
+    for beta in (0.0, 1e-12):
+        trainer = Trainer(context_of(beta=beta, max_grad_norm=0.0), [])
+        trainer.optimizer = SGD(trainer.context.policy.parameters(), lr=0.1)
+        trainer.train_step()
+        moved[beta] = torch.cat([p.detach().flatten() for p in trainer.context.policy.parameters()])
+    torch.testing.assert_close(moved[0.0], moved[1e-12], rtol=0, atol=1e-7)
+
+
+def test_a_reference_can_be_another_model(context_of, config_of, tmp_path):
+    from tests.training.conftest import stored, tiny_llama
+
+    other = tiny_llama()
+    disturb(other)
+    context = context_of(ref_model=stored(other, tmp_path / "other"))
+    completions = sample(context.policy)
+    with torch.no_grad():
+        expected = score(other, completions, temperature=1.0).logprobs
+    assert torch.equal(context.reference.score(completions, temperature=1.0).logprobs, expected)
+    assert "other" in context.reference.describe()

@@ -1,0 +1,221 @@
+"""Sampling: the inverse of the cumulative distribution, whatever the batch looks like, and nothing from the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from klamp.tasks.arithmetic import arithmetic_tokenizer
+from klamp.training.config import RolloutConfig
+from klamp.training.models import end_tokens
+from klamp.training.sampling import Completions, InverseSampler, encode_prompts, generate, uniform_numbers
+from tests.training.conftest import tiny_llama
+
+CPU = torch.device("cpu")
+PROMPTS = ["1+1=", "rev abcde=", "123+456=", "7-2=", "q", "rev zz=", "99-98=", "100+999="]
+LENGTH = 8
+
+
+def drawn(scores: torch.Tensor, uniforms: torch.Tensor, **rollout: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and their log-probabilities for one row of scores at many uniform numbers."""
+    sampler = InverseSampler(uniforms[:, None], 3, RolloutConfig(**rollout))
+    rows = scores.expand(len(uniforms), -1)
+    only = sampler(torch.zeros(len(uniforms), 3, dtype=torch.long), rows)
+    assert (only.isfinite().sum(-1) == 1).all()
+    return only.argmax(-1), sampler.logprobs[0][:, 0]
+
+
+def sample(model, prompts=PROMPTS, rows=None, *, extra_padding=0, seed=0, greedy=False, **rollout) -> Completions:
+    tokenizer = arithmetic_tokenizer()
+    settings = RolloutConfig(max_completion_length=LENGTH, **rollout)
+    rows = list(range(len(prompts))) if rows is None else rows
+    ids, mask = encode_prompts([prompts[i] for i in rows], tokenizer, CPU)
+    ids = torch.nn.functional.pad(ids, (extra_padding, 0), value=tokenizer.pad_token_id)
+    mask = torch.nn.functional.pad(mask, (extra_padding, 0), value=0)
+    uniforms = None if greedy else uniform_numbers(seed, 0, len(prompts), LENGTH)[rows]
+    stop = end_tokens(model, tokenizer)
+    return generate(model, ids, mask, rollout=settings, stop=stop, pad=tokenizer.pad_token_id, uniforms=uniforms)
+
+
+def tokens_of(completions: Completions) -> list[list[int]]:
+    return [ids[mask].tolist() for ids, mask in zip(completions.ids, completions.mask, strict=True)]
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def model(request):
+    return AutoModelForCausalLM.from_pretrained(request.getfixturevalue(request.param)).eval()
+
+
+# the draw ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_token_is_the_inverse_of_the_cumulative_distribution():
+    never = -torch.inf
+    scores = torch.tensor([[never, 0.3, -2.0, never, never, 1.1, -30.0, 0.0, never]])
+    probs = scores.double().softmax(-1)[0].tolist()
+    grid = torch.cat([torch.linspace(0, 1, 997, dtype=torch.float64)[:-1], torch.tensor([1e-300, 1 - 2**-53])])
+    tokens, logprobs = drawn(scores, grid)
+    checked = 0
+    for u, token, logprob in zip(grid.tolist(), tokens.tolist(), logprobs.tolist(), strict=True):
+        below = sum(probs[:token])
+        assert below - 1e-6 <= u <= below + probs[token] + 1e-6
+        assert logprob == pytest.approx(float(scores[0].double().log_softmax(-1)[token]), abs=1e-6)
+        checked += below + 1e-6 < u < below + probs[token] - 1e-6
+    assert checked > 980, "nearly every number lies well inside its token's interval"
+
+
+@pytest.mark.parametrize(("u", "token"), [(0.0, 1), (5e-324, 1), (1 - 2**-53, 6)])
+def test_the_ends_of_the_unit_interval_never_draw_an_impossible_token(u, token):
+    scores = torch.tensor([[-torch.inf, 0.0, 2.0, -torch.inf, 1.0, -1.0, 0.5, -torch.inf, -torch.inf]])
+    tokens, logprobs = drawn(scores, torch.tensor([u], dtype=torch.float64))
+    assert tokens.tolist() == [token]
+    assert logprobs.isfinite().all()
+
+
+def test_evenly_spread_numbers_draw_every_token_in_proportion():
+    scores = torch.randn(1, 42, generator=torch.Generator().manual_seed(3)) * 2
+    n = 20_000
+    tokens, _ = drawn(scores, (torch.arange(n, dtype=torch.float64) + 0.5) / n, temperature=0.7)
+    expected = n * (scores[0].double() / 0.7).softmax(-1)
+    counts = torch.bincount(tokens, minlength=42)
+    assert ((counts - expected).abs() <= 1.01).all(), "a count is off its share by at most one draw"
+
+
+@pytest.mark.parametrize(("rollout", "kept"), [({"top_k": 3}, 3), ({"top_p": 0.6}, 2), ({"top_k": 2, "top_p": 0.9}, 2)])
+def test_truncation_keeps_the_likeliest_tokens_and_renormalises(rollout, kept):
+    probs = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15])
+    tokens, logprobs = drawn(probs.log()[None], torch.linspace(0, 1, 501, dtype=torch.float64)[:-1], **rollout)
+    best = probs.argsort(descending=True)[:kept]
+    assert set(tokens.tolist()) == set(best.tolist())
+    torch.testing.assert_close(logprobs.exp(), probs[tokens] / probs[best].sum())
+
+
+def test_uniform_numbers_depend_on_seed_and_step_alone():
+    first = uniform_numbers(5, 7, 6, 4)
+    assert torch.equal(first, uniform_numbers(5, 7, 6, 4))
+    assert not torch.equal(first, uniform_numbers(5, 8, 6, 4))
+    assert not torch.equal(first, uniform_numbers(6, 7, 6, 4))
+    assert first.dtype == torch.float64 and 0 <= first.min() and first.max() < 1
+
+
+def test_prompts_are_padded_on_the_left():
+    tokenizer = arithmetic_tokenizer()
+    tokenizer.padding_side = "right"
+    ids, mask = encode_prompts(["1+1=", "2="], tokenizer, CPU)
+    assert mask.tolist() == [[1, 1, 1, 1], [0, 0, 1, 1]]
+    assert ids[1].tolist() == [tokenizer.pad_token_id] * 2 + tokenizer.convert_tokens_to_ids(["2", "="])
+
+
+# whole completions ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("extra_padding", [0, 3])
+def test_completions_do_not_depend_on_the_batch_they_are_sampled_in(model, extra_padding):
+    whole = sample(model, temperature=0.9)
+    assert len({tuple(t) for t in tokens_of(whole)}) > 6, "the draws differ"
+    assert len({len(t) for t in tokens_of(whole)}) > 2, "the lengths differ"
+    for split in ([[0, 1, 2], [3, 4, 5, 6, 7]], [[i] for i in range(8)], [[7, 2, 5, 0], [6, 4, 3, 1]]):
+        for rows in split:
+            part = sample(model, rows=rows, extra_padding=extra_padding, temperature=0.9)
+            assert tokens_of(part) == [tokens_of(whole)[i] for i in rows]
+            for i, row in enumerate(rows):
+                size = int(part.mask[i].sum())
+                torch.testing.assert_close(
+                    part.sampler_logprobs[i, :size], whole.sampler_logprobs[row, :size], rtol=0, atol=1e-5
+                )
+
+
+def test_each_token_is_the_draw_of_a_plain_forward_at_its_own_number(model):
+    completions = sample(model, temperature=0.8)
+    uniforms = uniform_numbers(0, 0, len(PROMPTS), LENGTH)
+    tokenizer = arithmetic_tokenizer()
+    for row, tokens in enumerate(tokens_of(completions)):
+        prompt = tokenizer(PROMPTS[row])["input_ids"]
+        for t, token in enumerate(tokens):
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + tokens[:t]])).logits[0, -1].double() / 0.8
+            cumulative = logits.softmax(-1).cumsum(-1)
+            assert token == int(torch.searchsorted(cumulative, uniforms[row, t], right=True))
+
+
+def test_the_mask_ends_with_the_first_end_token(model):
+    completions = sample(model)
+    stop, pad = set(end_tokens(model, arithmetic_tokenizer())), arithmetic_tokenizer().pad_token_id
+    assert len(stop) > 2, "the model's own end tokens are among them"
+    assert 0 < completions.ended.sum() < len(PROMPTS)
+    for ids, mask, logprobs, ended in zip(
+        completions.ids, completions.mask, completions.sampler_logprobs, completions.ended, strict=True
+    ):
+        kept = int(mask.sum())
+        assert mask.tolist() == [True] * kept + [False] * (len(mask) - kept)
+        ends = [int(i) in stop for i in ids[:kept]]
+        assert not any(ends[:-1]) and ends[-1] == bool(ended)
+        assert ended or kept == LENGTH
+        assert (ids[kept:] == pad).all() and (logprobs[kept:] == 0).all() and (logprobs[:kept] < 0).all()
+
+
+def test_texts_leave_out_special_tokens_and_padding():
+    tokenizer = arithmetic_tokenizer()
+    a, b, end, pad = (*tokenizer.convert_tokens_to_ids(["a", "b"]), tokenizer.eos_token_id, tokenizer.pad_token_id)
+    ids = torch.tensor([[a, b, end, pad], [b, b, a, a]])
+    one = torch.ones(2, 1)
+    completions = Completions(
+        prompt_ids=one, prompt_mask=one, ids=ids, mask=ids != pad, sampler_logprobs=one, ended=one[:, 0] > 0
+    )
+    assert completions.texts(tokenizer) == ["ab", "bbaa"]
+
+
+def test_greedy_decoding_is_that_of_transformers(model):
+    tokenizer = arithmetic_tokenizer()
+    ours = tokens_of(sample(model, greedy=True, temperature=3.0, top_k=5))
+    stop = end_tokens(model, tokenizer)
+    settings = GenerationConfig(do_sample=False, max_new_tokens=LENGTH, eos_token_id=stop, pad_token_id=0)
+    for prompt, tokens in zip(PROMPTS, ours, strict=True):
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        theirs = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+        assert theirs[0, ids.shape[1] :].tolist() == tokens
+
+
+# the model's own generation settings ---------------------------------------------------------------------------------
+
+
+def loud(model):
+    """The same model with generation settings that would change every completion."""
+    model.generation_config = GenerationConfig(
+        repetition_penalty=9.0,
+        forced_eos_token_id=1,
+        suppress_tokens=list(range(2, 12)),
+        no_repeat_ngram_size=1,
+        max_length=3,
+        min_new_tokens=7,
+        temperature=0.01,
+        do_sample=True,
+        eos_token_id=model.generation_config.eos_token_id,
+    )
+    return model
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("greedy", [False, True])
+def test_the_models_own_generation_settings_are_neither_used_nor_lost(adapter, greedy):
+    def wrapped(model):
+        return get_peft_model(model, LoraConfig(r=2, target_modules="all-linear")) if adapter else model
+
+    quiet, model = wrapped(tiny_llama()), wrapped(loud(tiny_llama()))
+    base = model.get_base_model() if adapter else model
+    kept, before = base.generation_config, base.generation_config.to_dict()
+    assert tokens_of(sample(model, greedy=greedy)) == tokens_of(sample(quiet, greedy=greedy))
+    assert base.generation_config is kept and kept.to_dict() == before
+
+
+def test_the_settings_come_back_after_a_failure_too(tmp_path: Path):
+    model = loud(tiny_llama())
+    kept = model.generation_config
+    bad = torch.full((1, 2), 10_000)
+    with pytest.raises(IndexError):
+        generate(model, bad, torch.ones_like(bad), rollout=RolloutConfig(), stop=[1], pad=0, uniforms=None)
+    assert model.generation_config is kept
