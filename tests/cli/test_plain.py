@@ -41,7 +41,7 @@ def rows_of(log: Log) -> list[str]:
     return [line for line in log.getvalue().splitlines() if line.endswith("12.3k")]
 
 
-@pytest.mark.parametrize(("steps", "lines"), [(5, 5), (20, 20), (200, 21), (10_000, 21)])
+@pytest.mark.parametrize(("steps", "lines"), [(5, 5), (20, 20), (200, 21), (205, 20), (10_000, 21)])
 def test_about_twenty_lines_with_the_first_and_the_last_step(steps: int, lines: int) -> None:
     rows = rows_of(play("--max_steps", str(steps)))
     assert len(rows) == lines

@@ -106,6 +106,14 @@ def test_the_resume_command_continues_with_this_configuration(tmp_path: Path) ->
     assert "--beta" not in command
 
 
+def test_the_resume_command_of_a_continued_run_is_as_short(tmp_path: Path) -> None:
+    write_files(TrainConfig(), tmp_path / "out")
+    continued = config_of("--output_dir", str(tmp_path / "out"), "--resume", "--max_steps", "9")
+    command = shlex.split(words.resume_command(continued, tmp_path / "out"))
+    assert [command.count(flag) for flag in ("--output_dir", "--resume", "--max_steps")] == [1, 1, 1]
+    assert command[-3:] == ["--resume", "--max_steps", "9"]
+
+
 def test_the_resume_command_of_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "torchrun --nproc_per_node 2 -m klamp.cli train " in words.resume_command(TrainConfig(), tmp_path)

@@ -87,6 +87,20 @@ def test_a_new_recipe_does_not_reuse_old_models(monkeypatch: pytest.MonkeyPatch)
     assert base_model_folder(TINY) != before
 
 
+def test_new_training_rows_do_not_reuse_old_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    from klamp.tasks import arithmetic
+
+    before = base_model_folder(TINY)
+    monkeypatch.setitem(arithmetic.SKILLS, "reversal", lambda rng: ("rev ab=", "ba"))
+    assert base_model_folder(TINY) != before
+
+
+def test_loading_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    load_base_model(TINY)
+    load_base_model(TINY)
+    assert capfd.readouterr() == ("", "")
+
+
 def test_the_cache_is_in_the_home_folder_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KLAMP_CACHE")
     assert base_model_folder(TINY).parent == Path.home() / ".cache" / "klamp"

@@ -6,6 +6,8 @@ import gc
 
 import pytest
 import torch
+from tests.training.conftest import disturb, steps_of
+from tests.training.test_sampling import sample
 from torch.optim import SGD
 from transformers import LlamaForCausalLM
 
@@ -15,8 +17,6 @@ from klamp.training.rollouts import collect
 from klamp.training.scoring import score
 from klamp.training.trainer import Trainer, train_run
 from klamp.training.updates import update
-from tests.training.conftest import disturb, steps_of
-from tests.training.test_sampling import sample
 
 
 def copied(module: torch.nn.Module) -> dict[str, torch.Tensor]:

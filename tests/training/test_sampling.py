@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from tests.training.conftest import tiny_llama
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from klamp.tasks.arithmetic import arithmetic_tokenizer
 from klamp.training.config import RolloutConfig
 from klamp.training.models import end_tokens
 from klamp.training.sampling import Completions, InverseSampler, encode_prompts, generate, uniform_numbers
-from tests.training.conftest import tiny_llama
 
 CPU = torch.device("cpu")
 PROMPTS = ["1+1=", "rev abcde=", "123+456=", "7-2=", "q", "rev zz=", "99-98=", "100+999="]

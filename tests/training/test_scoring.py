@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from tests.training.conftest import disturb, tiny_llama
+from tests.training.test_sampling import sample
 
 from klamp.tasks.arithmetic import arithmetic_tokenizer
 from klamp.training.models import load_model
 from klamp.training.sampling import Completions
 from klamp.training.scoring import score, select
-from tests.training.conftest import disturb, tiny_llama
-from tests.training.test_sampling import sample
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
@@ -93,7 +93,9 @@ def test_select_trims_padding_and_changes_no_score(model):
     rows = sorted(rows, key=lambda i: int(completions.prompt_mask[i].sum()))[:2]
     part = select(completions, torch.tensor(rows))
     assert part.ids.shape[1] == int(lengths[rows].max()) < completions.ids.shape[1]
-    assert part.prompt_ids.shape[1] == int(completions.prompt_mask[rows].sum(-1).max()) < completions.prompt_ids.shape[1]
+    assert (
+        part.prompt_ids.shape[1] == int(completions.prompt_mask[rows].sum(-1).max()) < completions.prompt_ids.shape[1]
+    )
     scores = score(model, part, temperature=1.0).logprobs
     for i, row in enumerate(rows):
         kept = int(lengths[row])

@@ -13,6 +13,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +30,10 @@ Progress = Callable[[int, int, float], None]
 """Called during training as `progress(step, steps, loss)`."""
 
 RECIPE = 1
-"""Part of the cache key: raise it whenever the code below, or the task's data, would give other weights."""
+"""Part of the cache key: raise it whenever the code below would give other weights."""
+
+_FINGERPRINT_ROWS = 64
+"""So many training rows are part of the key too: a change of the task's data needs no new recipe number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,9 +119,10 @@ def base_model_folder(config: BaseModelConfig) -> Path:
     """Where the model of this configuration is, or will be, cached.
 
     Args:
-        config: the whole of it, and the recipe's version, make up the folder's name.
+        config: the whole of it, the recipe's version and the first training rows make up the folder's name.
     """
-    key = json.dumps({"recipe": RECIPE, **asdict(config)}, sort_keys=True)
+    rows = list(_corpus(config, _FINGERPRINT_ROWS))
+    key = json.dumps({"recipe": RECIPE, "rows": rows, **asdict(config)}, sort_keys=True)
     return cache_root() / f"base-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
@@ -210,11 +215,14 @@ def _completion_loss(model: LlamaForCausalLM, tokens: torch.Tensor, labels: torc
 
 def _batches(config: BaseModelConfig) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """One (tokens, labels) pair per step, tokenized up front; labels[t] is the token after tokens[t]."""
-    size, count = config.batch_size, config.steps * config.batch_size
-    rows = corpus(config.mixture(), count, carelessness=config.carelessness, seed=config.seed)
-    tokens, labels = training_tensors(rows)
+    size = config.batch_size
+    tokens, labels = training_tensors(_corpus(config, config.steps * size))
     for start in range(0, len(tokens), size):
         yield tokens[start : start + size], labels[start : start + size]
+
+
+def _corpus(config: BaseModelConfig, count: int) -> Iterator[tuple[str, str]]:
+    return corpus(config.mixture(), count, carelessness=config.carelessness, seed=config.seed)
 
 
 def _store(config: BaseModelConfig, folder: Path, progress: Progress | None) -> None:
@@ -256,7 +264,8 @@ def _load(folder: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
     try:
-        model = LlamaForCausalLM.from_pretrained(folder, local_files_only=True)
+        with _quiet():
+            model = LlamaForCausalLM.from_pretrained(folder, local_files_only=True)
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
     except Exception as error:
         raise ModelError(
@@ -266,3 +275,17 @@ def _load(folder: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
             fix="delete this folder; the next run trains the model again",
         ) from error
     return model.eval(), tokenizer
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' progress bar: a library does not print."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -13,6 +13,7 @@ variance of both are exact.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections import Counter
@@ -63,7 +64,7 @@ class Scene:
                 fix="use a shorter chain, or groups of 2",
             )
 
-    @property
+    @functools.cached_property
     def outcomes(self) -> Outcomes:
         """The completions that its sampler can produce."""
         return enumerate_outcomes(self.chain)

@@ -1,0 +1,86 @@
+"""One proven claim: what klamp says, what enumeration found, whether the two agree."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from klamp.verify.naming import IN_WORDS, NOTHING_KNOWN, name_gradient
+from klamp.verify.oracle import Truths
+
+EXACT = 1e-9
+"""Largest error, in float64, of what is claimed to be equal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """A claim and its proof."""
+
+    claim: str
+    """What is claimed."""
+    expected: str
+    """What should come out."""
+    measured: str
+    """What came out."""
+    passed: bool
+    """Whether it is the same."""
+    section: str = ""
+    """The part of the proof that it belongs to."""
+
+
+Proof = Callable[[], list[Check]]
+
+
+def run_section(section: str, proof: Proof) -> list[Check]:
+    """The checks of a section; a proof that stops with an exception is a failed check, not a crash."""
+    try:
+        checks = proof()
+    except Exception as error:  # whatever broke, the user is to see a row that says FAIL
+        text = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:100]}"
+        checks = [Check(claim="the proof runs to its end", expected="no error", measured=text, passed=False)]
+    return [dataclasses.replace(check, section=section) for check in checks]
+
+
+def is_equal(claim: str, measured: float | Tensor, expected: float | Tensor, *, tolerance: float = EXACT) -> Check:
+    """Two numbers are the same, up to an absolute error."""
+    got, want = float(measured), float(expected)
+    error = abs(got - want)
+    return Check(
+        claim=claim,
+        expected=f"{want:.6g}",
+        measured=f"{got:.6g} (error {error:.0e})" if error else f"{got:.6g} (exactly)",
+        passed=error <= tolerance,
+    )
+
+
+def is_true(claim: str, condition: bool | Tensor, measured: str, *, expected: str = "yes") -> Check:
+    """A statement holds; `measured` shows the numbers behind it."""
+    return Check(claim=claim, expected=expected, measured=measured, passed=bool(condition))
+
+
+def follows(
+    claim: str, gradients: Sequence[Tensor], known: Sequence[Truths], name: str, *, factor: float = 1.0
+) -> Check:
+    """The gradients are those of the named truth (times a factor) in every world; `NOTHING_KNOWN`: of none."""
+    found = name_gradient(gradients, known)
+    words = IN_WORDS.get(name, name)
+    passed = found.name == name and (name in ("zero", NOTHING_KNOWN) or abs(found.factor - factor) <= EXACT)
+    measured = found.in_words
+    if passed and name != NOTHING_KNOWN:
+        measured += f" (error {_distance(gradients, known, name, factor):.0e})"
+    return Check(
+        claim=claim, expected=words if factor == 1 else f"{factor:.4g} x {words}", measured=measured, passed=passed
+    )
+
+
+def _distance(gradients: Sequence[Tensor], known: Sequence[Truths], name: str, factor: float) -> float:
+    """Largest distance over the worlds, in units of the gradient of KL(policy||ref)."""
+    errors: list[float] = []
+    for gradient, truths in zip(gradients, known, strict=True):
+        target = torch.zeros_like(gradient) if name == "zero" else factor * truths[name]
+        errors.append(((gradient - target).norm() / truths["reverse"].norm()).item())
+    return max(errors)

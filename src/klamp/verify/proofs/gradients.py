@@ -1,0 +1,103 @@
+"""The gradients, one position: which divergence each choice of `kl_penalty` follows, and what plain formulas do."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from klamp.core.gradients import kl_penalty
+from klamp.core.types import Estimator, Gradient
+from klamp.verify.naming import NOTHING_KNOWN
+from klamp.verify.oracle import Loss, Truths, expected_gradient, truths
+from klamp.verify.proofs.check import Check, follows, is_true
+from klamp.verify.tabular import Chain, Outcomes, one_position, random_chain
+
+VALUES: tuple[Estimator, ...] = ("k1", "k2", "k3", "abs")
+OWN = {"k1": "zero", "k2": "reverse", "k3": "forward", "abs": "L1 distance"}
+"""What each estimator's own gradient is, tokens sampled from the policy."""
+
+
+def prove_gradients() -> list[Check]:
+    """`kl_penalty` at one position, on-policy and with the sampler's weights."""
+    checks: list[Check] = []
+    for name, followed in OWN.items():
+        checks.append(_check(f"{name} as a loss (gradient own)", penalty(name, "own"), followed))  # pyright: ignore
+    for off_policy in (False, True):
+        where = "tokens of another sampler, weighted" if off_policy else "tokens of the policy"
+        for gradient, followed in (("reverse", "reverse"), ("forward", "forward"), ("none", "zero")):
+            for name in VALUES:
+                loss = penalty(name, gradient, off_policy=off_policy)
+                checks.append(_check(f"{where}: value {name}, gradient {gradient}", loss, followed, off_policy))
+    return checks
+
+
+def prove_formulas() -> list[Check]:
+    """The table of what plain formulas do: written out and differentiated, without klamp."""
+    rows: tuple[tuple[str, Loss, str, bool], ...] = (
+        ("k1 as a loss, tokens of the policy", _k1, "zero", False),
+        ("k1 as a loss, tokens of another sampler", _k1, NOTHING_KNOWN, True),
+        ("w k1 differentiated", lambda y: _w(y) * _k1(y), "reverse", True),
+        ("sg(w) k2", lambda y: _w(y).detach() * _k2(y), "reverse", True),
+        ("w k2 differentiated: that of E[k2]", lambda y: _w(y) * _k2(y), "E[k2]", True),
+        ("w k3 differentiated (DeepSeek-V3.2, RPG)", lambda y: _w(y) * _k3(y), "reverse", True),
+        ("sg(w) k3", lambda y: _w(y).detach() * _k3(y), "forward", True),
+        ("k1 in the reward", lambda y: _k1(y).detach() * y.policy_logprobs, "reverse", False),
+        ("k3 in the reward", lambda y: _k3(y).detach() * y.policy_logprobs, "reverse - forward", False),
+        ("k2 in the reward", lambda y: _k2(y).detach() * y.policy_logprobs, NOTHING_KNOWN, False),
+    )
+    checks = [_check(claim, loss, followed, off_policy) for claim, loss, followed, off_policy in rows]
+    size = _size_near_the_reference()
+    text = f"{100 * size:.2g} % of the gradient of KL(policy||ref)"
+    return [*checks, is_true("k3 in the reward, near the reference: cancels", size < 0.05, text, expected="below 5 %")]
+
+
+def penalty(value: Estimator, gradient: Gradient, *, off_policy: bool = False) -> Loss:
+    """klamp's penalty as a loss over the oracle's outcomes."""
+
+    def loss(y: Outcomes) -> Tensor:
+        behavior = y.sampler_logprobs if off_policy else None
+        return kl_penalty(
+            y.policy_logprobs, y.ref_logprobs, y.mask, value=value, gradient=gradient, behavior_logprobs=behavior
+        )
+
+    return loss
+
+
+def _check(claim: str, loss: Loss, name: str, off_policy: bool = False) -> Check:
+    chains = [random_chain(seed, vocab=4, length=1, eos=None, off_policy=off_policy) for seed in range(2)]
+    return follows(claim, [expected_gradient(chain, loss) for chain in chains], [_known(c) for c in chains], name)
+
+
+def _known(chain: Chain) -> Truths:
+    """The truths at one position, and the gradients of E[k2], of the L1 distance and of reverse - forward."""
+    exact = truths(chain)
+    log_p, log_q = chain.logprobs("policy")[0], chain.logprobs("ref")[0]
+    mean_k2 = (log_p.exp() * (log_p - log_q) ** 2 / 2).sum()
+    l1 = (log_p.exp() - log_q.exp()).abs().sum()
+    (k2_gradient,) = torch.autograd.grad(mean_k2, chain.policy_logits, retain_graph=True)
+    (l1_gradient,) = torch.autograd.grad(l1, chain.policy_logits)
+    both = exact["reverse"] - exact["forward"]
+    return exact | {"E[k2]": k2_gradient, "L1 distance": l1_gradient, "reverse - forward": both}
+
+
+def _size_near_the_reference() -> float:
+    policy, direction = (random_chain(seed, vocab=4, length=1, eos=None).policy_logits.detach()[0] for seed in (0, 1))
+    chain = one_position(policy, policy + 0.02 * direction)
+    gradient = expected_gradient(chain, lambda y: _k3(y).detach() * y.policy_logprobs)
+    return (gradient.norm() / truths(chain)["reverse"].norm()).item()
+
+
+def _w(y: Outcomes) -> Tensor:
+    return (y.policy_logprobs - y.sampler_logprobs).exp()
+
+
+def _k1(y: Outcomes) -> Tensor:
+    return y.policy_logprobs - y.ref_logprobs
+
+
+def _k2(y: Outcomes) -> Tensor:
+    return _k1(y) ** 2 / 2
+
+
+def _k3(y: Outcomes) -> Tensor:
+    return (-_k1(y)).exp() - 1 + _k1(y)

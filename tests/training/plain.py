@@ -1,0 +1,191 @@
+"""The loss of a step once more, written plainly: one sequence at a time, no padding, no mask, nothing from klamp.core.
+
+It is what `collect` and `update` are held against.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from klamp.training.context import Context
+from klamp.training.rollouts import Rollout
+
+
+@dataclass
+class Row:
+    """One completion under the policy (with gradient) and under the reference."""
+
+    tokens: list[int]
+    sampler: Tensor
+    policy: Tensor
+    ref: Tensor
+    exact: Tensor
+    exact_forward: Tensor
+    reward: float
+    trained: bool
+    carried: Tensor
+
+
+@dataclass
+class Losses:
+    """What the step's loss is made of."""
+
+    policy: Tensor
+    kl: Tensor
+
+    @property
+    def total(self) -> Tensor:
+        return self.policy + self.kl
+
+
+def rows_of(context: Context, rollout: Rollout) -> list[Row]:
+    """Every completion by itself, scored by unpadded forwards and rated anew."""
+    config, completions, found = context.config, rollout.completions, []
+    for i in range(len(rollout.texts)):
+        prompt = completions.prompt_ids[i][completions.prompt_mask[i].bool()]
+        ids = completions.ids[i][completions.mask[i]]
+        both = torch.cat([prompt, ids])[None]
+        rows = []
+        for model in (context.policy, context.reference.model):
+            logits = model(both).logits[0, len(prompt) - 1 : -1] / config.rollout.temperature
+            rows.append(logits.log_softmax(-1))
+        ours, theirs = rows[0], rows[1].detach()
+        at = torch.arange(len(ids))
+        text = context.tokenizer.decode(ids, skip_special_tokens=True)
+        ended = int(ids[-1]) in context.stop
+        excluded = torch.tensor([int(x) in config.kl.kl_exclude_tokens for x in ids])
+        found.append(
+            Row(
+                tokens=ids.tolist(),
+                sampler=completions.sampler_logprobs[i, : len(ids)],
+                policy=ours[at, ids],
+                ref=theirs[at, ids],
+                exact=(ours.exp() * (ours - theirs)).sum(-1),
+                exact_forward=(theirs.exp() * (theirs - ours)).sum(-1),
+                reward=sum(c.isdigit() for c in text) / 6,
+                trained=ended or not config.rollout.mask_truncated_completions,
+                carried=~excluded,
+            )
+        )
+    return found
+
+
+def later(x: Tensor) -> Tensor:
+    """Sum over the positions after each one."""
+    return torch.stack([x[t + 1 :].sum() for t in range(len(x))])
+
+
+def advantages_of(context: Context, rows: list[Row], beta: float) -> list[float]:
+    """Group by group, by hand."""
+    config, size = context.config, context.config.rollout.num_generations
+    rewards = [row.reward for row in rows]
+    if config.kl.kl_placement == "reward":
+        rewards = [
+            r - beta * float(_delta(context, row)[row.carried].sum()) for r, row in zip(rewards, rows, strict=True)
+        ]
+    found: list[float] = []
+    for start in range(0, len(rows), size):
+        group = rewards[start : start + size]
+        mean = sum(group) / size
+        spread = (sum((r - mean) ** 2 for r in group) / (size - 1)) ** 0.5
+        scale = spread + 1e-4 if config.loss.scale == "std" else 1.0
+        found += [(r - mean) / scale if spread else 0.0 for r in group]
+    return found
+
+
+def gates_of(context: Context, rows: list[Row], reference_length: float | None) -> list[dict[str, float]]:
+    """KL, budget, factor on the gradient and clipped KL of every completion."""
+    kl, size = context.config.kl, context.config.rollout.num_generations
+    if kl.kl_clip_method == "none":
+        return [{"factor": 1.0, "shift": 0.0} for _ in rows]
+    seen = [float(row.exact[row.carried].sum()) for row in rows]
+    if context.exact_completions < size:
+        deltas = [(row.policy - row.ref).detach()[row.carried] for row in rows]
+        k3 = [float((torch.exp(-d) - 1 + d).sum()) for d in deltas]
+        seen = [sum(k3[i - i % size :][:size]) / size for i in range(len(rows))]
+    elif kl.kl_clip_level == "group":
+        seen = [sum(seen[i - i % size :][:size]) / size for i in range(len(rows))]
+    elif kl.kl_clip_level == "batch":
+        seen = [sum(seen) / len(seen)] * len(rows)
+    budget = kl.kl_clip_threshold * (reference_length if kl.use_per_token_kl_threshold else 1.0)
+    found = []
+    for row, value in zip(rows, seen, strict=True):
+        x = (value - budget) / kl.kl_clip_temperature
+        hard = kl.kl_clip_method == "hard"
+        factor = float(value > budget) if hard else float(torch.sigmoid(torch.tensor(x)))
+        soft = kl.kl_clip_temperature * float(torch.nn.functional.softplus(torch.tensor(x)))
+        clipped = max(0.0, value - budget) if hard else soft
+        found.append(
+            {"factor": factor, "shift": (clipped - value) / max(1, int(row.carried.sum())), "over": value > budget}
+        )
+    return found
+
+
+def loss_of(context: Context, rollout: Rollout, *, beta: float, old: list[Tensor] | None = None) -> Losses:
+    """The loss of the whole step, with gradient."""
+    rows, objective = rows_of(context, rollout), context.objective
+    before = [row.policy.detach() for row in rows] if old is None else old
+    gates = gates_of(context, rows, context.reference_length)
+    surrogate, penalty = [], []
+    for row, a, was, gate in zip(rows, advantages_of(context, rows, beta), before, gates, strict=True):
+        advantage = torch.full_like(row.policy.detach(), a)
+        if objective.kl.placement == "advantage":
+            delta = torch.where(row.carried, was - row.ref, 0.0)
+            total = delta + later(delta) if objective.kl.horizon == "sequence" else delta
+            advantage = advantage - beta * gate["factor"] * total
+        ratio = (row.policy - was).exp()
+        bounded = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
+        surrogate.append(-torch.minimum(ratio * advantage, bounded * advantage))
+        penalty.append(_gated(_penalty(context, row), gate))
+    every = [torch.ones(len(row.tokens), dtype=torch.bool) for row in rows]
+    carried = [row.carried for row in rows]
+    policy = _reduced(context, surrogate, every, [row.trained for row in rows], objective.reduction)
+    reduction = objective.kl.normalizer or objective.reduction
+    kl = _reduced(context, penalty, carried, [row.trained for row in rows], reduction)
+    in_loss = objective.kl.placement == "loss"
+    return Losses(policy=policy, kl=beta * kl if in_loss else torch.zeros(()))
+
+
+def _delta(context: Context, row: Row) -> Tensor:
+    bound = context.objective.kl.max_log_ratio or float("inf")
+    return (row.policy - row.ref).detach().clamp(-bound, bound)
+
+
+def _gated(penalty: Tensor, gate: dict[str, Any]) -> Tensor:
+    value = penalty.detach() + gate["shift"] if gate["factor"] > 0 else torch.zeros_like(penalty)
+    return value.detach() + gate["factor"] * (penalty - penalty.detach())
+
+
+def _penalty(context: Context, row: Row) -> Tensor:
+    """Value and gradient of every token's penalty; excluded tokens count for nothing."""
+    term, delta = context.objective.kl, torch.where(row.carried, _delta(context, row), 0.0)
+    log_w = (row.policy.detach() - row.sampler) * (term.off_policy != "none")
+    if term.off_policy == "sequence":
+        log_w = log_w.cumsum(0)
+    w = log_w.exp().clamp(max=term.max_weight or float("inf"))
+    score = row.policy - row.policy.detach()
+    if term.value == "exact":
+        source = row.exact_forward if term.gradient == "forward" else row.exact
+        found = row.exact.detach() + source - source.detach()
+        return found + (later(row.exact.detach()) * score if term.horizon == "sequence" else 0.0)
+    k3 = torch.exp(-delta) - 1 + delta
+    coefficient = {"reverse": w * delta, "forward": w * (1 - torch.exp(-delta))}[term.gradient]
+    if term.horizon == "sequence":
+        coefficient = coefficient + later(w * k3)
+    return w * k3 + coefficient * score
+
+
+def _reduced(
+    context: Context, values: list[Tensor], counted: list[Tensor], trained: list[bool], reduction: str
+) -> Tensor:
+    kept = [v[c] if t else v[:0] for v, c, t in zip(values, counted, trained, strict=True)]
+    total = sum((x.sum() for x in kept), torch.zeros(()))
+    if reduction == "token_mean":
+        return total / max(1, sum(len(x) for x in kept))
+    if reduction == "sequence_mean":
+        return sum((x.mean() for x in kept if len(x)), torch.zeros(())) / len(kept)
+    return total / (len(kept) * (context.config.rollout.max_completion_length if reduction == "fixed_length" else 1))

@@ -1,0 +1,147 @@
+"""KL controls in real runs: what they do, that they are logged, and that a resumed run has the same numbers."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from tests.training.conftest import disturb, steps_of, tiny_llama
+
+from klamp.training.observers import Observer
+from klamp.training.references import MovingReference
+from klamp.training.trainer import train_run
+
+
+class StopAfter(Observer):
+    """Interrupts a run after some steps, as Ctrl-C does."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_step(self, step: int, metrics: object) -> None:
+        if step == self.steps:
+            raise KeyboardInterrupt
+
+
+CONTROLS = {
+    "ema": {"reference": "ema", "reference_decay": 0.5},
+    "periodic": {"reference": "periodic", "reference_reset_steps": 2},
+    "ema with an adapter": {"reference": "ema", "reference_decay": 0.5, "lora_r": 2},
+    "schedule and guard": {"kl_schedule": "cosine", "kl_warmup_steps": 1, "kl_lr_guard": 1e-3},
+    "early stop": {"kl_early_stop": 1e-4, "num_iterations": 3},
+    "exclusions": {"kl_exclude_prefix": 1, "kl_exclude_tokens": ["special"], "kl_horizon": "sequence"},
+    "exact": {"kl_estimator": "exact", "kl_horizon": "sequence", "kl_normalizer": "sequence_sum"},
+    "off-policy": {"kl_off_policy": "sequence", "kl_horizon": "sequence", "kl_max_weight": 1.5, "num_iterations": 2},
+    "bounded": {"kl_max_log_ratio": 0.01, "reference_dtype": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_an_interrupted_run_with_a_control_resumes_with_the_same_numbers(name, config_of, tmp_path):
+    from klamp.errors import TrainingStopped
+
+    given = {"beta": 0.05, **CONTROLS[name]}
+    train_run(config_of(output_dir=str(tmp_path / "whole"), **given))
+    with pytest.raises(TrainingStopped):
+        train_run(config_of(output_dir=str(tmp_path / "parts"), **given), [StopAfter(3)])
+    train_run(config_of(output_dir=str(tmp_path / "parts"), resume=True, **given))
+    whole, parts = steps_of(tmp_path / "whole"), steps_of(tmp_path / "parts")
+    assert len(whole) == 4
+    assert whole == parts
+
+
+def test_an_averaging_reference_moves_by_its_share():
+    policy, reference = tiny_llama(), tiny_llama()
+    disturb(policy)
+    before = [p.clone() for p in reference.parameters()]
+    moving = MovingReference(reference, decay=0.75)
+    moving.after_step(policy, 1)
+    for old, new, target in zip(before, reference.parameters(), policy.parameters(), strict=True):
+        assert torch.allclose(new, 0.75 * old + 0.25 * target, atol=1e-6)
+
+
+def test_a_periodic_reference_becomes_the_policy_exactly_and_only_then():
+    policy, reference = tiny_llama(), tiny_llama()
+    disturb(policy)
+    before = [p.clone() for p in reference.parameters()]
+    moving = MovingReference(reference, reset_steps=3)
+    moving.after_step(policy, 2)
+    assert all(torch.equal(a, b) for a, b in zip(before, reference.parameters(), strict=True))
+    moving.after_step(policy, 3)
+    assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), reference.parameters(), strict=True))
+
+
+def test_after_a_reset_the_kl_is_zero_and_the_kl_to_the_original_is_not(config_of, tmp_path):
+    train_run(config_of(beta=0.01, reference="periodic", reference_reset_steps=3, learning_rate=2e-2))
+    steps = steps_of(tmp_path / "run")
+    assert steps[2]["kl/k3"] > 1e-6
+    assert steps[2]["kl/k3"] == pytest.approx(steps[2]["kl/k3_original"], rel=1e-4)
+    assert abs(steps[3]["kl/k3"]) < 1e-8
+    assert steps[3]["kl/k3_original"] > 1e-6
+
+
+def test_the_schedule_scales_beta(config_of, tmp_path):
+    train_run(config_of(beta=0.1, kl_schedule="linear", kl_schedule_end=0.5))
+    assert [s["beta"] for s in steps_of(tmp_path / "run")] == pytest.approx([0.1, 0.0875, 0.075, 0.0625])
+
+
+def test_the_guard_lowers_the_learning_rate_in_proportion(config_of, tmp_path):
+    given = {"lr_scheduler_type": "constant", "warmup_steps": 0, "learning_rate": 2e-2, "kl_lr_guard": 1e-3}
+    train_run(config_of(**given))
+    steps = steps_of(tmp_path / "run")
+    assert steps[0]["train/learning_rate"] == pytest.approx(2e-2)
+    guarded = 0
+    for last, now in pairwise(steps):
+        expected = 2e-2 * min(1.0, 1e-3 / last["kl/exact"]) if last["kl/exact"] > 0 else 2e-2
+        assert now["train/learning_rate"] == pytest.approx(expected, rel=1e-6)
+        guarded += last["kl/exact"] > 1e-3
+    assert guarded
+
+
+def test_an_early_stop_leaves_the_remaining_updates_out(config_of, tmp_path):
+    given = {"num_iterations": 4, "learning_rate": 3e-2, "warmup_steps": 0}
+    train_run(config_of(output_dir=str(tmp_path / "free"), **given))
+    train_run(config_of(output_dir=str(tmp_path / "held"), kl_early_stop=1e-3, **given))
+    free, held = steps_of(tmp_path / "free"), steps_of(tmp_path / "held")
+    assert all(s["policy/updates"] == 4 for s in free)
+    cut = [s for s in held if s["policy/updates"] < 4]
+    assert cut and all(s["policy/kl_old"] > 1e-3 for s in cut)
+    assert all(s["policy/updates"] >= 1 for s in held)
+
+
+def test_metrics_at_beta_zero_on_request_and_the_update_is_that_of_beta_zero(config_of, tmp_path):
+    train_run(config_of(output_dir=str(tmp_path / "plain"), beta=0))
+    train_run(config_of(output_dir=str(tmp_path / "watched"), beta=0, kl_monitor=True))
+    plain, watched = steps_of(tmp_path / "plain"), steps_of(tmp_path / "watched")
+    assert "kl/k3" not in plain[-1]
+    assert watched[-1]["kl/k3"] > 0
+    for a, b in zip(plain, watched, strict=True):
+        assert {name: b[name] for name in a if name != "reward/penalized"} == {
+            name: a[name] for name in a if name != "reward/penalized"
+        }
+
+
+def test_a_huge_threshold_trains_as_beta_zero_bit_for_bit(config_of, tmp_path):
+    train_run(config_of(output_dir=str(tmp_path / "none"), beta=0, kl_monitor=True))
+    clipped = {"beta": 0.5, "kl_clip_method": "hard", "kl_clip_threshold": 1e6}
+    train_run(config_of(output_dir=str(tmp_path / "huge"), **clipped))
+    none, huge = steps_of(tmp_path / "none"), steps_of(tmp_path / "huge")
+    for a, b in zip(none, huge, strict=True):
+        for name in ("reward", "kl/k1", "kl/k3", "train/grad_norm", "policy/entropy", "train/policy_loss"):
+            assert a[name] == b[name], name
+        assert b["kl/over_budget"] == 0
+
+
+def test_a_zero_threshold_trains_as_no_clip(config_of, tmp_path):
+    train_run(config_of(output_dir=str(tmp_path / "none"), beta=0.1))
+    clipped = {"kl_clip_method": "hard", "kl_clip_threshold": 0.0}
+    train_run(config_of(output_dir=str(tmp_path / "zero"), beta=0.1, **clipped))
+    for a, b in zip(steps_of(tmp_path / "none"), steps_of(tmp_path / "zero"), strict=True):
+        for name in ("reward", "kl/k3", "train/grad_norm", "train/loss"):
+            assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-6), name
+
+
+def test_a_reference_in_bfloat16_shows_as_a_kl_before_the_first_step(config_of, tmp_path):
+    train_run(config_of(reference_dtype="bfloat16", max_steps=1))
+    assert 1e-8 < steps_of(tmp_path / "run")[0]["kl/k3"] < 1e-2

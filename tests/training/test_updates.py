@@ -1,0 +1,201 @@
+"""Updates: the gradient of the whole batch, however it is computed, and that of the formula written plainly."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.training import plain
+from tests.training.conftest import disturb
+from torch.optim import SGD, AdamW
+
+from klamp.errors import NonFiniteError
+from klamp.training import updates
+from klamp.training.rollouts import collect
+from klamp.training.updates import update, with_old_logprobs
+
+BETA = 0.3
+K1 = {"kl_estimator": "k1"}
+CLIP = {"kl_clip_threshold": 0.12, "kl_reference_length": 6}
+VARIANTS = {
+    "grpo": {},
+    "bnpo": {"loss_type": "bnpo"},
+    "dr_grpo": {"loss_type": "dr_grpo"},
+    "dapo": {"loss_type": "dapo", "epsilon_high": 0.28},
+    "sequence horizon": {"kl_horizon": "sequence", "loss_type": "dr_grpo"},
+    "forward": {"kl_gradient": "forward", "temperature": 0.8},
+    "exact": {"kl_estimator": "exact"},
+    "exact forward": {"kl_estimator": "exact", "kl_gradient": "forward", "loss_type": "dapo"},
+    "exact sequence": {"kl_estimator": "exact", "kl_horizon": "sequence", "loss_type": "dapo"},
+    "hard": {"kl_clip_method": "hard", **CLIP},
+    "hard group": {"kl_clip_method": "hard", "kl_clip_level": "group", **CLIP, "loss_type": "dapo"},
+    "hard batch": {"kl_clip_method": "hard", "kl_clip_level": "batch", **CLIP, "loss_type": "dr_grpo"},
+    "soft": {"kl_clip_method": "soft", **CLIP, "kl_clip_temperature": 0.05, "kl_estimator": "exact"},
+    "soft group": {"kl_clip_method": "soft", "kl_clip_level": "group", **CLIP, "kl_clip_temperature": 0.05},
+    "hard, one exact KL in a group": {"kl_clip_method": "hard", **CLIP, "exact_kl_completions": 1},
+    "hard in total": {"kl_clip_method": "hard", "kl_clip_threshold": 0.7, "use_per_token_kl_threshold": False},
+    "in the reward": {**K1, "kl_placement": "reward", "kl_horizon": "sequence", "scale_rewards": "none"},
+    "in the advantage": {**K1, "kl_placement": "advantage"},
+    "in the advantage, sequence": {**K1, "kl_placement": "advantage", "kl_horizon": "sequence", "loss_type": "dapo"},
+    "in the advantage, hard": {**K1, "kl_placement": "advantage", "kl_clip_method": "hard", **CLIP},
+    "token ratio": {"kl_off_policy": "token", "top_k": 20},
+    "prefix ratio": {"kl_off_policy": "sequence", "kl_horizon": "sequence", "top_k": 20, "kl_max_weight": 0.9},
+    "other reduction": {"kl_normalizer": "sequence_sum"},
+    "tokens left out": {"kl_exclude_tokens": (5, 9, 20, 33), "kl_normalizer": "token_mean", "kl_max_log_ratio": 0.2},
+    "truncated left out": {"mask_truncated_completions": True, "loss_type": "dapo"},
+}
+
+
+def moved(context):
+    """The context with a policy that has left its reference."""
+    disturb(context.policy, size=0.1)
+    return context, {name: x.clone() for name, x in context.policy.state_dict().items()}
+
+
+def one_update(context, start, *, parts=1, examples=None):
+    """Gradient (through SGD at rate 1), rollout and output of a first update, in so many parts."""
+    context.policy.load_state_dict(start)
+    optim = replace(context.config.optim, gradient_accumulation_steps=parts)
+    context = replace(context, config=replace(context.config, optim=optim))
+    rollout = collect(context, examples or context.task.train[:3], step=0, beta=BETA)
+    output = update(context, SGD(context.policy.parameters(), lr=1.0), rollout, replace(context.objective, beta=BETA))
+    gradient = {name: start[name] - x for name, x in context.policy.named_parameters()}
+    return gradient, rollout, output
+
+
+def assert_equal(found, expected, *, atol=1e-6):
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_an_update_is_the_plain_formula_on_the_whole_batch_in_any_number_of_parts(context_of, name):
+    context, start = moved(context_of(beta=BETA, max_grad_norm=0.0, **VARIANTS[name]))
+    gradient, rollout, output = one_update(context, start)
+
+    context.policy.load_state_dict(start)
+    context.policy.zero_grad()
+    expected = plain.loss_of(context, rollout, beta=BETA)
+    expected.total.backward()
+    assert_equal(gradient, {n: p.grad for n, p in context.policy.named_parameters()}, atol=3e-6)
+    assert max(float(g.abs().max()) for g in gradient.values()) > 0.01
+    named = {"train/loss": expected.total, "train/policy_loss": expected.policy, "train/kl_penalty": expected.kl}
+    for key, value in named.items():
+        assert output.losses[key] == pytest.approx(float(value.detach()), abs=2e-6), key
+
+    for parts in (2, 3, 7):
+        split, other, seen = one_update(context, start, parts=parts)
+        assert torch.equal(other.completions.ids, rollout.completions.ids)
+        assert_equal(split, gradient)
+        assert seen.losses == pytest.approx(output.losses, abs=1e-6)
+        assert seen.grad_norm == pytest.approx(output.grad_norm, rel=1e-5)
+        torch.testing.assert_close(other.advantages, rollout.advantages, rtol=0, atol=1e-6)
+
+
+def test_the_variants_are_all_different(context_of):
+    """Guards the test above: a setting that changed nothing would prove nothing."""
+    seen = {}
+    for name, changes in VARIANTS.items():
+        gradient, _, output = one_update(*moved(context_of(beta=BETA, max_grad_norm=0.0, **changes)))
+        norm = float(torch.cat([g.flatten() for g in gradient.values()]).norm())
+        seen[round(norm, 5), round(output.losses["train/loss"], 5)] = name
+    assert len(seen) == len(VARIANTS) - 1, (
+        "bnpo is dapo here, but for its ratio bound, which a first update never meets"
+    )
+
+
+def test_clip_variants_have_sequences_on_both_sides_of_the_budget(context_of):
+    context, start = moved(context_of(beta=BETA, **VARIANTS["hard"]))
+    _, rollout, output = one_update(context, start)
+    gates = plain.gates_of(context, plain.rows_of(context, rollout), 6.0)
+    share = sum(gate["over"] for gate in gates) / len(gates)
+    assert 0 < share < 1
+    assert output.losses["kl/over_budget"] == pytest.approx(share)
+    assert output.losses["kl/budget"] == pytest.approx(0.72)
+
+
+def test_later_updates_take_ratios_against_the_policy_before_the_first(context_of):
+    context, _ = moved(context_of(beta=BETA, max_grad_norm=0.0, loss_type="dapo"))
+    optimizer, objective = SGD(context.policy.parameters(), lr=0.5), replace(context.objective, beta=BETA)
+    rollout = collect(context, context.task.train[:3], step=0, beta=BETA)
+    before = [row.policy.detach() for row in plain.rows_of(context, rollout)]
+    first = update(context, optimizer, rollout, objective)
+    rollout = with_old_logprobs(rollout, first)
+    for _ in range(2):  # the third must not take the second for old
+        expected = plain.loss_of(context, rollout, beta=BETA, old=before)
+        output = update(context, optimizer, rollout, objective)
+        rollout = with_old_logprobs(rollout, output)
+        assert output.losses["train/loss"] == pytest.approx(float(expected.total.detach()), abs=1e-5)
+        assert output.losses["train/policy_loss"] == pytest.approx(float(expected.policy.detach()), abs=1e-5)
+    ratios = [
+        (row.policy.detach() - was).exp() for row, was in zip(plain.rows_of(context, rollout), before, strict=True)
+    ]
+    assert (torch.cat(ratios) - 1).abs().max() > 0.2
+    assert 0 < output.losses["policy/ratio_clipped"] < 1
+    assert first.losses["policy/ratio_clipped"] == 0
+
+
+def test_an_update_reports_what_the_policy_was_before_it(context_of):
+    context, start = moved(context_of(beta=BETA))
+    _, rollout, output = one_update(context, start, parts=3)
+    context.policy.load_state_dict(start)
+    for i, row in enumerate(plain.rows_of(context, rollout)):
+        kept = slice(0, len(row.tokens))
+        torch.testing.assert_close(output.policy_logprobs[i, kept], row.policy.detach(), rtol=0, atol=1e-5)
+        torch.testing.assert_close(output.exact[i, kept], row.exact.detach(), rtol=0, atol=1e-5)
+        torch.testing.assert_close(output.exact_forward[i, kept], row.exact_forward.detach(), rtol=0, atol=1e-5)
+    assert not output.policy_logprobs.requires_grad and not output.entropy.requires_grad
+
+
+def test_gradient_clipping_shortens_the_step_and_keeps_its_direction(context_of):
+    context, start = moved(context_of(beta=BETA, max_grad_norm=0.0))
+    whole, _, seen = one_update(context, start)
+    norm = float(torch.cat([g.flatten() for g in whole.values()]).norm())
+    assert seen.grad_norm == pytest.approx(norm, rel=1e-4)
+    bound = norm / 4
+    context.config = replace(context.config, optim=replace(context.config.optim, max_grad_norm=bound))
+    clipped, _, seen = one_update(context, start, parts=2)
+    assert seen.grad_norm == pytest.approx(norm, rel=1e-4), "the norm that is logged is the one before clipping"
+    assert_equal(clipped, {name: g / 4 for name, g in whole.items()}, atol=2e-6)
+    context.config = replace(context.config, optim=replace(context.config.optim, max_grad_norm=2 * norm))
+    assert_equal(one_update(context, start)[0], whole, atol=2e-6)
+
+
+@pytest.mark.parametrize("broken", ["loss", "gradient"])
+def test_a_loss_that_is_not_finite_leaves_weights_and_moments_as_they_were(context_of, monkeypatch, broken):
+    context, start = moved(context_of(beta=BETA))
+    optimizer, objective = AdamW(context.policy.parameters(), lr=0.1), replace(context.objective, beta=BETA)
+    rollout = collect(context, context.task.train[:3], step=0, beta=BETA)
+    update(context, optimizer, rollout, objective)
+    weights = {name: x.clone() for name, x in context.policy.state_dict().items()}
+    moments = [x.clone() for state in optimizer.state.values() for x in state.values()]
+    usual = updates.grpo_loss
+
+    def spoiled(*args, **kwargs):
+        output = usual(*args, **kwargs)
+        policy = args[0].policy_logprobs
+        # 0 in value; its gradient is 0 times infinity
+        hidden = (policy - policy.detach()).abs().sqrt().sum()
+        return output._replace(loss=output.loss * float("nan") if broken == "loss" else output.loss + hidden)
+
+    monkeypatch.setattr(updates, "grpo_loss", spoiled)
+    with pytest.raises(NonFiniteError) as caught:
+        update(context, optimizer, rollout, objective)
+    assert caught.value.got and caught.value.why and "learning rate" in caught.value.fix
+    assert all(torch.equal(x, weights[name]) for name, x in context.policy.state_dict().items())
+    after = [x for state in optimizer.state.values() for x in state.values()]
+    assert all(torch.equal(a, b) for a, b in zip(after, moments, strict=True))
+    monkeypatch.undo()
+    update(context, optimizer, rollout, objective)  # and nothing of the bad gradient is left over
+    assert all(p.isfinite().all() for p in context.policy.parameters())
+
+
+def test_weights_that_are_nan_are_refused_before_the_loss(context_of):
+    context, _ = moved(context_of(beta=BETA))
+    rollout = collect(context, context.task.train[:3], step=0, beta=BETA)
+    with torch.no_grad():
+        next(context.policy.parameters())[3:].fill_(float("nan"))
+    with pytest.raises(NonFiniteError, match="policy_logprobs"):
+        update(context, SGD(context.policy.parameters(), lr=1.0), rollout, context.objective)
