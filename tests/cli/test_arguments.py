@@ -43,11 +43,9 @@ def test_the_command_line_of_source_document_003() -> None:
 @pytest.mark.parametrize("beta", ["0.0", "0.001", "0.01", "0.1"])
 def test_the_ablation_loop_of_source_document_003_with_its_beta_of_zero(beta: str) -> None:
     argv = ["--config", str(DEMO), "--kl_penalty", beta, "--output_dir", f"output_beta_{beta}", "--max_steps", "5000"]
-    if beta == "0.0":
-        with pytest.raises(ConfigError, match="beta=0 can never grow"):
-            parse_train(argv)
-        argv += ["--target_kl", "None"]
-    assert parse_train(argv).config.kl.beta == float(beta)
+    kl = parse_train(argv).config.kl
+    assert kl.beta == float(beta)
+    assert kl.controller_name == ("fixed" if beta == "0.0" else "step"), "beta 0 means: without KL"
 
 
 def test_the_flags_of_source_document_004() -> None:

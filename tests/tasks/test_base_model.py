@@ -218,8 +218,8 @@ def test_the_default_model_leaves_rl_something_to_gain_and_something_to_lose(
     monkeypatch.setenv("KLAMP_CACHE", str(default_base_model.parent))
     model, tokenizer = load_base_model(BaseModelConfig())
     sampled, greedy = (accuracies(model, tokenizer, sample=s) for s in (True, False))
-    assert 0.5 <= sampled["addition"] <= 0.75
-    assert 0.6 <= greedy["addition"] <= 0.82
+    assert 0.45 <= sampled["addition"] <= 0.75
+    assert 0.6 <= greedy["addition"] <= 0.82  # room to gain 15 points
     for skill in ("subtraction", "reversal"):
-        assert sampled[skill] >= 0.93
-        assert greedy[skill] >= 0.95
+        assert sampled[skill] >= 0.95
+        assert greedy[skill] >= 0.97

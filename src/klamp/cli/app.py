@@ -37,6 +37,7 @@ COMMANDS = {
     "train": Command(
         module="klamp.cli.train", summary="train a model with GRPO, its KL held; without arguments the built-in task"
     ),
+    "audit": Command(module="klamp.cli.audit", summary="what the KL of an installed trainer, or of any function, does"),
 }
 
 

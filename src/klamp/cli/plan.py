@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -20,6 +19,7 @@ from klamp.cli.words import (
     describe_task,
 )
 from klamp.training.config import TrainConfig, section_classes
+from klamp.training.folders import run_folder
 
 WIDTH = 100
 
@@ -37,21 +37,6 @@ def plan_text(request: TrainRequest) -> str:
         "configuration, as a YAML file takes it; #* marks what differs from the default\n\n"
         f"{_configuration(request)}"
     )
-
-
-def run_folder(config: TrainConfig) -> Path:
-    """The folder that a run would write.
-
-    Raises:
-        RunFolderError: it holds another run, or there is none to continue.
-    """
-    from klamp.training.runlog import check_folder, free_folder
-
-    name = Path(config.task.task).stem.replace(":", "-") or "run"
-    given = config.run.output_dir
-    folder = Path(given) if given else free_folder(Path("runs"), name)
-    check_folder(folder, resume=config.run.resume)
-    return folder
 
 
 def _line(name: str, text: str) -> str:

@@ -243,8 +243,8 @@ class KLConfig:
 
     @property
     def controller_name(self) -> ControllerName:
-        """The controller in force: as named, else `step` where a target is set, else `fixed`."""
-        return self.kl_controller or ("fixed" if self.target_kl is None else "step")
+        """The controller in force: as named, else `step` where a target is set and beta is not 0, else `fixed`."""
+        return self.kl_controller or ("fixed" if self.target_kl is None or self.beta == 0 else "step")
 
     def build_controller(self) -> Controller:
         """A fresh controller of beta.

@@ -113,6 +113,14 @@ def cautions(c: KLConfig) -> list[str]:
         found.append(
             "kl_estimator='abs' with kl_gradient='own' pulls down the L1 distance, not a KL. Use kl_gradient='reverse'."
         )
+    free = c.kl_clip_threshold if c.use_per_token_kl_threshold else None
+    adaptive = c.kl_clip_method != "none" and c.controller_name != "fixed"
+    if adaptive and free is not None and c.target_kl is not None and free >= c.target_kl:
+        found.append(
+            f"target_kl={c.target_kl:g} lies within the clip's free budget of {free:g} nats per token: below the "
+            "budget the KL does not pull, so the controller raises beta without effect. Set kl_clip_threshold below "
+            "target_kl, or leave one of the two out."
+        )
     total = None if c.use_per_token_kl_threshold else c.kl_clip_threshold
     if c.use_per_token_kl_threshold and c.kl_reference_length is not None:
         total = c.kl_clip_threshold * c.kl_reference_length

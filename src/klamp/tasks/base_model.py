@@ -56,7 +56,7 @@ class BaseModelConfig:
     initializer_range: float = 0.08
     """The spread of the first weights; at a Llama's usual 0.02 so narrow a model learns to carry far later."""
 
-    steps: int = 800
+    steps: int = 1000
     """Optimizer steps of supervised training."""
 
     batch_size: int = 96
@@ -68,13 +68,13 @@ class BaseModelConfig:
     carelessness: float = 0.6
     """How often the training rows forget the carry of a heavy column in an addition; what RL has to gain."""
 
-    addition: float = 0.5
+    addition: float = 0.46
     """The weight of addition in the training mixture."""
 
-    subtraction: float = 0.36
+    subtraction: float = 0.41
     """The weight of subtraction."""
 
-    reversal: float = 0.14
+    reversal: float = 0.13
     """The weight of reversal."""
 
     seed: int = 0
@@ -229,7 +229,9 @@ def _store(config: BaseModelConfig, folder: Path, progress: Progress | None) -> 
     """Train into a temporary folder, then rename it: a killed run or a second process never leaves half a model."""
     temporary = _temporary_folder(folder)
     try:
-        train_base_model(config, progress=progress).save_pretrained(temporary)
+        model = train_base_model(config, progress=progress)
+        with _quiet():
+            model.save_pretrained(temporary)
         arithmetic_tokenizer().save_pretrained(temporary)
         (temporary / "base_model.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
         _move(temporary, folder)
@@ -279,7 +281,7 @@ def _load(folder: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' progress bar: a library does not print."""
+    """Without transformers' own progress bars: a library does not print."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

@@ -14,49 +14,12 @@ import yaml
 from accelerate import Accelerator
 
 from klamp._version import __version__
-from klamp.errors import RunFolderError
 from klamp.training.config import TrainConfig
+from klamp.training.folders import CONFIG
 from klamp.training.observers import Observer, RunInfo, RunSummary
 
-CONFIG, METRICS_FILE, COMPLETIONS, VERSIONS, SUMMARY = (
-    "config.yaml",
-    "metrics.jsonl",
-    "completions.jsonl",
-    "versions.json",
-    "summary.json",
-)
+METRICS_FILE, COMPLETIONS, VERSIONS, SUMMARY = "metrics.jsonl", "completions.jsonl", "versions.json", "summary.json"
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors", "reasoning-gym")
-
-
-def free_folder(root: Path, name: str) -> Path:
-    """The first of root/name-001, root/name-002, ... that does not exist."""
-    return next(folder for i in range(1, 10**6) if not (folder := root / f"{name}-{i:03d}").exists())
-
-
-def check_folder(folder: Path, *, resume: bool) -> None:
-    """Refuse to write over another run, or to continue one that is not there.
-
-    Raises:
-        RunFolderError: the folder holds a run (or anything else) and resume is off; or resume is on and it holds none.
-    """
-    held = folder.is_dir() and any(folder.iterdir())
-    if folder.exists() and not folder.is_dir():
-        raise RunFolderError("the output folder is a file", got=str(folder), fix="choose another --output_dir")
-    if held and not resume:
-        what = "another run" if (folder / CONFIG).exists() else "other files"
-        raise RunFolderError(
-            f"the output folder holds {what}",
-            got=str(folder),
-            why="a run never writes over what is there",
-            fix="choose another --output_dir, delete the folder, or continue that run with --resume",
-        )
-    if resume and not (folder / CONFIG).exists():
-        raise RunFolderError(
-            "there is no run to continue in the output folder",
-            got=str(folder),
-            why=f"it has no {CONFIG}",
-            fix="check --output_dir, or leave --resume out",
-        )
 
 
 def versions() -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from klamp.training import checkpoint
 from klamp.training.config import ModelConfig, TrainConfig
 from klamp.training.context import Context
 from klamp.training.exclusions import excluded_ids
+from klamp.training.folders import run_folder
 from klamp.training.models import (
     BUILTIN,
     end_tokens,
@@ -32,10 +34,14 @@ from klamp.training.models import (
 from klamp.training.observers import Observer
 from klamp.training.references import AdapterOffReference, FrozenReference, MovingReference, Reference
 from klamp.training.remote import RemoteReference
-from klamp.training.runlog import check_folder, free_folder
 
 UNLIMITED = 2**31
 """Stands for a model that does not say how long a sequence it takes."""
+
+
+def on_cpu(config: TrainConfig) -> bool:
+    """Whether the run stays on the CPU; without an accelerator, accelerate joins processes only if told so."""
+    return config.run.cpu or not torch.accelerator.is_available()
 
 
 def make_accelerator(config: TrainConfig, folder: Path) -> Accelerator:
@@ -50,7 +56,7 @@ def make_accelerator(config: TrainConfig, folder: Path) -> Accelerator:
     """
     try:
         accelerator = Accelerator(
-            cpu=config.run.cpu,
+            cpu=on_cpu(config),
             log_with=list(config.run.report_to) or None,
             project_dir=str(folder),
         )
@@ -62,6 +68,14 @@ def make_accelerator(config: TrainConfig, folder: Path) -> Accelerator:
             fix="use tensorboard, or another tracker that accelerate knows",
         ) from error
     _check_trackers(config, accelerator)
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched != accelerator.num_processes:
+        raise ConfigError(
+            "the processes that were launched did not find each other",
+            got=f"{launched} launched, {accelerator.num_processes} joined",
+            why="each of them would train a model of its own in the same folder",
+            fix="launch with torchrun or accelerate launch --multi_gpu (which also joins CPU processes)",
+        )
     if config.rollout.prompts_per_step % accelerator.num_processes:
         raise ConfigError(
             "the prompts of a step do not divide over the processes",
@@ -92,13 +106,9 @@ def choose_folder(config: TrainConfig) -> Path:
         RunFolderError: it holds another run, or there is none to continue.
     """
     chosen: list[str | Exception] = [""]
-    if PartialState(cpu=config.run.cpu).is_main_process:
+    if PartialState(cpu=on_cpu(config)).is_main_process:
         try:
-            name = Path(config.task.task).stem.replace(":", "-") or "run"
-            given = config.run.output_dir
-            folder = Path(given) if given else free_folder(Path("runs"), name)
-            check_folder(folder, resume=config.run.resume)
-            chosen[0] = str(folder)
+            chosen[0] = str(run_folder(config))
         except Exception as error:  # raised below on every process, so that none of them waits for the others
             chosen[0] = error
     broadcast_object_list(chosen)

@@ -166,7 +166,7 @@ def _known(chain: Chain) -> dict[str, Tensor]:
     return {"reverse": reverse, "forward": forward, "reverse - forward": reverse - forward}
 
 
-def _one_token(function: KLFunction, dtype: torch.dtype, log_ratio: float, use: Use) -> tuple[float, float]:
+def one_token(function: KLFunction, dtype: torch.dtype, log_ratio: float, use: Use) -> tuple[float, float]:
     """Value and gradient of one token at this log-ratio."""
     likely, unlikely = -0.5, -0.5 - abs(log_ratio)
     first, second = (likely, unlikely) if log_ratio > 0 else (unlikely, likely)
@@ -182,7 +182,7 @@ def _one_token(function: KLFunction, dtype: torch.dtype, log_ratio: float, use: 
 
 def _probe(function: KLFunction, dtype: torch.dtype, log_ratio: float, use: Use) -> Probe:
     try:
-        value, gradient = _one_token(function, dtype, log_ratio, use)
+        value, gradient = one_token(function, dtype, log_ratio, use)
     except ShapeError:
         raise
     except Exception as error:  # a foreign function may raise anything; that is the finding
@@ -195,7 +195,7 @@ def _find_clamp(function: KLFunction, side: int, use: Use) -> float | None:
     """The log-ratio beyond which the gradient is zero as far as one looks, to 1e-6 nats."""
 
     def dead(size: float) -> bool:
-        return _one_token(function, torch.float64, side * size, use)[1] == 0
+        return one_token(function, torch.float64, side * size, use)[1] == 0
 
     sizes = [SCAN_STEP * (i + 1) for i in range(round(SCAN_TO / SCAN_STEP))]
     first = next((i for i in reversed(range(len(sizes))) if not dead(sizes[i])), -1) + 1

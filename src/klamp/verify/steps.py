@@ -18,6 +18,7 @@ import itertools
 import math
 from collections import Counter
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 from jaxtyping import Float
@@ -26,6 +27,7 @@ from torch import Tensor
 from klamp.config import KLConfig, LossConfig, build_objective
 from klamp.core.advantages import group_advantages
 from klamp.core.estimators import exact_kl
+from klamp.core.masking import Totals
 from klamp.core.objective import Objective, grpo_loss
 from klamp.core.placement import kl_in_reward, sequence_log_ratio
 from klamp.core.types import Batch, Reduction
@@ -33,6 +35,8 @@ from klamp.errors import ConfigError
 from klamp.verify.naming import Followed, name_gradient
 from klamp.verify.oracle import Report, report, truths
 from klamp.verify.tabular import Chain, Outcomes, enumerate_outcomes, random_chain
+
+Denominators: TypeAlias = Literal["group", "expected"]
 
 MAX_GROUPS = 5_000
 
@@ -53,6 +57,9 @@ class Scene:
     """Completions per group; 1 only with the KL in the loss."""
     reference_length: float | None = None
     """Tokens that a per-token KL threshold is multiplied by; None: the longest completion."""
+    denominators: Denominators = "group"
+    """What means divide by: the group's own counts (the group is the batch), or the expected ones (it is a part of a
+    large batch)."""
 
     def __post_init__(self) -> None:
         groups = math.comb(len(self.outcomes.probs) + self.group_size - 1, self.group_size)
@@ -68,6 +75,11 @@ class Scene:
     def outcomes(self) -> Outcomes:
         """The completions that its sampler can produce."""
         return enumerate_outcomes(self.chain)
+
+    @functools.cached_property
+    def lengths(self) -> Float[Tensor, " outcomes"]:
+        """Tokens of each completion."""
+        return self.outcomes.mask.sum(-1).double()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -97,13 +109,13 @@ def scene(
     off_policy: bool = False,
     saturated: bool = True,
     group_size: int = 2,
-    spread: float = 1.0,
+    denominators: Denominators = "group",
 ) -> Scene:
     """A random scene; with `saturated=False` half of the completions are rewarded with 1, the others with 0."""
-    chain = random_chain(seed, vocab=vocab, length=length, off_policy=off_policy, spread=spread)
+    chain = random_chain(seed, vocab=vocab, length=length, off_policy=off_policy)
     count = len(enumerate_outcomes(chain).probs)
     rewards = None if saturated else (torch.arange(count) % 2).double()
-    return Scene(chain=chain, rewards=rewards, group_size=group_size)
+    return Scene(chain=chain, rewards=rewards, group_size=group_size, denominators=denominators)
 
 
 def examine_config(kl: KLConfig, loss: LossConfig | None = None, *, scene: Scene) -> StepReport:
@@ -172,7 +184,7 @@ def _step(scene: Scene, objective: Objective, loss: LossConfig, kl: KLConfig, gr
     """The loss of one group, as a trainer forms it."""
     outcomes = scene.outcomes
     y = Outcomes(*(field[group] for field in outcomes))
-    kl_mask = y.mask & ~torch.isin(y.tokens, torch.tensor([t for t in kl.kl_exclude_tokens if isinstance(t, int)]))
+    kl_mask = _kl_mask(kl, y)
     exact = objective.beta > 0 and objective.kl.value == "exact"
     output = grpo_loss(
         Batch(
@@ -189,9 +201,23 @@ def _step(scene: Scene, objective: Objective, loss: LossConfig, kl: KLConfig, gr
             group_size=scene.group_size,
         ),
         objective,
+        totals=None if scene.denominators == "group" else _totals(scene, kl),
     )
     over = output.metrics.get("kl/over_budget")
     return _Step(loss=output.loss, gate=None if over is None else over.item())
+
+
+def _kl_mask(kl: KLConfig, y: Outcomes) -> Tensor:
+    excluded = torch.tensor([token for token in kl.kl_exclude_tokens if isinstance(token, int)])
+    return y.mask & ~torch.isin(y.tokens, excluded) & (torch.arange(y.mask.shape[1]) >= kl.kl_exclude_prefix)
+
+
+def _totals(scene: Scene, kl: KLConfig) -> Totals:
+    """The counts that a group has on average."""
+    y, size = scene.outcomes, float(scene.group_size)
+    tokens = (y.probs * scene.lengths).sum().item()
+    kl_tokens = (y.probs * _kl_mask(kl, y).sum(-1)).sum().item()
+    return Totals(size, size * tokens, size * kl_tokens)
 
 
 def _advantages(

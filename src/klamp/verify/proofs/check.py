@@ -47,7 +47,7 @@ def run_section(section: str, proof: Proof) -> list[Check]:
 
 def is_equal(claim: str, measured: float | Tensor, expected: float | Tensor, *, tolerance: float = EXACT) -> Check:
     """Two numbers are the same, up to an absolute error."""
-    got, want = float(measured), float(expected)
+    got, want = (x.item() if isinstance(x, Tensor) else float(x) for x in (measured, expected))
     error = abs(got - want)
     return Check(
         claim=claim,

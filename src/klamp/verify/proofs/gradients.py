@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,21 +15,19 @@ from klamp.verify.proofs.check import Check, follows, is_true
 from klamp.verify.tabular import Chain, Outcomes, one_position, random_chain
 
 VALUES: tuple[Estimator, ...] = ("k1", "k2", "k3", "abs")
-OWN = {"k1": "zero", "k2": "reverse", "k3": "forward", "abs": "L1 distance"}
+OWN: Mapping[Estimator, str] = {"k1": "zero", "k2": "reverse", "k3": "forward", "abs": "L1 distance"}
 """What each estimator's own gradient is, tokens sampled from the policy."""
 
 
 def prove_gradients() -> list[Check]:
     """`kl_penalty` at one position, on-policy and with the sampler's weights."""
-    checks: list[Check] = []
-    for name, followed in OWN.items():
-        checks.append(_check(f"{name} as a loss (gradient own)", penalty(name, "own"), followed))  # pyright: ignore
+    checks = [_check(f"{name} as a loss (its own gradient)", [penalty(name, "own")], OWN[name]) for name in VALUES]
+    named: tuple[tuple[Gradient, str], ...] = (("reverse", "reverse"), ("forward", "forward"), ("none", "zero"))
     for off_policy in (False, True):
         where = "tokens of another sampler, weighted" if off_policy else "tokens of the policy"
-        for gradient, followed in (("reverse", "reverse"), ("forward", "forward"), ("none", "zero")):
-            for name in VALUES:
-                loss = penalty(name, gradient, off_policy=off_policy)
-                checks.append(_check(f"{where}: value {name}, gradient {gradient}", loss, followed, off_policy))
+        for gradient, followed in named:
+            losses = [penalty(name, gradient, off_policy=off_policy) for name in VALUES]
+            checks.append(_check(f"gradient {gradient}, whichever the value; {where}", losses, followed, off_policy))
     return checks
 
 
@@ -45,7 +45,7 @@ def prove_formulas() -> list[Check]:
         ("k3 in the reward", lambda y: _k3(y).detach() * y.policy_logprobs, "reverse - forward", False),
         ("k2 in the reward", lambda y: _k2(y).detach() * y.policy_logprobs, NOTHING_KNOWN, False),
     )
-    checks = [_check(claim, loss, followed, off_policy) for claim, loss, followed, off_policy in rows]
+    checks = [_check(claim, [loss], followed, off_policy) for claim, loss, followed, off_policy in rows]
     size = _size_near_the_reference()
     text = f"{100 * size:.2g} % of the gradient of KL(policy||ref)"
     return [*checks, is_true("k3 in the reward, near the reference: cancels", size < 0.05, text, expected="below 5 %")]
@@ -63,9 +63,10 @@ def penalty(value: Estimator, gradient: Gradient, *, off_policy: bool = False) -
     return loss
 
 
-def _check(claim: str, loss: Loss, name: str, off_policy: bool = False) -> Check:
+def _check(claim: str, losses: Sequence[Loss], name: str, off_policy: bool = False) -> Check:
     chains = [random_chain(seed, vocab=4, length=1, eos=None, off_policy=off_policy) for seed in range(2)]
-    return follows(claim, [expected_gradient(chain, loss) for chain in chains], [_known(c) for c in chains], name)
+    gradients = [expected_gradient(chain, loss) for loss in losses for chain in chains]
+    return follows(claim, gradients, [_known(chain) for _ in losses for chain in chains], name)
 
 
 def _known(chain: Chain) -> Truths:

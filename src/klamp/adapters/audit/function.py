@@ -1,0 +1,82 @@
+"""`klamp audit module:function`: any per-token KL function that can be imported."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from klamp.errors import ConfigError
+from klamp.verify.audit import Subject, Term
+
+CONTRACT = "function(policy_logprobs [B, T], ref_logprobs [B, T]) -> [B, T]"
+
+
+def function_subject(path: str) -> Subject:
+    """A function by its path, as a loss and as a number in the reward.
+
+    Args:
+        path: `module:function` or `module:Class.method`; modules of the working directory are found too.
+
+    Raises:
+        ConfigError: it cannot be imported, or is not callable.
+    """
+    function = load_function(path)
+
+    def call(policy: Tensor, ref: Tensor) -> Tensor:
+        return function(policy, ref)
+
+    return Subject(
+        title=path,
+        terms=(Term.of_function("as a loss", call), Term.of_function("in the reward", call, use="reward")),
+    )
+
+
+def load_function(path: str) -> Callable[..., Any]:
+    """The callable that `module:function` names.
+
+    Raises:
+        ConfigError: it cannot be imported, or is not callable.
+    """
+    module_name, _, attribute = path.partition(":")
+    if not module_name or not attribute:
+        raise ConfigError(
+            "this does not name a function", got=repr(path), why="it needs a module and a name", fix="module:function"
+        )
+    found: Any = _import(module_name, path)
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise ConfigError(
+                f"{module_name} has no {attribute}",
+                got=repr(path),
+                why=f"there is no {part!r}; it has {_names(found)}",
+                fix="name a function that stands at the top of the module, or Class.method",
+            )
+        found = getattr(found, part)
+    if not callable(found):
+        raise ConfigError(f"{path} is no function", got=type(found).__name__, fix=f"name one that is: {CONTRACT}")
+    return found
+
+
+def _import(name: str, path: str) -> Any:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # importing runs the user's code, which may raise anything
+        raise ConfigError(
+            f"{name} cannot be imported",
+            got=f"{type(error).__name__}: {error}",
+            why=f"klamp audit {path} looks in the working directory and in the installed packages",
+            fix="run it where `python -c 'import ...'` of that module works",
+        ) from error
+
+
+def _names(owner: Any) -> str:
+    names = [name for name, value in vars(owner).items() if callable(value) and not name.startswith("_")]
+    return ", ".join(names[:8]) or "no functions"

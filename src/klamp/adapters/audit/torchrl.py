@@ -1,0 +1,85 @@
+"""torchrl's KL: `GRPOLoss` with `kl_to_ref_coeff`, the k3 estimate that it publishes, and the KL in the reward.
+
+`GRPOLoss.forward` runs as it is, on a batch without a model: only the method that asks the actor for log-probabilities
+is answered with those of the audit.
+"""
+
+from __future__ import annotations
+
+import warnings
+from importlib.metadata import version
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from klamp.verify.audit import BatchLoss, Subject, Term
+
+AVERAGES = ("token_mean", "prompt_mean", "none")
+
+
+def subject() -> Subject:
+    """The KL of the installed torchrl."""
+    from torchrl.objectives.llm import GRPOLoss, k3_kl_token_estimate
+
+    loss = GRPOLoss(None)
+    return Subject(
+        title=f"torchrl {version('torchrl')}, GRPOLoss",
+        terms=(
+            Term(name="GRPOLoss, kl_to_ref_coeff", completion=_completion),
+            Term.of_function("k3_kl_token_estimate(ref, policy)", lambda policy, ref: k3_kl_token_estimate(ref, policy)),
+            Term.of_function("KLComputation, in the reward", reward_kl, use="reward"),
+        ),
+        reductions={
+            f"aggregation={name}" + (" (default)" if name == loss.aggregation else ""): _batch_loss(name)
+            for name in AVERAGES
+        },
+        notes=(f"kl_to_ref_coeff is {loss.kl_to_ref_coeff} by default: without it there is no KL in the loss.",),
+    )
+
+
+def kl_loss(policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor, *, aggregation: str = "token_mean") -> Tensor:
+    """The KL part of the loss at coefficient 1, for a batch of log-probabilities `[B, T]`.
+
+    Args:
+        policy: log-probabilities of the policy.
+        ref: of the reference.
+        old: of the policy that sampled.
+        mask: True on the tokens of the completions.
+        aggregation: how the loss averages.
+    """
+    from tensordict import TensorDict
+    from torchrl.objectives.llm import GRPOLoss
+
+    loss = GRPOLoss(None, kl_to_ref_coeff=1.0, entropy_bonus=False, aggregation=aggregation)
+    loss._get_cur_log_prob = lambda tensordict: (policy, SimpleNamespace(mask=mask), False)
+    batch = TensorDict({"advantage": torch.zeros_like(policy)[..., None]}, batch_size=[len(policy)])
+    batch[loss.tensor_keys.action] = torch.zeros_like(mask, dtype=torch.long)
+    batch[loss.tensor_keys.sample_log_prob] = old
+    batch[loss.tensor_keys.ref_log_probs] = ref
+    return loss(batch).loss_kl_to_ref
+
+
+def reward_kl(policy: Tensor, ref: Tensor) -> Tensor:
+    """What `KLComputation` takes from the reward of each token at coefficient 1."""
+    from tensordict import TensorDict
+    from torchrl.envs.llm.transforms.kl import KLComputation
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nested tensors call themselves a prototype
+        rewards = torch.nested.as_nested_tensor(list(torch.zeros_like(policy)[..., None]), layout=torch.strided)
+    step = TensorDict(
+        {"log_probs": {"full": policy.detach()}, "ref_log_probs": {"full": ref}, "reward": rewards},
+        batch_size=[len(policy)],
+    )
+    done = KLComputation(coeff=1.0)(TensorDict({"next": step}, batch_size=[len(policy)]))
+    return -torch.stack([*done["next", "reward"].unbind()])[..., 0]
+
+
+def _completion(policy: Tensor, ref: Tensor, old: Tensor) -> Tensor:
+    mask = torch.ones(policy.shape, dtype=torch.bool)
+    return kl_loss(policy, ref, old, mask) * policy.shape[-1]
+
+
+def _batch_loss(aggregation: str) -> BatchLoss:
+    return lambda policy, ref, mask: kl_loss(policy, ref, policy.detach(), mask, aggregation=aggregation)

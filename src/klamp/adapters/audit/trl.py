@@ -1,0 +1,159 @@
+"""TRL's KL, taken from a real `GRPOTrainer`.
+
+Its KL is a few lines in the middle of `GRPOTrainer._compute_loss`. So that method is called as it is, on a trainer
+built by TRL's own constructor around a model of two thousand weights, with the log-probabilities of the audit in the
+place of the model's. The loss at beta 1 less the loss at beta 0, advantages 0, is the KL part, with its gradient.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from klamp.verify.audit import BatchLoss, Subject, Term
+
+TITLE = "GRPOTrainer"
+LOSS_TYPES = ("dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "vespo", "luspo")
+
+
+def subject() -> Subject:
+    """The KL of the installed TRL: one term per option that changes it, one reduction per loss type."""
+    import trl
+
+    defaults = {each.name: each.default for each in dataclasses.fields(trl.GRPOConfig)}
+    trainer = build_trainer()
+    terms = [
+        _term(trainer, f"use_bias_correction_kl={corrected}", defaults, use_bias_correction_kl=corrected)
+        for corrected in _default_first(defaults["use_bias_correction_kl"])
+    ]
+    by_sequence = {"importance_sampling_level": "sequence", "use_bias_correction_kl": True}
+    terms.append(_term(trainer, "sequence-level ratio, bias correction", defaults, **by_sequence))
+    return Subject(
+        title=f"trl {trl.__version__}, {TITLE}",
+        terms=tuple(terms),
+        reductions={_marked("loss_type", name, defaults): _batch_loss(trainer, name) for name in LOSS_TYPES},
+        notes=(
+            f"beta is {defaults['beta']:g} by default: without beta= there is no KL and no reference.",
+            "Log-probabilities reach the KL in float32, whatever the model's type.",
+        ),
+    )
+
+
+def build_trainer() -> Any:
+    """A real GRPOTrainer on the CPU: one layer, eight dimensions, four words, nothing downloaded."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = GRPOConfig(
+            output_dir=folder,
+            beta=0.0,
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+            num_generations=2,
+            per_device_train_batch_size=2,
+        )
+        trainer = GRPOTrainer(
+            model=_tiny_model(),
+            args=config,
+            processing_class=_tiny_tokenizer(),
+            reward_funcs=_no_reward,
+            train_dataset=Dataset.from_dict({"prompt": ["a", "a"]}),
+        )
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer
+
+
+def kl_loss(trainer: Any, policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor, **options: Any) -> Tensor:
+    """The KL part of the trainer's loss at coefficient 1, for a batch of log-probabilities `[B, T]`.
+
+    Args:
+        trainer: from `build_trainer`.
+        policy: log-probabilities of the policy.
+        ref: of the reference.
+        old: of the policy that sampled.
+        mask: True on the tokens of the completions.
+        options: fields of GRPOConfig to set meanwhile.
+    """
+    tokens = mask.long()
+    inputs = {
+        "prompt_ids": torch.ones_like(tokens[:, :1]),
+        "prompt_mask": torch.ones_like(tokens[:, :1]),
+        "completion_ids": tokens,
+        "completion_mask": tokens,
+        "advantages": torch.zeros(len(policy), dtype=policy.dtype),
+        "old_per_token_logps": old,
+        "ref_per_token_logps": ref,
+        "num_items_in_batch": tokens.sum(),
+    }
+    scored = (policy, torch.zeros_like(policy), None)
+    with _set(trainer, _get_per_token_logps_and_entropies=lambda *_, **__: scored, **options):
+        losses = []
+        for beta in (1.0, 0.0):
+            trainer.beta = beta
+            losses.append(trainer._compute_loss(trainer.model, inputs))
+    return losses[0] - losses[1]
+
+
+def _term(trainer: Any, name: str, defaults: dict[str, Any], **options: Any) -> Term:
+    def completion(policy: Tensor, ref: Tensor, old: Tensor) -> Tensor:
+        mask = torch.ones(policy.shape, dtype=torch.bool)
+        mean = kl_loss(trainer, policy, ref, old, mask, loss_type="grpo", **options)  # of one completion: over tokens
+        return mean * policy.shape[-1]
+
+    default = all(defaults[option] == value for option, value in options.items())
+    return Term(name=name + (" (default)" if default else ""), completion=completion)
+
+
+def _batch_loss(trainer: Any, loss_type: str) -> BatchLoss:
+    return lambda policy, ref, mask: kl_loss(trainer, policy, ref, policy.detach(), mask, loss_type=loss_type)
+
+
+def _tiny_model() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=4, max_position_embeddings=16, **size)).train()
+
+
+def _tiny_tokenizer() -> Any:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2, "a": 3}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
+    )
+
+
+def _no_reward(completions: list[Any], **_: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def _default_first(default: bool) -> tuple[bool, bool]:
+    return default, not default
+
+
+def _marked(option: str, value: str, defaults: dict[str, Any]) -> str:
+    return f"{option}={value}" + (" (default)" if defaults[option] == value else "")
+
+
+@contextmanager
+def _set(trainer: Any, **values: Any):
+    """Sets attributes of the trainer, and of its arguments where they have them, for as long as the context lasts."""
+    owners = [(owner, name) for name in values for owner in (trainer, trainer.args) if hasattr(owner, name)]
+    before = [(owner, name, getattr(owner, name)) for owner, name in owners]
+    try:
+        for owner, name in owners:
+            setattr(owner, name, values[name])
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)

@@ -1,0 +1,112 @@
+"""What `klamp audit` writes about one KL term: the cells of its row, and the sentences below the table."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from klamp.verify.audit import Finding
+from klamp.verify.judge import FAR
+from klamp.verify.judgement import Judgement
+from klamp.verify.naming import Followed
+from klamp.verify.precision import Reach
+
+Row: TypeAlias = tuple[str, ...]
+
+HEADINGS: Row = ("KL term", "value", "gradient", "off-policy", "stops at", "fp32", "bf16", "fp16")
+NONE = "-"
+LEGEND = """\
+value       expected value against KL(policy||ref), tokens sampled from the policy
+gradient    whose gradient descent on the term follows: reverse = KL(policy||ref), forward = KL(ref||policy), zero,
+            neither; "near" where only tokens close to the reference do
+off-policy  the same when an older policy sampled the tokens, and the trainer was told its log-probabilities
+stops at    log policy - log ref, in nats, from which on a clamp leaves no gradient
+fp32 ...    log-ratios up to which the gradient is right to 10 % in this type, and what happens beyond:
+            inf, nan, zero, off (rounding has eaten it)"""
+
+SHORT = {
+    "zero": "zero",
+    "reverse": "reverse",
+    "local": "reverse",
+    "local_sampled": "reverse",
+    "forward": "forward",
+    "local_forward": "forward",
+    "local_sampled_forward": "forward",
+    "reverse - forward": "reverse - forward",
+}
+UNBIASED = 1e-5
+
+
+def row(finding: Finding) -> Row:
+    """The cells of one term, under `HEADINGS`."""
+    judgement = finding.judgement
+    if judgement is None or finding.off_policy is None:
+        return (finding.term.name, f"raises {finding.error}", *[NONE] * (len(HEADINGS) - 2))
+    return (
+        finding.term.name,
+        _value(judgement),
+        _gradient(finding, judgement),
+        _short(finding.off_policy),
+        _stops(judgement),
+        *map(_reach, finding.reach),
+    )
+
+
+def sentences(finding: Finding) -> list[str]:
+    """What the cells of a row do not say."""
+    judgement, name = finding.judgement, finding.term.name
+    if judgement is None or finding.near is None:
+        return []
+    found: list[str] = []
+    if not finding.token_by_token:
+        alone = _short(judgement.gradient.follows)
+        found.append(f"{name}: a completion of one token follows {alone}, completions of several tokens follow neither.")
+    if _clamped(judgement) and abs(judgement.value.relative_bias) > UNBIASED:
+        kl = judgement.value.reverse_kl
+        found.append(
+            f"{name}: its clamp takes {judgement.value.relative_bias:+.1%} off the value at a KL of {kl:.2g} nats per "
+            f"token; near the reference it is {_bias(finding.near_bias)}."
+        )
+    return found
+
+
+def _value(judgement: Judgement) -> str:
+    return _bias(judgement.value.relative_bias)
+
+
+def _bias(bias: float) -> str:
+    return "unbiased" if abs(bias) < UNBIASED else f"{bias:+.1%}"
+
+
+def _gradient(finding: Finding, judgement: Judgement) -> str:
+    if not finding.token_by_token:
+        return _short(finding.on_policy)
+    whole, near = _short(judgement.gradient.follows), _short(finding.near)
+    return f"{near} near" if whole == "neither" and near != "neither" else whole
+
+
+def _short(followed: Followed | None) -> str:
+    if followed is None or followed.name not in SHORT:
+        return "neither"
+    factor, name = followed.factor, SHORT[followed.name]
+    if name == "zero" or abs(factor - 1) < 1e-4:
+        return name
+    return f"-{name}" if abs(factor + 1) < 1e-4 else f"{factor:.3g} {name}"
+
+
+def _clamped(judgement: Judgement) -> list[float]:
+    """The clamps within reach; further out it is rounding that leaves nothing."""
+    ends = (judgement.clamp.below, judgement.clamp.above)
+    return [end for end in ends if end is not None and abs(end) < FAR]
+
+
+def _stops(judgement: Judgement) -> str:
+    if judgement.clamp.everywhere:
+        return "everywhere"
+    return ", ".join(f"{end:+.3g}" for end in _clamped(judgement)) or NONE
+
+
+def _reach(reach: Reach) -> str:
+    if reach.everywhere:
+        return f"±{reach.far}"
+    low = f"{reach.low}" if reach.low else "0"
+    return f"{low} +{reach.high} {reach.failure}"

@@ -1,0 +1,198 @@
+"""Auditing a KL term as an installed trainer computes it: which value, which gradient, how far out, averaged how.
+
+A `Term` is one KL term of one host, behind a function that returns the KL part of the host's own loss for one
+completion, its coefficient taken out. `audit_term` sends it through `judge` (tokens from the policy, one position), and
+beyond what that can show: near the reference, where nothing is clamped; through completions of several tokens, from
+the policy and from an older one; and through every floating-point type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from klamp.errors import ShapeError
+from klamp.verify.judge import DTYPES, FAR, KLFunction, as_loss, judge
+from klamp.verify.judgement import Judgement, Use
+from klamp.verify.naming import Followed, name_gradient
+from klamp.verify.oracle import Loss, expected, expected_gradient, reverse_kl, truths
+from klamp.verify.precision import Reach, measure_reach
+from klamp.verify.reductions import LOG_RATIO, BatchLoss, name_reduction
+from klamp.verify.tabular import Chain, Outcomes, random_chain
+
+CompletionLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(policy_logprobs, ref_logprobs, old_logprobs), each [1, T] -> the KL of the completion: a scalar, coefficient 1."""
+
+TOLERANCE = 1e-5
+"""Relative, for naming a gradient; some hosts compute in float32 whatever they are given."""
+NEAR_SPREAD = 0.2
+"""Standard deviation of the logits near the reference: no log-ratio exceeds a nat there."""
+LOCAL = {"zero": "zero", "reverse": "local", "forward": "local_forward"}
+"""Gradient at one position -> the same over completions, each token answering for itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Term:
+    """One KL term of a host."""
+
+    name: str
+    """Function or class, and the option that makes it."""
+    completion: CompletionLoss
+    """The host's KL of one completion, summed over its tokens."""
+    function: KLFunction | None = None
+    """The same token by token, where the host has such a function; None: it is found through `completion`."""
+    use: Use = "loss"
+    """Whether the host differentiates it, or takes it from the reward."""
+
+    @classmethod
+    def of_function(cls, name: str, function: KLFunction, *, use: Use = "loss") -> Term:
+        """The term of a function of [B, T] log-probabilities under policy and reference."""
+        return cls(name=name, completion=lambda p, ref, old: function(p, ref).sum(), function=function, use=use)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is audited: a host's terms, how it averages them, and what else a reader should know."""
+
+    title: str
+    """Name and version."""
+    terms: tuple[Term, ...]
+    """Its KL terms, the default first."""
+    reductions: Mapping[str, BatchLoss] = field(default_factory=dict)
+    """Option -> the host's KL loss of a whole batch, its KL being that of the first term."""
+    notes: tuple[str, ...] = ()
+    """Facts read from the installed package, a sentence each."""
+    cautions: tuple[str, ...] = ()
+    """Why the result may not hold, such as an untried version."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What was found out about one term."""
+
+    term: Term
+    """The term."""
+    judgement: Judgement | None = None
+    """Value, gradient, clamps and probes at one position; None where the host refused to compute it."""
+    near_bias: float = 0.0
+    """Relative bias of the value near the reference."""
+    near: Followed | None = None
+    """Whose gradient it follows near the reference, where no clamp is reached."""
+    on_policy: Followed | None = None
+    """Whose gradient it follows over completions of several tokens that the policy sampled."""
+    off_policy: Followed | None = None
+    """The same, with completions that an older policy sampled and the host was told so."""
+    reach: tuple[Reach, ...] = ()
+    """How far from the reference the gradient is right, for each of `DTYPES`."""
+    error: str = ""
+    """What the host raised instead."""
+
+    @property
+    def token_by_token(self) -> bool:
+        """Whether a completion follows the divergence that its single tokens do.
+
+        False where tokens get in each other's way, as under a ratio of the whole completion.
+        """
+        if self.judgement is None or self.on_policy is None:
+            return True
+        single = self.judgement.gradient.follows.name
+        return single not in LOCAL or self.on_policy.name in (single, LOCAL[single])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit:
+    """Everything that was found out about a host."""
+
+    subject: Subject
+    """What was audited."""
+    findings: tuple[Finding, ...]
+    """One per term."""
+    reductions: Mapping[str, str]
+    """Option -> how the KL is averaged over a batch, in words."""
+
+
+def audit(subject: Subject) -> Audit:
+    """Send every term of a host through the oracle; what a host raises becomes the finding.
+
+    Raises:
+        ShapeError: a function does not return one number per token.
+    """
+    one = kl_of_one_token(subject.terms[0])
+    return Audit(
+        subject=subject,
+        findings=tuple(map(audit_term, subject.terms)),
+        reductions={option: name_reduction(loss, one) for option, loss in subject.reductions.items()},
+    )
+
+
+def audit_term(term: Term) -> Finding:
+    """Everything about one term."""
+    function = term.function or per_token(term)
+    try:
+        near_bias, near = near_reference(function, term.use)
+        return Finding(
+            term=term,
+            judgement=judge(function, name=term.name, use=term.use),
+            near_bias=near_bias,
+            near=near,
+            on_policy=over_completions(term, off_policy=False),
+            off_policy=over_completions(term, off_policy=True),
+            reach=tuple(measure_reach(function, dtype, use=term.use, far=FAR) for dtype in DTYPES),
+        )
+    except ShapeError:
+        raise
+    except Exception as error:  # whatever the host raises is the finding
+        return Finding(term=term, error=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}".rstrip(": "))
+
+
+def kl_of_one_token(term: Term) -> float:
+    """The term's KL of one token, `LOG_RATIO` nats from the reference."""
+    policy = torch.tensor([[-1.0]], dtype=torch.float64)
+    return term.completion(policy.clone().requires_grad_(), policy - LOG_RATIO, policy).item()
+
+
+def per_token(term: Term) -> KLFunction:
+    """The term as a function of [B, T] tokens: each token is a completion of its own, sampled from the policy."""
+
+    def function(policy: Tensor, ref: Tensor) -> Tensor:
+        pairs = zip(policy.reshape(-1, 1, 1), ref.reshape(-1, 1, 1), strict=True)
+        return torch.stack([term.completion(p, r, p.detach()) for p, r in pairs]).reshape(policy.shape)
+
+    return function
+
+
+def near_reference(function: KLFunction, use: Use = "loss") -> tuple[float, Followed]:
+    """(relative bias of the value, gradient followed) where policy and reference are close."""
+    chains = [random_chain(seed, vocab=5, length=1, eos=None, spread=NEAR_SPREAD) for seed in range(3)]
+    values = sum(expected(chain, as_loss(function)).item() for chain in chains)
+    right = sum(reverse_kl(chain).item() for chain in chains)
+    return values / right - 1, _name(as_loss(function, use), chains)
+
+
+def over_completions(term: Term, *, off_policy: bool) -> Followed:
+    """The gradient that a term follows over completions of one and two tokens, in several enumerated worlds."""
+    chains = [random_chain(seed, vocab=3, length=2, off_policy=off_policy) for seed in range(3)]
+    return _name(_as_loss(term), chains)
+
+
+def _name(loss: Loss, chains: list[Chain]) -> Followed:
+    gradients = [expected_gradient(chain, loss) for chain in chains]
+    return name_gradient(gradients, [truths(chain) for chain in chains], tolerance=TOLERANCE)
+
+
+def _as_loss(term: Term) -> Loss:
+    """The term's loss per enumerated completion; in the reward through the score function of the whole completion."""
+
+    def loss(y: Outcomes) -> Tensor:
+        rows = zip(y.policy_logprobs, y.ref_logprobs, y.sampler_logprobs, y.mask, strict=True)
+        return torch.stack([one(p[mask][None], ref[mask][None], old[mask][None]) for p, ref, old, mask in rows])
+
+    def one(policy: Tensor, ref: Tensor, old: Tensor) -> Tensor:
+        value = term.completion(policy, ref, old)
+        return value.detach() * policy.sum() if term.use == "reward" else value
+
+    return loss

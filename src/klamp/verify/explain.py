@@ -1,0 +1,242 @@
+"""What a KL term does, in plain words: measured facts turned into sentences.
+
+>>> from klamp.config import KLConfig, LossConfig
+>>> explain_config(KLConfig(kl_gradient="forward"), LossConfig(), name="mine").verdict
+'Pulls the policy along the gradient of KL(ref||policy), token by token.'
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from klamp.config import LOSS_TYPES, KLConfig, LossConfig
+from klamp.verify.equations import equations
+from klamp.verify.pull import LENGTH, ConfigFacts, Gate, Pull, measure_config
+
+Line = tuple[str, str]
+"""A label and a text."""
+
+VOCAB = 151_936
+"""Vocabulary entries for the memory of logits, where none are given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """What a KL term does, ready to be printed."""
+
+    name: str
+    """What was explained."""
+    verdict: str
+    """What it does, in a sentence."""
+    lines: tuple[Line, ...]
+    """The facts behind it: label, text."""
+    cautions: tuple[str, ...]
+    """What it may not do although its name suggests it; each with the way out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What the numbers depend on besides the configuration."""
+
+    length: int = 1000
+    """Expected completion length in tokens."""
+    vocab: int = VOCAB
+    """Vocabulary entries of the model."""
+    paper: str = ""
+    """Where the recipe comes from."""
+
+
+def explain_config(kl: KLConfig, loss: LossConfig, *, name: str, setting: Setting | None = None) -> Explanation:
+    """What a configuration's KL does; every statement about a gradient is measured by enumeration.
+
+    Args:
+        kl: the KL.
+        loss: the policy loss around it.
+        name: what to call it.
+        setting: expected length, vocabulary, paper.
+
+    Raises:
+        ConfigError: a combination that `build_objective` refuses.
+    """
+    setting = setting or Setting()
+    paper = [("paper", setting.paper)] if setting.paper else []
+    if not kl.needs_reference:
+        text = "No KL: beta is 0, no reference is loaded, and it costs nothing."
+        return Explanation(name=name, verdict=text, lines=tuple(paper), cautions=())
+    facts = measure_config(kl, loss, length=setting.length)
+    lines = [
+        *(("equation" if i == 0 else "", text) for i, text in enumerate(equations(kl, loss))),
+        ("value", _value(kl, facts)),
+        ("pull", _pull(facts.position)),
+        ("sequence", _sequence(kl, facts)),
+        ("in the loss", _in_loss(kl, loss, facts.in_loss)),
+        ("off-policy", _off_policy(kl, facts.off_policy)),
+        ("noise", _noise(facts)),
+        ("limits", _limits(kl, facts, setting)),
+        *_numbers(facts),
+        ("units", _units(kl, loss, setting)),
+        ("control", _control(kl)),
+        ("cost", _cost(kl, setting)),
+        *paper,
+    ]
+    return Explanation(name=name, verdict=_verdict(kl, facts), lines=tuple(lines), cautions=tuple(kl.cautions()))
+
+
+def _verdict(kl: KLConfig, facts: ConfigFacts) -> str:
+    if kl.beta == 0 and kl.controller_name == "fixed":
+        return "No pull: beta is 0; the KL is only measured and logged."
+    one, whole = facts.position.follows, facts.sequence.follows
+    if one.name == "zero":
+        return "Regularises nothing: its expected gradient is zero."
+    if one.name not in ("reverse", "forward") or one.factor < 0:
+        return f"Follows neither KL: cosine {facts.position.cosine_reverse:.3f} with KL(policy||ref)."
+    reach = "over whole completions" if whole.name == one.name else "token by token"
+    return f"Pulls the policy along the gradient of {one.in_words}, {reach}."
+
+
+def _value(kl: KLConfig, facts: ConfigFacts) -> str:
+    if math.isnan(facts.value):
+        return "k1, an unbiased sample of KL(policy||ref); it stands in the reward or advantage, not in the loss"
+    bias = facts.value_bias
+    exact = abs(bias) < 1e-9
+    size = "unbiased for" if exact else f"{100 * bias:+.1f} % off, in the worlds measured,"
+    return f"{kl.kl_estimator}, in nats: {size} KL(policy||ref), tokens of the policy"
+
+
+def _pull(pull: Pull) -> str:
+    """One position: which divergence, by its cosines."""
+    if pull.follows.name == "zero":
+        return "none: the expected gradient is exactly zero, tokens of the policy"
+    exactly = (
+        f"exactly the gradient of {pull.follows.in_words}" if pull.follows.factor else "the gradient of neither KL"
+    )
+    return (
+        f"at one position {exactly} (cosine {pull.cosine_reverse:.3f} with KL(policy||ref), "
+        f"{pull.cosine_forward:.3f} with KL(ref||policy))"
+    )
+
+
+def _sequence(kl: KLConfig, facts: ConfigFacts) -> str:
+    pull = facts.sequence
+    if pull.follows.name == "zero":
+        return "nothing of the gradient of KL(policy||ref) over whole completions"
+    if pull.follows.name == "reverse":
+        return f"all of the gradient of KL(policy||ref) over whole completions (factor {pull.follows.factor:.4g})"
+    left_out = "; left out: what a token does to the KL of later tokens" if kl.kl_horizon == "token" else ""
+    return (
+        f"{100 * pull.share:.0f} % of the gradient of KL(policy||ref) over whole completions, at cosine "
+        f"{pull.cosine_reverse:.3f} (measured at up to {LENGTH} tokens; less in longer ones){left_out}"
+    )
+
+
+def _in_loss(kl: KLConfig, loss: LossConfig, pull: Pull) -> str:
+    reduction = (
+        kl.kl_normalizer if kl.kl_placement == "loss" and kl.kl_normalizer else LOSS_TYPES[loss.loss_type].reduction
+    )
+    why = {
+        "sequence_mean": "each completion's KL is divided by its own length: drift in long ones counts less",
+        "token_mean": "every token counts the same",
+        "fixed_length": "every token counts the same",
+        "sequence_sum": "every token counts the same",
+    }[reduction]
+    if pull.follows.name == "zero":
+        return f"{reduction} ({why}); nothing to reduce"
+    return f"{reduction}: {why}; cosine {pull.cosine_reverse:.3f} with the gradient over whole completions"
+
+
+def _off_policy(kl: KLConfig, pull: Pull) -> str:
+    """The second update of a rollout, or a sampler that lags behind."""
+    who = "tokens of an older policy (second update of a rollout)"
+    within = "" if kl.kl_placement == "loss" else ", through the surrogate's own ratio and within its bounds"
+    if pull.follows.name in ("reverse", "forward"):
+        return f"{who}: still exactly the gradient of {pull.follows.in_words} at one position{within}"
+    if pull.follows.name == "zero":
+        return f"{who}: zero"
+    fix = "; kl_off_policy='token' corrects that" if kl.kl_placement == "loss" and kl.kl_off_policy == "none" else ""
+    return f"{who}: neither KL, cosine {pull.cosine_reverse:.3f} with KL(policy||ref){fix}"
+
+
+def _noise(facts: ConfigFacts) -> str:
+    if facts.sequence.noise == 0:
+        return "all of its gradient is noise: the mean is zero"
+    return f"the gradient of one completion scatters by {facts.sequence.noise:.2g} times its mean"
+
+
+def _limits(kl: KLConfig, facts: ConfigFacts, setting: Setting) -> str:
+    parts: list[str] = []
+    if facts.gate is not None:
+        parts.append(_clip(kl, facts.gate, setting))
+    if kl.kl_max_log_ratio is not None:
+        bound = kl.kl_max_log_ratio
+        parts.append(f"log-ratio bounded at +-{bound:g} nats, straight-through: the gradient stays, at that size")
+    if kl.kl_max_weight is not None:
+        parts.append(f"off-policy weight cut at {kl.kl_max_weight:g}: bounded noise, biased")
+    return "; ".join(parts) or "none: no clip, and nothing is cut off"
+
+
+def _clip(kl: KLConfig, gate: Gate, setting: Setting) -> str:
+    unit = "in total"
+    if kl.use_per_token_kl_threshold:
+        unit = f"per token x {kl.kl_reference_length or setting.length} tokens"
+    at = ", ".join(f"{100 * factor:.0f} % at {size:g}" for size, factor in gate.at.items())
+    return (
+        f"{kl.kl_clip_method} clip at {gate.budget:g} nats per completion ({kl.kl_clip_threshold:g} {unit}); gate open "
+        f"by KL in budgets: {at}; over the oracle's short completions in groups of 8: {100 * gate.open_below:.0f} % with "
+        f"the policy at half of the budget, {100 * gate.open_above:.0f} % at twice"
+    )
+
+
+def _numbers(facts: ConfigFacts) -> list[Line]:
+    if not facts.probes:
+        return []
+    faults = [f"{str(p.dtype).removeprefix('torch.')} at {p.log_ratio:+g}: {p.fault}" for p in facts.probes if p.fault]
+    if facts.position.follows.name == "zero":
+        faults = [f"{str(p.dtype).removeprefix('torch.')}: {p.fault}" for p in facts.probes if not p.finite]
+    text = "; ".join(faults) or "finite in float32, bfloat16 and float16"
+    if not faults and facts.position.follows.name != "zero":
+        text += ", and pulling back"
+    return [("at 30 nats", text)]
+
+
+def _units(kl: KLConfig, loss: LossConfig, setting: Setting) -> str:
+    """beta as a price per nat of the mean token, and per nat of a whole completion."""
+    length = setting.length
+    reduction = kl.kl_normalizer or LOSS_TYPES[loss.loss_type].reduction
+    summed = kl.kl_placement != "loss" or reduction == "sequence_sum"
+    token, sequence = (kl.beta * length, kl.beta) if summed else (kl.beta, kl.beta / length)
+    unit = "loss" if kl.kl_placement == "loss" else "reward"
+    return (
+        f"beta {kl.beta:g}: {token:.4g} {unit} per nat of KL per token = {sequence:.4g} per nat of a whole completion "
+        f"of {length:,} tokens"
+    )
+
+
+def _control(kl: KLConfig) -> str:
+    text = f"beta fixed at {kl.beta:g}"
+    if kl.controller_name != "fixed" and kl.target_kl is not None:
+        text = f"{kl.controller_name}: beta follows the KL, towards {kl.target_kl:g} nats per token"
+    if kl.kl_schedule != "constant" or kl.kl_warmup_steps:
+        text += f"; schedule {kl.kl_schedule}, {kl.kl_warmup_steps} steps of warm-up"
+    return text
+
+
+def _cost(kl: KLConfig, setting: Setting) -> str:
+    parts = ["one forward pass of the reference over every completion"]
+    if kl.reference == "adapter_off":
+        parts.append("no weights of its own")
+    elif kl.reference == "remote":
+        parts.append("weights elsewhere")
+    else:
+        parts.append("a second set of weights (none with a LoRA adapter and reference 'auto')")
+    if kl.kl_placement == "reward" or kl.kl_clip_method != "none":
+        parts.append("one forward pass of the policy before the update")
+    if kl.kl_estimator == "exact":
+        size = 4 * setting.length * setting.vocab / 2**20
+        parts.append(
+            f"logits of both models: {size:,.0f} MiB each per completion of {setting.length:,} tokens and "
+            f"{setting.vocab:,} entries, in float32"
+        )
+    else:
+        parts.append(f"{4 * setting.length / 1024:.3g} KiB of reference log-probabilities per completion")
+    return "; ".join(parts)

@@ -1,0 +1,48 @@
+"""The proofs: every claim about values, gradients, sequences, placement, clips and controllers, run on this machine.
+
+>>> all(check.passed for check in verify_estimators())
+True
+"""
+
+from collections.abc import Mapping
+
+from klamp.verify.proofs.check import Check, Proof, run_section
+from klamp.verify.proofs.clipping import prove_clipping
+from klamp.verify.proofs.control import prove_controllers
+from klamp.verify.proofs.gradients import prove_formulas, prove_gradients
+from klamp.verify.proofs.numerics import prove_numerics
+from klamp.verify.proofs.placement import prove_placement
+from klamp.verify.proofs.sequences import prove_sequence_formulas, prove_sequences
+from klamp.verify.proofs.values import prove_gaussians, prove_values
+
+ESTIMATOR_PROOFS: Mapping[str, Proof] = {
+    "values: tokens of the policy": prove_values,
+    "values: Gaussians (Schulman)": prove_gaussians,
+    "gradients, one position: klamp": prove_gradients,
+    "gradients, one position: plain formulas": prove_formulas,
+    "gradients over sequences: klamp": prove_sequences,
+    "gradients over sequences: plain formulas": prove_sequence_formulas,
+}
+"""Values, gradients and sequences: what the estimators are and do."""
+
+PROOFS: Mapping[str, Proof] = {
+    **ESTIMATOR_PROOFS,
+    "placement: reward and advantage": prove_placement,
+    "clips and budgets": prove_clipping,
+    "controllers": prove_controllers,
+    "thirty nats": prove_numerics,
+}
+"""Everything that klamp claims."""
+
+
+def verify_estimators() -> list[Check]:
+    """Every claim about the estimators' values and gradients, at one position and over sequences."""
+    return [check for section, proof in ESTIMATOR_PROOFS.items() for check in run_section(section, proof)]
+
+
+def verify_all() -> list[Check]:
+    """Every claim that klamp makes: the estimators', and those of placement, clips, controllers and number types."""
+    return [check for section, proof in PROOFS.items() for check in run_section(section, proof)]
+
+
+__all__ = ["ESTIMATOR_PROOFS", "PROOFS", "Check", "Proof", "verify_all", "verify_estimators"]

@@ -1,0 +1,81 @@
+"""Clips and budgets: values, gates, and what klamp's gated gradient does where a clip of a sampled KL leaks."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from klamp.config import KLConfig
+from klamp.core.clipping import clip_gate, clip_kl, kl_budget
+from klamp.errors import ConfigError
+from klamp.verify.oracle import truths
+from klamp.verify.proofs.check import Check, follows, is_equal, is_true
+from klamp.verify.steps import examine_config, scene
+
+
+def prove_clipping() -> list[Check]:
+    """Source document 000, by numbers."""
+    budget = kl_budget(0.1, per_token=True, reference_length=50)
+    kl = torch.tensor([2.0, 8.0], dtype=torch.float64)
+    hard = clip_kl(kl, 5.0, method="hard")
+    soft = clip_kl(kl, 5.0, method="soft")
+    wide = clip_gate(torch.tensor([0.0, 0.1], dtype=torch.float64), 0.05, method="soft")
+    return [
+        is_equal("0.1 nats per token x 50 tokens", budget, 5.0),
+        is_equal("hard: max(0, 2 - 5) + max(0, 8 - 5)", hard.sum(), 3.0),
+        is_equal(
+            "soft: softplus(2 - 5) + softplus(8 - 5)", soft.sum(), math.log1p(math.exp(-3)) + math.log1p(math.exp(3))
+        ),
+        is_equal("hard: slope below and above, by autograd", _slope("hard", 2.0) + 10 * _slope("hard", 8.0), 10.0),
+        is_equal("soft: slope sigmoid(8 - 5), by autograd", _slope("soft", 8.0), 1 / (1 + math.exp(-3))),
+        is_equal("soft, temperature 1, per-token units: gate at KL 0, threshold .05", wide[0], 0.4875, tolerance=5e-5),
+        is_equal("the same at KL .1: half of beta everywhere, no clip", wide[1], 0.5125, tolerance=5e-5),
+        is_equal("relu of one noisy KL (.05 +- .5, threshold .1): open", _leak(), 0.46, tolerance=5e-4),
+        *_gated(),
+        _refused(),
+    ]
+
+
+def _slope(method: str, kl: float) -> float:
+    x = torch.tensor(kl, dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(clip_kl(x, 5.0, method=method), x)  # pyright: ignore[reportArgumentType]
+    return slope.item()
+
+
+def _leak() -> float:
+    """How often N(.05, .5) exceeds .1, by klamp's own gate on a fine grid of quantiles."""
+    quantiles = (torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000
+    noisy = 0.05 + 0.5 * torch.special.ndtri(quantiles)
+    return clip_gate(noisy, 0.1, method="hard").mean().item()
+
+
+def _gated() -> list[Check]:
+    """The clip in the whole step: exact KL as the gate."""
+    world = scene(0, length=2)
+    known = [truths(world.chain)]
+
+    def gradient(threshold: float, method: str = "hard") -> Tensor:
+        kl = KLConfig(
+            kl_estimator="exact",
+            kl_clip_method=method,  # pyright: ignore[reportArgumentType]
+            kl_clip_threshold=threshold,
+            use_per_token_kl_threshold=False,
+            kl_clip_temperature=1e-4,
+        )
+        return examine_config(kl, scene=world).kl.gradient
+
+    return [
+        follows("hard clip at 0: no clip", [gradient(0.0)], known, "local"),
+        follows("hard clip at 1,000 nats: no pull", [gradient(1000.0)], known, "zero"),
+        follows("soft clip far below the KL: no clip", [gradient(1e-3, "soft")], known, "local"),
+    ]
+
+
+def _refused() -> Check:
+    try:
+        KLConfig(kl_estimator="k1", kl_gradient="own", kl_clip_method="hard")
+    except ConfigError as error:
+        return is_true("a clipped k1-as-loss is refused", True, error.what, expected="refused")
+    return is_true("a clipped k1-as-loss is refused", False, "accepted", expected="refused")

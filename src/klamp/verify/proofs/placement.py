@@ -1,0 +1,106 @@
+"""The KL in the reward and in the advantage: what reaches the gradient, what becomes of beta in saturated groups."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from klamp.config import KLConfig, LossConfig, build_objective
+from klamp.core.advantages import group_advantages
+from klamp.core.masking import reduce_tokens
+from klamp.core.placement import kl_in_advantage, kl_in_reward
+from klamp.errors import ConfigError
+from klamp.verify.oracle import truths
+from klamp.verify.proofs.check import Check, follows, is_equal, is_true
+from klamp.verify.steps import StepReport, examine_config, scene
+
+NOT_SCALED = LossConfig(scale_rewards="none", advantage_baseline="leave_one_out")
+
+
+def prove_placement() -> list[Check]:
+    """Where the KL enters, through klamp's whole step: groups of two, saturated and mixed."""
+    return [*_gradients(), *_saturated(), *_lengths()]
+
+
+def _gradients() -> list[Check]:
+    reward = KLConfig(kl_estimator="k1", kl_placement="reward", kl_horizon="sequence")
+    to_go = KLConfig(kl_estimator="k1", kl_placement="advantage", kl_horizon="sequence")
+    token = KLConfig(kl_estimator="k1", kl_placement="advantage", kl_horizon="token")
+    mean_baseline = LossConfig(loss_type="dr_grpo")
+    rows = [
+        ("in the reward, against the mean of the others", reward, None, "reverse", 1.0),
+        ("in the advantage, reward-to-go", to_go, None, "reverse", 1.0),
+        ("in the advantage, token by token", token, None, "local", 1.0),
+        # dr_grpo divides by the longest length (2), the group's mean holds a completion's own KL: (2 - 1)/2.
+        ("in the reward, against the group's mean of 2, dr_grpo", reward, mean_baseline, "reverse", 0.25),
+    ]
+    checks: list[Check] = []
+    for claim, kl, loss, name, factor in rows:
+        for saturated in (True, False):
+            kind = "saturated groups" if saturated else "mixed groups"
+            world = scene(0, length=2, saturated=saturated)
+            found = examine_config(kl, loss, scene=world)
+            known = [truths(world.chain)]
+            checks.append(follows(f"{claim}; {kind}", [found.kl.gradient], known, name, factor=factor))
+    return checks
+
+
+def _saturated() -> list[Check]:
+    """All rewards equal: divided by the group's standard deviation, the KL in the reward forgets its beta."""
+    spent = torch.tensor([0.5, 2.0, 1.0, 3.0], dtype=torch.float64)
+    rewards = torch.ones(4, dtype=torch.float64)
+    small, large = (
+        group_advantages(kl_in_reward(rewards, spent, beta=beta), 4, scale="std", eps=0.0) for beta in (0.01, 1.0)
+    )
+    refused = ""
+    try:
+        build_objective(
+            KLConfig(kl_estimator="k1", kl_placement="reward", kl_horizon="sequence"), LossConfig(), max_length=1
+        )
+    except ConfigError as error:
+        refused = error.what
+    noise = torch.full((4,), 0.1, dtype=torch.float64)
+    return [
+        is_equal(
+            "in the reward, divided by the std: 100 times beta gives the same advantages",
+            (large - small).abs().max(),
+            0.0,
+        ),
+        is_true("so klamp refuses it", refused != "", refused or "accepted", expected="refused"),
+        is_equal("in the advantage, after the division: 100 times beta is 100 times the pull", _guarded_ratio(), 100.0),
+        is_equal("a group whose rewards are all equal", group_advantages(noise, 4, scale="std").abs().max(), 0.0),
+    ]
+
+
+def _guarded_ratio() -> float:
+    world = scene(0, length=2)
+    sizes: list[Tensor] = []
+    for beta in (0.01, 1.0):
+        kl = KLConfig(beta=beta, kl_estimator="k1", kl_placement="advantage", kl_horizon="sequence")
+        found: StepReport = examine_config(kl, LossConfig(), scene=world)
+        sizes.append(beta * found.kl.gradient.norm())
+    return (sizes[1] / sizes[0]).item()
+
+
+def _lengths() -> list[Check]:
+    """One nat spread over a short and a long completion, both of the same reward."""
+    mask = torch.tensor([[True] * 2 + [False] * 8, [True] * 10])
+    delta = torch.where(mask, 1.0 / mask.sum(-1, keepdim=True).double(), 0.0)
+    means = delta.sum(-1) / mask.sum(-1)
+    by_mean = group_advantages(kl_in_reward(torch.ones(2).double(), means, beta=0.1), 2, scale="std")
+    by_sum = group_advantages(kl_in_reward(torch.ones(2).double(), delta.sum(-1), beta=0.1), 2, scale="none")
+    shifted = kl_in_advantage(torch.zeros(2).double(), delta, torch.zeros_like(delta), mask, beta=0.1)
+    ones = torch.ones(1, 1000, dtype=torch.float64)
+    everywhere = torch.ones(1, 1000, dtype=torch.bool)
+    token_mean = 0.04 * reduce_tokens(ones, everywhere, "token_mean")
+    sequence_sum = 4e-5 * reduce_tokens(ones, everywhere, "sequence_sum")
+    return [
+        is_true(
+            "a mean over the own length in the reward: the longest completion wins",
+            by_mean[1] > 0 > by_mean[0],
+            f"advantages {by_mean[0].item():+.3f} (2 tokens), {by_mean[1].item():+.3f} (10 tokens)",
+        ),
+        is_equal("a sum over the completion: equal nats, equal advantages", (by_sum[1] - by_sum[0]).abs(), 0.0),
+        is_equal("in the advantage: equal nats, equal shift of the first token", shifted[0, 0] - shifted[1, 0], 0.0),
+        is_equal("1,000 tokens: beta .04 of the token mean is 4e-5 of the sum", token_mean - sequence_sum, 0.0),
+    ]
