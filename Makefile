@@ -15,11 +15,12 @@ DEMO_ARGS   ?=
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install demo test lint format docs pytest clean distclean
+.PHONY: help install demo test test-trl test-verl lint format docs pytest clean distclean
 
 help:
 	@echo "make demo    make the environment, train on the built-in task, say where the run's files are"
 	@echo "make test    every check: lint, types, imports, docs, tests (PYTEST_ARGS='-k name' narrows the tests)"
+	@echo "make test-trl, make test-verl   the tests against the real trainers, each in an environment of its own"
 	@echo "make lint    ruff, pyright and the import contracts"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make docs    build the documentation into site/; fails on an undocumented public name"
@@ -68,9 +69,16 @@ docs: $(READY)
 pytest: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
+# The trainers that klamp plugs into do not fit into one environment with each other, so each has its own.
+test-trl test-verl: test-%: .venv-%/.installed-for-klamp
+	OMP_NUM_THREADS=1 .venv-$*/bin/pytest tests/hosts/$* $(PYTEST_ARGS)
+
+.venv-%/.installed-for-klamp: constraints-%.txt scripts/environment.sh
+	PYTHON="$(PYTHON)" scripts/environment.sh $*
+
 clean:
 	rm -rf build dist site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests docs -type d -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) .cache
+	rm -rf $(VENV) .venv-trl .venv-verl .cache

@@ -102,7 +102,7 @@ def gates_of(context: Context, rows: list[Row], reference_length: float | None) 
     kl, size = context.config.kl, context.config.rollout.num_generations
     if kl.kl_clip_method == "none":
         return [{"factor": 1.0, "shift": 0.0} for _ in rows]
-    seen = [float(row.exact[row.carried].sum()) for row in rows]
+    seen = [float(row.exact.detach()[row.carried].sum()) for row in rows]
     if context.exact_completions < size:
         deltas = [(row.policy - row.ref).detach()[row.carried] for row in rows]
         k3 = [float((torch.exp(-d) - 1 + d).sum()) for d in deltas]
@@ -140,7 +140,7 @@ def loss_of(context: Context, rollout: Rollout, *, beta: float, old: list[Tensor
         ratio = (row.policy - was).exp()
         bounded = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
         surrogate.append(-torch.minimum(ratio * advantage, bounded * advantage))
-        penalty.append(_gated(_penalty(context, row), gate))
+        penalty.append(_gated(_penalty(context, row), row.carried, gate))
     every = [torch.ones(len(row.tokens), dtype=torch.bool) for row in rows]
     carried = [row.carried for row in rows]
     policy = _reduced(context, surrogate, every, [row.trained for row in rows], objective.reduction)
@@ -155,13 +155,13 @@ def _delta(context: Context, row: Row) -> Tensor:
     return (row.policy - row.ref).detach().clamp(-bound, bound)
 
 
-def _gated(penalty: Tensor, gate: dict[str, Any]) -> Tensor:
-    value = penalty.detach() + gate["shift"] if gate["factor"] > 0 else torch.zeros_like(penalty)
+def _gated(penalty: Tensor, carried: Tensor, gate: dict[str, Any]) -> Tensor:
+    value = penalty.detach() + gate["shift"] * carried if gate["factor"] > 0 else torch.zeros_like(penalty)
     return value.detach() + gate["factor"] * (penalty - penalty.detach())
 
 
 def _penalty(context: Context, row: Row) -> Tensor:
-    """Value and gradient of every token's penalty; excluded tokens count for nothing."""
+    """Value and gradient of every token's penalty; an excluded token has none but for what it does to later ones."""
     term, delta = context.objective.kl, torch.where(row.carried, _delta(context, row), 0.0)
     log_w = (row.policy.detach() - row.sampler) * (term.off_policy != "none")
     if term.off_policy == "sequence":
@@ -169,9 +169,9 @@ def _penalty(context: Context, row: Row) -> Tensor:
     w = log_w.exp().clamp(max=term.max_weight or float("inf"))
     score = row.policy - row.policy.detach()
     if term.value == "exact":
-        source = row.exact_forward if term.gradient == "forward" else row.exact
-        found = row.exact.detach() + source - source.detach()
-        return found + (later(row.exact.detach()) * score if term.horizon == "sequence" else 0.0)
+        source = row.carried * (row.exact_forward if term.gradient == "forward" else row.exact)
+        value = row.carried * row.exact.detach()
+        return value + source - source.detach() + (later(value) * score if term.horizon == "sequence" else 0.0)
     k3 = torch.exp(-delta) - 1 + delta
     coefficient = {"reverse": w * delta, "forward": w * (1 - torch.exp(-delta))}[term.gradient]
     if term.horizon == "sequence":
@@ -182,10 +182,12 @@ def _penalty(context: Context, row: Row) -> Tensor:
 def _reduced(
     context: Context, values: list[Tensor], counted: list[Tensor], trained: list[bool], reduction: str
 ) -> Tensor:
-    kept = [v[c] if t else v[:0] for v, c, t in zip(values, counted, trained, strict=True)]
-    total = sum((x.sum() for x in kept), torch.zeros(()))
+    sums = [x.sum() if used else torch.zeros(()) for x, used in zip(values, trained, strict=True)]
+    counts = [int(c.sum()) if used else 0 for c, used in zip(counted, trained, strict=True)]
     if reduction == "token_mean":
-        return total / max(1, sum(len(x) for x in kept))
+        return sum(sums) / max(1, sum(counts))
     if reduction == "sequence_mean":
-        return sum((x.mean() for x in kept if len(x)), torch.zeros(())) / len(kept)
-    return total / (len(kept) * (context.config.rollout.max_completion_length if reduction == "fixed_length" else 1))
+        return sum(x / max(1, n) for x, n in zip(sums, counts, strict=True)) / len(sums)
+    return sum(sums) / (
+        len(sums) * (context.config.rollout.max_completion_length if reduction == "fixed_length" else 1)
+    )

@@ -17,7 +17,8 @@ from klamp.training.updates import update, with_old_logprobs
 
 BETA = 0.3
 K1 = {"kl_estimator": "k1"}
-CLIP = {"kl_clip_threshold": 0.12, "kl_reference_length": 6}
+CLIP = {"kl_clip_threshold": 0.2, "kl_reference_length": 6}
+"""A budget of 1.2 nats, which some of the completions exceed, two of the three groups, and the batch."""
 VARIANTS = {
     "grpo": {},
     "bnpo": {"loss_type": "bnpo"},
@@ -31,10 +32,16 @@ VARIANTS = {
     "hard": {"kl_clip_method": "hard", **CLIP},
     "hard group": {"kl_clip_method": "hard", "kl_clip_level": "group", **CLIP, "loss_type": "dapo"},
     "hard batch": {"kl_clip_method": "hard", "kl_clip_level": "batch", **CLIP, "loss_type": "dr_grpo"},
-    "soft": {"kl_clip_method": "soft", **CLIP, "kl_clip_temperature": 0.05, "kl_estimator": "exact"},
-    "soft group": {"kl_clip_method": "soft", "kl_clip_level": "group", **CLIP, "kl_clip_temperature": 0.05},
+    "hard batch, closed": {"kl_clip_method": "hard", "kl_clip_level": "batch", **CLIP, "kl_clip_threshold": 0.3},
+    "soft": {"kl_clip_method": "soft", **CLIP, "kl_clip_temperature": 0.12, "kl_estimator": "exact"},
+    "soft group": {"kl_clip_method": "soft", "kl_clip_level": "group", **CLIP, "kl_clip_temperature": 0.12},
     "hard, one exact KL in a group": {"kl_clip_method": "hard", **CLIP, "exact_kl_completions": 1},
-    "hard in total": {"kl_clip_method": "hard", "kl_clip_threshold": 0.7, "use_per_token_kl_threshold": False},
+    "hard in total": {
+        "kl_clip_method": "hard",
+        "kl_clip_threshold": 0.7,
+        "use_per_token_kl_threshold": False,
+        "kl_horizon": "sequence",
+    },
     "in the reward": {**K1, "kl_placement": "reward", "kl_horizon": "sequence", "scale_rewards": "none"},
     "in the advantage": {**K1, "kl_placement": "advantage"},
     "in the advantage, sequence": {**K1, "kl_placement": "advantage", "kl_horizon": "sequence", "loss_type": "dapo"},
@@ -43,31 +50,43 @@ VARIANTS = {
     "prefix ratio": {"kl_off_policy": "sequence", "kl_horizon": "sequence", "top_k": 20, "kl_max_weight": 0.9},
     "other reduction": {"kl_normalizer": "sequence_sum"},
     "tokens left out": {"kl_exclude_tokens": (5, 9, 20, 33), "kl_normalizer": "token_mean", "kl_max_log_ratio": 0.2},
+    "tokens left out, sequence": {
+        "kl_exclude_tokens": (5, 9, 20),
+        "kl_horizon": "sequence",
+        "kl_clip_method": "hard",
+        **CLIP,
+    },
+    "tokens left out, exact": {"kl_exclude_tokens": (5, 9, 20), "kl_horizon": "sequence", "kl_estimator": "exact"},
     "truncated left out": {"mask_truncated_completions": True, "loss_type": "dapo"},
 }
 
 
 def moved(context):
     """The context with a policy that has left its reference."""
-    disturb(context.policy, size=0.1)
+    disturb(context.policy, size=0.03)
     return context, {name: x.clone() for name, x in context.policy.state_dict().items()}
 
 
 def one_update(context, start, *, parts=1, examples=None):
-    """Gradient (through SGD at rate 1), rollout and output of a first update, in so many parts."""
+    """Gradient as the optimizer gets it, rollout and output of a first update, in so many parts."""
     context.policy.load_state_dict(start)
     optim = replace(context.config.optim, gradient_accumulation_steps=parts)
     context = replace(context, config=replace(context.config, optim=optim))
     rollout = collect(context, examples or context.task.train[:3], step=0, beta=BETA)
     output = update(context, SGD(context.policy.parameters(), lr=1.0), rollout, replace(context.objective, beta=BETA))
-    gradient = {name: start[name] - x for name, x in context.policy.named_parameters()}
+    gradient = {name: p.grad.clone() for name, p in context.policy.named_parameters()}
+    for name, p in context.policy.named_parameters():
+        torch.testing.assert_close(p.detach(), start[name] - gradient[name], msg="the step is rate times gradient")
     return gradient, rollout, output
 
 
-def assert_equal(found, expected, *, atol=1e-6):
+def assert_equal(found, expected, *, tolerance=1e-6):
+    """Equal up to the tolerance, as a share of the whole gradient's norm where that is above 1."""
     assert found.keys() == expected.keys()
+    norm = float(torch.cat([g.flatten() for g in expected.values()]).norm())
     for name in expected:
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+        off = float((found[name] - expected[name]).abs().max())
+        assert off <= tolerance * max(1.0, norm), f"{name} is off by {off:.1e}; the gradient's norm is {norm:.1e}"
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -79,7 +98,7 @@ def test_an_update_is_the_plain_formula_on_the_whole_batch_in_any_number_of_part
     context.policy.zero_grad()
     expected = plain.loss_of(context, rollout, beta=BETA)
     expected.total.backward()
-    assert_equal(gradient, {n: p.grad for n, p in context.policy.named_parameters()}, atol=3e-6)
+    assert_equal(gradient, {n: p.grad for n, p in context.policy.named_parameters()}, tolerance=3e-6)
     assert max(float(g.abs().max()) for g in gradient.values()) > 0.01
     named = {"train/loss": expected.total, "train/policy_loss": expected.policy, "train/kl_penalty": expected.kl}
     for key, value in named.items():
@@ -109,11 +128,12 @@ def test_the_variants_are_all_different(context_of):
 def test_clip_variants_have_sequences_on_both_sides_of_the_budget(context_of):
     context, start = moved(context_of(beta=BETA, **VARIANTS["hard"]))
     _, rollout, output = one_update(context, start)
+    context.policy.load_state_dict(start)
     gates = plain.gates_of(context, plain.rows_of(context, rollout), 6.0)
     share = sum(gate["over"] for gate in gates) / len(gates)
     assert 0 < share < 1
     assert output.losses["kl/over_budget"] == pytest.approx(share)
-    assert output.losses["kl/budget"] == pytest.approx(0.72)
+    assert output.losses["kl/budget"] == pytest.approx(1.2)
 
 
 def test_later_updates_take_ratios_against_the_policy_before_the_first(context_of):
@@ -158,9 +178,9 @@ def test_gradient_clipping_shortens_the_step_and_keeps_its_direction(context_of)
     context.config = replace(context.config, optim=replace(context.config.optim, max_grad_norm=bound))
     clipped, _, seen = one_update(context, start, parts=2)
     assert seen.grad_norm == pytest.approx(norm, rel=1e-4), "the norm that is logged is the one before clipping"
-    assert_equal(clipped, {name: g / 4 for name, g in whole.items()}, atol=2e-6)
+    assert_equal(clipped, {name: g / 4 for name, g in whole.items()})
     context.config = replace(context.config, optim=replace(context.config.optim, max_grad_norm=2 * norm))
-    assert_equal(one_update(context, start)[0], whole, atol=2e-6)
+    assert_equal(one_update(context, start)[0], whole)
 
 
 @pytest.mark.parametrize("broken", ["loss", "gradient"])

@@ -10,8 +10,7 @@ from typing import Any
 from klamp.cli.config_file import read_file
 from klamp.cli.flags import read_flags
 from klamp.cli.options import TrainOptions
-from klamp.config import PRESETS
-from klamp.errors import unknown_name
+from klamp.config import find_preset
 from klamp.training.config import TrainConfig
 
 
@@ -51,10 +50,8 @@ def parse_train(argv: Sequence[str]) -> TrainRequest:
 
 def _preset_values(name: str) -> dict[str, Any]:
     """The KL and loss fields in which a recipe differs from the defaults."""
-    if name not in PRESETS:
-        raise unknown_name("preset", name, PRESETS)
-    defaults = TrainConfig().flat()
-    recipe = {**dataclasses.asdict(PRESETS[name].kl), **dataclasses.asdict(PRESETS[name].loss)}
+    preset, defaults = find_preset(name), TrainConfig().flat()
+    recipe = {**dataclasses.asdict(preset.kl), **dataclasses.asdict(preset.loss)}
     return {field: value for field, value in recipe.items() if value != defaults[field]}
 
 

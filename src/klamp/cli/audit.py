@@ -1,11 +1,15 @@
-"""`klamp audit NAME`: what the KL of an installed trainer, or of any function, really does; one table."""
+"""`klamp audit NAME`: what the KL of an installed trainer, or of any function, really does; one table.
+
+It runs where the trainer is installed, so it asks for no library of its own: without rich the table is plain text.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-
-from rich.console import Console
+from importlib.util import find_spec
+from typing import TextIO
 
 from klamp.adapters.audit import HOSTS, load_subject
 from klamp.adapters.audit.function import CONTRACT
@@ -14,31 +18,33 @@ from klamp.cli.problems import show_caution
 from klamp.errors import unknown_name
 from klamp.verify.audit import Audit, audit
 
-GAP = 2
-GOOD, BAD = ("unbiased", "reverse", "±30"), ("zero", "-reverse", "-forward", "raises")
+GAP = "  "
+GOOD, BAD = ("unbiased", "reverse", "±30"), ("zero", "neither", "-reverse", "-forward", "raises", "everywhere")
 
 
-def run(argv: Sequence[str], *, console: Console | None = None) -> int:
+def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
     """Run `klamp audit` with these arguments; returns the exit code.
 
     Args:
         argv: the arguments after `audit`: names of hosts, or `module:function`.
-        console: where the tables go; None: stdout.
+        stream: where the tables go; None: stdout.
 
     Raises:
         KlampError: a host that is not there, a function that cannot be had; the caller shows it.
     """
-    console = console or Console(highlight=False)
+    stream = stream or sys.stdout
     if not argv or "-h" in argv or "--help" in argv:
-        console.out(help_text(), highlight=False)
+        print(help_text(), file=stream)
         return 0
     for name in argv:
         if name.startswith("-"):
             raise unknown_name("flag", name, ["--help", "--debug"])
+    for name in argv:
         subject = load_subject(name)
         for caution in subject.cautions:
             show_caution(caution)
-        show_audit(console, audit(subject))
+        show_audit(audit(subject), stream)
+    print(LEGEND, file=stream, flush=True)
     return 0
 
 
@@ -49,35 +55,34 @@ def help_text() -> str:
         "usage: klamp audit NAME [NAME ...]\n\n"
         "Runs the KL of what is installed here through the enumeration oracle: the bias of its value, the divergence\n"
         "whose gradient it follows, where that gradient stops, how far out it is right in each floating-point type.\n\n"
-        f"names:\n{hosts}\n  module:function  {CONTRACT}\n"
+        f"names:\n{hosts}\n  module:function  {CONTRACT}"
     )
 
 
-def show_audit(console: Console, result: Audit) -> None:
+def show_audit(result: Audit, stream: TextIO) -> None:
     """Print an audit: in colour on a terminal, as aligned text elsewhere."""
-    console.out(result.subject.title, highlight=False)
+    print(result.subject.title, file=stream)
     rows = [row(finding) for finding in result.findings]
-    if console.is_terminal and not console.is_dumb_terminal:
-        _print_table(console, rows)
+    if stream.isatty() and find_spec("rich"):
+        _print_table(rows, stream)
     else:
-        console.out("\n".join(_lines([HEADINGS, *rows])), highlight=False)
-    console.out(f"\n{LEGEND}", highlight=False)
+        print("\n".join(_lines([HEADINGS, *rows])), file=stream)
     for sentence in (*(s for finding in result.findings for s in sentences(finding)), *result.subject.notes):
-        console.out(f"- {sentence}", highlight=False)
+        print(f"- {sentence}", file=stream)
     if result.reductions:
-        console.out("\nHow the KL of a batch is averaged:", highlight=False)
-        console.out("\n".join(_lines([(f"  {option}", how) for option, how in result.reductions.items()])), highlight=False)
-    console.out("", highlight=False)
+        print("How the KL of a batch is averaged:", file=stream)
+        print("\n".join(_lines([(f"  {option}", how) for option, how in result.reductions.items()])), file=stream)
+    print(file=stream)
 
 
 def _lines(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    gap = " " * GAP
-    return [gap.join(cell.ljust(width) for cell, width in zip(each, widths, strict=True)).rstrip() for each in rows]
+    return [GAP.join(cell.ljust(width) for cell, width in zip(each, widths, strict=True)).rstrip() for each in rows]
 
 
-def _print_table(console: Console, rows: Sequence[Row]) -> None:
+def _print_table(rows: Sequence[Row], stream: TextIO) -> None:
     from rich.box import SIMPLE_HEAD
+    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -85,8 +90,8 @@ def _print_table(console: Console, rows: Sequence[Row]) -> None:
     for heading in HEADINGS:
         table.add_column(heading)
     for term, *cells in rows:
-        table.add_row(term, *(Text(cell, style=_style(cell)) for cell in cells))
-    console.print(table)
+        table.add_row(Text(term), *(Text(cell, style=_style(cell)) for cell in cells))
+    Console(file=stream, highlight=False).print(table)
 
 
 def _style(cell: str) -> str:

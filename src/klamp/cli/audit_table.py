@@ -15,7 +15,7 @@ Row: TypeAlias = tuple[str, ...]
 HEADINGS: Row = ("KL term", "value", "gradient", "off-policy", "stops at", "fp32", "bf16", "fp16")
 NONE = "-"
 LEGEND = """\
-value       expected value against KL(policy||ref), tokens sampled from the policy
+value       expected value against KL(policy||ref), tokens sampled from the policy, at a KL of 0.9 nats per token
 gradient    whose gradient descent on the term follows: reverse = KL(policy||ref), forward = KL(ref||policy), zero,
             neither; "near" where only tokens close to the reference do
 off-policy  the same when an older policy sampled the tokens, and the trainer was told its log-probabilities
@@ -40,7 +40,7 @@ def row(finding: Finding) -> Row:
     """The cells of one term, under `HEADINGS`."""
     judgement = finding.judgement
     if judgement is None or finding.off_policy is None:
-        return (finding.term.name, f"raises {finding.error}", *[NONE] * (len(HEADINGS) - 2))
+        return (finding.term.name, "raises", *[NONE] * (len(HEADINGS) - 2))
     return (
         finding.term.name,
         _value(judgement),
@@ -54,17 +54,17 @@ def row(finding: Finding) -> Row:
 def sentences(finding: Finding) -> list[str]:
     """What the cells of a row do not say."""
     judgement, name = finding.judgement, finding.term.name
-    if judgement is None or finding.near is None:
-        return []
+    if judgement is None:
+        return [f"{name}: raises {finding.error}."]
     found: list[str] = []
     if not finding.token_by_token:
         alone = _short(judgement.gradient.follows)
-        found.append(f"{name}: a completion of one token follows {alone}, completions of several tokens follow neither.")
+        found.append(f"{name}: one token alone follows {alone}; completions of several tokens follow neither.")
     if _clamped(judgement) and abs(judgement.value.relative_bias) > UNBIASED:
         kl = judgement.value.reverse_kl
         found.append(
-            f"{name}: its clamp takes {judgement.value.relative_bias:+.1%} off the value at a KL of {kl:.2g} nats per "
-            f"token; near the reference it is {_bias(finding.near_bias)}."
+            f"{name}: its clamp changes the value by {judgement.value.relative_bias:+.1%} at a KL of {kl:.2g} nats per "
+            f"token; near the reference the value is {_bias(finding.near_bias)}."
         )
     return found
 

@@ -2,7 +2,7 @@
 
 from klamp.config.kl import ALIASES, KLConfig, KLWarning
 from klamp.config.loss import LOSS_TYPES, LossConfig, build_objective
-from klamp.config.presets import PRESETS, Preset, preset
+from klamp.config.presets import PRESETS, Preset, find_preset, preset
 
 __all__ = [
     "ALIASES",
@@ -13,5 +13,6 @@ __all__ = [
     "LossConfig",
     "Preset",
     "build_objective",
+    "find_preset",
     "preset",
 ]

@@ -230,7 +230,7 @@ def _store(config: BaseModelConfig, folder: Path, progress: Progress | None) -> 
     temporary = _temporary_folder(folder)
     try:
         model = train_base_model(config, progress=progress)
-        with _quiet():
+        with without_bars():
             model.save_pretrained(temporary)
         arithmetic_tokenizer().save_pretrained(temporary)
         (temporary / "base_model.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
@@ -266,7 +266,7 @@ def _load(folder: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
     try:
-        with _quiet():
+        with without_bars():
             model = LlamaForCausalLM.from_pretrained(folder, local_files_only=True)
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
     except Exception as error:
@@ -280,7 +280,7 @@ def _load(folder: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def without_bars() -> Iterator[None]:
     """Without transformers' own progress bars: a library does not print."""
     from transformers.utils import logging
 

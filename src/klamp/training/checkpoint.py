@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from klamp.errors import RunFolderError
+from klamp.tasks.base_model import without_bars
 
 FOLDER, REFERENCE = "checkpoints", "reference.safetensors"
 
@@ -54,7 +55,8 @@ def save(
     part = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    policy.save_pretrained(str(part / "policy"))  # pyright: ignore[reportCallIssue]
+    with without_bars():
+        policy.save_pretrained(str(part / "policy"))  # pyright: ignore[reportCallIssue]
     tokenizer.save_pretrained(str(part / "policy"))
     torch.save(optimizer.state_dict(), part / "optimizer.pt")
     if reference is not None:

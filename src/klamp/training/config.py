@@ -91,7 +91,7 @@ class RolloutConfig:
 class OptimConfig:
     """How weights move."""
 
-    learning_rate: float = 3e-4
+    learning_rate: float = 1e-4
     """Peak learning rate of AdamW."""
     lr_scheduler_type: Schedule = "cosine"
     """constant, linear or cosine, after the warm-up."""
@@ -125,13 +125,13 @@ class RunConfig:
 
     output_dir: str | None = None
     """Folder of the run; None: runs/TASK-NNN with the next free number."""
-    max_steps: int = 200
+    max_steps: int = 120
     """Steps, each with one rollout."""
     seed: int = 0
     """Seed of sampling and of the order of prompts."""
-    eval_every: int = 50
+    eval_every: int = 40
     """Steps between evaluations; 0: only before and after."""
-    save_every: int = 50
+    save_every: int = 40
     """Steps between checkpoints; 0: only at the end."""
     keep_checkpoints: int = 2
     """How many checkpoints to keep."""

@@ -20,6 +20,8 @@ def measure_reference_length(context: Context) -> None:
     wanted = kl.kl_clip_method != "none" and kl.use_per_token_kl_threshold and context.reference is not None
     if not wanted or context.reference_length is not None or context.reference is None:
         return
+    if all(example.reference_length for example in context.task.train):
+        return
     prompts = [e.prompt for e in context.task.train[:PROMPTS]]
     rollout = context.config.rollout
     ids, mask = encode_prompts(prompts, context.tokenizer, context.device)

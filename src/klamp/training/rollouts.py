@@ -101,7 +101,7 @@ def collect(context: Context, examples: Sequence[Example], *, step: int, beta: f
         reference_length=_reference_length(context, chosen),
     )
     rollout = _with_reference(context, rollout)
-    return _with_advantages(context, _with_policy_pass(context, rollout), beta)
+    return _with_advantages(context, _with_policy_pass(context, rollout, beta), beta)
 
 
 def _rewards(context: Context, examples: Sequence[Example], texts: Sequence[str]) -> Tensor:
@@ -190,10 +190,10 @@ def exact_of(
         return whole.masked_scatter(rows[:, None].expand_as(whole), exact)
 
 
-def _with_policy_pass(context: Context, rollout: Rollout) -> Rollout:
+def _with_policy_pass(context: Context, rollout: Rollout, beta: float) -> Rollout:
     """Score with the policy before any update, only where something before the loss depends on it."""
     term = context.objective.kl
-    if context.objective.beta <= 0 or (term.clip_method == "none" and term.placement != "reward"):
+    if beta <= 0 or (term.clip_method == "none" and term.placement != "reward"):
         return rollout
     logprobs, exact = [], []
     length = rollout.mask.shape[1]

@@ -148,12 +148,13 @@ def _in_loss(kl: KLConfig, loss: LossConfig, pull: Pull) -> str:
 def _off_policy(kl: KLConfig, pull: Pull) -> str:
     """The second update of a rollout, or a sampler that lags behind."""
     who = "tokens of an older policy (second update of a rollout)"
-    within = "" if kl.kl_placement == "loss" else ", through the surrogate's own ratio and within its bounds"
     if pull.follows.name in ("reverse", "forward"):
-        return f"{who}: still exactly the gradient of {pull.follows.in_words} at one position{within}"
+        return f"{who}: still exactly the gradient of {pull.follows.in_words} at one position"
     if pull.follows.name == "zero":
         return f"{who}: zero"
-    fix = "; kl_off_policy='token' corrects that" if kl.kl_placement == "loss" and kl.kl_off_policy == "none" else ""
+    fix = "; kl_off_policy='token' corrects that" if kl.kl_off_policy == "none" else ""
+    if kl.kl_placement != "loss":
+        fix = "; the KL in it is that of the policy that sampled, and goes stale with every further update"
     return f"{who}: neither KL, cosine {pull.cosine_reverse:.3f} with KL(policy||ref){fix}"
 
 
@@ -182,8 +183,8 @@ def _clip(kl: KLConfig, gate: Gate, setting: Setting) -> str:
     at = ", ".join(f"{100 * factor:.0f} % at {size:g}" for size, factor in gate.at.items())
     return (
         f"{kl.kl_clip_method} clip at {gate.budget:g} nats per completion ({kl.kl_clip_threshold:g} {unit}); gate open "
-        f"by KL in budgets: {at}; over the oracle's short completions in groups of 8: {100 * gate.open_below:.0f} % with "
-        f"the policy at half of the budget, {100 * gate.open_above:.0f} % at twice"
+        f"by KL in budgets: {at}; over the oracle's short completions in groups of 8: {100 * gate.open_below:.0f} % "
+        f"with the policy at half of the budget, {100 * gate.open_above:.0f} % at twice"
     )
 
 

@@ -22,20 +22,37 @@ def explain_form(name: str) -> Explanation:
     """
     facts = measure_form(name)
     form = facts.form
-    use = "in the loss" if form.use == "loss" else "taken from the reward"
     lines: list[Line] = [
-        ("prints", f"{form.prints} ({use})"),
+        ("prints", form.prints),
         ("value", _value(facts)),
-        ("of others", _under_ref(facts)),
+        ("", _under_ref(facts)),
         ("pull", _pull(facts)),
         *_off_policy(facts),
-        ("sequence", f"{100 * facts.share_of_sequence:.0f} % of the gradient of KL(policy||ref) over completions"),
+        ("sequence", _sequence(facts)),
         *_faults(facts),
         ("in klamp", form.config or "no such term: preset() refuses it, with the reason"),
         ("instead", form.instead),
     ]
-    verdict = form.is_what[0].lower() + form.is_what[1:]
-    return Explanation(name=name, verdict=f"{verdict}.", lines=tuple(lines), cautions=())
+    verdict = f"{form.called}: {_value_verdict(facts)}; {_gradient_verdict(facts)}."
+    return Explanation(name=name, verdict=verdict, lines=tuple(lines), cautions=())
+
+
+def _value_verdict(facts: FormFacts) -> str:
+    if abs(facts.bias) < TOLERANCE:
+        return "the value is right"
+    if abs(facts.bias + 2) < TOLERANCE:
+        return "the sign is wrong, a reward for leaving the reference"
+    if abs(facts.value_under_ref - facts.reverse_kl) < TOLERANCE:
+        return "for tokens of the policy it is not KL(policy||ref), only for tokens of the reference it would be"
+    return "it is not KL(policy||ref)"
+
+
+def _gradient_verdict(facts: FormFacts) -> str:
+    if facts.follows.name == "zero":
+        return "the expected gradient is zero, so it regularises nothing"
+    if facts.follows.factor:
+        return f"it follows the gradient of {facts.follows.in_words}"
+    return "it follows the gradient of neither KL"
 
 
 def _value(facts: FormFacts) -> str:
@@ -61,6 +78,15 @@ def _pull(facts: FormFacts) -> str:
     if facts.follows.factor:
         return f"exactly the gradient of {facts.follows.in_words}, one position ({cosines})"
     return f"the gradient of neither KL: {cosines}, {facts.size:.3g} times the size of KL(policy||ref)'s, one position"
+
+
+def _sequence(facts: FormFacts) -> str:
+    if facts.sequence_cosine == 0:
+        return "nothing of the gradient of KL(policy||ref) over whole completions"
+    return (
+        f"cosine {facts.sequence_cosine:.3f} with the gradient of KL(policy||ref) over whole completions, "
+        f"{100 * facts.sequence_share:.0f} % of its length (measured at up to 3 tokens)"
+    )
 
 
 def _off_policy(facts: FormFacts) -> list[Line]:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from klamp.errors import unknown_name
-from klamp.verify.judge import judge
+from klamp.verify.judge import KLFunction, judge
 from klamp.verify.judgement import Judgement, Use
 from klamp.verify.naming import Followed, cosine, name_gradient, share
-from klamp.verify.oracle import Loss, expected, expected_gradient, forward_kl, reverse_kl, truths
+from klamp.verify.oracle import TOLERANCE, Loss, expected, expected_gradient, forward_kl, reverse_kl, truths
 from klamp.verify.tabular import Chain, Outcomes, one_position, random_chain
 
 
@@ -28,8 +28,8 @@ class Form:
     """The formula, token by token, over the oracle's outcomes."""
     use: Use
     """Whether the document differentiates it as a loss or takes it from the reward."""
-    is_what: str
-    """What it is, in a sentence; every number beside it is measured."""
+    called: str
+    """What it is called; what it does is measured."""
     instead: str
     """How to have in klamp what the document wants."""
     config: str
@@ -50,49 +50,47 @@ FORMS: Mapping[str, Form] = {
     for form in (
         Form(
             name="source-001",
-            prints="log policy - log ref, its mean times kl_coef added to the loss",
+            prints="log policy - log ref, its mean times kl_coef is added to the loss",
             value=_delta,
             use="loss",
-            is_what="k1 as a loss: the value is right, the expected gradient is zero, so it regularises nothing",
+            called="k1 as a loss",
             instead="kl_estimator='k1' with kl_gradient='reverse': the same value, with the gradient that it lacks",
             config="kl_estimator='k1', kl_gradient='own'",
         ),
         Form(
             name="source-002",
-            prints="kl_coef * (log ref - log policy), added to the loss",
+            prints="kl_coef * (log ref - log policy) is added to the loss",
             value=lambda y: -_delta(y),
             use="loss",
-            is_what="minus k1, the wrong sign: a reward for leaving the reference, not a penalty",
+            called="minus k1 as a loss",
             instead="kl_estimator='k1' with kl_gradient='reverse' (the value with the right sign, and its gradient)",
             config="",
         ),
         Form(
             name="source-003",
-            prints="exp(log policy - log ref) * (log policy - log ref), summed over the tokens, taken from the reward",
+            prints="exp(log policy - log ref) * (log policy - log ref), summed over tokens, is taken from the reward",
             value=lambda y: _delta(y).exp() * _delta(y),
             use="reward",
-            is_what="weights by policy/ref, which is right for tokens of the reference; for tokens of the policy it "
-            "is not KL(policy||ref)",
+            called="k1 weighted by policy/ref, in the reward",
             instead="kl_estimator='k1' with kl_placement='reward' and kl_horizon='sequence', or kl_estimator='exact' "
             "in the loss, as in the document's hands-on example (klamp explain source-003-exact)",
             config="",
         ),
         Form(
             name="source-003-exact",
-            prints="sum over the vocabulary of policy * (log policy - log ref), at each position",
+            prints="sum over the vocabulary of policy * (log policy - log ref), at each position, as the KL",
             value=_exact,
             use="loss",
-            is_what="the exact KL(policy||ref) of each position: value and gradient are right, position by position",
+            called="the exact KL of each position",
             instead="nothing: this is kl_estimator='exact'",
             config="kl_estimator='exact'",
         ),
         Form(
             name="source-004",
-            prints="exp(log ref - log policy) - (log ref - log policy) - 1, times beta added to the loss",
+            prints="exp(log ref - log policy) - (log ref - log policy) - 1, times beta, is added to the loss",
             value=lambda y: (-_delta(y)).exp() + _delta(y) - 1,
             use="loss",
-            is_what="k3: the value is right and unbiased for KL(policy||ref); as a loss it follows the gradient of "
-            "KL(ref||policy)",
+            called="k3 as a loss",
             instead="kl_estimator='k3' with kl_gradient='reverse': the same value and the gradient to it",
             config="kl_estimator='k3', kl_gradient='own'",
         ),
@@ -127,8 +125,10 @@ class FormFacts:
     """Tokens of an older policy, as a loss: the multiple of the gradient of KL(sampler||policy) that lies closest."""
     stray: float
     """The rest of that gradient, relative to its norm; 0 where the sampler is all that it pulls towards."""
-    share_of_sequence: float
-    """Over completions of three tokens: share of the gradient of KL(policy||ref) of the whole completion."""
+    sequence_cosine: float
+    """Over completions of up to three tokens: cosine with the gradient of KL(policy||ref) of the whole completion."""
+    sequence_share: float
+    """The multiple of that gradient that lies closest: 1 is all of it."""
     judged: Judgement | None
     """The judgement on it as a function of log-probabilities; None where it needs the whole vocabulary."""
 
@@ -158,6 +158,7 @@ def measure_form(name: str) -> FormFacts:
     right = 0.0 if follows.name == "zero" else 1.0
     reverse = [each["reverse"] for each in known]
     towards, stray = _towards_sampler(loss)
+    sequence_cosine, sequence_share = _over_sequences(form)
     return FormFacts(
         form=form,
         value=_mean([expected(world, form.value).item() for world in worlds]),
@@ -170,7 +171,8 @@ def measure_form(name: str) -> FormFacts:
         size=(_norm(gradients) / _norm(reverse)),
         towards_sampler=towards,
         stray=stray,
-        share_of_sequence=_share_of_sequence(form),
+        sequence_cosine=sequence_cosine,
+        sequence_share=sequence_share,
         judged=None if form.value is _exact else judge(as_function(form), name=name, use=form.use),
     )
 
@@ -187,7 +189,7 @@ def used(form: Form) -> Loss:
     return in_reward
 
 
-def as_function(form: Form):
+def as_function(form: Form) -> KLFunction:
     """The formula as a function of (policy_logprobs, ref_logprobs)."""
 
     def function(policy_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -224,11 +226,14 @@ def _sampler_gradient(world: Chain) -> Tensor:
     return torch.autograd.grad(divergence, world.policy_logits)[0]
 
 
-def _share_of_sequence(form: Form) -> float:
-    worlds = [random_chain(seed, vocab=3, length=3) for seed in range(3)]
-    return share(
-        [expected_gradient(world, used(form)) for world in worlds], [truths(world)["reverse"] for world in worlds]
-    )
+def _over_sequences(form: Form) -> tuple[float, float]:
+    """Cosine and share over whole completions; 0 for a gradient of zero."""
+    worlds = [random_chain(seed, vocab=3, length=3) for seed in range(4)]
+    gradients = [expected_gradient(world, used(form)) for world in worlds]
+    reverse = [truths(world)["reverse"] for world in worlds]
+    if _norm(gradients) < TOLERANCE * _norm(reverse):
+        return 0.0, 0.0
+    return cosine(gradients, reverse), share(gradients, reverse)
 
 
 def _sampled_by_ref(world: Chain) -> Chain:

@@ -1,0 +1,69 @@
+#!/usr/bin/env bash
+# Makes .venv-NAME: klamp beside a trainer that it plugs into, every version pinned in constraints-NAME.txt.
+#
+#   scripts/environment.sh trl     trl, liger-kernel and torchrl
+#   scripts/environment.sh verl    verl, as far as it goes without a GPU
+#
+# PYTHON names the interpreters to try (default: python3.11 python3), of which the first that is 3.11 or newer is taken.
+# Made once; again when this file or the constraints change.
+# torch goes first and alone, so that a CPU build that is at hand is taken as it is. What declares CUDA libraries among
+# its dependencies goes in without them, and the last step makes sure that nothing brought any.
+#
+# To renew the pins: leave only torch and the packages named below in the constraints file, run this, then
+#   .venv-NAME/bin/python -m pip freeze --all --exclude-editable | sed 's/+cpu$//' | grep -v '^pip=='
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+name="${1:-}"
+tests=(beartype filelock hypothesis jaxtyping pytest pytest-timeout)
+case "$name" in
+  trl)
+    packages=(trl torchrl)
+    without_dependencies=(liger-kernel) # it asks for triton, which its audited part does not import
+    ;;
+  verl)
+    packages=(
+      packaging cloudpickle orjson pyvers importlib_metadata hydra-core omegaconf codetiming pandas pyarrow ray
+      transformers datasets pillow torchdata peft cachetools uvicorn fastapi
+    )
+    without_dependencies=(verl tensordict)
+    ;;
+  *)
+    echo "usage: scripts/environment.sh trl|verl" >&2
+    exit 2
+    ;;
+esac
+
+folder=".venv-$name"
+constraints="constraints-$name.txt"
+ready="$folder/.installed-for-klamp"
+if [[ "$ready" -nt "$constraints" && "$ready" -nt "$0" ]]; then
+  exit 0
+fi
+
+echo "Making $folder: once, about two minutes."
+for candidate in ${PYTHON:-python3.11 python3} missing; do
+  "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' > /dev/null 2>&1 && break
+done
+if [[ "$candidate" == missing ]]; then
+  echo "klamp needs Python 3.11 or newer; name yours: PYTHON=/path/to/python3.11 $0 $name" >&2
+  exit 1
+fi
+"$candidate" -m venv "$folder"
+python="$folder/bin/python"
+install() { "$python" -m pip --disable-pip-version-check install -qq --constraint "$constraints" "$@"; }
+of_torch() { "$python" -m pip --disable-pip-version-check freeze | grep -E '^(torch==|triton==|nvidia-)' || true; }
+
+install torch
+before="$(of_torch)"
+install "${packages[@]}" "${tests[@]}"
+# pip's closing check names what was left out on purpose; what is missing in earnest shows in the tests.
+install --no-deps "${without_dependencies[@]}" 2> "$folder/pip.log" || { cat "$folder/pip.log" >&2; exit 1; }
+"$python" -m pip --disable-pip-version-check install -qq --no-deps --editable .
+after="$(of_torch)"
+if [[ "$before" != "$after" ]]; then
+  printf 'The packages of %s changed torch or brought CUDA libraries.\nbefore:\n%s\nafter:\n%s\n' \
+    "$name" "$before" "$after" >&2
+  exit 1
+fi
+touch "$ready"

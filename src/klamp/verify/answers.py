@@ -1,0 +1,210 @@
+"""The two questions of source document 004, answered with exact expectations, with samples, and in words.
+
+The document asks whether `exp(ref - policy) - (ref - policy) - 1` has the wrong direction, and whether the reversed
+formula would be right, since the tokens are samples. Each number stands three times: the exact expectation by
+enumeration, a seeded Monte Carlo mean with its standard error, and the same for the reversed formula.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from klamp.core.estimators import kl_estimate
+from klamp.core.gradients import kl_penalty
+from klamp.verify.naming import Followed, cosine, name_gradient
+from klamp.verify.oracle import Loss, expected, expected_gradient, forward_kl, reverse_kl, truths
+from klamp.verify.proofs.check import Check, is_equal, is_true
+from klamp.verify.tabular import Chain, Outcomes, enumerate_outcomes, one_position, random_chain
+
+SAMPLES = 100_000
+ALLOWED_ERRORS = 5.0
+"""Standard errors that a seeded sample mean may be off; more is a wrong formula, not bad luck."""
+
+PRINTED = "exp(ref - policy) - (ref - policy) - 1"
+REVERSED = "exp(policy - ref) - (policy - ref) - 1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextTable:
+    """A table of texts, ready to be printed."""
+
+    title: str
+    """What it shows."""
+    columns: tuple[str, ...]
+    """Headings."""
+    rows: tuple[tuple[str, ...], ...]
+    """Cells."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """An answered question."""
+
+    question: str
+    """What was asked."""
+    tables: tuple[TextTable, ...]
+    """The numbers."""
+    checks: tuple[Check, ...]
+    """What the answer rests on, each passed or failed."""
+    words: tuple[str, ...]
+    """What follows, a paragraph each."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything that the words say was found."""
+        return all(check.passed for check in self.checks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """A mean over samples."""
+
+    mean: float
+    error: float
+    """Standard error of the mean."""
+
+    @property
+    def text(self) -> str:
+        """Mean +- standard error."""
+        return f"{self.mean:.4g} +- {self.error:.1g}"
+
+    def fits(self, value: float) -> bool:
+        """Whether the mean is this value up to `ALLOWED_ERRORS` standard errors."""
+        return abs(self.mean - value) <= ALLOWED_ERRORS * self.error + 1e-12
+
+
+def printed_form(y: Outcomes) -> Tensor:
+    """The formula of source document 004, written out."""
+    return torch.exp(y.ref_logprobs - y.policy_logprobs) - (y.ref_logprobs - y.policy_logprobs) - 1
+
+
+def reversed_form(y: Outcomes) -> Tensor:
+    """The formula that the document first thought right."""
+    return torch.exp(y.policy_logprobs - y.ref_logprobs) - (y.policy_logprobs - y.ref_logprobs) - 1
+
+
+def klamps_k3(y: Outcomes) -> Tensor:
+    """klamp's own k3."""
+    return kl_estimate(y.policy_logprobs, y.ref_logprobs, estimator="k3")
+
+
+def klamps_penalty(y: Outcomes) -> Tensor:
+    """klamp's default: the value k3 with the gradient of KL(policy||ref), weighted where another sampler drew."""
+    behavior = y.sampler_logprobs
+    return kl_penalty(y.policy_logprobs, y.ref_logprobs, y.mask, value="k3", behavior_logprobs=behavior)
+
+
+def draw(chain: Chain, loss: Loss, *, samples: int, seed: int) -> Sampled:
+    """Mean of a formula (summed over tokens) over completions drawn from the chain's sampler.
+
+    Args:
+        chain: the world.
+        loss: the formula, per token.
+        samples: completions to draw.
+        seed: of the draws; the same seed gives the same completions.
+    """
+    outcomes = enumerate_outcomes(chain)
+    values = torch.where(outcomes.mask, loss(outcomes).detach(), 0.0).sum(-1)
+    generator = torch.Generator().manual_seed(seed)
+    drawn = values[torch.multinomial(outcomes.probs, samples, replacement=True, generator=generator)]
+    return Sampled(mean=drawn.mean().item(), error=drawn.std().item() / math.sqrt(samples))
+
+
+def follow(chains: list[Chain], loss: Loss) -> tuple[Followed, float]:
+    """Which divergence's gradient a formula follows as a loss, and its cosine with that of KL(policy||ref)."""
+    gradients = [expected_gradient(chain, loss) for chain in chains]
+    known = [truths(chain) for chain in chains]
+    found = name_gradient(gradients, known)
+    angle = 0.0 if found.name == "zero" else cosine(gradients, [each["reverse"] for each in known])
+    return found, angle
+
+
+def answer_direction(*, samples: int = SAMPLES, seed: int = 0) -> Answer:
+    """Is the k3 formula of source document 004 backwards?
+
+    Args:
+        samples: draws per number.
+        seed: of the draws.
+    """
+    rows: list[tuple[str, ...]] = []
+    checks: list[Check] = []
+    for index, (name, chain) in enumerate(direction_worlds().items()):
+        target, other = reverse_kl(chain).item(), forward_kl(chain).item()
+        exact, back = expected(chain, klamps_k3).item(), expected(chain, reversed_form).item()
+        drawn = draw(chain, printed_form, samples=samples, seed=seed + index)
+        drawn_back = draw(chain, reversed_form, samples=samples, seed=seed + index)
+        rows.append((name, f"{target:.4g}", f"{other:.4g}", f"{exact:.4g}", drawn.text, f"{back:.4g}", drawn_back.text))
+        checks += [
+            is_equal(f"{name}: E[printed] = KL(policy||ref)", exact, target),
+            is_equal(f"{name}: klamp's k3 is the printed formula", _difference(chain), 0.0),
+            is_true(
+                f"{name}: the samples agree",
+                drawn.fits(target),
+                f"{abs(drawn.mean - target) / drawn.error:.1f} standard errors off",
+                expected=f"at most {ALLOWED_ERRORS:g}",
+            ),
+            is_true(
+                f"{name}: the reversed formula is something else",
+                abs(back - target) > 0.01 * target,
+                f"{100 * (back / target - 1):+.0f} %",
+                expected="not KL(policy||ref)",
+            ),
+        ]
+    gradients, gradient_checks = _gradient_table()
+    columns = ("world", "KL(p||r)", "KL(r||p)", "printed: exact", "sampled", "reversed: exact", "sampled")
+    title = f"printed: {PRINTED}; reversed: {REVERSED}; p policy, r reference, tokens of the policy"
+    return Answer(
+        question="Is the k3 formula of source document 004 backwards?",
+        tables=(TextTable(title=title, columns=columns, rows=tuple(rows)), gradients),
+        checks=(*checks, *gradient_checks),
+        words=(
+            "As a value it is right: with tokens of the policy its mean is KL(policy||ref), without bias. The reversed "
+            "formula estimates neither KL: its mean is the chi-squared divergence minus KL(policy||ref).",
+            "As a loss it is not what its value says: differentiated, its expected gradient is that of "
+            "KL(ref||policy), the other direction. It does pull towards the reference, but not along what is logged.",
+            "klamp's default keeps the value and follows KL(policy||ref): kl_estimator='k3', kl_gradient='reverse'. "
+            "The printed form, gradient and all, is kl_gradient='own' (or, by its name, 'forward').",
+        ),
+    )
+
+
+def direction_worlds() -> dict[str, Chain]:
+    """Pairs of policy and reference: near, as in source document 003's example, far, and whole completions."""
+    near = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log()
+    return {
+        "near": one_position(near, near + torch.tensor([0.1, -0.1, 0.05], dtype=torch.float64)),
+        ".7 .2 .1 | .8 .1 .1": one_position(
+            torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64).log(),
+            torch.tensor([0.8, 0.1, 0.1], dtype=torch.float64).log(),
+        ),
+        "far": random_chain(0, vocab=5, length=1, eos=None),
+        "whole completions": random_chain(1, vocab=3, length=3),
+    }
+
+
+def _difference(chain: Chain) -> float:
+    outcomes = enumerate_outcomes(chain)
+    gap = (klamps_k3(outcomes) - printed_form(outcomes))[outcomes.mask]
+    return gap.abs().max().item()
+
+
+def _gradient_table() -> tuple[TextTable, tuple[Check, ...]]:
+    chains = [random_chain(seed, vocab=5, length=1, eos=None) for seed in range(3)]
+    wanted = {
+        "printed, as a loss": (printed_form, "forward"),
+        "reversed, as a loss": (reversed_form, "none of these"),
+        "klamp's default: value k3, gradient reverse": (klamps_penalty, "reverse"),
+    }
+    rows: list[tuple[str, ...]] = []
+    checks: list[Check] = []
+    for name, (loss, truth) in wanted.items():
+        found, angle = follow(chains, loss)
+        rows.append((name, found.in_words, f"{angle:.4f}"))
+        checks.append(is_true(f"gradient of {name}", found.name == truth, found.in_words, expected=truth))
+    title = "expected gradient, tokens of the policy"
+    columns = ("formula", "is the gradient of", "cosine with KL(p||r)")
+    return TextTable(title=title, columns=columns, rows=tuple(rows)), tuple(checks)

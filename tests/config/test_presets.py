@@ -1,0 +1,246 @@
+"""Each preset against its paper's printed formula, written out here: the same loss and the same gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from klamp import preset
+from klamp.config import PRESETS, KLConfig, KLWarning, LossConfig, build_objective
+from klamp.core.advantages import group_advantages
+from klamp.core.objective import grpo_loss
+from klamp.core.placement import kl_in_reward, sequence_log_ratio
+from klamp.core.types import Batch
+from klamp.errors import ConfigError, UnknownNameError
+
+GROUP, GROUPS, TOKENS = 4, 3, 6
+STD_EPS = 1e-4
+
+
+class Sampled(NamedTuple):
+    """Completions as a paper has them: log-probabilities under the policy (a leaf), old and reference; rewards."""
+
+    policy: Tensor
+    old: Tensor
+    ref: Tensor
+    mask: Tensor
+    rewards: Tensor
+
+    @property
+    def ratio(self) -> Tensor:
+        return (self.policy - self.old).exp()
+
+    @property
+    def delta(self) -> Tensor:
+        return self.policy - self.ref
+
+    @property
+    def k3(self) -> Tensor:
+        u = (self.ref - self.policy).exp()
+        return u - u.log() - 1
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.mask.sum(-1).double()
+
+
+def sample(seed: int = 0) -> Sampled:
+    """An older policy sampled, so that ratios leave their bounds; completions of different lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (GROUP * GROUPS, TOKENS)
+    old, ref = (-2 * torch.rand(shape, generator=generator, dtype=torch.float64) - 0.1 for _ in range(2))
+    policy = (old + 0.3 * torch.randn(shape, generator=generator, dtype=torch.float64)).clamp(max=-0.01)
+    lengths = torch.randint(1, TOKENS + 1, (shape[0], 1), generator=generator)
+    rewards = torch.randint(0, 2, (shape[0],), generator=generator).double()
+    rewards[:GROUP] = torch.tensor([0.0, 1.0, 1.0, 0.0])
+    return Sampled(policy.requires_grad_(True), old, ref, torch.arange(TOKENS) < lengths, rewards)
+
+
+def klamps_loss(kl: KLConfig, loss: LossConfig, s: Sampled) -> Tensor:
+    """The loss of a preset, formed as klamp's trainer forms it."""
+    rewards = s.rewards
+    if kl.kl_placement == "reward":
+        rewards = kl_in_reward(rewards, sequence_log_ratio(s.old, s.ref, s.mask), beta=kl.beta)
+    batch = Batch(
+        policy_logprobs=s.policy,
+        mask=s.mask,
+        advantages=group_advantages(rewards, GROUP, scale=loss.scale, baseline=loss.advantage_baseline),
+        old_logprobs=s.old,
+        ref_logprobs=s.ref,
+        sampler_logprobs=s.old,
+    )
+    return grpo_loss(batch, build_objective(kl, loss, max_length=TOKENS)).loss
+
+
+def centred(rewards: Tensor) -> Tensor:
+    groups = rewards.view(-1, GROUP)
+    return (groups - groups.mean(-1, keepdim=True)).flatten()[:, None]
+
+
+def standardised(rewards: Tensor) -> Tensor:
+    groups = rewards.view(-1, GROUP)
+    return centred(rewards) / (groups.std(-1, keepdim=True) + STD_EPS).repeat_interleave(GROUP, 0)
+
+
+def clipped(s: Sampled, advantage: Tensor, low: float = 0.2, high: float = 0.2) -> Tensor:
+    """min(r A, clip(r, 1 - low, 1 + high) A), to be maximised."""
+    return torch.minimum(s.ratio * advantage, s.ratio.clamp(1 - low, 1 + high) * advantage)
+
+
+def mean_of_means(s: Sampled, x: Tensor) -> Tensor:
+    return (torch.where(s.mask, x, 0.0).sum(-1) / s.lengths).mean()
+
+
+def token_mean(s: Sampled, x: Tensor) -> Tensor:
+    return torch.where(s.mask, x, 0.0).sum() / s.mask.sum()
+
+
+def fixed_length(s: Sampled, x: Tensor) -> Tensor:
+    return torch.where(s.mask, x, 0.0).sum() / (len(s.rewards) * TOKENS)
+
+
+def recommended(s: Sampled) -> Tensor:
+    """klamp's own: the value is k3, the gradient delta times the score."""
+    straight = s.k3.detach() + s.delta.detach() * (s.policy - s.policy.detach())
+    return -mean_of_means(s, clipped(s, standardised(s.rewards)) - 0.01 * straight)
+
+
+def grpo(s: Sampled) -> Tensor:
+    """DeepSeekMath, equations 3 and 4."""
+    return -mean_of_means(s, clipped(s, standardised(s.rewards)) - 0.04 * s.k3)
+
+
+def dr_grpo(s: Sampled) -> Tensor:
+    """Dr. GRPO: no KL, no standard deviation, a constant in the place of the length."""
+    return -fixed_length(s, clipped(s, centred(s.rewards)))
+
+
+def dapo(s: Sampled) -> Tensor:
+    """DAPO, equation 8: token mean, clip higher, no KL."""
+    return -token_mean(s, clipped(s, standardised(s.rewards), 0.2, 0.28))
+
+
+def ppo(s: Sampled) -> Tensor:
+    """R = r - beta log(policy / ref) of the whole completion (1909.08593, equation 2; InstructGPT beta .02)."""
+    spent = torch.where(s.mask, s.old - s.ref, 0.0).sum(-1)
+    return -mean_of_means(s, clipped(s, centred(s.rewards - 0.02 * spent)))
+
+
+def deepseek_v3_2(s: Sampled) -> Tensor:
+    """DeepSeek-V3.2, section 3.1: k3 times the differentiated ratio; advantages only centred."""
+    return -mean_of_means(s, clipped(s, centred(s.rewards)) - 0.001 * s.ratio * s.k3)
+
+
+def frpo(s: Sampled) -> Tensor:
+    """FRPO, equation 5.1: the reverse cumulative sum of the log-ratio, taken from the standardised advantage."""
+    spent = torch.where(s.mask, s.old - s.ref, 0.0)
+    to_go = torch.stack([spent[:, t:].sum(-1) for t in range(TOKENS)], dim=-1)
+    return -mean_of_means(s, clipped(s, standardised(s.rewards) - 0.01 * to_go))
+
+
+def rpg(s: Sampled) -> Tensor:
+    """RPG, proposition 3.6 (unnormalised reverse KL, reference other than the sampler; constant mass included)."""
+    mass = (s.ref - s.old).exp()
+    penalty = s.ratio * s.delta - s.ratio + mass
+    return -token_mean(s, clipped(s, centred(s.rewards), 0.2, 0.28) - 1e-4 * penalty)
+
+
+def source_001(s: Sampled) -> Tensor:
+    """PPO_clipped_loss + kl_coef * mean(log policy - log ref)."""
+    return -token_mean(s, clipped(s, standardised(s.rewards))) + 0.01 * token_mean(s, s.delta)
+
+
+def source_004(s: Sampled) -> Tensor:
+    """exp(ref - policy) - (ref - policy) - 1, in the loss of Dr. GRPO."""
+    printed = torch.exp(s.ref - s.policy) - (s.ref - s.policy) - 1
+    return -fixed_length(s, clipped(s, centred(s.rewards)) - 0.04 * printed)
+
+
+PAPERS: dict[str, Callable[[Sampled], Tensor]] = {
+    "recommended": recommended,
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "dapo": dapo,
+    "ppo": ppo,
+    "deepseek-v3.2": deepseek_v3_2,
+    "frpo": frpo,
+    "rpg": rpg,
+    "source-001": source_001,
+    "source-004": source_004,
+}
+
+
+def test_every_preset_is_compared_with_its_paper() -> None:
+    assert set(PAPERS) == set(PRESETS)
+
+
+@pytest.mark.filterwarnings("ignore::klamp.config.KLWarning")
+@pytest.mark.parametrize("name", PAPERS)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_preset_is_its_papers_loss_and_gradient(name: str, seed: int) -> None:
+    s = sample(seed)
+    ours, theirs = klamps_loss(PRESETS[name].kl, PRESETS[name].loss, s), PAPERS[name](s)
+    (our_gradient,) = torch.autograd.grad(ours, s.policy)
+    (their_gradient,) = torch.autograd.grad(theirs, s.policy)
+    assert theirs.abs() > 1e-6
+    assert ours.item() == pytest.approx(theirs.item(), abs=1e-12)
+    assert torch.allclose(our_gradient, their_gradient, rtol=0, atol=1e-12)
+    assert their_gradient.norm() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo", "deepseek-v3.2", "frpo", "rpg", "recommended"])
+def test_the_comparison_notices_another_beta(name: str) -> None:
+    """The KL is large enough in these samples for a wrong coefficient to be seen."""
+    s, recipe = sample(), PRESETS[name]
+    other = dataclasses.replace(recipe.kl, beta=1.1 * recipe.kl.beta)
+    right, wrong = (torch.autograd.grad(klamps_loss(kl, recipe.loss, s), s.policy)[0] for kl in (recipe.kl, other))
+    assert (right - wrong).norm() > 1e-8
+
+
+def test_the_ratios_of_the_samples_leave_their_bounds() -> None:
+    s = sample()
+    assert ((s.ratio > 1.28) & s.mask).any()
+    assert ((s.ratio < 0.8) & s.mask).any()
+
+
+def test_presets_that_warn_are_built_only_when_asked_for() -> None:
+    code = "import warnings; warnings.simplefilter('error'); import klamp.config; list(klamp.config.PRESETS)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "estimator", "told"),
+    [("source-001", "k1", "expected gradient of exactly zero"), ("source-004", "k3", r"gradient of KL\(ref")],
+)
+def test_a_printed_form_can_be_had_exactly_after_being_told(name: str, estimator: str, told: str) -> None:
+    with pytest.warns(KLWarning, match=told):
+        kl = preset(name)
+    assert (kl.kl_estimator, kl.kl_gradient) == (estimator, "own")
+
+
+@pytest.mark.parametrize("name", ["source-002", "source-003"])
+def test_a_printed_form_that_is_no_penalty_is_refused_with_the_way_to_its_explanation(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"klamp explain {name}") as raised:
+        preset(name)
+    assert not isinstance(raised.value, UnknownNameError)
+
+
+def test_an_unknown_preset_names_the_nearest() -> None:
+    with pytest.raises(UnknownNameError, match="did you mean 'frpo'"):
+        preset("frppo")
+
+
+@pytest.mark.parametrize("name", [name for name in PAPERS if not name.startswith("source")])
+def test_no_papers_preset_warns(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert PRESETS[name].paper

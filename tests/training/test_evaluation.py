@@ -1,0 +1,48 @@
+"""Evaluation: greedy, every held-out prompt once, the same mean however many processes and batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.training import rewards
+from tests.training.test_rollouts import of_process
+from transformers import GenerationConfig
+
+from klamp.training import evaluation
+from klamp.training.evaluation import evaluate
+
+
+def by_hand(context) -> dict[str, float]:
+    """Mean reward of what transformers' own greedy decoding writes, prompt by prompt."""
+    settings = GenerationConfig(do_sample=False, max_new_tokens=6, eos_token_id=context.stop, pad_token_id=context.pad)
+    found = {}
+    for skill, examples in context.task.evaluation.items():
+        scores = []
+        for example in examples:
+            ids = context.tokenizer(example.prompt, return_tensors="pt")["input_ids"]
+            out = context.policy.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+            scores.append(rewards.digits(context.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)))
+        found[skill] = sum(scores) / len(scores)
+    return found
+
+
+def test_every_skill_is_scored_as_greedy_decoding_of_each_prompt_scores(context_of, monkeypatch):
+    context = context_of(eval_size=7, temperature=2.0)
+    expected = by_hand(context)
+    assert list(expected) == ["addition", "subtraction", "reversal"]
+    assert len(set(expected.values())) > 1
+    assert evaluate(context) == pytest.approx(expected)
+    monkeypatch.setattr(evaluation, "BATCH", 3)
+    assert evaluate(context) == pytest.approx(expected)
+
+
+def test_processes_share_the_prompts_and_leave_none_out(context_of):
+    context = context_of(eval_size=7)
+    expected, shares = by_hand(context), [evaluate(of_process(context, i, 2)) for i in range(2)]
+    for skill in expected:
+        assert (4 * shares[0][skill] + 3 * shares[1][skill]) / 7 == pytest.approx(expected[skill])
+
+
+def test_more_processes_than_prompts_are_no_trouble(context_of):
+    context = context_of(eval_size=1)
+    assert evaluate(of_process(context, 2, 3)) == {"addition": 0.0, "subtraction": 0.0, "reversal": 0.0}

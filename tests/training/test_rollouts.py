@@ -1,0 +1,165 @@
+"""Rollouts: groups, rewards, masks, what is measured, and the same completions however a step is shared out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tests.training import rewards
+from tests.training.conftest import disturb
+
+from klamp.errors import RewardError
+from klamp.training import rollouts
+from klamp.training.rollouts import collect
+from klamp.training.trainer import Trainer
+
+
+def of_process(context, index: int, count: int, *, others: float = 0.0):
+    """The context as one of several processes sees it; `others` is what they add to every sum."""
+    fake = SimpleNamespace(
+        process_index=index,
+        num_processes=count,
+        device=context.accelerator.device,
+        reduce=lambda x, reduction: x + others,
+        gather=lambda x: x,
+    )
+    return replace(context, accelerator=fake)
+
+
+def rollout_of(context, *, step=0, prompts=3, beta=0.1):
+    return collect(context, context.task.train[:prompts], step=step, beta=beta)
+
+
+def tokens_of(rollout) -> list[list[int]]:
+    return [ids[mask].tolist() for ids, mask in zip(rollout.completions.ids, rollout.completions.mask, strict=True)]
+
+
+def test_groups_stand_together_and_every_completion_has_its_own_reward(context_of):
+    context = context_of()
+    rollout = rollout_of(context)
+    assert [e.prompt for e in rollout.examples] == [e.prompt for e in context.task.train[:3] for _ in range(4)]
+    assert rollout.rewards.tolist() == pytest.approx([rewards.digits(text) for text in rollout.texts])
+    assert rollout.rewards.std() > 0
+    for start in range(0, 12, 4):
+        group, advantages = rollout.rewards[start : start + 4], rollout.advantages[start : start + 4]
+        expected = (group - group.mean()) / (group.std() + 1e-4)
+        torch.testing.assert_close(advantages, expected)
+    lengths = [len(t) for t in tokens_of(rollout)]
+    assert (rollout.totals.sequences, rollout.totals.tokens, rollout.totals.kl_tokens) == (12, sum(lengths), sum(lengths))
+
+
+def test_a_step_is_drawn_from_seed_and_number_alone(context_of):
+    context, other = context_of(), context_of(seed=1)
+    first = tokens_of(rollout_of(context, step=3))
+    rollout_of(context, step=4)
+    assert tokens_of(rollout_of(context, step=3)) == first
+    assert tokens_of(rollout_of(context, step=4)) != first
+    assert tokens_of(rollout_of(other, step=3)) != first
+
+
+def test_processes_sample_the_same_completions_as_one(context_of):
+    context = context_of()
+    disturb(context.policy, size=0.03)
+    whole = rollout_of(context, prompts=4)
+    for index in (0, 1):
+        share = rollout_of(of_process(context, index, 2), prompts=4)
+        rows = [i for i in range(16) if i // 4 % 2 == index]
+        assert tokens_of(share) == [tokens_of(whole)[i] for i in rows]
+        assert share.texts == [whole.texts[i] for i in rows]
+        torch.testing.assert_close(share.advantages, whole.advantages[rows])
+        for i, row in enumerate(rows):
+            kept = slice(0, len(tokens_of(whole)[row]))
+            torch.testing.assert_close(share.ref_logprobs[i, kept], whole.ref_logprobs[row, kept], rtol=0, atol=1e-5)
+
+
+def test_truncated_completions_can_be_left_out(context_of):
+    rollout = rollout_of(context_of(mask_truncated_completions=True))
+    ended = rollout.completions.ended
+    assert 0 < ended.sum() < 12
+    assert torch.equal(rollout.mask, rollout.completions.mask & ended[:, None])
+    assert rollout.totals.tokens == rollout.completions.mask[ended].sum()
+    assert rollout.totals.sequences == 12
+    everything = rollout_of(context_of())
+    assert torch.equal(everything.mask, everything.completions.mask)
+
+
+@pytest.mark.parametrize(("asked", "measured"), [(None, 4), (1, 1), (3, 3), (99, 4)])
+def test_the_exact_kl_is_measured_on_the_first_completions_of_each_group(context_of, asked, measured):
+    rollout = rollout_of(context_of(exact_kl_completions=asked))
+    assert rollout.exact_rows.tolist() == ([True] * measured + [False] * (4 - measured)) * 3
+    assert len(rollout.ref_logits) == 3 * measured
+
+
+def test_an_exact_loss_has_its_exact_kl_everywhere(context_of):
+    assert rollout_of(context_of(kl_estimator="exact", exact_kl_completions=1)).exact_rows.all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "passes"),
+    [
+        ({}, 0),
+        ({"kl_estimator": "exact", "kl_horizon": "sequence"}, 0),
+        ({"kl_estimator": "k1", "kl_placement": "advantage"}, 0),
+        ({"kl_clip_method": "hard", "kl_reference_length": 5}, 1),
+        (
+            {"kl_estimator": "k1", "kl_placement": "reward", "kl_horizon": "sequence", "loss_type": "dr_grpo"},
+            1,
+        ),
+    ],
+)
+def test_the_policy_scores_before_the_update_only_where_something_depends_on_it(
+    context_of, monkeypatch, changes, passes
+):
+    seen, usual = [], rollouts.score
+    monkeypatch.setattr(rollouts, "score", lambda *a, **k: seen.append(1) or usual(*a, **k))
+    rollout = rollout_of(context_of(**changes))
+    assert len(seen) == passes
+    assert (rollout.old_logprobs is not None) == bool(passes)
+
+
+def test_reference_lengths_come_with_the_data_or_from_the_run(context_of, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"{i}+{i}=", "answer": str(2 * i), "tokens": i or None} for i in range(4)]
+    file.write_text("\n".join(json.dumps(row) for row in rows))
+    settings = {"task": str(file), "eval_split": str(file), "reference_length_column": "tokens"}
+    context = context_of(**settings, kl_clip_method="hard", kl_clip_threshold=0.1)
+    context.reference_length = 9.0
+    examples = sorted(context.task.train, key=lambda e: e.prompt)
+    rollout = collect(context, examples[:3], step=0, beta=0.1)
+    assert rollout.reference_length.tolist() == [9.0] * 4 + [1.0] * 4 + [2.0] * 4
+
+
+def test_a_reward_that_raises_stops_the_step(context_of):
+    context = context_of(reward="tests.training.rewards:breaks")
+    rewards.STATE.update(calls=0, break_at=5)
+    with pytest.raises(RewardError, match="out to lunch"):
+        rollout_of(context)
+
+
+def test_a_reward_that_failed_elsewhere_stops_this_process_too(context_of):
+    with pytest.raises(RewardError, match="another process"):
+        rollout_of(of_process(context_of(), 0, 2, others=1.0))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kl_estimator": "k1", "kl_placement": "reward", "kl_horizon": "sequence", "loss_type": "dr_grpo"},
+        {"kl_clip_method": "hard", "kl_clip_level": "group", "kl_reference_length": 2, "kl_clip_threshold": 1e-3},
+    ],
+)
+def test_a_beta_that_starts_at_zero_and_grows_takes_effect(context_of, changes):
+    settings = {"beta": 0.0, "kl_controller": "dual", "target_kl": 1e-6, "kl_controller_lr": 5.0, "warmup_steps": 0}
+    trainer = Trainer(context_of(**settings, **changes), [])
+    first, second = trainer.train_step(), trainer.train_step()
+    assert first["beta"] == 0.0
+    trainer.train_step()
+    third = trainer.train_step()
+    assert third["beta"] > second["beta"] > 0.0 or third["beta"] > 0.0
+    if changes["kl_placement"] == "reward" if "kl_placement" in changes else False:
+        assert third["reward/penalized"] != third["reward"]
+    else:
+        assert third["kl/over_budget"] > 0 and third["train/kl_penalty"] > 0
