@@ -32,9 +32,9 @@ def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
     Raises:
         KlampError: a host that is not there, a function that cannot be had; the caller shows it.
     """
-    stream = stream or sys.stdout
+    out: TextIO = stream or sys.stdout
     if not argv or "-h" in argv or "--help" in argv:
-        print(help_text(), file=stream)
+        print(help_text(), file=out)
         return 0
     for name in argv:
         if name.startswith("-"):
@@ -43,8 +43,8 @@ def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
         subject = load_subject(name)
         for caution in subject.cautions:
             show_caution(caution)
-        show_audit(audit(subject), stream)
-    print(LEGEND, file=stream, flush=True)
+        show_audit(audit(subject), out)
+    print(LEGEND, file=out, flush=True)
     return 0
 
 

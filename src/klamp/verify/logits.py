@@ -62,7 +62,10 @@ def verify_logits(
     )
     return Answer(
         question=f"What do the estimators do on {names[0]} against {names[1]}?",
-        tables=(TextTable(title=title, columns=("value", "exact", "off", "sampled"), rows=values), gradients),
+        tables=(
+            TextTable(title=title, columns=("value", "exact", "against KL(policy||ref)", "sampled"), rows=values),
+            gradients,
+        ),
         checks=(
             is_true("the two models differ", reverse > 1e-12, f"{reverse:.3g} nats", expected="more than 0"),
             *value_checks,
@@ -92,9 +95,10 @@ def _values(
             mean=each.gather(-1, tokens[:, None]).mean().item(), error=math.sqrt(noise.sum().item()) / len(tokens)
         )
         exact = mean.mean().item()
-        rows.append((name, f"{exact:.5g}", f"{100 * (exact / target - 1):+.2g} %" if target else "-", drawn.text))
+        relative = exact / target - 1 if target else 0.0
+        off = "unbiased" if abs(relative) < TOLERANCE else f"{100 * relative:+.2g} %"
+        rows.append((name, f"{exact:.5g}", off, drawn.text))
         if name in ("k1", "k3"):
-            relative = exact / target - 1 if target else 0.0
             checks.append(is_equal(f"{name} is unbiased (relative)", relative, 0.0, tolerance=TOLERANCE))
         checks.append(
             is_true(f"{name}: the sampled tokens agree", drawn.fits(exact), drawn.text, expected=f"near {exact:.5g}")
@@ -128,7 +132,7 @@ EXPECTED: Mapping[tuple[Estimator, Gradient], str] = {
 
 def _penalty(value: Estimator, gradient: Gradient) -> TokenLoss:
     def loss(log_policy: Tensor, log_ref: Tensor) -> Tensor:
-        mask = torch.ones_like(log_policy, dtype=torch.bool)
+        mask = log_policy > -torch.inf
         return kl_penalty(log_policy, log_ref, mask, value=value, gradient=gradient)
 
     return loss

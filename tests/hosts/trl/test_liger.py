@@ -75,9 +75,7 @@ def test_the_whole_chunked_loss(corrected: bool, follows: str) -> None:
     hidden = policy.detach().float().view(1, 1, VOCAB).requires_grad_()
     totals = []
     for beta in (1.0, 0.0):
-        module = LigerFusedLinearGRPOLoss(
-            beta=beta, compiled=False, loss_type="grpo", use_bias_correction_kl=corrected
-        )
+        module = LigerFusedLinearGRPOLoss(beta=beta, compiled=False, loss_type="grpo", use_bias_correction_kl=corrected)
         losses = [
             module(
                 hidden,

@@ -3,6 +3,7 @@
 `LigerFusedLinearGRPOLoss` computes log-probabilities chunk by chunk and hands each chunk to the static method
 `LigerFusedLinearGRPOFunction.ppo_loss_fn`, which is what is called here, as it is: at beta 1 less at beta 0.
 """
+# pyright: reportMissingImports=false
 
 from __future__ import annotations
 

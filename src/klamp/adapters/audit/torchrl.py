@@ -3,6 +3,7 @@
 `GRPOLoss.forward` runs as it is, on a batch without a model: only the method that asks the actor for log-probabilities
 is answered with those of the audit.
 """
+# pyright: reportMissingImports=false
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def subject() -> Subject:
         title=f"torchrl {version('torchrl')}, GRPOLoss",
         terms=(
             Term(name="GRPOLoss, kl_to_ref_coeff", completion=_completion),
-            Term.of_function("k3_kl_token_estimate(ref, policy)", lambda policy, ref: k3_kl_token_estimate(ref, policy)),
+            Term.of_function(
+                "k3_kl_token_estimate(ref, policy)", lambda policy, ref: k3_kl_token_estimate(ref, policy)
+            ),
             Term.of_function("KLComputation, in the reward", reward_kl, use="reward"),
         ),
         reductions={

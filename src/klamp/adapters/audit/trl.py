@@ -4,6 +4,7 @@ Its KL is a few lines in the middle of `GRPOTrainer._compute_loss`. So that meth
 built by TRL's own constructor around a model of two thousand weights, with the log-probabilities of the audit in the
 place of the model's. The loss at beta 1 less the loss at beta 0, advantages 0, is the KL part, with its gradient.
 """
+# pyright: reportMissingImports=false
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def subject() -> Subject:
     """The KL of the installed TRL: one term per option that changes it, one reduction per loss type."""
     import trl
 
-    defaults = {each.name: each.default for each in dataclasses.fields(trl.GRPOConfig)}
+    defaults: dict[str, Any] = {each.name: each.default for each in dataclasses.fields(trl.GRPOConfig)}
     trainer = build_trainer()
     terms = [
         _term(trainer, f"use_bias_correction_kl={corrected}", defaults, use_bias_correction_kl=corrected)
@@ -118,8 +119,15 @@ def _batch_loss(trainer: Any, loss_type: str) -> BatchLoss:
 def _tiny_model() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=4, max_position_embeddings=16, **size)).train()
+    config = LlamaConfig(
+        vocab_size=4,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        max_position_embeddings=16,
+    )
+    return LlamaForCausalLM(config).train()
 
 
 def _tiny_tokenizer() -> Any:

@@ -3,6 +3,7 @@
 The loss side is the `kl_penalty` that `verl.workers.utils.losses.ppo_loss` calls, under the name that it calls it by,
 and `ppo_loss` itself for the way in which it is averaged. The reward side is `apply_kl_penalty`.
 """
+# pyright: reportMissingImports=false
 
 from __future__ import annotations
 

@@ -1,0 +1,133 @@
+"""`klamp audit`: functions of a module in the working directory, hosts that are not there, the look of the table."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+
+from klamp.adapters.audit import HOSTS
+from klamp.cli import main
+from klamp.cli.audit import run
+from klamp.cli.audit_table import HEADINGS
+
+SOURCE = """
+import torch
+def k1(policy, ref):
+    return policy - ref
+def minus_k1(policy, ref):
+    return ref - policy
+def clamped_k3(policy, ref):
+    x = (ref - policy).clamp(-2.0, 2.0)
+    return torch.exp(x) - x - 1
+def detached(policy, ref):
+    return (policy.detach() - ref).square() / 2
+def total(policy, ref):
+    return (policy - ref).sum()
+"""
+ALL = ["±30", "±30", "±30"]
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "klamp_my_kl.py").write_text(SOURCE, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "klamp_my_kl", raising=False)
+
+
+def audit_cells(capsys: pytest.CaptureFixture[str], function: str) -> list[list[str]]:
+    """The cells of the two rows: as a loss, in the reward."""
+    assert main(["audit", f"klamp_my_kl:{function}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"klamp_my_kl:{function}"
+    assert tuple(lines[1].split("  ")[0:1]) == HEADINGS[:1]
+    return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines[2:4]]
+
+
+@pytest.mark.parametrize(
+    ("function", "as_a_loss", "in_the_reward"),
+    [
+        ("k1", ["unbiased", "zero", "neither", "-"], ["unbiased", "reverse", "neither", "-"]),
+        ("minus_k1", ["-200.0%", "zero", "neither", "-"], ["-200.0%", "-reverse", "neither", "-"]),
+        ("clamped_k3", ["-23.3%", "forward near", "neither", "-2, +2"], ["-23.3%", "neither", "neither", "-"]),
+        ("detached", ["+38.3%", "zero", "zero", "everywhere"], ["+38.3%", "neither", "neither", "-"]),
+    ],
+)
+def test_functions(
+    capsys: pytest.CaptureFixture[str], function: str, as_a_loss: list[str], in_the_reward: list[str]
+) -> None:
+    assert audit_cells(capsys, function) == [["as a loss", *as_a_loss, *ALL], ["in the reward", *in_the_reward, *ALL]]
+
+
+def test_a_clamp_is_put_into_words_and_the_legend_comes_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", "klamp_my_kl:clamped_k3", "klamp_my_kl:k1"]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "- as a loss: its clamp changes the value by -23.3% at a KL of 0.89 nats per token; "
+        "near the reference the value is unbiased.\n" in out
+    )
+    assert out.count("reverse = KL(policy||ref)") == 1
+    assert out.index("klamp_my_kl:clamped_k3") < out.index("klamp_my_kl:k1") < out.index("reverse = KL")
+    assert "\x1b" not in out
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_a_package_that_is_not_installed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", name]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"klamp: error: {HOSTS[name].package} is not installed\n  got: klamp audit {name}\n")
+    assert f"pip install {HOSTS[name].package}==" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "text"),
+    [
+        (["tlr"], 2, "did you mean 'trl'"),
+        (["klamp_my_kl:k9"], 2, "it has k1, minus_k1, clamped_k3"),
+        (["--use", "trl"], 2, "unknown flag"),
+        (["klamp_my_kl:total"], 1, "one number per token"),
+    ],
+)
+def test_what_cannot_be_audited(argv: list[str], code: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", *argv]) == code
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [[], ["-h"], ["trl", "--help"]])
+def test_help_lists_what_there_is(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", *argv]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("usage: klamp audit NAME")
+    assert all(f"  {name} " in out for name in HOSTS)
+    assert "not installed here" in out
+    assert "function(policy_logprobs [B, T], ref_logprobs [B, T])" in out
+    assert max(map(len, out.splitlines())) <= 110
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_on_a_terminal_there_is_colour(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "140")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    stream = Terminal()
+    assert run(["klamp_my_kl:minus_k1"], stream=stream) == 0
+    assert "\x1b[31m-reverse" in stream.getvalue()
+    assert "\x1b[32m±30" in stream.getvalue()
+
+
+def test_without_rich_a_terminal_gets_the_plain_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("klamp.cli.audit.find_spec", lambda name: None)
+    stream = Terminal()
+    assert run(["klamp_my_kl:k1"], stream=stream) == 0
+    assert "\x1b" not in stream.getvalue()
+    assert "KL term        value     gradient" in stream.getvalue()

@@ -1,0 +1,201 @@
+"""Checkpoints: whole or not there, loadable anywhere, nothing in them that runs code, and clear words when damaged."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.training.conftest import TINY, disturb, rows_of, tiny_llama
+from tests.training.test_sampling import sample
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from klamp.errors import ModelError, RunFolderError
+from klamp.tasks.arithmetic import arithmetic_tokenizer
+from klamp.training import checkpoint
+from klamp.training.config import TrainConfig
+from klamp.training.observers import Observer
+from klamp.training.scoring import score
+from klamp.training.trainer import train_run
+
+pytestmark = pytest.mark.xdist_group("checkpoint")
+
+
+class Keeper(Observer):
+    """Keeps the policy's weights as they were when the last checkpoint was written, by scoring with them."""
+
+    def on_checkpoint(self, step, folder) -> None:
+        self.step, self.folder = step, folder
+
+
+@pytest.fixture(scope="module")
+def runs(llama, tmp_path_factory):
+    """Finished runs: all weights, and an adapter."""
+    found = {}
+    for name, changes in {"full": {}, "adapter": {"lora_r": 2}}.items():
+        folder = tmp_path_factory.mktemp("runs") / name
+        values = {"model": llama, "output_dir": str(folder), **TINY, "save_every": 1, "keep_checkpoints": 3, **changes}
+        train_run(TrainConfig.from_flat(values))
+        found[name] = SimpleNamespace(folder=folder, values=values)
+    return found
+
+
+@pytest.fixture(params=["full", "adapter"])
+def run(runs, request, tmp_path):
+    """A copy of a finished run, to be damaged."""
+    source = runs[request.param]
+    folder = Path(shutil.copytree(source.folder, tmp_path / "copy"))
+    resumed = source.values | {"output_dir": str(folder), "resume": True, "max_steps": 5}
+    return SimpleNamespace(folder=folder, newest=checkpoint.newest(folder), config=TrainConfig.from_flat(resumed))
+
+
+def test_only_the_newest_are_kept_and_nothing_half_written(run):
+    names = sorted(p.name for p in (run.folder / "checkpoints").iterdir())
+    assert names == ["step-000002", "step-000003", "step-000004"]
+    assert run.newest.name == "step-000004"
+
+
+def test_a_checkpoint_holds_safetensors_json_and_tensors_only(run):
+    files = [p for p in run.newest.rglob("*") if p.is_file()]
+    suffixes = {p.suffix for p in files if p.name != "README.md"}
+    assert suffixes == {".safetensors", ".json", ".pt"}
+    assert [p.name for p in files if p.suffix == ".pt"] == ["optimizer.pt"]
+    state = torch.load(run.newest / "optimizer.pt", weights_only=True)
+    assert {"exp_avg", "exp_avg_sq", "step"} == state["state"][0].keys()
+    assert float(state["state"][0]["step"]) == 4
+    found = json.loads((run.newest / "state.json").read_text())
+    assert found["step"] == 4 and found["controller"]["value"] == 0.01 and found["before"].keys()
+
+
+def test_an_adapters_checkpoint_is_the_adapter_alone(runs):
+    (weights,) = (checkpoint.newest(runs["adapter"].folder) / "policy").glob("*.safetensors")
+    assert weights.name == "adapter_model.safetensors"
+    assert all("lora_" in name for name in load_file(weights))
+
+
+def test_a_checkpoint_loads_anywhere_and_scores_as_the_policy_did(context_of):
+    context = context_of()
+    disturb(context.policy)
+    optimizer = torch.optim.AdamW(context.policy.parameters())
+    folder = checkpoint.save(
+        context.output_dir,
+        7,
+        policy=context.policy,
+        tokenizer=context.tokenizer,
+        optimizer=optimizer,
+        state={},
+        keep=1,
+    )
+    assert folder.name == "step-000007"
+    model = AutoModelForCausalLM.from_pretrained(folder / "policy")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "policy")
+    assert tokenizer("12+3= rev")["input_ids"] == arithmetic_tokenizer()("12+3= rev")["input_ids"]
+    completions = sample(context.policy)
+    with torch.no_grad():
+        ours = score(context.policy, completions, temperature=1.0)
+        theirs = score(model.eval(), completions, temperature=1.0)
+    assert torch.equal(ours.logprobs, theirs.logprobs)
+    assert model.generation_config.eos_token_id == context.policy.generation_config.eos_token_id
+
+
+def test_a_save_that_fails_leaves_the_checkpoint_before_it(context_of, monkeypatch):
+    context = context_of()
+    optimizer = torch.optim.AdamW(context.policy.parameters())
+    given = {"policy": context.policy, "tokenizer": context.tokenizer, "optimizer": optimizer, "state": {}, "keep": 1}
+    checkpoint.save(context.output_dir, 1, **given)
+
+    def full(*args, **kwargs):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(checkpoint.torch, "save", full)
+    for step in (1, 2):
+        with pytest.raises(OSError, match="no space"):
+            checkpoint.save(context.output_dir, step, **given)
+    monkeypatch.undo()
+    assert checkpoint.newest(context.output_dir).name == "step-000001"
+    checkpoint.load_optimizer(checkpoint.newest(context.output_dir), optimizer, torch.device("cpu"))
+    checkpoint.save(context.output_dir, 2, **given)
+    assert [p.name for p in checkpoint.checkpoints(context.output_dir)] == ["step-000002"]
+
+
+def damaged_json(folder: Path) -> None:
+    (folder / "state.json").write_text('{"step": 4, "contr')
+
+
+def no_json(folder: Path) -> None:
+    (folder / "state.json").unlink()
+
+
+def lacking_json(folder: Path) -> None:
+    (folder / "state.json").write_text('{"step": 4}')
+
+
+def half_optimizer(folder: Path) -> None:
+    content = (folder / "optimizer.pt").read_bytes()
+    (folder / "optimizer.pt").write_bytes(content[: len(content) // 2])
+
+
+def no_optimizer(folder: Path) -> None:
+    (folder / "optimizer.pt").unlink()
+
+
+def evil_optimizer(folder: Path) -> None:
+    torch.save({"state": Path("anything but tensors")}, folder / "optimizer.pt")
+
+
+def other_optimizer(folder: Path) -> None:
+    torch.save(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).state_dict(), folder / "optimizer.pt")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [damaged_json, no_json, lacking_json, half_optimizer, no_optimizer, evil_optimizer, other_optimizer],
+)
+@pytest.mark.parametrize("run", ["full"], indirect=True)
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_works(run, damage):
+    before = rows_of(run.folder)
+    damage(run.newest)
+    with pytest.raises(RunFolderError, match="damaged") as caught:
+        train_run(run.config)
+    error = caught.value
+    assert error.got == str(run.newest) and error.why and "delete that folder" in error.fix
+    assert rows_of(run.folder) == before, "and nothing of the run was touched"
+    shutil.rmtree(run.newest)  # as the message says
+    summary = train_run(run.config)
+    assert summary.steps == 5
+    assert [row for row in rows_of(run.folder) if row["step"] <= 3] == [row for row in before if row["step"] <= 3]
+
+
+def test_a_checkpoint_with_half_its_weights_is_refused(run):
+    (weights,) = (run.newest / "policy").glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises((RunFolderError, ModelError)) as caught:
+        train_run(run.config)
+    assert str(run.newest) in str(caught.value.got) and caught.value.why and caught.value.fix
+
+
+def test_a_run_without_checkpoints_cannot_be_resumed(run):
+    shutil.rmtree(run.folder / "checkpoints")
+    with pytest.raises(RunFolderError, match="no checkpoint to continue from") as caught:
+        train_run(run.config)
+    assert caught.value.got and caught.value.why and caught.value.fix
+
+
+def test_what_a_killed_save_leaves_behind_is_never_taken_for_a_checkpoint(run):
+    part = run.folder / "checkpoints" / ".step-000009.part"
+    shutil.copytree(run.newest, part)
+    assert checkpoint.newest(run.folder) == run.newest
+
+
+def test_another_models_checkpoint_is_refused(run, tmp_path):
+    """A run resumed with another model than it began with: its optimizer does not fit."""
+    if run.config.model.lora_r:
+        pytest.skip("an adapter is loaded onto whatever model is named")
+    other = tiny_llama(num_hidden_layers=1)
+    other.save_pretrained(run.newest / "policy")
+    with pytest.raises(RunFolderError, match="damaged"):
+        train_run(run.config)

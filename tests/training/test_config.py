@@ -1,0 +1,67 @@
+"""The configuration of a run: flat and back, aliases, and refusals that name the field."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from klamp.errors import ConfigError, KlampError, UnknownNameError
+from klamp.training.config import TrainConfig, field_owners, section_classes
+
+
+def test_flat_values_make_the_same_configuration_again():
+    config = TrainConfig.from_flat({"kl_coef": 0.2, "seed": 4, "report_to": ["tensorboard", "wandb"], "lora_r": 8})
+    assert (config.kl.beta, config.run.seed, config.model.lora_r) == (0.2, 4, 8)
+    assert config.run.report_to == ("tensorboard", "wandb"), "lists become tuples"
+    assert TrainConfig.from_flat(config.flat()) == config
+    assert TrainConfig.from_flat({}) == TrainConfig()
+
+
+def test_no_two_sections_share_a_field_name():
+    every = [f.name for cls in section_classes().values() for f in dataclasses.fields(cls)]
+    assert len(every) == len(set(every)) == len(field_owners())
+
+
+@pytest.mark.parametrize("alias", ["kl_coef", "kl_penalty", "kl_beta"])
+def test_aliases_mean_beta_and_cannot_contradict_it(alias):
+    assert TrainConfig.from_flat({alias: 0.5}).kl.beta == 0.5
+    with pytest.raises(ConfigError, match="given twice"):
+        TrainConfig.from_flat({alias: 0.5, "beta": 0.4})
+
+
+def test_an_unknown_key_names_the_nearest():
+    with pytest.raises(UnknownNameError, match="did you mean 'learning_rate'"):
+        TrainConfig.from_flat({"learning_rat": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"num_generations": 1}, "two completions"),
+        ({"prompts_per_step": 0}, "prompts_per_step"),
+        ({"max_completion_length": 0}, "max_completion_length"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"learning_rate": 0.0}, "learning_rate"),
+        ({"max_grad_norm": -1.0}, "max_grad_norm"),
+        ({"num_iterations": 0}, "num_iterations"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps"),
+        ({"lr_scheduler_type": "cosin"}, "did you mean 'cosine'"),
+        ({"dtype": "float23"}, "did you mean 'float32'"),
+        ({"lora_r": -1}, "lora_r"),
+        ({"max_steps": -1}, "max_steps"),
+        ({"keep_checkpoints": 0}, "keep_checkpoints"),
+        ({"resume": True}, "resume needs output_dir"),
+        (
+            {"kl_placement": "reward", "kl_estimator": "k1", "kl_horizon": "sequence"},
+            "cannot be combined with advantages divided",
+        ),
+    ],
+)
+def test_values_that_cannot_work_are_refused_by_name(values, named):
+    with pytest.raises(KlampError, match=named) as caught:
+        TrainConfig.from_flat(values)
+    assert caught.value.fix, "and the way out is given"

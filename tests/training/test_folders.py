@@ -1,0 +1,64 @@
+"""The folder of a run: the next free one, or the one asked for if no other run is in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from klamp.errors import RunFolderError
+from klamp.training.config import TrainConfig
+from klamp.training.folders import CONFIG, check_folder, free_folder, run_folder
+
+
+def test_folders_are_numbered_and_never_taken_twice(tmp_path):
+    assert free_folder(tmp_path, "a") == tmp_path / "a-001"
+    (tmp_path / "a-001").mkdir()
+    (tmp_path / "a-002").write_text("")
+    (tmp_path / "a-004").mkdir()
+    assert free_folder(tmp_path, "a") == tmp_path / "a-003"
+    assert free_folder(tmp_path, "b") == tmp_path / "b-001"
+
+
+@pytest.mark.parametrize(
+    ("task", "name"),
+    [("arithmetic", "arithmetic"), ("reasoning_gym:chain_sum", "reasoning_gym-chain_sum"), ("my/data.jsonl", "data")],
+)
+def test_a_run_without_output_dir_is_named_after_its_task(tmp_path, monkeypatch, task, name):
+    monkeypatch.chdir(tmp_path)
+    assert run_folder(TrainConfig.from_flat({"task": task})) == Path("runs") / f"{name}-001"
+    assert not (tmp_path / "runs").exists(), "nothing is made yet"
+    (tmp_path / "runs" / f"{name}-001").mkdir(parents=True)
+    assert run_folder(TrainConfig.from_flat({"task": task})) == Path("runs") / f"{name}-002"
+
+
+def held(folder: Path, name: str) -> Path:
+    folder.mkdir()
+    (folder / name).write_text("")
+    return folder
+
+
+def test_another_runs_folder_is_refused_with_the_ways_out(tmp_path):
+    folder = held(tmp_path / "run", CONFIG)
+    with pytest.raises(RunFolderError, match="holds another run") as caught:
+        check_folder(folder, resume=False)
+    assert caught.value.got == str(folder) and caught.value.why
+    assert "--resume" in caught.value.fix and "--output_dir" in caught.value.fix
+    check_folder(folder, resume=True)
+
+
+def test_other_files_a_file_and_nothing_to_resume_are_refused(tmp_path):
+    other = held(tmp_path / "other", "thesis.tex")
+    with pytest.raises(RunFolderError, match="holds other files"):
+        check_folder(other, resume=False)
+    with pytest.raises(RunFolderError, match="is a file"):
+        check_folder(other / "thesis.tex", resume=False)
+    for folder in (other, tmp_path / "missing"):
+        with pytest.raises(RunFolderError, match="no run to continue") as caught:
+            check_folder(folder, resume=True)
+        assert CONFIG in caught.value.why and caught.value.fix
+
+
+def test_an_empty_or_missing_folder_is_fine(tmp_path):
+    check_folder(tmp_path, resume=False)
+    check_folder(tmp_path / "missing", resume=False)

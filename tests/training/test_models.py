@@ -1,0 +1,152 @@
+"""Models and tokenizers: dropout off for good, and a clear word about each folder that cannot be used."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tests.training.conftest import tiny_gpt2, tiny_llama
+from transformers import AutoModelForCausalLM
+
+from klamp.errors import KlampError, ModelError
+from klamp.tasks.arithmetic import arithmetic_tokenizer
+from klamp.training.config import ModelConfig
+from klamp.training.models import (
+    end_tokens,
+    load_model,
+    load_tokenizer,
+    max_length,
+    output_size,
+    takes,
+    with_adapter,
+)
+
+
+def says_all(error: KlampError) -> bool:
+    """Whether an error has its four parts."""
+    return all((error.what, error.got is not None, error.why, error.fix))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_dropout_is_off_even_in_training_mode(kind, request, tmp_path):
+    folder = shutil.copytree(request.getfixturevalue(kind), tmp_path / "model")
+    settings = json.loads((folder / "config.json").read_text())
+    settings |= {"attention_dropout": 0.5} if kind == "llama" else {"attn_pdrop": 0.5}
+    (folder / "config.json").write_text(json.dumps(settings))
+    ids = torch.arange(2, 30)[None]
+    raw = AutoModelForCausalLM.from_pretrained(folder).train()
+    assert not torch.equal(raw(ids).logits, raw(ids).logits), "as it was saved, it does drop out"
+    model = load_model(str(folder))
+    assert not model.training
+    with torch.no_grad():
+        calm = model(ids).logits
+        model.train()
+        assert torch.equal(model(ids).logits, calm) and torch.equal(model(ids).logits, calm)
+
+
+def test_weights_come_in_the_data_type_asked_for(llama):
+    assert {p.dtype for p in load_model(llama, "bfloat16").parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in load_model(llama).parameters()} == {torch.float32}
+
+
+def test_a_tokenizer_is_ready_for_left_padding(tmp_path):
+    tokenizer = arithmetic_tokenizer()
+    tokenizer.padding_side, tokenizer.pad_token = "right", None
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(str(tmp_path))
+    assert loaded.padding_side == "left"
+    assert loaded.pad_token_id == loaded.eos_token_id == tokenizer.eos_token_id
+
+
+def without(folder: str, target: Path, pattern: str) -> str:
+    """A copy of a model folder without some files."""
+    shutil.copytree(folder, target)
+    for file in target.glob(pattern):
+        file.unlink()
+    return str(target)
+
+
+@pytest.mark.parametrize("pattern", ["*.safetensors", "config.json"])
+def test_a_folder_without_a_model_is_refused(llama, tmp_path, pattern):
+    folder = without(llama, tmp_path / "model", pattern)
+    with pytest.raises(ModelError, match="causal language model") as caught:
+        load_model(folder)
+    assert says_all(caught.value) and caught.value.got == folder
+
+
+def test_damaged_weights_are_refused(llama, tmp_path):
+    folder = Path(shutil.copytree(llama, tmp_path / "model"))
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    with pytest.raises(ModelError) as caught:
+        load_model(str(folder))
+    assert says_all(caught.value)
+
+
+def test_a_folder_without_a_tokenizer_is_refused(llama, tmp_path):
+    folder = without(llama, tmp_path / "model", "tokenizer*")
+    load_model(folder)
+    with pytest.raises(ModelError, match="tokenizer") as caught:
+        load_tokenizer(folder)
+    assert says_all(caught.value) and "--tokenizer" in caught.value.fix
+
+
+def test_a_tokenizer_without_an_end_token_is_refused(tmp_path):
+    tokenizer = arithmetic_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="no end token") as caught:
+        load_tokenizer(str(tmp_path))
+    assert says_all(caught.value)
+
+
+def test_a_file_is_no_model_folder(tmp_path):
+    file = tmp_path / "model.bin"
+    file.write_bytes(b"")
+    with pytest.raises(ModelError, match="is no folder"):
+        load_model(str(file))
+
+
+def test_a_name_that_is_nowhere_is_refused():
+    with pytest.raises(ModelError, match="cannot load") as caught:
+        load_model("klamp-tests/there-is-no-such-model")
+    assert "neither as a folder nor on the hub" in caught.value.why
+
+
+def test_an_adapter_starts_as_nothing_and_trains_only_itself():
+    base = tiny_llama()
+    ids = torch.arange(2, 20)[None]
+    with torch.no_grad():
+        before = base(ids).logits.clone()
+        policy = with_adapter(base, ModelConfig(lora_r=3, lora_alpha=6))
+        assert torch.equal(policy(ids).logits, before)
+    trained = {name for name, p in policy.named_parameters() if p.requires_grad}
+    assert trained and all("lora_" in name for name in trained)
+    assert {p.shape[0] for name, p in policy.named_parameters() if "lora_A" in name} == {3}
+
+
+def test_an_adapter_goes_where_it_is_told(tmp_path):
+    policy = with_adapter(tiny_llama(), ModelConfig(lora_r=2, lora_target_modules=("q_proj", "v_proj")))
+    assert {n.split(".")[-4] for n, p in policy.named_parameters() if p.requires_grad} == {"q_proj", "v_proj"}
+    with pytest.raises(ModelError, match="does not fit") as caught:
+        with_adapter(tiny_llama(), ModelConfig(lora_r=2, lora_target_modules=("c_attn",)))
+    assert says_all(caught.value)
+
+
+def test_end_tokens_are_the_tokenizers_and_the_models():
+    tokenizer, model = arithmetic_tokenizer(), tiny_llama()
+    for given, expected in ((None, [1]), (7, [1, 7]), ([9, 1, 4], [1, 4, 9])):
+        model.generation_config.eos_token_id = given
+        assert end_tokens(model, tokenizer) == expected
+
+
+def test_what_a_model_says_about_itself():
+    llama, gpt2 = tiny_llama(), tiny_gpt2()
+    assert (max_length(llama), max_length(gpt2), max_length(torch.nn.Linear(1, 1))) == (64, 64, None)
+    assert output_size(llama) == output_size(gpt2) == len(arithmetic_tokenizer())
+    adapted = with_adapter(llama, ModelConfig(lora_r=1))
+    for model in (adapted, gpt2):
+        assert takes(model, "position_ids") and not takes(model, "wings")

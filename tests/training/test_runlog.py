@@ -1,0 +1,174 @@
+"""A run's folder and trackers, read back as a user reads them."""
+
+from __future__ import annotations
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tests.training.conftest import TINY, rows_of, steps_of
+from transformers import AutoModelForCausalLM
+
+from klamp._version import __version__
+from klamp.diagnostics.metrics import METRICS
+from klamp.training.config import TrainConfig
+from klamp.training.observers import RunInfo
+from klamp.training.runlog import RunLog, plain, versions
+from klamp.training.trainer import train_run
+
+pytestmark = pytest.mark.xdist_group("runlog")
+SKILLS = ("addition", "subtraction", "reversal")
+
+
+@pytest.fixture(scope="module")
+def run(llama, tmp_path_factory):
+    """A finished run with both trackers, a clip whose reference length is measured, and two updates per rollout."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    changes = {
+        "report_to": ("tensorboard", "wandb"),
+        "kl_clip_method": "hard",
+        "kl_clip_threshold": 0.01,
+        "num_iterations": 2,
+        "log_completions": 5,
+        "log_completions_every": 3,
+        "kl_off_policy": "token",
+        "kl_max_weight": 2.0,
+        "kl_max_log_ratio": 5.0,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "offline")
+        patch.setenv("WANDB_SILENT", "true")
+        config = TrainConfig.from_flat({"model": llama, "output_dir": str(folder), **TINY, **changes})
+        return SimpleNamespace(folder=folder, config=config, summary=train_run(config))
+
+
+def test_the_folder_holds_what_a_run_is(run):
+    names = {p.name for p in run.folder.iterdir()}
+    files = {"config.yaml", "versions.json", "metrics.jsonl", "completions.jsonl", "summary.json"}
+    assert names == files | {"checkpoints", "tracking", "wandb"}
+
+
+def test_the_configuration_runs_again(run):
+    values = yaml.safe_load((run.folder / "config.yaml").read_text())
+    assert TrainConfig.from_flat(values) == run.config
+    assert values["report_to"] == ["tensorboard", "wandb"], "a list, as YAML has no tuples"
+
+
+def test_versions_name_what_decides_the_numbers(run):
+    found = json.loads((run.folder / "versions.json").read_text())
+    assert found == versions()
+    assert found["klamp"] == __version__
+    assert found["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert {"python", "transformers", "accelerate", "peft", "torch_threads"} <= found.keys()
+
+
+def test_metrics_have_a_line_per_step_and_per_evaluation(run):
+    rows = rows_of(run.folder, keep_speed=True)
+    kinds = [("step" if "reward" in row else "eval", row["step"]) for row in rows]
+    assert kinds == [("eval", 0), ("step", 1), ("step", 2), ("eval", 2), ("step", 3), ("step", 4), ("eval", 4)]
+    for row in rows:
+        assert all(math.isfinite(x) for x in row.values())
+        if "reward" not in row:
+            assert row.keys() == {"step", *(f"eval/{skill}" for skill in SKILLS)}
+
+
+def test_every_metric_is_in_the_table(run):
+    seen = {name for row in rows_of(run.folder, keep_speed=True) for name in row if not name.startswith("eval/")}
+    assert seen - METRICS.keys() == {"step"}
+    promised = {"kl/k1", "kl/k3", "kl/exact", "kl/over_budget", "beta", "length/mean", "policy/entropy"}
+    promised |= {"policy/ratio_clipped", "train/learning_rate", "speed/tokens_per_second", "kl/weights_truncated"}
+    assert promised <= seen
+
+
+def test_the_summary_is_that_of_the_run(run):
+    found = json.loads((run.folder / "summary.json").read_text())
+    first, _, last = [row for row in rows_of(run.folder) if "reward" not in row]
+    assert found["before"] == {s: first[f"eval/{s}"] for s in SKILLS} == dict(run.summary.before)
+    assert found["after"] == {s: last[f"eval/{s}"] for s in SKILLS} == dict(run.summary.after)
+    assert (found["steps"], found["rl_skill"]) == (4, "addition")
+    assert found["final_metrics"]["kl/k3"] == steps_of(run.folder)[-1]["kl/k3"]
+    assert found["seconds"] > 0
+
+
+def test_completions_carry_tokens_and_their_log_probabilities(run):
+    lines = (run.folder / "completions.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row["step"] for row in rows] == [1] * 5 + [3] * 5, "the first step, and every third"
+    for row in rows:
+        count = len(row["tokens"])
+        assert all(len(row[f"{who}_logprobs"]) == count for who in ("policy", "sampler", "ref"))
+        assert row["completion"] == "".join(t for t in row["tokens"] if not t.startswith("<"))
+        assert row["reward"] == pytest.approx(sum(c.isdigit() for c in row["completion"]) / 6)
+        assert row["policy_logprobs"] == pytest.approx(row["sampler_logprobs"], abs=1e-5)
+        if row["step"] == 1:
+            assert row["ref_logprobs"] == pytest.approx(row["policy_logprobs"], abs=1e-5)
+    assert len({row["prompt"] for row in rows[:4]}) == 1 and rows[4]["prompt"] != rows[0]["prompt"]
+
+
+def test_tensorboard_has_every_number_under_its_name(run):
+    (file,) = (run.folder / "tracking").glob("events.out.tfevents.*")
+    events = EventAccumulator(str(file))
+    events.Reload()
+    tags = set(events.Tags()["scalars"])
+    assert {"train/kl_penalty", "train/loss", "eval/addition", "kl/k3", "beta", "reward"} <= tags
+    for row in rows_of(run.folder, keep_speed=True):
+        for name, value in row.items():
+            if name == "step":
+                continue
+            at_step = [e.value for e in events.Scalars(name) if e.step == row["step"]]
+            assert at_step == [pytest.approx(value, rel=1e-5, abs=1e-7)], f"{name} at step {row['step']}"
+
+
+def test_wandb_writes_its_offline_run_into_the_folder(run):
+    (offline,) = (run.folder / "wandb").glob("offline-run-*")
+    (log,) = offline.glob("run-*.wandb")
+    content = log.read_bytes()
+    for name in (b"train/kl_penalty", b"train/loss", b"kl/k3"):
+        assert name in content
+
+
+def test_the_newest_checkpoint_is_a_model_folder_like_any_other(run):
+    folders = sorted((run.folder / "checkpoints").iterdir())
+    assert [f.name for f in folders] == ["step-000002", "step-000004"]
+    AutoModelForCausalLM.from_pretrained(folders[-1] / "policy")
+
+
+# a resumed run's files -----------------------------------------------------------------------------------------------
+
+
+def info(config, folder, start_step: int) -> RunInfo:
+    return RunInfo(
+        config=config,
+        output_dir=folder,
+        start_step=start_step,
+        parameters=1,
+        trainable_parameters=1,
+        reference="none",
+        device="cpu",
+        processes=1,
+    )
+
+
+def test_a_resumed_run_drops_the_lines_of_steps_it_will_do_again(config_of, tmp_path):
+    log = RunLog(SimpleNamespace(trackers=[]))
+    (tmp_path / "config.yaml").write_text("seed: 3\n")
+    lines = [{"step": 1, "reward": 0.1}, {"step": 2, "reward": 0.2}, {"step": 2, "eval/a": 1.0}, {"step": 3}]
+    half = '{"step": 3, "rew'
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*map(json.dumps, lines), half]))
+    (tmp_path / "completions.jsonl").write_text(json.dumps({"step": 3}) + "\n")
+    log.on_start(info(config_of(), tmp_path, 2))
+    assert rows_of(tmp_path) == lines[:3]
+    assert (tmp_path / "completions.jsonl").read_text() == ""
+    assert (tmp_path / "config.yaml").read_text() == "seed: 3\n", "the configuration of the run's beginning stays"
+    log.on_step(3, {"reward": 0.3})
+    assert rows_of(tmp_path)[-1] == {"step": 3, "reward": 0.3}
+
+
+def test_plain_values_have_no_tuples():
+    found = plain(TrainConfig())
+    assert found["report_to"] == ["tensorboard"]
+    assert not any(isinstance(value, tuple) for value in found.values())
