@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,15 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "klamp_my_kl", raising=False)
+
+
+@pytest.fixture
+def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_installed(package: str) -> str:
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr("klamp.adapters.audit.hosts.version", not_installed)
+    monkeypatch.setattr("klamp.cli.audit.version", not_installed)
 
 
 def audit_cells(capsys: pytest.CaptureFixture[str], function: str) -> list[list[str]]:
@@ -75,6 +85,7 @@ def test_a_clamp_is_put_into_words_and_the_legend_comes_once(capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("name", HOSTS)
+@pytest.mark.usefixtures("nothing_installed")
 def test_a_package_that_is_not_installed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", name]) == 1
     captured = capsys.readouterr()
@@ -97,6 +108,7 @@ def test_what_cannot_be_audited(argv: list[str], code: int, text: str, capsys: p
     assert text in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("nothing_installed")
 @pytest.mark.parametrize("argv", [[], ["-h"], ["trl", "--help"]])
 def test_help_lists_what_there_is(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", *argv]) == 0

@@ -47,7 +47,11 @@ def test_groups_stand_together_and_every_completion_has_its_own_reward(context_o
         expected = (group - group.mean()) / (group.std() + 1e-4)
         torch.testing.assert_close(advantages, expected)
     lengths = [len(t) for t in tokens_of(rollout)]
-    assert (rollout.totals.sequences, rollout.totals.tokens, rollout.totals.kl_tokens) == (12, sum(lengths), sum(lengths))
+    assert (rollout.totals.sequences, rollout.totals.tokens, rollout.totals.kl_tokens) == (
+        12,
+        sum(lengths),
+        sum(lengths),
+    )
 
 
 def test_a_step_is_drawn_from_seed_and_number_alone(context_of):

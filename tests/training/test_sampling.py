@@ -212,6 +212,16 @@ def test_the_models_own_generation_settings_are_neither_used_nor_lost(adapter, g
     assert base.generation_config is kept and kept.to_dict() == before
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_gradient_checkpointing_does_not_change_what_is_sampled(training):
+    model = tiny_llama()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train(training)
+    found = sample(model)
+    assert model.training == training, "it is as it was"
+    assert tokens_of(found) == tokens_of(sample(tiny_llama()))
+
+
 def test_the_settings_come_back_after_a_failure_too(tmp_path: Path):
     model = loud(tiny_llama())
     kept = model.generation_config

@@ -37,6 +37,8 @@ COMMANDS = {
     "train": Command(
         module="klamp.cli.train", summary="train a model with GRPO, its KL held; without arguments the built-in task"
     ),
+    "verify": Command(module="klamp.cli.verify", summary="prove klamp's claims on this machine, in seconds"),
+    "explain": Command(module="klamp.cli.explain", summary="what a configuration's KL does, in words and numbers"),
     "audit": Command(module="klamp.cli.audit", summary="what the KL of an installed trainer, or of any function, does"),
 }
 

@@ -39,7 +39,10 @@ def show_table(
 def show_paragraph(stream: TextIO, text: str, *, label: str = "", width: int = 12) -> None:
     """Print a text, wrapped and indented; a label stands before it in a column of its own."""
     start = f"  {label:<{width}} " if label or width else "  "
-    print(textwrap.fill(text, WIDTH, initial_indent=start, subsequent_indent=" " * len(start)), file=stream)
+    filled = textwrap.fill(
+        text, WIDTH, initial_indent=start, subsequent_indent=" " * len(start), break_on_hyphens=False
+    )
+    print(filled, file=stream, flush=True)
 
 
 def _lines(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -17,6 +17,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
 from torch import nn
 from torch.optim import Optimizer
@@ -26,6 +27,8 @@ from klamp.errors import RunFolderError
 from klamp.tasks.base_model import without_bars
 
 FOLDER, REFERENCE = "checkpoints", "reference.safetensors"
+STATE = {"step", "controller", "schedule", "reference_length", "before", "metrics"}
+"""What state.json must hold for a run to continue."""
 
 
 def save(
@@ -98,9 +101,13 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
         RunFolderError: it is missing or damaged.
     """
     try:
-        return json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise _damaged(checkpoint, error) from error
+        state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+        missing = sorted(STATE - state.keys())
+        if missing:
+            raise ValueError(f"state.json lacks {', '.join(missing)}")
+    except (OSError, ValueError, AttributeError) as error:
+        raise damaged(checkpoint, error) from error
+    return state
 
 
 def load_optimizer(checkpoint: Path, optimizer: Optimizer, device: torch.device) -> None:
@@ -111,11 +118,12 @@ def load_optimizer(checkpoint: Path, optimizer: Optimizer, device: torch.device)
     """
     try:
         optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", map_location=device, weights_only=True))
-    except (OSError, ValueError, RuntimeError, EOFError, UnpicklingError) as error:
-        raise _damaged(checkpoint, error) from error
+    except (OSError, ValueError, KeyError, RuntimeError, EOFError, UnpicklingError) as error:
+        raise damaged(checkpoint, error) from error
 
 
-def _damaged(checkpoint: Path, error: Exception) -> RunFolderError:
+def damaged(checkpoint: Path, error: Exception) -> RunFolderError:
+    """The error for a checkpoint that cannot be read."""
     return RunFolderError(
         "the checkpoint is damaged",
         got=str(checkpoint),
@@ -125,6 +133,14 @@ def _damaged(checkpoint: Path, error: Exception) -> RunFolderError:
 
 
 def load_reference(checkpoint: Path, reference: nn.Module | None) -> None:
-    """Put a moving reference back to where it was; nothing to do for one that never moves."""
-    if reference is not None:
+    """Put a moving reference back to where it was; nothing to do for one that never moves.
+
+    Raises:
+        RunFolderError: it is missing or damaged.
+    """
+    if reference is None:
+        return
+    try:
         load_model(reference, str(checkpoint / REFERENCE))
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise damaged(checkpoint, error) from error

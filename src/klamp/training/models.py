@@ -92,12 +92,20 @@ def with_adapter(model: PreTrainedModel, config: ModelConfig, checkpoint: Path |
     """The model with a LoRA adapter, fresh or from a checkpoint.
 
     Raises:
-        ModelError: the target modules are not in the model.
+        ModelError: the target modules are not in the model, or the checkpoint holds no adapter of it.
     """
     from peft import LoraConfig, PeftModel, get_peft_model
 
     if checkpoint is not None:
-        return PeftModel.from_pretrained(model, str(checkpoint), is_trainable=True)
+        try:
+            return PeftModel.from_pretrained(model, str(checkpoint), is_trainable=True)
+        except Exception as error:  # as in _pretrained
+            raise ModelError(
+                "cannot load the LoRA adapter",
+                got=str(checkpoint),
+                why=f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}",
+                fix="check that the folder holds an adapter of this model",
+            ) from error
     targets = config.lora_target_modules
     lora = LoraConfig(
         r=config.lora_r,

@@ -92,14 +92,20 @@ def encode_prompts(
 
 @contextmanager
 def _plain_generation(model: nn.Module) -> Iterator[None]:
-    """Set the model's own generation settings aside: `generate` would mix penalties and bans into ours."""
+    """Set the model's own generation settings aside: `generate` would mix penalties and bans into ours.
+
+    In evaluation mode, because in training mode gradient checkpointing takes the cache away from under `generate`,
+    which then samples from something else than the policy.
+    """
     base: nn.Module = getattr(model, "get_base_model", lambda: model)()
-    kept = base.generation_config
+    kept, training = base.generation_config, model.training
     base.generation_config = GenerationConfig()  # pyright: ignore
+    model.eval()
     try:
         yield
     finally:
         base.generation_config = kept
+        model.train(training)
 
 
 @torch.no_grad()

@@ -174,14 +174,23 @@ def _check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase, conf
 
 def _policy(start: nn.Module, config: TrainConfig, resumed: Path | None, accelerator: Accelerator) -> nn.Module:
     set_seed(config.run.seed)  # adapters start from random numbers: the same on every process
-    if config.model.lora_r:
-        policy = with_adapter(start, config.model, resumed / "policy" if resumed else None)  # pyright: ignore
-    else:
-        policy = load_model(str(resumed / "policy"), config.model.dtype) if resumed else start
+    policy = _resumed(start, config, resumed) if resumed else start
+    if config.model.lora_r and not resumed:
+        policy = with_adapter(start, config.model)  # pyright: ignore
     if config.model.gradient_checkpointing:
         policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
         policy.train()
     return policy.to(accelerator.device)
+
+
+def _resumed(start: nn.Module, config: TrainConfig, folder: Path) -> nn.Module:
+    """The policy of a checkpoint."""
+    try:
+        if config.model.lora_r:
+            return with_adapter(start, config.model, folder / "policy")  # pyright: ignore
+        return load_model(str(folder / "policy"), config.model.dtype)
+    except ModelError as error:
+        raise checkpoint.damaged(folder, error) from error
 
 
 def reference_kind(config: TrainConfig) -> str:

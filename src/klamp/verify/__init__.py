@@ -1,6 +1,35 @@
-"""Proofs: small worlds that can be enumerated, and the oracle that says what a KL term is and does in them."""
+"""Proofs: small worlds that can be enumerated, and the oracle that says what a KL term is and does in them.
 
+    examine, examine_config     any loss, any configuration: expected value and gradient against the truths
+    verify_estimators           every claim about the estimators; verify_all: every claim that klamp makes
+    explain_config              what a configuration does, in words; explain_form: what a document prints
+
+`klamp.verify.judge` judges a KL function that somebody else wrote.
+"""
+
+from klamp.verify.explain import Explanation, explain_config
+from klamp.verify.explain_forms import explain_form
 from klamp.verify.oracle import Match, Report, examine
+from klamp.verify.proofs import Check, verify_all, verify_estimators
+from klamp.verify.steps import Scene, StepReport, examine_config, scene
 from klamp.verify.tabular import Chain, Outcomes, one_position, random_chain
 
-__all__ = ["Chain", "Match", "Outcomes", "Report", "examine", "one_position", "random_chain"]
+__all__ = [
+    "Chain",
+    "Check",
+    "Explanation",
+    "Match",
+    "Outcomes",
+    "Report",
+    "Scene",
+    "StepReport",
+    "examine",
+    "examine_config",
+    "explain_config",
+    "explain_form",
+    "one_position",
+    "random_chain",
+    "scene",
+    "verify_all",
+    "verify_estimators",
+]

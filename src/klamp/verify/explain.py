@@ -70,13 +70,14 @@ def explain_config(kl: KLConfig, loss: LossConfig, *, name: str, setting: Settin
         ("value", _value(kl, facts)),
         ("pull", _pull(facts.position)),
         ("sequence", _sequence(kl, facts)),
-        ("in the loss", _in_loss(kl, loss, facts.in_loss)),
-        ("off-policy", _off_policy(kl, facts.off_policy)),
+        ("in the loss", _in_loss(kl, loss, facts)),
+        ("off-policy", _off_policy(kl, facts)),
         ("noise", _noise(facts)),
         ("limits", _limits(kl, facts, setting)),
         *_numbers(facts),
         ("units", _units(kl, loss, setting)),
         ("control", _control(kl)),
+        *_moving(kl),
         ("cost", _cost(kl, setting)),
         *paper,
     ]
@@ -122,39 +123,40 @@ def _sequence(kl: KLConfig, facts: ConfigFacts) -> str:
     if pull.follows.name == "zero":
         return "nothing of the gradient of KL(policy||ref) over whole completions"
     if pull.follows.name == "reverse":
-        return f"all of the gradient of KL(policy||ref) over whole completions (factor {pull.follows.factor:.4g})"
+        return f"keeps all of the gradient of KL(policy||ref) over whole completions (factor {pull.follows.factor:.4g})"
     left_out = "; left out: what a token does to the KL of later tokens" if kl.kl_horizon == "token" else ""
     return (
-        f"{100 * pull.share:.0f} % of the gradient of KL(policy||ref) over whole completions, at cosine "
+        f"keeps {100 * pull.share:.0f} % of the gradient of KL(policy||ref) over whole completions, at cosine "
         f"{pull.cosine_reverse:.3f} (measured at up to {LENGTH} tokens; less in longer ones){left_out}"
     )
 
 
-def _in_loss(kl: KLConfig, loss: LossConfig, pull: Pull) -> str:
-    reduction = (
-        kl.kl_normalizer if kl.kl_placement == "loss" and kl.kl_normalizer else LOSS_TYPES[loss.loss_type].reduction
-    )
-    why = {
-        "sequence_mean": "each completion's KL is divided by its own length: drift in long ones counts less",
-        "token_mean": "every token counts the same",
-        "fixed_length": "every token counts the same",
-        "sequence_sum": "every token counts the same",
-    }[reduction]
-    if pull.follows.name == "zero":
-        return f"{reduction} ({why}); nothing to reduce"
-    return f"{reduction}: {why}; cosine {pull.cosine_reverse:.3f} with the gradient over whole completions"
+def _in_loss(kl: KLConfig, loss: LossConfig, facts: ConfigFacts) -> str:
+    own = kl.kl_normalizer if kl.kl_placement == "loss" else None
+    reduction = own or LOSS_TYPES[loss.loss_type].reduction
+    why = "every token counts the same"
+    if reduction == "sequence_mean":
+        why = "each completion's KL is divided by its own length, so that drift in long ones counts less"
+    if facts.in_loss.follows.name == "zero":
+        return f"{reduction}: {why}; zero"
+    angle = f"cosine {facts.in_loss.cosine_reverse:.3f} with the gradient over whole completions"
+    if facts.sequence.follows.name == "zero":
+        return f"{reduction}: {why}; that division alone leaves a gradient, {angle}"
+    return f"{reduction}: {why}; {angle}"
 
 
-def _off_policy(kl: KLConfig, pull: Pull) -> str:
+def _off_policy(kl: KLConfig, facts: ConfigFacts) -> str:
     """The second update of a rollout, or a sampler that lags behind."""
-    who = "tokens of an older policy (second update of a rollout)"
+    pull, who = facts.off_policy, "tokens of an older policy (second update of a rollout)"
     if pull.follows.name in ("reverse", "forward"):
         return f"{who}: still exactly the gradient of {pull.follows.in_words} at one position"
     if pull.follows.name == "zero":
         return f"{who}: zero"
-    fix = "; kl_off_policy='token' corrects that" if kl.kl_off_policy == "none" else ""
+    fix = ""
     if kl.kl_placement != "loss":
         fix = "; the KL in it is that of the policy that sampled, and goes stale with every further update"
+    elif kl.kl_off_policy == "none" and facts.position.follows.name != "zero":
+        fix = "; kl_off_policy='token' corrects that"
     return f"{who}: neither KL, cosine {pull.cosine_reverse:.3f} with KL(policy||ref){fix}"
 
 
@@ -173,6 +175,8 @@ def _limits(kl: KLConfig, facts: ConfigFacts, setting: Setting) -> str:
         parts.append(f"log-ratio bounded at +-{bound:g} nats, straight-through: the gradient stays, at that size")
     if kl.kl_max_weight is not None:
         parts.append(f"off-policy weight cut at {kl.kl_max_weight:g}: bounded noise, biased")
+    if kl.excludes:
+        parts.append("some tokens carry no KL (kl_exclude_*): nothing holds them")
     return "; ".join(parts) or "none: no clip, and nothing is cut off"
 
 
@@ -220,6 +224,15 @@ def _control(kl: KLConfig) -> str:
     if kl.kl_schedule != "constant" or kl.kl_warmup_steps:
         text += f"; schedule {kl.kl_schedule}, {kl.kl_warmup_steps} steps of warm-up"
     return text
+
+
+def _moving(kl: KLConfig) -> list[Line]:
+    """A reference that follows the policy holds it to where it was, not to where it began."""
+    how = {
+        "ema": f"follows the policy, keeping {kl.reference_decay:g} of itself at every step",
+        "periodic": f"becomes the policy every {kl.reference_reset_steps} steps",
+    }.get(kl.reference)
+    return [("reference", f"{how}; a KL to it does not bound the distance from the start")] if how else []
 
 
 def _cost(kl: KLConfig, setting: Setting) -> str:

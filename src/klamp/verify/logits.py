@@ -73,7 +73,8 @@ def verify_logits(
         ),
         words=(
             "exact: summed over the whole vocabulary at each prefix; sampled: what the drawn tokens alone say, with "
-            "its standard error. A value may be unbiased and its gradient that of another divergence.",
+            "the standard error that so few of them have. A value may be unbiased and its gradient that of another "
+            "divergence.",
         ),
     )
 
@@ -100,9 +101,6 @@ def _values(
         rows.append((name, f"{exact:.5g}", off, drawn.text))
         if name in ("k1", "k3"):
             checks.append(is_equal(f"{name} is unbiased (relative)", relative, 0.0, tolerance=TOLERANCE))
-        checks.append(
-            is_true(f"{name}: the sampled tokens agree", drawn.fits(exact), drawn.text, expected=f"near {exact:.5g}")
-        )
     return tuple(rows), tuple(checks)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import types
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
@@ -35,7 +37,11 @@ def k2_subject() -> Subject:
 
 
 @pytest.mark.parametrize("name", ["trl", "verl", "liger", "torchrl"])
-def test_a_host_that_is_not_installed_says_so(name: str) -> None:
+def test_a_host_that_is_not_installed_says_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_installed(package: str) -> str:
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(hosts, "version", not_installed)
     with pytest.raises(UnsupportedVersion, match="is not installed") as caught:
         load_subject(name)
     assert f"pip install {HOSTS[name].package}=={HOSTS[name].tried[1]}" in caught.value.text
@@ -88,4 +94,6 @@ def test_klamps_own_errors_pass_through(fake) -> None:
 
 
 def test_the_table_imports_no_host() -> None:
-    assert not {"trl", "verl", "liger_kernel", "torchrl"} & set(sys.modules)
+    code = "import sys, klamp.adapters.audit; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"trl", "verl", "liger_kernel", "torchrl", "transformers"} & set(done.stdout.split())

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.hosts.documented import assert_documented
 from tests.hosts.enumeration import assert_follows, expected_loss, make_world
 from torch import Tensor
 
@@ -168,3 +169,7 @@ def test_the_command(audited: Audit, capsys: pytest.CaptureFixture[str]) -> None
     assert "beta is 0 by default" in text
     assert "\x1b" not in text
     assert capsys.readouterr().err == ""
+
+
+def test_the_page_shows_what_the_command_prints() -> None:
+    assert_documented("trl", "liger", "torchrl")

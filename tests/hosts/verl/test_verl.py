@@ -6,6 +6,7 @@ import io
 
 import pytest
 import torch
+from tests.hosts.documented import assert_documented
 from tests.hosts.enumeration import assert_follows, expected_loss, make_world
 from torch import Tensor
 
@@ -142,3 +143,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "near the reference the value is unbiased" in text
     assert "use_kl_loss is False by default" in text
     assert capsys.readouterr().err == ""
+
+
+def test_the_page_shows_what_the_command_prints() -> None:
+    assert_documented("verl")

@@ -1,0 +1,229 @@
+"""A run that was interrupted and resumed has the numbers of one that never was, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.training import rewards
+from tests.training.conftest import rows_of, steps_of
+
+from klamp.errors import NonFiniteError, RewardError, TrainingStopped
+from klamp.training import checkpoint, trainer, updates
+from klamp.training.observers import Observer
+from klamp.training.trainer import train_run
+
+LATE = {"max_steps": 6, "eval_every": 2, "save_every": 2}
+K1 = {"kl_estimator": "k1"}
+CASES = {
+    "fixed": {},
+    "no KL": {"beta": 0.0, "weight_decay": 0.1},
+    "step, measured budget": {
+        "target_kl": 0.002,
+        "kl_clip_method": "hard",
+        "kl_clip_threshold": 1e-4,
+        "num_iterations": 2,
+    },
+    "proportional, adapter": {
+        "kl_controller": "proportional",
+        "target_kl": 0.01,
+        "lora_r": 2,
+        "kl_controller_horizon": 2,
+    },
+    "dual, advantage": {
+        "kl_controller": "dual",
+        "target_kl": 1e-3,
+        "kl_controller_lr": 2.0,
+        **K1,
+        "kl_placement": "advantage",
+    },
+    "pid, reward, adapter": {
+        "kl_controller": "pid",
+        "target_kl": 1e-3,
+        "lora_r": 2,
+        **K1,
+        "kl_placement": "reward",
+        "kl_horizon": "sequence",
+        "loss_type": "dr_grpo",
+    },
+    "pid, soft": {
+        "kl_controller": "pid",
+        "target_kl": 2e-3,
+        "kl_clip_method": "soft",
+        "kl_clip_threshold": 0.001,
+        "kl_clip_temperature": 1e-4,
+        "lr_scheduler_type": "linear",
+        "gradient_accumulation_steps": 5,
+    },
+}
+
+
+class StopAfter(Observer):
+    """Interrupts a run once a step is done."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, step: int, metrics: object) -> None:
+        if step == self.step:
+            raise KeyboardInterrupt
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    (file,) = (checkpoint.newest(folder) / "policy").glob("*.safetensors")
+    return load_file(file)
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Every line of both runs, and the last weights, bit for bit."""
+    assert rows_of(one) == rows_of(other)
+    assert (one / "completions.jsonl").read_text() == (other / "completions.jsonl").read_text()
+    mine, theirs = weights_of(one), weights_of(other)
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    before, after = (json.loads((f / "summary.json").read_text()) for f in (one, other))
+    assert {k: v for k, v in before.items() if k not in ("seconds", "final_metrics")} == {
+        k: v for k, v in after.items() if k not in ("seconds", "final_metrics")
+    }
+
+
+@pytest.fixture
+def whole_and(config_of, tmp_path):
+    """Makes an uninterrupted run; gives its folder, and the configuration of the same run elsewhere."""
+
+    def make(**changes):
+        values = {"beta": 0.05, **LATE, **changes}
+        train_run(config_of(**values, output_dir=str(tmp_path / "whole")))
+        return tmp_path / "whole", lambda **more: config_of(**{**values, **more, "output_dir": str(tmp_path / "parts")})
+
+    return make
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_interrupted_run_resumes_with_the_same_numbers(whole_and, tmp_path, name):
+    whole, parts = whole_and(**CASES[name])
+    with pytest.raises(TrainingStopped) as caught:
+        train_run(parts(), [StopAfter(3)])
+    error = caught.value
+    assert "after step 3 of 6" in error.what and error.got
+    assert "step-000003" in error.why and "--resume" in error.fix and str(tmp_path / "parts") in error.fix
+    assert checkpoint.load_state(checkpoint.newest(tmp_path / "parts"))["step"] == 3
+    train_run(parts(resume=True))
+    assert_same_run(whole, tmp_path / "parts")
+    betas = {row["beta"] for row in steps_of(whole)}
+    assert len(betas) == 1 if name in ("fixed", "no KL") else len(betas) > 2, "the controller moves"
+
+
+def test_the_measured_length_is_that_of_the_first_start_for_good(whole_and, tmp_path):
+    """Frozen: a resumed run takes the length from its checkpoint and measures nothing."""
+    _, parts = whole_and(**CASES["step, measured budget"])
+    with pytest.raises(TrainingStopped):
+        train_run(parts(), [StopAfter(2)])
+    file = checkpoint.newest(tmp_path / "parts") / "state.json"
+    state = json.loads(file.read_text())
+    assert steps_of(tmp_path / "parts")[0]["kl/budget"] == pytest.approx(1e-4 * state["reference_length"])
+    file.write_text(json.dumps(state | {"reference_length": 123.0}))
+    train_run(parts(resume=True))
+    assert [row["kl/budget"] for row in steps_of(tmp_path / "parts")][2:] == [pytest.approx(0.0123)] * 4
+
+
+def interrupting(monkeypatch, update: int, *, signals: int):
+    """Sends signals to this process just after the optimizer step of one update of the run."""
+    seen = {"updates": 0}
+
+    def then_interrupted(usual):
+        def call(*args, **kwargs):
+            output = usual(*args, **kwargs)
+            seen["updates"] += 1
+            if seen["updates"] == update:
+                for _ in range(signals):
+                    os.kill(os.getpid(), signal.SIGTERM)
+            return output
+
+        return call
+
+    monkeypatch.setattr(trainer, "update", then_interrupted(updates.update))
+
+
+def test_a_signal_in_mid_step_waits_for_the_steps_end(whole_and, tmp_path, monkeypatch):
+    whole, parts = whole_and(num_iterations=2)
+    interrupting(monkeypatch, 5, signals=1)
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(TrainingStopped, match="after step 3 of 6"):
+        train_run(parts())
+    assert signal.getsignal(signal.SIGTERM) is handler, "handlers are put back"
+    monkeypatch.undo()
+    assert len(steps_of(tmp_path / "parts")) == 3
+    train_run(parts(resume=True))
+    assert_same_run(whole, tmp_path / "parts")
+
+
+def test_a_second_signal_ends_at_once_and_never_saves_half_a_step(whole_and, tmp_path, monkeypatch):
+    whole, parts = whole_and(num_iterations=2)
+    interrupting(monkeypatch, 7, signals=2)
+    with pytest.raises(TrainingStopped) as caught:
+        train_run(parts())
+    assert "step-000002" in caught.value.why, "the weights are half way into step 4; the newest whole ones are older"
+    assert checkpoint.newest(tmp_path / "parts").name == "step-000002"
+    monkeypatch.undo()
+    train_run(parts(resume=True))
+    assert_same_run(whole, tmp_path / "parts")
+
+
+def test_a_second_signal_before_anything_is_saved_says_so(config_of, tmp_path, monkeypatch):
+    interrupting(monkeypatch, 1, signals=2)
+    with pytest.raises(TrainingStopped) as caught:
+        train_run(config_of())
+    assert "no step was saved" in caught.value.why and "--resume" not in caught.value.fix
+    assert checkpoint.checkpoints(tmp_path / "run") == []
+
+
+@pytest.mark.parametrize("reward", ["breaks", "not_a_number"])
+def test_a_reward_that_fails_leaves_the_last_good_step(whole_and, tmp_path, reward):
+    whole, parts = whole_and(reward="tests.training.rewards:digits")
+    # 12 held-out prompts before and 12 after two steps, 12 completions in a step: the fourth step's seventh
+    rewards.STATE.update(calls=0, break_at=12 + 2 * 12 + 12 + 12 + 7)
+    with pytest.raises(RewardError) as caught:
+        train_run(parts(reward=f"tests.training.rewards:{reward}"))
+    error = caught.value
+    assert error.what and error.got and error.why and error.fix
+    assert f"rewards:{reward}" in error.what and "prompt:" in str(error.got)
+    folder = tmp_path / "parts" / "checkpoints" / "step-000003"
+    assert error.__notes__ == [f"  the state after step 3 is saved in {folder}"]
+    assert folder.is_dir() and len(steps_of(tmp_path / "parts")) == 3
+    train_run(parts(resume=True))  # with a reward that works
+    assert_same_run(whole, tmp_path / "parts")
+
+
+@pytest.mark.parametrize(("iterations", "kept"), [(1, 3), (2, 2)])
+def test_a_loss_that_turns_nan_leaves_the_last_whole_step(whole_and, tmp_path, monkeypatch, iterations, kept):
+    """In a first update nothing has moved yet; in a second one the step is half done, and an older one is named."""
+    whole, parts = whole_and(num_iterations=iterations)
+    usual, seen = updates.grpo_loss, {"calls": 0}
+
+    def spoiled(*args, **kwargs):
+        seen["calls"] += 1
+        output = usual(*args, **kwargs)
+        return output._replace(loss=output.loss * float("nan")) if seen["calls"] == 4 * iterations else output
+
+    monkeypatch.setattr(updates, "grpo_loss", spoiled)
+    with pytest.raises(NonFiniteError) as caught:
+        train_run(parts())
+    assert f"the state after step {kept} is saved in" in caught.value.__notes__[0]
+    assert checkpoint.newest(tmp_path / "parts").name == f"step-{kept:06d}"
+    monkeypatch.undo()
+    train_run(parts(resume=True))
+    assert_same_run(whole, tmp_path / "parts")
+
+
+def test_a_finished_run_can_be_asked_to_resume_and_does_nothing_more(whole_and, tmp_path, config_of):
+    whole, _ = whole_and()
+    before = steps_of(whole)
+    summary = train_run(config_of(**LATE, beta=0.05, resume=True, output_dir=str(whole)))
+    assert summary.steps == 6 and steps_of(whole) == before
+    assert summary.after == json.loads((whole / "summary.json").read_text())["after"]

@@ -1,0 +1,226 @@
+"""The loop: the same seed gives the same run, prompts, rates and beta go as they should, and step 0 has no KL."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tests.training import rewards
+from tests.training.conftest import TINY, disturb, rows_of, steps_of
+from tests.training.test_setup import factor
+
+from klamp.core.controllers import StepController
+from klamp.errors import RewardError
+from klamp.training.config import TrainConfig
+from klamp.training.observers import Observer
+from klamp.training.trainer import Trainer, train_run
+
+pytestmark = pytest.mark.xdist_group("trainer")
+
+
+class Recorder(Observer):
+    """Writes down every call of a run."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple] = []
+
+    def on_start(self, info):
+        self.calls.append(("start", info.start_step))
+        self.info = info
+
+    def on_step(self, step, metrics):
+        self.calls.append(("step", step))
+
+    def on_evaluation(self, step, scores):
+        self.calls.append(("evaluation", step))
+
+    def on_completions(self, step, rows):
+        self.calls.append(("completions", step, len(rows)))
+
+    def on_checkpoint(self, step, folder):
+        self.calls.append(("checkpoint", step))
+
+    def on_warning(self, text):
+        self.calls.append(("warning", text))
+
+    def on_end(self, summary):
+        self.calls.append(("end", summary.steps))
+
+    def close(self):
+        self.calls.append(("close",))
+
+
+@pytest.fixture(scope="module")
+def run(llama, tmp_path_factory):
+    """A run of seven steps over ten prompts with a controller, watched by an observer."""
+    folder, recorder = tmp_path_factory.mktemp("runs") / "run", Recorder()
+    changes = {"max_steps": 7, "eval_every": 3, "save_every": 4, "target_kl": 0.004, "warmup_steps": 2, "beta": 0.1}
+    changes |= {"log_completions_every": 4, "num_iterations": 2, "max_grad_norm": 0.5}
+    values = {"model": llama, **TINY, **changes}
+    train_run(TrainConfig.from_flat({**values, "output_dir": str(folder)}), [recorder])
+    return SimpleNamespace(folder=folder, values=values, recorder=recorder, steps=steps_of(folder))
+
+
+def again(run, tmp_path, **changes) -> list[dict[str, float]]:
+    folder = tmp_path / "again"
+    train_run(TrainConfig.from_flat({**run.values, "output_dir": str(folder), **changes}))
+    return rows_of(folder)
+
+
+def test_the_same_seed_gives_the_same_numbers(run, tmp_path):
+    torch.manual_seed(12345)  # whatever was drawn before
+    torch.rand(7)
+    assert again(run, tmp_path) == rows_of(run.folder)
+
+
+def test_another_seed_gives_other_numbers(run, tmp_path):
+    assert again(run, tmp_path, seed=1, max_steps=1)[1] != rows_of(run.folder)[1]
+
+
+def test_the_policy_changes_and_so_does_what_is_measured(run):
+    assert run.steps[-1]["kl/exact"] > 1e-4
+    assert len({row["train/loss"] for row in run.steps[1:]}) == 6
+    assert all(row["policy/ratio_clipped"] >= 0 and row["policy/updates"] == 2 for row in run.steps)
+
+
+def test_observers_are_told_everything_in_order(run):
+    every = [
+        ("start", 0),
+        ("evaluation", 0),
+        ("completions", 1, 8),
+        ("step", 1),
+        ("step", 2),
+        ("step", 3),
+        ("evaluation", 3),
+        ("completions", 4, 8),
+        ("step", 4),
+        ("checkpoint", 4),
+        ("step", 5),
+        ("step", 6),
+        ("evaluation", 6),
+        ("step", 7),
+        ("evaluation", 7),
+        ("checkpoint", 7),
+        ("end", 7),
+        ("close",),
+    ]
+    assert run.recorder.calls == every
+    info = run.recorder.info
+    assert info.parameters == info.trainable_parameters > 10_000
+    assert (info.device, info.processes) == ("cpu", 1)
+
+
+def test_learning_rates_are_those_of_the_schedule(run):
+    seen = [row["train/learning_rate"] for row in run.steps]
+    assert seen == pytest.approx([5e-3 * factor("cosine", step, 2, 7) for step in range(7)])
+
+
+def test_beta_is_what_the_controller_makes_of_the_exact_kl(run):
+    controller = StepController(0.1, target=0.004)
+    betas = []
+    for row in run.steps:
+        betas.append(controller.value)
+        controller.update(row["kl/exact"])
+    assert [row["beta"] for row in run.steps] == betas
+    assert len(set(betas)) > 2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"lora_r": 4},
+        {"temperature": 0.7},
+        {"gradient_checkpointing": True},
+        {"lora_r": 2, "reference": "frozen", "gradient_accumulation_steps": 5},
+        {"model": "gpt2"},
+    ],
+)
+def test_before_the_first_update_there_is_no_kl(context_of, request, changes):
+    if "model" in changes:
+        changes = {"model": request.getfixturevalue(changes["model"])}
+    recorder = Recorder()
+    row = Trainer(context_of(**changes), [recorder]).train_step()
+    for name in ("kl/k1", "kl/k3", "kl/exact", "kl/exact_forward"):
+        assert abs(row[name]) < 1e-6, name
+    assert row["kl/log_ratio_max"] < 1e-4
+    assert abs(row["sampler/k1"]) < 1e-5 and row["sampler/k3"] < 1e-6
+    assert not [call for call in recorder.calls if call[0] == "warning"]
+
+
+def test_a_reference_that_is_not_the_policy_is_pointed_out_once(context_of):
+    context, recorder = context_of(max_steps=2), Recorder()
+    disturb(context.policy, size=0.02)
+    trainer = Trainer(context, [recorder])
+    trainer.train_step()
+    trainer.train_step()
+    ((_, text),) = [call for call in recorder.calls if call[0] == "warning"]
+    assert "policy and reference differ" in text and "dropout" in text
+
+
+def test_an_epoch_takes_every_prompt_once_in_a_fresh_order(context_of):
+    trainer, other = Trainer(context_of(), []), Trainer(context_of(seed=1), [])
+    prompts = [e.prompt for step in range(10) for e in trainer.prompts(step)]
+    every = {e.prompt for e in trainer.context.task.train}
+    assert len(every) == 10 and len(prompts) == 30
+    epochs = [prompts[i : i + 10] for i in (0, 10, 20)]
+    assert all(set(epoch) == every for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    assert [e.prompt for e in trainer.prompts(4)] == prompts[12:15], "a step's prompts follow from its number"
+    assert prompts[:10] != [e.prompt for step in range(4) for e in other.prompts(step)][:10]
+
+
+def test_more_prompts_in_a_step_than_there_are_go_round(context_of):
+    trainer = Trainer(context_of(prompts_per_step=3, train_size=2), [])
+    first, second = ([e.prompt for e in trainer.prompts(step)] for step in (0, 1))
+    assert len({*first[:2]}) == len({first[2], second[0]}) == len({*second[1:]}) == 2
+
+
+def test_a_run_of_no_steps_evaluates_and_stops(config_of, tmp_path):
+    recorder = Recorder()
+    summary = train_run(config_of(max_steps=0), [recorder])
+    assert summary.before == summary.after
+    assert [call[0] for call in recorder.calls] == ["start", "evaluation", "end", "close"]
+
+
+def test_a_step_learns_from_the_first_updates_view(context_of):
+    """Loss and KL that are logged are those before the weights moved, the clipped share that of the last update."""
+    rows = []
+    for iterations in (1, 4):
+        context = context_of(num_iterations=iterations, warmup_steps=0, learning_rate=0.05)
+        disturb(context.policy, size=0.02)
+        rows.append(Trainer(context, []).train_step())
+    one, four = rows
+    for name in ("train/loss", "kl/k3", "kl/exact", "policy/entropy", "reward"):
+        assert one[name] == four[name]
+    assert one["policy/ratio_clipped"] == 0 < four["policy/ratio_clipped"]
+    assert four["policy/kl_old"] > 0 and "policy/kl_old" not in one
+
+
+def test_observers_are_closed_after_a_refusal_too(config_of):
+    recorder = Recorder()
+    rewards.STATE.update(calls=0, break_at=1)
+    with pytest.raises(RewardError):
+        train_run(config_of(reward="tests.training.rewards:breaks"), [recorder])
+    assert recorder.calls[-1] == ("close",)
+
+
+def test_everything_learns_a_reward_that_is_easy(config_of, tmp_path):
+    """Shorter is better; a few steps are enough to see it, with KL in the loss and a clipped one."""
+    changes = {"reward": "tests.training.rewards:short", "max_steps": 25, "eval_every": 0, "save_every": 0}
+    changes |= {"learning_rate": 1e-2, "num_generations": 8, "prompts_per_step": 4, "eval_size": 1, "beta": 1e-3}
+    train_run(config_of(**changes))
+    rows = steps_of(tmp_path / "run")
+    start, end = (sum(r["length/mean"] for r in part) / 5 for part in (rows[:5], rows[-5:]))
+    assert end < start - 1.5
+    assert all(math.isfinite(x) for row in rows for x in row.values())
+
+
+def test_what_the_trainer_is_given_stays_as_it_is(context_of):
+    context = context_of()
+    config, objective = context.config, context.objective
+    Trainer(context, []).train_step()
+    assert context.config == config and context.objective == replace(objective)
