@@ -14,11 +14,9 @@ from klamp.verify.oracle import expected_gradient, truths
 from klamp.verify.tabular import random_chain
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", [name for name in FORMS if name != "source-003-exact"])
 def test_the_formula_is_the_printed_one(name: str) -> None:
     """Written a second time, from the documents, on plain numbers."""
-    if name == "source-003-exact":
-        pytest.skip("needs rows, see below")
     policy, ref = torch.tensor([[-0.5, -2.0]], dtype=torch.float64), torch.tensor([[-1.5, -0.25]], dtype=torch.float64)
     printed = {
         "source-001": lambda p, r: p - r,

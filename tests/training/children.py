@@ -1,0 +1,100 @@
+"""Runs in processes of their own: a server imports the libraries once, and every child is a fork of it."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+SECONDS = 240
+
+
+def start(target: Callable[..., None], *arguments: Any) -> BaseProcess:
+    """A child that calls the function, which must be importable."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["klamp.training.trainer", "tests.training.children"])
+    child = context.Process(target=target, args=arguments, daemon=True)
+    child.start()
+    return child
+
+
+def end(children: Sequence[BaseProcess]) -> list[int | None]:
+    """Exit codes of the children, once all have ended."""
+    deadline = time.monotonic() + SECONDS
+    for child in children:
+        child.join(max(0.0, deadline - time.monotonic()))
+    codes = [child.exitcode for child in children]
+    for child in children:
+        child.kill()
+    return codes
+
+
+def wait_for(file: Path) -> None:
+    """Until another process has written a file."""
+    deadline = time.monotonic() + SECONDS
+    while not file.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(file)
+        time.sleep(0.02)
+
+
+def free_port() -> int:
+    """A port that nothing listens on."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def paused_run(values: dict[str, Any], step: int, here: str, on: str, told: str) -> None:
+    """Train; after a step, say so in the file `here` and wait for the file `on`. An error goes to the file `told`."""
+    import torch
+
+    from klamp.errors import KlampError
+    from klamp.training.config import TrainConfig
+    from klamp.training.observers import Observer
+    from klamp.training.trainer import train_run
+
+    class Pause(Observer):
+        def on_step(self, done: int, metrics: object) -> None:
+            if done == step:
+                Path(here).touch()
+                wait_for(Path(on))
+
+    torch.set_num_threads(1)
+    try:
+        train_run(TrainConfig.from_flat(values), [Pause()])
+    except KlampError as error:
+        Path(told).write_text(f"{type(error).__name__}\n{error}", encoding="utf-8")
+        sys.exit(130)
+
+
+def one_of_several(rank: int, count: int, port: int, jobs: list[dict[str, Any]], told: str) -> None:
+    """One process of a gloo group, as torchrun starts it; trains every job and notes how each one ended."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    import torch
+
+    from klamp.errors import KlampError
+    from klamp.training.config import TrainConfig
+    from klamp.training.trainer import train_run
+    from tests.training import rewards
+
+    torch.set_num_threads(1)
+    ends = []
+    for job in jobs:
+        job = dict(job)  # noqa: PLW2901
+        rewards.STATE.update(calls=0, break_at=job.pop("break_at", {}).get(rank, -1))
+        try:
+            train_run(TrainConfig.from_flat(job))
+            ends.append("done")
+        except KlampError as error:
+            ends.append(f"{type(error).__name__}: {error.what} {getattr(error, '__notes__', '')}")
+    Path(told).write_text(json.dumps(ends), encoding="utf-8")
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,124 @@
+"""Explanations: the sentences follow from what is measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from klamp.config import PRESETS, KLConfig, LossConfig
+from klamp.verify.explain import Explanation, Setting, explain_config
+
+
+def explain(loss: LossConfig | None = None, setting: Setting | None = None, **choices: object) -> Explanation:
+    return explain_config(KLConfig(**choices), loss or LossConfig(), name="mine", setting=setting)
+
+
+def line(explanation: Explanation, label: str) -> str:
+    return dict(explanation.lines)[label]
+
+
+@pytest.mark.filterwarnings("ignore::klamp.config.KLWarning")
+@pytest.mark.parametrize(
+    ("choices", "verdict"),
+    [
+        ({}, "Pulls the policy along the gradient of KL(policy||ref), token by token."),
+        ({"kl_horizon": "sequence"}, "Pulls the policy along the gradient of KL(policy||ref), over whole completions."),
+        ({"kl_gradient": "own"}, "Pulls the policy along the gradient of KL(ref||policy), token by token."),
+        ({"kl_estimator": "k1", "kl_gradient": "own"}, "Regularises nothing: its expected gradient is zero."),
+        ({"kl_gradient": "none"}, "Regularises nothing: its expected gradient is zero."),
+        ({"beta": 0.0}, "No KL: beta is 0, no reference is loaded, and it costs nothing."),
+        ({"beta": 0.0, "kl_monitor": True}, "No pull: beta is 0; the KL is only measured and logged."),
+    ],
+)
+def test_the_verdict(choices: dict, verdict: str) -> None:
+    assert explain(**choices).verdict == verdict
+
+
+def test_a_term_that_follows_neither_kl_is_called_that() -> None:
+    found = explain(kl_estimator="abs", kl_gradient="own", beta=0.01)
+    assert found.verdict.startswith("Follows neither KL: cosine 0.")
+    assert "L1 distance" in found.cautions[0]
+
+
+def test_the_verdict_is_measured_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the reverse coefficient's sign turned, the same configuration is called what it then is."""
+    import klamp.core.gradients as gradients
+
+    turned = lambda value, log_w, delta: -log_w.exp() * delta  # noqa: E731
+    monkeypatch.setitem(gradients._COEFFICIENTS, ("token", "reverse"), turned)
+    found = explain()
+    assert "neither KL: cosine -1.000" in found.verdict
+    assert "pushes away" in line(found, "at 30 nats")
+
+
+def test_units_of_a_mean_and_of_a_sum() -> None:
+    mean = explain(beta=0.04, setting=Setting(length=1000))
+    assert "0.04 loss per nat of KL per token = 4e-05 per nat of a whole completion of 1,000" in line(mean, "units")
+    summed = explain(beta=4e-5, kl_normalizer="sequence_sum", setting=Setting(length=1000))
+    assert "0.04 loss per nat of KL per token = 4e-05" in line(summed, "units")
+    reward = explain(
+        LossConfig(scale_rewards="none"),
+        beta=0.02,
+        kl_estimator="k1",
+        kl_placement="reward",
+        kl_horizon="sequence",
+        setting=Setting(length=50),
+    )
+    assert "1 reward per nat of KL per token = 0.02 per nat of a whole completion of 50" in line(reward, "units")
+
+
+def test_costs_name_what_is_loaded_run_and_kept() -> None:
+    default = line(explain(), "cost")
+    assert "one forward pass of the reference" in default
+    assert "logits" not in default
+    assert "policy before the update" not in default
+    exact = line(explain(kl_estimator="exact", setting=Setting(length=1024, vocab=1024)), "cost")
+    assert "logits of both models: 4 MiB each" in exact
+    assert "policy before the update" in line(explain(kl_clip_method="hard"), "cost")
+    assert "no weights of its own" in line(explain(reference="adapter_off"), "cost")
+
+
+def test_limits_name_clip_bound_weight_and_exclusions() -> None:
+    assert line(explain(), "limits") == "none: no clip, and nothing is cut off"
+    found = line(
+        explain(
+            kl_clip_method="hard",
+            kl_clip_threshold=0.1,
+            kl_reference_length=50,
+            kl_max_log_ratio=10.0,
+            kl_off_policy="token",
+            kl_max_weight=2.0,
+            kl_exclude_tokens=(1,),
+        ),
+        "limits",
+    )
+    assert "hard clip at 5 nats per completion (0.1 per token x 50 tokens)" in found
+    assert "0 % at 0.5" in found
+    assert "100 % at 2" in found
+    assert "+-10 nats, straight-through" in found
+    assert "cut at 2" in found
+    assert "kl_exclude_*" in found
+
+
+def test_control_schedule_and_moving_references() -> None:
+    found = explain(target_kl=0.05, kl_schedule="cosine", kl_warmup_steps=10, reference="ema")
+    assert line(found, "control") == (
+        "step: beta follows the KL, towards 0.05 nats per token; schedule cosine, 10 steps of warm-up"
+    )
+    assert "does not bound the distance from the start" in line(found, "reference")
+    assert "becomes the policy every 100 steps" in line(explain(reference="periodic"), "reference")
+    assert "reference" not in dict(explain().lines)
+
+
+@pytest.mark.filterwarnings("ignore::klamp.config.KLWarning")
+def test_cautions_are_those_of_the_configuration() -> None:
+    kl = KLConfig(kl_gradient="own")
+    assert explain_config(kl, LossConfig(), name="x").cautions == tuple(kl.cautions())
+    assert explain().cautions == ()
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if not name.startswith("source")])
+def test_every_preset_can_be_explained(name: str) -> None:
+    recipe = PRESETS[name]
+    found = explain_config(recipe.kl, recipe.loss, name=name, setting=Setting(paper=recipe.paper))
+    assert found.verdict
+    assert dict(found.lines)["paper"] == recipe.paper
