@@ -44,8 +44,8 @@ def test_what_differs_is_marked_with_who_set_it(empty_folder: Path) -> None:
     (empty_folder / "run.yaml").write_text("seed: 0\neval_every: 5\n", encoding="utf-8")
     text = plan("--config", "run.yaml", "--preset", "grpo", "--learning-rate", "1e-6")
     lines = {line.strip().partition(":")[0]: " ".join(line.split()) for line in text.splitlines() if ": " in line}
-    assert lines["learning_rate"] == "learning_rate: 1.0e-06 #* by flag, default 0.0003"
-    assert lines["eval_every"] == "eval_every: 5 #* by file run.yaml, default 50"
+    assert lines["learning_rate"] == "learning_rate: 1.0e-06 #* by flag, default 0.0001"
+    assert lines["eval_every"] == "eval_every: 5 #* by file run.yaml, default 40"
     assert lines["kl_gradient"] == "kl_gradient: forward #* by preset grpo, default reverse"
     assert lines["seed"] == "seed: 0 # by file run.yaml"
     assert lines["max_steps"] == "max_steps: 200"

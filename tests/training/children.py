@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -45,11 +46,13 @@ def wait_for(file: Path) -> None:
         time.sleep(0.02)
 
 
-def free_port() -> int:
-    """A port that nothing listens on."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+def free_ports(count: int) -> list[int]:
+    """Ports that nothing listens on."""
+    with ExitStack() as stack:
+        found = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in found:
+            one.bind(("127.0.0.1", 0))
+        return [int(one.getsockname()[1]) for one in found]
 
 
 def paused_run(values: dict[str, Any], step: int, here: str, on: str, told: str) -> None:
@@ -75,11 +78,13 @@ def paused_run(values: dict[str, Any], step: int, here: str, on: str, told: str)
         sys.exit(130)
 
 
-def one_of_several(rank: int, count: int, port: int, jobs: list[dict[str, Any]], told: str) -> None:
+def one_of_several(rank: int, count: int, ports: list[int], jobs: list[dict[str, Any]], told: str) -> None:
     """One process of a gloo group, as torchrun starts it; trains every job and notes how each one ended."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
+    if "lo" in {name for _, name in socket.if_nameindex()}:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo asks for the host's name, which may take its time
     import torch
+    from accelerate.state import AcceleratorState
 
     from klamp.errors import KlampError
     from klamp.training.config import TrainConfig
@@ -88,13 +93,13 @@ def one_of_several(rank: int, count: int, port: int, jobs: list[dict[str, Any]],
 
     torch.set_num_threads(1)
     ends = []
-    for job in jobs:
-        job = dict(job)  # noqa: PLW2901
+    for port, job in zip(ports, map(dict, jobs), strict=True):
+        os.environ["MASTER_PORT"] = str(port)
         rewards.STATE.update(calls=0, break_at=job.pop("break_at", {}).get(rank, -1))
         try:
             train_run(TrainConfig.from_flat(job))
             ends.append("done")
         except KlampError as error:
-            ends.append(f"{type(error).__name__}: {error.what} {getattr(error, '__notes__', '')}")
+            ends.append(f"{type(error).__name__}: {error.what} {error.why} {getattr(error, '__notes__', '')}")
+        AcceleratorState._reset_state(reset_partial_state=True)  # a run leaves its group; the next one joins another
     Path(told).write_text(json.dumps(ends), encoding="utf-8")
-    torch.distributed.destroy_process_group()

@@ -52,9 +52,9 @@ def pair(llama, tmp_path_factory):
     jobs["second fails"] = job("second fails", **broken) | {"break_at": {1: 6 + 16 + 6 + 3}}
     jobs["resumed"] = job("second fails", resume=True)
     jobs["odd"] = job("odd", prompts_per_step=3)
-    port, told = children.free_port(), [folder / f"told-{rank}" for rank in range(2)]
+    ports, told = children.free_ports(len(jobs)), [folder / f"told-{rank}" for rank in range(2)]
     group = [
-        children.start(children.one_of_several, rank, 2, port, list(jobs.values()), str(told[rank])) for rank in (0, 1)
+        children.start(children.one_of_several, rank, 2, ports, list(jobs.values()), str(told[rank])) for rank in (0, 1)
     ]
     for name, changes in SAME.items():
         train_run(TrainConfig.from_flat(job(f"one {name}", **changes)))

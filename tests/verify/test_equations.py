@@ -31,7 +31,7 @@ def evaluate(formula: str, policy: float, ref: float) -> float:
 
 
 @pytest.mark.parametrize(
-    ("value", "gradient"), itertools.product(("k1", "k2", "k3", "abs"), ("reverse", "forward", "own"))
+    ("value", "gradient"), list(itertools.product(("k1", "k2", "k3", "abs"), ("reverse", "forward", "own")))
 )
 def test_value_and_coefficient_of_one_token_are_what_kl_penalty_computes(value: str, gradient: str) -> None:
     for policy, ref in ((-0.5, -1.5), (-2.0, -0.25)):

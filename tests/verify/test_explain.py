@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from klamp.config import PRESETS, KLConfig, LossConfig
 from klamp.verify.explain import Explanation, Setting, explain_config
 
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # checked in tests/core; here they would cost minutes
 
+
+@functools.cache
 def explain(loss: LossConfig | None = None, setting: Setting | None = None, **choices: object) -> Explanation:
     return explain_config(KLConfig(**choices), loss or LossConfig(), name="mine", setting=setting)
 
@@ -33,6 +38,7 @@ def test_the_verdict(choices: dict, verdict: str) -> None:
     assert explain(**choices).verdict == verdict
 
 
+@pytest.mark.filterwarnings("ignore::klamp.config.KLWarning")
 def test_a_term_that_follows_neither_kl_is_called_that() -> None:
     found = explain(kl_estimator="abs", kl_gradient="own", beta=0.01)
     assert found.verdict.startswith("Follows neither KL: cosine 0.")
@@ -45,7 +51,7 @@ def test_the_verdict_is_measured_not_looked_up(monkeypatch: pytest.MonkeyPatch) 
 
     turned = lambda value, log_w, delta: -log_w.exp() * delta  # noqa: E731
     monkeypatch.setitem(gradients._COEFFICIENTS, ("token", "reverse"), turned)
-    found = explain()
+    found = explain_config(KLConfig(), LossConfig(), name="mine")
     assert "neither KL: cosine -1.000" in found.verdict
     assert "pushes away" in line(found, "at 30 nats")
 

@@ -13,6 +13,8 @@ from klamp.verify.forms import FORMS, as_function, measure_form, used
 from klamp.verify.oracle import expected_gradient, truths
 from klamp.verify.tabular import random_chain
 
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # checked in tests/core; here they would cost minutes
+
 
 @pytest.mark.parametrize("name", [name for name in FORMS if name != "source-003-exact"])
 def test_the_formula_is_the_printed_one(name: str) -> None:

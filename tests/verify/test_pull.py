@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -10,7 +11,10 @@ import torch
 from klamp.config import KLConfig, LossConfig
 from klamp.verify.pull import measure_config, total_budget
 
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # checked in tests/core; here they would cost minutes
 
+
+@functools.cache
 def measure(loss: LossConfig | None = None, **choices: object):
     return measure_config(KLConfig(**choices), loss or LossConfig(), length=100)
 

@@ -14,6 +14,8 @@ from klamp.verify.oracle import examine, reverse_kl, truths
 from klamp.verify.steps import Scene, examine_config, scene
 from klamp.verify.tabular import Chain, Outcomes, enumerate_outcomes, random_chain, truncate_top_p
 
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # checked in tests/core; here they would cost minutes
+
 
 @pytest.mark.parametrize(
     ("choices", "follows"),

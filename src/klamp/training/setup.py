@@ -178,9 +178,17 @@ def _policy(start: nn.Module, config: TrainConfig, resumed: Path | None, acceler
     if config.model.lora_r and not resumed:
         policy = with_adapter(start, config.model)  # pyright: ignore
     if config.model.gradient_checkpointing:
-        policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
+        _checkpoint_activations(policy)
         policy.train()
     return policy.to(accelerator.device)
+
+
+def _checkpoint_activations(policy: nn.Module) -> None:
+    """Recompute activations in the backward pass; transformers 5.23 renamed the switch."""
+    if hasattr(policy, "activation_checkpointing_enable"):
+        policy.activation_checkpointing_enable({"use_reentrant": False})  # pyright: ignore[reportCallIssue]
+    else:
+        policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
 
 
 def _resumed(start: nn.Module, config: TrainConfig, folder: Path) -> nn.Module:

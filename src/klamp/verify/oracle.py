@@ -105,7 +105,7 @@ def report(chain: Chain, probs: Float[Tensor, " draws"], losses: Float[Tensor, "
     unit = exact["reverse"].norm()
     values = losses.detach()
     value = (probs * values).sum()
-    gradients = torch.stack([_gradient(each, chain) for each in losses])
+    gradients = _gradients(losses, chain)
     gradient = torch.einsum("n,npv->pv", probs, gradients)
     return Report(
         value=value.item(),
@@ -133,13 +133,13 @@ def variance(chain: Chain, loss: Loss) -> Float[Tensor, ""]:
 def expected_gradient(chain: Chain, loss: Loss) -> Table:
     """The gradient of sum_y sg(mu(y)) loss(y) with respect to the policy's logits; 0 where disconnected."""
     outcomes = enumerate_outcomes(chain)
-    return _gradient((outcomes.probs * per_outcome(loss, outcomes)).sum(), chain)
+    return gradient_of((outcomes.probs * per_outcome(loss, outcomes)).sum(), chain)
 
 
 def outcome_gradients(chain: Chain, loss: Loss) -> Float[Tensor, "outcomes prefixes vocab"]:
     """The gradient of each completion's loss, in the order of `enumerate_outcomes`."""
     values = per_outcome(loss, enumerate_outcomes(chain))
-    return torch.stack([_gradient(value, chain) for value in values])
+    return _gradients(values, chain)
 
 
 def gradient_variance(chain: Chain, loss: Loss) -> Float[Tensor, ""]:
@@ -179,15 +179,15 @@ def truths(chain: Chain) -> Truths:
     """The gradients that a KL term may be meant to have, by name."""
     exact = {
         "zero": torch.zeros_like(chain.policy_logits),
-        "reverse": _gradient(reverse_kl(chain), chain),
-        "forward": _gradient(forward_kl(chain), chain),
-        "local": _gradient(local_kl(chain), chain),
-        "local_forward": _gradient(local_kl(chain, direction="forward"), chain),
+        "reverse": gradient_of(reverse_kl(chain), chain),
+        "forward": gradient_of(forward_kl(chain), chain),
+        "local": gradient_of(local_kl(chain), chain),
+        "local_forward": gradient_of(local_kl(chain, direction="forward"), chain),
     }
     if not chain.on_policy:
-        exact["local_sampled"] = _gradient(local_kl(chain, prefixes="sampler"), chain)
+        exact["local_sampled"] = gradient_of(local_kl(chain, prefixes="sampler"), chain)
         forward = local_kl(chain, direction="forward", prefixes="sampler")
-        exact["local_sampled_forward"] = _gradient(forward, chain)
+        exact["local_sampled_forward"] = gradient_of(forward, chain)
     return exact
 
 
@@ -219,11 +219,27 @@ def _divergence(first: Float[Tensor, " n"], second: Float[Tensor, " n"]) -> Floa
     return (first.exp() * (first - second)).sum()
 
 
-def _gradient(scalar: Tensor, chain: Chain) -> Table:
+def gradient_of(scalar: Tensor, chain: Chain) -> Table:
+    """The gradient of a number with respect to the policy's logits; 0 where it does not depend on them."""
     if not scalar.requires_grad:
         return torch.zeros_like(chain.policy_logits)
     (gradient,) = torch.autograd.grad(scalar, chain.policy_logits, retain_graph=True, allow_unused=True)
     return torch.zeros_like(chain.policy_logits) if gradient is None else gradient
+
+
+def _gradients(losses: Float[Tensor, " draws"], chain: Chain) -> Float[Tensor, "draws prefixes vocab"]:
+    """The gradient of each loss; in one batched pass, where the losses' own autograd functions allow it."""
+    shape = (len(losses), *chain.policy_logits.shape)
+    if not losses.requires_grad:
+        return torch.zeros(shape, dtype=torch.float64)
+    rows = torch.eye(len(losses), dtype=losses.dtype)
+    try:
+        (found,) = torch.autograd.grad(
+            losses, chain.policy_logits, rows, retain_graph=True, allow_unused=True, is_grads_batched=True
+        )
+    except RuntimeError:
+        return torch.stack([gradient_of(each, chain) for each in losses])
+    return torch.zeros(shape, dtype=torch.float64) if found is None else found
 
 
 def _match(gradient: Tensor, truth: Tensor, unit: Tensor) -> Match:

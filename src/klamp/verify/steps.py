@@ -33,7 +33,7 @@ from klamp.core.placement import kl_in_reward, sequence_log_ratio
 from klamp.core.types import Batch, Reduction
 from klamp.errors import ConfigError
 from klamp.verify.naming import Followed, name_gradient
-from klamp.verify.oracle import Report, report, truths
+from klamp.verify.oracle import Report, gradient_of, report, truths
 from klamp.verify.tabular import Chain, Outcomes, enumerate_outcomes, random_chain
 
 Denominators: TypeAlias = Literal["group", "expected"]
@@ -143,7 +143,7 @@ def examine_config(kl: KLConfig, loss: LossConfig | None = None, *, scene: Scene
         kl=found,
         follows=name_gradient([found.gradient], [truths(scene.chain)]),
         gate=None if None in gates else float(sum(p * g for p, g in zip(probs.tolist(), gates, strict=True))),  # pyright: ignore
-        policy_gradient=report(scene.chain, probs, torch.stack([bare.loss for bare in plain])).gradient,
+        policy_gradient=gradient_of((probs * torch.stack([bare.loss for bare in plain])).sum(), scene.chain),
     )
 
 

@@ -16,6 +16,8 @@ from klamp.core.estimators import ESTIMATORS
 from klamp.verify.proofs import ESTIMATOR_PROOFS, PROOFS, verify_all, verify_estimators
 from klamp.verify.proofs.check import run_section
 
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # checked in tests/core; here they would cost minutes
+
 VALUES, GAUSSIANS = "values: tokens of the policy", "values: Gaussians (Schulman)"
 ONE, SEQUENCES = "gradients, one position: klamp", "gradients over sequences: klamp"
 PLACEMENT, CLIPS = "placement: reward and advantage", "clips and budgets"
