@@ -13,6 +13,7 @@ from klamp.core.controllers import (
 )
 from klamp.core.estimators import exact_kl, kl_estimate
 from klamp.core.gradients import kl_penalty
+from klamp.core.linear import linear_kl, linear_logprobs
 from klamp.core.objective import grpo_loss
 
 __all__ = [
@@ -30,5 +31,7 @@ __all__ = [
     "kl_budget",
     "kl_estimate",
     "kl_penalty",
+    "linear_kl",
+    "linear_logprobs",
     "preset",
 ]

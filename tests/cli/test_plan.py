@@ -48,7 +48,7 @@ def test_what_differs_is_marked_with_who_set_it(empty_folder: Path) -> None:
     assert lines["eval_every"] == "eval_every: 5 #* by file run.yaml, default 40"
     assert lines["kl_gradient"] == "kl_gradient: forward #* by preset grpo, default reverse"
     assert lines["seed"] == "seed: 0 # by file run.yaml"
-    assert lines["max_steps"] == "max_steps: 200"
+    assert lines["max_steps"] == "max_steps: 120"
     assert text.count("#* ") == 1 + 4  # the legend, and learning_rate, eval_every, beta, kl_gradient
 
 

@@ -29,6 +29,8 @@ EXPORTED = [
     "kl_budget",
     "kl_estimate",
     "kl_penalty",
+    "linear_kl",
+    "linear_logprobs",
     "preset",
 ]
 
@@ -37,6 +39,8 @@ SIGNATURES = {
     "exact_kl": "(policy_logits, ref_logits, *, direction='reverse')",
     "kl_penalty": "(policy_logprobs, ref_logprobs, mask, *, value='k3', gradient='reverse', horizon='token', "
     "behavior_logprobs=None, max_weight=None, max_log_ratio=None)",
+    "linear_logprobs": "(hidden, weight, targets, *, bias=None, temperature=1.0, softcap=None, return_entropy=False)",
+    "linear_kl": "(policy_hidden, policy_weight, ref_hidden, ref_weight, *, direction='reverse')",
     "clip_kl": "(kl, threshold, *, method, temperature=1.0)",
     "kl_budget": "(threshold, *, per_token, reference_length)",
     "group_advantages": "(rewards, group_size, *, scale='std', baseline='mean', eps=0.0001)",

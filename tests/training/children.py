@@ -85,13 +85,15 @@ def one_of_several(rank: int, count: int, ports: list[int], jobs: list[dict[str,
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo asks for the host's name, which may take its time
     import torch
     from accelerate.state import AcceleratorState
+    from tests.training import rewards
+    from transformers.utils import logging
 
     from klamp.errors import KlampError
     from klamp.training.config import TrainConfig
     from klamp.training.trainer import train_run
-    from tests.training import rewards
 
     torch.set_num_threads(1)
+    logging.disable_progress_bar()
     ends = []
     for port, job in zip(ports, map(dict, jobs), strict=True):
         os.environ["MASTER_PORT"] = str(port)

@@ -147,4 +147,4 @@ def disturb(model: torch.nn.Module, *, seed: int = 1, size: float = 0.05) -> Non
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter += size * torch.randn(parameter.shape, generator=generator)
+                parameter.add_(size * torch.randn(parameter.shape, generator=generator))

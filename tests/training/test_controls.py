@@ -133,6 +133,15 @@ def test_a_huge_threshold_trains_as_beta_zero_bit_for_bit(config_of, tmp_path):
         assert b["kl/over_budget"] == 0
 
 
+def test_the_measured_reference_length_is_logged_and_frozen(config_of, tmp_path):
+    train_run(config_of(beta=0.1, kl_clip_method="hard", kl_clip_threshold=0.1, learning_rate=2e-2))
+    steps = steps_of(tmp_path / "run")
+    lengths = {s["kl/reference_length"] for s in steps}
+    assert len(lengths) == 1
+    assert all(s["kl/budget"] == pytest.approx(0.1 * lengths.copy().pop(), rel=1e-6) for s in steps)
+    assert len({s["length/mean"] for s in steps}) > 1
+
+
 def test_a_zero_threshold_trains_as_no_clip(config_of, tmp_path):
     train_run(config_of(output_dir=str(tmp_path / "none"), beta=0.1))
     clipped = {"kl_clip_method": "hard", "kl_clip_threshold": 0.0}

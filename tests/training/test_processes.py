@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 from tests.training import children
 from tests.training.conftest import TINY, rows_of, steps_of
 from tests.training.test_resume import assert_same_run
 
+from klamp.training import checkpoint
 from klamp.training.config import TrainConfig
 from klamp.training.trainer import train_run
 
@@ -108,3 +111,54 @@ def test_two_processes_resume_with_the_same_numbers(pair):
 def test_prompts_that_do_not_divide_are_refused_on_every_process(pair):
     for ends in pair.ends:
         assert ends["odd"].startswith("ConfigError: the prompts of a step do not divide")
+
+
+# killed --------------------------------------------------------------------------------------------------------------
+
+LONG = {**TINY, "beta": 0.05, "max_steps": 6, "eval_every": 2, "save_every": 3}
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "newest"),
+    [(signal.SIGKILL, -signal.SIGKILL, 3), (signal.SIGTERM, 130, 5), (signal.SIGINT, 130, 5)],
+)
+def test_a_killed_run_resumes_with_the_same_numbers(config_of, tmp_path, number, code, newest):
+    """Killed in its fifth step: without warning it loses the steps since its checkpoint, with warning none."""
+    parts, here, on, told = (tmp_path / name for name in ("parts", "here", "on", "told"))
+    config = config_of(**LONG, output_dir=str(parts))
+    child = children.start(children.paused_run, config.flat(), 5, str(here), str(on), str(told))
+    train_run(config_of(**LONG, output_dir=str(tmp_path / "whole")))
+    children.wait_for(here)
+    os.kill(child.pid, number)
+    on.touch()
+    assert children.end([child]) == [code]
+    assert [p.name for p in checkpoint.checkpoints(parts)][-1] == f"step-{newest:06d}"
+    if number != signal.SIGKILL:
+        assert told.read_text().startswith("TrainingStopped\ntraining was stopped after step 5 of 6")
+    with (parts / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "rew')  # what a write that was cut short leaves behind
+    train_run(config_of(**LONG, output_dir=str(parts), resume=True))
+    assert_same_run(tmp_path / "whole", parts)
+
+
+# launched ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_launcher_and_the_command_give_the_same_numbers(llama, tmp_path):
+    """`accelerate launch ... klamp train` on two processes, against one."""
+    values = {**COMMON, "model": llama, "max_steps": 2}
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}))
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    launch += ["--main_process_port", str(children.free_ports(1)[0])]
+    command = [*launch, "-m", "klamp.cli", "train", "--config", str(config), "--output_dir", str(tmp_path / "two")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    if "lo" in {name for _, name in socket.if_nameindex()}:
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as two:
+        train_run(TrainConfig.from_flat({**values, "output_dir": str(tmp_path / "one")}))
+        said, _ = two.communicate(timeout=children.SECONDS)
+    assert two.returncode == 0, said
+    assert_close(tmp_path / "one", tmp_path / "two")
+    assert len(steps_of(tmp_path / "two")) == 2

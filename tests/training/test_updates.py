@@ -185,7 +185,7 @@ def test_gradient_clipping_shortens_the_step_and_keeps_its_direction(context_of)
 
 @pytest.mark.parametrize("broken", ["loss", "gradient"])
 def test_a_loss_that_is_not_finite_leaves_weights_and_moments_as_they_were(context_of, monkeypatch, broken):
-    context, start = moved(context_of(beta=BETA))
+    context, _ = moved(context_of(beta=BETA))
     optimizer, objective = AdamW(context.policy.parameters(), lr=0.1), replace(context.objective, beta=BETA)
     rollout = collect(context, context.task.train[:3], step=0, beta=BETA)
     update(context, optimizer, rollout, objective)
@@ -219,3 +219,30 @@ def test_weights_that_are_nan_are_refused_before_the_loss(context_of):
         next(context.policy.parameters())[3:].fill_(float("nan"))
     with pytest.raises(NonFiniteError, match="policy_logprobs"):
         update(context, SGD(context.policy.parameters(), lr=1.0), rollout, context.objective)
+
+
+def adapter_update(context_of, **changes):
+    """Gradient and losses of an adapter's update."""
+    context = context_of(lora_r=3, beta=BETA, max_grad_norm=0.0, kl_horizon="sequence", **changes)
+    disturb(context.policy, size=0.02)
+    trained = {name: p for name, p in context.policy.named_parameters() if p.requires_grad}
+    rollout = collect(context, context.task.train[:3], step=0, beta=BETA)
+    output = update(context, SGD(trained.values(), lr=0.0), rollout, context.objective)
+    assert output.losses["train/kl_penalty"] > 0.01
+    return {name: p.grad for name, p in trained.items()}, output.losses
+
+
+@pytest.mark.parametrize("changes", [{"reference": "frozen"}, {"gradient_checkpointing": True}])
+def test_an_adapters_update_is_the_same_whatever_saves_memory(context_of, changes):
+    """The adapter switched off is the frozen copy, and recomputed activations are the stored ones."""
+    expected, losses = adapter_update(context_of)
+    found, seen = adapter_update(context_of, **changes)
+    assert_equal(found, expected)
+    assert seen == pytest.approx(losses, abs=1e-6)
+
+
+def test_recomputed_activations_give_the_same_update(context_of):
+    expected = one_update(*moved(context_of(beta=BETA)))
+    found = one_update(*moved(context_of(beta=BETA, gradient_checkpointing=True)), parts=3)
+    assert torch.equal(found[1].completions.ids, expected[1].completions.ids)
+    assert_equal(found[0], expected[0])

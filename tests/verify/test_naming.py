@@ -55,6 +55,16 @@ def test_in_words(followed: Followed, words: str) -> None:
     assert followed.in_words == words
 
 
+def test_a_turned_sign_is_not_the_same() -> None:
+    assert Followed("reverse", 1.0).is_exactly("reverse")
+    assert not Followed("reverse", -1.0).is_exactly("reverse")
+    assert Followed("reverse", -1.0).is_exactly("reverse", factor=-1.0)
+    assert not Followed("forward", 1.0).is_exactly("reverse")
+    assert Followed("zero", 0.0).is_exactly("zero")
+    assert Followed(NOTHING_KNOWN, 0.0).is_exactly(NOTHING_KNOWN)
+    assert not Followed("zero", 0.0).is_exactly(NOTHING_KNOWN)
+
+
 def test_cosine_and_share() -> None:
     a, b = [torch.tensor([2.0, 0.0])], [torch.tensor([1.0, 1.0])]
     assert cosine(a, b) == pytest.approx(0.5**0.5)

@@ -23,11 +23,11 @@ STYLES = {"ok": "green", "FAIL": "bold red"}
 HELP = """\
 usage: klamp verify [QUESTION] [flags]
 
-Proves klamp's claims about values, gradients, placements, clips, controllers and number types by enumerating small
-worlds in float64; some seconds on one core. The exit code is 1 if a claim fails.
+Proves klamp's claims about values, gradients, placements, clips, controllers and number types by
+enumerating small worlds in float64; some seconds on one core. The exit code is 1 if a claim fails.
 
   klamp verify                       every claim
-  klamp verify direction             is the k3 formula of GRPO backwards? exact, sampled and reversed side by side
+  klamp verify direction             is GRPO's k3 formula backwards? exact, sampled, reversed side by side
   klamp verify importance-sampling   does it matter whose tokens they are?
   klamp verify --model DIR           the estimators on a real model's own distributions
 
@@ -65,6 +65,7 @@ class Options:
 
 
 NUMBERS: dict[str, Callable[[str], float]] = {"samples": int, "seed": int, "noise": float, "tokens": int}
+LEAST = {"samples": 1000, "seed": 0, "noise": 0, "tokens": 1}
 
 
 def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
@@ -129,8 +130,8 @@ def _value(flag: str, name: str, values: Sequence[str]) -> str | float:
         raise ConfigError(
             f"{flag} cannot be read", got=" ".join(values) or "no value", why=f"it takes {kind}"
         ) from None
-    if isinstance(value, int | float) and value < (0 if name in ("seed", "noise") else 2 if name == "samples" else 1):
-        raise ConfigError(f"{flag} is too small", got=value)
+    if isinstance(value, int | float) and value < LEAST[name]:
+        raise ConfigError(f"{flag} is too small", got=value, why=f"it has to be at least {LEAST[name]}")
     return value
 
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from klamp.config.kl import KLConfig
 
 
-def refusals(c: KLConfig) -> list[tuple[bool, str, str, str]]:
-    """Every combination that cannot work or would not do what its name says: (refused, what, why, fix)."""
+Refusal: TypeAlias = tuple[bool, str, str, str]
+"""(refused, what, why, fix)"""
+
+
+def refusals(c: KLConfig) -> list[Refusal]:
+    """Every combination that cannot work or would not do what its name says."""
+    return [*_placement(c), *_gradient(c), *_control(c), *_reference_and_tokens(c)]
+
+
+def _placement(c: KLConfig) -> list[Refusal]:
     in_loss = c.kl_placement == "loss"
-    clipped = c.kl_clip_method != "none"
     return [
         (
             not in_loss and c.kl_estimator != "k1",
@@ -33,6 +40,19 @@ def refusals(c: KLConfig) -> list[tuple[bool, str, str, str]]:
             "set kl_horizon='sequence', or kl_placement='advantage' for the per-token shift",
         ),
         (
+            not in_loss and c.kl_off_policy != "none",
+            f"kl_off_policy has no meaning with kl_placement={c.kl_placement!r}",
+            "the surrogate's own importance ratio already weighs what is in the advantage",
+            "set kl_off_policy='none'",
+        ),
+    ]
+
+
+def _gradient(c: KLConfig) -> list[Refusal]:
+    in_loss = c.kl_placement == "loss"
+    clipped = c.kl_clip_method != "none"
+    return [
+        (
             clipped and in_loss and (c.kl_estimator, c.kl_gradient) == ("k1", "own"),
             "a clipped k1-as-loss is refused",
             "k1's own gradient is zero in expectation; gated by a clip it becomes an unlabelled regulariser",
@@ -45,17 +65,16 @@ def refusals(c: KLConfig) -> list[tuple[bool, str, str, str]]:
             "set kl_off_policy='sequence'",
         ),
         (
-            not in_loss and c.kl_off_policy != "none",
-            f"kl_off_policy has no meaning with kl_placement={c.kl_placement!r}",
-            "the surrogate's own importance ratio already weighs what is in the advantage",
-            "set kl_off_policy='none'",
-        ),
-        (
             c.kl_estimator == "exact" and (c.kl_gradient, c.kl_horizon) == ("forward", "sequence"),
             "the exact forward KL has no sequence horizon",
             "its prefixes would have to be sampled from the reference",
             "use kl_estimator='k3' with kl_gradient='forward'",
         ),
+    ]
+
+
+def _control(c: KLConfig) -> list[Refusal]:
+    return [
         (
             c.kl_controller not in (None, "fixed") and c.target_kl is None,
             f"kl_controller={c.kl_controller!r} needs target_kl",
@@ -68,6 +87,11 @@ def refusals(c: KLConfig) -> list[tuple[bool, str, str, str]]:
             "the rule multiplies beta, and 0 times anything is 0",
             "start from a small positive beta, or use kl_controller='dual' or 'pid'",
         ),
+    ]
+
+
+def _reference_and_tokens(c: KLConfig) -> list[Refusal]:
+    return [
         (
             c.reference == "remote" and c.reference_url is None,
             "reference='remote' needs reference_url",

@@ -62,6 +62,9 @@ METRICS: dict[str, MetricRow] = {
         _row("kl/log_ratio_p99", "nats", "lower", "99th percentile over tokens", "99th percentile of |log-ratio|."),
         _row("kl/over_budget", "share", "lower", "mean over completions", "Completions whose KL exceeds the budget."),
         _row("kl/budget", "nats/sequence", "neither", "mean over completions", "KL budget of a completion."),
+        _row(
+            "kl/reference_length", "tokens", "neither", "value", "Frozen length that turns a threshold into a budget."
+        ),
         _row("kl/before_clip", "nats/sequence", "neither", "mean over completions", "Gated KL before the clip."),
         _row("kl/after_clip", "nats/sequence", "neither", "mean over completions", "What the clip leaves of it."),
         _row(

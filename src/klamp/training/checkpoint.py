@@ -110,14 +110,14 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
-def load_optimizer(checkpoint: Path, optimizer: Optimizer, device: torch.device) -> None:
-    """Put the saved moments into the optimizer; nothing but tensors and numbers is unpacked.
+def load_optimizer(checkpoint: Path, optimizer: Optimizer) -> None:
+    """Put the saved moments into the optimizer, beside its weights; nothing but tensors and numbers is unpacked.
 
     Raises:
         RunFolderError: they are missing, damaged, or those of other weights.
     """
     try:
-        optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", map_location=device, weights_only=True))
+        optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True))
     except (OSError, ValueError, KeyError, RuntimeError, EOFError, UnpicklingError) as error:
         raise damaged(checkpoint, error) from error
 

@@ -23,7 +23,8 @@ from klamp.core.gradients import kl_penalty
 from klamp.core.masking import Totals, masked_mean
 from klamp.core.objective import grpo_loss
 from klamp.core.types import Batch, LogProbs, Mask, TokenValues
-from klamp.errors import ConfigError
+from klamp.errors import ConfigError, DataError
+from klamp.tasks.base import Example, checked
 from klamp.training.config import OptimConfig, RolloutConfig
 from klamp.training.models import end_tokens
 from klamp.training.sampling import Completions, encode_prompts, generate, uniform_numbers
@@ -223,7 +224,14 @@ def train(
 
     Returns:
         One dictionary of numbers per step, as given to `log_train`.
+
+    Raises:
+        ConfigError: kl_coef > 0 without a reference.
+        DataError: no prompts.
+        RewardError: the reward raised, or returned something that is not a finite number.
     """
+    if not prompts:
+        raise DataError("there are no prompts", got="prompts=[]", why="a rollout needs one", fix="pass at least one")
     rollout, optim = rollout or RolloutConfig(), optim or OptimConfig()
     history: list[dict[str, float]] = []
     for step in range(steps):
@@ -284,8 +292,9 @@ def _collect(
         uniforms=uniform_numbers(seed, step, len(repeated), rollout.max_completion_length),
     )
     texts = completions.texts(tokenizer)
-    rewards = torch.tensor([float(reward(p, t)) for p, t in zip(repeated, texts, strict=True)], device=device)
-    return completions, rewards
+    rated = checked(lambda example, text: reward(example.prompt, text), name=getattr(reward, "__name__", "reward"))
+    rewards = [rated(Example(prompt=p), t) for p, t in zip(repeated, texts, strict=True)]
+    return completions, torch.tensor(rewards, device=device)
 
 
 def log_train(step: int, metrics: Mapping[str, float], *, writer: ScalarWriter | None = None) -> str:

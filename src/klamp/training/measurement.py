@@ -48,6 +48,8 @@ def beta_metrics(reduction: Reduction, beta: float, metrics: dict[str, float], c
         "fixed_length": float(context.config.rollout.max_completion_length),
     }[reduction]
     found = {"beta": beta, "beta/per_sequence": beta / divisor if in_loss else beta}
+    if context.objective.kl.clip_method != "none" and context.reference_length is not None:
+        found["kl/reference_length"] = context.reference_length
     if "kl/k1_sequence" in metrics:
         found["reward/penalized"] = metrics["reward"] - found["beta/per_sequence"] * metrics["kl/k1_sequence"]
     return found

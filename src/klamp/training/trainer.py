@@ -67,7 +67,7 @@ class Trainer:
         """
         folder = checkpoint.newest(self.context.output_dir)
         state = checkpoint.load_state(folder)
-        checkpoint.load_optimizer(folder, self.optimizer, self.context.device)
+        checkpoint.load_optimizer(folder, self.optimizer)
         self.schedule.load_state_dict({**state["schedule"], "lr_lambdas": [None]})  # the function is not saved
         self.controller.load_state_dict(state["controller"])
         self.context.reference_length = state["reference_length"]

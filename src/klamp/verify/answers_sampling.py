@@ -86,7 +86,7 @@ def answer_importance_sampling(*, samples: int = SAMPLES, seed: int = 0) -> Answ
         rows.append((row.sampler, row.formula, f"{exact:.4g}", drawn.text, name, found.in_words, f"{angle:.3f}"))
         claim = f"tokens of the {row.sampler}, {row.formula}"
         measured = f"{exact:.6g}, {name}; gradient of {found.in_words}; sampled {drawn.text}"
-        right = name == row.value and found.name == row.gradient and drawn.fits(exact)
+        right = name == row.value and found.is_exactly(row.gradient) and drawn.fits(exact)
         checks.append(is_true(claim, right, measured, expected=f"{row.value}; {row.gradient}"))
     back = expected(worlds["policy"], reversed_form).item()
     return Answer(

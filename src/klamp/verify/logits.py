@@ -112,7 +112,7 @@ def _gradients(policy: Rows, ref: Rows) -> tuple[TextTable, tuple[Check, ...]]:
         found, angles = _follow(policy, ref, _penalty(value, gradient), known)
         claim = f"{value}, gradient {gradient}"
         rows.append((claim, found.in_words, f"{angles[0]:.4f}", f"{angles[1]:.4f}"))
-        checks.append(is_true(f"{claim} as a loss", found.name == truth, found.in_words, expected=truth))
+        checks.append(is_true(f"{claim} as a loss", found.is_exactly(truth), found.in_words, expected=truth))
     columns = ("as a loss", "is the gradient of", "cosine KL(policy||ref)", "cosine KL(ref||policy)")
     title = "expected gradient with respect to the logits, all prefixes together"
     return TextTable(title=title, columns=columns, rows=tuple(rows)), tuple(checks)

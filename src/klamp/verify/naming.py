@@ -35,6 +35,12 @@ class Followed(NamedTuple):
     name: str
     factor: float
 
+    def is_exactly(self, name: str, *, factor: float = 1.0, tolerance: float = 1e-6) -> bool:
+        """Whether it is the named truth, times this factor; a turned sign is not."""
+        if name in ("zero", NOTHING_KNOWN):
+            return self.name == name
+        return self.name == name and abs(self.factor - factor) <= tolerance
+
     @property
     def in_words(self) -> str:
         """Such as `KL(policy||ref)`, `minus KL(policy||ref)`, `0.5 x KL(policy||ref)` or `zero`."""

@@ -68,7 +68,7 @@ def follows(
     """The gradients are those of the named truth (times a factor) in every world; `NOTHING_KNOWN`: of none."""
     found = name_gradient(gradients, known)
     words = IN_WORDS.get(name, name)
-    passed = found.name == name and (name in ("zero", NOTHING_KNOWN) or abs(found.factor - factor) <= EXACT)
+    passed = found.is_exactly(name, factor=factor, tolerance=EXACT)
     measured = found.in_words
     if passed and name != NOTHING_KNOWN:
         measured += f" (error {_distance(gradients, known, name, factor):.0e})"

@@ -1,0 +1,205 @@
+"""Writes the pages that are made from tables of the code: `python docs/generate.py`.
+
+`estimators.md` comes from `klamp.core.estimators.ESTIMATORS` and from what `klamp.verify` measures, `metrics.md` from
+`klamp.diagnostics.metrics.METRICS`. A test holds the committed pages against what this would write.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from klamp.config import KLConfig, KLWarning, LossConfig
+from klamp.core.estimators import ESTIMATORS
+from klamp.diagnostics.metrics import METRICS, MetricRow
+from klamp.verify import verify_estimators
+from klamp.verify.naming import IN_WORDS
+from klamp.verify.overview import EstimatorFacts, measure_estimators
+from klamp.verify.pull import LENGTH, ConfigFacts, measure_config
+
+DOCS = Path(__file__).resolve().parent
+
+NOTICE = "<!-- Written by docs/generate.py; change the table that it is made from, not this page. -->\n"
+
+TERMS: Sequence[tuple[str, Mapping[str, str]]] = (
+    ("`k1`, gradient `own`", {"kl_estimator": "k1", "kl_gradient": "own"}),
+    ("`k3`, gradient `own` (= `forward`)", {"kl_estimator": "k3", "kl_gradient": "own"}),
+    ("`k3`, gradient `reverse`", {}),
+    ("`exact`", {"kl_estimator": "exact"}),
+    ("`k3`, gradient `forward`, horizon `sequence`", {"kl_gradient": "forward", "kl_horizon": "sequence"}),
+    ("`k1`, gradient `reverse`, horizon `sequence`", {"kl_estimator": "k1", "kl_horizon": "sequence"}),
+    ("`k3`, gradient `reverse`, horizon `sequence`", {"kl_horizon": "sequence"}),
+    ("`exact`, horizon `sequence`", {"kl_estimator": "exact", "kl_horizon": "sequence"}),
+    (
+        "`k1` in the reward",
+        {"kl_estimator": "k1", "kl_placement": "reward", "kl_horizon": "sequence"},
+    ),
+    (
+        "`k1` in the advantage, horizon `sequence`",
+        {"kl_estimator": "k1", "kl_placement": "advantage", "kl_horizon": "sequence"},
+    ),
+)
+"""What the table of gradients over completions shows."""
+
+FAMILIES: Mapping[str, str] = {
+    "reward": "Reward",
+    "groups": "Groups",
+    "kl": "KL to the reference",
+    "sampler": "Sampler against trainer",
+    "beta": "Beta",
+    "train": "Training",
+    "policy": "Policy",
+    "ref": "Reference",
+    "length": "Length",
+    "speed": "Speed",
+}
+"""The part of a metric's name before the slash -> heading; what is not here is headed by that part itself."""
+
+
+def estimators_page() -> str:
+    """The page on the estimators: what each is, and what enumeration measures of it."""
+    facts = {each.name: each for each in measure_estimators()}
+    checks = verify_estimators()
+    passed = sum(check.passed for check in checks)
+    return "\n".join(
+        (
+            "# Estimators",
+            "",
+            NOTICE,
+            "delta = log policy - log ref at a sampled token; *unbiased* is meant for KL(policy‖ref) and tokens of the",
+            "policy. Nothing here is a claim by hand: the numbers come from the enumeration oracle (`klamp verify`",
+            f"repeats them on your machine; {passed} of {len(checks)} checks passed when this page was written).",
+            "",
+            "## What each one is",
+            "",
+            *_table(
+                ("`kl_estimator`", "per token", "bias of the value", "sign", "when to use it"),
+                [*(_definition(name) for name in ESTIMATORS), _exact_definition()],
+            ),
+            "",
+            "## What is measured of each one",
+            "",
+            "One position, five tokens, KL(policy‖ref) of about 0.9 nats; the deviation is that of a single token's",
+            "value, in units of the KL.",
+            "",
+            *_table(
+                ("", "bias", "deviation / KL", "as a loss, follows the gradient of", "in the reward, follows"),
+                [_measured(facts[name]) for name in (*ESTIMATORS, "exact")],
+            ),
+            "",
+            "`kl_gradient` chooses the gradient apart from the value: `reverse` (the default) and `forward` give the",
+            "gradient that they name with every estimator, `own` gives that of the table.",
+            "",
+            "## Over whole completions",
+            "",
+            f"Completions of up to {LENGTH} tokens with an end token, tokens of the policy. *Share* is how much of the",
+            "gradient of KL(policy‖ref) of the whole completion the term holds, *cosine* how well it points there,",
+            "*noise* how far the gradient of one completion scatters, in units of its mean.",
+            "",
+            *_table(
+                ("term", "follows", "share", "cosine", "noise"),
+                [_over_completions(name, measure(fields)) for name, fields in TERMS],
+            ),
+            "",
+            "Token-local terms hold the prefixes fixed: what a token does to the KL of later ones is left out, and is",
+            "a larger part the longer the completions are. `klamp explain` measures the same of your configuration.",
+            "",
+        )
+    )
+
+
+def measure(fields: Mapping[str, str]) -> ConfigFacts:
+    """What a term does, without the caution that it may deserve."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", KLWarning)
+        kl = KLConfig(**fields)  # pyright: ignore[reportArgumentType]
+        return measure_config(kl, LossConfig(scale_rewards="none"), length=100)
+
+
+def metrics_page() -> str:
+    """The page on the metrics, a table per family."""
+    parts = [
+        "# Metrics",
+        "",
+        NOTICE,
+        "What a run logs to `metrics.jsonl` and to the trackers, over the whole global batch of a step whichever way",
+        "it was split. *Better* says which direction is good, where there is one. Evaluations are logged as",
+        "`eval/SKILL`.",
+        "",
+    ]
+    for family in dict.fromkeys(_family(row) for row in METRICS.values()):
+        rows = [row for row in METRICS.values() if _family(row) == family]
+        parts += [
+            f"## {FAMILIES.get(family, family)}",
+            "",
+            *_table(
+                ("metric", "unit", "better", "taken over", "what it says"),
+                [(f"`{row.name}`", row.unit, _better(row), row.reduction, row.text) for row in rows],
+            ),
+            "",
+        ]
+    return "\n".join(parts)
+
+
+PAGES: Mapping[str, Callable[[], str]] = {"estimators.md": estimators_page, "metrics.md": metrics_page}
+"""File under docs/ -> what writes it."""
+
+
+def _definition(name: str) -> tuple[str, ...]:
+    row = ESTIMATORS[name]
+    sign = "≥ 0" if row.non_negative else "any"
+    return f"`{name}`", f"`{row.formula}`", row.bias, sign, row.remark
+
+
+def _exact_definition() -> tuple[str, ...]:
+    return (
+        "`exact`",
+        "`sum_v policy_v delta_v`",
+        "none, and no noise of its own: only the prefixes are sampled",
+        "≥ 0",
+        "where the logits of both models fit into memory",
+    )
+
+
+def _measured(facts: EstimatorFacts) -> tuple[str, ...]:
+    return (
+        f"`{facts.name}`",
+        facts.bias_text,
+        f"{facts.deviation:.2f}",
+        facts.as_loss.in_words,
+        facts.in_reward.in_words,
+    )
+
+
+def _over_completions(name: str, facts: ConfigFacts) -> tuple[str, ...]:
+    pull = facts.sequence
+    if pull.follows.name == "zero":
+        return name, "zero", "0 %", "-", "all of it"
+    return (
+        name,
+        IN_WORDS[pull.follows.name],
+        f"{100 * pull.share:.0f} %",
+        f"{pull.cosine_reverse:.2f}",
+        f"{pull.noise:.1f}",
+    )
+
+
+def _family(row: MetricRow) -> str:
+    return row.name.partition("/")[0].removesuffix("_std")
+
+
+def _better(row: MetricRow) -> str:
+    return "" if row.better == "neither" else row.better
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A Markdown table; bars in the cells are escaped, ‖ stands for two of them."""
+    lines = [headings, ["---"] * len(headings), *rows]
+    return [f"| {' | '.join(cell.replace('||', '‖').replace('|', chr(92) + '|') for cell in line)} |" for line in lines]
+
+
+if __name__ == "__main__":
+    for file, page in PAGES.items():
+        (DOCS / file).write_text(page(), encoding="utf-8")
+        print(f"docs/{file}")

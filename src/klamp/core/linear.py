@@ -1,0 +1,202 @@
+"""Log-probabilities and the exact KL straight from hidden states, without the [N, V] matrix of logits.
+
+The vocabulary is walked in tiles (see `tiles`). The forward pass keeps one normaliser per tile and token, the backward
+pass forms each tile again: four matrix products where stored logits need three. Where the head is frozen the gradient
+of `linear_logprobs` is formed in the forward pass: two products in all.
+Extra memory: a few tiles, O(N H), and the gradients themselves; no second [V, H]. Rows whose incoming gradient is
+exactly 0 take no part in the backward pass: they cost nothing, and whatever stands there (NaN too) reaches no gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from klamp.core.estimators import DIRECTIONS
+from klamp.core.linear_autograd import LinearKL, LinearLogprobs
+from klamp.core.types import Direction
+from klamp.errors import ConfigError, ShapeError, unknown_name
+
+Result = TypeVar("Result")
+
+
+def _opaque(function: Callable[..., Result], *given: Any) -> Result:
+    """The call itself; under torch.compile a graph break around it, since which rows count depends on the data."""
+    called = torch.compiler.disable(function) if torch.compiler.is_compiling() else function
+    return called(*given)
+
+
+def _check_head(name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    fits = hidden.ndim == 2 and weight.ndim == 2 and hidden.shape[1] == weight.shape[1] and weight.shape[0] > 0
+    if not fits or (bias is not None and bias.shape != weight.shape[:1]):
+        with_bias = "" if bias is None else f", bias {tuple(bias.shape)}"
+        raise ShapeError(
+            f"{name} hidden states and head do not fit together",
+            got=f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}{with_bias}",
+            why="the logits are hidden [N, H] times weight [V, H] transposed, plus bias [V]",
+            fix="flatten the hidden states to [N, H] and pass lm_head.weight as it is",
+        )
+    if hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
+        raise ConfigError(
+            f"{name} hidden states and weight differ in type",
+            got=f"hidden {hidden.dtype}, weight {weight.dtype}",
+            why="a linear layer refuses it too: one of them would have to be copied",
+            fix="cast one of them, or call under torch.autocast",
+        )
+
+
+def _check_targets(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
+    if targets.shape != hidden.shape[:1] or targets.is_floating_point():
+        raise ShapeError(
+            "the targets do not fit the hidden states",
+            got=f"targets {tuple(targets.shape)} of {targets.dtype}, hidden {tuple(hidden.shape)}",
+            why="each row of hidden scores one token id",
+            fix="pass one integer id per row",
+        )
+    wrong = (targets < 0) | (targets >= weight.shape[0])
+    if bool(wrong.any()):
+        raise ConfigError(
+            "a target lies outside the vocabulary",
+            got=f"{int(wrong.sum())} of {targets.numel()}, the first {int(targets[wrong][0])}",
+            why=f"the head has entries 0 to {weight.shape[0] - 1}",
+            fix="put any valid id where the mask is False; a row without gradient costs no backward pass",
+        )
+
+
+def _check_positive(name: str, value: float | None) -> None:
+    if value is not None and not 0 < value < math.inf:
+        raise ConfigError(f"{name} must be positive", got=value, why="the logits are divided by it", fix=f"{name} > 0")
+
+
+def _cast(*tensors: Tensor | None) -> list[Tensor]:
+    """Under autocast, what it would cast the inputs of a linear layer to; otherwise the tensors as they are."""
+    kind = next(x for x in tensors if x is not None).device.type
+    if not torch.is_autocast_enabled(kind):
+        return cast(list[Tensor], list(tensors))
+    dtype = torch.get_autocast_dtype(kind)
+    return cast(list[Tensor], [x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors])
+
+
+def _logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    softcap: float | None,
+    entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    _check_head("the", hidden, weight, bias)
+    _check_targets(hidden, weight, targets)
+    _check_positive("temperature", temperature)
+    _check_positive("softcap", softcap)
+    options = (temperature, softcap, torch.is_grad_enabled(), entropy)
+    given = _cast(hidden, weight, bias)
+    with torch.autocast(hidden.device.type, enabled=False):
+        return cast(Any, LinearLogprobs.apply)(*given, targets.long(), options)  # pyright: ignore
+
+
+def linear_logprobs(
+    hidden: Float[Tensor, "rows width"],
+    weight: Float[Tensor, "vocab width"],
+    targets: Int[Tensor, " rows"],
+    *,
+    bias: Float[Tensor, " vocab"] | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    return_entropy: bool = False,
+) -> Float[Tensor, " rows"] | tuple[Float[Tensor, " rows"], Float[Tensor, " rows"]]:
+    """Log-probability of one token per row, in nats, from hidden states, without holding the logits.
+
+    Equation (in this order: head, soft cap c, temperature)::
+
+        raw = hidden @ weight^T + bias       capped = c tanh(raw / c)       logits = capped / temperature
+        logprobs_n = logits_n[targets_n] - log sum_v exp(logits_nv)
+        entropy_n  = - sum_v p_nv log p_nv,  p = softmax(logits)
+
+    Value: exact up to rounding, <= 0. bfloat16 and float16: products rounded as in a linear layer, the softmax and all
+    sums in float32; the result is float32. float64 stays float64.
+    Gradient: that of the equation in hidden, weight and bias, each computed only if it requires one; once
+    differentiable. A row whose incoming gradient is exactly 0 is left out: it costs no product, its gradient is 0, and
+    NaN in it reaches nothing. The entropy is detached.
+    Shapes: [N, H], [V, H], [N], bias [V] -> [N], with `return_entropy` ([N], [N]). N may be 0.
+    Under torch.compile the call is a graph break; under autocast the inputs are cast as those of a linear layer.
+
+    Args:
+        hidden: last hidden states, one row per token.
+        weight: of the output head; may be tied to the embedding, or frozen.
+        targets: token ids to score, each in 0..V-1.
+        bias: of the output head.
+        temperature: that the tokens were sampled at.
+        softcap: c, of models that bound their logits (30 in Gemma 2).
+        return_entropy: return (logprobs, entropy) instead of logprobs.
+
+    Raises:
+        ShapeError: shapes that do not fit.
+        ConfigError: a target outside the vocabulary, temperature or softcap <= 0, or two types without autocast.
+
+    Source: Cut Your Losses in Large-Vocabulary Language Models, arXiv:2411.09009 (tiles, without its gradient filter)
+    """
+    found = _opaque(_logprobs, hidden, weight, bias, targets, temperature, softcap, return_entropy)
+    return cast(tuple[Tensor, Tensor], found) if return_entropy else found[0]
+
+
+def _kl(hidden: Tensor, weight: Tensor, ref_hidden: Tensor, ref_weight: Tensor, direction: Direction) -> Tensor:
+    if direction not in DIRECTIONS:
+        raise unknown_name("KL direction", direction, DIRECTIONS)
+    _check_head("the policy's", hidden, weight)
+    _check_head("the reference's", ref_hidden, ref_weight)
+    if hidden.shape[0] != ref_hidden.shape[0] or weight.shape[0] != ref_weight.shape[0]:
+        raise ShapeError(
+            "policy and reference differ in rows or vocabulary",
+            got=f"policy {hidden.shape[0]} x {weight.shape[0]}, ref {ref_hidden.shape[0]} x {ref_weight.shape[0]}",
+            why="the sum runs over one common vocabulary at the same prefixes",
+            fix="score the same tokens; cut a padded head to the common vocabulary",
+        )
+    given = _cast(hidden, weight, ref_hidden.detach(), ref_weight.detach())
+    with torch.autocast(hidden.device.type, enabled=False):
+        return cast(Any, LinearKL.apply)(*given, direction)  # pyright: ignore
+
+
+def linear_kl(
+    policy_hidden: Float[Tensor, "rows width"],
+    policy_weight: Float[Tensor, "vocab width"],
+    ref_hidden: Float[Tensor, "rows ref_width"],
+    ref_weight: Float[Tensor, "vocab ref_width"],
+    *,
+    direction: Direction = "reverse",
+) -> Float[Tensor, " rows"]:
+    """KL divergence over the whole vocabulary at each row, in nats, from hidden states, without holding the logits.
+
+    Equation: `exact_kl(policy_hidden @ policy_weight^T, ref_hidden @ ref_weight^T)`, summed by tiles i of the
+    vocabulary, with masses P_i, Q_i (chain rule; forward with p and q exchanged)::
+
+        KL(p || q) = KL(P || Q) + sum_i P_i KL(p given i || q given i)
+
+    Sampler: none needed for the prefix itself (see `exact_kl`).
+    Value: exact up to rounding and >= 0: every term is, so that a small KL does not drown in float32. bfloat16 and
+    float16 as in `linear_logprobs`.
+    Gradient: exact for the prefix, in the policy's hidden states and weight only; rows without incoming gradient are
+    left out. Six matrix products in all; `js` takes eight, for it has no chain rule and walks twice.
+    Shapes: [N, H], [V, H], [N, H'], [V, H'] -> [N].
+
+    Args:
+        policy_hidden: last hidden states of the policy.
+        policy_weight: of its output head.
+        ref_hidden: last hidden states of the reference at the same tokens.
+        ref_weight: of its output head; may be the same tensor as the policy's.
+        direction: `reverse` = KL(policy || ref), `forward` = KL(ref || policy), or `js`.
+
+    Raises:
+        ShapeError: shapes that do not fit.
+        UnknownNameError: an unknown direction.
+        ConfigError: hidden states and weight of two types without autocast.
+
+    Source: arXiv:2504.10637 (the estimate), arXiv:2411.09009 (tiles)
+    """
+    return _opaque(_kl, policy_hidden, policy_weight, ref_hidden, ref_weight, direction)

@@ -1,0 +1,116 @@
+"""Logits in tiles: what `linear` computes with, so that the [N, V] matrix never exists.
+
+The vocabulary is walked in the outer loop and the rows in the inner one, so that each slice of the weight gradient is
+summed in float32 and written once: nothing of size [V, H] exists but the gradient itself. Products are rounded to the
+type of their inputs, as those of any linear layer; everything after them is float32 (float64 stays float64).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from klamp.core.masking import upcast
+
+TILE_BYTES = 16 * 2**20
+"""Size of one float32 tile of logits on a CPU; an accelerator, which wants larger products, gets 16 times that."""
+TILE_ROWS = 1024
+"""Most tokens in one tile."""
+
+Tiles = list[slice]
+# (float32 logits of a tile, its rows, its vocabulary entries) -> gradient with respect to them, may be in place
+LogitGradient = Callable[[Tensor, slice, slice], Tensor]
+
+
+class Head(NamedTuple):
+    """What turns hidden states into logits: softcap * tanh((h W^T + b) / softcap) / temperature."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    temperature: float = 1.0
+    softcap: float | None = None
+
+    def logits(self, hidden: Tensor, entries: slice) -> tuple[Tensor, Tensor | None]:
+        """Logits of some entries, and d logits / d product where that is not 1; the product is rounded as usual."""
+        z = upcast(hidden @ self.weight[entries].t())
+        if self.bias is not None:
+            z += upcast(self.bias[entries])
+        if self.softcap is not None:
+            z = z.div_(self.softcap).tanh_()
+            slope = (1 - z.square()).div_(self.temperature)
+            return z.mul_(self.softcap / self.temperature), slope
+        if self.temperature == 1.0:
+            return z, None
+        return z.div_(self.temperature), torch.full_like(z[:, :1], 1 / self.temperature)
+
+
+def _split(total: int, most: int) -> Tiles:
+    """Nearly equal slices of at most `most`."""
+    count = math.ceil(total / most)
+    return [slice(total * i // count, total * (i + 1) // count) for i in range(count)]
+
+
+def tiles(hidden: Tensor, weight: Tensor) -> tuple[Tiles, Tiles]:
+    """Slices of the vocabulary and of the rows."""
+    rows = max(1, min(TILE_ROWS, hidden.shape[0]))
+    size = TILE_BYTES if hidden.device.type == "cpu" else 16 * TILE_BYTES
+    return _split(weight.shape[0], max(1, size // (4 * rows))), _split(hidden.shape[0], rows)
+
+
+def find_columns(targets: Tensor, entries: slice) -> tuple[Tensor, Tensor]:
+    """Each target's column [N, 1] within a tile, and whether it lies there [N, 1]."""
+    column = (targets - entries.start)[:, None]
+    width = entries.stop - entries.start
+    return column.clamp(0, width - 1), (column >= 0) & (column < width)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, in the precision of the total."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
+
+
+def gradients(hidden: Tensor, head: Head, needs: tuple[bool, ...], of_logits: LogitGradient) -> list[Tensor | None]:
+    """Gradients of hidden, weight and bias, each only where needed, summed over the tiles in float32."""
+    weight, wide = head.weight, upcast(hidden[:0]).dtype
+    columns, chunks = tiles(hidden, weight)
+    d_hidden = torch.zeros_like(hidden, dtype=wide) if needs[0] else None
+    d_weight = torch.empty_like(weight) if needs[1] else None
+    d_bias = weight.new_zeros(weight.shape[0], dtype=wide) if needs[2] else None
+    for entries in columns:
+        part = weight.new_zeros(weight[entries].shape, dtype=wide) if needs[1] and len(chunks) != 1 else None
+        for rows in chunks:
+            z, slope = head.logits(hidden[rows], entries)
+            d = of_logits(z, rows, entries)
+            d = d if slope is None else d.mul_(slope)
+            if d_bias is not None:
+                d_bias[entries] += d.sum(0)
+            d = d.to(hidden.dtype)
+            if d_hidden is not None:
+                _add_product(d_hidden[rows], d, weight[entries])
+            if part is not None:
+                _add_product(part, d.t(), hidden[rows])
+            elif d_weight is not None:
+                torch.mm(d.t(), hidden, out=d_weight[entries])
+        if part is not None and d_weight is not None:
+            d_weight[entries] = part
+    return [d_hidden, d_weight, d_bias]
+
+
+def headgradients(
+    grad: Tensor, hidden: Tensor, head: Head, needs: tuple[bool, ...], make: Callable[[Tensor | slice], LogitGradient]
+) -> list[Tensor | None]:
+    """`gradients` of the rows whose incoming gradient is not 0; `make(rows)` gives their gradient of the logits."""
+    live = grad != 0
+    index: Tensor | slice = slice(None) if bool(live.all()) else live.nonzero()[:, 0]
+    found = gradients(hidden[index], head, needs, make(index))
+    if found[0] is not None and isinstance(index, Tensor):
+        found[0] = torch.zeros_like(hidden, dtype=found[0].dtype).index_copy_(0, index, found[0])
+    like = (hidden, head.weight, head.bias)
+    return [None if x is None or y is None else x.to(y.dtype) for x, y in zip(found, like, strict=True)]

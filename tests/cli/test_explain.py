@@ -1,0 +1,134 @@
+"""`klamp explain`: presets, files, flags, printed forms; what is said and what is refused."""
+
+from __future__ import annotations
+
+import io
+import time
+from pathlib import Path
+
+import pytest
+
+from klamp.cli import main
+from klamp.cli.explain import LENGTH, ExplainRequest, explain, read_request, run
+from klamp.config import PRESETS
+from klamp.errors import ConfigError, UnknownNameError
+from klamp.verify.forms import FORMS
+
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")
+
+
+def shown(*argv: str) -> str:
+    out = io.StringIO()
+    assert run(argv, stream=out) == 0
+    return " ".join(out.getvalue().split())
+
+
+def test_the_three_printed_forms_come_out_for_what_they_are() -> None:
+    text = shown("source-001", "source-002", "source-003")
+    first, second, third = (text.index(f"source-00{n}: ") for n in (1, 2, 3))
+    assert first < second < third
+    assert "the expected gradient is zero, so it regularises nothing" in text[first:second]
+    assert "the sign is wrong, a reward for leaving the reference" in text[second:third]
+    assert "-0.8851 nats per token where KL(policy||ref) is +0.8851" in text[second:third]
+    assert "for tokens of the policy it is not KL(policy||ref)" in text[third:]
+    assert "the gradient of neither KL" in text[third:]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_printed_form(name: str) -> None:
+    text = shown(name)
+    assert text.startswith(f"{name}: ")
+    assert all(f" {label} " in text for label in ("prints", "value", "pull", "sequence", "in klamp", "instead"))
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name not in FORMS])
+def test_every_preset(name: str) -> None:
+    assert PRESETS[name].paper in shown(name)
+
+
+def test_flags_and_aliases_alone() -> None:
+    text = shown("--kl_penalty", "0.04", "--kl-gradient", "own", "--kl_estimator", "k3", "--length", "1000")
+    assert text.startswith("these flags: Pulls the policy along the gradient of KL(ref||policy)")
+    assert "0.04 loss per nat of KL per token = 4e-05 per nat" in text
+    assert "caution kl_estimator='k3' with kl_gradient='own' follows the gradient" in text
+
+
+def test_a_file_and_flags_on_top_of_it(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("preset: grpo\nmax_completion_length: 200\n", encoding="utf-8")
+    text = shown(str(file), "--beta", "0.1")
+    assert "gradient of KL(ref||policy)" in text
+    assert "of a whole completion of 200 tokens" in text
+    assert "beta 0.1:" in text
+    assert "DeepSeekMath" in text
+
+
+def test_flags_on_top_of_a_preset() -> None:
+    assert "gradient of KL(policy||ref), token by token" in shown("grpo", "--kl_gradient", "reverse")
+
+
+@pytest.mark.parametrize(
+    ("argv", "length"),
+    [
+        ([], LENGTH),
+        (["--max_completion_length", "64"], 64),
+        (["--max_completion_length", "64", "--kl_reference_length", "30"], 30),
+        (["--kl_reference_length", "30", "--length", "7"], 7),
+    ],
+)
+def test_the_expected_length(argv: list[str], length: int) -> None:
+    (found,) = explain(read_request(["--kl_estimator", "k3", *argv]))
+    assert f"whole completion of {length:,} tokens" in dict(found.lines)["units"]
+
+
+def test_the_vocabulary_counts_in_the_memory_of_logits() -> None:
+    assert "logits of both models: 1 MiB each" in shown("--kl_estimator", "exact", "--vocab", "1024", "--length", "256")
+
+
+def test_nothing_warns_beside_the_explanation(recwarn: pytest.WarningsRecorder) -> None:
+    shown("--kl_estimator", "k1", "--kl_gradient", "own")
+    assert [str(warning.message) for warning in recwarn if "kl_" in str(warning.message)] == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "error", "said"),
+    [
+        (["grpoo"], UnknownNameError, "did you mean 'grpo'"),
+        (["source-005"], UnknownNameError, "source-00"),
+        (["grpo", "--kl_betta", "1"], UnknownNameError, "kl_beta"),
+        (["source-002", "--beta", "1"], ConfigError, "takes no flags"),
+        (["grpo", "--length", "long"], ConfigError, "whole number"),
+        (["grpo", "--length", "0"], ConfigError, "whole number"),
+        (["--preset", "source-002"], ConfigError, "no penalty"),
+        (["nowhere.yaml"], ConfigError, "cannot be read"),
+        (["ppo", "--scale_rewards", "std"], ConfigError, "group's std"),
+    ],
+)
+def test_what_cannot_be_explained(argv: list[str], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        explain(read_request(argv))
+    assert main(["explain", *argv]) == 2
+
+
+def test_a_preset_that_is_no_penalty_is_refused_by_train(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--preset", "source-003", "--dry-run"]) == 2
+    assert "klamp explain source-003" in capsys.readouterr().err
+
+
+def test_own_flags_are_kept_apart() -> None:
+    request = read_request(["grpo", "rpg", "--length", "5", "--beta", "0.1", "--vocab=7", "--no-cpu"])
+    assert request == ExplainRequest(names=("grpo", "rpg"), flags=("--beta", "0.1", "--no-cpu"), length=5, vocab=7)
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])
+def test_help(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", *argv]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in (*FORMS, *PRESETS, "--length", "--vocab"))
+    assert max(map(len, out.splitlines())) <= 120
+
+
+def test_it_takes_seconds() -> None:
+    started = time.perf_counter()
+    shown("recommended")
+    assert time.perf_counter() - started < 20

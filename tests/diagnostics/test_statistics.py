@@ -1,0 +1,190 @@
+"""The metrics of a step against plain loops over its tokens, whatever stands in the masked places."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from klamp.diagnostics.metrics import METRICS
+from klamp.diagnostics.statistics import StepRecord, pad_tokens, step_metrics
+
+ROWS, TOKENS, GROUP = 12, 7, 4
+
+
+def record_of(seed: int = 0, *, rows: int = ROWS) -> StepRecord:
+    """A step with completions of all lengths, one of them without any trained token, and some tokens without a KL."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    lengths = torch.randint(1, TOKENS + 1, (rows,), generator=generator)
+    mask = torch.arange(TOKENS) < lengths[:, None]
+    mask[3] = False
+    policy = -drawn(rows, TOKENS).abs()
+    rewards = drawn(rows)
+    rewards[4:8] = 0.5
+    return StepRecord(
+        mask=mask,
+        kl_mask=mask & (torch.rand(rows, TOKENS, generator=generator) > 0.2),
+        policy=policy,
+        sampler=policy + 0.01 * drawn(rows, TOKENS),
+        entropy=drawn(rows, TOKENS).abs(),
+        rewards=rewards,
+        ended=torch.rand(rows, generator=generator) > 0.4,
+        lengths=lengths,
+        ref=policy + 0.4 * drawn(rows, TOKENS),
+        original=policy + 0.7 * drawn(rows, TOKENS),
+        exact=drawn(rows, TOKENS).abs(),
+        exact_forward=drawn(rows, TOKENS).abs(),
+        exact_rows=torch.arange(rows) % GROUP < 2,
+    )
+
+
+def plainly(record: StepRecord) -> dict[str, float]:
+    """The same numbers, token by token in Python floats."""
+    rows = range(len(record.rewards))
+
+    def at(mask: torch.Tensor, i: int) -> list[int]:
+        return [t for t in range(TOKENS) if mask[i, t]]
+
+    trained = [(i, t) for i in rows for t in at(record.mask, i)]
+    carried = [(i, t) for i in rows for t in at(record.kl_mask, i)]
+    measured = [i for i in rows if record.exact_rows[i]]
+    exact = [(i, t) for i in measured for t in at(record.kl_mask, i)]
+
+    def mean(values) -> float:
+        values = list(values)
+        return sum(values) / len(values)
+
+    def k3(delta: float) -> float:
+        return math.exp(-delta) - 1 + delta
+
+    def over(what: torch.Tensor, places) -> float:
+        return mean(float(what[p]) for p in places)
+
+    def delta(other: torch.Tensor, place) -> float:
+        return float(record.policy[place]) - float(other[place])
+
+    groups = [[float(record.rewards[i]) for i in range(g, g + GROUP)] for g in range(0, len(record.rewards), GROUP)]
+    spreads = [math.sqrt(sum((x - mean(g)) ** 2 for x in g) / (GROUP - 1)) for g in groups]
+    mismatch = [float(record.sampler[p]) - float(record.policy[p]) for p in trained]
+    sizes = sorted(abs(delta(record.ref, p)) for p in carried)
+    return {
+        "reward": mean(x for g in groups for x in g),
+        "reward_std": mean(spreads),
+        "groups/saturated": mean(float(len(set(g)) == 1) for g in groups),
+        "length/mean": mean(float(n) for n in record.lengths),
+        "length/truncated": mean(float(not ended) for ended in record.ended),
+        "policy/entropy": over(record.entropy, trained),
+        "policy/logp_mean": over(record.policy, trained),
+        "ref/logp_mean": over(record.ref, trained),
+        "sampler/k1": mean(mismatch),
+        "sampler/k3": mean(k3(x) for x in mismatch),
+        "kl/k1": mean(delta(record.ref, p) for p in carried),
+        "kl/k3": mean(k3(delta(record.ref, p)) for p in carried),
+        "kl/k1_sequence": sum(delta(record.ref, p) for p in carried) / len(rows),
+        "kl/k3_sequence": sum(k3(delta(record.ref, p)) for p in carried) / len(rows),
+        "kl/k1_original": mean(delta(record.original, p) for p in carried),
+        "kl/k3_original": mean(k3(delta(record.original, p)) for p in carried),
+        "kl/log_ratio_max": sizes[-1],
+        "kl/log_ratio_p99": sizes[min(len(sizes) - 1, int(0.99 * len(sizes)))],
+        "kl/exact": over(record.exact, exact),
+        "kl/exact_forward": over(record.exact_forward, exact),
+        "kl/exact_sequence": sum(float(record.exact[p]) for p in exact) / len(measured),
+    }
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_metrics_are_those_of_plain_loops(seed):
+    record = record_of(seed)
+    expected = plainly(record)
+    assert expected["groups/saturated"] == pytest.approx(1 / 3) and expected["kl/k1"] != expected["kl/k1_sequence"]
+    found = step_metrics(record, group_size=GROUP)
+    assert found.keys() == expected.keys() <= METRICS.keys()
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf"), 1e30])
+def test_what_stands_in_masked_places_changes_nothing(poison):
+    record = record_of()
+    tokens = ("policy", "sampler", "entropy", "ref", "original", "exact", "exact_forward")
+    spoiled = {name: torch.where(record.mask, getattr(record, name), poison) for name in tokens}
+    assert step_metrics(replace(record, **spoiled), group_size=GROUP) == step_metrics(record, group_size=GROUP)
+
+
+def test_tokens_without_a_kl_count_for_the_policy_only():
+    record = record_of()
+    spoiled = replace(record, exact=torch.where(record.kl_mask, record.exact, 9.0))
+    spoiled = replace(spoiled, original=torch.where(record.kl_mask, record.original, -50.0))
+    assert step_metrics(spoiled, group_size=GROUP) == step_metrics(record, group_size=GROUP)
+
+
+def test_more_padding_changes_nothing():
+    record = record_of()
+    wider = {
+        f.name: pad_tokens(x, TOKENS + 4)
+        for f in fields(record)
+        if (x := getattr(record, f.name)) is not None and x.ndim == 2
+    }
+    found = step_metrics(replace(record, **wider), group_size=GROUP)
+    assert found == pytest.approx(step_metrics(record, group_size=GROUP), rel=1e-6)
+
+
+def test_whole_groups_in_another_order_change_nothing():
+    record = record_of()
+    order = torch.tensor([8, 9, 10, 11, 0, 1, 2, 3, 4, 5, 6, 7])
+    moved = replace(record, **{f.name: getattr(record, f.name)[order] for f in fields(record)})
+    found = step_metrics(moved, group_size=GROUP)
+    assert found == pytest.approx(step_metrics(record, group_size=GROUP), rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("count", [1, 2, 99, 100, 101, 1000])
+def test_the_99th_percentile_has_99_in_100_at_or_below_it_and_is_one_of_the_values(count):
+    size = torch.randperm(count, generator=torch.Generator().manual_seed(0)).float() + 1
+    everywhere = torch.ones(1, count, dtype=torch.bool)
+    zero = torch.zeros(1, count)
+    record = StepRecord(
+        mask=everywhere,
+        kl_mask=everywhere,
+        policy=zero,
+        sampler=zero,
+        entropy=zero,
+        rewards=torch.zeros(1),
+        ended=torch.ones(1, dtype=torch.bool),
+        lengths=torch.tensor([count]),
+        ref=size[None] * torch.where(size % 2 > 0, 1e-3, -1e-3),
+    )
+    found = step_metrics(replace(record, rewards=torch.zeros(2)), group_size=2)["kl/log_ratio_p99"] * 1e3
+    assert round(found) == pytest.approx(found, abs=1e-3)
+    at_or_below, above = round(found), count - round(found)
+    assert at_or_below >= 0.99 * count and above <= 0.01 * count
+    assert found >= 0.98 * count, "and it is not simply the largest of many"
+    assert count < 1000 or round(found) < count
+
+
+def test_without_reference_there_is_no_kl():
+    record = replace(record_of(), ref=None, original=None, exact=None, exact_forward=None, exact_rows=None)
+    found = step_metrics(record, group_size=GROUP)
+    assert not [name for name in found if name.startswith(("kl/", "ref/"))]
+    assert found["reward"] == pytest.approx(plainly(record_of())["reward"], rel=1e-5)
+
+
+def test_where_nothing_carries_a_kl_it_is_zero_and_nothing_is_nan():
+    record = replace(record_of(), kl_mask=torch.zeros(ROWS, TOKENS, dtype=torch.bool))
+    found = step_metrics(record, group_size=GROUP)
+    assert found["kl/k3"] == found["kl/k1"] == found["kl/exact"] == found["kl/exact_sequence"] == 0
+    assert all(math.isfinite(value) for value in found.values())
+
+
+def test_an_exact_kl_that_was_measured_nowhere_is_left_out():
+    found = step_metrics(replace(record_of(), exact_rows=torch.zeros(ROWS, dtype=torch.bool)), group_size=GROUP)
+    assert "kl/k3" in found and not [name for name in found if "exact" in name]
+
+
+def test_padding_is_on_the_right_and_zero():
+    assert pad_tokens(torch.tensor([[1.0, 2.0]]), 4).tolist() == [[1.0, 2.0, 0.0, 0.0]]
+    assert pad_tokens(torch.tensor([[True]]), 3).tolist() == [[True, False, False]]

@@ -1,0 +1,300 @@
+"""The pipeline from scratch: the printed value, the gradient that was meant, and a loop that learns."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tests.training.conftest import disturb, tiny_llama
+from tests.training.test_sampling import sample
+from torch.utils.tensorboard import SummaryWriter
+
+from klamp.config import KLConfig
+from klamp.core.masking import Totals
+from klamp.errors import ConfigError, DataError, EmptyMaskError, NonFiniteError, RewardError, ShapeError
+from klamp.tasks.arithmetic import arithmetic_tokenizer
+from klamp.training.config import OptimConfig, RolloutConfig
+from klamp.training.loop import compute_kl_divergence, compute_loss, grpo_microbatch_step, log_train, train
+from klamp.training.scoring import score, select
+
+V = 6
+"""Tokens of the enumerated vocabulary."""
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def expected_gradient(loss_of_token) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradient of a loss in the logits, averaged over every token the policy could sample; and the true ones."""
+    logits = drawn(V).requires_grad_(True)
+    ref = drawn(V, seed=1).log_softmax(-1)
+    policy = logits.log_softmax(-1)
+    probs = policy.detach().exp()
+    # one row per token, one position each
+    losses = loss_of_token(policy[:, None], ref[:, None])
+    (found,) = torch.autograd.grad((probs * losses.reshape(V)).sum(), logits, retain_graph=True)
+    (reverse,) = torch.autograd.grad((policy.exp() * (policy - ref)).sum(), logits, retain_graph=True)
+    (forward,) = torch.autograd.grad((ref.exp() * (ref - policy)).sum(), logits)
+    return found, reverse, forward
+
+
+def data(rows: int = 4, tokens: int = 5):
+    """Log-probabilities of old, policy and reference, advantages, and a mask with holes."""
+    old, policy, ref = (-drawn(rows, tokens, seed=s).abs() - 0.1 for s in range(3))
+    policy = (old + 0.3 * (policy - old)).requires_grad_(True)
+    mask = torch.ones(rows, tokens, dtype=torch.bool)
+    mask[0, 3:] = mask[2, 1:] = mask[3, 2] = False
+    return policy, old, ref, drawn(rows, seed=9), mask
+
+
+def printed(policy, old, ref, advantages, mask, kl_coef: float, clip: float) -> torch.Tensor:
+    """PPO's clipped loss + kl_coef * mean(log policy - log ref) over response tokens, as document 001 prints it."""
+    ratio = (policy - old).exp()
+    ppo = -torch.minimum(ratio * advantages[:, None], ratio.clamp(1 - clip, 1 + clip) * advantages[:, None])
+    return (ppo[mask]).mean() + kl_coef * (policy - ref)[mask].mean()
+
+
+# the pieces ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_divergence_has_the_printed_value_and_the_gradient_of_the_reverse_kl():
+    policy, ref = drawn(3, 4), drawn(3, 4, seed=1)
+    torch.testing.assert_close(compute_kl_divergence(policy, ref), policy - ref)
+    found, reverse, forward = expected_gradient(compute_kl_divergence)
+    torch.testing.assert_close(found, reverse, rtol=0, atol=1e-12)
+    assert found.abs().max() > 0.05
+    assert (found - forward).abs().max() > 0.01
+    as_printed, _, _ = expected_gradient(lambda policy, ref: policy - ref)
+    assert as_printed.abs().max() < 1e-12, "differentiated as printed, nothing is left"
+
+
+def test_the_divergence_refuses_shapes_that_differ(shapes_unchecked):
+    with pytest.raises(ShapeError):
+        compute_kl_divergence(torch.zeros(2, 3), torch.zeros(2, 4))
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.7])
+@pytest.mark.parametrize("clip", [0.2, 0.05])
+def test_the_loss_has_the_value_that_the_document_prints(kl_coef, clip):
+    policy, old, ref, advantages, mask = data()
+    loss, seen = compute_loss(policy, old, advantages, mask, ref_log_probs=ref, kl_coef=kl_coef, cliprange=clip)
+    expected = printed(policy, old, ref, advantages, mask, kl_coef, clip)
+    torch.testing.assert_close(loss, expected)
+    k1 = float((policy - ref)[mask].mean())
+    assert float(seen["kl_penalty_mean"]) == pytest.approx(kl_coef * k1)
+    assert float(seen["kl_mean"]) == pytest.approx(k1)
+    assert float(seen["policy_loss"]) == pytest.approx(float(printed(policy, old, ref, advantages, mask, 0.0, clip)))
+    outside = ((policy - old).exp() - 1)[mask]
+    sign = advantages[:, None].expand_as(policy)[mask]
+    bound = ((outside > clip) & (sign > 0)) | ((outside < -clip) & (sign < 0))
+    assert float(seen["clip_fraction"]) == pytest.approx(float(bound.double().mean()))
+    assert float(seen["log_prob_mean"]) == pytest.approx(float(policy[mask].mean()))
+    assert not any(x.requires_grad for x in seen.values())
+
+
+def test_the_losss_kl_pulls_as_the_reverse_kl_does():
+    def kl_part(policy, ref):
+        everywhere = torch.ones_like(policy, dtype=torch.bool)
+        rows = [
+            compute_loss(p[None], None, torch.zeros(1).double(), e[None], ref_log_probs=r[None], kl_coef=0.5)[0]
+            for p, r, e in zip(policy, ref, everywhere, strict=True)
+        ]
+        return torch.stack(rows)
+
+    found, reverse, _ = expected_gradient(kl_part)
+    torch.testing.assert_close(found, 0.5 * reverse, rtol=0, atol=1e-12)
+
+
+def test_without_old_log_probs_the_ratio_is_one():
+    policy, _, _, advantages, mask = data()
+    loss, seen = compute_loss(policy, None, advantages, mask)
+    assert float(loss) == pytest.approx(float(-advantages[:, None].expand_as(policy)[mask].mean()))
+    assert float(seen["clip_fraction"]) == 0 and float(seen["kl_penalty_mean"]) == 0
+    (slope,) = torch.autograd.grad(loss, policy)
+    expected = torch.where(mask, -advantages[:, None].expand_as(policy), 0.0) / mask.sum()
+    torch.testing.assert_close(slope, expected)
+
+
+def test_any_other_kl_can_be_had():
+    policy, old, ref, advantages, mask = data()
+    kl = KLConfig(beta=0.4, kl_estimator="k3", kl_gradient="forward")
+    loss, seen = compute_loss(policy, old, advantages, mask, ref_log_probs=ref, kl=kl)
+    delta = (policy - ref)[mask]
+    assert float(seen["kl_penalty_mean"]) == pytest.approx(float(0.4 * ((-delta).exp() - 1 + delta).mean()))
+    assert float(loss) == pytest.approx(float(seen["policy_loss"] + seen["kl_penalty_mean"]))
+
+
+def test_parts_of_a_batch_add_up_to_the_whole():
+    policy, old, ref, advantages, mask = data()
+    given = {"kl_coef": 0.3}
+    whole, _ = compute_loss(policy, old, advantages, mask, ref_log_probs=ref, **given)
+    (slope,) = torch.autograd.grad(whole, policy)
+    totals, sums, slopes = Totals(4.0, float(mask.sum()), float(mask.sum())), 0.0, torch.zeros_like(policy)
+    for rows in (slice(0, 1), slice(1, 4)):
+        part, _ = compute_loss(
+            policy[rows], old[rows], advantages[rows], mask[rows], ref_log_probs=ref[rows], totals=totals, **given
+        )
+        sums += float(part)
+        slopes += torch.autograd.grad(part, policy)[0]
+    assert sums == pytest.approx(float(whole))
+    torch.testing.assert_close(slopes, slope)
+
+
+def test_what_cannot_work_is_refused():
+    policy, old, ref, advantages, mask = data()
+    with pytest.raises(ConfigError, match="no reference"):
+        compute_loss(policy, old, advantages, mask, kl_coef=0.1)
+    with pytest.raises(ConfigError, match="both given"):
+        compute_loss(policy, old, advantages, mask, ref_log_probs=ref, kl_coef=0.1, kl=KLConfig())
+    with pytest.raises(ConfigError, match="beta must be"):
+        compute_loss(policy, old, advantages, mask, ref_log_probs=ref, kl_coef=-0.1)
+    with pytest.raises(EmptyMaskError):
+        compute_loss(policy, old, advantages, torch.zeros_like(mask))
+    with pytest.raises(NonFiniteError):
+        compute_loss(policy, old, advantages, mask, ref_log_probs=ref * float("nan"), kl_coef=0.1)
+
+
+class Untouched(torch.nn.Module):
+    """A model that must not be called."""
+
+    def forward(self, *args, **kwargs):
+        raise AssertionError("scored without need")
+
+
+def stepped(parts: list[list[int]], *, kl_coef: float) -> tuple[float, float, dict[str, torch.Tensor]]:
+    """Loss, KL and gradient of a policy over the parts of twelve completions."""
+    model, ref = tiny_llama(), tiny_llama()
+    disturb(model, size=0.03)
+    completions = sample(tiny_llama(), prompts=["12+34=", "rev abcde=", "9-1="] * 4)
+    advantages = torch.linspace(-1.5, 1.5, 12)
+    old = score(ref, completions, temperature=0.9).logprobs.detach()
+    tokens = float(completions.mask.sum())
+    loss = penalty = 0.0
+    for rows in parts:
+        part = select(completions, torch.tensor(rows))
+        found, seen = grpo_microbatch_step(
+            model,
+            part,
+            advantages[rows],
+            old_log_probs=old[rows, : part.ids.shape[1]],
+            ref_model=ref if kl_coef else Untouched(),
+            kl_coef=kl_coef,
+            temperature=0.9,
+            totals=None if len(parts) == 1 else Totals(12.0, tokens, tokens),
+        )
+        assert not found.requires_grad
+        loss, penalty = loss + float(found), penalty + float(seen["kl_penalty_mean"])
+    assert all(p.grad is None for p in ref.parameters())
+    return loss, penalty, {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.5])
+def test_micro_batches_add_up_exactly(kl_coef):
+    loss, penalty, gradient = stepped([list(range(12))], kl_coef=kl_coef)
+    assert (abs(penalty) > 0.01) == (kl_coef > 0)
+    for parts in (
+        [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11]],
+        [[i] for i in range(12)],
+        [[3, 0, 11], [*range(4, 11), 1, 2]],
+    ):
+        other_loss, other_penalty, other = stepped(parts, kl_coef=kl_coef)
+        assert (other_loss, other_penalty) == pytest.approx((loss, penalty), abs=1e-6)
+        for name, slope in gradient.items():
+            torch.testing.assert_close(other[name], slope, rtol=1e-5, atol=2e-6)
+
+
+def test_a_micro_batch_with_a_kl_needs_a_reference():
+    completions = sample(tiny_llama(), prompts=["1+1="])
+    with pytest.raises(ConfigError, match="no reference") as caught:
+        grpo_microbatch_step(Untouched(), completions, torch.ones(1), kl_coef=0.1)
+    assert caught.value.got and caught.value.why and caught.value.fix
+
+
+# the loop ------------------------------------------------------------------------------------------------------------
+
+ROLLOUT = RolloutConfig(prompts_per_step=4, num_generations=6, max_completion_length=6)
+
+
+def short(prompt: str, completion: str) -> float:
+    return -float(len(completion))
+
+
+def trained(*, steps: int, seed: int = 0, **changes):
+    """A tiny model trained to be brief; the model and its history."""
+    model = tiny_llama()
+    settings = {"rollout": ROLLOUT, "reward": short, "ref_model": tiny_llama(), "kl_coef": 0.05, **changes}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    reward, prompts = settings.pop("reward"), settings.pop("prompts", ["1+1=", "rev ab=", "5-2=", "77+8=", "1-1="])
+    history = train(model, arithmetic_tokenizer(), prompts, reward, optimizer, steps=steps, seed=seed, **settings)
+    return model, history
+
+
+def test_the_loop_learns_and_writes_to_tensorboard(tmp_path):
+    with SummaryWriter(str(tmp_path)) as writer:
+        _, history = trained(steps=20, writer=writer)
+    start, end = (sum(row["reward"] for row in part) / 4 for part in (history[:4], history[-4:]))
+    assert end > start + 1.5
+    assert history[0]["kl"] == pytest.approx(0, abs=1e-6) and abs(history[-1]["kl"]) > 0.01
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert {"train/kl_penalty", "train/loss", "train/reward", "train/grad_norm"} <= set(events.Tags()["scalars"])
+    for name in ("kl_penalty", "loss"):
+        seen = [(e.step, e.value) for e in events.Scalars(f"train/{name}")]
+        assert seen == [(i, pytest.approx(row[name], rel=1e-5)) for i, row in enumerate(history, start=1)]
+    for row in history:
+        assert row["kl_penalty"] == pytest.approx(0.05 * row["kl"], abs=1e-7)
+
+
+def test_the_loop_gives_the_same_numbers_in_any_number_of_parts():
+    _, history = trained(steps=2)
+    for parts in (5, 99):
+        _, other = trained(steps=2, optim=OptimConfig(gradient_accumulation_steps=parts))
+        for row, expected in zip(other, history, strict=True):
+            assert row == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    _, other = trained(steps=2, seed=1)
+    assert other[0]["reward"] != history[0]["reward"]
+
+
+def test_the_loop_bounds_the_gradient_unless_told_not_to():
+    moved = {}
+    for bound in (0.0, 1e-3):
+        model, optimizer = tiny_llama(), None
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        start = [p.detach().clone() for p in model.parameters()]
+        (row,) = train(
+            model, arithmetic_tokenizer(), ["1+1="], short, optimizer, steps=1, rollout=ROLLOUT,
+            optim=OptimConfig(max_grad_norm=bound),
+        )  # fmt: skip
+        step = torch.cat([(a - b.detach()).flatten() for a, b in zip(start, model.parameters(), strict=True)])
+        moved[bound] = float(step.norm()), row["grad_norm"]
+    assert moved[0.0][0] == pytest.approx(moved[0.0][1], rel=1e-4)
+    assert moved[1e-3][0] == pytest.approx(1e-3, rel=1e-2)
+    assert moved[1e-3][1] == pytest.approx(moved[0.0][1], rel=1e-4), "the norm that is logged is the one before"
+
+
+def test_the_loop_without_a_kl_needs_no_reference():
+    _, history = trained(steps=1, kl_coef=0.0, ref_model=Untouched())
+    assert history[0]["kl_penalty"] == history[0]["kl"] == 0.0
+
+
+def test_the_loop_refuses_what_it_cannot_use():
+    with pytest.raises(ConfigError, match="no reference"):
+        trained(steps=1, ref_model=None)
+    with pytest.raises(DataError, match="no prompts"):
+        trained(steps=1, prompts=[])
+    for reward in (lambda prompt, completion: float("nan"), lambda prompt, completion: 1 / 0):
+        with pytest.raises(RewardError) as caught:
+            trained(steps=1, reward=reward)
+        assert "1+1=" in str(caught.value)
+
+
+def test_a_steps_line_reads_as_documented(caplog):
+    metrics = {"kl_penalty": 0.00123, "reward": 0.5, "length": 4.0, "loss": 0.12341, "grad_norm": 0.5678}
+    expected = "Step 1 | Loss: 0.1234 | Grad norm: 0.5678 | Reward: 0.5000 | KL penalty: 0.0012"
+    with caplog.at_level(logging.INFO, logger="klamp.training.loop"):
+        assert log_train(1, metrics) == expected
+    assert caplog.messages == [expected]
+    assert log_train(7, {"loss": 1.0}) == "Step 7 | Loss: 1.0000"

@@ -1,0 +1,98 @@
+"""Source document 004's two questions: exact numbers by other routes, samples that agree, and answers that can fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from klamp.core.estimators import ESTIMATORS
+from klamp.verify.answers import (
+    Sampled,
+    answer_direction,
+    direction_worlds,
+    draw,
+    follow,
+    klamps_k3,
+    printed_form,
+    reversed_form,
+)
+from klamp.verify.oracle import expected, reverse_kl
+from klamp.verify.tabular import one_position, random_chain
+
+
+def test_the_reversed_formula_is_chi_squared_minus_the_kl() -> None:
+    for chain in (direction_worlds()[name] for name in ("near", "far")):
+        p, q = (chain.logprobs(who)[0].detach().exp() for who in ("policy", "ref"))
+        chi_squared = (p**2 / q).sum() - 1
+        assert expected(chain, reversed_form).item() == pytest.approx((chi_squared - reverse_kl(chain)).item())
+
+
+def test_samples_agree_with_the_expectation_and_their_error_shrinks() -> None:
+    chain = random_chain(0, vocab=4, length=2)
+    exact = expected(chain, klamps_k3).item()
+    few, many = (draw(chain, klamps_k3, samples=n, seed=1) for n in (1_000, 100_000))
+    assert many.fits(exact)
+    assert few.error / many.error == pytest.approx(10, rel=0.3)
+    assert draw(chain, klamps_k3, samples=1_000, seed=1) == few
+    assert draw(chain, klamps_k3, samples=1_000, seed=2) != few
+
+
+def test_a_mean_that_is_off_does_not_fit() -> None:
+    assert not Sampled(mean=1.0, error=0.01).fits(1.1)
+    assert Sampled(mean=1.0, error=0.01).fits(1.04)
+    assert Sampled(mean=1.23456, error=0.0123).text == "1.235 +- 0.01"
+
+
+def test_following() -> None:
+    chains = [random_chain(seed, vocab=4, length=1, eos=None) for seed in range(2)]
+    found, angle = follow(chains, printed_form)
+    assert found.name == "forward"
+    assert 0.5 < angle < 1
+    assert follow(chains, lambda y: y.policy_logprobs) == (("zero", 0.0), 0.0)
+
+
+def test_the_answer_about_the_direction() -> None:
+    answer = answer_direction(samples=20_000)
+    assert answer.passed
+    values, gradients = answer.tables
+    assert [row[1] for row in gradients.rows] == ["KL(ref||policy)", "neither KL", "KL(policy||ref)"]
+    document_003 = {row[0]: row for row in values.rows}[".7 .2 .1 | .8 .1 .1"]
+    by_hand = 0.7 * math.log(0.7 / 0.8) + 0.2 * math.log(2) + 0.1 * math.log(1)
+    assert float(document_003[1]) == pytest.approx(by_hand, rel=1e-3)
+    assert float(document_003[3]) == pytest.approx(by_hand, rel=1e-3)
+    assert any("KL(ref||policy), the other direction" in words for words in answer.words)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [lambda d: torch.expm1(d) - d, lambda d: -(torch.expm1(-d) + d), lambda d: torch.expm1(-d) + d + 1e-6],
+)
+def test_the_answer_fails_when_k3_is_another_formula(value, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ESTIMATORS, "k3", dataclasses.replace(ESTIMATORS["k3"], value=value))
+    answer = answer_direction(samples=1_000)
+    assert not answer.passed
+    assert any("klamp's k3 is the printed formula" in check.claim for check in answer.checks if not check.passed)
+
+
+def test_the_answer_fails_when_the_samples_do_not_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("klamp.verify.answers.printed_form", reversed_form)
+    failed = [check.claim for check in answer_direction(samples=20_000).checks if not check.passed]
+    assert "far: the samples agree" in failed
+
+
+def test_the_answer_fails_when_klamps_gradient_turns_its_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    import klamp.core.gradients as gradients
+
+    monkeypatch.setitem(gradients._COEFFICIENTS, ("token", "reverse"), lambda value, log_w, delta: -delta)
+    failed = [check.claim for check in answer_direction(samples=1_000).checks if not check.passed]
+    assert "gradient of klamp's default: value k3, gradient reverse" in failed
+
+
+def test_every_world_is_a_real_pair() -> None:
+    for chain in direction_worlds().values():
+        assert reverse_kl(chain).item() > 1e-3
+    same = one_position(torch.zeros(3), torch.zeros(3))
+    assert reverse_kl(same).item() == 0.0
