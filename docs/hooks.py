@@ -21,7 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 
 # Where the public names live: these modules, and every module below the packages among them.
-PUBLIC_MODULES = ("klamp.errors", "klamp.config", "klamp.core", "klamp.training.loop")
+PUBLIC_MODULES = ("klamp.errors", "klamp.config", "klamp.core", "klamp.verify", "klamp.training.loop")
 
 # Files of the repository that are pages of the site; every other link into the repository becomes plain text.
 PAGES = {

@@ -61,6 +61,8 @@ CONTROLLER_METHODS = {
 }
 
 MODULES = {
+    "klamp.verify": ["examine", "examine_config", "explain_config", "explain_form", "verify_all", "verify_estimators"],
+    "klamp.verify.judge": ["judge"],
     "klamp.training.loop": ["compute_kl_divergence", "compute_loss", "grpo_microbatch_step", "log_train", "train"],
 }
 

@@ -19,6 +19,7 @@ SECONDS = 240
 
 def start(target: Callable[..., None], *arguments: Any) -> BaseProcess:
     """A child that calls the function, which must be importable."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # read when the server loads torch; two processes share two cores
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["klamp.training.trainer", "tests.training.children"])
     child = context.Process(target=target, args=arguments, daemon=True)

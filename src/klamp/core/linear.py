@@ -17,8 +17,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from klamp.core._linear_autograd import LinearKL, LinearLogprobs
 from klamp.core.estimators import DIRECTIONS
-from klamp.core.linear_autograd import LinearKL, LinearLogprobs
 from klamp.core.types import Direction
 from klamp.errors import ConfigError, ShapeError, unknown_name
 
@@ -27,8 +27,9 @@ Result = TypeVar("Result")
 
 def _opaque(function: Callable[..., Result], *given: Any) -> Result:
     """The call itself; under torch.compile a graph break around it, since which rows count depends on the data."""
-    called = torch.compiler.disable(function) if torch.compiler.is_compiling() else function
-    return called(*given)
+    if torch.compiler.is_compiling():
+        return cast(Any, torch.compiler).disable(function)(*given)
+    return function(*given)
 
 
 def _check_head(name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:

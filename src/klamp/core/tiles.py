@@ -13,11 +13,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from klamp.core.masking import upcast
 
-TILE_BYTES = 16 * 2**20
-"""Size of one float32 tile of logits on a CPU; an accelerator, which wants larger products, gets 16 times that."""
+TILE_BYTES = 4 * 2**20
+"""Size of one float32 tile of logits on a CPU; an accelerator, which wants larger products, gets 64 times that."""
 TILE_ROWS = 1024
 """Most tokens in one tile."""
 
@@ -36,9 +37,7 @@ class Head(NamedTuple):
 
     def logits(self, hidden: Tensor, entries: slice) -> tuple[Tensor, Tensor | None]:
         """Logits of some entries, and d logits / d product where that is not 1; the product is rounded as usual."""
-        z = upcast(hidden @ self.weight[entries].t())
-        if self.bias is not None:
-            z += upcast(self.bias[entries])
+        z = upcast(linear(hidden, self.weight[entries], None if self.bias is None else self.bias[entries]))
         if self.softcap is not None:
             z = z.div_(self.softcap).tanh_()
             slope = (1 - z.square()).div_(self.temperature)
@@ -57,7 +56,7 @@ def _split(total: int, most: int) -> Tiles:
 def tiles(hidden: Tensor, weight: Tensor) -> tuple[Tiles, Tiles]:
     """Slices of the vocabulary and of the rows."""
     rows = max(1, min(TILE_ROWS, hidden.shape[0]))
-    size = TILE_BYTES if hidden.device.type == "cpu" else 16 * TILE_BYTES
+    size = TILE_BYTES if hidden.device.type == "cpu" else 64 * TILE_BYTES
     return _split(weight.shape[0], max(1, size // (4 * rows))), _split(hidden.shape[0], rows)
 
 
@@ -103,7 +102,7 @@ def gradients(hidden: Tensor, head: Head, needs: tuple[bool, ...], of_logits: Lo
     return [d_hidden, d_weight, d_bias]
 
 
-def headgradients(
+def head_gradients(
     grad: Tensor, hidden: Tensor, head: Head, needs: tuple[bool, ...], make: Callable[[Tensor | slice], LogitGradient]
 ) -> list[Tensor | None]:
     """`gradients` of the rows whose incoming gradient is not 0; `make(rows)` gives their gradient of the logits."""

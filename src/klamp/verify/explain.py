@@ -249,7 +249,7 @@ def _cost(kl: KLConfig, setting: Setting) -> str:
         size = 4 * setting.length * setting.vocab / 2**20
         parts.append(
             f"logits of both models: {size:,.0f} MiB each per completion of {setting.length:,} tokens and "
-            f"{setting.vocab:,} entries, in float32"
+            f"{setting.vocab:,} entries, in float32 (klamp.linear_kl forms it from hidden states without them)"
         )
     else:
         parts.append(f"{4 * setting.length / 1024:.3g} KiB of reference log-probabilities per completion")

@@ -94,10 +94,12 @@ class Chain:
 
     @property
     def vocab(self) -> int:
+        """Number of tokens."""
         return self.policy_logits.shape[-1]
 
     @property
     def on_policy(self) -> bool:
+        """Whether the policy itself samples."""
         return self.sampler_logits is None
 
     def logits(self, who: Who) -> Table:

@@ -1,0 +1,55 @@
+"""The generated pages are what their tables say now; and they are made of measurements, not of hopes."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from klamp.core.estimators import ESTIMATORS
+from klamp.diagnostics.metrics import METRICS
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")
+
+
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("klamp_docs_generate", DOCS / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("file", ["estimators.md", "metrics.md"])
+def test_the_committed_page_is_up_to_date(file: str, generate: ModuleType) -> None:
+    written = (DOCS / file).read_text(encoding="utf-8")
+    assert written == generate.PAGES[file](), f"run: python docs/generate.py (docs/{file} is not what its table says)"
+
+
+def test_every_metric_is_on_the_page(generate: ModuleType) -> None:
+    page = generate.metrics_page()
+    assert all(f"| `{name}` |" in page for name in METRICS)
+
+
+def test_every_family_of_metrics_has_a_heading(generate: ModuleType) -> None:
+    assert {generate._family(row) for row in METRICS.values()} <= set(generate.FAMILIES)
+
+
+def test_the_numbers_on_the_estimators_page_are_measured(generate: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = dataclasses.replace(ESTIMATORS["k3"], value=lambda delta: 2 * (torch.expm1(-delta) + delta))
+    monkeypatch.setitem(ESTIMATORS, "k3", row)
+    monkeypatch.setattr(generate, "TERMS", ())
+    assert "| `k3` | +100 % |" in generate.estimators_page()
+
+
+def test_bars_in_cells_do_not_split_them(generate: ModuleType) -> None:
+    (_, _, line) = generate._table(("a",), [("|x| KL(p||q)",)])
+    assert line == "| \\|x\\| KL(p‖q) |"
