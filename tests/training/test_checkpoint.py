@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,8 +21,6 @@ from klamp.training import checkpoint
 from klamp.training.config import TrainConfig
 from klamp.training.scoring import score
 from klamp.training.trainer import train_run
-
-pytestmark = pytest.mark.xdist_group("checkpoint")
 
 
 @pytest.fixture(scope="module")
@@ -137,8 +136,18 @@ def no_optimizer(folder: Path) -> None:
     (folder / "optimizer.pt").unlink()
 
 
+class Evil:
+    """Makes a folder when it is unpacked."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
 def evil_optimizer(folder: Path) -> None:
-    torch.save({"state": Path("anything but tensors")}, folder / "optimizer.pt")
+    torch.save({"state": Evil(folder / "code-was-run"), "param_groups": []}, folder / "optimizer.pt")
 
 
 def other_optimizer(folder: Path) -> None:
@@ -158,6 +167,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_works(run, damage
     error = caught.value
     assert error.got == str(run.newest) and error.why and "delete that folder" in error.fix
     assert rows_of(run.folder) == before, "and nothing of the run was touched"
+    assert not (run.newest / "code-was-run").exists(), "nothing in a checkpoint is executed"
     shutil.rmtree(run.newest)  # as the message says
     summary = train_run(run.config)
     assert summary.steps == 5

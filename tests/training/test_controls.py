@@ -33,6 +33,15 @@ CONTROLS = {
     "exclusions": {"kl_exclude_prefix": 1, "kl_exclude_tokens": ["special"], "kl_horizon": "sequence"},
     "exact": {"kl_estimator": "exact", "kl_horizon": "sequence", "kl_normalizer": "sequence_sum"},
     "off-policy": {"kl_off_policy": "sequence", "kl_horizon": "sequence", "kl_max_weight": 1.5, "num_iterations": 2},
+    "dual from zero, clipped": {
+        "beta": 0.0,
+        "kl_controller": "dual",
+        "target_kl": 1e-6,
+        "kl_controller_lr": 10.0,
+        "kl_clip_method": "hard",
+        "kl_clip_threshold": 1e-7,
+        "gradient_accumulation_steps": 2,
+    },
     "bounded": {"kl_max_log_ratio": 0.01, "reference_dtype": "bfloat16"},
 }
 

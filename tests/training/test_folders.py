@@ -51,8 +51,9 @@ def test_other_files_a_file_and_nothing_to_resume_are_refused(tmp_path):
     other = held(tmp_path / "other", "thesis.tex")
     with pytest.raises(RunFolderError, match="holds other files"):
         check_folder(other, resume=False)
-    with pytest.raises(RunFolderError, match="is a file"):
+    with pytest.raises(RunFolderError, match="is a file") as caught:
         check_folder(other / "thesis.tex", resume=False)
+    assert caught.value.got and caught.value.why and caught.value.fix
     for folder in (other, tmp_path / "missing"):
         with pytest.raises(RunFolderError, match="no run to continue") as caught:
             check_folder(folder, resume=True)

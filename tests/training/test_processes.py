@@ -21,8 +21,6 @@ from klamp.training import checkpoint
 from klamp.training.config import TrainConfig
 from klamp.training.trainer import train_run
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 COMMON = {**TINY, "prompts_per_step": 4, "eval_size": 5, "beta": 0.05, "warmup_steps": 0}
 HARD = {
     "gradient_accumulation_steps": 3,
@@ -36,7 +34,14 @@ HARD = {
 }
 ADVANTAGE = {"kl_estimator": "k1", "kl_placement": "advantage", "kl_horizon": "sequence", "lora_r": 2}
 EXACT = {"kl_estimator": "exact", "mask_truncated_completions": True, "kl_exclude_tokens": (5, 9), "loss_type": "bnpo"}
-SAME = {"default": {}, "hard": HARD, "advantage": ADVANTAGE, "exact": EXACT}
+SOFT = {
+    "kl_clip_method": "soft",
+    "kl_clip_level": "batch",
+    "kl_clip_threshold": 0.8,
+    "kl_clip_temperature": 0.25,
+    "learning_rate": 1e-2,
+}
+SAME = {"default": {}, "hard": HARD, "advantage": ADVANTAGE, "exact": EXACT, "soft": SOFT}
 """What two processes must train as one does."""
 
 

@@ -20,7 +20,6 @@ from klamp.training.observers import RunInfo
 from klamp.training.runlog import RunLog, plain, versions
 from klamp.training.trainer import train_run
 
-pytestmark = pytest.mark.xdist_group("runlog")
 SKILLS = ("addition", "subtraction", "reversal")
 
 

@@ -18,8 +18,6 @@ from klamp.training.config import TrainConfig
 from klamp.training.observers import Observer
 from klamp.training.trainer import Trainer, train_run
 
-pytestmark = pytest.mark.xdist_group("trainer")
-
 
 class Recorder(Observer):
     """Writes down every call of a run."""

@@ -37,7 +37,12 @@ def check_folder(folder: Path, *, resume: bool) -> None:
     """
     held = folder.is_dir() and any(folder.iterdir())
     if folder.exists() and not folder.is_dir():
-        raise RunFolderError("the output folder is a file", got=str(folder), fix="choose another --output_dir")
+        raise RunFolderError(
+            "the output folder is a file",
+            got=str(folder),
+            why="a run writes several files into a folder",
+            fix="choose another --output_dir",
+        )
     if held and not resume:
         what = "another run" if (folder / CONFIG).exists() else "other files"
         raise RunFolderError(

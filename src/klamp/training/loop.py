@@ -106,7 +106,12 @@ def compute_loss(
     Source: source document 001
     """
     if kl is not None and kl_coef:
-        raise ConfigError("kl_coef and kl are both given", got=f"kl_coef={kl_coef}", fix="set kl's beta instead")
+        raise ConfigError(
+            "kl_coef and kl are both given",
+            got=f"kl_coef={kl_coef}, kl with beta={kl.beta}",
+            why="both say how much of the KL enters",
+            fix="set kl's beta, and leave kl_coef out",
+        )
     term = kl if kl is not None else KLConfig(beta=kl_coef, kl_estimator="k1", kl_gradient="reverse")
     objective = build_objective(term, LossConfig(loss_type="dapo", epsilon=cliprange), max_length=1)
     mask = response_mask.bool()
