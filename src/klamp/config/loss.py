@@ -90,7 +90,8 @@ def build_objective(kl: KLConfig, loss: LossConfig, *, max_length: int) -> Objec
     Raises:
         ConfigError: the KL in the reward together with advantages divided by the group's std.
     """
-    if kl.beta > 0 and kl.kl_placement == "reward" and loss.scale == "std":
+    used = kl.beta > 0 or kl.controller_name != "fixed"
+    if used and kl.kl_placement == "reward" and loss.scale == "std":
         raise ConfigError(
             "the KL in the reward cannot be combined with advantages divided by the group's std",
             got=f"kl_placement='reward', loss_type={loss.loss_type!r}, scale_rewards='std'",

@@ -1,0 +1,33 @@
+"""The objective that a KL and a loss configuration describe together."""
+
+from __future__ import annotations
+
+import pytest
+
+from klamp.config import LOSS_TYPES, KLConfig, LossConfig, build_objective
+from klamp.errors import ConfigError
+
+IN_REWARD = {"kl_estimator": "k1", "kl_placement": "reward", "kl_horizon": "sequence"}
+
+
+@pytest.mark.parametrize("beta", [{"beta": 0.1}, {"beta": 0.0, "kl_controller": "dual", "target_kl": 0.1}])
+def test_the_kl_in_the_reward_is_refused_with_std_scaled_advantages(beta):
+    kl = KLConfig(**IN_REWARD, **beta)
+    with pytest.raises(ConfigError, match="divided by the group's std"):
+        build_objective(kl, LossConfig(loss_type="grpo"), max_length=8)
+    build_objective(kl, LossConfig(loss_type="grpo", scale_rewards="none"), max_length=8)
+    build_objective(kl, LossConfig(loss_type="dr_grpo"), max_length=8)
+
+
+def test_without_a_kl_there_is_nothing_to_refuse():
+    build_objective(KLConfig(beta=0, **IN_REWARD), LossConfig(), max_length=8)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_a_loss_type_fixes_reduction_and_scaling(loss_type):
+    loss = LossConfig(loss_type=loss_type, epsilon=0.1)
+    objective = build_objective(KLConfig(beta=0.3), loss, max_length=8)
+    expected = {"grpo": "sequence_mean", "bnpo": "token_mean", "dr_grpo": "fixed_length", "dapo": "token_mean"}
+    assert objective.reduction == expected[loss_type]
+    assert loss.scale == ("none" if loss_type == "dr_grpo" else "std")
+    assert (objective.beta, objective.clip_low, objective.clip_high, objective.max_length) == (0.3, 0.1, 0.1, 8)
