@@ -151,6 +151,20 @@ def test_the_measured_reference_length_is_logged_and_frozen(config_of, tmp_path)
     assert len({s["length/mean"] for s in steps}) > 1
 
 
+@pytest.mark.parametrize("placement", ["reward", "advantage"])
+def test_a_huge_threshold_takes_the_kl_out_of_reward_and_advantage_too(placement, config_of, tmp_path):
+    given = {"kl_estimator": "k1", "kl_horizon": "sequence", "scale_rewards": "none", "learning_rate": 2e-2}
+    given |= {"kl_placement": placement}
+    clipped = {"kl_clip_method": "hard", "kl_clip_threshold": 1e6}
+    train_run(config_of(output_dir=str(tmp_path / "none"), beta=0, kl_monitor=True, **given))
+    train_run(config_of(output_dir=str(tmp_path / "huge"), beta=0.5, **given, **clipped))
+    train_run(config_of(output_dir=str(tmp_path / "held"), beta=0.5, **given))
+    none, huge, held = (steps_of(tmp_path / name) for name in ("none", "huge", "held"))
+    norm = "train/grad_norm"
+    assert [s[norm] for s in huge] == pytest.approx([s[norm] for s in none], rel=1e-5)
+    assert [s[norm] for s in held] != pytest.approx([s[norm] for s in none], rel=1e-3)
+
+
 def test_a_zero_threshold_trains_as_no_clip(config_of, tmp_path):
     train_run(config_of(output_dir=str(tmp_path / "none"), beta=0.1))
     clipped = {"kl_clip_method": "hard", "kl_clip_threshold": 0.0}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from klamp.core.advantages import group_advantages
-from klamp.core.clipping import gate_kl
+from klamp.core.clipping import clip_gate, gate_kl, kl_budget
 from klamp.core.estimators import ESTIMATORS, exact_kl
 from klamp.core.gradients import masked_log_ratio
 from klamp.core.masking import Totals, masked_sum
@@ -225,6 +225,14 @@ def _gate(context: Context, rollout: Rollout, exact: Tensor, term: KLTerm) -> Te
     return gate_kl(per_sequence, level=level, group_size=context.config.rollout.num_generations)
 
 
+def _clip_factor(term: KLTerm, rollout: Rollout) -> float | Tensor:
+    """What the clip leaves of each completion's KL in the reward: the gate, as for the other placements."""
+    if rollout.gate_kl is None:
+        return 1.0
+    budget = kl_budget(term.clip_threshold, per_token=term.clip_per_token, reference_length=rollout.reference_length)
+    return clip_gate(rollout.gate_kl, budget, method=term.clip_method, temperature=term.clip_temperature)
+
+
 def _with_advantages(context: Context, rollout: Rollout, beta: float) -> Rollout:
     rewards, loss = rollout.rewards, context.config.loss
     if beta > 0 and context.objective.kl.placement == "reward":
@@ -235,7 +243,7 @@ def _with_advantages(context: Context, rollout: Rollout, beta: float) -> Rollout
             rollout.kl_mask,
             max_log_ratio=context.objective.kl.max_log_ratio,
         )
-        rewards = kl_in_reward(rewards, spent, beta=beta)
+        rewards = kl_in_reward(rewards, spent * _clip_factor(context.objective.kl, rollout), beta=beta)
     advantages = group_advantages(
         rewards, context.config.rollout.num_generations, scale=loss.scale, baseline=loss.advantage_baseline
     )
