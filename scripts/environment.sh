@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv-NAME: klamp beside a trainer that it plugs into, every version pinned in constraints-NAME.txt.
 #
-#   scripts/environment.sh trl     trl, liger-kernel and torchrl
 #   scripts/environment.sh verl    verl, as far as it goes without a GPU
 #
 # PYTHON names the interpreters to try (default: python3.11 python3), of which the first that is 3.11 or newer is taken.
@@ -17,10 +16,6 @@ cd "$(dirname "$0")/.."
 name="${1:-}"
 tests=(beartype filelock hypothesis jaxtyping pytest pytest-timeout)
 case "$name" in
-  trl)
-    packages=(trl torchrl)
-    without_dependencies=(liger-kernel) # it asks for triton, which its audited part does not import
-    ;;
   verl)
     packages=(
       packaging cloudpickle orjson pyvers importlib_metadata hydra-core omegaconf codetiming pandas pyarrow ray
@@ -29,7 +24,7 @@ case "$name" in
     without_dependencies=(verl tensordict)
     ;;
   *)
-    echo "usage: scripts/environment.sh trl|verl" >&2
+    echo "usage: scripts/environment.sh verl" >&2
     exit 2
     ;;
 esac
@@ -58,7 +53,9 @@ install torch
 before="$(of_torch)"
 install "${packages[@]}" "${tests[@]}"
 # pip's closing check names what was left out on purpose; what is missing in earnest shows in the tests.
-install --no-deps "${without_dependencies[@]}" 2> "$folder/pip.log" || { cat "$folder/pip.log" >&2; exit 1; }
+if [[ ${#without_dependencies[@]} -gt 0 ]]; then
+  install --no-deps "${without_dependencies[@]}" 2> "$folder/pip.log" || { cat "$folder/pip.log" >&2; exit 1; }
+fi
 "$python" -m pip --disable-pip-version-check install -qq --no-deps --editable .
 after="$(of_torch)"
 if [[ "$before" != "$after" ]]; then

@@ -11,8 +11,9 @@ import torch
 from klamp.core.estimators import exact_kl
 from klamp.core.gradients import kl_penalty
 from klamp.core.masking import Totals, reduce_tokens
-from klamp.core.objective import KLTerm, Objective, grpo_loss
+from klamp.core.objective import Objective, grpo_loss
 from klamp.core.surrogates import ppo_clip
+from klamp.core.term import KLTerm
 from klamp.core.types import Batch
 from klamp.errors import ConfigError, KlampError
 from klamp.verify.oracle import examine, truths

@@ -19,8 +19,8 @@ from klamp.core import controllers
 from klamp.core.clipping import CLIP_LEVELS, CLIP_METHODS, ClipLevel
 from klamp.core.controllers import Controller
 from klamp.core.gradients import check_bound, check_gradient_choice
-from klamp.core.objective import KLTerm, OffPolicy, Placement
 from klamp.core.schedules import KL_SCHEDULES, KLSchedule, kl_schedule_factor
+from klamp.core.term import KLTerm, OffPolicy, Placement
 from klamp.core.types import ClipMethod, Gradient, Horizon, Reduction, Value
 from klamp.errors import ConfigError, unknown_name
 

@@ -82,16 +82,29 @@ def check_batch(batch: Batch, *, part: bool = False) -> None:
     policy = batch.policy_logprobs
     check_shape("mask", batch.mask, policy)
     check_mask(batch.mask, part=part)
+    scored = batch.mask if batch.kl_weight is None else batch.mask & _check_weight(batch.kl_weight, policy)
     for name in ("policy_logprobs", "old_logprobs", "ref_logprobs", "sampler_logprobs"):
         x: Tensor | None = getattr(batch, name)
         if x is not None:
             check_shape(name, x, policy)
-            check_logprobs(name, x, batch.mask)
+            check_logprobs(name, x, scored if name == "ref_logprobs" else batch.mask)
     for name in ("kl_mask", "exact_kl", "exact_kl_forward"):
         x = getattr(batch, name)
         if x is not None:
             check_shape(name, x, policy)
     _check_advantages(batch.advantages, policy, batch.mask)
+
+
+def _check_weight(weight: Tensor, policy: Tensor) -> Tensor:
+    """Which sequences have a KL, [B, 1]."""
+    if weight.shape != policy.shape[:1] or not bool(((weight >= 0) & weight.isfinite()).all()):
+        raise ShapeError(
+            "kl_weight must hold one finite number >= 0 per sequence",
+            got=f"kl_weight {tuple(weight.shape)}, policy_logprobs {tuple(policy.shape)}",
+            why="it is the factor on each sequence's KL; a negative one would reward leaving the reference",
+            fix="1 / share for the sequences that the reference scored, 0 for the others",
+        )
+    return (weight > 0).unsqueeze(-1)
 
 
 def _check_advantages(advantages: Tensor, policy: Tensor, mask: Mask) -> None:

@@ -60,6 +60,8 @@ class Batch:
     """Exact KL(ref || policy) at each prefix, with gradient; for kl_estimator='exact' with kl_gradient='forward'."""
     kl_mask: Mask | None = None
     """True = the token carries the KL; None: the same as `mask`."""
+    kl_weight: Float[Tensor, " batch"] | None = None
+    """Factor >= 0 on each sequence's KL; 0: its reference log-probabilities are not looked at. None: 1 for all."""
     gate_kl: Float[Tensor, " batch"] | None = None
     """KL (nats per sequence) that the clip is gated on; None: computed from this batch."""
     reference_length: Float[Tensor, " batch"] | float | None = None

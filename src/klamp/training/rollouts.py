@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from klamp.core.advantages import group_advantages
-from klamp.core.clipping import clip_gate, gate_kl, kl_budget
-from klamp.core.estimators import ESTIMATORS, exact_kl
-from klamp.core.gradients import masked_log_ratio
-from klamp.core.masking import Totals, masked_sum
-from klamp.core.objective import KLTerm
-from klamp.core.placement import kl_in_reward, sequence_log_ratio
+from klamp.core.estimators import exact_kl
+from klamp.core.masking import Totals
+from klamp.core.term import Gate, sequence_gate_kl, shifted_rewards
+from klamp.core.types import Batch
 from klamp.diagnostics.statistics import pad_tokens
 from klamp.errors import RewardError
 from klamp.tasks.base import Example
@@ -206,44 +204,33 @@ def _with_policy_pass(context: Context, rollout: Rollout, beta: float) -> Rollou
             found = exact_of(rollout, part, scores)
             exact.append(torch.zeros_like(logprobs[-1]) if found is None else pad_tokens(found, length))
     rollout = replace(rollout, old_logprobs=torch.cat(logprobs))
-    return replace(rollout, gate_kl=_gate(context, rollout, torch.cat(exact), term))
+    if term.clip_method == "none":
+        return rollout
+    everywhere = rollout.exact_rows is not None and bool(rollout.exact_rows.all())
+    batch = replace(_before_updates(context, rollout), exact_kl=torch.cat(exact) if everywhere else None)
+    return replace(rollout, gate_kl=sequence_gate_kl(batch, term, mean=lambda kl: context.gather(kl).mean()))
 
 
-def _gate(context: Context, rollout: Rollout, exact: Tensor, term: KLTerm) -> Tensor | None:
-    """Low-noise KL of each completion: exact where every completion has it, else k3 averaged over the group."""
-    if term.clip_method == "none" or rollout.old_logprobs is None or rollout.ref_logprobs is None:
-        return None
-    if rollout.exact_rows is not None and bool(rollout.exact_rows.all()):
-        per_sequence, level = masked_sum(exact, rollout.kl_mask, -1), term.clip_level
-    else:
-        delta = masked_log_ratio(rollout.old_logprobs, rollout.ref_logprobs, rollout.kl_mask)
-        per_sequence = masked_sum(ESTIMATORS["k3"].value(delta), rollout.kl_mask, -1)
-        level = "group" if term.clip_level == "sequence" else term.clip_level
-    if level == "batch":
-        mean = context.gather(per_sequence).mean()
-        return mean.expand_as(per_sequence)
-    return gate_kl(per_sequence, level=level, group_size=context.config.rollout.num_generations)
-
-
-def _clip_factor(term: KLTerm, rollout: Rollout) -> float | Tensor:
-    """What the clip leaves of each completion's KL in the reward: the gate, as for the other placements."""
-    if rollout.gate_kl is None:
-        return 1.0
-    budget = kl_budget(term.clip_threshold, per_token=term.clip_per_token, reference_length=rollout.reference_length)
-    return clip_gate(rollout.gate_kl, budget, method=term.clip_method, temperature=term.clip_temperature)
+def _before_updates(context: Context, rollout: Rollout) -> Batch:
+    """The rollout as the policy saw it before its first update."""
+    assert rollout.old_logprobs is not None
+    return Batch(
+        policy_logprobs=rollout.old_logprobs,
+        mask=rollout.mask,
+        kl_mask=rollout.kl_mask,
+        advantages=rollout.advantages,
+        ref_logprobs=rollout.ref_logprobs,
+        gate_kl=rollout.gate_kl,
+        reference_length=rollout.reference_length,
+        group_size=context.config.rollout.num_generations,
+    )
 
 
 def _with_advantages(context: Context, rollout: Rollout, beta: float) -> Rollout:
-    rewards, loss = rollout.rewards, context.config.loss
-    if beta > 0 and context.objective.kl.placement == "reward":
-        assert rollout.old_logprobs is not None and rollout.ref_logprobs is not None
-        spent = sequence_log_ratio(
-            rollout.old_logprobs,
-            rollout.ref_logprobs,
-            rollout.kl_mask,
-            max_log_ratio=context.objective.kl.max_log_ratio,
-        )
-        rewards = kl_in_reward(rewards, spent * _clip_factor(context.objective.kl, rollout), beta=beta)
+    rewards, loss, term = rollout.rewards, context.config.loss, context.objective.kl
+    if beta > 0 and term.placement == "reward":
+        batch = _before_updates(context, rollout)
+        rewards = shifted_rewards(rewards, batch, term, beta=beta, gate=Gate.of(batch, term))
     advantages = group_advantages(
         rewards, context.config.rollout.num_generations, scale=loss.scale, baseline=loss.advantage_baseline
     )

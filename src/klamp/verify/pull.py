@@ -16,7 +16,7 @@ from klamp.config import KLConfig, KLWarning, LossConfig
 from klamp.core.clipping import clip_gate, kl_budget
 from klamp.core.estimators import exact_kl
 from klamp.core.gradients import kl_penalty
-from klamp.core.objective import sequence_gate_kl
+from klamp.core.term import sequence_gate_kl
 from klamp.core.types import Batch
 from klamp.verify.judge import judge
 from klamp.verify.judgement import Probe
@@ -202,7 +202,7 @@ def _open_share(kl: KLConfig, budget: float, size: float) -> float:
     limit = true_kl / size
     temperature = kl.kl_clip_temperature * (limit / budget if budget > 0 else 1.0)
     gate = clip_gate(
-        sequence_gate_kl(batch, kl.build_term(), drawn.mask),
+        sequence_gate_kl(batch, kl.build_term()),
         limit if budget > 0 else 0.0,
         method=kl.kl_clip_method,
         temperature=temperature,

@@ -111,7 +111,7 @@ def test_a_shift_of_the_advantage_with_the_wrong_sign(monkeypatch: pytest.Monkey
     def flipped(*args: object, beta: float, **kwargs: object) -> object:
         return kl_in_advantage(*args, beta=-beta, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("klamp.core.objective.kl_in_advantage", flipped)
+    monkeypatch.setattr("klamp.core.term.kl_in_advantage", flipped)
     assert "in the advantage, reward-to-go; mixed groups" in failures(PLACEMENT)
 
 
@@ -130,7 +130,7 @@ def test_a_clip_and_a_gate_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("klamp.verify.proofs.clipping.clip_kl", at_half)
     assert {"hard: max(0, 2 - 5) + max(0, 8 - 5)", "soft: slope sigmoid(8 - 5), by autograd"} <= set(failures(CLIPS))
     monkeypatch.undo()
-    monkeypatch.setattr("klamp.core.objective.clip_gate", lambda *args, **kwargs: 0.5 * clip_gate(*args, **kwargs))
+    monkeypatch.setattr("klamp.core.term.clip_gate", lambda *args, **kwargs: 0.5 * clip_gate(*args, **kwargs))
     assert "hard clip at 0: no clip" in failures(CLIPS)
 
 

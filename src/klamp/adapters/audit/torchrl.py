@@ -55,7 +55,7 @@ def kl_loss(policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor, *, aggregati
     from torchrl.objectives.llm import GRPOLoss
 
     loss = GRPOLoss(None, kl_to_ref_coeff=1.0, entropy_bonus=False, aggregation=aggregation)
-    loss._get_cur_log_prob = lambda tensordict: (policy, SimpleNamespace(mask=mask), False)
+    loss._get_cur_log_prob = lambda tensordict: (policy, SimpleNamespace(mask=mask), False)  # pyright: ignore
     batch = TensorDict({"advantage": torch.zeros_like(policy)[..., None]}, batch_size=[len(policy)])
     batch[loss.tensor_keys.action] = torch.zeros_like(mask, dtype=torch.long)
     batch[loss.tensor_keys.sample_log_prob] = old

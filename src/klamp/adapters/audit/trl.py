@@ -64,7 +64,7 @@ def build_trainer() -> Any:
             model=_tiny_model(),
             args=config,
             processing_class=_tiny_tokenizer(),
-            reward_funcs=_no_reward,
+            reward_funcs=_no_reward,  # pyright: ignore[reportArgumentType]
             train_dataset=Dataset.from_dict({"prompt": ["a", "a"]}),
         )
     trainer.current_gradient_accumulation_steps = 1

@@ -1,0 +1,323 @@
+"""The KL term of a batch: its per-token penalty, its clip, and its place in the advantages; everything but beta.
+
+A trainer that has a loss of its own adds `token_penalty` to it, or shifts its advantages by `shifted_advantages`;
+`grpo_loss` does the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from klamp.core.clipping import ClipLevel, clip_gate, clip_kl, gate_kl, kl_budget
+from klamp.core.estimators import ESTIMATORS
+from klamp.core.gradients import (
+    clamped_share,
+    exact_penalty,
+    log_weights,
+    masked_log_ratio,
+    penalty_from_weights,
+    truncated_share,
+)
+from klamp.core.masking import masked, masked_mean, masked_sum
+from klamp.core.placement import kl_in_advantage, kl_in_reward, sequence_log_ratio
+from klamp.core.types import (
+    Batch,
+    ClipMethod,
+    Gradient,
+    Horizon,
+    Mask,
+    Reduction,
+    TokenValues,
+    Value,
+)
+from klamp.errors import ConfigError
+
+Placement: TypeAlias = Literal["loss", "reward", "advantage"]
+OffPolicy: TypeAlias = Literal["none", "token", "sequence"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLTerm:
+    """Everything about the KL but its coefficient; built and validated by `KLConfig`."""
+
+    value: Value = "k3"
+    """Estimator of the value."""
+    gradient: Gradient = "reverse"
+    """Which divergence's gradient flows."""
+    horizon: Horizon = "token"
+    """Whether a token's effect on the KL of later tokens counts."""
+    placement: Placement = "loss"
+    """Where the KL enters; `reward` is applied before the advantages are formed, so grpo_loss adds nothing."""
+    off_policy: OffPolicy = "none"
+    """Weight by policy / sampler: not at all, per token, or by the ratio of the whole prefix."""
+    max_weight: float | None = None
+    """Truncation of that weight."""
+    max_log_ratio: float | None = None
+    """Straight-through bound of the log-ratio, in nats."""
+    clip_method: ClipMethod = "none"
+    """How the KL is clipped at its budget."""
+    clip_threshold: float = 0.5
+    """Nats per token, or in total."""
+    clip_temperature: float = 1.0
+    """Width of the soft clip, in nats."""
+    clip_level: ClipLevel = "sequence"
+    """Whose KL opens the gate."""
+    clip_per_token: bool = True
+    """Whether the threshold is per token (times the reference length)."""
+    normalizer: Reduction | None = None
+    """Reduction of the KL; None: that of the surrogate."""
+
+
+def carries_kl(batch: Batch) -> Mask:
+    """The tokens that carry the KL: trained on, not excluded, and in a sequence whose weight is not 0. [B, T]"""
+    mask = batch.mask if batch.kl_mask is None else batch.mask & batch.kl_mask
+    return mask if batch.kl_weight is None else mask & (batch.kl_weight > 0).unsqueeze(-1)
+
+
+def require_reference(batch: Batch) -> Tensor:
+    """The reference's log-probabilities; where a sequence has the KL weight 0, the policy's own: no KL.
+
+    Raises:
+        ConfigError: the batch has none.
+    """
+    if batch.ref_logprobs is None:
+        raise ConfigError(
+            "beta is positive and the batch has no reference log-probabilities",
+            got="ref_logprobs=None",
+            why="a KL needs a reference; leaving it out silently would train without one",
+            fix="score the batch with the reference, or set beta=0",
+        )
+    if batch.kl_weight is None:
+        return batch.ref_logprobs
+    scored = (batch.kl_weight > 0).unsqueeze(-1)
+    return torch.where(scored, batch.ref_logprobs, batch.policy_logprobs.detach())
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The clip of a batch: KL and budget in nats per sequence, and the factor on the gradient. All [B]."""
+
+    kl: Tensor
+    """What the clip is gated on."""
+    budget: Tensor
+    """Where it opens."""
+    factor: Tensor
+    """d clip / d KL, in [0, 1]: the factor on the KL's gradient."""
+    clipped: Tensor
+    """The KL after the clip."""
+
+    @classmethod
+    def of(cls, batch: Batch, term: KLTerm) -> Gate | None:
+        """The gate of a batch; None where the term has no clip.
+
+        Raises:
+            ConfigError: no reference, or a threshold per token without a reference length.
+        """
+        if term.clip_method == "none":
+            return None
+        kl = batch.gate_kl if batch.gate_kl is not None else sequence_gate_kl(batch, term)
+        length = batch.reference_length
+        budget = kl_budget(term.clip_threshold, per_token=term.clip_per_token, reference_length=length)
+        limit = torch.as_tensor(budget, dtype=kl.dtype, device=kl.device).expand_as(kl)
+        factor = clip_gate(kl, limit, method=term.clip_method, temperature=term.clip_temperature)
+        clipped = clip_kl(kl, limit, method=term.clip_method, temperature=term.clip_temperature)
+        return cls(kl, limit, factor, clipped)
+
+    def apply(self, penalty: TokenValues, kl_mask: Mask) -> TokenValues:
+        """Penalty with the clip: value lowered by what the budget takes, spread over the tokens; gradient gated."""
+        shift = (self.clipped - self.kl) / kl_mask.sum(-1).clamp(min=1)
+        factor = self.factor.unsqueeze(-1)
+        open_here = (factor > 0) & kl_mask
+        value = torch.where(open_here, penalty.detach() + shift.unsqueeze(-1), torch.zeros_like(penalty))
+        return value + factor * (penalty - penalty.detach())
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Budget and KL in nats per sequence, and the share of sequences over budget."""
+        return {
+            "kl/budget": self.budget.mean(),
+            "kl/before_clip": self.kl.mean(),
+            "kl/after_clip": self.clipped.mean(),
+            "kl/over_budget": (self.kl > self.budget).float().mean(),
+        }
+
+
+def sequence_gate_kl(
+    batch: Batch, term: KLTerm, *, mean: Callable[[Tensor], Tensor] = torch.mean
+) -> Float[Tensor, " batch"]:
+    """The low-noise KL (nats per sequence) that gates the clip, from a batch that holds whole groups.
+
+    The exact KL where it is at hand, at the level asked for; otherwise k3, averaged at least over the group.
+
+    Args:
+        batch: with `exact_kl` only where every sequence has it.
+        term: says the level.
+        mean: of the level `batch`; one over all processes makes the gate independent of how the batch is split.
+    """
+    kl_mask, level = carries_kl(batch), term.clip_level
+    if batch.exact_kl is not None:
+        per_sequence = masked_sum(batch.exact_kl.detach(), kl_mask, -1)
+    else:
+        per_sequence = masked_sum(ESTIMATORS["k3"].value(_log_ratio(batch, term, kl_mask)), kl_mask, -1)
+        level = "group" if level == "sequence" else level
+    if level == "batch":
+        return mean(per_sequence).expand_as(per_sequence)
+    return gate_kl(per_sequence, level=level, group_size=batch.group_size)
+
+
+def _log_ratio(batch: Batch, term: KLTerm, kl_mask: Mask) -> TokenValues:
+    return masked_log_ratio(batch.policy_logprobs, require_reference(batch), kl_mask, max_log_ratio=term.max_log_ratio)
+
+
+def _log_weights(batch: Batch, term: KLTerm) -> Tensor:
+    """Off-policy log-weights of the penalty. The prefix ratio runs over every trained token, excluded or not."""
+    exact = term.value == "exact"
+    if term.off_policy == "none" or (exact and term.off_policy == "token"):
+        return torch.zeros_like(masked(batch.policy_logprobs.detach(), batch.mask))
+    if batch.sampler_logprobs is None:
+        raise ConfigError(
+            "kl_off_policy needs the sampler's log-probabilities",
+            got="sampler_logprobs=None",
+            why="the weight is policy / sampler",
+            fix="pass what the sampler reported for its tokens, or kl_off_policy='none'",
+        )
+    return log_weights(
+        batch.policy_logprobs,
+        batch.sampler_logprobs,
+        batch.mask,
+        prefix=term.off_policy == "sequence",
+        max_weight=term.max_weight,
+    )
+
+
+def token_penalty(batch: Batch, term: KLTerm, gate: Gate | None = None) -> TokenValues:
+    """The per-token penalty of a batch in nats, without beta: what a loss adds, token by token.
+
+    Equation: c_i * gate_i(penalty_it), penalty as in `kl_penalty` (or `exact_penalty`), c_i the sequence's `kl_weight`.
+
+    Sampler: the policy, or with `off_policy` whoever `sampler_logprobs` belong to.
+    Value and gradient: the term's, clipped where a gate is given; masked and excluded tokens are exactly 0.
+    Shapes: see `Batch` -> [B, T].
+
+    Args:
+        batch: scored completions.
+        term: which KL.
+        gate: its clip, from `Gate.of`; None: no clip.
+
+    Raises:
+        ConfigError: the reference, the exact KL or the sampler's log-probabilities are asked for and missing.
+    """
+    kl_mask, log_w = carries_kl(batch), _log_weights(batch, term)
+    excluded = None if batch.kl_mask is None else kl_mask
+    if term.value == "exact":
+        if batch.exact_kl is None:
+            raise ConfigError(
+                "kl_estimator='exact' needs the exact KL of the batch",
+                got="exact_kl=None",
+                why="it is summed over the vocabulary, from both models' logits",
+                fix="set Batch.exact_kl = exact_kl(policy_logits, ref_logits)",
+            )
+        penalty = exact_penalty(
+            batch.policy_logprobs,
+            masked(batch.exact_kl, kl_mask),
+            log_w,
+            batch.mask,
+            gradient=term.gradient,
+            horizon=term.horizon,
+            surrogate=None if batch.exact_kl_forward is None else masked(batch.exact_kl_forward, kl_mask),
+            kl_mask=excluded,
+        )
+    else:
+        penalty = penalty_from_weights(
+            batch.policy_logprobs,
+            _log_ratio(batch, term, kl_mask),
+            log_w,
+            batch.mask,
+            value=term.value,
+            gradient=term.gradient,
+            horizon=term.horizon,
+            kl_mask=excluded,
+        )
+    penalty = penalty if gate is None else gate.apply(penalty, kl_mask)
+    return penalty if batch.kl_weight is None else penalty * batch.kl_weight.unsqueeze(-1)
+
+
+def shifted_rewards(
+    rewards: Float[Tensor, " batch"], batch: Batch, term: KLTerm, *, beta: float, gate: Gate | None = None
+) -> Float[Tensor, " batch"]:
+    """Rewards minus beta times the KL of each completion (k1 summed over it), before advantages are formed. [B]
+
+    As `kl_in_reward`, with the clip's factor and the sequence's `kl_weight` on beta. `batch.policy_logprobs` are those
+    of the policy that sampled the tokens.
+
+    Raises:
+        ConfigError: the batch has no reference log-probabilities.
+    """
+    spent = sequence_log_ratio(
+        batch.policy_logprobs, require_reference(batch), carries_kl(batch), max_log_ratio=term.max_log_ratio
+    )
+    for factor in (None if gate is None else gate.factor, batch.kl_weight):
+        spent = spent if factor is None else spent * factor
+    return kl_in_reward(rewards, spent, beta=beta)
+
+
+def shifted_advantages(batch: Batch, term: KLTerm, *, beta: float, gate: Gate | None = None) -> TokenValues:
+    """Advantages minus beta times the KL of each token (or of it and all later ones), in units of the advantage. [B, T]
+
+    As `kl_in_advantage`, with the clip's factor and the sequence's `kl_weight` on beta. The KL is that of the old
+    policy, which sampled the tokens.
+
+    Raises:
+        ConfigError: the batch has no reference log-probabilities.
+    """
+    old = batch.policy_logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+    factor = torch.ones_like(batch.mask[:, 0], dtype=old.dtype) if gate is None else gate.factor
+    if batch.kl_weight is not None:
+        factor = factor * batch.kl_weight
+    return kl_in_advantage(
+        batch.advantages,
+        old,
+        require_reference(replace(batch, policy_logprobs=old)),
+        carries_kl(batch),
+        beta=beta * factor.unsqueeze(-1),
+        horizon=term.horizon,
+        max_log_ratio=term.max_log_ratio,
+    )
+
+
+def kl_metrics(batch: Batch, term: KLTerm) -> dict[str, Tensor]:
+    """What is worth seeing of a batch's KL: detached scalars, named as in the metrics table."""
+    metrics: dict[str, Tensor] = {}
+    kl_mask = carries_kl(batch)
+    if batch.ref_logprobs is not None:
+        ref = require_reference(batch)
+        delta = masked_log_ratio(batch.policy_logprobs, ref, kl_mask)
+        metrics = {f"kl/{name}": masked_mean(ESTIMATORS[name].value(delta), kl_mask) for name in ("k1", "k3")}
+        metrics["kl/k3_sequence"] = _over_sequences(masked_sum(ESTIMATORS["k3"].value(delta), kl_mask, -1), batch)
+        metrics["kl/log_ratio_max"] = delta.abs().amax()
+        if term.max_log_ratio is not None:
+            bound = term.max_log_ratio
+            metrics["kl/log_ratio_clamped"] = clamped_share(batch.policy_logprobs, ref, kl_mask, max_log_ratio=bound)
+    if batch.exact_kl is not None:
+        metrics["kl/exact"] = masked_mean(batch.exact_kl.detach(), kl_mask)
+    if batch.sampler_logprobs is not None and term.max_weight is not None:
+        metrics["kl/weights_truncated"] = truncated_share(
+            batch.policy_logprobs,
+            batch.sampler_logprobs,
+            batch.mask,
+            prefix=term.off_policy == "sequence",
+            max_weight=term.max_weight,
+        )
+    return metrics
+
+
+def _over_sequences(per_sequence: Tensor, batch: Batch) -> Tensor:
+    """Mean over the sequences that the reference scored."""
+    if batch.kl_weight is None:
+        return per_sequence.mean()
+    return masked_mean(per_sequence, batch.kl_weight > 0)
