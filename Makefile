@@ -15,12 +15,14 @@ DEMO_ARGS   ?=
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install demo test test-verl lint format docs pytest clean distclean
+.PHONY: help install demo test test-verl test-unsloth test-tinker-oldest test-trl-oldest lint format docs pytest clean distclean
 
 help:
 	@echo "make demo    make the environment, train on the built-in task, say where the run's files are"
 	@echo "make test    every check: lint, types, imports, docs, tests (PYTEST_ARGS='-k name' narrows the tests)"
 	@echo "make test-verl   the tests against a real trainer whose pins clash with ours, in an environment of its own"
+	@echo "make test-unsloth   likewise, against TRL as Unsloth patches it"
+	@echo "make test-tinker-oldest   likewise, through the oldest Tinker SDK that klamp supports"
 	@echo "make lint    ruff, pyright and the import contracts"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make docs    build the documentation into site/; fails on an undocumented public name"
@@ -71,8 +73,11 @@ pytest: $(READY)
 
 # What clashes with the development environment has one of its own: hosts with other pins, and the oldest versions.
 test-verl: SUITE := tests/hosts/verl
+test-unsloth: SUITE := tests/hosts/unsloth
+test-tinker-oldest: SUITE := tests/adapters/tinker
+test-trl-oldest: SUITE := tests/adapters/trl
 
-test-verl: test-%: .venv-%/.installed-for-klamp
+test-verl test-unsloth test-tinker-oldest test-trl-oldest: test-%: .venv-%/.installed-for-klamp
 	OMP_NUM_THREADS=1 .venv-$*/bin/pytest $(SUITE) $(PYTEST_ARGS)
 
 .venv-%/.installed-for-klamp: constraints-%.txt scripts/environment.sh

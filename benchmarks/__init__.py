@@ -1,1 +1,1 @@
-"""Measurements: `python -m benchmarks NAME`. Each run is a record under results/; timing decides no test."""
+"""Measurements: `python -m benchmarks NAME`. Each can be kept as a record under results/; timing decides no test."""

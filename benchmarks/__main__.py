@@ -1,21 +1,58 @@
-"""`python -m benchmarks heads|references [--json] [--quick]`"""
+"""`python -m benchmarks NAME [--quick] [--json] [--record [FOLDER]] [--render RECORD.json]`; see docs/benchmarks.md.
+
+`python -m benchmarks page` measures nothing: it writes that page, and the README's tables, from the records.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from benchmarks import heads, references
+from benchmarks import exact, heads, overhead, page, profiles, references, scale, step
+from benchmarks.records import RESULTS, Benchmark, markdown, measure, save
 
-BENCHMARKS = {"heads": heads.main, "references": references.main}
+MODULES = (heads, exact, step, overhead, scale, profiles, references)
+BENCHMARKS: dict[str, Benchmark] = {module.BENCHMARK.name: module.BENCHMARK for module in MODULES}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description="Measurements, each in a process of its own."
+    )
+    parser.add_argument("name", choices=[*BENCHMARKS, "all", "page"], help="what to measure")
+    parser.add_argument("--quick", action="store_true", help="small sizes; each benchmark ends within a minute")
+    parser.add_argument("--json", action="store_true", help="print the record as JSON instead of Markdown")
+    parser.add_argument("--record", metavar="FOLDER", nargs="?", const=str(RESULTS), help="write JSON, Markdown, PNG")
+    parser.add_argument("--render", metavar="FILE", help="measure nothing: write Markdown and PNG of this record again")
+    return parser
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("name", choices=sorted(BENCHMARKS))
-    parser.add_argument("--json", action="store_true", help="print the record as JSON instead of a table")
-    parser.add_argument("--quick", action="store_true", help="smaller sizes; ends within a minute")
-    given = parser.parse_args()
-    BENCHMARKS[given.name](as_json=given.json, quick=given.quick)
+    """Measure what was asked for, and print or write it."""
+    given = _parser().parse_args()
+    if given.name == "page":
+        _say(page.write(list(BENCHMARKS.values())))
+        return
+    if given.render:
+        record: dict[str, Any] = json.loads(Path(given.render).read_text(encoding="utf-8"))
+        _say(save(record, BENCHMARKS[record["benchmark"]], Path(given.render).parent))
+        return
+    for benchmark in BENCHMARKS.values() if given.name == "all" else [BENCHMARKS[given.name]]:
+        record = measure(benchmark, quick=given.quick)
+        print(json.dumps(record, indent=1) if given.json else markdown(record, benchmark), flush=True)
+        if given.record:
+            _say(save(record, benchmark, Path(given.record)))
+    if given.record and Path(given.record) == RESULTS:
+        _say(page.write(list(BENCHMARKS.values())))
+
+
+def _say(files: Sequence[Path]) -> None:
+    for file in files:
+        print(f"wrote {file}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,154 +1,121 @@
-"""Output heads, forward and backward with both gradients: the matrix products alone, naive logits, klamp's heads.
-
-Every case runs three times in a process of its own. The extra peak memory is what the operating system's peak
-(ru_maxrss) is above the memory held before the first run: inputs are not counted, gradients are. CPU seconds (of all
-threads) still mean something where other work is running; elapsed seconds do not.
-"""
+"""Output heads, forward and backward: the matrix products alone, naive logits, TRL, Liger, klamp."""
 
 from __future__ import annotations
 
-import json
-import os
-import platform
-import resource
-import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Callable
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-CASES = ("products", "naive", "linear_logprobs", "linear_logprobs, frozen head", "naive kl", "linear_kl")
+from benchmarks.head_cases import FLOORS, FROZEN_CASES, KL_CASES, LOGPROB_CASES
+from benchmarks.measure import isolated, middle, pooled, rounds, spread
+from benchmarks.plots import Panel, draw
+from benchmarks.records import Benchmark, table, verdict
+
+CASES = (FLOORS[0], *LOGPROB_CASES, *KL_CASES, FLOORS[1], *FROZEN_CASES)
 DTYPES = ("float32", "bfloat16")
-SIZES = {True: (256, 256, 32_000), False: (1024, 896, 151_936)}
-REPEATS = 3
-# Naive KL holds about ten matrices of logits; it is measured on fewer rows.
-ROWS_OF_NAIVE_KL = 4
+SIZES = {True: (256, 128, 32_000), False: (1024, 896, 151_936)}
+ROUNDS, REPEATS = 2, 2
+KL_ROWS = 2
+"""The naive KL holds six matrices of logits; it is measured on this part of the rows."""
+TARGETS = {"float32": 1.25, "bfloat16": 2.0}
+KL_TARGET = 1.6
 
 
-def _naive(hidden: Any, weight: Any, targets: Any) -> Any:
-    return (hidden @ weight.t()).float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
+def run(quick: bool) -> dict[str, Any]:
+    """Measure every case in both types; the quick run does so once, in float32."""
+    size, dtypes = SIZES[quick], DTYPES[: 1 if quick else 2]
+    found: dict[str, Any] = {}
+    for dtype in dtypes:
+        runs = {case: partial(_one, case, dtype, size, 2 if quick else REPEATS) for case in CASES}
+        measured = rounds(runs, 1 if quick else ROUNDS)
+        found[dtype] = {case: pooled(results) for case, results in measured.items()}
+    return {"size": dict(zip(("rows", "width", "vocab"), size, strict=True)), "heads": found}
 
 
-def make_run(case: str, dtype: str, size: tuple[int, int, int]) -> Callable[[], None]:
-    """A function that does one forward and backward pass."""
-    import torch
-
-    from klamp import exact_kl, linear_kl, linear_logprobs
-
-    n, h, v = size
-    torch.manual_seed(0)
-    kind = getattr(torch, dtype)
-    hidden, weight = torch.randn(n, h).to(kind), torch.randn(v, h, dtype=kind).mul_(h**-0.5)
-    targets, factor = torch.randint(v, (n,)), torch.randn(n)
-    other = hidden + 0.1 * torch.randn(n, h).to(kind)
-    ref_hidden, ref_weight = (other, weight.clone()) if "kl" in case else (hidden, weight)
-    tile = torch.randn(n, 4096).to(kind)  # the products alone are formed slice by slice, like any that fit in memory
-
-    def products() -> None:
-        d_hidden, d_weight = torch.zeros_like(hidden), torch.empty_like(weight)
-        for start in range(0, v, tile.shape[1]):
-            some = weight[start : start + tile.shape[1]]
-            d = tile[:, : some.shape[0]]
-            hidden @ some.t()
-            d_hidden += d @ some
-            torch.mm(d.t(), hidden, out=d_weight[start : start + tile.shape[1]])
-
-    scorers: dict[str, Callable[[], Any]] = {
-        "naive": lambda: _naive(hidden, weight, targets),
-        "linear_logprobs": lambda: linear_logprobs(hidden, weight, targets),
-        "linear_logprobs, frozen head": lambda: linear_logprobs(hidden, weight, targets),
-        "naive kl": lambda: exact_kl(hidden @ weight.t(), ref_hidden @ ref_weight.t()),
-        "linear_kl": lambda: linear_kl(hidden, weight, ref_hidden, ref_weight),
-    }
-    if case == "products":
-        return products
-    hidden.requires_grad_(True)
-    weight.requires_grad_("frozen" not in case)
-
-    def run() -> None:
-        hidden.grad = weight.grad = None
-        scorers[case]().backward(factor)
-
-    return run
+def _one(case: str, dtype: str, size: tuple[int, int, int], repeats: int) -> dict[str, Any]:
+    rows = size[0] // KL_ROWS if case == "naive kl" else size[0]
+    arguments = {"case": case, "dtype": dtype, "size": (rows, *size[1:]), "repeats": repeats}
+    return isolated("benchmarks.head_cases:one", arguments)
 
 
-def one(case: str, dtype: str, n: int, h: int, v: int, repeats: int = REPEATS) -> dict[str, Any]:
-    """One case in this process: seconds of each repeat, elapsed and of the CPU, and the extra peak memory in MiB."""
-    import torch
-
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
-
-    def peak() -> float:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-    run = make_run(case, dtype, (n, h, v))
-    before, seconds, cpu = _resident_mib(), [], []
-    for _ in range(repeats):
-        start, busy = time.perf_counter(), time.process_time()
-        run()
-        seconds.append(time.perf_counter() - start)
-        cpu.append(time.process_time() - busy)
-    threads = torch.get_num_threads()
-    return {
-        "rows": n,
-        "threads": threads,
-        "seconds": seconds,
-        "cpu_seconds": cpu,
-        "extra_mib": peak() - before,
-        "load": os.getloadavg()[0],
-    }
+def named(case: str) -> str:
+    """A case as a table names it: functions of klamp in code type."""
+    function, comma, rest = case.partition(",")
+    return f"`{function}`{comma}{rest}" if function.startswith("linear") else case
 
 
-def _resident_mib() -> float:
-    """Memory that this process holds now."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+def per_row(seen: Mapping[str, Any], clock: str = "seconds") -> float:
+    """Median time per row."""
+    return middle(seen[clock]) / seen["rows"]
 
 
-def measure(case: str, dtype: str, size: tuple[int, int, int]) -> dict[str, Any]:
-    """The case in a fresh process."""
-    rows = size[0] // ROWS_OF_NAIVE_KL if case == "naive kl" else size[0]
-    arguments = [sys.executable, "-m", "benchmarks.heads", case, dtype, str(rows), *map(str, size[1:])]
-    environment = {"OMP_NUM_THREADS": "2"} | os.environ
-    done = subprocess.run(arguments, capture_output=True, text=True, check=True, env=environment)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def main(*, as_json: bool, quick: bool) -> None:
-    """Measure every case in both types and print the record."""
-    import torch
-
-    size = SIZES[quick]
-    found = {dtype: {case: measure(case, dtype, size) for case in CASES} for dtype in DTYPES}
-    record = {
-        "command": "python -m benchmarks heads" + (" --quick" if quick else ""),
-        "machine": {"python": platform.python_version(), "torch": torch.__version__, "cores": os.cpu_count()},
-        "size": dict(zip(("rows", "width", "vocab"), size, strict=True)),
-        "heads": found,
-    }
-    print(json.dumps(record, indent=2) if as_json else table(record))
-
-
-def table(record: dict[str, Any]) -> str:
-    """The record as a Markdown table."""
-    lines = [
-        "| type | head | rows | seconds, median (range) | CPU seconds | CPU, over products | extra peak MiB | load |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for dtype, cases in record["heads"].items():
-        floor = statistics.median(cases["products"]["cpu_seconds"]) / cases["products"]["rows"]
+def text(results: Mapping[str, Any]) -> str:
+    """The table, and the targets."""
+    rows = []
+    for dtype, cases in results["heads"].items():
         for case, seen in cases.items():
-            middle, low, high = (f(seen["seconds"]) for f in (statistics.median, min, max))
-            cpu = statistics.median(seen["cpu_seconds"])
-            ratio = cpu / seen["rows"] / floor
-            lines.append(
-                f"| {dtype} | {case} | {seen['rows']} | {middle:.2f} ({low:.2f} to {high:.2f}) "
-                f"| {cpu:.2f} | {ratio:.2f}× | {seen['extra_mib']:.0f} | {seen['load']:.1f} |"
+            floor = cases[FLOORS["frozen" in case]]
+            rows.append(
+                (
+                    dtype,
+                    named(case),
+                    seen["rows"],
+                    spread(seen["seconds"]),
+                    f"{middle(seen['cpu_seconds']):.2f}",
+                    f"{per_row(seen) / per_row(floor):.2f}×",
+                    f"{seen['extra_mib']:.0f}",
+                )
             )
-    return "\n".join(lines)
+    size = results["size"]
+    headings = ("type", "head", "rows", "seconds, median (range)", "CPU seconds", "over products", "extra peak MiB")
+    where = f"N = {size['rows']}, H = {size['width']}, V = {size['vocab']:,}"
+    aims = verdicts(results) if tuple(size.values()) == SIZES[False] else ["The targets are for the full size."]
+    return "\n\n".join([f"{where}:", table(headings, rows), "\n".join(aims)])
 
 
-if __name__ == "__main__":
-    case, dtype, *numbers = sys.argv[1:]
-    print(json.dumps(one(case, dtype, *map(int, numbers))))
+def verdicts(results: Mapping[str, Any]) -> list[str]:
+    """Each target with what was measured."""
+    lines = []
+    for dtype, cases in results["heads"].items():
+        own, kl = cases["linear_logprobs"], cases["linear_kl"]
+        lines.append(
+            verdict(
+                f"{dtype}: `linear_logprobs` over the products alone",
+                per_row(own) / per_row(cases["products"]),
+                TARGETS[dtype],
+            )
+        )
+        rivals = {name: cases[name] for name in cases if name.startswith(("TRL", "Liger")) and "frozen" not in name}
+        for what, of in (("seconds", per_row), ("peak memory", lambda seen: seen["extra_mib"])):
+            best = min(rivals, key=lambda name: of(rivals[name]))
+            share = of(own) / of(rivals[best])
+            lines.append(verdict(f"{dtype}: its {what} over those of the best of TRL and Liger ({best})", share, 1.0))
+        lines.append(verdict(f"{dtype}: `linear_kl` over `linear_logprobs`", per_row(kl) / per_row(own), KL_TARGET))
+    return lines
+
+
+def plot(results: Mapping[str, Any], file: Path) -> None:
+    """Bars of time and memory."""
+    panels = []
+    for dtype, cases in results["heads"].items():
+        whole = {case: seen for case, seen in cases.items() if case != "naive kl"}
+        times = {case: middle(seen["seconds"]) for case, seen in whole.items()}
+        memory = {case: seen["extra_mib"] for case, seen in whole.items()}
+        panels.append(Panel(title=f"{dtype}: forward and backward", label="seconds", bars=times))
+        panels.append(Panel(title=f"{dtype}: memory above the inputs", label="extra peak MiB", bars=memory))
+    draw(panels, file)
+
+
+BENCHMARK = Benchmark(
+    name="heads",
+    title="Output heads: log-probabilities and KL from hidden states",
+    about="Forward and backward with the gradients of hidden states and weight (of hidden states alone where the head "
+    "is frozen). Extra peak memory is what the process held at most above its inputs, gradients included. Over "
+    "products: per row, against the three (frozen: two) matrix products without which there is no gradient. "
+    f"The naive KL is measured on 1/{KL_ROWS} of the rows. Row chunks are a user's twenty lines: "
+    "`torch.utils.checkpoint` over 128 rows at a time.",
+    run=run,
+    text=text,
+    plot=plot,
+)

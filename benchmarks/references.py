@@ -6,15 +6,14 @@ activations; the difference to the run without a reference is what the reference
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 import resource
-import subprocess
-import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from benchmarks.measure import isolated
+from benchmarks.records import Benchmark, table
 
 KINDS: dict[str, dict[str, Any]] = {
     "none (beta 0)": {"beta": 0.0},
@@ -57,7 +56,7 @@ def make_model(folder: Path, quick: bool) -> float:
     return sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20
 
 
-def one(model: str, kind: str) -> dict[str, float]:
+def one(model: str, kind: str, url: str | None = None) -> dict[str, float]:
     """One run of a kind in this process: peak memory and the time of its second step."""
     from klamp.training.config import TrainConfig
     from klamp.training.observers import Observer
@@ -72,62 +71,54 @@ def one(model: str, kind: str) -> dict[str, float]:
     watch = Watch()
     settings: dict[str, Any] = {"model": model, "beta": 0.01, "report_to": (), "eval_size": 1, "train_size": 64}
     settings |= {"prompts_per_step": 4, "num_generations": 4, "max_steps": 2, "save_every": 0, "cpu": True}
+    settings |= KINDS[kind] | ({"reference_url": url} if url else {})
     with tempfile.TemporaryDirectory() as folder:
-        config = TrainConfig.from_flat(settings | KINDS[kind] | {"output_dir": f"{folder}/run"})
-        train_run(config, [watch])
+        train_run(TrainConfig.from_flat(settings | {"output_dir": f"{folder}/run"}), [watch])
     return {"peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, "step_seconds": watch.seconds}
 
 
-def _served(model: str, kind: str) -> dict[str, float]:
+def _served(model: str, kind: str) -> dict[str, Any]:
     """The run in a fresh process; for the remote kind the server is here, so that its memory is not counted."""
-    arguments = [sys.executable, "-m", "benchmarks.references", model, kind]
-    environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    arguments = {"model": model, "kind": kind}
     if kind != "remote":
-        done = subprocess.run(arguments, capture_output=True, text=True, check=True, env=environment)
-        return json.loads(done.stdout.splitlines()[-1])
+        return isolated("benchmarks.references:one", arguments)
     from klamp.training.models import load_model
     from klamp.training.remote import serve
 
     with serve(load_model(model)) as url:
-        done = subprocess.run([*arguments, url], capture_output=True, text=True, check=True, env=environment)
-    return json.loads(done.stdout.splitlines()[-1])
+        return isolated("benchmarks.references:one", arguments | {"url": url})
 
 
-def main(*, as_json: bool, quick: bool) -> None:
-    """Measure every kind and print the record."""
-    import torch
-
+def run(quick: bool) -> dict[str, Any]:
+    """Measure every kind."""
     with tempfile.TemporaryDirectory() as folder:
         size = make_model(Path(folder) / "model", quick)
         found = {kind: _served(f"{folder}/model", kind) for kind in KINDS}
-    record = {
-        "command": "python -m benchmarks references" + (" --quick" if quick else ""),
-        "machine": {"python": platform.python_version(), "torch": torch.__version__, "cores": os.cpu_count()},
-        "model_mib": size,
-        "kinds": found,
-    }
-    print(json.dumps(record, indent=2) if as_json else table(record))
+    return {"model_mib": size, "kinds": found}
 
 
-def table(record: dict[str, Any]) -> str:
-    """The record as a Markdown table."""
-    found, size = record["kinds"], record["model_mib"]
-    lines = [
-        f"model: {size:.0f} MiB of weights in float32",
-        "",
-        "| reference | peak memory MiB | over the run without | in models | step seconds |",
-        "|---|---|---|---|---|",
-    ]
+def text(results: Mapping[str, Any]) -> str:
+    """The table."""
+    found, size = results["kinds"], results["model_mib"]
+    rows = []
     for kind, seen in found.items():
         base = found["none (beta 0), LoRA" if "LoRA" in kind else "none (beta 0)"]
         over = seen["peak_mib"] - base["peak_mib"]
-        lines.append(
-            f"| {kind} | {seen['peak_mib']:.0f} | {over:+.0f} | {over / size:+.2f} | {seen['step_seconds']:.2f} |"
+        rows.append(
+            (kind, f"{seen['peak_mib']:.0f}", f"{over:+.0f}", f"{over / size:+.2f}", f"{seen['step_seconds']:.2f}")
         )
-    return "\n".join(lines)
+    headings = ("reference", "peak memory MiB", "over the run without", "in models", "step seconds")
+    return f"The model has {size:.0f} MiB of weights in float32.\n\n{table(headings, rows)}"
 
 
-if __name__ == "__main__":
-    if len(sys.argv) > 3:
-        KINDS["remote"]["reference_url"] = sys.argv[3]
-    print(json.dumps(one(sys.argv[1], sys.argv[2])))
+BENCHMARK = Benchmark(
+    name="references",
+    title="What a reference costs in memory",
+    about="Each row is a run of two steps (16 completions) in a process of its own; peak memory is the whole "
+    "process's. One run each: the step's seconds only show the order of magnitude. A frozen copy costs one model; a "
+    "moving reference two, itself and the original that the second KL is taken to. A bfloat16 copy is made from the "
+    "float32 one, so its peak is that of both for a moment, and half a model stays. With LoRA the adapter is switched "
+    "off: no weights of its own. A remote reference costs nothing here.",
+    run=run,
+    text=text,
+)

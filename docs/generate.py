@@ -1,7 +1,8 @@
 """Writes the pages that are made from tables of the code: `python docs/generate.py`.
 
 `estimators.md` comes from `klamp.core.estimators.ESTIMATORS` and from what `klamp.verify` measures, `metrics.md` from
-`klamp.diagnostics.metrics.METRICS`. A test holds the committed pages against what this would write.
+`klamp.diagnostics.metrics.METRICS`, `alarms.md` from `klamp.diagnostics.alarms.ALARMS`. A test holds the committed
+pages against what this would write.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from pathlib import Path
 
 from klamp.config import KLConfig, KLWarning, LossConfig
 from klamp.core.estimators import ESTIMATORS
+from klamp.diagnostics.alarm import Alarm
+from klamp.diagnostics.alarms import ALARMS
 from klamp.diagnostics.metrics import METRICS, MetricRow
 from klamp.verify.naming import IN_WORDS
 from klamp.verify.overview import EstimatorFacts, measure_estimators
@@ -139,8 +142,42 @@ def metrics_page() -> str:
     return "\n".join(parts)
 
 
-PAGES: Mapping[str, Callable[[], str]] = {"estimators.md": estimators_page, "metrics.md": metrics_page}
+def alarms_page() -> str:
+    """The page on the alarms: what each finds, what that comes from, what to do, where its thresholds come from."""
+    parts = [
+        "# Alarms",
+        "",
+        NOTICE,
+        "What [`klamp doctor`](doctor.md) looks for, and what `klamp train` watches after every step. A *note* is",
+        "information: it fails no check and is not shown during a run; `--fail-on` and `--stop-on` take its name too.",
+        "",
+    ]
+    for alarm in ALARMS.values():
+        parts += [f"## {alarm.name}", "", f"{_kind(alarm)}{alarm.text}.", "", alarm.means, ""]
+        parts += [f"*Next step:* {alarm.next_step}", "", f"*Needs:* {'; '.join(map(_need, alarm.needs))}.", ""]
+        if alarm.limits:
+            rows = [(f"{limit.value:g}", limit.unit, limit.source) for limit in alarm.limits]
+            parts += [*_table(("threshold", "of what", "where it comes from"), rows), ""]
+    return "\n".join(parts)
+
+
+PAGES: Mapping[str, Callable[[], str]] = {
+    "estimators.md": estimators_page,
+    "metrics.md": metrics_page,
+    "alarms.md": alarms_page,
+}
 """File under docs/ -> what writes it."""
+
+
+def _kind(alarm: Alarm) -> str:
+    return "**Note.** " if alarm.level == "note" else "**Alarm.** "
+
+
+def _need(need: str) -> str:
+    """One thing that a record must hold, in words."""
+    words = {"completions": "completions with token log-probabilities", "evaluations": "two evaluations"}
+    parts = [words.get(part, f"`{part.removeprefix('settings.')}`") for part in need.split("|")]
+    return " or ".join(parts)
 
 
 def _definition(name: str) -> tuple[str, ...]:

@@ -21,7 +21,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 
 # Where the public names live: these modules, and every module below the packages among them.
-PUBLIC_MODULES = ("klamp.errors", "klamp.config", "klamp.core", "klamp.verify", "klamp.training.loop")
+PUBLIC_MODULES = (
+    "klamp.errors",
+    "klamp.config",
+    "klamp.core",
+    "klamp.verify",
+    "klamp.training.loop",
+    "klamp.tinker",
+    "klamp.trl",
+)
 
 # Files of the repository that are pages of the site; every other link into the repository becomes plain text.
 PAGES = {
@@ -90,7 +98,8 @@ def iterate_public() -> Iterator[tuple[str, object]]:
             thing = getattr(module, name)
             if not (inspect.isfunction(thing) or inspect.isclass(thing)):
                 continue
-            if (thing.__module__, thing.__name__) != (module.__name__, name):
+            own = (thing.__module__, thing.__name__) == (module.__name__, name)
+            if not own and not thing.__module__.startswith("klamp.adapters."):  # whose names are public elsewhere only
                 continue  # imported, or a second name for something that is documented under its first
             yield f"{module.__name__}.{name}", thing
             if inspect.isclass(thing):

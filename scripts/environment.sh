@@ -1,12 +1,16 @@
 #!/usr/bin/env bash
 # Makes .venv-NAME: klamp beside a trainer that it plugs into, every version pinned in constraints-NAME.txt.
 #
-#   scripts/environment.sh verl    verl, as far as it goes without a GPU
+#   scripts/environment.sh verl       verl, as far as it goes without a GPU
+#   scripts/environment.sh unsloth    Unsloth and the TRL that it patches, likewise
+#   scripts/environment.sh tinker-oldest    the oldest Tinker SDK of the range that klamp declares
+#   scripts/environment.sh trl-oldest       the oldest TRL of the range that klamp declares
 #
 # PYTHON names the interpreters to try (default: python3.11 python3), of which the first that is 3.11 or newer is taken.
 # Made once; again when this file or the constraints change.
-# torch goes first and alone, so that a CPU build that is at hand is taken as it is. What declares CUDA libraries among
-# its dependencies goes in without them, and the last step makes sure that nothing brought any.
+# torch goes first and alone (with triton, where the host imports it even on a CPU), so that a CPU build that is at hand
+# is taken as it is. What declares CUDA libraries among its dependencies goes in without them, and the last step makes
+# sure that nothing brought any.
 #
 # To renew the pins: leave only torch and the packages named below in the constraints file, run this, then
 #   .venv-NAME/bin/python -m pip freeze --all --exclude-editable | sed 's/+cpu$//' | grep -v '^pip=='
@@ -14,6 +18,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 name="${1:-}"
+foundation=(torch)
 tests=(beartype filelock hypothesis jaxtyping pytest pytest-timeout)
 case "$name" in
   verl)
@@ -23,8 +28,28 @@ case "$name" in
     )
     without_dependencies=(verl tensordict)
     ;;
+  unsloth)
+    foundation=(torch triton)
+    packages=(
+      accelerate click datasets hf_transfer huggingface_hub msgspec nest-asyncio numpy packaging peft pillow protobuf
+      psutil pydantic pyyaml regex requests rich sentencepiece structlog tqdm transformers trl typer tyro wheel
+    )
+    # They ask for bitsandbytes, diffusers, torchao, torchvision and xformers too, none of which GRPO needs on a CPU.
+    without_dependencies=(unsloth unsloth_zoo)
+    ;;
+  tinker-oldest)
+    packages=(
+      tinker accelerate antlr4-python3-runtime datasets math-verify matplotlib peft pyyaml reasoning-gym rich
+      safetensors tensorboard tokenizers transformers tyro
+    )
+    without_dependencies=()
+    ;;
+  trl-oldest)
+    packages=(trl pandas peft rich tensorboard transformers wandb)
+    without_dependencies=()
+    ;;
   *)
-    echo "usage: scripts/environment.sh verl" >&2
+    echo "usage: scripts/environment.sh verl|unsloth|tinker-oldest|trl-oldest" >&2
     exit 2
     ;;
 esac
@@ -49,7 +74,7 @@ python="$folder/bin/python"
 install() { "$python" -m pip --disable-pip-version-check install -qq --constraint "$constraints" "$@"; }
 of_torch() { "$python" -m pip --disable-pip-version-check freeze | grep -E '^(torch==|triton==|nvidia-)' || true; }
 
-install torch
+install "${foundation[@]}"
 before="$(of_torch)"
 install "${packages[@]}" "${tests[@]}"
 # pip's closing check names what was left out on purpose; what is missing in earnest shows in the tests.

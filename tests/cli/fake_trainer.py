@@ -10,6 +10,9 @@ from pathlib import Path
 
 import yaml
 
+from klamp.diagnostics.alarm import Evidence
+from klamp.diagnostics.alarms import ALARMS
+from klamp.diagnostics.doctor import Finding
 from klamp.training.config import TrainConfig
 from klamp.training.observers import Observer, RunInfo, RunSummary
 
@@ -112,3 +115,8 @@ def fake_trainer(
         return summary
 
     return run
+
+
+def rise(name: str, step: int) -> Finding:
+    """An alarm that rose."""
+    return Finding(alarm=ALARMS[name], first_step=step, last_step=step, steps=1, evidence=Evidence("from .1 to .9"))

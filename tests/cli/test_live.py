@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tests.cli.fake_trainer import AFTER, BEFORE, metrics_at, run_info, summary_of
+from tests.cli.fake_trainer import AFTER, BEFORE, metrics_at, rise, run_info, summary_of
 
 from klamp.cli.arguments import parse_train
 from klamp.cli.columns import Scale
@@ -84,6 +84,25 @@ def test_warnings_stand_beneath_once_and_the_last_three_of_them() -> None:
     assert drawn(live)[-3:] == ["! two", "! three", "! four"]
 
 
+def test_alarms_stand_first_and_in_red() -> None:
+    live = live_after(2)
+    for text in ("one", "two", "three"):
+        live.on_warning(text)
+    live.on_alarm(rise("kl-high", 2))
+    live.on_alarm(rise("kl-spike", 2))
+    assert drawn(live)[-3:] == ["! alarm after step 2: kl-spike: the KL jumped (from .1 to .9)", "! two", "! three"]
+    assert live._shown_lines()[0][1] == "red"
+    for name in ("truncated", "retention", "dilution"):
+        live.on_alarm(rise(name, 2))
+    shown = drawn(live)
+    assert [line.split(": ")[1] for line in shown if line.startswith("! alarm")] == [
+        "truncated",
+        "retention",
+        "dilution",
+    ]
+    assert not any(line.startswith("! t") for line in shown)
+
+
 def test_curves_go_from_first_to_last() -> None:
     lines = drawn(live_after(40))
     assert line_with(lines, "reward   ▁").endswith("█  0.7564 → 0.8658")
@@ -97,6 +116,7 @@ def test_the_picture_is_never_larger_than_the_terminal(width: int, height: int, 
     live = live_after(30, "--kl_clip_method", "hard", "--target_kl", "0.05", width=width, height=height)
     if warned:
         live.on_warning("a long warning " * 14)
+        live.on_alarm(rise("detached-reference", 30))
     lines = drawn(live)
     assert max(map(len, lines)) <= width
     assert len(lines) < height

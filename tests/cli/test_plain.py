@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tests.cli.fake_trainer import AFTER, BEFORE, metrics_at, run_info
+from tests.cli.fake_trainer import AFTER, BEFORE, metrics_at, rise, run_info
 
 from klamp.cli.arguments import parse_train
 from klamp.cli.plain import PlainLines
@@ -104,3 +104,15 @@ def test_a_reader_that_leaves_does_not_end_the_run() -> None:
     plain.on_start(run_info(parse_train([]).config, Path("out")))
     plain.on_step(1, {"reward": 1.0})
     assert plain.step == 1
+
+
+def test_alarms_are_said_with_what_to_do_and_notes_are_not() -> None:
+    log = Log()
+    plain = PlainLines(Console(file=log))
+    plain.on_alarm(rise("kl-spike", 7))
+    plain.on_alarm(rise("kl-high", 7))
+    plain.on_alarm(rise("step-zero-kl", 7))  # the trainer says it as a caution
+    first, second = log.getvalue().splitlines()
+    assert first == "  alarm after step 7: kl-spike: the KL jumped (from .1 to .9)"
+    assert second.startswith("    next step: Look at the tokens")
+    assert plain.raised == {"kl-spike", "kl-high", "step-zero-kl"}

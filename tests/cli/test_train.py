@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tests.cli.fake_trainer import fake_trainer
+from tests.cli.fake_trainer import fake_trainer, rise, run_info, write_files
 
 from klamp.cli import main, train
 from klamp.cli.plain import PlainLines
@@ -24,7 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, folder: Path, **settings) -> None:
-    monkeypatch.setattr(train, "_trainer", lambda console: fake_trainer(folder, **settings))
+    monkeypatch.setattr(train, "_trainer", lambda console, backend: fake_trainer(folder, **settings))
 
 
 def test_from_start_to_summary_on_a_pipe(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,6 +65,23 @@ def test_a_stopped_run_says_how_to_continue(
     assert "done:" not in captured.out
 
 
+def test_after_an_alarm_the_run_goes_on_without_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(config, observers):
+        write_files(config, folder)
+        for observer in observers:
+            observer.on_start(run_info(config, folder))
+            observer.on_alarm(rise("kl-spike", 2))
+        raise TrainingStopped("training was stopped after step 2 of 9 by the alarm kl-spike", fix="mend that")
+
+    monkeypatch.setattr(train, "_trainer", lambda console, backend: stopped)
+    assert main(["train", "--max_steps", "9", "--stop-on", "kl-spike", "retention"]) == 1
+    captured = capsys.readouterr()
+    assert "alarm after step 2: kl-spike" in captured.out
+    assert captured.err.rstrip().endswith(f"--output_dir {folder} --resume --stop_on retention")
+
+
 def test_the_display_is_closed_after_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(step: int) -> None:
         raise ZeroDivisionError
@@ -81,7 +98,7 @@ def test_other_processes_are_silent(
     """The trainer calls its observers on the main process only; the command adds nothing of its own elsewhere."""
     monkeypatch.setenv("RANK", "1")
     quiet = fake_trainer(folder)
-    monkeypatch.setattr(train, "_trainer", lambda console: lambda config, observers: quiet(config, []))
+    monkeypatch.setattr(train, "_trainer", lambda console, backend: lambda config, observers: quiet(config, []))
     assert main(["train", "--max_steps", "2"]) == 0
     assert main(["train", "--dry-run"]) == 0
     assert capsys.readouterr().out == ""

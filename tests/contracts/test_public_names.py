@@ -40,7 +40,8 @@ SIGNATURES = {
     "kl_penalty": "(policy_logprobs, ref_logprobs, mask, *, value='k3', gradient='reverse', horizon='token', "
     "behavior_logprobs=None, max_weight=None, max_log_ratio=None)",
     "linear_logprobs": "(hidden, weight, targets, *, bias=None, temperature=1.0, softcap=None, return_entropy=False)",
-    "linear_kl": "(policy_hidden, policy_weight, ref_hidden, ref_weight, *, direction='reverse')",
+    "linear_kl": "(policy_hidden, policy_weight, ref_hidden, ref_weight, *, direction='reverse', policy_bias=None, "
+    "ref_bias=None, temperature=1.0, softcap=None)",
     "clip_kl": "(kl, threshold, *, method, temperature=1.0)",
     "kl_budget": "(threshold, *, per_token, reference_length)",
     "group_advantages": "(rewards, group_size, *, scale='std', baseline='mean', eps=0.0001)",
@@ -63,7 +64,33 @@ CONTROLLER_METHODS = {
 MODULES = {
     "klamp.verify": ["examine", "examine_config", "explain_config", "explain_form", "verify_all", "verify_estimators"],
     "klamp.verify.judge": ["judge"],
+    "klamp.tinker.testing": ["Fault", "Standin", "serve", "tiny_model"],
     "klamp.training.loop": ["compute_kl_divergence", "compute_loss", "grpo_microbatch_step", "log_train", "train"],
+}
+
+# The SDK that klamp plugs into calls these, or people write them out: module -> name -> signature.
+HOST_SIGNATURES = {
+    "klamp.tinker": {
+        "build_datum": "(prompt, response, advantages, logprobs, ref_logprobs=None, *, mask=None, kl_mask=None)",
+        "compute_grpo_kl_loss": "(data, logprobs_list, kl_coef=0.01, cliprange=0.2, kl=None, *, beta=None, "
+        "normalizer='token_mean', surrogate='ppo_clip', max_length=None, group_size=None, reference_length=None, "
+        "totals=None)",
+        "compute_reference_logprobs": "(ref_client, prompt_tokens, response_tokens, *, concurrency=64, retries=5, "
+        "backoff=0.5, timeout=300.0)",
+        "count_tokens": "(data)",
+        "create_kl_loss": "(service_client, kl_coef=0.01, cliprange=0.2, kl=None)",
+        "forward_backward_kl": "(client, data, kl_coef=0.01, cliprange=0.2, kl=None, *, server_loss=None, **options)",
+        "penalize_rewards": "(rewards, logprobs, ref_logprobs, kl, *, beta=None, kl_masks=None, group_size=None, "
+        "reference_length=None)",
+        "sampler_mismatch": "(data, logprobs_list)",
+        "shift_advantages": "(data, kl, *, beta=None, baseline='none', group_size=None, reference_length=None)",
+        "strip_for_builtin": "(datums)",
+    },
+    "klamp.trl": {
+        "GRPOTrainer": "(model, reward_funcs=None, args=None, *positional, ref_model=None, **options)",
+        "attach": "(trainer, kl, *, ref_model=None)",
+        "effective": "(trainer)",
+    },
 }
 
 # One configuration: the fields mean the same in every trainer. More may be added, none may go.
@@ -110,6 +137,14 @@ def test_every_exported_name_is_there_and_documented(name: str) -> None:
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signature(name: str) -> None:
     assert write_signature(getattr(klamp, name)) == SIGNATURES[name]
+
+
+@pytest.mark.parametrize(("module", "name"), [(m, name) for m, names in HOST_SIGNATURES.items() for name in names])
+def test_signature_for_a_host(module: str, name: str) -> None:
+    loaded = importlib.import_module(module)
+    assert list(loaded.__all__) == sorted(loaded.__all__)
+    assert name in loaded.__all__
+    assert write_signature(getattr(loaded, name)) == HOST_SIGNATURES[module][name]
 
 
 @pytest.mark.parametrize("name", CONTROLLERS)

@@ -135,11 +135,23 @@ def test_more_padding_changes_nothing():
 
 
 def test_whole_groups_in_another_order_change_nothing():
-    record = record_of()
+    record = replace(record_of(), ref_rows=torch.arange(12) % 3 > 0)
     order = torch.tensor([8, 9, 10, 11, 0, 1, 2, 3, 4, 5, 6, 7])
     moved = replace(record, **{f.name: getattr(record, f.name)[order] for f in fields(record)})
     found = step_metrics(moved, group_size=GROUP)
     assert found == pytest.approx(step_metrics(record, group_size=GROUP), rel=1e-5, abs=1e-7)
+
+
+def test_the_kl_of_a_share_is_that_of_the_completions_in_it():
+    scored = torch.arange(12) % 3 > 0
+    record = replace(record_of(), ref_rows=scored)
+    hidden = replace(record, ref=torch.where(scored[:, None], record.ref, float("nan")))
+    found = step_metrics(hidden, group_size=GROUP)
+    delta = torch.where(record.kl_mask, record.policy - record.ref, 0.0)[scored]
+    assert found["kl/k1"] == pytest.approx(float(delta.sum() / record.kl_mask[scored].sum()), abs=1e-6)
+    assert found["kl/k1_sequence"] == pytest.approx(float(delta.sum(-1).mean()), abs=1e-6)
+    whole = step_metrics(record_of(), group_size=GROUP)
+    assert found["policy/entropy"] == whole["policy/entropy"] and found["kl/k1"] != whole["kl/k1"]
 
 
 @pytest.mark.parametrize("count", [1, 2, 99, 100, 101, 1000])

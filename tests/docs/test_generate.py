@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from klamp.core.estimators import ESTIMATORS
+from klamp.diagnostics.alarms import ALARMS
 from klamp.diagnostics.metrics import METRICS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -28,7 +29,7 @@ def generate() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("file", ["estimators.md", "metrics.md"])
+@pytest.mark.parametrize("file", ["estimators.md", "metrics.md", "alarms.md"])
 def test_the_committed_page_is_up_to_date(file: str, generate: ModuleType) -> None:
     written = (DOCS / file).read_text(encoding="utf-8")
     assert written == generate.PAGES[file](), f"run: python docs/generate.py (docs/{file} is not what its table says)"
@@ -37,6 +38,13 @@ def test_the_committed_page_is_up_to_date(file: str, generate: ModuleType) -> No
 def test_every_metric_is_on_the_page(generate: ModuleType) -> None:
     page = generate.metrics_page()
     assert all(f"| `{name}` |" in page for name in METRICS)
+
+
+def test_every_alarm_is_on_the_page_with_its_thresholds(generate: ModuleType) -> None:
+    page = generate.alarms_page()
+    for name, alarm in ALARMS.items():
+        assert f"\n## {name}\n" in page and alarm.next_step in page
+        assert all(f"| {limit.value:g} |" in page for limit in alarm.limits)
 
 
 def test_every_family_of_metrics_has_a_heading(generate: ModuleType) -> None:

@@ -123,7 +123,7 @@ def context_of(config_of: Callable[..., TrainConfig]) -> Callable[..., Context]:
         folder = Path(str(config.run.output_dir))
         accelerator = make_accelerator(config, folder)
         context = build(config, accelerator, folder, ())
-        context.wrapped = accelerator.prepare_model(context.policy)
+        context.wrapped = accelerator.prepare_model(context.wrapped)
         return context
 
     return make

@@ -35,3 +35,8 @@ def not_a_number(completion: str, **fields: Any) -> float:
     """`digits`, and NaN from the call that was asked for."""
     STATE["calls"] += 1
     return float("nan") if STATE["calls"] == STATE["break_at"] else digits(completion, **fields)
+
+
+def half(completion: str, *, answer: str) -> float:
+    """`digits` for every other answer; the groups of the others are saturated."""
+    return digits(completion) if sum(map(ord, str(answer))) % 2 else 1.0

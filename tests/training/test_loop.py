@@ -15,9 +15,10 @@ from klamp.config import KLConfig
 from klamp.core.masking import Totals
 from klamp.errors import ConfigError, DataError, EmptyMaskError, NonFiniteError, RewardError, ShapeError
 from klamp.tasks.arithmetic import arithmetic_tokenizer
+from klamp.training.completions import select
 from klamp.training.config import OptimConfig, RolloutConfig
 from klamp.training.loop import compute_kl_divergence, compute_loss, grpo_microbatch_step, log_train, train
-from klamp.training.scoring import score, select
+from klamp.training.scoring import score
 
 V = 6
 """Tokens of the enumerated vocabulary."""

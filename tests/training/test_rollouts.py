@@ -11,7 +11,6 @@ from tests.training import rewards
 from tests.training.conftest import disturb
 
 from klamp.errors import RewardError
-from klamp.training import rollouts
 from klamp.training.rollouts import collect
 from klamp.training.trainer import Trainer
 
@@ -93,7 +92,7 @@ def test_truncated_completions_can_be_left_out(context_of):
 def test_the_exact_kl_is_measured_on_the_first_completions_of_each_group(context_of, asked, measured):
     rollout = rollout_of(context_of(exact_kl_completions=asked))
     assert rollout.exact_rows.tolist() == ([True] * measured + [False] * (4 - measured)) * 3
-    assert len(rollout.ref_logits) == 3 * measured
+    assert len(rollout.ref_predictions.values) == 3 * measured
 
 
 def test_an_exact_loss_has_its_exact_kl_everywhere(context_of):
@@ -113,12 +112,10 @@ def test_an_exact_loss_has_its_exact_kl_everywhere(context_of):
         ),
     ],
 )
-def test_the_policy_scores_before_the_update_only_where_something_depends_on_it(
-    context_of, monkeypatch, changes, passes
-):
-    seen, usual = [], rollouts.score
-    monkeypatch.setattr(rollouts, "score", lambda *a, **k: seen.append(1) or usual(*a, **k))
-    rollout = rollout_of(context_of(**changes))
+def test_the_policy_scores_before_the_update_only_where_something_depends_on_it(context_of, changes, passes):
+    context, seen = context_of(**changes), []
+    context.scorer.register_forward_hook(lambda *_: seen.append(1))
+    rollout = rollout_of(context)
     assert len(seen) == passes
     assert (rollout.old_logprobs is not None) == bool(passes)
 

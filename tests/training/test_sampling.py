@@ -11,22 +11,14 @@ from tests.training.conftest import tiny_llama
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from klamp.tasks.arithmetic import arithmetic_tokenizer
+from klamp.training.completions import Completions
 from klamp.training.config import RolloutConfig
 from klamp.training.models import end_tokens
-from klamp.training.sampling import Completions, InverseSampler, encode_prompts, generate, uniform_numbers
+from klamp.training.sampling import encode_prompts, generate, uniform_numbers
 
 CPU = torch.device("cpu")
 PROMPTS = ["1+1=", "rev abcde=", "123+456=", "7-2=", "q", "rev zz=", "99-98=", "100+999="]
 LENGTH = 8
-
-
-def drawn(scores: torch.Tensor, uniforms: torch.Tensor, **rollout: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and their log-probabilities for one row of scores at many uniform numbers."""
-    sampler = InverseSampler(uniforms[:, None], 3, RolloutConfig(**rollout))
-    rows = scores.expand(len(uniforms), -1)
-    only = sampler(torch.zeros(len(uniforms), 3, dtype=torch.long), rows)
-    assert (only.isfinite().sum(-1) == 1).all()
-    return only.argmax(-1), sampler.logprobs[0][:, 0]
 
 
 def sample(model, prompts=PROMPTS, rows=None, *, extra_padding=0, seed=0, greedy=False, **rollout) -> Completions:
@@ -48,50 +40,6 @@ def tokens_of(completions: Completions) -> list[list[int]]:
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
 def model(request):
     return AutoModelForCausalLM.from_pretrained(request.getfixturevalue(request.param)).eval()
-
-
-# the draw ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_token_is_the_inverse_of_the_cumulative_distribution():
-    never = -torch.inf
-    scores = torch.tensor([[never, 0.3, -2.0, never, never, 1.1, -30.0, 0.0, never]])
-    probs = scores.double().softmax(-1)[0].tolist()
-    grid = torch.cat([torch.linspace(0, 1, 997, dtype=torch.float64)[:-1], torch.tensor([1e-300, 1 - 2**-53])])
-    tokens, logprobs = drawn(scores, grid)
-    checked = 0
-    for u, token, logprob in zip(grid.tolist(), tokens.tolist(), logprobs.tolist(), strict=True):
-        below = sum(probs[:token])
-        assert below - 1e-6 <= u <= below + probs[token] + 1e-6
-        assert logprob == pytest.approx(float(scores[0].double().log_softmax(-1)[token]), abs=1e-6)
-        checked += below + 1e-6 < u < below + probs[token] - 1e-6
-    assert checked > 980, "nearly every number lies well inside its token's interval"
-
-
-@pytest.mark.parametrize(("u", "token"), [(0.0, 1), (5e-324, 1), (1 - 2**-53, 6)])
-def test_the_ends_of_the_unit_interval_never_draw_an_impossible_token(u, token):
-    scores = torch.tensor([[-torch.inf, 0.0, 2.0, -torch.inf, 1.0, -1.0, 0.5, -torch.inf, -torch.inf]])
-    tokens, logprobs = drawn(scores, torch.tensor([u], dtype=torch.float64))
-    assert tokens.tolist() == [token]
-    assert logprobs.isfinite().all()
-
-
-def test_evenly_spread_numbers_draw_every_token_in_proportion():
-    scores = torch.randn(1, 42, generator=torch.Generator().manual_seed(3)) * 2
-    n = 20_000
-    tokens, _ = drawn(scores, (torch.arange(n, dtype=torch.float64) + 0.5) / n, temperature=0.7)
-    expected = n * (scores[0].double() / 0.7).softmax(-1)
-    counts = torch.bincount(tokens, minlength=42)
-    assert ((counts - expected).abs() <= 1.01).all(), "a count is off its share by at most one draw"
-
-
-@pytest.mark.parametrize(("rollout", "kept"), [({"top_k": 3}, 3), ({"top_p": 0.6}, 2), ({"top_k": 2, "top_p": 0.9}, 2)])
-def test_truncation_keeps_the_likeliest_tokens_and_renormalises(rollout, kept):
-    probs = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15])
-    tokens, logprobs = drawn(probs.log()[None], torch.linspace(0, 1, 501, dtype=torch.float64)[:-1], **rollout)
-    best = probs.argsort(descending=True)[:kept]
-    assert set(tokens.tolist()) == set(best.tolist())
-    torch.testing.assert_close(logprobs.exp(), probs[tokens] / probs[best].sum())
 
 
 def test_uniform_numbers_depend_on_seed_and_step_alone():

@@ -11,7 +11,7 @@ from tests.training.conftest import disturb
 from torch.optim import SGD, AdamW
 
 from klamp.errors import NonFiniteError
-from klamp.training import updates
+from klamp.training import passes, updates
 from klamp.training.rollouts import collect
 from klamp.training.updates import update, with_old_logprobs
 
@@ -111,6 +111,32 @@ def test_an_update_is_the_plain_formula_on_the_whole_batch_in_any_number_of_part
         assert seen.losses == pytest.approx(output.losses, abs=1e-6)
         assert seen.grad_norm == pytest.approx(output.grad_norm, rel=1e-5)
         torch.testing.assert_close(other.advantages, rollout.advantages, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["grpo", "exact sequence", "hard", "token ratio", "lora"])
+def test_shared_prompts_and_rows_by_length_change_no_update_in_any_number_of_parts(context_of, monkeypatch, name):
+    """As if a pass cost nothing: prompts are shared wherever they repeat, every length is a pass, parts cut groups."""
+    changes = {"lora_r": 3} if name == "lora" else VARIANTS[name]
+    context = context_of(beta=BETA, max_grad_norm=0.0, **changes)
+    disturb(context.policy, size=0.03)
+    weights = {n: p for n, p in context.policy.named_parameters() if p.requires_grad}
+    plans, usual = [], passes.plan_of
+    monkeypatch.setattr(passes, "plan_of", lambda *a, **k: plans.append(usual(*a, **k)) or plans[-1])
+
+    def gradient(parts):
+        optim = replace(context.config.optim, gradient_accumulation_steps=parts)
+        split = replace(context, config=replace(context.config, optim=optim))
+        rollout = collect(split, context.task.train[:3], step=0, beta=BETA)
+        update(split, SGD(weights.values(), lr=0.0), rollout, replace(context.objective, beta=BETA))
+        return {n: p.grad.clone() for n, p in weights.items()}
+
+    expected = gradient(1)
+    assert not any(plan.shared or len(plan.buckets) > 1 for plan in plans)
+    monkeypatch.setattr(passes, "PASS_TOKENS", 0)
+    for parts in (1, 2, 5):
+        plans.clear()
+        assert_equal(gradient(parts), expected, tolerance=3e-6)
+        assert all(plan.shared for plan in plans if len(plan.buckets) > 1) and any(plan.shared for plan in plans)
 
 
 def test_the_variants_are_all_different(context_of):

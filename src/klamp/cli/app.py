@@ -40,6 +40,7 @@ COMMANDS = {
     "verify": Command(module="klamp.cli.verify", summary="prove klamp's claims on this machine, in seconds"),
     "explain": Command(module="klamp.cli.explain", summary="what a configuration's KL does, in words and numbers"),
     "audit": Command(module="klamp.cli.audit", summary="what the KL of an installed trainer, or of any function, does"),
+    "doctor": Command(module="klamp.cli.doctor", summary="what is wrong with a run, from what it left behind"),
 }
 
 

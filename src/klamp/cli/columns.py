@@ -98,8 +98,10 @@ LEGEND_OVER = "; over: completions past the KL budget"
 
 def columns_for(config: TrainConfig, width: int) -> list[Column]:
     """The columns that a run of this configuration has, and that fit into a line."""
-    clipping = config.kl.kl_clip_method != "none"
-    kept = [column for column in COLUMNS if clipping or column.metric != "kl/over_budget"]
+    empty = {"kl/over_budget"} if config.kl.kl_clip_method == "none" else set()
+    if config.run.backend == "tinker":
+        empty |= {"kl/exact", "policy/entropy"}  # a service keeps the logits
+    kept = [column for column in COLUMNS if column.metric not in empty]
     while len(kept) > 1 and STEP_WIDTH + sum(column.width + GAP for column in kept) > width:
         kept.remove(max(kept, key=lambda column: column.rank))
     return kept

@@ -17,6 +17,9 @@ from klamp.training.observers import RunInfo, RunSummary
 OTHER_LINES = 15
 """Lines of the picture besides the rows of the table and the skills."""
 
+NEWS = 3
+"""How many alarms and warnings are shown at once."""
+
 
 class LiveTable(Watch):
     """A live display: progress, the last steps, the course so far, evaluations, warnings."""
@@ -58,7 +61,7 @@ class LiveTable(Watch):
         parts += self._course()
         if self.now:
             parts += [Text(""), self._skills()]
-        parts += [Text(text, style="yellow") for text in self._shown_warnings()]
+        parts += [Text(text, style=style) for text, style in self._shown_lines()]
         return Group(*parts)
 
     def _loading(self) -> RenderableType:
@@ -96,12 +99,15 @@ class LiveTable(Watch):
 
     def _row_count(self) -> int:
         """Rows that fit: a picture higher than the terminal would be cut."""
-        warned = sum(1 + len(text) // self.console.width for text in self._shown_warnings())
+        warned = sum(1 + len(text) // self.console.width for text, _ in self._shown_lines())
         room = self.console.height - OTHER_LINES - len(self.now) - warned
         return max(1, min(ROWS, room))
 
-    def _shown_warnings(self) -> list[str]:
-        return [f"! {text}" for text in self.warnings[-3:]]
+    def _shown_lines(self) -> list[tuple[str, str]]:
+        """The latest alarms, and the latest warnings where they leave room; each with its style."""
+        alarms = [(f"! {text}", "red") for text in self.alarms[-NEWS:]]
+        warnings = [(f"! {text}", "yellow") for text in self.warnings[-NEWS:]]
+        return alarms + warnings[len(alarms) :]
 
     def _course(self) -> list[RenderableType]:
         """Reward and KL since the first step, as curves."""

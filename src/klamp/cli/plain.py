@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from rich.console import Console
 
 from klamp.cli.columns import GAP, STEP_WIDTH, Column, Scale, columns_for, legend_for
-from klamp.cli.watch import Watch
+from klamp.cli.watch import Watch, alarm_text, is_shown
+from klamp.diagnostics.doctor import Finding
 from klamp.training.observers import RunInfo
 
 LINES = 20
@@ -67,6 +68,12 @@ class PlainLines(Watch):
         if text not in self.warnings:
             self._say(f"  caution: {text}")
         super().on_warning(text)
+
+    def on_alarm(self, finding: Finding) -> None:
+        """The alarm, and what to do."""
+        super().on_alarm(finding)
+        if is_shown(finding):
+            self._say(f"  {alarm_text(finding)}\n    next step: {finding.alarm.next_step}")
 
     def _say(self, text: str) -> None:
         if self.readers_left:

@@ -11,7 +11,7 @@ from klamp.cli.arguments import TrainRequest, parse_train
 from klamp.cli.problems import is_main_process
 from klamp.cli.words import resume_command
 from klamp.errors import TrainingStopped
-from klamp.training.config import TrainConfig
+from klamp.training.config import Backend, TrainConfig
 from klamp.training.observers import Observer, RunSummary
 
 Runner = Callable[[TrainConfig, Sequence[Observer]], RunSummary]
@@ -23,7 +23,7 @@ def run(argv: Sequence[str], *, console: Console | None = None, runner: Runner |
     Args:
         argv: the arguments after `train`.
         console: where the run is shown; None: stdout.
-        runner: what trains; None: `klamp.training.trainer.train_run`.
+        runner: what trains; None: `train_run` of `klamp.training.trainer`, or of the backend that is asked for.
 
     Raises:
         KlampError: whatever stops the run; the caller shows it.
@@ -41,7 +41,7 @@ def run(argv: Sequence[str], *, console: Console | None = None, runner: Runner |
         if is_main_process():
             console.out(text, highlight=False)
         return 0
-    _train(request, console, runner or _trainer(console))
+    _train(request, console, runner or _trainer(console, request.config.run.backend))
     return 0
 
 
@@ -55,7 +55,9 @@ def _train(request: TrainRequest, console: Console, runner: Runner) -> None:
         summary = runner(request.config, [display])
     except TrainingStopped as stopped:
         if display.info is not None:
-            stopped.fix = f"continue with: {resume_command(request.config, display.info.output_dir)}"
+            left = tuple(name for name in request.config.run.stop_on if name not in display.raised)
+            command = resume_command(request.config, display.info.output_dir, stop_on=left)
+            stopped.fix = f"continue with: {command}"
         raise
     finally:
         display.close()
@@ -63,14 +65,17 @@ def _train(request: TrainRequest, console: Console, runner: Runner) -> None:
         print_summary(console, request.config, summary)
 
 
-def _trainer(console: Console) -> Runner:
-    """The trainer; its libraries take some seconds to import, which a terminal is told."""
+def _trainer(console: Console, backend: Backend) -> Runner:
+    """The trainer of a backend; its libraries take some seconds to import, which a terminal is told."""
     waiting = console.status("loading libraries") if console.is_terminal and is_main_process() else nullcontext()
     with waiting:
         from huggingface_hub.utils import enable_progress_bars
         from transformers.utils import logging
 
-        from klamp.training.trainer import train_run
+        if backend == "tinker":
+            from klamp.adapters.tinker.train import train_run
+        else:
+            from klamp.training.trainer import train_run
 
         logging.disable_progress_bar()  # a bar per checkpoint would tear the display apart
         enable_progress_bars()  # downloads keep theirs: they come before it

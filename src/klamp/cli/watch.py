@@ -11,6 +11,8 @@ from rich.console import Console
 
 from klamp.cli.columns import duration
 from klamp.cli.words import describe_controller, describe_kl, describe_task
+from klamp.diagnostics.doctor import Finding
+from klamp.training.alarms import SAID_ELSEWHERE
 from klamp.training.observers import Observer, RunInfo
 
 ROWS = 12
@@ -40,6 +42,8 @@ class Watch(Observer):
         self.now: dict[str, float] = {}
         self.evaluated_at = 0
         self.warnings: list[str] = []
+        self.alarms: list[str] = []
+        self.raised: set[str] = set()
         self.loading: Loading | None = None
         self.started = self.clock()
 
@@ -72,6 +76,12 @@ class Watch(Observer):
         """Keep the warning, once."""
         if text not in self.warnings:
             self.warnings.append(text)
+
+    def on_alarm(self, finding: Finding) -> None:
+        """Keep the alarm."""
+        self.raised.add(finding.alarm.name)
+        if is_shown(finding):
+            self.alarms.append(alarm_text(finding))
 
     def curves(self) -> list[tuple[str, list[float]]]:
         """What is drawn over the whole run: the reward, and the KL by its best estimate."""
@@ -113,11 +123,23 @@ class Watch(Observer):
         held = [f"KL: {describe_kl(config)}"]
         if config.kl.needs_reference:
             held.append(f"reference: {info.reference} · beta: {describe_controller(config)}")
+        size = f", {_count(info.parameters)} parameters{some}" if info.parameters else ""
         return [
-            f"{describe_task(config)} · {config.model.model}, {_count(info.parameters)} parameters{some} · {where}",
+            f"{describe_task(config)} · {config.model.model}{size} · {where}",
             *held,
             f"folder: {info.output_dir}{again}",
         ]
+
+
+def is_shown(finding: Finding) -> bool:
+    """Whether a display shows it: notes are only written down, and some alarms are worded as cautions already."""
+    return finding.alarm.level == "alarm" and finding.alarm.name not in SAID_ELSEWHERE
+
+
+def alarm_text(finding: Finding) -> str:
+    """An alarm in a line."""
+    alarm = finding.alarm
+    return f"alarm after step {finding.first_step}: {alarm.name}: {alarm.text} ({finding.evidence.text})"
 
 
 def _count(parameters: int) -> str:

@@ -27,6 +27,8 @@ def describe_task(config: TrainConfig) -> str:
 def describe_model(config: TrainConfig) -> str:
     """Which model, and which of its weights move."""
     model = config.model
+    if config.run.backend == "tinker":
+        return f"{model.model} at the Tinker service; a LoRA adapter of rank {model.lora_r or 32} is trained"
     name = model.model
     if name == BUILTIN:
         cached = base_model_folder(BaseModelConfig()).is_dir()
@@ -41,6 +43,8 @@ def describe_reference(config: TrainConfig) -> str:
     kl, model = config.kl, config.model
     if not kl.needs_reference:
         return "none: beta is 0, so no reference is loaded"
+    if config.run.backend == "tinker":
+        return f"{model.ref_model or model.model} at the Tinker service, frozen"
     adapter = "adapter_off" if model.lora_r and model.ref_model is None else "frozen"
     return {
         "frozen": f"{model.ref_model}, frozen" if model.ref_model else "a frozen copy of the starting policy",

@@ -161,6 +161,11 @@ class KLConfig:
     """Data type of a reference with weights of its own; None: the policy's."""
     reference_url: str | None = None
     """remote: where the reference answers; see `klamp.training.remote`."""
+    reference_share: float = 1.0
+    """Share of the sequences, drawn anew at every step, that the reference scores; their KL is weighted by 1 / share.
+
+    The loss and its gradient are unbiased; the variance of the summed KL grows by B^2 (1/n - 1/B) S^2 for n of B
+    sequences whose KL has the variance S^2 (see `klamp.core.subsample.sequence_sample`)."""
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -201,6 +206,13 @@ class KLConfig:
                 got=self.reference_decay,
                 why="the reference keeps this share of itself at every step",
                 fix="0.99 follows over about a hundred steps; reference='frozen' never moves",
+            )
+        if not 0 < self.reference_share <= 1:
+            raise ConfigError(
+                "reference_share must lie in (0, 1]",
+                got=self.reference_share,
+                why="it is the share of the sequences that the reference scores",
+                fix="1.0 scores them all; beta=0 trains without a reference",
             )
         kl_schedule_factor(0, 1, warmup_steps=self.kl_warmup_steps, end=self.kl_schedule_end)
 

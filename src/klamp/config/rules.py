@@ -105,6 +105,18 @@ def _reference_and_tokens(c: KLConfig) -> list[Refusal]:
             "use kl_estimator='k3', or a reference on this machine",
         ),
         (
+            c.reference_share < 1 and c.kl_clip_method != "none",
+            f"reference_share={c.reference_share:g} cannot be combined with a clip",
+            "a clip is gated on the KL of every sequence, and most would not be measured",
+            "set reference_share=1, or kl_clip_method='none'",
+        ),
+        (
+            c.reference_share < 1 and c.kl_placement != "loss",
+            f"reference_share={c.reference_share:g} needs kl_placement='loss'",
+            "in the reward or the advantage a few large weights would enter the group's mean and standard deviation",
+            "set reference_share=1, or kl_placement='loss'",
+        ),
+        (
             len(c.kl_exclude_between) not in (0, 2),
             f"kl_exclude_between takes two markers, not {len(c.kl_exclude_between)}",
             "tokens from the first to the second carry no KL",

@@ -1,10 +1,21 @@
 """Log-probabilities and the exact KL straight from hidden states, without the [N, V] matrix of logits.
 
-The vocabulary is walked in tiles (see `tiles`). The forward pass keeps one normaliser per tile and token, the backward
-pass forms each tile again: four matrix products where stored logits need three. Where the head is frozen the gradient
-of `linear_logprobs` is formed in the forward pass: two products in all.
-Extra memory: a few tiles, O(N H), and the gradients themselves; no second [V, H]. Rows whose incoming gradient is
-exactly 0 take no part in the backward pass: they cost nothing, and whatever stands there (NaN too) reaches no gradient.
+The vocabulary is walked in tiles (see `tiles`). The forward pass keeps one normaliser per tile and token; the backward
+pass needs each tile again. So products of the forward pass are kept in the memory that the gradient of the weight will
+take anyway: all of them where N <= H, those of H rows where N > H; the rest is computed again. Forward and backward
+take three matrix products (N <= H) to four (N >> H). Where the head is frozen the gradient of `linear_logprobs` is
+formed in the forward pass: two products in all.
+
+Extra memory: a few tiles, O(N H), and the gradients themselves; no second [V, H]. Where a weight of 2^20 entries or
+more learns, its gradient is allocated in the forward pass and lives until the backward pass or until the result is
+dropped. One call per weight has it at a time: another one, before that backward pass, computes its products again, as
+a second walk through a retained graph does. Nothing is kept under no_grad, or for a weight that needs no gradient.
+Rows whose incoming gradient is exactly 0 take no part in the backward pass: they cost nothing, and whatever stands
+there (NaN too) reaches no gradient.
+
+On a CUDA device `linear_logprobs` in up to 32 bits runs through the Triton kernels of `_linear_triton` where Triton is
+installed (four products, nothing kept), which have been tested through the interpreter only; `KLAMP_TRITON=0` in the
+environment switches them off. `linear_kl` uses the tiles everywhere.
 """
 
 from __future__ import annotations
@@ -17,7 +28,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from klamp.core._linear_autograd import LinearKL, LinearLogprobs
+from klamp.core._linear_autograd import LinearLogprobs
+from klamp.core._linear_kept import owner_of
+from klamp.core._linear_kl import LinearKL
 from klamp.core.estimators import DIRECTIONS
 from klamp.core.types import Direction
 from klamp.errors import ConfigError, ShapeError, unknown_name
@@ -74,13 +87,13 @@ def _check_positive(name: str, value: float | None) -> None:
         raise ConfigError(f"{name} must be positive", got=value, why="the logits are divided by it", fix=f"{name} > 0")
 
 
-def _cast(*tensors: Tensor | None) -> list[Tensor]:
+def _cast(*tensors: Tensor | None) -> list[Tensor | None]:
     """Under autocast, what it would cast the inputs of a linear layer to; otherwise the tensors as they are."""
     kind = next(x for x in tensors if x is not None).device.type
     if not torch.is_autocast_enabled(kind):
-        return cast(list[Tensor], list(tensors))
+        return list(tensors)
     dtype = torch.get_autocast_dtype(kind)
-    return cast(list[Tensor], [x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors])
+    return [x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors]
 
 
 def _logprobs(
@@ -96,10 +109,10 @@ def _logprobs(
     _check_targets(hidden, weight, targets)
     _check_positive("temperature", temperature)
     _check_positive("softcap", softcap)
-    options = (temperature, softcap, torch.is_grad_enabled(), entropy)
+    options = ((temperature, softcap), owner_of(weight), torch.is_grad_enabled(), entropy)
     given = _cast(hidden, weight, bias)
     with torch.autocast(hidden.device.type, enabled=False):
-        return cast(Any, LinearLogprobs.apply)(*given, targets.long(), options)  # pyright: ignore
+        return cast(Any, LinearLogprobs.apply)(*given, targets.long(), *options)  # pyright: ignore
 
 
 def linear_logprobs(
@@ -126,14 +139,16 @@ def linear_logprobs(
     differentiable. A row whose incoming gradient is exactly 0 is left out: it costs no product, its gradient is 0, and
     NaN in it reaches nothing. The entropy is detached.
     Shapes: [N, H], [V, H], [N], bias [V] -> [N], with `return_entropy` ([N], [N]). N may be 0.
-    Under torch.compile the call is a graph break; under autocast the inputs are cast as those of a linear layer.
+    Under torch.compile the call is a graph break (not for fullgraph=True); under autocast the inputs are cast as those
+    of a linear layer.
 
     Args:
         hidden: last hidden states, one row per token.
         weight: of the output head; may be tied to the embedding, or frozen.
         targets: token ids to score, each in 0..V-1.
         bias: of the output head.
-        temperature: that the tokens were sampled at.
+        temperature: that the tokens were sampled at; times s for a head whose logits are divided by s (`logits_scaling`
+            in Granite), over s for one whose logits are multiplied by it (`logit_scale` in Cohere).
         softcap: c, of models that bound their logits (30 in Gemma 2).
         return_entropy: return (logprobs, entropy) instead of logprobs.
 
@@ -147,21 +162,32 @@ def linear_logprobs(
     return cast(tuple[Tensor, Tensor], found) if return_entropy else found[0]
 
 
-def _kl(hidden: Tensor, weight: Tensor, ref_hidden: Tensor, ref_weight: Tensor, direction: Direction) -> Tensor:
+def _kl(
+    hidden: Tensor,
+    head: tuple[Tensor, Tensor | None],
+    ref_hidden: Tensor,
+    ref_head: tuple[Tensor, Tensor | None],
+    scale: tuple[float, float | None],
+    direction: Direction,
+) -> Tensor:
     if direction not in DIRECTIONS:
         raise unknown_name("KL direction", direction, DIRECTIONS)
-    _check_head("the policy's", hidden, weight)
-    _check_head("the reference's", ref_hidden, ref_weight)
-    if hidden.shape[0] != ref_hidden.shape[0] or weight.shape[0] != ref_weight.shape[0]:
+    _check_head("the policy's", hidden, *head)
+    _check_head("the reference's", ref_hidden, *ref_head)
+    _check_positive("temperature", scale[0])
+    _check_positive("softcap", scale[1])
+    rows, entries, ref_rows, ref_entries = hidden.shape[0], head[0].shape[0], ref_hidden.shape[0], ref_head[0].shape[0]
+    if rows != ref_rows or entries != ref_entries:
         raise ShapeError(
             "policy and reference differ in rows or vocabulary",
-            got=f"policy {hidden.shape[0]} x {weight.shape[0]}, ref {ref_hidden.shape[0]} x {ref_weight.shape[0]}",
+            got=f"policy {rows} x {entries}, ref {ref_rows} x {ref_entries}",
             why="the sum runs over one common vocabulary at the same prefixes",
             fix="score the same tokens; cut a padded head to the common vocabulary",
         )
-    given = _cast(hidden, weight, ref_hidden.detach(), ref_weight.detach())
+    given = _cast(hidden, *head, *(None if x is None else x.detach() for x in (ref_hidden, *ref_head)))
+    options = (scale, owner_of(head[0]), torch.is_grad_enabled(), direction)
     with torch.autocast(hidden.device.type, enabled=False):
-        return cast(Any, LinearKL.apply)(*given, direction)  # pyright: ignore
+        return cast(Any, LinearKL.apply)(*given, *options)  # pyright: ignore
 
 
 def linear_kl(
@@ -171,20 +197,26 @@ def linear_kl(
     ref_weight: Float[Tensor, "vocab ref_width"],
     *,
     direction: Direction = "reverse",
+    policy_bias: Float[Tensor, " vocab"] | None = None,
+    ref_bias: Float[Tensor, " vocab"] | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
 ) -> Float[Tensor, " rows"]:
     """KL divergence over the whole vocabulary at each row, in nats, from hidden states, without holding the logits.
 
-    Equation: `exact_kl(policy_hidden @ policy_weight^T, ref_hidden @ ref_weight^T)`, summed by tiles i of the
-    vocabulary, with masses P_i, Q_i (chain rule; forward with p and q exchanged)::
+    Equation: `exact_kl(policy_logits, ref_logits)`, each logits = softcap tanh(raw / softcap) / temperature with
+    raw = hidden @ weight^T + bias as in `linear_logprobs`, summed by tiles i of the vocabulary, with masses P_i, Q_i
+    (chain rule; forward with p and q exchanged)::
 
         KL(p || q) = KL(P || Q) + sum_i P_i KL(p given i || q given i)
 
     Sampler: none needed for the prefix itself (see `exact_kl`).
     Value: exact up to rounding and >= 0: every term is, so that a small KL does not drown in float32. bfloat16 and
     float16 as in `linear_logprobs`.
-    Gradient: exact for the prefix, in the policy's hidden states and weight only; rows without incoming gradient are
-    left out. Six matrix products in all; `js` takes eight, for it has no chain rule and walks twice.
-    Shapes: [N, H], [V, H], [N, H'], [V, H'] -> [N].
+    Gradient: exact for the prefix, in the policy's hidden states, weight and bias only; rows without incoming gradient
+    are left out. Four to six matrix products in all, for the products of H / 2 rows find room (see the module); `js`,
+    which has no chain rule and walks twice, takes up to eight.
+    Shapes: [N, H], [V, H], [N, H'], [V, H'], biases [V] -> [N].
 
     Args:
         policy_hidden: last hidden states of the policy.
@@ -192,12 +224,17 @@ def linear_kl(
         ref_hidden: last hidden states of the reference at the same tokens.
         ref_weight: of its output head; may be the same tensor as the policy's.
         direction: `reverse` = KL(policy || ref), `forward` = KL(ref || policy), or `js`.
+        policy_bias: of the policy's output head. An entry that it sets to -inf has probability 0.
+        ref_bias: of the reference's output head.
+        temperature: both models' logits are divided by it.
+        softcap: bound on both models' logits before the temperature (30 in Gemma 2).
 
     Raises:
         ShapeError: shapes that do not fit.
         UnknownNameError: an unknown direction.
-        ConfigError: hidden states and weight of two types without autocast.
+        ConfigError: temperature or softcap <= 0, or hidden states and weight of two types without autocast.
 
     Source: arXiv:2504.10637 (the estimate), arXiv:2411.09009 (tiles)
     """
-    return _opaque(_kl, policy_hidden, policy_weight, ref_hidden, ref_weight, direction)
+    policy_head, ref_head = (policy_weight, policy_bias), (ref_weight, ref_bias)
+    return _opaque(_kl, policy_hidden, policy_head, ref_hidden, ref_head, (temperature, softcap), direction)

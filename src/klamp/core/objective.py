@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from klamp.core import surrogates
@@ -20,7 +20,7 @@ from klamp.core.masking import (
     reduce_tokens,
     total_denominator,
 )
-from klamp.core.term import Gate, KLTerm, kl_metrics, shifted_advantages, token_penalty
+from klamp.core.term import Gate, KLTerm, carries_kl, kl_metrics, shifted_advantages, token_penalty
 from klamp.core.types import Batch, LossOutput, Mask, Reduction, TokenValues
 from klamp.errors import unknown_name
 
@@ -108,6 +108,36 @@ def grpo_loss(batch: Batch, objective: Objective, *, totals: Totals | None = Non
     if gate is not None:
         metrics |= gate.metrics()
     return LossOutput(loss, metrics)
+
+
+def without_gradient(batch: Batch, objective: Objective) -> Bool[Tensor, " batch"]:
+    """Sequences that the gradient of `grpo_loss` is exactly 0 in, whatever the policy says of them. [B]
+
+    That is: no token is trained, or every advantage is 0 and the KL does not pull: beta is 0, it is in the reward (and
+    so in the advantages), it has no gradient, its weight is 0, no token carries it, or its clip is closed.
+
+    A pass that only serves the gradient can leave them out; values and metrics still need them. Where the KL is
+    clipped and `gate_kl` is None, the gate is computed from the batch's own log-probabilities, as `grpo_loss` does.
+
+    Shapes: see `Batch` -> [B].
+
+    Raises:
+        ConfigError: as `Gate.of`.
+    """
+    advantages = batch.advantages if batch.advantages.ndim == 2 else batch.advantages.unsqueeze(-1)
+    pushed = ((advantages != 0) & batch.mask).any(-1)
+    return ~(pushed | _pulled(batch, objective))
+
+
+def _pulled(batch: Batch, objective: Objective) -> Bool[Tensor, " batch"]:
+    """Sequences whose KL has a gradient."""
+    term = objective.kl
+    silent = objective.beta <= 0 or term.placement == "reward"
+    if silent or (term.placement == "loss" and term.gradient == "none"):
+        return torch.zeros_like(batch.mask[:, 0])
+    gate = Gate.of(batch, term)
+    carried = carries_kl(batch).any(-1)
+    return carried if gate is None else carried & (gate.factor > 0)
 
 
 def _reduce(

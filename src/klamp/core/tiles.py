@@ -23,8 +23,12 @@ TILE_ROWS = 1024
 """Most tokens in one tile."""
 
 Tiles = list[slice]
-# (float32 logits of a tile, its rows, its vocabulary entries) -> gradient with respect to them, may be in place
-LogitGradient = Callable[[Tensor, slice, slice], Tensor]
+# (rows of a tile, its vocabulary entries) -> gradient with respect to the head's product there
+TileGradient = Callable[[slice, slice], Tensor]
+# Where the weight gradient goes, slice by slice; each one is written once its rows have all been asked for
+Place = tuple[Tensor, Tiles]
+# (which rows learn, their hidden states) -> their TileGradient
+MakeGradient = Callable[[Tensor | slice, Tensor], TileGradient]
 
 
 class Head(NamedTuple):
@@ -35,9 +39,13 @@ class Head(NamedTuple):
     temperature: float = 1.0
     softcap: float | None = None
 
-    def logits(self, hidden: Tensor, entries: slice) -> tuple[Tensor, Tensor | None]:
-        """Logits of some entries, and d logits / d product where that is not 1; the product is rounded as usual."""
-        z = upcast(linear(hidden, self.weight[entries], None if self.bias is None else self.bias[entries]))
+    def product(self, hidden: Tensor, entries: slice) -> Tensor:
+        """h W^T + b of some entries, rounded as in any linear layer."""
+        return linear(hidden, self.weight[entries], None if self.bias is None else self.bias[entries])
+
+    def logits(self, product: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Logits, and d logits / d product where that is not 1. The product's memory may be used."""
+        z = upcast(product)
         if self.softcap is not None:
             z = z.div_(self.softcap).tanh_()
             slope = (1 - z.square()).div_(self.temperature)
@@ -75,21 +83,21 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
-def gradients(hidden: Tensor, head: Head, needs: tuple[bool, ...], of_logits: LogitGradient) -> list[Tensor | None]:
+def gradients(
+    hidden: Tensor, weight: Tensor, needs: tuple[bool, ...], of_tile: TileGradient, place: Place | None = None
+) -> list[Tensor | None]:
     """Gradients of hidden, weight and bias, each only where needed, summed over the tiles in float32."""
-    weight, wide = head.weight, upcast(hidden[:0]).dtype
+    wide = upcast(hidden[:0]).dtype
     columns, chunks = tiles(hidden, weight)
+    d_weight, columns = place or (torch.empty_like(weight) if needs[1] else None, columns)
     d_hidden = torch.zeros_like(hidden, dtype=wide) if needs[0] else None
-    d_weight = torch.empty_like(weight) if needs[1] else None
     d_bias = weight.new_zeros(weight.shape[0], dtype=wide) if needs[2] else None
     for entries in columns:
         part = weight.new_zeros(weight[entries].shape, dtype=wide) if needs[1] and len(chunks) != 1 else None
         for rows in chunks:
-            z, slope = head.logits(hidden[rows], entries)
-            d = of_logits(z, rows, entries)
-            d = d if slope is None else d.mul_(slope)
+            d = of_tile(rows, entries)
             if d_bias is not None:
-                d_bias[entries] += d.sum(0)
+                d_bias[entries] += d.sum(0, dtype=wide)
             d = d.to(hidden.dtype)
             if d_hidden is not None:
                 _add_product(d_hidden[rows], d, weight[entries])
@@ -103,12 +111,18 @@ def gradients(hidden: Tensor, head: Head, needs: tuple[bool, ...], of_logits: Lo
 
 
 def head_gradients(
-    grad: Tensor, hidden: Tensor, head: Head, needs: tuple[bool, ...], make: Callable[[Tensor | slice], LogitGradient]
+    grad: Tensor,
+    hidden: Tensor,
+    head: Head,
+    needs: tuple[bool, ...],
+    make: MakeGradient,
+    place: Place | None = None,
 ) -> list[Tensor | None]:
-    """`gradients` of the rows whose incoming gradient is not 0; `make(rows)` gives their gradient of the logits."""
+    """`gradients` of the rows whose incoming gradient is not 0; `make(index, hidden[index])` says what they are."""
     live = grad != 0
     index: Tensor | slice = slice(None) if bool(live.all()) else live.nonzero()[:, 0]
-    found = gradients(hidden[index], head, needs, make(index))
+    some = hidden[index]
+    found = gradients(some, head.weight, needs, make(index, some), place)
     if found[0] is not None and isinstance(index, Tensor):
         found[0] = torch.zeros_like(hidden, dtype=found[0].dtype).index_copy_(0, index, found[0])
     like = (hidden, head.weight, head.bias)

@@ -58,6 +58,8 @@ METRICS: dict[str, MetricRow] = {
             "mean over completions",
             "Exact KL summed over a completion.",
         ),
+        _row("kl/k3_max", "nats/token", "lower", "maximum over tokens", "Largest k3 of a token; logged in TRL."),
+        _row("kl/k3_min", "nats/token", "neither", "minimum over tokens", "Smallest k3 of a token; logged in TRL."),
         _row("kl/log_ratio_max", "nats", "lower", "maximum over tokens", "Largest |log policy - log ref| of a token."),
         _row("kl/log_ratio_p99", "nats", "lower", "99th percentile over tokens", "99th percentile of |log-ratio|."),
         _row("kl/over_budget", "share", "lower", "mean over completions", "Completions whose KL exceeds the budget."),
@@ -70,6 +72,15 @@ METRICS: dict[str, MetricRow] = {
         _row(
             "kl/log_ratio_clamped", "share", "lower", "mean over tokens", "Tokens whose log-ratio hit kl_max_log_ratio."
         ),
+        _row("kl/lr_factor", "1", "neither", "value", "What kl_lr_guard multiplied the learning rate of the step by."),
+        _row(
+            "kl/position/N_of_8",
+            "nats/token",
+            "neither",
+            "mean over tokens",
+            "k3 of the Nth eighth of the longest completion that is allowed (in TRL and Unsloth).",
+        ),
+        _row("kl/host_clamped", "share", "lower", "mean over tokens", "Tokens past the clamps of the host's own KL."),
         _row("kl/weights_truncated", "share", "lower", "mean over tokens", "Off-policy weights cut at kl_max_weight."),
         _row(
             "sampler/k1",
@@ -92,6 +103,13 @@ METRICS: dict[str, MetricRow] = {
             "policy/entropy", "nats/token", "neither", "mean over tokens", "Entropy of the policy at sampled prefixes."
         ),
         _row("policy/ratio_clipped", "share", "lower", "mean over tokens", "Tokens past a ratio bound, last update."),
+        _row(
+            "policy/skipped",
+            "share",
+            "neither",
+            "mean over completions",
+            "Completions without gradient (advantage 0, no KL that pulls), left out of the first backward pass.",
+        ),
         _row("policy/updates", "1", "neither", "value", "Updates done on the rollout; fewer where kl_early_stop cut."),
         _row("policy/kl_old", "nats/token", "neither", "mean over tokens", "k3 of KL(old||policy), last update."),
         _row("policy/logp_mean", "nats/token", "neither", "mean over tokens", "Mean log-probability under the policy."),

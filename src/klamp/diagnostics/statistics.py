@@ -29,16 +29,18 @@ class StepRecord:
     """[B, T] log-probabilities under the policy."""
     sampler: Tensor
     """[B, T] log-probabilities under the sampler."""
-    entropy: Tensor
-    """[B, T] entropy of the policy, in nats."""
     rewards: Tensor
     """[B]"""
     ended: Tensor
     """[B] bool: whether the completion has an end token."""
     lengths: Tensor
     """[B] tokens, end token included, before any masking."""
+    entropy: Tensor | None = None
+    """[B, T] entropy of the policy, in nats; None where a service keeps the logits."""
     ref: Tensor | None = None
     """[B, T] log-probabilities under the reference; None at beta 0."""
+    ref_rows: Tensor | None = None
+    """[B] bool: completions that the references scored; None: all of them."""
     original: Tensor | None = None
     """[B, T] log-probabilities under the model that a moving reference started from."""
     exact: Tensor | None = None
@@ -60,9 +62,10 @@ def step_metrics(record: StepRecord, *, group_size: int) -> dict[str, float]:
     if record.ref is not None:
         found |= _kl_metrics(record, record.ref)
     if record.original is not None:
-        delta = masked_log_ratio(record.policy, record.original, record.kl_mask)
+        mask = record.kl_mask & _scored(record)[:, None]
+        delta = masked_log_ratio(record.policy, record.original, mask)
         for name in ("k1", "k3"):
-            found[f"kl/{name}_original"] = masked_mean(ESTIMATORS[name].value(delta), record.kl_mask)
+            found[f"kl/{name}_original"] = masked_mean(ESTIMATORS[name].value(delta), mask)
     if record.exact_rows is not None:
         found |= _exact_metrics(record, record.exact_rows)
     return {name: float(value) for name, value in found.items()}
@@ -81,23 +84,29 @@ def _reward_metrics(record: StepRecord, group_size: int) -> dict[str, Tensor]:
 
 def _policy_metrics(record: StepRecord) -> dict[str, Tensor]:
     mismatch = masked_log_ratio(record.sampler, record.policy, record.mask)
-    return {
-        "policy/entropy": masked_mean(record.entropy, record.mask),
+    entropy = {} if record.entropy is None else {"policy/entropy": masked_mean(record.entropy, record.mask)}
+    return entropy | {
         "policy/logp_mean": masked_mean(record.policy, record.mask),
         "sampler/k1": masked_mean(mismatch, record.mask),
         "sampler/k3": masked_mean(ESTIMATORS["k3"].value(mismatch), record.mask),
     }
 
 
+def _scored(record: StepRecord) -> Tensor:
+    """Completions that the references scored. [B]"""
+    return torch.ones_like(record.ended) if record.ref_rows is None else record.ref_rows
+
+
 def _kl_metrics(record: StepRecord, ref: Tensor) -> dict[str, Tensor]:
-    mask = record.kl_mask
+    scored = _scored(record)
+    mask = record.kl_mask & scored[:, None]
     delta = masked_log_ratio(record.policy, ref, mask)
     size = delta[mask].abs()
-    found = {"ref/logp_mean": masked_mean(ref, record.mask)}
+    found = {"ref/logp_mean": masked_mean(ref, record.mask & scored[:, None])}
     for name in ("k1", "k3"):
         value = ESTIMATORS[name].value(delta)
         found[f"kl/{name}"] = masked_mean(value, mask)
-        found[f"kl/{name}_sequence"] = masked_sum(value, mask, -1).mean()
+        found[f"kl/{name}_sequence"] = masked_sum(value, mask, -1)[scored].mean()
     if size.numel():
         found["kl/log_ratio_max"] = size.max()
         found["kl/log_ratio_p99"] = size.sort().values[min(size.numel() - 1, int(0.99 * size.numel()))]

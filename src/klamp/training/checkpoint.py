@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -54,16 +55,33 @@ def save(
         state: plain numbers and names.
         keep: how many checkpoints to leave.
     """
+
+    def fill(part: Path) -> None:
+        with without_bars():
+            policy.save_pretrained(str(part / "policy"))  # pyright: ignore[reportCallIssue]
+        tokenizer.save_pretrained(str(part / "policy"))
+        torch.save(optimizer.state_dict(), part / "optimizer.pt")
+        if reference is not None:
+            save_model(reference, str(part / REFERENCE))
+
+    return write(output_dir, step, fill, state=state, keep=keep)
+
+
+def write(output_dir: Path, step: int, fill: Callable[[Path], None], *, state: dict[str, Any], keep: int) -> Path:
+    """Write a checkpoint whole or not at all, and drop all but the newest `keep`.
+
+    Args:
+        output_dir: folder of the run.
+        step: steps done.
+        fill: writes what belongs to it besides the state into the folder that it is given.
+        state: plain numbers and names.
+        keep: how many checkpoints to leave.
+    """
     folder = output_dir / FOLDER / f"step-{step:06d}"
     part = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    with without_bars():
-        policy.save_pretrained(str(part / "policy"))  # pyright: ignore[reportCallIssue]
-    tokenizer.save_pretrained(str(part / "policy"))
-    torch.save(optimizer.state_dict(), part / "optimizer.pt")
-    if reference is not None:
-        save_model(reference, str(part / REFERENCE))
+    fill(part)
     (part / "state.json").write_text(json.dumps(state | {"step": step}, indent=2), encoding="utf-8")
     shutil.rmtree(folder, ignore_errors=True)
     part.rename(folder)

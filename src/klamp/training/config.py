@@ -13,11 +13,14 @@ from typing import Any, Literal, TypeAlias
 from klamp.config import KLConfig, LossConfig, build_objective
 from klamp.config.kl import ALIASES, resolve_aliases
 from klamp.core.advantages import check_group_size
+from klamp.diagnostics.alarms import check_names
 from klamp.errors import ConfigError, unknown_name
 from klamp.tasks.config import TaskConfig
+from klamp.training.backends import check_backend
 
 DType: TypeAlias = Literal["float32", "bfloat16", "float16"]
 Schedule: TypeAlias = Literal["constant", "linear", "cosine"]
+Backend: TypeAlias = Literal["local", "tinker"]
 
 
 def _at_least(config: object, least: Mapping[str, float]) -> None:
@@ -144,13 +147,25 @@ class RunConfig:
     resume: bool = False
     """Continue the run in output_dir from its newest checkpoint."""
     exact_kl_completions: int | None = None
-    """Completions per group whose exact KL is measured; None: all for small vocabularies, else one."""
+    """Completions per group whose exact KL is measured, in both directions; None: all of them for a small vocabulary,
+    else one and KL(policy||ref) only."""
     cpu: bool = False
     """Stay on the CPU even where there is an accelerator."""
+    stop_on: tuple[str, ...] = ()
+    """Alarms (and notes) at which to stop, with a checkpoint kept; `klamp doctor --help` lists them."""
+    backend: Backend = "local"
+    """Where the weights are: local (this machine), or tinker (a service that the Tinker SDK reaches)."""
+    service_timeout: float = 600.0
+    """Longest wait for one answer of the service, in seconds."""
 
     def __post_init__(self) -> None:
         _at_least(self, {"max_steps": 0, "eval_every": 0, "save_every": 0, "keep_checkpoints": 1})
         _at_least(self, {"log_completions": 0, "log_completions_every": 1})
+        check_names(self.stop_on)
+        if self.backend not in ("local", "tinker"):
+            raise unknown_name("backend", self.backend, ("local", "tinker"))
+        if not self.service_timeout > 0:
+            raise ConfigError("service_timeout must be positive", got=self.service_timeout, fix="600 is the default")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +193,7 @@ class TrainConfig:
                 why="a run is continued from the checkpoints in its folder",
                 fix="pass the folder of the run: --output_dir runs/NAME --resume",
             )
+        check_backend(self)
 
     def flat(self) -> dict[str, Any]:
         """All fields by their own name, as plain values."""

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from klamp.core.objective import Objective
+from klamp.core.types import Direction
 from klamp.tasks.base import Task
 from klamp.training.config import TrainConfig
 from klamp.training.references import Reference
+from klamp.training.scorer import Scorer
 
 SMALL_VOCABULARY = 4096
 """Up to here the exact KL of every completion is measured; its logits are small beside the activations."""
@@ -34,7 +36,7 @@ class Context:
     policy: nn.Module
     """The model being trained, unwrapped."""
     wrapped: nn.Module
-    """The same as the accelerator wrapped it."""
+    """Its scorer as the accelerator wrapped it."""
     reference: Reference | None
     """None at beta 0."""
     original: Reference | None
@@ -51,6 +53,8 @@ class Context:
     """Ids of tokens that carry no KL."""
     vocabulary: int
     """Size of the policy's output."""
+    scorer: Scorer | None = None
+    """The policy as it scores, not wrapped; None where the weights are elsewhere."""
     reference_length: float | None = None
     """Reference length in tokens where the data does not give one."""
 
@@ -83,6 +87,15 @@ class Context:
         if asked is not None:
             return min(asked, size)
         return size if self.vocabulary <= SMALL_VOCABULARY else 1
+
+    @property
+    def exact_directions(self) -> tuple[Direction, ...]:
+        """Directions of the exact KL that are measured; the forward one costs a large vocabulary as much again."""
+        kl, asked = self.config.kl, self.config.run.exact_kl_completions
+        in_loss = kl.kl_estimator == "exact" and kl.kl_gradient == "forward"
+        if self.vocabulary <= SMALL_VOCABULARY or asked is not None or in_loss:
+            return ("reverse", "forward")
+        return ("reverse",)
 
     def parts(self, rows: int) -> Iterator[slice]:
         """The gradient_accumulation_steps parts, near equal, that `rows` completions are computed in."""

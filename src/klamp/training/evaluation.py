@@ -35,6 +35,7 @@ def _scores(context: Context, examples: list[Example]) -> list[float]:
         stop=context.stop,
         pad=context.pad,
         uniforms=None,
+        traits=None if context.scorer is None else context.scorer.traits,
     )
     texts = completions.texts(context.tokenizer)
     return [context.task.score(e, t) for e, t in zip(examples, texts, strict=True)]

@@ -9,6 +9,10 @@ from klamp.training.config import TrainConfig
 
 CONFIG = "config.yaml"
 """The file that makes a folder a run's."""
+METRICS_FILE, COMPLETIONS, VERSIONS, SUMMARY = "metrics.jsonl", "completions.jsonl", "versions.json", "summary.json"
+"""What else it writes."""
+ALARMS_FILE = "alarms.jsonl"
+"""The alarms that rose, each once."""
 
 
 def run_folder(config: TrainConfig) -> Path:

@@ -25,10 +25,11 @@ from klamp.core.objective import grpo_loss
 from klamp.core.types import Batch, LogProbs, Mask, TokenValues
 from klamp.errors import ConfigError, DataError
 from klamp.tasks.base import Example, checked
+from klamp.training.completions import Completions, select
 from klamp.training.config import OptimConfig, RolloutConfig
 from klamp.training.models import end_tokens
-from klamp.training.sampling import Completions, encode_prompts, generate, uniform_numbers
-from klamp.training.scoring import score, select
+from klamp.training.sampling import encode_prompts, generate, uniform_numbers
+from klamp.training.scoring import score
 
 RewardFunction = Callable[[str, str], float]
 """reward(prompt, completion) -> a finite number."""

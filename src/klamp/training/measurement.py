@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from klamp.core.types import Reduction
@@ -26,11 +27,12 @@ def gather_record(context: Context, rollout: Rollout, output: UpdateOutput) -> S
         kl_mask=certain(rollout.kl_mask),
         policy=certain(output.policy_logprobs),
         sampler=certain(rollout.completions.sampler_logprobs),
-        entropy=certain(output.entropy),
+        entropy=whole(output.entropy),
         rewards=certain(rollout.rewards),
         ended=certain(rollout.completions.ended),
         lengths=certain(rollout.completions.mask.sum(-1)),
         ref=whole(rollout.ref_logprobs),
+        ref_rows=None if rollout.kl_weight is None else context.gather(rollout.kl_weight > 0),
         original=whole(rollout.original_logprobs),
         exact=whole(output.exact),
         exact_forward=whole(output.exact_forward),
@@ -68,7 +70,10 @@ def completion_row(context: Context, rollout: Rollout, output: UpdateOutput, i: 
         "tokens": context.tokenizer.convert_ids_to_tokens(ids),
         "policy_logprobs": output.policy_logprobs[i][mask].tolist(),
         "sampler_logprobs": rollout.completions.sampler_logprobs[i][mask].tolist(),
+        "ended": bool(rollout.completions.ended[i]),
     }
-    if rollout.ref_logprobs is not None:
+    if not torch.equal(rollout.mask[i], mask):
+        row["trained"] = rollout.mask[i][mask].tolist()
+    if rollout.ref_logprobs is not None and (rollout.kl_weight is None or rollout.kl_weight[i] > 0):
         row["ref_logprobs"] = rollout.ref_logprobs[i][mask].tolist()
     return row

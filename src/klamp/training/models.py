@@ -59,10 +59,19 @@ def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
         _, tokenizer = load_base_model(BaseModelConfig())
     else:
         tokenizer = _pretrained(AutoTokenizer, spec, "a tokenizer")
+    return ready_tokenizer(tokenizer, spec)
+
+
+def ready_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrainedTokenizerBase:
+    """A tokenizer with a padding token, that pads on the left.
+
+    Raises:
+        ModelError: it has no end token.
+    """
     if tokenizer.eos_token_id is None:
         raise ModelError(
             "the tokenizer has no end token",
-            got=spec,
+            got=name,
             why="without it no completion ends before the length limit",
             fix="set eos_token in the tokenizer's configuration, or pass another --tokenizer",
         )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from klamp.diagnostics.doctor import Finding
 from klamp.training.config import TrainConfig
 
 
@@ -20,7 +21,7 @@ class RunInfo:
     start_step: int
     """0, or the step a resumed run continues from."""
     parameters: int
-    """Parameters of the policy."""
+    """Parameters of the policy; 0 where a service does not say."""
     trainable_parameters: int
     """Those that are trained."""
     reference: str
@@ -71,6 +72,9 @@ class Observer:
 
     def on_checkpoint(self, step: int, folder: Path) -> None:
         """A checkpoint was written."""
+
+    def on_alarm(self, finding: Finding) -> None:
+        """An alarm rose; each is told once in a run. See `klamp.diagnostics.alarms`."""
 
     def on_warning(self, text: str) -> None:
         """Something the user should know, with the way out."""

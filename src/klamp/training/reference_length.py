@@ -5,9 +5,18 @@ from __future__ import annotations
 import torch
 
 from klamp.training.context import Context
+from klamp.training.references import LocalReference
 from klamp.training.sampling import encode_prompts, generate, uniform_numbers
 
 PROMPTS = 64
+
+
+def is_needed(context: Context) -> bool:
+    """Whether a budget needs a reference length that neither the user nor the data gives."""
+    kl = context.config.kl
+    wanted = kl.kl_clip_method != "none" and kl.use_per_token_kl_threshold and context.reference is not None
+    known = context.reference_length is not None or all(example.reference_length for example in context.task.train)
+    return wanted and not known
 
 
 def measure_reference_length(context: Context) -> None:
@@ -16,11 +25,7 @@ def measure_reference_length(context: Context) -> None:
     Equation: mean number of tokens (end token included) of one completion each of 64 training prompts, sampled from
     the reference at the run's temperature. Every process measures the same prompts with the same draws.
     """
-    kl = context.config.kl
-    wanted = kl.kl_clip_method != "none" and kl.use_per_token_kl_threshold and context.reference is not None
-    if not wanted or context.reference_length is not None or context.reference is None:
-        return
-    if all(example.reference_length for example in context.task.train):
+    if context.reference is None or not is_needed(context):
         return
     prompts = [e.prompt for e in context.task.train[:PROMPTS]]
     rollout = context.config.rollout
@@ -34,5 +39,6 @@ def measure_reference_length(context: Context) -> None:
             stop=context.stop,
             pad=context.pad,
             uniforms=uniform_numbers(context.config.run.seed, -1, len(prompts), rollout.max_completion_length),
+            traits=context.reference.scorer.traits if isinstance(context.reference, LocalReference) else None,
         )
     context.reference_length = float(completions.mask.sum(-1).to(torch.float64).mean())

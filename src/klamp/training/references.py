@@ -12,13 +12,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from klamp.training.sampling import Completions
-from klamp.training.scoring import Scores, score
+from klamp.training.completions import Completions
+from klamp.training.opened import Traits
+from klamp.training.probe import probe
+from klamp.training.scorer import Ask, Scorer
+from klamp.training.scoring import Scores
 
 
 class Reference(Protocol):
@@ -45,6 +48,18 @@ class Reference(Protocol):
         ...
 
 
+@runtime_checkable
+class LocalReference(Reference, Protocol):
+    """A reference whose weights are here: it can return whole distributions, for the exact KL."""
+
+    scorer: Scorer
+    """It does the scoring."""
+
+    def score(self, completions: Completions, *, temperature: float, keep: Tensor | None = None) -> Scores:
+        """As any reference; in the rows to `keep`, [B] bool, also its predictions."""
+        ...
+
+
 class FrozenReference:
     """A model of its own that never changes: exact and simple, at the memory of a second model.
 
@@ -52,17 +67,21 @@ class FrozenReference:
     not 0 at the first step.
     """
 
-    def __init__(self, model: nn.Module, *, name: str = "a frozen copy of the starting policy") -> None:
+    def __init__(
+        self, model: nn.Module, *, name: str = "a frozen copy of the starting policy", traits: Traits | None = None
+    ) -> None:
         self.model = model.requires_grad_(False).eval()
+        self.scorer = Scorer(self.model, probe(self.model) if traits is None else traits)
         self.name = name
 
     @torch.no_grad()
-    def score(self, completions: Completions, *, temperature: float) -> Scores:
-        """What the model says about the completions, on the completions' device."""
+    def score(self, completions: Completions, *, temperature: float, keep: Tensor | None = None) -> Scores:
+        """What the model says about the completions, on their device; its predictions in the rows to keep."""
         home, away = completions.ids.device, next(self.model.parameters()).device
-        scores = score(self.model, completions.to(away), temperature=temperature)
-        logits = None if scores.logits is None else scores.logits.to(home)
-        return replace(scores, logits=logits, logprobs=scores.logprobs.to(home))
+        kept = None if keep is None else keep.to(away)
+        scores = self.scorer(completions.to(away), Ask(temperature=temperature, keep=kept))
+        found = None if scores.predictions is None else scores.predictions.to(home)
+        return replace(scores, logprobs=scores.logprobs.to(home), predictions=found)
 
     @contextmanager
     def sampling_model(self) -> Iterator[nn.Module]:
@@ -90,9 +109,16 @@ class MovingReference(FrozenReference):
     Source: EMA-PG arXiv:2602.04417 (ema)
     """
 
-    def __init__(self, model: nn.Module, *, decay: float | None = None, reset_steps: int | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        decay: float | None = None,
+        reset_steps: int | None = None,
+        traits: Traits | None = None,
+    ) -> None:
         words = f"with decay {decay:g}" if decay is not None else f"reset to it every {reset_steps} steps"
-        super().__init__(model, name=f"a copy that follows the policy, {words}")
+        super().__init__(model, name=f"a copy that follows the policy, {words}", traits=traits)
         self.decay, self.reset_steps = decay, reset_steps
 
     @torch.no_grad()
@@ -112,14 +138,15 @@ class MovingReference(FrozenReference):
 class AdapterOffReference:
     """The policy with its LoRA adapter switched off: no memory of its own."""
 
-    def __init__(self, policy: nn.Module) -> None:
+    def __init__(self, policy: nn.Module, *, traits: Traits | None = None) -> None:
         self.policy = policy
+        self.scorer = Scorer(policy, probe(policy) if traits is None else traits)
 
     @torch.no_grad()
-    def score(self, completions: Completions, *, temperature: float) -> Scores:
-        """What the base model under the adapter says about the completions."""
-        with self.sampling_model() as model:
-            return score(model, completions, temperature=temperature)
+    def score(self, completions: Completions, *, temperature: float, keep: Tensor | None = None) -> Scores:
+        """What the base model under the adapter says about the completions; its predictions in the rows to keep."""
+        with self.sampling_model():
+            return self.scorer(completions, Ask(temperature=temperature, keep=keep))
 
     @contextmanager
     def sampling_model(self) -> Iterator[nn.Module]:

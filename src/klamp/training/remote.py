@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from klamp.errors import ConfigError, ModelError
-from klamp.training.sampling import Completions
+from klamp.training.completions import Completions
 from klamp.training.scoring import Scores, score
 
 TRIES = 4

@@ -9,18 +9,21 @@ import torch
 from torch import Tensor
 
 from klamp.core.advantages import group_advantages
-from klamp.core.estimators import exact_kl
 from klamp.core.masking import Totals
+from klamp.core.subsample import sequence_sample
 from klamp.core.term import Gate, sequence_gate_kl, shifted_rewards
-from klamp.core.types import Batch
+from klamp.core.types import Batch, Direction
 from klamp.diagnostics.statistics import pad_tokens
 from klamp.errors import RewardError
 from klamp.tasks.base import Example
+from klamp.training.completions import Completions, select
 from klamp.training.context import Context
 from klamp.training.exclusions import kl_tokens
-from klamp.training.references import Reference
-from klamp.training.sampling import Completions, encode_prompts, generate, uniform_numbers
-from klamp.training.scoring import Scores, score, select
+from klamp.training.opened import Predictions
+from klamp.training.references import LocalReference, Reference
+from klamp.training.sampling import encode_prompts, generate, uniform_numbers
+from klamp.training.scorer import Ask, ExactKL
+from klamp.training.scoring import Scores, joined
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +52,18 @@ class Rollout:
     """[B, T] under the model that a moving reference started from."""
     exact_rows: Tensor | None = None
     """[B] bool: completions whose exact KL is measured."""
-    ref_logits: Tensor | None = None
-    """[sum(exact_rows), T, V] the reference's logits of those."""
+    ref_predictions: Predictions | None = None
+    """[sum(exact_rows), T, ...] what the reference predicts in those."""
+    kl_weight: Tensor | None = None
+    """[B] factor on each completion's KL where the reference scores a share of them; 0: it did not."""
     gate_kl: Tensor | None = None
     """[B] nats per sequence that the clip is gated on."""
     reference_length: Tensor | None = None
     """[B] tokens."""
     old_logprobs: Tensor | None = None
     """[B, T] log-probabilities before the first update; None until then."""
+    before: Scores | None = None
+    """What a pass of the policy before the first update found; None once there was one."""
 
 
 def collect(context: Context, examples: Sequence[Example], *, step: int, beta: float) -> Rollout:
@@ -83,7 +90,43 @@ def collect(context: Context, examples: Sequence[Example], *, step: int, beta: f
         stop=context.stop,
         pad=context.pad,
         uniforms=uniforms[rows],
+        traits=None if context.scorer is None else context.scorer.traits,
     )
+    weights = kl_weights(context, len(examples) * size, step=step)
+    return rate(context, chosen, completions, beta=beta, kl_weight=None if weights is None else weights[rows])
+
+
+def kl_weights(context: Context, sequences: int, *, step: int) -> Tensor | None:
+    """Which of all sequences of a step the reference scores, as factors on their KL, [sequences]; None: all of them.
+
+    Drawn from the seed and the step, the same on every process.
+    """
+    share = context.config.kl.reference_share
+    if share == 1 or context.reference is None:
+        return None
+    generator = torch.Generator().manual_seed((context.config.run.seed * 1_000_003 + step + 2**40) % 2**63)
+    return sequence_sample(sequences, share, generator=generator).to(context.device)
+
+
+def rate(
+    context: Context,
+    chosen: Sequence[Example],
+    completions: Completions,
+    *,
+    beta: float,
+    old_logprobs: Tensor | None = None,
+    kl_weight: Tensor | None = None,
+) -> Rollout:
+    """Score and rate completions: masks, rewards, reference, advantages.
+
+    Args:
+        context: the run.
+        chosen: the prompt of each completion, the group of a prompt next to each other.
+        completions: this process's completions, whoever sampled them.
+        beta: coefficient in force, for a KL in the reward.
+        old_logprobs: of the policy before the first update, [B, T]; None: computed where something needs them.
+        kl_weight: factor on each completion's KL, [B]; 0: the reference does not score it. None: 1 for all.
+    """
     texts = completions.texts(context.tokenizer)
     rewards = _rewards(context, chosen, texts)
     mask, kl_mask = _masks(context, completions)
@@ -97,6 +140,8 @@ def collect(context: Context, examples: Sequence[Example], *, step: int, beta: f
         advantages=torch.zeros(len(chosen), device=context.device),
         totals=_totals(context, mask, kl_mask),
         reference_length=_reference_length(context, chosen),
+        old_logprobs=old_logprobs,
+        kl_weight=kl_weight,
     )
     rollout = _with_reference(context, rollout)
     return _with_advantages(context, _with_policy_pass(context, rollout, beta), beta)
@@ -147,45 +192,51 @@ def _exact_rows(context: Context, rows: int) -> Tensor:
 def _with_reference(context: Context, rollout: Rollout) -> Rollout:
     if context.reference is None:
         return rollout
-    rows = _exact_rows(context, len(rollout.texts))
-    logprobs, logits = _scored(context, rollout, context.reference, rows)
+    everyone = torch.ones_like(rollout.mask[:, 0])
+    scored = everyone if rollout.kl_weight is None else rollout.kl_weight > 0
+    rows = _exact_rows(context, len(rollout.texts)) & scored
+    logprobs, predictions = _scored(context, rollout, context.reference, scored, rows)
     if context.original is not None:
-        original, _ = _scored(context, rollout, context.original, None)
+        original, _ = _scored(context, rollout, context.original, scored, None)
         rollout = replace(rollout, original_logprobs=original)
-    return replace(rollout, ref_logprobs=logprobs, exact_rows=None if logits is None else rows, ref_logits=logits)
+    exact_rows = rows if isinstance(context.reference, LocalReference) else None
+    return replace(rollout, ref_logprobs=logprobs, exact_rows=exact_rows, ref_predictions=predictions)
 
 
 def _scored(
-    context: Context, rollout: Rollout, reference: Reference, rows: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities of all completions under a reference, and its logits in the rows asked for."""
-    length = rollout.mask.shape[1]
-    logprobs: list[Tensor] = []
-    logits: list[Tensor] = []
+    context: Context, rollout: Rollout, reference: Reference, scored: Tensor, rows: Tensor | None
+) -> tuple[Tensor, Predictions | None]:
+    """Log-probabilities of the completions to score under a reference, and its predictions in the rows asked for."""
+    logprobs = torch.zeros(rollout.mask.shape, device=context.device)
+    kept: list[Predictions] = []
+    temperature, length = context.config.rollout.temperature, rollout.mask.shape[1]
     for part in context.parts(len(rollout.texts)):
-        scores = reference.score(select(rollout.completions, part), temperature=context.config.rollout.temperature)
-        logprobs.append(pad_tokens(scores.logprobs, length))
-        if rows is not None and scores.logits is not None:
-            kept = scores.logits[rows[part]]
-            logits.append(torch.nn.functional.pad(kept, (0, 0, 0, length - kept.shape[1])))
-    return torch.cat(logprobs), torch.cat(logits) if logits else None
+        chosen = part.start + scored[part].nonzero()[:, 0]
+        if not len(chosen):
+            continue
+        completions = select(rollout.completions, chosen)
+        if rows is not None and isinstance(reference, LocalReference):
+            scores = reference.score(completions, temperature=temperature, keep=rows[chosen])
+        else:
+            scores = reference.score(completions, temperature=temperature)
+        logprobs[chosen] = pad_tokens(scores.logprobs, length).to(logprobs.dtype)
+        if scores.predictions is not None:
+            kept.append(scores.predictions.padded(length))
+    if not kept:
+        return logprobs, None
+    return logprobs, replace(kept[-1], values=torch.cat([k.values for k in kept]))
 
 
-def exact_of(
-    rollout: Rollout, part: slice, scores: Scores, *, forward: bool = False, grad: bool = False
-) -> Tensor | None:
-    """Exact KL of a part of the rollout, [b, t]; 0 in rows where it is not measured, None where in none of them."""
-    if rollout.exact_rows is None or rollout.ref_logits is None or scores.logits is None:
+def exact_of(context: Context, rollout: Rollout, part: slice, *, learns: tuple[Direction, ...] = ()) -> ExactKL | None:
+    """The exact KL that is wanted of a part of the rollout; None where it is measured in no row of it."""
+    if rollout.exact_rows is None or rollout.ref_predictions is None:
         return None
     rows = rollout.exact_rows[part]
-    if not bool(rows.any()):
+    first, count = int(rollout.exact_rows[: part.start].sum()), int(rows.sum())
+    if not count:
         return None
-    first = int(rollout.exact_rows[: part.start].sum())
-    ref = rollout.ref_logits[first : first + int(rows.sum()), : scores.logits.shape[1]]
-    with torch.set_grad_enabled(grad):
-        exact = exact_kl(scores.logits[rows], ref, direction="forward" if forward else "reverse")
-        whole = torch.zeros(scores.logprobs.shape, device=exact.device, dtype=exact.dtype)
-        return whole.masked_scatter(rows[:, None].expand_as(whole), exact)
+    ref = replace(rollout.ref_predictions, values=rollout.ref_predictions.values[first : first + count])
+    return ExactKL(rows=rows, ref=ref, directions=context.exact_directions, learns=learns)
 
 
 def _with_policy_pass(context: Context, rollout: Rollout, beta: float) -> Rollout:
@@ -193,22 +244,25 @@ def _with_policy_pass(context: Context, rollout: Rollout, beta: float) -> Rollou
     term = context.objective.kl
     if beta <= 0 or (term.clip_method == "none" and term.placement != "reward"):
         return rollout
-    logprobs, exact = [], []
-    length = rollout.mask.shape[1]
-    with torch.no_grad():
-        for part in context.parts(len(rollout.texts)):
-            scores = score(
-                context.policy, select(rollout.completions, part), temperature=context.config.rollout.temperature
-            )
-            logprobs.append(pad_tokens(scores.logprobs, length))
-            found = exact_of(rollout, part, scores)
-            exact.append(torch.zeros_like(logprobs[-1]) if found is None else pad_tokens(found, length))
-    rollout = replace(rollout, old_logprobs=torch.cat(logprobs))
+    if rollout.old_logprobs is None:
+        before = _policy_pass(context, rollout)
+        rollout = replace(rollout, old_logprobs=before.logprobs, before=before)
     if term.clip_method == "none":
         return rollout
-    everywhere = rollout.exact_rows is not None and bool(rollout.exact_rows.all())
-    batch = replace(_before_updates(context, rollout), exact_kl=torch.cat(exact) if everywhere else None)
+    everywhere = rollout.before is not None and rollout.exact_rows is not None and bool(rollout.exact_rows.all())
+    exact = rollout.before.exact if everywhere and rollout.before is not None else None
+    batch = replace(_before_updates(context, rollout), exact_kl=exact)
     return replace(rollout, gate_kl=sequence_gate_kl(batch, term, mean=lambda kl: context.gather(kl).mean()))
+
+
+@torch.no_grad()
+def _policy_pass(context: Context, rollout: Rollout) -> Scores:
+    assert context.scorer is not None, "a policy that is here has a scorer"
+    found: list[Scores] = []
+    for part in context.parts(len(rollout.texts)):
+        ask = Ask(temperature=context.config.rollout.temperature, entropy=True, exact=exact_of(context, rollout, part))
+        found.append(context.scorer(select(rollout.completions, part), ask))
+    return joined(found, rollout.mask.shape[1])
 
 
 def _before_updates(context: Context, rollout: Rollout) -> Batch:

@@ -14,11 +14,11 @@ import yaml
 from accelerate import Accelerator
 
 from klamp._version import __version__
+from klamp.diagnostics.doctor import Finding
 from klamp.training.config import TrainConfig
-from klamp.training.folders import CONFIG
+from klamp.training.folders import ALARMS_FILE, COMPLETIONS, CONFIG, METRICS_FILE, SUMMARY, VERSIONS
 from klamp.training.observers import Observer, RunInfo, RunSummary
 
-METRICS_FILE, COMPLETIONS, VERSIONS, SUMMARY = "metrics.jsonl", "completions.jsonl", "versions.json", "summary.json"
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors", "reasoning-gym")
 
 
@@ -54,7 +54,7 @@ class RunLog(Observer):
             text = yaml.safe_dump(plain(info.config), sort_keys=False)
             (self.folder / CONFIG).write_text(text, encoding="utf-8")
         (self.folder / VERSIONS).write_text(json.dumps(versions(), indent=2), encoding="utf-8")
-        for name in (METRICS_FILE, COMPLETIONS):
+        for name in (METRICS_FILE, COMPLETIONS, ALARMS_FILE):
             _keep_until(self.folder / name, info.start_step)
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -72,6 +72,10 @@ class RunLog(Observer):
         """Sampled completions, one JSON line each."""
         for row in rows:
             self._append(COMPLETIONS, {"step": step, **row})
+
+    def on_alarm(self, finding: Finding) -> None:
+        """One line per alarm that rose."""
+        self._append(ALARMS_FILE, {"step": finding.first_step, **finding.plain()})
 
     def on_end(self, summary: RunSummary) -> None:
         """Write the summary."""

@@ -1,4 +1,4 @@
-"""Sampling completions: transformers' `generate`, with draws that do not depend on how the batch is split.
+"""Sampling completions, with draws that do not depend on how the batch is split.
 
 Each completion of each step has its own row of uniform numbers, drawn from (seed, step). A token is the inverse of the
 policy's cumulative distribution at its number. One process or several, one batch or many: the same completions.
@@ -8,72 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedTokenizerBase,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase
 
+from klamp.training.completions import Completions
 from klamp.training.config import RolloutConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class Completions:
-    """B sampled completions with their prompts; prompts are left-padded, completions right-padded."""
-
-    prompt_ids: Tensor
-    """[B, P]"""
-    prompt_mask: Tensor
-    """[B, P], 1 on tokens."""
-    ids: Tensor
-    """[B, T]"""
-    mask: Tensor
-    """[B, T] bool; True up to and including the end token."""
-    sampler_logprobs: Tensor
-    """[B, T] log-probability of each token under the distribution it was drawn from; 0 where masked."""
-    ended: Tensor
-    """[B] bool; False where the length limit cut the completion."""
-
-    def to(self, device: torch.device) -> Completions:
-        """The same on another device."""
-        return Completions(**{name: x.to(device) for name, x in vars(self).items()})
-
-    def texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-        """The completions as text, without special tokens."""
-        kept = [ids[mask].tolist() for ids, mask in zip(self.ids, self.mask, strict=True)]
-        return tokenizer.batch_decode(kept, skip_special_tokens=True)
-
-
-class InverseSampler(LogitsProcessor):
-    """Draws each sequence's next token at its own uniform number and leaves only that token possible."""
-
-    def __init__(self, uniforms: Tensor, prompt_length: int, rollout: RolloutConfig) -> None:
-        self.uniforms, self.prompt_length, self.temperature = uniforms, prompt_length, rollout.temperature
-        self.warpers = LogitsProcessorList()
-        if rollout.top_k > 0:
-            self.warpers.append(TopKLogitsWarper(rollout.top_k))
-        if rollout.top_p < 1:
-            self.warpers.append(TopPLogitsWarper(rollout.top_p))
-        self.logprobs: list[Tensor] = []
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        warped: Tensor = self.warpers(input_ids, scores.float() / self.temperature)  # pyright: ignore
-        logprobs = warped.log_softmax(-1)
-        cumulative = logprobs.double().exp().cumsum(-1)
-        uniform = self.uniforms[:, input_ids.shape[1] - self.prompt_length, None].to(cumulative.device)
-        # The last possible token, not the last of the vocabulary, where rounding puts the number past the end.
-        limit = torch.minimum(uniform * cumulative[:, -1:], cumulative[:, -1:].nextafter(torch.zeros_like(uniform)))
-        token = (cumulative <= limit).sum(-1, keepdim=True)
-        self.logprobs.append(logprobs.gather(-1, token))
-        chosen = torch.full_like(scores, -torch.inf)
-        return chosen.scatter(-1, token, 0.0)
+from klamp.training.decoding import decode
+from klamp.training.draws import InverseSampler, draw, warpers_of
+from klamp.training.opened import Traits
 
 
 def uniform_numbers(seed: int, step: int, sequences: int, length: int) -> Tensor:
@@ -118,8 +63,12 @@ def generate(
     stop: Sequence[int],
     pad: int,
     uniforms: Tensor | None,
+    traits: Traits | None = None,
 ) -> Completions:
     """Completions of the prompts, one each.
+
+    With `traits` that say the cache can be shared, equal prompts are run once, and completions that have ended leave
+    the batch; otherwise it is `generate` of transformers. The tokens are the same.
 
     Args:
         model: the policy, unwrapped.
@@ -128,23 +77,16 @@ def generate(
         stop: ids that end a completion.
         pad: id of the padding token.
         uniforms: [B, max_completion_length] numbers in [0, 1); None decodes greedily.
+        traits: what the model allows; None: nothing is known of it.
     """
-    length = rollout.max_completion_length
-    sampler = None if uniforms is None else InverseSampler(uniforms, prompt_ids.shape[1], rollout)
-    settings = GenerationConfig(
-        do_sample=False, max_new_tokens=length, eos_token_id=list(stop), pad_token_id=pad, use_cache=True
-    )
     with _plain_generation(model):
-        out = model.generate(  # pyright: ignore[reportCallIssue]
-            input_ids=prompt_ids,
-            attention_mask=prompt_mask,
-            generation_config=settings,
-            logits_processor=LogitsProcessorList([] if sampler is None else [sampler]),
-        )
-    ids = out[:, prompt_ids.shape[1] :]
+        options: dict[str, Any] = {"rollout": rollout, "stop": stop, "uniforms": uniforms}
+        if traits is not None and traits.sharing != "no":
+            ids, logprobs = _decoded(model, prompt_ids, prompt_mask, traits=traits, **options)
+        else:
+            ids, logprobs = _generated(model, prompt_ids, prompt_mask, pad=pad, **options)
     is_end = torch.isin(ids, torch.tensor(list(stop), device=ids.device))
     mask = (is_end.long().cumsum(-1) - is_end.long()) == 0
-    logprobs = torch.zeros(ids.shape) if sampler is None else torch.cat(sampler.logprobs, -1).float()
     return Completions(
         prompt_ids=prompt_ids,
         prompt_mask=prompt_mask,
@@ -153,3 +95,50 @@ def generate(
         sampler_logprobs=torch.where(mask, logprobs.to(ids.device), 0.0),
         ended=(is_end & mask).any(-1),
     )
+
+
+def _decoded(
+    model: nn.Module,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    *,
+    rollout: RolloutConfig,
+    stop: Sequence[int],
+    uniforms: Tensor | None,
+    traits: Traits,
+) -> tuple[Tensor, Tensor]:
+    warpers = warpers_of(rollout)
+
+    def taken(scores: Tensor, rows: Tensor, t: int) -> tuple[Tensor, Tensor]:
+        if uniforms is None:
+            return scores.argmax(-1), torch.zeros(len(scores), device=scores.device)
+        numbers = uniforms[rows.to(uniforms.device), t]
+        return draw(scores, numbers, temperature=rollout.temperature, warpers=warpers)
+
+    length = rollout.max_completion_length
+    return decode(model, traits, prompt_ids, prompt_mask, length=length, stop=stop, draw=taken)
+
+
+def _generated(
+    model: nn.Module,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    *,
+    rollout: RolloutConfig,
+    stop: Sequence[int],
+    pad: int,
+    uniforms: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    length = rollout.max_completion_length
+    sampler = None if uniforms is None else InverseSampler(uniforms, prompt_ids.shape[1], rollout)
+    settings = GenerationConfig(
+        do_sample=False, max_new_tokens=length, eos_token_id=list(stop), pad_token_id=pad, use_cache=True
+    )
+    out = model.generate(  # pyright: ignore[reportCallIssue]
+        input_ids=prompt_ids,
+        attention_mask=prompt_mask,
+        generation_config=settings,
+        logits_processor=LogitsProcessorList([] if sampler is None else [sampler]),
+    )
+    ids = out[:, prompt_ids.shape[1] :]
+    return ids, torch.zeros(ids.shape) if sampler is None else torch.cat(sampler.logprobs, -1).float()

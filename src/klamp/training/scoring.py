@@ -1,30 +1,51 @@
-"""Log-probabilities of completions under a model: the one forward pass that policy and reference share."""
+"""Log-probabilities of completions under a model, in the plainest form: one forward pass, whole rows of logits.
+
+`klamp.training.scorer` gives the same numbers for less; this is what it is held against, and what one reads.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from klamp.diagnostics.statistics import pad_tokens
+from klamp.training.completions import Completions
 from klamp.training.models import takes
-from klamp.training.sampling import Completions
+from klamp.training.opened import Predictions
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """What a model says about B completions."""
+    """What a model says about B completions of T tokens."""
 
-    logits: Tensor | None
-    """[B, T, V] at the sampling temperature, in float32; None where a remote model keeps them."""
     logprobs: Tensor
-    """[B, T] log-probabilities of the completions' tokens; arbitrary where masked."""
+    """[B, T] log-probabilities of the completions' tokens, in nats; arbitrary where masked."""
+    logits: Tensor | None = None
+    """[B, T, V] at the sampling temperature, in float32, where they are held at all."""
+    entropy: Tensor | None = None
+    """[B, T] in nats, detached; None where nobody asked for it."""
+    exact: Tensor | None = None
+    """[B, T] exact KL(policy||ref) in nats; 0 where it is not measured."""
+    exact_forward: Tensor | None = None
+    """[B, T] exact KL(ref||policy) in nats; 0 where it is not measured."""
+    predictions: Predictions | None = None
+    """[R, T, ...] in the rows that were asked for."""
 
-    def entropy(self) -> Tensor:
-        """Entropy at each prefix in nats, detached. [B, T]"""
-        assert self.logits is not None, "a policy has logits"
-        logprobs = self.logits.detach().log_softmax(-1)
-        return -(logprobs.exp() * logprobs).sum(-1)
+    def rows(self, part: slice) -> Scores:
+        """Those of some rows, without logits and predictions."""
+
+        def cut(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x[part]
+
+        return Scores(
+            logprobs=self.logprobs[part],
+            entropy=cut(self.entropy),
+            exact=cut(self.exact),
+            exact_forward=cut(self.exact_forward),
+        )
 
 
 def score(model: nn.Module, completions: Completions, *, temperature: float) -> Scores:
@@ -52,17 +73,18 @@ def score(model: nn.Module, completions: Completions, *, temperature: float) -> 
     return Scores(logits=logits, logprobs=chosen - logits.logsumexp(-1))
 
 
-def select(completions: Completions, rows: Tensor | slice) -> Completions:
-    """Some of the completions, with positions trimmed that are padding in all of them."""
-    mask = completions.mask[rows]
-    length = max(1, int(mask.any(0).long().sum()))
-    prompt_mask = completions.prompt_mask[rows]
-    first = int((prompt_mask.sum(0) == 0).long().sum())
-    return Completions(
-        prompt_ids=completions.prompt_ids[rows, first:],
-        prompt_mask=prompt_mask[:, first:],
-        ids=completions.ids[rows, :length],
-        mask=mask[:, :length],
-        sampler_logprobs=completions.sampler_logprobs[rows, :length],
-        ended=completions.ended[rows],
+def joined(parts: Sequence[Scores], length: int) -> Scores:
+    """Detached scores of consecutive parts as those of the whole, [B, length]; without logits and predictions."""
+
+    def whole(name: str) -> Tensor | None:
+        found: list[Tensor | None] = [getattr(part, name) for part in parts]
+        if all(x is None for x in found):
+            return None
+        shapes = [part.logprobs for part in parts]
+        given = [torch.zeros_like(like) if x is None else x for x, like in zip(found, shapes, strict=True)]
+        return torch.cat([pad_tokens(x.detach(), length) for x in given])
+
+    logprobs = torch.cat([pad_tokens(part.logprobs.detach(), length) for part in parts])
+    return Scores(
+        logprobs=logprobs, entropy=whole("entropy"), exact=whole("exact"), exact_forward=whole("exact_forward")
     )

@@ -32,8 +32,10 @@ from klamp.training.models import (
     with_adapter,
 )
 from klamp.training.observers import Observer
+from klamp.training.probe import probe
 from klamp.training.references import AdapterOffReference, FrozenReference, MovingReference, Reference
 from klamp.training.remote import RemoteReference
+from klamp.training.scorer import Scorer
 
 UNLIMITED = 2**31
 """Stands for a model that does not say how long a sequence it takes."""
@@ -142,13 +144,15 @@ def build(config: TrainConfig, accelerator: Accelerator, folder: Path, observers
     kind = reference_kind(config)
     copied = copy.deepcopy(start) if kind == "frozen" and config.model.ref_model is None else None
     policy = _policy(start, config, resumed, accelerator)
-    reference, original = _references(config, kind, policy, copied, accelerator)
+    scorer = Scorer(policy, probe(policy))
+    reference, original = _references(config, kind, scorer, copied, accelerator)
     return Context(
         config=config,
         output_dir=folder,
         accelerator=accelerator,
         policy=policy,
-        wrapped=policy,
+        wrapped=scorer,
+        scorer=scorer,
         reference=reference,
         original=original,
         excluded=excluded_ids(config.kl.kl_exclude_tokens, tokenizer),
@@ -230,22 +234,24 @@ def reference_kind(config: TrainConfig) -> str:
 
 
 def _references(
-    config: TrainConfig, kind: str, policy: nn.Module, copied: nn.Module | None, accelerator: Accelerator
+    config: TrainConfig, kind: str, scorer: Scorer, copied: nn.Module | None, accelerator: Accelerator
 ) -> tuple[Reference | None, Reference | None]:
-    """The reference, and what a moving one started from."""
+    """The reference, and what a moving one started from. A copy of the policy has the policy's traits."""
+    policy, traits = scorer.model, scorer.traits
     if kind == "none":
         return None, None
     if kind == "adapter_off":
-        return AdapterOffReference(policy), None
+        return AdapterOffReference(policy, traits=traits), None
     if kind == "remote":
         return RemoteReference(config.kl.reference_url or ""), None
     if kind in ("ema", "periodic"):
         decay, every = (config.kl.reference_decay, None) if kind == "ema" else (None, config.kl.reference_reset_steps)
         started = policy if not config.run.resume else _fresh_policy(config, accelerator)
-        moving = MovingReference(_placed(copy.deepcopy(started), config, accelerator), decay=decay, reset_steps=every)
-        return moving, FrozenReference(_placed(copy.deepcopy(started), config, accelerator))
+        copies = [_placed(copy.deepcopy(started), config, accelerator) for _ in range(2)]
+        moving = MovingReference(copies[0], decay=decay, reset_steps=every, traits=traits)
+        return moving, FrozenReference(copies[1], traits=traits)
     if copied is not None:
-        return FrozenReference(_placed(copied, config, accelerator)), None
+        return FrozenReference(_placed(copied, config, accelerator), traits=traits), None
     assert config.model.ref_model is not None
     model = load_model(config.model.ref_model, config.model.dtype)
     if output_size(model) != output_size(policy):
@@ -274,11 +280,13 @@ def _fresh_policy(config: TrainConfig, accelerator: Accelerator) -> nn.Module:
 def make_optimizer(context: Context) -> tuple[AdamW, torch.optim.lr_scheduler.LambdaLR]:
     """AdamW on the weights that are trained, and its schedule in steps."""
     optim = context.config.optim
+    weights = [p for p in context.policy.parameters() if p.requires_grad]
     optimizer = AdamW(
-        [p for p in context.policy.parameters() if p.requires_grad],
+        weights,
         lr=optim.learning_rate,
         betas=(optim.adam_beta1, optim.adam_beta2),
         weight_decay=optim.weight_decay,
+        fused=all(p.device.type in ("cpu", "cuda") for p in weights),  # one pass over the weights and moments
     )
     name = "constant_with_warmup" if optim.lr_scheduler_type == "constant" else optim.lr_scheduler_type
     schedule = get_scheduler(

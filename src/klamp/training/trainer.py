@@ -15,16 +15,19 @@ from typing import Any
 import torch
 
 from klamp.core.controllers import Controller
+from klamp.core.objective import Objective
 from klamp.core.schedules import kl_schedule_factor
 from klamp.diagnostics.statistics import step_metrics
 from klamp.errors import KlampError, TrainingStopped
 from klamp.tasks.base import Example
 from klamp.training import checkpoint
+from klamp.training.alarms import AlarmWatch
 from klamp.training.config import TrainConfig
 from klamp.training.context import Context
 from klamp.training.evaluation import evaluate
 from klamp.training.measurement import beta_metrics, completion_row, gather_record
 from klamp.training.observers import Observer, RunInfo, RunSummary
+from klamp.training.probe import notes
 from klamp.training.reference_length import measure_reference_length
 from klamp.training.rollouts import Rollout, collect
 from klamp.training.runlog import RunLog, plain
@@ -38,13 +41,17 @@ STEP_ZERO_KL = 1e-4
 class Trainer:
     """A run: everything that changes from step to step, and the loop over steps."""
 
+    step_zero_kl = STEP_ZERO_KL
+    """KL per token before the first update that is worth a warning."""
+
     def __init__(self, context: Context, observers: Sequence[Observer]) -> None:
         self.context = context
-        self.observers = list(observers) if context.accelerator.is_main_process else []
+        self.alarms = AlarmWatch(self.tell, rl_skill=context.task.rl_skill, stop_on=context.config.run.stop_on)
+        self.observers = [*observers, self.alarms] if context.accelerator.is_main_process else []
         self.optimizer, self.schedule = make_optimizer(context)
         self.whole = True
         self.optimizer.register_step_pre_hook(self._between_steps)
-        context.wrapped = context.accelerator.prepare_model(context.policy)
+        context.wrapped = context.accelerator.prepare_model(context.wrapped)
         self.controller: Controller = context.config.kl.build_controller()
         self.step = 0
         self.before: dict[str, float] = {}
@@ -68,12 +75,16 @@ class Trainer:
         folder = checkpoint.newest(self.context.output_dir)
         state = checkpoint.load_state(folder)
         checkpoint.load_optimizer(folder, self.optimizer)
+        self.load(state)
+        if self.context.reference is not None:
+            checkpoint.load_reference(folder, self.context.reference.weights())
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from the plain state of a checkpoint: all but weights, moments and reference."""
         self.schedule.load_state_dict({**state["schedule"], "lr_lambdas": [None]})  # the function is not saved
         self.controller.load_state_dict(state["controller"])
         self.context.reference_length = state["reference_length"]
         self.before, self.metrics, self.step = state["before"], state["metrics"], state["step"]
-        if self.context.reference is not None:
-            checkpoint.load_reference(folder, self.context.reference.weights())
 
     def save(self) -> Path | None:
         """Write a checkpoint of the last step done; on the main process only."""
@@ -120,11 +131,11 @@ class Trainer:
         started = time.perf_counter()
         beta = self.controller.value * self._beta_factor()
         objective = replace(self.context.objective, beta=beta)
-        rollout = collect(self.context, self.prompts(self.step), step=self.step, beta=beta)
+        rollout = self.collect(beta)
         outputs: list[UpdateOutput] = []
         rate = self._guarded_rate()
         for _ in range(self.context.config.optim.num_iterations):
-            outputs.append(update(self.context, self.optimizer, rollout, objective))
+            outputs.append(self.update(rollout, objective))
             if outputs[-1].stopped:
                 break
             rollout = with_old_logprobs(rollout, outputs[0])
@@ -142,6 +153,18 @@ class Trainer:
             self.context.reference.after_step(self.context.policy, self.step)
         self.whole = True
         return metrics
+
+    def collect(self, beta: float) -> Rollout:
+        """Sample and rate the completions of this step."""
+        return collect(self.context, self.prompts(self.step), step=self.step, beta=beta)
+
+    def update(self, rollout: Rollout, objective: Objective) -> UpdateOutput:
+        """One optimizer step on them."""
+        return update(self.context, self.optimizer, rollout, objective)
+
+    def scores(self) -> dict[str, float]:
+        """Every skill's score now."""
+        return evaluate(self.context)
 
     def _beta_factor(self) -> float:
         """The KL schedule's factor on the controller's beta."""
@@ -168,7 +191,9 @@ class Trainer:
         metrics = step_metrics(record, group_size=self.context.config.rollout.num_generations)
         metrics |= outputs[0].losses
         done = [o for o in outputs if not o.stopped]
-        metrics["train/grad_norm"] = sum(o.grad_norm for o in done) / max(1, len(done))
+        norms = [o.grad_norm for o in done if o.grad_norm is not None]
+        if norms or not done:
+            metrics["train/grad_norm"] = sum(norms) / max(1, len(norms))
         metrics["policy/updates"] = float(len(done))
         if len(outputs) > 1:
             metrics["policy/kl_old"] = outputs[-1].kl_old
@@ -182,7 +207,7 @@ class Trainer:
         return metrics["kl/exact"] if everywhere and "kl/exact" in metrics else metrics["kl/k3"]
 
     def _check_step_zero(self, metrics: dict[str, float]) -> None:
-        if self.step or metrics["kl/k3"] <= STEP_ZERO_KL or self.context.config.model.ref_model:
+        if self.step or metrics["kl/k3"] <= self.step_zero_kl or self.context.config.model.ref_model:
             return
         text = (
             f"The KL before the first update is {metrics['kl/k3']:.2e} nats per token and should be about 0: policy "
@@ -200,7 +225,7 @@ class Trainer:
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate every skill now and tell the observers."""
-        scores = evaluate(self.context)
+        scores = self.scores()
         self.tell(lambda o: o.on_evaluation(self.step, scores))
         return scores
 
@@ -226,6 +251,8 @@ class Trainer:
                         after = self.evaluate()
                     if last or (run.save_every and self.step % run.save_every == 0):
                         self.save()
+                    if not last and run.stop_on and self._anywhere(self.alarms.stopped_by is not None):
+                        raise self.alarms.stop(self.step, run.max_steps)
                     if not last and self._anywhere(interrupt.asked):
                         raise KeyboardInterrupt
             except KeyboardInterrupt as stop:
@@ -333,7 +360,9 @@ def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSum
         if config.run.resume:
             trainer.resume()
         trainer.tell(lambda o: o.on_start(trainer.info()))
-        _begin_trackers(accelerator, config, folder)
+        for note in notes(context.scorer.traits) if context.scorer is not None else ():
+            trainer.tell(lambda o, text=note: o.on_warning(text))
+        begin_trackers(accelerator, config, folder)
         if trainer.step == 0:
             measure_reference_length(context)
         return trainer.run()
@@ -343,7 +372,8 @@ def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSum
         accelerator.end_training()
 
 
-def _begin_trackers(accelerator: Any, config: TrainConfig, folder: Path) -> None:
+def begin_trackers(accelerator: Any, config: TrainConfig, folder: Path) -> None:
+    """Open the trackers that the configuration names, in the run's folder."""
     if not config.run.report_to:
         return
     values = {k: str(v) if v is None or isinstance(v, list) else v for k, v in plain(config).items()}

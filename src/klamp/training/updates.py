@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -12,13 +13,14 @@ from torch.optim import Optimizer
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import masked_log_ratio
 from klamp.core.masking import masked_sum
-from klamp.core.objective import Objective, grpo_loss
-from klamp.core.types import Batch
-from klamp.diagnostics.statistics import pad_tokens
+from klamp.core.objective import Objective, grpo_loss, without_gradient
+from klamp.core.types import Batch, Direction
 from klamp.errors import NonFiniteError
+from klamp.training.completions import select
 from klamp.training.context import Context
 from klamp.training.rollouts import Rollout, exact_of
-from klamp.training.scoring import Scores, score, select
+from klamp.training.scorer import Ask
+from klamp.training.scoring import Scores, joined
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,16 +29,16 @@ class UpdateOutput:
 
     policy_logprobs: Tensor
     """[B, T] before the update."""
-    entropy: Tensor
-    """[B, T]"""
+    entropy: Tensor | None
+    """[B, T]; None where a service keeps the logits."""
     exact: Tensor | None
     """[B, T]"""
     exact_forward: Tensor | None
     """[B, T]"""
     losses: dict[str, float]
     """train/loss, train/policy_loss, train/kl_penalty of the whole step, and the gate's metrics."""
-    grad_norm: float
-    """Norm of the gradient before clipping."""
+    grad_norm: float | None
+    """Norm of the gradient before clipping; None where a service does not say."""
     kl_old: float
     """k3 of KL(old||policy) in nats per token; 0 in a rollout's first update."""
     stopped: bool
@@ -51,7 +53,6 @@ def batch_of(context: Context, rollout: Rollout, part: slice, scores: Scores, ob
         return None if x is None else x[part, :length] if x.ndim == 2 else x[part]
 
     in_loss = objective.beta > 0 and objective.kl.value == "exact"
-    forward = in_loss and objective.kl.gradient == "forward"
     return Batch(
         policy_logprobs=scores.logprobs,
         mask=rollout.mask[part, :length],
@@ -60,11 +61,20 @@ def batch_of(context: Context, rollout: Rollout, part: slice, scores: Scores, ob
         old_logprobs=cut(rollout.old_logprobs),
         ref_logprobs=cut(rollout.ref_logprobs),
         sampler_logprobs=rollout.completions.sampler_logprobs[part, :length],
-        exact_kl=exact_of(rollout, part, scores, grad=True) if in_loss else None,
-        exact_kl_forward=exact_of(rollout, part, scores, forward=True, grad=True) if forward else None,
+        exact_kl=scores.exact if in_loss else None,
+        exact_kl_forward=scores.exact_forward if in_loss and objective.kl.gradient == "forward" else None,
+        kl_weight=cut(rollout.kl_weight),
         gate_kl=cut(rollout.gate_kl),
         reference_length=cut(rollout.reference_length),
     )
+
+
+def learning_rows(context: Context, rollout: Rollout, objective: Objective) -> Tensor:
+    """Completions that the update has a gradient in; the others need no backward pass. [B] bool"""
+    blank = torch.zeros(rollout.mask.shape, device=rollout.mask.device)
+    scores = Scores(logprobs=blank if rollout.old_logprobs is None else rollout.old_logprobs)
+    batch = batch_of(context, rollout, slice(0, len(rollout.texts)), scores, objective)
+    return ~without_gradient(batch, objective)
 
 
 def update(context: Context, optimizer: Optimizer, rollout: Rollout, objective: Objective) -> UpdateOutput:
@@ -76,35 +86,34 @@ def update(context: Context, optimizer: Optimizer, rollout: Rollout, objective: 
     Raises:
         NonFiniteError: the loss or the gradient is NaN or infinite; the weights are as they were before.
     """
-    length = rollout.mask.shape[1]
     parts = list(context.parts(len(rollout.texts)))
-    seen: dict[str, list[Tensor]] = {"logprobs": [], "entropy": [], "exact": [], "forward": []}
-    sums: dict[str, Tensor | float] = {}
+    learns = learning_rows(context, rollout, objective)
+    seen: list[Scores] = []
+    sums: dict[str, Tensor | float] = {"policy/skipped": (~learns).sum() / rollout.totals.sequences}
     optimizer.zero_grad()
     for part in parts:
         last = part is parts[-1]
         with nullcontext() if last else context.accelerator.no_sync(context.wrapped):
-            scores = score(
-                context.wrapped, select(rollout.completions, part), temperature=context.config.rollout.temperature
+            scores: Scores = context.wrapped(
+                select(rollout.completions, part), _ask(context, rollout, part, objective, learns)
             )
             output = grpo_loss(batch_of(context, rollout, part, scores, objective), objective, totals=rollout.totals)
             context.accelerator.backward(output.loss * context.processes)
-        _note(seen, rollout, part, scores, length)
+        seen.append(scores)
         for name, value in (output.metrics | {"loss": output.loss.detach()}).items():
-            sums[name] = sums.get(name, 0.0) + value.double() * _weight(name, rollout, part)
+            sums[name] = sums.get(name, 0.0) + value.double() * share_of(name, rollout, part)
+    found = joined(seen, rollout.mask.shape[1])
     losses = _over_processes(context, sums)
-    kl_old = _kl_old(context, rollout, torch.cat(seen["logprobs"]))
+    kl_old = kl_from_old(context, rollout, found.logprobs)
     bound = context.config.kl.kl_early_stop
     stopped = bound is not None and kl_old > bound
     grad_norm = 0.0 if stopped else _step(context, optimizer, losses["loss"])
-    named = {"train/loss": losses["loss"], "train/policy_loss": losses["loss/policy"]}
-    named["train/kl_penalty"] = losses.get("loss/kl", 0.0)
     return UpdateOutput(
-        policy_logprobs=torch.cat(seen["logprobs"]),
-        entropy=torch.cat(seen["entropy"]),
-        exact=torch.cat(seen["exact"]) if seen["exact"] else None,
-        exact_forward=torch.cat(seen["forward"]) if seen["forward"] else None,
-        losses=named | {name: losses[name] for name in _KEPT if name in losses},
+        policy_logprobs=found.logprobs,
+        entropy=found.entropy,
+        exact=found.exact if rollout.exact_rows is not None else None,
+        exact_forward=found.exact_forward if rollout.exact_rows is not None else None,
+        losses=named_losses(losses),
         grad_norm=grad_norm,
         kl_old=kl_old,
         stopped=stopped,
@@ -112,10 +121,17 @@ def update(context: Context, optimizer: Optimizer, rollout: Rollout, objective: 
 
 
 _PER_TOKEN = ("policy/ratio_clipped", "kl/weights_truncated", "kl/log_ratio_clamped")
-_KEPT = (*_PER_TOKEN, "kl/budget", "kl/before_clip", "kl/after_clip", "kl/over_budget")
+_KEPT = (*_PER_TOKEN, "kl/budget", "kl/before_clip", "kl/after_clip", "kl/over_budget", "policy/skipped")
 
 
-def _weight(name: str, rollout: Rollout, part: slice) -> float:
+def named_losses(losses: Mapping[str, float]) -> dict[str, float]:
+    """The sums of a step under the names that are logged."""
+    named = {"train/loss": losses["loss"], "train/policy_loss": losses["loss/policy"]}
+    named["train/kl_penalty"] = losses.get("loss/kl", 0.0)
+    return named | {name: losses[name] for name in _KEPT if name in losses}
+
+
+def share_of(name: str, rollout: Rollout, part: slice) -> float:
     """Share of the step that a metric of this part stands for; parts of a loss add up as they are."""
     if name.startswith("loss"):
         return 1.0
@@ -123,22 +139,26 @@ def _weight(name: str, rollout: Rollout, part: slice) -> float:
         return (part.stop - part.start) / float(rollout.totals.sequences)
     carried = name == "kl/log_ratio_clamped"
     mask, total = (rollout.kl_mask, rollout.totals.kl_tokens) if carried else (rollout.mask, rollout.totals.tokens)
+    if carried and rollout.kl_weight is not None:
+        mask = mask * rollout.kl_weight[:, None]
     return float(mask[part].sum()) / float(total)
 
 
-@torch.no_grad()
-def _note(seen: dict[str, list[Tensor]], rollout: Rollout, part: slice, scores: Scores, length: int) -> None:
-    """Keep what the step's metrics are computed from."""
-    seen["logprobs"].append(pad_tokens(scores.logprobs.detach(), length))
-    seen["entropy"].append(pad_tokens(scores.entropy(), length))
-    if rollout.exact_rows is None:
-        return
-    for name, forward in (("exact", False), ("forward", True)):
-        found = exact_of(rollout, part, scores, forward=forward)
-        seen[name].append(torch.zeros_like(seen["logprobs"][-1]) if found is None else pad_tokens(found, length))
+def _ask(context: Context, rollout: Rollout, part: slice, objective: Objective, learns: Tensor) -> Ask:
+    """What an update asks of the policy: gradient only where there is one, and nothing that is known already."""
+    in_loss = objective.beta > 0 and objective.kl.value == "exact"
+    wanted: Direction = "forward" if objective.kl.gradient == "forward" else "reverse"
+    before = rollout.before
+    return Ask(
+        temperature=context.config.rollout.temperature,
+        entropy=True,
+        exact=exact_of(context, rollout, part, learns=(wanted,) if in_loss else ()),
+        learns=None if bool(learns[part].all()) else learns[part],
+        known=None if before is None else before.rows(part),
+    )
 
 
-def _kl_old(context: Context, rollout: Rollout, policy: Tensor) -> float:
+def kl_from_old(context: Context, rollout: Rollout, policy: Tensor) -> float:
     """How far the policy has moved since the rollout: k3 of KL(old||policy) over the whole step."""
     if rollout.old_logprobs is None:
         return 0.0
@@ -173,4 +193,5 @@ def _step(context: Context, optimizer: Optimizer, loss: float) -> float:
 
 def with_old_logprobs(rollout: Rollout, output: UpdateOutput) -> Rollout:
     """The rollout with the log-probabilities that the first update saw: the old policy of all later updates."""
-    return rollout if rollout.old_logprobs is not None else replace(rollout, old_logprobs=output.policy_logprobs)
+    old = output.policy_logprobs if rollout.old_logprobs is None else rollout.old_logprobs
+    return replace(rollout, old_logprobs=old, before=None)

@@ -1,0 +1,142 @@
+"""What the documentation shows of the records: `python -m benchmarks page` writes docs/benchmarks.md and the README.
+
+Nothing is measured; the newest records under results/ are read. A test holds the page against what this writes.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import overhead, step
+from benchmarks.heads import named
+from benchmarks.measure import middle
+from benchmarks.records import RESULTS, Benchmark, newest, stem, table
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "benchmarks.md"
+README = ROOT / "README.md"
+BEGIN, END = "<!-- benchmarks: written by `python -m benchmarks page` -->", "<!-- end of benchmarks -->"
+PICTURES = ("step", "scale")
+"""Records whose picture the documentation shows."""
+
+NOTICE = (
+    "<!-- Written by `python -m benchmarks page` from benchmarks/results; change what it is made from, not this. -->"
+)
+INTRODUCTION = """
+`python -m benchmarks NAME` measures on your machine what a user would otherwise run, side by side: naive torch, TRL's
+GRPOTrainer and its chunked head, Liger's, the matrix products without which there is no gradient, and klamp.
+
+| NAME | what it measures |
+|---|---|
+| `heads` | output heads, forward and backward: the products alone, naive, row chunks, TRL, Liger, `linear_logprobs` |
+| `exact` | the exact KL: all logits against `linear_kl`, over N and V |
+| `step` | a whole GRPO step with KL, klamp against TRL: short prompts, and long shared ones |
+| `overhead` | the same step with KL and at beta 0 |
+| `scale` | heads against N and V, a step against the group size and the prompt's length |
+| `profile` | where the CPU time of a step goes, phase by phase |
+| `references` | what each kind of reference costs in memory |
+| `all` | all of them; over an hour on two cores |
+
+`--quick` takes small sizes and ends within a minute or so each. `--json` prints the record instead of the table.
+`--record` writes JSON, Markdown and a picture to `benchmarks/results/`, named `theme_hardware_yyyymm`, and this page
+anew; `--render FILE` writes Markdown and picture of a record again, `python -m benchmarks page` this page alone.
+`OMP_NUM_THREADS` is the number of threads, 2 unless set. On a machine with a GPU the same commands run there.
+
+Every run has a process of its own. Peak memory is the operating system's (the highest resident size above what was held
+before the first run), on a GPU torch's. Times are medians with their range; the cases take turns, so that a slow
+minute of the machine falls on all of them. The load average is noted in each record: take the elapsed times of a busy
+machine for nothing. Tests hold the compared heads to the same gradients, and both trainers to the same number of
+tokens; no test asserts a time.
+""".strip()
+
+
+def docs_page(benchmarks: Sequence[Benchmark], folder: Path = RESULTS) -> str:
+    """docs/benchmarks.md."""
+    parts = ["# Benchmarks", NOTICE, INTRODUCTION]
+    for benchmark in benchmarks:
+        record = newest(benchmark.name, folder)
+        if record is None:
+            continue
+        versions = ", ".join(f"{name} {number}" for name, number in record["machine"]["versions"].items())
+        found = re.sub(r"^## ", "### ", benchmark.text(record["results"]), flags=re.MULTILINE)
+        parts += [f"## {benchmark.title}", benchmark.about, found]
+        if benchmark.name in PICTURES:
+            parts.append(f"![{benchmark.title}](benchmarks-{benchmark.name}.png)")
+        parts.append(
+            f"`{record['command']}`, {record['threads']} threads, {record['date']}; {versions}. "
+            f"The record is `benchmarks/results/{stem(record)}.json`."
+        )
+    return "\n\n".join(parts) + "\n"
+
+
+def readme_part(folder: Path = RESULTS) -> str:
+    """The README's tables: heads, then steps; a table whose record is missing is left out."""
+    head, whole, cost = (newest(name, folder) for name in ("heads", "step", "overhead"))
+    parts = [_heads(head["results"])] if head else []
+    if whole:
+        parts.append(_steps(whole["results"], cost["results"] if cost else None))
+        parts.append("![A whole GRPO step with KL](docs/benchmarks-step.png)")
+    return "\n\n".join(parts)
+
+
+def _heads(results: Mapping[str, Any]) -> str:
+    """One line per head, seconds and memory of each type."""
+    heads, size = results["heads"], results["size"]
+    cases = [case for case in next(iter(heads.values())) if "frozen" not in case and "kl" not in case]
+    cell = "{:.2f} s, {:,.0f} MiB"
+    rows = [
+        (named(case), *(cell.format(middle(of[case]["seconds"]), of[case]["extra_mib"]) for of in heads.values()))
+        for case in cases
+    ]
+    where = f"N = {size['rows']:,}, H = {size['width']}, V = {size['vocab']:,}, forward and backward"
+    return table((f"output head, {where}", *heads), rows)
+
+
+def _steps(results: Mapping[str, Any], cost: Mapping[str, Any] | None) -> str:
+    """One line per model and length of prompts."""
+    kl: dict[tuple[Any, ...], str] = {}
+    for row in overhead.costs(cost) if cost else []:
+        seen = row["seen"]
+        kl[seen["model"], seen["prompt"], seen["trainer"]] = f"{row['seconds']:.2f} s"
+    rows = []
+    for pair in step.pairs(results["runs"]):
+        own, other = pair["klamp"], pair["trl"]
+        ratio = step.throughput(own) / step.throughput(other)
+        where = (own["model"], own["prompt"])
+        rows.append(
+            (
+                f"{where[0]} parameters, prompts of {where[1]}",
+                *(f"{step.throughput(seen):,.0f} tokens/s" for seen in (other, own)),
+                f"{ratio:.1f}×",
+                *(kl.get((*where, trainer), "") for trainer in ("trl", "klamp")),
+            )
+        )
+    headings = ("GRPO step with KL", "TRL", "klamp", "", "of it the KL: TRL", "klamp")
+    return table(headings, rows)
+
+
+def write(benchmarks: Sequence[Benchmark]) -> list[Path]:
+    """Write the page, its pictures, and the README's part where the README has a place for it."""
+    PAGE.write_text(docs_page(benchmarks), encoding="utf-8")
+    files = [PAGE]
+    for name in PICTURES:
+        record = newest(name)
+        if record is not None:
+            files.append(PAGE.with_name(f"benchmarks-{name}.png"))
+            shutil.copy(RESULTS / f"{stem(record)}.png", files[-1])
+    readme = README.read_text(encoding="utf-8")
+    if BEGIN in readme:
+        README.write_text(with_part(readme, readme_part()), encoding="utf-8")
+        files.append(README)
+    return files
+
+
+def with_part(readme: str, part: str) -> str:
+    """The README with what stands between the two marks replaced."""
+    before, _, rest = readme.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{part}\n\n{END}{after}"

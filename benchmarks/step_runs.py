@@ -1,0 +1,209 @@
+"""One run of a trainer in this process: klamp's or TRL's, on the same model, prompts and settings.
+
+A step is timed from the end of the one before to its own end, so whatever a trainer does between steps counts. What
+precedes the first step (loading) and follows the last (evaluation, checkpoint) does not.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import Peak
+from benchmarks.step_model import TOKENIZER
+
+BETA, LEARNING_RATE, GROUP, COMPLETION = 0.04, 1e-6, 8, 64
+SHORT, LONG = 8, 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A run of one trainer."""
+
+    trainer: str
+    """`klamp` or `trl`."""
+    model: str
+    """Folder of the model."""
+    prompts: str
+    """JSON lines of prompts."""
+    beta: float = BETA
+    """Coefficient of the KL; at 0 there is no reference."""
+    group: int = GROUP
+    """Completions per prompt."""
+    prompts_per_step: int = 2
+    """Groups per step."""
+    completion: int = COMPLETION
+    """Tokens of each completion."""
+    steps: int = 5
+    """Optimizer steps."""
+    warmup: int = 2
+    """Of those, the first ones that do not count."""
+    reward: str = "benchmarks.step_model:mean_word"
+    """module:function, in TRL's convention."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As it is passed to another process."""
+        return asdict(self)
+
+
+@dataclass
+class Seen:
+    """What a run notes: the clock at the end of each step, its tokens, and peak memory."""
+
+    peak: Peak
+    clock: list[tuple[float, float]]
+    tokens: list[int]
+    extra_mib: float = 0.0
+
+    def start(self) -> None:
+        """The first step is about to begin."""
+        self.peak.start()
+        self.clock.append((time.perf_counter(), time.process_time()))
+
+    def end(self, tokens: float) -> None:
+        """A step is done."""
+        self.clock.append((time.perf_counter(), time.process_time()))
+        self.tokens.append(round(tokens))
+        self.extra_mib = self.peak.extra_mib()
+
+
+def run_klamp(setting: Setting, folder: str, seen: Seen) -> None:
+    """`klamp.training.trainer.train_run`, with its defaults where TRL has no setting of the same meaning."""
+    from klamp.training.config import TrainConfig
+    from klamp.training.observers import Observer
+    from klamp.training.trainer import train_run
+
+    class Watch(Observer):
+        def on_evaluation(self, step: int, scores: Any) -> None:
+            if step == 0:
+                seen.start()
+
+        def on_step(self, step: int, metrics: Any) -> None:
+            seen.end(metrics["length/mean"] * sequences)
+
+    sequences = setting.prompts_per_step * setting.group
+    values: dict[str, Any] = {
+        "model": setting.model,
+        "tokenizer": f"{setting.model}/{TOKENIZER}",
+        "task": setting.prompts,
+        "eval_split": setting.prompts,
+        "reward": setting.reward,
+        "beta": setting.beta,
+        "loss_type": "dapo",
+        "prompts_per_step": setting.prompts_per_step,
+        "num_generations": setting.group,
+        "max_completion_length": setting.completion,
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+        "warmup_steps": 0,
+        "adam_beta2": 0.999,
+        "max_steps": setting.steps,
+        "eval_every": 0,
+        "eval_size": 1,
+        "save_every": 0,
+        "log_completions": 0,
+        "report_to": (),
+        "output_dir": f"{folder}/run",
+        "cpu": _on_cpu(),
+    }
+    train_run(TrainConfig.from_flat(values), [Watch()])
+
+
+def run_trl(setting: Setting, folder: str, seen: Seen) -> None:
+    """`trl.GRPOTrainer`, without gradient checkpointing, mixed precision, logging and bars: its fastest way."""
+    import importlib
+
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    class Watch(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            if not seen.clock:
+                seen.start()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            lengths = trainer._metrics["train"]["completions/mean_length"]
+            seen.end(lengths[-1] * sequences)
+
+    sequences = setting.prompts_per_step * setting.group
+    module, _, name = setting.reward.partition(":")
+    args = GRPOConfig(
+        output_dir=f"{folder}/run",
+        model_init_kwargs={"dtype": "float32"},
+        per_device_train_batch_size=sequences,
+        gradient_accumulation_steps=1,
+        num_generations=setting.group,
+        max_completion_length=setting.completion,
+        max_steps=setting.steps,
+        num_iterations=1,
+        beta=setting.beta,
+        loss_type="dapo",
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        warmup_steps=0,
+        max_grad_norm=1.0,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=_on_cpu(),
+        dataloader_num_workers=0,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    trainer = GRPOTrainer(
+        model=setting.model,
+        reward_funcs=getattr(importlib.import_module(module), name),
+        args=args,
+        train_dataset=Dataset.from_json(setting.prompts, cache_dir=f"{folder}/data"),
+        processing_class=AutoTokenizer.from_pretrained(f"{setting.model}/{TOKENIZER}"),
+        callbacks=[Watch()],
+    )
+    trainer.train()
+
+
+TRAINERS: dict[str, Callable[[Setting, str, Seen], None]] = {"klamp": run_klamp, "trl": run_trl}
+
+
+def _on_cpu() -> bool:
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+def one(setting: dict[str, Any]) -> dict[str, Any]:
+    """A run in this process: seconds and CPU seconds of each step after the warm-up, its tokens, extra peak memory.
+
+    Raises:
+        RuntimeError: a completion ended early, so that the steps are not comparable.
+    """
+    given = Setting(**setting)
+    seen = Seen(Peak(), [], [])
+    with tempfile.TemporaryDirectory() as folder:
+        TRAINERS[given.trainer](given, folder, seen)
+    whole = given.prompts_per_step * given.group * given.completion
+    if seen.tokens != [whole] * given.steps:
+        raise RuntimeError(f"{given.trainer} processed {seen.tokens} completion tokens, not {whole} in each step")
+    took = [(b[0] - a[0], b[1] - a[1]) for a, b in zip(seen.clock, seen.clock[1:], strict=False)][given.warmup :]
+    return {
+        "tokens": whole,
+        "seconds": [s for s, _ in took],
+        "cpu_seconds": [c for _, c in took],
+        "extra_mib": seen.extra_mib,
+    }
+
+
+def write_setting(folder: Path, size: str, length: int, *, count: int = 64) -> tuple[str, str]:
+    """A model folder and a file of prompts for `Setting`."""
+    from benchmarks.step_model import SIZES, make_model, write_prompts
+
+    model, file = folder / size, folder / f"prompts_{size}_{length}.jsonl"
+    if not model.exists():
+        make_model(model, size)
+    write_prompts(file, count=count, length=length, vocab_size=SIZES[size]["vocab_size"])
+    return str(model), str(file)

@@ -1,0 +1,121 @@
+"""The penalty of a micro-batch, and the coefficient that carries it into a loss that the host computes itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from klamp.core.term import Gate, KLTerm, carries_kl, token_penalty
+from klamp.core.types import Batch
+from klamp.errors import UnsupportedVersion
+
+KL_MASK, KL_SCALE = "klamp_kl_mask", "klamp_kl_scale"
+GATE_KL, REFERENCE_LENGTH = "klamp_gate_kl", "klamp_reference_length"
+"""What klamp adds to a host's batch; the host shuffles and splits it with the rest."""
+
+
+def loss_mask(inputs: Mapping[str, Any]) -> Tensor:
+    """The tokens that the host trains on, [B, T] bool."""
+    mask = inputs["completion_mask"].bool()
+    return mask & inputs["tool_mask"].bool() if inputs.get("tool_mask") is not None else mask
+
+
+def batch_of(inputs: Mapping[str, Any], policy_logprobs: Tensor) -> Batch:
+    """A host's batch in klamp's words; its keys are those that TRL and Unsloth share.
+
+    The sampler is whom vLLM reports (a token that it could not score counts as sampled by the policy), else the policy
+    that the host recorded at generation, else the policy itself.
+    """
+    old = inputs.get("old_per_token_logps")
+    recorded = policy_logprobs.detach() if old is None else old
+    sampler = inputs.get("sampling_per_token_logps")
+    sampler = recorded if sampler is None else torch.where(sampler.isnan(), recorded.to(sampler), sampler)
+    return Batch(
+        policy_logprobs=policy_logprobs,
+        mask=loss_mask(inputs),
+        advantages=inputs["advantages"],
+        old_logprobs=old,
+        ref_logprobs=inputs.get("ref_per_token_logps"),
+        sampler_logprobs=sampler,
+        kl_mask=inputs.get(KL_MASK),
+        gate_kl=inputs.get(GATE_KL),
+        reference_length=inputs.get(REFERENCE_LENGTH),
+    )
+
+
+def gated_penalty(batch: Batch, term: KLTerm, scale: Tensor | None = None) -> Tensor:
+    """klamp's per-token penalty of a batch, clipped, without beta. [B, T]
+
+    The host will divide it by the tokens that are trained on. Where some of them carry no KL, klamp divides the KL by
+    those that do: `scale` [B] is the quotient of the two, settled for the whole generation batch; None: where the host
+    divides by each micro-batch, this micro-batch's.
+    """
+    penalty = token_penalty(batch, term, Gate.of(batch, term))
+    if batch.kl_mask is None:
+        return penalty
+    if scale is None:
+        return penalty * (batch.mask.sum() / carries_kl(batch).sum().clamp(min=1))
+    return penalty * scale.unsqueeze(-1)
+
+
+class Coefficient(float):
+    """A beta whose product with a per-token KL is beta times klamp's penalty in its place.
+
+    It is what the host's attribute `beta` holds while the host computes its loss: compared and printed it is the
+    number, and the one product with a tensor is the host's own `beta * per_token_kl`. So the host masks and normalises
+    the penalty itself, exactly as it would its own.
+    """
+
+    uses: int
+    _penalty: Callable[[], Tensor]
+
+    def __new__(cls, value: float, penalty: Callable[[], Tensor]) -> Coefficient:
+        """A float of that value; `penalty` gives beta times the penalty, [B, T]."""
+        made = super().__new__(cls, value)
+        made.uses, made._penalty = 0, penalty
+        return made
+
+    def _times(self, other: Any) -> Any:
+        if not isinstance(other, Tensor):
+            return float(self) * other
+        self.uses += 1
+        penalty = self._penalty()
+        if penalty.shape != other.shape:
+            raise _stopped_calling(f"a KL of shape {tuple(other.shape)} where {tuple(penalty.shape)} was expected")
+        return penalty.to(other.dtype)
+
+    __mul__ = _times
+    __rmul__ = _times
+
+    def check_used_once(self) -> None:
+        """Raise if the host's loss did not ask for the penalty exactly once.
+
+        Raises:
+            UnsupportedVersion: it did not: the KL would be missing from the loss, or count twice.
+        """
+        if self.uses != 1:
+            raise _stopped_calling(f"{self.uses} products of beta with a KL in one loss, where there should be 1")
+
+
+def _stopped_calling(got: str) -> UnsupportedVersion:
+    return UnsupportedVersion(
+        "the host's loss does not take the KL where klamp puts it",
+        got=got,
+        why="klamp's KL enters as the product of the host's beta and its per-token KL; without it the run would train "
+        "without the KL that was asked for",
+        fix="use a version of the host in klamp's declared range, and no loss (fused, or overridden in a subclass) "
+        "that computes the KL elsewhere",
+    )
+
+
+def check_hook_ran(times: int) -> None:
+    """Raise if a loss of the host went past klamp's hook.
+
+    Raises:
+        UnsupportedVersion: it did.
+    """
+    if times != 1:
+        raise _stopped_calling(f"{times} calls of klamp's hook in one loss, where there should be 1")

@@ -1,0 +1,67 @@
+"""Which of klamp's options a host with a loop and a loss of its own cannot honour; each with the reason."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from klamp.config import KLConfig
+from klamp.config.kl import KLWarning
+from klamp.errors import ConfigError
+
+Refusal: TypeAlias = tuple[bool, str, str, str]
+"""(refused, what, why, fix)"""
+
+
+def refuse(table: Sequence[Refusal]) -> None:
+    """Raise for the first row that applies.
+
+    Raises:
+        ConfigError: with its reason.
+    """
+    for refused, what, why, fix in table:
+        if refused:
+            raise ConfigError(what, why=why, fix=fix)
+
+
+def host_refusals(kl: KLConfig, host: str) -> list[Refusal]:
+    """What no host of this kind can do."""
+    return [
+        (
+            kl.kl_early_stop is not None,
+            f"kl_early_stop cannot be honoured by {host}",
+            "its loop takes the optimizer step itself and offers no way to leave it out; a loss of 0 in its place "
+            "would still move the weights by momentum and weight decay",
+            "leave kl_early_stop unset, and lower num_iterations or the learning rate; klamp train has it",
+        ),
+        (
+            kl.reference == "remote",
+            f"reference='remote' cannot be honoured by {host}",
+            "it scores the reference with a model of its own process",
+            "pass a model as ref_model, or use klamp train",
+        ),
+        (
+            kl.reference_device is not None,
+            f"reference_device cannot be honoured by {host}",
+            "its own preparation puts the reference on the device of the process",
+            "leave reference_device unset; reference_dtype makes the reference smaller",
+        ),
+        (
+            kl.reference_share < 1,
+            f"reference_share={kl.reference_share:g} cannot be honoured by {host}",
+            "it scores every completion with the reference in one call, so that nothing would be saved",
+            "leave reference_share unset; klamp train has it",
+        ),
+    ]
+
+
+def warn_without_kl(kl: KLConfig) -> None:
+    """Say so when KL fields are set and there is no KL term because beta is 0."""
+    if not kl.needs_reference:
+        warnings.warn(
+            "KL fields are set and beta is 0 (the host's default): there is no KL term and no reference is loaded. "
+            "Set beta (0.001 to 0.05 is usual), or kl_monitor=True to log the KL without a term.",
+            KLWarning,
+            stacklevel=4,
+        )

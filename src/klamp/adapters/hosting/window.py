@@ -1,0 +1,87 @@
+"""What was measured of the KL in one optimizer step, added up over its micro-batches and processes exactly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from klamp.core.estimators import ESTIMATORS
+from klamp.core.gradients import masked_log_ratio
+from klamp.core.masking import masked_mean
+from klamp.core.term import Gate, KLTerm, carries_kl, kl_metrics, require_reference
+from klamp.core.types import Batch
+
+POSITIONS = 8
+"""Buckets of the KL by position; each is an eighth of the longest completion."""
+
+_SEQUENCES = ("kl/k3_sequence", "kl/budget", "kl/before_clip", "kl/after_clip", "kl/over_budget", "length/mean")
+_TRAINED = ("kl/weights_truncated", "policy/logp_mean", "ref/logp_mean")
+
+
+class Window:
+    """Sums and counts since the last `emit`.
+
+    Args:
+        max_length: longest completion in tokens, for the KL by position.
+    """
+
+    def __init__(self, max_length: int) -> None:
+        self.max_length = max_length
+        self._clear()
+
+    def _clear(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.log_ratios: list[Tensor] = []
+
+    @torch.no_grad()
+    def add(self, batch: Batch, term: KLTerm, gate: Gate | None) -> None:
+        """Take in a micro-batch that the reference has scored."""
+        ref, kl_mask = require_reference(batch), carries_kl(batch)
+        means = kl_metrics(batch, term) | ({} if gate is None else gate.metrics())
+        means.pop("kl/log_ratio_max", None)
+        means["policy/logp_mean"] = masked_mean(batch.policy_logprobs, batch.mask)
+        means["ref/logp_mean"] = masked_mean(ref, batch.mask)
+        means["length/mean"] = batch.mask.sum(-1).double().mean()
+        counts = {"sequences": len(batch.mask), "trained": batch.mask.sum(), "carried": kl_mask.sum()}
+        for name, mean in means.items():
+            kind = "sequences" if name in _SEQUENCES else "trained" if name in _TRAINED else "carried"
+            self._count(name, mean.double(), torch.as_tensor(counts[kind], device=mean.device).double())
+        delta = masked_log_ratio(batch.policy_logprobs, ref, kl_mask)
+        self.log_ratios.append(delta[kl_mask].float())
+        self._by_position(ESTIMATORS["k3"].value(delta), kl_mask)
+
+    def add_exact(self, exact: Tensor, kl_mask: Tensor) -> None:
+        """Take in the exact KL of some rows of a micro-batch, [b, T]."""
+        self._count("kl/exact", masked_mean(exact.detach(), kl_mask).double(), kl_mask.sum().double())
+
+    def _by_position(self, values: Tensor, kl_mask: Tensor) -> None:
+        width = -(-self.max_length // POSITIONS)
+        for bucket in range(POSITIONS):
+            part = slice(bucket * width, (bucket + 1) * width)
+            mean, count = masked_mean(values[:, part], kl_mask[:, part]), kl_mask[:, part].sum()
+            self._count(f"kl/position/{bucket + 1}_of_{POSITIONS}", mean.double(), count.double())
+
+    def _count(self, name: str, mean: Tensor, count: Tensor) -> None:
+        empty = torch.zeros(2, dtype=torch.float64, device=count.device)
+        both = torch.stack([torch.where(count > 0, mean * count, 0.0), count])
+        self.sums[name] = self.sums.get(name, empty) + both
+
+    def emit(self, accelerator: Any) -> dict[str, float]:
+        """The means of the step over all processes, names as in `klamp.diagnostics.metrics`; and start again."""
+        if not self.sums:
+            return {}
+        names = sorted(self.sums)
+        totals = accelerator.reduce(torch.stack([self.sums[name] for name in names]), reduction="sum")
+        found = {name: float(total / count) for name, (total, count) in zip(names, totals, strict=True) if count > 0}
+        log_ratios = accelerator.pad_across_processes(torch.cat(self.log_ratios), dim=0, pad_index=torch.nan)
+        log_ratios = accelerator.gather(log_ratios)
+        log_ratios = log_ratios[~log_ratios.isnan()]
+        if len(log_ratios):
+            sizes, k3 = log_ratios.abs().sort().values, ESTIMATORS["k3"].value(log_ratios)
+            found["kl/log_ratio_max"] = float(sizes[-1])
+            found["kl/log_ratio_p99"] = float(sizes[min(len(sizes) - 1, int(0.99 * len(sizes)))])
+            found["kl/k3_max"], found["kl/k3_min"] = float(k3.max()), float(k3.min())
+        self._clear()
+        return found

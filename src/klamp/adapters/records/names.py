@@ -1,0 +1,153 @@
+"""What other trainers call the metrics of `klamp.diagnostics.metrics`, and what their settings are called."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from klamp.diagnostics.history import Settings, Verifier
+from klamp.diagnostics.metrics import METRICS
+
+NAMES: Mapping[str, str] = {
+    # TRL, Unsloth, verifiers
+    "kl": "kl/k3",
+    "entropy": "policy/entropy",
+    "completions/mean_length": "length/mean",
+    "completion_length": "length/mean",
+    "completions/clipped_ratio": "length/truncated",
+    "clip_ratio/region_mean": "policy/ratio_clipped",
+    "frac_reward_zero_std": "groups/saturated",
+    "sampling/sampling_logp_difference/mean": "sampler/abs",
+    "grad_norm": "train/grad_norm",
+    "loss": "train/loss",
+    "policy_loss": "train/policy_loss",
+    "learning_rate": "train/learning_rate",
+    # verl
+    "actor/kl_loss": "kl/k3",
+    "actor/reward_kl_penalty": "kl/k1",
+    "actor/kl_coef": "beta",
+    "actor/reward_kl_penalty_coeff": "beta",
+    "actor/entropy": "policy/entropy",
+    "actor/grad_norm": "train/grad_norm",
+    "actor/pg_loss": "train/policy_loss",
+    "actor/pg_clipfrac": "policy/ratio_clipped",
+    "actor/lr": "train/learning_rate",
+    "critic/score/mean": "reward",
+    "critic/advantages/max": "advantage/max",
+    "critic/advantages/min": "advantage/min",
+    "response_length/mean": "length/mean",
+    "response_length/clip_ratio": "length/truncated",
+    "rollout_corr/kl": "sampler/k1",
+    "rollout_corr/k3_kl": "sampler/k3",
+    # prime-rl
+    "mismatch_kl/mean": "sampler/k3",
+    "entropy/mean": "policy/entropy",
+    "optim/grad_norm": "train/grad_norm",
+    "optim/lr": "train/learning_rate",
+    "loss/mean": "train/loss",
+    "reward/mean": "reward",
+    "reward/all/mean": "reward",
+    "is_truncated/mean": "length/truncated",
+    "is_truncated/all/mean": "length/truncated",
+    "seq_len/mean": "length/mean",
+    "seq_len/all/mean": "length/mean",
+    # tinker-cookbook
+    "env/all/reward/total": "reward",
+    "optim/kl_sample_train_v1": "sampler/k1",
+    "optim/entropy": "policy/entropy",
+    # OpenRLHF, and the scripts of source documents 001 and 003
+    "response_length": "length/mean",
+    "truncated": "length/truncated",
+    "kl_penalty": "kl/k1",
+    "kl_divergence": "kl/k1",
+}
+"""Their name -> ours."""
+
+STEP_NAMES = ("train/global_step", "global_step", "training/global_step", "step", "progress/batch", "_step")
+"""Where a logged row says its step, the best first."""
+
+EVALUATION_PREFIXES = ("eval/", "eval_", "val-core/", "test/")
+
+SCORES = ("reward", "acc", "score", "mean@", "correct", "pass@")
+"""Parts of a metric's name that say that it scores an evaluation."""
+
+OURS = "policy/logp_mean"
+"""A metric that klamp alone logs."""
+
+RULES = ("accuracy", "exact", "match", "math", "format", "verif", "correct", "rule", "regex", "gsm8k", "unit_test")
+"""Parts of a reward function's name that say that it is a rule."""
+
+
+def known(name: str) -> str | None:
+    """klamp's name of a logged metric; None: klamp has none."""
+    bare = name.removeprefix("train/")
+    for candidate in (name, bare):
+        if candidate in METRICS:
+            return candidate
+    return NAMES.get(name, NAMES.get(bare))
+
+
+def translate(logged: Mapping[str, object]) -> dict[str, float]:
+    """The metrics of a logged row that klamp knows, by klamp's names; each counts once, the first name wins."""
+    found: dict[str, float] = {}
+    for name, value in logged.items():
+        ours = known(name)
+        if ours is not None and isinstance(value, int | float) and not isinstance(value, bool):
+            found.setdefault(ours, float(value))
+    return found
+
+
+def evaluations(logged: Mapping[str, object], *, every: bool = False) -> dict[str, float]:
+    """The scores of an evaluation in a logged row; skill -> score.
+
+    Args:
+        logged: name -> value.
+        every: whether every name is a score, as klamp logs them; else those that speak of rewards, accuracy and so on.
+    """
+    found: dict[str, float] = {}
+    for name, value in logged.items():
+        prefix = next((prefix for prefix in EVALUATION_PREFIXES if name.startswith(prefix)), None)
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if prefix and number and (every or (any(word in name for word in SCORES) and "std" not in name)):
+            found[name.removeprefix(prefix)] = float(value)  # pyright: ignore[reportArgumentType]
+    return found
+
+
+def step_of(logged: Mapping[str, object]) -> int | None:
+    """The step that a logged row belongs to."""
+    for name in STEP_NAMES:
+        value = logged.get(name)
+        if isinstance(value, int | float):
+            return int(value)
+    return None
+
+
+def verifier_of(rewards: list[str]) -> Verifier | None:
+    """Whether all reward functions are rules, by their names; None: their names do not say."""
+    rules = [any(word in name.lower() for word in RULES) for name in rewards]
+    return "rules" if rules and all(rules) else None
+
+
+def reward_functions(logged: set[str]) -> list[str]:
+    """Names of the reward functions, from metrics such as TRL's rewards/NAME/mean."""
+    parts = [name.removeprefix("train/").split("/") for name in logged]
+    return sorted(part[1] for part in parts if len(part) == 3 and part[0] == "rewards" and part[2] == "mean")
+
+
+def settings_of(config: Mapping[str, object], logged: set[str]) -> Settings:
+    """What a host's arguments and metric names say of a run.
+
+    Args:
+        config: arguments as TRL or Unsloth name them, or none.
+        logged: names of all metrics.
+    """
+    beta, loss, scale = config.get("beta"), config.get("loss_type"), config.get("scale_rewards")
+    settings = Settings(verifier=verifier_of(reward_functions(logged)))
+    if isinstance(beta, int | float):
+        settings = replace(settings, beta=float(beta))
+    if isinstance(loss, str):
+        settings = replace(settings, loss_type=loss)
+    if scale not in (None, "None"):
+        settings = replace(settings, scale_rewards="none" if scale in (False, "none", "False") else "std")
+    return settings

@@ -1,0 +1,67 @@
+"""Faults that the stand-in commits on purpose, so that code can be tested against them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+FaultKind: TypeAlias = Literal["drop", "status", "slow", "die", "fail", "nan", "none", "short"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """Something that goes wrong, in some requests of a route.
+
+    - `drop`: the connection closes without an answer.
+    - `status`: an HTTP error, `status`, instead of an answer.
+    - `slow`: the answer comes `seconds` later; where the route answers through a future, the future stays pending.
+    - `die`: the server answers nobody any more, this request included.
+    - `fail`: the future ends in an error of the server.
+    - `nan`: one log-probability of the answer is NaN (`forward_backward`, and the sampled tokens of `asample`).
+    - `none`: one of the prompt's log-probabilities, the last, is missing from the answer (`asample`).
+    - `short`: the prompt's log-probabilities come without the missing first one, n-1 instead of n (`asample`).
+    """
+
+    kind: FaultKind
+    """What happens."""
+    route: str
+    """The last part of the URL, such as `asample`, `forward_backward`, `optim_step`, `create_sampling_session`."""
+    after: int = 0
+    """Requests of the route that pass before the first fault."""
+    times: int | None = 1
+    """How many requests it strikes; None: all that follow."""
+    scoring: bool | None = None
+    """For `asample`: True strikes only requests for prompt log-probabilities, False only the others."""
+    seconds: float = 0.0
+    """How late a slow answer is."""
+    status: int = 503
+    """The HTTP error of `status`."""
+
+
+@dataclass
+class FaultPlan:
+    """The faults of a server and how often each has been passed."""
+
+    faults: Sequence[Fault]
+    seen: dict[int, int] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def replace(self, faults: Sequence[Fault]) -> None:
+        """Other faults from now on, counted from here."""
+        with self.lock:
+            self.faults, self.seen = faults, {}
+
+    def strike(self, route: str, *, scoring: bool = False) -> list[Fault]:
+        """The faults that this request meets."""
+        met: list[Fault] = []
+        with self.lock:
+            for i, fault in enumerate(self.faults):
+                if fault.route != route or (fault.scoring is not None and fault.scoring != scoring):
+                    continue
+                passed = self.seen.get(i, 0)
+                self.seen[i] = passed + 1
+                if passed >= fault.after and (fault.times is None or passed < fault.after + fault.times):
+                    met.append(fault)
+        return met

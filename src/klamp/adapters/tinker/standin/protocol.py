@@ -1,0 +1,149 @@
+"""What travels over the wire: protocol buffers for training data and samples, JSON for the rest.
+
+The messages are the SDK's own (`tinker.proto`), so that they are those of whichever version is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from tinker.proto import tinker_public_pb2 as pb
+from torch import Tensor
+
+PROTO = "application/x-protobuf"
+_NUMPY = {pb.DTYPE_FLOAT32: np.dtype(np.float32), pb.DTYPE_INT64: np.dtype(np.int64)}
+
+
+class Refused(Exception):
+    """A request that the server does not take; becomes an HTTP error with this text.
+
+    Args:
+        message: what is wrong, naming the datum and the key.
+        status: HTTP status.
+    """
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRequest:
+    """A `forward_backward` request."""
+
+    model_id: str
+    seq_id: int
+    tokens: list[list[int]]
+    """Per datum, the model input."""
+    inputs: list[dict[str, Tensor]]
+    """Per datum, the `loss_fn_inputs`."""
+    loss_fn: str
+    loss_fn_config: dict[str, float | str]
+    forward_only: bool
+
+
+def decode_training(body: bytes) -> TrainingRequest:
+    """Read the body of a `forward_backward` request; the keys of the loss are checked elsewhere."""
+    message = _message(body)
+    config: dict[str, float | str] = dict(message.loss_fn_config)
+    for name, value in getattr(message, "loss_fn_config_v2", {}).items():
+        config[name] = value.text if value.WhichOneof("value") == "text" else value.number
+    return TrainingRequest(
+        model_id=message.model_id,
+        seq_id=message.seq_id,
+        tokens=[_datum_tokens(i, datum) for i, datum in enumerate(message.data)],
+        inputs=[_datum_inputs(i, datum) for i, datum in enumerate(message.data)],
+        loss_fn=message.loss_fn,
+        loss_fn_config=config,
+        forward_only=message.forward_only,
+    )
+
+
+def training_seq(body: bytes) -> tuple[str, int]:
+    """Model and sequence number of a `forward_backward` request, also of one that is refused."""
+    message = _message(body)
+    return message.model_id, message.seq_id
+
+
+def _message(body: bytes) -> pb.ForwardBackwardRequest:
+    message = pb.ForwardBackwardRequest()
+    try:
+        message.ParseFromString(body)
+    except Exception as error:  # protobuf has an error type per implementation
+        raise Refused(f"the body is no ForwardBackwardRequest: {error}") from error
+    return message
+
+
+def _datum_tokens(i: int, datum: Any) -> list[int]:
+    found: list[int] = []
+    for chunk in datum.model_input:
+        if chunk.WhichOneof("chunk") != "encoded_text":
+            raise Refused(f"data[{i}].model_input holds a chunk that is not text; the stand-in takes token ids only")
+        found += np.frombuffer(chunk.encoded_text.tokens, dtype=np.int32).tolist()
+    return found
+
+
+def _datum_inputs(i: int, datum: Any) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, tensor in datum.loss_fn_inputs.items():
+        where = f"data[{i}].loss_fn_inputs[{name!r}]"
+        if tensor.WhichOneof("encoding") == "sparse_csr":
+            raise Refused(f"{where} is sparse; the stand-in takes dense tensors only")
+        if tensor.dtype not in _NUMPY:
+            raise Refused(f"{where} has dtype {tensor.dtype}; float32 or int64 is known")
+        values = np.frombuffer(tensor.dense, dtype=_NUMPY[tensor.dtype]).copy()
+        shape = list(tensor.shape) or ([] if len(values) == 1 else [len(values)])  # a scalar has an empty shape
+        if int(np.prod(shape)) != len(values):
+            raise Refused(f"{where} says shape {shape} and carries {len(values)} values")
+        found[name] = torch.from_numpy(values.reshape(shape))
+    return found
+
+
+def encode_training(logprobs: Sequence[Tensor], metrics: Mapping[str, float]) -> bytes:
+    """The answer to `forward_backward`: per datum, the log-probabilities of its targets."""
+    arrays = [x.detach().to(torch.float32).numpy() for x in logprobs]
+    offsets = np.cumsum([0, *(array.nbytes for array in arrays)], dtype=np.int64)
+    batched = pb.BatchedTensor(
+        data=b"".join(array.tobytes() for array in arrays), offsets=offsets.tobytes(), dtype=pb.DTYPE_FLOAT32
+    )
+    record = pb.ArrayRecord(type_tag="klamp:LossReturn", fields={"logprobs": batched}, num_datums=len(arrays))
+    return pb.ForwardBackwardOutput(
+        loss_fn_output_type="klamp:LossReturn", loss_fn_outputs=[record], metrics=dict(metrics)
+    ).SerializeToString()
+
+
+def encode_samples(
+    sequences: Sequence[tuple[list[int], list[float], bool]], prompt_logprobs: Sequence[float] | None
+) -> bytes:
+    """The answer to `asample`.
+
+    Args:
+        sequences: per sample, its tokens, their log-probabilities, and whether it ended by itself.
+        prompt_logprobs: log-probabilities of the prompt's tokens, NaN where there is none; None: not asked for.
+    """
+    message = pb.SampleResponse()
+    for tokens, logprobs, ended in sequences:
+        message.sequences.append(
+            pb.SampledSequence(
+                stop_reason=pb.STOP_REASON_STOP if ended else pb.STOP_REASON_LENGTH,
+                tokens=np.asarray(tokens, dtype=np.int32).tobytes(),
+                logprobs=np.asarray(logprobs, dtype=np.float32).tobytes(),
+            )
+        )
+    if prompt_logprobs is not None:
+        message.prompt_logprobs = np.asarray(prompt_logprobs, dtype=np.float32).tobytes()
+    return message.SerializeToString()
+
+
+def prompt_tokens(prompt: Any) -> list[int]:
+    """The token ids of a prompt in JSON."""
+    found: list[int] = []
+    for chunk in (prompt or {}).get("chunks", []):
+        if chunk.get("type") != "encoded_text":
+            raise Refused(f"the prompt holds a chunk of type {chunk.get('type')!r}; the stand-in takes token ids only")
+        found += chunk["tokens"]
+    return found

@@ -1,0 +1,50 @@
+"""Which versions of the Tinker SDK klamp works with; asked when the SDK is used, never on import."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from klamp.errors import UnsupportedVersion
+
+FIRST, BEFORE = (0, 25), (0, 39)
+"""The SDK's versions from the first (included) to the second (not included)."""
+RANGE = "tinker>=0.25,<0.39"
+
+
+def check_version(installed: str) -> None:
+    """Refuse a version of the SDK that klamp was not tested with.
+
+    Raises:
+        UnsupportedVersion: outside the range.
+    """
+    numbers = tuple(int(part) for part in re.findall(r"\d+", installed)[:2])
+    if not FIRST <= numbers < BEFORE:
+        raise UnsupportedVersion(
+            "this version of the Tinker SDK is outside the range that klamp was tested with",
+            got=f"tinker {installed}",
+            why="the SDK changes what its methods return and which keys a datum may have; a KL that is silently left "
+            "out is worse than an error",
+            fix=f"pip install '{RANGE}'",
+        )
+
+
+@functools.cache
+def load_tinker() -> Any:
+    """The SDK's module.
+
+    Raises:
+        UnsupportedVersion: it is not installed, or outside the range.
+    """
+    try:
+        check_version(version("tinker"))
+    except PackageNotFoundError:
+        raise UnsupportedVersion(
+            "the Tinker SDK is not installed",
+            why="klamp.tinker builds the SDK's datums and calls its clients",
+            fix="pip install 'klamp[tinker]'",
+        ) from None
+    return importlib.import_module("tinker")

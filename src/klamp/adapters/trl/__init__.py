@@ -1,0 +1,1 @@
+"""TRL's GRPO as a host: see `klamp.trl`."""

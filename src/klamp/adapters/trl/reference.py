@@ -1,0 +1,103 @@
+"""Where the reference of a TRL trainer comes from: TRL's own, a model that the caller passes, or a copy in memory."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from trl.trainer import grpo_trainer
+
+from klamp.errors import ConfigError, ModelError
+
+
+def own_reference(model: Any, ref_model: Any, args: Any, *, peft: bool) -> nn.Module | None:
+    """The reference that klamp has to bring, made before TRL patches the policy; None where TRL's own way is right.
+
+    Args:
+        model: what the trainer is built with, a model or a name.
+        ref_model: what the caller passes as the reference: a model, a name or folder, or None.
+        args: how TRL loads models.
+        peft: whether the policy is or will be a PEFT model, whose reference is the model without its adapter.
+
+    Raises:
+        ModelError: the reference is the policy itself.
+    """
+    if isinstance(ref_model, str):
+        options = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
+        if isinstance(model, nn.Module):
+            options.setdefault("dtype", next(model.parameters()).dtype)
+        return grpo_trainer.create_model_from_path(ref_model, **options)
+    if ref_model is not None and ref_model is model:
+        raise ModelError(
+            "the reference is the policy itself",
+            got=type(model).__name__,
+            why="it would be trained along, and the KL would be 0 for ever",
+            fix="pass ref_model=copy.deepcopy(model)",
+        )
+    if ref_model is None and not peft and isinstance(model, nn.Module) and not _can_be_loaded_again(model):
+        return frozen_copy(model)
+    return ref_model
+
+
+def _can_be_loaded_again(model: Any) -> bool:
+    """Whether the name that the model carries is a folder that exists, or looks like one of the Hub."""
+    name = str(getattr(model.config, "_name_or_path", "") or "")
+    hub = bool(name) and not name.startswith((".", "/", "~")) and name.count("/") <= 1
+    return hub or Path(name).is_dir() if name else False
+
+
+def frozen_copy(model: nn.Module) -> nn.Module:
+    """A copy in memory, without what a trainer may have bound to the original."""
+    made = copy.deepcopy(model)
+    made.__dict__.pop("forward", None)
+    return made
+
+
+def fresh_copy(model: Any) -> nn.Module:
+    """A model of the same class and weights, built anew: for a policy that TRL has patched already."""
+    with torch.random.fork_rng(devices=[]):  # a run's draws stay what they were
+        made = type(model)(copy.deepcopy(model.config))
+    made.load_state_dict(model.state_dict())
+    return made.to(dtype=next(model.parameters()).dtype, device=next(model.parameters()).device)
+
+
+def install_reference(trainer: Any, model: Any, *, dtype: str | None) -> None:
+    """Make a model the trainer's reference, prepared as TRL prepares its own.
+
+    Raises:
+        ConfigError: an option of TRL that can only be applied where TRL loads the reference itself.
+    """
+    args = trainer.args
+    model.requires_grad_(False).eval()
+    if dtype is not None:
+        model.to(getattr(torch, dtype))
+    if args.disable_dropout:
+        grpo_trainer.disable_dropout_in_model(model)
+    fuse = getattr(grpo_trainer, "add_fused_lm_head", None)
+    if fuse is not None:
+        fuse(model, temperature=trainer.temperature, cast_lm_head_to_fp32=args.cast_lm_head_to_fp32)
+    elif args.cast_lm_head_to_fp32:
+        raise ConfigError(
+            "cast_lm_head_to_fp32 cannot be combined with a reference that klamp brings, in this version of TRL",
+            why="the cast is part of how TRL loads its own reference",
+            fix="save the reference to a folder and build the model from it, or use trl>=1.14",
+        )
+    if trainer.is_deepspeed_enabled:
+        model = grpo_trainer.prepare_deepspeed(model, trainer.accelerator)
+    elif trainer.is_fsdp_enabled:
+        model = grpo_trainer.prepare_fsdp(model, trainer.accelerator)
+    else:
+        model = trainer.accelerator.prepare_model(model, evaluation_mode=True)
+    trainer.ref_model = model
+
+
+def follow_policy(trainer: Any) -> None:
+    """Let the reference follow the policy where it should, by TRL's own callback."""
+    callbacks = trainer.callback_handler.callbacks
+    if trainer.args.sync_ref_model and not any(isinstance(c, grpo_trainer.SyncRefModelCallback) for c in callbacks):
+        trainer.add_callback(
+            grpo_trainer.SyncRefModelCallback(ref_model=trainer.ref_model, accelerator=trainer.accelerator)
+        )

@@ -1,0 +1,139 @@
+"""Which class is Unsloth's, which versions were tried, and what Unsloth's own KL does in silence."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from typing import Any, NamedTuple
+
+import torch
+from packaging.version import Version
+
+from klamp.adapters.unsloth.loss import Call, LossWithKL, stopped_calling
+from klamp.errors import ConfigError, UnsupportedVersion
+
+OLDEST, NEWEST = "2026.10.7", "2026.10.9"
+HOST, LOSS = "_UnslothGRPOTrainer", "UnslothEfficientGRPO"
+"""The class that Unsloth derives from nothing of TRL's, and the function that its loss calls."""
+
+FARTHEST, STEP = 40.0, 1e-3
+"""How far out, and how finely, Unsloth's clamps are looked for, in nats."""
+
+
+class Clamps(NamedTuple):
+    """Where Unsloth's own KL (k3) stops pulling: log-ratios policy - ref in nats, None where it never does."""
+
+    below: float | None
+    above: float | None
+    value: float
+    """The most that it can be, in nats per token."""
+
+
+def host_class(cls: type) -> type | None:
+    """Unsloth's GRPO trainer among a class and its bases; None where there is none."""
+    return next((c for c in cls.__mro__ if c.__name__ == HOST), None)
+
+
+def refuse_classes() -> None:
+    """Refuse klamp's own config and trainer classes while TRL's are Unsloth's.
+
+    Raises:
+        ConfigError: Unsloth has put its own classes in the place of TRL's.
+    """
+    import trl
+
+    if host_class(trl.GRPOTrainer) is not None:
+        raise ConfigError(
+            "klamp.trl.GRPOConfig and klamp.trl.GRPOTrainer cannot be used once Unsloth has patched TRL",
+            got=f"trl.GRPOTrainer is {trl.GRPOTrainer.__name__}",
+            why="Unsloth's trainer never calls the TRL method that a subclass of TRL's overrides, so the KL would be "
+            "missing; and a subclass of its config would bring back TRL's defaults in place of Unsloth's",
+            fix="build trl.GRPOConfig and trl.GRPOTrainer as Unsloth patched them, and then "
+            "klamp.trl.attach(trainer, KLConfig(...))",
+        )
+
+
+def check_version() -> str:
+    """The installed version of Unsloth.
+
+    Raises:
+        UnsupportedVersion: Unsloth or its zoo is missing, or outside the range that was tried.
+    """
+    for package in ("unsloth_zoo", "unsloth"):
+        try:
+            installed = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            installed = "none"
+        if installed == "none" or not Version(OLDEST) <= Version(installed) <= Version(NEWEST):
+            raise UnsupportedVersion(
+                f"klamp was tried with {package} {OLDEST} to {NEWEST}",
+                got=f"{package} {installed}",
+                why="the KL enters in the middle of Unsloth's own loss, which changes from week to week",
+                fix=f'pip install "{package}>={OLDEST},<={NEWEST}"',
+            )
+    return installed
+
+
+def loss_function(host: type) -> tuple[dict[str, Any], Any]:
+    """The namespace that Unsloth's compute_loss looks its loss function up in, and that function.
+
+    Raises:
+        UnsupportedVersion: it is not there, or takes other arguments.
+    """
+    names = inspect.unwrap(vars(host)["compute_loss"]).__globals__
+    function = names.get(LOSS)
+    taken = [] if function is None else list(inspect.signature(function.forward).parameters)[1:]
+    if [name.removeprefix("_").removesuffix("_logps").removesuffix("_per_token") for name in taken] != list(
+        Call._fields
+    ):
+        raise stopped_calling(f"{LOSS} takes {', '.join(taken) or 'nothing: it is not there'}")
+    return names, function
+
+
+@contextmanager
+def in_place(host: type, stand_in: LossWithKL) -> Iterator[None]:
+    """While it lasts, Unsloth's compute_loss calls `stand_in`."""
+    names, function = loss_function(host)
+    names[LOSS] = stand_in
+    try:
+        yield
+    finally:
+        names[LOSS] = function
+
+
+def silent_clamps(original: Any) -> Clamps:
+    """Measure where the gradient of Unsloth's own KL is gone, and what its value stops at."""
+    count = round(2 * FARTHEST / STEP)
+    with torch.enable_grad():
+        apart = torch.linspace(-FARTHEST, FARTHEST, count + 1).view(1, -1).requires_grad_()
+        loss = _own_kl(original, apart)
+        (slope,) = torch.autograd.grad(loss, apart)
+    dead = apart.detach()[(slope == 0) & (apart.abs() > 0.1)]
+    below, above = dead[dead < 0], dead[dead > 0]
+    return Clamps(
+        below=float(below.max()) if len(below) else None,
+        above=float(above.min()) if len(above) else None,
+        value=float(_own_kl(original, torch.tensor([[-FARTHEST]]))),
+    )
+
+
+def _own_kl(original: Any, apart: torch.Tensor) -> torch.Tensor:
+    """Unsloth's own KL summed over tokens that are so many nats from the reference."""
+    call = Call(
+        new=apart,
+        old=None,
+        ref=torch.zeros_like(apart),
+        sampling=None,
+        lm_head=None,
+        input_ids=torch.zeros_like(apart, dtype=torch.long),
+        mask=torch.ones_like(apart),
+        advantages=torch.zeros(1),
+        beta=1.0,
+        scaler=None,
+        n_chunks=1,
+        extra_kwargs={"loss_type": "dr_grpo", "max_completion_length": 1},
+        upstream_scale=None,
+    )
+    return original.apply(*call)[0]

@@ -1,0 +1,134 @@
+"""What stands in the place of Unsloth's loss function while Unsloth computes a loss.
+
+Unsloth's loss is linear in the KL of each token. How it weighs a token (its mask, its averages, its accumulation, its
+loss scaling) is asked of Unsloth itself, call by call: its own function, given a KL whose slope is known and no
+advantage, returns nothing but those weights. So there is no table of averages here that could go out of date.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from klamp.errors import UnsupportedVersion
+
+APART, SLOPE = math.log(2), 0.5
+"""Where the slope of Unsloth's k3 is known exactly, far from its clamps: 1 - exp(-log 2) is 1/2 in every precision."""
+
+BARE = {
+    "use_bias_correction_kl": False,
+    "importance_sampling_level": "token",
+    "off_policy_mask_threshold": None,
+    "entropy_mask": None,
+    "vllm_importance_sampling_correction": False,
+}
+"""Options of Unsloth's loss under which its KL is nothing but the weighted sum of k3."""
+
+
+class Call(NamedTuple):
+    """The arguments of Unsloth's loss function, in its order."""
+
+    new: Tensor
+    old: Tensor | None
+    ref: Tensor | None
+    sampling: Tensor | None
+    lm_head: Any
+    input_ids: Tensor
+    mask: Tensor
+    advantages: Tensor
+    beta: float
+    scaler: Any
+    n_chunks: int
+    extra_kwargs: dict[str, Any]
+    upstream_scale: float | None
+
+
+class Added(NamedTuple):
+    """What klamp adds to one loss."""
+
+    tokens: Tensor | None
+    """beta times the penalty of each token in Unsloth's columns, with its gradient; None: nothing. [B, W]"""
+    advantages: Tensor
+    """[B], or [B, W] where the KL shifts them."""
+    mean_kl: Tensor
+    """What Unsloth logs as `kl`: a detached scalar."""
+
+
+class LossWithKL:
+    """Unsloth's loss function with its own KL switched off and klamp's added, weighed as Unsloth weighs its own.
+
+    Args:
+        original: Unsloth's autograd function.
+        adds: what to add, from the arguments of the call.
+    """
+
+    def __init__(self, original: Any, adds: Callable[[Call], Added]) -> None:
+        self.original, self.adds, self.calls = original, adds, 0
+
+    def apply(self, *args: Any) -> tuple[Any, ...]:
+        """What Unsloth calls; returns what Unsloth's own returns."""
+        if len(args) != len(Call._fields):
+            raise stopped_calling(f"{len(args)} arguments where {len(Call._fields)} were expected")
+        self.calls += 1
+        call = Call(*args)
+        added = self.adds(call)
+        loss, length, _, *rest = self.original.apply(*call._replace(beta=0.0, advantages=added.advantages))
+        if added.tokens is not None:
+            loss = loss + weighed(self.original, call, added.tokens)
+        return loss, length, added.mean_kl, *rest
+
+    def check_called_once(self) -> None:
+        """Raise if Unsloth's loss did not come by exactly once.
+
+        Raises:
+            UnsupportedVersion: it did not: the KL would be missing from the loss, or count twice.
+        """
+        if self.calls != 1:
+            raise stopped_calling(f"{self.calls} calls in one loss, where there should be 1")
+
+
+def weighed(original: Any, call: Call, tokens: Tensor) -> Tensor:
+    """The sum of per-token values as Unsloth's loss would weigh them, and scale their gradient: a scalar.
+
+    Equation: sum_t w_t tokens_t, with w_t the derivative of Unsloth's loss by the KL of token t at coefficient 1.
+    Gradient: w_t to each value, through Unsloth's own backward pass, which has its own way with loss scaling and
+    gradient accumulation.
+    """
+    with torch.enable_grad():
+        probe = torch.zeros_like(tokens, dtype=torch.float32).requires_grad_()
+        response = _response(original, call._replace(scaler=None, upstream_scale=None), probe)
+        (slopes,) = torch.autograd.grad(response, probe)
+    value = (slopes / SLOPE * tokens.detach()).sum()
+    if not tokens.requires_grad:
+        return value
+    carrier = _response(original, call, (tokens - tokens.detach()) / SLOPE)
+    return carrier - carrier.detach() + value
+
+
+def _response(original: Any, call: Call, x: Tensor) -> Tensor:
+    """Unsloth's loss of a KL between `x` and itself `APART` lower, with coefficient 1 and nothing else in it."""
+    bare = call._replace(
+        new=x,
+        old=None,
+        ref=x.detach() - APART,
+        sampling=None,
+        advantages=torch.zeros_like(call.advantages),
+        beta=1.0,
+        extra_kwargs={**call.extra_kwargs, **BARE},
+    )
+    return original.apply(*bare)[0]
+
+
+def stopped_calling(got: str) -> UnsupportedVersion:
+    """The error for an Unsloth whose loss does not come by where klamp stands."""
+    return UnsupportedVersion(
+        "Unsloth's loss does not take the KL where klamp puts it",
+        got=got,
+        why="klamp's KL enters through the function that Unsloth's compute_loss calls; without it the run would train "
+        "without the KL that was asked for",
+        fix="use a version of Unsloth in klamp's declared range, and no subclass that computes the loss elsewhere",
+    )

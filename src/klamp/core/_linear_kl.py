@@ -1,0 +1,146 @@
+"""Forward and backward pass of `linear_kl`, one tile at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from klamp.core._linear_kept import Owner, Products, keep
+from klamp.core.estimators import DIRECTIONS
+from klamp.core.masking import upcast
+from klamp.core.tiles import Head, TileGradient, head_gradients, tiles
+from klamp.core.types import Direction
+
+
+class LinearKL(torch.autograd.Function):
+    """(three tensors of the policy, three of the ref, (temperature, softcap), owner, learns, direction) -> KL per row.
+
+    The three are hidden, weight and bias or None. The reference gets no gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ref_hidden: Tensor,
+        ref_weight: Tensor,
+        ref_bias: Tensor | None,
+        scale: tuple[float, float | None],
+        owner: Owner,
+        learns: bool,
+        direction: Direction,
+    ) -> Tensor:
+        learns = learns and ctx.needs_input_grad[1] and weight.dtype == ref_weight.dtype
+        ctx.kept = keep(owner, hidden, weight, heads=2) if learns else None
+        policy = Products(Head(weight, bias, *scale), hidden, ctx.kept)
+        ref = Products(Head(ref_weight, ref_bias, *scale), ref_hidden, ctx.kept, which=1)
+        value, center, log_z, ref_log_z = _divergence(policy, ref, direction)
+        ctx.save_for_backward(hidden, weight, bias, ref_hidden, ref_weight, ref_bias, center, log_z, ref_log_z)
+        ctx.direction, ctx.scale = direction, scale
+        return value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        hidden, weight, bias, ref_hidden, ref_weight, ref_bias, *rest = ctx.saved_tensors
+        kept, ctx.kept = ctx.kept, None  # written over here: a second walk computes the products again
+        policy = Products(Head(weight, bias, *ctx.scale), hidden, kept)
+        ref = Products(Head(ref_weight, ref_bias, *ctx.scale), ref_hidden, kept, which=1)
+        slope_of, head = _SLOPES[ctx.direction], policy.head
+
+        def make(index: Tensor | slice, some: Tensor) -> TileGradient:
+            g, center, log_z, ref_log_z = (x[index][:, None] for x in (grads[0], *rest))
+            mine, other = policy.of(index, some), ref.of(index, ref_hidden[index])
+
+            def of_tile(rows: slice, entries: slice) -> Tensor:
+                z, slope = head.logits(mine.recall(rows, entries))
+                log_p, forbidden = z.sub_(log_z[rows]), None if bias is None else z.isneginf()
+                log_q = ref.head.logits(other.recall(rows, entries))[0].sub_(ref_log_z[rows])
+                d = slope_of(log_p, log_q, center[rows]).mul_(g[rows])
+                d = d if forbidden is None else d.masked_fill_(forbidden, 0)  # p log p is 0 there, not NaN
+                return d if slope is None else d.mul_(slope)
+
+            return of_tile
+
+        needs = ctx.needs_input_grad[:3]
+        with torch.autocast(hidden.device.type, enabled=False):
+            place = None if kept is None else kept.place
+            found = head_gradients(grads[0], hidden, head, needs, make, place)
+        return (*found, *[None] * 7)
+
+
+def _reverse_slope(log_p: Tensor, log_q: Tensor, center: Tensor) -> Tensor:
+    return log_p.sub(log_q).sub_(center).mul_(log_p.exp())
+
+
+def _forward_slope(log_p: Tensor, log_q: Tensor, center: Tensor) -> Tensor:
+    return log_p.exp().sub_(log_q.exp())
+
+
+def _js_slope(log_p: Tensor, log_q: Tensor, center: Tensor) -> Tensor:
+    return _reverse_slope(log_p, torch.logaddexp(log_p, log_q) - math.log(2), center).div_(2)
+
+
+# d KL / d logits of the policy, per entry; the center is the mean of the first bracket under the policy.
+_SLOPES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "reverse": _reverse_slope,
+    "forward": _forward_slope,
+    "js": _js_slope,
+}
+
+
+def _reverse(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """sum_v p (exp(-delta) - 1 + delta), the terms of `exact_kl`, in fewer passes where nothing can overflow."""
+    delta = log_p - log_q
+    if not bool(delta.abs().amax() <= 60):
+        return DIRECTIONS["reverse"](log_p, log_q)
+    return delta.neg().expm1_().add_(delta).mul_(log_p.exp()).sum(-1)
+
+
+def _divergence(policy: Products, ref: Products, direction: Direction) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Value, center of the slope, and the two normalisers, each [N].
+
+    By the chain rule the KL is that of the tiles' masses plus the mean of the KL within each tile: every term is
+    >= 0, one walk is enough, and no sum of large numbers cancels. JS has no such rule; it takes a second walk.
+    """
+    columns, chunks = tiles(policy.hidden, policy.head.weight)
+    log_z = policy.hidden.new_empty(2, len(columns), policy.hidden.shape[0], dtype=upcast(policy.hidden[:0]).dtype)
+    within, low = torch.zeros_like(log_z[0]), torch.finfo(log_z.dtype).min
+
+    def walk(product: Callable[..., Tensor], visit: Callable[[int, slice, Tensor, Tensor], None]) -> None:
+        for i, entries in enumerate(columns):
+            for rows in chunks:
+                z, ref_z = (model.head.logits(product(model, rows, entries))[0] for model in (policy, ref))
+                visit(i, rows, z, ref_z.to(z.dtype))
+
+    def each_tile(i: int, rows: slice, z: Tensor, ref_z: Tensor) -> None:
+        log_z[0, i, rows], log_z[1, i, rows] = z.logsumexp(1), ref_z.logsumexp(1)
+        if direction != "js":
+            # Where a bias forbids the whole tile, -inf - -inf would be NaN.
+            z, ref_z = (x.sub_(y[i, rows, None].clamp(min=low)) for x, y in zip((z, ref_z), log_z, strict=True))
+            within[i, rows] = _reverse(z, ref_z) if direction == "reverse" else _reverse(ref_z, z)
+
+    walk(Products.form, each_tile)
+    total, ref_total = log_z.logsumexp(1)
+    mass, ref_mass = log_z[0] - total, log_z[1] - ref_total
+    if direction != "js":
+        share = (mass if direction == "reverse" else ref_mass).exp()
+        value = DIRECTIONS[direction](mass.t(), ref_mass.t()) + torch.where(share > 0, share * within, 0).sum(0)
+        return value, value, total, ref_total
+    halves = torch.zeros_like(log_z[:, 0])
+
+    def against_the_mean(i: int, rows: slice, z: Tensor, ref_z: Tensor) -> None:
+        log_p, log_q = z.sub_(total[rows, None]), ref_z.sub_(ref_total[rows, None])
+        log_m = torch.logaddexp(log_p, log_q) - math.log(2)
+        halves[0, rows] += _reverse(log_p, log_m)
+        halves[1, rows] += _reverse(log_q, log_m)
+
+    walk(Products.recall, against_the_mean)
+    return halves.mean(0), halves[0], total, ref_total

@@ -1,0 +1,102 @@
+"""What an alarm is, what it finds, and the arithmetic that the rules share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
+from typing import Literal, TypeAlias
+
+from klamp.diagnostics.history import History
+
+Level: TypeAlias = Literal["alarm", "note"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """A threshold."""
+
+    value: float
+    """The number."""
+    unit: str
+    """What it is a number of."""
+    source: str
+    """Where it comes from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blamed:
+    """A token that carries much of a KL."""
+
+    step: int
+    """Step that it was sampled in."""
+    completion: int
+    """Its completion among those that were written in the step, from 0."""
+    position: int
+    """Its place in the completion's tokens, from 0."""
+    token: str
+    """The token as text, or its id."""
+    policy_logprob: float
+    """Under the policy."""
+    other_logprob: float
+    """Under the reference; of a sampler mismatch, under the sampler."""
+    share: float
+    """Its part of the k3 of all tokens that were written in the step, its twins included."""
+    times: int = 1
+    """In how many of the completions it stands at this place with these log-probabilities."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a rule saw in a run as it stands."""
+
+    text: str
+    """The numbers, in a sentence."""
+    tokens: Sequence[Blamed] = ()
+    """The tokens to blame, the worst first."""
+
+
+Rule: TypeAlias = Callable[[History], Evidence | None]
+"""Looks at a run as it stands after a step or an evaluation; None: nothing is wrong. Looks only at the last steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alarm:
+    """One named alarm."""
+
+    name: str
+    """As `--stop-on` and `--fail-on` take it."""
+    text: str
+    """What it finds, in a few words."""
+    means: str
+    """What that usually comes from."""
+    next_step: str
+    """What to do."""
+    rule: Rule
+    """Finds it."""
+    needs: Sequence[str]
+    """What a record must hold: metrics (`a|b`: one of them), `completions`, `evaluations`, `settings.NAME`."""
+    limits: Sequence[Limit]
+    """Its thresholds."""
+    level: Level = "alarm"
+    """`note`: information, which fails no check unless it is asked to."""
+
+
+def number(value: float) -> str:
+    """Three significant digits."""
+    return f"{value:.3g}"
+
+
+def is_apart(a: Sequence[float], b: Sequence[float], *, errors: float) -> bool:
+    """Whether the means of two stretches of a curve differ by more than so many standard errors of their difference."""
+    if min(len(a), len(b)) < 2:
+        return False
+    error = math.hypot(*(noise(x) / math.sqrt(len(x)) for x in (a, b)))
+    return abs(fmean(a) - fmean(b)) > errors * error
+
+
+def noise(values: Sequence[float]) -> float:
+    """Standard deviation of a curve around its own course, from the differences of neighbours."""
+    return math.sqrt(fmean((x - y) ** 2 for x, y in pairwise(values)) / 2)

@@ -1,0 +1,214 @@
+"""The one table of alarms: name, what it finds, what that comes from, what to do, thresholds with their source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from klamp.diagnostics import alarms_kl as kl
+from klamp.diagnostics import alarms_run as run
+from klamp.diagnostics import alarms_tokens as tokens
+from klamp.diagnostics.alarm import Alarm
+from klamp.errors import unknown_name
+
+KL = "kl/k3|kl/exact|kl/k1"
+
+ALARMS: dict[str, Alarm] = {
+    alarm.name: alarm
+    for alarm in (
+        Alarm(
+            name="step-zero-kl",
+            text="KL is not 0 before the first update",
+            means="Policy and reference differ before any training: dropout in one of them, an adapter that is not "
+            "zero at the start, another data type or kernel, other weights, or a mask that covers the prompt.",
+            next_step="Score one batch twice with the policy (the two must agree), then once with the reference; put "
+            "both into eval(), load both in one dtype, and compare tokens, mask and temperature.",
+            rule=kl.step_zero,
+            needs=(KL,),
+            limits=(kl.STEP_ZERO,),
+        ),
+        Alarm(
+            name="negative-k1",
+            text="k1 is negative for long",
+            means="The mean of log policy - log ref estimates a KL, which is never negative, if the policy sampled the "
+            "tokens. So something else did (an old sampler, another temperature), the mask is wrong, or the signs are "
+            "swapped.",
+            next_step="Compare the sampler's log-probabilities with the trainer's on the same tokens; check that the "
+            "mask covers the completion only and that the log-ratio is policy - reference.",
+            rule=kl.negative_k1,
+            needs=("kl/k1|completions",),
+            limits=(kl.NEGATIVE_STEPS, kl.NEGATIVE_K1, tokens.SURPRISE),
+        ),
+        Alarm(
+            name="k3-far-above-k1",
+            text="k3 is far above k1",
+            means="Both estimate the same KL. k3 grows with ref/policy, so a few tokens that the reference finds far "
+            "likelier than the policy dominate it: padding or masked tokens that are counted, a shift by one, or a "
+            "vocabulary that the policy has cut.",
+            next_step="Look at the tokens named here. If they are padding, end tokens or always at the same place, fix "
+            "the mask; if they are real, bound the log-ratio (kl_max_log_ratio) or measure the exact KL.",
+            rule=kl.k3_far_above_k1,
+            needs=("kl/k1", "kl/k3"),
+            limits=(kl.FAR, kl.FAR_AT_ONCE),
+        ),
+        Alarm(
+            name="kl-spike",
+            text="the KL jumped",
+            means="One update moved the policy far: the learning rate is too high, a batch had an extreme reward or "
+            "advantage, gradients were not clipped, or a few tokens carry all of it.",
+            next_step="Look at the tokens named here and at the step's rewards; lower the learning rate or "
+            "max_grad_norm, raise beta, or set kl_lr_guard or kl_early_stop.",
+            rule=kl.kl_spike,
+            needs=(KL,),
+            limits=(kl.SPIKE, kl.SPIKE_FLOOR),
+        ),
+        Alarm(
+            name="spike-with-reward-drop",
+            text="the KL jumped and the reward fell with it",
+            means="The policy left the region where it knew how to earn the reward; it seldom comes back by itself.",
+            next_step="Go back to the last checkpoint before the step, with a lower learning rate or a higher beta.",
+            rule=kl.spike_with_reward_drop,
+            needs=(KL, "reward"),
+            limits=(kl.SPIKE, kl.SPIKE_FLOOR, kl.DROP),
+        ),
+        Alarm(
+            name="dilution",
+            text="the KL per token falls while completions grow",
+            means="Completions got longer with tokens that cost no KL: the mean per token falls, the KL of a whole "
+            "completion does not.",
+            next_step="Read some completions for filler. Watch the KL per completion; hold that one (kl_horizon="
+            "'sequence', a budget with a frozen reference length), or keep the KL out of a per-token mean.",
+            rule=kl.dilution,
+            needs=(KL, "length/mean"),
+            limits=(kl.DILUTION, kl.DILUTION_KEPT),
+        ),
+        Alarm(
+            name="detached-reference",
+            text="the KL is about 0 although the reward moves",
+            means="A policy that near to its reference could not have changed its reward so much. The reference "
+            "follows the policy (shared weights, an adapter that is not switched off), or the log-probabilities come "
+            "from another model than the one that samples (an adapter that is not synced; source document 004, H06).",
+            next_step="Change one weight of the policy by hand: the reference's log-probabilities must not move, the "
+            "policy's and the sampler's must.",
+            rule=kl.detached_reference,
+            needs=(KL, "reward"),
+            limits=(kl.DETACHED,),
+        ),
+        Alarm(
+            name="advantage-scale",
+            text="advantages are out of scale",
+            means="The policy gradient is as large as the advantages: a reward that is not of order 1, a division by a "
+            "standard deviation that is only rounding, or a signal in groups that have none (source document 004, "
+            "H01). beta then means something else than it says.",
+            next_step="Print rewards and advantages of one group. Scale the reward to order 1, give groups without "
+            "variance the advantage 0, or leave the division out (scale_rewards='none').",
+            rule=run.advantage_scale,
+            needs=("reward_std|advantage/max|completions",),
+            limits=(run.ADVANTAGE, run.NOISE),
+        ),
+        Alarm(
+            name="mask-on-prompt",
+            text="the loss mask covers tokens that the model did not write",
+            means="Prompt tokens or a tool's answers are trained on: they carry the group's advantage and a KL, though "
+            "nobody chose them (source document 004, H02).",
+            next_step="Decode one sequence with its mask. True must begin at the first token of the completion.",
+            rule=tokens.mask_on_prompt,
+            needs=("completions",),
+            limits=(tokens.PROMPT,),
+        ),
+        Alarm(
+            name="end-token-lost",
+            text="the loss mask leaves out the end token",
+            means="Nothing teaches the model when to stop, so length drifts; usual where the end token is also the "
+            "padding token, and a mask is made by comparing with it (source document 004, H02).",
+            next_step="Make the mask from lengths, and let it include the first end token.",
+            rule=tokens.end_token_lost,
+            needs=("completions",),
+            limits=(tokens.END_TOKEN,),
+        ),
+        Alarm(
+            name="truncated",
+            text="many completions are cut at the length limit",
+            means="The reward judges answers that were not finished, and the KL misses what would have followed "
+            "(source document 004, H04).",
+            next_step="Raise max_completion_length, or leave such completions out (mask_truncated_completions).",
+            rule=run.truncated,
+            needs=("length/truncated",),
+            limits=(run.TRUNCATED,),
+        ),
+        Alarm(
+            name="sampler-mismatch",
+            text="sampler and trainer disagree about the sampled tokens",
+            means="The model that samples is not the one that is trained: weights or an adapter that were not synced, "
+            "other kernels or data types, top-p or top-k, another temperature. Every estimate takes the tokens for the "
+            "policy's own.",
+            next_step="Look at k1 and k3 both: k1 can cancel where k3 shows a single bad token. Sync the weights, "
+            "sample from the whole distribution, or correct for it (kl_off_policy).",
+            rule=run.sampler_mismatch,
+            needs=("sampler/k3|sampler/k1|sampler/abs",),
+            limits=(run.MISMATCH,),
+        ),
+        Alarm(
+            name="huge-values",
+            text="values a thousand times too large, or not finite",
+            means="The KL or the gradient exploded: k3 is exponential in how far a token is below the reference. "
+            "Clipping the gradient then hides it: of a norm of 1e5 clipped to 0.1 nothing is left of the reward.",
+            next_step="Find the first step. Lower the learning rate, bound the log-ratio, compute the ratio in "
+            "float32, check that the same tokens reach both models.",
+            rule=run.huge_values,
+            needs=("|".join(run.WATCHED),),
+            limits=(run.HUGE,),
+        ),
+        Alarm(
+            name="dr-grpo-with-kl",
+            text="beta above 0 under dr_grpo with a rule-based verifier",
+            means="Dr. GRPO leaves the KL out: a rule is right however far the policy goes, so the KL only holds it "
+            "back, and is one more source of large gradients (source document 004).",
+            next_step="Set beta=0, or say why the skills of the reference must be kept and watch them.",
+            rule=run.dr_grpo_with_kl,
+            needs=("settings.loss_type", "settings.verifier"),
+            limits=(),
+        ),
+        Alarm(
+            name="retention",
+            text="a skill that is not trained is being lost",
+            means="The score of something that the model could do before training fell: forgetting old knowledge "
+            "(source document 003). The forward KL on the new task predicts it (arXiv 2509.04259).",
+            next_step="Raise beta or lower target_kl, train fewer steps, or mix the old skill into the prompts.",
+            rule=run.retention,
+            needs=("evaluations",),
+            limits=(run.DROPPED,),
+        ),
+        Alarm(
+            name="kl-high",
+            text="KL above 0.2: policy drifting too much",
+            means="Far from the reference; whether that is bad, the retained skills and the samples say.",
+            next_step="Read completions, look at the retained skills; raise beta, or hold a target_kl (0.05 to 0.10).",
+            rule=kl.kl_high,
+            needs=(KL,),
+            limits=(kl.HIGH,),
+            level="note",
+        ),
+        Alarm(
+            name="kl-low",
+            text="KL below 0.01: not learning enough",
+            means="Near the reference after 20 steps; right where the reward is high, else the updates are small.",
+            next_step="Look at the reward. If it stands still, raise the learning rate or lower beta.",
+            rule=kl.kl_low,
+            needs=(KL,),
+            limits=(kl.LOW,),
+            level="note",
+        ),
+    )
+}
+"""Name -> alarm."""
+
+
+def check_names(names: Iterable[str], *, kind: str = "alarm") -> None:
+    """Refuse names that no alarm has.
+
+    Raises:
+        UnknownNameError: names the nearest alarm.
+    """
+    for name in names:
+        if name not in ALARMS:
+            raise unknown_name(kind, name, ALARMS)

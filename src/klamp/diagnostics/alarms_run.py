@@ -1,0 +1,137 @@
+"""Rules over everything but the KL to the reference: sampler, advantages, lengths, evaluations, settings."""
+
+from __future__ import annotations
+
+import math
+from statistics import fmean
+
+from klamp.diagnostics.alarm import Evidence, Limit, number
+from klamp.diagnostics.alarms_tokens import blame
+from klamp.diagnostics.history import History
+
+MISMATCH = Limit(value=0.01, unit="nats per token, k1 or k3", source="seen in the field: healthy about .002")
+HUGE = Limit(
+    value=1e3,
+    unit="in a KL, a gradient norm or a loss; or a value that is not finite",
+    source="source document 004: 1e5 was '100,000x normal'",
+)
+WATCHED = ("kl/k1", "kl/k3", "kl/exact", "sampler/k3", "train/grad_norm", "train/loss", "train/kl_penalty")
+TRUNCATED = Limit(
+    value=0.25, unit="of the completions, mean over 5 steps", source="klamp's choice (source document 004, H04)"
+)
+NOISE = Limit(
+    value=1e-3,
+    unit="of the reward's size, as the standard deviation within groups that have one",
+    source="klamp's choice: dividing by it makes advantages of size 1 out of rounding",
+)
+ADVANTAGE = Limit(
+    value=10,
+    unit="in size",
+    source="divided by its std, no advantage exceeds (G - 1)/sqrt(G): 10 needs a group of 102 (source document 004, "
+    "H01)",
+)
+DROPPED = Limit(
+    value=0.05,
+    unit="of the score before training, and 3 standard errors where the number of examples is known",
+    source="klamp's choice (source document 003, warning signs)",
+)
+
+
+def sampler_mismatch(history: History) -> Evidence | None:
+    """Sampler and trainer do not give the sampled tokens the same probability."""
+    last = history.rows[-1].metrics if history.rows else {}
+    seen = {name: last[name] for name in ("sampler/k1", "sampler/k3") if name in last}
+    if "sampler/abs" in last:  # E[d^2]/2 >= E[|d|]^2/2: what k2 is at least
+        seen["sampler/abs"] = last["sampler/abs"]
+    sizes = [abs(value) if name != "sampler/abs" else value * value / 2 for name, value in seen.items()]
+    if not any(size > MISMATCH.value for size in sizes):
+        return None
+    text = ", ".join(f"{name} is {number(value)}" for name, value in seen.items())
+    return Evidence(f"{text} nats per token", blame(history, history.step, against="sampler"))
+
+
+def huge_values(history: History) -> Evidence | None:
+    """Values a thousand times what they should be, or none at all."""
+    last = history.rows[-1].metrics if history.rows else {}
+    found = {
+        name: value
+        for name, value in last.items()
+        if not math.isfinite(value) or (name in WATCHED and abs(value) >= HUGE.value)
+    }
+    if not found:
+        return None
+    return Evidence(", ".join(f"{name} is {value:.1e}" for name, value in found.items()))
+
+
+def truncated(history: History) -> Evidence | None:
+    """Many completions end at the length limit."""
+    values = history.last("length/truncated", 5)
+    if len(values) < 5 or fmean(values) <= TRUNCATED.value:
+        return None
+    return Evidence(f"{100 * fmean(values):.0f} % of the completions were cut at the length limit, over 5 steps")
+
+
+def advantage_scale(history: History) -> Evidence | None:
+    """Advantages out of scale, by what is logged of them or by the rewards that they are made of."""
+    last = history.rows[-1].metrics if history.rows else {}
+    largest = max((abs(last[name]) for name in ("advantage/max", "advantage/min") if name in last), default=0.0)
+    rows = [each for each in history.completions.get(history.step, []) if each.advantage is not None]
+    largest = max([largest, *(abs(each.advantage or 0.0) for each in rows)])
+    if largest > ADVANTAGE.value:
+        return Evidence(f"an advantage of {number(largest)}")
+    spread, active = last.get("reward_std", 0.0), 1 - last.get("groups/saturated", 1.0)
+    size = max(1.0, abs(last.get("reward", 0.0)))
+    scaled = history.settings.scale_rewards != "none" and history.settings.loss_type != "dr_grpo"
+    if scaled and active > 0 and 0 < spread / active < NOISE.value * size:
+        return Evidence(
+            f"rewards of about {number(last['reward'])} differ by {number(spread / active)} within their groups and "
+            "are divided by that"
+        )
+    return _signal_from_nothing(history)
+
+
+def _signal_from_nothing(history: History) -> Evidence | None:
+    """Advantages in groups whose rewards are all equal."""
+    if history.settings.kl_in_reward:
+        return None
+    groups: dict[str, list[tuple[float, float]]] = {}
+    for each in history.completions.get(history.step, []):
+        if each.reward is not None and each.advantage is not None and each.group:
+            groups.setdefault(each.group, []).append((each.reward, each.advantage))
+    for pairs in groups.values():
+        rewards, advantages = zip(*pairs, strict=True)
+        if len(pairs) > 1 and max(rewards) == min(rewards) and max(advantages) - min(advantages) > 1e-6:
+            return Evidence(
+                f"{len(pairs)} completions of one prompt have the same reward {number(rewards[0])} and advantages from "
+                f"{number(min(advantages))} to {number(max(advantages))}"
+            )
+    return None
+
+
+def dr_grpo_with_kl(history: History) -> Evidence | None:
+    """A KL under Dr. GRPO although rules give the reward."""
+    settings = history.settings
+    if settings.loss_type != "dr_grpo" or settings.verifier != "rules" or not history.penalized:
+        return None
+    last = history.rows[-1].metrics if history.rows else {}
+    beta = last.get("beta", settings.beta)
+    return Evidence(f"loss_type is dr_grpo, beta {'above 0' if beta is None else number(beta)}, the reward is a rule's")
+
+
+def retention(history: History) -> Evidence | None:
+    """A skill that is not trained lost score."""
+    if len(history.evaluations) < 2:
+        return None
+    before, now = history.evaluations[0].metrics, history.evaluations[-1].metrics
+    worst: list[tuple[float, str]] = []
+    for skill in before.keys() & now.keys() - {history.settings.rl_skill}:
+        old, new = before[skill], now[skill]
+        if old - new > max(DROPPED.value * (1.0 if 0 <= old <= 1 else abs(old)), _noise(old, new, history)):
+            worst.append((old - new, f"{skill} went from {number(old)} to {number(new)}"))
+    return Evidence("; ".join(text for _, text in sorted(worst, reverse=True))) if worst else None
+
+
+def _noise(old: float, new: float, history: History) -> float:
+    """Three standard errors of the difference of two shares."""
+    size, share = history.settings.eval_size, (old + new) / 2
+    return 3 * math.sqrt(2 * share * (1 - share) / size) if size and 0 <= share <= 1 else 0.0

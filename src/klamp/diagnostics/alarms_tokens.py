@@ -1,0 +1,110 @@
+"""Rules over single tokens, and the tokens to blame for a KL."""
+
+from __future__ import annotations
+
+import math
+from statistics import fmean, stdev
+
+from klamp.diagnostics.alarm import Blamed, Evidence, Limit, number
+from klamp.diagnostics.history import Completion, History, Side
+
+MANY = 5
+PROMPT = Limit(value=1, unit="token that the model did not write", source="the KL and the reward are about its own")
+END_TOKEN = Limit(
+    value=0.5,
+    unit="of the completions that ended, their last token left out of the loss",
+    source="klamp's choice: without it no length is ever learned (source document 004, H02)",
+)
+SURPRISE = Limit(
+    value=5,
+    unit="standard errors below 0 over the tokens of a step, at least 200",
+    source="E[exp(-k1)] <= 1 under the policy bounds the lower tail",
+)
+
+
+def blame(history: History, step: int, *, against: Side = "ref") -> list[Blamed]:
+    """The tokens that carry most of the k3 of the completions written in a step, or in the step nearest to it.
+
+    Args:
+        history: the run.
+        step: when the KL was seen.
+        against: the KL to the reference, or that of the sampler to the policy.
+    """
+    if not history.completions:
+        return []
+    nearest = min(history.completions, key=lambda written: abs(written - step))
+    found: dict[tuple[str, int, float, float], list[tuple[float, int]]] = {}
+    for index, each in enumerate(history.completions[nearest]):
+        other = (each.ref if against == "ref" else each.sampler) or ()
+        for position, delta in each.log_ratios(against):
+            token = (str(each.tokens[position]), position, each.policy[position], other[position])
+            found.setdefault(token, []).append((_k3(delta), index))
+    sums = {token: sum(value for value, _ in seen) for token, seen in found.items()}
+    total = sum(sums.values())
+    return [
+        Blamed(
+            step=nearest,
+            completion=found[token][0][1],
+            position=token[1],
+            token=token[0],
+            policy_logprob=token[2],
+            other_logprob=token[3],
+            share=sums[token] / total,
+            times=len(found[token]),
+        )
+        for token in sorted(sums, key=lambda token: -sums[token])[:MANY]
+        if sums[token] > 0
+    ]
+
+
+def _k3(delta: float) -> float:
+    return math.expm1(min(-delta, 600.0)) + delta  # bounded, so that a sum of them is finite
+
+
+def mask_on_prompt(history: History) -> Evidence | None:
+    """The loss mask covers tokens that the model did not write."""
+    rows = history.completions.get(history.step, [])
+    wrong = [(_prompt_tokens(each), index, each) for index, each in enumerate(rows)]
+    wrong = [entry for entry in wrong if entry[0]]
+    if not wrong:
+        return None
+    positions, index, each = wrong[0]
+    shown = " ".join(repr(str(each.tokens[i])) for i in positions[:MANY])
+    return Evidence(
+        f"in {len(wrong)} of {len(rows)} sequences; {len(positions)} tokens of sequence {index} alone, from position "
+        f"{positions[0]}: {shown}"
+    )
+
+
+def _prompt_tokens(row: Completion) -> list[int]:
+    pairs = zip(row.is_trained, row.is_sampled, strict=True)
+    return [i for i, (trained, sampled) in enumerate(pairs) if trained and not sampled]
+
+
+def end_token_lost(history: History) -> Evidence | None:
+    """The loss mask leaves out the last token of completions that ended."""
+    rows = [each for each in history.completions.get(history.step, []) if each.ended is not False]
+    rows = [each for each in rows if any(each.is_trained) and any(each.is_sampled)]
+    lost = [each for each in rows if not each.is_trained[_last_written(each)]]
+    if not lost or len(lost) <= END_TOKEN.value * len(rows):
+        return None
+    token = lost[0].tokens[_last_written(lost[0])]
+    return Evidence(f"in {len(lost)} of {len(rows)} completions the last token ({str(token)!r}) is not trained on")
+
+
+def _last_written(row: Completion) -> int:
+    return max(i for i, sampled in enumerate(row.is_sampled) if sampled)
+
+
+def improbable_k1(history: History) -> Evidence | None:
+    """k1 below 0 by more than chance, over the tokens of one step."""
+    deltas = [delta for each in history.completions.get(history.step, []) for _, delta in each.log_ratios()]
+    if len(deltas) < 200:
+        return None
+    error = stdev(deltas) / math.sqrt(len(deltas))
+    if fmean(deltas) >= -SURPRISE.value * error or error == 0:
+        return None
+    return Evidence(
+        f"k1 is {number(fmean(deltas))} nats per token over {len(deltas)} tokens, {number(-fmean(deltas) / error)} "
+        "standard errors below 0"
+    )

@@ -1,0 +1,111 @@
+"""From a run's history to what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from klamp.diagnostics.alarm import Alarm, Evidence
+from klamp.diagnostics.alarms import ALARMS
+from klamp.diagnostics.history import History
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """An alarm that rose, when, and what was seen."""
+
+    alarm: Alarm
+    """The row of the table."""
+    first_step: int
+    """Step after which it rose."""
+    last_step: int
+    """The latest step in which it stood."""
+    steps: int
+    """In how many steps it stood."""
+    evidence: Evidence
+    """What was seen when it rose."""
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return {
+            "name": self.alarm.name,
+            "level": self.alarm.level,
+            "text": self.alarm.text,
+            "first_step": self.first_step,
+            "last_step": self.last_step,
+            "steps": self.steps,
+            "evidence": self.evidence.text,
+            "means": self.alarm.means,
+            "next_step": self.alarm.next_step,
+            "tokens": [asdict(token) for token in self.evidence.tokens],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """What the alarms say of a run."""
+
+    history: History
+    """What was examined."""
+    findings: Sequence[Finding]
+    """Alarms first, then notes, each by the step in which it rose."""
+    unchecked: dict[str, str]
+    """Alarm -> what the record lacks for it."""
+
+    def failed(self, names: Iterable[str] = ()) -> list[str]:
+        """Names of the findings that fail a check.
+
+        Args:
+            names: the alarms and notes that count; none: every alarm, no note.
+        """
+        wanted = set(names)
+        found = [finding.alarm for finding in self.findings]
+        return [alarm.name for alarm in found if (alarm.name in wanted if wanted else alarm.level == "alarm")]
+
+
+def examine(history: History) -> Diagnosis:
+    """Check a finished (or unfinished) run against every alarm, as if it happened again.
+
+    Args:
+        history: the run; as much of it as the record holds.
+    """
+    lacks = {name: missing(alarm, history) for name, alarm in ALARMS.items()}
+    checked = [alarm for name, alarm in ALARMS.items() if not lacks[name]]
+    raised: dict[str, dict[int, Evidence]] = {}
+    for view in history.replay():
+        for alarm in checked:
+            evidence = alarm.rule(view)
+            if evidence is not None:
+                raised.setdefault(alarm.name, {}).setdefault(view.step, evidence)
+    findings = [
+        Finding(
+            alarm=ALARMS[name],
+            first_step=min(seen),
+            last_step=max(seen),
+            steps=len(seen),
+            evidence=seen[min(seen)],
+        )
+        for name, seen in raised.items()
+    ]
+    findings.sort(key=lambda finding: (finding.alarm.level != "alarm", finding.first_step))
+    return Diagnosis(history=history, findings=findings, unchecked={name: text for name, text in lacks.items() if text})
+
+
+def missing(alarm: Alarm, history: History) -> str:
+    """What a record lacks for an alarm, in words; empty: nothing."""
+    return ", ".join(" or ".join(need.split("|")) for need in alarm.needs if not _has(history, need))
+
+
+def _has(history: History, need: str) -> bool:
+    names = history.names
+    for part in need.split("|"):
+        if part in names:
+            return True
+        if part == "completions" and history.completions:
+            return True
+        if part == "evaluations" and len(history.evaluations) > 1:
+            return True
+        if part.startswith("settings.") and getattr(history.settings, part.removeprefix("settings.")) is not None:
+            return True
+    return False

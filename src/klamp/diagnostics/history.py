@@ -1,0 +1,179 @@
+"""A run as the alarms see it: metrics by step, evaluations, some completions token by token, what is known of it.
+
+The trainer fills one step by step, readers of records fill one at once; the names of the metrics are those of
+`klamp.diagnostics.metrics`, whoever wrote the record.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+Verifier: TypeAlias = Literal["rules", "model"]
+Side: TypeAlias = Literal["ref", "sampler"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is known of a run's configuration; None where the record does not say."""
+
+    beta: float | None = None
+    """Coefficient of the KL at the start."""
+    loss_type: str | None = None
+    """grpo, dr_grpo, ..., as in TRL."""
+    verifier: Verifier | None = None
+    """What gives the reward: rules that are right by construction, or a model."""
+    scale_rewards: str | None = None
+    """`std` where advantages are divided by the group's standard deviation, else `none`."""
+    other_reference: bool = False
+    """Whether the reference is another model than the one that training starts from."""
+    moving_reference: bool = False
+    """Whether the reference follows the policy."""
+    kl_in_reward: bool = False
+    """Whether the KL is taken from the reward."""
+    rl_skill: str | None = None
+    """The evaluated skill that is trained; the others should be kept."""
+    eval_size: int | None = None
+    """Examples per evaluated skill."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One completion, token by token; sequences are aligned. A row may begin with the tokens of its prompt."""
+
+    step: int
+    """Step that it was sampled in, from 1."""
+    tokens: Sequence[str]
+    """The tokens as text, or their ids."""
+    policy: Sequence[float]
+    """Log-probabilities under the policy being trained; NaN where there is none."""
+    ref: Sequence[float] | None = None
+    """The same under the reference."""
+    sampler: Sequence[float] | None = None
+    """The same under whoever sampled the tokens."""
+    trained: Sequence[bool] | None = None
+    """The loss mask; None: every token is trained on."""
+    sampled: Sequence[bool] | None = None
+    """Which tokens the model wrote; False: prompt, or a tool's answer. None: all of them."""
+    ended: bool | None = None
+    """Whether it ends with an end token, rather than at the length limit."""
+    group: str = ""
+    """What the completions of one prompt have in common."""
+    reward: float | None = None
+    """Its reward."""
+    advantage: float | None = None
+    """Its advantage, the largest in size where tokens have their own."""
+
+    @property
+    def is_trained(self) -> Sequence[bool]:
+        """The loss mask."""
+        return [True] * len(self.tokens) if self.trained is None else self.trained
+
+    @property
+    def is_sampled(self) -> Sequence[bool]:
+        """Which tokens the model wrote."""
+        return [True] * len(self.tokens) if self.sampled is None else self.sampled
+
+    def log_ratios(self, against: Side = "ref") -> list[tuple[int, float]]:
+        """(position, log-ratio) of the trained tokens that have both log-probabilities.
+
+        Args:
+            against: `ref`: log policy - log ref; `sampler`: log sampler - log policy, whose tokens they are.
+        """
+        other = self.ref if against == "ref" else self.sampler
+        if other is None:
+            return []
+        pairs = zip(self.policy, other, self.is_trained, strict=True)
+        found = ((i, p - o if against == "ref" else o - p) for i, (p, o, trained) in enumerate(pairs) if trained)
+        return [(i, delta) for i, delta in found if math.isfinite(delta)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What was logged of a step."""
+
+    step: int
+    """From 1; the metrics are those before the step's first update."""
+    metrics: Mapping[str, float]
+    """Name -> value."""
+
+
+@dataclass(kw_only=True)
+class History:
+    """A run, or as much of it as has happened."""
+
+    source: str = "klamp run"
+    """Who wrote the record, in words."""
+    settings: Settings = field(default_factory=Settings)
+    """What is known of the configuration."""
+    rows: list[Row] = field(default_factory=list)
+    """Logged steps, in order."""
+    evaluations: list[Row] = field(default_factory=list)
+    """Evaluations after so many steps: skill -> mean score."""
+    completions: dict[int, list[Completion]] = field(default_factory=dict)
+    """Step -> completions that were written in it."""
+
+    @property
+    def step(self) -> int:
+        """The latest step."""
+        last = [rows[-1].step for rows in (self.rows, self.evaluations) if rows]
+        return max(last, default=0)
+
+    @property
+    def names(self) -> set[str]:
+        """Metrics that some step has."""
+        return {name for row in self.rows for name in row.metrics}
+
+    @property
+    def penalized(self) -> bool:
+        """Whether a KL holds the policy: beta of the last step, else of the configuration, else that a KL is logged."""
+        last = self.rows[-1].metrics if self.rows else {}
+        beta = last.get("beta", self.settings.beta)
+        return beta > 0 if beta is not None else any(name.startswith("kl/") for name in last)
+
+    def add_completions(self, completions: Sequence[Completion]) -> None:
+        """Keep completions by their step."""
+        for each in completions:
+            self.completions.setdefault(each.step, []).append(each)
+
+    def last(self, name: str, count: int, *, before: int = 0) -> list[float]:
+        """The values of a metric in the last `count` steps that have it, the latest last, `before` of them left out.
+
+        It looks back over ten times as many steps at most, passes over what is not finite, and bounds the rest by
+        1e100: no arithmetic on them overflows.
+        """
+        found: list[float] = []
+        for row in reversed(self.rows[-10 * (count + before) :]):
+            if math.isfinite(row.metrics.get(name, math.nan)):
+                found.append(_bounded(row.metrics[name]))
+            if len(found) == count + before:
+                break
+        return found[before:][::-1]
+
+    def first(self, name: str, count: int) -> list[float]:
+        """The values of a metric in the first `count` steps, where they have it; finite and bounded as in `last`."""
+        values = (row.metrics.get(name, math.nan) for row in self.rows[:count])
+        return [_bounded(value) for value in values if math.isfinite(value)]
+
+    def kl_name(self) -> str | None:
+        """The KL per token that has the least noise among those of the latest step: exact, k3, k1."""
+        last = self.rows[-1].metrics if self.rows else {}
+        return next((name for name in ("kl/exact", "kl/k3", "kl/k1") if name in last), None)
+
+    def replay(self) -> Iterator[History]:
+        """The run as it looked after each step and each evaluation; one growing object, each time the same."""
+        view = History(source=self.source, settings=self.settings)
+        events = [(row.step, 1, row) for row in self.rows] + [(row.step, 2, row) for row in self.evaluations]
+        for step, kind, row in sorted(events, key=lambda event: event[:2]):
+            if kind == 1:
+                view.rows.append(row)
+                view.completions |= {step: self.completions[step]} if step in self.completions else {}
+            else:
+                view.evaluations.append(row)
+            yield view
+
+
+def _bounded(value: float) -> float:
+    return min(max(value, -1e100), 1e100)

@@ -1,0 +1,31 @@
+"""The KL layer for the Tinker SDK: datums, reference log-probabilities, the loss, one forward-backward of it.
+
+    build_datum, compute_reference_logprobs     before the step
+    forward_backward_kl, compute_grpo_kl_loss   the step
+    shift_advantages, penalize_rewards          the KL elsewhere than in the loss, for the built-in losses
+    sampler_mismatch                            whether the sampler is the trainer
+
+`klamp.tinker.testing` is a stand-in server to run all of it against, offline.
+"""
+
+from klamp.adapters.tinker.client import forward_backward_kl
+from klamp.adapters.tinker.datums import build_datum, strip_for_builtin
+from klamp.adapters.tinker.loss import compute_grpo_kl_loss, count_tokens
+from klamp.adapters.tinker.mismatch import sampler_mismatch
+from klamp.adapters.tinker.reference import compute_reference_logprobs
+from klamp.adapters.tinker.server_loss import ServerLoss, create_kl_loss
+from klamp.adapters.tinker.shift import penalize_rewards, shift_advantages
+
+__all__ = [
+    "ServerLoss",
+    "build_datum",
+    "compute_grpo_kl_loss",
+    "compute_reference_logprobs",
+    "count_tokens",
+    "create_kl_loss",
+    "forward_backward_kl",
+    "penalize_rewards",
+    "sampler_mismatch",
+    "shift_advantages",
+    "strip_for_builtin",
+]

@@ -1,0 +1,144 @@
+"""A klamp run as the alarms see it, and the observer that lets them look after every step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from klamp.diagnostics.alarm import Alarm, Evidence
+from klamp.diagnostics.alarms import ALARMS
+from klamp.diagnostics.doctor import Finding
+from klamp.diagnostics.history import Completion, History, Row, Settings, Verifier
+from klamp.errors import TrainingStopped
+from klamp.training.config import TrainConfig
+from klamp.training.folders import ALARMS_FILE
+from klamp.training.observers import Observer, RunInfo
+
+RULES = ("exact_match", "math_verify", "format_regex")
+"""Reward functions of klamp that are rules."""
+
+EARLY, LATE, WRITTEN = 50, 150, 3
+"""Steps at either end of a run, and steps with completions, that are kept: no rule looks at more."""
+
+SAID_ELSEWHERE = ("step-zero-kl",)
+"""Alarms that the trainer words itself, as a caution; they are written down and can stop a run."""
+
+
+class AlarmWatch(Observer):
+    """Lets every alarm look at the run after each step and each evaluation; tells each that rises, once."""
+
+    def __init__(
+        self, tell: Callable[[Callable[[Observer], None]], None], *, rl_skill: str, stop_on: Sequence[str] = ()
+    ) -> None:
+        self.tell, self.rl_skill, self.stop_on = tell, rl_skill, tuple(stop_on)
+        self.history = History()
+        self.told: set[str] = set()
+        self.stopped_by: Finding | None = None
+
+    def on_start(self, info: RunInfo) -> None:
+        """Take the configuration; what was told before a checkpoint is not told again."""
+        self.history = History(settings=settings_of(info.config, rl_skill=self.rl_skill))
+        self.told = names_in(info.output_dir / ALARMS_FILE)
+
+    def on_completions(self, step: int, rows: list[dict[str, object]]) -> None:
+        """Keep the step's completions: they come before its metrics."""
+        self.history.add_completions([completion_of(step, row) for row in rows])
+        for old in sorted(self.history.completions)[:-WRITTEN]:
+            del self.history.completions[old]
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Look at the run with this step."""
+        self.history.rows.append(Row(step=step, metrics=metrics))
+        del self.history.rows[EARLY:-LATE]
+        self._look(step)
+
+    def on_evaluation(self, step: int, scores: Mapping[str, float]) -> None:
+        """Look at the run with these scores."""
+        self.history.evaluations.append(Row(step=step, metrics=scores))
+        self._look(step)
+
+    def _look(self, step: int) -> None:
+        for alarm in ALARMS.values():
+            evidence = alarm.rule(self.history)
+            if evidence is not None:
+                self._raise(_finding(alarm, step, evidence))
+
+    def _raise(self, finding: Finding) -> None:
+        name = finding.alarm.name
+        if name in self.stop_on and self.stopped_by is None:
+            self.stopped_by = finding
+        if name not in self.told:
+            self.told.add(name)
+            self.tell(lambda observer: observer.on_alarm(finding))
+
+    def stop(self, step: int, max_steps: int) -> TrainingStopped:
+        """The error that ends a run at an alarm of stop_on; processes that did not see it leave out the reason."""
+        finding = self.stopped_by
+        name = "an alarm" if finding is None else f"the alarm {finding.alarm.name}: {finding.alarm.text}"
+        return TrainingStopped(
+            f"training was stopped after step {step} of {max_steps} by {name}",
+            got="" if finding is None else finding.evidence.text,
+            why="" if finding is None else f"{finding.alarm.means} {finding.alarm.next_step}",
+            fix="mend that and start again, or leave the name out of stop_on and continue with --resume",
+        )
+
+
+def _finding(alarm: Alarm, step: int, evidence: Evidence) -> Finding:
+    return Finding(alarm=alarm, first_step=step, last_step=step, steps=1, evidence=evidence)
+
+
+def names_in(file: Path) -> set[str]:
+    """The names in an alarms.jsonl; none where there is no file."""
+    if not file.exists():
+        return set()
+    return {json.loads(line)["name"] for line in file.read_text(encoding="utf-8").splitlines()}
+
+
+def settings_of(config: TrainConfig, *, rl_skill: str | None = None) -> Settings:
+    """What the alarms need to know of a configuration.
+
+    Args:
+        config: of the run.
+        rl_skill: the skill that is trained.
+    """
+    kl = config.kl
+    return Settings(
+        beta=kl.beta,
+        loss_type=config.loss.loss_type,
+        verifier=_verifier(config),
+        scale_rewards=config.loss.scale,
+        other_reference=config.model.ref_model is not None,
+        moving_reference=kl.reference in ("ema", "periodic"),
+        kl_in_reward=kl.kl_placement != "loss",
+        rl_skill=rl_skill,
+        eval_size=config.task.eval_size,
+    )
+
+
+def _verifier(config: TrainConfig) -> Verifier | None:
+    reward, task = config.task.reward, config.task.task
+    generated = task == "arithmetic" or task.startswith("reasoning_gym:")
+    rules = reward.partition(":")[0] in RULES or (generated and not reward)
+    return "rules" if rules else None
+
+
+def completion_of(step: int, row: Mapping[str, Any]) -> Completion:
+    """A row of completions.jsonl as the alarms take it."""
+
+    def numbers(name: str) -> Sequence[float] | None:
+        return row.get(name)
+
+    return Completion(
+        step=step,
+        tokens=row["tokens"],
+        policy=row["policy_logprobs"],
+        ref=numbers("ref_logprobs"),
+        sampler=numbers("sampler_logprobs"),
+        trained=row.get("trained"),
+        ended=row.get("ended"),
+        group=str(row.get("prompt", "")),
+        reward=row.get("reward"),
+        advantage=row.get("advantage"),
+    )

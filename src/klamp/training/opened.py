@@ -1,0 +1,185 @@
+"""A causal LM opened up: its decoder, its output head and its cache, each used by itself.
+
+Log-probabilities are then computed where they are needed and nowhere else, and a prompt's keys and values are computed
+once for all of its completions. Whether a model can be opened so is found out by trying: `klamp.training.probe`.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from klamp.core.estimators import exact_kl
+from klamp.core.linear import linear_kl, linear_logprobs
+from klamp.core.types import Direction
+from klamp.training.models import takes
+
+Sharing: TypeAlias = Literal["no", "values", "gradient"]
+"""Whether completions can be run on the cache of their prompt: not at all, without gradient, or with it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What a model was found to allow."""
+
+    head: bool = False
+    """Whether its logits are its last hidden states through its output head."""
+    sharing: Sharing = "no"
+    """What its cache is good for."""
+
+
+class Head(NamedTuple):
+    """logits = scale * cap(hidden @ weight^T + bias), cap(x) = softcap tanh(x / softcap)."""
+
+    weight: Tensor
+    bias: Tensor | None
+    softcap: float | None
+    scale: float
+
+    def to(self, device: torch.device) -> Head:
+        """The same on another device."""
+        bias = None if self.bias is None else self.bias.to(device)
+        return self._replace(weight=self.weight.to(device), bias=bias)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., H] -> [..., V] in float32."""
+        raw = nn.functional.linear(hidden, self.weight, self.bias).float()
+        capped = raw if self.softcap is None else self.softcap * torch.tanh(raw / self.softcap)
+        return capped if self.scale == 1 else capped * self.scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predictions:
+    """What a model predicts at some positions: hidden states with the head they belong to, or logits."""
+
+    values: Tensor
+    """[..., H] hidden states, or [..., V] logits where there is no head."""
+    head: Head | None
+
+    def padded(self, length: int) -> Predictions:
+        """[R, t, ...] padded with zeros to [R, length, ...]."""
+        return replace(self, values=nn.functional.pad(self.values, (0, 0, 0, length - self.values.shape[1])))
+
+    def logits(self) -> Tensor:
+        """[..., V] in float32."""
+        return self.values.float() if self.head is None else self.head.logits(self.values)
+
+    def to(self, device: torch.device) -> Predictions:
+        """The same on another device."""
+        return Predictions(values=self.values.to(device), head=None if self.head is None else self.head.to(device))
+
+
+def token_logprobs(
+    found: Predictions, targets: Tensor, *, temperature: float, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probabilities of one token per position in nats, with gradient; the entropy there, detached.
+
+    Shapes: predictions [N, ...], targets [N] -> [N], [N] or None.
+    """
+    head = found.head
+    if head is not None:
+        given: Any = (found.values, head.weight, targets)
+        options: Any = {"bias": head.bias, "softcap": head.softcap, "temperature": temperature / head.scale}
+        if not entropy:
+            return linear_logprobs(*given, **options), None  # pyright: ignore[reportReturnType]
+        return linear_logprobs(*given, **options, return_entropy=True)  # pyright: ignore[reportReturnType]
+    logits = found.logits() / temperature
+    normaliser = logits.logsumexp(-1)
+    logprobs = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - normaliser
+    if not entropy:
+        return logprobs, None
+    with torch.no_grad():
+        log_p = logits - normaliser.unsqueeze(-1)
+        return logprobs, -(log_p.exp() * log_p).sum(-1)
+
+
+def divergence(policy: Predictions, ref: Predictions, *, temperature: float, direction: Direction) -> Tensor:
+    """Exact KL at each position in nats, with gradient in the policy. [N, ...], [N, ...] -> [N]"""
+    ours, theirs = policy.head, ref.head
+    if ours is None or theirs is None or ours[2:] != theirs[2:]:
+        return exact_kl(policy.logits() / temperature, ref.logits() / temperature, direction=direction)
+    return linear_kl(
+        policy.values,
+        ours.weight,
+        ref.values,
+        theirs.weight,
+        direction=direction,
+        policy_bias=ours.bias,
+        ref_bias=theirs.bias,
+        temperature=temperature / ours.scale,
+        softcap=ours.softcap,
+    )
+
+
+def head_of(causal: nn.Module) -> Head | None:
+    """The output head, where it is a plain linear layer (not adapted, quantised or parametrised)."""
+    layer = causal.get_output_embeddings()  # pyright: ignore[reportCallIssue]
+    if type(layer) is not nn.Linear:
+        return None
+    config = causal.config
+    scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1.0)
+    return Head(layer.weight, layer.bias, getattr(config, "final_logit_softcapping", None), scale)
+
+
+class OpenedModel:
+    """A causal LM (with an adapter or not) as its decoder, head and cache, as far as its traits allow."""
+
+    def __init__(self, model: nn.Module, traits: Traits) -> None:
+        self.causal: nn.Module = getattr(model, "get_base_model", lambda: model)()
+        self.traits = traits
+        self.runs: nn.Module = self.causal.base_model if traits.head else self.causal  # pyright: ignore
+        self.takes_positions = takes(self.runs, "position_ids")
+        self.takes_keep = takes(self.runs, "logits_to_keep")
+
+    def head(self) -> Head | None:
+        """The head as it is now."""
+        return head_of(self.causal) if self.traits.head else None
+
+    def predictions(self, values: Tensor) -> Predictions:
+        """What `run` gave, with the head it belongs to."""
+        return Predictions(values=values, head=self.head())
+
+    def run(
+        self, ids: Tensor, prompt_mask: Tensor, *, keep: int, cache: Any = None, use_cache: bool = False
+    ) -> tuple[Tensor, Any]:
+        """Predictions at the last `keep` positions, [b, keep, H or V], and the cache.
+
+        Padding on the right is not masked: nothing that counts looks at it.
+
+        Args:
+            ids: [b, t] the tokens of prompts with their completions, or what follows the cache.
+            prompt_mask: [b, P], 1 on tokens of the left-padded prompts.
+            keep: number of positions, at most t.
+            cache: keys and values of what came before; it is changed.
+            use_cache: whether to make one.
+        """
+        past, width = 0 if cache is None else int(cache.get_seq_length()), prompt_mask.shape[1]
+        columns = torch.arange(past, past + ids.shape[1], device=ids.device)
+        padded = not bool(prompt_mask.all())
+        options: dict[str, Any] = {"use_cache": use_cache or cache is not None}
+        if cache is not None:
+            options["past_key_values"] = cache
+        if padded:
+            options["attention_mask"] = nn.functional.pad(prompt_mask, (0, past + ids.shape[1] - width), value=1)
+        if self.takes_positions:
+            padding = width - prompt_mask.sum(-1, keepdim=True)
+            options["position_ids"] = (columns - padding).clamp(min=0)
+        if self.takes_keep:
+            options["logits_to_keep"] = keep
+        out = self.runs(input_ids=ids, **options)
+        values = out.last_hidden_state if self.traits.head else out.logits
+        return values[:, values.shape[1] - keep :], getattr(out, "past_key_values", None)
+
+
+def cache_rows(cache: Any, rows: Tensor) -> Any:
+    """A cache of some of the rows, each as often as asked for; the cache that is given stays as it is."""
+    found = copy.copy(cache)
+    found.layers = [copy.copy(layer) for layer in cache.layers]
+    for layer in found.layers:  # recurrent layers hold their states in lists, which would be shared
+        vars(layer).update({k: copy.copy(v) for k, v in vars(layer).items() if isinstance(v, list | dict)})
+    found.reorder_cache(rows)
+    return found

@@ -1,0 +1,182 @@
+"""Scoring: everything that needs a model's weights, inside one module call, as data parallelism asks for.
+
+Only unmasked tokens reach the output head, whose logits are never held (`linear_logprobs`); prompts that completions
+share are run once where that pays (`klamp.training.passes`); rows that take no part in the gradient get none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from klamp.core.types import Direction
+from klamp.training.completions import Completions
+from klamp.training.opened import OpenedModel, Predictions, Traits, divergence, token_logprobs
+from klamp.training.passes import run_rows
+from klamp.training.scoring import Scores
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactKL:
+    """The exact KL that is wanted besides: where, against what, and which direction's gradient."""
+
+    rows: Tensor
+    """[B] bool: where."""
+    ref: Predictions
+    """[R, T, ...] the reference's, of those rows."""
+    directions: tuple[Direction, ...] = ("reverse", "forward")
+    """Which of the two are wanted."""
+    learns: tuple[Direction, ...] = ()
+    """Those whose gradient is wanted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """What is asked of a scorer."""
+
+    temperature: float
+    """That of the sampler, so that policy, reference and sampler speak of the same distribution."""
+    entropy: bool = False
+    """Whether the entropy is wanted."""
+    exact: ExactKL | None = None
+    """The exact KL, where wanted."""
+    keep: Tensor | None = None
+    """[B] bool: rows whose predictions are returned."""
+    learns: Tensor | None = None
+    """[B] bool: rows that take part in the gradient; None: all of them."""
+    known: Scores | None = None
+    """Scores of the other rows, if they are known already."""
+
+
+EXACT = {"reverse": "exact", "forward": "exact_forward"}
+"""Direction -> the field of `Scores` that holds it."""
+
+
+class Scorer(nn.Module):
+    """A causal LM that scores completions; wrap this, not the model, for data parallelism.
+
+    Equation: log softmax(logits / temperature) at each token of the completion, exact up to rounding whichever way
+    it is computed.
+
+    Args:
+        model: any causal LM, with an adapter or not.
+        traits: what it allows; see `klamp.training.probe`.
+    """
+
+    def __init__(self, model: nn.Module, traits: Traits | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self.traits = traits or Traits()
+
+    def can_share(self) -> bool:
+        """Whether the cache can be used now: gradient checkpointing takes it away in training mode."""
+        if torch.is_grad_enabled():
+            return self.traits.sharing == "gradient"
+        return self.traits.sharing == "gradient" or (self.traits.sharing == "values" and not self.model.training)
+
+    def forward(self, completions: Completions, ask: Ask) -> Scores:
+        """Score completions, with gradient where that is enabled and asked for."""
+        count = completions.ids.shape[0]
+        learns = ask.learns
+        if not torch.is_grad_enabled() or learns is None:
+            every = torch.arange(count, device=completions.ids.device)
+            runs = [(every, torch.is_grad_enabled())]
+        else:
+            others = torch.zeros_like(learns) if ask.known is not None else ~learns
+            runs = [(learns.nonzero()[:, 0], True), (others.nonzero()[:, 0], False)]
+        opened = OpenedModel(self.model, self.traits)
+        pieces = _Pieces(completions, ask)
+        for rows, grad in runs:
+            if len(rows):
+                with torch.set_grad_enabled(grad):
+                    pieces.add(opened, *run_rows(opened, completions, rows, can_share=self.can_share()))
+        scores = pieces.scores()
+        return scores if len(runs[0][0]) or not torch.is_grad_enabled() else self._anchored(scores)
+
+    def _anchored(self, scores: Scores) -> Scores:
+        """No row takes part in the gradient: it is 0 in every weight, which data parallelism must see."""
+        nothing = sum((p.flatten()[:1].sum() * 0 for p in self.model.parameters() if p.requires_grad), torch.zeros(()))
+        return Scores(**{**vars(scores), "logprobs": scores.logprobs + nothing})
+
+
+class _Pieces:
+    """Scores of some tokens after another, put in their places at the end."""
+
+    def __init__(self, completions: Completions, ask: Ask) -> None:
+        self.completions, self.ask = completions, ask
+        self.places: dict[str, list[Tensor]] = {}
+        self.values: dict[str, list[Tensor]] = {}
+        self.shape: dict[str, tuple[int, ...]] = {}
+        self.head: Predictions | None = None
+
+    def add(self, opened: OpenedModel, values: Tensor, places: Tensor) -> None:
+        """What the model predicts at some places of the flattened tokens."""
+        ask, found = self.ask, opened.predictions(values)
+        targets = self.completions.ids.flatten()[places]
+        logprobs, entropy = token_logprobs(found, targets, temperature=ask.temperature, entropy=ask.entropy)
+        self._note("logprobs", logprobs, places)
+        if entropy is not None:
+            self._note("entropy", entropy, places)
+        if ask.exact is not None:
+            self._exact(ask.exact, found, places)
+        if ask.keep is not None:
+            self.head = found
+            at, where = self._among(ask.keep, places)
+            self._note("predictions", values.detach()[at], where)
+
+    def _note(self, name: str, values: Tensor, places: Tensor) -> None:
+        self.values.setdefault(name, []).append(values)
+        self.places.setdefault(name, []).append(places)
+
+    def _among(self, rows: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Which of the places lie in some rows, and where they are once the other rows are left out."""
+        length = self.completions.ids.shape[1]
+        row = places // length
+        at = rows[row].nonzero()[:, 0]
+        rank = rows.long().cumsum(0) - 1
+        return at, rank[row[at]] * length + places[at] % length
+
+    def _exact(self, exact: ExactKL, found: Predictions, places: Tensor) -> None:
+        at, where = self._among(exact.rows, places)
+        if not len(at):
+            return
+        length = self.completions.ids.shape[1]
+        values = exact.ref.values[:, :length].flatten(0, 1)[where]
+        ref = Predictions(values=values, head=exact.ref.head)
+        policy = found if len(at) == len(places) else Predictions(values=found.values[at], head=found.head)
+        for direction in exact.directions:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and direction in exact.learns):
+                kl = divergence(policy, ref, temperature=self.ask.temperature, direction=direction)
+            self._note(EXACT[direction], kl, places[at])
+
+    def scores(self) -> Scores:
+        """All of them, [B, T]."""
+        exact = () if self.ask.exact is None else self.ask.exact.directions
+        return Scores(
+            logprobs=self._whole("logprobs", wanted=True),  # pyright: ignore[reportArgumentType]
+            entropy=self._whole("entropy", wanted=self.ask.entropy),
+            exact=self._whole("exact", wanted="reverse" in exact),
+            exact_forward=self._whole("exact_forward", wanted="forward" in exact),
+            predictions=self._kept(),
+        )
+
+    def _whole(self, name: str, *, wanted: bool) -> Tensor | None:
+        if not wanted:
+            return None
+        ids, known = self.completions.ids, self.ask.known
+        before = None if known is None else getattr(known, name)
+        whole = torch.zeros(ids.shape, device=ids.device) if before is None else before[:, : ids.shape[1]]
+        if name not in self.values:
+            return whole
+        values, places = torch.cat(self.values[name]), torch.cat(self.places[name])
+        return whole.to(values.dtype).flatten().index_copy(0, places, values).view(ids.shape)
+
+    def _kept(self) -> Predictions | None:
+        if self.ask.keep is None or self.head is None:
+            return None
+        values, places = torch.cat(self.values["predictions"]), torch.cat(self.places["predictions"])
+        rows, length = int(self.ask.keep.sum()), self.completions.ids.shape[1]
+        whole = values.new_zeros(rows * length, values.shape[1]).index_copy(0, places, values)
+        return Predictions(values=whole.view(rows, length, values.shape[1]), head=self.head.head)

@@ -1,0 +1,104 @@
+"""pytest plugin for TRL's own tests: their dataset, the classes under test, and a record of what became of each test.
+
+KLAMP_OWN_CLASSES=klamp puts klamp's GRPOConfig and GRPOTrainer in the place of TRL's before a test module is imported.
+KLAMP_OWN_RECORD names the file that gets one line of JSON per test, as each ends: a crash loses the running test only.
+KLAMP_OWN_HUBS is the folder that own_hub.py filled; HF_HOME is a folder of the run's own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import trl
+from datasets import Dataset, DatasetDict, IterableDatasetDict
+from transformers import Trainer
+
+SUBJECTS = ["The cat", "A train", "The river", "My uncle", "Each clock", "The last bus", "Some bread", "No letter"]
+VERBS = ["is late because", "was found near"]
+PROMPTS = [f"{subject} {verb}" for verb in VERBS for subject in SUBJECTS] + ["Rain", "It was", "Nobody knew why"]
+TRAINED_ON = 17  # of 19 rows, as many as in the dataset that the tests name
+ZEN = "trl-internal-testing/zen"
+# Ids of Qwen's written out; and a test that needs an end of turn never to be sampled.
+NEEDS_FULL = re.compile(r"\b1516[45]\d\b|_all_masked")
+
+losses: list[str] = []  # of the training runs of the running test
+
+
+def zen(config: str) -> DatasetDict:
+    """The prompt-only configurations of the dataset that the tests load: plain texts, or one turn of a conversation."""
+    if config not in {"standard_prompt_only", "conversational_prompt_only"}:
+        raise ValueError(f"{ZEN} is served with prompts only, not {config!r}")
+    chat = config == "conversational_prompt_only"
+    rows = [[{"role": "user", "content": text}] if chat else text for text in PROMPTS]
+    parts = {"train": rows[:TRAINED_ON], "test": rows[TRAINED_ON:]}
+    return DatasetDict({name: Dataset.from_dict({"prompt": part}) for name, part in parts.items()})
+
+
+def serve_dataset(load: Any) -> Any:
+    """datasets.load_dataset, with one name answered from here."""
+
+    def load_dataset(path: str, *names: Any, split: str | None = None, streaming: bool = False, **options: Any) -> Any:
+        if path != ZEN:
+            return load(path, *names, split=split, streaming=streaming, **options)
+        made: Any = zen(*names)
+        if streaming:
+            made = IterableDatasetDict({name: part.to_iterable_dataset() for name, part in made.items()})
+        return made if split is None else made[split]
+
+    return load_dataset
+
+
+def record_losses(train: Any) -> Any:
+    """Trainer.train, with the loss it reports kept to the last bit."""
+
+    def recorded(self: Any, *args: Any, **options: Any) -> Any:
+        result = train(self, *args, **options)
+        losses.append(float(result.training_loss).hex())
+        return result
+
+    return recorded
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    datasets.load_dataset = serve_dataset(datasets.load_dataset)
+    Trainer.train = record_losses(Trainer.train)
+    if os.environ.get("KLAMP_OWN_CLASSES") == "klamp":
+        import klamp.trl
+
+        trl.GRPOConfig = klamp.trl.GRPOConfig
+        trl.GRPOTrainer = klamp.trl.GRPOTrainer
+
+
+def hub_for(test: Any) -> str:
+    """Which of the two caches a test function needs."""
+    return "full" if NEEDS_FULL.search(inspect.getsource(inspect.unwrap(test))) else "small"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Function) -> Any:
+    """Each test starts with no losses, and finds its models where huggingface_hub looks for them."""
+    losses.clear()
+    hub = Path(os.environ["HF_HOME"]) / "hub"
+    hub.unlink(missing_ok=True)
+    hub.symlink_to(Path(os.environ["KLAMP_OWN_HUBS"]) / hub_for(item.function))
+    return (yield)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """The call's report, or whatever ended the test without one."""
+    if report.when != "call" and report.passed:
+        return
+    expected = hasattr(report, "wasxfail")
+    outcome = ("xpassed" if report.passed else "xfailed") if expected else report.outcome
+    told = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr or "")
+    why = told.strip().splitlines()[-1:]
+    line = {"test": report.nodeid, "outcome": outcome, "why": "".join(why)[:300], "losses": list(losses)}
+    with Path(os.environ["KLAMP_OWN_RECORD"]).open("a") as record:
+        record.write(json.dumps(line) + "\n")

@@ -1,0 +1,123 @@
+"""Results of every benchmark with made-up numbers, as the benchmarks themselves would return them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks import exact, head_cases, heads, phases, references, scale
+
+
+def seen(seconds: float, mib: float, **more: Any) -> dict[str, Any]:
+    times = {"seconds": [seconds, 2 * seconds, seconds / 2], "cpu_seconds": [2 * seconds]}
+    return times | {"extra_mib": mib, "load": 0.5, "threads": 2} | more
+
+
+def head_results(seconds: dict[str, float] | None = None) -> dict[str, Any]:
+    """Every case takes one second and 100 MiB, but for those given."""
+    given = seconds or {}
+    found = {case: seen(given.get(case, 1.0), 100.0, rows=1024) for case in heads.CASES}
+    found["naive kl"]["rows"] = 512
+    size = dict(zip(("rows", "width", "vocab"), heads.SIZES[False], strict=True))
+    return {"size": size, "heads": {"float32": found, "bfloat16": found}}
+
+
+def step_results(klamp: float = 1.0, trl: float = 2.0, kl: tuple[float, float] = (0.1, 0.4)) -> dict[str, Any]:
+    """Two shapes, both trainers, with and without KL; `kl`: what it adds to klamp's and TRL's step."""
+    runs = []
+    for shape, prompt in (("short", 8), ("long", 512)):
+        for trainer, base, added in (("trl", trl, kl[1]), ("klamp", klamp, kl[0])):
+            for beta, time in ((0.04, base), (0.0, base - added)):
+                place = {"model": "3M", "prompt": prompt, "shape": shape, "trainer": trainer, "beta": beta}
+                runs.append(place | seen(time, 50.0, tokens=1024))
+    return {"group": 8, "completion": 64, "beta": 0.04, "runs": runs}
+
+
+def whole_steps() -> dict[str, Any]:
+    """Those with KL alone, as `step` returns them."""
+    found = step_results()
+    return found | {"runs": [run for run in found["runs"] if run["beta"]]}
+
+
+def exact_results() -> dict[str, Any]:
+    """Time and memory in proportion to the rows and the vocabulary."""
+    points = []
+    for over, sizes in (("N", [(256, 896, 151_936), (512, 896, 151_936)]), ("V", [(1024, 896, 8192)])):
+        for size in sizes:
+            for case in exact.CASES:
+                work = size[0] * size[2] / 1e8
+                x = size[0] if over == "N" else size[2]
+                points.append(
+                    {"theme": "exact", "over": over, "x": x, "size": size, "case": case} | seen(work, 1000 * work)
+                )
+    return {"points": points, "left_out": [{"over": "N", "size": (4096, 896, 151_936)}], "limit_gib": 6.0}
+
+
+def scale_results() -> dict[str, Any]:
+    """Linear in everything."""
+    points = []
+    for over, size in (("N", (1024, 256, 16_384)), ("V", (1024, 256, 16_384))):
+        for x in (1024, 2048, 4096):
+            for case in scale.HEADS[False]:
+                points.append({"theme": "heads", "over": over, "x": x, "size": size, "case": case} | seen(x / 100, x))
+    for over in ("group size", "prompt length"):
+        for x in (8, 16):
+            for case in ("trl", "klamp"):
+                place = {"theme": "step", "over": over, "x": x, "case": case, "model": "3M", "prompt": 512}
+                points.append(place | seen(x / 10, x))
+    return {"points": points}
+
+
+def profile_results() -> dict[str, Any]:
+    place = {"phase": "generation", "file": "klamp/training/sampling.py", "function": "generate", "seconds": 0.25}
+    runs = [
+        {
+            "model": "3M",
+            "prompt": 8,
+            "trainer": trainer,
+            "phases": {"generation": 0.5, "backward": 1.0},
+            "places": [place],
+        }
+        for trainer in phases.RULES
+    ]
+    return {"runs": runs}
+
+
+def reference_results() -> dict[str, Any]:
+    return {
+        "model_mib": 200.0,
+        "kinds": {kind: {"peak_mib": 1000.0 + 100 * i, "step_seconds": 1.0} for i, kind in enumerate(references.KINDS)},
+    }
+
+
+RESULTS = {
+    "heads": head_results(),
+    "exact": exact_results(),
+    "step": whole_steps(),
+    "overhead": step_results(),
+    "scale": scale_results(),
+    "profile": profile_results(),
+    "references": reference_results(),
+}
+
+
+def record(name: str, *, quick: bool = False, date: str = "2026-11-21") -> dict[str, Any]:
+    """A record of those results."""
+    machine = {
+        "device": "cpu",
+        "processor": "a processor",
+        "cores": 2,
+        "python": "3.11.7",
+        "versions": {"torch": "2.13.0"},
+    }
+    return {
+        "benchmark": name,
+        "command": f"python -m benchmarks {name}" + (" --quick" if quick else ""),
+        "date": date,
+        "machine": machine | {"python": "3.11.7", "versions": {"torch": "2.13.0"}},
+        "threads": 2,
+        "load_before": 0.25,
+        "results": RESULTS[name],
+    }
+
+
+ALL_CASES = tuple(head_cases.CASES)

@@ -1,0 +1,77 @@
+"""Processes, memory and medians of the measurements."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from benchmarks.measure import Peak, isolated, machine, pooled, rounds, spread
+
+MIB = 2**20
+
+
+def where_and(value: int) -> dict[str, int]:
+    """Called in another process."""
+    return {"pid": os.getpid(), "threads_seen": torch.get_num_threads(), "value": value}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts the accelerator's memory there")
+def test_the_peak_counts_what_was_held_and_given_back() -> None:
+    peak = Peak()
+    peak.start()
+    held = torch.ones(200 * MIB, dtype=torch.uint8)
+    del held
+    assert 195 < peak.extra_mib() < 260
+
+
+def test_a_run_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", f"{os.path.dirname(__file__)}")  # noqa: PTH120
+    seen = isolated("test_measure:where_and", {"value": 7})
+    assert seen["value"] == 7
+    assert seen["pid"] != os.getpid()
+    assert seen["threads"] == seen["threads_seen"] == 1
+    assert seen["load"] >= 0
+
+
+def test_a_failed_run_says_what_it_was_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{os.path.dirname(__file__)}")  # noqa: PTH120
+    with pytest.raises(RuntimeError, match=r"where_and failed with \{\}(.|\n)*missing 1 required positional argument"):
+        isolated("test_measure:where_and", {})
+
+
+def test_rounds_take_turns() -> None:
+    order: list[str] = []
+
+    def run(name: str) -> dict[str, int]:
+        order.append(name)
+        return {"at": len(order)}
+
+    found = rounds({"a": lambda: run("a"), "b": lambda: run("b")}, 2)
+    assert order == ["a", "b", "a", "b"]
+    assert found == {"a": [{"at": 1}, {"at": 3}], "b": [{"at": 2}, {"at": 4}]}
+
+
+def test_pooling_keeps_every_second_and_the_highest_memory() -> None:
+    one = {"rows": 4, "seconds": [1.0, 3.0], "cpu_seconds": [2.0, 2.0], "extra_mib": 10.0, "load": 0.5}
+    two = {"rows": 4, "seconds": [2.0], "cpu_seconds": [5.0], "extra_mib": 30.0, "load": 0.25}
+    assert pooled([one, two]) == {
+        "rows": 4,
+        "seconds": [1.0, 3.0, 2.0],
+        "cpu_seconds": [2.0, 2.0, 5.0],
+        "extra_mib": 30.0,
+        "load": 0.5,
+    }
+    assert one["seconds"] == [1.0, 3.0]
+
+
+def test_the_spread_is_median_and_range() -> None:
+    assert spread([3.0, 1.0, 10.0]) == "3.00 (1.00 to 10.00)"
+
+
+def test_the_machine_is_named_with_its_versions() -> None:
+    found = machine()
+    assert found["cores"] == os.cpu_count()
+    assert found["versions"]["torch"] == torch.__version__

@@ -1,0 +1,113 @@
+"""`klamp doctor`: its words, its JSON, its exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from klamp.cli import main
+from klamp.diagnostics.alarms import ALARMS
+
+
+def state(folder: Path, *kl: float, **more: float) -> str:
+    """A trainer_state.json with these values of the KL."""
+    folder.mkdir(parents=True, exist_ok=True)
+    log = [{"step": i + 1, "kl": value, "rewards/accuracy/mean": 0.5, **more} for i, value in enumerate(kl)]
+    file = folder / "trainer_state.json"
+    file.write_text(json.dumps({"log_history": log}), encoding="utf-8")
+    return str(file)
+
+
+SOUND, SPIKE = (0.0, 0.02, 0.03, 0.03, 0.03, 0.03, 0.04), (0.0, 0.02, 0.03, 0.03, 0.03, 0.03, 0.7)
+
+
+def test_a_sound_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = state(tmp_path, *SOUND)
+    assert main(["doctor", path]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[0] == f"{path}: TRL trainer state, 7 logged steps up to step 7"
+    assert f"no alarm; 5 of {len(ALARMS)} were checked" in out
+    assert "sampler-mismatch       not checked, the record has no sampler/k3 or" in out
+
+
+def test_a_run_with_a_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", state(tmp_path, *SPIKE)]) == 1
+    out = capsys.readouterr().out
+    assert "alarm: kl-spike: the KL jumped (step 7)" in out
+    assert "seen         kl/k3 jumped to 0.7 nats per token, 0.04" not in out
+    assert "seen         kl/k3 jumped to 0.7 nats per token, 0.03 was the highest before" in out
+    assert "next step    Look at the tokens" in out
+    assert "1 alarm;" in out
+    assert max(map(len, out.splitlines()[1:])) <= 110
+
+
+def test_which_findings_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = state(tmp_path, *SPIKE)
+    assert main(["doctor", path, "--fail-on", "retention", "huge-values"]) == 0
+    assert main(["doctor", path, "--fail-on", "retention", "kl-spike"]) == 1
+    far = state(tmp_path / "far", *[0.25] * 8, global_step=3)
+    assert main(["doctor", far]) == 1, "and step zero"
+    capsys.readouterr()
+    assert main(["doctor", far, "--fail-on", "kl-high"]) == 1
+    assert "note: kl-high: KL above 0.2: policy drifting too much (step 5, and 3 more)" in capsys.readouterr().out
+
+
+def test_what_the_record_does_not_say(tmp_path: Path) -> None:
+    path = state(tmp_path, *SOUND)
+    assert main(["doctor", path, "--loss_type", "dr_grpo"]) == 1, "the reward function's name is that of a rule"
+    assert main(["doctor", path, "--loss-type", "dr_grpo", "--verifier", "model"]) == 0
+    assert main(["doctor", path, "--loss_type", "dr_grpo", "--beta", "0"]) == 0
+
+
+def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = state(tmp_path, *SPIKE)
+    assert main(["doctor", path, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["path"], found["source"], found["steps"], found["healthy"]) == (path, "TRL trainer state", 7, False)
+    assert found["failed"] == ["kl-spike"] == [finding["name"] for finding in found["findings"]]
+    assert found["findings"][0]["first_step"] == 7
+    assert found["not_checked"]["retention"] == "evaluations"
+    assert main(["doctor", state(tmp_path, *SOUND), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["healthy"] is True
+
+
+def test_tokens_to_blame_stand_in_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        {"step": step, "tokens": ["4", "2"], "policy_logprobs": [-0.5, -1.0], "ref_logprobs": [-0.5, ref]}
+        for step, ref in enumerate([-1.0, -1.0, -1.0, -1.0, -1.0, -1.0, -3.5], start=1)
+    ]
+    file = tmp_path / "completions.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    assert main(["doctor", str(file)]) == 1
+    out = capsys.readouterr().out
+    assert "tokens to blame, step 7\n" in out
+    (line,) = [line for line in out.splitlines() if line.startswith("  '2'")]
+    assert line.split() == ["'2'", "0", "1", "-1.000", "-3.500", "100", "%", "1"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["missing"], "there is nothing to examine"),
+        (["missing", "--fail-on", "kl-spikes"], "did you mean 'kl-spike'"),
+        (["missing", "--verifier", "rule"], "did you mean 'rules'"),
+        (["missing", "--beta", "much"], "--beta takes a number"),
+        (["missing", "--fail"], "unknown flag"),
+        (["--json"], "the first argument is the record"),
+    ],
+)
+def test_what_cannot_be_read_or_understood_is_2(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *argv]) == 2
+    captured = capsys.readouterr()
+    assert text in captured.err and captured.out == ""
+
+
+@pytest.mark.parametrize("argv", [[], ["-h"], ["x", "--help"]])
+def test_help_lists_the_alarms(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *argv]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("usage: klamp doctor PATH")
+    assert all(f"  {name} " in out for name in ALARMS)
+    assert max(map(len, out.splitlines())) <= 110

@@ -1,0 +1,183 @@
+"""One configuration, three trainers: the same tokens and weights give the same loss and gradient to 1e-6.
+
+Tinker: the real SDK, over HTTP to the stand-in, gradient as the server gathers it. klamp: its trainer's own scoring and
+loss. TRL: `GRPOTrainer._compute_loss`, stock where TRL has the same KL, with `klamp.trl` where it has not. All three
+hold a LoRA adapter that has moved away from the reference, and datums whose sampler is neither.
+"""
+
+from __future__ import annotations
+
+import pytest
+import tinker
+import torch
+from tests.adapters.tinker.wire import ADVANTAGES, PROMPTS, RESPONSES, datums, move
+
+from klamp import KLConfig
+from klamp.adapters.audit.trl import build_trainer
+from klamp.adapters.tinker.standin.model import BaseModel, LoraShape
+from klamp.config.loss import LossConfig, build_objective
+from klamp.core.objective import grpo_loss
+from klamp.core.types import Batch
+from klamp.tinker import forward_backward_kl
+from klamp.tinker.testing import serve, tiny_model
+from klamp.training.sampling import Completions
+from klamp.training.scoring import score
+
+BETA, LENGTH = 0.3, 8
+NORMALIZERS = {"bnpo": "token_mean", "grpo": "sequence_mean", "dr_grpo": "fixed_length"}
+STOCK = {
+    "k3 as it stands": ({"beta": BETA, "kl_gradient": "own"}, {"use_bias_correction_kl": False}),
+    "k3 times the ratio": ({"beta": BETA, "kl_off_policy": "token"}, {"use_bias_correction_kl": True}),
+    "no KL": ({"beta": 0.0}, {}),
+}
+KLAMP = {
+    "default": KLConfig(beta=BETA),
+    "k2": KLConfig(beta=BETA, kl_estimator="k2", kl_gradient="own"),
+    "sequence": KLConfig(beta=BETA, kl_horizon="sequence"),
+    "bounded, weighted": KLConfig(beta=BETA, kl_off_policy="token", kl_max_weight=1.05, kl_max_log_ratio=0.5),
+}
+pytestmark = pytest.mark.filterwarnings("ignore::klamp.config.kl.KLWarning")
+
+
+@pytest.fixture(scope="module")
+def standin():
+    with serve() as running, pytest.MonkeyPatch.context() as environment:
+        for name, value in running.environment.items():
+            environment.setenv(name, value)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def service(standin):
+    return tinker.ServiceClient()
+
+
+class Step:
+    """Datums, and a training run that has taken one step away from the reference; over the wire and as a local copy."""
+
+    def __init__(self, service, standin):
+        self.standin = standin
+        self.client = service.create_lora_training_client(
+            base_model=standin.base_model, rank=4, seed=1, train_unembed=False
+        ).result()
+        self.data = datums(service.create_sampling_client(base_model=standin.base_model).result())
+        move(self.client, self.data)
+        self.completions = Completions(**padded_tokens())
+
+    def local_model(self):
+        """A model with the weights of the training run, apart from every other."""
+        model = BaseModel(tiny_model()).template(LoraShape(rank=4, train_unembed=False))
+        with torch.no_grad():
+            for name, tensor in self.standin.weights().items():
+                model.get_parameter(name).copy_(tensor)
+        return model
+
+    def rows(self, name):
+        """One row of the datums as klamp's and TRL's trainers hold it: the response only, padded on the right."""
+        pairs = zip(self.data, PROMPTS, strict=True)
+        rows = [datum.loss_fn_inputs[name].to_torch()[len(prompt) - 1 :] for datum, prompt in pairs]
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+    def through_tinker(self, kl, loss_type):
+        options = {"normalizer": NORMALIZERS[loss_type], "max_length": LENGTH}
+        result = forward_backward_kl(self.client, self.data, kl=kl, **options).result()
+        return result.metrics["loss"], {name: x.grad for name, x in self.standin.weights().items()}
+
+    def through_klamp(self, kl, loss_type):
+        model = self.local_model()
+        logprobs = score(model, self.completions, temperature=1.0).logprobs
+        batch = Batch(
+            policy_logprobs=logprobs,
+            mask=self.completions.mask,
+            advantages=torch.tensor(ADVANTAGES),
+            old_logprobs=self.rows("logprobs"),
+            sampler_logprobs=self.rows("logprobs"),
+            ref_logprobs=self.rows("ref_logprobs"),
+        )
+        objective = build_objective(kl, LossConfig(loss_type=loss_type, scale_rewards="none"), max_length=LENGTH)
+        return self.backward(model, grpo_loss(batch, objective).loss)
+
+    def through_trl(self, trainer, loss_type):
+        completions = self.completions
+        trainer.loss_type, trainer.max_completion_length = loss_type, LENGTH
+        inputs = {
+            "prompt_ids": completions.prompt_ids,
+            "prompt_mask": completions.prompt_mask,
+            "completion_ids": completions.ids,
+            "completion_mask": completions.mask.long(),
+            "advantages": torch.tensor(ADVANTAGES),
+            "old_per_token_logps": self.rows("logprobs"),
+            "ref_per_token_logps": self.rows("ref_logprobs"),
+            "num_items_in_batch": completions.mask.sum(),
+        }
+        return self.backward(trainer.model, trainer._compute_loss(trainer.model, inputs))
+
+    def backward(self, model, loss):
+        loss.backward()
+        return loss.item(), {name: model.get_parameter(name).grad for name in self.standin.weights()}
+
+
+def padded_tokens():
+    def padded(rows, *, left):
+        width = max(map(len, rows))
+        places = [[0] * (width - len(row)) + row if left else row + [0] * (width - len(row)) for row in rows]
+        marks = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+        return torch.tensor(places), torch.tensor(marks if left else [mark[::-1] for mark in marks])
+
+    prompt_ids, prompt_mask = padded(PROMPTS, left=True)
+    ids, mask = padded(RESPONSES, left=False)
+    return {
+        "prompt_ids": prompt_ids,
+        "prompt_mask": prompt_mask,
+        "ids": ids,
+        "mask": mask.bool(),
+        "sampler_logprobs": torch.zeros(ids.shape),
+        "ended": torch.ones(len(ids), dtype=torch.bool),
+    }
+
+
+@pytest.fixture
+def step(service, standin):
+    return Step(service, standin)
+
+
+@pytest.fixture
+def trl_trainer(step, monkeypatch):
+    """A stock GRPOTrainer that TRL's own constructor built around the training run's weights."""
+    monkeypatch.setattr("klamp.adapters.audit.trl._tiny_model", step.local_model)
+    return build_trainer()
+
+
+def assert_same(found, expected):
+    assert found[0] == pytest.approx(expected[0], abs=1e-6)
+    norm = torch.stack([x.norm() for x in expected[1].values()]).norm()
+    difference = torch.stack([(found[1][name] - expected[1][name]).norm() for name in expected[1]]).norm()
+    assert found[1].keys() == expected[1].keys()
+    assert norm > 1e-2
+    assert difference < 1e-6 * max(1, norm)
+
+
+@pytest.mark.parametrize(
+    ("name", "loss_type"),
+    [*((name, "bnpo") for name in STOCK), ("k3 as it stands", "grpo"), ("k3 times the ratio", "dr_grpo")],
+)
+def test_tinker_klamp_and_stock_trl(step, trl_trainer, monkeypatch, name, loss_type):
+    fields, options = STOCK[name]
+    kl = KLConfig(**fields)
+    monkeypatch.setattr(trl_trainer, "beta", kl.beta)
+    for option, value in options.items():
+        monkeypatch.setattr(trl_trainer.args, option, value)
+    expected = step.through_klamp(kl, loss_type)
+    assert_same(step.through_trl(trl_trainer, loss_type), expected)
+    assert_same(step.through_tinker(kl, loss_type), expected)
+
+
+@pytest.mark.parametrize("name", KLAMP)
+def test_tinker_klamp_and_trl_with_klamp(step, trl_trainer, name):
+    from klamp.trl import attach
+
+    kl = KLAMP[name]
+    trainer = attach(trl_trainer, kl)
+    expected = step.through_klamp(kl, "bnpo")
+    assert_same(step.through_trl(trainer, "bnpo"), expected)
+    assert_same(step.through_tinker(kl, "bnpo"), expected)

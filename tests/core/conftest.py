@@ -1,0 +1,31 @@
+"""Fixtures of the tests of the heads."""
+
+from __future__ import annotations
+
+import pytest
+
+from klamp.core import _linear_kept, tiles
+
+
+@pytest.fixture(params=["one tile", "many tiles", "one tile, kept", "many tiles, kept"])
+def any_tiles(request, monkeypatch):
+    """With everything in one tile, and with 3 rows and 5 entries per tile; products computed again, and kept."""
+    if request.param.startswith("many"):
+        monkeypatch.setattr(tiles, "TILE_ROWS", 3)
+        monkeypatch.setattr(tiles, "TILE_BYTES", 3 * 5 * 4)
+    if request.param.endswith("kept"):
+        monkeypatch.setattr(_linear_kept, "KEEP_FROM", 0)
+    return request.param
+
+
+@pytest.fixture
+def rows_computed(monkeypatch):
+    """Number of rows that each product of a head was computed for."""
+    seen, product = [], tiles.Head.product
+
+    def counted(self, hidden, entries):
+        seen.append(hidden.shape[0])
+        return product(self, hidden, entries)
+
+    monkeypatch.setattr(tiles.Head, "product", counted)
+    return seen

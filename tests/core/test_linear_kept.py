@@ -1,0 +1,209 @@
+"""Products kept in the memory of the weight gradient: fewer products, the same gradients, one buffer per weight."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from tests.core.heads import close, coefficients, head, kl_inputs, naive_kl, naive_logprobs
+from torch.utils.checkpoint import checkpoint
+
+from klamp.core import _linear_kept, tiles
+from klamp.core.linear import linear_kl, linear_logprobs
+
+WIDTH = 6
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(tiles, "TILE_ROWS", 4)
+    monkeypatch.setattr(tiles, "TILE_BYTES", 4 * 5 * 4)  # 23 entries in 5 tiles, of 4 and 5
+    monkeypatch.setattr(_linear_kept, "KEEP_FROM", 0)
+    yield
+    gc.collect()
+    assert not _linear_kept._waiting
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5, 6, 7, 13, 40])
+def test_the_backward_pass_computes_only_what_found_no_room(rows, rows_computed):
+    hidden, weight, bias, targets = head(rows, WIDTH)
+    out = linear_logprobs(hidden, weight, targets, bias=bias, temperature=0.7, softcap=3.0)
+    count = len(tiles.tiles(hidden, weight)[0])
+    assert sum(rows_computed) == count * rows
+    rows_computed.clear()
+    found = torch.autograd.grad(out @ coefficients(rows), (hidden, weight, bias))
+    assert sum(rows_computed) == count * max(0, rows - WIDTH)
+    naive = naive_logprobs(hidden, weight, targets, bias=bias, temperature=0.7, softcap=3.0)
+    for a, b in zip(found, torch.autograd.grad(naive @ coefficients(rows), (hidden, weight, bias)), strict=True):
+        assert close(a, b)
+
+
+@pytest.mark.parametrize("rows", [2, 3, 4, 7, 13])
+@pytest.mark.parametrize("direction", ["reverse", "forward", "js"])
+def test_the_kl_keeps_both_products_of_half_as_many_rows(rows, direction, rows_computed):
+    given = kl_inputs(n=rows, h=WIDTH)
+    out = linear_kl(*given, direction=direction)
+    both = 2 * len(tiles.tiles(given[0], given[1])[0])
+    rest = both * max(0, rows - WIDTH // 2)
+    assert sum(rows_computed) == both * rows + (rest if direction == "js" else 0)
+    rows_computed.clear()
+    found = torch.autograd.grad(out @ coefficients(rows), given[:2])
+    assert sum(rows_computed) == rest
+    naive = naive_kl(*given, direction=direction)
+    for a, b in zip(found, torch.autograd.grad(naive @ coefficients(rows), given[:2]), strict=True):
+        assert close(a, b)
+
+
+@pytest.mark.parametrize("live", [[0], [5], [0, 3, 5, 9], [6, 12], list(range(13))])
+def test_rows_that_learn_find_their_own_products(live):
+    # The rows that learn are packed together in the backward pass; what was kept for them is not.
+    hidden, weight, _, targets = head(13, WIDTH)
+    factor = torch.zeros(13, dtype=torch.float64).index_fill(0, torch.tensor(live), 1) * coefficients(13)
+    for ours, naive in (
+        (linear_logprobs(hidden, weight, targets), naive_logprobs(hidden, weight, targets)),
+        (
+            linear_kl(hidden, weight, hidden.detach() * 2, weight),
+            naive_kl(hidden, weight, hidden.detach() * 2, weight.detach()),
+        ),
+    ):
+        gradients = [torch.autograd.grad(x @ factor, (hidden, weight)) for x in (ours, naive)]
+        assert all(close(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_nothing_is_lost_by_keeping(monkeypatch, dtype):
+    hidden, weight, bias, targets = head(4, WIDTH, dtype=dtype, scale=2.0)
+
+    def walk():
+        out = linear_logprobs(hidden, weight, targets, bias=bias, softcap=3.0)
+        return torch.autograd.grad(out @ coefficients(4, out.dtype), (hidden, weight, bias))
+
+    kept = walk()
+    monkeypatch.setattr(_linear_kept, "KEEP_FROM", 10**9)
+    assert all(torch.equal(a, b) for a, b in zip(kept, walk(), strict=True))
+
+
+def test_one_call_of_a_weight_at_a_time_has_the_room(rows_computed):
+    hidden, weight, _, targets = head(5, WIDTH)
+    expected = torch.autograd.grad(naive_logprobs(hidden, weight, targets).sum(), (hidden, weight))
+    first, second = (linear_logprobs(hidden, weight, targets).sum() for _ in range(2))
+    divergence = linear_kl(hidden, weight.detach().requires_grad_(True), hidden, weight)  # the same memory
+    assert len(_linear_kept._waiting) == 1
+    for out, computed in ((second, 25), (first, 0)):
+        rows_computed.clear()
+        gradients = torch.autograd.grad(out, (hidden, weight))
+        assert sum(rows_computed) == computed and all(close(*pair) for pair in zip(gradients, expected, strict=True))
+    assert not _linear_kept._waiting
+    third = linear_logprobs(hidden, weight, targets).sum()
+    rows_computed.clear()
+    third.backward()
+    assert rows_computed == [] and close(weight.grad, expected[1])
+    divergence.sum().backward()
+
+
+def test_each_weight_has_its_own_room(rows_computed):
+    models = [head(5, WIDTH, seed=seed) for seed in range(2)]
+    outs = [linear_logprobs(hidden, weight, targets) for hidden, weight, _, targets in models]
+    rows_computed.clear()
+    sum(out.sum() for out in outs).backward()
+    assert rows_computed == []
+    for hidden, weight, _, targets in models:
+        (truth,) = torch.autograd.grad(naive_logprobs(hidden, weight, targets).sum(), weight)
+        assert close(weight.grad, truth)
+
+
+def test_a_second_walk_computes_again_and_is_right(rows_computed):
+    hidden, weight, _, targets = head(9, WIDTH)
+    expected = torch.autograd.grad(naive_logprobs(hidden, weight, targets).sum(), (hidden, weight))
+    out = linear_logprobs(hidden, weight, targets).sum()
+    for computed in (15, 45, 45):
+        rows_computed.clear()
+        gradients = torch.autograd.grad(out, (hidden, weight), retain_graph=True)
+        assert sum(rows_computed) == computed and all(close(*pair) for pair in zip(gradients, expected, strict=True))
+
+
+def test_a_second_walk_of_the_kl_is_right(rows_computed):
+    given = kl_inputs(n=5, h=WIDTH)
+    expected = torch.autograd.grad(naive_kl(*given).sum(), given[:2])
+    out = linear_kl(*given).sum()
+    for computed in (20, 50, 50):
+        rows_computed.clear()
+        gradients = torch.autograd.grad(out, given[:2], retain_graph=True)
+        assert sum(rows_computed) == computed and all(close(*pair) for pair in zip(gradients, expected, strict=True))
+
+
+def test_a_gradient_that_was_handed_out_is_left_alone():
+    hidden, weight, _, targets = head(5, WIDTH)
+    linear_logprobs(hidden, weight, targets).sum().backward()
+    first = weight.grad.clone()
+    out = linear_logprobs(hidden, weight, targets).sum()
+    assert torch.equal(weight.grad, first)
+    out.backward()
+    assert close(weight.grad, 2 * first)
+
+
+def test_no_room_is_taken_where_no_weight_gradient_will_be(monkeypatch):
+    monkeypatch.setattr(_linear_kept, "Kept", None)  # calling it would fail
+    hidden, weight, bias, targets = head(5, WIDTH)
+    with torch.no_grad():
+        assert not linear_logprobs(hidden, weight, targets).requires_grad
+        assert not linear_kl(hidden, weight, hidden, weight).requires_grad
+    assert linear_logprobs(hidden, weight.detach(), targets, bias=bias).requires_grad
+    assert linear_kl(hidden, weight.detach(), hidden, weight).requires_grad
+    with pytest.raises(TypeError, match="NoneType"):
+        linear_logprobs(hidden, weight, targets)
+
+
+def test_a_dropped_graph_gives_its_room_back():
+    hidden, weight, _, targets = head(5, WIDTH)
+    out = linear_logprobs(hidden, weight, targets)
+    assert len(_linear_kept._waiting) == 1
+    del out
+    assert not _linear_kept._waiting
+
+
+def test_a_small_head_keeps_nothing(monkeypatch):
+    monkeypatch.setattr(_linear_kept, "KEEP_FROM", 23 * WIDTH + 1)
+    hidden, weight, _, targets = head(5, WIDTH)
+    out = linear_logprobs(hidden, weight, targets)
+    assert not _linear_kept._waiting and out.requires_grad
+
+
+def test_a_weight_changed_in_between_is_refused():
+    hidden, weight, _, targets = head(5, WIDTH)
+    out = linear_logprobs(hidden, weight, targets).sum()
+    with torch.no_grad():
+        weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
+
+
+def test_a_weight_stored_the_other_way_round():
+    hidden, weight, _, targets = head(9, WIDTH)
+    turned = weight.detach().t().contiguous().t().requires_grad_(True)
+    ours, naive = linear_logprobs(hidden, turned, targets), naive_logprobs(hidden, weight, targets)
+    gradients = [torch.autograd.grad(x.sum(), (hidden, w)) for x, w in ((ours, turned), (naive, weight))]
+    assert all(close(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_under_activation_checkpointing(reentrant, frozen):
+    hidden, weight, _, targets = head(9, WIDTH)
+    weight = weight.detach().requires_grad_(not frozen)
+    ours = checkpoint(lambda x: linear_logprobs(torch.tanh(x), weight, targets), hidden, use_reentrant=reentrant)
+    naive = naive_logprobs(torch.tanh(hidden), weight, targets)
+    ours.sum().backward()
+    learned = [hidden] if frozen else [hidden, weight]
+    for mine, truth in zip(learned, torch.autograd.grad(naive.sum(), learned), strict=True):
+        assert close(mine.grad, truth)
+
+
+def test_under_autocast_the_weight_itself_is_what_waits(rows_computed):
+    hidden, weight, _, targets = head(5, WIDTH, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        first, second = (linear_logprobs(hidden, weight, targets).sum() for _ in range(2))
+    assert len(_linear_kept._waiting) == 1  # each call has a copy in bfloat16 of its own
+    gradients = [torch.autograd.grad(x, (hidden, weight)) for x in (first, second)]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))

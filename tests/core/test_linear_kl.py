@@ -1,0 +1,161 @@
+"""The exact KL without logits: equal to `exact_kl` in value and gradient, never negative, in bounded memory."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tests.core.heads import DIRECTIONS, LOW, OPTIONS, close, coefficients, copies, head, kl_inputs, naive_kl, poisoned
+
+from klamp.core import tiles
+from klamp.core.linear import linear_kl
+from klamp.errors import ConfigError, ShapeError, UnknownNameError
+
+
+def biases(v=23, *, seed=3):
+    random = torch.Generator().manual_seed(seed)
+    policy_bias, ref_bias = torch.randn(2, v, generator=random, dtype=torch.float64)
+    return {"policy_bias": policy_bias.clone().requires_grad_(True), "ref_bias": ref_bias.clone().requires_grad_(True)}
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_kl_is_exact_kl_in_value_and_gradient(any_tiles, direction, options, with_bias):
+    given, bias = kl_inputs(), biases() if with_bias else {}
+    learned = [*given[:2], *([bias["policy_bias"]] if with_bias else [])]
+    ours, naive = (f(*given, direction=direction, **options, **bias) for f in (linear_kl, naive_kl))
+    assert close(ours, naive)
+    for a, b in zip(*(torch.autograd.grad(x @ coefficients(10), learned) for x in (ours, naive)), strict=True):
+        assert close(a, b)
+
+
+@pytest.mark.parametrize("given", ["policy_bias", "ref_bias"])
+def test_one_of_the_biases_alone(any_tiles, given):
+    inputs, bias = kl_inputs(), {given: biases()[given]}
+    ours, naive = (f(*inputs, **bias) for f in (linear_kl, naive_kl))
+    assert close(ours, naive)
+    assert all(
+        close(*pair) for pair in zip(*(torch.autograd.grad(x.sum(), inputs[:2]) for x in (ours, naive)), strict=True)
+    )
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_kl_gradcheck(any_tiles, direction):
+    hidden, weight, *ref = kl_inputs(n=3, h=3, v=7)
+    bias, ref_bias = biases(7).values()
+
+    def divergence(hidden, weight, bias):
+        options = {"policy_bias": bias, "ref_bias": ref_bias.detach(), "temperature": 0.8, "softcap": 4.0}
+        return linear_kl(hidden, weight, *ref, direction=direction, **options)
+
+    assert torch.autograd.gradcheck(divergence, (hidden, weight, bias), nondet_tol=1e-12)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_entries_that_both_biases_forbid_have_no_part_in_the_kl(any_tiles, direction):
+    hidden, weight, ref_hidden, ref_weight = kl_inputs()
+    shut = {name: x.detach().index_fill(0, torch.arange(7, 23), -math.inf) for name, x in biases().items()}
+    ours = linear_kl(hidden, weight, ref_hidden, ref_weight, direction=direction, **shut)
+    few = {name: x[:7] for name, x in shut.items()}
+    truth = naive_kl(hidden, weight[:7], ref_hidden, ref_weight[:7], direction, **few)
+    assert close(ours, truth)
+    for a, b in zip(*(torch.autograd.grad(x.sum(), (hidden, weight)) for x in (ours, truth)), strict=True):
+        assert close(a, b)
+
+
+def test_what_the_reference_forbids_costs_infinitely_much(any_tiles):
+    given, bias = kl_inputs(), biases()["ref_bias"].detach().clone()
+    bias[7:] = -math.inf
+    assert (linear_kl(*given, ref_bias=bias) == math.inf).all()
+    forward = {"ref_bias": bias, "direction": "forward"}
+    assert close(linear_kl(*given, **forward), naive_kl(*given, **forward))
+    assert (linear_kl(*given, policy_bias=bias, direction="forward") == math.inf).all()
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("dtype", LOW)
+def test_kl_in_low_precision_is_no_worse_than_naive(any_tiles, direction, dtype):
+    def run(function, dtype_):
+        mine = copies(kl_inputs(dtype, n=30), dtype_)
+        value = function(*mine, direction=direction)
+        return [value, *torch.autograd.grad(value.sum(), mine[:2])]
+
+    for a, b, truth in zip(run(linear_kl, dtype), run(naive_kl, dtype), run(naive_kl, torch.float64), strict=True):
+        error, allowed = (a - truth).abs(), (b - truth).abs()
+        assert error.max() <= 2 * allowed.max() + 1e-6
+        assert error.mean() <= 1.5 * allowed.mean() + 1e-6
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("step", [0.0, 1e-6, 1e-4, 1e-2])
+def test_a_small_kl_is_never_negative_and_keeps_its_size(any_tiles, direction, step):
+    hidden, weight, *_ = head(200, 6, 40, dtype=torch.float32)
+    moved = weight.detach() + step * torch.randn(weight.shape, generator=torch.Generator().manual_seed(3))
+    value = linear_kl(hidden, weight, hidden, moved, direction=direction)
+    truth = naive_kl(*copies((hidden, weight, hidden, moved)), direction)
+    assert (value >= 0).all()
+    assert torch.allclose(value.double(), truth, rtol=1e-2, atol=1e-11)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_kl_of_extreme_logits(any_tiles, direction):
+    given = kl_inputs(torch.float32, scale=20.0)
+    value = linear_kl(*given, direction=direction)
+    truth = naive_kl(*copies(given), direction)
+    assert torch.allclose(value.double(), truth, rtol=1e-4, atol=1e-4) and (value >= 0).all()
+    assert all(x.isfinite().all() for x in torch.autograd.grad(value.sum(), given[:2]))
+
+
+def test_kl_rows_without_gradient_are_skipped(any_tiles, rows_computed):
+    hidden, weight, *_ = head()
+    ref_hidden, ref_weight, *_ = head(seed=1)
+    value = linear_kl(poisoned(hidden, 0), weight, ref_hidden, ref_weight)
+    rows_computed.clear()
+    factor = torch.zeros_like(value)
+    factor[3] = 1
+    (gradient,) = torch.autograd.grad(value, weight, factor)
+    assert set(rows_computed) == {1} and gradient.isfinite().all() and (gradient != 0).any()
+
+
+@pytest.mark.parametrize("wanted", [(True, False), (False, True), (True, True)])
+def test_only_wanted_gradients_are_computed(monkeypatch, wanted):
+    asked = []
+    real = tiles.gradients
+
+    def spy(hidden, weight, needs, *rest):
+        asked.append(tuple(needs))
+        found = real(hidden, weight, needs, *rest)
+        assert [x is not None for x in found] == list(needs)
+        return found
+
+    monkeypatch.setattr(tiles, "gradients", spy)
+    hidden, weight, *_ = head()
+    hidden, weight = (x.detach().requires_grad_(w) for x, w in zip((hidden, weight), wanted, strict=True))
+    ref_hidden, ref_weight, *_ = head(seed=1)
+    linear_kl(hidden, weight, ref_hidden, ref_weight).sum().backward()
+    assert asked == [(*wanted, False)]
+    assert [x.grad is not None for x in (hidden, weight)] == list(wanted)
+    assert ref_hidden.grad is None and ref_weight.grad is None
+
+
+def test_a_kl_that_cannot_work_is_refused(shapes_unchecked):
+    x = torch.zeros(3, 4)
+    for bad, message in (
+        ((x, x, torch.zeros(2, 4), x), "differ in rows or vocabulary"),
+        ((x, torch.zeros(5, 4), x, x), "differ in rows or vocabulary"),
+        ((x, x, x, torch.zeros(3, 5)), "the reference's hidden states"),
+    ):
+        with pytest.raises(ShapeError, match=message):
+            linear_kl(*bad)
+    for bad, error, message in (
+        ({"policy_bias": torch.zeros(2)}, ShapeError, "the policy's hidden states"),
+        ({"ref_bias": torch.zeros(2)}, ShapeError, "the reference's hidden states"),
+        ({"temperature": 0.0}, ConfigError, "temperature must be positive"),
+        ({"softcap": math.inf}, ConfigError, "softcap must be positive"),
+    ):
+        with pytest.raises(error, match=message):
+            linear_kl(x, x, x, x, **bad)
+    with pytest.raises(UnknownNameError, match="reverse"):
+        linear_kl(x, x, x, x, direction="revers")

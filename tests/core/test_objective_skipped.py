@@ -1,0 +1,122 @@
+"""Sequences without a gradient: exactly those that autograd finds none in, and leaving them out changes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations, product
+
+import pytest
+import torch
+from tests.core.test_objective import random_batch, rows_of
+
+from klamp.core.estimators import exact_kl
+from klamp.core.masking import Totals
+from klamp.core.objective import Objective, grpo_loss, without_gradient
+from klamp.core.subsample import sequence_sample
+from klamp.core.term import KLTerm, sequence_gate_kl
+
+PLACEMENTS = ("loss", "reward", "advantage")
+CLIPS = ("none", "hard", "soft")
+SURROGATES = ("ppo_clip", "cispo", "score_function")
+VALUES = (("k3", "reverse"), ("k3", "forward"), ("k2", "own"), ("k3", "none"), ("exact", "reverse"), ("exact", "none"))
+
+
+def some_batch(seed: int, term: KLTerm, *, excluded: bool = False):
+    """Eight sequences: every combination of a zero advantage, a zero weight, and no token at all or some."""
+    parts = [random_batch(seed=seed + i) for i in range(2)]
+    columns = {
+        name: torch.cat([getattr(p, name).detach() for p in parts])
+        for name in ("policy_logprobs", "mask", "advantages", "ref_logprobs", "sampler_logprobs")
+    }
+    rows = torch.arange(8)
+    columns["mask"][rows == 7] = False
+    columns["advantages"] = torch.where(rows % 2 == 0, 0.0, columns["advantages"])
+    columns["kl_weight"] = torch.where(rows % 4 < 2, 0.0, 2.0)
+    if excluded:
+        columns["kl_mask"] = columns["mask"] & (rows != 2)[:, None]
+    batch = replace(parts[0], old_logprobs=None, gate_kl=None, reference_length=3.0, **columns)
+    if term.value == "exact":
+        generator = torch.Generator().manual_seed(seed)
+        policy, ref = (torch.randn(8, 5, 6, generator=generator, dtype=torch.float64) for _ in range(2))
+        policy.requires_grad_(True)
+        logprobs = policy.log_softmax(-1)[..., 0]
+        batch = replace(batch, policy_logprobs=logprobs, exact_kl=exact_kl(policy, ref))
+        inputs = policy
+    else:
+        inputs = batch.policy_logprobs.requires_grad_(True)
+    if term.clip_method != "none":
+        gate = sequence_gate_kl(replace(batch, exact_kl=None), term).detach()
+        batch = replace(batch, gate_kl=gate * torch.where(rows < 4, 1.0, 0.01))
+    return batch, inputs
+
+
+def terms():
+    for placement, clip, (value, gradient) in product(PLACEMENTS, CLIPS, VALUES):
+        if placement != "loss" and (value, gradient) != ("k3", "reverse"):
+            continue
+        kind = "k1" if placement != "loss" else value
+        yield KLTerm(value=kind, gradient=gradient, placement=placement, clip_method=clip, clip_threshold=0.2)
+
+
+@pytest.mark.parametrize("surrogate", SURROGATES)
+@pytest.mark.parametrize("excluded", [False, True])
+def test_a_sequence_is_left_out_exactly_where_autograd_finds_no_gradient(surrogate, excluded):
+    checked = {True: 0, False: 0}
+    for seed, (term, beta) in enumerate(product(terms(), (0.0, 0.3))):
+        batch, inputs = some_batch(seed, term, excluded=excluded)
+        objective = Objective(surrogate=surrogate, beta=beta, kl=term)
+        skipped = without_gradient(batch, objective)
+        (slope,) = torch.autograd.grad(grpo_loss(batch, objective).loss, inputs)
+        zero = (slope.flatten(1) == 0).all(-1)
+        assert torch.equal(skipped, zero), (term, beta)
+        for flag in (True, False):
+            checked[flag] += int((skipped == flag).sum())
+    assert min(checked.values()) > 100
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "sequence_sum", "fixed_length"])
+def test_leaving_them_out_changes_no_gradient(reduction):
+    left_out = 0
+    for seed, term in enumerate(terms()):
+        batch, inputs = some_batch(seed, term)
+        objective = Objective(beta=0.3, kl=term, reduction=reduction, max_length=7)
+        totals = Totals(8.0, float(batch.mask.sum()), float(batch.mask.sum()))
+        (whole,) = torch.autograd.grad(grpo_loss(batch, objective, totals=totals).loss, inputs, retain_graph=True)
+        kept = (~without_gradient(batch, objective)).nonzero()[:, 0]
+        left_out += 8 - len(kept)
+        (rest,) = torch.autograd.grad(grpo_loss(rows_of(batch, kept), objective, totals=totals).loss, inputs)
+        torch.testing.assert_close(rest, whole, rtol=0, atol=1e-12)
+    assert left_out > 50
+
+
+def test_a_gradient_per_token_and_nan_are_not_overlooked():
+    batch = replace(random_batch(), advantages=torch.zeros(4, 5, dtype=torch.float64))
+    assert without_gradient(batch, Objective()).all()
+    one = batch.advantages.clone()
+    one[2, 0] = 1e-300
+    assert without_gradient(replace(batch, advantages=one), Objective()).tolist() == [True, True, False, True]
+    one[2, 0] = float("nan")
+    assert not without_gradient(replace(batch, advantages=one), Objective())[2]
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "sequence_sum", "fixed_length"])
+@pytest.mark.parametrize("value", ["k3", "k1"])
+def test_a_share_of_the_reference_leaves_loss_and_gradient_unbiased(reduction, value):
+    """Mean over all subsets of two of the four sequences, with the reference's answers unknown outside of them."""
+    term = KLTerm(value=value, horizon="sequence")
+    objective = Objective(beta=0.4, kl=term, reduction=reduction, max_length=7)
+    batch = random_batch(seed=3)
+    expected = grpo_loss(batch, objective)
+    (slope,) = torch.autograd.grad(expected.loss, batch.policy_logprobs)
+    weight = sequence_sample(4, 0.5).max().double()
+    losses, slopes = [], []
+    for rows in combinations(range(4), 2):
+        drawn = torch.zeros(4, dtype=torch.float64)
+        drawn[list(rows)] = weight
+        ref = torch.where((drawn > 0)[:, None], batch.ref_logprobs, float("nan"))
+        found = grpo_loss(replace(batch, kl_weight=drawn, ref_logprobs=ref), objective)
+        losses.append(found.loss.detach())
+        slopes.append(torch.autograd.grad(found.loss, batch.policy_logprobs)[0])
+    torch.testing.assert_close(torch.stack(losses).mean(), expected.loss.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(torch.stack(slopes).mean(0), slope, rtol=1e-12, atol=1e-12)
+    assert torch.stack(losses).std() > 1e-3

@@ -1,0 +1,36 @@
+"""Histories from a few curves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from klamp.diagnostics.alarm import Evidence
+from klamp.diagnostics.alarms import ALARMS
+from klamp.diagnostics.history import Completion, History, Row, Settings
+
+NAMES = {"k1": "kl/k1", "k3": "kl/k3", "exact": "kl/exact", "length": "length/mean", "reward": "reward"}
+
+
+def history_of(*, first: int = 1, settings: Settings | None = None, **curves: Sequence[float]) -> History:
+    """A run whose metrics follow the curves; short names for the usual ones, `__` for a slash."""
+    steps = max(map(len, curves.values()), default=0)
+    rows = [
+        Row(
+            step=first + i,
+            metrics={NAMES.get(n, n.replace("__", "/")): float(c[i]) for n, c in curves.items() if i < len(c)},
+        )
+        for i in range(steps)
+    ]
+    return History(settings=settings or Settings(), rows=rows)
+
+
+def look(name: str, history: History) -> Evidence | None:
+    """What an alarm says of a run as it stands."""
+    return ALARMS[name].rule(history)
+
+
+def completion(step: int = 1, **changes: Any) -> Completion:
+    """Three tokens, the policy at its reference."""
+    values: dict[str, Any] = {"tokens": ("4", "2", "<eos>"), "policy": (-1.0, -2.0, -0.5), "ref": (-1.0, -2.0, -0.5)}
+    return Completion(step=step, **values | changes)

@@ -1,0 +1,139 @@
+"""Rules over the KL: where each threshold lies, and what it must not mistake for a fault."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tests.diagnostics.histories import completion, history_of, look
+
+from klamp.diagnostics.history import Settings
+
+
+def noisy(level: float, steps: int, *, scale: float, seed: int = 0) -> list[float]:
+    generator = torch.Generator().manual_seed(seed)
+    return (level + scale * torch.randn(steps, generator=generator, dtype=torch.float64)).tolist()
+
+
+@pytest.mark.parametrize("name", ["k1", "k3", "exact"])
+def test_step_zero(name: str) -> None:
+    assert look("step-zero-kl", history_of(**{name: [1.1e-4]})) is not None
+    assert look("step-zero-kl", history_of(**{name: [0.9e-4]})) is None
+    assert look("step-zero-kl", history_of(**{name: [0.0, 0.5]})) is None, "the second step may have one"
+    assert look("step-zero-kl", history_of(first=10, **{name: [0.5]})) is None, "ten steps averaged are not the first"
+    assert look("step-zero-kl", history_of(settings=Settings(other_reference=True), **{name: [0.5]})) is None
+
+
+def test_step_zero_names_its_tokens() -> None:
+    history = history_of(k3=[0.5])
+    history.add_completions([completion(), completion(ref=(-1.0, -4.0, -0.4))])
+    found = look("step-zero-kl", history)
+    assert found is not None
+    assert [(token.completion, token.position) for token in found.tokens] == [(1, 1), (1, 2)]
+
+
+def test_negative_k1_takes_twenty_steps_in_a_row() -> None:
+    below = [-0.01] * 20
+    assert look("negative-k1", history_of(k1=below)) is not None
+    assert look("negative-k1", history_of(k1=below[1:])) is None
+    assert look("negative-k1", history_of(k1=[*below[:10], 0.001, *below[10:]])) is None
+    assert look("negative-k1", history_of(k1=[-0.9e-4] * 20)) is None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_around_a_small_kl_is_not_negative_for_long(seed: int) -> None:
+    history = history_of(k1=noisy(1e-4, 400, scale=0.005, seed=seed))
+    assert not [view for view in history.replay() if look("negative-k1", view)]
+
+
+def test_k3_far_above_k1() -> None:
+    assert look("k3-far-above-k1", history_of(k1=[0.01] * 5, k3=[0.11] * 5)) is not None
+    assert look("k3-far-above-k1", history_of(k1=[0.01] * 5, k3=[0.09] * 5)) is None
+    assert look("k3-far-above-k1", history_of(k1=[-0.01] * 5, k3=[0.11] * 5)) is not None, "k1 in size"
+    assert look("k3-far-above-k1", history_of(k1=[0.01] * 4, k3=[0.11] * 4)) is None, "fewer than five steps"
+    assert look("k3-far-above-k1", history_of(k1=[0.0] * 5, k3=[0.049] * 5)) is None, "k1 may be 0 by noise"
+    assert look("k3-far-above-k1", history_of(k1=[0.01] * 5, k3=[0.11] * 5, exact=[0.1] * 5)) is None
+    assert look("k3-far-above-k1", history_of(k1=[0.003], k3=[1635.0])) is not None, "at once where it is extreme"
+    assert look("k3-far-above-k1", history_of(k1=[0.003], k3=[0.9])) is None
+
+
+def test_a_spike_is_three_times_the_steps_before() -> None:
+    calm = [0.05, 0.07, 0.06, 0.08, 0.07]
+    assert look("kl-spike", history_of(k3=[*calm, 0.241])) is not None
+    assert look("kl-spike", history_of(k3=[*calm, 0.239])) is None
+    assert look("kl-spike", history_of(k3=[*calm, 0.9, 1.0])) is None, "the step after it is no spike of its own"
+    assert look("kl-spike", history_of(k3=[0.002] * 5 + [0.19])) is None, "a KL that is no warning sign"
+    assert look("kl-spike", history_of(k3=[0.0, 0.5])) is None, "the first steps rise from nothing"
+    assert look("kl-spike", history_of(k3=[0.0, 1.5])) is not None
+    assert look("kl-spike", history_of(k3=[*calm, 0.5], exact=[*calm, 0.06])) is None, "exact says it was noise"
+
+
+def test_growth_by_a_half_each_step_is_no_spike() -> None:
+    history = history_of(k3=[0.001 * 1.5**i for i in range(20)])
+    assert not [view for view in history.replay() if look("kl-spike", view)]
+
+
+def test_a_spike_with_a_reward_drop() -> None:
+    calm, reward = [0.03] * 10, noisy(0.6, 10, scale=0.02)
+    assert look("spike-with-reward-drop", history_of(k3=[*calm, 0.5], reward=[*reward, 0.3])) is not None
+    assert look("spike-with-reward-drop", history_of(k3=[*calm, 0.5], reward=[*reward, 0.59])) is None
+    assert look("spike-with-reward-drop", history_of(k3=[*calm, 0.05], reward=[*reward, 0.3])) is None
+    late = history_of(k3=[*calm, 0.5, 0.5, 0.5], reward=[*reward, 0.6, 0.2, 0.2])
+    found = look("spike-with-reward-drop", late)
+    assert found is not None and found.text.endswith("to 0.333")
+
+
+def test_dilution_is_less_kl_per_token_over_longer_completions() -> None:
+    short, long = noisy(10, 10, scale=0.2), noisy(14, 10, scale=0.2, seed=1)
+    high, low = noisy(0.1, 10, scale=0.002), noisy(0.075, 10, scale=0.002, seed=1)
+    found = look("dilution", history_of(exact=high + low, length=short + long))
+    assert found is not None and "1.0" in found.text
+    assert look("dilution", history_of(exact=high + high, length=short + long)) is None
+    assert look("dilution", history_of(exact=high + low, length=short + short)) is None
+    assert look("dilution", history_of(exact=low + high, length=long + short)) is None
+    nearer = [x / 3 for x in low]
+    assert look("dilution", history_of(exact=high + nearer, length=short + long)) is None, "it does come back"
+    noise = [x + (-1) ** i * 0.09 for i, x in enumerate(high + low)]
+    assert look("dilution", history_of(exact=noise, length=short + long)) is None
+
+
+def moving(kl: float, *, reward: float = 0.8, length: float = 10.0, steps: int = 20, **settings: object) -> object:
+    rewards = noisy(0.2, steps - 10, scale=0.01) + noisy(reward, 10, scale=0.01, seed=1)
+    curves = {"k3": [kl] * steps, "length": [length] * steps, "reward": rewards}
+    return look("detached-reference", history_of(settings=Settings(**settings), **curves))  # pyright: ignore
+
+
+def test_a_reward_that_moves_proves_a_kl() -> None:
+    least = 2 * (0.6 / 1.6) ** 2  # range: twice the largest mean reward
+    assert moving(0.0) is not None
+    assert moving(0.9 * 0.01 * least / 10) is not None
+    assert moving(1.3 * 0.01 * least / 10) is None
+    assert moving(0.0, reward=0.2) is None, "nothing moved"
+    assert moving(0.0, steps=19) is None
+    assert moving(0.0, beta=0.0) is None, "no KL holds it, and perhaps none was measured"
+    assert moving(0.0, beta=0.01) is not None
+    assert moving(0.0, moving_reference=True) is None, "the reference moves along"
+    assert moving(0.0, other_reference=True) is None
+
+
+def test_pinsker_holds_for_any_two_distributions() -> None:
+    """The bound that the rule relies on: |E_p r - E_q r| <= range sqrt(KL(p||q) / 2)."""
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(2, 2000, 6, dtype=torch.float64)
+    p, q = logits.softmax(-1)
+    reward = torch.rand(2000, 6, dtype=torch.float64)
+    change = ((p - q) * reward).sum(-1).abs()
+    kl = (p * (p.log() - q.log())).sum(-1)
+    assert (kl >= 2 * (change / (reward.amax(-1) - reward.amin(-1))) ** 2).all()
+
+
+def test_notes_on_how_far_the_policy_is() -> None:
+    assert look("kl-high", history_of(k3=[0.21] * 5)) is not None
+    assert look("kl-high", history_of(k3=[0.19] * 5)) is None
+    assert look("kl-high", history_of(k3=[0.9] * 4)) is None
+    low = look("kl-low", history_of(k3=[0.009] * 20))
+    assert low is not None and low.text.endswith("not learning enough")
+    assert look("kl-low", history_of(k3=[0.009] * 19)) is None, "a run begins there"
+    assert look("kl-low", history_of(k3=[0.011] * 20)) is None
+    assert look("kl-low", history_of(k3=[math.nan] * 20)) is None

@@ -1,0 +1,135 @@
+"""Rules over sampler, advantages, lengths, evaluations and settings: where each threshold lies."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from tests.diagnostics.histories import completion, history_of, look
+
+from klamp.diagnostics.history import History, Row, Settings
+
+
+@pytest.mark.parametrize(
+    ("curves", "alarmed"),
+    [
+        ({"sampler__k1": [0.002], "sampler__k3": [0.002]}, False),
+        ({"sampler__k1": [0.011], "sampler__k3": [0.002]}, True),
+        ({"sampler__k1": [-0.011], "sampler__k3": [0.002]}, True),
+        ({"sampler__k1": [0.003], "sampler__k3": [1635.0]}, True),
+        ({"sampler__abs": [0.02]}, False),
+        ({"sampler__abs": [0.15]}, True),  # E|d| = .15 means E[d^2]/2 >= .011
+        ({"sampler__abs": [0.13]}, False),
+        ({"reward": [1.0]}, False),
+    ],
+)
+def test_sampler_mismatch(curves: dict, alarmed: bool) -> None:
+    assert (look("sampler-mismatch", history_of(**curves)) is not None) is alarmed
+
+
+def test_a_mismatch_names_the_tokens_by_the_sampler() -> None:
+    history = history_of(sampler__k3=[0.5])
+    history.add_completions([completion(sampler=(-1.0, -0.5, -0.5))])
+    found = look("sampler-mismatch", history)
+    assert found is not None
+    assert [(token.position, token.other_logprob, token.share) for token in found.tokens] == [(1, -0.5, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("curves", "alarmed"),
+    [
+        ({"k3": [999.0]}, False),
+        ({"k3": [1e3]}, True),
+        ({"train__grad_norm": [1e5]}, True),
+        ({"train__grad_norm": [999.0]}, False),
+        ({"speed__tokens_per_second": [1e6]}, False),
+        ({"policy__entropy": [math.nan]}, True),
+        ({"train__loss": [-math.inf]}, True),
+    ],
+)
+def test_huge_values(curves: dict, alarmed: bool) -> None:
+    assert (look("huge-values", history_of(**curves)) is not None) is alarmed
+
+
+def test_truncated() -> None:
+    assert look("truncated", history_of(length__truncated=[0.26] * 5)) is not None
+    assert look("truncated", history_of(length__truncated=[0.24] * 5)) is None
+    assert look("truncated", history_of(length__truncated=[0.9] * 4)) is None
+
+
+def test_advantages_that_are_too_large() -> None:
+    assert look("advantage-scale", history_of(advantage__max=[10.5])) is not None
+    assert look("advantage-scale", history_of(advantage__max=[2.5], advantage__min=[-10.5])) is not None
+    assert look("advantage-scale", history_of(advantage__max=[9.9])) is None
+    history = history_of(reward=[1.0])
+    history.add_completions([completion(reward=3.0, advantage=-11.0)])
+    assert look("advantage-scale", history) is not None
+
+
+@pytest.mark.parametrize(
+    ("spread", "saturated", "settings", "alarmed"),
+    [
+        (1e-5, 0.0, Settings(), True),
+        (1e-5, 0.0, Settings(scale_rewards="none"), False),
+        (1e-5, 0.0, Settings(loss_type="dr_grpo"), False),
+        (0.3, 0.0, Settings(), False),
+        (0.0007, 0.998, Settings(), False),  # one group of 500, of a rewards' usual spread
+        (0.0, 1.0, Settings(), False),
+    ],
+)
+def test_rewards_that_differ_by_rounding(spread: float, saturated: float, settings: Settings, alarmed: bool) -> None:
+    history = history_of(settings=settings, reward=[0.7], reward_std=[spread], groups__saturated=[saturated])
+    assert (look("advantage-scale", history) is not None) is alarmed
+
+
+def test_a_signal_from_equal_rewards() -> None:
+    def history(settings: Settings, **second: float) -> History:
+        made = history_of(settings=settings, reward=[1.0])
+        rows = [{"reward": 1.0, "advantage": 0.7}, {"reward": 1.0, "advantage": -0.7} | second]
+        made.add_completions([completion(group="2+2", **row) for row in rows])
+        return made
+
+    assert look("advantage-scale", history(Settings())) is not None
+    assert look("advantage-scale", history(Settings(kl_in_reward=True))) is None, "there the KL makes the difference"
+    assert look("advantage-scale", history(Settings(), reward=0.0)) is None
+    assert look("advantage-scale", history(Settings(), advantage=0.7)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "curves", "alarmed"),
+    [
+        ({}, {}, True),
+        ({"loss_type": "grpo"}, {}, False),
+        ({"verifier": "model"}, {}, False),
+        ({"verifier": None}, {}, False),
+        ({"beta": 0.0}, {}, False),
+        ({"beta": 0.0}, {"beta": [0.02]}, True),
+        ({"beta": None}, {"k3": [0.1]}, True),
+    ],
+)
+def test_dr_grpo_with_kl(changes: dict, curves: dict, alarmed: bool) -> None:
+    settings = Settings(**{"loss_type": "dr_grpo", "verifier": "rules", "beta": 0.04} | changes)
+    assert (look("dr-grpo-with-kl", history_of(settings=settings, **curves)) is not None) is alarmed
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "size", "alarmed"),
+    [
+        (0.82, 0.76, None, True),
+        (0.82, 0.78, None, False),
+        (0.82, 0.76, 32, False),  # six points of 32 examples are noise
+        (0.82, 0.45, 32, True),
+        (40.0, 37.0, None, True),
+        (40.0, 39.0, None, False),
+        (0.5, 0.9, None, False),
+    ],
+)
+def test_retention(before: float, after: float, size: int | None, alarmed: bool) -> None:
+    history = History(settings=Settings(rl_skill="math", eval_size=size))
+    history.evaluations = [
+        Row(step=0, metrics={"math": 0.9, "chat": before}),
+        Row(step=5, metrics={"math": 0.1, "chat": after}),
+    ]
+    found = look("retention", history)
+    assert (found is not None) is alarmed
+    assert found is None or ("chat" in found.text and "math" not in found.text)

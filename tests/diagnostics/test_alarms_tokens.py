@@ -1,0 +1,83 @@
+"""Rules over tokens: masks, k1 below chance, and the tokens to blame."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tests.diagnostics.histories import completion, history_of, look
+
+from klamp.diagnostics.alarms_tokens import blame
+from klamp.diagnostics.history import Completion, History
+
+
+def test_blame_ranks_tokens_by_their_k3() -> None:
+    history = History()
+    history.add_completions([completion(ref=(-1.0, -5.0, -0.5)), completion(ref=(-1.0, -2.0, 1.5))])
+    first, second = blame(history, 1)
+    shares = [math.expm1(2.0) - 2.0, math.expm1(-3.0) + 3.0]
+    assert (first.completion, first.position, first.token) == (1, 2, "<eos>")
+    assert (second.completion, second.position, second.other_logprob) == (0, 1, -5.0)
+    assert [first.share, second.share] == pytest.approx([x / sum(shares) for x in shares])
+
+
+def test_twins_are_blamed_together() -> None:
+    history = History()
+    twins = [completion(ref=(-1.0, -4.0, -0.5)) for _ in range(3)]
+    history.add_completions([completion(ref=(-1.0, -4.5, -0.5)), *twins])
+    first, second = blame(history, 1)
+    assert (first.completion, first.other_logprob, first.times) == (1, -4.0, 3)
+    assert (second.completion, second.other_logprob, second.times) == (0, -4.5, 1)
+    assert first.share + second.share == pytest.approx(1)
+
+
+def test_blame_takes_the_nearest_step_that_was_written() -> None:
+    history = History()
+    history.add_completions([completion(10, ref=(-2.0, -2.0, -0.5)), completion(20, ref=(-3.0, -2.0, -0.5))])
+    assert [token.step for token in blame(history, 14)] == [10]
+    assert [token.step for token in blame(history, 16)] == [20]
+    assert blame(History(), 1) == []
+
+
+def at_step(*rows: Completion) -> History:
+    history = history_of(reward=[0.5])
+    history.add_completions(rows)
+    return history
+
+
+def test_a_mask_on_the_prompt() -> None:
+    inside = completion(sampled=(False, True, True), trained=(False, True, True))
+    touching = completion(sampled=(False, True, True), trained=(True, True, True))
+    assert look("mask-on-prompt", at_step(inside, inside)) is None
+    assert look("mask-on-prompt", at_step(completion())) is None
+    found = look("mask-on-prompt", at_step(inside, touching))
+    assert found is not None and "1 of 2" in found.text and "'4'" in found.text
+
+
+def test_a_lost_end_token() -> None:
+    lost, kept = completion(trained=(True, True, False), ended=True), completion(ended=True)
+    cut = completion(trained=(True, True, False), ended=False)
+    left_out = completion(trained=(False, False, False), ended=True)
+    assert look("end-token-lost", at_step(lost, lost, kept)) is not None
+    assert look("end-token-lost", at_step(lost, kept)) is None, "half of them"
+    assert look("end-token-lost", at_step(cut, cut, kept)) is None
+    assert look("end-token-lost", at_step(left_out, left_out, kept)) is None, (
+        "whole completions are left out on purpose"
+    )
+    padded = completion(trained=(True, True, False), sampled=(True, True, False), ended=True)
+    assert look("end-token-lost", at_step(padded)) is None
+
+
+def sampled_by(sampler: str, *, seed: int) -> Completion:
+    """400 tokens of one position, drawn from the policy or from the reference."""
+    torch.manual_seed(seed)
+    policy, ref = torch.randn(2, 50, dtype=torch.float64).mul(0.7).log_softmax(-1)
+    tokens = (policy if sampler == "policy" else ref).exp().multinomial(400, replacement=True)
+    return completion(tokens=tuple(map(str, tokens.tolist())), policy=policy[tokens].tolist(), ref=ref[tokens].tolist())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_k1_of_tokens_of_another_sampler_is_below_chance(seed: int) -> None:
+    assert look("negative-k1", at_step(sampled_by("ref", seed=seed))) is not None
+    assert look("negative-k1", at_step(sampled_by("policy", seed=seed))) is None

@@ -1,0 +1,35 @@
+"""Metrics from tokens, against the formulas."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from tests.diagnostics.histories import completion, history_of
+
+from klamp.diagnostics.token_metrics import completion_metrics, with_rows
+
+
+def test_metrics_are_over_trained_tokens() -> None:
+    rows = [
+        completion(ref=(-1.5, -2.0, -0.5), sampler=(-1.1, -2.0, -0.5), reward=1.0, ended=True),
+        completion(ref=(-1.0, -1.0, -9.0), trained=(True, True, False), reward=0.0, ended=False),
+    ]
+    found = completion_metrics(rows)
+    deltas = [0.5, 0.0, 0.0, 0.0, -1.0]
+    assert found["kl/k1"] == pytest.approx(sum(deltas) / 5)
+    assert found["kl/k3"] == pytest.approx(sum(math.expm1(-d) + d for d in deltas) / 5)
+    assert found["sampler/k1"] == pytest.approx(-0.1 / 3)
+    assert found["sampler/k3"] == pytest.approx((math.expm1(0.1) - 0.1) / 3)
+    assert (found["reward"], found["length/truncated"], found["length/mean"]) == (0.5, 0.5, 3)
+
+
+def test_what_is_not_there_is_not_a_metric() -> None:
+    assert completion_metrics([completion(ref=None)]) == {"length/mean": 3}
+
+
+def test_rows_are_made_for_steps_that_have_none() -> None:
+    history = history_of(reward=[0.5])
+    history.add_completions([completion(1, reward=0.0), completion(2, reward=0.25)])
+    rows = with_rows(history).rows
+    assert [(row.step, row.metrics["reward"]) for row in rows] == [(1, 0.5), (2, 0.25)]

@@ -1,0 +1,277 @@
+"""Alarms in real runs: a planted fault raises the one that is meant for it, a sound run raises none.
+
+Every faulty run goes the whole way: trained, written to its folder, read again by `klamp doctor`'s reader, and what
+was told while it ran is held against what is found afterwards.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.training import rewards
+from tests.training.conftest import TINY, disturb
+
+from klamp.adapters.records import read_record
+from klamp.diagnostics.alarms import ALARMS
+from klamp.diagnostics.doctor import Diagnosis, Finding, examine
+from klamp.errors import ConfigError, TrainingStopped
+from klamp.training.alarms import settings_of
+from klamp.training.config import TrainConfig
+from klamp.training.observers import Observer
+from klamp.training.references import MovingReference
+from klamp.training.runlog import RunLog
+from klamp.training.setup import build, make_accelerator
+from klamp.training.trainer import Trainer, train_run
+
+ARITHMETIC: dict[str, Any] = {
+    "model": "builtin",
+    "reward": "",
+    "train_size": 0,
+    "max_completion_length": 16,
+    "learning_rate": 1e-4,
+    "num_generations": 8,
+    "prompts_per_step": 3,
+    "warmup_steps": 5,
+}
+"""The built-in task and model: it mostly knows the answers, and ends."""
+
+
+class Told(Observer):
+    """What a run said of itself."""
+
+    def __init__(self, after_step: Callable[[int], None] = lambda step: None) -> None:
+        self.names: list[str] = []
+        self.after_step = after_step
+
+    def on_alarm(self, finding: Finding) -> None:
+        self.names.append(finding.alarm.name)
+
+    def on_step(self, step, metrics) -> None:
+        self.after_step(step)
+
+
+def trained(folder: Path, *, plant: Callable[[Trainer, Told], None] | None = None, **changes: Any) -> Diagnosis:
+    """A run, examined from what it wrote.
+
+    Args:
+        folder: the run's.
+        plant: makes something wrong with it.
+        changes: of the configuration.
+    """
+    every = {"output_dir": str(folder), "eval_every": 0, "save_every": 0, "eval_size": 2, "log_completions_every": 1}
+    config = TrainConfig.from_flat({**TINY, **every, **changes})
+    accelerator = make_accelerator(config, folder)
+    told = Told()
+    trainer = Trainer(build(config, accelerator, folder, ()), [RunLog(accelerator), told])
+    if plant is not None:
+        plant(trainer, told)
+    trainer.tell(lambda observer: observer.on_start(trainer.info()))
+    trainer.run()
+    diagnosis = examine(read_record(folder))
+    found = {finding.alarm.name: finding for finding in diagnosis.findings}
+    assert sorted(told.names) == sorted(found), "told while it ran: each once, and the same as afterwards"
+    unmeasured = {name for name, lacks in diagnosis.unchecked.items() if "kl/" not in lacks}
+    assert unmeasured <= {"dr-grpo-with-kl"}, "a klamp run has all that the alarms need, but may not name its verifier"
+    written = [json.loads(line) for line in (folder / "alarms.jsonl").read_text().splitlines()] if told.names else []
+    assert [(row["name"], row["step"]) for row in written] == [(name, found[name].first_step) for name in told.names]
+    return diagnosis
+
+
+def found(diagnosis: Diagnosis, name: str) -> Finding:
+    findings = {finding.alarm.name: finding for finding in diagnosis.findings}
+    assert name in findings, sorted(findings)
+    return findings[name]
+
+
+def alarms(diagnosis: Diagnosis) -> set[str]:
+    return {finding.alarm.name for finding in diagnosis.findings if finding.alarm.level == "alarm"}
+
+
+@pytest.mark.usefixtures("default_base_model")
+@pytest.mark.parametrize(
+    ("steps", "changes"),
+    [
+        (22, {}),
+        (16, {"seed": 1, "beta": 0.04, "lora_r": 8, "learning_rate": 3e-4}),
+        (8, {"seed": 2, "beta": 0.0}),
+        (8, {"seed": 3, "kl_placement": "advantage", "kl_estimator": "k1", "kl_horizon": "sequence"}),
+        (8, {"seed": 4, "target_kl": 0.05, "reference": "ema", "num_iterations": 2}),
+        (8, {"seed": 5, "loss_type": "dr_grpo", "beta": 0.0}),
+    ],
+)
+def test_sound_runs_are_quiet(tmp_path: Path, steps: int, changes: dict[str, Any]) -> None:
+    size = {"eval_size": 16} if steps > 8 else {}
+    assert alarms(trained(tmp_path, **{**ARITHMETIC, **size, **changes, "max_steps": steps})) == set()
+
+
+def test_an_adapter_that_is_not_zero_at_the_start(llama: str, tmp_path: Path) -> None:
+    def plant(trainer: Trainer, told: Told) -> None:
+        disturb(trainer.context.policy, size=0.02)
+
+    finding = found(trained(tmp_path, plant=plant, model=llama, lora_r=4, max_steps=1), "step-zero-kl")
+    assert finding.first_step == 1 and len(finding.evidence.tokens) == 5
+
+
+@pytest.fixture
+def stale_sampler(monkeypatch: pytest.MonkeyPatch) -> Callable[[Trainer, Told], None]:
+    """Completions come from the weights that the run began with: they are never synced."""
+    from klamp.training import rollouts
+
+    real = rollouts.generate
+
+    def plant(trainer: Trainer, told: Told) -> None:
+        old = copy.deepcopy(trainer.context.policy)
+        monkeypatch.setattr(rollouts, "generate", lambda model, *args, **kwargs: real(old, *args, **kwargs))
+
+    return plant
+
+
+def test_an_adapter_that_is_not_synced(llama: str, tmp_path: Path, stale_sampler: Any) -> None:
+    diagnosis = trained(tmp_path, plant=stale_sampler, model=llama, lora_r=4, max_steps=22)
+    mismatch, negative = found(diagnosis, "sampler-mismatch"), found(diagnosis, "negative-k1")
+    assert mismatch.first_step <= 4 and mismatch.evidence.tokens
+    assert negative.first_step >= 20
+    assert found(diagnosis, "k3-far-above-k1").evidence.tokens
+
+
+def test_weights_that_are_not_synced_at_a_high_rate_explode(llama: str, tmp_path: Path, stale_sampler: Any) -> None:
+    changes = {"beta": 0.0, "kl_monitor": True, "max_grad_norm": 0.0, "learning_rate": 3e-2, "max_steps": 14}
+    assert "kl/k3" in found(trained(tmp_path, plant=stale_sampler, model=llama, **changes), "huge-values").evidence.text
+
+
+def test_a_reference_that_follows_the_policy(llama: str, tmp_path: Path) -> None:
+    def plant(trainer: Trainer, told: Told) -> None:
+        trainer.context.reference = MovingReference(copy.deepcopy(trainer.context.policy), reset_steps=1)
+
+    diagnosis = trained(tmp_path, plant=plant, model=llama, max_steps=22, num_generations=8, learning_rate=1e-2)
+    assert "nats per completion" in found(diagnosis, "detached-reference").evidence.text
+
+
+@pytest.mark.usefixtures("default_base_model")
+def test_an_update_that_went_wrong(tmp_path: Path) -> None:
+    def plant(trainer: Trainer, told: Told) -> None:
+        told.after_step = lambda step: disturb(trainer.context.policy, size=0.05) if step == 8 else None
+
+    diagnosis = trained(tmp_path, plant=plant, **{**ARITHMETIC, "max_steps": 10})
+    spike = found(diagnosis, "kl-spike")
+    assert spike.first_step == 9 and spike.evidence.tokens[0].step == 9
+    assert found(diagnosis, "spike-with-reward-drop").first_step in (9, 10)
+
+
+def test_a_learning_rate_that_explodes(llama: str, tmp_path: Path) -> None:
+    diagnosis = trained(tmp_path, model=llama, learning_rate=1.0, max_steps=8)
+    assert found(diagnosis, "kl-spike").first_step <= 3
+    assert found(diagnosis, "kl-high").alarm.level == "note"
+
+
+@pytest.mark.usefixtures("default_base_model")
+def test_completions_that_are_cut(tmp_path: Path) -> None:
+    diagnosis = trained(tmp_path, **{**ARITHMETIC, "max_completion_length": 2, "max_steps": 6})
+    assert found(diagnosis, "truncated").first_step == 5
+
+
+@pytest.mark.parametrize(
+    ("reward", "changes", "seen"),
+    [
+        (lambda completion, **_: 100 * rewards.digits(completion), {"scale_rewards": "none"}, "an advantage of"),
+        (lambda completion, **_: 1 + 1e-5 * len(completion), {}, "differ by"),
+    ],
+)
+def test_advantages_out_of_scale(
+    llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: Any, changes: Any, seen: str
+) -> None:
+    monkeypatch.setattr(rewards, "unscaled", reward, raising=False)
+    diagnosis = trained(tmp_path, model=llama, reward="tests.training.rewards:unscaled", max_steps=2, **changes)
+    assert seen in found(diagnosis, "advantage-scale").evidence.text
+
+
+def test_a_mask_that_loses_the_end_token(llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from klamp.training import rollouts
+
+    real = rollouts._masks
+
+    def without_ends(context: Any, completions: Any) -> Any:
+        last = torch.zeros_like(completions.mask)
+        last[torch.arange(len(last)), completions.mask.sum(-1) - 1] = True
+        return real(context, replace(completions, mask=completions.mask & ~(last & completions.ended[:, None])))
+
+    monkeypatch.setattr(rollouts, "_masks", without_ends)
+    diagnosis = trained(tmp_path, model=llama, max_steps=2, log_completions=12)
+    assert "is not trained on" in found(diagnosis, "end-token-lost").evidence.text
+
+
+def test_a_kl_under_dr_grpo_with_a_rule(llama: str, tmp_path: Path) -> None:
+    diagnosis = trained(tmp_path, model=llama, reward="", loss_type="dr_grpo", beta=0.04, max_steps=2)
+    assert "dr_grpo, beta 0.04" in found(diagnosis, "dr-grpo-with-kl").evidence.text
+
+
+@pytest.mark.usefixtures("default_base_model")
+def test_a_skill_that_is_lost(tmp_path: Path) -> None:
+    changes = {"learning_rate": 3e-3, "beta": 0.0, "max_steps": 12, "eval_size": 32}
+    finding = found(trained(tmp_path, **{**ARITHMETIC, **changes}), "retention")
+    assert "addition" not in finding.evidence.text and finding.first_step == 12
+
+
+def test_little_learning_is_a_note(llama: str, tmp_path: Path) -> None:
+    diagnosis = trained(tmp_path, model=llama, learning_rate=1e-6, max_steps=20, prompts_per_step=1)
+    assert found(diagnosis, "kl-low").first_step == 20
+
+
+def stopped(config: TrainConfig) -> TrainingStopped:
+    with pytest.raises(TrainingStopped) as caught:
+        train_run(config)
+    return caught.value
+
+
+def test_a_run_stops_at_an_alarm_and_keeps_its_checkpoint(config_of: Any, tmp_path: Path) -> None:
+    config = config_of(stop_on=("retention", "kl-high"), learning_rate=1.0, max_steps=10, save_every=0)
+    error = stopped(config)
+    steps = read_record(tmp_path / "run").rows
+    step = steps[-1].step
+    assert step < 10
+    assert error.what == f"training was stopped after step {step} of 10 by the alarm kl-high: {ALARMS['kl-high'].text}"
+    assert "the KL is" in str(error.got) and ALARMS["kl-high"].next_step in error.why and error.fix
+    assert [folder.name for folder in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step-{step:06d}"]
+    train_run(replace(config, run=replace(config.run, stop_on=(), resume=True)))
+    assert read_record(tmp_path / "run").rows[-1].step == 10
+    told = [json.loads(line)["name"] for line in (tmp_path / "run" / "alarms.jsonl").read_text().splitlines()]
+    assert len(told) == len(set(told)) and "kl-high" in told, "what was told is not told again"
+
+
+def test_an_alarm_that_is_not_named_stops_nothing(config_of: Any, tmp_path: Path) -> None:
+    train_run(config_of(stop_on=("retention",), learning_rate=1.0, max_steps=4))
+    assert read_record(tmp_path / "run").rows[-1].step == 4
+
+
+def test_names_to_stop_on_are_checked() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'kl-spike'"):
+        TrainConfig.from_flat({"stop_on": ["kl-spiek"]})
+
+
+@pytest.mark.parametrize(
+    ("changes", "verifier"),
+    [
+        ({}, "rules"),
+        ({"task": "reasoning_gym:leg_counting"}, "rules"),
+        ({"reward": "tests.training.rewards:digits"}, None),
+        ({"task": "data.jsonl", "reward": "math_verify"}, "rules"),
+        ({"task": "data.jsonl", "reward": "format_regex:<a>.*</a>"}, "rules"),
+        ({"task": "data.jsonl"}, None),
+    ],
+)
+def test_what_the_alarms_know_of_a_configuration(changes: dict[str, str], verifier: str | None) -> None:
+    settings = settings_of(TrainConfig.from_flat({"beta": 0.02, "loss_type": "dr_grpo", **changes}), rl_skill="a")
+    assert settings.verifier == verifier
+    assert (settings.beta, settings.loss_type, settings.scale_rewards, settings.rl_skill) == (
+        0.02,
+        "dr_grpo",
+        "none",
+        "a",
+    )

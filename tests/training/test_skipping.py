@@ -1,0 +1,188 @@
+"""Work that is not done: counted in forward passes and rows, and without a trace in the numbers."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.training.conftest import disturb
+from tests.training.test_updates import BETA, CLIP, assert_equal
+from torch.optim import SGD
+
+from klamp.training import updates
+from klamp.training.rollouts import collect, kl_weights
+from klamp.training.trainer import Trainer
+from klamp.training.updates import update, with_old_logprobs
+
+HALF = {"reward": "tests.training.rewards:half", "max_grad_norm": 0.0, "prompts_per_step": 6}
+
+
+class Counted:
+    """Rows that go through a model's forward passes, with and without gradient."""
+
+    def __init__(self) -> None:
+        self.learning, self.scoring, self.passes = 0, 0, 0
+
+    def __call__(self, module, args, kwargs, out) -> None:
+        rows = kwargs["input_ids"].shape[0]
+        self.passes += 1
+        self.learning += rows * torch.is_grad_enabled()
+        self.scoring += rows * (not torch.is_grad_enabled())
+
+
+@contextmanager
+def counting(model):
+    counted = Counted()
+    decoder = getattr(model, "get_base_model", lambda: model)().model
+    handle = decoder.register_forward_hook(counted, with_kwargs=True)
+    try:
+        yield counted
+    finally:
+        handle.remove()
+
+
+def rollout_of(context, *, step=0, beta=BETA):
+    return collect(context, context.task.train[: context.config.rollout.prompts_per_step], step=step, beta=beta)
+
+
+def updated(context, rollout, beta):
+    """Gradient, metrics and rows of one update."""
+    parameters = {name: p for name, p in context.policy.named_parameters() if p.requires_grad}
+    with counting(context.policy) as counted:
+        output = update(context, SGD(parameters.values(), lr=0.0), rollout, replace(context.objective, beta=beta))
+    return {name: p.grad.clone() for name, p in parameters.items()}, output, counted
+
+
+def without_skipping(context, rollout, beta, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(updates, "without_gradient", lambda batch, objective: torch.zeros_like(batch.mask[:, 0]))
+        return updated(context, replace(rollout, before=None), beta)
+
+
+@pytest.mark.parametrize(
+    ("beta", "changes"),
+    [
+        (0.0, {}),
+        (0.0, {"kl_monitor": True, "gradient_accumulation_steps": 5}),
+        (BETA, {"kl_clip_method": "hard", **CLIP}),
+        (BETA, {"kl_clip_method": "hard", **CLIP, "kl_estimator": "exact", "gradient_accumulation_steps": 7}),
+        (BETA, {"kl_clip_method": "hard", **CLIP, "lora_r": 2, "kl_horizon": "sequence"}),
+        (BETA, {"kl_estimator": "k1", "kl_placement": "advantage", "kl_clip_method": "hard", **CLIP}),
+        (BETA, {"mask_truncated_completions": True}),
+    ],
+)
+def test_sequences_without_a_gradient_get_no_backward_pass_and_leave_every_number_as_it_was(
+    context_of, monkeypatch, beta, changes
+):
+    context = context_of(beta=beta, **HALF, **changes)
+    disturb(context.policy, size=0.03)
+    rollout = rollout_of(context, beta=beta)
+    found, output, counted = updated(context, rollout, beta)
+    expected, whole, every = without_skipping(context, rollout, beta, monkeypatch)
+    assert_equal(found, expected, tolerance=3e-6)
+    share = output.losses["policy/skipped"]
+    assert 0 < share < 1 and whole.losses["policy/skipped"] == 0
+    assert counted.learning == round(24 * (1 - share)) and every.learning == 24
+    assert counted.scoring == (0 if rollout.before is not None else round(24 * share))
+    names = output.losses.keys() - {"policy/skipped"}
+    assert {n: output.losses[n] for n in names} == pytest.approx({n: whole.losses[n] for n in names}, abs=1e-6)
+    for name in ("policy_logprobs", "entropy", "exact", "exact_forward"):
+        ours, theirs = getattr(output, name), getattr(whole, name)
+        assert (ours is None) == (theirs is None) == (name.startswith("exact") and context.reference is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_a_rollout_without_any_signal_has_a_gradient_of_zero(context_of):
+    context = context_of(beta=0.0, reward="tests.training.rewards:constant", max_grad_norm=0.0)
+    found, output, counted = updated(context, rollout_of(context, beta=0.0), 0.0)
+    assert output.losses["policy/skipped"] == 1 and counted.learning == 0
+    assert all((g == 0).all() for g in found.values()) and output.grad_norm == 0
+
+
+def test_a_second_update_scores_the_skipped_rows_anew(context_of):
+    context = context_of(beta=BETA, **HALF, kl_clip_method="hard", **CLIP)
+    disturb(context.policy, size=0.03)
+    rollout = rollout_of(context)
+    _, first, counted = updated(context, rollout, BETA)
+    assert counted.scoring == 0
+    disturb(context.policy, size=0.02)
+    rollout = with_old_logprobs(rollout, first)
+    assert rollout.before is None
+    _, second, counted = updated(context, rollout, BETA)
+    assert counted.scoring + counted.learning == 24 and counted.scoring > 0
+    kept = rollout.mask & (rollout.advantages == 0)[:, None]
+    assert (second.policy_logprobs - first.policy_logprobs)[kept].abs().mean() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("changes", "policy", "reference"),
+    [
+        ({}, 1, 1),
+        ({"num_iterations": 3}, 3, 1),
+        ({"gradient_accumulation_steps": 2}, 2, 2),
+        ({"kl_clip_method": "hard", "kl_reference_length": 5}, 1, 1),
+    ],
+)
+def test_a_step_makes_so_many_passes_and_no_more(context_of, changes, policy, reference):
+    """On-policy, the log-probabilities of the first update are the old ones: nothing is scored twice."""
+    trainer = Trainer(context_of(beta=BETA, **changes), [])
+    context = trainer.context
+    disturb(context.policy, size=0.03)
+    sampled = []
+    context.scorer.register_forward_hook(lambda *_: sampled.append(1))
+    with counting(context.reference.model) as there:
+        trainer.train_step()
+    before = 1 if "kl_clip_method" in changes else 0
+    assert len(sampled) == policy + before
+    assert there.passes == reference
+
+
+def test_at_beta_zero_there_is_nothing_to_score_with(context_of):
+    assert context_of(beta=0.0).reference is None
+
+
+# a share of the reference -------------------------------------------------------------------------------------------
+
+
+def test_the_reference_scores_its_share_and_nothing_else(context_of):
+    context = context_of(beta=BETA, reference_share=0.4)
+    disturb(context.policy, size=0.03)
+    with counting(context.reference.model) as there:
+        rollout = rollout_of(context)
+    assert there.scoring == 5 == int((rollout.kl_weight > 0).sum())
+    assert rollout.kl_weight.unique().tolist() == pytest.approx([0.0, 12 / 5])
+    assert torch.equal(rollout.exact_rows, rollout.kl_weight > 0)
+    whole = rollout_of(
+        replace(context, config=replace(context.config, kl=replace(context.config.kl, reference_share=1.0)))
+    )
+    scored = rollout.kl_weight > 0
+    mask = rollout.mask & scored[:, None]
+    torch.testing.assert_close(rollout.ref_logprobs[mask], whole.ref_logprobs[mask], rtol=0, atol=1e-5)
+    other = rollout_of(context, step=1)
+    assert not torch.equal(other.kl_weight, rollout.kl_weight), "another step, another share"
+    assert torch.equal(kl_weights(context, 12, step=0), rollout.kl_weight)
+
+
+@pytest.mark.parametrize("estimator", ["k3", "exact"])
+def test_the_loss_of_a_share_is_the_weighted_loss_and_its_metrics_are_means_over_it(context_of, estimator):
+    """Against the same rollout scored whole, its KL weighted by hand."""
+    trainer = Trainer(context_of(beta=BETA, reference_share=0.5, kl_estimator=estimator, max_grad_norm=0.0), [])
+    context = trainer.context
+    disturb(context.policy, size=0.03)
+    rollout = rollout_of(context)
+    found, output, _ = updated(context, rollout, BETA)
+    whole = rollout_of(
+        replace(context, config=replace(context.config, kl=replace(context.config.kl, reference_share=1.0)))
+    )
+    expected, _, _ = updated(context, replace(whole, kl_weight=rollout.kl_weight), BETA)
+    assert_equal(found, expected)
+    metrics = trainer._measure(rollout, [output])
+    scored, mask = rollout.kl_weight > 0, rollout.kl_mask
+    k1 = torch.where(mask, output.policy_logprobs - whole.ref_logprobs, 0.0)[scored]
+    assert metrics["kl/k1"] == pytest.approx(float(k1.sum() / mask[scored].sum()), abs=1e-6)
+    assert metrics["kl/k1_sequence"] == pytest.approx(float(k1.sum(-1).mean()), abs=1e-6)
+    assert metrics["kl/exact_sequence"] == pytest.approx(float(output.exact.sum(-1)[scored].mean()), abs=1e-6)
+    assert metrics["policy/entropy"] == pytest.approx(float(output.entropy[rollout.mask].mean()), abs=1e-6)
