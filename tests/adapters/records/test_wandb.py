@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from klamp.adapters.records import read_record
-from klamp.adapters.records.wandb import BLOCK, FILE_HEADER, FRAME, MAGIC, _frames, read_wandb
+from klamp.adapters.records.wandb import BLOCK, FILE_HEADER, FRAME, MAGIC, frames, read_wandb
 from klamp.diagnostics.doctor import examine
 from klamp.errors import DataError
 
@@ -67,7 +67,7 @@ def test_records_are_pieced_together_over_blocks(tmp_path: Path) -> None:
     second = frame(b"b" * (BLOCK - FRAME.size), 2) + frame(b"c" * 10, 4)
     file = tmp_path / "run.wandb"
     file.write_bytes(MAGIC + b"\0" * (FILE_HEADER - len(MAGIC)) + first + b"\0" * 3 + second + frame(b"d", 1))
-    assert [(len(data), data[:1], data[-1:]) for data in _frames(file)] == [
+    assert [(len(data), data[:1], data[-1:]) for data in frames(file)] == [
         (BLOCK - FILE_HEADER - FRAME.size - 3, b"a", b"a"),
         (BLOCK - FRAME.size + 10, b"b", b"c"),
         (1, b"d", b"d"),

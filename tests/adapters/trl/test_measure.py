@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tests.adapters.trl.hosts import dataset, klamp_trainer, model
 
+from klamp.adapters.records.wandb import frames
 from klamp.diagnostics.metrics import METRICS
 
 OPTIONS: dict[str, Any] = {
@@ -66,21 +65,6 @@ def test_they_are_in_the_event_files_of_tensorboard(tmp_path: Path, monkeypatch:
     assert shown[1] > 0
 
 
-def wandb_records(data: bytes, *, block: int = 32768) -> Iterator[bytes]:
-    """The records of a W&B file: a LevelDB log after a header of 7 bytes, records split over blocks."""
-    at, record = 7, b""
-    while at + 7 <= len(data):
-        if block - at % block < 7:
-            at += block - at % block
-            continue
-        length, kind = struct.unpack_from("<HB", data, at + 4)
-        record += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # whole, or the last part
-            yield record
-            record = b""
-
-
 def test_they_are_in_a_run_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import wandb
     from wandb.proto import wandb_internal_pb2
@@ -90,10 +74,11 @@ def test_they_are_in_a_run_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     trainer = klamp_trainer(model(), tmp_path, **(OPTIONS | {"report_to": "wandb", "run_name": "kl"}))
     trainer.train()
     wandb.finish()
+    wandb.teardown()  # the service has written everything once it is gone
     (file,) = tmp_path.rglob("*.wandb")
     seen: dict[str, list[Any]] = {}
     config: dict[str, Any] = {}
-    for data in wandb_records(file.read_bytes()):
+    for data in frames(file):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
         for item in record.history.item:

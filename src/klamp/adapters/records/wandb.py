@@ -43,7 +43,7 @@ def read_wandb(path: Path) -> History:
         ) from error
     config: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
-    for data in _frames(path):
+    for data in frames(path):
         record = wandb_internal_pb2.Record()  # pyright: ignore[reportAttributeAccessIssue]
         record.ParseFromString(data)
         kind = record.WhichOneof("record_type")
@@ -82,7 +82,7 @@ def _value(text: str) -> Any:
         return text
 
 
-def _frames(path: Path) -> Iterator[bytes]:
+def frames(path: Path) -> Iterator[bytes]:
     """The records of a file, pieced together over its blocks; what a killed run left half written is passed over."""
     data = path.read_bytes()
     if not data.startswith(MAGIC):
