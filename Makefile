@@ -22,7 +22,7 @@ help:
 	@echo "make test    every check: lint, types, imports, docs, tests (PYTEST_ARGS='-k name' narrows the tests)"
 	@echo "make test-verl   the tests against a real trainer whose pins clash with ours, in an environment of its own"
 	@echo "make test-unsloth   likewise, against TRL as Unsloth patches it"
-	@echo "make test-tinker-oldest   likewise, through the oldest Tinker SDK that klamp supports"
+	@echo "make test-tinker-oldest, make test-trl-oldest   likewise, with the oldest versions that klamp supports"
 	@echo "make lint    ruff, pyright and the import contracts"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make docs    build the documentation into site/; fails on an undocumented public name"

@@ -1,6 +1,6 @@
 """KL clipping in TRL: the same short run without a clip and with three of them, in one table and one picture.
 
-    python examples/trl_kl_clipping.py [--steps 60] [--beta 0.1] [--seed 0] [--out runs/trl-kl-clipping]
+    python examples/trl_kl_clipping.py [--steps 60] [--beta 1.0] [--seed 0] [--out runs/trl-kl-clipping]
 
 The demonstration that source document 000 describes, on the built-in arithmetic task: baseline, soft clip with a
 threshold per token, soft clip with a total threshold, hard clip. Each threshold is the same budget, 0.05 nats per token
@@ -13,6 +13,7 @@ import argparse
 import json
 import warnings
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import matplotlib
@@ -98,21 +99,23 @@ def table(runs: dict[str, list[dict[str, float]]]) -> str:
     """Means of the last ten steps of each run."""
     lines = [f"{'':18}" + "".join(f"{name:>26}" for name in CURVES)]
     for arm, rows in runs.items():
-        means = [sum(row.get(name, 0.0) for row in rows[-10:]) / len(rows[-10:]) for name in CURVES]
-        lines.append(f"{arm:18}" + "".join(f"{mean:26.4f}" for mean in means))
+        last = [[row[name] for row in rows[-10:] if name in row] for name in CURVES]
+        lines.append(f"{arm:18}" + "".join(f"{mean(seen):26.4f}" if seen else f"{'-':>26}" for seen in last))
     return "\n".join(lines)
 
 
 def picture(runs: dict[str, list[dict[str, float]]], path: Path) -> None:
-    """Every curve over steps, one line for each run."""
+    """Every curve over steps, as the mean of the last eight; one line for each run."""
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(2, 2, figsize=(11, 7), sharex=True, layout="constrained")
     for axis, (name, title) in zip(axes.flat, CURVES.items(), strict=True):
-        for arm, rows in runs.items():
-            seen = [(row["step"], row[name]) for row in rows if name in row]
-            axis.plot(*zip(*seen, strict=True), label=arm, linewidth=1.4) if seen else None
+        for number, (arm, rows) in enumerate(runs.items()):
+            values = [row[name] for row in rows if name in row]
+            means = [mean(values[max(0, i - 7) : i + 1]) for i in range(len(values))]
+            steps = [row["step"] for row in rows if name in row]
+            axis.plot(steps, means, color=f"C{number}", label=arm, linewidth=1.6)
         axis.set_title(title)
         axis.grid(alpha=0.3)
     axes.flat[1].axhline(TOTAL, color="black", linestyle="--", linewidth=1, label=f"budget, {TOTAL:.3g} nats")
@@ -126,7 +129,7 @@ def main() -> None:
     """Run every arm and show them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--beta", type=float, default=0.1)
+    parser.add_argument("--beta", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/trl-kl-clipping"))
     given = parser.parse_args()
