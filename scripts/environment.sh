@@ -45,7 +45,8 @@ case "$name" in
     without_dependencies=()
     ;;
   trl-oldest)
-    packages=(trl pandas peft rich tensorboard transformers wandb)
+    # jmespath: TRL's own tests of tools (scripts/trl_own_tests.py) skip without it.
+    packages=(trl jmespath pandas peft rich tensorboard transformers wandb)
     without_dependencies=()
     ;;
   *)

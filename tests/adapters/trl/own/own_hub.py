@@ -1,13 +1,14 @@
 """Hub caches that hold the names TRL's own tests ask for: tiny models with random weights, made from configurations.
 
 python own_hub.py makes small/ and full/ in the folder KLAMP_OWN_HUBS, laid out as huggingface_hub lays out its cache,
-to be used with HF_HUB_OFFLINE=1. It runs in the environment under test. full has a vocabulary as long as Qwen's, which takes a
-hundred times longer; it is for the tests that write Qwen's ids out. Models that need a processor of their own (images)
-are not made.
+to be used with HF_HUB_OFFLINE=1. It runs in the environment under test. full has a vocabulary as
+long as Qwen's, which takes a hundred times longer; it is for the tests that write Qwen's ids out. Models that need a
+processor of their own (images) are not made.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -126,11 +127,11 @@ def fill(hub: Path, length: int) -> dict[str, str]:
 def remote(folder: Path, words: Any) -> None:
     """A repository whose model class is in a file of its own."""
     model = build("tiny-LlamaForCausalLM-3.2", words)
-    model.config.architectures = ["RemoteForCausalLM"]
-    model.config.auto_map = {"AutoConfig": "remote.RemoteConfig", "AutoModelForCausalLM": "remote.RemoteForCausalLM"}
     model.save_pretrained(folder)
-    config = folder / "config.json"
-    config.write_text(config.read_text().replace('"model_type": "llama"', '"model_type": "klamp_remote"'))
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "klamp_remote", "architectures": ["RemoteForCausalLM"]}
+    config["auto_map"] = {"AutoConfig": "remote.RemoteConfig", "AutoModelForCausalLM": "remote.RemoteForCausalLM"}
+    (folder / "config.json").write_text(json.dumps(config))
     (folder / "remote.py").write_text(REMOTE_CODE)
     words.save_pretrained(folder)
 

@@ -7,7 +7,10 @@ KLAMP_OWN_HUBS is the folder that own_hub.py filled; HF_HOME is a folder of the 
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import inspect
+import io
 import json
 import os
 import re
@@ -20,10 +23,9 @@ import trl
 from datasets import Dataset, DatasetDict, IterableDatasetDict
 from transformers import Trainer
 
-SUBJECTS = ["The cat", "A train", "The river", "My uncle", "Each clock", "The last bus", "Some bread", "No letter"]
-VERBS = ["is late because", "was found near"]
-PROMPTS = [f"{subject} {verb}" for verb in VERBS for subject in SUBJECTS] + ["Rain", "It was", "Nobody knew why"]
-TRAINED_ON = 17  # of 19 rows, as many as in the dataset that the tests name
+# How many words of each line of the Zen of Python make a prompt, as one of the tests expects to see them.
+WORDS = [4, 2, 3, 1, 4, 3, 1, 4, 3, 3, 2, 6, 2, 1]
+TRAINED_ON = 12  # of 14 rows; the dataset that the tests name has 17 of 19
 ZEN = "trl-internal-testing/zen"
 # Ids of Qwen's written out; and a test that needs an end of turn never to be sampled.
 NEEDS_FULL = re.compile(r"\b1516[45]\d\b|_all_masked")
@@ -31,12 +33,20 @@ NEEDS_FULL = re.compile(r"\b1516[45]\d\b|_all_masked")
 losses: list[str] = []  # of the training runs of the running test
 
 
+def prompts() -> list[str]:
+    """The beginnings of the lines of `import this`, which prints them: hence the silence."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        import this
+    lines = codecs.decode(this.s, "rot13").splitlines()[2:]
+    return [" ".join(line.split()[:count]) for line, count in zip(lines, WORDS, strict=False)]
+
+
 def zen(config: str) -> DatasetDict:
     """The prompt-only configurations of the dataset that the tests load: plain texts, or one turn of a conversation."""
     if config not in {"standard_prompt_only", "conversational_prompt_only"}:
         raise ValueError(f"{ZEN} is served with prompts only, not {config!r}")
     chat = config == "conversational_prompt_only"
-    rows = [[{"role": "user", "content": text}] if chat else text for text in PROMPTS]
+    rows = [[{"role": "user", "content": text}] if chat else text for text in prompts()]
     parts = {"train": rows[:TRAINED_ON], "test": rows[TRAINED_ON:]}
     return DatasetDict({name: Dataset.from_dict({"prompt": part}) for name, part in parts.items()})
 
