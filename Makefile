@@ -15,11 +15,12 @@ DEMO_ARGS   ?=
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install demo test test-verl test-unsloth test-tinker-oldest test-trl-oldest lint format docs pytest clean distclean
+.PHONY: help install demo test test-slow test-verl test-unsloth test-tinker-oldest test-trl-oldest lint format docs pytest clean distclean
 
 help:
 	@echo "make demo    make the environment, train on the built-in task, say where the run's files are"
 	@echo "make test    every check: lint, types, imports, docs, tests (PYTEST_ARGS='-k name' narrows the tests)"
+	@echo "make test-slow   the examples and the benchmarks, as programs"
 	@echo "make test-verl   the tests against a real trainer whose pins clash with ours, in an environment of its own"
 	@echo "make test-unsloth   likewise, against TRL as Unsloth patches it"
 	@echo "make test-tinker-oldest, make test-trl-oldest   likewise, with the oldest versions that klamp supports"
@@ -69,7 +70,13 @@ docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 pytest: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile $(SLOW:%=--ignore=%) $(PYTEST_ARGS)
+
+# Whole programs, several processes of them at a time.
+SLOW := tests/examples tests/benchmarks
+
+test-slow: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist load $(SLOW) $(PYTEST_ARGS)
 
 # What clashes with the development environment has one of its own: hosts with other pins, and the oldest versions.
 test-verl: SUITE := tests/hosts/verl
