@@ -106,7 +106,8 @@ class Connection:
         finish = getattr(self.service, "close", None)  # SDK 0.38 and later
         self.seconds = min(self.seconds, GOODBYE)
         with contextlib.suppress(KlampError):
-            self.ask("end the session", (lambda: finish("success")) if finish else self.service.holder.close)
+            # looked up on the thread that may wait: in old SDKs `holder` opens the session that is to be ended
+            self.ask("end the session", lambda: finish("success") if finish else self.service.holder.close())
 
     def failed(self, what: str, got: str, fix: str) -> ModelError:
         """The error for a service that does not do its part."""
