@@ -17,6 +17,7 @@ import torch
 from klamp.core.controllers import Controller
 from klamp.core.objective import Objective
 from klamp.core.schedules import kl_schedule_factor
+from klamp.diagnostics.alarms_kl import STEP_ZERO
 from klamp.diagnostics.statistics import step_metrics
 from klamp.errors import KlampError, TrainingStopped
 from klamp.tasks.base import Example
@@ -34,7 +35,7 @@ from klamp.training.runlog import RunLog, plain
 from klamp.training.setup import build, choose_folder, make_accelerator, make_optimizer
 from klamp.training.updates import UpdateOutput, update, with_old_logprobs
 
-STEP_ZERO_KL = 1e-4
+STEP_ZERO_KL = STEP_ZERO.value
 """KL per token before the first update above which policy and reference are not the same model."""
 
 

@@ -21,10 +21,11 @@ from klamp.core.gradients import masked_log_ratio
 from klamp.core.masking import masked_sum
 from klamp.core.term import Gate, KLTerm, sequence_gate_kl, shifted_advantages, shifted_rewards
 from klamp.core.types import Batch, Reduction
+from klamp.diagnostics.alarms_kl import STEP_ZERO
 from klamp.errors import ConfigError
 from klamp.training.exclusions import excluded_ids, kl_tokens
 
-STEP_ZERO_KL = 1e-4
+STEP_ZERO_KL = STEP_ZERO.value
 """KL in nats per token above which a policy that has not been updated and its reference are not the same model."""
 
 LENGTH_COLUMN = "reference_length"
