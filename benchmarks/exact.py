@@ -7,11 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.heads import KL_TARGET
 from benchmarks.measure import isolated, middle, pooled, rounds, spread
 from benchmarks.plots import Panel, draw
-from benchmarks.records import Benchmark, table
+from benchmarks.records import Benchmark, table, verdict
 
-CASES = ("naive kl", "linear_kl")
+CASES = ("naive kl", "linear_kl", "linear_logprobs")
 WIDTH = {True: 64, False: 896}
 VOCAB = {True: 16_000, False: 151_936}
 ROWS = {True: (128, 512), False: (256, 512, 1024, 2048, 4096)}
@@ -34,7 +35,7 @@ def run(quick: bool) -> dict[str, Any]:
     sizes += [("V", (FIXED_ROWS[quick], width, vocab)) for vocab in VOCABS[quick]]
     points, left_out = [], []
     for over, size in sizes:
-        cases = [c for c in CASES if c == "linear_kl" or naive_gib(size[0], size[2]) <= LIMIT_GIB]
+        cases = [c for c in CASES if c != "naive kl" or naive_gib(size[0], size[2]) <= LIMIT_GIB]
         if len(cases) < len(CASES):
             left_out.append({"over": over, "size": size})
         points += measured_points("exact", over, size, cases, rounds_=1 if quick else 2)
@@ -52,21 +53,40 @@ def measured_points(
 
 
 def text(results: Mapping[str, Any]) -> str:
-    """The points as tables, and what was left out."""
+    """The points as tables, what was left out, and the target."""
     parts = []
     for over, name in (("N", "rows"), ("V", "entries of the vocabulary")):
         points = [p for p in results["points"] if p["over"] == over]
         fixed = "V = {2:,}" if over == "N" else "N = {0}"
         size = points[0]["size"]
+        logprobs = {p["x"]: middle(p["seconds"]) for p in points if p["case"] == "linear_logprobs"}
         rows = []
         for p in points:
-            case = f"`{p['case']}`" if p["case"] == "linear_kl" else p["case"]
+            case = f"`{p['case']}`" if p["case"].startswith("linear") else p["case"]
             cpu, memory = f"{middle(p['cpu_seconds']):.2f}", f"{p['extra_mib']:,.0f}"
-            rows.append((f"{p['x']:,}", case, spread(p["seconds"]), cpu, memory))
+            ratio = f"{middle(p['seconds']) / logprobs[p['x']]:.2f}×"
+            rows.append((f"{p['x']:,}", case, spread(p["seconds"]), ratio, cpu, memory))
         parts.append(f"Against {over}, the number of {name}; H = {size[1]}, {fixed.format(*size)}, float32:")
-        parts.append(table((over, "", "seconds, median (range)", "CPU seconds", "extra peak MiB"), rows))
+        headings = ("seconds, median (range)", "over `linear_logprobs`", "CPU seconds", "extra peak MiB")
+        parts.append(table((over, "", *headings), rows))
     parts += [_left_out(results)] if results["left_out"] else []
+    if all(tuple(p["size"][1:]) == (WIDTH[False], VOCAB[False]) for p in results["points"] if p["over"] == "N"):
+        parts.append("\n".join(verdicts(results)))
     return "\n\n".join(parts)
+
+
+def verdicts(results: Mapping[str, Any]) -> list[str]:
+    """The target at each number of rows, with the whole vocabulary."""
+    seconds = {(p["case"], p["x"]): middle(p["seconds"]) for p in results["points"] if p["over"] == "N"}
+    rows = sorted({x for _, x in seconds})
+    return [
+        verdict(
+            f"`linear_kl` over `linear_logprobs`, N = {n:,}",
+            seconds["linear_kl", n] / seconds["linear_logprobs", n],
+            KL_TARGET,
+        )
+        for n in rows
+    ]
 
 
 def _left_out(results: Mapping[str, Any]) -> str:
@@ -113,7 +133,8 @@ BENCHMARK = Benchmark(
     title="The exact KL: all logits against `linear_kl`",
     about="KL(policy‖ref) over the whole vocabulary at each row, forward and backward with the gradients of the "
     "policy's hidden states and weight. Naive: two whole matrices of log-probabilities. Extra peak memory is what the "
-    "process held at most above its inputs, gradients included.",
+    "process held at most above its inputs, gradients included. Beside it `linear_logprobs` of the same rows: what "
+    "training pays anyway.",
     run=run,
     text=text,
     plot=plot,

@@ -97,6 +97,17 @@ def test_what_was_not_run_is_said_with_its_extrapolation() -> None:
     assert "expected to hold more than 6 GiB: N = 4096, V = 151,936 (6.1 GiB)." in exact.text(results)
 
 
+def test_the_kl_is_held_against_the_log_probabilities_of_the_same_rows() -> None:
+    results = made_up.exact_results()
+    for point in results["points"]:
+        if point["case"] == "linear_kl":
+            point["seconds"] = [1.7 * seconds for seconds in point["seconds"]]
+    assert "- `linear_kl` over `linear_logprobs`, N = 512: 1.70 (target at most 1.60: **missed**)" in exact.text(
+        results
+    )
+    assert "| 1.70× |" in exact.text(results) and "| 1.00× |" in exact.text(results)
+
+
 def test_the_newest_whole_record_counts(tmp_path: Path) -> None:
     for date, quick in (("2026-10-02", False), ("2026-11-01", False), ("2026-12-01", True)):
         keep("heads", tmp_path, quick=quick, date=date)

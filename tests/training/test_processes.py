@@ -70,6 +70,7 @@ def pair(llama, tmp_path_factory):
     jobs["second fails"] = job("second fails", **broken) | {"break_at": {1: 6 + 16 + 6 + 3}}
     jobs["resumed"] = job("second fails", resume=True)
     jobs["odd"] = job("odd", prompts_per_step=3)
+    jobs["stopped"] = job("stopped", stop_on=("kl-high",), learning_rate=1.0, max_steps=10, save_every=0)
     ports, told = children.free_ports(len(jobs)), [folder / f"told-{rank}" for rank in range(2)]
     group = [
         children.start(children.one_of_several, rank, 2, ports, list(jobs.values()), str(told[rank])) for rank in (0, 1)
@@ -130,6 +131,15 @@ def test_two_processes_resume_with_the_same_numbers(pair):
 def test_prompts_that_do_not_divide_are_refused_on_every_process(pair):
     for ends in pair.ends:
         assert ends["odd"].startswith("ConfigError: the prompts of a step do not divide")
+
+
+def test_an_alarm_that_the_main_process_sees_stops_both_after_the_same_step(pair):
+    mine, other = (ends["stopped"] for ends in pair.ends)
+    step = steps_of(pair.folder / "stopped")[-1]["step"]
+    assert step < 10
+    assert mine.startswith(f"TrainingStopped: training was stopped after step {step} of 10 by the alarm kl-high")
+    assert other.startswith(f"TrainingStopped: training was stopped after step {step} of 10 by an alarm")
+    assert [folder.name for folder in (pair.folder / "stopped" / "checkpoints").iterdir()] == [f"step-{step:06d}"]
 
 
 # killed --------------------------------------------------------------------------------------------------------------

@@ -61,9 +61,9 @@ class LinearKL(torch.autograd.Function):
 
             def of_tile(rows: slice, entries: slice) -> Tensor:
                 z, slope = head.logits(mine.recall(rows, entries))
-                log_p, forbidden = z.sub_(log_z[rows]), None if bias is None else z.isneginf()
-                log_q = ref.head.logits(other.recall(rows, entries))[0].sub_(ref_log_z[rows])
-                d = slope_of(log_p, log_q, center[rows]).mul_(g[rows])
+                ref_z = ref.head.logits(other.recall(rows, entries))[0].to(z.dtype)
+                forbidden = None if bias is None else z.isneginf()
+                d = slope_of(z, ref_z, log_z[rows], ref_log_z[rows], center[rows]).mul_(g[rows])
                 d = d if forbidden is None else d.masked_fill_(forbidden, 0)  # p log p is 0 there, not NaN
                 return d if slope is None else d.mul_(slope)
 
@@ -76,24 +76,51 @@ class LinearKL(torch.autograd.Function):
         return (*found, *[None] * 7)
 
 
-def _reverse_slope(log_p: Tensor, log_q: Tensor, center: Tensor) -> Tensor:
-    return log_p.sub(log_q).sub_(center).mul_(log_p.exp())
+def _reverse_slope(z: Tensor, ref_z: Tensor, log_z: Tensor, ref_log_z: Tensor, center: Tensor) -> Tensor:
+    d = torch.sub(z, ref_z, out=ref_z).sub_(log_z - ref_log_z + center)
+    return d.mul_(z.sub_(log_z).exp_())
 
 
-def _forward_slope(log_p: Tensor, log_q: Tensor, center: Tensor) -> Tensor:
-    return log_p.exp().sub_(log_q.exp())
+def _forward_slope(z: Tensor, ref_z: Tensor, log_z: Tensor, ref_log_z: Tensor, center: Tensor) -> Tensor:
+    return z.sub_(log_z).exp_().sub_(ref_z.sub_(ref_log_z).exp_())
 
 
-def _js_slope(log_p: Tensor, log_q: Tensor, center: Tensor) -> Tensor:
-    return _reverse_slope(log_p, torch.logaddexp(log_p, log_q) - math.log(2), center).div_(2)
+def _js_slope(z: Tensor, ref_z: Tensor, log_z: Tensor, ref_log_z: Tensor, center: Tensor) -> Tensor:
+    log_p, log_q = z.sub_(log_z), ref_z.sub_(ref_log_z)
+    log_m = torch.logaddexp(log_p, log_q) - math.log(2)
+    return torch.sub(log_p, log_m, out=log_m).sub_(center).mul_(log_p.exp_()).div_(2)
 
 
-# d KL / d logits of the policy, per entry; the center is the mean of the first bracket under the policy.
-_SLOPES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+# d KL / d logits of the policy, per entry, in the memory of the two logits; the center is the mean of the bracket
+# (log p - log q, or log p - log m) under the policy.
+_SLOPES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "reverse": _reverse_slope,
     "forward": _forward_slope,
     "js": _js_slope,
 }
+
+
+def _within(z: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Both log-normalisers of a tile, and KL(softmax(z) || softmax(other)) within it, each [n]; z is used up.
+
+    With x = other - z less its mean under p = softmax(z), the KL is log sum_v p exp(x), Jensen's gap, which is
+    log1p(sum_v p (expm1(x) - x)): every term is >= 0, as in `exact_kl`, with two exponentials per entry.
+    """
+    x = other - z
+    low, high = x.aminmax()
+    if not bool(high - low <= 60):  # exp(x) could overflow, or an entry is forbidden and x is infinite or NaN
+        least = torch.finfo(z.dtype).min  # where a bias forbids the whole tile, -inf - -inf would be NaN
+        sums = z.logsumexp(1), other.logsumexp(1)
+        log_p, log_q = (y - total[:, None].clamp(min=least) for y, total in zip((z, other), sums, strict=True))
+        return *sums, DIRECTIONS["reverse"](log_p, log_q)
+    top = z.amax(1, keepdim=True)
+    p = z.sub_(top).exp_()
+    total = p.sum(1, keepdim=True)
+    center = (p * x).sum(1, keepdim=True).div_(total)
+    terms = torch.sub(x.sub_(center).expm1(), x, out=x)
+    gap = p.mul_(terms).sum(1).div_(total[:, 0]).log1p_()
+    log_z = total.log_().add_(top)[:, 0]
+    return log_z, log_z + center[:, 0] + gap, gap
 
 
 def _reverse(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -112,7 +139,7 @@ def _divergence(policy: Products, ref: Products, direction: Direction) -> tuple[
     """
     columns, chunks = tiles(policy.hidden, policy.head.weight)
     log_z = policy.hidden.new_empty(2, len(columns), policy.hidden.shape[0], dtype=upcast(policy.hidden[:0]).dtype)
-    within, low = torch.zeros_like(log_z[0]), torch.finfo(log_z.dtype).min
+    within = torch.zeros_like(log_z[0])
 
     def walk(product: Callable[..., Tensor], visit: Callable[[int, slice, Tensor, Tensor], None]) -> None:
         for i, entries in enumerate(columns):
@@ -121,11 +148,12 @@ def _divergence(policy: Products, ref: Products, direction: Direction) -> tuple[
                 visit(i, rows, z, ref_z.to(z.dtype))
 
     def each_tile(i: int, rows: slice, z: Tensor, ref_z: Tensor) -> None:
-        log_z[0, i, rows], log_z[1, i, rows] = z.logsumexp(1), ref_z.logsumexp(1)
-        if direction != "js":
-            # Where a bias forbids the whole tile, -inf - -inf would be NaN.
-            z, ref_z = (x.sub_(y[i, rows, None].clamp(min=low)) for x, y in zip((z, ref_z), log_z, strict=True))
-            within[i, rows] = _reverse(z, ref_z) if direction == "reverse" else _reverse(ref_z, z)
+        if direction == "js":
+            log_z[0, i, rows], log_z[1, i, rows] = z.logsumexp(1), ref_z.logsumexp(1)
+        elif direction == "reverse":
+            log_z[0, i, rows], log_z[1, i, rows], within[i, rows] = _within(z, ref_z)
+        else:
+            log_z[1, i, rows], log_z[0, i, rows], within[i, rows] = _within(ref_z, z)
 
     walk(Products.form, each_tile)
     total, ref_total = log_z.logsumexp(1)

@@ -28,6 +28,9 @@ def _row(name: str, unit: str, better: Better, reduction: str, text: str) -> Met
     return MetricRow(name=name, unit=unit, better=better, reduction=reduction, text=text)
 
 
+POSITIONS = 8
+"""Parts of the longest completion, over which the KL by position is averaged."""
+
 METRICS: dict[str, MetricRow] = {
     row.name: row
     for row in (
@@ -73,12 +76,15 @@ METRICS: dict[str, MetricRow] = {
             "kl/log_ratio_clamped", "share", "lower", "mean over tokens", "Tokens whose log-ratio hit kl_max_log_ratio."
         ),
         _row("kl/lr_factor", "1", "neither", "value", "What kl_lr_guard multiplied the learning rate of the step by."),
-        _row(
-            "kl/position/N_of_8",
-            "nats/token",
-            "neither",
-            "mean over tokens",
-            "k3 of the Nth eighth of the longest completion that is allowed (in TRL and Unsloth).",
+        *(
+            _row(
+                f"kl/position/{n}_of_{POSITIONS}",
+                "nats/token",
+                "neither",
+                "mean over tokens",
+                f"k3 of the tokens in part {n} of {POSITIONS} of the longest completion that is allowed.",
+            )
+            for n in range(1, POSITIONS + 1)
         ),
         _row("kl/host_clamped", "share", "lower", "mean over tokens", "Tokens past the clamps of the host's own KL."),
         _row("kl/weights_truncated", "share", "lower", "mean over tokens", "Off-policy weights cut at kl_max_weight."),

@@ -15,6 +15,7 @@ from klamp.core.advantages import saturated_share
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import masked_log_ratio
 from klamp.core.masking import masked_mean, masked_sum
+from klamp.diagnostics.metrics import POSITIONS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,16 +52,17 @@ class StepRecord:
     """[B] bool: completions whose exact KL was measured."""
 
 
-def step_metrics(record: StepRecord, *, group_size: int) -> dict[str, float]:
+def step_metrics(record: StepRecord, *, group_size: int, max_length: int) -> dict[str, float]:
     """All metrics of a step that follow from its tokens; names as in `METRICS`.
 
     Args:
         record: the whole global batch.
         group_size: completions per prompt.
+        max_length: the longest completion that is allowed, in tokens.
     """
     found = _reward_metrics(record, group_size) | _policy_metrics(record)
     if record.ref is not None:
-        found |= _kl_metrics(record, record.ref)
+        found |= _kl_metrics(record, record.ref, max_length)
     if record.original is not None:
         mask = record.kl_mask & _scored(record)[:, None]
         delta = masked_log_ratio(record.policy, record.original, mask)
@@ -97,7 +99,7 @@ def _scored(record: StepRecord) -> Tensor:
     return torch.ones_like(record.ended) if record.ref_rows is None else record.ref_rows
 
 
-def _kl_metrics(record: StepRecord, ref: Tensor) -> dict[str, Tensor]:
+def _kl_metrics(record: StepRecord, ref: Tensor, max_length: int) -> dict[str, Tensor]:
     scored = _scored(record)
     mask = record.kl_mask & scored[:, None]
     delta = masked_log_ratio(record.policy, ref, mask)
@@ -110,7 +112,24 @@ def _kl_metrics(record: StepRecord, ref: Tensor) -> dict[str, Tensor]:
     if size.numel():
         found["kl/log_ratio_max"] = size.max()
         found["kl/log_ratio_p99"] = size.sort().values[min(size.numel() - 1, int(0.99 * size.numel()))]
-    return found
+    by_position = means_by_position(ESTIMATORS["k3"].value(delta), mask, max_length=max_length)
+    return found | {name: mean for name, (mean, count) in by_position.items() if count > 0}
+
+
+def means_by_position(values: Tensor, mask: Tensor, *, max_length: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """`kl/position/N_of_8` -> (mean over the tokens there, their number), for all eight.
+
+    Args:
+        values: [B, T]
+        mask: [B, T] bool: which of them count.
+        max_length: the longest completion that is allowed, in tokens; a part is an eighth of it, rounded up.
+    """
+    width = -(-max_length // POSITIONS)
+    parts = [slice(n * width, (n + 1) * width) for n in range(POSITIONS)]
+    return {
+        f"kl/position/{n}_of_{POSITIONS}": (masked_mean(values[:, part], mask[:, part]), mask[:, part].sum())
+        for n, part in enumerate(parts, start=1)
+    }
 
 
 def _exact_metrics(record: StepRecord, rows: Tensor) -> dict[str, Tensor]:

@@ -189,7 +189,8 @@ class Trainer:
 
     def _measure(self, rollout: Rollout, outputs: list[UpdateOutput]) -> dict[str, float]:
         record = gather_record(self.context, rollout, outputs[0])
-        metrics = step_metrics(record, group_size=self.context.config.rollout.num_generations)
+        asked = self.context.config.rollout
+        metrics = step_metrics(record, group_size=asked.num_generations, max_length=asked.max_completion_length)
         metrics |= outputs[0].losses
         done = [o for o in outputs if not o.stopped]
         norms = [o.grad_norm for o in done if o.grad_norm is not None]

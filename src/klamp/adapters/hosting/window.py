@@ -12,9 +12,7 @@ from klamp.core.gradients import masked_log_ratio
 from klamp.core.masking import masked_mean
 from klamp.core.term import Gate, KLTerm, carries_kl, kl_metrics, require_reference
 from klamp.core.types import Batch
-
-POSITIONS = 8
-"""Buckets of the KL by position; each is an eighth of the longest completion."""
+from klamp.diagnostics.statistics import means_by_position
 
 _SEQUENCES = ("kl/k3_sequence", "kl/budget", "kl/before_clip", "kl/after_clip", "kl/over_budget", "length/mean")
 _TRAINED = ("kl/weights_truncated", "policy/logp_mean", "ref/logp_mean")
@@ -50,18 +48,13 @@ class Window:
             self._count(name, mean.double(), torch.as_tensor(counts[kind], device=mean.device).double())
         delta = masked_log_ratio(batch.policy_logprobs, ref, kl_mask)
         self.log_ratios.append(delta[kl_mask].float())
-        self._by_position(ESTIMATORS["k3"].value(delta), kl_mask)
+        by_position = means_by_position(ESTIMATORS["k3"].value(delta), kl_mask, max_length=self.max_length)
+        for name, (mean, count) in by_position.items():
+            self._count(name, mean.double(), count.double())
 
     def add_exact(self, exact: Tensor, kl_mask: Tensor) -> None:
         """Take in the exact KL of some rows of a micro-batch, [b, T]."""
         self._count("kl/exact", masked_mean(exact.detach(), kl_mask).double(), kl_mask.sum().double())
-
-    def _by_position(self, values: Tensor, kl_mask: Tensor) -> None:
-        width = -(-self.max_length // POSITIONS)
-        for bucket in range(POSITIONS):
-            part = slice(bucket * width, (bucket + 1) * width)
-            mean, count = masked_mean(values[:, part], kl_mask[:, part]), kl_mask[:, part].sum()
-            self._count(f"kl/position/{bucket + 1}_of_{POSITIONS}", mean.double(), count.double())
 
     def _count(self, name: str, mean: Tensor, count: Tensor) -> None:
         empty = torch.zeros(2, dtype=torch.float64, device=count.device)
