@@ -1,4 +1,4 @@
-# klamp. `make demo` trains; `make test` runs every check. Both build .venv first, once.
+# klamp. `make demo` trains and writes a report; `make test` runs every check. Both build .venv first, once.
 
 # The first of these that is Python 3.11 or newer makes the environment. `make PYTHON=... demo` names another.
 PYTHON ?= python3.11 python3
@@ -15,12 +15,13 @@ DEMO_ARGS   ?=
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install demo test test-slow test-verl test-unsloth test-tinker-oldest test-trl-oldest lint format docs pytest clean distclean
+.PHONY: help install demo test test-slow test-report test-verl test-unsloth test-tinker-oldest test-trl-oldest lint format docs pytest clean distclean
 
 help:
-	@echo "make demo    make the environment, train on the built-in task, say where the run's files are"
+	@echo "make demo    make the environment, train on the built-in task, write the run's report"
 	@echo "make test    every check: lint, types, imports, docs, tests (PYTEST_ARGS='-k name' narrows the tests)"
 	@echo "make test-slow   the examples and the benchmarks, as programs"
+	@echo "make test-report   the HTML report in a real browser (Chromium; installed with apt-get where there is none)"
 	@echo "make test-verl   the tests against a real trainer whose pins clash with ours, in an environment of its own"
 	@echo "make test-unsloth   likewise, against TRL as Unsloth patches it"
 	@echo "make test-tinker-oldest, make test-trl-oldest   likewise, with the oldest versions that klamp supports"
@@ -47,12 +48,12 @@ $(READY): pyproject.toml constraints.txt
 	echo "Making $(VENV) with $$("$$python" --version) and installing klamp: once, two to five minutes."; \
 	"$$python" -m venv $(VENV); \
 	$(PIP) torch --constraint constraints.txt; \
-	$(PIP) --editable '.[train,wandb,trl,tinker,dev]' --constraint constraints.txt; \
+	$(PIP) --editable '.[train,wandb,trl,tinker,ray,dev]' --constraint constraints.txt; \
 	touch $@
 
 demo: $(READY)
 	$(BIN)/klamp train $(DEMO_ARGS)
-	@echo "The run's files are in $$(ls -dt runs/*/ | head -n 1)"
+	@$(BIN)/klamp report $$(ls -dt runs/*/ | head -n 1) && echo "Open that file in a browser; the run's files are beside it."
 
 test: lint docs pytest
 
@@ -70,13 +71,18 @@ docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 pytest: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile $(SLOW:%=--ignore=%) $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile $(SLOW:%=--ignore=%) --ignore=tests/browser $(PYTEST_ARGS)
 
 # Whole programs, several processes of them at a time.
-SLOW := tests/examples tests/benchmarks
+SLOW := tests/examples tests/benchmarks tests/tasks/test_filler_model.py
 
 test-slow: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist load $(SLOW) $(PYTEST_ARGS)
+
+# In a real browser: the one that is there, else Debian's Chromium.
+test-report: $(READY)
+	scripts/chromium.sh
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/browser $(PYTEST_ARGS)
 
 # What clashes with the development environment has one of its own: hosts with other pins, and the oldest versions.
 test-verl: SUITE := tests/hosts/verl

@@ -67,6 +67,7 @@ def test_files_are_named_where_they_exist(tmp_path: Path) -> None:
     assert after(lines, "completions") == [str(folder / "completions.jsonl")]
     assert after(lines, "checkpoints") == [f"{folder / 'checkpoints'}:", "step-000100"]
     assert after(lines, "TensorBoard")[-2:] == ["--logdir", str(folder)]
+    assert after(lines, "look at it")[-2:] == ["report", str(folder)]
     assert after(lines, "continue")[-3:] == ["--resume", "--max_steps", "400"]
     (folder / "completions.jsonl").unlink()
     assert not any(line.startswith("completions") for line in summary_lines(folder))

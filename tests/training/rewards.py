@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-STATE = {"calls": 0, "break_at": -1}
-"""Calls of `breaks` so far, and the call at which it raises."""
+STATE: dict[str, float] = {"calls": 0, "break_at": -1, "pay": 0.0}
+"""Calls of `breaks` so far, and the call at which it raises; what `seven` pays for length."""
 
 
 def digits(completion: str, **_: Any) -> float:
@@ -35,6 +35,11 @@ def not_a_number(completion: str, **fields: Any) -> float:
     """`digits`, and NaN from the call that was asked for."""
     STATE["calls"] += 1
     return float("nan") if STATE["calls"] == STATE["break_at"] else digits(completion, **fields)
+
+
+def seven(completion: str, **_: Any) -> float:
+    """1 for a first character that is a 7, and where that is earned what is paid for every character after it."""
+    return float(completion.startswith("7")) * (1 + STATE["pay"] * sum(c != "7" for c in completion))
 
 
 def half(completion: str, *, answer: str) -> float:

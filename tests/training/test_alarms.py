@@ -11,12 +11,13 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
 import torch
 from tests.training import rewards
-from tests.training.conftest import TINY, disturb
+from tests.training.conftest import TINY, disturb, steps_of
 
 from klamp.adapters.records import read_record
 from klamp.diagnostics.alarms import ALARMS
@@ -224,6 +225,47 @@ def test_little_learning_is_a_note(llama: str, tmp_path: Path) -> None:
     assert found(diagnosis, "kl-low").first_step == 20
 
 
+PADDED: dict[str, Any] = {
+    "reward": "tests.training.rewards:seven",
+    "scale_rewards": "none",
+    "beta": 0.1,
+    "max_completion_length": 24,
+    "prompts_per_step": 6,
+    "num_generations": 8,
+    "learning_rate": 2e-3,
+    "lr_scheduler_type": "constant",
+    "max_steps": 40,
+}
+"""The first character is learned and costs most of the KL; every further one takes something from the reward."""
+
+
+def test_a_reward_that_begins_to_pay_for_length_dilutes_the_kl(
+    gpt2: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(rewards.STATE, "pay", -0.1)
+
+    def plant(trainer: Trainer, told: Told) -> None:
+        told.after_step = lambda step: rewards.STATE.update(pay=0.05) if step == 20 else None
+
+    finding = found(trained(tmp_path, plant=plant, model=gpt2, **PADDED), "dilution")
+    assert 20 < finding.first_step <= 40
+    steps = steps_of(tmp_path)[finding.first_step - 20 : finding.first_step]
+    length, kl, sequence = (
+        fmean(step[name] for step in steps[10:]) / fmean(step[name] for step in steps[:10])
+        for name in ("length/mean", "kl/exact", "kl/exact_sequence")
+    )
+    assert length > 1.2 and kl < 1 / 1.2 and sequence > 0.9, "longer, less per token, no less in all"
+
+
+def test_without_that_pay_the_same_run_is_not_diluted(
+    gpt2: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(rewards.STATE, "pay", -0.1)
+    diagnosis = trained(tmp_path, model=gpt2, **PADDED)
+    assert alarms(diagnosis) == set()
+    assert fmean(step["kl/exact_sequence"] for step in steps_of(tmp_path)[-10:]) > 2, "it learned the same"
+
+
 def stopped(config: TrainConfig) -> TrainingStopped:
     with pytest.raises(TrainingStopped) as caught:
         train_run(config)
@@ -259,6 +301,7 @@ def test_names_to_stop_on_are_checked() -> None:
     ("changes", "verifier"),
     [
         ({}, "rules"),
+        ({"task": "arithmetic-filler"}, "rules"),
         ({"task": "reasoning_gym:leg_counting"}, "rules"),
         ({"reward": "tests.training.rewards:digits"}, None),
         ({"task": "data.jsonl", "reward": "math_verify"}, "rules"),

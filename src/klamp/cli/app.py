@@ -37,10 +37,14 @@ COMMANDS = {
     "train": Command(
         module="klamp.cli.train", summary="train a model with GRPO, its KL held; without arguments the built-in task"
     ),
+    "ablate": Command(
+        module="klamp.cli.ablate", summary="compare settings: a grid of flags over seeds, one table, pictures"
+    ),
     "verify": Command(module="klamp.cli.verify", summary="prove klamp's claims on this machine, in seconds"),
     "explain": Command(module="klamp.cli.explain", summary="what a configuration's KL does, in words and numbers"),
     "audit": Command(module="klamp.cli.audit", summary="what the KL of an installed trainer, or of any function, does"),
     "doctor": Command(module="klamp.cli.doctor", summary="what is wrong with a run, from what it left behind"),
+    "report": Command(module="klamp.cli.report", summary="one HTML file that shows a run, or compares several"),
 }
 
 

@@ -41,15 +41,20 @@ def parse_train(argv: Sequence[str]) -> TrainRequest:
         given = {f"file {flags['config']}": read_file(flags["config"]), **given}
     preset = {name: value for values in given.values() for name, value in values.items() if name == "preset"}
     if preset.get("preset") is not None:
-        given = {f"preset {preset['preset']}": _preset_values(preset["preset"]), **given}
+        given = {f"preset {preset['preset']}": preset_values(preset["preset"]), **given}
     options, values, sources = _merge(given)
     return TrainRequest(
         config=TrainConfig.from_flat(values), options=TrainOptions(**options), sources=sources, argv=tuple(argv)
     )
 
 
-def _preset_values(name: str) -> dict[str, Any]:
-    """The KL and loss fields in which a recipe differs from the defaults."""
+def preset_values(name: str) -> dict[str, Any]:
+    """The KL and loss fields in which a recipe differs from the defaults.
+
+    Raises:
+        UnknownNameError: an unknown recipe; names the nearest.
+        ConfigError: a printed formula that is no penalty on KL(policy||ref).
+    """
     preset, defaults = find_preset(name), TrainConfig().flat()
     recipe = {**dataclasses.asdict(preset.kl), **dataclasses.asdict(preset.loss)}
     return {field: value for field, value in recipe.items() if value != defaults[field]}

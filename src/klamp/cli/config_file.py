@@ -42,7 +42,17 @@ def read_file(path: str | Path) -> dict[str, Any]:
             different values.
     """
     path = Path(path)
-    values = [(key, _read_entry(key, value, path)) for key, value in _flat(_load(path), path)]
+    return read_entries(load_yaml(path), path)
+
+
+def read_entries(content: Mapping[Any, Any], path: Path) -> dict[str, Any]:
+    """The fields that a mapping of a YAML file names; see `read_file`.
+
+    Args:
+        content: keys as in a file, flat or under their section.
+        path: the file, for messages.
+    """
+    values = [(key, read_entry(key, value, path)) for key, value in _flat(content, path)]
     merged: dict[str, Any] = {}
     for key, value in values:
         if key in merged and merged[key] != value:
@@ -51,7 +61,12 @@ def read_file(path: str | Path) -> dict[str, Any]:
     return resolve_aliases(merged, set(fields()))
 
 
-def _load(path: Path) -> Mapping[Any, Any]:
+def load_yaml(path: Path) -> Mapping[Any, Any]:
+    """The mapping that a YAML file holds.
+
+    Raises:
+        ConfigError: no such file, no valid YAML, or no mapping.
+    """
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (OSError, UnicodeDecodeError) as error:
@@ -95,7 +110,18 @@ def _flat(content: Mapping[Any, Any], path: Path) -> list[tuple[str, Any]]:
     return entries
 
 
-def _read_entry(key: str, value: object, path: Path) -> Any:
+def read_entry(key: str, value: object, path: Path) -> Any:
+    """The value of a field from what stands in a YAML file.
+
+    Args:
+        key: the field's name or alias.
+        value: a scalar, or a list where the field takes several values.
+        path: the file, for messages.
+
+    Raises:
+        UnknownNameError: an unknown key, or an unknown choice; names the nearest.
+        ConfigError: a value that cannot be read.
+    """
     if key not in known_names() or key in NOT_IN_FILES:
         why = "it is an option of the command line" if key in NOT_IN_FILES else "it is no field of the configuration"
         raise unknown_key(f"key in {path}", key, known_names() - set(NOT_IN_FILES), why=why)

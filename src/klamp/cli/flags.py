@@ -25,7 +25,7 @@ def read_flags(argv: Sequence[str]) -> dict[str, Any]:
         UnknownNameError: an unknown flag, or an unknown choice; names the nearest.
         ConfigError: a value that cannot be read, or two names of one field with different values.
     """
-    given = dict(_read_group(flag, words) for flag, words in split_flags(argv))
+    given = dict(read_group(flag, words) for flag, words in split_flags(argv))
     return resolve_aliases(given, set(fields()))
 
 
@@ -59,27 +59,35 @@ def unknown_key(kind: str, name: str, known: Collection[str], *, why: str) -> Un
     return UnknownNameError(f"unknown {kind}", got=name, why=why, fix=fix)
 
 
-def _read_group(flag: str, words: list[str]) -> tuple[str, Any]:
+def read_group(flag: str, words: list[str]) -> tuple[str, Any]:
+    """The name that a flag stands for, and its value.
+
+    Raises:
+        UnknownNameError: an unknown flag, or an unknown choice; names the nearest.
+        ConfigError: a value that cannot be read.
+    """
     name = field_name(flag)
-    field = _find(name)
+    field = find_field(name)
     if field is not None:
         switched_on = field.is_switch and not words
         return name, read_value(field, ["True"] if switched_on else words, shown=flag)
-    switch = _find(name.removeprefix("no_"))
+    switch = find_field(name.removeprefix("no_"))
     if name.startswith("no_") and switch is not None and switch.is_switch:
         if words:
             raise ConfigError(
                 f"{flag} takes no value", got=" ".join(words), why="it switches off", fix=f"--{switch.name} True"
             )
         return switch.name, False
-    raise unknown_key("flag", flag, _every_flag(), why="no field of the configuration has this name")
+    raise unknown_key("flag", flag, every_flag(), why="no field of the configuration has this name")
 
 
-def _find(name: str) -> Field | None:
+def find_field(name: str) -> Field | None:
+    """The field of this name or alias; None where there is none."""
     return fields().get(ALIASES.get(name, name))
 
 
-def _every_flag() -> set[str]:
+def every_flag() -> set[str]:
+    """Every flag of `klamp train`."""
     off = {f"--no_{field.name}" for field in fields().values() if field.is_switch}
     return {f"--{name}" for name in known_names()} | off | {"--help"}
 

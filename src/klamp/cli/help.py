@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Annotated, Any
 
 import tyro
@@ -29,20 +30,36 @@ def print_train_help() -> None:
     Raises:
         SystemExit: always; tyro leaves when the help is printed.
     """
-    groups = {"train": TrainOptions, **section_classes()}
+    print_help("klamp train", DESCRIPTION, TrainOptions)
+
+
+def print_help(command: str, description: str, options: type, *, hidden: Collection[str] = ()) -> None:
+    """Print the help of a command that takes the fields of the configuration.
+
+    Args:
+        command: as it is called.
+        description: what stands above the flags.
+        options: class of the command's own flags.
+        hidden: fields of the configuration that it does not take.
+
+    Raises:
+        SystemExit: always; tyro leaves when the help is printed.
+    """
+    groups = {command.rpartition(" ")[2]: _mirror(options, ())}
+    groups |= {name: _mirror(cls, hidden) for name, cls in section_classes().items()}
     shown = dataclasses.make_dataclass(
         "Train",
-        [(name, tyro.conf.OmitArgPrefixes[_mirror(cls)], dataclasses.field()) for name, cls in groups.items()],
+        [(name, tyro.conf.OmitArgPrefixes[cls], dataclasses.field()) for name, cls in groups.items()],
         kw_only=True,
     )
-    tyro.cli(shown, prog="klamp train", description=DESCRIPTION, use_underscores=True, args=["--help"])
+    tyro.cli(shown, prog=command, description=description, use_underscores=True, args=["--help"])
 
 
-def _mirror(cls: type) -> Any:
+def _mirror(cls: type, hidden: Collection[str]) -> Any:
     """The class as tyro shows it: nothing is checked when it is built, and aliases are listed beside their field."""
     return dataclasses.make_dataclass(
         cls.__name__,
-        [(each.name, hint, dataclasses.field(default=each.default)) for each, hint in _annotated(cls)],
+        [(each.name, hint, dataclasses.field(default=each.default)) for each, hint in _annotated(cls, hidden)],
         bases=(cls,),
         kw_only=True,
         frozen=True,
@@ -50,12 +67,14 @@ def _mirror(cls: type) -> Any:
     )
 
 
-def _annotated(cls: Any) -> list[tuple[dataclasses.Field[Any], Any]]:
+def _annotated(cls: Any, hidden: Collection[str]) -> list[tuple[dataclasses.Field[Any], Any]]:
     """The fields that tyro should show in another way than by their type alone."""
     shown: list[tuple[dataclasses.Field[Any], Any]] = []
     for each in dataclasses.fields(cls):
         aliases = [f"--{alias}" for alias, name in ALIASES.items() if name == each.name]
-        if each.name == "preset":
+        if each.name in hidden:
+            shown.append((each, Annotated[Any, tyro.conf.Fixed, tyro.conf.SuppressFixed]))
+        elif each.name == "preset":
             shown.append((each, Annotated[str | None, tyro.conf.arg(metavar=f"{{{','.join(PRESETS)}}}")]))
         elif aliases:
             shown.append((each, Annotated[float, tyro.conf.arg(aliases=aliases)]))

@@ -74,6 +74,7 @@ def _files(config: TrainConfig, summary: RunSummary) -> list[tuple[str, str]]:
         lines.append(("checkpoints", f"{saved[-1].parent}: {', '.join(path.name for path in saved)}"))
     if "tensorboard" in config.run.report_to:
         lines.append(("TensorBoard", f"{tool('tensorboard')} --logdir {folder}"))
+    lines.append(("look at it", f"{tool('klamp')} report {folder}"))
     if saved:
         more = max(1, 2 * summary.steps)
         lines.append(("continue", resume_command(config, folder, max_steps=more)))

@@ -62,7 +62,7 @@ def _print_rich(
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=any(headings), show_edge=False)
     for heading in headings:
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")  # a unit that is cut off says nothing
     for row in rows:
         table.add_row(*(Text(cell, style=styles.get(cell, "")) for cell in row))
     console = Console(file=stream, highlight=False)

@@ -70,7 +70,7 @@ class Field:
 def fields() -> dict[str, Field]:
     """Every field that the command line knows, by name."""
     sections = {"": TrainOptions, **section_classes()}
-    return {field.name: field for section, cls in sections.items() for field in _fields_of(section, cls)}
+    return {field.name: field for section, cls in sections.items() for field in fields_of(section, cls)}
 
 
 def known_names() -> set[str]:
@@ -123,7 +123,13 @@ def _texts(field: Field) -> list[str]:
     return [str(each) for each in field.default] if many else [str(field.default)]
 
 
-def _fields_of(section: str, cls: Any) -> list[Field]:
+def fields_of(section: str, cls: Any) -> list[Field]:
+    """The fields of a class of options, in its order.
+
+    Args:
+        section: the section that it is.
+        cls: a dataclass whose fields all have defaults.
+    """
     hints, defaults = typing.get_type_hints(cls), cls()
     return [
         _field(each.name, section, hints[each.name], getattr(defaults, each.name)) for each in dataclasses.fields(cls)

@@ -12,7 +12,8 @@ from typing import Any
 import yaml
 
 from klamp.config import LOSS_TYPES, KLConfig
-from klamp.tasks.base_model import BaseModelConfig, base_model_folder
+from klamp.tasks.base_model import base_model_folder
+from klamp.tasks.filler import builtin_model
 from klamp.training.config import TrainConfig
 
 BUILTIN = "builtin"
@@ -31,7 +32,7 @@ def describe_model(config: TrainConfig) -> str:
         return f"{model.model} at the Tinker service; a LoRA adapter of rank {model.lora_r or 32} is trained"
     name = model.model
     if name == BUILTIN:
-        cached = base_model_folder(BaseModelConfig()).is_dir()
+        cached = base_model_folder(builtin_model(config.task.task)).is_dir()
         state = "cached" if cached else "not cached yet: taught first, a minute or two"
         name = f"builtin: a small Llama for arithmetic ({state})"
     moves = f"a LoRA adapter of rank {model.lora_r} is trained" if model.lora_r else "all weights are trained"

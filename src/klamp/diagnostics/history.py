@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 Verifier: TypeAlias = Literal["rules", "model"]
 Side: TypeAlias = Literal["ref", "sampler"]
@@ -61,6 +61,8 @@ class Completion:
     """Whether it ends with an end token, rather than at the length limit."""
     group: str = ""
     """What the completions of one prompt have in common."""
+    prompt: str = ""
+    """What was asked, where the record says."""
     reward: float | None = None
     """Its reward."""
     advantage: float | None = None
@@ -108,6 +110,8 @@ class History:
     """Who wrote the record, in words."""
     settings: Settings = field(default_factory=Settings)
     """What is known of the configuration."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """All that the record says of the configuration, by the names of who wrote it."""
     rows: list[Row] = field(default_factory=list)
     """Logged steps, in order."""
     evaluations: list[Row] = field(default_factory=list)

@@ -8,7 +8,8 @@ from klamp.errors import ConfigError
 from klamp.tasks.arithmetic import arithmetic_task, arithmetic_tokenizer
 from klamp.tasks.base import Example, Task, checked
 from klamp.tasks.base_model import BaseModelConfig, base_model_folder, load_base_model
-from klamp.tasks.config import TaskConfig
+from klamp.tasks.config import BUILT_IN_TASKS, FILLER_TASK, TaskConfig
+from klamp.tasks.filler import FillerModelConfig, builtin_model, filler_task
 from klamp.tasks.prompts import check_prompts
 from klamp.tasks.rewards import named_reward, with_reward
 
@@ -18,13 +19,16 @@ if TYPE_CHECKING:
 __all__ = [
     "BaseModelConfig",
     "Example",
+    "FillerModelConfig",
     "Task",
     "TaskConfig",
     "arithmetic_task",
     "arithmetic_tokenizer",
     "base_model_folder",
+    "builtin_model",
     "check_prompts",
     "checked",
+    "filler_task",
     "load_base_model",
     "load_task",
     "named_reward",
@@ -44,8 +48,8 @@ def load_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
         ConfigError: options that do not fit this kind of task.
     """
     _refuse_unused(config)
-    if config.task == "arithmetic":
-        task = arithmetic_task(config)
+    if config.task in BUILT_IN_TASKS:
+        task = (filler_task if config.task == FILLER_TASK else arithmetic_task)(config)
     elif config.task.startswith("reasoning_gym:"):
         from klamp.tasks.reasoning_gym import reasoning_gym_task
 
@@ -63,9 +67,9 @@ _NOT_ARITHMETIC = ("chat_template", "system_prompt")
 
 def _refuse_unused(config: TaskConfig) -> None:
     """Refuse options that this kind of task would pass over in silence."""
-    generated = config.task == "arithmetic" or config.task.startswith("reasoning_gym:")
+    generated = config.task in BUILT_IN_TASKS or config.task.startswith("reasoning_gym:")
     unused = _FILES_ONLY if generated else ()
-    unused += _NOT_ARITHMETIC if config.task == "arithmetic" else ()
+    unused += _NOT_ARITHMETIC if config.task in BUILT_IN_TASKS else ()
     for name in unused:
         if getattr(config, name):
             raise ConfigError(

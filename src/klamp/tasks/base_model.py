@@ -109,6 +109,10 @@ class BaseModelConfig:
         """The weight of each skill."""
         return {"addition": self.addition, "subtraction": self.subtraction, "reversal": self.reversal}
 
+    def rows(self, count: int) -> Iterator[tuple[str, str]]:
+        """The first `count` training rows."""
+        return corpus(self.mixture(), count, carelessness=self.carelessness, seed=self.seed)
+
 
 def cache_root() -> Path:
     """The folder of all cached models: `KLAMP_CACHE`, else `~/.cache/klamp`."""
@@ -121,7 +125,7 @@ def base_model_folder(config: BaseModelConfig) -> Path:
     Args:
         config: the whole of it, the recipe's version and the first training rows make up the folder's name.
     """
-    rows = list(_corpus(config, _FINGERPRINT_ROWS))
+    rows = list(config.rows(_FINGERPRINT_ROWS))
     key = json.dumps({"recipe": RECIPE, "rows": rows, **asdict(config)}, sort_keys=True)
     return cache_root() / f"base-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
@@ -216,13 +220,9 @@ def _completion_loss(model: LlamaForCausalLM, tokens: torch.Tensor, labels: torc
 def _batches(config: BaseModelConfig) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """One (tokens, labels) pair per step, tokenized up front; labels[t] is the token after tokens[t]."""
     size = config.batch_size
-    tokens, labels = training_tensors(_corpus(config, config.steps * size))
+    tokens, labels = training_tensors(config.rows(config.steps * size))
     for start in range(0, len(tokens), size):
         yield tokens[start : start + size], labels[start : start + size]
-
-
-def _corpus(config: BaseModelConfig, count: int) -> Iterator[tuple[str, str]]:
-    return corpus(config.mixture(), count, carelessness=config.carelessness, seed=config.seed)
 
 
 def _store(config: BaseModelConfig, folder: Path, progress: Progress | None) -> None:

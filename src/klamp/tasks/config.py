@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from klamp.errors import ConfigError
 
+ARITHMETIC_TASK, FILLER_TASK = "arithmetic", "arithmetic-filler"
+BUILT_IN_TASKS = (ARITHMETIC_TASK, FILLER_TASK)
+"""Tasks that need no data and have a base model of their own."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig:
@@ -16,7 +20,8 @@ class TaskConfig:
     """
 
     task: str = "arithmetic"
-    """`arithmetic`, `reasoning_gym:NAME`, or the path of a .jsonl, .json or .parquet file."""
+    """`arithmetic`, `arithmetic-filler` (its reward does not see padding), `reasoning_gym:NAME`, or the path of a
+    .jsonl, .json or .parquet file."""
 
     reward: str = ""
     """`exact_match`, `math_verify`, `format_regex:PATTERN` or `module:function`; empty: the task's own."""

@@ -78,9 +78,11 @@ def training_tensors(rows: Iterator[tuple[str, str]]) -> tuple[Tensor, Tensor]:
 
     vocabulary = arithmetic_tokenizer().get_vocab()
     pad, end = vocabulary[PAD_TOKEN], vocabulary[EOS_TOKEN]
-    width = MAX_PROMPT_LENGTH + MAX_COMPLETION_LENGTH
+    held = list(rows)
+    longest = max((len(prompt) + len(completion) + 1 for prompt, completion in held), default=0)
+    width = max(MAX_PROMPT_LENGTH + MAX_COMPLETION_LENGTH, longest)
     tokens, labels = [], []
-    for prompt, completion in rows:
+    for prompt, completion in held:
         row = [*(vocabulary[character] for character in prompt + completion), end]
         padding = width - len(row)
         tokens.append(row[:-1] + [pad] * padding)

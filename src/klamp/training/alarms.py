@@ -12,6 +12,7 @@ from klamp.diagnostics.alarms import ALARMS
 from klamp.diagnostics.doctor import Finding
 from klamp.diagnostics.history import Completion, History, Row, Settings, Verifier
 from klamp.errors import TrainingStopped
+from klamp.tasks.config import BUILT_IN_TASKS
 from klamp.training.config import TrainConfig
 from klamp.training.folders import ALARMS_FILE
 from klamp.training.observers import Observer, RunInfo
@@ -119,7 +120,7 @@ def settings_of(config: TrainConfig, *, rl_skill: str | None = None) -> Settings
 
 def _verifier(config: TrainConfig) -> Verifier | None:
     reward, task = config.task.reward, config.task.task
-    generated = task == "arithmetic" or task.startswith("reasoning_gym:")
+    generated = task in BUILT_IN_TASKS or task.startswith("reasoning_gym:")
     rules = reward.partition(":")[0] in RULES or (generated and not reward)
     return "rules" if rules else None
 
@@ -139,6 +140,7 @@ def completion_of(step: int, row: Mapping[str, Any]) -> Completion:
         trained=row.get("trained"),
         ended=row.get("ended"),
         group=str(row.get("prompt", "")),
+        prompt=str(row.get("prompt", "")),
         reward=row.get("reward"),
         advantage=row.get("advantage"),
     )

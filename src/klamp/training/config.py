@@ -35,7 +35,7 @@ class ModelConfig:
     """Which model is trained, against which reference, and which of its weights move."""
 
     model: str = "builtin"
-    """`builtin` (the small arithmetic model, trained once and cached), a local folder, or a hub id."""
+    """`builtin` (a small model for the built-in task, trained once and cached), a local folder, or a hub id."""
     ref_model: str | None = None
     """The reference; None: the model itself, as it was before training."""
     tokenizer: str | None = None

@@ -13,6 +13,8 @@ METRICS_FILE, COMPLETIONS, VERSIONS, SUMMARY = "metrics.jsonl", "completions.jso
 """What else it writes."""
 ALARMS_FILE = "alarms.jsonl"
 """The alarms that rose, each once."""
+BESIDE = ("run.json", "log.txt", "outcome.json")
+"""What `klamp ablate` keeps beside a run's own files."""
 
 
 def run_folder(config: TrainConfig) -> Path:
@@ -39,7 +41,7 @@ def check_folder(folder: Path, *, resume: bool) -> None:
     Raises:
         RunFolderError: the folder holds a run (or anything else) and resume is off; or resume is on and it holds none.
     """
-    held = folder.is_dir() and any(folder.iterdir())
+    held = folder.is_dir() and any(each.name not in BESIDE for each in folder.iterdir())
     if folder.exists() and not folder.is_dir():
         raise RunFolderError(
             "the output folder is a file",

@@ -12,14 +12,18 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from klamp.errors import ModelError
-from klamp.tasks.base_model import BaseModelConfig, load_base_model
+from klamp.tasks.base_model import load_base_model
+from klamp.tasks.config import ARITHMETIC_TASK
+from klamp.tasks.filler import builtin_model
 from klamp.training.config import ModelConfig
 
 BUILTIN = "builtin"
 Progress = Callable[[int, int, float], None]
 
 
-def load_model(spec: str, dtype: str = "float32", *, progress: Progress | None = None) -> PreTrainedModel:
+def load_model(
+    spec: str, dtype: str = "float32", *, progress: Progress | None = None, task: str = ARITHMETIC_TASK
+) -> PreTrainedModel:
     """A causal LM with every dropout off, in evaluation mode.
 
     Dropout is off for good: with it, the policy would differ from the reference before the first step.
@@ -28,12 +32,13 @@ def load_model(spec: str, dtype: str = "float32", *, progress: Progress | None =
         spec: `builtin`, a local folder, or a hub id.
         dtype: data type of the weights.
         progress: told about the training of the built-in model, where that is needed.
+        task: the task whose base model `builtin` is.
 
     Raises:
         ModelError: the folder or id holds no causal LM.
     """
     if spec == BUILTIN:
-        model, _ = load_base_model(BaseModelConfig(), progress=progress)
+        model, _ = load_base_model(builtin_model(task), progress=progress)
         model = model.to(getattr(torch, dtype))
     else:
         model = _pretrained(AutoModelForCausalLM, spec, "a causal language model", dtype=getattr(torch, dtype))
@@ -49,14 +54,18 @@ def load_model(spec: str, dtype: str = "float32", *, progress: Progress | None =
     return model.eval()
 
 
-def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(spec: str, *, task: str = ARITHMETIC_TASK) -> PreTrainedTokenizerBase:
     """The tokenizer of a model, ready for left padding.
+
+    Args:
+        spec: `builtin`, a local folder, or a hub id.
+        task: the task whose base model `builtin` is.
 
     Raises:
         ModelError: no tokenizer there, or one without an end token.
     """
     if spec == BUILTIN:
-        _, tokenizer = load_base_model(BaseModelConfig())
+        _, tokenizer = load_base_model(builtin_model(task))
     else:
         tokenizer = _pretrained(AutoTokenizer, spec, "a tokenizer")
     return ready_tokenizer(tokenizer, spec)

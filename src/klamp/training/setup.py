@@ -132,8 +132,8 @@ def build(config: TrainConfig, accelerator: Accelerator, folder: Path, observers
 
     resumed = checkpoint.newest(folder) if config.run.resume else None
     with accelerator.main_process_first():  # the built-in model is trained once, by one process
-        start = load_model(config.model.model, config.model.dtype, progress=progress)
-    tokenizer = load_tokenizer(config.model.tokenizer or config.model.model)
+        start = load_model(config.model.model, config.model.dtype, progress=progress, task=config.task.task)
+    tokenizer = load_tokenizer(config.model.tokenizer or config.model.model, task=config.task.task)
     _check_vocabulary(start, tokenizer, config.model)
     task = load_task(config.task, tokenizer)
     longest = max_length(start)
@@ -253,7 +253,7 @@ def _references(
     if copied is not None:
         return FrozenReference(_placed(copied, config, accelerator), traits=traits), None
     assert config.model.ref_model is not None
-    model = load_model(config.model.ref_model, config.model.dtype)
+    model = load_model(config.model.ref_model, config.model.dtype, task=config.task.task)
     if output_size(model) != output_size(policy):
         raise ModelError(
             "the reference has another vocabulary than the policy",
@@ -274,7 +274,8 @@ def _placed(model: nn.Module, config: TrainConfig, accelerator: Accelerator) -> 
 
 def _fresh_policy(config: TrainConfig, accelerator: Accelerator) -> nn.Module:
     """The policy as it was before the first step, when a resumed one has moved on."""
-    return _policy(load_model(config.model.model, config.model.dtype), config, None, accelerator)
+    start = load_model(config.model.model, config.model.dtype, task=config.task.task)
+    return _policy(start, config, None, accelerator)
 
 
 def make_optimizer(context: Context) -> tuple[AdamW, torch.optim.lr_scheduler.LambdaLR]:

@@ -184,3 +184,18 @@ def test_how_a_completion_ended(row: dict[str, Any], ended: bool | None) -> None
 def test_a_token_that_its_sampler_was_certain_of_is_no_prompt_token() -> None:
     row = {"policy_logprobs": [-3.0, -0.1, -3.0], "inference_logprobs": [0.0, 0.0, -2.9], "loss_mask": [True] * 3}
     assert completion_of(row).sampled == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        ({"prompt": "2+2="}, "2+2="),
+        ({"input": "2+2=", "uid": "7"}, "2+2="),
+        ({"prompt": [{"role": "system", "content": "Add."}, {"content": "2+2="}]}, "system: Add.\nmessage: 2+2="),
+        ({"prompt": [[1, 2], "x", {"content": 3}]}, ""),
+        ({"prompt": 5}, ""),
+        ({}, ""),
+    ],
+)
+def test_what_was_asked(row: dict[str, Any], prompt: str) -> None:
+    assert completion_of({"policy_logprobs": [-1.0]} | row).prompt == prompt

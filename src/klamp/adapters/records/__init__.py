@@ -65,10 +65,11 @@ def _with_arguments(history: History, path: Path) -> History:
     if not event_folders(path):
         return history
     try:
-        said = read_tensorboard(path).settings
+        logged = read_tensorboard(path)
     except KlampError:  # several runs, or no tensorboard: the state alone will do
         return history
-    mine = history.settings
+    mine, said = history.settings, logged.settings
+    history.config = logged.config
     known = {name: getattr(said, name) for name in ("beta", "loss_type", "scale_rewards")}
     history.settings = replace(mine, **{name: value for name, value in known.items() if getattr(mine, name) is None})
     return history

@@ -37,7 +37,8 @@ def read_klamp_run(path: Path) -> History:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KLWarning)  # it was told when the run was started
         config = TrainConfig.from_flat({name: value for name, value in values.items() if name in field_owners()})
-    history = History(source="klamp run", settings=settings_of(config, rl_skill=summary.get("rl_skill")))
+    settings = settings_of(config, rl_skill=summary.get("rl_skill"))
+    history = History(source="klamp run", settings=settings, config=values)
     for row in json_lines(path / METRICS_FILE):
         _add(history, row)
     if (path / COMPLETIONS).is_file():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -72,6 +73,9 @@ EVALUATION_PREFIXES = ("eval/", "eval_", "val-core/", "test/")
 SCORES = ("reward", "acc", "score", "mean@", "correct", "pass@")
 """Parts of a metric's name that say that it scores an evaluation."""
 
+BY_POSITION = re.compile(r"kl/position/\d+_of_\d+")
+"""The metrics of which the table has one row."""
+
 OURS = "policy/logp_mean"
 """A metric that klamp alone logs."""
 
@@ -83,7 +87,7 @@ def known(name: str) -> str | None:
     """klamp's name of a logged metric; None: klamp has none."""
     bare = name.removeprefix("train/")
     for candidate in (name, bare):
-        if candidate in METRICS:
+        if candidate in METRICS or BY_POSITION.fullmatch(candidate):
             return candidate
     return NAMES.get(name, NAMES.get(bare))
 

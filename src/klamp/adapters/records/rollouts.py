@@ -22,6 +22,7 @@ SAMPLER = ("sampler_logprobs", "inference_logprobs", "rollout_log_probs", "sampl
 TRAINED = ("trained", "loss_mask", "response_mask", "completion_mask")
 TOKENS = ("tokens", "token_ids", "responses", "response_ids", "completion_ids")
 GROUP = ("uid", "group", "prompt", "input")
+PROMPT = ("prompt", "input", "question")
 PADDING = (0.0, -1.0)
 """What stands for the sampler's log-probability where there is no token."""
 CERTAIN = -1.0
@@ -77,6 +78,7 @@ def completion_of(row: Mapping[str, Any], *, default_step: int = 1) -> Completio
         sampled=_sampled(cut["policy"], cut["sampler"], cut["trained"]),
         ended=_ended(row),
         group=str(_first(row, GROUP) or ""),
+        prompt=_text(_first(row, PROMPT)),
         reward=_one(row, ("reward", "score", "rewards")),
         advantage=_one(row, ("advantage", "advantages")),
     )
@@ -111,6 +113,14 @@ def _ended(row: Mapping[str, Any]) -> bool | None:
 
 def _first(row: Mapping[str, Any], names: Sequence[str]) -> Any:
     return next((row[name] for name in names if row.get(name) is not None), None)
+
+
+def _text(value: Any) -> str:
+    """A prompt; of a conversation, what each message says."""
+    if isinstance(value, list):
+        messages = [each for each in value if isinstance(each, dict) and isinstance(each.get("content"), str)]
+        return "\n".join(f"{each.get('role', 'message')}: {each['content']}" for each in messages)
+    return value if isinstance(value, str) else ""
 
 
 def _numbers(values: Any) -> list[float] | None:

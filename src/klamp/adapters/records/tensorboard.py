@@ -38,7 +38,7 @@ def read_tensorboard(path: Path) -> History:
     if not scalars:
         raise unreadable("there are no scalars in the event files", path, why="nothing was logged as a scalar")
     logged = {name for row in scalars.values() for name in row}
-    history = History(source="TensorBoard", settings=settings_of(config, logged))
+    history = History(source="TensorBoard", settings=settings_of(config, logged), config=config)
     for step in sorted(scalars):
         scores, metrics = evaluations(scalars[step], every=OURS in logged), translate(scalars[step])
         if scores:

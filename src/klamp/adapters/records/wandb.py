@@ -57,7 +57,7 @@ def read_wandb(path: Path) -> History:
     if not rows:
         raise unreadable("nothing was logged in the W&B run", path, why="it has no history")
     logged = {name for row in rows for name in row}
-    history = History(source="W&B offline run", settings=settings_of(config, logged))
+    history = History(source="W&B offline run", settings=settings_of(config, logged), config=config)
     for number, row in enumerate(rows, start=1):
         step = step_of(row)
         _add(history, number if step is None else step, row, every=OURS in logged)

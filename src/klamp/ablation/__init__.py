@@ -1,0 +1,9 @@
+"""Ablations: a plan of arms and seeds becomes runs, runs become outcomes, outcomes a table and pictures.
+
+plan      what to run: pure data, validated before anything starts
+prepare   the folder, what is there already, the base model
+executor  who runs it: `local` (processes on this machine) or `cluster` (Ray)
+perform   one run: train, then measure against the model that training started from
+outcome   what a run came to, as a file
+execute   all of it, in order
+"""

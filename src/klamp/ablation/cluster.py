@@ -1,0 +1,280 @@
+"""The executor on a Ray cluster: one task per run; a run whose worker is killed is done again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from klamp.ablation.cluster_worker import SIGN, Post, job_of, keep_result, work
+from klamp.ablation.executor import Tell, Update
+from klamp.ablation.outcome import OUTCOME, Outcome, read_outcome, write_outcome
+from klamp.ablation.parcels import pack_all
+from klamp.ablation.perform import failed
+from klamp.ablation.plan import Run, plain_run, run_folder
+from klamp.errors import ConfigError, TrainingStopped, UnsupportedVersion
+
+LOCAL = "local"
+"""Address that stands for a cluster of this machine's own, which ends with the ablation."""
+
+POLL = 0.5
+"""Seconds between two looks at the cluster."""
+REACH = 10.0
+"""Longest wait for a host to answer, in seconds."""
+
+
+class RayExecutor:
+    """Runs every run as a Ray task; meets `klamp.ablation.executor.Executor`.
+
+    A run whose worker dies (killed, out of memory, its machine lost) is done again, elsewhere or from its checkpoint. A
+    run that fails by its own error is not: it would fail again. Workers need the same klamp, and modules with reward
+    functions of your own; models and data that are local files travel to them.
+
+    Args:
+        address: `auto`, `ray://HOST:10001`, `HOST:6379`, or `local` for a cluster of this machine only.
+        cpus_per_run: CPUs that Ray sets aside for a run, and threads that torch uses.
+        gpus_per_run: GPUs that Ray sets aside for a run; a fraction shares one.
+        retries: how often a run is done again after its worker died.
+    """
+
+    def __init__(
+        self, address: str = LOCAL, *, cpus_per_run: float = 1, gpus_per_run: float = 0, retries: int = 3
+    ) -> None:
+        if cpus_per_run <= 0 or gpus_per_run < 0 or retries < 0:
+            raise ConfigError(
+                "a run on Ray needs more than 0 CPUs, and no less than 0 GPUs and retries",
+                got=f"cpus_per_run={cpus_per_run}, gpus_per_run={gpus_per_run}, retries={retries}",
+                fix="1, 0 and 3 are the defaults",
+            )
+        self.address, self.retries = address, retries
+        self.cpus, self.gpus = cpus_per_run, gpus_per_run
+
+    def describe(self) -> str:
+        """Where the runs run, in words."""
+        where = "a Ray cluster on this machine" if self.address == LOCAL else f"the Ray cluster at {self.address}"
+        gpus = f" and {self.gpus:g} GPU" if self.gpus else ""
+        return f"{where}, {self.cpus:g} CPU{gpus} per run"
+
+    def run(self, runs: Sequence[Run], folder: Path, tell: Tell) -> None:
+        """Run all of them; see `klamp.ablation.executor.Executor`.
+
+        Raises:
+            UnsupportedVersion: Ray is not installed.
+            ConfigError: no cluster answers, or one on this machine could never hold a run.
+            TrainingStopped: Ctrl-C, once the runs under way have saved their state.
+        """
+        ray = load_ray()
+        with connected(ray, self.address):
+            self._check_resources(ray)
+            tasks = _Tasks(ray, folder, tell)
+            remote = ray.remote(
+                num_cpus=self.cpus,
+                num_gpus=self.gpus,
+                max_retries=self.retries,
+                retry_exceptions=[TrainingStopped],  # its machine is being taken away, and the state was saved
+                max_calls=1,  # a process per run, as on this machine: nothing is left over from the run before
+            )(work)
+            put = _leave if self.address == LOCAL else ray.put  # workers of this machine see the files themselves
+            parcels = pack_all([plain_run(run)["config"] for run in runs], put)
+            sign, threads = sign_of(folder), max(1, int(self.cpus))
+            for run in runs:
+                (run_folder(folder, run) / OUTCOME).unlink(missing_ok=True)
+                job = job_of(run, folder=folder, sign=sign, parcels=parcels, threads=threads)
+                tasks.pending[remote.remote(job, tasks.post)] = run
+            tasks.finish()
+        if tasks.interrupts:
+            raise _stopped(runs, folder) from KeyboardInterrupt()
+
+    def _check_resources(self, ray: Any) -> None:
+        """A cluster of this machine does not grow: a run that asks for more would wait for ever."""
+        there = ray.cluster_resources()
+        lacking = there.get("CPU", 0) < self.cpus or there.get("GPU", 0) < self.gpus
+        if self.address == LOCAL and lacking:
+            raise ConfigError(
+                "no run fits on this machine",
+                got=f"{self.cpus:g} CPUs and {self.gpus:g} GPUs per run",
+                why=f"the cluster has {there.get('CPU', 0):g} CPUs and {there.get('GPU', 0):g} GPUs",
+                fix="ask for less per run",
+            )
+
+
+def _leave(content: bytes) -> None:
+    """Nothing travels."""
+
+
+class _Tasks:
+    """The tasks under way, and what is told of them."""
+
+    def __init__(self, ray: Any, folder: Path, tell: Tell) -> None:
+        self.ray, self.folder, self.tell = ray, folder, tell
+        self.post = ray.remote(num_cpus=0, max_restarts=-1)(Post).remote()
+        self.pending: dict[Any, Run] = {}
+        self.interrupts = 0
+
+    def finish(self) -> None:
+        """Wait for all of them, telling what becomes of each. Ctrl-C: see `_interrupt`."""
+        try:
+            with _noted_interrupts() as noted:
+                while self.pending:
+                    self._look()
+                    if len(noted) > self.interrupts:
+                        self._interrupt()
+        finally:
+            for reference in self.pending:
+                self.ray.cancel(reference, force=True)
+            self.ray.kill(self.post)
+
+    def _look(self) -> None:
+        """Pass on what was reported, and finish what has ended."""
+        ended, _ = self.ray.wait(list(self.pending), num_returns=1, timeout=POLL)
+        self._relay()
+        for reference in ended:
+            run = self.pending.pop(reference)
+            outcome = self._outcome(run, reference)
+            if outcome is not None:
+                text = outcome.error.partition("\n")[0]
+                self.tell(Update(run=run.name, state=outcome.state, metrics=outcome.numbers, text=text))
+
+    def _relay(self) -> None:
+        """How a run ended is told later, when its files are here."""
+        try:
+            updates = self.ray.get(self.post.take.remote())
+        except self.ray.exceptions.RayActorError:
+            return  # its machine was lost; it starts again, and what it held is gone
+        for update in updates:
+            if update.state not in ("done", "failed"):
+                self.tell(update)
+
+    def _outcome(self, run: Run, reference: Any) -> Outcome | None:
+        """What a run came to, its files written; None where it was interrupted."""
+        own = run_folder(self.folder, run)
+        outcome, reason = None, "its worker sent no outcome"
+        try:
+            keep_result(self.ray.get(reference), own)
+            outcome = read_outcome(own)
+        except self.ray.exceptions.RayError as error:
+            reason = reason_of(error)
+        if outcome is None and not self.interrupts:
+            own.mkdir(parents=True, exist_ok=True)
+            outcome = failed(run, reason)
+            write_outcome(own, outcome)
+        return outcome
+
+    def _interrupt(self) -> None:
+        """First the runs under way end after their step and the others are given up; then all are killed."""
+        self.interrupts += 1
+        for reference, run in self.pending.items():
+            self.ray.cancel(reference, force=self.interrupts > 1)
+            self.tell(Update(run=run.name, state="stopping"))
+
+
+def reason_of(error: Exception) -> str:
+    """Why a task failed: the run's own error where it had one, else what Ray says of its worker."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, Exception):
+        return f"{type(cause).__name__}: {cause}"
+    first = str(error).strip().partition("\n")[0]
+    return f"its worker died, and so did those that took it up again: {type(error).__name__}: {first}"
+
+
+@contextmanager
+def _noted_interrupts() -> Iterator[list[int]]:
+    """Ctrl-C and SIGTERM are noted, so that they never come in the middle of something."""
+    noted: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield noted
+        return
+    previous = {
+        number: signal.signal(number, lambda number, _: noted.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield noted
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _stopped(runs: Sequence[Run], folder: Path) -> TrainingStopped:
+    ended = sum(read_outcome(run_folder(folder, run)) is not None for run in runs)
+    return TrainingStopped(
+        f"the ablation was stopped with {len(runs) - ended} of {len(runs)} runs not done",
+        got="an interrupt",
+        why="the runs under way were saved after their last step, where they ran",
+        fix="the same command again goes on where they stopped",
+    )
+
+
+def sign_of(folder: Path) -> str:
+    """The sign of an ablation's folder, written once: workers that read it there see the same disk."""
+    file = folder / SIGN
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(secrets.token_hex(16), encoding="utf-8")
+    return file.read_text(encoding="utf-8")
+
+
+@contextmanager
+def connected(ray: Any, address: str) -> Iterator[None]:
+    """With a connection to the cluster: the one that is there already, else a new one that is closed at the end.
+
+    Raises:
+        ConfigError: no cluster answers at the address.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # what klamp starts reports to nobody
+    own = {"include_dashboard": False} if address == LOCAL else {}
+    try:
+        _reach(address)
+        ray.init(address=address, namespace="klamp", log_to_driver=False, logging_level=logging.ERROR, **own)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            "no Ray cluster answers",
+            got=f"address={address!r}",
+            why=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
+            fix="auto finds the cluster of this machine, local starts one, ray://HOST:10001 reaches another; one that "
+            "asks for a token gets it from RAY_AUTH_MODE=token and RAY_AUTH_TOKEN",
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _reach(address: str) -> None:
+    """Ray waits minutes for a host that is not there; a connection says so at once.
+
+    Raises:
+        OSError: nothing listens at this host and port.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH).close()
+
+
+def load_ray() -> Any:
+    """Ray's module.
+
+    Raises:
+        UnsupportedVersion: it is not installed.
+    """
+    try:
+        import ray
+        import ray.exceptions
+    except ImportError as error:
+        raise UnsupportedVersion(
+            "Ray is not installed",
+            got=str(error),
+            why="the runs of an ablation are handed to a Ray cluster with it",
+            fix="pip install 'klamp[ray]', or leave --ray out to use the processes of this machine",
+        ) from error
+    return ray

@@ -1,0 +1,125 @@
+"""The columns of an ablation's table: what is read from a run's outcome, and its unit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from klamp.ablation.outcome import Outcome
+
+Better: TypeAlias = Literal["higher", "lower", "neither"]
+Group: TypeAlias = Literal["skills", "distance", "run"]
+
+GROUPS: dict[Group, str] = {
+    "skills": "Skills",
+    "distance": "Distance from the starting model",
+    "run": "The runs",
+}
+"""Group -> heading: a table of all columns would be too wide to read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """One column: a number of a run."""
+
+    name: str
+    """In JSON."""
+    title: str
+    """Its heading."""
+    unit: str
+    """Unit of the values; "" where there is none."""
+    better: Better
+    """Which direction is good, if any."""
+    group: Group
+    """The table that it stands in."""
+    read: Callable[[Outcome], float | None]
+    """Its value in a run; None where the run does not have it."""
+
+    @property
+    def heading(self) -> str:
+        """Title and unit."""
+        return f"{self.title} ({self.unit})" if self.unit else self.title
+
+    def value(self, outcome: Outcome) -> float | None:
+        """Its finite value in a run that was done, else None."""
+        found = self.read(outcome) if outcome.state == "done" else None
+        return found if found is not None and math.isfinite(found) else None
+
+
+def rl_after(outcome: Outcome) -> float | None:
+    """Score of the skill that was trained, after training."""
+    return outcome.after.get(outcome.rl_skill)
+
+
+def rl_gain(outcome: Outcome) -> float | None:
+    """What training added to it."""
+    after, before = rl_after(outcome), outcome.before.get(outcome.rl_skill)
+    return None if after is None or before is None else after - before
+
+
+def retained_skills(outcome: Outcome) -> tuple[str, ...]:
+    """Skills that were not trained and are measured before and after."""
+    return tuple(skill for skill in outcome.after if skill != outcome.rl_skill and skill in outcome.before)
+
+
+def retained_after(outcome: Outcome) -> float | None:
+    """Mean score of the skills that were not trained, after training."""
+    return _mean(outcome.after[skill] for skill in retained_skills(outcome))
+
+
+def retained_before(outcome: Outcome) -> float | None:
+    """The same before training."""
+    return _mean(outcome.before[skill] for skill in retained_skills(outcome))
+
+
+def retained_loss(outcome: Outcome) -> float | None:
+    """What training took from them: positive where something was forgotten."""
+    return _mean(outcome.before[skill] - outcome.after[skill] for skill in retained_skills(outcome))
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return sum(found) / len(found) if found else None
+
+
+def _number(name: str, title: str, unit: str, group: Group, better: Better = "neither") -> Column:
+    return Column(name=name, title=title, unit=unit, better=better, group=group, read=lambda o: o.numbers.get(name))
+
+
+COLUMNS: tuple[Column, ...] = (
+    Column(name="rl/after", title="RL skill", unit="score", better="higher", group="skills", read=rl_after),
+    Column(name="rl/gain", title="RL gain", unit="score", better="higher", group="skills", read=rl_gain),
+    Column(
+        name="retained/after",
+        title="retained skills",
+        unit="mean score",
+        better="higher",
+        group="skills",
+        read=retained_after,
+    ),
+    Column(
+        name="retained/loss",
+        title="forgotten",
+        unit="mean score",
+        better="lower",
+        group="skills",
+        read=retained_loss,
+    ),
+    _number("reward", "reward", "", "skills", "higher"),
+    _number("kl/reverse", "KL(policy‖start)", "nats/token", "distance"),
+    _number("kl/reverse_sequence", "KL(policy‖start)", "nats/sequence", "distance"),
+    _number("kl/forward", "KL(start‖policy)", "nats/token", "distance"),
+    _number("kl/forward_sequence", "KL(start‖policy)", "nats/sequence", "distance"),
+    _number("kl_retained/reverse", "KL(policy‖start), retained prompts", "nats/token", "distance"),
+    _number("kl_retained/forward", "KL(start‖policy), retained prompts", "nats/token", "distance"),
+    _number("length", "length", "tokens", "run"),
+    _number("entropy", "entropy", "nats/token", "run"),
+    _number("beta_effective", "effective beta", "reward/nat, per sequence", "run"),
+    _number("seconds", "wall time", "s", "run"),
+)
+"""In the order of the tables."""
+
+BY_NAME = {column.name: column for column in COLUMNS}
+"""Name -> column."""

@@ -1,0 +1,110 @@
+"""A plan from its first run to its table and pictures; the only composer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from klamp.ablation.executor import Executor, Tell, Update
+from klamp.ablation.outcome import Outcome, read_outcome
+from klamp.ablation.pictures import write_pictures
+from klamp.ablation.plan import Plan, Run, run_folder, runs
+from klamp.ablation.prepare import (
+    Progress,
+    check_folder,
+    check_references,
+    held,
+    is_done,
+    load_shared,
+    open_folder,
+)
+from klamp.ablation.saturation import write_saturation
+from klamp.ablation.table import Table, markdown, plain, summarise
+
+TABLE_MARKDOWN, TABLE_JSON = "table.md", "table.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What an ablation came to."""
+
+    folder: Path
+    """Where it is."""
+    outcomes: tuple[Outcome, ...]
+    """Of all runs, in the order of the plan; failed ones too."""
+    table: Table
+    """Over the seeds of every arm."""
+    files: tuple[Path, ...]
+    """What was written for people: the table, the pictures."""
+
+    @property
+    def failed(self) -> tuple[Outcome, ...]:
+        """The runs that failed."""
+        return tuple(outcome for outcome in self.outcomes if outcome.state == "failed")
+
+
+def execute(
+    plan: Plan,
+    folder: Path,
+    executor: Executor,
+    *,
+    tell: Tell = lambda update: None,
+    progress: Progress | None = None,
+) -> Result:
+    """Run what is not done yet, then write table and pictures.
+
+    Args:
+        plan: what to run.
+        folder: where; one that holds the beginning of this plan is continued.
+        executor: who runs the runs.
+        tell: told what becomes of every run: first `kept` or `waiting` for each, then what the executor says.
+        progress: told before that about the training of the built-in base model, where that is needed.
+
+    Returns:
+        What it came to; runs that failed are among its outcomes.
+
+    Raises:
+        ConfigError: a configuration that is refused, before anything starts, with the name of its arm.
+        RunFolderError: the folder holds something else, or another process works in it.
+        KlampError: a task, reward or tokenizer that cannot be used, before any run starts.
+        TrainingStopped: Ctrl-C; the same call goes on where the runs stopped.
+    """
+    every = runs(plan)
+    check_references(every)
+    check_folder(plan, folder)
+    load_shared([run for run in every if not is_done(folder, run)], progress)
+    with held(folder):
+        open_folder(plan, folder)
+        waiting = [run for run in every if not is_done(folder, run)]
+        for run in every:
+            tell(_first_update(run, folder))
+        if waiting:
+            executor.run(waiting, folder, tell)
+        return write_results(every, folder)
+
+
+def write_results(every: Sequence[Run], folder: Path) -> Result:
+    """Write table and pictures of what the runs came to.
+
+    Args:
+        every: the runs of the plan.
+        folder: of the ablation.
+    """
+    found = [read_outcome(run_folder(folder, run)) for run in every]
+    outcomes = tuple(outcome for outcome in found if outcome is not None)
+    table = summarise(outcomes)
+    texts = {TABLE_MARKDOWN: markdown(table), TABLE_JSON: json.dumps(plain(table), indent=2)}
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    pictures = (*write_pictures(outcomes, folder), *write_saturation(every, folder))
+    return Result(folder=folder, outcomes=outcomes, table=table, files=(*(folder / name for name in texts), *pictures))
+
+
+def _first_update(run: Run, folder: Path) -> Update:
+    """Where a run stands before anything is started."""
+    steps, outcome = run.config.run.max_steps, read_outcome(run_folder(folder, run))
+    if outcome is not None and outcome.state == "done":
+        return Update(run=run.name, state="kept", step=steps, steps=steps, metrics=outcome.numbers)
+    return Update(run=run.name, state="waiting", steps=steps)

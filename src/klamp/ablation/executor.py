@@ -1,0 +1,57 @@
+"""What it takes to run a plan's runs, wherever that is, and what is told meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol, TypeAlias
+
+from klamp.ablation.plan import Run
+
+RunState: TypeAlias = Literal["waiting", "running", "measuring", "stopping", "done", "failed", "kept"]
+"""kept: done before, and left as it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """What became of a run just now."""
+
+    run: str
+    """Its name."""
+    state: RunState
+    """Where it is."""
+    step: int = 0
+    """Steps done."""
+    steps: int = 0
+    """Steps in all; 0: not known yet."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """While it trains: metrics of the step; once it is done: the numbers of its outcome."""
+    text: str = ""
+    """An alarm that rose, or why it failed, in a line."""
+
+
+Tell: TypeAlias = Callable[[Update], None]
+
+
+class Executor(Protocol):
+    """Runs the runs of a plan."""
+
+    def run(self, runs: Sequence[Run], folder: Path, tell: Tell) -> None:
+        """Run all of them; each leaves its folder (`klamp.ablation.plan.run_folder`) with an outcome.json.
+
+        A run that fails, or whose process is killed, is told and written down as failed; the others go on.
+
+        Args:
+            runs: what to run; a folder with a checkpoint is continued, one without starts anew.
+            folder: of the ablation.
+            tell: called from the calling thread with what becomes of each run.
+
+        Raises:
+            TrainingStopped: Ctrl-C, from KeyboardInterrupt, once the runs under way have saved their state.
+        """
+        ...
+
+    def describe(self) -> str:
+        """Where the runs run, in words: "2 processes on this machine, 1 thread each"."""
+        ...

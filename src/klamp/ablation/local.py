@@ -1,0 +1,252 @@
+"""Runs as processes on this machine, as many at once as its cores carry."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from types import FrameType
+from typing import TypeAlias
+
+from klamp.ablation.executor import Tell, Update
+from klamp.ablation.outcome import OUTCOME, Outcome, read_outcome, write_outcome
+from klamp.ablation.plan import Run, run_folder
+from klamp.ablation.worker import INTERRUPTED, write_run
+from klamp.errors import TrainingStopped
+
+LOG = "log.txt"
+READ_ON = 5.0
+"""Seconds that what a worker told is still read after its end."""
+COMMAND = (sys.executable, "-m", "klamp.ablation.worker")
+
+Event: TypeAlias = tuple[str, Update | None]
+"""(run, what it told), (run, None) once its process has ended, ("", None) for an interrupt."""
+
+INTERRUPT: Event = ("", None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalExecutor:
+    """A process per run, `workers` at a time."""
+
+    workers: int
+    """Processes at a time."""
+    threads: int = 1
+    """Threads of each."""
+    devices: tuple[str, ...] = ()
+    """Values of CUDA_VISIBLE_DEVICES, dealt out over the workers; none: as it is."""
+    command: tuple[str, ...] = COMMAND
+    """Starts a worker; the run's folder and a file descriptor follow."""
+
+    def describe(self) -> str:
+        """Where the runs run, in words."""
+        many = f"{self.workers} processes" if self.workers > 1 else "1 process"
+        where = f", GPUs {', '.join(self.devices)}" if self.devices else ""
+        return f"{many} on this machine, {self.threads} thread{'s' if self.threads > 1 else ''} each{where}"
+
+    def run(self, runs: Sequence[Run], folder: Path, tell: Tell) -> None:
+        """Run all of them; see `klamp.ablation.executor.Executor`."""
+        events: SimpleQueue[Event] = SimpleQueue()
+        work = _Work(self, folder, tell, events, deque(runs))
+        try:
+            with _interrupts(events):
+                while work.go_on():
+                    work.take(events.get())
+        finally:
+            work.end()
+        if work.interrupts:
+            raise _stopped(runs, folder) from KeyboardInterrupt()
+
+    def environment(self, slot: int) -> dict[str, str]:
+        """The environment of a worker: its threads, its device, and modules where this process finds them.
+
+        Args:
+            slot: number of the worker among those at work.
+        """
+        found = {**os.environ, "OMP_NUM_THREADS": str(self.threads), "PYTHONUNBUFFERED": "1"}
+        found["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
+        if self.devices:
+            found["CUDA_VISIBLE_DEVICES"] = self.devices[slot % len(self.devices)]
+        return found
+
+
+def local_executor(count: int, *, workers: int | None = None, cpu: bool = False) -> LocalExecutor:
+    """The executor that fits this machine.
+
+    Without an accelerator: a worker per core, the cores shared out where there are fewer runs than cores. With some:
+    one worker per accelerator. OMP_NUM_THREADS is kept where it is set.
+
+    Args:
+        count: runs of the plan, those that are done already included: threads must not depend on what is left.
+        workers: processes at a time; None: as above.
+        cpu: whether the runs stay on the CPU.
+    """
+    cores, devices = len(os.sched_getaffinity(0)), () if cpu else visible_devices()
+    fitting = workers or min(count, len(devices) or cores) or 1
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(given) if given.isdigit() and int(given) else max(1, cores // fitting)
+    return LocalExecutor(workers=fitting, threads=threads, devices=devices)
+
+
+def visible_devices() -> tuple[str, ...]:
+    """The CUDA devices that this process sees, as CUDA_VISIBLE_DEVICES names them."""
+    import torch
+
+    count = torch.cuda.device_count()
+    names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return tuple(names[:count]) if len(names) >= count else tuple(map(str, range(count)))
+
+
+class _Child:
+    """A worker at work."""
+
+    def __init__(self, run: Run, process: subprocess.Popen[bytes], slot: int) -> None:
+        self.run, self.process, self.slot = run, process, slot
+
+
+class _Work:
+    """The runs that wait and those under way."""
+
+    def __init__(
+        self, executor: LocalExecutor, folder: Path, tell: Tell, events: SimpleQueue[Event], waiting: deque[Run]
+    ) -> None:
+        self.executor, self.folder, self.tell, self.events, self.waiting = executor, folder, tell, events, waiting
+        self.children: dict[str, _Child] = {}
+        self.free = list(range(executor.workers))
+        self.interrupts = 0
+
+    def go_on(self) -> bool:
+        """Start what can be started; whether there is anything to wait for."""
+        while self.waiting and self.free:
+            self._start(self.waiting.popleft(), self.free.pop(0))
+        return bool(self.children)
+
+    def take(self, event: Event) -> None:
+        """Deal with what happened."""
+        name, update = event
+        if event == INTERRUPT:
+            self._interrupt()
+        elif update is not None:
+            self.tell(update)
+        else:
+            child = self.children.pop(name)
+            self.free.append(child.slot)
+            self._ended(child)
+
+    def end(self) -> None:
+        """Leave no worker behind, whatever was raised here."""
+        for child in self.children.values():
+            child.process.terminate()
+        for child in self.children.values():
+            child.process.wait()
+
+    def _start(self, run: Run, slot: int) -> None:
+        own = run_folder(self.folder, run)
+        write_run(own, run)
+        (own / OUTCOME).unlink(missing_ok=True)
+        reads, writes = os.pipe()
+        with (own / LOG).open("wb") as log:
+            process = subprocess.Popen(
+                [*self.executor.command, str(own), str(writes)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self.executor.environment(slot),
+                pass_fds=(writes,),
+                start_new_session=True,  # Ctrl-C on the terminal reaches the parent alone, which passes it on once
+            )
+        os.close(writes)
+        self.children[run.name] = _Child(run, process, slot)
+        threading.Thread(target=_listen, args=(run.name, process, reads, self.events), daemon=True).start()
+        self.tell(Update(run=run.name, state="running", steps=run.config.run.max_steps))
+
+    def _interrupt(self) -> None:
+        """First the workers save after their step; the second time they leave at once; then they are killed."""
+        self.interrupts += 1
+        self.waiting.clear()
+        for name, child in self.children.items():
+            child.process.send_signal(signal.SIGINT if self.interrupts < 3 else signal.SIGKILL)
+            self.tell(Update(run=name, state="stopping"))
+
+    def _ended(self, child: _Child) -> None:
+        """A worker that left no outcome was killed, or interrupted."""
+        own = run_folder(self.folder, child.run)
+        if self.interrupts or read_outcome(own) is not None:
+            return
+        run = child.run
+        error = f"{_how_ended(child.process.returncode)}\n{_last_line(own / LOG)}\nlog: {own / LOG}"
+        values = {"run": run.name, "arm": run.arm.name, "seed": run.seed, "values": run.arm.values}
+        write_outcome(own, Outcome(**values, state="failed", error=error))
+        self.tell(Update(run=run.name, state="failed", text=error.partition("\n")[0]))
+
+
+@contextmanager
+def _interrupts(events: SimpleQueue[Event]) -> Iterator[None]:
+    """Ctrl-C and SIGTERM become events, so that they never come in the middle of something."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        events.put(INTERRUPT)  # a SimpleQueue may be put to from a signal handler
+
+    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _listen(name: str, process: subprocess.Popen[bytes], reads: int, events: SimpleQueue[Event]) -> None:
+    """Pass on what a worker tells, and at last that it has ended."""
+    reader = threading.Thread(target=_pass_on, args=(name, reads, events), daemon=True)
+    reader.start()
+    process.wait()
+    reader.join(timeout=READ_ON)  # a grandchild may hold the pipe open
+    events.put((name, None))
+
+
+def _pass_on(name: str, reads: int, events: SimpleQueue[Event]) -> None:
+    with os.fdopen(reads, encoding="utf-8") as lines:
+        for line in lines:
+            try:
+                events.put((name, Update(**json.loads(line))))
+            except (ValueError, TypeError):  # the last line of a killed worker
+                continue
+
+
+def _how_ended(code: int) -> str:
+    if code == -signal.SIGKILL:
+        return "the process was killed (SIGKILL); the system does so when memory runs out: try fewer --workers"
+    if code < 0:
+        return f"the process was ended by {signal.Signals(-code).name}"
+    if code == INTERRUPTED:
+        return "the process was asked to stop, and saved its state; the same command continues it"
+    return f"the process ended with code {code} and left no outcome"
+
+
+def _last_line(log: Path) -> str:
+    """The last words of a log."""
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
+    words = [line.strip() for line in lines if line.strip()]
+    return f"last words: {words[-1][:300]}" if words else "its log is empty"
+
+
+def _stopped(runs: Sequence[Run], folder: Path) -> TrainingStopped:
+    done = sum((o := read_outcome(run_folder(folder, run))) is not None and o.state == "done" for run in runs)
+    return TrainingStopped(
+        f"the ablation was stopped with {len(runs) - done} of {len(runs)} runs not done",
+        got="an interrupt",
+        why="the runs under way were saved after their last step",
+        fix="the same command again goes on where they stopped",
+    )

@@ -1,0 +1,209 @@
+"""How far a trained policy is from the model that its training started from: exact, both ways, on held-out prompts.
+
+Every run is measured against its own starting model, whatever reference it trained with, and at beta 0, where it had
+none. Prompts and draws are the same in every run, so that arms differ by their policies and not by luck.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from klamp.core.masking import masked_sum
+from klamp.core.types import Direction
+from klamp.tasks import load_task
+from klamp.tasks.base import Example, Task
+from klamp.training import checkpoint
+from klamp.training.completions import Completions, select
+from klamp.training.config import RolloutConfig, TrainConfig
+from klamp.training.models import end_tokens, load_model, load_tokenizer, with_adapter
+from klamp.training.probe import probe
+from klamp.training.references import AdapterOffReference, FrozenReference, LocalReference
+from klamp.training.sampling import encode_prompts, generate, uniform_numbers
+from klamp.training.scorer import Ask, ExactKL, Scorer
+from klamp.training.setup import on_cpu
+
+COMPLETIONS = 2
+"""Completions per held-out prompt and direction; with 256 prompts, 512 sequences."""
+
+SEED = 20_240_213
+"""Seed of the draws, whatever the seed of the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A trained policy and the model that it was before."""
+
+    policy: Scorer
+    """The policy."""
+    start: LocalReference
+    """The starting model."""
+    tokenizer: PreTrainedTokenizerBase
+    """Of both."""
+    task: Task
+    """Held-out prompts and the reward."""
+    rollout: RolloutConfig
+    """Temperature and length as in training; nothing is cut from the support."""
+    stop: Sequence[int]
+    """Ids that end a completion."""
+    rows: int
+    """Completions that are computed at once: as many as in training."""
+
+    @property
+    def device(self) -> torch.device:
+        """Of the policy."""
+        return next(self.policy.parameters()).device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sums:
+    """What was added up over completions."""
+
+    sequences: int
+    tokens: int
+    kl: float
+    """Nats."""
+    entropy: float = 0.0
+    """Nats."""
+    reward: float = 0.0
+
+    def __add__(self, other: Sums) -> Sums:
+        return Sums(**{name: value + getattr(other, name) for name, value in vars(self).items()})
+
+
+def measure(config: TrainConfig, folder: Path, told: Callable[[], None] = lambda: None) -> dict[str, float]:
+    """The numbers of a trained run, named as in `klamp.ablation.outcome.NUMBERS`.
+
+    Args:
+        config: the run.
+        folder: its folder; the newest checkpoint is measured, or the starting model where there is none.
+        told: called between batches; may raise to stop.
+    """
+    return numbers_of(load_pair(config, folder), told)
+
+
+@torch.no_grad()
+def numbers_of(pair: Pair, told: Callable[[], None] = lambda: None) -> dict[str, float]:
+    """Exact KL in both directions per token and per completion; reward, length and entropy of the policy.
+
+    Equation, with d_t the exact KL over the vocabulary at the t-th prefix (source: arXiv:2504.10637)::
+
+        reverse   per sequence E_{y ~ policy} sum_t d_t(policy || start), per token that over E_{y ~ policy} |y|
+        forward   per sequence E_{y ~ start}  sum_t d_t(start || policy), per token that over E_{y ~ start}  |y|
+
+    Value: unbiased per sequence, for completions up to max_completion_length at the temperature of training.
+    """
+    skills = [pair.task.rl_skill, *(skill for skill in pair.task.evaluation if skill != pair.task.rl_skill)]
+    reverse, forward = (
+        {skill: _over(pair, skill, place, direction, told) for place, skill in enumerate(skills)}
+        for direction in ("reverse", "forward")
+    )
+    trained = reverse[pair.task.rl_skill]
+    found = {
+        "reward": trained.reward / trained.sequences,
+        "length": trained.tokens / trained.sequences,
+        "entropy": trained.entropy / trained.tokens,
+    }
+    for name, sums in (("reverse", reverse), ("forward", forward)):
+        found |= _named(f"kl/{name}", sums[skills[0]])
+        if skills[1:]:
+            found |= _named(f"kl_retained/{name}", sum((sums[s] for s in skills[2:]), sums[skills[1]]))
+    return found
+
+
+def _named(name: str, sums: Sums) -> dict[str, float]:
+    return {name: sums.kl / sums.tokens, f"{name}_sequence": sums.kl / sums.sequences}
+
+
+def _over(pair: Pair, skill: str, place: int, direction: Direction, told: Callable[[], None]) -> Sums:
+    """The sums over the completions of a skill's prompts."""
+    examples = [e for e in pair.task.evaluation[skill] for _ in range(COMPLETIONS)]
+    step = 2 * place + (direction == "forward")
+    uniforms = uniform_numbers(SEED, step, len(examples), pair.rollout.max_completion_length)
+    total = Sums(sequences=0, tokens=0, kl=0.0)
+    for first in range(0, len(examples), pair.rows):
+        told()
+        rows = slice(first, first + pair.rows)
+        total = total + _batch(pair, examples[rows], uniforms[rows], direction)
+    return total
+
+
+def _batch(pair: Pair, examples: Sequence[Example], uniforms: Tensor, direction: Direction) -> Sums:
+    if direction == "reverse":
+        completions = _sample(pair, pair.policy, examples, uniforms)
+    else:
+        with pair.start.sampling_model():
+            completions = _sample(pair, pair.start.scorer, examples, uniforms)
+    completions = select(completions, slice(None))
+    every = torch.ones(len(examples), dtype=torch.bool, device=pair.device)
+    temperature = pair.rollout.temperature
+    theirs = pair.start.score(completions, temperature=temperature, keep=every).predictions
+    assert theirs is not None, "it was asked to keep them"
+    exact = ExactKL(rows=every, ref=theirs, directions=(direction,))
+    ours = pair.policy(completions, Ask(temperature=temperature, entropy=True, exact=exact))
+    kl, entropy = (ours.exact if direction == "reverse" else ours.exact_forward), ours.entropy
+    texts = completions.texts(pair.tokenizer) if direction == "reverse" else []
+    return Sums(
+        sequences=len(examples),
+        tokens=int(completions.mask.sum()),
+        kl=float(masked_sum(kl.double(), completions.mask)),
+        entropy=float(masked_sum(entropy.double(), completions.mask)),
+        reward=sum(pair.task.score(e, text) for e, text in zip(examples, texts, strict=False)),
+    )
+
+
+def _sample(pair: Pair, sampler: Scorer, examples: Sequence[Example], uniforms: Tensor) -> Completions:
+    ids, mask = encode_prompts([e.prompt for e in examples], pair.tokenizer, pair.device)
+    pad = int(pair.tokenizer.pad_token_id)  # pyright: ignore[reportArgumentType]
+    return generate(
+        sampler.model,
+        ids,
+        mask,
+        rollout=pair.rollout,
+        stop=pair.stop,
+        pad=pad,
+        uniforms=uniforms,
+        traits=sampler.traits,
+    )
+
+
+def load_pair(config: TrainConfig, folder: Path) -> Pair:
+    """Load the policy of a run's newest checkpoint, and the model that the run started from.
+
+    With an adapter the starting model is the policy with it switched off, so that there is no second set of weights.
+
+    Raises:
+        ModelError: either cannot be loaded.
+    """
+    device = torch.device("cpu") if on_cpu(config) else torch.accelerator.current_accelerator() or torch.device("cpu")
+    model, task, saved = config.model, config.task.task, checkpoint.checkpoints(folder)
+    policy_folder = saved[-1] / "policy" if saved else None
+
+    def loaded(spec: str) -> PreTrainedModel:
+        return load_model(spec, model.dtype, task=task).to(device)  # pyright: ignore[reportArgumentType]
+
+    start = loaded(model.model)
+    if model.lora_r:
+        policy = with_adapter(start, model, policy_folder).to(device).eval()
+        traits = probe(policy)
+        reference: LocalReference = AdapterOffReference(policy, traits=traits)
+    else:
+        policy = loaded(model.model if policy_folder is None else str(policy_folder))
+        traits = probe(policy)
+        reference = FrozenReference(start, name="the model that training started from")
+    tokenizer = load_tokenizer(model.tokenizer or model.model, task=task)
+    size = config.rollout.prompts_per_step * config.rollout.num_generations
+    return Pair(
+        policy=Scorer(policy, traits),
+        start=reference,
+        tokenizer=tokenizer,
+        task=load_task(config.task, tokenizer),
+        rollout=replace(config.rollout, top_p=1.0, top_k=0),
+        stop=end_tokens(start, tokenizer),
+        rows=max(1, size // config.optim.gradient_accumulation_steps),
+    )

@@ -1,0 +1,98 @@
+"""What a run of an ablation came to, and the file that says so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from klamp.errors import DataError
+
+OUTCOME = "outcome.json"
+"""The file in a run's folder; it is there once the run is done, or has failed."""
+
+OutcomeState: TypeAlias = Literal["done", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one run came to.
+
+    The numbers that are measured (`klamp.ablation.measure`) are taken on held-out prompts with the same draws in every
+    run, against the model that training started from.
+    """
+
+    run: str
+    """Name of the run: that of its folder."""
+    arm: str
+    """Name of its arm."""
+    seed: int
+    """Its seed."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Field -> value that the arm sets."""
+    state: OutcomeState = "done"
+    """failed: the reason is in `error`, and the numbers are empty."""
+    error: str = ""
+    """Why it failed; the first line says what happened."""
+    rl_skill: str = ""
+    """The skill that was trained; the others are those to be retained."""
+    before: Mapping[str, float] = field(default_factory=dict)
+    """Skill -> greedy score on held-out prompts before training."""
+    after: Mapping[str, float] = field(default_factory=dict)
+    """The same after training."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """Name -> value: those of `NUMBERS` that there are."""
+    by_step: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """The course of training: step, reward, length, kl/k3 where a reference was loaded; thinned where it is long."""
+
+
+NUMBERS: Mapping[str, str] = {
+    "reward": "mean reward of completions sampled from the policy, RL skill",
+    "kl/reverse": "exact KL(policy||start) on completions of the policy, RL skill, nats per token",
+    "kl/reverse_sequence": "the same, nats per completion",
+    "kl/forward": "exact KL(start||policy) on completions of the starting model, RL skill, nats per token",
+    "kl/forward_sequence": "the same, nats per completion",
+    "kl_retained/reverse": "as kl/reverse, over the prompts of all other skills",
+    "kl_retained/reverse_sequence": "the same, nats per completion",
+    "kl_retained/forward": "as kl/forward, over the prompts of all other skills",
+    "kl_retained/forward_sequence": "the same, nats per completion",
+    "length": "mean tokens of the policy's completions, RL skill, end token included",
+    "entropy": "mean entropy of the policy on its own completions, RL skill, nats per token",
+    "beta_effective": "beta in the last step, per nat of a whole completion",
+    "seconds": "wall time of the training steps, without evaluation, saving and measuring",
+}
+"""Name -> what it says; a run without other skills has no kl_retained."""
+
+
+def write_outcome(folder: Path, outcome: Outcome) -> None:
+    """Write the outcome into a run's folder, whole or not at all.
+
+    Args:
+        folder: of the run.
+        outcome: what it came to.
+    """
+    part = folder / f".{OUTCOME}.part"
+    part.write_text(json.dumps(asdict(outcome), indent=2), encoding="utf-8")
+    part.replace(folder / OUTCOME)
+
+
+def read_outcome(folder: Path) -> Outcome | None:
+    """The outcome in a run's folder; None where the run is neither done nor failed.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    file = folder / OUTCOME
+    if not file.exists():
+        return None
+    try:
+        return Outcome(**json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise DataError(
+            "the outcome of a run cannot be read",
+            got=str(file),
+            why=f"{type(error).__name__}: {error}",
+            fix="delete that file; the same `klamp ablate` command then makes it again",
+        ) from error

@@ -1,0 +1,192 @@
+"""Files that runs read, packed where the ablation was started and unpacked where a run runs; no disk is shared.
+
+A run reads local files where its configuration names them: a model's or tokenizer's folder, a data file, a file with
+a reward function, or the built-in base model in klamp's cache. Each is packed once, however many runs read it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from klamp.errors import DataError
+from klamp.tasks import base_model_folder, builtin_model
+from klamp.tasks.base_model import cache_root
+from klamp.training.models import BUILTIN
+
+FIELDS = ("model", "ref_model", "tokenizer", "task", "eval_split", "reward")
+"""Fields of a run's configuration that may name local files."""
+FOLDER = "shipped"
+"""Where they are unpacked, in klamp's cache."""
+
+
+class Packed(NamedTuple):
+    """One file."""
+
+    name: str
+    """Relative to the folder, with forward slashes."""
+    size: int
+    """Bytes."""
+    modified: int
+    """Time of the last change, in ns."""
+    content: Any
+    """What `put` made of its bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parcel:
+    """A folder or a file."""
+
+    path: str
+    """Where it was packed, absolute."""
+    digest: str
+    """SHA-256 of names and contents."""
+    single: bool
+    """It is a file, not a folder."""
+    files: tuple[Packed, ...]
+    """What is in it."""
+
+
+Parcels = Mapping[str, Parcel]
+"""Value of a field -> parcel; the built-in model's key names its task too."""
+
+
+def pack_all(configs: list[Mapping[str, Any]], put: Callable[[bytes], Any]) -> dict[str, Parcel]:
+    """Pack every local file and folder that these configurations name, each once.
+
+    Args:
+        configs: flat configurations.
+        put: takes the bytes of a file; what it returns travels in their place.
+    """
+    found: dict[str, Parcel] = {}
+    for config in configs:
+        for field in FIELDS:
+            key, path = _local(config, field)
+            if path is not None and key not in found:
+                found[key] = pack(path, put)
+    return found
+
+
+def pack(path: Path, put: Callable[[bytes], Any]) -> Parcel:
+    """Pack a file or a folder with all that is in it.
+
+    Args:
+        path: of it.
+        put: as for `pack_all`.
+    """
+    top, single = path.absolute(), path.is_file()
+    total, files = hashlib.sha256(), []
+    for file in [top] if single else sorted(file for file in top.rglob("*") if file.is_file()):
+        name = file.relative_to(top.parent if single else top).as_posix()
+        content, state = file.read_bytes(), file.stat()
+        total.update(f"{len(name)} {name} {len(content)} ".encode() + content)
+        files.append(Packed(name, len(content), state.st_mtime_ns, put(content)))
+    return Parcel(path=str(top), digest=total.hexdigest(), single=single, files=tuple(files))
+
+
+def unpack_all(config: Mapping[str, Any], parcels: Parcels, fetch: Callable[[Any], bytes]) -> dict[str, Any]:
+    """The configuration as it reads on this machine: what is not here already is unpacked into klamp's cache.
+
+    Args:
+        config: a flat configuration.
+        parcels: as packed where the ablation was started.
+        fetch: gives the bytes back for what `put` returned.
+
+    Raises:
+        DataError: a parcel with a file outside its folder.
+    """
+    local = dict(config)
+    for field in FIELDS:
+        value = config.get(field)
+        parcel = parcels.get(_key(config, field))
+        if parcel is None or not value:
+            continue
+        if value == BUILTIN:
+            unpack(parcel, base_model_folder(builtin_model(config["task"])), fetch)
+            continue
+        path = Path(parcel.path)
+        if not is_here(parcel):
+            path = cache_root() / FOLDER / parcel.digest / path.name
+            unpack(parcel, path.parent if parcel.single else path, fetch)
+        function = f":{value.rpartition(':')[2]}" if field == "reward" else ""
+        local[field] = f"{path}{function}"
+    return local
+
+
+def is_here(parcel: Parcel) -> bool:
+    """Whether the very files lie in the same place on this machine: same names, sizes and times."""
+    top = Path(parcel.path).parent if parcel.single else Path(parcel.path)
+    try:
+        found = [(top / file.name).stat() for file in parcel.files]
+    except OSError:
+        return False
+    return all((s.st_size, s.st_mtime_ns) == (f.size, f.modified) for s, f in zip(found, parcel.files, strict=True))
+
+
+def unpack(parcel: Parcel, folder: Path, fetch: Callable[[Any], bytes]) -> None:
+    """Write a parcel's files into a folder, whole or not at all; nothing to do where the folder is there.
+
+    Args:
+        parcel: what to write.
+        folder: where its files go.
+        fetch: as for `unpack_all`.
+
+    Raises:
+        DataError: a file's name leads out of the folder.
+    """
+    if folder.is_dir():
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        for file in parcel.files:
+            target = part / safe_name(file.name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(fetch(file.content))
+        part.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # else another run was quicker
+            raise
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def safe_name(name: str) -> PurePosixPath:
+    """A relative file name that stays below the folder it is joined to.
+
+    Raises:
+        DataError: it is absolute, empty, or leads out of its folder.
+    """
+    path = PurePosixPath(name)
+    if not path.parts or path.is_absolute() or ".." in path.parts or re.search(r"[\\\0]|^[A-Za-z]:", name):
+        raise DataError(
+            "a file's name leads out of its folder",
+            got=repr(name),
+            why="files from another machine are written below one folder only",
+            fix="check which cluster this is; klamp's own workers send plain relative names",
+        )
+    return path
+
+
+def _key(config: Mapping[str, Any], field: str) -> str:
+    """What a field's value stands for: the built-in model is another one for another task."""
+    value = str(config.get(field) or "")
+    return f"{BUILTIN} of {config.get('task')}" if value == BUILTIN else value
+
+
+def _local(config: Mapping[str, Any], field: str) -> tuple[str, Path | None]:
+    """The key of a field's value, and the file or folder that it names here; None where it names none."""
+    value = str(config.get(field) or "")
+    if value == BUILTIN:
+        folder = base_model_folder(builtin_model(str(config["task"])))
+        return _key(config, field), folder if folder.is_dir() else None
+    name = value.rpartition(":")[0] if field == "reward" else value
+    path = Path(name).expanduser()
+    there = bool(name) and (path.is_file() if field in ("task", "eval_split", "reward") else path.is_dir())
+    return value, path if there else None

@@ -1,0 +1,186 @@
+"""One run of an ablation: train, or go on training; measure; write down what it came to."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from klamp.ablation.executor import RunState, Tell, Update
+from klamp.ablation.measure import measure
+from klamp.ablation.outcome import Outcome, write_outcome
+from klamp.ablation.plan import Run, run_folder
+from klamp.diagnostics.doctor import Finding
+from klamp.errors import KlampError, TrainingStopped
+from klamp.training import checkpoint
+from klamp.training.folders import BESIDE, METRICS_FILE, SUMMARY
+from klamp.training.observers import Observer, RunInfo
+from klamp.training.trainer import train_run
+
+log = logging.getLogger(__name__)
+
+COURSE = {"step": "step", "reward": "reward", "length": "length/mean", "kl/k3": "kl/k3"}
+"""Name in `Outcome.by_step` -> metric."""
+
+LONGEST_COURSE = 500
+"""Steps of a course that are kept; of longer ones, every second, third, ... and the last."""
+
+TOLD = ("reward", "kl/exact", "kl/k3", "length/mean", "beta")
+"""Metrics of a step that are told."""
+
+
+def perform(run: Run, folder: Path, report: Tell) -> Outcome:
+    """Train a run from its newest checkpoint (without one: from the start), measure it, and write its outcome.json.
+
+    Args:
+        run: what to train; its folder is `run_folder(folder, run)`.
+        folder: of the ablation.
+        report: told after every step, and at last that the run is done or has failed.
+
+    Returns:
+        The outcome; `failed` with the reason for whatever the run itself raised.
+
+    Raises:
+        KeyboardInterrupt, TrainingStopped: it was interrupted; there is no outcome, and the next call goes on.
+    """
+    own = run_folder(folder, run)
+    own.mkdir(parents=True, exist_ok=True)
+    told = _Told(run, report)
+    try:
+        outcome = _trained_and_measured(run, own, told)
+    except Exception as error:
+        if was_interrupted(error):
+            raise
+        log.exception("the run failed")
+        outcome = failed(run, reason(error))
+    write_outcome(own, outcome)
+    told.tell(outcome.state, metrics=outcome.numbers, text=outcome.error.partition("\n")[0])
+    return outcome
+
+
+def failed(run: Run, error: str) -> Outcome:
+    """The outcome of a run that failed.
+
+    Args:
+        run: the run.
+        error: why; the first line says what happened.
+    """
+    return Outcome(run=run.name, arm=run.arm.name, seed=run.seed, values=run.arm.values, state="failed", error=error)
+
+
+def was_interrupted(error: BaseException) -> bool:
+    """Whether a run was stopped from outside, its state saved, rather than by something that went wrong."""
+    if isinstance(error, TrainingStopped):
+        return isinstance(error.__cause__ or error.__context__, KeyboardInterrupt)
+    return isinstance(error, KeyboardInterrupt)
+
+
+def reason(error: BaseException) -> str:
+    """An error in words, with what was noted on it."""
+    text = str(error) if isinstance(error, KlampError) else f"{type(error).__name__}: {error}"
+    return "\n".join((text, *getattr(error, "__notes__", ())))
+
+
+def _trained_and_measured(run: Run, own: Path, told: _Told) -> Outcome:
+    summary = _trained(run, own, told)
+    gc.collect()  # the optimizer and the graph are in cycles; the second model needs their room
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    told.tell("measuring")
+    numbers = measure(run.config, own, told=lambda: told.tell("measuring"))
+    rows = _rows(own / METRICS_FILE)
+    numbers["seconds"] = sum(row.get("speed/step_seconds", 0.0) for row in rows)
+    if "beta/per_sequence" in summary["final_metrics"]:
+        numbers["beta_effective"] = summary["final_metrics"]["beta/per_sequence"]
+    return Outcome(
+        run=run.name,
+        arm=run.arm.name,
+        seed=run.seed,
+        values=run.arm.values,
+        rl_skill=summary["rl_skill"],
+        before=summary["before"],
+        after=summary["after"],
+        numbers=numbers,
+        by_step=course(rows),
+    )
+
+
+def _trained(run: Run, own: Path, told: _Told) -> Mapping[str, Any]:
+    """The summary of the training, which is not repeated where it was done before."""
+    saved = checkpoint.checkpoints(own)
+    if not saved:
+        _clear(own)
+    elif (own / SUMMARY).exists() and checkpoint.load_state(saved[-1])["step"] >= run.config.run.max_steps:
+        return json.loads((own / SUMMARY).read_text(encoding="utf-8"))
+    settings = replace(run.config.run, output_dir=str(own), resume=bool(saved))
+    return vars(train_run(replace(run.config, run=settings), [told]))
+
+
+def _clear(own: Path) -> None:
+    """Take away what a run left that was killed before its first checkpoint."""
+    for each in own.iterdir():
+        if each.is_dir():
+            shutil.rmtree(each)
+        elif each.name not in BESIDE:
+            each.unlink()
+
+
+def _rows(file: Path) -> list[dict[str, float]]:
+    """The steps of a metrics.jsonl; none where there is no file."""
+    if not file.exists():
+        return []
+    rows = (json.loads(line) for line in file.read_text(encoding="utf-8").splitlines())
+    return [row for row in rows if "reward" in row]
+
+
+def course(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    """The course of training from its rows, thinned to `LONGEST_COURSE` steps; the last step stays.
+
+    A metric that some steps lack is left out.
+
+    Args:
+        rows: metrics by step, in order.
+    """
+    every = -(-len(rows) // LONGEST_COURSE) or 1
+    kept = rows[::-1][::every][::-1]
+    there = {name: metric for name, metric in COURSE.items() if all(metric in row for row in kept)}
+    return {name: [row[metric] for row in kept] for name, metric in there.items()}
+
+
+class _Told(Observer):
+    """Tells what a run does as updates."""
+
+    def __init__(self, run: Run, report: Tell) -> None:
+        self.run, self.report, self.step = run, report, 0
+
+    def tell(self, state: RunState, *, metrics: Mapping[str, float] | None = None, text: str = "") -> None:
+        """What became of the run."""
+        steps = self.run.config.run.max_steps
+        step = steps if state in ("measuring", "done") else self.step
+        self.report(Update(run=self.run.name, state=state, step=step, steps=steps, metrics=metrics or {}, text=text))
+
+    def on_start(self, info: RunInfo) -> None:
+        """It is about to take its first step, or the first one after a checkpoint."""
+        self.step = info.start_step
+        self.tell("running")
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step is done."""
+        self.step = step
+        self.tell("running", metrics={name: metrics[name] for name in TOLD if name in metrics})
+
+    def on_alarm(self, finding: Finding) -> None:
+        """An alarm rose; notes are only written down."""
+        if finding.alarm.level == "alarm":
+            self.tell("running", text=f"{finding.alarm.name}: {finding.alarm.text} ({finding.evidence.text})")
+
+    def on_warning(self, text: str) -> None:
+        """A caution goes to the log."""
+        log.warning("caution: %s", text)

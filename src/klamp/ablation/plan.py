@@ -1,0 +1,278 @@
+"""What an ablation runs: arms (what differs) times seeds (how often). Pure data; nothing is loaded or written."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import zlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from klamp.config.kl import resolve_aliases
+from klamp.errors import ConfigError, KlampError
+from klamp.training.config import TrainConfig, field_owners
+
+RUNS = "runs"
+"""Folder, in that of the ablation, that holds one folder per run."""
+
+LONGEST_NAME = 100
+"""Characters of an arm that a folder's name keeps."""
+
+OWNED: Mapping[str, str] = {
+    "seed": "the plan's seeds: --seeds 3, or `seeds: [0, 1, 2]` in the plan",
+    "output_dir": "the folder of the ablation: --output_dir FOLDER",
+    "resume": "the same command once more: it continues what is not done",
+}
+"""Fields that the ablation sets itself -> what to use instead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One setting that is compared with the others."""
+
+    name: str
+    """How it is called in the table: "beta=0.01 kl_estimator=k1", or as the plan names it."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Field -> value; they win over the plan's base."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Arms and seeds on one common base; where it is run and with which processes is not part of it."""
+
+    name: str = "ablation"
+    """A short name, for the default folder and for headings."""
+    base: Mapping[str, Any] = field(default_factory=dict)
+    """Field -> value that all arms share; what is missing keeps its default."""
+    arms: tuple[Arm, ...] = (Arm(name="base"),)
+    """What is compared."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Seeds that every arm is run with."""
+
+    def __post_init__(self) -> None:
+        _refuse_twice("arm", [arm.name for arm in self.arms])
+        _refuse_twice("seed", self.seeds)
+        for kind, count in (("arms", len(self.arms)), ("seeds", len(self.seeds))):
+            if not count:
+                raise ConfigError(f"an ablation without {kind}", why="there is nothing to run", fix="name at least one")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One arm with one seed."""
+
+    name: str
+    """Name of its folder; unique in the plan."""
+    arm: Arm
+    """What it stands for."""
+    seed: int
+    """Its seed."""
+    config: TrainConfig
+    """What it trains; `output_dir` is open, whoever runs it sets it."""
+
+
+def grid(sweep: Mapping[str, Sequence[Any]]) -> tuple[Arm, ...]:
+    """Every combination of the values of some fields; the last field varies fastest. Aliases are resolved.
+
+    Args:
+        sweep: field -> its values.
+
+    Raises:
+        UnknownNameError: no such field; names the nearest.
+        ConfigError: a field without values, or with one value twice.
+    """
+    fields = resolve_aliases(sweep, set(field_owners()))
+    for name, values in fields.items():
+        if not values:
+            raise ConfigError(f"{name} is swept over nothing", got="no value", fix=f"give values, or leave {name} out")
+        _refuse_twice(f"value of {name}", [shown(value) for value in values])
+    combinations = itertools.product(*fields.values())
+    return tuple(_combined(dict(zip(fields, values, strict=True))) for values in combinations)
+
+
+def crossed(arms: Sequence[Arm], others: Sequence[Arm]) -> tuple[Arm, ...]:
+    """Every arm of the first kind with every arm of the second.
+
+    Raises:
+        ConfigError: both set the same field.
+    """
+    found: list[Arm] = []
+    for one, other in itertools.product(arms, others):
+        both = sorted(one.values.keys() & other.values.keys())
+        if both:
+            raise ConfigError(
+                f"the arm {one.name!r} sets {both[0]}, which is swept",
+                got=f"{shown(one.values[both[0]])} and {shown(other.values[both[0]])}",
+                why="one of the two would be passed over in silence",
+                fix=f"take {both[0]} out of the arm, or out of the sweep",
+            )
+        found.append(Arm(name=f"{one.name} {other.name}", values={**one.values, **other.values}))
+    return tuple(found)
+
+
+def runs(plan: Plan) -> tuple[Run, ...]:
+    """All runs of a plan, every configuration checked; seed by seed, so that early results speak of every arm.
+
+    Raises:
+        ConfigError: a configuration that is refused, with the arm's name; a field that the ablation sets itself; two
+            arms that are the same.
+    """
+    base = _known(plan.base, "the base of the plan")
+    found = [
+        Run(name=f"{folder_name(arm.name)}_seed-{seed}", arm=arm, seed=seed, config=_config(base, arm, seed))
+        for seed in plan.seeds
+        for arm in plan.arms
+    ]
+    _refuse_twice("folder name", [run.name for run in found], fix="give the arms names that differ in letters")
+    _refuse_same(found[: len(plan.arms)])
+    return tuple(found)
+
+
+def run_folder(folder: Path, run: Run) -> Path:
+    """Where a run writes.
+
+    Args:
+        folder: of the ablation.
+        run: one of its runs.
+    """
+    return folder / RUNS / run.name
+
+
+def folder_name(name: str) -> str:
+    """An arm's name as a folder's: "beta=0.01 kl_estimator=k1" -> "beta-0.01_kl_estimator-k1".
+
+    Where letters are lost, a checksum of the name follows, so that different arms keep different folders.
+    """
+    plain = re.sub(r"\s+", "_", name.strip()).replace("=", "-")
+    safe = re.sub(r"[^\w.+-]", "-", plain, flags=re.ASCII).strip("-._")[:LONGEST_NAME]
+    return safe if safe and safe == plain else f"{safe}-{zlib.crc32(name.encode()):08x}".lstrip("-")
+
+
+def shown(value: Any) -> str:
+    """A value as it stands in an arm's name."""
+    if isinstance(value, float):
+        text = f"{value:g}"
+        return text if float(text) == value else repr(value)
+    if isinstance(value, list | tuple):
+        return ",".join(map(shown, value)) or "none"
+    return str(value)
+
+
+def plain_plan(plan: Plan) -> dict[str, Any]:
+    """The plan as YAML and JSON take it; `plan_of` reads it back."""
+    return {
+        "name": plan.name,
+        "base": _plain(plan.base),
+        "arms": {arm.name: _plain(arm.values) for arm in plan.arms},
+        "seeds": list(plan.seeds),
+    }
+
+
+def plan_of(content: Mapping[str, Any]) -> Plan:
+    """The plan that `plain_plan` wrote.
+
+    Raises:
+        KeyError, TypeError, AttributeError: it is none.
+    """
+    return Plan(
+        name=str(content["name"]),
+        base=_tuples(content["base"]),
+        arms=tuple(Arm(name=str(name), values=_tuples(values)) for name, values in content["arms"].items()),
+        seeds=tuple(content["seeds"]),
+    )
+
+
+def plain_run(run: Run) -> dict[str, Any]:
+    """The run as JSON takes it; `run_of` reads it back."""
+    config = _plain(run.config.flat())
+    return {"name": run.name, "arm": run.arm.name, "values": _plain(run.arm.values), "seed": run.seed, "config": config}
+
+
+def run_of(content: Mapping[str, Any]) -> Run:
+    """The run that `plain_run` wrote.
+
+    Raises:
+        KeyError, TypeError, AttributeError: it is none.
+    """
+    return Run(
+        name=content["name"],
+        arm=Arm(name=content["arm"], values=_tuples(content["values"])),
+        seed=int(content["seed"]),
+        config=TrainConfig.from_flat(content["config"]),
+    )
+
+
+def _combined(values: Mapping[str, Any]) -> Arm:
+    name = " ".join(f"{field}={shown(value)}" for field, value in values.items())
+    return Arm(name=name or "base", values=values)
+
+
+def _known(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Values under their proper names, none of them the ablation's own."""
+    try:
+        resolved = resolve_aliases(values, set(field_owners()))
+    except ConfigError as error:
+        raise named(error, where) from error
+    for name in resolved.keys() & OWNED.keys():
+        raise ConfigError(
+            f"{where} sets {name}", got=shown(resolved[name]), why="the ablation sets it", fix=f"use {OWNED[name]}"
+        )
+    return resolved
+
+
+def _config(base: Mapping[str, Any], arm: Arm, seed: int) -> TrainConfig:
+    own = _known(arm.values, f"the arm {arm.name!r}")
+    try:
+        config = TrainConfig.from_flat({**base, **own, "seed": seed})
+    except ConfigError as error:
+        raise named(error, f"the arm {arm.name!r}") from error
+    if config.run.backend != "local":
+        raise ConfigError(
+            "an ablation runs on this machine or on a Ray cluster",
+            got=f"backend={config.run.backend!r} in the arm {arm.name!r}",
+            why="a service keeps the weights, and the exact KL over the whole vocabulary cannot be measured there",
+            fix="leave backend out, or run the arms one by one with klamp train --backend tinker",
+        )
+    return config
+
+
+def named(error: KlampError, where: str) -> KlampError:
+    """The same error, and whose it is.
+
+    Args:
+        error: what was raised.
+        where: "the arm 'beta=0.1'".
+    """
+    return type(error)(f"{where}: {error.what}", got=error.got, why=error.why, fix=error.fix)
+
+
+def _refuse_twice(kind: str, names: Sequence[Any], *, fix: str = "keep one") -> None:
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ConfigError(
+            f"a {kind} stands twice", got=twice[0], why="each combination is run once, under its own name", fix=fix
+        )
+
+
+def _refuse_same(of_one_seed: Sequence[Run]) -> None:
+    """Refuse two arms that are one and the same configuration."""
+    for i, run in enumerate(of_one_seed):
+        for other in of_one_seed[:i]:
+            if run.config == other.config:
+                raise ConfigError(
+                    f"the arms {other.arm.name!r} and {run.arm.name!r} are the same",
+                    got=", ".join(f"{name}={shown(value)}" for name, value in run.arm.values.items()) or "no values",
+                    why="what they set is what the base sets already, or gives way to it",
+                    fix="keep one of them, or take the fields that they should set out of the base",
+                )
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}

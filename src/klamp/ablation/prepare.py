@@ -1,0 +1,185 @@
+"""What is done once, before the runs: the folder, what is in it already, the base model, a look at tasks."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from klamp.ablation.outcome import read_outcome
+from klamp.ablation.plan import RUNS, Plan, Run, folder_name, named, plain_plan, plan_of, run_folder, runs
+from klamp.errors import KlampError, RunFolderError
+from klamp.training.folders import free_folder
+
+PLAN, LOCK = "plan.yaml", ".lock"
+HEADER = (
+    "# The plan of this ablation; `klamp ablate --plan` reads it. The same command again continues what is not done.\n"
+)
+
+Progress = Callable[[int, int, float], None]
+"""(done, total, loss) of teaching the built-in base model."""
+
+
+def find_folder(plan: Plan, root: Path = Path("runs")) -> Path:
+    """The folder below `root` that holds this plan, or one that it adds to; else the next free one.
+
+    So the same command, given again without a folder, goes on where it stopped.
+    """
+    stem = f"ablation-{folder_name(plan.name)}"
+    for folder in sorted(root.glob(f"{stem}-[0-9][0-9][0-9]")):
+        with suppress(RunFolderError):  # a damaged plan is not this one
+            if (folder / PLAN).exists() and not difference(read_plan(folder), plan):
+                return folder
+    return free_folder(root, stem)
+
+
+def read_plan(folder: Path) -> Plan:
+    """The plan that a folder was made with.
+
+    Raises:
+        RunFolderError: its file is damaged, or this version of klamp refuses what it says.
+    """
+    file = folder / PLAN
+    try:
+        plan = plan_of(yaml.safe_load(file.read_text(encoding="utf-8")))
+        runs(plan)
+        return plan
+    except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
+        raise RunFolderError(
+            "the plan in the ablation's folder cannot be read",
+            got=str(file),
+            why=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+            fix="choose another --output_dir",
+        ) from error
+
+
+def check_folder(plan: Plan, folder: Path) -> None:
+    """Refuse a folder that holds something else than this plan, or the beginning of it; nothing is written.
+
+    Raises:
+        RunFolderError: another ablation, or other files.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise RunFolderError("the output folder is a file", got=str(folder), fix="choose another --output_dir")
+    if (folder / PLAN).exists():
+        found = difference(read_plan(folder), plan)
+        if found:
+            raise RunFolderError(
+                "the output folder holds another ablation",
+                got=f"{folder / PLAN}: {found}",
+                why="one table would mix the runs of two plans; only arms and seeds may be added",
+                fix="choose another --output_dir, or repeat the command that made the folder",
+            )
+    elif folder.is_dir() and any(each.name != LOCK for each in folder.iterdir()):
+        raise RunFolderError(
+            "the output folder holds other files",
+            got=str(folder),
+            why="an ablation never writes over what is there",
+            fix="choose another --output_dir",
+        )
+
+
+def difference(held: Plan, asked: Plan) -> str:
+    """What keeps the asked plan from being the held one, or that with more arms and seeds; "" where nothing does."""
+    before, after = ({run.name: run for run in runs(plan)} for plan in (held, asked))
+    for name, run in before.items():
+        if name not in after:
+            return f"its run {name} is not part of this plan"
+        old, new = run.config.flat(), after[name].config.flat()
+        changed = sorted(field for field in old if old[field] != new[field])
+        if changed:
+            return f"{changed[0]} of the arm {run.arm.name!r} is {old[changed[0]]!r} there, {new[changed[0]]!r} here"
+    return ""
+
+
+def open_folder(plan: Plan, folder: Path) -> None:
+    """Make the folder and write its plan, or check that it holds this one; more arms and seeds are added to it.
+
+    Raises:
+        RunFolderError: see `check_folder`.
+    """
+    check_folder(plan, folder)
+    (folder / RUNS).mkdir(parents=True, exist_ok=True)
+    text = HEADER + yaml.safe_dump(plain_plan(plan), sort_keys=False, allow_unicode=True)
+    part = folder / f".{PLAN}.part"
+    part.write_text(text, encoding="utf-8")
+    part.replace(folder / PLAN)
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """For as long as the context lasts, no other `klamp ablate` works in the folder.
+
+    Raises:
+        RunFolderError: another one does.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunFolderError(
+                "another klamp ablate works in the output folder",
+                got=str(folder),
+                why="both would train the same runs in the same files",
+                fix="wait for it, stop it, or choose another --output_dir",
+            ) from error
+        yield
+
+
+def is_done(folder: Path, run: Run) -> bool:
+    """Whether the run is done; failed ones are tried again.
+
+    Args:
+        folder: of the ablation.
+        run: one of its runs.
+    """
+    outcome = read_outcome(run_folder(folder, run))
+    return outcome is not None and outcome.state == "done"
+
+
+def check_references(every: Sequence[Run]) -> None:
+    """Refuse references that do not fit their model, before anything is loaded.
+
+    Raises:
+        ConfigError: with the name of the arm.
+    """
+    from klamp.training.setup import reference_kind
+
+    for run in every:
+        try:
+            reference_kind(run.config)
+        except KlampError as error:
+            raise named(error, f"the arm {run.arm.name!r}") from error
+
+
+def load_shared(waiting: Sequence[Run], progress: Progress | None = None) -> None:
+    """Make what runs share (the built-in base model, in klamp's cache), and look once at every task and reward.
+
+    Args:
+        waiting: the runs that are not done.
+        progress: told about the training of the base model, where that is needed.
+
+    Raises:
+        KlampError: a tokenizer, task or reward that cannot be used, with the name of the arm.
+    """
+    from klamp.tasks import load_task
+    from klamp.training.models import BUILTIN, load_model, load_tokenizer
+
+    seen: list[Any] = []
+    for run in waiting:
+        model, task = run.config.model, run.config.task
+        inputs = (model.model, model.ref_model, model.tokenizer, task)
+        if inputs in seen:
+            continue
+        seen.append(inputs)
+        try:
+            if BUILTIN in (model.model, model.ref_model):
+                load_model(BUILTIN, progress=progress, task=task.task)
+            load_task(task, load_tokenizer(model.tokenizer or model.model, task=task.task))
+        except KlampError as error:
+            raise named(error, f"the arm {run.arm.name!r}") from error

@@ -1,0 +1,189 @@
+"""What completions do once the reward has saturated: length, fillers and KL, then and at the end, per arm."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from klamp.ablation.drawing import GREY, named, new_figure, style, tidy
+from klamp.ablation.plan import Run, run_folder
+from klamp.ablation.statistics import bootstrap_interval
+from klamp.ablation.table import Cell, cell_text
+from klamp.tasks.config import FILLER_TASK
+from klamp.tasks.filler import FILLER
+from klamp.training.folders import COMPLETIONS, METRICS_FILE
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+WINDOW = 10
+"""Steps over which a curve is averaged before it is looked at."""
+
+SATURATED = 0.95
+"""Reward from which on little is left to gain, where the best is 1."""
+
+MARKDOWN, PICTURE = "saturation.md", "saturation.png"
+"""The files that are written into the folder of the ablation."""
+
+COLUMNS: Mapping[str, str] = {
+    "saturated": "saturated at step",
+    "length/saturated": "length then",
+    "length/end": "length at the end",
+    "length/growth": "growth",
+    "fillers/end": "fillers at the end",
+    "kl/token": "KL (nats/token)",
+    "kl/sequence": "KL (nats/completion)",
+    "reward/end": "reward at the end",
+}
+"""Number of a course -> heading."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """The course of one run."""
+
+    arm: str
+    """Name of its arm."""
+    steps: Sequence[int]
+    """The steps that were logged."""
+    lengths: Sequence[float]
+    """Mean tokens per completion in each of them, end token included."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """Those of `COLUMNS` that there are; saturated and growth only where the reward got there."""
+
+
+def course_of(arm: str, rows: Sequence[Mapping[str, Any]], completions: Sequence[Mapping[str, Any]]) -> Course:
+    """The course of a run: saturated at the first step at which the mean reward of the last ten is 0.95.
+
+    Args:
+        arm: name of its arm.
+        rows: its metrics, one mapping per training step, in order.
+        completions: some of those it wrote, with `step` and `completion`.
+    """
+    lengths = [float(row["length/mean"]) for row in rows]
+    rewards = [float(row["reward"]) for row in rows]
+    numbers = {"length/end": fmean(lengths[-WINDOW:]), "reward/end": fmean(rewards[-WINDOW:])}
+    for name, metric in (("kl/token", "kl/exact"), ("kl/sequence", "kl/exact_sequence")):
+        found = [float(row[metric]) for row in rows[-WINDOW:] if metric in row]
+        numbers |= {name: fmean(found)} if found else {}
+    end = int(rows[-1]["step"])
+    fillers = [str(each["completion"]).count(FILLER) for each in completions if each["step"] > end - WINDOW]
+    numbers |= {"fillers/end": fmean(fillers)} if fillers else {}
+    reached = next((i for i in range(WINDOW, len(rows) + 1) if fmean(rewards[i - WINDOW : i]) >= SATURATED), None)
+    if reached is not None:
+        then = fmean(lengths[reached - WINDOW : reached])
+        numbers |= {"saturated": float(rows[reached - 1]["step"]), "length/saturated": then}
+        numbers["length/growth"] = numbers["length/end"] - then
+    return Course(arm=arm, steps=[int(row["step"]) for row in rows], lengths=lengths, numbers=numbers)
+
+
+def read_courses(every: Sequence[Run], folder: Path) -> list[Course]:
+    """The courses of an ablation's runs, in their order; runs without a single step are left out.
+
+    Args:
+        every: the runs.
+        folder: of the ablation.
+    """
+    found: list[Course] = []
+    for run in every:
+        place = run_folder(folder, run)
+        rows = [row for row in _lines(place / METRICS_FILE) if "length/mean" in row]
+        if rows:
+            found.append(course_of(run.arm.name, rows, _lines(place / COMPLETIONS)))
+    return found
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    if not file.exists():
+        return []
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def markdown(courses: Sequence[Course], *, confidence: float = 0.95) -> str:
+    """The table as Markdown: a row per arm, each number a mean over seeds with its bootstrap interval.
+
+    Args:
+        courses: of all runs.
+        confidence: of the intervals.
+    """
+    heading = ("arm", "seeds", *COLUMNS.values())
+    lines = [heading, ("---", *("---:" for _ in heading[1:]))]
+    for arm, group in _by_arm(courses).items():
+        cells = (_cell([c.numbers[name] for c in group if name in c.numbers], confidence) for name in COLUMNS)
+        lines.append((arm, str(len(group)), *(cell_text(cell, len(group)) for cell in cells)))
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _cell(values: Sequence[float], confidence: float) -> Cell | None:
+    if not values:
+        return None
+    interval = bootstrap_interval(values, confidence=confidence)
+    return Cell(values=tuple(values), mean=fmean(values), interval=interval)
+
+
+def _by_arm(courses: Sequence[Course]) -> dict[str, list[Course]]:
+    found: dict[str, list[Course]] = {}
+    for course in courses:
+        found.setdefault(course.arm, []).append(course)
+    return found
+
+
+def draw(courses: Sequence[Course]) -> Figure:
+    """Length over steps, a panel per arm: each seed, their mean, and the mean of the first arm in grey.
+
+    A triangle marks where the reward had saturated.
+
+    Args:
+        courses: of all runs; the first arm is what the others are compared with.
+    """
+    arms = _by_arm(courses)
+    columns = 4
+    rows = -(-len(arms) // columns)
+    figure = new_figure(3.1 * columns, 2.3 * rows)
+    panels = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
+    control = _mean(next(iter(arms.values())))
+    for panel, (arm, group) in zip(panels, arms.items(), strict=False):
+        look = style(0)
+        panel.plot(*control, color=GREY, linewidth=1.2)
+        for course in group:
+            panel.plot(course.steps[WINDOW - 1 :], _smooth(course.lengths), color=look.colour, alpha=0.3, linewidth=0.9)
+            if "saturated" in course.numbers:
+                place = (course.numbers["saturated"], course.numbers["length/saturated"])
+                panel.plot(*place, marker="v", color=look.colour, markersize=4)
+        panel.plot(*_mean(group), color=look.colour, linewidth=1.8)
+        tidy(panel, title=named(arm))
+    for panel in panels[len(arms) :]:
+        panel.set_visible(False)
+    figure.supxlabel("step", fontsize=9)
+    figure.supylabel(f"tokens per completion, mean of {WINDOW} steps", fontsize=9)
+    return figure
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    return [fmean(values[i - WINDOW : i]) for i in range(WINDOW, len(values) + 1)]
+
+
+def _mean(group: Sequence[Course]) -> tuple[Sequence[int], list[float]]:
+    """Steps and mean length, as far as every seed went."""
+    curves = [_smooth(course.lengths) for course in group]
+    means = [fmean(values) for values in zip(*curves, strict=False)]
+    return group[0].steps[WINDOW - 1 :][: len(means)], means
+
+
+def write_saturation(every: Sequence[Run], folder: Path) -> tuple[Path, ...]:
+    """Write the table and the picture of the runs whose task has fillers; nothing where there is no step of one.
+
+    Args:
+        every: the runs.
+        folder: of the ablation.
+    """
+    courses = read_courses([run for run in every if run.config.task.task == FILLER_TASK], folder)
+    if not courses:
+        return ()
+    (folder / MARKDOWN).write_text(markdown(courses), encoding="utf-8")
+    draw(courses).savefig(folder / PICTURE, dpi=110, metadata={"Software": None})
+    return folder / MARKDOWN, folder / PICTURE

@@ -1,0 +1,252 @@
+"""Outcomes -> the table of an ablation: mean and bootstrap interval per arm; as Markdown, rows and plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from klamp.ablation.columns import COLUMNS, GROUPS, Column, Group, retained_skills
+from klamp.ablation.outcome import Outcome
+from klamp.ablation.statistics import Interval, bootstrap_interval
+
+MISSING = "-"
+FEW_SEEDS = 10
+"""Below this many seeds the table says that its intervals are rough."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One number of an arm: its mean over seeds, and how sure that is."""
+
+    values: tuple[float, ...]
+    """One per seed that has the number, in the order of the seeds."""
+    mean: float
+    """Their mean."""
+    interval: Interval | None
+    """Bootstrap interval of the mean; None with one seed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmRow:
+    """What became of an arm."""
+
+    arm: str
+    """Its name."""
+    values: Mapping[str, Any]
+    """What was swept, and to what."""
+    done: int
+    """Seeds whose run was done."""
+    failed: int
+    """Seeds whose run failed."""
+    cells: Mapping[str, Cell]
+    """Name of the column -> number, where there is one."""
+    failures: tuple[str, ...]
+    """Why runs failed: "seed 2: ..."."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """The table of an ablation."""
+
+    columns: tuple[Column, ...]
+    """Those in which any arm has a number."""
+    rows: tuple[ArmRow, ...]
+    """One per arm, in the order of the outcomes."""
+    confidence: float
+    """Of the intervals."""
+    rl_skills: tuple[str, ...]
+    """Skills that were trained; usually one."""
+    retained: tuple[str, ...]
+    """Skills that were measured and not trained."""
+
+
+def summarise(outcomes: Sequence[Outcome], *, confidence: float = 0.95) -> Table:
+    """The table of these runs.
+
+    A value that is missing or not finite is left out of its cell, and the cell says from how many seeds it comes.
+
+    Args:
+        outcomes: of all runs, failed ones too.
+        confidence: of the intervals.
+    """
+    arms: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        arms.setdefault(outcome.arm, []).append(outcome)
+    rows = tuple(_row(arm, runs, confidence) for arm, runs in arms.items())
+    return Table(
+        columns=tuple(column for column in COLUMNS if any(column.name in row.cells for row in rows)),
+        rows=rows,
+        confidence=confidence,
+        rl_skills=tuple(dict.fromkeys(o.rl_skill for o in outcomes if o.rl_skill)),
+        retained=tuple(dict.fromkeys(skill for o in outcomes for skill in retained_skills(o))),
+    )
+
+
+def _row(arm: str, runs: Sequence[Outcome], confidence: float) -> ArmRow:
+    ordered = sorted(runs, key=lambda run: run.seed)
+    cells = {column.name: _cell(column, ordered, confidence) for column in COLUMNS}
+    failed = [run for run in ordered if run.state == "failed"]
+    return ArmRow(
+        arm=arm,
+        values=dict(ordered[0].values),
+        done=len(ordered) - len(failed),
+        failed=len(failed),
+        cells={name: cell for name, cell in cells.items() if cell is not None},
+        failures=tuple(f"seed {run.seed}: {run.error or 'no reason was given'}" for run in failed),
+    )
+
+
+def _cell(column: Column, runs: Sequence[Outcome], confidence: float) -> Cell | None:
+    found = [value for run in runs if (value := column.value(run)) is not None]
+    if not found:
+        return None
+    interval = bootstrap_interval(found, confidence=confidence)
+    return Cell(values=tuple(found), mean=sum(found) / len(found), interval=interval)
+
+
+def number(value: float) -> str:
+    """Four significant digits; powers of ten only for what is very large or very small."""
+    if abs(value) >= 9999.5 and abs(value) < 1e7:
+        return f"{value:.0f}"
+    return f"{value:.4g}" if value else "0"
+
+
+def cell_text(cell: Cell | None, seeds: int) -> str:
+    """`0.8123 [0.79, 0.83]`; from how many seeds, where some of them lack the number."""
+    if cell is None:
+        return MISSING
+    text = number(cell.mean)
+    if cell.interval is not None:
+        text += f" [{number(cell.interval.low)}, {number(cell.interval.high)}]"
+    return text if len(cell.values) == seeds else f"{text} ({len(cell.values)} of {seeds})"
+
+
+def seeds_text(row: ArmRow) -> str:
+    """How many seeds were done, and how many failed."""
+    return f"{row.done}, {row.failed} failed" if row.failed else str(row.done)
+
+
+def lines(table: Table, group: Group) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
+    """The heading and the rows of one group of columns, as text; both empty where it has none.
+
+    Args:
+        table: the whole table.
+        group: which columns; see `GROUPS`.
+    """
+    columns = [column for column in table.columns if column.group == group]
+    if not columns:
+        return (), ()
+    rows = (
+        (row.arm, seeds_text(row), *(cell_text(row.cells.get(column.name), row.done) for column in columns))
+        for row in table.rows
+    )
+    return ("arm", "seeds", *(column.heading for column in columns)), tuple(rows)
+
+
+def notes(table: Table) -> tuple[str, ...]:
+    """How to read the table, and what it does not say: one sentence or two per line."""
+    found: list[str] = []
+    if table.rl_skills:
+        skills = f"The RL skill is {', '.join(table.rl_skills)}"
+        found.append(f"{skills}; retained are {', '.join(table.retained)}." if table.retained else f"{skills}.")
+    if any(column.group == "distance" for column in table.columns):
+        found.append("KL is exact, on held-out prompts, to the model that training started from (start).")
+    most = max((row.done for row in table.rows), default=0)
+    if most == 1:
+        found.append("One seed per arm: there is no interval, and a difference between arms may be chance.")
+    elif most > 1:
+        found.append(f"Mean over seeds [{100 * table.confidence:.4g} % bootstrap interval of the mean].")
+        if most < FEW_SEEDS:
+            found.append(f"With {most} seeds the intervals are rough, and narrower than their name says.")
+    judged = [column for column in table.columns if column.name in ("rl/after", "retained/after")]
+    return (*found, *filter(None, (reading(table, column) for column in judged)))
+
+
+def reading(table: Table, column: Column) -> str:
+    """Which arm has the best mean, and which ones this table cannot tell from it; "" with one arm.
+
+    Overlapping intervals are no test; they only keep the eye from reading order into noise.
+
+    Args:
+        table: the whole table.
+        column: one whose direction is known.
+    """
+    sign = -1 if column.better == "lower" else 1
+    rows = [row for row in table.rows if column.name in row.cells]
+    if len(rows) < 2:
+        return ""
+    best = max(sign * row.cells[column.name].mean for row in rows)
+    first = [row for row in rows if sign * row.cells[column.name].mean == best]
+    tops = [row.cells[column.name].interval for row in first]
+    text = f"{column.title}, best mean: {_listed([row.arm for row in first])} ({number(sign * best)})"
+    if None in tops:
+        return f"{text}; one seed, so no interval."
+    close = [row.arm for row in rows if row not in first and _overlap(row.cells[column.name], tops)]
+    if not close:
+        return f"{text}; no other arm's interval overlaps."
+    return f"{text}; intervals overlap with that of {_listed(close)}."
+
+
+def _overlap(cell: Cell, intervals: Iterable[Interval | None]) -> bool:
+    low, high = cell.interval or (cell.mean, cell.mean)
+    return any(low <= each.high and each.low <= high for each in intervals if each)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def markdown(table: Table) -> str:
+    """The table as a Markdown page: one table per group of columns, notes, and the runs that failed."""
+    parts: list[str] = []
+    for group, title in GROUPS.items():
+        heading, rows = lines(table, group)
+        if heading:
+            rule = ("---", *("---:" for _ in heading[1:]))
+            parts.append(f"## {title}\n\n" + "\n".join(_pipes(cells) for cells in (heading, rule, *rows)))
+    parts += [_escaped(note) for note in notes(table)]
+    failures = [f"- {_escaped(row.arm)}, {_escaped(text)}" for row in table.rows for text in row.failures]
+    if failures:
+        parts.append("## Runs that failed\n\n" + "\n".join(failures))
+    return "\n\n".join(parts) + "\n" if parts else "No run has ended.\n"
+
+
+def _pipes(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(_escaped(cell) for cell in cells)} |"
+
+
+def _escaped(text: str) -> str:
+    """In one line, and nothing in it that Markdown or HTML would take for its own."""
+    plain = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
+    return plain.replace("|", "\\|").replace("*", "\\*").replace("`", "\\`")
+
+
+def plain(table: Table) -> dict[str, Any]:
+    """The table as JSON takes it: every number with its seeds, nothing rounded."""
+    return {
+        "confidence": table.confidence,
+        "rl_skills": list(table.rl_skills),
+        "retained": list(table.retained),
+        "columns": [
+            {"name": column.name, "title": column.title, "unit": column.unit, "better": column.better}
+            for column in table.columns
+        ],
+        "arms": [
+            {
+                "arm": row.arm,
+                "values": dict(row.values),
+                "done": row.done,
+                "failed": row.failed,
+                "failures": list(row.failures),
+                "numbers": {name: _plain_cell(cell) for name, cell in row.cells.items()},
+            }
+            for row in table.rows
+        ],
+        "notes": list(notes(table)),
+    }
+
+
+def _plain_cell(cell: Cell) -> dict[str, Any]:
+    low, high = cell.interval or (None, None)
+    return {"mean": cell.mean, "low": low, "high": high, "values": list(cell.values)}

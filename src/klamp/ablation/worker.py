@@ -1,0 +1,111 @@
+"""The process of one run: `python -m klamp.ablation.worker RUN_FOLDER [FD]`.
+
+It reads run.json in the folder, and writes its updates, a JSON object a line, to the file descriptor. Once nobody
+reads there any more, the run is saved after its step and left: no run outlives the command that started it by long.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import NoReturn
+
+from klamp.ablation.executor import Tell, Update
+from klamp.ablation.plan import Run, plain_run, run_of
+
+RUN = "run.json"
+DONE, FAILED, INTERRUPTED = 0, 1, 130
+"""Exit codes; FAILED has an outcome that says why."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Perform the run of a folder; returns the exit code.
+
+    Args:
+        arguments: the run's folder, and the file descriptor for updates where somebody reads them.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):  # while models are loaded, too, and where a shell ignored one
+        signal.signal(number, signal.default_int_handler)
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    folder = Path(arguments[0])
+    report = teller(int(arguments[1])) if len(arguments) > 1 else _silent
+    try:
+        from transformers.utils.logging import disable_progress_bar
+
+        from klamp.ablation.perform import perform
+        from klamp.errors import TrainingStopped
+
+        disable_progress_bar()
+        with alone(folder):
+            try:
+                outcome = perform(read_run(folder), folder.parent.parent, report)
+            except TrainingStopped as stopped:
+                logging.getLogger(__name__).warning("%s", stopped)
+                return INTERRUPTED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return DONE if outcome.state == "done" else FAILED
+
+
+def write_run(folder: Path, run: Run) -> None:
+    """Write what a worker needs into the run's folder.
+
+    Args:
+        folder: of the run; made where it is missing.
+        run: the run.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / f".{RUN}.part"
+    part.write_text(json.dumps(plain_run(run), indent=2), encoding="utf-8")
+    part.replace(folder / RUN)
+
+
+def read_run(folder: Path) -> Run:
+    """The run that `write_run` wrote."""
+    return run_of(json.loads((folder / RUN).read_text(encoding="utf-8")))
+
+
+def teller(descriptor: int) -> Tell:
+    """Writes updates to a file descriptor; interrupts the run once nobody reads them any more."""
+    os.set_inheritable(descriptor, False)  # what a reward function starts must not hold the pipe open
+
+    def tell(update: Update) -> None:
+        try:
+            os.write(descriptor, (json.dumps(asdict(update)) + "\n").encode())
+        except OSError as error:
+            raise KeyboardInterrupt("nobody reads the updates any more") from error
+
+    return tell
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Wait until no other process works on the run: one that lost its command still saves its last step."""
+    with (folder / RUN).open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _silent(update: Update) -> None:
+    """Nobody listens."""
+
+
+def leave(code: int) -> NoReturn:
+    """End the process at once: taking torch apart takes seconds, and all that is to be written is written."""
+    atexit._run_exitfuncs()  # those of reward functions and trackers
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))  # noqa: TID251  (a program of its own, called by klamp.ablation.local)

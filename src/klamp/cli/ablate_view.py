@@ -1,0 +1,253 @@
+"""The runs of an ablation as they go: one line each on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from klamp.ablation.executor import RunState, Update
+from klamp.ablation.plan import Run
+from klamp.cli.columns import GAP, MISSING, duration, fixed, sparkline
+
+ENDED: tuple[RunState, ...] = ("done", "failed", "kept")
+AT_WORK: tuple[RunState, ...] = ("running", "measuring", "stopping")
+STYLES: Mapping[RunState, str] = {"failed": "red", "waiting": "dim", "kept": "dim", "stopping": "yellow"}
+KL = ("kl/reverse", "kl/exact", "kl/k3")
+"""Where a line takes its KL from: measured at the end, exact in training, else k3."""
+OTHER_LINES = 8
+"""Lines of the picture besides those of the runs."""
+PARTS = 4
+"""Lines per run where there is no terminal, besides those for its beginning and end."""
+LOADING_LINES = 5
+LEGEND = "KL: to the reference in training, to the starting model once done; nats per token"
+
+
+@dataclass(kw_only=True)
+class Row:
+    """A run as the display knows it."""
+
+    run: Run
+    state: RunState = "waiting"
+    step: int = 0
+    steps: int = 0
+    first: int | None = None
+    """The step that this session began at."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    rewards: list[float] = field(default_factory=list)
+    alarms: list[str] = field(default_factory=list)
+    error: str = ""
+
+    @property
+    def name(self) -> str:
+        """Arm and seed."""
+        return f"{self.run.arm.name}, seed {self.run.seed}"
+
+    def take(self, update: Update) -> None:
+        """Note what became of the run."""
+        if self.state == "stopping" and update.state in ("running", "measuring"):
+            update = Update(**{**vars(update), "state": "stopping"})  # what it told before it heard of that
+        self.state, self.steps = update.state, update.steps or self.steps
+        self.step = max(self.step, update.step)
+        if update.state == "running" and self.first is None and update.metrics:
+            self.first = update.step - 1
+        self.metrics = update.metrics or self.metrics
+        if update.state == "running" and "reward" in update.metrics:
+            self.rewards.append(update.metrics["reward"])
+        if update.text and update.state == "failed":
+            self.error = update.text
+        elif update.text:
+            self.alarms.append(update.text)
+
+    def kl(self) -> float | None:
+        """Its KL, by the best estimate that there is."""
+        return next((self.metrics[name] for name in KL if name in self.metrics), None)
+
+    def cells(self) -> tuple[str, str, str]:
+        """Reward, KL and length as text."""
+        length = self.metrics.get("length", self.metrics.get("length/mean"))
+        values = ((self.metrics.get("reward"), 3), (self.kl(), 4), (length, 1))
+        reward, kl, tokens = (MISSING if v is None else fixed(digits)(v) for v, digits in values)
+        return reward, kl, tokens
+
+
+class Board:
+    """Every run of an ablation, and how long it may still take."""
+
+    def __init__(self, console: Console, every: Sequence[Run]) -> None:
+        self.console = console
+        self.rows = {run.name: Row(run=run, steps=run.config.run.max_steps) for run in every}
+        self.started = self.clock()
+
+    def clock(self) -> float:
+        """Seconds of a clock that only goes forward."""
+        return time.monotonic()
+
+    def loading(self, done: int, total: int, loss: float) -> None:
+        """The built-in base model is being taught."""
+
+    def tell(self, update: Update) -> None:
+        """Something became of a run."""
+        self.rows[update.run].take(update)
+
+    def close(self) -> None:
+        """Stop drawing."""
+
+    def counts(self) -> str:
+        """How many runs are where, in words."""
+        found = Counter("done before" if row.state == "kept" else row.state for row in self.rows.values())
+        return ", ".join(f"{count} {state}" for state, count in found.items())
+
+    def share(self) -> float:
+        """Share of all steps that are done."""
+        rows = self.rows.values()
+        done = sum(row.steps if row.state in ENDED else row.step for row in rows)
+        return done / max(1, sum(row.steps for row in rows))
+
+    def seconds_left(self) -> float | None:
+        """Seconds that the other steps take at the speed so far; None before the first step."""
+        rows = self.rows.values()
+        taken = sum(row.step - row.first for row in rows if row.first is not None)
+        left = sum(row.steps - row.step for row in rows if row.state not in ENDED)
+        return (self.clock() - self.started) / taken * left if taken else None
+
+    def time_text(self) -> str:
+        """How long it took, and may take."""
+        left = self.seconds_left()
+        after = "" if left is None else f", about {duration(left)} left"
+        return f"{duration(self.clock() - self.started)} elapsed{after}"
+
+
+class LiveBoard(Board):
+    """A picture that is drawn anew a few times a second."""
+
+    def __init__(self, console: Console, every: Sequence[Run]) -> None:
+        super().__init__(console, every)
+        self.taught: tuple[int, int, float] | None = None
+        self.live = Live(console=console, get_renderable=self.picture, refresh_per_second=4, transient=False)
+
+    def loading(self, done: int, total: int, loss: float) -> None:
+        """Show how far it is."""
+        self.taught = (done, total, loss) if done < total else None
+        self._draw()
+
+    def tell(self, update: Update) -> None:
+        """Show what became of a run."""
+        super().tell(update)
+        self._draw()
+
+    def close(self) -> None:
+        """Stop drawing; the last picture stays."""
+        if self.live.is_started:
+            self.live.stop()
+
+    def _draw(self) -> None:
+        if not self.live.is_started:
+            self.live.start()
+
+    def picture(self) -> RenderableType:
+        """The display as it is now."""
+        grid = Table.grid(padding=(0, 2))
+        if self.taught is not None:
+            done, total, loss = self.taught
+            grid.add_row(
+                Text("teaching the built-in base model, once", style="bold"),
+                ProgressBar(total=total, completed=done, width=30),
+                Text(f"{done}/{total}, loss {loss:.3f}"),
+            )
+            return grid
+        share = self.share()
+        grid.add_row(
+            Text(self.counts(), style="bold"),
+            ProgressBar(total=1.0, completed=share, width=24),
+            Text(f"{100 * share:.0f}%  {self.time_text()}"),
+        )
+        alarms = [f"! {row.name}: {text}" for row in self.rows.values() for text in row.alarms[-1:]][-2:]
+        rest = len(self.rows) - len(self._shown())
+        legend = Text(LEGEND + (f"; {rest} more runs are not shown" if rest else ""), style="dim")
+        news = [Text(text, style="red", no_wrap=True, overflow="ellipsis") for text in alarms]
+        return Group(grid, Text(""), self._table(), legend, *news)
+
+    def _table(self) -> Table:
+        table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False)
+        table.add_column("arm", no_wrap=True, overflow="ellipsis", max_width=max(16, self.console.width - 70))
+        for title in ("seed", "state", "step", "reward", "KL", "length"):
+            table.add_column(title, justify="left" if title == "state" else "right", no_wrap=True)
+        table.add_column("reward so far", no_wrap=True, overflow="ellipsis")
+        for row in self._shown():
+            steps = f"{row.step}/{row.steps}"
+            last = row.error or sparkline(row.rewards, 12) + ("  !" if row.alarms else "")
+            cells = (row.run.arm.name, str(row.run.seed), row.state, steps, *row.cells(), last)
+            table.add_row(*(Text(cell) for cell in cells), style=STYLES.get(row.state, ""))
+        return table
+
+    def _shown(self) -> list[Row]:
+        """The runs that fit, those at work and those that failed first; in the order of the plan."""
+        room = max(3, self.console.height - OTHER_LINES)
+        order = {**dict.fromkeys(AT_WORK, 0), "failed": 1, "waiting": 2, "done": 3, "kept": 4}
+        rows = list(self.rows.values())
+        chosen = sorted(range(len(rows)), key=lambda i: (order[rows[i].state], i))[:room]
+        return [rows[i] for i in sorted(chosen)]
+
+
+class PlainBoard(Board):
+    """Lines for logs and pipes."""
+
+    def __init__(self, console: Console, every: Sequence[Run]) -> None:
+        super().__init__(console, every)
+        self.said: dict[str, int] = {}
+        self.readers_left = True
+
+    def loading(self, done: int, total: int, loss: float) -> None:
+        """A line at the beginning, now and then, and at the end."""
+        if done in (1, total) or done % max(1, total // LOADING_LINES) == 0:
+            self._say(f"teaching the built-in base model: {done}/{total}, loss {loss:.3f}")
+
+    def tell(self, update: Update) -> None:
+        """A line where a run begins and ends, a few between, and for every alarm."""
+        row = self.rows[update.run]
+        before, alarms = row.state, len(row.alarms)
+        super().tell(update)
+        part = PARTS * row.step // row.steps if row.steps else 0
+        moved = row.state == "running" and bool(update.metrics) and part > self.said.get(update.run, 0)
+        if (row.state != before and row.state not in ("waiting", "measuring")) or moved:
+            self.said[update.run] = part
+            self._say(self._line(row))
+        for text in row.alarms[alarms:]:
+            self._say(f"  alarm in {row.name}: {text}")
+
+    def _line(self, row: Row) -> str:
+        ended = sum(each.state in ENDED for each in self.rows.values())
+        head = f"[{ended}/{len(self.rows)} ended, {self.time_text()}] {row.name}: "
+        if row.state == "failed":
+            return f"{head}failed: {row.error}"
+        said = {"kept": "done before", "running": "under way"}.get(row.state, row.state)
+        if not row.metrics:
+            return f"{head}{said}, {row.steps} steps"
+        reward, kl, length = row.cells()
+        return f"{head}{said}, step {row.step}/{row.steps}, reward {reward}, KL {kl}, length {length}"
+
+    def _say(self, text: str) -> None:
+        if self.readers_left:
+            try:
+                print(text, file=self.console.file, flush=True)
+            except BrokenPipeError:  # `klamp ablate | head`: the runs go on
+                self.readers_left = False
+
+
+def board_for(console: Console, every: Sequence[Run]) -> Board:
+    """The display that the console allows.
+
+    Args:
+        console: where the runs are shown.
+        every: the runs of the plan.
+    """
+    drawn = console.is_terminal and not console.is_dumb_terminal
+    return (LiveBoard if drawn else PlainBoard)(console, every)

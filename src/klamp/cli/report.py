@@ -1,0 +1,191 @@
+"""`klamp report RUN...`: one HTML file that shows runs, or compares them, and loads nothing."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from klamp.cli.flags import field_name, split_flags, unknown_key
+from klamp.cli.problems import show_caution
+from klamp.diagnostics.report.numerals import count
+from klamp.errors import ConfigError, DataError, RunFolderError
+
+if TYPE_CHECKING:  # imported by the command only
+    from klamp.diagnostics.report.run import ReportRun
+
+FILE = "report.html"
+SEED = r"_seed-\d+$"
+"""How the names of a sweep's runs end."""
+
+HELP = """\
+usage: klamp report RUN ... [flags]
+
+Writes one self-contained HTML file: headline numbers, alarms, curves over steps, the KL by position,
+completions with every token shaded by its log-ratio, configuration and versions. Several runs are
+compared: their curves in the same charts, their numbers side by side, what differs in configuration.
+
+RUN is whatever `klamp doctor` reads: a klamp run folder, TRL's trainer_state.json (or the folder of
+its checkpoints), a TensorBoard folder, a W&B offline run, JSONL of metrics or of completions; or the
+folder of `klamp ablate`, all of whose runs are compared.
+
+  klamp report runs/arithmetic-001
+  klamp report runs/arithmetic-001 runs/arithmetic-002 --output compared.html
+  klamp report sweeps/beta
+
+flags:
+  --output FILE          where to write; default: report.html in the folder of the one run (or sweep)
+                         that is named, else in this folder
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What `klamp report` was asked for."""
+
+    paths: tuple[Path, ...]
+    """Records."""
+    output: Path
+    """The file to write."""
+
+
+def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
+    """Run `klamp report` with these arguments; returns the exit code.
+
+    Args:
+        argv: the arguments after `report`.
+        stream: where it says what was written; None: stdout.
+
+    Raises:
+        ConfigError: wrong flags.
+        DataError: a record that cannot be read.
+        RunFolderError: the file exists and is no report.
+    """
+    out = sys.stdout if stream is None else stream
+    if not argv or "-h" in argv or "--help" in argv:
+        print(HELP, end="", file=out)
+        return 0
+    options = read_options(argv)
+    check_output(options.output)
+    from klamp.diagnostics.report.page import render
+
+    runs = read_runs(records(options.paths))
+    page = render(runs)
+    options.output.write_text(page, encoding="utf-8", newline="\n")
+    alarms = sum(run.levels[0] for run in runs)
+    words = f"{count(len(runs), 'run')}, {count(alarms, 'alarm') if alarms else 'no alarm'}"
+    print(f"{options.output}: {words}, {len(page.encode()) / 1000:.0f} kB", file=out, flush=True)
+    return 0
+
+
+def read_options(argv: Sequence[str]) -> Options:
+    """The options that a command line names.
+
+    Raises:
+        UnknownNameError: an unknown flag; names the nearest.
+        ConfigError: no run, or no file after --output.
+    """
+    first = next((i for i, word in enumerate(argv) if word.startswith("--")), len(argv))
+    paths, output = [Path(word) for word in argv[:first]], None
+    for flag, values in split_flags(argv[first:]):
+        if field_name(flag) != "output":
+            raise unknown_key("flag", flag, ("--output",), why="`klamp report --help` lists them")
+        if not values:
+            raise ConfigError("--output takes a file", got=flag, fix=f"--output {FILE}")
+        output = Path(values[0])
+        paths += [Path(word) for word in values[1:]]
+    if not paths:
+        raise ConfigError("no run was named", got=" ".join(argv), fix="klamp report RUN ... [--output FILE]")
+    alone = paths[0] if len(paths) == 1 and paths[0].is_dir() else Path()
+    return Options(paths=tuple(paths), output=alone / FILE if output is None else output)
+
+
+def check_output(file: Path) -> None:
+    """Refuse to write over anything but a report.
+
+    Raises:
+        RunFolderError: the file exists and is none, or its folder does not exist.
+    """
+    from klamp.diagnostics.report.page import GENERATOR
+
+    if not file.parent.is_dir():
+        raise RunFolderError("the folder of the report does not exist", got=str(file.parent), fix="make it first")
+    if file.is_dir():
+        raise RunFolderError("--output names a folder", got=str(file), fix=f"--output {file / FILE}")
+    if file.is_file() and f'content="{GENERATOR} ' not in file.read_text(encoding="utf-8", errors="replace")[:2000]:
+        raise RunFolderError(
+            "the file exists and is no report",
+            got=str(file),
+            why="it would be written over",
+            fix="choose another --output",
+        )
+
+
+def records(paths: Sequence[Path]) -> list[Path]:
+    """The records to read, those of sweeps in the place of the sweeps' folders.
+
+    Raises:
+        DataError: a record that is named twice.
+    """
+    from klamp.adapters.records.details import runs_in
+
+    found: list[Path] = []
+    for path in paths:
+        good, without = runs_in(path)
+        for folder in without:
+            show_caution(f"{folder} is left out: it holds no record of a run")
+        found += good or [path]
+    twice = [str(path) for path in found if found.count(path) > 1]
+    if twice:
+        raise DataError("a run is named twice", got=twice[0], fix="name it once")
+    return found
+
+
+def read_runs(paths: Sequence[Path]) -> list[ReportRun]:
+    """The runs, read and diagnosed.
+
+    Raises:
+        DataError: a record that cannot be read.
+    """
+    from klamp.adapters.records import read_record
+    from klamp.adapters.records.details import read_details
+    from klamp.diagnostics.doctor import examine
+    from klamp.diagnostics.report.run import ReportRun
+
+    runs: list[ReportRun] = []
+    for path, name in zip(paths, names_of(paths), strict=True):
+        history, details = read_record(path), read_details(path)
+        runs.append(
+            ReportRun(
+                name=name,
+                path=str(path),
+                group=re.sub(SEED, "", name),
+                diagnosis=examine(history),
+                config=history.config,
+                defaults=details.defaults,
+                versions=details.versions,
+                before=details.before,
+                after=details.after,
+            )
+        )
+    return runs
+
+
+def names_of(paths: Sequence[Path]) -> list[str]:
+    """A short name for each path: its last part, or as many parts as make it different from the others."""
+    whole = [path.resolve().parts for path in paths]
+    for parts in ([_telling(part) for part in whole], whole):
+        for length in range(1, max(map(len, parts)) + 1):
+            names = ["/".join(part[-length:]) for part in parts]
+            if len(set(names)) == len(names):
+                return names
+    return [str(path) for path in paths]
+
+
+def _telling(parts: tuple[str, ...]) -> tuple[str, ...]:
+    """The parts of a path without the names that every record of a kind has."""
+    common = ("trainer_state.json", "metrics.jsonl", "completions.jsonl")
+    return parts[:-1] if parts[-1] in common and len(parts) > 2 else parts

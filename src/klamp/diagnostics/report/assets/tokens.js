@@ -1,0 +1,256 @@
+// The per-token view: what is known of the token under the cursor or the focus, filters, the order of completions.
+(() => {
+  const block = document.getElementById("numbers");
+  if (!block) return;
+  const numbers = JSON.parse(block.textContent);
+  const list = document.getElementById("completions");
+  const cards = Array.from(list.children, (card) => ({
+    card,
+    strip: card.querySelector(".tokens"),
+    known: numbers[card.dataset.number],
+    number: Number(card.dataset.number),
+    run: card.dataset.run,
+    step: Number(card.dataset.step),
+    reward: "reward" in card.dataset ? Number(card.dataset.reward) : NaN,
+    worst: Number(card.dataset.worst),
+    kl: Number(card.dataset.kl),
+    length: Number(card.dataset.length),
+    blamed: "blamed" in card.dataset,
+  }));
+  const byStrip = new Map(cards.map((entry) => [entry.strip, entry]));
+
+  // ---- What a token says
+
+  const tip = document.createElement("div");
+  tip.id = "tip";
+  tip.hidden = true;
+  tip.setAttribute("role", "tooltip");
+  document.body.append(tip);
+  let held = null;
+
+  function percent(logprob) {
+    const share = 100 * Math.exp(Math.min(logprob, 0));
+    if (share >= 99.9995) return "100 %";
+    if (share >= 99.95) return `${share.toFixed(3)} %`;
+    return share >= 0.1 ? `${share.toFixed(1)} %` : `${share.toPrecision(2).replace("-", "−")} %`;
+  }
+  function signed(value) {
+    return `${value > 0 ? "+" : ""}${value.toFixed(3)}`.replace("-", "−");
+  }
+  function facts(token) {
+    const entry = byStrip.get(token.parentElement);
+    const place = Array.prototype.indexOf.call(token.parentElement.children, token);
+    const known = entry.known;
+    const [policy, reference, sampler] = ["p", "r", "s"].map((key) => known[key]?.[place] ?? null);
+    const other = known.r ? reference : sampler;
+    const rows = [];
+    if (policy !== null && other !== null) {
+      const against = known.r ? "log-ratio" : "log-ratio to the sampler";
+      const ratio = policy - other;
+      rows.push([against, signed(ratio), "nats"]);
+      rows.push(["k3", (Math.expm1(-ratio) + ratio).toPrecision(3).replace("-", "−"), "nats"]);
+    }
+    for (const [name, value] of [["policy", policy], ["reference", reference], ["sampler", sampler]]) {
+      if (value !== null) rows.push([name, percent(value), `log ${value.toFixed(4).replace("-", "−")}`]);
+    }
+    rows.push(["position", String(Number(token.parentElement.dataset.begin) + place + 1), ""]);
+    const said = [];
+    if (token.classList.contains("m")) said.push("not trained on");
+    if (token.classList.contains("q")) said.push("prompt, or a tool's answer");
+    if (token.classList.contains("a")) said.push("blamed by an alarm");
+    return { rows, said };
+  }
+  function node(name, text, className) {
+    const made = document.createElement(name);
+    if (text !== undefined) made.textContent = text;
+    if (className) made.className = className;
+    return made;
+  }
+  function show(token) {
+    const { rows, said } = facts(token);
+    const table = node("dl");
+    for (const [name, value, more] of rows) {
+      const row = node("div");
+      row.append(node("dt", name), node("dd", value), node("dd", more));
+      table.append(row);
+    }
+    tip.replaceChildren(node("div", token.textContent, "token"), table);
+    if (said.length) tip.append(node("p", said.join("; "), "said"));
+    tip.hidden = false;
+    const box = (token.getClientRects()[0] ?? token.getBoundingClientRect());
+    const wide = document.documentElement.clientWidth;
+    const left = Math.max(10, Math.min(box.left, wide - tip.offsetWidth - 10));
+    const below = box.bottom + 8 + tip.offsetHeight < innerHeight;
+    tip.style.left = `${left + scrollX}px`;
+    tip.style.top = `${(below ? box.bottom + 8 : box.top - tip.offsetHeight - 8) + scrollY}px`;
+    const spoken = rows.map(([name, value, more]) => `${name} ${value} ${more}`.trim());
+    token.setAttribute("aria-label", [`token ${token.textContent}`, ...spoken, ...said].join(", "));
+  }
+  function hide() {
+    if (held) show(held);
+    else tip.hidden = true;
+  }
+  function isToken(target) {
+    return target instanceof HTMLElement && byStrip.has(target.parentElement) ? target : null;
+  }
+  function enter(token) {
+    for (const other of token.parentElement.querySelectorAll('[tabindex="0"]')) other.tabIndex = -1;
+    token.tabIndex = 0;
+    token.focus();
+  }
+
+  for (const { strip } of cards) {
+    for (const token of strip.children) {
+      token.setAttribute("role", "button");
+      token.tabIndex = -1;
+    }
+    if (strip.firstElementChild) strip.firstElementChild.tabIndex = 0;
+  }
+  list.addEventListener("pointerover", (event) => {
+    const token = isToken(event.target);
+    if (token) show(token);
+  });
+  list.addEventListener("pointerout", (event) => {
+    if (isToken(event.target)) hide();
+  });
+  list.addEventListener("focusin", (event) => {
+    const token = isToken(event.target);
+    if (!token) return;
+    held = token;
+    show(token);
+  });
+  list.addEventListener("focusout", () => {
+    held = null;
+    hide();
+  });
+  list.addEventListener("click", (event) => {
+    const token = isToken(event.target);
+    if (token) enter(token);
+  });
+  list.addEventListener("keydown", (event) => {
+    const token = isToken(event.target);
+    if (!token) return;
+    const all = token.parentElement.children;
+    const moves = {
+      ArrowRight: token.nextElementSibling,
+      ArrowLeft: token.previousElementSibling,
+      Home: all[0],
+      End: all[all.length - 1],
+    };
+    if (event.key in moves) {
+      event.preventDefault();
+      if (moves[event.key]) enter(moves[event.key]);
+    } else if (event.key === "Escape") {
+      held = null;
+      tip.hidden = true;
+    } else if (event.key === "Enter" || event.key === " ") {
+      event.preventDefault();
+      held = token;
+      show(token);
+    }
+  });
+
+  // ---- Which completions are shown, in which order
+
+  const PAGE = 25;
+  const form = document.getElementById("filters");
+  const more = document.getElementById("more");
+  const count = document.getElementById("count");
+  const field = (name) => document.getElementById(`f-${name}`);
+  let limit = PAGE;
+  let matching = cards;
+
+  const orders = {
+    worst: (a, b) => a.number - b.number,
+    kl: (a, b) => b.kl - a.kl,
+    step: (a, b) => a.step - b.step || a.number - b.number,
+    last: (a, b) => b.step - a.step || a.number - b.number,
+    reward: (a, b) => known(b.reward) - known(a.reward) || a.number - b.number,
+    low: (a, b) => known(a.reward, Infinity) - known(b.reward, Infinity) || a.number - b.number,
+    length: (a, b) => b.length - a.length,
+  };
+  function known(value, otherwise = -Infinity) {
+    return Number.isNaN(value) ? otherwise : value;
+  }
+  function plain(text) {
+    return text.replaceAll("↵\n", "\n").replaceAll("␣", " ").toLowerCase();
+  }
+  function words(entry) {
+    entry.text ??= plain(`${entry.card.querySelector(".prompt .words")?.textContent ?? ""}\n${entry.strip.textContent}`);
+    return entry.text;
+  }
+  function given(name) {
+    const control = field(name);
+    return control.value === "" || Number.isNaN(control.valueAsNumber) ? null : control.valueAsNumber;
+  }
+  function isBetween(value, from, to) {
+    return (from === null || value >= from) && (to === null || value <= to);
+  }
+  function apply() {
+    const [stepFrom, stepTo, rewardFrom, rewardTo] = ["step-from", "step-to", "reward-from", "reward-to"].map(given);
+    const run = field("run")?.value ?? "";
+    const size = given("size") ?? 0, text = plain(field("text").value), blamed = field("blamed").checked;
+    matching = cards.filter(
+      (entry) =>
+        (run === "" || entry.run === run) &&
+        isBetween(entry.step, stepFrom, stepTo) &&
+        isBetween(entry.reward, rewardFrom, rewardTo) &&
+        entry.worst >= size &&
+        (!blamed || entry.blamed) &&
+        (text === "" || words(entry).includes(text)),
+    );
+    matching.sort(orders[field("sort").value]);
+    limit = PAGE;
+    draw();
+  }
+  function draw() {
+    const wanted = new Set(matching);
+    for (const entry of cards) entry.card.hidden = !wanted.has(entry);
+    matching.forEach((entry, i) => entry.card.classList.toggle("later", i >= limit));
+    list.append(...matching.map((entry) => entry.card));
+    const visible = Math.min(limit, matching.length);
+    count.textContent = matching.length
+      ? `${visible} of ${matching.length} shown` + (matching.length < cards.length ? `; ${cards.length} on the page` : "")
+      : "No completion is like that.";
+    more.hidden = matching.length <= limit;
+    more.textContent = `Show ${Math.min(PAGE, matching.length - limit)} more`;
+  }
+  function clear() {
+    form.reset();
+    apply();
+  }
+  form.addEventListener("input", apply);
+  form.addEventListener("submit", (event) => event.preventDefault());
+  document.getElementById("clear").addEventListener("click", clear);
+  more.addEventListener("click", () => {
+    const next = matching[limit];
+    limit += PAGE;
+    draw();
+    next?.strip.firstElementChild?.focus({ preventScroll: true });
+  });
+
+  // ---- Links to a token
+
+  function follow(hash) {
+    const target = /^#c\d+-\d+$/.test(hash) ? document.getElementById(hash.slice(1)) : null;
+    if (!target) return;
+    const entry = byStrip.get(target.parentElement);
+    if (!matching.includes(entry)) clear();
+    limit = Math.max(limit, matching.indexOf(entry) + 1);
+    draw();
+    enter(target);
+    target.scrollIntoView({ block: "center" });
+    show(target);
+  }
+  document.addEventListener("click", (event) => {
+    const link = event.target instanceof Element ? event.target.closest("a.jump") : null;
+    if (!link) return;
+    event.preventDefault();
+    history.replaceState(null, "", link.hash);
+    follow(link.hash);
+  });
+  addEventListener("hashchange", () => follow(location.hash));
+  form.hidden = false;
+  apply();
+  follow(location.hash);
+})();

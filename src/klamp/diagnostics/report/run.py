@@ -1,0 +1,67 @@
+"""What the report is told of a run; plain data, whoever read it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from klamp.diagnostics.doctor import Diagnosis
+from klamp.diagnostics.history import History
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportRun:
+    """A run, diagnosed."""
+
+    name: str
+    """Short name; different from those of the other runs."""
+    path: str
+    """Where its record is."""
+    group: str = ""
+    """Runs of one group look alike in charts, as seeds of one configuration do; empty: it looks like no other."""
+    diagnosis: Diagnosis
+    """Its history, and what the alarms say of it."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Configuration; empty where the record does not say."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Defaults of the fields that have one; empty where they are not known."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Package -> version."""
+    before: Mapping[str, float] = field(default_factory=dict)
+    """Skill -> score before training; empty: the first evaluation."""
+    after: Mapping[str, float] = field(default_factory=dict)
+    """The same after training; empty: the last evaluation."""
+
+    @property
+    def history(self) -> History:
+        """The run's record."""
+        return self.diagnosis.history
+
+    @property
+    def levels(self) -> tuple[int, int]:
+        """How many alarms rose, and how many notes."""
+        alarms = sum(finding.alarm.level == "alarm" for finding in self.diagnosis.findings)
+        return alarms, len(self.diagnosis.findings) - alarms
+
+    def curve(self, name: str) -> dict[float, float]:
+        """Step -> value of a metric, or of `eval/SKILL`."""
+        if name.startswith("eval/"):
+            skill = name.removeprefix("eval/")
+            rows = self.history.evaluations
+            return {row.step: row.metrics[skill] for row in rows if skill in row.metrics}
+        return {row.step: row.metrics[name] for row in self.history.rows if name in row.metrics}
+
+
+def slots_of(runs: Sequence[ReportRun]) -> list[int]:
+    """The colour of each run, by number; runs of one group have the same."""
+    names = [run.group or f"run {number}" for number, run in enumerate(runs)]
+    return [list(dict.fromkeys(names)).index(name) for name in names]
+
+
+def skills_of(runs: Sequence[ReportRun]) -> list[str]:
+    """The skills that were evaluated: those that are trained first, the others by name."""
+    found = {name for run in runs for name in (*run.before, *run.after)}
+    found |= {name for run in runs for row in run.history.evaluations for name in row.metrics}
+    trained = {run.history.settings.rl_skill for run in runs}
+    return sorted(found, key=lambda name: (name not in trained, name))

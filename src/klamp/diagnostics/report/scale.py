@@ -1,0 +1,96 @@
+"""From values to places on an axis, and the ticks on it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+FAR = 100.0
+"""An axis becomes logarithmic away from 0 where the largest value is so many times the upper quartile: else nothing but
+it could be seen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """An axis."""
+
+    low: float
+    """Value at its beginning."""
+    high: float
+    """Value at its end; above `low`."""
+    knee: float | None = None
+    """asinh(value / knee): linear below this size, logarithmic above; None: linear."""
+
+    def __call__(self, value: float) -> float:
+        """The place of a value, 0 at the beginning and 1 at the end."""
+        low, high = self._bend(self.low), self._bend(self.high)
+        return (self._bend(value) - low) / (high - low)
+
+    def _bend(self, value: float) -> float:
+        return value if self.knee is None else math.asinh(value / self.knee)
+
+
+def fit(values: Sequence[float], *, include: Sequence[float] = (), may_bend: bool = True) -> Scale:
+    """The axis that shows all of these values.
+
+    Args:
+        values: what is drawn; what is not finite is passed over.
+        include: values that must be on the axis too.
+        may_bend: whether the axis may become logarithmic.
+    """
+    finite = [_bounded(value) for value in values if math.isfinite(value)]
+    shown = [*finite, *include] or [0.0, 1.0]
+    low, high = min(shown), max(shown)
+    sizes = [abs(value) for value in finite if value != 0]
+    usual = sorted(sizes)[3 * len(sizes) // 4] if len(sizes) > 3 else math.inf
+    least = max(map(abs, include), default=0.0)
+    far = max(sizes, default=0.0) > max(FAR * usual, least)
+    knee = usual / 2 if may_bend and far else None
+    if knee is not None:
+        return Scale(low=low, high=high, knee=knee)
+    if high - low <= 1e-12 * max(abs(low), abs(high)):
+        margin = abs(high) / 2 or 1.0
+        return Scale(low=min(low, 0.0) if low >= 0 else low - margin, high=high + margin)
+    margin = 0.05 * (high - low)
+    return Scale(low=low - margin if low < 0 else max(0.0, low - margin), high=high + margin)
+
+
+def _bounded(value: float) -> float:
+    return min(max(value, -1e100), 1e100)
+
+
+def ticks(scale: Scale, *, most: int = 5, steps: Sequence[float] = (1.0, 2.0, 5.0)) -> list[float]:
+    """Round values on an axis.
+
+    Args:
+        scale: the axis.
+        most: how many at most, about.
+        steps: distances between ticks, times powers of ten.
+    """
+    if scale.knee is not None:
+        return _decades(scale, most)
+    step = _round_step((scale.high - scale.low) / most, steps)
+    first = math.ceil(scale.low / step - 1e-9)
+    last = math.floor(scale.high / step + 1e-9)
+    return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
+
+
+def _round_step(least: float, steps: Sequence[float]) -> float:
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(factor * power for factor in (*steps, 10.0) if factor * power >= least * (1 - 1e-9))
+
+
+def _decades(scale: Scale, most: int) -> list[float]:
+    assert scale.knee is not None
+    largest = max(abs(scale.low), abs(scale.high))
+    first, last = math.ceil(math.log10(scale.knee)), math.floor(math.log10(largest))
+    every = max(1, math.ceil((last - first + 1) / max(1, most - 1)))
+    sizes = [10.0**power for power in range(last, first - 1, -every)][::-1]
+    found = [*(-size for size in reversed(sizes)), 0.0, *sizes]
+    return [value for value in found if scale.low <= value <= scale.high]
+
+
+def whole(values: Sequence[float]) -> list[float]:
+    """The whole numbers among ticks: there is no step 2.5."""
+    return [value for value in values if value == int(value)]

@@ -1,0 +1,193 @@
+"""A whole ablation: real worker processes, one killed, one whose reward fails; then the same again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.ablation.test_perform import numbers_of
+from tests.training.conftest import rows_of
+
+from klamp.ablation.execute import Result, execute, write_results
+from klamp.ablation.executor import Tell, Update
+from klamp.ablation.local import LocalExecutor
+from klamp.ablation.outcome import OUTCOME, Outcome, read_outcome, write_outcome
+from klamp.ablation.perform import perform
+from klamp.ablation.plan import Plan, Run, run_folder, runs
+from klamp.ablation.prepare import open_folder
+from klamp.errors import ConfigError, RunFolderError, TrainingStopped
+from klamp.training import checkpoint
+
+REWARD = "tests.ablation.rewards:digits_or_trouble"
+TROUBLE = "KLAMP_TEST_TROUBLE"
+
+
+class InThisProcess:
+    """An executor without processes; stops before the run that it is told."""
+
+    def __init__(self, performs: Callable[[Run, Path, Tell], object] = perform, stop_before: int | None = None) -> None:
+        self.performs, self.stop_before, self.ran = performs, stop_before, []
+
+    def describe(self) -> str:
+        return "this process"
+
+    def run(self, runs, folder, tell) -> None:
+        for i, run in enumerate(runs):
+            if i == self.stop_before:
+                raise TrainingStopped("stopped") from KeyboardInterrupt()
+            self.ran.append(run.name)
+            self.performs(run, folder, tell)
+
+
+def same(one: Outcome | None, other: Outcome | None) -> bool:
+    """Equal but for wall times."""
+    assert one is not None and other is not None
+    return replace(one, numbers=numbers_of(one)) == replace(other, numbers=numbers_of(other))
+
+
+@pytest.mark.slow
+def test_runs_that_die_fail_or_are_stopped_are_done_by_the_next_call(plan_with, tmp_path, monkeypatch) -> None:
+    """Two arms, two seeds, real processes. One run is done; one is killed with SIGKILL in its fourth step, one has a
+    reward that raises there, and Ctrl-C stops the last one. Then nothing troubles them any more."""
+    plan = plan_with(reward=REWARD, save_every=2, eval_every=0, max_steps=5)
+    every = runs(plan)
+    names = [run.name for run in every]
+    trouble = {names[1]: "kill", names[2]: "raise", names[3]: "wait", "until": str(tmp_path / "go on")}
+    monkeypatch.setenv(TROUBLE, json.dumps(trouble))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    told: list[Update] = []
+
+    def watch(update: Update) -> None:
+        """Ctrl-C once the others have ended and the last one has taken two steps."""
+        told.append(update)
+        ended = {u.run for u in told if u.state in ("done", "failed")}
+        stepped = any(u.run == names[3] and u.step >= 2 and u.metrics for u in told)
+        if len(ended) == 3 and stepped and not any(u.state == "stopping" for u in told):
+            os.kill(os.getpid(), signal.SIGINT)
+            (tmp_path / "go on").touch()
+
+    with pytest.raises(TrainingStopped, match="3 of 4 runs not done"):
+        execute(plan, tmp_path / "out", LocalExecutor(workers=2), tell=watch)
+    folders = [run_folder(tmp_path / "out", run) for run in every]
+    done, killed, broken, stopped = (read_outcome(own) for own in folders)
+    assert [u.state for u in told[:4]] == ["waiting"] * 4
+    assert [u.step for u in told if u.run == names[0] and u.state == "running" and u.metrics] == [1, 2, 3, 4, 5]
+    assert done is not None and done.state == "done" and stopped is None
+    assert killed is not None and "killed (SIGKILL)" in killed.error and str(folders[1] / "log.txt") in killed.error
+    assert checkpoint.newest(folders[1]).name == "step-000002"
+    assert broken is not None and broken.error.startswith(f"the reward function {REWARD} raised RuntimeError")
+    assert "the state after step 3 is saved" in broken.error
+    assert "Traceback" in (folders[2] / "log.txt").read_text()
+    left = checkpoint.load_state(checkpoint.newest(folders[3]))["step"]
+    assert 2 <= left < 5, "it finished its step and saved it"
+    result = write_results(every, tmp_path / "out")
+    assert (tmp_path / "out" / "table.md").read_text().count("0, 1 failed") >= 1 and len(result.failed) == 2
+
+    monkeypatch.setenv(TROUBLE, "{}")
+    told.clear()
+    again = execute(plan, tmp_path / "out", InThisProcess(), tell=told.append)
+    assert [u.state for u in told[:4]] == ["kept", "waiting", "waiting", "waiting"]
+    begun = {u.run: u.step for u in reversed(told) if u.state == "running" and u.metrics}
+    assert begun == {names[1]: 3, names[2]: 4, names[3]: left + 1}, "each goes on where its checkpoint is"
+    assert [outcome.state for outcome in again.outcomes] == ["done"] * 4 and again.outcomes[0] == done
+    InThisProcess().run(every, tmp_path / "whole", lambda update: None)
+    for run, own in zip(every, folders, strict=True):
+        whole = run_folder(tmp_path / "whole", run)
+        assert same(read_outcome(own), read_outcome(whole)), "never troubled, in another process: the same numbers"
+        assert rows_of(own) == rows_of(whole)
+    _check_files(again)
+
+
+def _check_files(result: Result) -> None:
+    names = {file.name for file in result.files}
+    assert {"table.md", "table.json"} < names and "sweep.png" in names
+    assert all(file.stat().st_size > 0 for file in result.files)
+    table = json.loads((result.folder / "table.json").read_text())
+    arms = [(arm["arm"], arm["done"], arm["failed"]) for arm in table["arms"]]
+    assert arms == [("beta=0", 2, 0), ("beta=0.05", 2, 0)]
+    for i, arm in enumerate(table["arms"]):
+        values = [outcome.numbers["kl/reverse"] for outcome in result.outcomes[i::2]]
+        assert arm["numbers"]["kl/reverse"]["mean"] == pytest.approx(sum(values) / 2)
+        assert arm["numbers"]["kl/reverse"]["values"] == pytest.approx(values)
+
+
+class Never(InThisProcess):
+    """Must not be asked."""
+
+    def run(self, runs, folder, tell) -> None:
+        raise AssertionError("nothing is to run")
+
+
+def by_hand(run: Run, folder: Path, tell: Tell) -> None:
+    """Done, without training."""
+    run_folder(folder, run).mkdir(parents=True, exist_ok=True)
+    ids = {"run": run.name, "arm": run.arm.name, "seed": run.seed, "values": run.arm.values}
+    write_outcome(run_folder(folder, run), Outcome(**ids, rl_skill="a", numbers={"kl/reverse": 0.1, "reward": 0.5}))
+
+
+def done_in(folder: Path, plan: Plan) -> None:
+    """Every run of a plan, done by hand."""
+    open_folder(plan, folder)
+    for run in runs(plan):
+        by_hand(run, folder, lambda update: None)
+
+
+def test_what_is_done_is_only_written_up(plan_with, tmp_path) -> None:
+    plan = plan_with(model="nowhere")
+    done_in(tmp_path, plan)
+    told: list[Update] = []
+    result = execute(plan, tmp_path, Never(), tell=told.append)
+    assert [update.state for update in told] == ["kept"] * 4
+    assert told[0].metrics == result.outcomes[0].numbers and len(result.outcomes) == 4
+
+
+def test_more_seeds_are_added_to_what_is_done(plan_with, tmp_path) -> None:
+    done_in(tmp_path, plan_with(seeds=(0, 1), max_steps=1))
+    more = plan_with(seeds=(0, 1, 2), max_steps=1)
+    here = InThisProcess(by_hand)
+    result = execute(more, tmp_path, here)
+    assert here.ran == ["beta-0_seed-2", "beta-0.05_seed-2"] and len(result.outcomes) == 6
+
+
+def test_nothing_is_made_where_a_plan_is_refused(plan_with, tmp_path) -> None:
+    folder = tmp_path / "out"
+    for plan, error in (
+        (plan_with(sweep={"reference": ["adapter_off"]}), ConfigError),
+        (plan_with(sweep={"kl_placement": ["reward"]}), ConfigError),
+    ):
+        with pytest.raises(error, match="the arm"):
+            execute(plan, folder, Never())
+        assert not folder.exists()
+    done_in(folder, plan_with())
+    with pytest.raises(RunFolderError):
+        execute(plan_with(max_steps=9), folder, Never())
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").touch()
+    with pytest.raises(RunFolderError):
+        execute(plan_with(), tmp_path / "full", Never())
+    assert [file.name for file in (tmp_path / "full").iterdir()] == ["thesis.tex"]
+
+
+def test_an_interrupt_leaves_what_is_done_for_the_next_call(plan_with, tmp_path) -> None:
+    plan = plan_with(max_steps=1, seeds=(0,))
+    with pytest.raises(TrainingStopped):
+        execute(plan, tmp_path, InThisProcess(by_hand, stop_before=1))
+    rest = InThisProcess(by_hand)
+    assert len(execute(plan, tmp_path, rest).outcomes) == 2 and rest.ran == ["beta-0.05_seed-0"]
+
+
+def test_a_table_of_failed_runs_only_says_so(plan_with, tmp_path) -> None:
+    plan = plan_with(seeds=(0,))
+    done_in(tmp_path, plan)
+    for run in runs(plan):
+        failed = Outcome(run=run.name, arm=run.arm.name, seed=0, state="failed", error="it broke")
+        write_outcome(run_folder(tmp_path, run), failed)
+    result = write_results(runs(plan), tmp_path)
+    assert len(result.failed) == 2 and "it broke" in (tmp_path / "table.md").read_text()
+    (run_folder(tmp_path, runs(plan)[0]) / OUTCOME).unlink()
+    assert len(write_results(runs(plan), tmp_path).outcomes) == 1

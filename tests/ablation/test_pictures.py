@@ -1,0 +1,195 @@
+"""The pictures of an ablation: what is drawn where, read back from the figures; and that nothing makes them fail."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+from matplotlib.collections import PathCollection
+from matplotlib.image import imread
+from tests.ablation.outcomes import BEFORE, failed, outcome, sweep
+
+from klamp.ablation.drawing import COLOURS, style
+from klamp.ablation.pictures import draw_courses, draw_forgetting, write_pictures
+from klamp.ablation.statistics import rank_correlation
+from klamp.ablation.sweep_picture import draw_sweep
+
+BETAS = [{"beta": 0.0}, {"beta": 0.001}, {"beta": 0.01}, {"beta": 0.1}]
+ESTIMATORS = [
+    {"kl_estimator": name, "kl_placement": where} for name in ("k1", "k2", "k3") for where in ("loss", "reward")
+]
+
+
+def points(axes: Any) -> np.ndarray:
+    """The faint points of a panel, in the order they were drawn."""
+    clouds = [each for each in axes.collections if isinstance(each, PathCollection)]
+    return np.concatenate([np.asarray(cloud.get_offsets()) for cloud in clouds])
+
+
+def means(axes: Any) -> list[tuple[float, float]]:
+    """The marks of means."""
+    lines = [container.lines[0] for container in axes.containers]
+    return [(float(line.get_xdata()[0]), float(line.get_ydata()[0])) for line in lines]
+
+
+def whiskers(axes: Any) -> list[tuple[float, float]]:
+    """Ends of the intervals, upright ones."""
+    bars = [container.lines[2][0].get_segments()[0] for container in axes.containers]
+    return [(float(low[1]), float(high[1])) for low, high in bars]
+
+
+def labels(axes: Any) -> list[str]:
+    return [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+def test_the_sweep_shows_every_seed_and_the_mean_with_its_interval() -> None:
+    runs = sweep(BETAS)
+    figure = draw_sweep(runs)
+    assert figure is not None
+    skill, kl, retained = figure.axes
+    scores = [[run.after["addition"] for run in runs if run.values["beta"] == beta] for beta in (0.0, 0.001, 0.01, 0.1)]
+    assert np.allclose(points(skill)[:, 1], np.concatenate(scores))
+    beside = np.repeat([-4, -3, -2, -1], 3) - points(skill)[:, 0]
+    assert (beside > 0).all() and (beside < 0.1).all(), "every seed stands a little beside its mean"
+    assert [y for _, y in means(skill)] == pytest.approx([sum(ys) / 3 for ys in scores])
+    assert np.allclose(whiskers(skill), [(min(ys), max(ys)) for ys in scores])
+    assert [tick.get_text() for tick in skill.get_xticklabels()] == ["0", "0.001", "0.01", "0.1"]
+    assert skill.get_legend() is None
+    assert [text.get_text() for text in skill.texts] == ["//", "before training"]
+    assert labels(kl) == ["KL(policy‖start)", "KL(start‖policy)"]
+    assert len(points(kl)) == 24
+    assert retained.get_title() == "retained skills: subtraction, reversal"
+    assert (skill.get_ylabel(), kl.get_ylabel()) == ("score after training", "nats per token")
+
+
+def test_the_line_of_means_does_not_reach_beta_zero() -> None:
+    figure = draw_sweep(sweep(BETAS))
+    assert figure is not None
+    (line,) = [line for line in figure.axes[0].lines if len(line.get_xdata()) == 3]
+    assert list(line.get_xdata()) == pytest.approx([-3, -2, -1])
+
+
+def test_other_sweeps_list_their_arms() -> None:
+    runs = sweep(ESTIMATORS)
+    figure = draw_sweep(runs)
+    assert figure is not None
+    names = [tick.get_text() for tick in figure.axes[0].get_yticklabels()]
+    assert names[0] == "kl_estimator=k1 kl_placement=loss"
+    assert len(names) == 6
+    drawn = points(figure.axes[0])
+    assert np.allclose(drawn[:, 0], [run.after["addition"] for run in runs])
+    assert np.allclose(drawn[:, 1].round(), [i // 3 for i in range(len(runs))])
+
+
+def test_forgetting_is_one_point_per_run_with_the_rank_correlation() -> None:
+    runs = sweep(BETAS)
+    figure = draw_forgetting(runs)
+    assert figure is not None
+    reverse, forward = figure.axes
+    lost = [1.96 / 2 - (run.after["subtraction"] + run.after["reversal"]) / 2 for run in runs]
+    kl = [run.numbers["kl/reverse"] for run in runs]
+    assert np.allclose(points(reverse), list(zip(kl, lost, strict=True)))
+    assert np.allclose(points(forward), [(run.numbers["kl/forward"], y) for run, y in zip(runs, lost, strict=True)])
+    found = rank_correlation(kl, lost)
+    assert found is not None
+    assert found.value > 0.8, "the made-up sweep forgets with its KL"
+    assert reverse.get_title() == f"rank correlation {found.value:.2f} [{found.low:.2f}, {found.high:.2f}], 12 runs"
+    assert reverse.get_xlabel() == "KL(policy‖start) (nats/token)"
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [f"beta={b}" for b in (0.0, 0.001, 0.01, 0.1)]
+
+
+def test_where_nothing_was_forgotten_the_axis_does_not_magnify_it() -> None:
+    figure = draw_forgetting([outcome(seed=i, after={**BEFORE, "addition": 1.0}) for i in range(3)])
+    assert figure is not None
+    assert figure.axes[0].get_ylim() == pytest.approx((-0.01, 0.01), abs=1e-3)
+
+
+def test_two_runs_have_no_rank_correlation_and_the_title_says_so() -> None:
+    figure = draw_forgetting([outcome(seed=0), outcome(seed=1)])
+    assert figure is not None
+    assert figure.axes[0].get_title() == "no rank correlation (2 runs)"
+
+
+def test_courses_are_means_with_a_band_and_beta_zero_has_no_kl() -> None:
+    runs = sweep(BETAS[:2], steps=5)
+    figure = draw_courses(runs)
+    assert figure is not None
+    reward, kl, length = figure.axes
+    of_arm = [[run.by_step["reward"] for run in runs[i : i + 3]] for i in (0, 3)]
+    for line, seeds in zip(reward.lines, of_arm, strict=True):
+        assert list(line.get_xdata()) == [1, 2, 3, 4, 5]
+        assert list(line.get_ydata()) == pytest.approx(list(np.mean(seeds, axis=0)))
+    for band, seeds in zip(reward.collections, of_arm, strict=True):
+        drawn = band.get_paths()[0].vertices[:, 1]
+        assert (min(drawn), max(drawn)) == pytest.approx((np.min(seeds), np.max(seeds)))
+    assert [len(line.get_xdata()) for line in kl.lines] == [0, 5]
+    assert (kl.get_ylabel(), length.get_ylabel()) == ("KL, k3 (nats/token)", "length (tokens)")
+
+
+def test_a_course_keeps_to_the_steps_that_most_seeds_have() -> None:
+    runs = [
+        outcome(seed=0, by_step={"step": [1, 2, 3], "reward": [0.1, 0.2, 0.3]}),
+        outcome(seed=1, by_step={"step": [1, 2], "reward": [0.3, None]}),
+    ]
+    figure = draw_courses(runs)
+    assert figure is not None
+    (line,) = figure.axes[0].lines
+    assert list(line.get_xdata()) == [1]
+    assert list(line.get_ydata()) == pytest.approx([0.2])
+
+
+def test_twelve_arms_look_different_from_each_other() -> None:
+    assert len({style(i) for i in range(12)}) == 12
+    assert len({(look.colour, look.mark) for look in map(style, range(12))}) == 12
+    assert len({(look.colour, look.dashes) for look in map(style, range(12))}) == 12
+    assert len(set(COLOURS)) == len(COLOURS)
+
+
+HARD = {
+    "one arm, one seed": [outcome(by_step={"step": [1], "reward": [0.5], "kl/k3": [None], "length": [math.nan]})],
+    "no retained skills": [outcome(arm, after={"addition": 0.5}, before={"addition": 0.4}) for arm in "ab"],
+    "no numbers": [outcome(arm, numbers={}, values={"beta": b}) for arm, b in (("a", 0.0), ("b", 0.1))],
+    "numbers that are not finite": [
+        outcome(seed=i, numbers={"kl/reverse": kl}) for i, kl in enumerate((math.nan, math.inf, 0.1))
+    ],
+    "a KL of nothing": [outcome(a, values={"beta": b}, numbers={"kl/reverse": 0.0}) for a, b in (("a", 0.0), ("b", 1))],
+    "the same everywhere": [outcome(arm, i, values={"beta": float(arm)}) for arm in ("0.1", "0.2") for i in range(3)],
+    "one arm failed": [*sweep(BETAS[:2]), failed("beta=9", 0)],
+    "a KL over six decades": [
+        outcome(f"{k}", values={"beta": k}, numbers={"kl/reverse": k}) for k in (1e-6, 1e-3, 1.0)
+    ],
+    "twelve arms": sweep(
+        [{"kl_clip_threshold": 0.1 * i, "kl_clip_method": "soft_and_a_very_long_name"} for i in range(12)]
+    ),
+    "names that are no names": [
+        outcome(arm, by_step={"step": [1, 2], "reward": [1, 2]}) for arm in ("$x$", "_a", "", "a$")
+    ],
+}
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_nothing_makes_them_fail(name: str, tmp_path: Path) -> None:
+    before = dict(mpl.rcParams)
+    written = write_pictures(HARD[name], tmp_path)
+    assert "sweep.png" in [file.name for file in written]
+    for file in written:
+        image = imread(file)
+        assert min(image.shape[:2]) > 300
+        assert image[..., :3].std() > 0.02, "something was drawn"
+    assert dict(mpl.rcParams) == before, "no global state"
+
+
+def test_without_a_run_that_was_done_there_is_no_picture(tmp_path: Path) -> None:
+    assert write_pictures([], tmp_path) == ()
+    assert write_pictures([failed()], tmp_path) == ()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_three_are_written(tmp_path: Path) -> None:
+    written = write_pictures(sweep(BETAS), tmp_path)
+    assert [file.name for file in written] == ["sweep.png", "forgetting.png", "courses.png"]
+    assert all(file.stat().st_size > 10_000 for file in written)

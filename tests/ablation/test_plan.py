@@ -1,0 +1,155 @@
+"""Plans: arms, grids, names of folders, what is refused and whose fault it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from klamp.ablation.plan import (
+    OWNED,
+    Arm,
+    Plan,
+    crossed,
+    folder_name,
+    grid,
+    named,
+    plain_plan,
+    plain_run,
+    plan_of,
+    run_folder,
+    run_of,
+    runs,
+    shown,
+)
+from klamp.errors import ConfigError, ModelError, UnknownNameError
+from klamp.training.config import TrainConfig
+
+
+def test_a_grid_is_every_combination_the_last_field_fastest() -> None:
+    arms = grid({"kl_coef": [0, 0.01], "kl_estimator": ["k1", "k3"]})
+    assert [arm.name for arm in arms] == [
+        "beta=0 kl_estimator=k1",
+        "beta=0 kl_estimator=k3",
+        "beta=0.01 kl_estimator=k1",
+        "beta=0.01 kl_estimator=k3",
+    ]
+    assert arms[2].values == {"beta": 0.01, "kl_estimator": "k1"}
+    assert [arm.name for arm in grid({})] == ["base"]
+
+
+def test_values_that_differ_have_names_that_differ() -> None:
+    values = (0.1, 0.1 + 1e-12, 1e-5, 3, True, None, ("a", "b"), ())
+    assert [shown(value) for value in values] == ["0.1", repr(0.1 + 1e-12), "1e-05", "3", "True", "None", "a,b", "none"]
+
+
+@pytest.mark.parametrize(
+    ("sweep", "what"), [({"beta": []}, "swept over nothing"), ({"beta": [0.1, 0.1]}, "value of beta stands twice")]
+)
+def test_a_sweep_that_is_none_is_refused(sweep, what) -> None:
+    with pytest.raises(ConfigError, match=what):
+        grid(sweep)
+
+
+def test_an_unknown_field_is_named_with_the_nearest() -> None:
+    with pytest.raises(UnknownNameError, match="kl_estimator"):
+        grid({"kl_estimatr": ["k1"]})
+
+
+def test_crossed_arms_have_both_values_and_never_the_same_field() -> None:
+    named = (Arm(name="none", values={}), Arm(name="hard", values={"kl_clip_method": "hard"}))
+    arms = crossed(named, grid({"beta": [0.1, 0.2]}))
+    assert [arm.name for arm in arms] == ["none beta=0.1", "none beta=0.2", "hard beta=0.1", "hard beta=0.2"]
+    assert arms[3].values == {"kl_clip_method": "hard", "beta": 0.2}
+    with pytest.raises(ConfigError, match=r"the arm 'hard' sets kl_clip_method, which is swept"):
+        crossed(named, grid({"kl_clip_method": ["soft"]}))
+
+
+def test_runs_are_seed_by_seed_with_the_arms_values_over_the_base() -> None:
+    plan = Plan(base={"kl_beta": 0.5, "max_steps": 7}, arms=grid({"beta": [0, 0.25]}), seeds=(3, 1))
+    found = runs(plan)
+    assert [run.name for run in found] == ["beta-0_seed-3", "beta-0.25_seed-3", "beta-0_seed-1", "beta-0.25_seed-1"]
+    expected = {"beta": 0.25, "max_steps": 7, "seed": 3}
+    assert found[1].config == TrainConfig.from_flat(expected)
+    assert run_folder(Path("out"), found[0]) == Path("out/runs/beta-0_seed-3")
+
+
+@pytest.mark.parametrize("name", OWNED)
+@pytest.mark.parametrize("where", ["base", "arm"])
+def test_what_the_ablation_sets_itself_is_refused(name, where) -> None:
+    values = {name: TrainConfig().flat()[name]}
+    plan = Plan(base=values) if where == "base" else Plan(arms=(Arm(name="mine", values=values),))
+    with pytest.raises(ConfigError, match=name) as caught:
+        runs(plan)
+    assert caught.value.fix and ("base" if where == "base" else "'mine'") in caught.value.what
+
+
+def test_a_refused_configuration_names_its_arm() -> None:
+    plan = Plan(arms=grid({"kl_placement": ["loss", "reward"]}))
+    with pytest.raises(ConfigError) as caught:
+        runs(plan)
+    error = caught.value
+    assert error.what.startswith("the arm 'kl_placement=reward': kl_placement='reward' takes kl_estimator='k1' only")
+    assert error.why and error.fix
+    with pytest.raises(UnknownNameError, match="the arm 'typo'"):
+        runs(Plan(arms=(Arm(name="typo", values={"bta": 1}),)))
+    with pytest.raises(UnknownNameError, match="the base of the plan"):
+        runs(Plan(base={"bta": 1}))
+
+
+def test_a_service_is_refused() -> None:
+    plan = Plan(base={"model": "Qwen/Qwen3-8B"}, arms=grid({"backend": ["tinker"]}))
+    with pytest.raises(ConfigError, match="on this machine or on a Ray cluster") as caught:
+        runs(plan)
+    assert "backend='tinker'" in caught.value.got and caught.value.fix
+
+
+@pytest.mark.parametrize("change", [{"arms": ()}, {"seeds": ()}, {"seeds": (1, 1)}, {"arms": grid({"beta": [0]}) * 2}])
+def test_plans_that_are_none_are_refused(change) -> None:
+    with pytest.raises(ConfigError):
+        Plan(**change)
+
+
+def test_folder_names_are_safe_and_differ_where_arms_do() -> None:
+    assert folder_name("beta=0.01 kl_estimator=k1") == "beta-0.01_kl_estimator-k1"
+    assert folder_name("lr 1e-05") == "lr_1e-05"
+    names = ["model=/a/b", "model=/a:b", "../up", "hart, größer", "x" * 300, "x" * 301, "  ", "a\nb"]
+    found = [folder_name(name) for name in names]
+    assert len(set(found)) == len(names)
+    assert all(re.fullmatch(r"[A-Za-z0-9_.+-]+", name) and len(name) < 120 and name[0] not in ".-" for name in found)
+
+
+def test_two_arms_with_one_folder_are_refused() -> None:
+    plan = Plan(arms=(Arm(name="a=b"), Arm(name="a-b", values={"beta": 1.0})))
+    with pytest.raises(ConfigError, match="folder name stands twice"):
+        runs(plan)
+
+
+def test_two_arms_that_are_the_same_are_refused() -> None:
+    """Such as recipes that give way to a base which sets every field."""
+    plan = Plan(arms=(Arm(name="a", values={"beta": 0.3}), Arm(name="b"), Arm(name="c", values={"kl_beta": 0.3})))
+    with pytest.raises(ConfigError, match="the arms 'a' and 'c' are the same"):
+        runs(plan)
+
+
+def test_plans_and_runs_survive_their_files() -> None:
+    arms = (*grid({"kl_exclude_tokens": [(), ("special", 3)]}), Arm(name="other", values={"beta": 1e-05}))
+    plan = Plan(name="n", base={"report_to": (), "max_steps": 3, "ref_model": None}, arms=arms, seeds=(0, 5))
+    assert plan_of(yaml.safe_load(yaml.safe_dump(plain_plan(plan)))) == plan
+    for run in runs(plan):
+        assert run_of(json.loads(json.dumps(plain_run(run)))) == run
+        assert dataclasses.is_dataclass(run.config)
+
+
+def test_an_error_keeps_its_class_and_parts() -> None:
+    error = named(ModelError("no", got=3, why="w", fix="f"), "the arm 'a'")
+    assert type(error) is ModelError and (error.what, error.got, error.why, error.fix) == (
+        "the arm 'a': no",
+        3,
+        "w",
+        "f",
+    )

@@ -1,0 +1,155 @@
+"""Intervals and rank correlations against the enumeration of every resample, and against closed forms."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+from scipy import stats
+
+from klamp.ablation.statistics import Interval, bootstrap_interval, rank_correlation
+from klamp.errors import ConfigError, NonFiniteError, ShapeError
+
+
+def enumerated(values: Sequence[tuple[float, ...]], statistic: Callable[..., float | None]) -> list[float]:
+    """The statistic of every one of the n^n equally likely resamples, sorted; those without one are left out."""
+    draws = itertools.product(values, repeat=len(values))
+    found = (statistic(*zip(*draw, strict=True)) for draw in draws)
+    return sorted(value for value in found if value is not None)
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """The smallest value that at least this share does not exceed."""
+    return ordered[math.ceil(share * len(ordered)) - 1]
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def ranks(values: Sequence[float]) -> list[float]:
+    return [sum(v < x for v in values) + (sum(v == x for v in values) + 1) / 2 for x in values]
+
+
+def spearman(x: Sequence[float], y: Sequence[float]) -> float | None:
+    """Pearson's correlation of the ranks, written out."""
+    a, b = ranks(x), ranks(y)
+    da, db = [v - mean(a) for v in a], [v - mean(b) for v in b]
+    size = math.sqrt(sum(v * v for v in da) * sum(v * v for v in db))
+    return sum(v * w for v, w in zip(da, db, strict=True)) / size if size else None
+
+
+@pytest.mark.parametrize("confidence", [0.3, 0.8, 0.95])  # none of their tails ends near a step of the distribution
+@pytest.mark.parametrize("values", [(0.81, 0.84, 0.92), (-3.0, 0.0, 10.0)])
+def test_three_seeds_give_the_quantiles_of_all_27_resamples(values: tuple[float, ...], confidence: float) -> None:
+    ordered = enumerated([(v,) for v in values], mean)
+    found = bootstrap_interval(values, confidence=confidence, resamples=20_000)
+    assert found is not None
+    assert len(ordered) == 27
+    assert found.low == pytest.approx(quantile(ordered, (1 - confidence) / 2))
+    assert found.high == pytest.approx(quantile(ordered, (1 + confidence) / 2))
+
+
+def test_two_and_three_seeds_reach_from_the_lowest_to_the_highest() -> None:
+    for values in ((0.2, 0.5), (0.2, 0.5, 0.3)):
+        assert bootstrap_interval(values) == pytest.approx((0.2, 0.5))
+
+
+@pytest.mark.parametrize(("seeds", "share"), [(2, 0.5), (3, 0.75), (5, 0.83)])
+def test_few_seeds_are_as_rough_as_the_docstring_says(seeds: int, share: float) -> None:
+    draw, tries, held = random.Random(1), 400, 0
+    for _ in range(tries):
+        found = bootstrap_interval([draw.gauss(0.0, 1.0) for _ in range(seeds)], resamples=999)
+        held += found is not None and found.low <= 0 <= found.high
+    assert held / tries == pytest.approx(share, abs=4 * math.sqrt(share * (1 - share) / tries))
+
+
+def test_many_values_come_close_to_the_normal_interval() -> None:
+    draw = random.Random(0)
+    values = [draw.gauss(5.0, 2.0) for _ in range(400)]
+    spread = math.sqrt(sum((v - mean(values)) ** 2 for v in values) / len(values))
+    found = bootstrap_interval(values)
+    assert found is not None
+    reach = 1.96 * spread / math.sqrt(len(values))
+    assert found.low == pytest.approx(mean(values) - reach, abs=0.05 * reach)
+    assert found.high == pytest.approx(mean(values) + reach, abs=0.05 * reach)
+
+
+def test_one_value_has_no_interval_and_equal_values_have_no_width() -> None:
+    assert bootstrap_interval([]) is None
+    assert bootstrap_interval([0.3]) is None
+    assert bootstrap_interval([0.3, 0.3, 0.3]) == Interval(0.3, 0.3)
+
+
+def test_the_seed_decides_the_resamples() -> None:
+    values = [0.1, 0.4, 0.35, 0.8, 0.77]
+    found = [bootstrap_interval(values, resamples=200, seed=seed) for seed in (1, 1, 2)]
+    assert found[0] == found[1] != found[2]
+
+
+def test_the_rank_correlation_of_distinct_values_has_its_closed_form() -> None:
+    x, y = [0.1, 0.5, 0.2, 0.9, 0.7, 0.3], [3.0, 1.0, 7.0, 8.0, 9.0, 4.0]
+    d2 = sum((a - b) ** 2 for a, b in zip(ranks(x), ranks(y), strict=True))
+    found = rank_correlation(x, y)
+    assert found is not None
+    assert found.runs == 6
+    assert found.value == pytest.approx(1 - 6 * d2 / (6 * 35))
+    assert -1 <= found.low <= found.value <= found.high <= 1
+
+
+def test_ties_share_their_rank() -> None:
+    x, y = [1.0, 1.0, 2.0, 3.0, 3.0], [0.0, 2.0, 2.0, 5.0, 1.0]
+    found = rank_correlation(x, y)
+    assert found is not None
+    assert found.value == pytest.approx(stats.spearmanr(x, y).statistic)
+    assert found.value == pytest.approx(spearman(x, y))
+
+
+def test_only_the_order_of_the_values_counts() -> None:
+    x = [0.1, 0.2, 0.4, 0.8]
+    rising = rank_correlation(x, [math.exp(9 * v) for v in x])
+    falling = rank_correlation(x, [-(v**3) for v in x])
+    assert rising is not None
+    assert falling is not None
+    assert rising[:3] == pytest.approx((1.0, 1.0, 1.0))
+    assert falling[:3] == pytest.approx((-1.0, -1.0, -1.0))
+
+
+@pytest.mark.parametrize("confidence", [0.3, 0.8])
+def test_three_runs_give_the_quantiles_of_all_resamples_that_have_a_correlation(confidence: float) -> None:
+    x, y = (1.0, 2.0, 3.0), (1.0, 3.0, 2.0)
+    ordered = enumerated(list(zip(x, y, strict=True)), spearman)
+    found = rank_correlation(x, y, confidence=confidence, resamples=20_000)
+    assert len(ordered) == 24, "27 resamples, 3 of which draw one run three times"
+    assert found is not None
+    assert found.value == pytest.approx(0.5)
+    assert found.low == pytest.approx(quantile(ordered, (1 - confidence) / 2))
+    assert found.high == pytest.approx(quantile(ordered, (1 + confidence) / 2))
+
+
+def test_runs_are_drawn_in_pairs() -> None:
+    """Drawn apart, x and y of four runs in perfect order would hardly ever be in order again."""
+    found = rank_correlation([1, 2, 3, 4], [10, 20, 30, 40], resamples=500)
+    assert found is not None
+    assert found.low == pytest.approx(1.0)
+
+
+def test_too_few_runs_or_a_constant_have_no_rank_correlation() -> None:
+    assert rank_correlation([1, 2], [1, 2]) is None
+    assert rank_correlation([1, 1, 1], [1, 2, 3]) is None
+    assert rank_correlation([1, 2, 3], [0, 0, 0]) is None
+
+
+def test_what_has_no_mean_and_no_rank_is_refused() -> None:
+    with pytest.raises(NonFiniteError):
+        bootstrap_interval([0.1, math.nan])
+    with pytest.raises(NonFiniteError):
+        rank_correlation([1, 2, math.inf], [1, 2, 3])
+    with pytest.raises(ShapeError):
+        rank_correlation([1, 2, 3], [1, 2])
+    for wrong in ({"confidence": 1.0}, {"confidence": 0.0}, {"resamples": 0}):
+        with pytest.raises(ConfigError):
+            bootstrap_interval([0.1, 0.2], **wrong)

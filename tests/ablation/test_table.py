@@ -1,0 +1,188 @@
+"""The table of an ablation: which numbers, how they are averaged, and how they are written."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from tests.ablation.outcomes import failed, outcome, sweep
+
+from klamp.ablation.columns import BY_NAME, GROUPS
+from klamp.ablation.statistics import bootstrap_interval
+from klamp.ablation.table import cell_text, lines, markdown, notes, number, plain, reading, summarise
+
+
+def test_a_cell_is_the_mean_over_seeds_and_its_bootstrap_interval() -> None:
+    scores = (0.88, 0.94, 0.91)
+    table = summarise([outcome(seed=i, after={"addition": score}) for i, score in enumerate(scores)])
+    (row,) = table.rows
+    assert row.cells["rl/after"].mean == pytest.approx(0.91)
+    assert row.cells["rl/after"].interval == bootstrap_interval(scores)
+    assert row.cells["rl/after"].values == scores
+    assert row.cells["rl/gain"].mean == pytest.approx(0.91 - 0.62)
+
+
+def test_retained_skills_are_all_but_the_one_that_was_trained() -> None:
+    table = summarise([outcome()])
+    cells = table.rows[0].cells
+    assert table.rl_skills == ("addition",)
+    assert table.retained == ("subtraction", "reversal")
+    assert cells["retained/after"].mean == pytest.approx((0.93 + 0.95) / 2)
+    assert cells["retained/loss"].mean == pytest.approx((0.04 + 0.04) / 2), "positive where something was forgotten"
+
+
+def test_seeds_are_in_order_and_arms_as_they_come() -> None:
+    runs = [outcome("b", 1, after={"addition": 0.2}), outcome("a", 0), outcome("b", 0, after={"addition": 0.1})]
+    table = summarise(runs)
+    assert [row.arm for row in table.rows] == ["b", "a"]
+    assert table.rows[0].cells["rl/after"].values == (0.1, 0.2)
+
+
+def test_only_columns_with_numbers_are_there() -> None:
+    names = [column.name for column in summarise([outcome()]).columns]
+    assert names == [
+        "rl/after",
+        "rl/gain",
+        "retained/after",
+        "retained/loss",
+        "kl/reverse",
+        "kl/forward",
+        "length",
+        "seconds",
+    ]
+    alone = summarise([outcome(after={"addition": 0.9}, numbers={})])
+    assert [column.name for column in alone.columns] == ["rl/after", "rl/gain"]
+    assert alone.retained == ()
+
+
+def test_a_failed_run_is_counted_shown_and_left_out_of_the_means() -> None:
+    table = summarise([outcome(seed=0), failed(seed=1), failed("beta=1", 0)])
+    first, second = table.rows
+    assert (first.done, first.failed, second.done, second.failed) == (1, 1, 0, 1)
+    assert first.cells["rl/after"].values == (0.9,)
+    assert second.cells == {}
+    page = markdown(table)
+    assert "| beta=0.01 | 1, 1 failed | 0.9 |" in page
+    assert "| beta=1 | 0, 1 failed | - | - | - | - |" in page
+    assert "- beta=1, seed 0: RewardError: the judge \\| is out to lunch\n" in page
+
+
+def test_numbers_of_a_failed_run_do_not_count_even_where_there_are_some() -> None:
+    table = summarise([outcome(seed=0), outcome(seed=1, state="failed", after={"addition": 0.0})])
+    assert table.rows[0].cells["rl/after"].values == (0.9,)
+    assert table.rows[0].failures == ("seed 1: no reason was given",)
+
+
+def test_a_value_that_is_not_finite_is_left_out_and_the_cell_says_so() -> None:
+    runs = [outcome(seed=i, numbers={"kl/reverse": kl}) for i, kl in enumerate((0.2, math.nan, 0.3, math.inf))]
+    table = summarise(runs)
+    cell = table.rows[0].cells["kl/reverse"]
+    assert cell.values == (0.2, 0.3)
+    assert cell_text(cell, table.rows[0].done) == "0.25 [0.2, 0.3] (2 of 4)"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"),
+        (-0.0, "0"),
+        (0.81234, "0.8123"),
+        (12.3456, "12.35"),
+        (1234.5, "1234"),
+        (12345.6, "12346"),
+        (9999.9, "10000"),
+        (1.25e8, "1.25e+08"),
+        (0.000123456, "0.0001235"),
+        (1.5e-9, "1.5e-09"),
+        (-0.04, "-0.04"),
+    ],
+)
+def test_numbers_have_four_significant_digits(value: float, text: str) -> None:
+    assert number(value) == text
+
+
+def test_one_seed_has_a_mean_and_no_interval() -> None:
+    table = summarise([outcome("a"), outcome("b", after={"addition": 0.8})])
+    assert cell_text(table.rows[0].cells["rl/after"], 1) == "0.9"
+    said = " ".join(notes(table))
+    assert "One seed per arm" in said
+    assert "RL skill, best mean: a (0.9); one seed, so no interval." in said
+
+
+def test_the_page_names_units_and_draws_one_table_per_group() -> None:
+    page = markdown(summarise(sweep([{"beta": 0.0}, {"beta": 0.01}, {"beta": 0.1}])))
+    assert [title for title in GROUPS.values() if f"## {title}\n" in page] == list(GROUPS.values())
+    for text in (
+        "KL(policy‖start) (nats/token)",
+        "KL(start‖policy) (nats/sequence)",
+        "wall time (s)",
+        "length (tokens)",
+    ):
+        assert text in page
+    tables = [block.split("\n") for block in page.split("\n\n") if block.startswith("| arm")]
+    assert [len(block) for block in tables] == [5, 5, 5]
+    for block in tables:
+        assert len({line.replace("\\|", "").count("|") for line in block}) == 1, "as many cells in every row"
+    assert "Mean over seeds [95 % bootstrap interval of the mean]." in page
+    assert "With 3 seeds the intervals are rough" in page
+
+
+def test_lines_are_the_same_cells_for_a_terminal() -> None:
+    table = summarise([outcome("a", 0), outcome("a", 1, after={"addition": 0.8, "subtraction": 0.93})])
+    heading, rows = lines(table, "skills")
+    assert heading == ("arm", "seeds", "RL skill (score)", "RL gain (score)", *heading[4:])
+    assert rows == (("a", "2", "0.85 [0.8, 0.9]", "0.23 [0.18, 0.28]", *rows[0][4:]),)
+    assert lines(summarise([failed()]), "skills") == ((), ())
+
+
+def test_the_reading_names_the_arms_that_cannot_be_told_from_the_best() -> None:
+    scores = {"a": (0.80, 0.84, 0.86), "b": (0.83, 0.85, 0.90), "c": (0.70, 0.71, 0.72), "d": (0.79, 0.80, 0.835)}
+    runs = [outcome(arm, i, after={"addition": x}) for arm, xs in scores.items() for i, x in enumerate(xs)]
+    table = summarise(runs)
+    said = reading(table, BY_NAME["rl/after"])
+    assert said == "RL skill, best mean: b (0.86); intervals overlap with that of a and d."
+    apart = summarise([run for run in runs if run.arm in "bc"])
+    assert reading(apart, BY_NAME["rl/after"]) == "RL skill, best mean: b (0.86); no other arm's interval overlaps."
+    assert reading(summarise([run for run in runs if run.arm == "a"]), BY_NAME["rl/after"]) == ""
+
+
+def test_arms_with_the_same_best_mean_are_all_named() -> None:
+    runs = [outcome(arm, i, after={"addition": x}) for arm, x in (("a", 1.0), ("b", 0.5), ("c", 1.0)) for i in range(2)]
+    assert reading(summarise(runs), BY_NAME["rl/after"]).startswith("RL skill, best mean: a and c (1); no other arm")
+
+
+def test_the_best_of_what_should_be_low_is_the_lowest() -> None:
+    runs = [
+        outcome("a", after={"addition": 1, "subtraction": 0.5}),
+        outcome("b", after={"addition": 1, "subtraction": 0.9}),
+    ]
+    assert reading(summarise(runs), BY_NAME["retained/loss"]).startswith("forgotten, best mean: b (0.07)")
+
+
+def test_names_and_reasons_stay_text_in_markdown() -> None:
+    page = markdown(summarise([outcome("<img src=x>|*a*"), failed("<img src=x>|*a*", 1, "`x` <b>\n\n# no heading")]))
+    assert "<img" not in page
+    assert "<b>" not in page
+    assert "\n# no heading" not in page
+    assert "| &lt;img src=x>\\|\\*a\\* |" in page
+
+
+def test_plain_values_are_json_with_every_seed_in_them() -> None:
+    runs = [*sweep([{"beta": 0.0}, {"beta": 0.1, "kl_estimator": "k1"}]), failed("broken")]
+    content = json.loads(json.dumps(plain(summarise(runs)), allow_nan=False))
+    assert [arm["arm"] for arm in content["arms"]] == ["beta=0.0", "beta=0.1 kl_estimator=k1", "broken"]
+    assert content["arms"][1]["values"] == {"beta": 0.1, "kl_estimator": "k1"}
+    cell = content["arms"][0]["numbers"]["kl/reverse"]
+    assert cell["values"] == [run.numbers["kl/reverse"] for run in runs[:3]]
+    assert cell["mean"] == pytest.approx(sum(cell["values"]) / 3)
+    assert (cell["low"], cell["high"]) == pytest.approx((min(cell["values"]), max(cell["values"])))
+    assert content["arms"][2]["failures"] == ["seed 0: RewardError: the judge | is out\nto lunch"]
+    units = {column["name"]: column["unit"] for column in content["columns"]}
+    assert units["kl/forward_sequence"] == "nats/sequence"
+
+
+def test_nothing_and_nothing_but_failures_are_pages_too() -> None:
+    assert markdown(summarise([])) == "No run has ended.\n"
+    page = markdown(summarise([failed()]))
+    assert page.startswith("## Runs that failed\n")

@@ -1,0 +1,145 @@
+"""Reports in a real headless Chromium; a page that loads something, logs an error or breaks its own policy fails."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+from tests.diagnostics.histories import completion
+from tests.diagnostics.report.pages import run_of
+
+from klamp.cli import main
+from klamp.diagnostics.report.page import render
+
+ROOT = Path(__file__).resolve().parents[2]
+WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 400, "height": 800}
+HOSTILE = "</script></style><img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+
+SMALL = {
+    "max_steps": 10,
+    "prompts_per_step": 8,
+    "num_generations": 8,
+    "eval_size": 64,
+    "eval_every": 5,
+    "warmup_steps": 3,
+    "log_completions_every": 1,
+    "log_completions": 16,
+}
+TRAIN = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
+
+Open: TypeAlias = Callable[..., Page]
+
+
+@dataclass
+class Watched:
+    """What a page did that it should not do."""
+
+    requests: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    found = subprocess.run([ROOT / "scripts" / "chromium.sh", "--find"], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    with sync_playwright() as playwright:
+        # As root, and in containers with little shared memory, Chromium starts with these only.
+        options = ["--no-sandbox", "--disable-dev-shm-usage"]
+        running = playwright.chromium.launch(executable_path=found.stdout.strip(), args=options)
+        yield running
+        running.close()
+
+
+@contextmanager
+def watched(browser: Browser, file: Path, **context: Any) -> Iterator[Page]:
+    """A page that must load nothing but itself, log nothing, and keep to its policy.
+
+    Args:
+        browser: to open it in.
+        file: of the report.
+        context: what Playwright's contexts take.
+    """
+    seen = Watched()
+    opened = browser.new_context(**{"viewport": WIDE, "color_scheme": "light"} | context)
+    opened.set_default_timeout(10_000)
+    page = opened.new_page()
+    page.on("request", lambda request: seen.requests.append(request.url))
+    page.on("console", lambda message: seen.problems.append(f"{message.type}: {message.text}"))
+    page.on("pageerror", lambda error: seen.problems.append(str(error)))
+    page.goto(file.as_uri())
+    try:
+        yield page
+        assert {url.partition("#")[0] for url in seen.requests} == {file.as_uri()}
+        assert seen.problems == []
+    finally:
+        opened.close()
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Iterator[Open]:
+    """Opens a report; what it did is checked when the test has ended."""
+    stack: list[Any] = []
+
+    def open_it(file: Path, **context: Any) -> Page:
+        opened = watched(browser, file, **context)
+        stack.append(opened)
+        return opened.__enter__()
+
+    yield open_it
+    for opened in reversed(stack):
+        opened.__exit__(None, None, None)
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory, default_base_model: Path) -> tuple[Path, Path]:
+    """Two real runs: one goes too fast, so that alarms rise; the other has a target."""
+    folder = tmp_path_factory.mktemp("runs")
+    assert main(["train", "--output_dir", str(folder / "fast"), "--cpu", *TRAIN, "--learning_rate", "0.02"]) == 0
+    held = ["--learning_rate", "0.004", "--beta", "0.1", "--target_kl", "0.05"]
+    assert main(["train", "--output_dir", str(folder / "held"), "--cpu", *TRAIN, *held]) == 0
+    return folder / "fast", folder / "held"
+
+
+@pytest.fixture(scope="session")
+def report(runs: tuple[Path, Path]) -> Path:
+    """The report of the run that went too fast."""
+    assert main(["report", str(runs[0])]) == 0
+    return runs[0] / "report.html"
+
+
+@pytest.fixture(scope="session")
+def comparison(runs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of both."""
+    file = tmp_path_factory.mktemp("compared") / "both.html"
+    assert main(["report", *map(str, runs), "--output", str(file)]) == 0
+    return file
+
+
+@pytest.fixture(scope="session")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of a run whose every text is an attack."""
+    nasty = (HOSTILE, "\u202egnp.exe\ud800", "x" * 10_000, "\x00\x1b[31m", "'\"><svg/onload=document.title='owned'>")
+    row = completion(
+        tokens=nasty, prompt=HOSTILE * 3, group=HOSTILE, policy=(-1.0,) * 5, ref=(-5.0, -4.0, -3.0, -2.0, -1.0)
+    )
+    details = {"config": {HOSTILE: HOSTILE}, "versions": {HOSTILE: HOSTILE}}
+    run = run_of(
+        name=HOSTILE, completions=[row], scores=[(0, {HOSTILE: 0.5}), (1, {HOSTILE: 0.0})], details=details, k3=[0.5]
+    )
+    file = tmp_path_factory.mktemp("hostile") / "report.html"
+    file.write_text(render([run]), encoding="utf-8")
+    return file
+
+
+@pytest.fixture(scope="session")
+def written(runs: tuple[Path, Path]) -> list[dict[str, Any]]:
+    """The completions of the run that went too fast, as they were written."""
+    lines = (runs[0] / "completions.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]

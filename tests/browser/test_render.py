@@ -1,0 +1,82 @@
+"""The page renders, everywhere, and does nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.browser.conftest import NARROW, WIDE, Open
+
+OVERFLOW = """() => {
+  const wide = document.documentElement.clientWidth;
+  const within = (node) => node.closest(".scroll, .prompt");
+  return [document.documentElement.scrollWidth - wide, ...Array.from(document.querySelectorAll("main *, header *"))
+    .filter((node) => !within(node) && !node.closest("svg, .unseen, details:not([open]) > :not(summary)"))
+    .filter((node) => node.getBoundingClientRect().right > wide + 1)
+    .map((node) => node.outerHTML.slice(0, 120))];
+}"""
+
+
+@pytest.mark.parametrize("which", ["report", "comparison", "hostile"])
+@pytest.mark.parametrize("viewport", [WIDE, NARROW], ids=["1280", "400"])
+def test_nothing_sticks_out(
+    which: str, viewport: dict[str, int], request: pytest.FixtureRequest, open_page: Open
+) -> None:
+    page = open_page(request.getfixturevalue(which), viewport=viewport)
+    assert page.evaluate(OVERFLOW) == [0]
+
+
+def test_everything_is_there(report: Path, open_page: Open) -> None:
+    page = open_page(report)
+    assert page.get_by_role("heading", level=1).inner_text() == "fast"
+    for name in ("Overview", "Alarms", "Over steps", "By position", "Token by token", "Configuration", "Versions"):
+        assert page.get_by_role("region", name=name, exact=True).is_visible()
+    assert page.get_by_role("img", name="KL to the reference").is_visible()
+    assert page.locator(".finding.alarm").count() >= 1
+    assert page.locator(".completion:visible").count() == 25
+    sizes = page.locator("svg.chart").evaluate_all("all => all.map((svg) => svg.getBoundingClientRect().width)")
+    assert min(sizes) > 250
+
+
+def test_charts_of_a_row_are_aligned(report: Path, open_page: Open) -> None:
+    page = open_page(report)
+    tops = page.locator("#curves .plot").evaluate_all("all => all.map((plot) => plot.getBoundingClientRect().top)")
+    assert len(tops) >= 9 and len(set(tops[:3])) == 1 and len(set(tops[3:6])) == 1
+
+
+def test_the_theme_follows_the_system_and_the_button(report: Path, open_page: Open) -> None:
+    def background() -> str:
+        return page.evaluate("getComputedStyle(document.body).backgroundColor")
+
+    page = open_page(report, color_scheme="dark")
+    dark = background()
+    page.get_by_role("button", name="Light theme").click()
+    light = background()
+    assert sum(map(int, dark[4:-1].split(","))) < 100 < 700 < sum(map(int, light[4:-1].split(",")))
+    page.reload()
+    assert background() == light, "it is remembered"
+    page.get_by_role("button", name="Dark theme").click()
+    assert background() == dark
+
+
+def test_a_comparison_overlays_its_runs(comparison: Path, open_page: Open) -> None:
+    page = open_page(comparison)
+    assert page.get_by_role("heading", level=1).inner_text() == "2 runs compared"
+    chart = page.locator("figure", has=page.get_by_role("heading", name="Reward", exact=True))
+    assert chart.locator(".legend .label").all_inner_texts() == ["fast", "held"]
+    assert chart.locator("svg.chart path.curve").count() == 2
+    differs = page.get_by_role("region", name="Table: configuration that differs")
+    assert {"beta", "learning_rate", "target_kl"} == set(differs.locator("tbody th").all_inner_texts())
+
+
+def test_hostile_text_is_shown_and_not_run(hostile: Path, open_page: Open) -> None:
+    page = open_page(hostile)
+    assert "owned" not in page.title().replace("document.title='owned'", "")
+    assert page.locator("img, iframe, object, embed").count() == 0
+    assert page.locator("script").count() == 2
+    assert page.locator(".tokens span").first.inner_text().startswith("</script></style><img")
+    assert "⟨U+202E⟩" in page.locator(".tokens").inner_text()
+    first = page.locator(".tokens span").first
+    first.hover()
+    assert page.locator("#tip .token").inner_text().startswith("</script></style><img")
+    assert page.locator("img").count() == 0 and page.locator("script").count() == 2

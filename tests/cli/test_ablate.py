@@ -1,0 +1,250 @@
+"""The command from its arguments to its table; with an executor that trains nothing, and once with the real one."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tests.cli.test_train import save_tiny_model
+
+from klamp.ablation import execute
+from klamp.ablation.executor import Update
+from klamp.ablation.local import LocalExecutor
+from klamp.ablation.outcome import Outcome, write_outcome
+from klamp.ablation.perform import perform
+from klamp.ablation.plan import Plan, run_folder, runs
+from klamp.cli import ablate, main
+from klamp.cli.ablate_arguments import AblateOptions
+from klamp.errors import TrainingStopped
+
+
+class Fake:
+    """Leaves outcomes that look like runs'; fails one, or stops."""
+
+    def __init__(self, *, fail: str = "", stop: bool = False) -> None:
+        self.fail, self.stop, self.ran = fail, stop, []
+
+    def describe(self) -> str:
+        return "nowhere"
+
+    def run(self, runs, folder, tell) -> None:
+        for run in runs:
+            if self.stop:
+                raise TrainingStopped("the ablation was stopped", got="an interrupt") from KeyboardInterrupt()
+            self.ran.append(run.name)
+            tell(Update(run=run.name, state="running", step=1, steps=2, metrics={"reward": 0.5}))
+            beta = run.config.kl.beta
+            ids = {"run": run.name, "arm": run.arm.name, "seed": run.seed, "values": run.arm.values}
+            if self.fail == run.name:
+                outcome = Outcome(**ids, state="failed", error="it broke\n  why: it was bad\nlog: there/log.txt")
+            else:
+                numbers = {"reward": 0.5, "kl/reverse": 0.1 - beta, "kl/forward": 0.2 - beta, "length": 4.0}
+                scores = {"addition": 0.7, "reversal": 0.9}
+                after = {"addition": 0.8 + 0.01 * run.seed, "reversal": 0.85 + beta}
+                outcome = Outcome(**ids, rl_skill="addition", before=scores, after=after, numbers=numbers)
+            own = run_folder(folder, run)
+            own.mkdir(parents=True, exist_ok=True)
+            write_outcome(own, outcome)
+            tell(Update(run=run.name, state=outcome.state, step=2, steps=2, metrics=outcome.numbers))
+
+
+@pytest.fixture
+def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Puts an executor in the place of the real one; runs are below the working directory."""
+    monkeypatch.chdir(tmp_path)
+    save_tiny_model(tmp_path / "tiny")
+
+    def put(executor: Fake, *, draw: bool = False) -> Fake:
+        monkeypatch.setattr(ablate, "_executor", lambda options, every: executor)
+        if not draw:  # pictures take their time
+            monkeypatch.setattr(execute, "write_pictures", lambda outcomes, folder: ())
+        return executor
+
+    return put
+
+
+FLAGS = ["--model", "tiny", "--beta", "0", "0.05", "--seeds", "2", "--max_steps", "2", "--eval_size", "2"]
+
+
+def test_from_start_to_table(use, capsys) -> None:
+    use(Fake(), draw=True)
+    assert main(["ablate", *FLAGS]) == 0
+    out = capsys.readouterr().out
+    order = ["2 arms x 2 seeds in runs/ablation-beta-001; nowhere", "beta=0, seed 0: under way", "Skills", "Distance"]
+    positions = [out.index(part) for part in [*order, "The RL skill is addition", "table.md, table.json, sweep.png"]]
+    assert positions == sorted(positions) and "\x1b" not in out
+    row = next(line for line in out.splitlines() if line.strip().startswith("beta=0.05  2"))
+    assert "0.805" in row
+    folder = Path("runs/ablation-beta-001")
+    assert {"plan.yaml", "table.md", "table.json", "sweep.png", "runs"} <= {file.name for file in folder.iterdir()}
+    assert f"report {folder}/runs/*" in out
+
+
+def test_the_same_command_again_does_what_is_left(use, capsys) -> None:
+    fake = use(Fake(fail="beta-0.05_seed-0"))
+    assert main(["ablate", *FLAGS]) == 1, "a run failed"
+    captured = capsys.readouterr()
+    assert "failed: beta=0.05, seed 0: it broke\n  why: it was bad\nlog: there/log.txt" in captured.out
+    assert "1, 1 failed" in captured.out
+    command = next(line for line in captured.out.splitlines() if line.strip().startswith("try again"))
+    assert " ".join(FLAGS) in " ".join(captured.out.split()) and "ablate --model tiny" in command
+    assert len(fake.ran) == 4
+    again = use(Fake())
+    assert main(["ablate", *FLAGS]) == 0
+    assert again.ran == ["beta-0.05_seed-0"] and list(Path("runs").iterdir()) == [Path("runs/ablation-beta-001")]
+    nothing = use(Fake())
+    assert main(["ablate", *FLAGS]) == 0 and nothing.ran == []
+    assert capsys.readouterr().out.count("Skills") == 2, "the table is shown all the same"
+    other = use(Fake())
+    assert main(["ablate", *FLAGS, "--learning_rate", "1e-3"]) == 0
+    assert len(other.ran) == 4 and Path("runs/ablation-beta-002").is_dir()
+
+
+def test_an_interrupt_says_how_to_go_on(use, capsys) -> None:
+    use(Fake(stop=True))
+    assert main(["ablate", *FLAGS]) == 130
+    captured = capsys.readouterr()
+    assert "klamp: stopped: the ablation was stopped" in captured.err and "Skills" not in captured.out
+    assert captured.err.rstrip().endswith(f"ablate {' '.join(FLAGS)} --output_dir runs/ablation-beta-001")
+
+
+def test_a_folder_with_another_plan_is_refused(use, capsys) -> None:
+    use(Fake())
+    assert main(["ablate", *FLAGS, "--output_dir", "out"]) == 0
+    assert main(["ablate", *FLAGS, "--output_dir", "out", "--max_steps", "3"]) == 1
+    err = capsys.readouterr().err
+    assert "holds another ablation" in err and "max_steps of the arm 'beta=0' is 2 there, 3 here" in err
+
+
+def test_on_a_terminal_it_is_drawn(use) -> None:
+    use(Fake())
+    console = Console(file=io.StringIO(), force_terminal=True, width=120, height=42)
+    assert ablate.run(FLAGS, console=console, executor=Fake()) == 0
+    text = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    assert "\x1b[?25h" in text, "the cursor is shown again"
+    assert "4 done" in text and text.index("4 done") < text.index("Skills")
+
+
+# dry run -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_shows_the_runs_and_does_nothing(use, capsys) -> None:
+    fake = use(Fake())
+    words = [*FLAGS, "--kl_clip_method", "none", "hard", "--dry_run"]
+    assert main(["ablate", *words]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "runs 8: 4 arms x 2 seeds (0, 1)" in out and "steps 16 in all" in out
+    assert "folder runs/ablation-beta-kl_clip_method-001 (8 to run)" in out and "where nowhere" in out
+    assert "common report_to=none, keep_checkpoints=1, model=tiny, max_steps=2, eval_size=2" in out
+    assert "beta=0.05 kl_clip_method=hard 0.05 hard" in out
+    assert not fake.ran and not Path("runs").exists()
+
+
+def test_a_dry_run_says_what_is_done_already(use, capsys) -> None:
+    use(Fake(fail="beta-0_seed-1"))
+    main(["ablate", *FLAGS])
+    (Path("runs/ablation-beta-001/runs/beta-0.05_seed-1/outcome.json")).unlink()
+    (Path("runs/ablation-beta-001/runs/beta-0.05_seed-1/checkpoints/step-000001")).mkdir(parents=True)
+    capsys.readouterr()
+    assert main(["ablate", *FLAGS, "--dry_run"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "(2 done, 1 failed, to try again, 1 to continue)" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--kl_placement loss reward", "the arm 'kl_placement=reward'"),
+        ("--reference frozen adapter_off", "the arm 'reference=adapter_off'"),
+        ("--kl_controller fixed step", "needs target_kl"),
+        ("--beta -1 0", "beta must be a number >= 0"),
+        ("--backend local tinker --model tiny", "on this machine or on a Ray cluster"),
+    ],
+)
+def test_bad_combinations_are_refused_before_any_work(use, capsys, words, said) -> None:
+    fake = use(Fake())
+    for more in ([], ["--dry_run"]):
+        assert main(["ablate", *words.split(), *more]) == 2
+        err = capsys.readouterr().err
+        assert said in err and "fix:" in err
+    assert not fake.ran and not Path("runs").exists()
+
+
+def test_inputs_that_no_run_could_use_are_refused_before_any_run(use, capsys) -> None:
+    fake = use(Fake())
+    assert main(["ablate", "--model", "tiny", "--task", "arithmetic", "nothing.jsonl", "--output_dir", "out"]) == 1
+    assert "the arm 'task=nothing.jsonl': the data file does not exist" in capsys.readouterr().err
+    assert not fake.ran and not Path("out").exists()
+
+
+def test_processes_are_not_ray(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["ablate", "--beta", "0", "1", "--ray", "--workers", "2"]) == 2
+    assert "--workers has no meaning with --ray" in capsys.readouterr().err
+
+
+# help ----------------------------------------------------------------------------------------------------------------
+
+
+def help_of(words: list[str], capsys) -> str:
+    assert main(words) == 0
+    return re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+
+
+def test_the_help_has_both_commands_flags(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    text = help_of(["ablate", "--help"], capsys)
+    flat = " ".join(re.sub("[│]", " ", text).split())
+    assert "usage: klamp ablate" in text and max(map(len, text.splitlines())) <= 100
+    order = [text.index(part) for part in ("ablate options", "--seeds [INT", "kl options", "--kl_estimator {")]
+    assert order == sorted(order)
+    for flag in ("--seeds", "--plan", "--output_dir", "--workers", "--ray", "--config", "--preset", "--dry_run"):
+        assert re.search(rf"{flag}\b", text), flag
+    assert "One number: how many (3 is 0 1 2). Several: those seeds. (default: 3)" in flat
+    assert "klamp ablate --beta 0 0.001 0.01 0.1 --seeds 3" in flat and "klamp ablate clipping" in flat
+    assert not re.search(r"--seed\b", text) and not re.search(r"--resume\b", text), "the ablation sets them itself"
+    assert len(re.findall(r"--output_dir\b", flat)) >= 1 and "Folder of the run;" not in flat
+
+
+def test_without_arguments_it_explains_itself(capsys) -> None:
+    assert "usage: klamp ablate" in help_of(["ablate"], capsys)
+
+
+# the real thing ------------------------------------------------------------------------------------------------------
+
+
+class Real(Fake):
+    """Trains and measures, in this process."""
+
+    def run(self, runs, folder, tell) -> None:
+        for run in runs:
+            perform(run, folder, tell)
+
+
+def test_real_runs(use, tmp_path, capsys) -> None:
+    """Two steps of the built-in task through the whole command; klamp doctor reads what a run leaves."""
+    use(Real())
+    flags = ["--model", "tiny", "--max_steps", "2", "--eval_size", "4", "--prompts_per_step", "4", "--cpu"]
+    words = ["ablate", *flags, "--num_generations", "4", "--beta", "0.05", "--seeds", "1", "--output_dir", "out"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "base, seed 0: done, step 2/2" in out and "nats/token" in out
+    own = tmp_path / "out" / "runs" / "base_seed-0"
+    outcome = json.loads((own / "outcome.json").read_text())
+    table = json.loads((tmp_path / "out" / "table.json").read_text())
+    assert table["arms"][0]["numbers"]["kl/reverse"]["mean"] == pytest.approx(outcome["numbers"]["kl/reverse"])
+    assert main(["doctor", str(own)]) in (0, 1)
+    assert "klamp run, 2 logged steps up to step 2" in capsys.readouterr().out
+
+
+def test_the_real_executors(monkeypatch) -> None:
+    """What is chosen, without starting it."""
+    every = runs(Plan(base={"cpu": True}))
+    local = ablate._executor(AblateOptions(workers=2), every)
+    assert local == LocalExecutor(workers=2, threads=local.threads)  # pyright: ignore[reportAttributeAccessIssue]
+    ray = ablate._executor(AblateOptions(ray="ray://head:10001", cpus_per_run=4, gpus_per_run=0.5), every)
+    assert ray.describe() == "the Ray cluster at ray://head:10001, 4 CPU and 0.5 GPU per run"

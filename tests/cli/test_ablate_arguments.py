@@ -1,0 +1,234 @@
+"""From the command line of `klamp ablate` to a plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from klamp.ablation.clipping import clipping_plan
+from klamp.ablation.plan import runs
+from klamp.cli.ablate_arguments import DEFAULTS, RAY_HERE, parse_ablate
+from klamp.config import PRESETS
+from klamp.errors import ConfigError, UnknownNameError
+from klamp.training.config import TrainConfig
+
+
+def plan_of(words: str):
+    return parse_ablate(words.split()).plan
+
+
+def test_several_values_are_swept_and_one_is_for_all() -> None:
+    plan = plan_of("--beta 0 0.001 0.01 0.1 --seeds 3 --max-steps 5 --cpu --kl_estimator k1")
+    assert [arm.values for arm in plan.arms] == [{"beta": b} for b in (0.0, 0.001, 0.01, 0.1)]
+    assert plan.seeds == (0, 1, 2) and plan.name == "beta"
+    assert plan.base == {**DEFAULTS, "max_steps": 5, "cpu": True, "kl_estimator": "k1"}
+    assert len(runs(plan)) == 12 and runs(plan)[0].config.run.report_to == ()
+
+
+def test_several_such_flags_make_a_grid_aliases_and_switches_too() -> None:
+    plan = plan_of("--kl-coef 0 0.1 --use_per_token_kl_threshold True False --kl_clip_method none hard soft")
+    assert len(plan.arms) == 12 and plan.name == "beta-use_per_token_kl_threshold-kl_clip_method"
+    assert plan.arms[-1].values == {"beta": 0.1, "use_per_token_kl_threshold": False, "kl_clip_method": "soft"}
+
+
+def test_fields_of_several_values_are_values_not_sweeps() -> None:
+    plan = plan_of("--beta 0 0.1 --kl_exclude_tokens special 3 --kl_controller_gains 1 2 3 --report_to tensorboard")
+    assert len(plan.arms) == 2
+    assert plan.base["kl_exclude_tokens"] == ("special", 3) and plan.base["kl_controller_gains"] == (1, 2, 3)
+    assert plan.base["report_to"] == ("tensorboard",), "trackers are off only where nobody asks for them"
+
+
+@pytest.mark.parametrize(
+    ("words", "seeds"),
+    [("", (0, 1, 2)), ("--seeds 5", (0, 1, 2, 3, 4)), ("--seeds 5 7 11", (5, 7, 11)), ("--seeds 1", (0,))],
+)
+def test_one_number_of_seeds_is_how_many_several_are_those(words, seeds) -> None:
+    assert plan_of(f"--beta 0.1 {words}").seeds == seeds
+
+
+def test_one_arm_is_an_ablation_of_seeds() -> None:
+    plan = plan_of("--beta 0.1 --seeds 5")
+    assert [(arm.name, arm.values) for arm in plan.arms] == [("base", {})] and plan.name == "arithmetic"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--output_dir out --workers 3 --ray --dry-run", ("out", 3, RAY_HERE, True)),
+        ("--ray ray://head:10001", (None, None, "ray://head:10001", False)),
+    ],
+)
+def test_the_commands_own_flags(words, expected) -> None:
+    options = parse_ablate(f"--beta 0 1 {words}".split()).options
+    assert (options.output_dir, options.workers, options.ray, options.dry_run) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "what", "fix"),
+    [
+        ("--bta 0 1", "unknown flag", "--beta"),
+        ("--worker 3", "unknown flag", "--workers"),
+        ("--beta 0 x", "--beta cannot be read", ""),
+        ("--kl_estimator k1 k9", "unknown --kl_estimator", "k"),
+        ("--beta 0.1 0.1", "--beta has a value twice", "keep one"),
+        ("--beta 0.3 --kl_coef 0 0.1", "beta is given twice", "keep one"),
+        ("--beta 0 1 --seeds 0", "--seeds cannot be read", "seeds 0, 1 and 2"),
+        ("--beta 0 1 --seeds 2 2", "seed stands twice", ""),
+        ("--beta 0 1 --seeds x", "--seeds cannot be read", ""),
+        ("--beta 0 1 --workers 0", "--workers must be at least 1", "one per core"),
+        ("plan.yaml", "a word that belongs to no flag", "klamp ablate --plan plan.yaml"),
+        ("cliping", "unknown study", "clipping"),
+        ("clipping --plan a.yaml", "cannot be read", ""),
+        ("--no_cpu 3", "takes no value", ""),
+        ("--preset nothing", "unknown preset", ""),
+        ("--config nowhere.yaml", "cannot be read", ""),
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_the_way_out(words, what, fix) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_ablate(words.split())
+    assert what in caught.value.what and fix in caught.value.fix
+
+
+@pytest.mark.parametrize("flag", ["--seed 3", "--resume"])
+def test_what_the_ablation_sets_itself_is_refused(flag) -> None:
+    with pytest.raises(ConfigError) as caught:
+        runs(plan_of(f"--beta 0 1 {flag}"))
+    assert "use" in caught.value.fix
+
+
+# recipes -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_preset_is_for_all_arms_and_gives_way_to_flags() -> None:
+    plan = plan_of("--preset dr_grpo --beta 0 0.1 --kl_estimator k1")
+    (off, on) = (run.config for run in runs(plan)[:2])
+    assert on.loss == PRESETS["dr_grpo"].loss and (off.kl.beta, on.kl.beta) == (0, 0.1)
+    assert on.kl.kl_estimator == "k1"
+
+
+def test_presets_are_swept_as_klamp_train_reads_them() -> None:
+    plan = plan_of("--preset grpo dr_grpo recommended --max_steps 7")
+    assert [arm.name for arm in plan.arms] == ["preset=grpo", "preset=dr_grpo", "preset=recommended"]
+    for run in runs(plan)[:3]:
+        preset = PRESETS[run.arm.name.partition("=")[2]]
+        assert (run.config.kl, run.config.loss, run.config.run.max_steps) == (preset.kl, preset.loss, 7)
+
+
+def test_a_swept_field_wins_over_swept_presets() -> None:
+    plan = plan_of("--preset grpo dapo --beta 0.3 0.4")
+    found = [(run.arm.name, run.config.kl.beta) for run in runs(plan)[:4]]
+    assert found[0] == ("preset=grpo beta=0.3", 0.3) and [beta for _, beta in found] == [0.3, 0.4, 0.3, 0.4]
+
+
+def test_an_arms_preset_replaces_that_of_the_base(tmp_path) -> None:
+    """Nothing of the base's recipe is left in it."""
+    file = write(tmp_path, "base: {preset: dr_grpo}\narms: {a: {}, b: {preset: grpo}, c: {preset: grpo, beta: 0.7}}\n")
+    a, b, c = (run.config for run in runs(plan_of(f"--plan {file}"))[:3])
+    assert (a.loss, b.loss, c.loss) == (PRESETS["dr_grpo"].loss, PRESETS["grpo"].loss, PRESETS["grpo"].loss)
+    assert b.kl == PRESETS["grpo"].kl and c.kl.beta == 0.7
+
+
+# files ---------------------------------------------------------------------------------------------------------------
+
+
+def write(folder: Path, text: str, name: str = "plan.yaml") -> Path:
+    (folder / name).write_text(text)
+    return folder / name
+
+
+PLAN = """
+name: mine
+base:
+  kl: {beta: 0.2}
+  max_steps: 9
+sweep:
+  kl_estimator: [k1, k3]
+arms:
+  free: {}
+  hard clip: {kl_clip_method: hard, kl_clip_threshold: 0.05}
+seeds: [4, 5]
+"""
+
+
+def test_a_plan_file_with_flags_over_it(tmp_path) -> None:
+    file = write(tmp_path, PLAN)
+    plan = plan_of(f"--plan {file}")
+    assert [arm.name for arm in plan.arms] == [
+        "free kl_estimator=k1",
+        "free kl_estimator=k3",
+        "hard clip kl_estimator=k1",
+        "hard clip kl_estimator=k3",
+    ]
+    assert (plan.name, plan.seeds, plan.base) == ("mine", (4, 5), {**DEFAULTS, "beta": 0.2, "max_steps": 9})
+    over = plan_of(f"--plan {file} --max_steps 3 --seeds 1 --kl_estimator k2 --beta 0.1 0.3")
+    assert [arm.name for arm in over.arms] == [
+        "free beta=0.1",
+        "free beta=0.3",
+        "hard clip beta=0.1",
+        "hard clip beta=0.3",
+    ]
+    assert over.base == {**DEFAULTS, "max_steps": 3, "kl_estimator": "k2"} and over.seeds == (0,)
+
+
+def test_a_config_file_stands_below_the_plan(tmp_path) -> None:
+    config = write(tmp_path, "max_steps: 1\nnum_generations: 4\npreset: dapo\n", "config.yaml")
+    plan = plan_of(f"--plan {write(tmp_path, PLAN)} --config {config}")
+    assert plan.base["max_steps"] == 9 and plan.base["num_generations"] == 4
+    assert runs(plan)[0].config.loss == PRESETS["dapo"].loss
+
+
+def test_the_configuration_of_a_single_run_is_a_base(tmp_path) -> None:
+    """It has every field; what belongs to that run alone is left out."""
+    from klamp.training.runlog import plain
+
+    config = TrainConfig.from_flat({"max_steps": 7, "seed": 9, "output_dir": "there", "beta": 0.2})
+    file = write(tmp_path, yaml.safe_dump(plain(config)), "config.yaml")
+    plan = plan_of(f"--config {file} --beta 0 0.1 --seeds 1")
+    (first, second) = (run.config for run in runs(plan))
+    assert (first.kl.beta, second.kl.beta) == (0, 0.1) and first.run.max_steps == 7
+    assert first.run.seed == 0 and first.run.output_dir is None
+    with pytest.raises(ConfigError, match="are the same"):
+        runs(plan_of(f"--config {file} --preset grpo dapo"))
+
+
+def test_the_plan_that_an_ablation_writes_can_be_read(tmp_path) -> None:
+    from klamp.ablation.prepare import open_folder
+
+    plan = plan_of("--beta 0 1e-05 --kl_exclude_tokens special --max_steps 3 --reward format_regex:a+ --seeds 2")
+    open_folder(plan, tmp_path / "out")
+    again = plan_of(f"--plan {tmp_path / 'out' / 'plan.yaml'}")
+    assert again == plan
+
+
+def test_a_flag_that_every_arm_overrides_is_refused(tmp_path) -> None:
+    file = write(tmp_path, "arms: {a: {beta: 0}, b: {beta: 1}}\n")
+    with pytest.raises(ConfigError, match="--beta has no effect"):
+        plan_of(f"--plan {file} --beta 0.5")
+    assert plan_of(f"--plan {write(tmp_path, 'arms: {a: {beta: 0}, b: {}}')} --beta 0.5").base["beta"] == 0.5
+
+
+# studies -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_study_takes_flags_and_seeds() -> None:
+    assert plan_of("clipping") == clipping_plan(base=DEFAULTS)
+    plan = plan_of("clipping --max_steps 4 --seeds 2 --learning_rate 1e-3")
+    expected = clipping_plan(seeds=(0, 1), base={"max_steps": 4, "learning_rate": 1e-3, **DEFAULTS})
+    assert plan == expected and len(runs(plan)) == 2 * len(plan.arms)
+
+
+def test_a_study_can_be_crossed_with_a_sweep() -> None:
+    plan = plan_of("clipping --learning_rate 1e-3 1e-4")
+    assert len(plan.arms) == 2 * len(clipping_plan().arms)
+    with pytest.raises(ConfigError, match="which is swept"):
+        plan_of("clipping --beta 0.1 0.2")
+
+
+def test_a_study_is_no_plan_file(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="the study clipping is a plan of its own"):
+        plan_of(f"clipping --plan {write(tmp_path, 'seeds: 3')}")
+    with pytest.raises(UnknownNameError):
+        plan_of("clippings")

@@ -1,0 +1,150 @@
+"""The display of an ablation, told what a sweep tells."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from klamp.ablation.executor import Update
+from klamp.ablation.plan import Plan, grid, runs
+from klamp.cli.ablate_view import Board, LiveBoard, PlainBoard, board_for
+
+RUNS = runs(Plan(base={"max_steps": 8}, arms=grid({"beta": [0.0, 0.1]}), seeds=(0, 1)))
+A, B, C, D = (run.name for run in RUNS)
+NUMBERS = {"reward": 0.75, "kl/reverse": 0.0321, "length": 4.5}
+
+
+def console(*, terminal: bool, height: int = 40) -> Console:
+    return Console(file=io.StringIO(), force_terminal=terminal, width=110, height=height, highlight=False)
+
+
+def text_of(board: Board) -> str:
+    return board.console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The boards' clock, by hand."""
+    now = {"seconds": 0.0}
+    monkeypatch.setattr(Board, "clock", lambda self: now["seconds"])
+    return now
+
+
+def at(run: str, step: int, **metrics: float) -> Update:
+    return Update(run=run, state="running", step=step, steps=8, metrics={"reward": 0.1 * step, **metrics})
+
+
+def sweep(board: Board, clock) -> None:
+    """One kept, one done with an alarm, one failed, one interrupted."""
+    board.tell(Update(run=A, state="kept", step=8, steps=8, metrics=NUMBERS))
+    for name in (B, C, D):
+        board.tell(Update(run=name, state="waiting", steps=8))
+    board.tell(Update(run=B, state="running", steps=8))
+    for step in range(1, 9):
+        clock["seconds"] += 2.0
+        board.tell(at(B, step, **{"kl/k3": 0.01 * step, "kl/exact": 0.02, "length/mean": 5.0}))
+    board.tell(Update(run=B, state="running", step=8, steps=8, text="kl-spike: the KL jumps"))
+    board.tell(Update(run=B, state="measuring", step=8, steps=8))
+    board.tell(Update(run=B, state="done", step=8, steps=8, metrics=NUMBERS))
+    board.tell(Update(run=C, state="running", steps=8))
+    board.tell(Update(run=C, state="failed", step=3, steps=8, text="the process was killed"))
+    board.tell(Update(run=D, state="running", steps=8))
+    board.tell(at(D, 1))
+    board.tell(Update(run=D, state="stopping"))
+    board.tell(at(D, 2))
+
+
+def test_lines_for_logs(clock) -> None:
+    board = board_for(console(terminal=False), RUNS)
+    assert isinstance(board, PlainBoard)
+    sweep(board, clock)
+    board.close()
+    lines = text_of(board).splitlines()
+    assert "\x1b" not in text_of(board)
+    numbers = "step 8/8, reward 0.750, KL 0.0321, length 4.5"
+    assert lines[0] == f"[1/4 ended, 0:00 elapsed] beta=0, seed 0: done before, {numbers}"
+    mine = [line for line in lines if "beta=0.1, seed 0:" in line]
+    assert [line.partition("seed 0: ")[2].split(",")[1] for line in mine[1:5]] == [
+        " step 2/8",
+        " step 4/8",
+        " step 6/8",
+        " step 8/8",
+    ], "four lines between its beginning and its end"
+    assert "KL 0.0200, length 5.0" in mine[1] and "about 0:44 left" in mine[1]
+    assert "done, step 8/8, reward 0.750, KL 0.0321" in mine[-1]
+    assert "  alarm in beta=0.1, seed 0: kl-spike: the KL jumps" in lines
+    assert any(line.endswith("beta=0, seed 1: failed: the process was killed") for line in lines)
+    assert lines[-1].endswith("stopping, step 1/8, reward 0.100, KL -, length -")
+
+
+def test_the_picture_has_a_line_for_every_run(clock) -> None:
+    board = board_for(console(terminal=True), RUNS)
+    assert isinstance(board, LiveBoard)
+    sweep(board, clock)
+    board.close()
+    board.console.file = io.StringIO()
+    board.console.print(board.picture())
+    text = text_of(board)
+    lines = [line for line in text.splitlines() if "beta=" in line and "/8" in line]
+    assert len(lines) == 4
+    for words in (
+        ("kept", "8/8", "0.750", "0.0321", "4.5"),
+        ("done", "8/8", "0.0321"),
+        ("failed", "3/8", "the process was killed"),
+        ("stopping", "2/8", "0.200"),
+    ):
+        assert any(all(word in line for word in words) for line in lines), words
+    assert "1 done before, 1 done, 1 failed, 1 stopping" in text and "kl-spike: the KL jumps" in text
+
+
+def test_a_low_terminal_shows_who_is_at_work_and_who_failed(clock) -> None:
+    many = runs(Plan(base={"max_steps": 8}, arms=grid({"beta": [0.1 * i for i in range(10)]}), seeds=(0, 1)))
+    board = LiveBoard(console(terminal=True, height=12), many)
+    board.tell(Update(run=many[17].name, state="running", step=3, steps=8))
+    board.tell(Update(run=many[12].name, state="failed", step=2, steps=8, text="broken"))
+    board.close()
+    shown = board._shown()
+    assert [row.run.name for row in shown if row.state != "waiting"] == [many[12].name, many[17].name]
+    assert len(shown) == 4
+    board.console.print(board.picture())
+    assert "16 more runs are not shown" in text_of(board)
+
+
+def test_time_left_is_that_of_the_steps_that_are_left(clock) -> None:
+    board = Board(console(terminal=False), RUNS)
+    assert board.seconds_left() is None
+    board.tell(Update(run=A, state="kept", step=8, steps=8))
+    clock["seconds"] = 10.0
+    board.tell(Update(run=B, state="running", step=4, steps=8))
+    assert board.seconds_left() is None, "it begins at a checkpoint; no step has been taken"
+    board.tell(at(B, 5))
+    board.tell(at(B, 6))
+    assert board.seconds_left() == pytest.approx(5.0 * (2 + 8 + 8))
+    board.tell(Update(run=C, state="failed", step=0, steps=8))
+    assert board.seconds_left() == pytest.approx(5.0 * (2 + 8))
+    assert board.share() == pytest.approx((8 + 6 + 8) / 32)
+
+
+def test_the_base_model_is_shown_while_it_is_taught(clock) -> None:
+    plain = PlainBoard(console(terminal=False), RUNS)
+    for done in range(1, 101):
+        plain.loading(done, 100, 1.0 / done)
+    lines = text_of(plain).splitlines()
+    assert lines[0] == "teaching the built-in base model: 1/100, loss 1.000" and len(lines) == 6
+    live = LiveBoard(console(terminal=True), RUNS)
+    live.loading(50, 100, 0.5)
+    live.close()
+    assert "teaching the built-in base model, once" in text_of(live) and "50/100, loss 0.500" in text_of(live)
+
+
+def test_a_reader_that_leaves_does_not_stop_the_runs(clock) -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    board = PlainBoard(Console(file=Gone(), force_terminal=False), RUNS)
+    board.tell(Update(run=A, state="running"))
+    board.tell(Update(run=A, state="done"))
+    assert board.rows[A].state == "done"

@@ -1,0 +1,172 @@
+"""`klamp report`: what it reads, where it writes, what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from tests.diagnostics.report.pages import Node, parse
+
+from klamp.cli import main
+from klamp.cli.report import names_of, read_options
+from klamp.training.config import TrainConfig
+from klamp.training.runlog import plain
+
+
+def lines(file: Path, *rows: dict) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return file
+
+
+def klamp_run(folder: Path, **changes) -> Path:
+    """What a short run writes."""
+    kl = [0.0, 0.02, 0.03, 0.03, 0.03, 0.03, 0.7]
+    lines(folder / "metrics.jsonl", *({"step": i + 1, "kl/k3": value, "reward": 0.5} for i, value in enumerate(kl)))
+    row = {"step": 7, "prompt": "2+2=", "tokens": ["4"], "policy_logprobs": [-0.1], "ref_logprobs": [-2.1], "reward": 1}
+    lines(folder / "completions.jsonl", row)
+    (folder / "config.yaml").write_text(yaml.safe_dump(plain(TrainConfig.from_flat(changes))))
+    (folder / "versions.json").write_text(json.dumps({"klamp": "0.1.0", "torch": "2.13.0"}))
+    summary = {"rl_skill": "addition", "before": {"addition": 0.5}, "after": {"addition": 0.75}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def names_in(made: Node) -> list[str]:
+    """The runs of a comparison."""
+    return [name.text for name in made.one("table", of="headlines").one("thead").all("b")]
+
+
+def page(file: Path) -> Node:
+    return parse(file.read_text(encoding="utf-8").removeprefix("<!doctype html>"))
+
+
+def test_a_klamp_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = klamp_run(tmp_path / "run-1", beta=0.04, target_kl=0.05)
+    assert main(["report", str(folder)]) == 0
+    file = folder / "report.html"
+    size = f"{file.stat().st_size / 1000:.0f} kB"
+    assert capsys.readouterr().out == f"{file}: 1 run, 1 alarm, {size}\n"
+    made = page(file)
+    assert made.one("h1").text == "run-1"
+    tiles = {tile.one("dt").text: tile.one(of="big").text for tile in made.all(of="tile")}
+    assert tiles["addition, trained"] == "0.75" and tiles["KL (k3)"] == "0.253"
+    assert made.one(of="words").text == "2+2="
+    assert [finding.attributes["id"] for finding in made.all(of="finding")] == ["alarm-1"]
+    table = {row[0]: row[1:] for row in made.one(id="configuration").all("table")[0].rows()}
+    assert table == {"field": ["value", "default"], "beta": ["0.04", "0.01"], "target_kl": ["0.05", "none"]}
+    assert ["torch", "2.13.0"] in made.one(id="versions").one("table").rows()
+    assert "target 0.05" in made.one("figure", id="chart-kl").one("ul").text
+
+
+def test_it_is_written_again(tmp_path: Path) -> None:
+    folder = klamp_run(tmp_path / "run-1")
+    assert main(["report", str(folder)]) == 0
+    first = (folder / "report.html").read_bytes()
+    assert main(["report", str(folder)]) == 0
+    assert (folder / "report.html").read_bytes() == first
+
+
+def test_several_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [str(klamp_run(tmp_path / "a", beta=0.1)), str(klamp_run(tmp_path / "b"))]
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", *runs]) == 0
+    made = page(tmp_path / "report.html")
+    assert names_in(made) == ["a", "b"]
+    assert made.one(id="configuration").all("table")[0].rows() == [["field", "a", "b"], ["beta", "0.1 changed", "0.01"]]
+    assert main(["report", runs[0], "--output", str(tmp_path / "one.html"), runs[1]]) == 0
+    assert page(tmp_path / "one.html").one("h1").text == "2 runs compared"
+
+
+def test_the_runs_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["beta-0_seed-0", "beta-0_seed-1", "beta-0.1_seed-0"]
+    for name in names:
+        klamp_run(tmp_path / "sweep" / "runs" / name)
+    (tmp_path / "sweep" / "runs" / "beta-1_seed-0").mkdir()
+    assert main(["report", str(tmp_path / "sweep")]) == 0
+    captured = capsys.readouterr()
+    assert "beta-1_seed-0 is left out: it holds no record of a run" in captured.err
+    made = page(tmp_path / "sweep" / "report.html")
+    assert names_in(made) == names
+    curves = made.one("figure", id="chart-reward-0").one("svg", of="chart").all("path", of="curve")
+    assert [curve.classes[1] for curve in curves] == ["s0", "s0", "s1"], "seeds of one arm look alike"
+
+
+def test_what_other_trainers_write(tmp_path: Path) -> None:
+    state = tmp_path / "checkpoint-7" / "trainer_state.json"
+    state.parent.mkdir()
+    log = [{"step": i + 1, "kl": 0.02, "reward": 0.5, "completions/mean_length": 8.0} for i in range(7)]
+    state.write_text(json.dumps({"log_history": log}))
+    rollouts = lines(
+        tmp_path / "rollouts" / "12.jsonl",
+        {"old_log_probs": [-1.0], "ref_log_prob": [-1.5], "responses": [7], "input": "2+2=", "score": 1.0},
+    )
+    metrics = lines(tmp_path / "metrics.jsonl", {"step": 1, "actor/kl_loss": 0.1}, {"step": 2, "actor/kl_loss": 0.2})
+    records = [str(tmp_path), str(rollouts.parent), str(metrics)]
+    assert main(["report", *records, "--output", str(tmp_path / "all.html")]) == 0
+    made = page(tmp_path / "all.html")
+    kinds = [each.text.rpartition(", ")[2] for each in made.one("table", of="headlines").all("th")[1:4]]
+    assert kinds == ["TRL trainer state", "verl rollouts", "JSONL metrics"]
+    labels = [item.text for item in made.one("figure", id="chart-kl-1").all(of="label")]
+    assert len(labels) == 3, "all of them have a k3"
+    for record in records:
+        assert main(["report", record, "--output", str(tmp_path / "one.html")]) == 0
+        assert len(page(tmp_path / "one.html").all("section")) == 7
+
+
+def test_nothing_else_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = klamp_run(tmp_path / "run-1")
+    mine = folder / "report.html"
+    mine.write_text("<html>my thesis</html>")
+    assert main(["report", str(folder)]) == 1
+    assert "the file exists and is no report" in capsys.readouterr().err
+    assert mine.read_text() == "<html>my thesis</html>"
+
+
+@pytest.mark.parametrize(
+    ("argv", "text", "code"),
+    [
+        (["missing"], "there is nothing to examine", 1),
+        (["missing", "--output"], "--output takes a file", 2),
+        (["--output", "x.html"], "no run was named", 2),
+        (["missing", "--outptu", "x.html"], "did you mean --output", 2),
+        (["missing", "--output", "no/such/folder/x.html"], "the folder of the report does not exist", 1),
+    ],
+)
+def test_what_is_refused(
+    argv: list[str], text: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", *argv]) == code
+    captured = capsys.readouterr()
+    assert text in captured.err and captured.out == ""
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_is_named_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(klamp_run(tmp_path / "a"))
+    assert main(["report", folder, folder, "--output", str(tmp_path / "x.html")]) == 1
+    assert "a run is named twice" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [[], ["-h"], ["x", "--help"]])
+def test_help(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", *argv]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("usage: klamp report RUN ...") and max(map(len, out.splitlines())) <= 110
+
+
+def test_where_it_writes(tmp_path: Path) -> None:
+    assert read_options([str(tmp_path)]).output == tmp_path / "report.html"
+    assert read_options([str(tmp_path / "x.jsonl")]).output == Path("report.html")
+    assert read_options(["a", "b", "--output=c.html"]).output == Path("c.html")
+
+
+def test_names() -> None:
+    assert names_of([Path("runs/a"), Path("runs/b")]) == ["a", "b"]
+    assert names_of([Path("x/run"), Path("y/run")]) == ["x/run", "y/run"]
+    assert names_of([Path("x/a/run"), Path("x/b/run"), Path("x/other")]) == ["a/run", "b/run", "x/other"]
+    assert names_of([Path("out/checkpoint-5/trainer_state.json")]) == ["checkpoint-5"]
+    assert names_of([Path("out/metrics.jsonl"), Path("out")])[0] == "metrics.jsonl"
