@@ -69,7 +69,8 @@ def test_the_table_has_a_row_per_arm_with_its_interval() -> None:
     lines = markdown(courses).splitlines()
     assert [line.split(" | ")[0] for line in lines] == ["| arm", "| ---", "| no KL", "| loss"]
     cells = [cell.strip() for cell in lines[3].strip("|").split("|")]
-    assert cells == ["loss", "2", "-", "-", "7.5 [7, 8]", "1 (1 of 2)", "-", "-", "-", "-"]
+    assert cells == ["loss", "2", "-", "-", "7.5 [7, 8]", "1 (1 of 2)", "-", "-", "-", "-", "-"]
+    assert "| end, against no KL |" in lines[0]
     assert "| - | - | 6 | - |" in lines[2]
 
 
@@ -94,6 +95,21 @@ def test_courses_are_read_from_the_folders(swept: tuple[Run, ...], tmp_path: Pat
     assert sorted(course.arm for course in courses) == ["loss", "no KL", "no KL", "other", "other"]
     assert {course.numbers["fillers/end"] for course in courses} == {3.0}
     assert {len(course.steps) for course in courses} == {30}, "evaluations are no steps"
+
+
+def test_ends_are_held_against_the_first_arm_with_the_same_seed(swept: tuple[Run, ...], tmp_path: Path) -> None:
+    (longer,) = (run for run in swept if run.arm.name == "no KL" and run.seed == 1)
+    file = run_folder(tmp_path, longer) / "metrics.jsonl"
+    file.write_text("".join(json.dumps(row | {"length/mean": 13.0}) + "\n" for row in RISING))
+    found = {(c.arm, c.seed): c.numbers.get("length/against") for c in read_courses(swept, tmp_path)}
+    assert found == {
+        ("no KL", 0): None,
+        ("no KL", 1): None,
+        ("loss", 0): 0.0,
+        ("other", 0): 0.0,
+        ("other", 1): -2.0,
+    }
+    assert [arm for arm, _ in found] == ["no KL", "no KL", "loss", "other", "other"], "arm by arm"
 
 
 def test_table_and_picture_are_of_the_task_with_fillers(swept: tuple[Run, ...], tmp_path: Path) -> None:

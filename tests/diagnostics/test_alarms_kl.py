@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -67,6 +68,13 @@ def test_a_spike_is_three_times_the_steps_before() -> None:
     assert look("kl-spike", history_of(k3=[0.0, 0.5])) is None, "the first steps rise from nothing"
     assert look("kl-spike", history_of(k3=[0.0, 1.5])) is not None
     assert look("kl-spike", history_of(k3=[*calm, 0.5], exact=[*calm, 0.06])) is None, "exact says it was noise"
+
+
+def test_completions_of_a_few_prompts_make_no_spike_below_a_nat() -> None:
+    for last, prompts, rises in ((0.5, 7, False), (0.5, 8, True), (1.5, 1, True)):
+        history = history_of(k3=[*[0.08] * 5, last])
+        history.rows[-1] = replace(history.rows[-1], prompts=prompts)
+        assert (look("kl-spike", history) is not None) == rises
 
 
 def test_growth_by_a_half_each_step_is_no_spike() -> None:

@@ -30,6 +30,7 @@ def test_what_is_not_there_is_not_a_metric() -> None:
 
 def test_rows_are_made_for_steps_that_have_none() -> None:
     history = history_of(reward=[0.5])
-    history.add_completions([completion(1, reward=0.0), completion(2, reward=0.25)])
+    twice = [completion(2, reward=0.25, group="a"), completion(2, reward=0.25, group="a")]
+    history.add_completions([completion(1, reward=0.0), *twice, completion(2, reward=0.25, group="b")])
     rows = with_rows(history).rows
-    assert [(row.step, row.metrics["reward"]) for row in rows] == [(1, 0.5), (2, 0.25)]
+    assert [(row.step, row.metrics["reward"], row.prompts) for row in rows] == [(1, 0.5, None), (2, 0.25, 2)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -34,12 +34,13 @@ COLUMNS: Mapping[str, str] = {
     "length/saturated": "length then",
     "length/end": "length at the end",
     "length/growth": "growth",
+    "length/against": "end, against {first}",
     "fillers/end": "fillers at the end",
     "kl/token": "KL (nats/token)",
     "kl/sequence": "KL (nats/completion)",
     "reward/end": "reward at the end",
 }
-"""Number of a course -> heading."""
+"""Number of a course -> heading; `against` is the difference to the run of the first arm with the same seed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,8 @@ class Course:
 
     arm: str
     """Name of its arm."""
+    seed: int = 0
+    """Its seed."""
     steps: Sequence[int]
     """The steps that were logged."""
     lengths: Sequence[float]
@@ -56,13 +59,16 @@ class Course:
     """Those of `COLUMNS` that there are; saturated and growth only where the reward got there."""
 
 
-def course_of(arm: str, rows: Sequence[Mapping[str, Any]], completions: Sequence[Mapping[str, Any]]) -> Course:
+def course_of(
+    arm: str, rows: Sequence[Mapping[str, Any]], completions: Sequence[Mapping[str, Any]], *, seed: int = 0
+) -> Course:
     """The course of a run: saturated at the first step at which the mean reward of the last ten is 0.95.
 
     Args:
         arm: name of its arm.
         rows: its metrics, one mapping per training step, in order.
         completions: some of those it wrote, with `step` and `completion`.
+        seed: its seed.
     """
     lengths = [float(row["length/mean"]) for row in rows]
     rewards = [float(row["reward"]) for row in rows]
@@ -78,11 +84,12 @@ def course_of(arm: str, rows: Sequence[Mapping[str, Any]], completions: Sequence
         then = fmean(lengths[reached - WINDOW : reached])
         numbers |= {"saturated": float(rows[reached - 1]["step"]), "length/saturated": then}
         numbers["length/growth"] = numbers["length/end"] - then
-    return Course(arm=arm, steps=[int(row["step"]) for row in rows], lengths=lengths, numbers=numbers)
+    steps = [int(row["step"]) for row in rows]
+    return Course(arm=arm, seed=seed, steps=steps, lengths=lengths, numbers=numbers)
 
 
 def read_courses(every: Sequence[Run], folder: Path) -> list[Course]:
-    """The courses of an ablation's runs, in their order; runs without a single step are left out.
+    """The courses of an ablation's runs, arm by arm; runs without a single step are left out.
 
     Args:
         every: the runs.
@@ -93,8 +100,19 @@ def read_courses(every: Sequence[Run], folder: Path) -> list[Course]:
         place = run_folder(folder, run)
         rows = [row for row in _lines(place / METRICS_FILE) if "length/mean" in row]
         if rows:
-            found.append(course_of(run.arm.name, rows, _lines(place / COMPLETIONS)))
-    return found
+            found.append(course_of(run.arm.name, rows, _lines(place / COMPLETIONS), seed=run.seed))
+    return _against_first([course for group in _by_arm(found).values() for course in group])
+
+
+def _against_first(courses: Sequence[Course]) -> list[Course]:
+    """The courses with how much longer each ended than the first arm did; seeds that it lacks have no such number."""
+    ends = {course.seed: course.numbers["length/end"] for course in courses if course.arm == courses[0].arm}
+    return [
+        replace(c, numbers={**c.numbers, "length/against": c.numbers["length/end"] - ends[c.seed]})
+        if c.seed in ends and c.arm != courses[0].arm
+        else c
+        for c in courses
+    ]
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:
@@ -110,7 +128,8 @@ def markdown(courses: Sequence[Course], *, confidence: float = 0.95) -> str:
         courses: of all runs.
         confidence: of the intervals.
     """
-    heading = ("arm", "seeds", *COLUMNS.values())
+    first = courses[0].arm if courses else ""
+    heading = ("arm", "seeds", *(title.format(first=first) for title in COLUMNS.values()))
     lines = [heading, ("---", *("---:" for _ in heading[1:]))]
     for arm, group in _by_arm(courses).items():
         cells = (_cell([c.numbers[name] for c in group if name in c.numbers], confidence) for name in COLUMNS)
@@ -156,6 +175,8 @@ def draw(courses: Sequence[Course]) -> Figure:
                 panel.plot(*place, marker="v", color=look.colour, markersize=4)
         panel.plot(*_mean(group), color=look.colour, linewidth=1.8)
         tidy(panel, title=named(arm))
+    for panel in panels[max(0, len(arms) - columns) : len(arms)]:
+        panel.tick_params(labelbottom=True)  # the panel below it may be empty
     for panel in panels[len(arms) :]:
         panel.set_visible(False)
     figure.supxlabel("step", fontsize=9)

@@ -86,7 +86,7 @@ def _files(result: Result, command: str) -> list[tuple[str, str]]:
     found += [("written", ", ".join(file.name for file in result.files))]
     done = [outcome for outcome in result.outcomes if outcome.state == "done"]
     if done:
-        found.append(("look closer", f"{tool('klamp')} report {folder / 'runs'}/*"))
+        found.append(("look closer", f"{tool('klamp')} report {folder}"))
     if result.failed:
         found.append(("try again", command))
     return found

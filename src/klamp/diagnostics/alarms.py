@@ -148,6 +148,18 @@ ALARMS: dict[str, Alarm] = {
             limits=(run.MISMATCH,),
         ),
         Alarm(
+            name="beta-runaway",
+            text="beta grew until the KL outweighs the reward",
+            means="The controller goes on raising beta because the KL stays above its target: the target is below what "
+            "the reward needs, or the KL does not answer to beta (a clip whose free budget lies above the target). "
+            "Every advantage is then small against the pull to the reference, and what was learned is given up.",
+            next_step="Raise target_kl to the KL at which the reward had risen, take a fixed beta, or bound it "
+            "(beta_max); `klamp explain` says whether the configuration's KL can reach its target.",
+            rule=run.beta_runaway,
+            needs=("beta", "beta/per_sequence", "kl/k3_sequence", "reward"),
+            limits=(run.RUNAWAY,),
+        ),
+        Alarm(
             name="huge-values",
             text="values a thousand times too large, or not finite",
             means="The KL or the gradient exploded: k3 is exponential in how far a token is below the reference. "

@@ -30,9 +30,11 @@ FAR_AT_ONCE = Limit(
 SPIKE = Limit(value=3, unit="times the highest of the 5 steps before", source="klamp's choice")
 SPIKE_FLOOR = Limit(
     value=0.2,
-    unit="nats per token; 1 where there are fewer than 5 steps to compare with",
+    unit="nats per token; 1 where there are fewer than 5 steps to compare with, or completions of fewer than 8 prompts",
     source="source document 003: the KL that is a warning sign",
 )
+SPIKE_PROMPTS = 8
+"""Of fewer prompts the KL of one step and the next differ by what was asked."""
 DROP = Limit(
     value=3,
     unit="standard deviations of the reward over the 10 steps before, and a tenth of it",
@@ -95,7 +97,9 @@ def spike(history: History, *, ago: int = 0) -> tuple[float, float] | None:
     """(KL, highest of the steps before) where the KL `ago` steps before the latest was a spike."""
     name = history.kl_name()
     values = history.last(name, 6, before=ago) if name else []
-    floor = SPIKE_FLOOR.value if len(values) == 6 else 1.0
+    prompts = history.rows[-1 - ago].prompts if len(history.rows) > ago else None
+    few = len(values) < 6 or (prompts is not None and prompts < SPIKE_PROMPTS)
+    floor = 1.0 if few else SPIKE_FLOOR.value
     if len(values) < 2 or values[-1] < floor:
         return None
     highest = max(map(abs, values[:-1]))

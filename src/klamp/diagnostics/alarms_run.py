@@ -19,6 +19,8 @@ WATCHED = ("kl/k1", "kl/k3", "kl/exact", "sampler/k3", "train/grad_norm", "train
 TRUNCATED = Limit(
     value=0.25, unit="of the completions, mean over 5 steps", source="klamp's choice (source document 004, H04)"
 )
+EARLY = 50
+"""Steps from which the first beta above 0 is taken: a schedule may begin at 0."""
 NOISE = Limit(
     value=1e-3,
     unit="of the reward's size, as the standard deviation within groups that have one",
@@ -35,6 +37,30 @@ DROPPED = Limit(
     unit="of the score before training, and 3 standard errors where the number of examples is known",
     source="klamp's choice (source document 003, warning signs)",
 )
+
+
+RUNAWAY_WINDOW = 10
+RUNAWAY = Limit(
+    value=30,
+    unit=f"times the first beta, while beta times the KL per completion outweighs the reward, {RUNAWAY_WINDOW} steps",
+    source="klamp's choice; seen: from 0.03 to 32 at a target of 0.08 nats per token, the score from 99 to 87",
+)
+
+
+def beta_runaway(history: History) -> Evidence | None:
+    """A controller raised beta until the KL costs more than the reward gives."""
+    names = ("beta", "beta/per_sequence", "kl/k3_sequence", "reward")
+    betas, prices, kls, rewards = (history.last(name, RUNAWAY_WINDOW) for name in names)
+    start = next((value for value in history.first("beta", EARLY) if value > 0), None)
+    if min(map(len, (betas, prices, kls, rewards))) < RUNAWAY_WINDOW or start is None:
+        return None
+    cost, gain = fmean(price * kl for price, kl in zip(prices, kls, strict=True)), fmean(map(abs, rewards))
+    if fmean(betas) < RUNAWAY.value * start or cost <= gain:
+        return None
+    return Evidence(
+        f"beta went from {number(start)} to {number(betas[-1])}; times the KL it takes {number(cost)} of a completion "
+        f"whose reward is {number(fmean(rewards))}, over {RUNAWAY_WINDOW} steps"
+    )
 
 
 def sampler_mismatch(history: History) -> Evidence | None:

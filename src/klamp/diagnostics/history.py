@@ -100,6 +100,8 @@ class Row:
     """From 1; the metrics are those before the step's first update."""
     metrics: Mapping[str, float]
     """Name -> value."""
+    prompts: int | None = None
+    """How many prompts the metrics rest on, where they were counted from completions alone."""
 
 
 @dataclass(kw_only=True)

@@ -44,7 +44,7 @@ def with_rows(history: History) -> History:
     """
     logged = {row.step for row in history.rows}
     made = [
-        Row(step=step, metrics=completion_metrics(completions))
+        Row(step=step, metrics=completion_metrics(completions), prompts=len({each.group for each in completions}))
         for step, completions in history.completions.items()
         if step not in logged
     ]

@@ -15,6 +15,8 @@ from klamp.diagnostics.report.scale import Scale, fit, ticks, whole
 
 WIDTH, HEIGHT = 360, 190
 LEFT, RIGHT, TOP, BOTTOM = 46, 350, 10, 164
+QUARTERS = (1.0, 2.0, 2.5, 5.0)
+"""Distances between ticks, times powers of ten."""
 FEW = 15
 """Up to so many points each gets a dot."""
 
@@ -157,11 +159,11 @@ def _drawing(chart: Chart, kept: Sequence[Series], *, x: Scale, y: Scale) -> Htm
 
 def _axes(x: Scale, y: Scale) -> Html:
     parts: list[Html] = []
-    for value in ticks(y, steps=(1.0, 2.0, 2.5, 5.0)):
+    for value in ticks(y, steps=QUARTERS):
         place = _down(y, value)
         parts.append(element("line", x1=LEFT, x2=RIGHT, y1=place, y2=place, class_="zero" if value == 0 else "rule"))
         parts.append(element("text", short(value), x=LEFT - 6, y=f"{place + 3.5:.1f}", text_anchor="end"))
-    for value in whole(ticks(x, most=5)):
+    for value in whole(ticks(x, steps=QUARTERS)):
         place = _across_at(x, value)
         parts.append(element("text", short(value, digits=6), x=place, y=BOTTOM + 16, text_anchor="middle"))
     return element("g", *parts, class_="axes")
