@@ -76,7 +76,7 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_tokens_to_blame_stand_in_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [
         {"step": step, "tokens": ["4", "2"], "policy_logprobs": [-0.5, -1.0], "ref_logprobs": [-0.5, ref]}
-        for step, ref in enumerate([-1.0, -1.0, -1.0, -1.0, -1.0, -1.0, -3.5], start=1)
+        for step, ref in enumerate([-1.0, -1.0, -1.0, -1.0, -1.0, -1.0, -5.5], start=1)
     ]
     file = tmp_path / "completions.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -84,7 +84,7 @@ def test_tokens_to_blame_stand_in_a_table(tmp_path: Path, capsys: pytest.Capture
     out = capsys.readouterr().out
     assert "tokens to blame, step 7\n" in out
     (line,) = [line for line in out.splitlines() if line.startswith("  '2'")]
-    assert line.split() == ["'2'", "0", "1", "-1.000", "-3.500", "100", "%", "1"]
+    assert line.split() == ["'2'", "0", "1", "-1.000", "-5.500", "100", "%", "1"]
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,7 @@ def test_they_are_in_a_run_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_MODE", "offline")
+    wandb.teardown()  # what another test of this process has set up would still write to its own folder
     trainer = klamp_trainer(model(), tmp_path, **(OPTIONS | {"report_to": "wandb", "run_name": "kl"}))
     trainer.train()
     wandb.finish()

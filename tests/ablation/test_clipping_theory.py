@@ -1,0 +1,80 @@
+"""The numbers that docs/clipping-study.md expects, counted from the corpus of the task: no model, no training."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from itertools import product
+from statistics import fmean
+
+import pytest
+
+from klamp.tasks.arithmetic import EOS_TOKEN
+from klamp.tasks.base_model import BaseModelConfig
+from klamp.tasks.corpus import HEAVY_COLUMN
+from klamp.tasks.filler import FillerModelConfig
+
+MOST = FillerModelConfig().most_fillers
+STOP = [1 / (MOST + 1 - k) for k in range(MOST + 1)]
+"""Probability of the first digit after k fillers: all numbers of fillers are equally likely."""
+
+
+def written(left: int, right: int) -> Counter[str]:
+    """Probability of every answer that the corpus gives to a sum."""
+    found: Counter[str] = Counter()
+    for units_forgotten, tens_forgotten in product((False, True), repeat=2):
+        carry, total, probability = 0, 0, 1.0
+        for place, forgotten in ((1, units_forgotten), (10, tens_forgotten)):
+            column = left // place % 10 + right // place % 10 + carry
+            odds = BaseModelConfig().carelessness * (1.0 if column >= HEAVY_COLUMN else 0.5)
+            probability *= (odds if forgotten else 1 - odds) if column > 9 else 1 - forgotten
+            carry = int(column > 9 and not forgotten)
+            total += column % 10 * place
+        found[str(total + 100 * carry)] += probability
+    return found
+
+
+def kls() -> list[tuple[float, float, int]]:
+    """(KL of the first digit, KL of the whole answer, its tokens with the end) of a policy that is always right."""
+    found = []
+    for left, right in product(range(10, 100), repeat=2):
+        answers, right_one = written(left, right), str(left + right)
+        first = sum(p for answer, p in answers.items() if answer[0] == right_one[0])
+        found.append((-math.log(first), -math.log(answers[right_one]), len([*right_one, EOS_TOKEN])))
+    return found
+
+
+def local_equilibrium(first_digit: float) -> float:
+    """Mean number of fillers where the odds of one more are those of the reference times exp(KL of the first digit)."""
+    mean, still = 0.0, 1.0
+    for stop in STOP[:-1]:
+        still *= 1 - 1 / (1 + (1 / stop - 1) * math.exp(first_digit))
+        mean += still
+    return mean
+
+
+def lowest_mean(answer: float, tokens: float) -> float:
+    """Mean number of fillers at the lowest E[KL / length], among policies that tilt the reference's number of them."""
+
+    def at(tilt: float) -> tuple[float, float]:
+        weights = [math.exp(tilt * k) for k in range(MOST + 1)]
+        shares = [w / sum(weights) for w in weights]
+        cost = sum(s * (math.log(s * (MOST + 1)) + answer) / (k + tokens) for k, s in enumerate(shares))
+        return cost, sum(k * s for k, s in enumerate(shares))
+
+    return min(at(step / 100) for step in range(-100, 200))[1]
+
+
+def test_what_the_page_counts() -> None:
+    every = kls()
+    assert len(every) == 8100
+    first, whole, tokens = (fmean(row[i] for row in every) for i in range(3))
+    assert (first, whole) == pytest.approx((0.39, 0.58), abs=0.005)
+    assert MOST / 2 + tokens == pytest.approx(7.6, abs=0.05)
+    assert fmean(p[str(a + b)] for a, b in product(range(10, 100), repeat=2) for p in [written(a, b)]) > 0.62
+
+
+def test_equilibria_of_the_page() -> None:
+    assert local_equilibrium(0.0) == pytest.approx(4.0), "nothing to put off: the reference's own number"
+    assert fmean(local_equilibrium(first) for first, _, _ in kls()) == pytest.approx(4.8, abs=0.06)
+    assert lowest_mean(0.58, 3.6) == pytest.approx(5.2, abs=0.03)
