@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from itertools import product
 from statistics import fmean
 
@@ -19,9 +19,9 @@ STOP = [1 / (MOST + 1 - k) for k in range(MOST + 1)]
 """Probability of the first digit after k fillers: all numbers of fillers are equally likely."""
 
 
-def written(left: int, right: int) -> Counter[str]:
+def written(left: int, right: int) -> dict[str, float]:
     """Probability of every answer that the corpus gives to a sum."""
-    found: Counter[str] = Counter()
+    found: dict[str, float] = defaultdict(float)
     for units_forgotten, tens_forgotten in product((False, True), repeat=2):
         carry, total, probability = 0, 0, 1.0
         for place, forgotten in ((1, units_forgotten), (10, tens_forgotten)):

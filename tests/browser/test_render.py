@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 from tests.browser.conftest import NARROW, WIDE, Open
+from tests.diagnostics.report.pages import run_of
+
+from klamp.diagnostics.report.page import render
 
 OVERFLOW = """() => {
   const wide = document.documentElement.clientWidth;
@@ -24,6 +27,19 @@ def test_nothing_sticks_out(
 ) -> None:
     page = open_page(request.getfixturevalue(which), viewport=viewport)
     assert page.evaluate(OVERFLOW) == [0]
+
+
+def test_a_small_number_with_a_long_unit_stays_in_its_tile(tmp_path: Path, open_page: Open) -> None:
+    run = run_of(k3=[0.1] * 3, beta=[0.03, 0.000535, 0.000535])
+    file = tmp_path / "report.html"
+    file.write_text(render([run]), encoding="utf-8")
+    for viewport in (WIDE, NARROW):
+        spilled = """() => Array.from(document.querySelectorAll(".tile")).flatMap((tile) =>
+          Array.from(tile.querySelectorAll("span")).filter((node) =>
+            node.getBoundingClientRect().right > tile.getBoundingClientRect().right).map((node) => node.innerText))"""
+        page = open_page(file, viewport=viewport)
+        assert page.get_by_text("reward/nat").first.is_visible()
+        assert page.evaluate(spilled) == []
 
 
 def test_everything_is_there(report: Path, open_page: Open) -> None:

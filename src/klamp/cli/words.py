@@ -33,7 +33,7 @@ def describe_model(config: TrainConfig) -> str:
     name = model.model
     if name == BUILTIN:
         cached = base_model_folder(builtin_model(config.task.task)).is_dir()
-        state = "cached" if cached else "not cached yet: taught first, a minute or two"
+        state = "cached" if cached else "not cached yet: taught first, a few minutes"
         name = f"builtin: a small Llama for arithmetic ({state})"
     moves = f"a LoRA adapter of rank {model.lora_r} is trained" if model.lora_r else "all weights are trained"
     return f"{name}; {model.dtype}, {moves}"
