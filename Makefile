@@ -20,7 +20,7 @@ DEMO_ARGS   ?=
 help:
 	@echo "make demo    make the environment, train on the built-in task, write the run's report"
 	@echo "make test    every check: lint, types, imports, docs, tests (PYTEST_ARGS='-k name' narrows the tests)"
-	@echo "make test-slow   the examples and the benchmarks, as programs"
+	@echo "make test-slow   the examples, the benchmarks and whole ablations, as programs"
 	@echo "make test-report   the HTML report in a real browser (Chromium; installed with apt-get where there is none)"
 	@echo "make test-verl   the tests against a real trainer whose pins clash with ours, in an environment of its own"
 	@echo "make test-unsloth   likewise, against TRL as Unsloth patches it"
@@ -74,7 +74,7 @@ pytest: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile $(SLOW:%=--ignore=%) --ignore=tests/browser $(PYTEST_ARGS)
 
 # Whole programs, several processes of them at a time.
-SLOW := tests/examples tests/benchmarks tests/tasks/test_filler_model.py
+SLOW := tests/examples tests/benchmarks tests/tasks/test_filler_model.py tests/ablation/test_cluster.py tests/ablation/test_execute.py
 
 test-slow: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist load $(SLOW) $(PYTEST_ARGS)

@@ -82,6 +82,11 @@ def test_growth_by_a_half_each_step_is_no_spike() -> None:
     assert not [view for view in history.replay() if look("kl-spike", view)]
 
 
+def test_a_reward_that_is_no_longer_logged_is_no_drop() -> None:
+    history = history_of(exact=[*[0.0] * 13, 1.0], reward=[0.0] * 4)
+    assert look("kl-spike", history) is not None and look("spike-with-reward-drop", history) is None
+
+
 def test_a_spike_with_a_reward_drop() -> None:
     calm, reward = [0.03] * 10, noisy(0.6, 10, scale=0.02)
     assert look("spike-with-reward-drop", history_of(k3=[*calm, 0.5], reward=[*reward, 0.3])) is not None

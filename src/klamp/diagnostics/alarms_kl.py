@@ -119,10 +119,10 @@ def spike_with_reward_drop(history: History) -> Evidence | None:
     """The KL jumped, and the reward fell with it."""
     for ago in range(DROP_WAIT):
         found = spike(history, ago=ago)
-        before = history.last("reward", 10, before=ago + 1)
-        if found is None or len(before) < 3:
+        before, since = history.last("reward", 10, before=ago + 1), history.last("reward", ago + 1)
+        if found is None or len(before) < 3 or not since:  # the reward may no longer be logged
             continue
-        now = fmean(history.last("reward", ago + 1))
+        now = fmean(since)
         fallen = fmean(before) - now
         if fallen > max(DROP.value * stdev(before), 0.1 * abs(fmean(before))):
             text = (
