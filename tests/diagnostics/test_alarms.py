@@ -43,7 +43,8 @@ def test_an_empty_run_raises_nothing() -> None:
 
 
 VALUES = st.one_of(st.floats(), st.sampled_from([0.0, 1e308, -1e308, math.nan, math.inf, -math.inf]))
-WATCHED = ("k1", "k3", "exact", "reward", "length", "reward_std", "sampler__abs", "sampler__k3", "length__truncated")
+NAMED = ("k1", "k3", "exact", "reward", "length", "reward_std", "beta", "beta__per_sequence", "kl__k3_sequence")
+WATCHED = (*NAMED, "sampler__abs", "sampler__k3", "length__truncated")
 
 
 @settings(max_examples=60)
