@@ -20,13 +20,13 @@ HEADS = {
     False: ("naive", "row chunks", "TRL", "Liger, log-probabilities", "linear_logprobs"),
 }
 WIDTH = {True: 64, False: 256}
-ROWS = {True: (256, 1024), False: (512, 1024, 2048, 4096, 8192, 16_384)}
-VOCABS = {True: (4096, 16_384), False: (8192, 16_384, 32_768, 65_536, 131_072)}
+ROWS = {True: (256, 1024), False: (1024, 2048, 4096, 8192, 16_384)}
+VOCABS = {True: (4096, 16_384), False: (8192, 16_384, 32_768, 131_072)}
 FIXED = {True: (256, 4096), False: (1024, 16_384)}
 """N of the runs over V, and V of those over N."""
 MODEL = {True: "tiny", False: "3M"}
-GROUPS = {True: (4, 8), False: (4, 8, 16, 32)}
-PROMPTS = {True: (32, 128), False: (8, 64, 128, 256, 512, 960)}
+GROUPS = {True: (4, 8), False: (4, 8, 16)}
+PROMPTS = {True: (32, 128), False: (8, 128, 512, 960)}
 FIXED_PROMPT, FIXED_GROUP = {True: 32, False: 512}, 8
 NAMES = {
     "N": "heads against the tokens N",
