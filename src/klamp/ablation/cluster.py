@@ -5,16 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import signal
 import socket
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from klamp.ablation.cluster_worker import SIGN, Post, job_of, keep_result, work
-from klamp.ablation.executor import Tell, Update
+from klamp.ablation.executor import Tell, Update, noting_interrupts, stopped
 from klamp.ablation.outcome import OUTCOME, Outcome, read_outcome, write_outcome
 from klamp.ablation.parcels import pack_all
 from klamp.ablation.perform import failed
@@ -90,7 +88,7 @@ class RayExecutor:
                 tasks.pending[remote.remote(job, tasks.post)] = run
             tasks.finish()
         if tasks.interrupts:
-            raise _stopped(runs, folder) from KeyboardInterrupt()
+            raise stopped(runs, folder) from KeyboardInterrupt()
 
     def _check_resources(self, ray: Any) -> None:
         """A cluster of this machine does not grow: a run that asks for more would wait for ever."""
@@ -121,7 +119,8 @@ class _Tasks:
     def finish(self) -> None:
         """Wait for all of them, telling what becomes of each. Ctrl-C: see `_interrupt`."""
         try:
-            with _noted_interrupts() as noted:
+            noted: list[None] = []
+            with noting_interrupts(lambda: noted.append(None)):
                 while self.pending:
                     self._look()
                     if len(noted) > self.interrupts:
@@ -182,34 +181,6 @@ def reason_of(error: Exception) -> str:
         return f"{type(cause).__name__}: {cause}"
     first = str(error).strip().partition("\n")[0]
     return f"its worker died, and so did those that took it up again: {type(error).__name__}: {first}"
-
-
-@contextmanager
-def _noted_interrupts() -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM are noted, so that they never come in the middle of something."""
-    noted: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield noted
-        return
-    previous = {
-        number: signal.signal(number, lambda number, _: noted.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield noted
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def _stopped(runs: Sequence[Run], folder: Path) -> TrainingStopped:
-    ended = sum(read_outcome(run_folder(folder, run)) is not None for run in runs)
-    return TrainingStopped(
-        f"the ablation was stopped with {len(runs) - ended} of {len(runs)} runs not done",
-        got="an interrupt",
-        why="the runs under way were saved after their last step, where they ran",
-        fix="the same command again goes on where they stopped",
-    )
 
 
 def sign_of(folder: Path) -> str:

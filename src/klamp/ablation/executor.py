@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Literal, Protocol, TypeAlias
 
-from klamp.ablation.plan import Run
+from klamp.ablation.outcome import read_outcome
+from klamp.ablation.plan import Run, run_folder
+from klamp.errors import TrainingStopped
 
 RunState: TypeAlias = Literal["waiting", "running", "measuring", "stopping", "done", "failed", "kept"]
 """kept: done before, and left as it is."""
@@ -55,3 +61,41 @@ class Executor(Protocol):
     def describe(self) -> str:
         """Where the runs run, in words: "2 processes on this machine, 1 thread each"."""
         ...
+
+
+@contextmanager
+def noting_interrupts(note: Callable[[], None]) -> Iterator[None]:
+    """Ctrl-C and SIGTERM are noted, so that they never come in the middle of something; main thread only.
+
+    Args:
+        note: called from the signal handler, so that it must neither wait nor lock.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        note()
+
+    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def stopped(runs: Sequence[Run], folder: Path) -> TrainingStopped:
+    """The error of an ablation that was interrupted.
+
+    Args:
+        runs: of the ablation.
+        folder: of the ablation.
+    """
+    done = sum((o := read_outcome(run_folder(folder, run))) is not None and o.state == "done" for run in runs)
+    return TrainingStopped(
+        f"the ablation was stopped with {len(runs) - done} of {len(runs)} runs not done",
+        got="an interrupt",
+        why="the runs under way were saved after their last step, where they ran",
+        fix="the same command again goes on where they stopped",
+    )

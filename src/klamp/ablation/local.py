@@ -9,19 +9,16 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from types import FrameType
 from typing import TypeAlias
 
-from klamp.ablation.executor import Tell, Update
+from klamp.ablation.executor import Tell, Update, noting_interrupts, stopped
 from klamp.ablation.outcome import OUTCOME, Outcome, read_outcome, write_outcome
 from klamp.ablation.plan import Run, run_folder
 from klamp.ablation.worker import INTERRUPTED, write_run
-from klamp.errors import TrainingStopped
 
 LOG = "log.txt"
 READ_ON = 5.0
@@ -58,13 +55,13 @@ class LocalExecutor:
         events: SimpleQueue[Event] = SimpleQueue()
         work = _Work(self, folder, tell, events, deque(runs))
         try:
-            with _interrupts(events):
+            with noting_interrupts(lambda: events.put(INTERRUPT)):  # a SimpleQueue may be put to from a handler
                 while work.go_on():
                     work.take(events.get())
         finally:
             work.end()
         if work.interrupts:
-            raise _stopped(runs, folder) from KeyboardInterrupt()
+            raise stopped(runs, folder) from KeyboardInterrupt()
 
     def environment(self, slot: int) -> dict[str, str]:
         """The environment of a worker: its threads, its device, and modules where this process finds them.
@@ -189,24 +186,6 @@ class _Work:
         self.tell(Update(run=run.name, state="failed", text=error.partition("\n")[0]))
 
 
-@contextmanager
-def _interrupts(events: SimpleQueue[Event]) -> Iterator[None]:
-    """Ctrl-C and SIGTERM become events, so that they never come in the middle of something."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def note(number: int, frame: FrameType | None) -> None:
-        events.put(INTERRUPT)  # a SimpleQueue may be put to from a signal handler
-
-    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
 def _listen(name: str, process: subprocess.Popen[bytes], reads: int, events: SimpleQueue[Event]) -> None:
     """Pass on what a worker tells, and at last that it has ended."""
     reader = threading.Thread(target=_pass_on, args=(name, reads, events), daemon=True)
@@ -240,13 +219,3 @@ def _last_line(log: Path) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
     words = [line.strip() for line in lines if line.strip()]
     return f"last words: {words[-1][:300]}" if words else "its log is empty"
-
-
-def _stopped(runs: Sequence[Run], folder: Path) -> TrainingStopped:
-    done = sum((o := read_outcome(run_folder(folder, run))) is not None and o.state == "done" for run in runs)
-    return TrainingStopped(
-        f"the ablation was stopped with {len(runs) - done} of {len(runs)} runs not done",
-        got="an interrupt",
-        why="the runs under way were saved after their last step",
-        fix="the same command again goes on where they stopped",
-    )
