@@ -11,8 +11,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal, Protocol, TypeAlias
 
-from klamp.ablation.outcome import read_outcome
-from klamp.ablation.plan import Run, run_folder
+from klamp.ablation.plan import Run
+from klamp.ablation.prepare import is_done
 from klamp.errors import TrainingStopped
 
 RunState: TypeAlias = Literal["waiting", "running", "measuring", "stopping", "done", "failed", "kept"]
@@ -92,7 +92,7 @@ def stopped(runs: Sequence[Run], folder: Path) -> TrainingStopped:
         runs: of the ablation.
         folder: of the ablation.
     """
-    done = sum((o := read_outcome(run_folder(folder, run))) is not None and o.state == "done" for run in runs)
+    done = sum(is_done(folder, run) for run in runs)
     return TrainingStopped(
         f"the ablation was stopped with {len(runs) - done} of {len(runs)} runs not done",
         got="an interrupt",

@@ -9,6 +9,7 @@ from typing import Any
 
 from klamp.diagnostics.alarm import Alarm, Evidence
 from klamp.diagnostics.alarms import ALARMS
+from klamp.diagnostics.alarms_run import EARLY
 from klamp.diagnostics.doctor import Finding
 from klamp.diagnostics.history import Completion, History, Row, Settings, Verifier
 from klamp.errors import TrainingStopped
@@ -20,8 +21,9 @@ from klamp.training.observers import Observer, RunInfo
 RULES = ("exact_match", "math_verify", "format_regex")
 """Reward functions of klamp that are rules."""
 
-EARLY, LATE, WRITTEN = 50, 150, 3
-"""Steps at either end of a run, and steps with completions, that are kept: no rule looks at more."""
+LATE, WRITTEN = 150, 3
+"""Steps at the end of a run (at its beginning `EARLY`), and steps with completions, that are kept: no rule looks at
+more."""
 
 SAID_ELSEWHERE = ("step-zero-kl",)
 """Alarms that the trainer words itself, as a caution; they are written down and can stop a run."""
