@@ -14,9 +14,7 @@ from typing import Any
 from klamp.config.kl import resolve_aliases
 from klamp.errors import ConfigError, KlampError
 from klamp.training.config import TrainConfig, field_owners
-
-RUNS = "runs"
-"""Folder, in that of the ablation, that holds one folder per run."""
+from klamp.training.folders import RUNS
 
 LONGEST_NAME = 100
 """Characters of an arm that a folder's name keeps."""

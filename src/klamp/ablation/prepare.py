@@ -11,9 +11,9 @@ from typing import Any
 import yaml
 
 from klamp.ablation.outcome import read_outcome
-from klamp.ablation.plan import RUNS, Plan, Run, folder_name, named, plain_plan, plan_of, run_folder, runs
+from klamp.ablation.plan import Plan, Run, folder_name, named, plain_plan, plan_of, run_folder, runs
 from klamp.errors import KlampError, RunFolderError
-from klamp.training.folders import free_folder
+from klamp.training.folders import RUNS, free_folder
 
 PLAN, LOCK = "plan.yaml", ".lock"
 HEADER = (

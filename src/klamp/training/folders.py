@@ -15,6 +15,8 @@ ALARMS_FILE = "alarms.jsonl"
 """The alarms that rose, each once."""
 BESIDE = ("run.json", "log.txt", "outcome.json")
 """What `klamp ablate` keeps beside a run's own files."""
+RUNS = "runs"
+"""Folder, in that of an ablation, that holds one folder per run."""
 
 
 def run_folder(config: TrainConfig) -> Path:

@@ -12,10 +12,7 @@ from typing import Any
 from klamp.adapters.records.files import json_object
 from klamp.adapters.records.klamp_run import is_klamp_run
 from klamp.training.config import TrainConfig
-from klamp.training.folders import SUMMARY, VERSIONS
-
-SWEEP = "runs"
-"""Where `klamp ablate` puts the runs of a sweep."""
+from klamp.training.folders import RUNS, SUMMARY, VERSIONS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +57,9 @@ def runs_in(path: Path) -> tuple[list[Path], list[Path]]:
     Args:
         path: a folder, or anything else.
     """
-    if not path.is_dir() or is_klamp_run(path) or not (path / SWEEP).is_dir():
+    if not path.is_dir() or is_klamp_run(path) or not (path / RUNS).is_dir():
         return [], []
-    folders = sorted((folder for folder in (path / SWEEP).iterdir() if folder.is_dir()), key=_in_order)
+    folders = sorted((folder for folder in (path / RUNS).iterdir() if folder.is_dir()), key=_in_order)
     good = [folder for folder in folders if is_klamp_run(folder)]
     return good, [folder for folder in folders if folder not in good] if good else []
 
