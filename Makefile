@@ -28,7 +28,7 @@ help:
 	@echo "make lint    ruff, pyright and the import contracts"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make docs    build the documentation into site/; fails on an undocumented public name"
-	@echo "make clean   remove caches and built files (make distclean: the environment and the base model too)"
+	@echo "make clean   remove caches and built files (make distclean: the environments and .cache too)"
 
 install: $(READY)
 
@@ -74,7 +74,8 @@ pytest: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile $(SLOW:%=--ignore=%) --ignore=tests/browser $(PYTEST_ARGS)
 
 # Whole programs, several processes of them at a time.
-SLOW := tests/examples tests/benchmarks tests/tasks/test_filler_model.py tests/ablation/test_cluster.py tests/ablation/test_execute.py
+SLOW := tests/examples tests/benchmarks tests/tasks/test_filler_model.py tests/ablation/test_cluster.py tests/ablation/test_execute.py \
+	tests/training/test_sharded_processes.py
 
 test-slow: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist load $(SLOW) $(PYTEST_ARGS)

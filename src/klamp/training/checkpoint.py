@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from klamp.errors import RunFolderError
 from klamp.tasks.base_model import without_bars
+from klamp.training.sharding import Whole, split_like
 
 FOLDER, REFERENCE = "checkpoints", "reference.safetensors"
 STATE = {"step", "controller", "schedule", "reference_length", "before", "metrics"}
@@ -42,6 +43,7 @@ def save(
     reference: nn.Module | None,
     state: dict[str, Any],
     keep: int,
+    whole: Whole | None = None,
 ) -> Path:
     """Write the checkpoint of a step and drop all but the newest `keep`.
 
@@ -54,13 +56,16 @@ def save(
         reference: weights of a reference that moves.
         state: plain numbers and names.
         keep: how many checkpoints to leave.
+        whole: weights and moments, where the policy's are split over processes.
     """
+    weights = {} if whole is None else {"state_dict": whole.weights}
+    moments = optimizer.state_dict() if whole is None else whole.optimizer
 
     def fill(part: Path) -> None:
         with without_bars():
-            policy.save_pretrained(str(part / "policy"))  # pyright: ignore[reportCallIssue]
+            policy.save_pretrained(str(part / "policy"), **weights)  # pyright: ignore[reportCallIssue]
         tokenizer.save_pretrained(str(part / "policy"))
-        torch.save(optimizer.state_dict(), part / "optimizer.pt")
+        torch.save(moments, part / "optimizer.pt")
         if reference is not None:
             save_model(reference, str(part / REFERENCE))
 
@@ -135,8 +140,9 @@ def load_optimizer(checkpoint: Path, optimizer: Optimizer) -> None:
         RunFolderError: they are missing, damaged, or those of other weights.
     """
     try:
-        optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True))
-    except (OSError, ValueError, KeyError, RuntimeError, EOFError, UnpicklingError) as error:
+        saved = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)
+        optimizer.load_state_dict(split_like(saved, optimizer))
+    except (OSError, ValueError, LookupError, RuntimeError, EOFError, UnpicklingError) as error:
         raise damaged(checkpoint, error) from error
 
 

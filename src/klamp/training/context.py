@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +19,7 @@ from klamp.tasks.base import Task
 from klamp.training.config import TrainConfig
 from klamp.training.references import Reference
 from klamp.training.scorer import Scorer
+from klamp.training.sharding import gathered
 
 SMALL_VOCABULARY = 4096
 """Up to here the exact KL of every completion is measured; its logits are small beside the activations."""
@@ -101,6 +103,10 @@ class Context:
         """The gradient_accumulation_steps parts, near equal, that `rows` completions are computed in."""
         bounds = torch.linspace(0, rows, self.config.optim.gradient_accumulation_steps + 1).round().long().tolist()
         return (slice(a, b) for a, b in pairwise(bounds) if b > a)
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """The policy's weights whole on every process, where they are split over them; all processes take part."""
+        return gathered(self.wrapped)
 
     def sum_over_processes(self, x: Tensor) -> Tensor:
         """The sum of a tensor over all processes."""

@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -33,6 +33,7 @@ from klamp.training.reference_length import measure_reference_length
 from klamp.training.rollouts import Rollout, collect
 from klamp.training.runlog import RunLog, plain
 from klamp.training.setup import build, choose_folder, make_accelerator, make_optimizer
+from klamp.training.sharding import is_sharded, prepare, put_together
 from klamp.training.updates import UpdateOutput, update, with_old_logprobs
 
 STEP_ZERO_KL = STEP_ZERO.value
@@ -49,10 +50,10 @@ class Trainer:
         self.context = context
         self.alarms = AlarmWatch(self.tell, rl_skill=context.task.rl_skill, stop_on=context.config.run.stop_on)
         self.observers = [*observers, self.alarms] if context.accelerator.is_main_process else []
+        context.wrapped = prepare(context.wrapped, context.accelerator)
         self.optimizer, self.schedule = make_optimizer(context)
-        self.whole = True
+        self.whole, self.agreed = True, False
         self.optimizer.register_step_pre_hook(self._between_steps)
-        context.wrapped = context.accelerator.prepare_model(context.wrapped)
         self.controller: Controller = context.config.kl.build_controller()
         self.step = 0
         self.before: dict[str, float] = {}
@@ -88,9 +89,11 @@ class Trainer:
         self.before, self.metrics, self.step = state["before"], state["metrics"], state["step"]
 
     def save(self) -> Path | None:
-        """Write a checkpoint of the last step done; on the main process only."""
+        """Write a checkpoint of the last step done: the main process, with what others have of sharded weights."""
         context = self.context
-        if not context.accelerator.is_main_process:
+        main, sharded = context.accelerator.is_main_process, is_sharded(context.wrapped)
+        whole = put_together(context.policy, self.optimizer, keep=main) if sharded else None
+        if not main:
             return None
         folder = checkpoint.save(
             context.output_dir,
@@ -101,6 +104,7 @@ class Trainer:
             reference=None if context.reference is None else context.reference.weights(),
             state=self._state(),
             keep=context.config.run.keep_checkpoints,
+            whole=whole,
         )
         self.tell(lambda o: o.on_checkpoint(self.step, folder))
         return folder
@@ -151,13 +155,16 @@ class Trainer:
         self._show_completions(rollout, outputs[0])
         self.step += 1
         if self.context.reference is not None:
-            self.context.reference.after_step(self.context.policy, self.step)
+            moves = self.context.reference.weights() is not None
+            with self.context.gathered() if moves else nullcontext():
+                self.context.reference.after_step(self.context.policy, self.step)
         self.whole = True
         return metrics
 
     def collect(self, beta: float) -> Rollout:
         """Sample and rate the completions of this step."""
-        return collect(self.context, self.prompts(self.step), step=self.step, beta=beta)
+        with self.context.gathered():
+            return collect(self.context, self.prompts(self.step), step=self.step, beta=beta)
 
     def update(self, rollout: Rollout, objective: Objective) -> UpdateOutput:
         """One optimizer step on them."""
@@ -165,7 +172,8 @@ class Trainer:
 
     def scores(self) -> dict[str, float]:
         """Every skill's score now."""
-        return evaluate(self.context)
+        with self.context.gathered():
+            return evaluate(self.context)
 
     def _beta_factor(self) -> float:
         """The KL schedule's factor on the controller's beta."""
@@ -268,11 +276,16 @@ class Trainer:
 
     def _anywhere(self, asked: bool) -> bool:
         """Whether any process was asked to stop, so that all of them stop after the same step."""
-        return bool(self.context.sum_over_processes(torch.tensor(float(asked), device=self.context.device)) > 0)
+        asked_for = self.context.sum_over_processes(torch.tensor(float(asked), device=self.context.device))
+        self.agreed = bool(asked_for > 0)
+        return self.agreed
 
     def _keep(self) -> tuple[int, Path | None]:
-        """The step to continue from and its folder: the last one done, or in mid-update the newest on disk."""
-        if self.whole:
+        """The step to continue from and its folder: the last one done, or in mid-update the newest on disk.
+
+        Sharded weights take all processes to save: after an error, which may be of one alone, it is the newest too.
+        """
+        if self.whole and (self.agreed or not is_sharded(self.context.wrapped)):
             return self.step, self.save()
         found = checkpoint.checkpoints(self.context.output_dir)
         return (checkpoint.load_state(found[-1])["step"], found[-1]) if found else (0, None)
@@ -366,7 +379,8 @@ def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSum
             trainer.tell(lambda o, text=note: o.on_warning(text))
         begin_trackers(accelerator, config, folder)
         if trainer.step == 0:
-            measure_reference_length(context)
+            with context.gathered():
+                measure_reference_length(context)
         return trainer.run()
     finally:
         for observer in observers if accelerator.is_main_process else ():

@@ -21,6 +21,7 @@ from klamp.training.context import Context
 from klamp.training.rollouts import Rollout, exact_of
 from klamp.training.scorer import Ask
 from klamp.training.scoring import Scores, joined
+from klamp.training.sharding import whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +177,7 @@ def _over_processes(context: Context, sums: dict[str, Tensor | float]) -> dict[s
 def _step(context: Context, optimizer: Optimizer, loss: float) -> float:
     bound = context.config.optim.max_grad_norm
     parameters = [p for p in context.policy.parameters() if p.requires_grad]
-    norm = context.accelerator.clip_grad_norm_(parameters, bound if bound > 0 else float("inf"))
+    norm = whole(context.accelerator.clip_grad_norm_(parameters, bound if bound > 0 else float("inf")))
     grad_norm = float(norm) if norm is not None else 0.0
     if not (torch.isfinite(torch.tensor(loss)) and torch.isfinite(torch.tensor(grad_norm))):
         optimizer.zero_grad()

@@ -1,0 +1,190 @@
+"""The policy's weights split over processes by FSDP2, and gathered whole for every pass over the model.
+
+The scorer is one unit: its weights are gathered once for a pass, and its gradient is shared out once at the end of it.
+How often the model itself runs in between depends on the lengths of each process's completions; with a unit per layer,
+processes would wait for each other at different layers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, DynamoBackend
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+from torch.torch_version import TorchVersion
+
+from klamp.errors import ConfigError
+
+OLDEST_TORCH = "2.13"
+"""FSDP2 finds the tensors of a dataclass and takes weights without a gradient; older ones were not tried."""
+
+OPTIONS = "--fsdp_auto_wrap_policy NO_WRAP --fsdp_cpu_ram_efficient_loading false"
+"""What `accelerate launch` must be told besides: its own choices are others."""
+
+
+class Whole(NamedTuple):
+    """What a checkpoint holds of a sharded policy, put together in the main process's memory; empty elsewhere."""
+
+    weights: dict[str, Tensor]
+    """By name; tensors that the model ties are one here too."""
+    optimizer: dict[str, Any]
+    """The optimizer's `state_dict()`."""
+
+
+def asked_for() -> bool:
+    """Whether the launcher asked for FSDP."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+
+
+def check_version() -> None:
+    """Refuse FSDP1, before accelerate sets it up.
+
+    Raises:
+        ConfigError: it was asked for.
+    """
+    version = os.environ.get("FSDP_VERSION", "1")
+    if asked_for() and version != "2":
+        raise ConfigError(
+            "klamp train does not run under FSDP1",
+            got=f"fsdp_version {version}, which is 1 where none is given",
+            why="it flattens the weights, which klamp reads by name",
+            fix=f"launch with --fsdp_version 2 {OPTIONS}; or train with TRL and klamp.trl",
+        )
+
+
+def check_fsdp(accelerator: Accelerator) -> None:
+    """Refuse an FSDP2 that would not do what was asked for.
+
+    Raises:
+        ConfigError: accelerate does not use it here, or an option that klamp has no use for.
+    """
+    if not asked_for():
+        return
+    if accelerator.distributed_type is not DistributedType.FSDP:
+        if accelerator.num_processes == 1:  # whose weights are whole either way
+            return
+        raise ConfigError(
+            "FSDP was asked for, and accelerate does not use it here",
+            got=f"{accelerator.num_processes} processes on {accelerator.device.type}",
+            why="accelerate shards on GPUs and their like only; on CPUs every process would hold all weights",
+            fix="launch without FSDP: torchrun, or accelerate launch --multi_gpu (which also joins CPU processes)",
+        )
+    found = unusable_options(accelerator)
+    if found:
+        raise ConfigError(
+            "klamp train does not run under FSDP set up so",
+            got=", ".join(found),
+            why="its policy is one FSDP2 unit in the data type of the model, since processes run it unequally often; "
+            "these settings would be passed over or leave some weights wrong",
+            fix=f"launch with {', '.join(found.values())}; for a unit per layer, train with TRL and klamp.trl",
+        )
+
+
+def unusable_options(accelerator: Accelerator) -> dict[str, str]:
+    """What klamp cannot use of an FSDP configuration: as it is given -> what to give instead."""
+    state: Any = accelerator.state
+    plugin, backend = state.fsdp_plugin, state.dynamo_plugin.backend
+    wrap, precision = plugin.auto_wrap_policy, accelerator.mixed_precision
+    old = TorchVersion(torch.__version__) < OLDEST_TORCH
+    found = [
+        (old, f"torch {torch.__version__}", f"torch {OLDEST_TORCH} or newer"),
+        (wrap is not None, f"fsdp_auto_wrap_policy {_name(wrap)}", "--fsdp_auto_wrap_policy NO_WRAP"),
+        (
+            plugin.cpu_ram_efficient_loading,
+            "fsdp_cpu_ram_efficient_loading true",
+            "--fsdp_cpu_ram_efficient_loading false",
+        ),
+        (isinstance(plugin.cpu_offload, CPUOffloadPolicy), "fsdp_offload_params true", "--fsdp_offload_params false"),
+        (plugin.activation_checkpointing, "fsdp_activation_checkpointing true", "gradient_checkpointing of klamp"),
+        (plugin.ignored_modules is not None, "ignored_modules", "no ignored_modules"),
+        (precision != "no", f"mixed_precision {precision}", "--mixed_precision no and the dtype of klamp"),
+        (backend != DynamoBackend.NO, f"dynamo_backend {backend.value.lower()}", "--dynamo_backend no"),
+        (accelerator.parallelism_config is not None, "a parallelism_config", "no parallelism_config"),
+    ]
+    return {given: instead for wrong, given, instead in found if wrong}
+
+
+def _name(wrap: Any) -> str:
+    return str(getattr(getattr(wrap, "func", wrap), "__name__", wrap))
+
+
+def prepare(scorer: nn.Module, accelerator: Accelerator) -> nn.Module:
+    """A scorer made ready for its processes: wrapped for data parallelism, or its weights split over them in place."""
+    if accelerator.distributed_type is not DistributedType.FSDP:
+        return accelerator.prepare_model(scorer)
+    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+    fully_shard(scorer, mesh=mesh, reshard_after_forward=False)  # in place; its backward pass comes next
+    if isinstance(scorer, FSDPModule):
+        scorer.set_reduce_scatter_unused_params(True)  # a weight without a gradient here may have one elsewhere
+    return scorer
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether its weights are split over processes."""
+    return isinstance(module, FSDPModule)
+
+
+@contextmanager
+def gathered(module: nn.Module) -> Iterator[None]:
+    """All weights on every process for as long as this lasts, which must not change them; all processes take part."""
+    if not isinstance(module, FSDPModule):
+        yield
+        return
+    module.unshard()
+    try:
+        yield
+    finally:
+        module.reshard()
+
+
+def whole(x: Any) -> Any:
+    """A tensor put together where it is split, anything else as it is; all processes take part."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def put_together(policy: nn.Module, optimizer: Optimizer, *, keep: bool) -> Whole:
+    """Weights and moments for a checkpoint, one tensor at a time; all processes take part.
+
+    Args:
+        policy: sharded.
+        optimizer: its.
+        keep: whether this process keeps them.
+    """
+    seen: dict[int, Tensor] = {}
+    found = Whole({}, {"state": {}, "param_groups": []})
+    for name, weight in policy.state_dict(keep_vars=True).items():
+        if id(weight) not in seen:
+            full = whole(weight).detach()
+            seen[id(weight)] = full.cpu() if keep else full.new_empty(0)
+        found.weights[name] = seen[id(weight)]
+    saved = optimizer.state_dict()
+    for index, moments in saved["state"].items():
+        full = {name: whole(x) for name, x in moments.items()}
+        if keep:
+            found.optimizer["state"][index] = {n: x.cpu() if isinstance(x, Tensor) else x for n, x in full.items()}
+    found.optimizer["param_groups"] = saved["param_groups"]
+    return found if keep else Whole({}, {})
+
+
+def split_like(saved: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """The `state_dict()` of an optimizer as a checkpoint holds it, with its tensors split as the weights are."""
+    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(isinstance(weight, DTensor) for weight in weights):
+        return saved
+
+    def split(x: Any, weight: Tensor) -> Any:
+        if not isinstance(weight, DTensor) or not isinstance(x, Tensor) or x.shape != weight.shape:
+            return x
+        return distribute_tensor(x.to(weight.device), weight.device_mesh, weight.placements, src_data_rank=None)
+
+    state = {i: {n: split(x, weights[i]) for n, x in moments.items()} for i, moments in saved["state"].items()}
+    return saved | {"state": state}
