@@ -77,12 +77,17 @@ def isolated(target: str, arguments: Mapping[str, Any], *, threads: int = 2) -> 
         RuntimeError: the process failed; with the end of its messages.
     """
     command = [sys.executable, "-m", "benchmarks.measure", target, json.dumps(dict(arguments))]
-    threads = int(os.environ.get("OMP_NUM_THREADS", threads))
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    threads, environment = surroundings(threads)
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         raise RuntimeError(f"{target} failed with {arguments}:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1]) | {"threads": threads, "load": os.getloadavg()[0]}
+
+
+def surroundings(threads: int = 2) -> tuple[int, dict[str, str]]:
+    """How many threads a measured process has, `OMP_NUM_THREADS` or what is given, and its environment."""
+    threads = int(os.environ.get("OMP_NUM_THREADS", threads))
+    return threads, os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
 
 
 def rounds(runs: Mapping[str, Callable[[], dict[str, Any]]], count: int) -> dict[str, list[dict[str, Any]]]:

@@ -1,49 +1,74 @@
-"""What the KL costs: a step with it against the same step at beta 0, for klamp and for TRL."""
+"""What the KL costs: a step with it less the same step at beta 0, for klamp and for TRL."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import middle, spread
 from benchmarks.plots import Panel, draw
 from benchmarks.records import Benchmark, table, verdict
-from benchmarks.step import MODELS, SHAPES, measured, repetition
-from benchmarks.step_runs import BETA, COMPLETION, GROUP
+from benchmarks.step import SHAPES, TRAINERS
+from benchmarks.step_runs import BETA, COMPLETION, GROUP, Setting, write_setting
+from benchmarks.turns import in_turn
 
 TARGET = 2 / 3
-LONG_PROMPTS = ("3M",)
-"""Models that are measured on long prompts too; with 27M a step of TRL there takes the better part of a minute."""
+WARMUP = 2
+STEPS = {True: {("3M", "short"): 4}, False: {("3M", "short"): 60, ("3M", "long"): 30, ("27M", "short"): 40}}
+"""Model and shape of prompts -> rounds that count; a round is four steps, one of each run."""
+CLOCKS = {"seconds": "seconds", "cpu_seconds": "CPU seconds"}
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Both trainers with and without KL; the quick run and the large model take short prompts only."""
+    """Both trainers with and without KL, the four of them a step at a time in turn."""
+    runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        runs = [
-            seen
-            for model in MODELS[quick]
-            for shape, length in SHAPES.items()
-            if shape == "short" or (model in LONG_PROMPTS and not quick)
-            for seen in measured(Path(folder), model, length, betas=(BETA, 0.0), shape=shape, **repetition(quick))
-        ]
+        for (model, shape), rounds in STEPS[quick].items():
+            path, prompts = write_setting(Path(folder), model, SHAPES[shape])
+            common = {"model": path, "prompts": prompts, "steps": WARMUP + rounds, "warmup": WARMUP}
+            settings = {
+                f"{trainer} {beta}": Setting(trainer=trainer, beta=beta, **common)
+                for trainer in TRAINERS
+                for beta in (BETA, 0.0)
+            }
+            place = {"model": model, "prompt": SHAPES[shape], "shape": shape}
+            for name, seen in in_turn(settings).items():
+                runs.append(place | {"trainer": settings[name].trainer, "beta": settings[name].beta} | seen)
     return {"group": GROUP, "completion": COMPLETION, "beta": BETA, "runs": runs}
 
 
 def costs(results: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """For each model, length and trainer: the step with and without KL, and the difference of their medians."""
+    """For each model, length and trainer: the step with and without KL, and their difference in every round."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for seen in results["runs"]:
         row = found.setdefault((seen["model"], seen["prompt"], seen["trainer"]), {"seen": seen})
         row["without" if seen["beta"] == 0 else "with"] = seen
     for row in found.values():
-        for clock in ("seconds", "cpu_seconds"):
-            whole, bare = (middle(row[which][clock]) for which in ("with", "without"))
-            row[clock] = whole - bare
-            row[f"{clock}_share"] = (whole - bare) / bare
+        for clock in CLOCKS:
+            whole, bare = row["with"][clock], row["without"][clock]
+            row[clock] = [a - b for a, b in zip(whole, bare, strict=True)]
+        row["share"] = middle(row["seconds"]) / middle(row["without"]["seconds"])
         row["extra_mib"] = row["with"]["extra_mib"] - row["without"]["extra_mib"]
     return list(found.values())
+
+
+def ratio(own: Sequence[float], other: Sequence[float]) -> tuple[float, float, float]:
+    """The median of one over that of the other, and its 95 % bootstrap interval over rounds, drawn in pairs."""
+    import numpy as np
+    from scipy import stats
+
+    found = stats.bootstrap(
+        (own, other),
+        lambda a, b, axis: np.median(a, axis=axis) / np.median(b, axis=axis),
+        paired=True,
+        vectorized=True,
+        method="percentile",
+        rng=np.random.default_rng(0),
+    )
+    low, high = found.confidence_interval
+    return middle(own) / middle(other), float(low), float(high)
 
 
 def text(results: Mapping[str, Any]) -> str:
@@ -57,10 +82,11 @@ def text(results: Mapping[str, Any]) -> str:
                 seen["model"],
                 seen["prompt"],
                 seen["trainer"],
+                len(row["seconds"]),
                 spread(row["with"]["seconds"]),
                 spread(row["without"]["seconds"]),
-                f"{row['seconds']:+.3f} ({row['seconds_share']:+.0%})",
-                f"{row['cpu_seconds']:+.3f}",
+                f"{middle(row['seconds']):+.3f} ({row['share']:+.0%})",
+                f"{middle(row['cpu_seconds']):+.3f}",
                 f"{row['extra_mib']:+,.0f}",
             )
         )
@@ -69,18 +95,19 @@ def text(results: Mapping[str, Any]) -> str:
         other = next(
             r for r in found if r["seen"]["trainer"] == "trl" and (r["seen"]["model"], r["seen"]["prompt"]) == where
         )
-        for clock, name in (("seconds", "seconds"), ("cpu_seconds", "CPU seconds")):
+        for clock, name in CLOCKS.items():
+            value, low, high = ratio(own[clock], other[clock])
             what = f"{where[0]}, prompts of {where[1]}: klamp's overhead over TRL's, {name}"
-            verdicts.append(verdict(what, own[clock] / other[clock], TARGET))
-    headings = ("model", "prompt", "trainer", "seconds with KL", "seconds at beta 0", "the KL's seconds")
+            verdicts.append(verdict(what, value, TARGET) + f"; 95 % interval {low:.2f} to {high:.2f}")
+    headings = ("model", "prompt", "trainer", "rounds", "seconds with KL", "seconds at beta 0", "the KL's seconds")
     return table((*headings, "its CPU seconds", "its extra peak MiB"), rows) + "\n\n" + "\n".join(verdicts)
 
 
 def plot(results: Mapping[str, Any], file: Path) -> None:
     """Bars of the difference."""
     found = {f"{r['seen']['model']}, prompts {r['seen']['prompt']}, {r['seen']['trainer']}": r for r in costs(results)}
-    seconds = {name: row["seconds"] for name, row in found.items()}
-    share = {name: 100 * row["seconds_share"] for name, row in found.items()}
+    seconds = {name: middle(row["seconds"]) for name, row in found.items()}
+    share = {name: 100 * row["share"] for name, row in found.items()}
     panels = [
         Panel(title="what the KL adds to a step", label="seconds", bars=seconds),
         Panel(title="what the KL adds to a step", label="percent of the step without it", bars=share),
@@ -91,10 +118,11 @@ def plot(results: Mapping[str, Any], file: Path) -> None:
 BENCHMARK = Benchmark(
     name="overhead",
     title="What the KL adds to a step: klamp and TRL",
-    about="Runs of `step` (with 27M parameters the short prompts only), each also at beta 0, where neither trainer "
-    "loads a reference. The KL's cost is the difference of the medians, so its error is that of both; CPU seconds are "
-    "steadier where other work is running. klamp's holds the reference pass, the loss term, the metrics of the KL and "
-    "the exact KL of one completion per group.",
+    about="The steps of `step` (with 27M parameters those of short prompts only), with KL and at beta 0, where neither "
+    "trainer loads a reference. Four processes take their steps in turn: in every round one step of each, the others "
+    "waiting, the order turned round from round to round. The KL's cost is the median over rounds of the difference "
+    "within a round; the intervals of the ratios are bootstraps over rounds. klamp's cost holds the reference pass, "
+    "the loss term, the metrics of the KL and the exact KL of one completion per group.",
     run=run,
     text=text,
     plot=plot,

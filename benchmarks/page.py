@@ -101,7 +101,7 @@ def _steps(results: Mapping[str, Any], cost: Mapping[str, Any] | None) -> str:
     kl: dict[tuple[Any, ...], str] = {}
     for row in overhead.costs(cost) if cost else []:
         seen = row["seen"]
-        kl[seen["model"], seen["prompt"], seen["trainer"]] = f"{row['seconds']:.2f} s"
+        kl[seen["model"], seen["prompt"], seen["trainer"]] = f"{middle(row['seconds']):.2f} s"
     rows = []
     for pair in step.pairs(results["runs"]):
         own, other = pair["klamp"], pair["trl"]

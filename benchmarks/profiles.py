@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import Peak, isolated
+from benchmarks.measure import isolated
 from benchmarks.phases import RULES, Sampler
 from benchmarks.plots import Panel, draw
 from benchmarks.records import Benchmark, table
@@ -32,7 +32,7 @@ def one(setting: dict[str, Any]) -> dict[str, Any]:
                 sampler.stop()
 
     with tempfile.TemporaryDirectory() as folder:
-        TRAINERS[given.trainer](given, folder, Sampled(Peak(), [], []))
+        TRAINERS[given.trainer](given, folder, Sampled())
     steps = given.steps - given.warmup
     places = sampler.places.most_common(PLACES)
     return {

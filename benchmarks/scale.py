@@ -13,7 +13,6 @@ from benchmarks.measure import middle, spread
 from benchmarks.plots import Panel, draw
 from benchmarks.records import Benchmark, table
 from benchmarks.step import measured
-from benchmarks.step_runs import BETA
 
 HEADS = {
     True: ("naive", "linear_logprobs"),
@@ -63,7 +62,7 @@ def run(quick: bool) -> dict[str, Any]:
 def _steps(folder: Path, quick: bool, group: int, prompt: int) -> list[dict[str, Any]]:
     """One group per step, with both trainers."""
     settings = {"group": group, "prompts_per_step": 1, "steps": 3 if quick else 4, "warmup": 1}
-    runs = measured(folder, MODEL[quick], prompt, betas=(BETA,), count=1, settings=settings)
+    runs = measured(folder, MODEL[quick], prompt, count=1, settings=settings)
     return [seen | {"theme": "step", "case": seen["trainer"]} for seen in runs]
 
 

@@ -30,7 +30,7 @@ def run(quick: bool) -> dict[str, Any]:
             seen
             for model in MODELS[quick]
             for shape, length in (QUICK_SHAPES if quick else SHAPES).items()
-            for seen in measured(Path(folder), model, length, betas=(BETA,), shape=shape, **repetition(quick))
+            for seen in measured(Path(folder), model, length, shape=shape, **repetition(quick))
         ]
     return {"group": GROUP, "completion": COMPLETION, "beta": BETA, "runs": runs}
 
@@ -45,34 +45,29 @@ def measured(
     model: str,
     length: int,
     *,
-    betas: Sequence[float],
     count: int,
     shape: str = "",
     settings: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Every trainer at every beta on one model and one length of prompts, in turn, `count` times."""
+    """Every trainer on one model and one length of prompts, in turn, `count` times."""
     path, prompts = write_setting(folder, model, length)
     steps, warmup = STEPS[model]
     common = {"model": path, "prompts": prompts, "steps": steps, "warmup": warmup} | dict(settings or {})
-    runs = {}
-    for beta in betas:
-        for trainer in TRAINERS:
-            setting = Setting(trainer=trainer, beta=beta, **common)
-            arguments = {"setting": setting.to_dict()}
-            runs[f"{trainer} {beta}"] = partial(isolated, "benchmarks.step_runs:one", arguments)
-    place = {"model": model, "prompt": length, "shape": shape}
-    found = []
-    for name, results in rounds(runs, count).items():
-        trainer, beta = name.split()
-        found.append(place | {"trainer": trainer, "beta": float(beta)} | pooled(results))
-    return found
+    runs = {
+        trainer: partial(
+            isolated, "benchmarks.step_runs:one", {"setting": Setting(trainer=trainer, **common).to_dict()}
+        )
+        for trainer in TRAINERS
+    }
+    place = {"model": model, "prompt": length, "shape": shape, "beta": BETA}
+    return [place | {"trainer": name} | pooled(results) for name, results in rounds(runs, count).items()]
 
 
 def pairs(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Mapping[str, Any]]]:
-    """The runs that belong together: trainer -> run, for each model, length and beta."""
+    """The runs that belong together: trainer -> run, for each model and length."""
     grouped: dict[tuple[Any, ...], dict[str, Mapping[str, Any]]] = {}
     for seen in runs:
-        key = (seen["model"], seen["prompt"], seen["beta"])
+        key = (seen["model"], seen["prompt"])
         grouped.setdefault(key, {})[seen["trainer"]] = seen
     return list(grouped.values())
 

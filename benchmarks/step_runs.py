@@ -1,7 +1,8 @@
 """One run of a trainer in this process: klamp's or TRL's, on the same model, prompts and settings.
 
 A step is timed from the end of the one before to its own end, so whatever a trainer does between steps counts. What
-precedes the first step (loading) and follows the last (evaluation, checkpoint) does not.
+precedes the first step (loading) and follows the last (evaluation, checkpoint) does not. Between two steps a run can be
+made to wait for its turn (`benchmarks.turns`); waiting does not count.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,23 +53,33 @@ class Setting:
 
 @dataclass
 class Seen:
-    """What a run notes: the clock at the end of each step, its tokens, and peak memory."""
+    """What a run notes: seconds and CPU seconds of each step, its tokens, and peak memory."""
 
-    peak: Peak
-    clock: list[tuple[float, float]]
-    tokens: list[int]
+    turn: Callable[[], None] = lambda: None
+    """Called before each step and after the last; the step begins when it returns."""
+    peak: Peak = field(default_factory=Peak)
+    took: list[tuple[float, float]] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     extra_mib: float = 0.0
+    began: tuple[float, float] | None = None
 
     def start(self) -> None:
         """The first step is about to begin."""
         self.peak.start()
-        self.clock.append((time.perf_counter(), time.process_time()))
+        self._begin()
 
     def end(self, tokens: float) -> None:
         """A step is done."""
-        self.clock.append((time.perf_counter(), time.process_time()))
+        assert self.began is not None, "a step ends that never began"
+        seconds, cpu = self.began
+        self.took.append((time.perf_counter() - seconds, time.process_time() - cpu))
         self.tokens.append(round(tokens))
         self.extra_mib = self.peak.extra_mib()
+        self._begin()
+
+    def _begin(self) -> None:
+        self.turn()
+        self.began = time.perf_counter(), time.process_time()
 
 
 def run_klamp(setting: Setting, folder: str, seen: Seen) -> None:
@@ -123,7 +134,7 @@ def run_trl(setting: Setting, folder: str, seen: Seen) -> None:
 
     class Watch(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            if not seen.clock:
+            if seen.began is None:
                 seen.start()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -176,20 +187,24 @@ def _on_cpu() -> bool:
     return not torch.cuda.is_available()
 
 
-def one(setting: dict[str, Any]) -> dict[str, Any]:
+def one(setting: dict[str, Any], turn: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """A run in this process: seconds and CPU seconds of each step after the warm-up, its tokens, extra peak memory.
+
+    Args:
+        setting: that of the run.
+        turn: see `Seen`.
 
     Raises:
         RuntimeError: a completion ended early, so that the steps are not comparable.
     """
     given = Setting(**setting)
-    seen = Seen(Peak(), [], [])
+    seen = Seen(turn)
     with tempfile.TemporaryDirectory() as folder:
         TRAINERS[given.trainer](given, folder, seen)
     whole = given.prompts_per_step * given.group * given.completion
     if seen.tokens != [whole] * given.steps:
         raise RuntimeError(f"{given.trainer} processed {seen.tokens} completion tokens, not {whole} in each step")
-    took = [(b[0] - a[0], b[1] - a[1]) for a, b in zip(seen.clock, seen.clock[1:], strict=False)][given.warmup :]
+    took = seen.took[given.warmup :]
     return {
         "tokens": whole,
         "seconds": [s for s, _ in took],

@@ -13,6 +13,7 @@ from benchmarks import step_runs
 from benchmarks.measure import isolated
 from benchmarks.step_model import END, HELD, PAD, TOKENIZER, make_tokenizer, mean_word
 from benchmarks.step_runs import Seen, Setting, one, write_setting
+from benchmarks.turns import in_turn
 
 VOCABULARY = 512
 
@@ -69,6 +70,37 @@ def test_both_trainers_take_the_steps_that_are_asked_for(trainer: str, written: 
     assert len(seen["seconds"]) == len(seen["cpu_seconds"]) == 2
     assert min(seen["seconds"]) > 0
     assert seen["extra_mib"] > 0
+
+
+@pytest.mark.slow
+def test_runs_in_turn_take_their_steps_one_after_the_other(written: tuple[str, str]) -> None:
+    common: dict[str, Any] = {"model": written[0], "prompts": written[1], "group": 4, "completion": 6, "steps": 3}
+    settings = {trainer: Setting(trainer=trainer, warmup=1, **common) for trainer in ("klamp", "trl")}
+    found = in_turn(settings)
+    assert list(found) == list(settings)
+    assert all(len(seen["seconds"]) == len(seen["cpu_seconds"]) == 2 for seen in found.values())
+    assert all(seen["tokens"] == 2 * 4 * 6 and seen["extra_mib"] > 0 for seen in found.values())
+
+
+def test_a_run_that_fails_in_its_turn_says_why(written: tuple[str, str]) -> None:
+    setting = Setting(trainer="nobody", model=written[0], prompts=written[1])
+    with pytest.raises(RuntimeError, match=r"the run a failed:(.|\n)*KeyError: 'nobody'"):
+        in_turn({"a": setting})
+
+
+def test_waiting_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(100))
+    monkeypatch.setattr(step_runs.time, "perf_counter", lambda: float(next(clock)))
+
+    def wait() -> None:
+        for _ in range(10):
+            next(clock)
+
+    seen = Seen(turn=wait)
+    seen.start()
+    seen.end(1)
+    seen.end(1)
+    assert [seconds for seconds, _ in seen.took] == [1.0, 1.0]
 
 
 def test_steps_of_other_sizes_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
