@@ -232,3 +232,10 @@ def test_a_study_is_no_plan_file(tmp_path) -> None:
         plan_of(f"clipping --plan {write(tmp_path, 'seeds: 3')}")
     with pytest.raises(UnknownNameError):
         plan_of("clippings")
+
+
+def test_what_a_run_needs_of_a_cluster_is_refused_without_one(capsys: pytest.CaptureFixture[str]) -> None:
+    from klamp.cli import main
+
+    assert main(["ablate", "--beta", "0", "0.1", "--gpus_per_run", "1", "--dry_run"]) == 2
+    assert "--gpus_per_run needs --ray" in capsys.readouterr().err

@@ -111,3 +111,36 @@ def test_help_lists_the_alarms(argv: list[str], capsys: pytest.CaptureFixture[st
     assert out.startswith("usage: klamp doctor PATH")
     assert all(f"  {name} " in out for name in ALARMS)
     assert max(map(len, out.splitlines())) <= 110
+
+
+@pytest.mark.parametrize(
+    ("text", "why"), [('{"log_history": []}', "no step was logged"), ('{"log_history": [{"step": 1, "lr": 0.1}]}', "")]
+)
+def test_a_record_with_nothing_to_check_is_not_called_sound(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, why: str
+) -> None:
+    (tmp_path / "trainer_state.json").write_text(text, encoding="utf-8")
+    assert main(["doctor", str(tmp_path / "trainer_state.json")]) == 2
+    err = capsys.readouterr().err
+    assert "nothing in the record can be checked" in err
+    assert why in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--beta"], "--beta takes one value"),
+        (["--beta", "-3"], "--beta takes a number >= 0"),
+        (["--beta", "nan"], "--beta takes a number >= 0"),
+        (["--fail-on"], "--fail-on takes one or more names"),
+        (["--nope"], "see `klamp doctor --help`"),
+        (["other"], "here klamp doctor takes flags only"),
+    ],
+)
+def test_a_flag_that_cannot_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], says: str
+) -> None:
+    assert main(["doctor", state(tmp_path, *SOUND), *flags]) == 2
+    err = capsys.readouterr().err
+    assert says in err
+    assert "did you mean --beta" not in err

@@ -132,3 +132,8 @@ def test_it_takes_seconds() -> None:
     started = time.perf_counter()
     shown("recommended")
     assert time.perf_counter() - started < 20
+
+
+def test_its_own_flags_are_suggested_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "grpo", "--lenght", "3"]) == 2
+    assert "did you mean --length?" in capsys.readouterr().err

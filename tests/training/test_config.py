@@ -65,3 +65,9 @@ def test_values_that_cannot_work_are_refused_by_name(values, named):
     with pytest.raises(KlampError, match=named) as caught:
         TrainConfig.from_flat(values)
     assert caught.value.fix, "and the way out is given"
+
+
+@pytest.mark.parametrize(("name", "value"), [("adam_beta1", 2.0), ("adam_beta2", 1.0), ("adam_beta1", float("nan"))])
+def test_a_decay_of_adam_lies_between_0_and_1(name, value):
+    with pytest.raises(ConfigError, match=rf"(?s){name} must lie in \[0, 1\).*the default"):
+        TrainConfig.from_flat({name: value})

@@ -9,11 +9,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tests.training.conftest import disturb, tiny_llama
 from tests.training.test_sampling import LENGTH, PROMPTS, tokens_of
-from tests.training.test_scorer import MODELS, made
+from tests.training.test_scorer import MODELS, made, stretched
 
 from klamp.tasks.arithmetic import arithmetic_tokenizer
+from klamp.training import sampling
 from klamp.training.config import RolloutConfig
-from klamp.training.decoding import pays_to_drop
+from klamp.training.decoding import decode, pays_to_drop
 from klamp.training.models import load_model
 from klamp.training.opened import Traits
 from klamp.training.probe import probe
@@ -58,6 +59,17 @@ def test_windows_caps_scales_and_adapters_are_sampled_as_they_are_scored(name):
     with torch.no_grad():
         expected = score(model, found, temperature=1.0).logprobs
     torch.testing.assert_close(found.sampler_logprobs[found.mask], expected[found.mask], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("length", [6 + LENGTH - 1, 6 + LENGTH])
+def test_frequencies_that_follow_the_length_are_left_to_generate(monkeypatch, length):
+    model, used = stretched("longrope", length=length), []
+    ids = torch.randint(1, 50, (2, 6), generator=torch.Generator().manual_seed(0)).repeat_interleave(3, 0)
+    monkeypatch.setattr(sampling, "decode", lambda *a, **k: used.append(1) or decode(*a, **k))
+    expected = sampled(model, None, (ids, torch.ones_like(ids)))
+    found = sampled(model, probe(model), (ids, torch.ones_like(ids)))
+    assert tokens_of(found) == tokens_of(expected)
+    assert bool(used) == (6 + LENGTH <= length)
 
 
 def test_every_prompt_is_run_once_and_what_has_ended_no_more():

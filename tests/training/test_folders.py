@@ -63,3 +63,17 @@ def test_other_files_a_file_and_nothing_to_resume_are_refused(tmp_path):
 def test_an_empty_or_missing_folder_is_fine(tmp_path):
     check_folder(tmp_path, resume=False)
     check_folder(tmp_path / "missing", resume=False)
+
+
+def test_a_folder_below_a_file_is_refused_before_anything_is_loaded(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunFolderError, match="(?s)cannot be written.*is a file"):
+        check_folder(tmp_path / "file" / "run", resume=False)
+    check_folder(tmp_path / "new" / "run", resume=False)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_without_permission_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("klamp.training.folders.os.access", lambda path, mode: Path(path) != tmp_path)
+    with pytest.raises(RunFolderError, match="no permission"):
+        check_folder(tmp_path / "new" / "run", resume=False)

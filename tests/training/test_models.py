@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.training.conftest import tiny_gpt2, tiny_llama
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from klamp.errors import KlampError, ModelError
 from klamp.tasks.arithmetic import arithmetic_tokenizer
@@ -45,6 +45,29 @@ def test_dropout_is_off_even_in_training_mode(kind, request, tmp_path):
         calm = model(ids).logits
         model.train()
         assert torch.equal(model(ids).logits, calm) and torch.equal(model(ids).logits, calm)
+
+
+SMALL = {"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+DROPPING = {
+    "opt": {"dropout": 0.5, "layerdrop": 0.5, "ffn_dim": 16, "word_embed_proj_dim": 16, **SMALL},  # numbers of a layer
+    "bloom": {"hidden_dropout": 0.5, **SMALL},
+    "falcon": {"hidden_dropout": 0.5, "attention_dropout": 0.5, **SMALL},  # read from the settings
+    "mixtral": {"router_jitter_noise": 0.5, "num_key_value_heads": 2, "intermediate_size": 16, **SMALL},
+}
+
+
+@pytest.mark.parametrize("kind", DROPPING)
+def test_dropout_is_off_wherever_an_architecture_keeps_it(kind, tmp_path):
+    torch.manual_seed(0)
+    raw = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **DROPPING[kind]))
+    ids = torch.arange(2, 30)[None]
+    assert not torch.equal(raw.train()(ids).logits, raw(ids).logits)
+    raw.save_pretrained(tmp_path)
+    with torch.no_grad():
+        model = load_model(str(tmp_path))
+        calm = model(ids).logits
+        model.train()
+        assert all(torch.equal(model(ids).logits, calm) for _ in range(3))
 
 
 def test_weights_come_in_the_data_type_asked_for(llama):

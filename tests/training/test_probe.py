@@ -9,6 +9,7 @@ from tests.training.conftest import tiny_gpt2, tiny_llama
 from transformers import GemmaConfig, GemmaForCausalLM, MambaConfig, MambaForCausalLM
 from transformers.cache_utils import DynamicLayer
 
+from klamp.training import probe as probe_module
 from klamp.training.opened import Traits
 from klamp.training.probe import notes, probe
 
@@ -65,6 +66,11 @@ def test_a_cap_that_the_configuration_does_not_name_is_noticed():
 
 
 def test_a_cache_without_gradient_serves_values_only(monkeypatch):
+    keeps_no_gradient(monkeypatch)
+    assert probe(tiny_llama()) == Traits(head=True, sharing="values")
+
+
+def keeps_no_gradient(monkeypatch):
     usual = DynamicLayer.update
 
     def detached(self, keys, values, *args, **kwargs):
@@ -75,7 +81,26 @@ def test_a_cache_without_gradient_serves_values_only(monkeypatch):
         return found
 
     monkeypatch.setattr(DynamicLayer, "update", detached)
-    assert probe(tiny_llama()) == Traits(head=True, sharing="values")
+
+
+@pytest.mark.parametrize("layers", [2, 16, 32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_rounding_of_many_layers_is_no_wrong_cache(monkeypatch, layers, dtype):
+    model = tiny_llama(num_hidden_layers=layers, initializer_range=0.05).to(dtype)
+    assert probe(model) == FULL
+    keeps_no_gradient(monkeypatch)
+    assert probe(model) == Traits(head=True, sharing="values")
+
+
+def test_the_noise_that_is_allowed_for_is_measured(monkeypatch):
+    seen, usual = [], probe_module._bound
+    monkeypatch.setattr(
+        probe_module, "_bound", lambda m, a, b, **k: seen.append(float((a - b).abs().max())) or usual(m, a, b, **k)
+    )
+    for dtype, most in ((torch.float32, 1e-4), (torch.bfloat16, 0.5)):
+        seen.clear()
+        probe(tiny_llama(num_hidden_layers=8).to(dtype))
+        assert len(seen) == 2 and 0 < seen[1] < most, "the gradient in one pass and in two"
 
 
 @pytest.mark.parametrize("kind", ["forgets", "changes what it was given"])

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from klamp._version import __version__
 from klamp.diagnostics.metrics import METRICS
+from klamp.errors import RunFolderError
 from klamp.training.config import TrainConfig
 from klamp.training.observers import RunInfo
 from klamp.training.runlog import RunLog, plain, versions
@@ -171,3 +172,10 @@ def test_plain_values_have_no_tuples():
     found = plain(TrainConfig())
     assert found["report_to"] == ["tensorboard"]
     assert not any(isinstance(value, tuple) for value in found.values())
+
+
+def test_a_folder_that_the_system_refuses_is_said(tmp_path):
+    (tmp_path / "file").write_text("")
+    info = SimpleNamespace(output_dir=tmp_path / "file" / "run", start_step=0)
+    with pytest.raises(RunFolderError, match="(?s)cannot be written.*NotADirectoryError"):
+        RunLog(SimpleNamespace()).on_start(info)

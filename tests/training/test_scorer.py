@@ -16,6 +16,8 @@ from transformers import (
     GPT2LMHeadModel,
     GraniteConfig,
     GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     Qwen2Config,
@@ -23,6 +25,7 @@ from transformers import (
 )
 
 from klamp.core.estimators import exact_kl
+from klamp.training import passes
 from klamp.training import scorer as scorer_module
 from klamp.training.completions import Completions
 from klamp.training.opened import OpenedModel, Traits
@@ -277,6 +280,44 @@ def test_checkpointed_activations_are_scored_the_plain_way():
         assert not scorer.can_share(), "in training mode the cache is taken away without gradient too"
         model.eval()
         assert scorer.can_share()
+
+
+ROPES = {
+    "longrope": {"short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0], "factor": 4.0},
+    "dynamic": {"factor": 4.0},
+}
+
+
+def stretched(rope: str, length: int = 64) -> torch.nn.Module:
+    """A model whose rotary frequencies change once a sequence of the pass is longer than `length`."""
+    given = {"rope_type": rope, "rope_theta": 100.0, **ROPES[rope]}
+    if rope == "longrope":
+        given["original_max_position_embeddings"] = length
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(**(SIZES | {"max_position_embeddings": length, "rope_parameters": given}))
+    ).eval()
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_where_frequencies_follow_the_length_long_rows_are_scored_with_their_prompt(monkeypatch, rope):
+    """The probe's few tokens show nothing of it: a prompt run by itself would get the frequencies of a short row."""
+    monkeypatch.setattr(passes, "PASS_TOKENS", 0)  # prompts are shared, and rows split by length, wherever that is less
+    model, data, seen = stretched(rope, length=P + 3), completions(), []
+    traits = probe(model)
+    assert traits == Traits(head=True, sharing="gradient")
+    handle = model.model.register_forward_hook(
+        lambda m, a, k, out: seen.append(tuple(k["input_ids"].shape)), with_kwargs=True
+    )
+    found = Scorer(model, traits)(data, Ask(temperature=0.9)).logprobs
+    assert seen == [(12, P + T - 1)]
+    handle.remove()
+    if rope == "longrope":  # dynamic frequencies differ with each token more, and the plain forward runs one more
+        expected, expected_gradient = plain(model, data)
+        torch.testing.assert_close(found[data.mask], expected.logprobs[data.mask], rtol=0, atol=1e-5)
+        assert_same_gradient(gradients(model, (found * WEIGHTS).sum()), expected_gradient)
+    assert OpenedModel(model, traits).is_steady(P + 3) and not OpenedModel(model, traits).is_steady(P + 4)
+    assert OpenedModel(made("qwen2, tied, grouped keys"), traits).is_steady(10**9)
 
 
 def test_low_precision_is_opened_too():

@@ -201,3 +201,8 @@ def test_a_tokenizer_of_another_folder_is_used(context_of, tmp_path):
     other.model_max_length = 12
     other.save_pretrained(tmp_path / "tokenizer")
     assert context_of(tokenizer=str(tmp_path / "tokenizer")).tokenizer.model_max_length == 12
+
+
+@pytest.mark.parametrize("device", ["nope", "cuda:99"])
+def test_a_device_of_the_reference_that_is_not_there(config_of, device):
+    refused(config_of(reference_device=device), ConfigError, "reference_device cannot be used")

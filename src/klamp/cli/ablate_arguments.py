@@ -141,6 +141,12 @@ def _read(words: Sequence[str]) -> _Given:
                 raise unknown_key("flag", flag, flags, why="neither klamp ablate nor klamp train has it") from error
             raise
         given.base[key] = value
+    for name in ("cpus_per_run", "gpus_per_run"):
+        if name in given.options and given.options.get("ray") is None:
+            why = "on this machine klamp counts cores and GPUs itself"
+            raise ConfigError(
+                f"--{name} needs --ray", got=given.options[name], why=why, fix="leave it out, or add --ray"
+            )
     given.base = {**resolve_aliases(given.base, {*field_owners(), "preset"})}
     for name in given.base.keys() & given.sweep.keys():
         got = f"{given.base[name]!r} and {', '.join(map(repr, given.sweep[name]))}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from klamp.cli.tables import show_paragraph, show_table
 from klamp.diagnostics.alarm import Blamed
 from klamp.diagnostics.alarms import ALARMS, check_names
 from klamp.diagnostics.doctor import Diagnosis, Finding, examine
-from klamp.errors import ConfigError, KlampError, unknown_name
+from klamp.diagnostics.history import History
+from klamp.errors import ConfigError, DataError, KlampError, unknown_name
 
 HEALTHY, ALARMED, UNREADABLE = 0, 1, 2
 
@@ -28,7 +30,8 @@ a klamp run folder, TRL's trainer_state.json (or the folder of its checkpoints),
 a W&B offline run, JSONL of metrics, or JSONL of completions with token log-probabilities (klamp's,
 prime-rl's and verl's names).
 
-The exit code is 0 for a healthy run, 1 where an alarm rose, 2 where the record cannot be read.
+The exit code is 0 for a healthy run, 1 where an alarm rose, 2 where the record cannot be read
+or holds nothing to check.
 
   klamp doctor runs/arithmetic-001
   klamp doctor outputs/checkpoint-500/trainer_state.json --loss_type dr_grpo --verifier rules
@@ -81,6 +84,10 @@ def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
         return UNREADABLE
     history.settings = dataclasses.replace(history.settings, **options.settings)
     diagnosis = examine(history)
+    empty = not (history.rows or history.evaluations or history.completions)
+    if not diagnosis.findings and (empty or len(diagnosis.unchecked) == len(ALARMS)):
+        show_error(_nothing_to_check(options.path, history))
+        return UNREADABLE
     failed = diagnosis.failed(options.fail_on)
     if options.as_json:
         print(json.dumps(as_object(diagnosis, options.path, failed), indent=2), file=out, flush=True)
@@ -101,16 +108,19 @@ def read_options(argv: Sequence[str]) -> Options:
         raise ConfigError("the first argument is the record", got=" ".join(argv), fix="klamp doctor PATH [flags]")
     settings: dict[str, Any] = {}
     fail_on: tuple[str, ...] = ()
-    for flag, values in split_flags(words[1:]):
+    for flag, values in split_flags(words[1:], command="klamp doctor"):
         name = field_name(flag)
-        if name == "fail_on":
+        if name == "fail_on" and values:
             check_names(values)
             fail_on += tuple(values)
         elif name in ("beta", "loss_type", "verifier") and len(values) == 1:
             settings[name] = _setting(name, values[0])
+        elif name in ("fail_on", "beta", "loss_type", "verifier"):
+            takes = "one or more names" if name == "fail_on" else "one value"
+            raise ConfigError(f"{flag} takes {takes}", got=" ".join([flag, *values]), fix="see `klamp doctor --help`")
         else:
             known = ("--json", "--fail-on", "--beta", "--loss_type", "--verifier")
-            raise unknown_key("flag", flag, known, why="`klamp doctor --help` lists them")
+            raise unknown_key("flag", flag, known, why="`klamp doctor --help` lists them", command="klamp doctor")
     return Options(path=Path(words[0]), as_json="--json" in argv, fail_on=fail_on, settings=settings)
 
 
@@ -120,9 +130,22 @@ def _setting(name: str, text: str) -> Any:
     if name != "beta":
         return text
     try:
-        return float(text)
+        beta = float(text)
     except ValueError as error:
         raise ConfigError("--beta takes a number", got=text, fix="--beta 0.04") from error
+    if not 0 <= beta < math.inf:
+        raise ConfigError("--beta takes a number >= 0", got=text, why="it is the KL's coefficient", fix="--beta 0.04")
+    return beta
+
+
+def _nothing_to_check(path: Path, history: History) -> DataError:
+    logged = sorted(history.names)
+    return DataError(
+        "nothing in the record can be checked",
+        got=str(path),
+        why=f"it has only {', '.join(logged[:8])}" if history.rows and logged else "no step was logged",
+        fix="log a KL, a gradient norm or a loss at every step (TRL: logging_steps=1)",
+    )
 
 
 def show(diagnosis: Diagnosis, path: Path, out: TextIO) -> None:

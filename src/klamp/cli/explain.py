@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from klamp.cli.arguments import TrainRequest, parse_train
-from klamp.cli.flags import field_name, split_flags
+from klamp.cli.flags import every_flag, field_name, split_flags, unknown_key
 from klamp.cli.tables import WIDTH, show_paragraph
 from klamp.config import PRESETS, KLWarning, find_preset
 from klamp.errors import ConfigError, UnknownNameError, unknown_name
@@ -92,6 +92,10 @@ def read_request(argv: Sequence[str]) -> ExplainRequest:
     for flag, values in split_flags(words):
         if field_name(flag) in OWN:
             own[field_name(flag)] = _count(flag, values)
+        elif f"--{field_name(flag)}" not in every_flag():
+            known = every_flag() | {f"--{name}" for name in OWN}
+            why = "neither klamp explain nor klamp train has it"
+            raise unknown_key("flag", flag, known, why=why, command="klamp explain")
         else:
             flags += [flag, *values]
     return ExplainRequest(names=tuple(names), flags=tuple(flags), **own)

@@ -29,8 +29,12 @@ def read_flags(argv: Sequence[str]) -> dict[str, Any]:
     return resolve_aliases(given, set(fields()))
 
 
-def split_flags(argv: Sequence[str]) -> list[Group]:
+def split_flags(argv: Sequence[str], *, command: str = "klamp train") -> list[Group]:
     """The flags of a command line in their order, each with the words that follow it.
+
+    Args:
+        argv: the words after the command (and after what it takes before its flags).
+        command: the command, for the message.
 
     Raises:
         ConfigError: a word before the first flag.
@@ -41,7 +45,7 @@ def split_flags(argv: Sequence[str]) -> list[Group]:
             flag, equals, value = word.partition("=")
             groups.append((flag, [value] if equals else []))
         elif not groups:
-            raise _stray_word(word)
+            raise _stray_word(word, command)
         else:
             groups[-1][1].append(word)
     return groups
@@ -52,10 +56,12 @@ def field_name(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
 
-def unknown_key(kind: str, name: str, known: Collection[str], *, why: str) -> UnknownNameError:
+def unknown_key(
+    kind: str, name: str, known: Collection[str], *, why: str, command: str = "klamp train"
+) -> UnknownNameError:
     """The error for a flag or key that nothing answers to: the nearest if there is one, else where to look."""
     nearest = get_close_matches(name, sorted(known), n=1, cutoff=0.6)
-    fix = f"did you mean {nearest[0]}?" if nearest else "see `klamp train --help` for every name"
+    fix = f"did you mean {nearest[0]}?" if nearest else f"see `{command} --help` for every name"
     return UnknownNameError(f"unknown {kind}", got=name, why=why, fix=fix)
 
 
@@ -92,11 +98,11 @@ def every_flag() -> set[str]:
     return {f"--{name}" for name in known_names()} | off | {"--help"}
 
 
-def _stray_word(word: str) -> ConfigError:
-    is_file = word.endswith((".yaml", ".yml"))
+def _stray_word(word: str, command: str) -> ConfigError:
+    is_file = command == "klamp train" and word.endswith((".yaml", ".yml"))
     return ConfigError(
         "a word that belongs to no flag",
         got=word,
-        why="klamp train takes flags only",
-        fix=f"--config {word}" if is_file else "write --NAME VALUE; `klamp train --help` lists the names",
+        why=f"here {command} takes flags only",
+        fix=f"--config {word}" if is_file else f"write --NAME VALUE; `{command} --help` lists the names",
     )

@@ -48,8 +48,9 @@ def _in_words(config: TrainConfig) -> list[tuple[str, str]]:
     per_step = rollout.prompts_per_step * rollout.num_generations
     evaluated = f"every {run.eval_every} steps, " if run.eval_every else ""
     saved = f"every {run.save_every} steps and " if run.save_every else ""
+    prompts = f"at most {config.task.train_size}" if config.task.train_size else "all"
     return [
-        ("task", f"{describe_task(config)}; at most {config.task.train_size or 'all'} prompts"),
+        ("task", f"{describe_task(config)}; {prompts} prompts"),
         ("model", describe_model(config)),
         ("reference", describe_reference(config)),
         ("KL", describe_kl(config)),

@@ -90,9 +90,10 @@ def read_options(argv: Sequence[str]) -> Options:
     """
     first = next((i for i, word in enumerate(argv) if word.startswith("--")), len(argv))
     paths, output = [Path(word) for word in argv[:first]], None
-    for flag, values in split_flags(argv[first:]):
+    for flag, values in split_flags(argv[first:], command="klamp report"):
         if field_name(flag) != "output":
-            raise unknown_key("flag", flag, ("--output",), why="`klamp report --help` lists them")
+            why = "`klamp report --help` lists them"
+            raise unknown_key("flag", flag, ("--output",), why=why, command="klamp report")
         if not values:
             raise ConfigError("--output takes a file", got=flag, fix=f"--output {FILE}")
         output = Path(values[0])

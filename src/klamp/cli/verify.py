@@ -109,10 +109,11 @@ def read_options(argv: Sequence[str]) -> Options:
         if given["question"] not in QUESTIONS:
             raise unknown_name("question", given["question"], QUESTIONS)
     known = set(Options.__dataclass_fields__) - {"question"}
-    for flag, values in split_flags(words):
+    for flag, values in split_flags(words, command="klamp verify"):
         name = field_name(flag)
         if name not in known:
-            raise unknown_key("flag", flag, {f"--{each}" for each in known}, why="`klamp verify --help` lists them")
+            why = "`klamp verify --help` lists them"
+            raise unknown_key("flag", flag, {f"--{each}" for each in known}, why=why, command="klamp verify")
         given[name] = _value(flag, name, values)
     lonely = [f"--{name}" for name in ("ref_model", "noise", "prompts", "tokens") if name in given]
     if lonely and "model" not in given:

@@ -99,6 +99,12 @@ def _reference_and_tokens(c: KLConfig) -> list[Refusal]:
             "set reference_url to where klamp.training.remote.serve (or a server of the same protocol) listens",
         ),
         (
+            c.reference_url is not None and not c.reference_url.startswith(("http://", "https://")),
+            f"reference_url={c.reference_url!r} is no address",
+            "the reference is asked over HTTP",
+            "write http://HOST:PORT",
+        ),
+        (
             c.reference == "remote" and c.kl_estimator == "exact",
             "kl_estimator='exact' cannot use a remote reference",
             "the remote protocol carries log-probabilities of the sampled tokens, not whole rows of logits",
@@ -166,4 +172,24 @@ def cautions(c: KLConfig) -> list[str]:
             "soft clip is then half open everywhere. Use kl_clip_temperature <= budget / 10, or "
             "kl_clip_method='hard'."
         )
-    return found
+    return found + _without_effect(c)
+
+
+def _without_effect(c: KLConfig) -> list[str]:
+    """Fields that were changed and that nothing reads, since another field switches them off."""
+    needs = {
+        "kl_clip_threshold": (c.kl_clip_method == "none", "kl_clip_method='hard' or 'soft'"),
+        "kl_clip_level": (c.kl_clip_method == "none", "kl_clip_method='hard' or 'soft'"),
+        "kl_clip_temperature": (c.kl_clip_method == "none", "kl_clip_method='soft'"),
+        "kl_max_weight": (c.kl_off_policy == "none", "kl_off_policy='token' or 'sequence'"),
+        "kl_schedule_end": (c.kl_schedule == "constant", "kl_schedule='linear' or 'cosine'"),
+        "target_kl": (c.kl_controller == "fixed", "kl_controller='step' (or leave it out)"),
+        "reference_decay": (c.reference != "ema", "reference='ema'"),
+        "reference_reset_steps": (c.reference != "periodic", "reference='periodic'"),
+        "reference_url": (c.reference != "remote", "reference='remote'"),
+    }
+    return [
+        f"{name}={getattr(c, name)!r} has no effect: it needs {needed}."
+        for name, (off, needed) in needs.items()
+        if off and getattr(c, name) != type(c).__dataclass_fields__[name].default
+    ]

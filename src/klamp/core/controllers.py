@@ -18,7 +18,12 @@ _ROUNDING = -1e-6
 
 def _positive(name: str, x: float) -> float:
     if not (x > 0 and math.isfinite(x)):
-        raise ConfigError(f"{name} must be a positive number", got=x, why="the rule divides by it or scales with it")
+        raise ConfigError(
+            f"{name} must be a positive number",
+            got=x,
+            why="the rule divides by it or scales with it",
+            fix=f"leave {name} at its default, or set it above 0",
+        )
     return x
 
 

@@ -42,6 +42,7 @@ def kl_schedule_factor(
             "the KL schedule needs warmup_steps >= 0 and an end in [0, 1]",
             got=f"warmup_steps={warmup_steps}, end={end}",
             why="the factor scales beta, which is never negative",
+            fix="warmup_steps=0 and end=0.0 are the defaults",
         )
     if step < warmup_steps:
         return step / warmup_steps

@@ -118,6 +118,14 @@ class OptimConfig:
         _at_least(self, {"num_iterations": 1, "gradient_accumulation_steps": 1})
         if not self.learning_rate > 0:
             raise ConfigError("learning_rate must be positive", got=self.learning_rate, fix="1e-6 for large models")
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(
+                    f"{name} must lie in [0, 1)",
+                    got=getattr(self, name),
+                    why="it is the share of a moment that a step keeps",
+                    fix=f"use {type(self).__dataclass_fields__[name].default}, the default",
+                )
         if self.lr_scheduler_type not in ("constant", "linear", "cosine"):
             raise unknown_name("lr_scheduler_type", self.lr_scheduler_type, ("constant", "linear", "cosine"))
 

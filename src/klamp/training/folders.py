@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from klamp.errors import RunFolderError
@@ -41,8 +42,10 @@ def check_folder(folder: Path, *, resume: bool) -> None:
     """Refuse to write over another run, or to continue one that is not there.
 
     Raises:
-        RunFolderError: the folder holds a run (or anything else) and resume is off; or resume is on and it holds none.
+        RunFolderError: the folder holds a run (or anything else) and resume is off; or resume is on and it holds none;
+            or it could not be made or written here.
     """
+    _check_writable(folder)
     held = folder.is_dir() and any(each.name not in BESIDE for each in folder.iterdir())
     if folder.exists() and not folder.is_dir():
         raise RunFolderError(
@@ -65,4 +68,18 @@ def check_folder(folder: Path, *, resume: bool) -> None:
             got=str(folder),
             why=f"it has no {CONFIG}",
             fix="check --output_dir, or leave --resume out",
+        )
+
+
+def _check_writable(folder: Path) -> None:
+    """Refuse a folder that lies under a file, or where this user may not write."""
+    nearest = next(each for each in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(each))
+    if nearest == folder.absolute() and not nearest.is_dir():
+        return  # named by the caller: it is a file itself
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise RunFolderError(
+            "the output folder cannot be written",
+            got=str(folder),
+            why=f"{nearest} is a file" if not nearest.is_dir() else f"no permission to write into {nearest}",
+            fix="choose another --output_dir",
         )

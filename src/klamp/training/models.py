@@ -42,16 +42,22 @@ def load_model(
         model = model.to(getattr(torch, dtype))
     else:
         model = _pretrained(AutoModelForCausalLM, spec, "a causal language model", dtype=getattr(torch, dtype))
+    _switch_off_dropout(model)
+    return model.eval()
+
+
+def _switch_off_dropout(model: nn.Module) -> None:
+    """Every probability of dropping something out (or of noise at a router) to 0, in the modules and in their settings.
+
+    Some architectures keep it in nn.Dropout, others as a number of a layer's own, others read it from the settings.
+    """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
-        if hasattr(model.config, name):
-            setattr(model.config, name, 0.0)
-    for module in model.modules():
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
-    return model.eval()
+        for holder in (module, getattr(module, "config", None)):
+            for name, value in getattr(holder, "__dict__", {}).items():
+                if isinstance(value, float) and ("drop" in name or name in ("jitter_noise", "input_jitter_noise")):
+                    setattr(holder, name, 0.0)
 
 
 def load_tokenizer(spec: str, *, task: str = ARITHMETIC_TASK) -> PreTrainedTokenizerBase:

@@ -125,6 +125,21 @@ def head_of(causal: nn.Module) -> Head | None:
     return Head(layer.weight, layer.bias, getattr(config, "final_logit_softcapping", None), scale)
 
 
+def steady_length(config: Any) -> int | None:
+    """Longest sequence in which a token's values do not depend on the tokens after it; None: any.
+
+    Some rotary frequencies follow the longest sequence of a pass: those of `dynamic` past the model's length, those of
+    `longrope` (Phi-3 with a long context) past the length that it was first trained on.
+    """
+    given = getattr(config, "rope_parameters", None) or {}
+    bounds = [
+        rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        for rope in (given, *(x for x in given.values() if isinstance(x, dict)))
+        if rope.get("rope_type") in ("dynamic", "longrope")
+    ]
+    return min(bounds, default=None)
+
+
 class OpenedModel:
     """A causal LM (with an adapter or not) as its decoder, head and cache, as far as its traits allow."""
 
@@ -134,6 +149,11 @@ class OpenedModel:
         self.runs: nn.Module = self.causal.base_model if traits.head else self.causal  # pyright: ignore
         self.takes_positions = takes(self.runs, "position_ids")
         self.takes_keep = takes(self.runs, "logits_to_keep")
+        self.steady_length = steady_length(self.causal.config)
+
+    def is_steady(self, length: int) -> bool:
+        """Whether what a prompt gives by itself is what it gives in a sequence of this length."""
+        return self.steady_length is None or length <= self.steady_length
 
     def head(self) -> Head | None:
         """The head as it is now."""

@@ -126,6 +126,8 @@ def run_rows(
     if plan is None:
         lengths = completions.mask[rows].sum(-1).tolist()
         plan = plan_of(lengths, prompts=len(unique_ids), prompt_length=ids.shape[1], can_share=can_share)
+        if not opened.is_steady(ids.shape[1] + max(lengths)):  # one pass, since its longest row is in all of them
+            plan = Plan(shared=False, buckets=[list(range(len(rows)))], tokens=plan.tokens)
     prefix = run_prompts(opened, unique_ids, unique_mask, which) if plan.shared else None
     places = torch.arange(completions.ids.numel(), device=ids.device).view(completions.ids.shape)
     values, found = [], []

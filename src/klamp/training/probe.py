@@ -20,6 +20,16 @@ from klamp.training.passes import Plan, run_rows
 SMALL_PARAMETERS = 8
 """So many of the smallest trained tensors have their gradient compared; norms and biases of the first layers."""
 
+APART = Plan(shared=False, buckets=[[0, 2], [1, 3]], tokens=0)
+"""The plain way: the rows of the example in two passes."""
+TOGETHER = Plan(shared=False, buckets=[[0, 1, 2, 3]], tokens=0)
+"""The same in one pass."""
+SHARED = Plan(shared=True, buckets=[[0, 2], [1, 3]], tokens=0)
+"""On the cache of their prompts."""
+LOW_GRADIENT = 0.03
+"""Share of its largest entry by which a gradient in bfloat16 may be off, besides the noise that is measured: 0.024 was
+seen in all with 28 layers; without the gradient that goes through the cache, 0.21 and more."""
+
 
 def probe(model: nn.Module) -> Traits:
     """What the model allows.
@@ -28,24 +38,24 @@ def probe(model: nn.Module) -> Traits:
     completions of unequal length on the keys and values of left-padded prompts score the same as in one row, and give
     the same gradient in a few small weights. A model that raises at any of it is used the plain way.
 
-    What counts as the same is judged by how far the plain way moves when a column of padding is added, which in exact
-    arithmetic changes nothing.
+    What counts as the same is judged by how far the plain way moves when its rows are run in one pass instead of two,
+    which in exact arithmetic changes nothing.
     """
     completions, plain = _example(model), Traits()
-    expected, also = (_logprobs(model, c, plain) for c in (completions, _padded(completions)))
+    expected, also = (_logprobs(model, completions, plain, plan) for plan in (APART, TOGETHER))
     close = _bound(model, expected, also)
     head = head_of(OpenedModel(model, plain).causal) is not None
-    head = head and _agrees(lambda: _logprobs(model, completions, Traits(head=True)), expected, close)
+    head = head and _agrees(lambda: _logprobs(model, completions, Traits(head=True), APART), expected, close)
     traits = Traits(head=head)
     with _evaluating(model):
-        values = _agrees(lambda: _logprobs(model, completions, traits, shared=True), expected, close)
+        values = _agrees(lambda: _logprobs(model, completions, traits, SHARED), expected, close)
     trained: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
     weights = sorted(trained, key=Tensor.numel)[:SMALL_PARAMETERS]
     if not values or not weights:
         return replace(traits, sharing="gradient" if values else "no")
-    expected, also = (_gradient(model, c, traits, weights) for c in (completions, _padded(completions)))
-    close = _bound(model, expected, also)
-    same = _agrees(lambda: _gradient(model, completions, traits, weights, shared=True), expected, close)
+    expected, also = (_gradient(model, completions, traits, weights, plan) for plan in (APART, TOGETHER))
+    close = _bound(model, expected, also, low=LOW_GRADIENT)
+    same = _agrees(lambda: _gradient(model, completions, traits, weights, SHARED), expected, close)
     return replace(traits, sharing="gradient" if same else "values")
 
 
@@ -85,42 +95,34 @@ def _example(model: nn.Module) -> Completions:
     )
 
 
-def _padded(completions: Completions) -> Completions:
-    """The same with one more column of padding."""
-    ids = nn.functional.pad(completions.prompt_ids, (1, 0))
-    return replace(completions, prompt_ids=ids, prompt_mask=nn.functional.pad(completions.prompt_mask, (1, 0)))
-
-
-def _scored(model: nn.Module, completions: Completions, traits: Traits, *, shared: bool) -> Tensor:
-    """Log-probabilities of all tokens, in two passes over completions."""
+def _scored(model: nn.Module, completions: Completions, traits: Traits, plan: Plan) -> Tensor:
+    """Log-probabilities of all tokens, in the same order whatever the plan."""
     opened = OpenedModel(model, traits)
     rows = torch.arange(len(completions.ids), device=completions.ids.device)
-    plan = Plan(shared=shared, buckets=[[0, 2], [1, 3]], tokens=0)
-    values, places = run_rows(opened, completions, rows, can_share=shared, plan=plan)
+    values, places = run_rows(opened, completions, rows, can_share=plan.shared, plan=plan)
     targets = completions.ids.flatten()[places]
-    return token_logprobs(opened.predictions(values), targets, temperature=1.0, entropy=False)[0]
+    found = token_logprobs(opened.predictions(values), targets, temperature=1.0, entropy=False)[0]
+    return found[places.argsort()]
 
 
-def _logprobs(model: nn.Module, completions: Completions, traits: Traits, *, shared: bool = False) -> Tensor:
+def _logprobs(model: nn.Module, completions: Completions, traits: Traits, plan: Plan) -> Tensor:
     with torch.no_grad():
-        return _scored(model, completions, traits, shared=shared)
+        return _scored(model, completions, traits, plan)
 
 
-def _gradient(
-    model: nn.Module, completions: Completions, traits: Traits, weights: list[Tensor], *, shared: bool = False
-) -> Tensor:
+def _gradient(model: nn.Module, completions: Completions, traits: Traits, weights: list[Tensor], plan: Plan) -> Tensor:
     with torch.enable_grad():
-        total = _scored(model, completions, traits, shared=shared).sum()
+        total = _scored(model, completions, traits, plan).sum()
         found = torch.autograd.grad(total, weights, allow_unused=True)
     given = (torch.zeros_like(w) if g is None else g for g, w in zip(found, weights, strict=True))
     return torch.cat([g.flatten().float() for g in given])
 
 
-def _bound(model: nn.Module, expected: Tensor, also: Tensor) -> float:
-    """How far apart two results may lie that are the same but for rounding."""
+def _bound(model: nn.Module, expected: Tensor, also: Tensor, *, low: float = 1e-2) -> float:
+    """How far apart two results may lie that are the same but for rounding; below 32 bits `low` of the largest."""
     whole = next(model.parameters()).dtype in (torch.float32, torch.float64)
     scale, noise = float(expected.abs().max()), float((also - expected).abs().max())
-    return 8 * noise + (1e-5 if whole else 1e-2) * scale
+    return 8 * noise + (1e-5 if whole else low) * scale
 
 
 def _agrees(attempt: Callable[[], Tensor], expected: Tensor, close: float) -> bool:

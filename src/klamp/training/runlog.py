@@ -15,6 +15,7 @@ from accelerate import Accelerator
 
 from klamp._version import __version__
 from klamp.diagnostics.doctor import Finding
+from klamp.errors import RunFolderError
 from klamp.training.config import TrainConfig
 from klamp.training.folders import ALARMS_FILE, COMPLETIONS, CONFIG, METRICS_FILE, SUMMARY, VERSIONS
 from klamp.training.observers import Observer, RunInfo, RunSummary
@@ -48,7 +49,15 @@ class RunLog(Observer):
     def on_start(self, info: RunInfo) -> None:
         """Write configuration and versions; on resume, drop what was logged after the checkpoint."""
         self.folder = info.output_dir
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunFolderError(
+                "the output folder cannot be written",
+                got=str(self.folder),
+                why=f"{type(error).__name__}: {error}",
+                fix="choose another --output_dir",
+            ) from error
         resumed = info.start_step > 0
         if not resumed:
             text = yaml.safe_dump(plain(info.config), sort_keys=False)

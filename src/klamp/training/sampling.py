@@ -18,7 +18,7 @@ from klamp.training.completions import Completions
 from klamp.training.config import RolloutConfig
 from klamp.training.decoding import decode
 from klamp.training.draws import InverseSampler, draw, warpers_of
-from klamp.training.opened import Traits
+from klamp.training.opened import OpenedModel, Traits
 
 
 def uniform_numbers(seed: int, step: int, sequences: int, length: int) -> Tensor:
@@ -81,7 +81,8 @@ def generate(
     """
     with _plain_generation(model):
         options: dict[str, Any] = {"rollout": rollout, "stop": stop, "uniforms": uniforms}
-        if traits is not None and traits.sharing != "no":
+        longest = prompt_ids.shape[1] + rollout.max_completion_length
+        if traits is not None and traits.sharing != "no" and OpenedModel(model, traits).is_steady(longest):
             ids, logprobs = _decoded(model, prompt_ids, prompt_mask, traits=traits, **options)
         else:
             ids, logprobs = _generated(model, prompt_ids, prompt_mask, pad=pad, **options)

@@ -171,7 +171,8 @@ class _Pieces:
         if name not in self.values:
             return whole
         values, places = torch.cat(self.values[name]), torch.cat(self.places[name])
-        return whole.to(values.dtype).flatten().index_copy(0, places, values).view(ids.shape)
+        at = (places // ids.shape[1], places % ids.shape[1])
+        return whole.to(values.dtype).index_put(at, values)  # no view: FSDP2 hangs its backward hook on this tensor
 
     def _kept(self) -> Predictions | None:
         if self.ask.keep is None or self.head is None:

@@ -36,6 +36,7 @@ from klamp.training.probe import probe
 from klamp.training.references import AdapterOffReference, FrozenReference, MovingReference, Reference
 from klamp.training.remote import RemoteReference
 from klamp.training.scorer import Scorer
+from klamp.training.sharding import check_fsdp, check_version
 
 UNLIMITED = 2**31
 """Stands for a model that does not say how long a sequence it takes."""
@@ -54,8 +55,10 @@ def make_accelerator(config: TrainConfig, folder: Path) -> Accelerator:
         folder: its folder, which the trackers write into.
 
     Raises:
-        ConfigError: an unknown tracker, or prompts that do not divide over the processes.
+        ConfigError: an unknown tracker, prompts that do not divide over the processes, or an FSDP that klamp does not
+            run under.
     """
+    check_version()
     try:
         accelerator = Accelerator(
             cpu=on_cpu(config),
@@ -78,6 +81,7 @@ def make_accelerator(config: TrainConfig, folder: Path) -> Accelerator:
             why="each of them would train a model of its own in the same folder",
             fix="launch with torchrun or accelerate launch --multi_gpu (which also joins CPU processes)",
         )
+    check_fsdp(accelerator)
     if config.rollout.prompts_per_step % accelerator.num_processes:
         raise ConfigError(
             "the prompts of a step do not divide over the processes",
@@ -268,8 +272,18 @@ def _placed(model: nn.Module, config: TrainConfig, accelerator: Accelerator) -> 
     """A reference's weights on the device and in the data type asked for."""
     kl = config.kl
     dtype = None if kl.reference_dtype is None else getattr(torch, kl.reference_dtype)
-    device = accelerator.device if kl.reference_device is None else torch.device(kl.reference_device)
-    return model.to(device=device, dtype=dtype)
+    try:
+        device = accelerator.device if kl.reference_device is None else torch.device(kl.reference_device)
+        return model.to(device=device, dtype=dtype)
+    except (RuntimeError, AssertionError) as error:  # torch's own, also where it was built without CUDA
+        if kl.reference_device is None:
+            raise
+        raise ConfigError(
+            "reference_device cannot be used",
+            got=kl.reference_device,
+            why=str(error).partition("\n")[0],
+            fix="name a device of this machine (cpu, cuda:1), or leave it out for the policy's",
+        ) from error
 
 
 def _fresh_policy(config: TrainConfig, accelerator: Accelerator) -> nn.Module:

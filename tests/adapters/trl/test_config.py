@@ -167,3 +167,10 @@ def test_a_moving_reference_is_the_one_of_trl() -> None:
     assert (ema.sync_ref_model, ema.ref_model_mixup_alpha, ema.ref_model_sync_steps) == (True, 0.25, 1)
     periodic = arguments(beta=0.1, reference="periodic", reference_reset_steps=7)
     assert (periodic.sync_ref_model, periodic.ref_model_mixup_alpha, periodic.ref_model_sync_steps) == (True, 1.0, 7)
+
+
+@pytest.mark.parametrize("beta", [-0.1, float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["beta", *ALIASES])
+def test_a_beta_that_is_no_coefficient_is_refused_whoever_computes_the_kl(name: str, beta: float) -> None:
+    with pytest.raises(ConfigError, match="beta must be a number >= 0"):
+        arguments(**{name: beta})

@@ -11,6 +11,7 @@ import ast
 import dataclasses
 import functools
 import inspect
+import math
 import textwrap
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -102,7 +103,7 @@ def settle_fields(args: Any) -> None:
     """Bring a host's arguments into one form: aliases into `beta`, tuples into lists (which JSON can hold).
 
     Raises:
-        ConfigError: `beta` given under two names with different values.
+        ConfigError: `beta` given under two names with different values, or negative, or not finite.
     """
     given = {name: getattr(args, name) for name in ALIASES if getattr(args, name, None) is not None}
     if args.beta:
@@ -115,6 +116,13 @@ def settle_fields(args: Any) -> None:
             fix="keep one",
         )
     args.beta = next(iter(given.values()), args.beta)
+    if isinstance(args.beta, (int, float)) and not 0 <= args.beta < math.inf:
+        raise ConfigError(
+            "beta must be a number >= 0",
+            got=args.beta,
+            why="a negative coefficient rewards leaving the reference",
+            fix="use beta=0 to train without KL",
+        )
     for name in ALIASES:
         setattr(args, name, None)
     for name in ("kl_controller_gains", "kl_exclude_tokens", "kl_exclude_between"):

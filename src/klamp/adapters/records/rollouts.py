@@ -16,6 +16,8 @@ from klamp.adapters.records.files import json_lines, unreadable
 from klamp.diagnostics.history import Completion, History
 from klamp.diagnostics.token_metrics import with_rows
 
+LARGEST = 0.01
+"""Log-probabilities are at most 0, but for rounding."""
 POLICY = ("policy_logprobs", "trainer_logprobs", "old_log_probs", "log_probs", "logprobs")
 REF = ("ref_logprobs", "ref_log_prob", "ref_log_probs", "reference_logprobs")
 SAMPLER = ("sampler_logprobs", "inference_logprobs", "rollout_log_probs", "sampling_logprobs")
@@ -70,6 +72,9 @@ def completion_of(row: Mapping[str, Any], *, default_step: int = 1) -> Completio
     lengths = {name: len(values) for name, values in lists.items() if values is not None}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"lists of different lengths: {lengths}")
+    on = trained if trained is not None else [True] * len(policy)
+    if any(value > LARGEST for value, counts in zip(policy, on, strict=True) if counts):
+        raise ValueError(f"a log-probability of {max(policy):g}: they are never above 0 (are they probabilities?)")
     keep = _without_padding(sampler, trained, len(policy))
     cut: dict[str, Any] = {name: None if values is None else values[:keep] for name, values in lists.items()}
     return Completion(
