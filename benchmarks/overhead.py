@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import middle, spread
+from benchmarks.measure import middle, pooled, spread
 from benchmarks.plots import Panel, draw
 from benchmarks.records import Benchmark, table, verdict
 from benchmarks.step import SHAPES, TRAINERS
@@ -16,26 +16,28 @@ from benchmarks.turns import in_turn
 
 TARGET = 2 / 3
 WARMUP = 2
-STEPS = {True: {("3M", "short"): 4}, False: {("3M", "short"): 100, ("3M", "long"): 30, ("27M", "short"): 40}}
-"""Model and shape of prompts -> rounds that count; a round is four steps, one of each run."""
+SETS = {True: 1, False: 3}
+STEPS = {True: {("3M", "short"): 4}, False: {("3M", "short"): 30, ("3M", "long"): 10, ("27M", "short"): 12}}
+"""Model and shape of prompts -> rounds that count in a set of processes; a round is a step with KL and one without."""
 CLOCKS = {"seconds": "seconds", "cpu_seconds": "CPU seconds"}
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Both trainers with and without KL, the four of them a step at a time in turn."""
+    """Both trainers, each with and without KL a step at a time in turn; the trainers' sets of processes in turn too."""
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for (model, shape), rounds in STEPS[quick].items():
             path, prompts = write_setting(Path(folder), model, SHAPES[shape])
             common = {"model": path, "prompts": prompts, "steps": WARMUP + rounds, "warmup": WARMUP}
-            settings = {
-                f"{trainer} {beta}": Setting(trainer=trainer, beta=beta, **common)
-                for trainer in TRAINERS
-                for beta in (BETA, 0.0)
-            }
-            place = {"model": model, "prompt": SHAPES[shape], "shape": shape}
-            for name, seen in in_turn(settings).items():
-                runs.append(place | {"trainer": settings[name].trainer, "beta": settings[name].beta} | seen)
+            found: dict[tuple[str, float], list[dict[str, Any]]] = {}
+            for _ in range(SETS[quick]):
+                for trainer in TRAINERS:
+                    pair = {f"beta {b}": Setting(trainer=trainer, beta=b, **common) for b in (BETA, 0.0)}
+                    for name, seen in in_turn(pair).items():
+                        found.setdefault((trainer, pair[name].beta), []).append(seen)
+            place = {"model": model, "prompt": SHAPES[shape], "shape": shape, "sets": SETS[quick]}
+            for (trainer, beta), sets in found.items():
+                runs.append(place | {"trainer": trainer, "beta": beta} | pooled(sets))
     return {"group": GROUP, "completion": COMPLETION, "beta": BETA, "runs": runs}
 
 
@@ -52,6 +54,13 @@ def costs(results: Mapping[str, Any]) -> list[dict[str, Any]]:
         row["share"] = middle(row["seconds"]) / middle(row["without"]["seconds"])
         row["extra_mib"] = row["with"]["extra_mib"] - row["without"]["extra_mib"]
     return list(found.values())
+
+
+def by_set(row: Mapping[str, Any]) -> list[float]:
+    """The KL's seconds in each set of processes: the median over its rounds."""
+    seconds = row["seconds"]
+    size = len(seconds) // row["seen"]["sets"]
+    return [middle(seconds[i : i + size]) for i in range(0, len(seconds), size)]
 
 
 def ratio(own: Sequence[float], other: Sequence[float]) -> tuple[float, float, float]:
@@ -86,6 +95,7 @@ def text(results: Mapping[str, Any]) -> str:
                 spread(row["with"]["seconds"]),
                 spread(row["without"]["seconds"]),
                 f"{middle(row['seconds']):+.3f} ({row['share']:+.0%})",
+                ", ".join(f"{seconds:+.2f}" for seconds in by_set(row)),
                 f"{middle(row['cpu_seconds']):+.3f}",
                 f"{row['extra_mib']:+,.0f}",
             )
@@ -100,7 +110,8 @@ def text(results: Mapping[str, Any]) -> str:
             what = f"{where[0]}, prompts of {where[1]}: klamp's overhead over TRL's, {name}"
             verdicts.append(verdict(what, value, TARGET) + f"; 95 % interval {low:.2f} to {high:.2f}")
     headings = ("model", "prompt", "trainer", "rounds", "seconds with KL", "seconds at beta 0", "the KL's seconds")
-    return table((*headings, "its CPU seconds", "its extra peak MiB"), rows) + "\n\n" + "\n".join(verdicts)
+    more = ("in each set of processes", "its CPU seconds", "its extra peak MiB")
+    return table((*headings, *more), rows) + "\n\n" + "\n".join(verdicts)
 
 
 def plot(results: Mapping[str, Any], file: Path) -> None:
@@ -119,10 +130,10 @@ BENCHMARK = Benchmark(
     name="overhead",
     title="What the KL adds to a step: klamp and TRL",
     about="The steps of `step` (with 27M parameters those of short prompts only), with KL and at beta 0, where neither "
-    "trainer loads a reference. Four processes take their steps in turn: in every round one step of each, the others "
-    "waiting, the order turned round from round to round. The KL's cost is the median over rounds of the difference "
-    "within a round; the intervals of the ratios are bootstraps over rounds. klamp's cost holds the reference pass, "
-    "the loss term, the metrics of the KL and the exact KL of one completion per group.",
+    "trainer loads a reference. Two processes of a trainer take their steps in turn, one with KL and one without; the "
+    "KL's cost is the median of the difference within a round, over all rounds of all sets of processes, for a process "
+    "keeps a pace of its own. The intervals of the ratios are bootstraps over rounds. klamp's cost holds the reference "
+    "pass, the loss term, the metrics of the KL and the exact KL of one completion per group.",
     run=run,
     text=text,
     plot=plot,

@@ -27,7 +27,7 @@ def step_results(klamp: float = 1.0, trl: float = 2.0, kl: tuple[float, float] =
     for shape, prompt in (("short", 8), ("long", 512)):
         for trainer, base, added in (("trl", trl, kl[1]), ("klamp", klamp, kl[0])):
             for beta, time in ((0.04, base), (0.0, base - added)):
-                place = {"model": "3M", "prompt": prompt, "shape": shape, "trainer": trainer, "beta": beta}
+                place = {"model": "3M", "prompt": prompt, "shape": shape, "trainer": trainer, "beta": beta, "sets": 3}
                 runs.append(place | seen(time, 50.0, tokens=1024))
     return {"group": 8, "completion": 64, "beta": 0.04, "runs": runs}
 

@@ -26,6 +26,14 @@ def test_step_zero(name: str) -> None:
     assert look("step-zero-kl", history_of(settings=Settings(other_reference=True), **{name: [0.5]})) is None
 
 
+def test_step_zero_leaves_a_mean_over_updates_alone() -> None:
+    pooled = Settings(k3_over_updates=True)
+    assert look("step-zero-kl", history_of(settings=pooled, k3=[0.5])) is None
+    assert look("step-zero-kl", history_of(settings=pooled, k3=[0.5], k1=[0.9e-4])) is None
+    found = look("step-zero-kl", history_of(settings=pooled, k3=[0.0], k1=[1.1e-4]))
+    assert found is not None and "kl/k1 is 1.10e-04" in found.text
+
+
 def test_step_zero_names_its_tokens() -> None:
     history = history_of(k3=[0.5])
     history.add_completions([completion(), completion(ref=(-1.0, -4.0, -0.4))])

@@ -51,6 +51,22 @@ def test_huge_values(curves: dict, alarmed: bool) -> None:
     assert (look("huge-values", history_of(**curves)) is not None) is alarmed
 
 
+@pytest.mark.parametrize(
+    ("policy", "trained", "text"),
+    [
+        ((-1.0, math.nan, -0.5), (True, True, True), "1 trained token has no finite log-probability"),
+        ((-math.inf, math.nan, -0.5), (True, True, False), "2 trained tokens have no finite log-probability"),
+        ((-1.0, math.nan, -0.5), (True, False, True), None),
+        ((math.nan, -2.0, -0.5), None, None),  # without a mask the row may begin with its prompt
+    ],
+)
+def test_trained_tokens_without_a_log_probability(policy: tuple, trained: tuple | None, text: str | None) -> None:
+    history = history_of(k1=[0.0])
+    history.add_completions([completion(policy=policy, trained=trained)])
+    found = look("huge-values", history)
+    assert (None if found is None else found.text) == text
+
+
 def test_a_beta_that_ran_away() -> None:
     curves = {"beta": [0.0, *[0.1] * 10, *[3.0] * 10], "kl__k3_sequence": [2.0] * 21, "reward": [0.9] * 21}
 

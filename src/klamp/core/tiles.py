@@ -90,6 +90,7 @@ def gradients(
     wide = upcast(hidden[:0]).dtype
     columns, chunks = tiles(hidden, weight)
     d_weight, columns = place or (torch.empty_like(weight) if needs[1] else None, columns)
+    d_weight = d_weight if needs[1] else None  # there may be a place, and nobody who asks
     d_hidden = torch.zeros_like(hidden, dtype=wide) if needs[0] else None
     d_bias = weight.new_zeros(weight.shape[0], dtype=wide) if needs[2] else None
     for entries in columns:

@@ -167,7 +167,7 @@ ALARMS: dict[str, Alarm] = {
             next_step="Find the first step. Lower the learning rate, bound the log-ratio, compute the ratio in "
             "float32, check that the same tokens reach both models.",
             rule=run.huge_values,
-            needs=("|".join(run.WATCHED),),
+            needs=("|".join((*run.WATCHED, "completions")),),
             limits=(run.HUGE,),
         ),
         Alarm(

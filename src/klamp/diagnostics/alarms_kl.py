@@ -62,7 +62,8 @@ def step_zero(history: History) -> Evidence | None:
     if len(history.rows) != 1 or history.rows[0].step > 1 or history.settings.other_reference:
         return None
     metrics = history.rows[0].metrics
-    name = next((name for name in ("kl/k3", "kl/exact", "kl/k1") if name in metrics), None)
+    names = ("kl/exact", "kl/k1") if history.settings.k3_over_updates else ("kl/k3", "kl/exact", "kl/k1")
+    name = next((name for name in names if name in metrics), None)
     if name is None or not abs(metrics[name]) > STEP_ZERO.value:
         return None
     text = f"{name} is {metrics[name]:.2e} nats per token before the first update and should be about 0"

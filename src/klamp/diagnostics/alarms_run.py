@@ -84,9 +84,15 @@ def huge_values(history: History) -> Evidence | None:
         for name, value in last.items()
         if not math.isfinite(value) or (name in WATCHED and abs(value) >= HUGE.value)
     }
-    if not found:
-        return None
-    return Evidence(", ".join(f"{name} is {value:.1e}" for name, value in found.items()))
+    said = [f"{name} is {value:.1e}" for name, value in found.items()]
+    lost = sum(
+        on and not math.isfinite(policy)
+        for each in history.completions.get(history.step, [])
+        for on, policy in zip(each.trained or (), each.policy, strict=False)
+    )
+    if lost:
+        said.append(f"{lost} trained {'token has' if lost == 1 else 'tokens have'} no finite log-probability")
+    return Evidence(", ".join(said)) if said else None
 
 
 def truncated(history: History) -> Evidence | None:

@@ -33,6 +33,8 @@ class Settings:
     """Whether the reference follows the policy."""
     kl_in_reward: bool = False
     """Whether the KL is taken from the reward."""
+    k3_over_updates: bool = False
+    """Whether a step's kl/k3 is a mean over all of its updates, so that the first one's is not 0."""
     rl_skill: str | None = None
     """The evaluated skill that is trained; the others should be kept."""
     eval_size: int | None = None

@@ -80,3 +80,8 @@ def test_settings(given: object, scale: str | None) -> None:
     settings = settings_of({"beta": 0, "loss_type": "dr_grpo", "scale_rewards": given}, {"rewards/math/mean"})
     assert (settings.beta, settings.loss_type, settings.scale_rewards) == (0.0, "dr_grpo", scale)
     assert settings.verifier == "rules"
+
+
+def test_a_kl_over_all_updates_of_a_step_is_known_as_one() -> None:
+    assert settings_of({}, {"actor/kl_loss", "actor/lr"}).k3_over_updates
+    assert not settings_of({}, {"kl", "actor/reward_kl_penalty"}).k3_over_updates

@@ -241,9 +241,10 @@ def test_a_moving_reference_follows_the_policy(tmp_path: Path) -> None:
         ({"reference_dtype": "bfloat16"}, LORA, "the policy itself with its adapter off"),
         ({"reference": "ema"}, {**LORA, "ref_model": "given"}, "an adapter is not among them"),
         ({"kl_estimator": "exact", "sync_ref_model": True}, {}, "the reference moves"),
+        ({"kl_exclude_tokens": ["<nope>"]}, {}, "a token that the tokenizer does not have"),
     ],
 )
-def test_a_reference_that_cannot_be_is_refused(
+def test_what_the_built_trainer_cannot_do_is_refused(
     tmp_path: Path, options: dict[str, Any], extra: dict[str, Any], text: str
 ) -> None:
     given = extra | ({"ref_model": model(seed=3)} if "ref_model" in extra else {})

@@ -76,6 +76,9 @@ SCORES = ("reward", "acc", "score", "mean@", "correct", "pass@")
 BY_POSITION = re.compile(r"kl/position/\d+_of_\d+")
 """The metrics of which the table has one row."""
 
+OVER_UPDATES = "actor/kl_loss"
+"""verl's name of a k3 that is a mean over all mini-batches and epochs of a step (train_mini_batch)."""
+
 OURS = "policy/logp_mean"
 """A metric that klamp alone logs."""
 
@@ -147,7 +150,7 @@ def settings_of(config: Mapping[str, object], logged: set[str]) -> Settings:
         logged: names of all metrics.
     """
     beta, loss, scale = config.get("beta"), config.get("loss_type"), config.get("scale_rewards")
-    settings = Settings(verifier=verifier_of(reward_functions(logged)))
+    settings = Settings(verifier=verifier_of(reward_functions(logged)), k3_over_updates=OVER_UPDATES in logged)
     if isinstance(beta, int | float):
         settings = replace(settings, beta=float(beta))
     if isinstance(loss, str):

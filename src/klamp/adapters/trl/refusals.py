@@ -8,6 +8,7 @@ from typing import Any
 from klamp.adapters.hosting.refusals import Refusal, host_refusals, refuse
 from klamp.config import KLConfig
 from klamp.core.types import Reduction
+from klamp.training.exclusions import excluded_ids
 
 REDUCTIONS: Mapping[str, Reduction | None] = {
     "grpo": "sequence_mean",
@@ -111,7 +112,7 @@ def check_trainer(kl: KLConfig, trainer: Any, *, peft: bool, own: bool) -> None:
         own: whether the reference is a model that klamp brings.
 
     Raises:
-        ConfigError: with the reason.
+        ConfigError: with the reason; an excluded token that the tokenizer does not have.
     """
     rows: list[Refusal] = [
         (
@@ -140,3 +141,4 @@ def check_trainer(kl: KLConfig, trainer: Any, *, peft: bool, own: bool) -> None:
         ),
     ]
     refuse(rows)
+    excluded_ids(kl.kl_exclude_tokens, trainer._tokenizer)
