@@ -23,9 +23,9 @@ def rows_computed(monkeypatch):
     """Number of rows that each product of a head was computed for."""
     seen, product = [], tiles.Head.product
 
-    def counted(self, hidden, entries):
+    def counted(self, hidden, entries, out):
         seen.append(hidden.shape[0])
-        return product(self, hidden, entries)
+        return product(self, hidden, entries, out)
 
     monkeypatch.setattr(tiles.Head, "product", counted)
     return seen

@@ -13,8 +13,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from klamp.core.masking import upcast
-from klamp.core.tiles import Head, Place, tiles
+from klamp.core.tiles import Head, Place, Tile, tiles
 
 KEEP_FROM = 2**20
 """Fewest entries of a weight for which this pays; below, every walk through a graph is equal to the last bit."""
@@ -62,12 +61,13 @@ def keep(owner: Owner, hidden: Tensor, weight: Tensor, *, heads: int = 1) -> Kep
 
 
 class Products:
-    """The products of one head with the hidden states of a call, tile by tile."""
+    """The products of one head with the hidden states of a call, tile by tile, each in the memory of the last."""
 
     def __init__(self, head: Head, hidden: Tensor, kept: Kept | None, *, which: int = 0) -> None:
         self.head, self.hidden, self.kept, self.which = head, hidden, kept, which
         self.order: Tensor | None = None
         self.known = 0 if kept is None else kept.rows
+        self.tile = Tile(hidden)
 
     def of(self, index: Tensor | slice, hidden: Tensor) -> Products:
         """The same of some of the rows, in the same order: the backward pass takes only those that learn."""
@@ -78,22 +78,23 @@ class Products:
         return some
 
     def form(self, rows: slice, entries: slice) -> Tensor:
-        """Computed, and kept where there is room."""
-        product = self.head.product(self.hidden[rows], entries)
+        """Computed, and kept where there is room; float32 or wider, to be used up before the next tile."""
+        product = self._empty(rows, entries)
+        self.head.product(self.hidden[rows], entries, product)
         if self.kept is not None and rows.start < self.known:
             room = self.kept.room(entries, self.which)[rows]
             room.copy_(product[: room.shape[0]])
         return product
 
     def recall(self, rows: slice, entries: slice) -> Tensor:
-        """What `form` gave: read where it was kept, in memory of its own, otherwise computed again."""
-        end = min(rows.stop, self.known)
-        if self.kept is None or end <= rows.start:
-            return self.head.product(self.hidden[rows], entries)
-        room, first = self.kept.room(entries, self.which), slice(rows.start, end)
-        shape = rows.stop - rows.start, entries.stop - entries.start
-        product = room.new_empty(shape, dtype=upcast(room[:0]).dtype)
-        product[: end - rows.start] = room[first if self.order is None else self.order[first]]
+        """What `form` gave: read where it was kept, otherwise computed again."""
+        product, end = self._empty(rows, entries), max(rows.start, min(rows.stop, self.known))
+        if self.kept is not None and end > rows.start:
+            room, first = self.kept.room(entries, self.which), slice(rows.start, end)
+            product[: end - rows.start] = room[first if self.order is None else self.order[first]]
         if end < rows.stop:
-            product[end - rows.start :] = self.head.product(self.hidden[end : rows.stop], entries)
+            self.head.product(self.hidden[end : rows.stop], entries, product[end - rows.start :])
         return product
+
+    def _empty(self, rows: slice, entries: slice) -> Tensor:
+        return self.tile.shaped(rows.stop - rows.start, entries.stop - entries.start)

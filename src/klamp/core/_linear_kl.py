@@ -13,8 +13,10 @@ from torch.autograd.function import once_differentiable
 from klamp.core._linear_kept import Owner, Products, keep
 from klamp.core.estimators import DIRECTIONS
 from klamp.core.masking import upcast
-from klamp.core.tiles import Head, TileGradient, head_gradients, tiles
+from klamp.core.tiles import Head, Tile, TileGradient, head_gradients, tiles
 from klamp.core.types import Direction
+
+Spare = tuple[Tile, Tile]
 
 
 class LinearKL(torch.autograd.Function):
@@ -100,13 +102,13 @@ _SLOPES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]] =
 }
 
 
-def _within(z: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _within(z: Tensor, other: Tensor, spare: Spare) -> tuple[Tensor, Tensor, Tensor]:
     """Both log-normalisers of a tile, and KL(softmax(z) || softmax(other)) within it, each [n]; z is used up.
 
     With x = other - z less its mean under p = softmax(z), the KL is log sum_v p exp(x), Jensen's gap, which is
     log1p(sum_v p (expm1(x) - x)): every term is >= 0, as in `exact_kl`, with two exponentials per entry.
     """
-    x = other - z
+    x = torch.sub(other, z, out=spare[0].shaped(*z.shape))
     low, high = x.aminmax()
     if not bool(high - low <= 60):  # exp(x) could overflow, or an entry is forbidden and x is infinite or NaN
         least = torch.finfo(z.dtype).min  # where a bias forbids the whole tile, -inf - -inf would be NaN
@@ -116,8 +118,9 @@ def _within(z: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     top = z.amax(1, keepdim=True)
     p = z.sub_(top).exp_()
     total = p.sum(1, keepdim=True)
-    center = (p * x).sum(1, keepdim=True).div_(total)
-    terms = torch.sub(x.sub_(center).expm1(), x, out=x)
+    terms = torch.mul(p, x, out=spare[1].shaped(*z.shape))
+    center = terms.sum(1, keepdim=True).div_(total)
+    torch.expm1(x.sub_(center), out=terms).sub_(x)
     gap = p.mul_(terms).sum(1).div_(total[:, 0]).log1p_()
     log_z = total.log_().add_(top)[:, 0]
     return log_z, log_z + center[:, 0] + gap, gap
@@ -140,6 +143,7 @@ def _divergence(policy: Products, ref: Products, direction: Direction) -> tuple[
     columns, chunks = tiles(policy.hidden, policy.head.weight)
     log_z = policy.hidden.new_empty(2, len(columns), policy.hidden.shape[0], dtype=upcast(policy.hidden[:0]).dtype)
     within = torch.zeros_like(log_z[0])
+    spare = Tile(within), Tile(within)
 
     def walk(product: Callable[..., Tensor], visit: Callable[[int, slice, Tensor, Tensor], None]) -> None:
         for i, entries in enumerate(columns):
@@ -151,9 +155,9 @@ def _divergence(policy: Products, ref: Products, direction: Direction) -> tuple[
         if direction == "js":
             log_z[0, i, rows], log_z[1, i, rows] = z.logsumexp(1), ref_z.logsumexp(1)
         elif direction == "reverse":
-            log_z[0, i, rows], log_z[1, i, rows], within[i, rows] = _within(z, ref_z)
+            log_z[0, i, rows], log_z[1, i, rows], within[i, rows] = _within(z, ref_z, spare)
         else:
-            log_z[1, i, rows], log_z[0, i, rows], within[i, rows] = _within(ref_z, z)
+            log_z[1, i, rows], log_z[0, i, rows], within[i, rows] = _within(ref_z, z, spare)
 
     walk(Products.form, each_tile)
     total, ref_total = log_z.logsumexp(1)

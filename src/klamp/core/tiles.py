@@ -39,9 +39,12 @@ class Head(NamedTuple):
     temperature: float = 1.0
     softcap: float | None = None
 
-    def product(self, hidden: Tensor, entries: slice) -> Tensor:
-        """h W^T + b of some entries, rounded as in any linear layer."""
-        return linear(hidden, self.weight[entries], None if self.bias is None else self.bias[entries])
+    def product(self, hidden: Tensor, entries: slice, out: Tensor) -> Tensor:
+        """h W^T + b of some entries, rounded as in any linear layer; written into `out`, which may be wider."""
+        weight, bias = self.weight[entries], None if self.bias is None else self.bias[entries]
+        if out.dtype != hidden.dtype:
+            return out.copy_(linear(hidden, weight, bias))
+        return torch.mm(hidden, weight.t(), out=out) if bias is None else torch.addmm(bias, hidden, weight.t(), out=out)
 
     def logits(self, product: Tensor) -> tuple[Tensor, Tensor | None]:
         """Logits, and d logits / d product where that is not 1. The product's memory may be used."""
@@ -53,6 +56,20 @@ class Head(NamedTuple):
         if self.temperature == 1.0:
             return z, None
         return z.div_(self.temperature), torch.full_like(z[:, :1], 1 / self.temperature)
+
+
+class Tile:
+    """Memory for one tile after another; given back after each, it would have to be cleared by the system again."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.memory = upcast(like.new_empty(0))
+
+    def shaped(self, rows: int, entries: int) -> Tensor:
+        """[rows, entries] in float32 (float64 stays float64), over what was there before."""
+        size = rows * entries
+        if self.memory.numel() < size:
+            self.memory = self.memory.new_empty(size)
+        return self.memory[:size].view(rows, entries)
 
 
 def _split(total: int, most: int) -> Tiles:
