@@ -6,6 +6,7 @@ activations; the difference to the run without a reference is what the reference
 
 from __future__ import annotations
 
+import json
 import resource
 import tempfile
 from collections.abc import Mapping
@@ -56,6 +57,11 @@ def make_model(folder: Path, quick: bool) -> float:
     return sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20
 
 
+def length(completions: list[str], **_: object) -> list[float]:
+    """A reward that differs within every group: without one, a step at beta 0 has no gradient and holds none."""
+    return [float(len(text)) for text in completions]
+
+
 def one(model: str, kind: str, url: str | None = None) -> dict[str, float]:
     """One run of a kind in this process: peak memory and the time of its second step."""
     from klamp.training.config import TrainConfig
@@ -69,10 +75,13 @@ def one(model: str, kind: str, url: str | None = None) -> dict[str, float]:
             self.seconds = metrics["speed/step_seconds"]
 
     watch = Watch()
-    settings: dict[str, Any] = {"model": model, "beta": 0.01, "report_to": (), "eval_size": 1, "train_size": 64}
+    settings: dict[str, Any] = {"model": model, "beta": 0.01, "report_to": (), "eval_size": 1}
     settings |= {"prompts_per_step": 4, "num_generations": 4, "max_steps": 2, "save_every": 0, "cpu": True}
     settings |= KINDS[kind] | ({"reference_url": url} if url else {})
     with tempfile.TemporaryDirectory() as folder:
+        prompts = Path(folder) / "prompts.jsonl"
+        prompts.write_text("".join(json.dumps({"prompt": f"{i}+{i}="}) + "\n" for i in range(64)))
+        settings |= {"task": str(prompts), "eval_split": str(prompts), "reward": "benchmarks.references:length"}
         train_run(TrainConfig.from_flat(settings | {"output_dir": f"{folder}/run"}), [watch])
     return {"peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, "step_seconds": watch.seconds}
 
