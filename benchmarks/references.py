@@ -127,7 +127,7 @@ BENCHMARK = Benchmark(
     "process's. One run each: the step's seconds only show the order of magnitude. The reward differs within every "
     "group, so that the runs at beta 0 have a gradient too. Every row with a KL holds something besides weights, the "
     "remote one's too, whose weights are in another process: take that row as the base of the others. A frozen copy is "
-    "one model; a moving reference two, itself and the original that the second KL is taken to. A bfloat16 copy is made "
+    "one model; a moving one two, itself and the original that the second KL is taken to. A bfloat16 copy is made "
     "from the float32 one, so its peak is that of both for a moment, and half a model stays. With LoRA the adapter is "
     "switched off: no weights of its own.",
     run=run,
