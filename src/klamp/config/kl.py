@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from klamp.config.rules import cautions, refusals
+from klamp.config.rules import cautions, check_beta, refusals
 from klamp.core import controllers
 from klamp.core.clipping import CLIP_LEVELS, CLIP_METHODS, ClipLevel
 from klamp.core.controllers import Controller
@@ -175,13 +175,7 @@ class KLConfig:
             warnings.warn(text, KLWarning, stacklevel=4)
 
     def _check_numbers(self) -> None:
-        if not (math.isfinite(self.beta) and self.beta >= 0):
-            raise ConfigError(
-                "beta must be a number >= 0",
-                got=self.beta,
-                why="a negative coefficient rewards leaving the reference",
-                fix="use beta=0 to train without KL",
-            )
+        check_beta(self.beta)
         if not (math.isfinite(self.kl_clip_threshold) and self.kl_clip_threshold >= 0):
             raise ConfigError(
                 "kl_clip_threshold must be a number >= 0",

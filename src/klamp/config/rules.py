@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, TypeAlias
+
+from klamp.errors import ConfigError
 
 if TYPE_CHECKING:
     from klamp.config.kl import KLConfig
@@ -10,6 +13,21 @@ if TYPE_CHECKING:
 
 Refusal: TypeAlias = tuple[bool, str, str, str]
 """(refused, what, why, fix)"""
+
+
+def check_beta(beta: float, *, fix: str = "use beta=0 to train without KL") -> None:
+    """Refuse a coefficient of the KL that is none.
+
+    Args:
+        beta: the coefficient.
+        fix: the way out.
+
+    Raises:
+        ConfigError: it is negative, or not finite.
+    """
+    if not (math.isfinite(beta) and beta >= 0):
+        why = "a negative coefficient rewards leaving the reference"
+        raise ConfigError("beta must be a number >= 0", got=beta, why=why, fix=fix)
 
 
 def refusals(c: KLConfig) -> list[Refusal]:

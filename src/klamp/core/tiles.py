@@ -47,8 +47,8 @@ class Head(NamedTuple):
         return torch.mm(hidden, weight.t(), out=out) if bias is None else torch.addmm(bias, hidden, weight.t(), out=out)
 
     def logits(self, product: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Logits, and d logits / d product where that is not 1. The product's memory may be used."""
-        z = upcast(product)
+        """Logits, and d logits / d product where that is not 1, of a product in float32 or wider, which is used up."""
+        z = product
         if self.softcap is not None:
             z = z.div_(self.softcap).tanh_()
             slope = (1 - z.square()).div_(self.temperature)
@@ -106,8 +106,8 @@ def gradients(
     """Gradients of hidden, weight and bias, each only where needed, summed over the tiles in float32."""
     wide = upcast(hidden[:0]).dtype
     columns, chunks = tiles(hidden, weight)
-    d_weight, columns = place or (torch.empty_like(weight) if needs[1] else None, columns)
-    d_weight = d_weight if needs[1] else None  # there may be a place, and nobody who asks
+    room, columns = place or (None, columns)
+    d_weight = None if not needs[1] else torch.empty_like(weight) if room is None else room
     d_hidden = torch.zeros_like(hidden, dtype=wide) if needs[0] else None
     d_bias = weight.new_zeros(weight.shape[0], dtype=wide) if needs[2] else None
     for entries in columns:

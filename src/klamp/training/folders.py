@@ -77,9 +77,13 @@ def _check_writable(folder: Path) -> None:
     if nearest == folder.absolute() and not nearest.is_dir():
         return  # named by the caller: it is a file itself
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        raise RunFolderError(
-            "the output folder cannot be written",
-            got=str(folder),
-            why=f"{nearest} is a file" if not nearest.is_dir() else f"no permission to write into {nearest}",
-            fix="choose another --output_dir",
+        raise unwritable(
+            folder, f"{nearest} is a file" if not nearest.is_dir() else f"no permission to write into {nearest}"
         )
+
+
+def unwritable(folder: Path, why: str) -> RunFolderError:
+    """The error for an output folder that cannot be written."""
+    return RunFolderError(
+        "the output folder cannot be written", got=str(folder), why=why, fix="choose another --output_dir"
+    )

@@ -15,9 +15,8 @@ from accelerate import Accelerator
 
 from klamp._version import __version__
 from klamp.diagnostics.doctor import Finding
-from klamp.errors import RunFolderError
 from klamp.training.config import TrainConfig
-from klamp.training.folders import ALARMS_FILE, COMPLETIONS, CONFIG, METRICS_FILE, SUMMARY, VERSIONS
+from klamp.training.folders import ALARMS_FILE, COMPLETIONS, CONFIG, METRICS_FILE, SUMMARY, VERSIONS, unwritable
 from klamp.training.observers import Observer, RunInfo, RunSummary
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors", "reasoning-gym")
@@ -52,12 +51,7 @@ class RunLog(Observer):
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise RunFolderError(
-                "the output folder cannot be written",
-                got=str(self.folder),
-                why=f"{type(error).__name__}: {error}",
-                fix="choose another --output_dir",
-            ) from error
+            raise unwritable(self.folder, f"{type(error).__name__}: {error}") from error
         resumed = info.start_step > 0
         if not resumed:
             text = yaml.safe_dump(plain(info.config), sort_keys=False)

@@ -11,13 +11,13 @@ import ast
 import dataclasses
 import functools
 import inspect
-import math
 import textwrap
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from klamp.config.kl import ALIASES, ControllerName, KLConfig, ReferenceName
+from klamp.config.rules import check_beta
 from klamp.core.clipping import ClipLevel
 from klamp.core.schedules import KLSchedule
 from klamp.core.term import OffPolicy, Placement
@@ -116,13 +116,8 @@ def settle_fields(args: Any) -> None:
             fix="keep one",
         )
     args.beta = next(iter(given.values()), args.beta)
-    if isinstance(args.beta, (int, float)) and not 0 <= args.beta < math.inf:
-        raise ConfigError(
-            "beta must be a number >= 0",
-            got=args.beta,
-            why="a negative coefficient rewards leaving the reference",
-            fix="use beta=0 to train without KL",
-        )
+    if isinstance(args.beta, (int, float)):
+        check_beta(args.beta)
     for name in ALIASES:
         setattr(args, name, None)
     for name in ("kl_controller_gains", "kl_exclude_tokens", "kl_exclude_between"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -10,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 from klamp.adapters.tinker.rows import Rows, read_rows
 from klamp.config import KLConfig
 from klamp.config.kl import REDUCTIONS
+from klamp.config.rules import check_beta
 from klamp.core.masking import Totals
 from klamp.core.objective import Objective, SurrogateName
 from klamp.core.surrogates import check_clip_range
@@ -112,13 +112,8 @@ def in_force(kl: KLConfig, beta: float | None) -> float:
     Raises:
         ConfigError: a coefficient that is no number >= 0.
     """
-    if beta is not None and not (math.isfinite(beta) and beta >= 0):
-        raise ConfigError(
-            "beta must be a number >= 0",
-            got=beta,
-            why="a negative coefficient rewards leaving the reference",
-            fix="pass the controller's value",
-        )
+    if beta is not None:
+        check_beta(beta, fix="pass the controller's value")
     return kl.beta if beta is None else float(beta)
 
 
