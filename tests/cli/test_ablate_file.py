@@ -37,8 +37,7 @@ def test_every_part(tmp_path) -> None:
     )
 
 
-def test_nothing_is_a_plan_too(tmp_path) -> None:
-    assert read(tmp_path, "") == PlanFile()
+def test_how_often_is_a_plan_too(tmp_path) -> None:
     assert read(tmp_path, "seeds: 4").seeds == (0, 1, 2, 3)
     assert read(tmp_path, "seeds: [4]").seeds == (4,), "in a file a list is a list"
 
@@ -46,6 +45,8 @@ def test_nothing_is_a_plan_too(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("text", "what", "fix"),
     [
+        ("", "is empty", "sweep"),
+        ("# base: {beta: 0.1}", "is empty", "sweep"),
         ("arm: {}", "unknown key", "arms"),
         ("beta: 0.1", "beta stands by itself", "base: {beta: ...}"),
         ("base: {bta: 1}", "unknown key", "beta"),

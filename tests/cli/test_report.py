@@ -116,6 +116,15 @@ def test_what_other_trainers_write(tmp_path: Path) -> None:
         assert len(page(tmp_path / "one.html").all("section")) == 7
 
 
+def test_a_run_that_never_took_a_step_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = klamp_run(tmp_path / "run-1")
+    for name in ("metrics.jsonl", "completions.jsonl"):
+        (folder / name).write_text("")
+    assert main(["report", str(folder)]) == 0
+    assert f"{folder}: its record holds no step" in " ".join(capsys.readouterr().err.split())
+    assert page(folder / "report.html").one("h1").text == "run-1"
+
+
 def test_nothing_else_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = klamp_run(tmp_path / "run-1")
     mine = folder / "report.html"

@@ -45,9 +45,15 @@ def read_plan_file(path: Path) -> PlanFile:
 
     Raises:
         UnknownNameError: an unknown key or choice; names the nearest.
-        ConfigError: no such file, no valid YAML, or a value that cannot be read.
+        ConfigError: no such file, no valid YAML, nothing in it, or a value that cannot be read.
     """
     content = load_yaml(path)
+    if not content:
+        raise ConfigError(
+            f"the plan in {path} is empty",
+            why="an ablation of it would run the defaults and nothing beside them",
+            fix="sweep: {beta: [0, 0.01]}, or any of " + ", ".join(KEYS),
+        )
     for key in content:
         if key not in KEYS:
             raise _unknown(str(key), path)

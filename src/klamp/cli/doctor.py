@@ -84,8 +84,7 @@ def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
         return UNREADABLE
     history.settings = dataclasses.replace(history.settings, **options.settings)
     diagnosis = examine(history)
-    empty = not (history.rows or history.evaluations or history.completions)
-    if not diagnosis.findings and (empty or len(diagnosis.unchecked) == len(ALARMS)):
+    if not diagnosis.findings and (history.is_empty or len(diagnosis.unchecked) == len(ALARMS)):
         show_error(_nothing_to_check(options.path, history))
         return UNREADABLE
     failed = diagnosis.failed(options.fail_on)

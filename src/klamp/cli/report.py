@@ -73,6 +73,9 @@ def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
     from klamp.diagnostics.report.page import render
 
     runs = read_runs(records(options.paths))
+    for each in runs:
+        if each.history.is_empty:
+            show_caution(f"{each.path}: its record holds no step; there is nothing to draw")
     page = render(runs)
     options.output.write_text(page, encoding="utf-8", newline="\n")
     alarms = sum(run.levels[0] for run in runs)

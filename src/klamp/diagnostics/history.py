@@ -124,6 +124,11 @@ class History:
     """Step -> completions that were written in it."""
 
     @property
+    def is_empty(self) -> bool:
+        """Whether nothing at all has happened yet."""
+        return not (self.rows or self.evaluations or self.completions)
+
+    @property
     def step(self) -> int:
         """The latest step."""
         last = [rows[-1].step for rows in (self.rows, self.evaluations) if rows]
