@@ -91,6 +91,11 @@ HOST_SIGNATURES = {
         "attach": "(trainer, kl, *, ref_model=None)",
         "effective": "(trainer)",
     },
+    "klamp.verl": {
+        "effective": "(config)",
+        "overrides": "(kl)",
+        "register": "()",
+    },
 }
 
 # One configuration: the fields mean the same in every trainer. More may be added, none may go.

@@ -1,0 +1,113 @@
+"""A KL as a name in verl's configuration, where there is room for a string only: `klamp:kl_gradient=forward`."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from klamp.config import KLConfig
+from klamp.errors import ConfigError, unknown_name
+
+PREFIX = "klamp"
+TERM_FIELDS = (
+    "kl_estimator",
+    "kl_gradient",
+    "kl_horizon",
+    "kl_off_policy",
+    "kl_max_weight",
+    "kl_max_log_ratio",
+)
+"""What a name in the place of `kl_loss_type` or `kl_penalty` may say."""
+CONTROLLER_FIELDS = (
+    "kl_controller",
+    "kl_controller_horizon",
+    "kl_controller_lr",
+    "kl_controller_gains",
+    "beta_min",
+    "beta_max",
+)
+"""What a name in the place of `kl_ctrl.type` may say; beta and the target are verl's `kl_coef` and `target_kl`."""
+IN_REWARD = {"kl_placement": "reward", "kl_estimator": "k1", "kl_horizon": "sequence"}
+"""What a KL in the reward is, as in klamp everywhere."""
+
+_DEFAULTS = KLConfig()
+
+
+def is_ours(name: object) -> bool:
+    """Whether a name in verl's configuration is one of klamp's."""
+    return isinstance(name, str) and (name == PREFIX or name.startswith(f"{PREFIX}:"))
+
+
+def name_of(kl: KLConfig, fields: Iterable[str]) -> str:
+    """The name that stands for some fields of a KL; those at their defaults are left out.
+
+    Args:
+        kl: the KL.
+        fields: the fields that the place can hold.
+    """
+    values = {field: getattr(kl, field) for field in fields}
+    changed = [f"{field}={value}" for field, value in values.items() if value != getattr(_DEFAULTS, field)]
+    return f"{PREFIX}:{','.join(changed)}" if changed else PREFIX
+
+
+@functools.cache
+def loss_kl(name: str) -> KLConfig:
+    """The KL in the loss that a name stands for.
+
+    Raises:
+        ConfigError: the name cannot be read, or what it asks for is refused.
+    """
+    return KLConfig(**_read(name, TERM_FIELDS))
+
+
+@functools.cache
+def reward_kl(name: str) -> KLConfig:
+    """The KL in the reward that a name stands for: k1, summed over the completion.
+
+    Raises:
+        ConfigError: the name cannot be read, or what it asks for is refused.
+    """
+    return KLConfig(**{**IN_REWARD, **_read(name, TERM_FIELDS)})
+
+
+def controlled(name: str, *, beta: float, target_kl: float) -> KLConfig:
+    """A KL with the controller that a name stands for.
+
+    Args:
+        name: of the controller.
+        beta: verl's `kl_coef`, where it starts.
+        target_kl: verl's `target_kl`, in nats per token.
+
+    Raises:
+        ConfigError: the name cannot be read, or what it asks for is refused.
+    """
+    return KLConfig(**IN_REWARD, **_read(name, CONTROLLER_FIELDS), beta=beta, target_kl=target_kl)
+
+
+def _read(name: str, fields: tuple[str, ...]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    text = name.partition(":")[2]
+    for part in re.split(r",(?![^()]*\))", text) if text else ():  # a comma in brackets belongs to its value
+        field, equals, value = (each.strip() for each in part.partition("="))
+        if not equals or field in found:
+            raise ConfigError(
+                f"{name!r} cannot be read as a KL of klamp",
+                got=part,
+                why="behind the colon it takes FIELD=VALUE, each field once, with commas between them",
+                fix=f"{PREFIX}:{fields[1]}=..., or {PREFIX} alone for the defaults",
+            )
+        if field not in fields:
+            why = "a name can hold what this place of verl's configuration has no field for"
+            raise unknown_name(f"field in {name!r}", field, fields, why=why)
+        found[field] = _value(value)
+    return found
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text  # a word

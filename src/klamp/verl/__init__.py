@@ -1,0 +1,14 @@
+"""klamp's KL in verl: names for its configuration, and the functions behind them.
+
+    register                    klamp's names mean something in this process; `import klamp.verl.registered` does it
+    overrides                   a KLConfig as overrides of verl's configuration
+    effective                   what the KL of a verl configuration will really do
+
+Needs verl>=0.8,<0.10 where it trains; `overrides` and `effective` do without.
+"""
+
+from klamp.adapters.verl.effective import Effective, effective
+from klamp.adapters.verl.hooks import register
+from klamp.adapters.verl.overrides import overrides
+
+__all__ = ["Effective", "effective", "overrides", "register"]

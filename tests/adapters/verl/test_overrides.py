@@ -1,0 +1,168 @@
+"""A KLConfig as overrides, what is refused, and what a configuration will do: all without verl."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from klamp.config import KLConfig, preset
+from klamp.errors import ConfigError, UnsupportedVersion
+from klamp.verl import effective, overrides, register
+
+ACTOR = "actor_rollout_ref.actor"
+IMPORTED = "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES=klamp.verl.registered"
+
+
+def test_in_the_loss() -> None:
+    assert overrides(KLConfig(beta=0.04, kl_gradient="forward", kl_max_log_ratio=5.0)) == [
+        f"{ACTOR}.use_kl_loss=True",
+        "algorithm.use_kl_in_reward=False",
+        f"{ACTOR}.kl_loss_coef=0.04",
+        f"{ACTOR}.kl_loss_type='klamp:kl_gradient=forward,kl_max_log_ratio=5.0'",
+        f"{ACTOR}.policy_loss.loss_mode=klamp",
+        IMPORTED,
+    ]
+
+
+def test_in_the_reward() -> None:
+    kl = KLConfig(beta=0.1, kl_placement="reward", kl_estimator="k1", kl_horizon="sequence", target_kl=0.05)
+    assert overrides(kl) == [
+        f"{ACTOR}.use_kl_loss=False",
+        "algorithm.use_kl_in_reward=True",
+        "algorithm.kl_penalty=klamp",
+        "algorithm.norm_adv_by_std_in_grpo=False",
+        "algorithm.kl_ctrl.type=klamp",
+        "algorithm.kl_ctrl.kl_coef=0.1",
+        "algorithm.kl_ctrl.target_kl=0.05",
+        IMPORTED,
+    ]
+
+
+def test_beta_0_is_no_kl_and_no_klamp() -> None:
+    assert overrides(KLConfig(beta=0)) == [f"{ACTOR}.use_kl_loss=False", "algorithm.use_kl_in_reward=False"]
+
+
+REFUSED = [
+    ({"kl_placement": "advantage", "kl_estimator": "k1"}, "kl_placement='advantage'"),
+    ({"kl_estimator": "exact"}, "kl_estimator='exact'"),
+    ({"kl_clip_method": "hard"}, "kl_clip_method='hard'"),
+    ({"kl_exclude_prefix": 3}, "kl_exclude_"),
+    ({"kl_normalizer": "token_mean"}, "loss_agg_mode"),
+    ({"reference": "ema"}, "reference='ema'"),
+    ({"reference_dtype": "bfloat16"}, "reference_dtype"),
+    ({"reference_device": "cpu"}, "reference_device"),
+    ({"reference_share": 0.5}, "reference_share"),
+    ({"target_kl": 0.05}, "kl_placement='reward'"),
+    ({"kl_schedule": "cosine"}, "kl_schedule"),
+    ({"kl_warmup_steps": 5}, "kl_schedule"),
+    ({"kl_lr_guard": 0.1}, "kl_lr_guard"),
+    ({"kl_early_stop": 0.1}, "kl_early_stop"),
+]
+
+
+@pytest.mark.filterwarnings("ignore::klamp.config.kl.KLWarning")
+@pytest.mark.parametrize(("fields", "text"), REFUSED)
+def test_what_verl_has_no_place_for_is_refused_with_the_way_out(fields: dict, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        overrides(KLConfig(**fields))
+    assert text in str(caught.value) and caught.value.why and caught.value.fix
+
+
+def test_a_preset_goes_too() -> None:
+    assert any("kl_loss_type" in text for text in overrides(preset("grpo")))
+
+
+@pytest.mark.filterwarnings("ignore::klamp.config.kl.KLWarning")
+def test_without_verl_register_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for installed in (None, "0.7.1", "0.10.0"):
+        monkeypatch.setattr("klamp.adapters.verl.versions.metadata.version", lambda name, v=installed: _version(v))
+        with pytest.raises(UnsupportedVersion, match="klamp.verl needs verl"):
+            register()
+
+
+def _version(installed: str | None) -> str:
+    from importlib.metadata import PackageNotFoundError
+
+    if installed is None:
+        raise PackageNotFoundError("verl")
+    return installed
+
+
+CONFIG: dict[str, Any] = {
+    "data": {"train_batch_size": 128},
+    "actor_rollout_ref": {
+        "model": {"lora_rank": 0},
+        "rollout": {"n": 8},
+        "actor": {
+            "use_kl_loss": True,
+            "kl_loss_coef": 0.04,
+            "kl_loss_type": "klamp",
+            "loss_agg_mode": "token-mean",
+            "policy_loss": {"loss_mode": "vanilla"},
+        },
+    },
+    "algorithm": {
+        "adv_estimator": "grpo",
+        "norm_adv_by_std_in_grpo": True,
+        "use_kl_in_reward": False,
+        "kl_penalty": "kl",
+        "kl_ctrl": {"type": "fixed", "kl_coef": 0.001, "horizon": 10000, "target_kl": 0.1},
+    },
+}
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    """The configuration above with some values changed, whichever section they are in."""
+    made = copy.deepcopy(CONFIG)
+    for name, value in changes.items():
+        for section in (made["actor_rollout_ref"]["actor"], made["actor_rollout_ref"]["model"], made["algorithm"]):
+            if name in section:
+                section[name] = value
+    return made
+
+
+def test_the_words_of_a_configuration() -> None:
+    assert str(effective(config())).splitlines() == [
+        "loss       klamp's: k3, gradient KL(policy||ref), horizon token, off-policy weights: none; beta 0.04, fixed",
+        "reward     none: use_kl_in_reward is off",
+        "normalizer mean over the tokens of the mini-batch (loss_agg_mode=token-mean)",
+        "reference  a frozen copy",
+    ]
+    assert effective(config(lora_rank=8)).reference == "the policy with its adapter off"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("kl", "k1, gradient zero in expectation"),
+        ("k1", "k1, gradient zero in expectation"),
+        ("mse", "k2, gradient KL(policy||ref);"),
+        ("low_var_kl", "k3, gradient KL(ref||policy); its value stops at 10 nats"),
+        ("k3+", "k3, gradient KL(policy||ref);"),
+        ("full", "unknown: verl raises NotImplementedError"),
+    ],
+)
+def test_verls_own_names_in_words(name: str, words: str) -> None:
+    found = effective(config(kl_loss_type=name)).loss
+    assert found.startswith("verl's own: ") and words in found
+
+
+def test_what_may_surprise() -> None:
+    def notes(**changes: Any) -> str:
+        return " ".join(effective(config(**changes)).notes)
+
+    assert notes() == ""
+    assert "loss_mode must be klamp" in notes(kl_loss_type="klamp:kl_horizon=sequence")
+    ready = config(kl_loss_type="klamp:kl_horizon=sequence", policy_loss={"loss_mode": "klamp:gspo"})
+    assert effective(ready).notes == ()
+    assert "counts twice" in notes(use_kl_in_reward=True)
+    assert "beta cancels" in notes(use_kl_in_reward=True, use_kl_loss=False)
+    assert "beta cancels" not in notes(use_kl_in_reward=True, norm_adv_by_std_in_grpo=False)
+    assert "biased" in notes(use_kl_in_reward=True, kl_penalty="low_var_kl")
+    adaptive = {"type": "adaptive", "kl_coef": 0.1, "horizon": 100, "target_kl": 0.1}
+    theirs = notes(use_kl_in_reward=True, kl_ctrl=adaptive)
+    assert "turns beta negative: it multiplies by 1 - 0.2 * 1024 / 100" in theirs and "on resume" in theirs
+    ours = notes(use_kl_in_reward=True, kl_ctrl=adaptive | {"type": "klamp:kl_controller=dual"})
+    assert "negative" not in ours and "on resume" in ours
