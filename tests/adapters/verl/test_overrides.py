@@ -77,7 +77,7 @@ def test_a_preset_goes_too() -> None:
 @pytest.mark.filterwarnings("ignore::klamp.config.kl.KLWarning")
 def test_without_verl_register_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for installed in (None, "0.7.1", "0.10.0"):
-        monkeypatch.setattr("klamp.adapters.verl.versions.metadata.version", lambda name, v=installed: _version(v))
+        monkeypatch.setattr("importlib.metadata.version", lambda name, v=installed: _version(v))
         with pytest.raises(UnsupportedVersion, match="klamp.verl needs verl"):
             register()
 

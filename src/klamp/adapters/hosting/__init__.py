@@ -1,5 +1,6 @@
 """What every host of a KL term needs and no host's library: its fields, its penalty, its controls, its metrics.
 
+versions     which versions of a host an adapter was tested with
 fields       the options, for a host's own dataclass of arguments
 refusals     which of them a host cannot honour, and why
 control      beta from step to step, and what a checkpoint must hold of it
@@ -7,5 +8,6 @@ rollout      once per generation batch: exclusions, gate, reference length, KL i
 loss         once per micro-batch: the penalty, and the coefficient that puts it into the host's own loss
 window       what was measured, summed over micro-batches and processes
 stepzero     the KL before the first update, which should be 0
+words        what `effective` found, as text
 lr_guard     kl_lr_guard, for a loop of transformers
 """

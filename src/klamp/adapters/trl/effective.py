@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from klamp.adapters.hosting.control import NEVER_ZERO
+from klamp.adapters.hosting.words import in_lines
 from klamp.adapters.trl.refusals import liger_bypasses
 from klamp.adapters.trl.versions import check_version
 from klamp.adapters.unsloth.effective import on_unsloth
@@ -51,9 +52,7 @@ class Effective:
     """What may surprise."""
 
     def __str__(self) -> str:
-        rows = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name != "notes"]
-        lines = [f"{name:11}{value}" for name, value in rows]
-        return "\n".join([*lines, *(f"note       {note}" for note in self.notes)])
+        return in_lines(self)
 
 
 def effective(trainer: Any) -> Effective:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import metadata
 from typing import Any, NamedTuple
 
 import torch
-from packaging.version import Version
 
+from klamp.adapters.hosting.versions import check_installed
 from klamp.adapters.unsloth.loss import Call, LossWithKL, stopped_calling
-from klamp.errors import ConfigError, UnsupportedVersion
+from klamp.errors import ConfigError
 
 OLDEST, NEWEST = "2026.10.7", "2026.10.9"
 HOST, LOSS = "_UnslothGRPOTrainer", "UnslothEfficientGRPO"
@@ -61,18 +60,9 @@ def check_version() -> str:
     Raises:
         UnsupportedVersion: Unsloth or its zoo is missing, or outside the range that was tried.
     """
+    why = "the KL enters in the middle of Unsloth's own loss, which changes from week to week"
     for package in ("unsloth_zoo", "unsloth"):
-        try:
-            installed = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            installed = "none"
-        if installed == "none" or not Version(OLDEST) <= Version(installed) <= Version(NEWEST):
-            raise UnsupportedVersion(
-                f"klamp was tried with {package} {OLDEST} to {NEWEST}",
-                got=f"{package} {installed}",
-                why="the KL enters in the middle of Unsloth's own loss, which changes from week to week",
-                fix=f'pip install "{package}>={OLDEST},<={NEWEST}"',
-            )
+        installed = check_installed(f"{package}>={OLDEST},<={NEWEST}", by="klamp.trl on Unsloth", why=why)
     return installed
 
 

@@ -1,6 +1,5 @@
 """klamp's KL in verl: through its registry of policy losses, its `kl_penalty` and its controller in the reward.
 
-versions     the range of verl
 names        a KL as a name in verl's configuration: klamp:kl_gradient=forward
 refusals     what verl has no place for, and why
 hooks        register: the three places in verl that look a name up

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from klamp.adapters.hosting.words import in_lines
 from klamp.adapters.verl import names
 from klamp.config import KLConfig
 from klamp.core.types import Gradient
@@ -50,9 +51,7 @@ class Effective:
     """What may surprise."""
 
     def __str__(self) -> str:
-        rows = {"loss": self.loss, "reward": self.reward, "normalizer": self.normalizer, "reference": self.reference}
-        lines = [f"{name:11}{value}" for name, value in rows.items()]
-        return "\n".join([*lines, *(f"note       {note}" for note in self.notes)])
+        return in_lines(self)
 
 
 def effective(config: Any) -> Effective:

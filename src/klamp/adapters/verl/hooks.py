@@ -17,13 +17,15 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from klamp.adapters.hosting.versions import check_installed, out_of_range
 from klamp.adapters.verl import names
-from klamp.adapters.verl.versions import check_version, out_of_range
 from klamp.core.gradients import masked_log_ratio
 from klamp.core.term import token_penalty
 from klamp.core.types import Batch
 from klamp.errors import ConfigError
 
+NEEDED = "verl>=0.8,<0.10"
+WHY = "the KL enters where verl looks up the name of its own, which changes from version to version"
 LOSSES, ALGORITHMS = "verl.workers.utils.losses", "verl.trainer.ppo.core_algos"
 ARGUMENTS = ("logprob", "ref_logprob", "kl_penalty")
 """Of verl's `kl_penalty`."""
@@ -71,14 +73,15 @@ def register() -> None:
 
     Source: verl's documentation of `register_policy_loss` and `VERL_USE_EXTERNAL_MODULES`
     """
-    installed = check_version()
+    installed = check_installed(NEEDED, by="klamp.verl", why=WHY)
     algorithms: Any = importlib.import_module(ALGORITHMS)
     losses: Any = importlib.import_module(LOSSES)
     if "klamp" in algorithms.POLICY_LOSS_REGISTRY:
         return
     found = tuple(inspect.signature(algorithms.kl_penalty).parameters)
     if found != ARGUMENTS or losses.kl_penalty is not algorithms.kl_penalty:
-        raise out_of_range(f"verl {installed}, whose kl_penalty takes {', '.join(found)}")
+        got = f"verl {installed}, whose kl_penalty takes {', '.join(found)}"
+        raise out_of_range(NEEDED, by="klamp.verl", got=got, why=WHY)
     losses.kl_penalty = _by_name(losses.kl_penalty, penalty_in_loss)
     algorithms.kl_penalty = _by_name(algorithms.kl_penalty, penalty_in_reward)
     algorithms.get_kl_controller = _controller_by_name(algorithms.get_kl_controller)

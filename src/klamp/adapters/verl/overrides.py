@@ -23,7 +23,7 @@ def overrides(kl: KLConfig) -> list[str]:
     Raises:
         ConfigError: verl has no place for what is asked for; with the reason.
 
-    Source: kl-in-reward and group scaling: klamp's kl_placement; the fields: verl's `ppo_trainer.yaml`
+    Source: the fields: verl's `ppo_trainer.yaml`; the cancelling: docs/which-kl.md, question 4
     """
     check(kl)
     in_reward = kl.needs_reference and kl.kl_placement == "reward"
