@@ -13,6 +13,7 @@ from verl.workers.utils import losses
 
 from klamp.core.types import Batch
 
+PER_TOKEN = ("responses", "response_mask", "old_log_probs", "advantages", "ref_log_prob")
 UNCLIPPED_BELOW = 1e6
 """verl clips a second time where the advantage is negative; this puts that out of reach."""
 
@@ -62,7 +63,13 @@ class Step:
 
 
 def actor_loss(
-    step: Step, *, loss_mode: str = "klamp", tokens: int | None = None, rows: int | None = None, **options: Any
+    step: Step,
+    *,
+    loss_mode: str = "klamp",
+    tokens: int | None = None,
+    rows: int | None = None,
+    nested: bool = False,
+    **options: Any,
 ) -> tuple[Tensor, dict[str, Any]]:
     """(loss, metrics) of `verl.workers.utils.losses.ppo_loss`.
 
@@ -71,6 +78,7 @@ def actor_loss(
         loss_mode: of the policy loss.
         tokens: trained tokens of the whole mini-batch, where the step is a part of it.
         rows: completions of it.
+        nested: as verl's newer trainers pass them, without padding; every token of a completion is then trained on.
         options: fields of ActorConfig.
     """
     policy_loss = PolicyLossConfig(loss_mode=loss_mode)
@@ -95,9 +103,24 @@ def actor_loss(
         },
         batch_size=[count],
     )
+    policy = _without_padding(step)
+    if nested:
+        policy = torch.nested.as_nested_tensor(list(policy.split((step.mask.sum(1) + 1).tolist())), layout=torch.jagged)
+        data = TensorDict(
+            {
+                "prompts": torch.nested.as_nested_tensor(list(prompt), layout=torch.jagged),
+                **{name: _ragged(data[name], step.mask) for name in PER_TOKEN},
+            },
+            batch_size=[count],
+        )
     for name, value in {"dp_size": 1, "batch_num_tokens": tokens, "global_batch_size": rows}.items():
         data.set_non_tensor(name, value)
-    return losses.ppo_loss(config, {"log_probs": _without_padding(step)}, data)
+    return losses.ppo_loss(config, {"log_probs": policy}, data)
+
+
+def _ragged(values: Tensor, mask: Tensor) -> Tensor:
+    rows = [row[kept] for row, kept in zip(values, mask, strict=True)]
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
 def _without_padding(step: Step) -> Tensor:

@@ -69,6 +69,15 @@ def test_the_loss_is_klamps_own(name: str, average: str) -> None:
 
 
 @pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("name", TERMS)
+def test_without_padding_it_is_the_same(name: str) -> None:
+    step, options = Step.random(), {"use_kl_loss": True, "kl_loss_type": name, "kl_loss_coef": 0.3}
+    (padded, _), (nested, _) = (actor_loss(step, nested=nested, **options) for nested in (False, True))
+    torch.testing.assert_close(nested, padded, rtol=0, atol=1e-12)
+    torch.testing.assert_close(gradient(nested, step), gradient(padded, step), rtol=0, atol=1e-12)
+
+
+@pytest.mark.usefixtures("registered")
 def test_float32_to_1e_6() -> None:
     step = Step.random(16, 40, dtype=torch.float32)
     for name in TERMS:
