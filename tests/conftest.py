@@ -51,13 +51,7 @@ def shapes_unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def default_base_model() -> Path:
-    """The folder of the built-in base model, trained at most once per checkout, however many workers ask for it."""
-    from filelock import FileLock
+    """The folder of the built-in base model."""
+    from tests.base_model import taught
 
-    from klamp.tasks.base_model import BaseModelConfig, base_model_folder, load_base_model
-
-    folder = base_model_folder(BaseModelConfig())
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
-        load_base_model(BaseModelConfig())
-    return folder
+    return taught()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -57,29 +55,6 @@ def test_a_dry_run_says_where_the_weights_are(tmp_path, monkeypatch, capsys):
 def test_what_the_service_cannot_do_is_said_before_any_work(capsys):
     assert main(["train", *FLAGS, "--temperature", "0.5"]) != 0
     assert "backend='tinker' cannot do this" in capsys.readouterr().err
-
-
-def test_a_process_whose_server_dies_ends_with_a_clear_error(tmp_path):
-    from tests.training.conftest import tiny_llama
-
-    from klamp.tasks import arithmetic_tokenizer
-    from klamp.tinker.testing import Fault, serve
-
-    fault = Fault(kind="die", route="optim_step", after=1)
-    with serve(tiny_llama(), arithmetic_tokenizer(), name="klamp/tiny", faults=[fault]) as standin:
-        command = [sys.executable, "-m", "klamp.cli", "train", *FLAGS, "--save_every", "1", "--service_timeout", "8"]
-        done = subprocess.run(
-            [*command, "--output_dir", str(tmp_path / "run")],
-            env=os.environ | standin.environment,
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
-    assert done.returncode == 1, done.stderr
-    assert "the Tinker service" in done.stderr
-    assert "the state after step 1 is saved in" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_the_example_runs_offline(default_base_model, capsys):

@@ -118,3 +118,10 @@ def context(run_of):
         reference=None,
         reference_length=None,
     )
+
+
+def saved_step(folder):
+    """The step of a run's newest checkpoint."""
+    from klamp.training import checkpoint
+
+    return checkpoint.load_state(checkpoint.newest(folder))["step"]

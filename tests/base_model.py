@@ -1,0 +1,22 @@
+"""The built-in base model, taught at most once per checkout, however many workers ask: `python -m tests.base_model`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from filelock import FileLock
+
+from klamp.tasks.base_model import BaseModelConfig, base_model_folder, load_base_model
+
+
+def taught() -> Path:
+    """Its folder."""
+    folder = base_model_folder(BaseModelConfig())
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        load_base_model(BaseModelConfig())
+    return folder
+
+
+if __name__ == "__main__":
+    taught()
