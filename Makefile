@@ -57,7 +57,7 @@ demo: $(READY)
 
 # The built-in model, which many tests need, is taught on the second core while the first one lints: once, a minute.
 test: $(READY)
-	@KLAMP_CACHE=$(CURDIR)/.cache/klamp OMP_NUM_THREADS=1 $(BIN)/python -m tests.base_model & \
+	@KLAMP_CACHE="$${KLAMP_CACHE:-$(CURDIR)/.cache/klamp}" OMP_NUM_THREADS=1 $(BIN)/python -m tests.base_model & \
 	$(MAKE) --no-print-directory lint docs pytest
 
 lint: $(READY)
