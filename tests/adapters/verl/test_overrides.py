@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,11 @@ def test_in_the_loss() -> None:
         f"{ACTOR}.policy_loss.loss_mode=klamp",
         IMPORTED,
     ]
+
+
+def test_the_page_shows_them() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "verl.md").read_text(encoding="utf-8")
+    assert "\n".join(["```text", *overrides(KLConfig(beta=0.04)), "```"]) in page
 
 
 def test_in_the_reward() -> None:
