@@ -7,14 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.adapters.tinker.conftest import FLAGS
 
 from klamp.cli import main
 
 pytest.importorskip("tinker")
 
 ROOT = Path(__file__).resolve().parents[2]
-FLAGS = ["--backend", "tinker", "--model", "klamp/tiny", "--lora_r", "4", "--prompts_per_step", "2", "--report_to"]
-FLAGS += ["--num_generations", "3", "--eval_size", "1", "--max_completion_length", "6", "--warmup_steps", "0"]
 
 
 @pytest.fixture(scope="module")

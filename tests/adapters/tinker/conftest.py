@@ -7,6 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
+FLAGS = ["--backend", "tinker", "--model", "klamp/tiny", "--lora_r", "4", "--prompts_per_step", "2", "--report_to"]
+FLAGS += ["--num_generations", "3", "--eval_size", "1", "--max_completion_length", "6", "--warmup_steps", "0"]
+"""Of a short `klamp train` at the stand-in."""
+
 
 @pytest.fixture(scope="session")
 def shared_standin() -> Iterator:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from tests.adapters.tinker.conftest import saved_step, tiny_run
+from tests.adapters.tinker.conftest import FLAGS, saved_step, tiny_run
 from tests.training import rewards
 from tests.training.conftest import steps_of, tiny_llama
 
@@ -19,8 +19,6 @@ from klamp.errors import ModelError, NonFiniteError, RewardError
 from klamp.tasks import arithmetic_tokenizer
 from klamp.tinker.testing import Fault, serve
 
-FLAGS = ["--backend", "tinker", "--model", "klamp/tiny", "--lora_r", "4", "--prompts_per_step", "2", "--report_to"]
-FLAGS += ["--num_generations", "3", "--eval_size", "1", "--max_completion_length", "6", "--warmup_steps", "0"]
 FAST = {
     "max_steps": 3,
     "prompts_per_step": 2,

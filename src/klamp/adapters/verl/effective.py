@@ -8,7 +8,6 @@ from typing import Any
 
 from klamp.adapters.hosting.words import in_lines
 from klamp.adapters.verl import names
-from klamp.config import KLConfig
 from klamp.core.types import Gradient
 
 K3_STOPS = "; its value stops at 10 nats, at log-ratios -2.61 and +11.0, and past them it has no gradient"
@@ -139,7 +138,10 @@ def _notes(config: Any, in_loss: bool, in_reward: bool) -> list[str]:
             in_reward and control["type"] != "fixed",
             "verl's checkpoints do not hold the controller: on resume beta starts at kl_coef",
         ),
-        (in_loss and _needs_note(actor), "loss_mode must be klamp, or klamp:MODE: it has to name klamp's policy loss"),
+        (
+            in_loss and _lacks_policy_loss(actor),
+            "loss_mode must be klamp, or klamp:MODE: it has to name klamp's policy loss",
+        ),
     ]
     return [text for applies, text in rows if applies]
 
@@ -148,8 +150,8 @@ def _completions(config: Any) -> int:
     return int(config["data"]["train_batch_size"]) * int(config["actor_rollout_ref"]["rollout"]["n"])
 
 
-def _needs_note(actor: Any) -> bool:
-    if not names.is_ours(actor["kl_loss_type"]) or names.is_ours(actor["policy_loss"]["loss_mode"]):
+def _lacks_policy_loss(actor: Any) -> bool:
+    name = actor["kl_loss_type"]
+    if not names.is_ours(name) or names.is_ours(actor["policy_loss"]["loss_mode"]):
         return False
-    kl: KLConfig = names.loss_kl(actor["kl_loss_type"])
-    return kl.kl_horizon == "sequence" or kl.kl_off_policy != "none"
+    return names.needs_policy_loss(names.loss_kl(name).build_term())

@@ -97,7 +97,7 @@ def penalty_in_loss(logprob: Tensor, ref_logprob: Tensor, name: str) -> Tensor:
         ConfigError: a name that cannot be read, or one that needs the mask where no policy loss of klamp's ran.
     """
     term, note = names.loss_kl(name).build_term(), _notes.take(logprob)
-    if note is None and (term.horizon == "sequence" or term.off_policy != "none"):
+    if note is None and names.needs_policy_loss(term):
         raise ConfigError(
             "this KL needs klamp's policy loss",
             got=f"kl_loss_type={name!r}",

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from klamp.config import KLConfig
+from klamp.core.term import KLTerm
 from klamp.errors import ConfigError, unknown_name
 
 PREFIX = "klamp"
@@ -71,6 +72,11 @@ def reward_kl(name: str) -> KLConfig:
         ConfigError: the name cannot be read, or what it asks for is refused.
     """
     return KLConfig(**{**IN_REWARD, **_read(name, TERM_FIELDS)})
+
+
+def needs_policy_loss(term: KLTerm) -> bool:
+    """Whether a KL in the loss needs what verl tells the policy loss only: the mask, the old log-probabilities."""
+    return term.horizon == "sequence" or term.off_policy != "none"
 
 
 def controlled(name: str, *, beta: float, target_kl: float) -> KLConfig:
