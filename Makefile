@@ -78,7 +78,7 @@ pytest: $(READY)
 
 # Whole programs, several processes of them at a time.
 SLOW := tests/examples tests/benchmarks tests/tasks/test_filler_model.py tests/ablation/test_cluster.py tests/ablation/test_execute.py \
-	tests/training/test_sharded_processes.py tests/adapters/tinker/test_failures.py
+	tests/training/test_sharded_processes.py tests/training/service/test_failures.py
 
 test-slow: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist load $(SLOW) $(PYTEST_ARGS)
@@ -89,10 +89,10 @@ test-report: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/browser $(PYTEST_ARGS)
 
 # What clashes with the development environment has one of its own: hosts with other pins, and the oldest versions.
-test-verl: SUITE := tests/hosts/verl
-test-unsloth: SUITE := tests/hosts/unsloth
-test-tinker-oldest: SUITE := tests/adapters/tinker
-test-trl-oldest: SUITE := tests/adapters/trl
+test-verl: SUITE := tests/engines/verl
+test-unsloth: SUITE := tests/engines/unsloth
+test-tinker-oldest: SUITE := tests/hosts/tinker tests/tinker tests/training/service
+test-trl-oldest: SUITE := tests/hosts/trl
 
 test-verl test-unsloth test-tinker-oldest test-trl-oldest: test-%: .venv-%/.installed-for-klamp
 	OMP_NUM_THREADS=1 .venv-$*/bin/pytest $(SUITE) $(PYTEST_ARGS)

@@ -16,9 +16,9 @@ from klamp.core.estimators import ESTIMATORS
 from klamp.diagnostics.alarm import Alarm
 from klamp.diagnostics.alarms import ALARMS
 from klamp.diagnostics.metrics import METRICS, MetricRow
-from klamp.verify.naming import IN_WORDS
-from klamp.verify.overview import EstimatorFacts, measure_estimators
-from klamp.verify.pull import LENGTH, ConfigFacts, measure_config
+from klamp.verify.config_facts import LENGTH, ConfigFacts, measure_config
+from klamp.verify.estimator_facts import EstimatorFacts, measure_estimators
+from klamp.verify.gradient_names import IN_WORDS
 
 DOCS = Path(__file__).resolve().parent
 

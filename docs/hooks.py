@@ -99,7 +99,7 @@ def iterate_public() -> Iterator[tuple[str, object]]:
             if not (inspect.isfunction(thing) or inspect.isclass(thing)):
                 continue
             own = (thing.__module__, thing.__name__) == (module.__name__, name)
-            if not own and not thing.__module__.startswith("klamp.adapters."):  # whose names are public elsewhere only
+            if not own and not thing.__module__.startswith("klamp.hosts."):  # whose names are public elsewhere only
                 continue  # imported, or a second name for something that is documented under its first
             yield f"{module.__name__}.{name}", thing
             if inspect.isclass(thing):

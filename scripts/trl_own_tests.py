@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PLUGIN = ROOT / "tests" / "adapters" / "trl" / "own"
+PLUGIN = ROOT / "tests" / "hosts" / "trl" / "own"
 SUITE = "tests/test_grpo_trainer.py"
 PASSES = {"passed", "xfailed"}  # what pytest counts as no failure, a test that ran to its end
 MISSING = "not run"

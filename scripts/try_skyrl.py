@@ -48,9 +48,8 @@ class Trial:
 
     def __init__(self, url: str, model: Path, folder: Path) -> None:
         import tinker
-
-        from klamp.adapters.tinker.standin.model import BaseModel
         from klamp.tinker.testing import tiny_model
+        from klamp.tinker.testing.model import BaseModel
 
         self.tinker, self.folder = tinker, folder
         self.service = tinker.ServiceClient(base_url=url, api_key="tml-dummy")
@@ -88,7 +87,7 @@ class Trial:
         """Save a snapshot at the server and read its LoRA weights from the file."""
         from safetensors.torch import load
 
-        from klamp.adapters.tinker.standin.model import LoraShape, Weights
+        from klamp.tinker.testing.model import LoraShape, Weights
 
         self.paths[name] = self.client.save_weights_for_sampler(name).result(timeout=WAIT).path
         (file,) = self.folder.glob(f"checkpoints/*/sampler_weights/{name}.tar.gz")
@@ -376,7 +375,7 @@ def run_checks(trial: Trial) -> int:
 def main() -> int:
     """Start the server, run the checks, end the server."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside, or out of time"))
-    from klamp.adapters.tinker import version as sdk
+    from klamp.hosts.tinker import versions as sdk
 
     sdk.FIRST = (0, 24)
     names = ("skyrl", "jax", "flax", "optax", "tinker", "torch", "transformers", "peft")

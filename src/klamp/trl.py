@@ -2,17 +2,53 @@
 
     from klamp.trl import GRPOConfig, GRPOTrainer
 
+`attach` and `effective` know TRL's own trainers and those that Unsloth has written in their place.
 Needs trl>=1.10,<2; another version raises UnsupportedVersion on import.
 """
 
 from __future__ import annotations
 
-from klamp.adapters.trl.versions import check_version
+from typing import Any
+
+from klamp.hosts.trl.versions import check_version
 
 check_version()
 
-from klamp.adapters.trl.config import GRPOConfig  # noqa: E402  (the version is checked before TRL is opened up)
-from klamp.adapters.trl.effective import Effective, effective  # noqa: E402
-from klamp.adapters.trl.trainer import GRPOTrainer, attach  # noqa: E402
+from klamp.config import KLConfig  # noqa: E402  (the version is checked before TRL is opened up)
+from klamp.hosts.trl.config import GRPOConfig  # noqa: E402
+from klamp.hosts.trl.effective import Effective, read_effective  # noqa: E402
+from klamp.hosts.trl.patched import host_class  # noqa: E402
+from klamp.hosts.trl.trainer import GRPOTrainer, attach_to_trl  # noqa: E402
+from klamp.hosts.unsloth.effective import on_unsloth  # noqa: E402
+from klamp.hosts.unsloth.trainer import attach_to_unsloth  # noqa: E402
 
 __all__ = ["Effective", "GRPOConfig", "GRPOTrainer", "attach", "effective"]
+
+
+def attach(trainer: Any, kl: KLConfig, *, ref_model: Any = None) -> Any:
+    """Give a TRL trainer that is built already, of any subclass, the KL of a configuration. Returns the trainer.
+
+    Its class becomes a subclass of its own that klamp's hooks come first in; nothing else of it changes. To be called
+    before `train`. A trainer that Unsloth has written gets the hooks that fit Unsloth's loss.
+
+    Args:
+        trainer: a `trl.GRPOTrainer`, or an instance of a user's subclass of it.
+        kl: the whole KL term; its beta takes the place of the trainer's.
+        ref_model: the reference: a model; None: the trainer's own, or where it has none (it was built with beta 0) a
+            copy of the policy as it is now.
+
+    Raises:
+        ConfigError: no TRL trainer, one that has trained already, or an option that cannot work in it.
+        UnsupportedVersion: an Unsloth that was not tried, or whose loss is not where it was.
+    """
+    give = attach_to_trl if host_class(type(trainer)) is None else attach_to_unsloth
+    return give(trainer, kl, ref_model=ref_model)
+
+
+def effective(trainer: Any) -> Effective:
+    """What the KL of a TRL trainer will really do: klamp's, an attached one, or a stock trainer; on Unsloth too.
+
+    Read from the trainer, not from what it was asked for. Changes nothing.
+    """
+    found = read_effective(trainer)
+    return found if host_class(type(trainer)) is None else on_unsloth(trainer, found)

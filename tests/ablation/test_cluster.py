@@ -23,8 +23,8 @@ from klamp.ablation import cluster
 from klamp.ablation.cluster import RayExecutor, connected, load_ray, reason_of, sign_of
 from klamp.ablation.cluster_worker import RESULTS
 from klamp.ablation.executor import Update
+from klamp.ablation.one_run import perform
 from klamp.ablation.outcome import Outcome, read_outcome
-from klamp.ablation.perform import perform
 from klamp.ablation.plan import Arm, Run, run_folder
 from klamp.errors import ConfigError, TrainingStopped, UnsupportedVersion
 from klamp.training.config import TrainConfig

@@ -10,16 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.ablation.test_perform import numbers_of
+from tests.ablation.test_one_run import numbers_of
 from tests.training.conftest import rows_of
 
+from klamp.ablation.checks import open_folder
 from klamp.ablation.execute import Result, execute, write_results
 from klamp.ablation.executor import Tell, Update
 from klamp.ablation.local import LocalExecutor
+from klamp.ablation.one_run import perform
 from klamp.ablation.outcome import OUTCOME, Outcome, read_outcome, write_outcome
-from klamp.ablation.perform import perform
 from klamp.ablation.plan import Plan, Run, run_folder, runs
-from klamp.ablation.prepare import open_folder
 from klamp.errors import ConfigError, RunFolderError, TrainingStopped
 from klamp.training import checkpoint
 

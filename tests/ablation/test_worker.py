@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from klamp.ablation import perform as performing
+from klamp.ablation import one_run as performing
 from klamp.ablation.executor import Update
 from klamp.ablation.outcome import Outcome
 from klamp.ablation.plan import run_folder, runs

@@ -13,10 +13,10 @@ from typing import Any, TypeAlias
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 from tests.diagnostics.histories import completion
-from tests.diagnostics.report.pages import run_of
+from tests.report.pages import run_of
 
 from klamp.cli import main
-from klamp.diagnostics.report.page import render
+from klamp.report.page import render
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 400, "height": 800}

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from tests.browser.conftest import NARROW, WIDE, Open
-from tests.diagnostics.report.pages import run_of
+from tests.report.pages import run_of
 
-from klamp.diagnostics.report.page import render
+from klamp.report.page import render
 
 OVERFLOW = """() => {
   const wide = document.documentElement.clientWidth;

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from playwright.sync_api import expect
 from tests.browser.conftest import Open
-from tests.diagnostics.report.pages import completion, run_of
+from tests.report.pages import completion, run_of
 
-from klamp.diagnostics.report.page import LIMIT, render
+from klamp.report.page import LIMIT, render
 
 
 def test_a_large_record_fits(tmp_path: Path, open_page: Open) -> None:

@@ -14,8 +14,8 @@ from tests.cli.test_train import save_tiny_model
 from klamp.ablation import execute
 from klamp.ablation.executor import Update
 from klamp.ablation.local import LocalExecutor
+from klamp.ablation.one_run import perform
 from klamp.ablation.outcome import Outcome, write_outcome
-from klamp.ablation.perform import perform
 from klamp.ablation.plan import Plan, run_folder, runs
 from klamp.cli import ablate, main
 from klamp.cli.ablate_arguments import AblateOptions

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from klamp.adapters.audit import HOSTS
+from klamp.audit import HOSTS
 from klamp.cli import main
 from klamp.cli.audit import run
 from klamp.cli.audit_table import HEADINGS
@@ -44,7 +44,7 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     def not_installed(package: str) -> str:
         raise PackageNotFoundError(package)
 
-    monkeypatch.setattr("klamp.adapters.audit.hosts.version", not_installed)
+    monkeypatch.setattr("klamp.audit.hosts.version", not_installed)
     monkeypatch.setattr("klamp.cli.audit.version", not_installed)
 
 

@@ -12,7 +12,7 @@ from klamp.cli import main
 from klamp.cli.explain import LENGTH, ExplainRequest, explain, read_request, run
 from klamp.config import PRESETS
 from klamp.errors import ConfigError, UnknownNameError
-from klamp.verify.forms import FORMS
+from klamp.verify.printed import FORMS
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from klamp.cli.fields import fields
 from klamp.cli.flags import read_flags, split_flags
-from klamp.cli.values import fields
 from klamp.config import ALIASES
 from klamp.errors import ConfigError, UnknownNameError
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from klamp.cli import main
-from klamp.cli.values import fields
+from klamp.cli.fields import fields
 from klamp.config import ALIASES, PRESETS
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.diagnostics.report.pages import Node, parse
+from tests.report.pages import Node, parse
 
 from klamp.cli import main
 from klamp.cli.report import names_of, read_options

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.adapters.tinker.conftest import FLAGS
+from tests.standin import FLAGS
 
 from klamp.cli import main
 

@@ -8,18 +8,18 @@ hold a LoRA adapter that has moved away from the reference, and datums whose sam
 from __future__ import annotations
 
 import pytest
-import tinker
 import torch
-from tests.adapters.tinker.wire import ADVANTAGES, PROMPTS, RESPONSES, datums, move
+from tests.hosts.tinker.wire import ADVANTAGES, PROMPTS, RESPONSES, datums, move
 
+import tinker
 from klamp import KLConfig
-from klamp.adapters.audit.trl import build_trainer
-from klamp.adapters.tinker.standin.model import BaseModel, LoraShape
+from klamp.audit.trl import build_trainer
 from klamp.config.loss import LossConfig, build_objective
 from klamp.core.objective import grpo_loss
 from klamp.core.types import Batch
 from klamp.tinker import forward_backward_kl
 from klamp.tinker.testing import serve, tiny_model
+from klamp.tinker.testing.model import BaseModel, LoraShape
 from klamp.training.sampling import Completions
 from klamp.training.scoring import score
 
@@ -144,7 +144,7 @@ def step(service, standin):
 @pytest.fixture
 def trl_trainer(step, monkeypatch):
     """A stock GRPOTrainer that TRL's own constructor built around the training run's weights."""
-    monkeypatch.setattr("klamp.adapters.audit.trl._tiny_model", step.local_model)
+    monkeypatch.setattr("klamp.audit.trl._tiny_model", step.local_model)
     return build_trainer()
 
 

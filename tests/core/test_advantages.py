@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from klamp.core.advantages import group_advantages
 from klamp.errors import KlampError, NonFiniteError, ShapeError, UnknownNameError
-from klamp.verify.tabular import random_chain
+from klamp.verify.worlds import random_chain
 
 SETTINGS = [(s, b) for s in ("std", "none") for b in ("mean", "leave_one_out")]
 group_size = st.integers(2, 6)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from klamp.core.estimators import ESTIMATORS, exact_kl, kl_estimate
 from klamp.errors import ConfigError, ShapeError, UnknownNameError
 from klamp.verify.oracle import examine, expected, expected_gradient, reverse_kl, variance
-from klamp.verify.tabular import Chain, enumerate_outcomes, one_position, random_chain, truncate_top_p
+from klamp.verify.worlds import Chain, enumerate_outcomes, one_position, random_chain, truncate_top_p
 
 SAMPLED = ("k1", "k2", "k3", "abs")
 FORMULAS = {

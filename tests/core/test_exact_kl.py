@@ -13,7 +13,7 @@ from torch.nn.functional import kl_div
 from klamp.core.estimators import exact_kl
 from klamp.errors import UnknownNameError
 from klamp.verify.oracle import examine
-from klamp.verify.tabular import random_chain
+from klamp.verify.worlds import random_chain
 
 DIRECTIONS = ("reverse", "forward", "js")
 rows = st.integers(2, 6).flatmap(

@@ -9,7 +9,7 @@ from klamp.core.estimators import kl_estimate
 from klamp.core.gradients import kl_penalty
 from klamp.errors import ConfigError, KlampError
 from klamp.verify.oracle import examine, expected, expected_gradient, reverse_kl, truths
-from klamp.verify.tabular import enumerate_outcomes, one_position, random_chain, truncate_top_p
+from klamp.verify.worlds import enumerate_outcomes, one_position, random_chain, truncate_top_p
 
 VALUES = ("k1", "k2", "k3", "abs")
 

@@ -11,7 +11,7 @@ from klamp.core.estimators import exact_kl
 from klamp.core.gradients import kl_penalty
 from klamp.errors import ConfigError
 from klamp.verify.oracle import examine, expected, local_kl, reverse_kl
-from klamp.verify.tabular import enumerate_outcomes, random_chain
+from klamp.verify.worlds import enumerate_outcomes, random_chain
 
 VALUES = ("k1", "k2", "k3", "abs")
 SEEDS = (0, 1)

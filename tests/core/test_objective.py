@@ -17,7 +17,7 @@ from klamp.core.term import KLTerm
 from klamp.core.types import Batch
 from klamp.errors import ConfigError, KlampError
 from klamp.verify.oracle import examine, truths
-from klamp.verify.tabular import prefix_probs, random_chain
+from klamp.verify.worlds import prefix_probs, random_chain
 
 REDUCTIONS = ("token_mean", "sequence_mean", "sequence_sum", "fixed_length")
 POISONS = (float("nan"), float("inf"), -float("inf"))

@@ -12,7 +12,7 @@ from klamp.core.placement import kl_in_advantage, kl_in_reward
 from klamp.core.surrogates import score_function
 from klamp.errors import ShapeError
 from klamp.verify.oracle import examine, expected_gradient, truths
-from klamp.verify.tabular import Chain, enumerate_outcomes, one_position, random_chain
+from klamp.verify.worlds import Chain, enumerate_outcomes, one_position, random_chain
 
 
 def double(values):

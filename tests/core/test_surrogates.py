@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from klamp.core.surrogates import cispo, ppo_clip, score_function
 from klamp.errors import ConfigError
 from klamp.verify.oracle import expected_gradient
-from klamp.verify.tabular import enumerate_outcomes, random_chain
+from klamp.verify.worlds import enumerate_outcomes, random_chain
 
 SURROGATES = {"ppo_clip": ppo_clip, "cispo": cispo, "score_function": score_function}
 

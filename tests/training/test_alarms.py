@@ -19,10 +19,10 @@ import torch
 from tests.training import rewards
 from tests.training.conftest import TINY, disturb, steps_of
 
-from klamp.adapters.records import read_record
 from klamp.diagnostics.alarms import ALARMS
 from klamp.diagnostics.doctor import Diagnosis, Finding, examine
 from klamp.errors import ConfigError, TrainingStopped
+from klamp.records import read_record
 from klamp.training.alarms import settings_of
 from klamp.training.config import TrainConfig
 from klamp.training.observers import Observer

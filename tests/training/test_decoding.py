@@ -15,8 +15,8 @@ from klamp.tasks.arithmetic import arithmetic_tokenizer
 from klamp.training import sampling
 from klamp.training.config import RolloutConfig
 from klamp.training.decoding import decode, pays_to_drop
+from klamp.training.model_parts import Traits
 from klamp.training.models import load_model
-from klamp.training.opened import Traits
 from klamp.training.probe import probe
 from klamp.training.sampling import encode_prompts, generate, uniform_numbers
 from klamp.training.scoring import score

@@ -10,7 +10,7 @@ from transformers import GemmaConfig, GemmaForCausalLM, MambaConfig, MambaForCau
 from transformers.cache_utils import DynamicLayer
 
 from klamp.training import probe as probe_module
-from klamp.training.opened import Traits
+from klamp.training.model_parts import Traits
 from klamp.training.probe import notes, probe
 
 FULL = Traits(head=True, sharing="gradient")

@@ -28,7 +28,7 @@ from klamp.core.estimators import exact_kl
 from klamp.training import passes
 from klamp.training import scorer as scorer_module
 from klamp.training.completions import Completions
-from klamp.training.opened import OpenedModel, Traits
+from klamp.training.model_parts import OpenedModel, Traits
 from klamp.training.passes import Plan, run_rows
 from klamp.training.probe import probe
 from klamp.training.scorer import Ask, ExactKL, Scorer

@@ -20,7 +20,7 @@ from klamp.verify.answers import (
     reversed_form,
 )
 from klamp.verify.oracle import expected, reverse_kl
-from klamp.verify.tabular import one_position, random_chain
+from klamp.verify.worlds import one_position, random_chain
 
 
 def test_the_reversed_formula_is_chi_squared_minus_the_kl() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from klamp.errors import ShapeError
 from klamp.verify.audit import NEAR_SPREAD, Finding, Subject, Term, audit, audit_term, near_reference, per_token
-from klamp.verify.tabular import enumerate_outcomes, random_chain
+from klamp.verify.worlds import enumerate_outcomes, random_chain
 
 
 def k2(policy: Tensor, ref: Tensor) -> Tensor:

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from klamp.core.gradients import kl_penalty
 from klamp.errors import ShapeError, UnknownNameError
-from klamp.verify.judge import DTYPES, FAR, judge
-from klamp.verify.judgement import Probe
+from klamp.verify.judge import DTYPES, FAR, Probe, judge
 
 
 def k1(policy: Tensor, ref: Tensor) -> Tensor:

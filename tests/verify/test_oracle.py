@@ -20,7 +20,7 @@ from klamp.verify.oracle import (
     truths,
     variance,
 )
-from klamp.verify.tabular import (
+from klamp.verify.worlds import (
     Chain,
     enumerate_outcomes,
     list_prefixes,

@@ -13,10 +13,10 @@ from typing import Any
 
 from klamp.ablation.cluster_worker import SIGN, Post, job_of, keep_result, work
 from klamp.ablation.executor import Tell, Update, noting_interrupts, stopped
+from klamp.ablation.one_run import failed
 from klamp.ablation.outcome import OUTCOME, Outcome, read_outcome, write_outcome
-from klamp.ablation.parcels import pack_all
-from klamp.ablation.perform import failed
 from klamp.ablation.plan import Run, plain_run, run_folder
+from klamp.ablation.ray_files import pack_all
 from klamp.errors import ConfigError, TrainingStopped, UnsupportedVersion
 
 LOCAL = "local"

@@ -21,10 +21,10 @@ from typing import Any
 
 from klamp._version import __version__
 from klamp.ablation.executor import Update
+from klamp.ablation.one_run import perform
 from klamp.ablation.outcome import OUTCOME
-from klamp.ablation.parcels import Parcels, unpack_all
-from klamp.ablation.perform import perform
 from klamp.ablation.plan import Run, plain_run, run_folder, run_of
+from klamp.ablation.ray_files import Parcels, unpack_all
 from klamp.ablation.worker import alone, write_run
 from klamp.errors import UnsupportedVersion
 from klamp.training.folders import ALARMS_FILE, COMPLETIONS, CONFIG, METRICS_FILE, SUMMARY, VERSIONS

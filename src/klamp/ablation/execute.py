@@ -7,11 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from klamp.ablation.executor import Executor, Tell, Update
-from klamp.ablation.outcome import Outcome, read_outcome
-from klamp.ablation.pictures import write_pictures
-from klamp.ablation.plan import Plan, Run, run_folder, runs
-from klamp.ablation.prepare import (
+from klamp.ablation.checks import (
     Progress,
     check_folder,
     check_references,
@@ -20,6 +16,10 @@ from klamp.ablation.prepare import (
     load_shared,
     open_folder,
 )
+from klamp.ablation.executor import Executor, Tell, Update
+from klamp.ablation.outcome import Outcome, read_outcome
+from klamp.ablation.pictures import write_pictures
+from klamp.ablation.plan import Plan, Run, run_folder, runs
 from klamp.ablation.saturation import write_saturation
 from klamp.ablation.table import Table, markdown, plain, summarise
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal, Protocol, TypeAlias
 
+from klamp.ablation.checks import is_done
 from klamp.ablation.plan import Run
-from klamp.ablation.prepare import is_done
 from klamp.errors import TrainingStopped
 
 RunState: TypeAlias = Literal["waiting", "running", "measuring", "stopping", "done", "failed", "kept"]

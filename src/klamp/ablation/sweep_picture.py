@@ -21,7 +21,7 @@ from klamp.ablation.drawing import (
     wants_logarithm,
 )
 from klamp.ablation.outcome import Outcome
-from klamp.ablation.places import Places, places
+from klamp.ablation.sweep_axis import Places, places
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

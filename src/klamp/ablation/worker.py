@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         from transformers.utils.logging import disable_progress_bar
 
-        from klamp.ablation.perform import perform
+        from klamp.ablation.one_run import perform
         from klamp.errors import TrainingStopped
 
         disable_progress_bar()

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from rich.console import Console
 
+from klamp.ablation.checks import check_folder, check_references, find_folder
 from klamp.ablation.executor import Executor
 from klamp.ablation.plan import Plan, Run, runs
-from klamp.ablation.prepare import check_folder, check_references, find_folder
 from klamp.cli.ablate_arguments import AblateOptions, AblateRequest, parse_ablate
-from klamp.cli.problems import FAILED
-from klamp.cli.words import tool
+from klamp.cli.describe import tool
+from klamp.cli.errors import FAILED
 from klamp.errors import ConfigError, TrainingStopped
 
 

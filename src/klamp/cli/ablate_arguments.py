@@ -13,9 +13,9 @@ from klamp.ablation.plan import OWNED, Arm, Plan, crossed, folder_name, grid
 from klamp.cli.ablate_file import PlanFile, read_plan_file, seeds_of
 from klamp.cli.arguments import preset_values
 from klamp.cli.config_file import read_file
+from klamp.cli.fields import Field, fields_of, read_value
 from klamp.cli.flags import every_flag, field_name, find_field, read_group, split_flags, unknown_key
 from klamp.cli.options import TrainOptions
-from klamp.cli.values import Field, fields_of, read_value
 from klamp.config.kl import resolve_aliases
 from klamp.errors import ConfigError, UnknownNameError, unknown_name
 from klamp.training.config import TrainConfig, field_owners

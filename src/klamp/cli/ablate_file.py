@@ -9,8 +9,8 @@ from typing import Any
 
 from klamp.ablation.plan import Arm
 from klamp.cli.config_file import load_yaml, read_entries, read_entry
+from klamp.cli.fields import known_names
 from klamp.cli.flags import field_name, unknown_key
-from klamp.cli.values import known_names
 from klamp.config import ALIASES
 from klamp.errors import ConfigError
 

@@ -14,8 +14,8 @@ from klamp.ablation.executor import Executor
 from klamp.ablation.outcome import read_outcome
 from klamp.ablation.plan import Plan, Run, run_folder, shown
 from klamp.ablation.table import lines, notes
+from klamp.cli.describe import describe_model, describe_task, tool
 from klamp.cli.tables import show_paragraph, show_table
-from klamp.cli.words import describe_model, describe_task, tool
 from klamp.training.config import TrainConfig
 
 

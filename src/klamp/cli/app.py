@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from klamp._version import __version__
-from klamp.cli.problems import (
+from klamp.cli.errors import (
     FAILED,
     INTERRUPTED,
     cautions_shown,

@@ -11,10 +11,10 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import TextIO
 
-from klamp.adapters.audit import HOSTS, load_subject
-from klamp.adapters.audit.function import CONTRACT
+from klamp.audit import HOSTS, load_subject
+from klamp.audit.function import CONTRACT
 from klamp.cli.audit_table import HEADINGS, LEGEND, Row, row, sentences
-from klamp.cli.problems import show_caution
+from klamp.cli.errors import show_caution
 from klamp.errors import unknown_name
 from klamp.verify.audit import Audit, audit
 

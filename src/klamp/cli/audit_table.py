@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from klamp.verify.audit import Finding
-from klamp.verify.judge import FAR
-from klamp.verify.judgement import Judgement
-from klamp.verify.naming import Followed
+from klamp.verify.gradient_names import Followed
+from klamp.verify.judge import FAR, Judgement
 from klamp.verify.precision import Reach
 
 Row: TypeAlias = tuple[str, ...]

@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
+from klamp.cli.fields import fields, known_names, read_value
 from klamp.cli.flags import unknown_key
-from klamp.cli.values import fields, known_names, read_value
 from klamp.config import ALIASES
 from klamp.config.kl import resolve_aliases
 from klamp.errors import ConfigError

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from klamp.cli.errors import show_error
 from klamp.cli.flags import field_name, split_flags, unknown_key
-from klamp.cli.problems import show_error
 from klamp.cli.tables import show_paragraph, show_table
 from klamp.diagnostics.alarm import Blamed
 from klamp.diagnostics.alarms import ALARMS, check_names
@@ -76,7 +76,7 @@ def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
         return HEALTHY
     options = read_options(argv)
     try:
-        from klamp.adapters.records import read_record
+        from klamp.records import read_record
 
         history = read_record(options.path)
     except KlampError as error:

@@ -15,8 +15,8 @@ from klamp.cli.tables import WIDTH, show_paragraph
 from klamp.config import PRESETS, KLWarning, find_preset
 from klamp.errors import ConfigError, UnknownNameError, unknown_name
 from klamp.verify.explain import VOCAB, Explanation, Setting, explain_config
-from klamp.verify.explain_forms import explain_form
-from klamp.verify.forms import FORMS
+from klamp.verify.explain_printed import explain_form
+from klamp.verify.printed import FORMS
 
 LENGTH = 1000
 """Completion length in tokens where nothing says one."""

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from klamp.cli.values import Field, fields, known_names, read_value
+from klamp.cli.fields import Field, fields, known_names, read_value
 from klamp.config import ALIASES
 from klamp.config.kl import resolve_aliases
 from klamp.errors import ConfigError, UnknownNameError

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from klamp.cli.columns import GAP, STEP_WIDTH, Scale, columns_for, legend_for, sparkline
-from klamp.cli.watch import ROWS, Watch
+from klamp.cli.display import ROWS, Watch
 from klamp.training.observers import RunInfo, RunSummary
 
 OTHER_LINES = 15

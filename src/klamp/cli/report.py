@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from klamp.cli.errors import show_caution
 from klamp.cli.flags import field_name, split_flags, unknown_key
-from klamp.cli.problems import show_caution
-from klamp.diagnostics.report.numerals import count
 from klamp.errors import ConfigError, DataError, RunFolderError
+from klamp.report.numerals import count
 
 if TYPE_CHECKING:  # imported by the command only
-    from klamp.diagnostics.report.run import ReportRun
+    from klamp.report.run import ReportRun
 
 FILE = "report.html"
 SEED = r"_seed-\d+$"
@@ -70,7 +70,7 @@ def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
         return 0
     options = read_options(argv)
     check_output(options.output)
-    from klamp.diagnostics.report.page import render
+    from klamp.report.page import render
 
     runs = read_runs(records(options.paths))
     for each in runs:
@@ -113,7 +113,7 @@ def check_output(file: Path) -> None:
     Raises:
         RunFolderError: the file exists and is none, or its folder does not exist.
     """
-    from klamp.diagnostics.report.page import GENERATOR
+    from klamp.report.page import GENERATOR
 
     if not file.parent.is_dir():
         raise RunFolderError("the folder of the report does not exist", got=str(file.parent), fix="make it first")
@@ -134,7 +134,7 @@ def records(paths: Sequence[Path]) -> list[Path]:
     Raises:
         DataError: a record that is named twice.
     """
-    from klamp.adapters.records.details import runs_in
+    from klamp.records.details import runs_in
 
     found: list[Path] = []
     for path in paths:
@@ -154,10 +154,10 @@ def read_runs(paths: Sequence[Path]) -> list[ReportRun]:
     Raises:
         DataError: a record that cannot be read.
     """
-    from klamp.adapters.records import read_record
-    from klamp.adapters.records.details import read_details
     from klamp.diagnostics.doctor import examine
-    from klamp.diagnostics.report.run import ReportRun
+    from klamp.records import read_record
+    from klamp.records.details import read_details
+    from klamp.report.run import ReportRun
 
     runs: list[ReportRun] = []
     for path, name in zip(paths, names_of(paths), strict=True):

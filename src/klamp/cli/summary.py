@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from klamp.cli.columns import GAP, Scale, fixed, short, spoken
+from klamp.cli.describe import describe_controller, resume_command, tool
 from klamp.cli.live import skills_table
-from klamp.cli.words import describe_controller, resume_command, tool
 from klamp.training.config import TrainConfig
 from klamp.training.observers import RunSummary
 

@@ -8,11 +8,12 @@ from contextlib import nullcontext
 from rich.console import Console
 
 from klamp.cli.arguments import TrainRequest, parse_train
-from klamp.cli.problems import is_main_process
-from klamp.cli.words import resume_command
+from klamp.cli.describe import resume_command
+from klamp.cli.errors import is_main_process
 from klamp.errors import TrainingStopped
-from klamp.training.config import Backend, TrainConfig
+from klamp.training.config import TrainConfig
 from klamp.training.observers import Observer, RunSummary
+from klamp.training.sections import Backend
 
 Runner = Callable[[TrainConfig, Sequence[Observer]], RunSummary]
 
@@ -35,7 +36,7 @@ def run(argv: Sequence[str], *, console: Console | None = None, runner: Runner |
     request = parse_train(argv)
     console = console or Console(highlight=False)
     if request.options.dry_run:
-        from klamp.cli.plan import plan_text
+        from klamp.cli.dry_run import plan_text
 
         text = plan_text(request)
         if is_main_process():
@@ -47,7 +48,7 @@ def run(argv: Sequence[str], *, console: Console | None = None, runner: Runner |
 
 def _train(request: TrainRequest, console: Console, runner: Runner) -> None:
     from klamp.cli.live import LiveTable
-    from klamp.cli.plain import PlainLines
+    from klamp.cli.log_lines import PlainLines
     from klamp.cli.summary import print_summary
 
     display = LiveTable(console) if console.is_terminal and not console.is_dumb_terminal else PlainLines(console)
@@ -73,7 +74,7 @@ def _trainer(console: Console, backend: Backend) -> Runner:
         from transformers.utils import logging
 
         if backend == "tinker":
-            from klamp.adapters.tinker.train import train_run
+            from klamp.training.service.train import train_run
         else:
             from klamp.training.trainer import train_run
 

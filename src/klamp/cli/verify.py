@@ -5,20 +5,22 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TextIO
 
+from klamp.cli.errors import FAILED
 from klamp.cli.flags import field_name, split_flags, unknown_key
-from klamp.cli.problems import FAILED
 from klamp.cli.tables import show_paragraph, show_table
+from klamp.cli.verify_options import Options
 from klamp.errors import ConfigError, unknown_name
-from klamp.verify.answers import SAMPLES, Answer, answer_direction
+from klamp.verify.answers import Answer, answer_direction
 from klamp.verify.answers_sampling import answer_importance_sampling
-from klamp.verify.overview import EstimatorFacts, measure_estimators
+from klamp.verify.estimator_facts import EstimatorFacts, measure_estimators
 from klamp.verify.proofs import PROOFS, Check, run_section
 
 QUESTIONS = {"direction": answer_direction, "importance-sampling": answer_importance_sampling}
 STYLES = {"ok": "green", "FAIL": "bold red"}
+NUMBERS: dict[str, Callable[[str], float]] = {"samples": int, "seed": int, "noise": float, "tokens": int}
+LEAST = {"samples": 1000, "seed": 0, "noise": 0, "tokens": 1}
 
 HELP = """\
 usage: klamp verify [QUESTION] [flags]
@@ -40,32 +42,6 @@ flags:
   --prompts FILE     a prompt per line, or JSONL with a field `prompt`; without it a few built-in ones
   --tokens N         tokens to sample per prompt (16)
 """
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What `klamp verify` was asked for."""
-
-    question: str | None = None
-    """direction, importance-sampling, or none."""
-    samples: int = SAMPLES
-    """Draws per sampled number."""
-    seed: int = 0
-    """Seed of the draws."""
-    model: str | None = None
-    """A real model."""
-    ref_model: str | None = None
-    """Its reference."""
-    noise: float = 0.05
-    """Relative noise on the weights of a reference that is not given."""
-    prompts: str | None = None
-    """File of prompts."""
-    tokens: int = 16
-    """Tokens to sample per prompt."""
-
-
-NUMBERS: dict[str, Callable[[str], float]] = {"samples": int, "seed": int, "noise": float, "tokens": int}
-LEAST = {"samples": 1000, "seed": 0, "noise": 0, "tokens": 1}
 
 
 def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from klamp.cli.verify import Options
+from klamp.cli.verify_options import Options
 from klamp.errors import DataError, ModelError
 from klamp.training.config import RolloutConfig
 from klamp.training.models import BUILTIN, end_tokens, load_model, load_tokenizer

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
+from klamp.config.choices import KLChoices
 from klamp.errors import ConfigError
-
-if TYPE_CHECKING:
-    from klamp.config.kl import KLConfig
-
 
 Refusal: TypeAlias = tuple[bool, str, str, str]
 """(refused, what, why, fix)"""
@@ -30,12 +27,12 @@ def check_beta(beta: float, *, fix: str = "use beta=0 to train without KL") -> N
         raise ConfigError("beta must be a number >= 0", got=beta, why=why, fix=fix)
 
 
-def refusals(c: KLConfig) -> list[Refusal]:
+def refusals(c: KLChoices) -> list[Refusal]:
     """Every combination that cannot work or would not do what its name says."""
     return [*_placement(c), *_gradient(c), *_control(c), *_reference_and_tokens(c)]
 
 
-def _placement(c: KLConfig) -> list[Refusal]:
+def _placement(c: KLChoices) -> list[Refusal]:
     in_loss = c.kl_placement == "loss"
     return [
         (
@@ -66,7 +63,7 @@ def _placement(c: KLConfig) -> list[Refusal]:
     ]
 
 
-def _gradient(c: KLConfig) -> list[Refusal]:
+def _gradient(c: KLChoices) -> list[Refusal]:
     in_loss = c.kl_placement == "loss"
     clipped = c.kl_clip_method != "none"
     return [
@@ -91,7 +88,7 @@ def _gradient(c: KLConfig) -> list[Refusal]:
     ]
 
 
-def _control(c: KLConfig) -> list[Refusal]:
+def _control(c: KLChoices) -> list[Refusal]:
     return [
         (
             c.kl_controller not in (None, "fixed") and c.target_kl is None,
@@ -108,7 +105,7 @@ def _control(c: KLConfig) -> list[Refusal]:
     ]
 
 
-def _reference_and_tokens(c: KLConfig) -> list[Refusal]:
+def _reference_and_tokens(c: KLChoices) -> list[Refusal]:
     return [
         (
             c.reference == "remote" and c.reference_url is None,
@@ -155,7 +152,7 @@ def _reference_and_tokens(c: KLConfig) -> list[Refusal]:
     ]
 
 
-def cautions(c: KLConfig) -> list[str]:
+def cautions(c: KLChoices) -> list[str]:
     """What this configuration may not do although its name suggests it; each with the way out."""
     in_loss, own = c.kl_placement == "loss" and c.beta > 0, c.kl_gradient == "own"
     found: list[str] = []
@@ -193,7 +190,7 @@ def cautions(c: KLConfig) -> list[str]:
     return found + _without_effect(c)
 
 
-def _without_effect(c: KLConfig) -> list[str]:
+def _without_effect(c: KLChoices) -> list[str]:
     """Fields that were changed and that nothing reads, since another field switches them off."""
     needs = {
         "kl_clip_threshold": (c.kl_clip_method == "none", "kl_clip_method='hard' or 'soft'"),

@@ -8,13 +8,13 @@
 `klamp.tinker.testing` is a stand-in server to run all of it against, offline.
 """
 
-from klamp.adapters.tinker.client import forward_backward_kl
-from klamp.adapters.tinker.datums import build_datum, strip_for_builtin
-from klamp.adapters.tinker.loss import compute_grpo_kl_loss, count_tokens
-from klamp.adapters.tinker.mismatch import sampler_mismatch
-from klamp.adapters.tinker.reference import compute_reference_logprobs
-from klamp.adapters.tinker.server_loss import ServerLoss, create_kl_loss
-from klamp.adapters.tinker.shift import penalize_rewards, shift_advantages
+from klamp.hosts.tinker.client import forward_backward_kl
+from klamp.hosts.tinker.datums import build_datum, strip_for_builtin
+from klamp.hosts.tinker.loss import compute_grpo_kl_loss, count_tokens
+from klamp.hosts.tinker.mismatch import sampler_mismatch
+from klamp.hosts.tinker.placement import penalize_rewards, shift_advantages
+from klamp.hosts.tinker.reference import compute_reference_logprobs
+from klamp.hosts.tinker.server_loss import ServerLoss, create_kl_loss
 
 __all__ = [
     "ServerLoss",

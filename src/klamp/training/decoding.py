@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from klamp.training.opened import OpenedModel, Traits, cache_rows
+from klamp.training.model_parts import OpenedModel, Traits, cache_rows
 from klamp.training.passes import distinct, run_prompts
 
 Draw: TypeAlias = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]

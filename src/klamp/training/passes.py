@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from klamp.training.completions import Completions
-from klamp.training.opened import OpenedModel, cache_rows
+from klamp.training.model_parts import OpenedModel, cache_rows
 
 PASS_TOKENS = 256
 """What one more forward pass costs, in tokens: its launches, and products too small to fill the machine."""

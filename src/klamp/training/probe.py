@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from klamp.training.completions import Completions
-from klamp.training.opened import OpenedModel, Traits, head_of, token_logprobs
+from klamp.training.model_parts import OpenedModel, Traits, head_of, token_logprobs
 from klamp.training.passes import Plan, run_rows
 
 SMALL_PARAMETERS = 8

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from klamp.training.completions import Completions
-from klamp.training.opened import Traits
+from klamp.training.model_parts import Traits
 from klamp.training.probe import probe
 from klamp.training.scorer import Ask, Scorer
 from klamp.training.scoring import Scores

@@ -15,11 +15,11 @@ from klamp.core.term import Gate, sequence_gate_kl, shifted_rewards
 from klamp.core.types import Batch, Direction
 from klamp.diagnostics.statistics import pad_tokens
 from klamp.errors import RewardError
+from klamp.hosts.common.exclusions import kl_tokens
 from klamp.tasks.base import Example
 from klamp.training.completions import Completions, select
 from klamp.training.context import Context
-from klamp.training.exclusions import kl_tokens
-from klamp.training.opened import Predictions
+from klamp.training.model_parts import Predictions
 from klamp.training.references import LocalReference, Reference
 from klamp.training.sampling import encode_prompts, generate, uniform_numbers
 from klamp.training.scorer import Ask, ExactKL

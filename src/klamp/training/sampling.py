@@ -18,7 +18,7 @@ from klamp.training.completions import Completions
 from klamp.training.config import RolloutConfig
 from klamp.training.decoding import decode
 from klamp.training.draws import InverseSampler, draw, warpers_of
-from klamp.training.opened import OpenedModel, Traits
+from klamp.training.model_parts import OpenedModel, Traits
 
 
 def uniform_numbers(seed: int, step: int, sequences: int, length: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from klamp.core.types import Direction
 from klamp.training.completions import Completions
-from klamp.training.opened import OpenedModel, Predictions, Traits, divergence, token_logprobs
+from klamp.training.model_parts import OpenedModel, Predictions, Traits, divergence, token_logprobs
 from klamp.training.passes import run_rows
 from klamp.training.scoring import Scores
 

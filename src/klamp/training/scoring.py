@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from klamp.diagnostics.statistics import pad_tokens
 from klamp.training.completions import Completions
+from klamp.training.model_parts import Predictions
 from klamp.training.models import takes
-from klamp.training.opened import Predictions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,11 +16,11 @@ from transformers import PreTrainedTokenizerBase, get_scheduler
 
 from klamp.config import build_objective
 from klamp.errors import ConfigError, ModelError
+from klamp.hosts.common.exclusions import excluded_ids
 from klamp.tasks import check_prompts, load_task
 from klamp.training import checkpoint
 from klamp.training.config import ModelConfig, TrainConfig
 from klamp.training.context import Context
-from klamp.training.exclusions import excluded_ids
 from klamp.training.folders import run_folder
 from klamp.training.models import (
     BUILTIN,

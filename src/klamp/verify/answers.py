@@ -15,10 +15,10 @@ from torch import Tensor
 
 from klamp.core.estimators import kl_estimate
 from klamp.core.gradients import kl_penalty
-from klamp.verify.naming import Followed, cosine, name_gradient
+from klamp.verify.gradient_names import Followed, cosine, name_gradient
 from klamp.verify.oracle import Loss, expected, expected_gradient, forward_kl, reverse_kl, truths, variance
 from klamp.verify.proofs.check import Check, is_equal, is_true
-from klamp.verify.tabular import Chain, Outcomes, enumerate_outcomes, one_position, random_chain
+from klamp.verify.worlds import Chain, Outcomes, enumerate_outcomes, one_position, random_chain
 
 SAMPLES = 100_000
 ALLOWED_ERRORS = 5.0

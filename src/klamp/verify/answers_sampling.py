@@ -17,10 +17,10 @@ from klamp.verify.answers import (
     printed_form,
     reversed_form,
 )
-from klamp.verify.naming import NOTHING_KNOWN
+from klamp.verify.gradient_names import NOTHING_KNOWN
 from klamp.verify.oracle import Loss, expected, forward_kl, reverse_kl
 from klamp.verify.proofs.check import Check, is_true
-from klamp.verify.tabular import Chain, Outcomes, one_position
+from klamp.verify.worlds import Chain, Outcomes, one_position
 
 
 @dataclass(frozen=True, kw_only=True)

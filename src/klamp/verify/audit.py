@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from klamp.errors import ShapeError
-from klamp.verify.judge import DTYPES, FAR, KLFunction, as_loss, judge
-from klamp.verify.judgement import Judgement, Use
-from klamp.verify.naming import Followed, name_gradient
+from klamp.verify.gradient_names import Followed, name_gradient
+from klamp.verify.judge import DTYPES, FAR, Judgement, KLFunction, Use, as_loss, judge
 from klamp.verify.oracle import Loss, expected, expected_gradient, reverse_kl, truths
 from klamp.verify.precision import Reach, measure_reach
 from klamp.verify.reductions import LOG_RATIO, BatchLoss, name_reduction
-from klamp.verify.tabular import Chain, Outcomes, random_chain
+from klamp.verify.worlds import Chain, Outcomes, random_chain
 
 CompletionLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(policy_logprobs, ref_logprobs, old_logprobs), each [1, T] -> the KL of the completion: a scalar, coefficient 1."""

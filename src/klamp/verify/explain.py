@@ -11,8 +11,8 @@ import math
 from dataclasses import dataclass
 
 from klamp.config import LOSS_TYPES, KLConfig, LossConfig
+from klamp.verify.config_facts import LENGTH, ConfigFacts, Gate, Pull, measure_config
 from klamp.verify.equations import equations
-from klamp.verify.pull import LENGTH, ConfigFacts, Gate, Pull, measure_config
 
 Line = tuple[str, str]
 """A label and a text."""

@@ -19,7 +19,7 @@ from klamp.core.gradients import kl_penalty
 from klamp.core.types import Estimator, Gradient
 from klamp.errors import ShapeError
 from klamp.verify.answers import Answer, Sampled, TextTable
-from klamp.verify.naming import NOTHING_KNOWN, Followed, cosine, name_gradient
+from klamp.verify.gradient_names import NOTHING_KNOWN, Followed, cosine, name_gradient
 from klamp.verify.proofs.check import Check, is_equal, is_true
 
 Rows = Float[Tensor, "prefixes vocab"]

@@ -18,7 +18,7 @@ their definitions:
     zero            no gradient at all
 
 Example:
-    >>> from klamp.verify.tabular import random_chain
+    >>> from klamp.verify.worlds import random_chain
     >>> examine(random_chain(0), lambda y: y.policy_logprobs - y.ref_logprobs).names
     ['zero']
 """
@@ -33,7 +33,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from klamp.errors import ShapeError
-from klamp.verify.tabular import Chain, Outcomes, Table, Who, enumerate_outcomes, prefix_probs
+from klamp.verify.worlds import Chain, Outcomes, Table, Who, enumerate_outcomes, prefix_probs
 
 Loss: TypeAlias = Callable[[Outcomes], Tensor]
 Truths: TypeAlias = dict[str, Tensor]

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from klamp.verify.judge import KLFunction, one_token
-from klamp.verify.judgement import Use
+from klamp.verify.judge import KLFunction, Use, one_token
 
 WRONG = 0.1
 """A gradient is wrong when it is off by more than this share of the float64 one."""

@@ -7,8 +7,8 @@
 Needs verl>=0.8,<0.10 where it trains; `overrides` and `effective` do without.
 """
 
-from klamp.adapters.verl.effective import Effective, effective
-from klamp.adapters.verl.hooks import register
-from klamp.adapters.verl.overrides import overrides
+from klamp.hosts.verl.effective import Effective, effective
+from klamp.hosts.verl.hooks import register
+from klamp.hosts.verl.overrides import overrides
 
 __all__ = ["Effective", "effective", "overrides", "register"]

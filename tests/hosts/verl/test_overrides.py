@@ -1,109 +1,174 @@
-"""The overrides, through Hydra and verl's own configuration, back to the KL that was asked for."""
+"""A KLConfig as overrides, what is refused, and what a configuration will do: all without verl."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
-import verl
-import verl.trainer.ppo.core_algos as algorithms
-from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig, OmegaConf
-from tests.hosts.verl.actor import Step, actor_loss, gradient
-from verl.trainer.ppo.utils import need_reference_policy
-from verl.utils.config import omega_conf_to_dataclass
 
-from klamp.adapters.verl.names import loss_kl, reward_kl
-from klamp.config import KLConfig
-from klamp.core.objective import Objective, grpo_loss
-from klamp.verl import effective, overrides
+from klamp.config import KLConfig, preset
+from klamp.errors import ConfigError, UnsupportedVersion
+from klamp.verl import effective, overrides, register
 
-REQUIRED = ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",)
-pytestmark = pytest.mark.filterwarnings("ignore::klamp.config.kl.KLWarning")
+ACTOR = "actor_rollout_ref.actor"
+IMPORTED = "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES=klamp.verl.registered"
 
 
-def composed(arguments: list[str]) -> DictConfig:
-    """What verl's `main_ppo` gets from a command line."""
-    folder = Path(verl.__file__).parent / "trainer" / "config"
-    with initialize_config_dir(config_dir=str(folder), version_base=None):
-        return compose(config_name="ppo_trainer", overrides=[*REQUIRED, *arguments])
+def test_in_the_loss() -> None:
+    assert overrides(KLConfig(beta=0.04, kl_gradient="forward", kl_max_log_ratio=5.0)) == [
+        f"{ACTOR}.use_kl_loss=True",
+        "algorithm.use_kl_in_reward=False",
+        f"{ACTOR}.kl_loss_coef=0.04",
+        f"{ACTOR}.kl_loss_type='klamp:kl_gradient=forward,kl_max_log_ratio=5.0'",
+        f"{ACTOR}.policy_loss.loss_mode=klamp",
+        IMPORTED,
+    ]
 
 
-IN_LOSS = [
-    KLConfig(beta=0.04),
-    KLConfig(beta=1e-5, kl_estimator="k1", kl_gradient="forward"),
-    KLConfig(beta=0.02, kl_horizon="sequence", kl_off_policy="sequence", kl_max_weight=2.5),
-    KLConfig(beta=0.02, kl_estimator="k2", kl_gradient="own", kl_max_log_ratio=0.5),
-    KLConfig(beta=0, kl_monitor=True),
+def test_the_page_shows_them() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "verl.md").read_text(encoding="utf-8")
+    assert "\n".join(["```text", *overrides(KLConfig(beta=0.04)), "```"]) in page
+
+
+def test_in_the_reward() -> None:
+    kl = KLConfig(beta=0.1, kl_placement="reward", kl_estimator="k1", kl_horizon="sequence", target_kl=0.05)
+    assert overrides(kl) == [
+        f"{ACTOR}.use_kl_loss=False",
+        "algorithm.use_kl_in_reward=True",
+        "algorithm.kl_penalty=klamp",
+        "algorithm.norm_adv_by_std_in_grpo=False",
+        "algorithm.kl_ctrl.type=klamp",
+        "algorithm.kl_ctrl.kl_coef=0.1",
+        "algorithm.kl_ctrl.target_kl=0.05",
+        IMPORTED,
+    ]
+
+
+def test_beta_0_is_no_kl_and_no_klamp() -> None:
+    assert overrides(KLConfig(beta=0)) == [f"{ACTOR}.use_kl_loss=False", "algorithm.use_kl_in_reward=False"]
+
+
+REFUSED = [
+    ({"kl_placement": "advantage", "kl_estimator": "k1"}, "kl_placement='advantage'"),
+    ({"kl_estimator": "exact"}, "kl_estimator='exact'"),
+    ({"kl_clip_method": "hard"}, "kl_clip_method='hard'"),
+    ({"kl_exclude_prefix": 3}, "kl_exclude_"),
+    ({"kl_normalizer": "token_mean"}, "loss_agg_mode"),
+    ({"reference": "ema"}, "reference='ema'"),
+    ({"reference_dtype": "bfloat16"}, "reference_dtype"),
+    ({"reference_device": "cpu"}, "reference_device"),
+    ({"reference_share": 0.5}, "reference_share"),
+    ({"target_kl": 0.05}, "kl_placement='reward'"),
+    ({"kl_schedule": "cosine"}, "kl_schedule"),
+    ({"kl_warmup_steps": 5}, "kl_schedule"),
+    ({"kl_lr_guard": 0.1}, "kl_lr_guard"),
+    ({"kl_early_stop": 0.1}, "kl_early_stop"),
 ]
 
 
-@pytest.mark.usefixtures("registered")
-@pytest.mark.parametrize("kl", IN_LOSS)
-def test_a_kl_in_the_loss_comes_back(kl: KLConfig) -> None:
-    config = composed(overrides(kl))
-    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
-    assert loss_kl(actor.kl_loss_type).build_term() == kl.build_term() and actor.kl_loss_coef == kl.beta
-    assert need_reference_policy(config) and not config.algorithm.use_kl_in_reward
-    step = Step.random()
-    mode, average = actor.policy_loss.loss_mode, actor.loss_agg_mode
-    options = {"kl_loss_type": actor.kl_loss_type, "kl_loss_coef": actor.kl_loss_coef, "loss_agg_mode": average}
-    found, _ = actor_loss(step, loss_mode=mode, use_kl_loss=True, **options)
-    expected = grpo_loss(step.batch(), Objective(reduction="token_mean", beta=kl.beta, kl=kl.build_term())).loss
-    assert abs(found.item() - expected.item()) < 1e-9
-    assert (gradient(found, step) - gradient(expected, step)).abs().max() < 1e-9
+@pytest.mark.filterwarnings("ignore::klamp.config.kl.KLWarning")
+@pytest.mark.parametrize(("fields", "text"), REFUSED)
+def test_what_verl_has_no_place_for_is_refused_with_the_way_out(fields: dict, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        overrides(KLConfig(**fields))
+    assert text in str(caught.value) and caught.value.why and caught.value.fix
 
 
-IN_REWARD = {"kl_placement": "reward", "kl_estimator": "k1", "kl_horizon": "sequence"}
+def test_a_preset_goes_too() -> None:
+    assert any("kl_loss_type" in text for text in overrides(preset("grpo")))
 
 
-@pytest.mark.usefixtures("registered")
+@pytest.mark.filterwarnings("ignore::klamp.config.kl.KLWarning")
+def test_without_verl_register_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for installed in (None, "0.7.1", "0.10.0"):
+        monkeypatch.setattr("importlib.metadata.version", lambda name, v=installed: _version(v))
+        with pytest.raises(UnsupportedVersion, match="klamp.verl needs verl"):
+            register()
+
+
+def _version(installed: str | None) -> str:
+    from importlib.metadata import PackageNotFoundError
+
+    if installed is None:
+        raise PackageNotFoundError("verl")
+    return installed
+
+
+CONFIG: dict[str, Any] = {
+    "data": {"train_batch_size": 128},
+    "actor_rollout_ref": {
+        "model": {"lora_rank": 0},
+        "rollout": {"n": 8},
+        "actor": {
+            "use_kl_loss": True,
+            "kl_loss_coef": 0.04,
+            "kl_loss_type": "klamp",
+            "loss_agg_mode": "token-mean",
+            "policy_loss": {"loss_mode": "vanilla"},
+        },
+    },
+    "algorithm": {
+        "adv_estimator": "grpo",
+        "norm_adv_by_std_in_grpo": True,
+        "use_kl_in_reward": False,
+        "kl_penalty": "kl",
+        "kl_ctrl": {"type": "fixed", "kl_coef": 0.001, "horizon": 10000, "target_kl": 0.1},
+    },
+}
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    """The configuration above with some values changed, whichever section they are in."""
+    made = copy.deepcopy(CONFIG)
+    for name, value in changes.items():
+        for section in (made["actor_rollout_ref"]["actor"], made["actor_rollout_ref"]["model"], made["algorithm"]):
+            if name in section:
+                section[name] = value
+    return made
+
+
+def test_the_words_of_a_configuration() -> None:
+    assert str(effective(config())).splitlines() == [
+        "loss       klamp's: k3, gradient KL(policy||ref), horizon token, off-policy weights: none; beta 0.04, fixed",
+        "reward     none: use_kl_in_reward is off",
+        "normalizer mean over the tokens of the mini-batch (loss_agg_mode=token-mean)",
+        "reference  a frozen copy",
+    ]
+    assert effective(config(lora_rank=8)).reference == "the policy with its adapter off"
+
+
 @pytest.mark.parametrize(
-    "more",
+    ("name", "words"),
     [
-        {},
-        {"kl_max_log_ratio": 3.0},
-        {"target_kl": 0.05},
-        {"target_kl": 0.05, "kl_controller": "proportional", "kl_controller_horizon": 40, "beta_max": 0.5},
-        {"target_kl": 0.05, "kl_controller": "pid", "kl_controller_gains": (0.5, 0.25, 0.0), "beta_min": 0.001},
+        ("kl", "k1, gradient zero in expectation"),
+        ("k1", "k1, gradient zero in expectation"),
+        ("mse", "k2, gradient KL(policy||ref);"),
+        ("low_var_kl", "k3, gradient KL(ref||policy); its value stops at 10 nats"),
+        ("k3+", "k3, gradient KL(policy||ref);"),
+        ("full", "unknown: verl raises NotImplementedError"),
     ],
 )
-def test_a_kl_in_the_reward_comes_back(more: dict) -> None:
-    kl = KLConfig(beta=0.1, **IN_REWARD, **more)
-    config = composed(overrides(kl))
-    assert need_reference_policy(config) and not config.actor_rollout_ref.actor.use_kl_loss
-    assert reward_kl(config.algorithm.kl_penalty).build_term() == kl.build_term()
-    assert config.algorithm.norm_adv_by_std_in_grpo is False, "beta would cancel"
-    control, alone = algorithms.get_kl_controller(config.algorithm.kl_ctrl), kl.build_controller()
-    for measured in (0.4, 0.01, 0.2):
-        assert control.value == alone.value
-        control.update(current_kl=measured, n_steps=8)
-        alone.update(measured)
-    assert control.value == alone.value
+def test_verls_own_names_in_words(name: str, words: str) -> None:
+    found = effective(config(kl_loss_type=name)).loss
+    assert found.startswith("verl's own: ") and words in found
 
 
-def test_without_a_kl_no_reference_is_loaded() -> None:
-    config = composed(overrides(KLConfig(beta=0)))
-    assert not need_reference_policy(config)
-    assert "VERL_USE_EXTERNAL_MODULES" not in OmegaConf.to_yaml(config), "nothing of klamp's has to run"
-    found = effective(config)
-    assert found.loss.startswith("none") and found.reward.startswith("none") and found.reference == "none is loaded"
+def test_what_may_surprise() -> None:
+    def notes(**changes: Any) -> str:
+        return " ".join(effective(config(**changes)).notes)
 
-
-def test_the_workers_are_told() -> None:
-    config = composed(overrides(KLConfig(beta=0.1)))
-    variables = config.ray_kwargs.ray_init.runtime_env.env_vars
-    assert variables.VERL_USE_EXTERNAL_MODULES == "klamp.verl.registered"
-
-
-def test_effective_reads_what_verl_will_do() -> None:
-    """As it comes, verl has no KL at all; its own types are named for what they are."""
-    assert effective(composed([])).loss == "none: use_kl_loss is off"
-    own = effective(composed(["actor_rollout_ref.actor.use_kl_loss=True"]))
-    assert "verl's own: k3, gradient KL(ref||policy)" in own.loss and "-2.61" in own.loss and "beta 0.001" in own.loss
-    ours = effective(composed(overrides(KLConfig(beta=0.02, kl_horizon="sequence"))))
-    assert ours.loss.startswith("klamp's: k3, gradient KL(policy||ref), horizon sequence") and not ours.notes
-    assert "mean over the tokens of the mini-batch" in str(ours)
-    reward = ["algorithm.use_kl_in_reward=True", "algorithm.adv_estimator=grpo", "algorithm.kl_ctrl.type=adaptive"]
-    notes = effective(composed([*reward, "algorithm.kl_ctrl.horizon=100"])).notes
-    assert [text.split()[0] for text in notes] == ["norm_adv_by_std_in_grpo", "the", "verl's"]
+    assert notes() == ""
+    assert "loss_mode must be klamp" in notes(kl_loss_type="klamp:kl_horizon=sequence")
+    ready = config(kl_loss_type="klamp:kl_horizon=sequence", policy_loss={"loss_mode": "klamp:gspo"})
+    assert effective(ready).notes == ()
+    assert "counts twice" in notes(use_kl_in_reward=True)
+    assert "beta cancels" in notes(use_kl_in_reward=True, use_kl_loss=False)
+    assert "beta cancels" not in notes(use_kl_in_reward=True, norm_adv_by_std_in_grpo=False)
+    assert "biased" in notes(use_kl_in_reward=True, kl_penalty="low_var_kl")
+    adaptive = {"type": "adaptive", "kl_coef": 0.1, "horizon": 100, "target_kl": 0.1}
+    theirs = notes(use_kl_in_reward=True, kl_ctrl=adaptive)
+    assert "turns beta negative: it multiplies by 1 - 0.2 * 1024 / 100" in theirs and "on resume" in theirs
+    ours = notes(use_kl_in_reward=True, kl_ctrl=adaptive | {"type": "klamp:kl_controller=dual"})
+    assert "negative" not in ours and "on resume" in ours

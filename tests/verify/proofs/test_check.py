@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from klamp.verify.naming import NOTHING_KNOWN
+from klamp.verify.gradient_names import NOTHING_KNOWN
 from klamp.verify.oracle import truths
 from klamp.verify.proofs.check import follows, is_equal, is_true, run_section
-from klamp.verify.tabular import random_chain
+from klamp.verify.worlds import random_chain
 
 CHAIN = random_chain(0)
 KNOWN = [truths(CHAIN)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from klamp.verify.naming import IN_WORDS, NOTHING_KNOWN, name_gradient
+from klamp.verify.gradient_names import IN_WORDS, NOTHING_KNOWN, name_gradient
 from klamp.verify.oracle import Truths
 
 EXACT = 1e-9

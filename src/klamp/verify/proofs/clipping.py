@@ -10,9 +10,9 @@ from torch import Tensor
 from klamp.config import KLConfig
 from klamp.core.clipping import clip_gate, clip_kl, kl_budget
 from klamp.errors import ConfigError
+from klamp.verify.one_step import examine_config, scene
 from klamp.verify.oracle import truths
 from klamp.verify.proofs.check import Check, follows, is_equal, is_true
-from klamp.verify.steps import examine_config, scene
 
 
 def prove_clipping() -> list[Check]:

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from klamp.core.gradients import kl_penalty
 from klamp.core.types import Estimator, Gradient
-from klamp.verify.naming import NOTHING_KNOWN
+from klamp.verify.gradient_names import NOTHING_KNOWN
 from klamp.verify.oracle import Loss, Truths, expected_gradient, truths
 from klamp.verify.proofs.check import Check, follows, is_true
-from klamp.verify.tabular import Chain, Outcomes, one_position, random_chain
+from klamp.verify.worlds import Chain, Outcomes, one_position, random_chain
 
 VALUES: tuple[Estimator, ...] = ("k1", "k2", "k3", "abs")
 OWN: Mapping[Estimator, str] = {"k1": "zero", "k2": "reverse", "k3": "forward", "abs": "L1 distance"}

@@ -10,9 +10,9 @@ from klamp.core.advantages import group_advantages
 from klamp.core.masking import reduce_tokens
 from klamp.core.placement import kl_in_advantage, kl_in_reward
 from klamp.errors import ConfigError
+from klamp.verify.one_step import StepReport, examine_config, scene
 from klamp.verify.oracle import truths
 from klamp.verify.proofs.check import Check, follows, is_equal, is_true
-from klamp.verify.steps import StepReport, examine_config, scene
 
 NOT_SCALED = LossConfig(scale_rewards="none", advantage_baseline="leave_one_out")
 

@@ -8,10 +8,10 @@ from torch import Tensor
 from klamp.core.estimators import exact_kl
 from klamp.core.gradients import exact_penalty, kl_penalty, log_weights
 from klamp.core.types import Estimator, Gradient, Horizon
-from klamp.verify.naming import NOTHING_KNOWN
+from klamp.verify.gradient_names import NOTHING_KNOWN
 from klamp.verify.oracle import Loss, expected_gradient, truths
 from klamp.verify.proofs.check import Check, follows
-from klamp.verify.tabular import Outcomes, random_chain
+from klamp.verify.worlds import Outcomes, random_chain
 
 
 def prove_sequences() -> list[Check]:

@@ -11,7 +11,7 @@ from klamp.core.estimators import ESTIMATORS, exact_kl, kl_estimate
 from klamp.core.types import Estimator
 from klamp.verify.oracle import Loss, expected, reverse_kl, variance
 from klamp.verify.proofs.check import Check, is_equal, is_true
-from klamp.verify.tabular import Chain, Outcomes, enumerate_outcomes, one_position, random_chain, truncate_top_p
+from klamp.verify.worlds import Chain, Outcomes, enumerate_outcomes, one_position, random_chain, truncate_top_p
 
 NAMES: tuple[Estimator, ...] = ("k1", "k2", "k3", "abs")
 UNBIASED: tuple[Estimator, ...] = ("k1", "k3")

@@ -1,0 +1,149 @@
+"""What the displays know of a run: the last steps, the course of reward and KL, evaluations, warnings, time left."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from klamp.cli.columns import duration
+from klamp.cli.describe import describe_controller, describe_kl, describe_task
+from klamp.diagnostics.doctor import Finding
+from klamp.training.alarms import SAID_ELSEWHERE
+from klamp.training.observers import Observer, RunInfo
+
+ROWS = 12
+COURSES = ("reward", "kl/k3", "kl/exact")
+"""Metrics whose whole course is kept."""
+
+
+@dataclass(frozen=True)
+class Loading:
+    """Something slow before the run."""
+
+    what: str
+    done: int
+    total: int
+    loss: float
+
+
+class Watch(Observer):
+    """Collects what a display shows."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.info: RunInfo | None = None
+        self.rows: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=ROWS)
+        self.course: dict[str, list[float]] = {metric: [] for metric in COURSES}
+        self.before: dict[str, float] = {}
+        self.now: dict[str, float] = {}
+        self.evaluated_at = 0
+        self.warnings: list[str] = []
+        self.alarms: list[str] = []
+        self.raised: set[str] = set()
+        self.loading: Loading | None = None
+        self.started = self.clock()
+
+    def clock(self) -> float:
+        """Seconds of a clock that only goes forward."""
+        return time.monotonic()
+
+    def on_loading(self, what: str, done: int, total: int, loss: float) -> None:
+        """Keep how far the loading is."""
+        self.loading = Loading(what, done, total, loss)
+
+    def on_start(self, info: RunInfo) -> None:
+        """Keep what is known of the run; its time counts from here."""
+        self.info, self.loading, self.started = info, None, self.clock()
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Keep the step's row."""
+        self.rows.append((step, metrics))
+        for metric, course in self.course.items():
+            if metric in metrics:
+                course.append(metrics[metric])
+
+    def on_evaluation(self, step: int, scores: Mapping[str, float]) -> None:
+        """Keep the scores; the ones before the first step apart."""
+        if self.info is not None and step == self.info.start_step:
+            self.before = dict(scores)
+        self.now, self.evaluated_at = dict(scores), step
+
+    def on_warning(self, text: str) -> None:
+        """Keep the warning, once."""
+        if text not in self.warnings:
+            self.warnings.append(text)
+
+    def on_alarm(self, finding: Finding) -> None:
+        """Keep the alarm."""
+        self.raised.add(finding.alarm.name)
+        if is_shown(finding):
+            self.alarms.append(alarm_text(finding))
+
+    def curves(self) -> list[tuple[str, list[float]]]:
+        """What is drawn over the whole run: the reward, and the KL by its best estimate."""
+        exact = list(self.course["kl/exact"])
+        kl = ("KL exact", exact) if exact else ("KL k3", list(self.course["kl/k3"]))
+        return [("reward", list(self.course["reward"])), kl]
+
+    @property
+    def step(self) -> int:
+        """Steps done, those of an earlier run that this one continues included."""
+        start = self.info.start_step if self.info else 0
+        return self.rows[-1][0] if self.rows else start
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the run began."""
+        return self.clock() - self.started
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds that the rest takes at the speed so far; None before the first step."""
+        if self.info is None or self.step <= self.info.start_step:
+            return None
+        per_step = self.seconds / (self.step - self.info.start_step)
+        return per_step * max(0, self.info.config.run.max_steps - self.step)
+
+    def time_text(self) -> str:
+        """How long it took and may take."""
+        left = self.seconds_left
+        return f"{duration(self.seconds)} elapsed" + ("" if left is None else f", {duration(left)} left")
+
+    def heading(self) -> list[str]:
+        """The run in a few lines."""
+        assert self.info is not None
+        info, config = self.info, self.info.config
+        some = "" if info.trainable_parameters == info.parameters else f", {_count(info.trainable_parameters)} trained"
+        where = info.device + (f", {info.processes} processes" if info.processes > 1 else "")
+        again = f" · continued after step {info.start_step}" if info.start_step else ""
+        held = [f"KL: {describe_kl(config)}"]
+        if config.kl.needs_reference:
+            held.append(f"reference: {info.reference} · beta: {describe_controller(config)}")
+        size = f", {_count(info.parameters)} parameters{some}" if info.parameters else ""
+        return [
+            f"{describe_task(config)} · {config.model.model}{size} · {where}",
+            *held,
+            f"folder: {info.output_dir}{again}",
+        ]
+
+
+def is_shown(finding: Finding) -> bool:
+    """Whether a display shows it: notes are only written down, and some alarms are worded as cautions already."""
+    return finding.alarm.level == "alarm" and finding.alarm.name not in SAID_ELSEWHERE
+
+
+def alarm_text(finding: Finding) -> str:
+    """An alarm in a line."""
+    alarm = finding.alarm
+    return f"alarm after step {finding.first_step}: {alarm.name}: {alarm.text} ({finding.evidence.text})"
+
+
+def _count(parameters: int) -> str:
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if parameters >= size:
+            return f"{parameters / size:.3g}{letter}"
+    return str(parameters)

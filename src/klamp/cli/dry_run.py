@@ -1,0 +1,120 @@
+"""`klamp train --dry-run`: what would run, in words and in full; nothing is started, loaded or written."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from typing import Any
+
+import yaml
+
+from klamp.cli.arguments import TrainRequest
+from klamp.cli.describe import (
+    beta_units,
+    describe_controller,
+    describe_kl,
+    describe_model,
+    describe_reference,
+    describe_rule,
+    describe_task,
+)
+from klamp.training.config import TrainConfig, section_classes
+from klamp.training.folders import run_folder
+
+WIDTH = 100
+
+
+def plan_text(request: TrainRequest) -> str:
+    """The whole plan as text.
+
+    Raises:
+        RunFolderError: the run's folder holds another run, or there is none to continue.
+    """
+    words = "\n".join(_line(name, text) for name, text in _in_words(request.config))
+    return (
+        "klamp train --dry-run: nothing is started, loaded or written\n\n"
+        f"{words}\n\n"
+        "configuration, as a YAML file takes it; #* marks what differs from the default\n\n"
+        f"{_configuration(request)}"
+    )
+
+
+def _line(name: str, text: str) -> str:
+    return textwrap.fill(f"{name:<11} {text}", WIDTH, initial_indent="  ", subsequent_indent=" " * 14)
+
+
+def _in_words(config: TrainConfig) -> list[tuple[str, str]]:
+    rollout, optim, run = config.rollout, config.optim, config.run
+    per_step = rollout.prompts_per_step * rollout.num_generations
+    evaluated = f"every {run.eval_every} steps, " if run.eval_every else ""
+    saved = f"every {run.save_every} steps and " if run.save_every else ""
+    prompts = f"at most {config.task.train_size}" if config.task.train_size else "all"
+    return [
+        ("task", f"{describe_task(config)}; {prompts} prompts"),
+        ("model", describe_model(config)),
+        ("reference", describe_reference(config)),
+        ("KL", describe_kl(config)),
+        *_beta_lines(config),
+        ("loss", _loss(config)),
+        (
+            "steps",
+            f"{run.max_steps}, each {rollout.prompts_per_step} prompts x {rollout.num_generations} completions "
+            f"= {per_step} of up to {rollout.max_completion_length} tokens; {run.max_steps * per_step:,} in all",
+        ),
+        (
+            "updates",
+            f"{optim.num_iterations} per step; learning rate {optim.learning_rate:g}, {optim.lr_scheduler_type}, "
+            f"after {optim.warmup_steps} steps of warm-up",
+        ),
+        ("evaluation", f"before, {evaluated}after; up to {config.task.eval_size} held-out prompts per skill, greedy"),
+        ("folder", f"{run_folder(config)}; checkpoints {saved}at the end, trackers: {_names(run.report_to)}"),
+    ]
+
+
+def _beta_lines(config: TrainConfig) -> list[tuple[str, str]]:
+    if not config.kl.needs_reference:
+        return [("beta", "0: trains without KL")]
+    token, sequence = beta_units(config)
+    length = config.rollout.max_completion_length
+    units = f"{token:g} per nat of KL per token = {sequence:g} per nat of a whole completion of {length} tokens"
+    controller = "; ".join(text for text in (describe_controller(config), describe_rule(config)) if text)
+    return [("controller", controller), ("beta", units)]
+
+
+def _loss(config: TrainConfig) -> str:
+    loss = config.loss
+    bounds = "" if loss.surrogate == "score_function" else f", ratio in {1 - loss.epsilon:g} to {1 + loss.clip_high:g}"
+    scaled = "divided by the group's std" if loss.scale == "std" else "not scaled"
+    return f"{loss.loss_type} ({loss.surrogate}{bounds}); advantages against the {loss.advantage_baseline}, {scaled}"
+
+
+def _configuration(request: TrainRequest) -> str:
+    defaults = TrainConfig().flat()
+    lines: list[str] = []
+    values = request.config.flat()
+    for section, cls in section_classes().items():
+        lines.append(f"  # {section}")
+        names = [field.name for field in dataclasses.fields(cls)]
+        lines += [_entry(name, values[name], defaults[name], request) for name in names]
+    return "\n".join(lines)
+
+
+def _entry(name: str, value: Any, default: Any, request: TrainRequest) -> str:
+    """One line of YAML; who set it, and the default where it differs, stand behind it as a comment."""
+    source = request.sources.get(name)
+    notes = [f"by {source}"] if source else []
+    notes += [f"default {_yaml(default)}"] if value != default else []
+    mark = "#*" if value != default else "# "
+    entry = f"  {name}: {_yaml(value)}"
+    return f"{entry:<44} {mark} {', '.join(notes)}" if notes else entry
+
+
+def _yaml(value: Any) -> str:
+    """A value as it stands in a YAML file, in one line."""
+    plain = list(value) if isinstance(value, tuple) else value
+    text = yaml.safe_dump([plain], default_flow_style=True, width=10**6, allow_unicode=True).strip()
+    return text[1:-1]
+
+
+def _names(names: tuple[str, ...]) -> str:
+    return ", ".join(names) or "none"

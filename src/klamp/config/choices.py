@@ -1,0 +1,114 @@
+"""The choices of a KL, each with what it does; `KLConfig` checks them and builds from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from klamp.core.clipping import ClipLevel
+from klamp.core.schedules import KLSchedule
+from klamp.core.term import OffPolicy, Placement
+from klamp.core.types import ClipMethod, Gradient, Horizon, Reduction, Value
+
+ControllerName: TypeAlias = Literal["fixed", "step", "proportional", "dual", "pid"]
+ReferenceName: TypeAlias = Literal["auto", "frozen", "adapter_off", "ema", "periodic", "remote"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLChoices:
+    """The fields of `KLConfig`, unchecked, and what follows from them alone."""
+
+    beta: float = 0.01
+    """Coefficient of the KL, in reward (or loss) per nat. 0 trains without KL: no reference is loaded."""
+    kl_estimator: Value = "k3"
+    """Value of the KL: k1, k2, k3, abs, or exact (over the vocabulary)."""
+    kl_gradient: Gradient = "reverse"
+    """Whose gradient the loss follows: reverse KL(policy||ref), forward KL(ref||policy), the estimator's own, none."""
+    kl_horizon: Horizon = "token"
+    """token: each position for itself; sequence: with what a token does to the KL of later ones."""
+    kl_placement: Placement = "loss"
+    """In the loss, in the reward (before advantages are formed), or as a shift of the advantage (after)."""
+    kl_clip_method: ClipMethod = "none"
+    """none, hard (no pull below the budget), or soft."""
+    kl_clip_threshold: float = 0.5
+    """KL budget: nats per token of the reference length, or nats in total."""
+    use_per_token_kl_threshold: bool = True
+    """Whether the threshold is per token (multiplied by the reference length)."""
+    kl_clip_temperature: float = 1.0
+    """Width of the soft clip in nats of the total."""
+    kl_clip_level: ClipLevel = "sequence"
+    """Whose KL is held against the budget: each sequence's, its group's mean, or the batch's mean."""
+    kl_reference_length: int | None = None
+    """Reference length in tokens; None: a data column if there is one, else measured once at the start and frozen."""
+    kl_controller: ControllerName | None = None
+    """How beta follows the KL: fixed, step, proportional, dual, pid. None: step if target_kl is set, else fixed."""
+    target_kl: float | None = None
+    """KL to hold, in nats per token (the unit of the logged metric kl/k3)."""
+    kl_controller_horizon: int = 100
+    """Updates over which the proportional rule takes effect."""
+    kl_controller_lr: float = 0.01
+    """Step size of dual ascent, in beta per nat."""
+    kl_controller_gains: tuple[float, float, float] = (0.1, 0.01, 0.1)
+    """kp, ki, kd of the PID rule, in beta per nat."""
+    beta_min: float = 0.0
+    """Lower bound of an adaptive beta."""
+    beta_max: float | None = None
+    """Upper bound of an adaptive beta."""
+    kl_max_log_ratio: float | None = None
+    """Straight-through bound of the log-ratio in nats; how often it binds is logged."""
+    kl_off_policy: OffPolicy = "none"
+    """Weigh the KL by policy/sampler: not at all, per token, or by the whole prefix (exact, noisier)."""
+    kl_max_weight: float | None = None
+    """Truncation of that weight; how often it binds is logged."""
+    kl_normalizer: Reduction | None = None
+    """Reduction of the KL over tokens; None: that of the policy loss."""
+    kl_exclude_tokens: tuple[int | str, ...] = ()
+    """Tokens that carry no KL: ids, token strings, or `special` for all special tokens."""
+    kl_exclude_prefix: int = 0
+    """First tokens of each completion that carry no KL (a format prefix)."""
+    kl_exclude_between: tuple[str, ...] = ()
+    """Two markers; what stands between them (tool output) carries no KL, the markers included."""
+    kl_schedule: KLSchedule = "constant"
+    """Factor on beta over the run: constant, linear or cosine."""
+    kl_warmup_steps: int = 0
+    """Steps over which that factor grows from 0."""
+    kl_schedule_end: float = 0.0
+    """The factor at the end of a linear or cosine schedule."""
+    kl_early_stop: float | None = None
+    """Skip a rollout's remaining updates once KL(old||policy) exceeds this, in nats per token."""
+    kl_lr_guard: float | None = None
+    """Scale the learning rate by guard / KL while the last step's KL is above the guard, in nats per token."""
+    kl_monitor: bool = False
+    """Load the reference and log the KL even at beta 0."""
+    reference: ReferenceName = "auto"
+    """frozen copy, adapter_off, ema, periodic, remote; auto: adapter_off for LoRA, else frozen."""
+    reference_decay: float = 0.99
+    """ema: share of the old reference that a step keeps."""
+    reference_reset_steps: int = 100
+    """periodic: steps after which the reference becomes the policy."""
+    reference_device: str | None = None
+    """Device of a reference with weights of its own; None: the policy's."""
+    reference_dtype: str | None = None
+    """Data type of a reference with weights of its own; None: the policy's."""
+    reference_url: str | None = None
+    """remote: where the reference answers; see `klamp.training.remote`."""
+    reference_share: float = 1.0
+    """Share of the sequences, drawn anew at every step, that the reference scores; their KL is weighted by 1 / share.
+
+    The loss and its gradient are unbiased; the variance of the summed KL grows by B^2 (1/n - 1/B) S^2 for n of B
+    sequences whose KL has the variance S^2 (see `klamp.core.subsample.sequence_sample`)."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether anything asks for the reference; without it none is loaded and none is scored."""
+        return self.beta > 0 or self.kl_monitor or self.controller_name != "fixed"
+
+    @property
+    def excludes(self) -> bool:
+        """Whether some tokens carry no KL."""
+        return bool(self.kl_exclude_tokens or self.kl_exclude_prefix or self.kl_exclude_between)
+
+    @property
+    def controller_name(self) -> ControllerName:
+        """The controller in force: as named, else `step` where a target is set and beta is not 0, else `fixed`."""
+        return self.kl_controller or ("fixed" if self.target_kl is None or self.beta == 0 else "step")

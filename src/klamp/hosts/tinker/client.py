@@ -1,0 +1,79 @@
+"""One forward-backward of the KL loss, the same on every version of the SDK."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypedDict, Unpack
+
+from torch import Tensor
+
+from klamp.config import KLConfig
+from klamp.core.masking import Totals
+from klamp.core.objective import SurrogateName
+from klamp.hosts.tinker.datums import with_inputs
+from klamp.hosts.tinker.loss import loss_of_rows
+from klamp.hosts.tinker.options import KL_COEF, Normalizer, make_settings
+from klamp.hosts.tinker.server_loss import ServerLoss
+from klamp.hosts.tinker.versions import load_tinker
+
+
+class LossOptions(TypedDict, total=False):
+    """The keyword-only arguments of `compute_grpo_kl_loss`."""
+
+    beta: float | None
+    normalizer: Normalizer
+    surrogate: SurrogateName
+    max_length: int | None
+    group_size: int | None
+    reference_length: float | Sequence[float] | None
+    totals: Totals | None
+
+
+def forward_backward_kl(
+    client: Any,
+    data: Sequence[Any],
+    kl_coef: float = KL_COEF,
+    cliprange: float | tuple[float, float] = 0.2,
+    kl: KLConfig | None = None,
+    *,
+    server_loss: ServerLoss | None = None,
+    **options: Unpack[LossOptions],
+) -> Any:
+    """Forward and backward pass of `compute_grpo_kl_loss` through a `TrainingClient`: the gradient adds up there.
+
+    The data is checked before anything is sent: an error inside a loss would leave the client unusable. The service
+    gets datums that hold `target_tokens` only, so that SDKs before 0.32 take them too; the loss reads the full ones.
+    Two passes over the data (a forward, then a forward and backward), one with a `server_loss` that the server runs.
+
+    Args:
+        client: a `TrainingClient`.
+        data: datums as `build_datum` makes them.
+        kl_coef: see `compute_grpo_kl_loss`.
+        cliprange: see there.
+        kl: see there.
+        server_loss: from `create_kl_loss`, with the same `kl` and `cliprange`: the server's custom-loss route.
+        options: the keyword-only arguments of `compute_grpo_kl_loss`.
+
+    Returns:
+        What the client returns: a future of `ForwardBackwardOutput`, with the loss's metrics in its `metrics`. Submit
+        `optim_step` before waiting for it. With SDKs before 0.36 the call itself waits for the first pass.
+
+    Raises:
+        ConfigError: see `compute_grpo_kl_loss`; a `server_loss` made for another configuration.
+        DataError, ShapeError, NonFiniteError, EmptyMaskError: data that cannot be used; nothing was sent.
+        UnsupportedVersion: the SDK is missing or outside the range.
+
+    What the service answers is checked inside the loss: NaN there raises NonFiniteError where the result is asked for,
+    no gradient is sent, and SDKs from 0.36 on then take no more requests on this client. Save the state before.
+    """
+    load_tinker()
+    settings = make_settings(kl_coef, cliprange, kl, **options)
+    rows = settings.read(data)
+    if server_loss is not None:
+        return server_loss.forward_backward(client, data, rows, settings)
+
+    def loss(_: Sequence[Any], logprobs_list: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
+        return loss_of_rows(rows, logprobs_list, settings)
+
+    bare = [with_inputs(datum, {"target_tokens": datum.loss_fn_inputs["target_tokens"]}) for datum in data]
+    return client.forward_backward_custom(bare, loss)

@@ -1,0 +1,129 @@
+"""klamp's loss for `forward_backward_custom`: the datums padded into the core's batch, one `grpo_loss`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from klamp.config import KLConfig
+from klamp.core.masking import Totals, natural_denominator, total_denominator
+from klamp.core.objective import SurrogateName, grpo_loss
+from klamp.errors import NonFiniteError
+from klamp.hosts.tinker.mismatch import mismatch_metrics
+from klamp.hosts.tinker.options import KL_COEF, Normalizer, Settings, make_settings
+from klamp.hosts.tinker.padded import Rows, as_length, read_rows
+
+
+def compute_grpo_kl_loss(
+    data: Sequence[Any],
+    logprobs_list: Sequence[Tensor],
+    kl_coef: float = KL_COEF,
+    cliprange: float | tuple[float, float] = 0.2,
+    kl: KLConfig | None = None,
+    *,
+    beta: float | None = None,
+    normalizer: Normalizer = "token_mean",
+    surrogate: SurrogateName = "ppo_clip",
+    max_length: int | None = None,
+    group_size: int | None = None,
+    reference_length: float | Sequence[float] | None = None,
+    totals: Totals | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """GRPO's clipped surrogate plus the KL, for `TrainingClient.forward_backward_custom`: klamp's `grpo_loss`.
+
+    Equation: R[-min(r A, clip(r, 1 - low, 1 + high) A)] + beta R_kl[penalty], r = policy / sampler, penalty as in
+    `kl_penalty`. `token_mean` is 1/n sum over the n trained tokens of `data`; the service's built-in losses are plain
+    sums: at kl_coef 0 the built-in `ppo` gives n times this loss and gradient, and exactly this one with
+    `normalizer="token_sum"`. What was divided by is in the metrics (`loss/denominator`, `loss/kl_denominator`).
+
+    Sampler: whoever `logprobs` belong to; it is the old policy of the ratio and the sampler of `kl_off_policy`.
+    Gradient: that of `grpo_loss`. Every datum gets one, zeros where nothing of it is trained on.
+    Thread: pure; reads only its arguments, so that the SDK may call it anywhere.
+
+    Args:
+        data: datums as `build_datum` makes them; anything with `loss_fn_inputs` of 1-D tensors will do.
+        logprobs_list: log-probabilities of `target_tokens` under the policy, one tensor per datum, with gradient.
+        kl_coef: coefficient of the KL per nat of a token; 0 for none, and then no `ref_logprobs` are needed.
+        cliprange: ratio bound, or (below 1, above 1).
+        kl: every choice about the KL; it carries the coefficient, `kl_coef` is then left out.
+        beta: coefficient in force instead of `kl.beta`: the value of a controller or schedule.
+        normalizer: token_mean, sequence_mean, sequence_sum, fixed_length, or token_sum (a plain sum).
+        surrogate: ppo_clip, cispo or score_function.
+        max_length: L of `fixed_length`.
+        group_size: datums per prompt, next to each other; a clip of the KL (`kl_clip_method`) needs it.
+        reference_length: tokens that turn a threshold per token into a budget; a number, or one per datum.
+        totals: size of the whole step (`count_tokens`) when several calls share one `optim_step`.
+
+    Returns:
+        The loss, and metrics as floats: names as in the metrics table, `loss`, `loss/policy`, `loss/kl` besides.
+
+    Raises:
+        ConfigError: a conflict between `kl_coef` and `kl`, or a choice that cannot work here.
+        DataError, ShapeError, NonFiniteError, EmptyMaskError: data that cannot be used; the datum is named.
+
+    Source: source document 002; PPO arXiv:1707.06347, DeepSeekMath arXiv:2402.03300
+    """
+    settings = make_settings(
+        kl_coef,
+        cliprange,
+        kl,
+        beta=beta,
+        normalizer=normalizer,
+        surrogate=surrogate,
+        max_length=max_length,
+        group_size=group_size,
+        reference_length=reference_length,
+        totals=totals,
+    )
+    return loss_of_rows(settings.read(data), logprobs_list, settings)
+
+
+def loss_of_rows(rows: Rows, logprobs_list: Sequence[Tensor], settings: Settings) -> tuple[Tensor, dict[str, float]]:
+    """`compute_grpo_kl_loss` of rows that were read already."""
+    objective = settings.objective
+    policy = rows.policy(logprobs_list)
+    batch = rows.batch(
+        policy, group_size=settings.group_size, reference_length=as_length(settings.reference_length, len(rows.lengths))
+    )
+    output = grpo_loss(batch, objective, totals=settings.totals)
+    _check_finite(output.loss, policy)
+    metrics = {name: float(value) for name, value in output.metrics.items()}
+    metrics |= {"beta": objective.beta, "loss": float(output.loss.detach())}
+    metrics["loss/denominator"] = _denominator(rows, settings)
+    if "loss/kl" in metrics:
+        metrics["loss/kl_denominator"] = _denominator(rows, settings, kl=True)
+    return output.loss, metrics | mismatch_metrics(rows, policy.detach())
+
+
+def _check_finite(loss: Tensor, policy: Tensor) -> None:
+    """Refuse a loss or a gradient that is not finite: the SDK would send it, and it would stay in the weights."""
+    slope = torch.autograd.grad(loss, policy, retain_graph=True)[0] if loss.requires_grad else torch.zeros_like(policy)
+    bad = (~slope.isfinite()).any(-1).nonzero().flatten().tolist()
+    if bad or not bool(loss.detach().isfinite()):
+        raise NonFiniteError(
+            f"datum {bad[0]}: the gradient of the loss is not finite" if bad else "the loss is not finite",
+            got=f"loss {float(loss.detach())}",
+            why="log-probabilities of one token lie so far apart that their ratio overflows",
+            fix="look at sampler_mismatch (tokens shifted by one?); kl_max_log_ratio bounds the KL's share",
+        )
+
+
+def count_tokens(data: Sequence[Any]) -> Totals:
+    """The size of a step, for `totals=` where several calls share one `optim_step`: sequences, tokens, KL tokens.
+
+    Raises:
+        DataError, ShapeError, NonFiniteError, EmptyMaskError: as `compute_grpo_kl_loss`.
+    """
+    return read_rows(data).totals
+
+
+def _denominator(rows: Rows, settings: Settings, *, kl: bool = False) -> float:
+    objective = settings.objective
+    reduction = (objective.kl.normalizer if kl else None) or objective.reduction
+    if settings.totals is not None:
+        return float(total_denominator(settings.totals, reduction, length=objective.max_length, kl=kl))
+    counted = rows.mask & rows.kl_mask if kl and rows.kl_mask is not None else rows.mask
+    return float(natural_denominator(counted, reduction, length=objective.max_length))

@@ -1,0 +1,132 @@
+"""The arguments of the loss, checked once and turned into the core's objective."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from klamp.config import KLConfig
+from klamp.config.kl import REDUCTIONS
+from klamp.config.rules import check_beta
+from klamp.core.masking import Totals
+from klamp.core.objective import Objective, SurrogateName
+from klamp.core.surrogates import check_clip_range
+from klamp.core.types import Reduction
+from klamp.errors import ConfigError, unknown_name
+from klamp.hosts.tinker.padded import Rows, read_rows
+
+Normalizer: TypeAlias = Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length", "token_sum"]
+
+NORMALIZERS: tuple[Normalizer, ...] = (*REDUCTIONS, "token_sum")
+"""The core's reductions, and `token_sum`: a plain sum over all tokens, as the service's built-in losses."""
+
+
+class _Unset(float):
+    """A default that can be told from the same number given on purpose."""
+
+
+KL_COEF = _Unset(0.01)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a loss is computed with, checked."""
+
+    objective: Objective
+    totals: Totals | None
+    group_size: int | None
+    reference_length: float | Sequence[float] | None
+    reads_reference: bool
+    reads_exclusions: bool
+
+    def read(self, data: Sequence[Any]) -> Rows:
+        """The data of the datums, checked for this loss."""
+        return read_rows(data, reference=self.reads_reference, exclusions=self.reads_exclusions)
+
+
+def make_settings(
+    kl_coef: float = KL_COEF,
+    cliprange: float | tuple[float, float] = 0.2,
+    kl: KLConfig | None = None,
+    *,
+    beta: float | None = None,
+    normalizer: Normalizer = "token_mean",
+    surrogate: SurrogateName = "ppo_clip",
+    max_length: int | None = None,
+    group_size: int | None = None,
+    reference_length: float | Sequence[float] | None = None,
+    totals: Totals | None = None,
+) -> Settings:
+    """The settings that the arguments of `compute_grpo_kl_loss` describe; see there."""
+    kl = merge_coefficients(kl_coef, kl)
+    now = in_force(kl, beta)
+    low, high = (cliprange, cliprange) if isinstance(cliprange, int | float) else cliprange
+    check_clip_range(low, high)
+    reduction, totals = _reduction(normalizer, kl, totals)
+    in_use = now > 0
+    if in_use and kl.kl_estimator == "exact":
+        raise ConfigError(
+            "kl_estimator='exact' cannot be computed through Tinker",
+            why="the service returns the log-probabilities of chosen tokens, not whole rows of logits",
+            fix="use kl_estimator='k3' (its value is unbiased, its gradient the same in expectation)",
+        )
+    return Settings(
+        objective=Objective(
+            surrogate=surrogate,
+            clip_low=low,
+            clip_high=high,
+            reduction=reduction,
+            max_length=max_length,
+            beta=now,
+            kl=kl.build_term(),
+        ),
+        totals=totals,
+        group_size=group_size,
+        reference_length=kl.kl_reference_length if reference_length is None else reference_length,
+        reads_reference=in_use and kl.kl_placement != "reward",
+        reads_exclusions=in_use and kl.excludes,
+    )
+
+
+def merge_coefficients(kl_coef: float, kl: KLConfig | None) -> KLConfig:
+    """One configuration from a coefficient and a configuration that has one of its own.
+
+    Raises:
+        ConfigError: the two differ.
+    """
+    if kl is None:
+        return KLConfig(beta=float(kl_coef))
+    if not isinstance(kl_coef, _Unset) and kl_coef != kl.beta:
+        raise ConfigError(
+            "kl_coef and kl.beta are two names of one coefficient, with different values",
+            got=f"kl_coef={kl_coef}, kl.beta={kl.beta}",
+            fix="leave kl_coef out; for the value of a controller pass beta=controller.value",
+        )
+    return kl
+
+
+def in_force(kl: KLConfig, beta: float | None) -> float:
+    """The coefficient to use now: that of a controller or schedule where there is one, else the configuration's.
+
+    Raises:
+        ConfigError: a coefficient that is no number >= 0.
+    """
+    if beta is not None:
+        check_beta(beta, fix="pass the controller's value")
+    return kl.beta if beta is None else float(beta)
+
+
+def _reduction(normalizer: Normalizer, kl: KLConfig, totals: Totals | None) -> tuple[Reduction, Totals | None]:
+    if normalizer not in NORMALIZERS:
+        raise unknown_name("normalizer", normalizer, NORMALIZERS)
+    if normalizer != "token_sum":
+        return normalizer, totals
+    if kl.kl_normalizer is not None:
+        raise ConfigError(
+            "normalizer='token_sum' cannot be combined with kl_normalizer",
+            got=f"kl_normalizer={kl.kl_normalizer!r}",
+            why="the sum of the policy loss and a mean of the KL would weigh beta by the number of tokens",
+            fix="leave kl_normalizer out",
+        )
+    return "token_mean", Totals(sequences=1.0, tokens=1.0, kl_tokens=1.0)

@@ -1,0 +1,204 @@
+"""Datums as padded tensors: what every loss, shift and metric of this adapter starts from.
+
+A datum holds N = len(prompt) + len(response) - 1 positions; position t speaks of token t + 1. Reading checks what the
+SDK does not (lengths, NaN, missing keys), and names the datum that is wrong, before anything is sent or differentiated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from klamp.core.checks import check_logprobs
+from klamp.core.masking import Totals
+from klamp.core.types import Batch
+from klamp.errors import DataError, EmptyMaskError, NonFiniteError, ShapeError
+
+KLAMP_KEYS = ("ref_logprobs", "mask", "kl_mask")
+"""Keys of `loss_fn_inputs` that klamp reads and the service's built-in losses refuse."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """B datums padded on the right to N positions; data, without gradient."""
+
+    mask: Tensor
+    """True = a token to train on. [B, N]"""
+    advantages: Tensor
+    """One per position. [B, N]"""
+    logprobs: Tensor
+    """Of whoever sampled the tokens, in nats. [B, N]"""
+    ref_logprobs: Tensor | None
+    """Of the reference, in nats; None where a datum has none. [B, N]"""
+    kl_mask: Tensor | None
+    """True = the token carries the KL; None: as `mask`. [B, N]"""
+    lengths: tuple[int, ...]
+    """Positions of each datum."""
+
+    @property
+    def totals(self) -> Totals:
+        """How many sequences, trained tokens, and tokens with a KL there are."""
+        carried = self.mask if self.kl_mask is None else self.mask & self.kl_mask
+        return Totals(sequences=float(len(self.lengths)), tokens=float(self.mask.sum()), kl_tokens=float(carried.sum()))
+
+    def batch(self, policy_logprobs: Tensor, **more: Any) -> Batch:
+        """The core's view of the datums under a policy. The sampler is the old policy."""
+        return Batch(
+            policy_logprobs=policy_logprobs,
+            mask=self.mask,
+            advantages=self.advantages,
+            old_logprobs=self.logprobs,
+            sampler_logprobs=self.logprobs,
+            ref_logprobs=self.ref_logprobs,
+            kl_mask=self.kl_mask,
+            **more,
+        )
+
+    def policy(self, logprobs_list: Sequence[Tensor]) -> Tensor:
+        """The policy's log-probabilities padded to [B, N], with gradient; each checked.
+
+        Raises:
+            ShapeError, NonFiniteError: rows that do not fit the datums; the datum is named.
+        """
+        if len(logprobs_list) != len(self.lengths):
+            raise ShapeError(
+                "there are as many datums as rows of log-probabilities",
+                got=f"{len(self.lengths)} datums, {len(logprobs_list)} rows",
+                fix="pass both as forward_backward_custom hands them to the loss",
+            )
+        for i, (row, length) in enumerate(zip(logprobs_list, self.lengths, strict=True)):
+            if row.shape != (length,):
+                raise ShapeError(
+                    f"datum {i}: the policy's log-probabilities do not have the length of target_tokens",
+                    got=f"log-probabilities {tuple(row.shape)}, target_tokens ({length},)",
+                    why="each log-probability belongs to one token",
+                    fix="pass target_tokens as a 1-D row of token ids",
+                )
+            check_logprobs(f"datum {i}: the policy's row", row[None], self.mask[i : i + 1, :length])
+        return pad(logprobs_list)
+
+
+def read_rows(data: Sequence[Any], *, reference: bool = False, exclusions: bool = False) -> Rows:
+    """Read and check the data of datums (the SDK's, or anything with `loss_fn_inputs`).
+
+    Keys: `target_tokens`, `advantages`, `logprobs` always; `ref_logprobs` where a KL is asked for; `mask` (1 = train
+    on the token), else every position counts at which log-probability, advantage or reference is not exactly 0;
+    `kl_mask` (1 = the token carries the KL), else as `mask`.
+
+    Args:
+        data: datums of one call.
+        reference: whether a KL is asked for, so that every datum needs `ref_logprobs`.
+        exclusions: whether tokens are excluded from the KL, so that every datum needs `kl_mask`.
+
+    Raises:
+        DataError: no datums, a missing key, or something that is no row of numbers.
+        ShapeError: a row of another length than `target_tokens`.
+        NonFiniteError: NaN or infinities, or positive log-probabilities, at a position that counts.
+        EmptyMaskError: no datum has a token to train on.
+    """
+    if not data:
+        raise DataError("there are no datums", got="an empty list", fix="pass the datums of one step")
+    has_ref = reference or all("ref_logprobs" in datum.loss_fn_inputs for datum in data)
+    has_kl_mask = exclusions or any("kl_mask" in datum.loss_fn_inputs for datum in data)
+    rows = [_read(i, datum.loss_fn_inputs, has_ref, has_kl_mask) for i, datum in enumerate(data)]
+    mask = pad([row["mask"] for row in rows])
+    if not bool(mask.any()):
+        raise EmptyMaskError(
+            "no datum has a token to train on",
+            got=f"{len(rows)} datums",
+            why="there is nothing to average over",
+            fix="check that responses are not empty and that the masks mark them",
+        )
+    return Rows(
+        mask=mask,
+        advantages=pad([row["advantages"] for row in rows]),
+        logprobs=pad([row["logprobs"] for row in rows]),
+        ref_logprobs=pad([row["ref_logprobs"] for row in rows]) if has_ref else None,
+        kl_mask=pad([row["kl_mask"] for row in rows]) if has_kl_mask else None,
+        lengths=tuple(len(row["mask"]) for row in rows),
+    )
+
+
+def pad(rows: Iterable[Tensor]) -> Tensor:
+    """Rows of different lengths as one tensor, zeros on the right; the gradient goes back to every row. [B, N]"""
+    return pad_sequence(list(rows), batch_first=True)
+
+
+def _read(i: int, inputs: Mapping[str, Any], has_ref: bool, has_kl_mask: bool) -> dict[str, Tensor]:
+    length = len(_row(i, inputs, "target_tokens"))
+    names = ["advantages", "logprobs", *(["ref_logprobs"] if has_ref else [])]
+    rows = {name: _row(i, inputs, name, length) for name in names}
+    if "mask" in inputs:
+        rows["mask"] = _row(i, inputs, "mask", length) != 0
+    else:
+        rows["mask"] = torch.stack([row != 0 for row in rows.values()]).any(0)
+    if has_kl_mask:
+        rows["kl_mask"] = _row(i, inputs, "kl_mask", length) != 0
+    for name in names[1:]:
+        check_logprobs(f"datum {i}: {name}", rows[name][None], rows["mask"][None])
+    if not bool((rows["advantages"].isfinite() | ~rows["mask"]).all()):
+        raise NonFiniteError(
+            f"datum {i}: an advantage is NaN or infinite",
+            why="it would turn the whole update into NaN",
+            fix="check the rewards; group_advantages never returns NaN for finite rewards",
+        )
+    return rows
+
+
+def _row(i: int, inputs: Mapping[str, Any], name: str, length: int | None = None) -> Tensor:
+    """One key of a datum as a detached row of numbers."""
+    if name not in inputs:
+        raise DataError(
+            f"datum {i} has no {name!r} in loss_fn_inputs",
+            got=f"keys: {', '.join(sorted(inputs))}",
+            why="a KL needs a reference; leaving it out silently would train without one"
+            if name == "ref_logprobs"
+            else "the loss reads it",
+            fix="build datums with klamp.tinker.build_datum"
+            + (", with the result of compute_reference_logprobs; or set kl_coef=0" if name == "ref_logprobs" else ""),
+        )
+    row = number_row(f"datum {i}: {name}", inputs[name])
+    if row.ndim != 1 or length not in (None, len(row)):
+        raise ShapeError(
+            f"datum {i}: {name} does not have the length of target_tokens",
+            got=f"{name} {tuple(row.shape)}" + ("" if length is None else f", target_tokens ({length},)"),
+            why="position t of every row speaks of token t + 1 of prompt and response; the SDK does not check it",
+            fix="build datums with klamp.tinker.build_datum, which aligns them",
+        )
+    return row
+
+
+def number_row(name: str, values: Any) -> Tensor:
+    """Numbers as a detached tensor of their own precision; integers and bools as they are.
+
+    Raises:
+        DataError: something among them is no number.
+    """
+    try:
+        row: Tensor = values.to_torch() if hasattr(values, "to_torch") else torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"{name} is no row of numbers",
+            got=f"{type(error).__name__}: {error}",
+            why="None inside a datum would become NaN without a word",
+            fix="pass one number per token",
+        ) from error
+    return row.detach()
+
+
+def as_length(length: float | Sequence[float] | None, count: int) -> Tensor | float | None:
+    """A reference length as the core takes it: one number, or one per datum.
+
+    Raises:
+        ShapeError: another number of lengths than datums.
+    """
+    if length is None or isinstance(length, int | float):
+        return None if length is None else float(length)
+    if len(length) != count:
+        raise ShapeError("reference_length holds one number, or one per datum", got=f"{len(length)} for {count}")
+    return torch.tensor(list(length), dtype=torch.float32)

@@ -1,0 +1,185 @@
+"""The KL elsewhere than in the loss: as a shift of the advantages, or taken from the rewards.
+
+Then the service's built-in losses will do, in one pass instead of two. Only k1 belongs there, see klamp.core.placement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from klamp.config import KLConfig
+from klamp.core.checks import check_logprobs
+from klamp.core.masking import masked, masked_mean
+from klamp.core.term import Gate, shifted_advantages, shifted_rewards
+from klamp.core.types import Batch
+from klamp.errors import ConfigError, ShapeError, unknown_name
+from klamp.hosts.tinker.datums import tensor_data, with_inputs
+from klamp.hosts.tinker.options import in_force
+from klamp.hosts.tinker.padded import Rows, as_length, number_row, pad, read_rows
+
+Baseline: TypeAlias = Literal["none", "batch"]
+
+
+def shift_advantages(
+    data: Sequence[Any],
+    kl: KLConfig,
+    *,
+    beta: float | None = None,
+    baseline: Baseline = "none",
+    group_size: int | None = None,
+    reference_length: float | Sequence[float] | None = None,
+) -> list[Any]:
+    """The datums with beta times the KL of the sampler taken from their advantages: kl_placement `advantage`.
+
+    Equation: kl_horizon `token` A_t - beta delta_t, `sequence` A_t - beta sum_{j >= t} delta_j, delta = log sampler -
+    log ref; with `baseline="batch"` the shift's mean over all trained tokens is taken from the shift. `token` with
+    that baseline is the KL penalty of Tinker's cookbook. (Its discounted form takes the mean from each token before it
+    sums, and so pays a token for every token that follows; klamp takes it from the sums.)
+
+    Sampler: whoever `logprobs` belong to.
+    Gradient: none here; through the score function that of KL(policy || ref), see `kl_in_advantage`.
+
+    For `forward_backward(strip_for_builtin(...), "ppo" or "importance_sampling")`. `compute_grpo_kl_loss` with the
+    same configuration does this itself: give it the datums as they were.
+
+    Args:
+        data: datums with `ref_logprobs`.
+        kl: with kl_placement="advantage".
+        beta: coefficient in force instead of `kl.beta`; 0 returns the datums as they are.
+        baseline: none, or batch.
+        group_size: datums per prompt, next to each other, for a clip of the KL.
+        reference_length: tokens that turn a threshold per token into a budget.
+
+    Raises:
+        ConfigError: another placement.
+        DataError, ShapeError, NonFiniteError, EmptyMaskError: as `compute_grpo_kl_loss`.
+    """
+    _check_placement(kl, "advantage", "shift_advantages")
+    if baseline not in ("none", "batch"):
+        raise unknown_name("baseline", baseline, ("none", "batch"))
+    now = in_force(kl, beta)
+    if now == 0:
+        return list(data)
+    rows = read_rows(data, reference=True, exclusions=kl.excludes)
+    shifted = shifted_rows(rows, kl, beta=now, group_size=group_size, reference_length=reference_length)
+    if baseline == "batch":
+        shift = shifted - rows.advantages
+        shifted = torch.where(rows.mask, shifted - masked_mean(shift, rows.mask), shifted)
+    return [
+        with_inputs(datum, {**datum.loss_fn_inputs, "advantages": tensor_data(row[:length])})
+        for datum, row, length in zip(data, shifted, rows.lengths, strict=True)
+    ]
+
+
+def shifted_rows(
+    rows: Rows,
+    kl: KLConfig,
+    *,
+    beta: float,
+    group_size: int | None = None,
+    reference_length: float | Sequence[float] | None = None,
+) -> Tensor:
+    """The advantages of rows, shifted by the KL of whoever sampled them; 0 where masked. [B, N]"""
+    term = kl.build_term()
+    length = kl.kl_reference_length if reference_length is None else reference_length
+    batch = rows.batch(rows.logprobs, group_size=group_size, reference_length=as_length(length, len(rows.lengths)))
+    shifted = shifted_advantages(batch, term, beta=beta, gate=Gate.of(batch, term))
+    return masked(shifted, rows.mask)  # a reward-to-go reaches back into the prompt, which the built-in losses see
+
+
+def penalize_rewards(
+    rewards: Sequence[float],
+    logprobs: Sequence[Sequence[float]],
+    ref_logprobs: Sequence[Sequence[float]],
+    kl: KLConfig,
+    *,
+    beta: float | None = None,
+    kl_masks: Sequence[Sequence[float]] | None = None,
+    group_size: int | None = None,
+    reference_length: float | Sequence[float] | None = None,
+) -> list[float]:
+    """Rewards minus beta times the KL of each response: kl_placement `reward`, before advantages are formed.
+
+    Equation: r_i - beta sum_t delta_it, delta = log sampler - log ref; a sum, never a mean over the response.
+
+    Sampler: whoever `logprobs` belong to.
+    Gradient: none here, see `kl_in_reward`: form the advantages without dividing by the group's standard deviation
+    (`group_advantages(..., scale="none")`), or beta drops out of groups whose rewards are all equal.
+
+    Args:
+        rewards: one per response.
+        logprobs: of the sampler, per token of each response.
+        ref_logprobs: of the reference, likewise (`compute_reference_logprobs`).
+        kl: with kl_placement="reward".
+        beta: coefficient in force instead of `kl.beta`.
+        kl_masks: 1 = the token carries the KL; None: every token.
+        group_size: responses per prompt, next to each other, for a clip of the KL.
+        reference_length: tokens that turn a threshold per token into a budget.
+
+    Raises:
+        ConfigError: another placement.
+        ShapeError: rows of different lengths.
+        NonFiniteError: a log-probability that is NaN, infinite or positive.
+    """
+    _check_placement(kl, "reward", "penalize_rewards")
+    batch = _responses(logprobs, ref_logprobs, kl_masks)
+    if len(rewards) != len(logprobs):
+        raise ShapeError(
+            "there is one reward per response", got=f"{len(rewards)} rewards, {len(logprobs)} rows of log-probabilities"
+        )
+    length = kl.kl_reference_length if reference_length is None else reference_length
+    batch = replace(batch, group_size=group_size, reference_length=as_length(length, len(logprobs)))
+    term = kl.build_term()
+    now = in_force(kl, beta)
+    found = shifted_rewards(
+        torch.tensor(list(rewards), dtype=torch.float32), batch, term, beta=now, gate=Gate.of(batch, term)
+    )
+    return found.tolist()
+
+
+def _responses(
+    logprobs: Sequence[Sequence[float]],
+    ref_logprobs: Sequence[Sequence[float]],
+    kl_masks: Sequence[Sequence[float]] | None,
+) -> Batch:
+    sampler, ref = _tensors("logprobs", logprobs), _tensors("ref_logprobs", ref_logprobs)
+    carried = [torch.ones(len(row), dtype=torch.bool) for row in sampler]
+    if kl_masks is not None:
+        carried = [row != 0 for row in _tensors("kl_masks", kl_masks)]
+    for name, rows in (("ref_logprobs", ref), ("kl_masks", carried)):
+        if [len(row) for row in rows] != [len(row) for row in sampler]:
+            raise ShapeError(
+                f"{name} and logprobs have different lengths",
+                got=f"{[len(row) for row in rows]} and {[len(row) for row in sampler]}",
+                why="each holds one number per token of the same responses",
+                fix="pass what compute_reference_logprobs returned for these responses, in the same order",
+            )
+    for i, (mine, other) in enumerate(zip(sampler, ref, strict=True)):
+        everywhere = torch.ones(1, len(mine), dtype=torch.bool)
+        check_logprobs(f"response {i}: logprobs", mine[None], everywhere)
+        check_logprobs(f"response {i}: ref_logprobs", other[None], everywhere)
+    return Batch(
+        policy_logprobs=pad(sampler),
+        mask=pad(carried),
+        advantages=torch.zeros(len(sampler)),
+        ref_logprobs=pad(ref),
+    )
+
+
+def _tensors(name: str, rows: Sequence[Sequence[float]]) -> list[Tensor]:
+    return [number_row(f"{name}[{i}]", row) for i, row in enumerate(rows)]
+
+
+def _check_placement(kl: KLConfig, placement: str, function: str) -> None:
+    if kl.kl_placement != placement:
+        raise ConfigError(
+            f"{function} is for kl_placement={placement!r}",
+            got=f"kl_placement={kl.kl_placement!r}",
+            why="the KL would enter in two places, or in another one than the configuration says",
+            fix=f"KLConfig(kl_estimator='k1', kl_placement={placement!r}, kl_horizon='sequence')",
+        )

@@ -1,0 +1,126 @@
+"""Log-probabilities under the reference, asked of a sampling client: in order, bounded, retried, never hanging."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from klamp.errors import ConfigError, DataError, NonFiniteError, ShapeError
+from klamp.hosts.tinker.retrying import Asker
+from klamp.hosts.tinker.versions import load_tinker
+
+
+async def compute_reference_logprobs(
+    ref_client: Any,
+    prompt_tokens: Sequence[Sequence[int]],
+    response_tokens: Sequence[Sequence[int]],
+    *,
+    concurrency: int = 64,
+    retries: int = 5,
+    backoff: float = 0.5,
+    timeout: float = 300.0,
+) -> list[list[float]]:
+    """Log-probabilities of the responses under the reference, in nats, in the order of the responses.
+
+    One request per response, `concurrency` at a time. Lost connections, timeouts and the statuses 408, 409, 429 and
+    5xx are tried again, `backoff` seconds later and twice as long each time (at most 30 s, with a random share off);
+    anything else ends it at once. Where the SDK can score a suffix only (0.34 and later) the prompt is not scored.
+
+    Args:
+        ref_client: a `SamplingClient` of the base model (or of a snapshot); a client that has only
+            `compute_logprobs_async` will do.
+        prompt_tokens: one list of ids per response, none of them empty.
+        response_tokens: the responses; an empty one gives an empty list and costs no request.
+        concurrency: requests in flight at a time.
+        retries: attempts after the first one, per response.
+        backoff: seconds before the second attempt.
+        timeout: seconds for one attempt. Nothing takes longer than (retries + 1) (timeout + 30 s) per response.
+
+    Returns:
+        One list per response, as long as the response.
+
+    Raises:
+        ModelError: the service refuses, or does not answer after all attempts; the sequence is named.
+        NonFiniteError: None, NaN or an infinity inside a response.
+        ShapeError: an answer of another length than the tokens (n values, or n - 1 without the first token's None).
+        DataError, ConfigError: arguments that cannot be used.
+        UnsupportedVersion: the SDK is missing or outside the range.
+
+    Source: source document 002
+    """
+    load_tinker()
+    _check_arguments(prompt_tokens, response_tokens, concurrency, retries)
+    asker = Asker(ref_client, retries=retries, backoff=backoff, timeout=timeout)
+    free = asyncio.Semaphore(concurrency)
+
+    async def one(i: int, prompt: Sequence[int], response: Sequence[int]) -> list[float]:
+        if len(response) == 0:
+            return []
+        async with free:
+            answer = await asker.ask(i, [int(token) for token in (*prompt, *response)], len(response))
+        return response_part(i, answer, len(prompt), len(response))
+
+    pairs = zip(prompt_tokens, response_tokens, strict=True)
+    tasks = [asyncio.ensure_future(one(i, *pair)) for i, pair in enumerate(pairs)]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def response_part(i: int, answer: Sequence[float | None] | None, prompt: int, response: int) -> list[float]:
+    """The response's log-probabilities out of what `compute_logprobs` answered for prompt + response.
+
+    Args:
+        i: which sequence, for the errors.
+        answer: one value per token, the first None; or, from some servers, without that first one.
+        prompt: tokens of the prompt.
+        response: tokens of the response.
+
+    Raises:
+        ShapeError, NonFiniteError: see `compute_reference_logprobs`.
+    """
+    length = None if answer is None else len(answer)
+    if answer is None or length not in (prompt + response, prompt + response - 1):
+        raise ShapeError(
+            f"sequence {i}: the reference answered with another number of log-probabilities than there are tokens",
+            got=f"{length} values for {prompt} + {response} tokens",
+            why="each value belongs to one token",
+            fix="check that the client scores these tokens and does not cut the sequence at its context length",
+        )
+    values = list(answer[length - response :])
+    bad = [j for j, value in enumerate(values) if value is None or not math.isfinite(value)]
+    if bad:
+        raise NonFiniteError(
+            f"sequence {i}: the reference has no log-probability for a token of the response",
+            got=f"{values[bad[0]]} at token {bad[0]} of the response, {len(bad)} of {response} tokens",
+            why="a KL without it would be NaN, or leave the token out without a word",
+            fix="check that the reference's vocabulary has the token",
+        )
+    return [float(value) for value in values if value is not None]
+
+
+def _check_arguments(
+    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], concurrency: int, retries: int
+) -> None:
+    if len(prompts) != len(responses):
+        raise DataError(
+            "prompts and responses differ in number",
+            got=f"{len(prompts)} prompts, {len(responses)} responses",
+            fix="repeat each prompt for every response of its group",
+        )
+    for i, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise DataError(
+                f"sequence {i}: the prompt is empty",
+                why="the first token of a sequence has no log-probability",
+                fix="start the prompt with the beginning-of-sequence token",
+            )
+    if concurrency < 1 or retries < 0:
+        raise ConfigError(
+            "concurrency must be at least 1 and retries at least 0", got=f"concurrency={concurrency}, retries={retries}"
+        )

@@ -1,0 +1,108 @@
+"""The loss of one datum as torch.fx can trace it, and the rows that it reads.
+
+Everything that changes from step to step (beta, denominators, masks) travels as rows of the datums, so that one traced
+loss serves a whole run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from klamp.core.estimators import ESTIMATORS
+from klamp.core.masking import masked, reduce_tokens, total_denominator
+from klamp.core.objective import Objective
+from klamp.core.term import KLTerm, shifted_advantages
+from klamp.core.types import Reduction
+from klamp.hosts.tinker.options import Settings
+from klamp.hosts.tinker.padded import Rows
+
+INPUTS = ("behavior_logprobs", "ref_logprobs", "advantages", "policy_weights", "kl_weights", "kl_shares")
+"""Rows of a datum that the traced loss reads; its first parameter must be `logprobs`, the policy's."""
+
+
+def datum_loss(objective: Objective) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
+    """The loss of one datum as a function that torch.fx can trace: torch calls only, numbers as constants."""
+    low, high, term = 1 - objective.clip_low, 1 + objective.clip_high, objective.kl
+    in_loss = term.placement == "loss"
+
+    def klamp_grpo_kl(  # the SDK takes the names of the rows from these parameters
+        logprobs: Tensor,
+        behavior_logprobs: Tensor,
+        ref_logprobs: Tensor,
+        advantages: Tensor,
+        policy_weights: Tensor,
+        kl_weights: Tensor,
+        kl_shares: Tensor,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        zeros = torch.zeros_like(logprobs)
+        log_w = torch.where(policy_weights != 0, logprobs - behavior_logprobs, zeros)
+        ratio = log_w.exp()
+        surrogate = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
+        policy = (policy_weights * surrogate).sum()
+        delta = torch.where(kl_shares != 0, (logprobs - ref_logprobs).detach(), zeros)
+        metrics = {f"custom/kl_{name}:sum": (kl_shares * ESTIMATORS[name].value(delta)).sum() for name in ("k1", "k3")}
+        metrics["custom/loss_policy:sum"] = policy.detach()
+        if not in_loss:
+            return policy, metrics
+        value, coefficient = _penalty(term, delta, log_w.detach())
+        kl = (kl_weights * (value + coefficient * (logprobs - logprobs.detach()))).sum()
+        metrics["custom/loss_kl:sum"] = kl.detach()
+        return policy + kl, metrics
+
+    return klamp_grpo_kl
+
+
+def _penalty(term: KLTerm, delta: Tensor, log_w: Tensor) -> tuple[Tensor, Tensor]:
+    """Value and coefficient of the gradient, per token; the table at the top of klamp.core.gradients, horizon token."""
+    row = ESTIMATORS[term.value]
+    if term.max_log_ratio is not None:
+        delta = delta.clamp(-term.max_log_ratio, term.max_log_ratio)
+    if term.max_weight is not None:
+        log_w = log_w.clamp(max=math.log(term.max_weight))
+    w = torch.ones_like(delta) if term.off_policy == "none" else log_w.exp()
+    coefficient = {
+        "reverse": lambda: delta,
+        "forward": lambda: -torch.expm1(-delta),
+        "own": lambda: row.derivative(delta),
+        "none": lambda: torch.zeros_like(delta),
+    }[term.gradient]()
+    return w * row.value(delta), w * coefficient
+
+
+def input_rows(rows: Rows, settings: Settings) -> dict[str, Tensor]:
+    """What the traced loss reads, padded; beta and the denominators are in the weights. [B, N] each"""
+    objective = settings.objective
+    carried = rows.mask if rows.kl_mask is None else rows.mask & rows.kl_mask
+    weights = _weights(rows.mask, rows.mask, objective.reduction, settings)
+    kl_weights = _weights(rows.mask, carried, objective.kl.normalizer or objective.reduction, settings, kl=True)
+    advantages, beta = rows.advantages, objective.beta
+    if objective.kl.placement != "loss":
+        if objective.kl.placement == "advantage" and beta > 0:
+            advantages = shifted_advantages(rows.batch(rows.logprobs), objective.kl, beta=beta)
+        beta = 0.0
+    ref = rows.logprobs if rows.ref_logprobs is None else rows.ref_logprobs
+    shown = carried if rows.ref_logprobs is not None else torch.zeros_like(carried)
+    columns = (
+        masked(rows.logprobs, rows.mask),
+        masked(ref, rows.mask),
+        masked(advantages, rows.mask),
+        weights,
+        beta * masked(kl_weights, carried),
+        shown / shown.sum().clamp(min=1),
+    )
+    return dict(zip(INPUTS, columns, strict=True))
+
+
+def _weights(mask: Tensor, counted: Tensor, reduction: Reduction, settings: Settings, *, kl: bool = False) -> Tensor:
+    """What each token is multiplied with: a reduction is linear, so its gradient at zero. [B, N]"""
+    length = settings.objective.max_length
+    denominator = None
+    if settings.totals is not None:
+        denominator = total_denominator(settings.totals, reduction, length=length, kl=kl)
+    tokens = torch.zeros(mask.shape, requires_grad=True)
+    total = reduce_tokens(tokens, mask, reduction, length=length, denominator=denominator, counted=counted)
+    return torch.autograd.grad(total, tokens)[0]

@@ -1,0 +1,156 @@
+"""The exact KL inside TRL: from the hidden states of the scoring passes that TRL makes anyway.
+
+A hook on the backbone keeps its last hidden states while TRL scores; the sum over the vocabulary is then
+`klamp.core.linear.linear_kl`, which never holds the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from klamp.core.linear import linear_kl
+from klamp.core.types import Batch, Direction
+from klamp.errors import ConfigError
+from klamp.hosts.common.loss import loss_mask
+
+REF_HIDDEN = "klamp_ref_hidden"
+"""In a batch: per row the reference's hidden states [T, H], or None where the exact KL is not measured."""
+
+_SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling")
+
+
+def plain_model(trainer: Any, model: Any) -> Any:
+    """The transformers model under accelerate's and PEFT's wrappers."""
+    model = trainer.accelerator.unwrap_model(model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def why_not_exact(trainer: Any) -> str:
+    """Why the exact KL cannot be had from this trainer; empty if it can."""
+    if trainer._never_exact:
+        return trainer._never_exact
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        return "the output head is spread over processes"
+    if trainer.args.sync_ref_model:
+        return "the reference moves between the pass and the loss, and its output head with it"
+    model = plain_model(trainer, trainer.model)
+    config = model.config.get_text_config()
+    scaled = [name for name in _SCALES if getattr(config, name, None) not in (None, 1, 1.0)]
+    if scaled:
+        return f"the model multiplies its logits ({', '.join(scaled)})"
+    if model.get_output_embeddings() is None or model.base_model is model:
+        return "the model has no backbone and output head that could be told apart"
+    return ""
+
+
+def check_exact(trainer: Any) -> None:
+    """Refuse the estimator `exact` where it cannot be had.
+
+    Raises:
+        ConfigError: with the reason.
+    """
+    reason = why_not_exact(trainer)
+    if reason:
+        raise ConfigError(
+            "kl_estimator='exact' cannot be honoured for this model",
+            got=type(trainer.model).__name__,
+            why=f"it is summed over the vocabulary from hidden states and output head, and {reason}",
+            fix="use kl_estimator='k3'",
+        )
+
+
+@contextmanager
+def hidden_states(trainer: Any, model: Any, *, wanted: bool) -> Iterator[list[Tensor]]:
+    """The last hidden states of every forward pass of a model meanwhile, each [B, P + T, H]."""
+    kept: list[Tensor] = []
+    if not wanted:
+        yield kept
+        return
+
+    def keep(_module: Any, _inputs: Any, output: Any) -> None:
+        kept.append(output[0] if isinstance(output, tuple) else output.last_hidden_state)
+
+    handle = plain_model(trainer, model).base_model.register_forward_hook(keep)
+    try:
+        yield kept
+    finally:
+        handle.remove()
+
+
+def of_completions(kept: list[Tensor], length: int) -> Tensor | None:
+    """The hidden states from which the last `length` tokens were predicted, [B, T, H]."""
+    return torch.cat(kept)[:, -length - 1 : -1] if kept else None
+
+
+def keep_reference(trainer: Any, output: dict[str, Any], hidden: Tensor | None) -> None:
+    """Put the reference's hidden states of the chosen rows into a generation batch."""
+    session = trainer._klamp
+    if hidden is None or not session.exact_rows:
+        return
+    rows, first = len(hidden), trainer.accelerator.process_index * len(hidden)
+    size = trainer.num_generations
+    chosen = [(first + row) % size < session.exact_rows for row in range(rows)]
+    output[REF_HIDDEN] = [hidden[row].clone() if chosen[row] else None for row in range(rows)]
+
+
+def exact_kl_of(
+    trainer: Any, inputs: Any, hidden: Tensor | None, *, direction: Direction = "reverse"
+) -> tuple[Tensor, Tensor] | None:
+    """The exact KL of a batch [B, T] (0 where it is not measured), and where it is measured [B, T].
+
+    Args:
+        trainer: has both models and the temperature.
+        inputs: the batch, with the reference's hidden states.
+        hidden: the policy's, [B, T, H]; the KL has its gradient.
+        direction: reverse, or forward.
+    """
+    kept = inputs.get(REF_HIDDEN)
+    if hidden is None or kept is None:
+        return None
+    rows = torch.tensor([states is not None for states in kept], device=hidden.device)
+    where = loss_mask(inputs) & rows[:, None]
+    whole = torch.zeros(where.shape, dtype=torch.float32, device=hidden.device)
+    if not bool(where.any()):
+        return whole, where
+    ref_states = torch.stack([states for states in kept if states is not None])[where[rows]]
+    policy_model = plain_model(trainer, trainer.model)
+    ref_model = policy_model if trainer.ref_model is None else plain_model(trainer, trainer.ref_model)
+    head, ref_head = policy_model.get_output_embeddings(), ref_model.get_output_embeddings()
+    values = linear_kl(
+        hidden[where].to(head.weight.dtype),
+        head.weight,
+        ref_states.to(device=hidden.device, dtype=ref_head.weight.dtype),
+        ref_head.weight,
+        direction=direction,
+        policy_bias=head.bias,
+        ref_bias=ref_head.bias,
+        temperature=trainer.temperature,
+        softcap=getattr(policy_model.config.get_text_config(), "final_logit_softcapping", None),
+    )
+    return whole.masked_scatter(where, values.float()), where
+
+
+def with_exact(trainer: Any, batch: Batch, inputs: Any, hidden: Tensor | None) -> Batch:
+    """The batch with the exact KL that its loss is made of.
+
+    Raises:
+        ConfigError: the pass left no hidden states, so that there is none.
+    """
+    term = trainer._klamp.term
+    if term.value != "exact":
+        return batch
+    found = exact_kl_of(trainer, inputs, hidden)
+    if found is None:
+        raise ConfigError(
+            "the exact KL of a batch could not be computed",
+            why="the scoring pass left no hidden states of policy and reference",
+            fix="use kl_estimator='k3'",
+        )
+    forward = exact_kl_of(trainer, inputs, hidden, direction="forward") if term.gradient == "forward" else None
+    return replace(batch, exact_kl=found[0], exact_kl_forward=None if forward is None else forward[0])

@@ -1,0 +1,94 @@
+"""klamp's metrics in TRL's logs, the controller's step, the check of step 0, and the completions table."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from klamp.config.kl import KLWarning
+from klamp.core.estimators import ESTIMATORS
+from klamp.core.gradients import masked_log_ratio
+from klamp.core.masking import masked_sum
+from klamp.core.term import Gate, carries_kl
+from klamp.hosts.common.loss import batch_of
+from klamp.hosts.common.rollout import STEP_ZERO_KL, Generation
+from klamp.hosts.common.step_zero import likely_reasons, step_zero_text
+from klamp.hosts.trl.exact import exact_kl_of
+from klamp.hosts.trl.session import Scoring
+
+
+def group_size(trainer: Any) -> int:
+    """Completions per prompt in the trainer's present mode."""
+    evaluating = getattr(trainer, "num_generations_eval", None) or trainer.num_generations
+    return trainer.num_generations if trainer.model.training else evaluating
+
+
+def exact_for_gate(trainer: Any, inputs: Any, hidden: Tensor | None) -> Tensor | None:
+    """The exact KL before the first update, where every completion has it. [B, T]"""
+    found = exact_kl_of(trainer, inputs, hidden) if trainer._klamp.exact_everywhere else None
+    return None if found is None else found[0]
+
+
+def after_loss(trainer: Any, inputs: Any, scored: Scoring, beta: float) -> None:
+    """Take in a micro-batch; at the end of an optimizer step (or of an evaluation batch) log, check and adjust beta."""
+    session, mode = trainer._klamp, "train" if trainer.model.training else "eval"
+    batch, window = batch_of(inputs, scored.logprobs.detach()), session.windows[mode]
+    window.add(batch, session.term, Gate.of(batch, session.term))
+    with torch.no_grad():
+        exact = exact_kl_of(trainer, inputs, scored.hidden)
+    if exact is not None:
+        window.add_exact(exact[0], exact[1] & carries_kl(batch))
+    if mode == "train" and not trainer.accelerator.sync_gradients:
+        return
+    found = window.emit(trainer.accelerator)
+    found |= beta_metrics(trainer, beta, found)
+    if mode == "train" and "kl/k3" in found:  # a step may hold no token that carries the KL
+        _check_step_zero(trainer, found["kl/k3"])
+        if session.control is not None:
+            session.control.update(found["kl/exact" if session.exact_everywhere else "kl/k3"])
+            if session.control.kl.kl_lr_guard is not None:
+                found["kl/lr_factor"] = session.control.rate_factor
+    for name, value in found.items():
+        trainer._metrics[mode][name].append(value)
+
+
+def beta_metrics(trainer: Any, beta: float, found: dict[str, float]) -> dict[str, float]:
+    """beta in force, per token and as the coefficient of a whole completion's KL."""
+    length = max(found.get("length/mean", 1.0), 1.0)
+    divisor = {"dr_grpo": float(trainer.max_completion_length), "luspo": 1.0}.get(trainer.loss_type, length)
+    term, control = trainer._klamp.term, trainer._klamp.control
+    named = {"beta": beta, "beta/per_sequence": beta / divisor if term.placement == "loss" else beta}
+    if control is not None and term.clip_method != "none" and control.reference_length is not None:
+        named["kl/reference_length"] = control.reference_length
+    return named
+
+
+def _check_step_zero(trainer: Any, kl: float) -> None:
+    session = trainer._klamp
+    first, session.expected_zero = session.expected_zero, False
+    if not first or trainer.state.global_step > 0 or session.resumed or kl <= STEP_ZERO_KL:
+        return
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+    reasons = likely_reasons(policy, trainer.ref_model, adapter=hasattr(policy, "peft_config"))
+    if trainer.is_world_process_zero():
+        warnings.warn(step_zero_text(kl, reasons), KLWarning, stacklevel=2)
+
+
+def completions_table(trainer: Any, generation: Generation) -> None:
+    """Columns of the completions table: each completion's KL in nats, and how long it is."""
+    if not trainer.log_completions or generation.old_logprobs is None:
+        return
+    batch = generation.batch()
+    assert batch.ref_logprobs is not None
+    delta = masked_log_ratio(batch.policy_logprobs, batch.ref_logprobs, carries_kl(batch))
+    columns: dict[str, Tensor] = {
+        f"kl/{name}_sequence": masked_sum(ESTIMATORS[name].value(delta), carries_kl(batch), -1) for name in ("k1", "k3")
+    }
+    columns["kl/log_ratio_max"] = delta.abs().amax(-1)
+    columns["length"] = generation.lengths.to(torch.float32)
+    for name, values in columns.items():
+        trainer._logs["extra"][name].extend(gather_object(values.tolist()))

@@ -1,0 +1,143 @@
+"""The hooks into TRL's GRPOTrainer: everything that klamp overrides, and nothing else.
+
+While TRL computes its loss, its `beta` is a `Coefficient`: TRL's own line `beta * per_token_kl` then adds klamp's
+penalty, and TRL masks and normalises it with the policy loss, whatever the loss type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from klamp.core.types import Reduction
+from klamp.hosts.common.loss import KL_SCALE, Coefficient, batch_of, check_hook_ran, gated_penalty
+from klamp.hosts.common.rollout import Generation, needs_old_logprobs, prepared
+from klamp.hosts.trl import exact, measure, state
+from klamp.hosts.trl.refusals import REDUCTIONS
+from klamp.hosts.trl.session import Scoring, Session, only_scoring
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer as Host
+else:
+    Host = object
+
+
+class KLMixin(Host):
+    """klamp's KL, for a class that derives from it first and from `trl.GRPOTrainer` second."""
+
+    _klamp: Session
+    _reductions: Mapping[str, Reduction | None] = REDUCTIONS
+    """How the host reduces tokens, by loss type."""
+    _never_exact: str = ""
+    """Why no trainer of this class can have the exact KL; empty where one can."""
+
+    def _refresh_beta(self) -> float:
+        """Let TRL see the coefficient in force; it never is 0 while the reference is wanted."""
+        control = self._klamp.control
+        if control is None:
+            return float(self.beta)
+        step, total = self.state.global_step, max(self.state.max_steps, 1)
+        self.beta = control.host_beta(step, total)
+        return control.beta(step, total)
+
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        session = self._klamp
+        if session.seen is None:
+            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        with exact.hidden_states(self, model, wanted=session.exact_rows > 0) as kept:
+            result = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        hidden = exact.of_completions(kept, result[0].shape[1])
+        session.seen.append(Scoring(model, args, kwargs, result[0], hidden))
+        return result
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self._klamp.note_rewards(completion_ids_list, rewards)
+        return rewards
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        session, beta = self._klamp, self._refresh_beta()
+        with session.listening() as seen:
+            output = super()._generate_and_score_completions(inputs)
+        if output.get("ref_per_token_logps") is None or (session.control is None and not seen):
+            return output
+        exact.keep_reference(self, output, seen[-1].hidden)  # TRL scores the reference last
+        old = self._old_scoring(output, seen)
+        generation = Generation(
+            inputs=output,
+            old_logprobs=None if old is None else old.logprobs,
+            exact_kl=None if old is None else measure.exact_for_gate(self, output, old.hidden),
+            rows=inputs,
+            lengths=torch.tensor(session.lengths, device=output["completion_ids"].device),
+            group_size=measure.group_size(self),
+            accelerator=self.accelerator,
+            scorable=session.scorable,
+        )
+        if session.control is not None:
+            reduction = self._reductions[self.loss_type]
+            output = prepared(generation, session.control, self._tokenizer, beta=beta, reduction=reduction)
+        measure.completions_table(self, generation)
+        return output
+
+    def _old_scoring(self, output: Any, seen: list[Scoring]) -> Scoring | None:
+        """The policy's scoring before the batch's first update: TRL's where it made one."""
+        if output.get("old_per_token_logps") is not None:
+            made = [scored for scored in seen if scored.logprobs is output["old_per_token_logps"]]
+            return made[0] if made else Scoring(self.model, (), {}, output["old_per_token_logps"])
+        if not (needs_old_logprobs(self._klamp.term) or self.log_completions):
+            return None
+        of_reference = seen[-1]  # the same tokens
+        with torch.no_grad(), self._klamp.listening() as again:
+            self._get_per_token_logps_and_entropies(self.model, *of_reference.positional, **of_reference.options)
+        return again[-1]
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """TRL's loss; raises where it leaves klamp's hook out."""
+        before = self._klamp.losses
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        if self._klamp.control is not None:
+            check_hook_ran(self._klamp.losses - before)
+        return loss
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        session = self._klamp
+        session.losses += 1
+        beta = self._refresh_beta()
+        with session.listening() as seen:
+            if session.control is None or not session.control.kl.needs_reference:
+                loss = super()._compute_loss(model, inputs)
+            else:
+                loss = self._loss_with_penalty(model, inputs, seen, beta)
+        if inputs.get("ref_per_token_logps") is not None and (session.control is not None or len(seen) == 1):
+            measure.after_loss(self, inputs, only_scoring(seen), beta)
+        return loss
+
+    def _loss_with_penalty(self, model: Any, inputs: Any, seen: list[Scoring], beta: float) -> Any:
+        term, outer = self._klamp.term, float(self.beta)
+
+        def penalty() -> Tensor:
+            scored = only_scoring(seen)
+            if beta == 0 or term.placement != "loss":
+                return torch.zeros_like(scored.logprobs)
+            batch = exact.with_exact(self, batch_of(inputs, scored.logprobs), inputs, scored.hidden)
+            return beta * gated_penalty(batch, term, inputs.get(KL_SCALE))
+
+        coefficient = Coefficient(outer, penalty)
+        self.beta = coefficient
+        try:
+            loss = super()._compute_loss(model, inputs)
+        finally:
+            self.beta = outer
+        coefficient.check_used_once()
+        return loss
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        state.save(self, trial)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        state.load(self, checkpoint)

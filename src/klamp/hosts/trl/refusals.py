@@ -1,0 +1,144 @@
+"""Which of klamp's options cannot work together with which of TRL's; each with the reason and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from klamp.config import KLConfig
+from klamp.core.types import Reduction
+from klamp.hosts.common.exclusions import excluded_ids
+from klamp.hosts.common.refusals import Refusal, host_refusals, refuse
+
+REDUCTIONS: Mapping[str, Reduction | None] = {
+    "grpo": "sequence_mean",
+    "sapo": "sequence_mean",
+    "bnpo": None,
+    "dr_grpo": "fixed_length",
+    "dapo": "token_mean",
+    "cispo": "token_mean",
+    "vespo": "token_mean",
+    "luspo": "sequence_sum",
+}
+"""How TRL reduces per-token values, in klamp's words; None: no word for it (bnpo: token mean of a micro-batch)."""
+
+
+def check_arguments(kl: KLConfig, args: Any) -> None:
+    """Refuse what TRL's arguments make impossible.
+
+    Raises:
+        ConfigError: with the reason.
+    """
+    refuse([*host_refusals(kl, "TRL"), *placement_refusals(kl, args), *_loss(kl, args)])
+
+
+def settle_reference(kl: KLConfig, args: Any) -> None:
+    """Write a moving reference into TRL's arguments: it is TRL's own `sync_ref_model`, under klamp's names."""
+    if kl.reference in ("ema", "periodic"):
+        averaged = kl.reference == "ema"
+        args.sync_ref_model = True
+        args.ref_model_mixup_alpha = 1 - kl.reference_decay if averaged else 1.0
+        args.ref_model_sync_steps = 1 if averaged else kl.reference_reset_steps
+
+
+def placement_refusals(kl: KLConfig, args: Any) -> list[Refusal]:
+    """A KL in the reward or the advantage beside options that undo it or cannot take it."""
+    used = kl.beta > 0 or kl.controller_name != "fixed"
+    in_reward, in_advantage = used and kl.kl_placement == "reward", used and kl.kl_placement == "advantage"
+    scale = {True: "group", False: "none"}.get(args.scale_rewards, args.scale_rewards)
+    return [
+        (
+            in_reward and scale != "none",
+            f"kl_placement='reward' cannot be combined with scale_rewards={scale!r}",
+            "in a group whose rewards are all equal the division by the standard deviation cancels beta: the update is "
+            "the same for every beta > 0",
+            "set scale_rewards='none', or kl_placement='advantage' (the KL enters after the division)",
+        ),
+        (
+            in_reward and getattr(args, "multi_objective_aggregation", "") == "normalize_then_sum",
+            "kl_placement='reward' cannot be combined with multi_objective_aggregation='normalize_then_sum'",
+            "the advantages are then divided by standard deviations, which cancels beta in a group of equal rewards",
+            "set multi_objective_aggregation='sum_then_normalize', or kl_placement='advantage'",
+        ),
+        (
+            in_advantage and args.off_policy_mask_threshold is not None,
+            "kl_placement='advantage' cannot be combined with off_policy_mask_threshold",
+            "the mask keeps or drops a whole completion by the sign of its advantage, and the KL gives every token one "
+            "of its own",
+            "leave off_policy_mask_threshold unset, or set kl_placement='loss'",
+        ),
+        (
+            in_advantage and args.loss_type == "vespo",
+            "kl_placement='advantage' cannot be combined with loss_type='vespo'",
+            "vespo weighs a whole completion by the sign of its advantage, and the KL gives every token one of its own",
+            "use another loss_type, or kl_placement='loss'",
+        ),
+    ]
+
+
+def _loss(kl: KLConfig, args: Any) -> list[Refusal]:
+    own = REDUCTIONS.get(args.loss_type)
+    return [
+        (
+            kl.kl_normalizer not in (None, own),
+            f"kl_normalizer={kl.kl_normalizer!r} cannot be honoured with loss_type={args.loss_type!r}",
+            "TRL's own line normalises policy loss and KL together"
+            + (f": {own}" if own else ", here by the tokens of each micro-batch"),
+            "leave kl_normalizer unset, or choose the loss_type that normalises so",
+        ),
+        (
+            getattr(args, "use_liger_loss", False) or (args.use_liger_kernel and liger_bypasses()),
+            "Liger's fused loss cannot carry klamp's KL",
+            "TRL below 1.14 hands the whole loss, KL included, to a fused kernel that never looks at klamp's term",
+            "set use_liger_kernel=False, or use trl>=1.14, where it only swaps layers",
+        ),
+    ]
+
+
+def liger_bypasses() -> bool:
+    """Whether the installed TRL computes its loss in Liger's kernel when `use_liger_kernel` is set."""
+    import trl
+
+    return hasattr(trl.GRPOTrainer, "compute_liger_loss")
+
+
+def check_trainer(kl: KLConfig, trainer: Any, *, peft: bool, own: bool) -> None:
+    """Refuse what only shows once the trainer is built.
+
+    Args:
+        kl: the KL.
+        trainer: built.
+        peft: whether the policy has an adapter.
+        own: whether the reference is a model that klamp brings.
+
+    Raises:
+        ConfigError: with the reason; an excluded token that the tokenizer does not have.
+    """
+    rows: list[Refusal] = [
+        (
+            kl.reference == "adapter_off" and not peft,
+            "reference='adapter_off' needs a model with a PEFT adapter",
+            "without an adapter there is nothing to switch off",
+            "pass peft_config, or leave reference unset",
+        ),
+        (
+            kl.reference == "adapter_off" and own,
+            "reference='adapter_off' cannot be combined with ref_model",
+            "the reference is either the policy without its adapter, or the model that is passed",
+            "leave one of the two out",
+        ),
+        (
+            kl.reference_dtype is not None and peft and not own,
+            "reference_dtype cannot be honoured with an adapter",
+            "the reference is the policy itself with its adapter off, in the policy's data type",
+            "leave reference_dtype unset, or pass ref_model",
+        ),
+        (
+            trainer.args.sync_ref_model and peft,
+            "a reference that follows the policy cannot be combined with a PEFT adapter",
+            "TRL moves the reference's weights towards the policy's one by one, and an adapter is not among them",
+            "leave reference and sync_ref_model unset",
+        ),
+    ]
+    refuse(rows)
+    excluded_ids(kl.kl_exclude_tokens, trainer._tokenizer)

@@ -1,0 +1,68 @@
+"""Which of klamp's options cannot work together with Unsloth; each with the reason and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from klamp.config import KLConfig
+from klamp.hosts.common.refusals import Refusal, host_refusals, refuse
+from klamp.hosts.trl.refusals import REDUCTIONS, placement_refusals
+
+OWN_REDUCTIONS = {**REDUCTIONS, "bnpo": "token_mean"}
+"""How Unsloth reduces per-token values: as TRL, but bnpo by the tokens of the whole batch."""
+
+
+def check_arguments(kl: KLConfig, args: Any) -> None:
+    """Refuse what Unsloth makes impossible.
+
+    Raises:
+        ConfigError: with the reason.
+    """
+    refuse([*host_refusals(kl, "Unsloth"), *placement_refusals(kl, args), *_unsloth(kl, args)])
+
+
+def check_batch(kl: KLConfig | None, output: Mapping[str, Any]) -> None:
+    """Refuse what only shows in a generation batch.
+
+    Raises:
+        ConfigError: with the reason.
+    """
+    weighted = output.get("unsloth_sample_weight") is not None
+    refuse(
+        [
+            (
+                kl is not None and kl.excludes and weighted,
+                "tokens cannot be left out of the KL under Unsloth's weights of whole completions",
+                "klamp divides the KL by the tokens that carry it, in the units of Unsloth's average; these "
+                "weights are none",
+                "unset UNSLOTH_GRPO_LOSS_AGGREGATION and UNSLOTH_GRPO_ZERO_VARIANCE_EXCLUDE, or the kl_exclude_ fields",
+            ),
+        ]
+    )
+
+
+def _unsloth(kl: KLConfig, args: Any) -> list[Refusal]:
+    own = OWN_REDUCTIONS.get(args.loss_type)
+    return [
+        (
+            kl.kl_estimator == "exact",
+            "kl_estimator='exact' cannot be honoured by Unsloth",
+            "its loss is given the log-probabilities of the sampled tokens; the rows over the vocabulary are never "
+            "kept",
+            "set kl_estimator='k3'",
+        ),
+        (
+            kl.kl_normalizer not in (None, own),
+            f"kl_normalizer={kl.kl_normalizer!r} cannot be honoured with loss_type={args.loss_type!r}",
+            f"Unsloth normalises policy loss and KL together: {own}",
+            "leave kl_normalizer unset, or choose the loss_type that normalises so",
+        ),
+        (
+            kl.reference in ("ema", "periodic"),
+            f"reference={kl.reference!r} cannot be attached to a trainer of Unsloth",
+            "its reference is loaded, and its callback made, while the trainer is built",
+            "build it with sync_ref_model=True, ref_model_mixup_alpha and ref_model_sync_steps, and leave reference "
+            "unset",
+        ),
+    ]

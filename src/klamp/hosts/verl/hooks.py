@@ -1,0 +1,190 @@
+"""The three places in which verl looks a KL up by its name, and klamp's answer to its own names there.
+
+The policy loss comes first and is given the mask and the old log-probabilities; `kl_penalty`, which is given neither,
+comes next, with the same tensor of log-probabilities. So the one leaves a note for the other.
+"""
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from klamp.core.gradients import masked_log_ratio
+from klamp.core.term import token_penalty
+from klamp.core.types import Batch
+from klamp.errors import ConfigError
+from klamp.hosts.common.versions import check_installed, out_of_range
+from klamp.hosts.verl import names
+
+NEEDED = "verl>=0.8,<0.10"
+WHY = "the KL enters where verl looks up the name of its own, which changes from version to version"
+LOSSES, ALGORITHMS = "verl.workers.utils.losses", "verl.trainer.ppo.core_algos"
+ARGUMENTS = ("logprob", "ref_logprob", "kl_penalty")
+"""Of verl's `kl_penalty`."""
+Penalty: TypeAlias = Callable[[Tensor, Tensor, str], Tensor]
+
+
+class _Note(NamedTuple):
+    """What the policy loss was given with some log-probabilities."""
+
+    logprobs: weakref.ref[Tensor]
+    mask: Tensor
+    old: Tensor
+
+
+class _Notes:
+    """At most one note: the last policy loss's."""
+
+    last: _Note | None = None
+
+    def take(self, logprobs: Tensor) -> _Note | None:
+        """The note that was left for these log-probabilities, if one was."""
+        note, self.last = self.last, None
+        return note if note is not None and note.logprobs() is logprobs else None
+
+
+_notes = _Notes()
+
+
+def register() -> None:
+    """Make klamp's KL known to verl in this process: in its losses, its reward, its controllers.
+
+    From then on verl's configuration takes `klamp` or `klamp:FIELD=VALUE,...` as
+
+    - `actor.kl_loss_type`: the KL in the loss, per token in nats, value and gradient as `kl_penalty`'s of klamp;
+    - `actor.policy_loss.loss_mode`: `klamp` is verl's `vanilla` and `klamp:MODE` its MODE, unchanged, and lets that KL
+      have a sequence horizon and off-policy weights, for which it needs the mask and the old log-probabilities;
+    - `algorithm.kl_penalty`: k1, for a KL in the reward;
+    - `algorithm.kl_ctrl.type`: a controller of the KL in the reward, from `kl_coef` towards `target_kl`.
+
+    Every other name means what it meant. To be called in every process: `klamp.verl.registered` does so on import. A
+    second call changes nothing.
+
+    Raises:
+        UnsupportedVersion: verl is missing, outside the declared range, or has its hooks elsewhere.
+
+    Source: verl's documentation of `register_policy_loss` and `VERL_USE_EXTERNAL_MODULES`
+    """
+    installed = check_installed(NEEDED, by="klamp.verl", why=WHY)
+    algorithms: Any = importlib.import_module(ALGORITHMS)
+    losses: Any = importlib.import_module(LOSSES)
+    if "klamp" in algorithms.POLICY_LOSS_REGISTRY:
+        return
+    found = tuple(inspect.signature(algorithms.kl_penalty).parameters)
+    if found != ARGUMENTS or losses.kl_penalty is not algorithms.kl_penalty:
+        got = f"verl {installed}, whose kl_penalty takes {', '.join(found)}"
+        raise out_of_range(NEEDED, by="klamp.verl", got=got, why=WHY)
+    losses.kl_penalty = _by_name(losses.kl_penalty, penalty_in_loss)
+    algorithms.kl_penalty = _by_name(algorithms.kl_penalty, penalty_in_reward)
+    algorithms.get_kl_controller = _controller_by_name(algorithms.get_kl_controller)
+    modes = dict(algorithms.POLICY_LOSS_REGISTRY)
+    for name, mode in {"klamp": modes["vanilla"], **{f"klamp:{mode}": loss for mode, loss in modes.items()}}.items():
+        algorithms.register_policy_loss(name)(_leaving_a_note(mode))
+
+
+def penalty_in_loss(logprob: Tensor, ref_logprob: Tensor, name: str) -> Tensor:
+    """klamp's per-token penalty in nats, without coefficient; verl masks, averages and weighs it. [B, T]
+
+    Raises:
+        ConfigError: a name that cannot be read, or one that needs the mask where no policy loss of klamp's ran.
+    """
+    term, note = names.loss_kl(name).build_term(), _notes.take(logprob)
+    if note is None and names.needs_policy_loss(term):
+        raise ConfigError(
+            "this KL needs klamp's policy loss",
+            got=f"kl_loss_type={name!r}",
+            why="for a sequence horizon or off-policy weights it has to know which tokens are trained on, and how "
+            "likely they were when they were sampled, which verl tells the policy loss only",
+            fix="set actor_rollout_ref.actor.policy_loss.loss_mode=klamp (verl's vanilla), or klamp:MODE for another",
+        )
+    old = None if note is None else note.old
+    batch = Batch(
+        policy_logprobs=logprob,
+        mask=torch.ones_like(logprob, dtype=torch.bool) if note is None else note.mask.bool(),
+        advantages=torch.zeros_like(logprob),
+        old_logprobs=old,
+        ref_logprobs=ref_logprob,
+        sampler_logprobs=old,
+    )
+    return token_penalty(batch, term)
+
+
+def penalty_in_reward(logprob: Tensor, ref_logprob: Tensor, name: str) -> Tensor:
+    """k1 of each token in nats; verl masks it, weighs it and takes it from the reward. [B, T]
+
+    Raises:
+        ConfigError: a name that cannot be read, or that asks for anything but k1; log-probabilities with a gradient.
+    """
+    bound = names.reward_kl(name).kl_max_log_ratio
+    if logprob.requires_grad:
+        raise ConfigError(
+            "klamp's KL in the reward was asked for a gradient",
+            got=f"the name {name!r}",
+            why="a part of verl that klamp does not know uses it in a loss, where it would do nothing",
+            fix="use klamp's names in actor.kl_loss_type, actor.policy_loss and algorithm only",
+        )
+    everywhere = torch.ones_like(logprob, dtype=torch.bool)
+    return masked_log_ratio(logprob, ref_logprob, everywhere, max_log_ratio=bound)
+
+
+class RewardController:
+    """A controller of klamp's as verl's `apply_kl_penalty` calls it: beta at every step of a KL in the reward.
+
+    verl measures k1, a mean over tokens, then over completions. Where noise makes it negative, it counts as 0; where it
+    is no number, beta stays.
+
+    Args:
+        name: of the controller.
+        kl_ctrl: verl's `algorithm.kl_ctrl`, for `kl_coef` and `target_kl`.
+
+    Raises:
+        ConfigError: a name that cannot be read, or numbers that the controller refuses.
+    """
+
+    def __init__(self, name: str, kl_ctrl: Any) -> None:
+        kl = names.controlled(name, beta=kl_ctrl.kl_coef, target_kl=kl_ctrl.target_kl)
+        self.controller = kl.build_controller()
+
+    @property
+    def value(self) -> float:
+        """The coefficient in force."""
+        return self.controller.value
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Take in the KL of a step; verl's `n_steps`, the number of completions, has no part in klamp's rules."""
+        if math.isfinite(current_kl):
+            self.controller.update(max(current_kl, 0.0))
+
+
+def _by_name(original: Penalty, ours: Penalty) -> Penalty:
+    def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
+        chosen = ours if names.is_ours(kl_penalty) else original
+        return chosen(logprob, ref_logprob, kl_penalty)
+
+    return kl_penalty
+
+
+def _controller_by_name(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def get_kl_controller(kl_ctrl: Any) -> Any:
+        ours = names.is_ours(kl_ctrl.type)
+        return RewardController(kl_ctrl.type, kl_ctrl) if ours else original(kl_ctrl)
+
+    return get_kl_controller
+
+
+def _leaving_a_note(original: Callable[..., Any]) -> Callable[..., Any]:
+    def policy_loss(old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, **more: Any):
+        _notes.last = _Note(weakref.ref(log_prob), response_mask, old_log_prob)
+        return original(
+            old_log_prob=old_log_prob, log_prob=log_prob, advantages=advantages, response_mask=response_mask, **more
+        )
+
+    return policy_loss

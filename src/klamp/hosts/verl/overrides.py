@@ -1,0 +1,53 @@
+"""A KLConfig as overrides of verl's configuration."""
+
+from __future__ import annotations
+
+from klamp.config import KLConfig
+from klamp.hosts.verl import names
+from klamp.hosts.verl.refusals import check
+
+ACTOR = "actor_rollout_ref.actor"
+IMPORTED = "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES=klamp.verl.registered"
+"""Has klamp's names registered in every process of verl's."""
+
+
+def overrides(kl: KLConfig) -> list[str]:
+    """The arguments of `python -m verl.trainer.main_ppo` that give a run this KL, one per element.
+
+    With a KL in the reward they also set `algorithm.norm_adv_by_std_in_grpo=False`: in a group whose rewards are all
+    equal the division by the standard deviation cancels beta, so that every beta > 0 would be the same.
+
+    Args:
+        kl: the KL. beta 0 gives a run without one, and without a reference.
+
+    Raises:
+        ConfigError: verl has no place for what is asked for; with the reason.
+
+    Source: the fields: verl's `ppo_trainer.yaml`; the cancelling: docs/which-kl.md, question 4
+    """
+    check(kl)
+    in_reward = kl.needs_reference and kl.kl_placement == "reward"
+    in_loss = kl.needs_reference and not in_reward
+    found = [f"{ACTOR}.use_kl_loss={in_loss}", f"algorithm.use_kl_in_reward={in_reward}"]
+    if in_loss:
+        name = names.name_of(kl, names.TERM_FIELDS)
+        found += [f"{ACTOR}.kl_loss_coef={kl.beta!r}", f"{ACTOR}.kl_loss_type={_quoted(name)}"]
+        found += [f"{ACTOR}.policy_loss.loss_mode=klamp"]
+    if in_reward:
+        name = names.name_of(kl, [field for field in names.TERM_FIELDS if field not in names.IN_REWARD])
+        found += [f"algorithm.kl_penalty={_quoted(name)}", "algorithm.norm_adv_by_std_in_grpo=False"]
+        found += _controller(kl)
+    return [*found, IMPORTED] if in_loss or in_reward else found
+
+
+def _controller(kl: KLConfig) -> list[str]:
+    coefficient = f"algorithm.kl_ctrl.kl_coef={kl.beta!r}"
+    if kl.controller_name == "fixed":
+        return ["algorithm.kl_ctrl.type=fixed", coefficient]
+    name = names.name_of(kl, names.CONTROLLER_FIELDS)
+    return [f"algorithm.kl_ctrl.type={_quoted(name)}", coefficient, f"algorithm.kl_ctrl.target_kl={kl.target_kl!r}"]
+
+
+def _quoted(name: str) -> str:
+    """As a string of Hydra's grammar, in which = and , mean something elsewhere."""
+    return name if name.isidentifier() else f"'{name}'"

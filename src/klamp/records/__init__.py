@@ -1,0 +1,88 @@
+"""Records of runs that other programs (or klamp) wrote, read into a `klamp.diagnostics.history.History`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from klamp.diagnostics.history import History
+from klamp.errors import KlampError
+from klamp.records.files import json_lines, unreadable
+from klamp.records.klamp_run import is_klamp_run, read_klamp_run
+from klamp.records.metrics_lines import read_metrics
+from klamp.records.rollouts import is_rollout, read_rollouts
+from klamp.records.tensorboard import EVENTS, event_folders, read_tensorboard
+from klamp.records.trl_state import find_state, read_trl_state
+from klamp.records.wandb import find_offline_run, read_wandb
+
+TOKEN_EXPORT = "step_*/rank_*.jsonl"
+
+
+def read_record(path: Path) -> History:
+    """The history in a file or folder, whichever of the known formats it has.
+
+    Args:
+        path: what was written.
+
+    Raises:
+        DataError: there is nothing there, or nothing that can be read.
+        UnsupportedVersion: the library that reads the format is not installed.
+    """
+    if not path.exists():
+        raise unreadable("there is nothing to examine", path, why="the path does not exist")
+    return _read_folder(path) if path.is_dir() else _read_file(path)
+
+
+def _read_file(path: Path) -> History:
+    if path.match(EVENTS):
+        return read_tensorboard(path)
+    if path.suffix == ".wandb":
+        return read_wandb(path)
+    if path.suffix == ".json":
+        return read_trl_state(path)
+    if path.suffix != ".jsonl":
+        raise unreadable("a file of no known kind", path, why="its name ends in none of .jsonl, .json, .wandb")
+    lines = json_lines(path)
+    return read_rollouts([path]) if lines and is_rollout(lines[0]) else read_metrics(path)
+
+
+def _read_folder(path: Path) -> History:
+    if is_klamp_run(path):
+        return read_klamp_run(path)
+    state, runs = find_state(path), find_offline_run(path)
+    if state is not None:
+        return _with_arguments(read_trl_state(state), path)
+    if len(runs) > 1:
+        names = ", ".join(run.parent.name for run in runs)
+        raise unreadable("several W&B runs lie in one folder", path, why=names, fix="name one of them")
+    if runs:
+        return read_wandb(runs[0])
+    return _read_lines(path) if not event_folders(path) else read_tensorboard(path)
+
+
+def _with_arguments(history: History, path: Path) -> History:
+    """A trainer state with the arguments that the run's TensorBoard files hold, if there are any below the folder."""
+    if not event_folders(path):
+        return history
+    try:
+        logged = read_tensorboard(path)
+    except KlampError:  # several runs, or no tensorboard: the state alone will do
+        return history
+    mine, said = history.settings, logged.settings
+    history.config = logged.config
+    known = {name: getattr(said, name) for name in ("beta", "loss_type", "scale_rewards")}
+    history.settings = replace(mine, **{name: value for name, value in known.items() if getattr(mine, name) is None})
+    return history
+
+
+def _read_lines(path: Path) -> History:
+    """Folders of JSONL."""
+    exported = sorted([*path.glob(TOKEN_EXPORT), *path.glob(f"token_exports/{TOKEN_EXPORT}")])
+    if exported:
+        return read_rollouts(exported, source="prime-rl token export")
+    numbered = sorted((file for file in path.glob("*.jsonl") if file.stem.isdigit()), key=lambda file: int(file.stem))
+    if numbered:
+        return read_rollouts(numbered, source="verl rollouts")
+    if (path / "metrics.jsonl").is_file():
+        return read_metrics(path / "metrics.jsonl")
+    raise unreadable("a folder with no record of a run", path, why="it holds none of the files that klamp knows")

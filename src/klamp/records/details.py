@@ -1,0 +1,70 @@
+"""What a run left behind beside its history: versions, scores before and after, defaults; and the runs of a sweep."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from klamp.records.files import json_object
+from klamp.records.klamp_run import is_klamp_run
+from klamp.training.config import TrainConfig
+from klamp.training.folders import RUNS, SUMMARY, VERSIONS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Details:
+    """What is known of a run; empty where it is not a klamp run's folder, or did not end."""
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Field of the configuration -> its default in this version."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Package -> version."""
+    before: Mapping[str, float] = field(default_factory=dict)
+    """Skill -> score before training."""
+    after: Mapping[str, float] = field(default_factory=dict)
+    """Skill -> score after training."""
+
+
+def read_details(path: Path) -> Details:
+    """What lies beside a record.
+
+    Raises:
+        DataError: a damaged file.
+    """
+    if not (path.is_dir() and is_klamp_run(path)):
+        return Details()
+    summary = json_object(path / SUMMARY) if (path / SUMMARY).is_file() else {}
+    versions = json_object(path / VERSIONS) if (path / VERSIONS).is_file() else {}
+    return Details(
+        defaults=json.loads(json.dumps(TrainConfig().flat())),
+        versions={name: str(version) for name, version in versions.items()},
+        before=_scores(summary.get("before")),
+        after=_scores(summary.get("after")),
+    )
+
+
+def _scores(found: Any) -> dict[str, float]:
+    return {name: float(score) for name, score in found.items()} if isinstance(found, dict) else {}
+
+
+def runs_in(path: Path) -> tuple[list[Path], list[Path]]:
+    """The runs of a sweep's folder, by name, and the folders among them that hold no record; none where it is no sweep.
+
+    Args:
+        path: a folder, or anything else.
+    """
+    if not path.is_dir() or is_klamp_run(path) or not (path / RUNS).is_dir():
+        return [], []
+    folders = sorted((folder for folder in (path / RUNS).iterdir() if folder.is_dir()), key=_in_order)
+    good = [folder for folder in folders if is_klamp_run(folder)]
+    return good, [folder for folder in folders if folder not in good] if good else []
+
+
+def _in_order(folder: Path) -> list[tuple[float, str]]:
+    """Names sort by the numbers in them: beta-0 before beta-0.01 before beta-0.1."""
+    parts = re.split(r"(\d+(?:\.\d+)?)", folder.name)
+    return [(float(part), "") if i % 2 else (0.0, part) for i, part in enumerate(parts)]

@@ -1,0 +1,61 @@
+"""The folder of a klamp run: config.yaml, metrics.jsonl, completions.jsonl, summary.json."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from klamp.config import KLWarning
+from klamp.diagnostics.history import Completion, History, Row
+from klamp.records.files import json_lines, json_object, unreadable
+from klamp.training.alarms import completion_of, settings_of
+from klamp.training.config import TrainConfig, field_owners
+from klamp.training.folders import COMPLETIONS, CONFIG, METRICS_FILE, SUMMARY
+
+
+def is_klamp_run(path: Path) -> bool:
+    """Whether a folder holds a klamp run."""
+    return (path / CONFIG).is_file() and (path / METRICS_FILE).is_file()
+
+
+def read_klamp_run(path: Path) -> History:
+    """The history of a klamp run.
+
+    Raises:
+        DataError: its files are damaged.
+        ConfigError: its configuration is impossible in this version; fields that it does not know are passed over.
+    """
+    import yaml
+
+    try:
+        values = yaml.safe_load((path / CONFIG).read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise unreadable("the configuration of a run is not YAML", path / CONFIG, why=str(error)) from error
+    summary = json_object(path / SUMMARY) if (path / SUMMARY).is_file() else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", KLWarning)  # it was told when the run was started
+        config = TrainConfig.from_flat({name: value for name, value in values.items() if name in field_owners()})
+    settings = settings_of(config, rl_skill=summary.get("rl_skill"))
+    history = History(source="klamp run", settings=settings, config=values)
+    for row in json_lines(path / METRICS_FILE):
+        _add(history, row)
+    if (path / COMPLETIONS).is_file():
+        history.add_completions(read_completions(path / COMPLETIONS))
+    return history
+
+
+def read_completions(path: Path) -> list[Completion]:
+    """The rows of a completions.jsonl."""
+    return [completion_of(int(row["step"]), row) for row in json_lines(path)]
+
+
+def _add(history: History, row: Mapping[str, Any]) -> None:
+    values = {name: float(value) for name, value in row.items() if name != "step"}
+    scores = {name.removeprefix("eval/"): value for name, value in values.items() if name.startswith("eval/")}
+    metrics = {name: value for name, value in values.items() if not name.startswith("eval/")}
+    if scores:
+        history.evaluations.append(Row(step=int(row["step"]), metrics=scores))
+    if metrics:
+        history.rows.append(Row(step=int(row["step"]), metrics=metrics))

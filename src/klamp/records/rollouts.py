@@ -1,0 +1,156 @@
+"""JSONL with a completion in each line and its tokens' log-probabilities: klamp's, prime-rl's and verl's names.
+
+prime-rl exports whole sequences (`trainer.enable_token_export`), prompt included, where the sampler's log-probability
+is 0.0; verl keeps the response apart, padded on the right.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from klamp.diagnostics.history import Completion, History
+from klamp.diagnostics.token_metrics import with_rows
+from klamp.records.files import json_lines, unreadable
+
+LARGEST = 0.01
+"""Log-probabilities are at most 0, but for rounding."""
+POLICY = ("policy_logprobs", "trainer_logprobs", "old_log_probs", "log_probs", "logprobs")
+REF = ("ref_logprobs", "ref_log_prob", "ref_log_probs", "reference_logprobs")
+SAMPLER = ("sampler_logprobs", "inference_logprobs", "rollout_log_probs", "sampling_logprobs")
+TRAINED = ("trained", "loss_mask", "response_mask", "completion_mask")
+TOKENS = ("tokens", "token_ids", "responses", "response_ids", "completion_ids")
+GROUP = ("uid", "group", "prompt", "input")
+PROMPT = ("prompt", "input", "question")
+PADDING = (0.0, -1.0)
+"""What stands for the sampler's log-probability where there is no token."""
+CERTAIN = -1.0
+"""A token that its sampler was certain of is above this under the policy; a prompt token mostly is not."""
+
+
+def is_rollout(row: Mapping[str, Any]) -> bool:
+    """Whether a line holds the log-probabilities of tokens."""
+    return isinstance(_first(row, POLICY), list)
+
+
+def read_rollouts(files: Iterable[Path], *, source: str = "JSONL rollouts") -> History:
+    """The history in files of completions.
+
+    Raises:
+        DataError: a line that cannot be used, or no line at all.
+    """
+    history, files = History(source=source), list(files)
+    for file in files:
+        for number, row in enumerate(json_lines(file), start=1):
+            try:
+                history.add_completions([completion_of(row, default_step=_step_in(file))])
+            except (ValueError, TypeError) as error:
+                raise unreadable(
+                    f"line {number} is no completion with log-probabilities", file, why=str(error)
+                ) from error
+    if not history.completions:
+        raise unreadable("there are no completions", files[0] if files else Path(), why="the files are empty")
+    return with_rows(history)
+
+
+def completion_of(row: Mapping[str, Any], *, default_step: int = 1) -> Completion:
+    """A line as a completion.
+
+    Raises:
+        ValueError: its lists differ in length, or it has no log-probabilities of the policy.
+    """
+    policy = _numbers(_first(row, POLICY))
+    if policy is None:
+        raise ValueError(f"none of {', '.join(POLICY)}")
+    sampler, trained = _numbers(_first(row, SAMPLER)), _flags(_first(row, TRAINED))
+    tokens = _first(row, TOKENS)
+    lists = {"policy": policy, "ref": _numbers(_first(row, REF)), "sampler": sampler, "trained": trained}
+    lists["tokens"] = [str(token) for token in tokens] if isinstance(tokens, list) else ["?"] * len(policy)
+    lengths = {name: len(values) for name, values in lists.items() if values is not None}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"lists of different lengths: {lengths}")
+    on = trained if trained is not None else [True] * len(policy)
+    if any(value > LARGEST for value, counts in zip(policy, on, strict=True) if counts):
+        raise ValueError(f"a log-probability of {max(policy):g}: they are never above 0 (are they probabilities?)")
+    keep = _without_padding(sampler, trained, len(policy))
+    cut: dict[str, Any] = {name: None if values is None else values[:keep] for name, values in lists.items()}
+    return Completion(
+        step=int(row.get("step", default_step)),
+        **cut,
+        sampled=_sampled(cut["policy"], cut["sampler"], cut["trained"]),
+        ended=_ended(row),
+        group=str(_first(row, GROUP) or ""),
+        prompt=_text(_first(row, PROMPT)),
+        reward=_one(row, ("reward", "score", "rewards")),
+        advantage=_one(row, ("advantage", "advantages")),
+    )
+
+
+def _without_padding(sampler: Sequence[float] | None, trained: Sequence[bool] | None, length: int) -> int:
+    """Length without the padding on the right."""
+    while sampler and trained and length and not trained[length - 1] and sampler[length - 1] in PADDING:
+        length -= 1
+    return length
+
+
+def _sampled(
+    policy: Sequence[float], sampler: Sequence[float] | None, trained: Sequence[bool] | None
+) -> list[bool] | None:
+    """Which tokens the sampler drew: it scored them, or was certain of them as the policy nearly is."""
+    if sampler is None:
+        return None
+    mask = trained or [True] * len(policy)
+    return [s != 0.0 or (p > CERTAIN and on) for p, s, on in zip(policy, sampler, mask, strict=True)]
+
+
+def _ended(row: Mapping[str, Any]) -> bool | None:
+    if isinstance(row.get("ended"), bool):
+        return row["ended"]
+    cut = row.get("is_truncated", row.get("truncated"))
+    if isinstance(cut, bool):
+        return not cut
+    reason = row.get("finish_reason")
+    return reason != "length" if isinstance(reason, str) else None
+
+
+def _first(row: Mapping[str, Any], names: Sequence[str]) -> Any:
+    return next((row[name] for name in names if row.get(name) is not None), None)
+
+
+def _text(value: Any) -> str:
+    """A prompt; of a conversation, what each message says."""
+    if isinstance(value, list):
+        messages = [each for each in value if isinstance(each, dict) and isinstance(each.get("content"), str)]
+        return "\n".join(f"{each.get('role', 'message')}: {each['content']}" for each in messages)
+    return value if isinstance(value, str) else ""
+
+
+def _numbers(values: Any) -> list[float] | None:
+    if not isinstance(values, list):
+        return None
+    return [math.nan if value is None else float(value) for value in values]
+
+
+def _flags(values: Any) -> list[bool] | None:
+    return [bool(value) for value in values] if isinstance(values, list) else None
+
+
+def _one(row: Mapping[str, Any], names: Sequence[str]) -> float | None:
+    """A number, or of a list of them the largest in size."""
+    value = _first(row, names)
+    if isinstance(value, list):
+        numbers = [float(each) for each in value if each is not None]
+        return max(numbers, key=abs, default=None)
+    return None if value is None else float(value)
+
+
+def _step_in(file: Path) -> int:
+    """The step that a file is named after: 12.jsonl, or step_12/rank_0.jsonl."""
+    for name in (file.stem, file.parent.name):
+        found = re.fullmatch(r"(?:step[_-])?(\d+)", name)
+        if found:
+            return int(found[1])
+    return 1

@@ -1,0 +1,104 @@
+"""W&B offline runs: records of wandb's own protocol, in files framed as LevelDB frames its log.
+
+The messages are read with wandb. The frame is read here: current versions of wandb have no
+reader for it in Python.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from klamp.diagnostics.history import History, Row
+from klamp.errors import UnsupportedVersion
+from klamp.records.files import unreadable
+from klamp.records.names import OURS, evaluations, settings_of, step_of, translate
+
+MAGIC, BLOCK = b":W&B", 32768
+FILE_HEADER, FRAME = 7, struct.Struct("<IHB")
+WHOLE, LAST = 1, 4
+
+
+def find_offline_run(path: Path) -> list[Path]:
+    """The run files of a W&B folder: itself a run, or a folder with `wandb/offline-run-...`."""
+    found = {file.resolve() for pattern in ("*.wandb", "*/*.wandb", "wandb/*/*.wandb") for file in path.glob(pattern)}
+    return sorted(found)
+
+
+def read_wandb(path: Path) -> History:
+    """The history in an offline run's file.
+
+    Raises:
+        DataError: it is none, or nothing was logged.
+        UnsupportedVersion: wandb is not installed.
+    """
+    try:
+        from wandb.proto import wandb_internal_pb2
+    except ImportError as error:
+        raise UnsupportedVersion(
+            "wandb is not installed", got=str(path), why="its records are read with it", fix="pip install wandb"
+        ) from error
+    config: dict[str, Any] = {}
+    rows: list[dict[str, Any]] = []
+    for data in frames(path):
+        record = wandb_internal_pb2.Record()  # pyright: ignore[reportAttributeAccessIssue]
+        record.ParseFromString(data)
+        kind = record.WhichOneof("record_type")
+        if kind in ("run", "config"):
+            update = record.run.config.update if kind == "run" else record.config.update
+            config |= {item.key: _value(item.value_json) for item in update if item.key}
+        elif kind == "history":
+            rows.append(
+                {"/".join(item.nested_key) or item.key: _value(item.value_json) for item in record.history.item}
+            )
+    if not rows:
+        raise unreadable("nothing was logged in the W&B run", path, why="it has no history")
+    logged = {name for row in rows for name in row}
+    history = History(source="W&B offline run", settings=settings_of(config, logged), config=config)
+    for number, row in enumerate(rows, start=1):
+        step = step_of(row)
+        _add(history, number if step is None else step, row, every=OURS in logged)
+    return history
+
+
+def _add(history: History, step: int, logged: dict[str, Any], *, every: bool) -> None:
+    """A step may be logged in several rows; they are joined."""
+    scores, metrics = evaluations(logged, every=every), translate(logged)
+    if scores:
+        history.evaluations.append(Row(step=step, metrics=scores))
+    if metrics and history.rows and history.rows[-1].step == step:
+        history.rows[-1] = Row(step=step, metrics={**history.rows[-1].metrics, **metrics})
+    elif metrics:
+        history.rows.append(Row(step=step, metrics=metrics))
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def frames(path: Path) -> Iterator[bytes]:
+    """The records of a file, pieced together over its blocks; what a killed run left half written is passed over."""
+    data = path.read_bytes()
+    if not data.startswith(MAGIC):
+        raise unreadable("a file is no W&B run", path, why=f"it does not begin with {MAGIC.decode()}")
+    position, parts = FILE_HEADER, bytearray()
+    while position + FRAME.size <= len(data):
+        left = BLOCK - position % BLOCK
+        _, length, kind = FRAME.unpack_from(data, position)
+        if left < FRAME.size or not kind:  # the rest of a block, filled with zeros
+            position += left
+            continue
+        position += FRAME.size
+        if position + length > len(data):
+            return
+        parts += data[position : position + length]
+        position += length
+        if kind in (WHOLE, LAST):
+            yield bytes(parts)
+            parts.clear()

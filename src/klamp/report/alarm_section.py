@@ -1,0 +1,169 @@
+"""The alarms of the runs: what was seen, what it means, what to do, the tokens to blame."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from klamp.diagnostics.alarm import Blamed
+from klamp.diagnostics.alarms import ALARMS
+from klamp.diagnostics.doctor import Finding
+from klamp.report.choice import Shown
+from klamp.report.figure import plain_table
+from klamp.report.markup import Html, element, join
+from klamp.report.numerals import count, probability
+from klamp.report.run import ReportRun
+from klamp.report.token_section import NARROW, reader_of
+from klamp.report.vocabulary import shown
+
+FEW = 3
+"""Tokens to blame of each run, where there are several."""
+Anchors = Mapping[tuple[int, int, int, int], str]
+"""(run, step, completion, position) -> where on the page that token is."""
+
+
+def anchors(completions: Sequence[Shown], kept: Sequence[int]) -> Anchors:
+    """Where the blamed tokens are on the page.
+
+    Args:
+        completions: all of them.
+        kept: numbers of those on the page.
+    """
+    return {
+        (each.run, each.completion.step, each.index, position): f"c{number}-{position}"
+        for number, each in ((number, completions[number]) for number in kept)
+        for position in each.blamed
+        if position in range(*each.span)
+    }
+
+
+def raised(runs: Sequence[ReportRun]) -> dict[str, dict[int, Finding]]:
+    """Alarm -> run -> what was found there; alarms before notes, each group by the run and step in which it rose.
+
+    Args:
+        runs: those of the report.
+    """
+    found: dict[str, dict[int, Finding]] = {}
+    for number, run in enumerate(runs):
+        for finding in run.diagnosis.findings:
+            found.setdefault(finding.alarm.name, {})[number] = finding
+    return dict(sorted(found.items(), key=lambda item: ALARMS[item[0]].level != "alarm"))
+
+
+def numbered(runs: Sequence[ReportRun]) -> dict[str, int]:
+    """Alarm -> its number on the page, from 1."""
+    return {name: number for number, name in enumerate(raised(runs), start=1)}
+
+
+def verdict(runs: Sequence[ReportRun]) -> Html:
+    """One line: how many alarms rose.
+
+    Args:
+        runs: those of the report.
+    """
+    alarms, notes = (sum(run.levels[which] for run in runs) for which in (0, 1))
+    text = count(alarms, "alarm") if alarms else "no alarm"
+    text += f", {count(notes, 'note')}" if notes else ""
+    if len(runs) > 1 and alarms + notes:
+        text += f", in {sum(any(run.levels) for run in runs)} of {len(runs)} runs"
+    if len(runs) == 1:
+        text += f"; {len(ALARMS) - len(runs[0].diagnosis.unchecked)} of {len(ALARMS)} checked"
+    sign = element("span", "▲" if alarms else "✓", aria_hidden="true")
+    return element("p", sign, Html(" "), element("a", text, href="#alarms"), class_=f"verdict {_tone(alarms, notes)}")
+
+
+def _tone(alarms: int, notes: int) -> str:
+    if alarms:
+        return "alarm"
+    return "note" if notes else "sound"
+
+
+def alarm_section(runs: Sequence[ReportRun], anchors: Anchors) -> Html:
+    """Everything that the alarms say.
+
+    Args:
+        runs: those of the report.
+        anchors: tokens that can be linked to.
+    """
+    found = enumerate(raised(runs).values(), start=1)
+    parts = [_finding(runs, number, findings, anchors) for number, findings in found]
+    quiet = [run.name for run in runs if not run.diagnosis.findings]
+    if quiet:
+        where = f" in {', '.join(quiet)}" if len(runs) > 1 else ""
+        parts.append(element("p", f"Nothing was found{where}.", class_="missing"))
+    return join([*parts, *_unchecked(runs)])
+
+
+def _finding(runs: Sequence[ReportRun], number: int, findings: Mapping[int, Finding], anchors: Anchors) -> Html:
+    alarm = next(iter(findings.values())).alarm
+    several = len(runs) > 1
+    symbol = element("span", "▲" if alarm.level == "alarm" else "●", aria_hidden="true")
+    sign = element("span", symbol, f" {number}", class_="sign")
+    where = f"in {len(findings)} of {len(runs)} runs" if several else _since(next(iter(findings.values())))
+    seen = [_seen(runs[run].name if several else "", finding) for run, finding in findings.items()]
+    facts = [("Seen", seen), ("Means", [element("dd", alarm.means)]), ("Next step", [element("dd", alarm.next_step)])]
+    return element(
+        "article",
+        element(
+            "header",
+            element("h3", sign, Html(" "), alarm.text[:1].upper() + alarm.text[1:]),
+            Html(" "),
+            element("span", f"{alarm.level}: ", element("code", alarm.name), f", {where}", class_="since"),
+        ),
+        element("dl", *(element("div", element("dt", name), *texts) for name, texts in facts)),
+        *_tokens(runs, findings, anchors),
+        class_=f"finding {alarm.level}",
+        id=f"alarm-{number}",
+    )
+
+
+def _since(finding: Finding) -> str:
+    return f"step {finding.first_step}" + (f", and {finding.steps - 1} more" if finding.steps > 1 else "")
+
+
+def _seen(run: str, finding: Finding) -> Html:
+    text = finding.evidence.text
+    return element("dd", element("b", run), f", {_since(finding)}: {text}") if run else element("dd", text)
+
+
+def _tokens(runs: Sequence[ReportRun], findings: Mapping[int, Finding], anchors: Anchors) -> list[Html]:
+    """The tokens to blame, in one table; of several runs the worst few of each."""
+    several = len(runs) > 1
+    rows: list[list[str]] = []
+    for run, finding in findings.items():
+        read = reader_of(runs[run])
+        for token in finding.evidence.tokens[: FEW if several else None]:
+            row = _blamed(token, shown(read(token.token), longest=NARROW), anchors, run)
+            rows.append([*row, runs[run].name] if several else row)
+    headings = ("token", "policy", "other", "share of the k3", "times", "where", *(("run",) if several else ()))
+    return [plain_table(headings, rows, caption="tokens to blame")] if rows else []
+
+
+def _blamed(token: Blamed, text: str, anchors: Anchors, run: int) -> list[str]:
+    place = f"step {token.step}, completion {token.completion + 1}, position {token.position + 1}"
+    anchor = anchors.get((run, token.step, token.completion, token.position))
+    where = element("a", place, href=f"#{anchor}", class_="jump") if anchor else Html(place)
+    return [
+        element("code", text.strip("\n")),
+        probability(token.policy_logprob),
+        probability(token.other_logprob),
+        f"{100 * token.share:.0f} %",
+        f"×{token.times}" if token.times > 1 else "1",
+        where,
+    ]
+
+
+def _unchecked(runs: Sequence[ReportRun]) -> list[Html]:
+    """What the records lack; runs that lack the same are told of together."""
+    same: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for run in runs:
+        same.setdefault(tuple(run.diagnosis.unchecked.items()), []).append(run.name)
+    parts: list[Html] = []
+    for missing, names in same.items():
+        rows = [
+            element("div", element("dt", element("code", name)), element("dd", f"the record has no {lacks}"))
+            for name, lacks in missing
+        ]
+        where = f" in {', '.join(names)}" if len(runs) > 1 else ""
+        summary = element("summary", f"{len(missing)} of {len(ALARMS)} could not be checked{where}")
+        parts += [element("details", summary, element("dl", *rows, class_="unchecked"), class_="data")] if rows else []
+    return parts

@@ -1,0 +1,278 @@
+"""A chart: curves in SVG, a legend with their latest values, and the numbers in a table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from klamp.report.figure import Entry, data_table, figure, key
+from klamp.report.markup import Html, element, join
+from klamp.report.numerals import short
+from klamp.report.points import thin
+from klamp.report.scale import Scale, fit, ticks, whole
+
+WIDTH, HEIGHT = 360, 190
+LEFT, RIGHT, TOP, BOTTOM = 46, 350, 10, 164
+QUARTERS = (1.0, 2.0, 2.5, 5.0)
+"""Distances between ticks, times powers of ten."""
+FEW = 15
+"""Up to so many points each gets a dot."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """A curve."""
+
+    label: str
+    """Its name in the legend."""
+    points: Mapping[float, float]
+    """Step -> value, in the order of steps; NaN and infinities are gaps."""
+    slot: int = 0
+    """Its colour, its dashes and the shape of its dots, by number."""
+    group: str = ""
+    """Curves of one group look alike, and share a line of the legend; empty: it has a line of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A level or a band that the curves are to be compared with."""
+
+    label: str
+    """Its name."""
+    low: float
+    """The level, or where the band begins."""
+    high: float | None = None
+    """Where the band ends; None: a level."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """An alarm on the axis of steps."""
+
+    step: int
+    """Step after which it rose."""
+    number: int
+    """Its number on the page."""
+    name: str
+    """Its name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """What one chart shows."""
+
+    name: str
+    """Unique on the page; of letters, digits and hyphens."""
+    title: str
+    """In a few words."""
+    unit: str
+    """Of the values."""
+    text: str
+    """What the curves say, in a sentence or two."""
+    series: Sequence[Series]
+    """At least one."""
+    lines: Sequence[Line] = ()
+    """Targets and budgets."""
+    marks: Sequence[Mark] = ()
+    """Alarms that rose over these metrics."""
+    axis: str = "step"
+    """What the horizontal axis counts."""
+    include: Sequence[float] = ()
+    """Values that the vertical axis must reach."""
+
+
+def render_chart(chart: Chart, *, most: int = 400) -> Html:
+    """The chart with its legend and its table.
+
+    Args:
+        chart: what to show.
+        most: points of a curve, about; spikes are always kept.
+    """
+    steps = thin([series.points for series in chart.series], most=most)
+    total = len({step for series in chart.series for step in series.points})
+    kept = [_only(series, steps) for series in chart.series]
+    values = [value for series in kept for value in series.points.values()]
+    levels = [level for line in chart.lines for level in (line.low, line.high) if level is not None]
+    y = fit(values, include=(*chart.include, *levels))
+    x = _across(steps)
+    drawing = _drawing(chart, kept, x=x, y=y)
+    entries = _entries(kept)
+    entries += [Entry(swatch=key("level" if line.high is None else "band"), label=line.label) for line in chart.lines]
+    headings = (chart.axis, *(series.label for series in kept))
+    rows = [(short(step, digits=9), *(_cell(series.points.get(step)) for series in kept)) for step in steps]
+    return figure(
+        name=chart.name,
+        title=chart.title,
+        unit=chart.unit + (", log scale" if y.knee is not None else ""),
+        text=chart.text,
+        drawing=drawing,
+        entries=entries,
+        at=f"{chart.axis} {short(steps[-1], digits=9)}" if steps else "",
+        table=data_table(headings, rows, caption=f"{chart.title} ({chart.unit}){_thinned(len(steps), total)}"),
+    )
+
+
+def describe(chart: Chart) -> str:
+    """The chart in words, for who cannot see it."""
+    parts = [f"{chart.text} {len(chart.series)} {'curve' if len(chart.series) == 1 else 'curves'}."]
+    for series in chart.series:
+        finite = {step: value for step, value in series.points.items() if math.isfinite(value)}
+        if not finite:
+            parts.append(f"{series.label}: no finite value.")
+            continue
+        steps = list(finite)
+        first, last, high = steps[0], steps[-1], max(steps, key=lambda step: finite[step])
+        parts.append(
+            f"{series.label}: {short(finite[first])} at {chart.axis} {short(first)}, {short(finite[last])} at "
+            f"{chart.axis} {short(last)}; lowest {short(min(finite.values()))}, highest {short(finite[high])} at "
+            f"{chart.axis} {short(high)}."
+        )
+        lost = len(series.points) - len(finite)
+        parts += [f"{lost} values are not finite."] if lost else []
+    parts += [f"{line.label}." for line in chart.lines]
+    parts += [f"Alarm {mark.number}, {mark.name}, rose at step {mark.step}." for mark in chart.marks]
+    return " ".join(parts)
+
+
+def _drawing(chart: Chart, kept: Sequence[Series], *, x: Scale, y: Scale) -> Html:
+    labelled = f"{chart.name}-title {chart.name}-text"
+    return element(
+        "svg",
+        element("title", chart.title, id=f"{chart.name}-title"),
+        element("desc", describe(chart), id=f"{chart.name}-text"),
+        _bands(chart.lines, y),
+        _axes(x, y),
+        _levels(chart.lines, y),
+        *(_curve(series, x, y) for series in kept),
+        *(_mark(mark, x) for mark in chart.marks),
+        element("line", class_="cursor", x1=LEFT, x2=LEFT, y1=TOP, y2=BOTTOM),
+        class_="chart",
+        viewBox=f"0 0 {WIDTH} {HEIGHT}",
+        role="img",
+        aria_labelledby=labelled,
+        data_low=f"{x.low:.9g}",
+        data_high=f"{x.high:.9g}",
+    )
+
+
+def _axes(x: Scale, y: Scale) -> Html:
+    parts: list[Html] = []
+    for value in ticks(y, steps=QUARTERS):
+        place = _down(y, value)
+        parts.append(element("line", x1=LEFT, x2=RIGHT, y1=place, y2=place, class_="zero" if value == 0 else "rule"))
+        parts.append(element("text", short(value), x=LEFT - 6, y=f"{place + 3.5:.1f}", text_anchor="end"))
+    for value in whole(ticks(x, steps=QUARTERS)):
+        place = _across_at(x, value)
+        parts.append(element("text", short(value, digits=6), x=place, y=BOTTOM + 16, text_anchor="middle"))
+    return element("g", *parts, class_="axes")
+
+
+def _bands(lines: Sequence[Line], y: Scale) -> Html:
+    parts = [
+        element(
+            "rect",
+            x=LEFT,
+            y=_down(y, line.high),
+            width=RIGHT - LEFT,
+            height=f"{max(1.0, _down(y, line.low) - _down(y, line.high)):.1f}",
+            class_="band",
+        )
+        for line in lines
+        if line.high is not None
+    ]
+    return join(parts)
+
+
+def _levels(lines: Sequence[Line], y: Scale) -> Html:
+    return join(
+        element("line", x1=LEFT, x2=RIGHT, y1=_down(y, line.low), y2=_down(y, line.low), class_="level")
+        for line in lines
+        if line.high is None
+    )
+
+
+def _curve(series: Series, x: Scale, y: Scale) -> Html:
+    places = [
+        (_across_at(x, step), _down(y, value)) if math.isfinite(value) else None
+        for step, value in series.points.items()
+    ]
+    path, pen = [], False
+    for place in places:
+        if place is not None:
+            path.append(f"{'L' if pen else 'M'}{place[0]:.1f} {place[1]:.1f}")
+        pen = place is not None
+    alone = [b for a, b, c in _neighbours(places) if b is not None and a is None and c is None]
+    dotted = [place for place in places if place is not None] if len(places) <= FEW else alone
+    dots = (element("path", d=shape(series.slot, *place), class_=f"dot s{series.slot % 8}") for place in dotted)
+    return join([element("path", d="".join(path), class_=f"curve s{series.slot % 8} d{series.slot % 5}"), *dots])
+
+
+def _neighbours(places: Sequence[tuple[float, float] | None]) -> list[tuple[tuple[float, float] | None, ...]]:
+    padded = [None, *places, None]
+    return [(a, b, c) for (a, b), (_, c) in pairwise(pairwise(padded))]
+
+
+def shape(slot: int, x: float, y: float) -> str:
+    """The outline of a dot: circle, square, triangle, diamond, by the number of the curve."""
+    if slot % 4 == 0:
+        return f"M{x - 3:.1f} {y:.1f}a3 3 0 1 0 6 0a3 3 0 1 0 -6 0Z"
+    outlines = ("M{0} {1}h5v5h-5Z", "M{0} {1}l3.4 6h-6.8Z", "M{0} {1}l3.6 3.6l-3.6 3.6l-3.6 -3.6Z")
+    offset = ((-2.5, -2.5), (0.0, -3.8), (0.0, -3.6))[slot % 4 - 1]
+    return outlines[slot % 4 - 1].format(f"{x + offset[0]:.1f}", f"{y + offset[1]:.1f}")
+
+
+def _mark(mark: Mark, x: Scale) -> Html:
+    place = min(max(_across_at(x, mark.step), LEFT), RIGHT)
+    return element(
+        "g",
+        element("line", x1=place, x2=place, y1=TOP, y2=BOTTOM),
+        element("path", d=f"M{place:.1f} {BOTTOM - 5}l4.5 8h-9Z"),
+        element("text", str(mark.number), x=f"{place + 4:.1f}", y=TOP + 7),
+        class_="mark",
+    )
+
+
+def _across(steps: Sequence[float]) -> Scale:
+    low, high = (steps[0], steps[-1]) if steps else (0.0, 1.0)
+    return Scale(low=low, high=high) if high > low else Scale(low=low - 1, high=high + 1)
+
+
+def _across_at(x: Scale, step: float) -> float:
+    return round(LEFT + (RIGHT - LEFT) * x(step), 1)
+
+
+def _down(y: Scale, value: float) -> float:
+    place = min(max(y(min(max(value, -1e100), 1e100)), 0.0), 1.0)
+    return round(BOTTOM - (BOTTOM - TOP) * place, 1)
+
+
+def _only(series: Series, steps: Sequence[float]) -> Series:
+    points = {step: series.points[step] for step in steps if step in series.points}
+    return replace(series, points=points)
+
+
+def _entries(kept: Sequence[Series]) -> list[Entry]:
+    lines: dict[str, list[int]] = {}
+    for number, series in enumerate(kept):
+        lines.setdefault(series.group or f"{number} {series.label}", []).append(number)
+    return [_entry(kept, numbers) for numbers in lines.values()]
+
+
+def _entry(kept: Sequence[Series], numbers: Sequence[int]) -> Entry:
+    first = kept[numbers[0]]
+    few = max(len(kept[number].points) for number in numbers) <= FEW
+    swatch = key(f"curve s{first.slot % 8} d{first.slot % 5}", shape(first.slot, 11, 5) if few else "")
+    latest = [(list(kept[number].points.values()) or [None])[-1] for number in numbers]
+    label = first.label if len(numbers) == 1 else f"{first.group}, {len(numbers)} runs"
+    columns = [number + 1 for number in numbers]
+    return Entry(swatch=swatch, label=label, values=list(zip(map(_cell, latest), columns, strict=True)))
+
+
+def _cell(value: float | None) -> str:
+    return short(value, digits=4)
+
+
+def _thinned(shown: int, total: int) -> str:
+    return "" if shown == total else f"; {shown} of {total} logged steps, the extremes among them"

@@ -1,0 +1,167 @@
+"""Which completions the page shows first: those that alarms blame, then those with the largest log-ratio."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from klamp.diagnostics.history import Completion
+from klamp.report.position import k3
+from klamp.report.run import ReportRun
+
+LONGEST = 3000
+"""Tokens of a completion that are shown: a stretch around the worst one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """A completion on the page, together with its twins."""
+
+    run: int
+    """Its run, by number."""
+    completion: Completion
+    """What was sampled."""
+    index: int
+    """Its place among those that were written in its step, from 0; of twins, the first's."""
+    times: int
+    """How many are the same, token for token and number for number."""
+    against: Literal["reference", "sampler"] | None
+    """Whose log-probabilities the policy's are compared with."""
+    ratios: Sequence[float]
+    """log policy - log other of each token; NaN where one is missing, or the token is not trained on."""
+    blamed: frozenset[int] = frozenset()
+    """Positions of tokens that an alarm blames."""
+
+    @property
+    def worst(self) -> float:
+        """The largest |log-ratio|."""
+        return max((abs(ratio) for ratio in self.ratios if math.isfinite(ratio)), default=0.0)
+
+    @property
+    def k1(self) -> float:
+        """The log-ratios, summed."""
+        return sum(ratio for ratio in self.ratios if math.isfinite(ratio))
+
+    @property
+    def k3(self) -> float:
+        """The k3, summed."""
+        return sum(k3(ratio) for ratio in self.ratios if math.isfinite(ratio))
+
+    @property
+    def other(self) -> Sequence[float] | None:
+        """The log-probabilities that the policy's are compared with."""
+        return self.completion.sampler if self.against == "sampler" else self.completion.ref
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The tokens that are shown."""
+        total = len(self.completion.tokens)
+        if total <= LONGEST:
+            return 0, total
+        sizes = [abs(ratio) if math.isfinite(ratio) else -1.0 for ratio in self.ratios]
+        begin = min(max(0, sizes.index(max(sizes)) - LONGEST // 2), total - LONGEST)
+        return begin, begin + LONGEST
+
+
+def ranked(runs: Sequence[ReportRun]) -> list[Shown]:
+    """All completions of the runs, twins joined, the worst first.
+
+    Args:
+        runs: those of the report.
+    """
+    found = [shown for number, run in enumerate(runs) for shown in _of_run(run, number)]
+    return sorted(found, key=lambda each: (not each.blamed, -each.worst, each.run, each.completion.step, each.index))
+
+
+def _of_run(run: ReportRun, number: int) -> Iterable[Shown]:
+    blamed = blamed_tokens(run)
+    for step, completions in run.history.completions.items():
+        twins: dict[tuple[object, ...], list[int]] = {}
+        for index, each in enumerate(completions):
+            twins.setdefault(_identity(each), []).append(index)
+        for same in twins.values():
+            first = completions[same[0]]
+            against = compared_with(first)
+            yield Shown(
+                run=number,
+                completion=first,
+                index=same[0],
+                times=len(same),
+                against=against,
+                ratios=_ratios(first, against),
+                blamed=frozenset().union(*(blamed.get((step, index), frozenset()) for index in same)),
+            )
+
+
+def _identity(each: Completion) -> tuple[object, ...]:
+    lists = (each.tokens, each.policy, each.ref, each.sampler, each.trained)
+    return (each.group, each.prompt, each.reward, *(None if values is None else tuple(values) for values in lists))
+
+
+def compared_with(completion: Completion) -> Literal["reference", "sampler"] | None:
+    """The reference if it scored the completion, else the sampler if that did."""
+    if completion.ref is not None:
+        return "reference"
+    return None if completion.sampler is None else "sampler"
+
+
+def _ratios(each: Completion, against: str | None) -> list[float]:
+    other = each.ref if against == "reference" else each.sampler
+    if other is None:
+        return [math.nan] * len(each.tokens)
+    rows = zip(each.policy, other, each.is_trained, strict=True)
+    return [p - o if on and math.isfinite(p - o) else math.nan for p, o, on in rows]
+
+
+def blamed_tokens(run: ReportRun) -> Mapping[tuple[int, int], frozenset[int]]:
+    """(step, completion) -> the positions that alarms blame.
+
+    Args:
+        run: with its findings.
+    """
+    found: dict[tuple[int, int], frozenset[int]] = {}
+    for finding in run.diagnosis.findings:
+        for token in finding.evidence.tokens:
+            place = (token.step, token.completion)
+            found[place] = found.get(place, frozenset()) | {token.position}
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A token, wherever it is."""
+
+    shown: int
+    """Its completion, by number on the page."""
+    position: int
+    """Its place in the completion."""
+    times: int
+    """In how many completions, twins included, the same token has the same numbers at the same place."""
+
+
+def worst_tokens(completions: Mapping[int, Shown], *, most: int) -> list[Place]:
+    """The tokens with the largest |log-ratio|, each once however many completions have it.
+
+    Args:
+        completions: those on the page, by number.
+        most: how many tokens.
+    """
+    places: dict[tuple[object, ...], list[tuple[int, int]]] = {}
+    sizes: dict[tuple[object, ...], float] = {}
+    for number, each in completions.items():
+        policy, other = each.completion.policy, each.other
+        begin, end = each.span
+        for position in range(begin, end):
+            ratio = each.ratios[position]
+            if other is not None and math.isfinite(ratio) and ratio != 0:
+                token = str(each.completion.tokens[position])
+                same = (each.run, each.completion.step, token, position, policy[position], other[position])
+                places.setdefault(same, []).append((number, position))
+                sizes[same] = abs(ratio)
+    order = sorted(places, key=lambda same: -sizes[same])[:most]
+    return [
+        Place(shown=seen[0][0], position=seen[0][1], times=sum(completions[number].times for number, _ in seen))
+        for seen in (places[same] for same in order)
+    ]

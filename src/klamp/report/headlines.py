@@ -1,0 +1,167 @@
+"""The numbers that one asks for first: where the run ended, and from where it came."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from klamp.report.figure import key
+from klamp.report.markup import Html, element, join
+from klamp.report.numerals import MISSING, short, signed
+from klamp.report.points import thin
+from klamp.report.run import ReportRun, skills_of, slots_of
+from klamp.report.scale import Scale, fit
+
+WINDOW = 5
+SKILLS = 6
+COLUMNS = 5
+KL = {"kl/exact": "exact", "kl/k3": "k3", "kl/k1": "k1"}
+SEQUENCE = {"kl/exact_sequence": "exact", "kl/k3_sequence": "k3", "kl/k1_sequence": "k1"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Headline:
+    """One number of a run."""
+
+    label: str
+    """What it is."""
+    value: str
+    """The number."""
+    unit: str = ""
+    """Its unit."""
+    detail: str = ""
+    """Where it came from."""
+    course: Mapping[float, float] = field(default_factory=dict)
+    """Its curve; empty: none."""
+
+
+def headlines(run: ReportRun, skills: Sequence[str]) -> list[Headline]:
+    """The numbers of a run that its record has.
+
+    Args:
+        run: the run.
+        skills: which skills to name, in order.
+    """
+    found = [_over_steps(run, ("reward",), "Reward", "")]
+    found += [_skill(run, name) for name in skills]
+    found += [_kl(run, KL, "KL", "nats/token"), _kl(run, SEQUENCE, "KL per completion", "nats")]
+    found += [
+        _over_steps(run, ("length/mean",), "Length", "tokens"),
+        _over_steps(run, ("policy/entropy",), "Entropy", "nats/token"),
+        _over_steps(run, ("beta",), "beta", "reward/nat"),
+    ]
+    return [each for each in found if each is not None]
+
+
+def _over_steps(run: ReportRun, names: Sequence[str], label: str, unit: str) -> Headline | None:
+    curve = next((curve for name in names if (curve := run.curve(name))), None)
+    if curve is None:
+        return None
+    first, last = ends(curve)
+    constant = min(curve.values()) == max(curve.values())
+    detail = "constant" if constant else f"from {short(first)}"
+    return Headline(label=label, value=short(last), unit=unit, detail=detail, course=curve)
+
+
+def ends(curve: Mapping[float, float]) -> tuple[float, float]:
+    """The first value, and the mean of the finite ones among the last five (the last half of fewer than ten)."""
+    values = list(curve.values())
+    few = max(1, min(WINDOW, len(values) // 2))
+    last = [value for value in values[-few:] if math.isfinite(value)]
+    return values[0], fmean(last) if last else values[-1]
+
+
+def _kl(run: ReportRun, names: Mapping[str, str], label: str, unit: str) -> Headline | None:
+    name = next((name for name in names if run.curve(name)), None)
+    if name is None:
+        return None
+    curve = run.curve(name)
+    finite = {step: value for step, value in curve.items() if math.isfinite(value)}
+    at = max(finite, key=lambda step: finite[step], default=None)
+    highest = "" if at is None else f"highest {short(finite[at])} at step {short(at, digits=9)}"
+    return Headline(
+        label=f"{label} ({names[name]})", value=short(ends(curve)[1]), unit=unit, detail=highest, course=curve
+    )
+
+
+def _skill(run: ReportRun, name: str) -> Headline | None:
+    curve = run.curve(f"eval/{name}")
+    values = list(curve.values())
+    before = run.before.get(name, values[0] if values else None)
+    after = run.after.get(name, values[-1] if len(values) > 1 else None)
+    if before is None and after is None:
+        return None
+    trained = run.history.settings.rl_skill
+    role = "" if trained is None else (", trained" if name == trained else ", kept")
+    shown = after if after is not None else before
+    detail = "not evaluated after training" if after is None or before is None else ""
+    if after is not None and before is not None:
+        change = round(after - before, 6)
+        detail = f"from {short(before)} ({signed(change)})" if change else "as before training"
+    return Headline(label=f"{name}{role}", value=short(shown), detail=detail, course=curve)
+
+
+def tiles(run: ReportRun) -> Html:
+    """The numbers of one run, side by side.
+
+    Args:
+        run: the run.
+    """
+    found = headlines(run, skills_of([run])[:SKILLS])
+    return element("dl", *(_tile(each) for each in found), class_="tiles")
+
+
+def _tile(headline: Headline) -> Html:
+    return element(
+        "div",
+        element("dt", headline.label),
+        element(
+            "dd",
+            element("span", headline.value, class_="big"),
+            Html(" "),
+            element("span", headline.unit, class_="unit"),
+            class_="number",
+        ),
+        element("dd", headline.detail or Html("&nbsp;"), class_="detail"),
+        element("dd", _spark(headline.course), class_="spark", aria_hidden="true"),
+        class_="tile",
+    )
+
+
+def _spark(course: Mapping[float, float]) -> Html:
+    steps = [step for step in thin([course], most=120) if math.isfinite(course[step])]
+    if len(steps) < 2:
+        return element("svg", viewBox="0 0 120 28")
+    x, y = Scale(low=steps[0], high=steps[-1]), fit([course[step] for step in steps])
+    path = "L".join(f"{120 * x(step):.1f} {26 - 24 * y(course[step]):.1f}" for step in steps)
+    line = element("path", d=f"M{path}", class_="curve s0", vector_effect="non-scaling-stroke")
+    return element("svg", line, viewBox="0 0 120 28", preserveAspectRatio="none")
+
+
+def side_by_side(runs: Sequence[ReportRun]) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows of a table: a few runs are its columns, many are its rows.
+
+    Args:
+        runs: those of the report.
+    """
+    skills = skills_of(runs)[:SKILLS]
+    each = [{found.label: found for found in headlines(run, skills)} for run in runs]
+    labels = list(dict.fromkeys(label for found in each for label in found))
+    units = {label: next(found[label].unit for found in each if label in found) for label in labels}
+    names = [f"{label}, {units[label]}" if units[label] else label for label in labels]
+    table: list[list[str]] = [["run", "alarms", *names]]
+    for run, found, slot in zip(runs, each, slots_of(runs), strict=True):
+        look = key(f"curve s{slot % 8} d{slot % 5}")
+        name = join([look, Html(" "), element("b", run.name), element("small", f"{run.path}, {run.history.source}")])
+        table.append([name, str(run.levels[0]), *(_both(found.get(label)) for label in labels)])
+    if len(runs) <= COLUMNS:
+        table = [list(row) for row in zip(*table, strict=True)]
+    return table[0], table[1:]
+
+
+def _both(headline: Headline | None) -> Html:
+    if headline is None:
+        return Html(MISSING)
+    return join([element("b", headline.value), element("small", headline.detail)])

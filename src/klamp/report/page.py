@@ -1,0 +1,161 @@
+"""The page: its sections in their order, its styles and script inside, and nothing that it could load."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+
+from klamp._version import __version__
+from klamp.errors import DataError
+from klamp.report.alarm_section import alarm_section, anchors, numbered, verdict
+from klamp.report.chart import render_chart
+from klamp.report.choice import Shown, ranked
+from klamp.report.curves import charts
+from klamp.report.figure import plain_table
+from klamp.report.headlines import side_by_side, tiles
+from klamp.report.heatmap import render_heatmap
+from klamp.report.markup import Html, element
+from klamp.report.numerals import count
+from klamp.report.position import heatmaps, position_charts
+from klamp.report.run import ReportRun
+from klamp.report.settings_section import settings_section, versions_section
+from klamp.report.token_section import fitting, token_section
+
+LIMIT = 2_000_000
+"""Bytes of a page, at most."""
+POINTS = 40_000
+"""Points of all curves together, about."""
+GENERATOR = "klamp report"
+STYLES, SCRIPTS = ("page.css", "charts.css", "tokens.css"), ("theme.js", "charts.js", "tokens.js")
+
+
+def render(runs: Sequence[ReportRun], *, limit: int = LIMIT) -> str:
+    """One HTML document that shows these runs, and loads nothing.
+
+    Args:
+        runs: one, or several to compare.
+        limit: bytes of the document, at most.
+
+    Raises:
+        DataError: so many runs that their curves alone are larger.
+    """
+    completions = ranked(runs)
+    for most in (400, 200, 100, 50, 25):
+        size = len(_document(runs, completions, [], most=most).encode())
+        room = limit - size
+        while room > 0:
+            page = _document(runs, completions, fitting(runs, completions, room=room), most=most)
+            excess = len(page.encode()) - limit
+            if excess <= 0:
+                return page
+            room -= excess
+    raise DataError(
+        "the report would be too large",
+        got=f"{len(runs)} runs, {size} bytes without any completion",
+        why=f"a page stays below {limit} bytes",
+        fix="name fewer runs",
+    )
+
+
+def _document(runs: Sequence[ReportRun], completions: Sequence[Shown], kept: Sequence[int], *, most: int) -> str:
+    style, script = _asset(STYLES), _asset(SCRIPTS)
+    policy = (
+        f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", http_equiv="Content-Security-Policy", content=policy),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("meta", name="color-scheme", content="light dark"),
+        element("meta", name="generator", content=f"{GENERATOR} {__version__}"),
+        element("meta", name="referrer", content="no-referrer"),
+        element("title", f"{_name(runs)} · klamp report"),
+        element("style", Html(style)),
+    )
+    body = element("body", *_body(runs, completions, kept, most=most), element("script", Html(script)))
+    return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"
+
+
+def _body(runs: Sequence[ReportRun], completions: Sequence[Shown], kept: Sequence[int], *, most: int) -> list[Html]:
+    numbers = numbered(runs)
+    sections = {
+        "overview": ("Overview", _overview(runs)),
+        "alarms": ("Alarms", alarm_section(runs, anchors(completions, kept))),
+        "curves": ("Over steps", _curves(runs, numbers, most)),
+        "positions": ("By position", _positions(runs)),
+        "tokens": ("Token by token", token_section(runs, completions, kept)),
+        "configuration": ("Configuration", settings_section(runs)),
+        "versions": ("Versions", versions_section(runs)),
+    }
+    links = [element("a", title, href=f"#{name}") for name, (title, _) in sections.items()]
+    return [
+        element("a", "To the content", href="#content", class_="skip"),
+        element(
+            "header",
+            element("span", "klamp report", class_="brand"),
+            element("nav", *links, aria_label="Sections"),
+            element("button", "Dark", type="button", id="theme", hidden=True),
+            class_="bar",
+        ),
+        element("main", _title(runs), *(_section(n, t, b) for n, (t, b) in sections.items()), id="content"),
+        element("footer", element("p", f"Made by klamp {__version__}. This file loads nothing from anywhere.")),
+    ]
+
+
+def _section(name: str, title: str, body: Html) -> Html:
+    return element(
+        "section", element("h2", title, id=f"{name}-heading"), body, id=name, aria_labelledby=f"{name}-heading"
+    )
+
+
+def _name(runs: Sequence[ReportRun]) -> str:
+    return runs[0].name if len(runs) == 1 else f"{count(len(runs), 'run')} compared"
+
+
+def _title(runs: Sequence[ReportRun]) -> Html:
+    if len(runs) > 1:
+        said = ", ".join(sorted({run.history.source for run in runs}))
+    else:
+        history = runs[0].history
+        said = f"{history.source}, {count(len(history.rows), 'logged step')} up to step {history.step}"
+    paths = element("p", *([element("code", runs[0].path), " · "] if len(runs) == 1 else []), said, class_="source")
+    return element("div", element("h1", _name(runs)), paths, verdict(runs), class_="title")
+
+
+def _overview(runs: Sequence[ReportRun]) -> Html:
+    if len(runs) == 1:
+        return tiles(runs[0])
+    headings, rows = side_by_side(runs)
+    return plain_table(headings, rows, caption="headline numbers of each run", classes="headlines")
+
+
+def _curves(runs: Sequence[ReportRun], numbers: Mapping[str, int], most: int) -> Html:
+    found = charts(runs, numbers)
+    if not found:
+        return element("p", "No metric over steps was logged.", class_="missing")
+    curves = sum(len(chart.series) for chart in found)
+    points = max(25, min(most, POINTS // max(1, curves)))
+    return element("div", *(render_chart(chart, most=points) for chart in found), class_="grid")
+
+
+def _positions(runs: Sequence[ReportRun]) -> Html:
+    found = [render_chart(chart) for chart in position_charts(runs)] + [render_heatmap(each) for each in heatmaps(runs)]
+    if not found:
+        text = "Neither completions with a reference's log-probabilities nor kl/position/* were written."
+        return element("p", text, class_="missing")
+    return element("div", *found, class_="grid")
+
+
+@cache
+def _asset(names: Sequence[str]) -> str:
+    folder = files("klamp.report") / "assets"
+    return "".join((folder / name).read_text(encoding="utf-8") for name in names)
+
+
+def _digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

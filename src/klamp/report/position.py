@@ -1,0 +1,139 @@
+"""The KL by the place of a token in its completion: from completions that were written, and as it was logged."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from klamp.diagnostics.history import Completion
+from klamp.report.chart import Chart, Series
+from klamp.report.heatmap import Heatmap
+from klamp.report.run import ReportRun, slots_of
+
+STAGES = ("early steps", "middle steps", "late steps")
+BINS = 64
+LOGGED = re.compile(r"kl/position/(\d+)_of_(\d+)")
+
+
+def position_charts(runs: Sequence[ReportRun]) -> list[Chart]:
+    """Mean k1 and k3 by position, over the stages of a run; of several runs, their last stage.
+
+    Args:
+        runs: those of the report.
+    """
+    curves = [curve for curve in _stages(runs) if curve.points]
+    if not curves:
+        return []
+    texts = {
+        "k3": "Where in a completion the policy left its reference. Tokens that were written down only.",
+        "k1": "Mean of log policy − log ref. By position it need not be positive.",
+    }
+    return [
+        Chart(
+            name=f"chart-position-{name}",
+            title=f"{name} by position",
+            unit="nats/token",
+            text=texts[name],
+            series=[
+                Series(
+                    label=curve.label,
+                    points={place: means[which] for place, means in curve.points.items()},
+                    slot=curve.slot,
+                    group=curve.group,
+                )
+                for curve in curves
+            ],
+            axis="token",
+            include=(0.0,),
+        )
+        for which, name in enumerate(("k3", "k1"))
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stage:
+    label: str
+    points: Mapping[float, tuple[float, float]]
+    slot: int
+    group: str = ""
+
+
+def _stages(runs: Sequence[ReportRun]) -> Iterator[_Stage]:
+    for run, slot in zip(runs, slots_of(runs), strict=True):
+        parts = thirds(sorted(run.history.completions))
+        if not parts:
+            continue
+        if len(runs) > 1:
+            late = by_position([each for step in parts[-1] for each in run.history.completions[step]])
+            yield _Stage(label=run.name, points=late, slot=slot, group=run.group)
+            continue
+        names = STAGES if len(parts) == len(STAGES) else ("all steps",)
+        for number, (name, part) in enumerate(zip(names, parts, strict=True)):
+            span = f"{part[0]}–{part[-1]}" if len(part) > 1 else f"{part[0]}"
+            completions = [each for step in part for each in run.history.completions[step]]
+            yield _Stage(label=f"{name} ({span})", points=by_position(completions), slot=number)
+
+
+def thirds(steps: Sequence[int]) -> list[Sequence[int]]:
+    """The steps in three stages; in one where there are fewer than three."""
+    if len(steps) < 3:
+        return [steps] if steps else []
+    first, second = len(steps) // 3, 2 * len(steps) // 3
+    return [steps[:first], steps[first:second], steps[second:]]
+
+
+def by_position(completions: Sequence[Completion]) -> dict[float, tuple[float, float]]:
+    """Place of a token among those that the model wrote, from 1 -> mean k3 and k1 there.
+
+    Long completions are cut into stretches, each named by its first place.
+
+    Args:
+        completions: of some steps.
+    """
+    seen: dict[int, list[float]] = {}
+    for each in completions:
+        begin = next((i for i, sampled in enumerate(each.is_sampled) if sampled), 0)
+        for position, delta in each.log_ratios():
+            seen.setdefault(position - begin + 1, []).append(delta)
+    width = math.ceil(max(seen, default=0) / BINS) or 1
+    stretches: dict[int, list[float]] = {}
+    for place, deltas in sorted(seen.items()):
+        if place > 0:
+            stretches.setdefault((place - 1) // width * width + 1, []).extend(deltas)
+    return {float(place): (fmean(map(k3, deltas)), fmean(deltas)) for place, deltas in stretches.items()}
+
+
+def k3(delta: float) -> float:
+    """expm1(-delta) + delta, bounded so that means of it are finite."""
+    return math.expm1(min(-delta, 600.0)) + delta
+
+
+def heatmaps(runs: Sequence[ReportRun]) -> list[Heatmap]:
+    """The logged KL by position over steps, for the runs that have it.
+
+    Args:
+        runs: those of the report.
+    """
+    found: list[Heatmap] = []
+    for number, run in enumerate(runs):
+        rows = _logged(run)
+        if rows:
+            found.append(
+                Heatmap(
+                    name=f"chart-position-logged-{number}",
+                    title="k3 by position and step" + (f": {run.name}" if len(runs) > 1 else ""),
+                    unit="nats/token",
+                    text="As logged over all tokens of a step; rows are parts of the longest completion allowed.",
+                    rows=rows,
+                )
+            )
+    return found
+
+
+def _logged(run: ReportRun) -> Mapping[str, Mapping[float, float]]:
+    parts = {name: LOGGED.fullmatch(name) for name in run.history.names}
+    places = sorted((int(part[2]), int(part[1]), name) for name, part in parts.items() if part)
+    return {f"part {place} of {of}": run.curve(name) for of, place, name in places}

@@ -1,0 +1,232 @@
+"""The section of completions: the worst tokens, filters, and as many completions as the page has room for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from klamp.report.choice import Place, Shown, worst_tokens
+from klamp.report.figure import plain_table
+from klamp.report.markup import Html, element, join, json_block
+from klamp.report.numerals import count, probability, signed
+from klamp.report.run import ReportRun
+from klamp.report.tokens import card, legend, numbers_of, shade
+from klamp.report.vocabulary import reader, shown
+
+WORST = 15
+BEFORE, AFTER, PROMPT = 8, 4, 40
+"""Tokens before and after a worst token, and characters of its prompt, that stand beside it."""
+FRAME = 30_000
+"""Bytes kept for what stands around the completions."""
+NARROW = 24
+"""Characters of a token in the table of the worst."""
+LEAST = 30
+"""Bytes that a token takes at least."""
+SORTS = {
+    "worst": "worst token first",
+    "kl": "largest KL first",
+    "step": "by step",
+    "last": "last step first",
+    "reward": "highest reward first",
+    "low": "lowest reward first",
+    "length": "longest first",
+}
+
+
+def token_section(runs: Sequence[ReportRun], completions: Sequence[Shown], kept: Sequence[int]) -> Html:
+    """The worst tokens, the filters and the completions.
+
+    Args:
+        runs: those of the report.
+        completions: all of them, the worst first.
+        kept: numbers of those that there is room for.
+    """
+    if not completions:
+        text = (
+            "No completions with token log-probabilities were written. klamp writes some every "
+            "log_completions_every steps; for other trainers see the names that `klamp doctor` reads."
+        )
+        return element("p", text, class_="missing")
+    readers = [reader_of(run) for run in runs]
+    here = {number: completions[number] for number in kept}
+    worst = worst_tokens(here, most=WORST)
+    linked = links(here, worst)
+    cards = [
+        card(each, number, read=readers[each.run], label=_label(runs, each), linked=linked.get(number, frozenset()))
+        for number, each in here.items()
+    ]
+    return join(
+        [
+            element("p", said(completions, list(here.values())), class_="aside", id="left-out"),
+            _worst_table(runs, here, worst, readers),
+            element("h3", "Completions", id="all-completions"),
+            legend(sorted({each.against for each in completions if each.against})),
+            _filters(runs, completions),
+            element("p", id="count", class_="count", role="status"),
+            element("div", *cards, id="completions"),
+            element("button", "Show more", type="button", id="more", hidden=True),
+            json_block({str(number): numbers_of(each) for number, each in here.items()}, name="numbers"),
+        ]
+    )
+
+
+def reader_of(run: ReportRun) -> Callable[[str], str]:
+    """How to read the tokens of a run."""
+    rows = (each for completions in run.history.completions.values() for each in completions)
+    return reader(str(token) for each in rows for token in each.tokens)
+
+
+def fitting(runs: Sequence[ReportRun], completions: Sequence[Shown], *, room: int) -> list[int]:
+    """Numbers of the completions that fit, the first ones first; one that is too large is passed over for smaller ones.
+
+    Args:
+        runs: those of the report.
+        completions: in the order of their importance.
+        room: bytes.
+    """
+    readers = [reader_of(run) for run in runs]
+    kept: list[int] = []
+    room -= FRAME
+    for number, each in enumerate(completions):
+        begin, end = each.span
+        if LEAST * (end - begin) > room:
+            continue
+        whole = card(each, number, read=readers[each.run], label=_label(runs, each), linked=frozenset())
+        size = len(whole.encode()) + len(json.dumps(numbers_of(each), separators=(",", ":"))) + 12
+        if size <= room:
+            kept.append(number)
+            room -= size
+    return kept
+
+
+def said(completions: Sequence[Shown], kept: Sequence[Shown]) -> str:
+    """How many completions are on the page, and how many are not."""
+    total, here = (sum(each.times for each in some) for some in (completions, kept))
+    if total == here == 1:
+        return "The only completion that was written."
+    text = f"{count(here, 'completion')} of those that the record holds"
+    text += f", {count(len(kept), 'card')} where twins are joined" if here != len(kept) else ""
+    if len(kept) == len(completions):
+        return f"All {text.replace(' of those that the record holds', '')}, the worst token first."
+    return f"{text}, the worst first. {total - here} are left out: the page stays below 2 MB."
+
+
+def links(completions: Mapping[int, Shown], worst: Sequence[Place]) -> Mapping[int, frozenset[int]]:
+    """Completion -> positions that the page links to: the worst tokens, and those that alarms blame."""
+    found: dict[int, frozenset[int]] = {}
+    for place in worst:
+        found[place.shown] = found.get(place.shown, frozenset()) | {place.position}
+    for number, each in completions.items():
+        begin, end = each.span
+        inside = frozenset(position for position in each.blamed if begin <= position < end)
+        if inside:
+            found[number] = found.get(number, frozenset()) | inside
+    return found
+
+
+def _label(runs: Sequence[ReportRun], each: Shown) -> str:
+    return runs[each.run].name if len(runs) > 1 else ""
+
+
+def _worst_table(
+    runs: Sequence[ReportRun],
+    completions: Mapping[int, Shown],
+    worst: Sequence[Place],
+    readers: Sequence[Callable[[str], str]],
+) -> Html:
+    if not worst:
+        return element("p", "No log-ratio is different from 0.", class_="missing")
+    several = len(runs) > 1
+    against = " or ".join(sorted({each.against for each in completions.values() if each.against}))
+    headings = ["token", "log-ratio", "policy", against, "in context", "position", "times"]
+    headings += [*(["run"] if several else []), "where"]
+    rows = [_worst_row(runs, completions[place.shown], place, readers) for place in worst]
+    return join(
+        [
+            element("h3", "Worst tokens", id="worst-tokens"),
+            plain_table(headings, rows, caption="tokens with the largest |log-ratio|", classes="worst"),
+        ]
+    )
+
+
+def _worst_row(
+    runs: Sequence[ReportRun], each: Shown, place: Place, readers: Sequence[Callable[[str], str]]
+) -> list[str]:
+    completion, position = each.completion, place.position
+    other, read = each.other, readers[each.run]
+    assert other is not None
+    link = element(
+        "a", f"step {completion.step}, completion {each.index + 1}", href=f"#c{place.shown}-{position}", class_="jump"
+    )
+    return [
+        element("code", _one_line(read, each, position), class_=shade(each.ratios[position])),
+        signed(each.ratios[position]),
+        probability(completion.policy[position]),
+        probability(other[position]),
+        _context(read, each, position),
+        str(position + 1),
+        f"×{place.times}" if place.times > 1 else "1",
+        *([runs[each.run].name] if len(runs) > 1 else []),
+        link,
+    ]
+
+
+def _one_line(read: Callable[[str], str], each: Shown, position: int) -> str:
+    return shown(read(str(each.completion.tokens[position])), longest=NARROW).replace("\n", "")
+
+
+def _context(read: Callable[[str], str], each: Shown, position: int) -> Html:
+    """What stands around a token: the end of the prompt where the completion begins, some tokens before and after."""
+    tokens = range(len(each.completion.tokens))
+    before = "".join(_one_line(read, each, i) for i in tokens[max(0, position - BEFORE) : position])
+    after = "".join(_one_line(read, each, i) for i in tokens[position + 1 : position + 1 + AFTER])
+    prompt = each.completion.prompt[-PROMPT:].replace("\n", "↵") if position <= BEFORE else ""
+    return element(
+        "code",
+        *([element("span", prompt, class_="asked"), Html(" ")] if prompt else []),
+        "…" if position > BEFORE else "",
+        before,
+        element("b", _one_line(read, each, position), class_=shade(each.ratios[position])),
+        after,
+        "…" if position + 1 + AFTER < len(tokens) else "",
+        class_="context",
+    )
+
+
+def _filters(runs: Sequence[ReportRun], completions: Sequence[Shown]) -> Html:
+    steps = [each.completion.step for each in completions]
+    parts: list[Html] = []
+    if len(runs) > 1:
+        names = [("", "all runs"), *((str(number), run.name) for number, run in enumerate(runs))]
+        parts.append(_select("run", "Run", names))
+    parts += [
+        _number("step-from", "Step from", min=min(steps), max=max(steps), step=1, placeholder=str(min(steps))),
+        _number("step-to", "to", min=min(steps), max=max(steps), step=1, placeholder=str(max(steps))),
+        _number("reward-from", "Reward from", step="any"),
+        _number("reward-to", "to", step="any"),
+        _number("size", "|log-ratio| at least", min=0, step="any", placeholder="0"),
+        _field("text", "Text", element("input", type="search", id="f-text", autocomplete="off", spellcheck="false")),
+        _select("sort", "Order", list(SORTS.items())),
+        element(
+            "label",
+            element("input", type="checkbox", id="f-blamed", disabled=not any(each.blamed for each in completions)),
+            " blamed by an alarm",
+            class_="check",
+        ),
+        element("button", "Clear", type="button", id="clear"),
+    ]
+    return element("form", *parts, id="filters", aria_label="Filter the completions", hidden=True)
+
+
+def _field(name: str, label: str, control: Html) -> Html:
+    return element("div", element("label", label, for_=f"f-{name}"), control, class_="field")
+
+
+def _number(name: str, label: str, **limits: Any) -> Html:
+    return _field(name, label, element("input", type="number", id=f"f-{name}", inputmode="decimal", **limits))
+
+
+def _select(name: str, label: str, options: Sequence[tuple[str, str]]) -> Html:
+    choices = [element("option", text, value=value) for value, text in options]
+    return _field(name, label, element("select", *choices, id=f"f-{name}"))

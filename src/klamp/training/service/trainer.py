@@ -1,0 +1,123 @@
+"""klamp's trainer with the weights at a service of the Tinker SDK."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn, zeros
+
+from klamp.core.objective import Objective
+from klamp.errors import KlampError
+from klamp.training import checkpoint
+from klamp.training.context import Context
+from klamp.training.observers import Observer, RunInfo
+from klamp.training.rollouts import Rollout, kl_weights, rate
+from klamp.training.service import rollout as rollouts
+from klamp.training.service.connection import Connection
+from klamp.training.service.evaluation import scores
+from klamp.training.service.update import update
+from klamp.training.trainer import Trainer
+from klamp.training.updates import UpdateOutput
+
+LAST_WAIT = 60.0
+"""Longest wait in seconds for the state to be saved after an error: the service may be the reason for it."""
+
+
+class RemoteWeights(nn.Module):
+    """Stands for a policy whose weights are elsewhere; its one number carries the learning-rate schedule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = nn.Parameter(zeros(1))
+
+
+class TinkerTrainer(Trainer):
+    """The trainer, with sampling, gradients, evaluation and checkpoints at the service."""
+
+    step_zero_kl = 0.01  # sampler and trainer of a service are not the same kernels
+
+    def __init__(self, context: Context, observers: Sequence[Observer], connection: Connection, client: Any) -> None:
+        super().__init__(context, observers)
+        self.connection, self.client = connection, client
+        self._snapshot: Any = None
+        self._saved: tuple[int, str] | None = None
+
+    def sampler(self) -> Any:
+        """A sampling client of the weights as they are; the same one until they move."""
+        if self._snapshot is None:
+            self._snapshot = self.connection.ask(
+                "take a snapshot to sample from", self.client.save_weights_and_get_sampling_client
+            )
+        return self._snapshot
+
+    def collect(self, beta: float) -> Rollout:
+        """Sample and rate the completions of this step; the sampler is the old policy of the ratios."""
+        examples = self.prompts(self.step)
+        completions = rollouts.collect(self.context, self.connection, self.sampler(), examples, self.step)
+        size = self.context.config.rollout.num_generations
+        chosen = [example for example in examples for _ in range(size)]
+        return rate(
+            self.context,
+            chosen,
+            completions,
+            beta=beta,
+            old_logprobs=completions.sampler_logprobs,
+            kl_weight=kl_weights(self.context, len(chosen), step=self.step),
+        )
+
+    def update(self, rollout: Rollout, objective: Objective) -> UpdateOutput:
+        """One optimizer step on them."""
+        learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        self._snapshot = None
+        return update(
+            self.connection,
+            self.client,
+            self.context,
+            rollout,
+            objective,
+            rate=learning_rate,
+            before_step=self.optimizer.step,  # moves nothing here; notes that the weights are between two steps
+        )
+
+    def scores(self) -> dict[str, float]:
+        """Every skill's score now."""
+        return scores(self.context, self.connection, self.sampler())
+
+    def save(self) -> Path | None:
+        """Save weights and optimizer at the service, and the state of the run beside their path."""
+        if self._saved is None or self._saved[0] != self.step:
+            name = f"{self.context.output_dir.name}-step-{self.step:06d}"
+            self._saved = (self.step, self.connection.ask("save the state", lambda: self.client.save_state(name)).path)
+        state = self._state() | {"tinker_path": self._saved[1]}
+        keep = self.context.config.run.keep_checkpoints
+        folder = checkpoint.write(self.context.output_dir, self.step, _nothing, state=state, keep=keep)
+        self.tell(lambda o: o.on_checkpoint(self.step, folder))
+        return folder
+
+    def _keep(self) -> tuple[int, Path | None]:
+        """The step to continue from and its folder; a service that fails now as well leaves the newest on disk."""
+        self.connection.seconds = min(self.connection.seconds, LAST_WAIT)
+        try:
+            return super()._keep()
+        except KlampError:
+            self.whole = False
+            return super()._keep()
+
+    def resume(self) -> None:
+        """Continue from the newest checkpoint; its weights are in the client already."""
+        folder = checkpoint.newest(self.context.output_dir)
+        state = checkpoint.load_state(folder)
+        self.load(state)
+        self._saved = (self.step, state["tinker_path"])
+
+    def info(self) -> RunInfo:
+        """What is known before the first step; the service does not say how many weights there are."""
+        found = super().info()
+        return replace(found, parameters=0, trainable_parameters=0, device=f"Tinker, {self.connection.where}")
+
+
+def _nothing(folder: Path) -> None:
+    """The weights are at the service."""

@@ -1,0 +1,224 @@
+"""What a configuration's KL does, measured: where it pulls, how much of the sequence's gradient it holds, its noise.
+
+Everything is measured by enumeration through klamp's own loss (`examine_config`), without the clip, so that what is
+named is the term itself; the clip has a measurement of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+from klamp.config import KLConfig, KLWarning, LossConfig
+from klamp.core.clipping import clip_gate, kl_budget
+from klamp.core.estimators import exact_kl
+from klamp.core.gradients import kl_penalty
+from klamp.core.term import sequence_gate_kl
+from klamp.core.types import Batch
+from klamp.verify.gradient_names import Followed, cosine, name_gradient, share
+from klamp.verify.judge import Probe, judge
+from klamp.verify.one_step import Scene, StepReport, examine_config, scene
+from klamp.verify.oracle import truths
+from klamp.verify.worlds import Outcomes
+
+SEEDS = range(4)
+LENGTH = 3
+"""Longest completion of the worlds of whole completions, in tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pull:
+    """An expected gradient against the truths, all worlds taken together."""
+
+    follows: Followed
+    """The truth that it is a multiple of."""
+    cosine_reverse: float
+    """Cosine with the gradient of KL(policy||ref) of whole completions."""
+    cosine_forward: float
+    """Cosine with that of KL(ref||policy)."""
+    share: float
+    """The multiple of the gradient of KL(policy||ref) of whole completions that lies closest: 1 is all of it."""
+    noise: float
+    """Standard deviation of one completion's gradient, in units of the norm of its mean; 0 for a gradient of zero."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate:
+    """How the clip opens; `budget` in nats per completion."""
+
+    budget: float
+    """Where the penalty begins."""
+    at: dict[float, float]
+    """KL in units of the budget -> factor on the gradient."""
+    open_below: float
+    """Mean factor over sampled groups of 8 while the policy's true KL is half of the budget: the leak."""
+    open_above: float
+    """The same at twice the budget."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigFacts:
+    """What was measured of a configuration."""
+
+    position: Pull
+    """One position, tokens of the policy."""
+    sequence: Pull
+    """Whole completions of up to three tokens, summed."""
+    in_loss: Pull
+    """The same with the reduction and the advantages of the policy loss."""
+    off_policy: Pull
+    """One position, tokens of an older policy: the second update of a rollout."""
+    value: float
+    """Expected value of the KL's part of the loss over one completion, in nats; NaN where it is not in the loss."""
+    value_bias: float
+    """That minus KL(policy||ref), relative."""
+    gate: Gate | None
+    """The clip, where there is one."""
+    probes: tuple[Probe, ...]
+    """One token at +-30 nats in every floating-point type; () where the KL is not made of log-probabilities."""
+
+
+def measure_config(kl: KLConfig, loss: LossConfig, *, length: float) -> ConfigFacts:
+    """Measures a configuration with the oracle.
+
+    Args:
+        kl: the KL; its beta does not matter.
+        loss: the policy loss around it.
+        length: reference length in tokens, where the configuration names none.
+
+    Raises:
+        ConfigError: a combination that `build_objective` refuses.
+    """
+    bare = _bare(kl)
+    positions = [_world(seed, length=1) for seed in SEEDS]
+    chains = [_world(seed, length=LENGTH) for seed in SEEDS]
+    older = [_world(seed, length=1, off_policy=True) for seed in SEEDS]
+    found = [examine_config(bare, scene=each) for each in chains]
+    in_loss = kl.kl_placement == "loss"
+    target = sum(_reverse_kl(report) for report in found)
+    value = sum(report.kl.value for report in found)
+    return ConfigFacts(
+        position=_pull(positions, [examine_config(bare, scene=each) for each in positions]),
+        sequence=_pull(chains, found),
+        in_loss=_pull(chains, [examine_config(bare, loss, scene=each) for each in chains]),
+        off_policy=_pull(older, [examine_config(bare, _unbounded(loss), scene=each) for each in older]),
+        value=value / len(found) if in_loss else math.nan,
+        value_bias=value / target - 1 if in_loss else math.nan,
+        gate=_gate(kl, length=length) if kl.kl_clip_method != "none" else None,
+        probes=_probes(kl) if in_loss and kl.kl_estimator != "exact" else (),
+    )
+
+
+def total_budget(kl: KLConfig, *, length: float) -> float:
+    """Budget of a clip in nats per completion, at this reference length unless the configuration names one."""
+    reference = kl.kl_reference_length or length
+    return float(kl_budget(kl.kl_clip_threshold, per_token=kl.use_per_token_kl_threshold, reference_length=reference))
+
+
+def _world(seed: int, *, length: int, off_policy: bool = False) -> Scene:
+    """Single completions out of a large batch."""
+    return scene(seed, vocab=3, length=length, off_policy=off_policy, group_size=1, denominators="expected")
+
+
+def _bare(kl: KLConfig) -> KLConfig:
+    """The term alone: beta 1, no clip, no controller, nothing excluded."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", KLWarning)
+        return KLConfig(
+            beta=1.0,
+            kl_estimator=kl.kl_estimator,
+            kl_gradient=kl.kl_gradient,
+            kl_horizon=kl.kl_horizon,
+            kl_placement=kl.kl_placement,
+            kl_max_log_ratio=kl.kl_max_log_ratio,
+            kl_off_policy=kl.kl_off_policy,
+            kl_max_weight=kl.kl_max_weight,
+            kl_normalizer=kl.kl_normalizer,
+        )
+
+
+def _unbounded(loss: LossConfig) -> LossConfig:
+    """The policy loss with ratio bounds that never bind and advantages as they are."""
+    return LossConfig(surrogate=loss.surrogate, epsilon=1.0, epsilon_high=1e9, scale_rewards="none")
+
+
+def _reverse_kl(report: StepReport) -> float:
+    return report.kl.value - report.kl.value_bias
+
+
+def _pull(scenes: list[Scene], reports: list[StepReport]) -> Pull:
+    gradients = [report.kl.gradient for report in reports]
+    known = [truths(each.chain) for each in scenes]
+    reverse = [each["reverse"] for each in known]
+    follows = name_gradient(gradients, known)
+    if follows.name == "zero":
+        return Pull(follows=follows, cosine_reverse=0.0, cosine_forward=0.0, share=0.0, noise=0.0)
+    spread = math.sqrt(sum(report.kl.gradient_variance for report in reports))
+    size = math.sqrt(sum(float(gradient.norm()) ** 2 for gradient in gradients))
+    return Pull(
+        follows=follows,
+        cosine_reverse=cosine(gradients, reverse),
+        cosine_forward=cosine(gradients, [each["forward"] for each in known]),
+        share=share(gradients, reverse),
+        noise=spread / size,
+    )
+
+
+def _gate(kl: KLConfig, *, length: float) -> Gate:
+    budget = total_budget(kl, length=length)
+    sizes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0], dtype=torch.float64)
+    method, temperature = kl.kl_clip_method, kl.kl_clip_temperature
+    factors = clip_gate(sizes * budget, budget, method=method, temperature=temperature)
+    return Gate(
+        budget=budget,
+        at=dict(zip(sizes.tolist(), factors.tolist(), strict=True)),
+        open_below=_open_share(kl, budget, 0.5),
+        open_above=_open_share(kl, budget, 2.0),
+    )
+
+
+def _open_share(kl: KLConfig, budget: float, size: float) -> float:
+    """Mean factor of the gate over 2,000 sampled groups of 8 when the true KL is `size` budgets; seeded.
+
+    The world's KL is what it is: the budget (and with it the width of a soft clip) is scaled to it.
+    """
+    y, groups = _world(0, length=LENGTH).outcomes, 2_000
+    rows = torch.multinomial(y.probs, groups * 8, replacement=True, generator=torch.Generator().manual_seed(0))
+    drawn = Outcomes(*(field.detach()[rows] for field in y))
+    exact = exact_kl(drawn.policy_logits, drawn.ref_logits) if kl.kl_estimator == "exact" else None
+    batch = Batch(
+        policy_logprobs=drawn.policy_logprobs,
+        mask=drawn.mask,
+        advantages=torch.zeros(len(rows), dtype=torch.float64),
+        ref_logprobs=drawn.ref_logprobs,
+        exact_kl=exact,
+        group_size=8,
+    )
+    true_kl = (y.probs * (y.policy_logprobs - y.ref_logprobs).detach().sum(-1)).sum().item()
+    limit = true_kl / size
+    temperature = kl.kl_clip_temperature * (limit / budget if budget > 0 else 1.0)
+    gate = clip_gate(
+        sequence_gate_kl(batch, kl.build_term()),
+        limit if budget > 0 else 0.0,
+        method=kl.kl_clip_method,
+        temperature=temperature,
+    )
+    return gate.mean().item()
+
+
+def _probes(kl: KLConfig) -> tuple[Probe, ...]:
+    def penalty(policy: torch.Tensor, ref: torch.Tensor) -> torch.Tensor:
+        return kl_penalty(
+            policy,
+            ref,
+            torch.ones_like(policy, dtype=torch.bool),
+            value="k3" if kl.kl_estimator == "exact" else kl.kl_estimator,
+            gradient=kl.kl_gradient,
+            horizon=kl.kl_horizon,
+            max_log_ratio=kl.kl_max_log_ratio,
+        )
+
+    return judge(penalty, name="penalty").probes

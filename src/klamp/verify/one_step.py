@@ -1,0 +1,233 @@
+"""What a whole configuration does: every group that one step can draw, through klamp's own loss, enumerated.
+
+A `Scene` is a chain with rewards and a group size. For each group of completions the step of a trainer is taken as
+klamp takes it: the KL into the reward where it is placed there, advantages, `grpo_loss`. The KL's share of the step is
+what the loss with beta has more than the loss with beta 0, per unit of beta: its expectation, its gradient and the
+variance of both are exact.
+
+    >>> from klamp.config import KLConfig
+    >>> examine_config(KLConfig(kl_horizon="sequence"), scene=scene(0)).follows.in_words
+    'KL(policy||ref)'
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from klamp.config import KLConfig, LossConfig, build_objective
+from klamp.core.advantages import group_advantages
+from klamp.core.estimators import exact_kl
+from klamp.core.masking import Totals
+from klamp.core.objective import Objective, grpo_loss
+from klamp.core.placement import kl_in_reward, sequence_log_ratio
+from klamp.core.types import Batch, Reduction
+from klamp.errors import ConfigError
+from klamp.verify.gradient_names import Followed, name_gradient
+from klamp.verify.oracle import Report, gradient_of, report, truths
+from klamp.verify.worlds import Chain, Outcomes, enumerate_outcomes, random_chain
+
+Denominators: TypeAlias = Literal["group", "expected"]
+
+MAX_GROUPS = 5_000
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Scene:
+    """A world in which steps are taken: a chain, a reward for each of its completions, a group size.
+
+    Raises:
+        ConfigError: too many groups to enumerate.
+    """
+
+    chain: Chain
+    """Policy, reference and sampler."""
+    rewards: Float[Tensor, " outcomes"] | None = None
+    """Reward of each completion, in the order of `enumerate_outcomes`; None: all equal (saturated)."""
+    group_size: int = 2
+    """Completions per group; 1 only with the KL in the loss."""
+    reference_length: float | None = None
+    """Tokens that a per-token KL threshold is multiplied by; None: the longest completion."""
+    denominators: Denominators = "group"
+    """What means divide by: the group's own counts (the group is the batch), or the expected ones (it is a part of a
+    large batch)."""
+
+    def __post_init__(self) -> None:
+        groups = math.comb(len(self.outcomes.probs) + self.group_size - 1, self.group_size)
+        if groups > MAX_GROUPS:
+            raise ConfigError(
+                "this scene has too many groups to enumerate",
+                got=f"{len(self.outcomes.probs)} completions in groups of {self.group_size}: {groups}",
+                why=f"at most {MAX_GROUPS} are listed",
+                fix="use a shorter chain, or groups of 2",
+            )
+
+    @functools.cached_property
+    def outcomes(self) -> Outcomes:
+        """The completions that its sampler can produce."""
+        return enumerate_outcomes(self.chain)
+
+    @functools.cached_property
+    def lengths(self) -> Float[Tensor, " outcomes"]:
+        """Tokens of each completion."""
+        return self.outcomes.mask.sum(-1).double()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepReport:
+    """What the KL of a configuration is and does in one scene, per unit of beta."""
+
+    kl: Report
+    """Value (the KL's part of the loss), gradient, their variances over groups, and how they match the truths."""
+    follows: Followed
+    """The truth that the expected gradient is a multiple of."""
+    gate: float | None
+    """Expected share of completions over the KL budget; None without a clip."""
+    policy_gradient: Float[Tensor, "prefixes vocab"]
+    """Expected gradient of the same step without the KL."""
+
+    @property
+    def share_of_sequence(self) -> float:
+        """How much of the gradient of KL(policy||ref) over whole completions it holds: 1 is all of it."""
+        return self.kl.matches["reverse"].projection
+
+
+def scene(
+    seed: int = 0,
+    *,
+    length: int = 3,
+    vocab: int = 3,
+    off_policy: bool = False,
+    saturated: bool = True,
+    group_size: int = 2,
+    denominators: Denominators = "group",
+) -> Scene:
+    """A random scene; with `saturated=False` half of the completions are rewarded with 1, the others with 0."""
+    chain = random_chain(seed, vocab=vocab, length=length, off_policy=off_policy)
+    count = len(enumerate_outcomes(chain).probs)
+    rewards = None if saturated else (torch.arange(count) % 2).double()
+    return Scene(chain=chain, rewards=rewards, group_size=group_size, denominators=denominators)
+
+
+def examine_config(kl: KLConfig, loss: LossConfig | None = None, *, scene: Scene) -> StepReport:
+    """What the KL of a configuration is and does in a scene; exact, with nothing sampled.
+
+    Args:
+        kl: the KL; at beta 0 it is nothing, and that is what comes out.
+        loss: the policy loss around it; None: a plain sum over each completion, advantages against the mean of the
+            others and not scaled, so that no reduction blurs what the term itself does.
+        scene: the world.
+
+    Raises:
+        ConfigError: a combination that `build_objective` refuses.
+    """
+    loss, objective = _objective(kl, loss, scene)
+    draws = _list_groups(scene)
+    probs = torch.tensor([prob for _, prob in draws], dtype=torch.float64)
+    steps = [_step(scene, objective, loss, kl, list(group)) for group, _ in draws]
+    plain = [_step(scene, dataclasses.replace(objective, beta=0.0), loss, kl, list(group)) for group, _ in draws]
+    unit = objective.beta or 1.0
+    shares = torch.stack([(step.loss - bare.loss) / unit for step, bare in zip(steps, plain, strict=True)])
+    found = report(scene.chain, probs, shares)
+    gates = [step.gate for step in steps]
+    return StepReport(
+        kl=found,
+        follows=name_gradient([found.gradient], [truths(scene.chain)]),
+        gate=None if None in gates else float(sum(p * g for p, g in zip(probs.tolist(), gates, strict=True))),  # pyright: ignore
+        policy_gradient=gradient_of((probs * torch.stack([bare.loss for bare in plain])).sum(), scene.chain),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    loss: Tensor
+    gate: float | None
+
+
+_PLAIN_LOSS = LossConfig(
+    loss_type="grpo", surrogate="score_function", scale_rewards="none", advantage_baseline="leave_one_out"
+)
+
+
+def _objective(kl: KLConfig, loss: LossConfig | None, scene: Scene) -> tuple[LossConfig, Objective]:
+    if loss is not None:
+        return loss, build_objective(kl, loss, max_length=scene.chain.length)
+    plain: Reduction = "sequence_sum"
+    objective = build_objective(kl, _PLAIN_LOSS, max_length=scene.chain.length)
+    return _PLAIN_LOSS, dataclasses.replace(
+        objective, reduction=plain, kl=dataclasses.replace(objective.kl, normalizer=plain)
+    )
+
+
+def _list_groups(scene: Scene) -> list[tuple[tuple[int, ...], float]]:
+    """Every group that can be drawn, whatever its order, and how likely it is."""
+    probs = scene.outcomes.probs.tolist()
+    groups: list[tuple[tuple[int, ...], float]] = []
+    for group in itertools.combinations_with_replacement(range(len(probs)), scene.group_size):
+        orders = math.factorial(scene.group_size)
+        for count in Counter(group).values():
+            orders //= math.factorial(count)
+        groups.append((group, orders * math.prod(probs[i] for i in group)))
+    return groups
+
+
+def _step(scene: Scene, objective: Objective, loss: LossConfig, kl: KLConfig, group: list[int]) -> _Step:
+    """The loss of one group, as a trainer forms it."""
+    outcomes = scene.outcomes
+    y = Outcomes(*(field[group] for field in outcomes))
+    kl_mask = _kl_mask(kl, y)
+    exact = objective.beta > 0 and objective.kl.value == "exact"
+    output = grpo_loss(
+        Batch(
+            policy_logprobs=y.policy_logprobs,
+            mask=y.mask,
+            kl_mask=kl_mask if bool((kl_mask != y.mask).any()) else None,
+            advantages=_advantages(scene, objective, loss, y, kl_mask, group),
+            old_logprobs=y.sampler_logprobs,
+            ref_logprobs=y.ref_logprobs,
+            sampler_logprobs=y.sampler_logprobs,
+            exact_kl=exact_kl(y.policy_logits, y.ref_logits) if exact else None,
+            exact_kl_forward=exact_kl(y.policy_logits, y.ref_logits, direction="forward") if exact else None,
+            reference_length=scene.reference_length or float(kl.kl_reference_length or scene.chain.length),
+            group_size=scene.group_size,
+        ),
+        objective,
+        totals=None if scene.denominators == "group" else _totals(scene, kl),
+    )
+    over = output.metrics.get("kl/over_budget")
+    return _Step(loss=output.loss, gate=None if over is None else over.item())
+
+
+def _kl_mask(kl: KLConfig, y: Outcomes) -> Tensor:
+    excluded = torch.tensor([token for token in kl.kl_exclude_tokens if isinstance(token, int)])
+    return y.mask & ~torch.isin(y.tokens, excluded) & (torch.arange(y.mask.shape[1]) >= kl.kl_exclude_prefix)
+
+
+def _totals(scene: Scene, kl: KLConfig) -> Totals:
+    """The counts that a group has on average."""
+    y, size = scene.outcomes, float(scene.group_size)
+    tokens = (y.probs * scene.lengths).sum().item()
+    kl_tokens = (y.probs * _kl_mask(kl, y).sum(-1)).sum().item()
+    return Totals(size, size * tokens, size * kl_tokens)
+
+
+def _advantages(
+    scene: Scene, objective: Objective, loss: LossConfig, y: Outcomes, kl_mask: Tensor, group: list[int]
+) -> Tensor:
+    rewards = torch.zeros(len(group), dtype=torch.float64) if scene.rewards is None else scene.rewards[group]
+    if objective.beta > 0 and objective.kl.placement == "reward":
+        bound = objective.kl.max_log_ratio
+        spent = sequence_log_ratio(y.sampler_logprobs, y.ref_logprobs, kl_mask, max_log_ratio=bound)
+        rewards = kl_in_reward(rewards, spent, beta=objective.beta)
+    if scene.group_size == 1:
+        return rewards
+    return group_advantages(rewards, scene.group_size, scale=loss.scale, baseline=loss.advantage_baseline)

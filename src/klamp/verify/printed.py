@@ -1,0 +1,248 @@
+"""The formulas that the source documents print, written out as they print them, and what each one is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from klamp.errors import unknown_name
+from klamp.verify.gradient_names import Followed, cosine, name_gradient, share
+from klamp.verify.judge import Judgement, KLFunction, Use, judge
+from klamp.verify.oracle import TOLERANCE, Loss, expected, expected_gradient, forward_kl, reverse_kl, truths
+from klamp.verify.worlds import Chain, Outcomes, one_position, random_chain
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """A printed formula."""
+
+    name: str
+    """Its name on the command line."""
+    prints: str
+    """What the document prints."""
+    value: Loss
+    """The formula, token by token, over the oracle's outcomes."""
+    use: Use
+    """Whether the document differentiates it as a loss or takes it from the reward."""
+    called: str
+    """What it is called; what it does is measured."""
+    instead: str
+    """How to have in klamp what the document wants."""
+    config: str
+    """The fields of `KLConfig` that are this formula; empty where klamp has no such term."""
+
+
+def _delta(y: Outcomes) -> Tensor:
+    return y.policy_logprobs - y.ref_logprobs
+
+
+def _exact(y: Outcomes) -> Tensor:
+    log_policy, log_ref = y.policy_logits.log_softmax(-1), y.ref_logits.log_softmax(-1)
+    return torch.where(y.mask, (log_policy.exp() * (log_policy - log_ref)).sum(-1), 0.0)
+
+
+FORMS: Mapping[str, Form] = {
+    form.name: form
+    for form in (
+        Form(
+            name="source-001",
+            prints="log policy - log ref, its mean times kl_coef is added to the loss",
+            value=_delta,
+            use="loss",
+            called="k1 as a loss",
+            instead="kl_estimator='k1' with kl_gradient='reverse': the same value, with the gradient that it lacks",
+            config="kl_estimator='k1', kl_gradient='own'",
+        ),
+        Form(
+            name="source-002",
+            prints="kl_coef * (log ref - log policy) is added to the loss",
+            value=lambda y: -_delta(y),
+            use="loss",
+            called="minus k1 as a loss",
+            instead="kl_estimator='k1' with kl_gradient='reverse' (the value with the right sign, and its gradient)",
+            config="",
+        ),
+        Form(
+            name="source-003",
+            prints="exp(log policy - log ref) * (log policy - log ref), summed over tokens, is taken from the reward",
+            value=lambda y: _delta(y).exp() * _delta(y),
+            use="reward",
+            called="k1 weighted by policy/ref, in the reward",
+            instead="kl_estimator='k1' with kl_placement='reward' and kl_horizon='sequence', or kl_estimator='exact' "
+            "in the loss, as in the document's hands-on example (klamp explain source-003-exact)",
+            config="",
+        ),
+        Form(
+            name="source-003-exact",
+            prints="sum over the vocabulary of policy * (log policy - log ref), at each position, as the KL",
+            value=_exact,
+            use="loss",
+            called="the exact KL of each position",
+            instead="nothing: this is kl_estimator='exact'",
+            config="kl_estimator='exact'",
+        ),
+        Form(
+            name="source-004",
+            prints="exp(log ref - log policy) - (log ref - log policy) - 1, times beta, is added to the loss",
+            value=lambda y: (-_delta(y)).exp() + _delta(y) - 1,
+            use="loss",
+            called="k3 as a loss",
+            instead="kl_estimator='k3' with kl_gradient='reverse': the same value and the gradient to it",
+            config="kl_estimator='k3', kl_gradient='own'",
+        ),
+    )
+}
+"""Name -> formula."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormFacts:
+    """What was measured of a printed formula; KLs in nats per token, one position, mean over the worlds."""
+
+    form: Form
+    """The formula."""
+    value: float
+    """Expected value, tokens of the policy."""
+    reverse_kl: float
+    """KL(policy||ref)."""
+    forward_kl: float
+    """KL(ref||policy)."""
+    value_under_ref: float
+    """Expected value, tokens of the reference."""
+    follows: Followed
+    """Expected gradient, tokens of the policy: the truth that it is a multiple of."""
+    cosine_reverse: float
+    """Its cosine with the gradient of KL(policy||ref)."""
+    cosine_forward: float
+    """Its cosine with the gradient of KL(ref||policy)."""
+    size: float
+    """Its norm, in units of that of the gradient of KL(policy||ref)."""
+    towards_sampler: float
+    """Tokens of an older policy, as a loss: the multiple of the gradient of KL(sampler||policy) that lies closest."""
+    stray: float
+    """The rest of that gradient, relative to its norm; 0 where the sampler is all that it pulls towards."""
+    sequence_cosine: float
+    """Over completions of up to three tokens: cosine with the gradient of KL(policy||ref) of the whole completion."""
+    sequence_share: float
+    """The multiple of that gradient that lies closest: 1 is all of it."""
+    judged: Judgement | None
+    """The judgement on it as a function of log-probabilities; None where it needs the whole vocabulary."""
+
+    @property
+    def bias(self) -> float:
+        """Expected value minus KL(policy||ref), relative."""
+        return self.value / self.reverse_kl - 1
+
+
+def measure_form(name: str) -> FormFacts:
+    """Measures a printed formula with the oracle.
+
+    Args:
+        name: `source-001`, `source-002`, `source-003`, `source-003-exact` or `source-004`.
+
+    Raises:
+        UnknownNameError: there is no such formula.
+    """
+    if name not in FORMS:
+        raise unknown_name("printed formula", name, FORMS)
+    form = FORMS[name]
+    loss = used(form)
+    worlds = [random_chain(seed, vocab=5, length=1, eos=None) for seed in range(3)]
+    gradients = [expected_gradient(world, loss) for world in worlds]
+    known = [truths(world) for world in worlds]
+    follows = name_gradient(gradients, known)
+    right = 0.0 if follows.name == "zero" else 1.0
+    reverse = [each["reverse"] for each in known]
+    towards, stray = _towards_sampler(loss)
+    sequence_cosine, sequence_share = _over_sequences(form)
+    return FormFacts(
+        form=form,
+        value=_mean([expected(world, form.value).item() for world in worlds]),
+        reverse_kl=_mean([reverse_kl(world).item() for world in worlds]),
+        forward_kl=_mean([forward_kl(world).item() for world in worlds]),
+        value_under_ref=_mean([expected(_sampled_by_ref(world), form.value).item() for world in worlds]),
+        follows=follows,
+        cosine_reverse=right * cosine(gradients, reverse),
+        cosine_forward=right * cosine(gradients, [each["forward"] for each in known]),
+        size=(_norm(gradients) / _norm(reverse)),
+        towards_sampler=towards,
+        stray=stray,
+        sequence_cosine=sequence_cosine,
+        sequence_share=sequence_share,
+        judged=None if form.value is _exact else judge(as_function(form), name=name, use=form.use),
+    )
+
+
+def used(form: Form) -> Loss:
+    """The formula as its document uses it: differentiated, or through the score function (its sum over tokens)."""
+    if form.use == "loss":
+        return form.value
+
+    def in_reward(y: Outcomes) -> Tensor:
+        spent = torch.where(y.mask, form.value(y), 0.0).sum(-1, keepdim=True).detach()
+        return spent * y.policy_logprobs
+
+    return in_reward
+
+
+def as_function(form: Form) -> KLFunction:
+    """The formula as a function of (policy_logprobs, ref_logprobs)."""
+
+    def function(policy_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+        blank = torch.zeros_like(policy_logprobs)
+        return form.value(
+            Outcomes(
+                probs=blank,
+                tokens=blank.long(),
+                mask=torch.ones_like(blank, dtype=torch.bool),
+                policy_logprobs=policy_logprobs,
+                ref_logprobs=ref_logprobs,
+                sampler_logprobs=blank,
+                policy_logits=blank,
+                ref_logits=blank,
+            )
+        )
+
+    return function
+
+
+def _towards_sampler(loss: Loss) -> tuple[float, float]:
+    """How much of the gradient under another sampler is that of KL(sampler||policy), and how much is something else."""
+    worlds = [random_chain(seed, vocab=5, length=1, eos=None, off_policy=True) for seed in range(3)]
+    gradients = [expected_gradient(world, loss) for world in worlds]
+    towards = [_sampler_gradient(world) for world in worlds]
+    factor = share(gradients, towards)
+    rest = _norm([g - factor * t for g, t in zip(gradients, towards, strict=True)])
+    return factor, rest / _norm(gradients)
+
+
+def _sampler_gradient(world: Chain) -> Tensor:
+    log_sampler, log_policy = world.logprobs("sampler"), world.logprobs("policy")
+    divergence = (log_sampler.exp() * (log_sampler - log_policy)).sum()
+    return torch.autograd.grad(divergence, world.policy_logits)[0]
+
+
+def _over_sequences(form: Form) -> tuple[float, float]:
+    """Cosine and share over whole completions; 0 for a gradient of zero."""
+    worlds = [random_chain(seed, vocab=3, length=3) for seed in range(4)]
+    gradients = [expected_gradient(world, used(form)) for world in worlds]
+    reverse = [truths(world)["reverse"] for world in worlds]
+    if _norm(gradients) < TOLERANCE * _norm(reverse):
+        return 0.0, 0.0
+    return cosine(gradients, reverse), share(gradients, reverse)
+
+
+def _sampled_by_ref(world: Chain) -> Chain:
+    ref = world.ref_logits[0]
+    return one_position(world.policy_logits.detach()[0], ref, ref)
+
+
+def _mean(numbers: list[float]) -> float:
+    return sum(numbers) / len(numbers)
+
+
+def _norm(tensors: list[Tensor]) -> float:
+    return torch.cat([each.flatten() for each in tensors]).norm().item()

@@ -1,0 +1,156 @@
+"""One run from its first step to its outcome, in this process."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from tests.training import rewards
+from tests.training.conftest import rows_of, steps_of
+
+from klamp.ablation.executor import Update
+from klamp.ablation.measure import measure
+from klamp.ablation.one_run import LONGEST_COURSE, course, perform
+from klamp.ablation.outcome import NUMBERS, Outcome, read_outcome
+from klamp.ablation.plan import Run, run_folder, runs
+from klamp.errors import TrainingStopped
+from klamp.training import checkpoint
+
+CHANGING = ("seconds",)
+"""Numbers that no seed fixes."""
+
+
+def numbers_of(outcome: Outcome) -> dict[str, float]:
+    return {name: value for name, value in outcome.numbers.items() if name not in CHANGING}
+
+
+@pytest.fixture
+def run(plan_with) -> Run:
+    """The one with a KL."""
+    return runs(plan_with())[1]
+
+
+class Told(list[Update]):
+    """What was told; interrupts once a step is done."""
+
+    def __init__(self, stop_at: int = -1) -> None:
+        super().__init__()
+        self.stop_at = stop_at
+
+    def __call__(self, update: Update) -> None:
+        self.append(update)
+        if update.step == self.stop_at and update.metrics and update.state == "running":
+            raise KeyboardInterrupt
+
+
+def test_a_run_leaves_its_files_and_its_outcome(run, tmp_path) -> None:
+    told = Told()
+    outcome = perform(run, tmp_path, told)
+    own = run_folder(tmp_path, run)
+    assert read_outcome(own) == outcome and outcome.state == "done" and not outcome.error
+    assert (outcome.run, outcome.arm, outcome.seed, outcome.values) == (run.name, "beta=0.05", 0, {"beta": 0.05})
+    summary, rows = json.loads((own / "summary.json").read_text()), rows_of(own, keep_speed=True)
+    assert outcome.before == summary["before"] and outcome.after == summary["after"]
+    assert set(outcome.after) == {"addition", "subtraction", "reversal"} and outcome.rl_skill == "addition"
+    assert outcome.numbers.keys() == NUMBERS.keys()
+    assert numbers_of(outcome) == {
+        **measure(run.config, own),
+        "beta_effective": summary["final_metrics"]["beta/per_sequence"],
+    }
+    steps = [row for row in rows if "reward" in row]
+    assert outcome.numbers["seconds"] == pytest.approx(sum(row["speed/step_seconds"] for row in steps))
+    assert outcome.by_step == {
+        "step": [1, 2, 3, 4],
+        "reward": [row["reward"] for row in steps],
+        "length": [row["length/mean"] for row in steps],
+        "kl/k3": [row["kl/k3"] for row in steps],
+    }
+    states = [update.state for update in told]
+    assert states[:5] == ["running"] * 5 and set(states[5:-1]) == {"measuring"} and states[-1] == "done"
+    assert [update.step for update in told[:5]] == [0, 1, 2, 3, 4] and {u.steps for u in told} == {4}
+    assert told[1].metrics == {name: steps[0][name] for name in ("reward", "kl/exact", "kl/k3", "length/mean", "beta")}
+    assert told[-1].metrics == outcome.numbers
+
+
+def test_without_kl_the_distance_is_measured_all_the_same(plan_with, tmp_path) -> None:
+    (run,) = runs(plan_with(sweep={"beta": [0.0]}, seeds=(0,)))
+    outcome = perform(run, tmp_path, Told())
+    assert outcome.numbers["kl/reverse"] > 1e-5 and outcome.numbers["kl/forward"] > 1e-5
+    assert outcome.numbers["beta_effective"] == 0 and "kl/k3" not in outcome.by_step
+    assert "kl/k3" not in steps_of(run_folder(tmp_path, run))[0], "no reference was loaded"
+
+
+def test_an_interrupted_run_goes_on_with_the_same_numbers(run, tmp_path) -> None:
+    stop_at = 3
+    whole = perform(run, tmp_path / "whole", Told())
+    with pytest.raises(TrainingStopped):
+        perform(run, tmp_path / "parts", Told(stop_at))
+    own = run_folder(tmp_path / "parts", run)
+    assert read_outcome(own) is None and checkpoint.newest(own).name == f"step-{stop_at:06d}"
+    told = Told()
+    again = perform(run, tmp_path / "parts", told)
+    assert told[0].step == stop_at and next(u.step for u in told if u.metrics) == stop_at + 1
+    assert replace(again, numbers=numbers_of(again)) == replace(whole, numbers=numbers_of(whole))
+    assert rows_of(own) == rows_of(run_folder(tmp_path / "whole", run))
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_anew(run, tmp_path) -> None:
+    own = run_folder(tmp_path, run)
+    (own / "checkpoints" / ".step-000002.part").mkdir(parents=True)
+    (own / "config.yaml").write_text("beta: 99\n")
+    (own / "metrics.jsonl").write_text('{"step": 1, "reward": 99}\n')
+    (own / "log.txt").write_text("kept")
+    outcome = perform(run, tmp_path, Told())
+    assert outcome.state == "done" and outcome.by_step["reward"][0] != 99
+    assert (own / "log.txt").read_text() == "kept" and "beta: 99" not in (own / "config.yaml").read_text()
+
+
+def test_a_run_that_was_interrupted_while_it_was_measured_is_not_trained_again(run, tmp_path) -> None:
+    whole = perform(run, tmp_path, Told())
+    own = run_folder(tmp_path, run)
+    (own / "outcome.json").unlink()
+    before = (own / "metrics.jsonl").read_text()
+    told = Told()
+    assert perform(run, tmp_path, told) == whole
+    assert not [update for update in told if update.state == "running"]
+    assert (own / "metrics.jsonl").read_text() == before
+
+
+def test_a_reward_that_fails_is_the_runs_outcome_and_is_tried_again(plan_with, tmp_path) -> None:
+    (run,) = runs(plan_with(sweep={"beta": [0.05]}, seeds=(0,), reward="tests.training.rewards:breaks"))
+    # 9 held-out prompts before, then 12 completions a step: the third step's
+    rewards.STATE.update(calls=0, break_at=9 + 12 + 12 + 9 + 5)
+    told = Told()
+    outcome = perform(run, tmp_path, told)
+    assert outcome.state == "failed" and not outcome.numbers and not outcome.after
+    first, *rest = outcome.error.splitlines()
+    assert first == "the reward function tests.training.rewards:breaks raised RuntimeError"
+    assert "the judge is out to lunch" in outcome.error and "the state after step 2 is saved" in rest[-1]
+    assert read_outcome(run_folder(tmp_path, run)) == outcome
+    assert told[-1].state == "failed" and told[-1].text == first and told[-1].step == 2
+    rewards.STATE.update(calls=0, break_at=-1)
+    assert perform(run, tmp_path, Told()).state == "done"
+
+
+def test_any_error_is_an_outcome_that_says_what_it_was(run, tmp_path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr("klamp.ablation.one_run.train_run", lambda *_: 1 / 0)
+    outcome = perform(run, tmp_path, Told())
+    assert outcome.error == "ZeroDivisionError: division by zero"
+    assert "Traceback" in caplog.text, "the log has the rest"
+
+
+def test_a_run_stopped_by_an_alarm_has_failed(plan_with, tmp_path) -> None:
+    """Not an interrupt: the same would happen again."""
+    changes = {"stop_on": ("dr-grpo-with-kl",), "loss_type": "dr_grpo", "reward": ""}
+    (run,) = runs(plan_with(sweep={"beta": [0.05]}, seeds=(0,), **changes))
+    outcome = perform(run, tmp_path, Told())
+    assert outcome.state == "failed" and "by the alarm dr-grpo-with-kl" in outcome.error
+
+
+def test_a_long_course_is_thinned_and_keeps_its_end() -> None:
+    rows = [{"step": float(i), "reward": i / 2, "length/mean": 3.0} for i in range(1, 2 * LONGEST_COURSE + 1)]
+    found = course(rows)
+    assert found["step"] == [float(i) for i in range(2, 2 * LONGEST_COURSE + 1, 2)]
+    assert found["reward"][-1] == LONGEST_COURSE and found.keys() == {"step", "reward", "length"}
+    assert course([]) == {name: [] for name in ("step", "reward", "length", "kl/k3")}

@@ -1,0 +1,64 @@
+"""`module:function`: found in the working directory, refused with the reason."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from klamp.audit import load_subject
+from klamp.audit.function import load_function
+from klamp.errors import ConfigError
+
+SOURCE = """
+import torch
+STEP = 3
+def k1(policy, ref):
+    return policy - ref
+class Losses:
+    @staticmethod
+    def k2(policy, ref):
+        return (policy - ref).square() / 2
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = "klamp_audited_module"
+    (tmp_path / f"{name}.py").write_text(SOURCE, encoding="utf-8")
+    (tmp_path / "klamp_broken_module.py").write_text("1 / 0", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    return name
+
+
+def test_a_function_is_audited_as_a_loss_and_in_the_reward(module: str) -> None:
+    subject = load_subject(f"{module}:k1")
+    assert subject.title == f"{module}:k1"
+    assert [(term.name, term.use) for term in subject.terms] == [("as a loss", "loss"), ("in the reward", "reward")]
+
+
+def test_a_method_of_a_class(module: str) -> None:
+    policy, ref = torch.tensor([3.0]), torch.tensor([1.0])
+    assert load_function(f"{module}:Losses.k2")(policy, ref).tolist() == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("{}:nothing", "there is no 'nothing'; it has k1, Losses"),
+        ("{}:Losses.k9", "there is no 'k9'"),
+        ("{}:STEP", "is no function"),
+        ("{}:", "does not name a function"),
+        (":k1", "does not name a function"),
+        ("klamp_no_such_module:k1", "ModuleNotFoundError"),
+        ("klamp_broken_module:k1", "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_with_the_reason(module: str, path: str, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_function(path.format(module))
+    assert text in caught.value.text

@@ -1,0 +1,99 @@
+"""From a name to a subject: the table, versions, and every way in which a host may not be there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+import torch
+
+from klamp.audit import HOSTS, Host, hosts, load_subject
+from klamp.errors import UnknownNameError, UnsupportedVersion
+from klamp.verify.audit import Subject, Term
+
+FAKE = Host(package="fakehost", module="klamp_fake_host", tried=("1.2.0", "1.10.1"), what="a stand-in")
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Puts a host into the table, with this version and this way of finding its KL."""
+
+    def install(subject: Callable[[], Subject], version: str = "1.3.0") -> None:
+        module = types.ModuleType(FAKE.module)
+        module.subject = subject  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, FAKE.module, module)
+        monkeypatch.setitem(HOSTS, "fake", FAKE)
+        monkeypatch.setattr(hosts, "version", lambda package: version)
+
+    return install
+
+
+def k2_subject() -> Subject:
+    return Subject(title="fake", terms=(Term.of_function("k2", lambda p, ref: (p - ref).square() / 2),))
+
+
+@pytest.mark.parametrize("name", ["trl", "verl", "liger", "torchrl"])
+def test_a_host_that_is_not_installed_says_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_installed(package: str) -> str:
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(hosts, "version", not_installed)
+    with pytest.raises(UnsupportedVersion, match="is not installed") as caught:
+        load_subject(name)
+    assert f"pip install {HOSTS[name].package}=={HOSTS[name].tried[1]}" in caught.value.text
+
+
+def test_an_unknown_name_names_the_nearest() -> None:
+    with pytest.raises(UnknownNameError, match="did you mean 'trl'") as caught:
+        load_subject("tlr")
+    assert "module:function" in caught.value.text
+
+
+@pytest.mark.parametrize(
+    ("version", "tried"),
+    [("1.2.0", True), ("1.3", True), ("1.10.1", True), ("1.1.9", False), ("1.10.2", False), ("2.0.0rc1", False)],
+)
+def test_versions_that_were_never_tried_are_told(fake, version: str, tried: bool) -> None:
+    fake(k2_subject, version)
+    cautions = load_subject("fake").cautions
+    told = (f"fakehost {version} was never tried: the audit is known to read 1.2.0 to 1.10.1 rightly",)
+    assert cautions == (() if tried else told)
+
+
+def test_a_host_that_cannot_be_imported_is_no_crash(fake) -> None:
+    def subject() -> Subject:
+        raise ImportError("No module named 'requests'")
+
+    fake(subject)
+    with pytest.raises(UnsupportedVersion, match="the KL of fakehost 1.3.0 cannot be reached") as caught:
+        load_subject("fake")
+    assert "ImportError: No module named 'requests'" in caught.value.text
+    assert "complete with dependencies" in caught.value.text
+
+
+def test_a_host_whose_kl_has_moved_is_found_out_before_the_audit(fake) -> None:
+    def moved(policy: torch.Tensor, ref: torch.Tensor) -> torch.Tensor:
+        raise AttributeError("'Trainer' object has no attribute 'beta'")
+
+    fake(lambda: Subject(title="fake", terms=(Term.of_function("moved", moved),)))
+    with pytest.raises(UnsupportedVersion, match="has no attribute 'beta'"):
+        load_subject("fake")
+
+
+def test_klamps_own_errors_pass_through(fake) -> None:
+    def subject() -> Subject:
+        raise UnsupportedVersion("mine")
+
+    fake(subject)
+    with pytest.raises(UnsupportedVersion, match="^mine$"):
+        load_subject("fake")
+
+
+def test_the_table_imports_no_host() -> None:
+    code = "import sys, klamp.audit; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"trl", "verl", "liger_kernel", "torchrl", "transformers"} & set(done.stdout.split())

@@ -1,0 +1,134 @@
+"""A configuration in words, and the command that continues its run."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from tests.cli.fake_trainer import write_files
+
+from klamp.cli import describe as words
+from klamp.cli.arguments import parse_train
+from klamp.training.config import TrainConfig
+
+
+def config_of(*flags: str) -> TrainConfig:
+    return parse_train(flags).config
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ([], "a frozen copy of the starting policy"),
+        (["--beta", "0"], "none: beta is 0, so no reference is loaded"),
+        (["--beta", "0", "--kl_controller", "dual", "--target_kl", "0.1"], "a frozen copy of the starting policy"),
+        (["--lora_r", "8"], "the policy with its adapter off"),
+        (["--lora_r", "8", "--reference", "frozen"], "a frozen copy of the starting policy"),
+        (["--ref_model", "my/model"], "my/model, frozen"),
+        (["--beta", "0", "--kl_monitor"], "a frozen copy of the starting policy"),
+        (["--reference", "ema"], "a copy that follows the policy, keeping 0.99 of itself at every step"),
+        (["--reference", "periodic"], "a copy that becomes the policy every 100 steps"),
+    ],
+)
+def test_the_reference(flags: list[str], text: str) -> None:
+    assert words.describe_reference(config_of(*flags)) == text
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ([], "k3, gradient reverse per token, in the loss"),
+        (["--preset", "ppo"], "k1, gradient reverse over the sequence, taken from the reward"),
+        (
+            ["--kl_clip_method", "hard", "--kl_reference_length", "50", "--kl_clip_threshold", "0.1"],
+            "k3, gradient reverse per token, in the loss; hard clip at 0.1 nats x 50 tokens",
+        ),
+        (
+            ["--kl_clip_method", "hard", "--no_use_per_token_kl_threshold"],
+            "k3, gradient reverse per token, in the loss; hard clip at 0.5 nats per completion",
+        ),
+        (["--beta", "0"], "none: beta is 0"),
+        (["--beta", "0", "--kl_monitor"], "measured and logged only: beta is 0"),
+    ],
+)
+def test_the_kl(flags: list[str], text: str) -> None:
+    assert words.describe_kl(config_of(*flags)) == text
+
+
+def test_the_controllers() -> None:
+    assert (words.describe_controller(config_of()), words.describe_rule(config_of())) == ("fixed at 0.01", "")
+    step = config_of("--target_kl", "0.05", "--beta_max", "1")
+    assert words.describe_controller(step) == "step controller from 0.01, towards 0.05 nats per token"
+    assert words.describe_rule(step).endswith("bounds 0 to 1")
+    for name in ("proportional", "dual", "pid"):
+        config = config_of("--target_kl", "0.05", "--kl_controller", name)
+        assert words.describe_controller(config).startswith(name)
+        assert "no bound" in words.describe_rule(config)
+
+
+@pytest.mark.parametrize(
+    ("flags", "token", "sequence"),
+    [
+        ([], 0.04, 0.04 / 1000),
+        (["--loss_type", "dapo"], 0.04, 0.04 / 1000),
+        (["--loss_type", "dr_grpo"], 0.04, 0.04 / 1000),
+        (["--kl_normalizer", "sequence_sum"], 40.0, 0.04),
+        (["--preset", "ppo"], 40.0, 0.04),
+    ],
+)
+def test_betas_units(flags: list[str], token: float, sequence: float) -> None:
+    """A token-mean beta of .04 at 1,000 tokens is a sequence-sum beta of 4e-5."""
+    config = config_of(*flags, "--beta", "0.04", "--max_completion_length", "1000")
+    assert words.beta_units(config) == pytest.approx((token, sequence))
+
+
+def test_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KLAMP_CACHE", str(tmp_path))
+    assert "not cached yet" in words.describe_model(config_of())
+    words.base_model_folder(words.builtin_model("arithmetic")).mkdir(parents=True)
+    assert "(cached)" in words.describe_model(config_of())
+    assert "not cached yet" in words.describe_model(config_of("--task", "arithmetic-filler"))
+    assert words.describe_model(config_of("--model", "a/b", "--lora_r", "4", "--dtype", "bfloat16")) == (
+        "a/b; bfloat16, a LoRA adapter of rank 4 is trained"
+    )
+
+
+def test_the_resume_command_continues_with_this_configuration(tmp_path: Path) -> None:
+    """The command, parsed again, is the configuration in force with `resume` on."""
+    folder = tmp_path / "my run"
+    write_files(config_of("--beta", "0.5", "--target_kl", "0.1"), folder)
+    now = config_of("--beta", "0.5", "--target_kl", "0.1", "--seed", "9", "--report_to", "tensorboard", "wandb")
+    command = shlex.split(words.resume_command(now, folder, max_steps=400))
+    again = parse_train(command[command.index("train") + 1 :]).config
+    wanted = now.flat() | {"max_steps": 400, "output_dir": str(folder), "resume": True}
+    assert again.flat() == wanted
+    assert "--beta" not in command
+
+
+def test_the_resume_command_of_a_continued_run_is_as_short(tmp_path: Path) -> None:
+    write_files(TrainConfig(), tmp_path / "out")
+    continued = config_of("--output_dir", str(tmp_path / "out"), "--resume", "--max_steps", "9")
+    command = shlex.split(words.resume_command(continued, tmp_path / "out"))
+    assert [command.count(flag) for flag in ("--output_dir", "--resume", "--max_steps")] == [1, 1, 1]
+    assert command[-3:] == ["--resume", "--max_steps", "9"]
+
+
+def test_the_resume_command_of_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "torchrun --nproc_per_node 2 -m klamp.cli train " in words.resume_command(TrainConfig(), tmp_path)
+
+
+def test_tools_are_called_so_that_the_shell_finds_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    beside = tmp_path / "bin" / "tensorboard"
+    beside.parent.mkdir()
+    beside.touch()
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    monkeypatch.setattr(words.shutil, "which", lambda name: None)
+    assert words.tool("tensorboard") == str(beside)
+    assert words.tool("no-such-tool") == "no-such-tool"
+    monkeypatch.chdir(tmp_path)
+    assert words.tool("tensorboard") == "bin/tensorboard"
+    monkeypatch.setattr(words.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert words.tool("tensorboard") == "tensorboard"

@@ -1,0 +1,92 @@
+"""The dry run: everything that would happen, in words and in full, and nothing that happens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from klamp.cli import main
+from klamp.cli.arguments import parse_train
+from klamp.cli.dry_run import plan_text, run_folder
+from klamp.errors import RunFolderError
+from klamp.training.config import TrainConfig
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def plan(*flags: str) -> str:
+    return plan_text(parse_train(flags))
+
+
+def test_it_starts_nothing(empty_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    def never(*args: object) -> None:
+        raise AssertionError("the trainer was started")
+
+    monkeypatch.setattr("klamp.training.trainer.train_run", never)
+    assert main(["train", "--dry-run", "--max_steps", "7"]) == 0
+    assert list(empty_folder.iterdir()) == []
+    assert "steps       7, each 32 prompts x 8 completions = 256" in capsys.readouterr().out
+
+
+def test_the_configuration_is_yaml_and_the_run_it_describes() -> None:
+    argv = ["--preset", "dapo", "--beta", "0.1", "--target_kl", "0.2", "--report_to", "--kl_exclude_tokens", "1", "2"]
+    printed = plan(*argv).partition("configuration, as")[2].partition("\n\n")[2]
+    assert TrainConfig.from_flat(yaml.safe_load(printed)) == parse_train(argv).config
+
+
+def test_what_differs_is_marked_with_who_set_it(empty_folder: Path) -> None:
+    (empty_folder / "run.yaml").write_text("seed: 0\neval_every: 5\n", encoding="utf-8")
+    text = plan("--config", "run.yaml", "--preset", "grpo", "--learning-rate", "1e-6")
+    lines = {line.strip().partition(":")[0]: " ".join(line.split()) for line in text.splitlines() if ": " in line}
+    assert lines["learning_rate"] == "learning_rate: 1.0e-06 #* by flag, default 0.0001"
+    assert lines["eval_every"] == "eval_every: 5 #* by file run.yaml, default 40"
+    assert lines["kl_gradient"] == "kl_gradient: forward #* by preset grpo, default reverse"
+    assert lines["seed"] == "seed: 0 # by file run.yaml"
+    assert lines["max_steps"] == "max_steps: 120"
+    assert text.count("#* ") == 1 + 4  # the legend, and learning_rate, eval_every, beta, kl_gradient
+
+
+def test_betas_units_controller_and_reference_are_said() -> None:
+    text = plan("--target_kl", "0.05", "--max_completion_length", "100")
+    assert "beta        0.01 per nat of KL per token = 0.0001 per nat of a whole completion of 100 tokens" in text
+    assert "controller  step controller from 0.01, towards 0.05" in text
+    assert "reference   a frozen copy of the starting policy" in text
+
+
+def test_without_kl_there_is_no_controller_and_no_reference() -> None:
+    text = plan("--beta", "0")
+    assert "beta        0: trains without KL" in text
+    assert "reference   none" in text
+    assert "controller" not in text.partition("configuration, as")[0]
+
+
+def test_it_fits_into_a_hundred_columns() -> None:
+    text = plan("--target_kl", "0.05", "--kl_clip_method", "hard", "--model", "/models/" + 20 * "x", "--lora_r", "8")
+    assert max(map(len, text.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    "flags", [[], ["--output_dir", "here"], ["--task", "data/rows.jsonl"], ["--task", "reasoning_gym:gcd"]]
+)
+def test_the_folder_is_the_one_that_the_trainer_takes(flags: list[str], empty_folder: Path) -> None:
+    from klamp.training.setup import choose_folder
+
+    (empty_folder / "runs" / "arithmetic-001").mkdir(parents=True)
+    config = parse_train(flags).config
+    assert run_folder(config) == choose_folder(config)
+    assert f"folder      {run_folder(config)};" in plan(*flags)
+
+
+def test_a_folder_that_holds_another_run_is_refused(empty_folder: Path) -> None:
+    (empty_folder / "out").mkdir()
+    (empty_folder / "out" / "config.yaml").touch()
+    with pytest.raises(RunFolderError, match="another run"):
+        plan("--output_dir", "out")
+    assert "folder      out;" in plan("--output_dir", "out", "--resume")
+    assert main(["train", "--dry-run", "--output_dir", "out"]) == 1

@@ -1,0 +1,342 @@
+"""klamp's KL through verl's own `ppo_loss`, `apply_kl_penalty` and `get_kl_controller`."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+import verl.trainer.ppo.core_algos as algorithms
+from tests.engines.enumeration import assert_follows, expected_loss, make_world
+from tests.engines.verl.actor import Step, actor_loss, gradient
+from verl import DataProto
+from verl.trainer.config import KLControlConfig
+from verl.trainer.ppo.ray_trainer import apply_kl_penalty
+from verl.workers.utils import losses
+
+from klamp.config import KLConfig
+from klamp.core.objective import Objective, grpo_loss
+from klamp.errors import ConfigError, UnknownNameError, UnsupportedVersion
+from klamp.hosts.verl import hooks
+from klamp.verl import register
+
+OWN_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "abs+", "mse+", "low_var_kl+", "k3+")
+AVERAGES = {
+    "token-mean": "token_mean",
+    "seq-mean-token-mean": "sequence_mean",
+    "seq-mean-token-sum": "sequence_sum",
+    "seq-mean-token-sum-norm": "fixed_length",
+}
+TERMS = (
+    "klamp",
+    "klamp:kl_gradient=forward",
+    "klamp:kl_gradient=own",
+    "klamp:kl_gradient=none",
+    "klamp:kl_estimator=k1",
+    "klamp:kl_estimator=k2,kl_gradient=own",
+    "klamp:kl_estimator=abs,kl_gradient=reverse",
+    "klamp:kl_max_log_ratio=0.3",
+    "klamp:kl_horizon=sequence",
+    "klamp:kl_estimator=k1,kl_horizon=sequence",
+    "klamp:kl_off_policy=token",
+    "klamp:kl_off_policy=token,kl_max_weight=1.05",
+    "klamp:kl_horizon=sequence,kl_off_policy=sequence",
+    "klamp:kl_gradient=forward,kl_off_policy=token",
+)
+pytestmark = pytest.mark.filterwarnings("ignore::klamp.config.kl.KLWarning")
+
+
+def klamp_loss(step: Step, name: str, beta: float, reduction: str) -> torch.Tensor:
+    """klamp's own loss, with the KL that a name stands for."""
+    term = hooks.names.loss_kl(name).build_term()
+    length = step.mask.shape[1] if reduction == "fixed_length" else None
+    objective = Objective(reduction=reduction, max_length=length, beta=beta, kl=term)  # pyright: ignore[reportArgumentType]
+    return grpo_loss(step.batch(), objective).loss
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("average", AVERAGES)
+@pytest.mark.parametrize("name", TERMS)
+def test_the_loss_is_klamps_own(name: str, average: str) -> None:
+    step = Step.random()
+    options = {"use_kl_loss": True, "kl_loss_type": name, "kl_loss_coef": 0.3, "loss_agg_mode": average}
+    found, metrics = actor_loss(step, **options)
+    expected = klamp_loss(step, name, 0.3, AVERAGES[average])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+    torch.testing.assert_close(gradient(found, step), gradient(expected, step), rtol=0, atol=1e-9)
+    assert metrics["kl_coef"] == 0.3
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("name", TERMS)
+def test_without_padding_it_is_the_same(name: str) -> None:
+    step, options = Step.random(), {"use_kl_loss": True, "kl_loss_type": name, "kl_loss_coef": 0.3}
+    (padded, _), (nested, _) = (actor_loss(step, nested=nested, **options) for nested in (False, True))
+    torch.testing.assert_close(nested, padded, rtol=0, atol=1e-12)
+    torch.testing.assert_close(gradient(nested, step), gradient(padded, step), rtol=0, atol=1e-12)
+
+
+@pytest.mark.usefixtures("registered")
+def test_float32_to_1e_6() -> None:
+    step = Step.random(16, 40, dtype=torch.float32)
+    for name in TERMS:
+        found, _ = actor_loss(step, use_kl_loss=True, kl_loss_type=name, kl_loss_coef=0.3)
+        expected = klamp_loss(step, name, 0.3, "token_mean")
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+        torch.testing.assert_close(gradient(found, step), gradient(expected, step), rtol=0, atol=1e-6)
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("name", ["klamp:kl_horizon=sequence,kl_off_policy=sequence", "klamp:kl_off_policy=token"])
+@pytest.mark.parametrize("average", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
+def test_micro_batches_add_up(name: str, average: str) -> None:
+    """verl gives each micro-batch the totals of the mini-batch; the parts are then the whole."""
+    step = Step.random(8)
+    options = {"use_kl_loss": True, "kl_loss_type": name, "kl_loss_coef": 0.3, "loss_agg_mode": average}
+    whole, _ = actor_loss(step, **options)
+    totals = {"tokens": int(step.mask.sum()), "rows": 8}
+    parts = [actor_loss(step.rows(slice(i, j)), **totals, **options)[0] for i, j in ((0, 3), (3, 4), (4, 8))]
+    found = torch.stack(parts).sum()
+    torch.testing.assert_close(found, whole, rtol=0, atol=1e-12)
+    torch.testing.assert_close(gradient(found, step), gradient(whole, step), rtol=0, atol=1e-12)
+
+
+def everything(step: Step) -> dict[tuple[str, str, str], tuple[torch.Tensor, torch.Tensor]]:
+    """Loss and gradient of every type, in two modes and averages of verl's own."""
+    found = {}
+    for kind, mode, average in itertools.product(OWN_TYPES, ("vanilla", "gspo"), ("token-mean", "seq-mean-token-mean")):
+        options = {"use_kl_loss": True, "kl_loss_type": kind, "kl_loss_coef": 0.3, "loss_agg_mode": average}
+        loss, _ = actor_loss(step, loss_mode=mode, **options, clip_ratio_c=3.0)
+        found[kind, mode, average] = loss.detach(), gradient(loss, step)
+    return found
+
+
+@pytest.mark.usefixtures("untouched")
+def test_verls_own_names_mean_what_they_meant() -> None:
+    step = Step.random(dtype=torch.float32)
+    before = everything(step)
+    register()
+    for key, (loss, slope) in everything(step).items():
+        assert torch.equal(loss, before[key][0]) and torch.equal(slope, before[key][1]), key
+    with pytest.raises(NotImplementedError):
+        actor_loss(step, use_kl_loss=True, kl_loss_type="full")
+    assert isinstance(algorithms.get_kl_controller(KLControlConfig()), algorithms.FixedKLController)
+    adaptive = algorithms.get_kl_controller(KLControlConfig(type="adaptive"))
+    assert isinstance(adaptive, algorithms.AdaptiveKLController)
+
+
+@pytest.mark.usefixtures("registered")
+def test_every_mode_of_verl_is_there_and_unchanged() -> None:
+    step, modes = Step.random(dtype=torch.float32), dict(algorithms.POLICY_LOSS_REGISTRY)
+    own = [mode for mode in modes if not mode.startswith("klamp")]
+    assert {"vanilla", "gspo"} < set(own)
+    assert set(modes) == {*own, "klamp", *(f"klamp:{mode}" for mode in own)}
+    for mode in own:
+        try:
+            expected, _ = actor_loss(step, loss_mode=mode)
+        except Exception as error:  # what a mode asks for besides, it asks for under klamp's name too
+            with pytest.raises(type(error)):
+                actor_loss(step, loss_mode=f"klamp:{mode}")
+            continue
+        found, _ = actor_loss(step, loss_mode=f"klamp:{mode}")
+        assert torch.equal(found, expected) and torch.equal(gradient(found, step), gradient(expected, step)), mode
+    vanilla, klamps = (actor_loss(step, loss_mode=mode, clip_ratio_c=3.0)[0] for mode in ("vanilla", "klamp"))
+    assert torch.equal(vanilla, klamps)
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_second_call_changes_nothing() -> None:
+    def hooked() -> list[object]:
+        functions = [losses.kl_penalty, algorithms.kl_penalty, algorithms.get_kl_controller]
+        return [*functions, *algorithms.POLICY_LOSS_REGISTRY.items()]
+
+    before = hooked()
+    register()
+    assert hooked() == before
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize(
+    ("name", "follows"),
+    [
+        ("klamp", "reverse"),
+        ("klamp:kl_gradient=forward", "forward"),
+        ("klamp:kl_estimator=k1,kl_gradient=own", "zero"),
+        ("klamp:kl_gradient=own", "forward"),
+        ("klamp:kl_estimator=k2,kl_gradient=own", "reverse"),
+    ],
+)
+def test_an_enumeration_of_its_own(name: str, follows: str) -> None:
+    """Each name through `ppo_loss`, far past where verl's own k3 has no gradient any more."""
+    policy, ref = make_world(seed=18, spread=2.0)
+    assert (policy.log_softmax(-1) - ref.log_softmax(-1)).min() < -2.7
+
+    def loss(p: torch.Tensor, q: torch.Tensor, token: int) -> torch.Tensor:
+        x, y = p[token].view(1, 1), q[token].view(1, 1).detach()
+        mask = torch.ones(1, 1, dtype=torch.bool)
+        step = Step(policy=x, old=x.detach(), ref=y, mask=mask, advantages=torch.zeros_like(y))
+        with_kl = actor_loss(step, use_kl_loss=True, kl_loss_type=name, kl_loss_coef=1.0)[0]
+        return with_kl - actor_loss(step)[0]
+
+    _, found = expected_loss(loss, policy, ref)
+    assert_follows(found, follows, policy, ref)
+
+
+@pytest.mark.usefixtures("registered")
+def test_the_sequence_horizon_is_the_gradient_over_completions() -> None:
+    """Two tokens out of three, every completion weighted by its probability: d KL(policy || ref) of the completion."""
+    generator = torch.Generator().manual_seed(1)
+    first, second, ref_first, ref_second = (
+        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3,), (3, 3), (3,), (3, 3))
+    )
+    first.requires_grad_(), second.requires_grad_()
+    p, q = (x.log_softmax(-1) for x in (first, ref_first))
+    p2, q2 = (x.log_softmax(-1) for x in (second, ref_second))
+    truth = (p.exp() * (p - q + (p2.exp() * (p2 - q2)).sum(-1))).sum()
+    found, token = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    for a, b in itertools.product(range(3), range(3)):
+        x, y = torch.stack([p[a], p2[a, b]])[None], torch.stack([q[a], q2[a, b]])[None]
+        mask, weight = torch.ones(1, 2, dtype=torch.bool), (p[a] + p2[a, b]).exp().detach()
+        step = Step(policy=x, old=x.detach(), ref=y, mask=mask, advantages=torch.zeros_like(y))
+        options = {"use_kl_loss": True, "kl_loss_coef": 1.0, "loss_agg_mode": "seq-mean-token-sum"}
+        found = found + weight * actor_loss(step, kl_loss_type="klamp:kl_horizon=sequence", **options)[0]
+        token = token + weight * actor_loss(step, kl_loss_type="klamp", **options)[0]
+    torch.testing.assert_close(found, truth)
+    expected = torch.autograd.grad(truth, (first, second), retain_graph=True)
+    for mine, theirs in zip(torch.autograd.grad(found, (first, second), retain_graph=True), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+    local = torch.autograd.grad(token, first)[0]
+    assert not torch.allclose(local, expected[0], atol=1e-3), "the token horizon leaves the later token out"
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("name", ["klamp:kl_horizon=sequence", "klamp:kl_off_policy=token"])
+def test_what_needs_the_mask_needs_klamps_policy_loss(name: str) -> None:
+    step = Step.random()
+    with pytest.raises(ConfigError, match="loss_mode=klamp"):
+        actor_loss(step, loss_mode="vanilla", use_kl_loss=True, kl_loss_type=name)
+    actor_loss(step, loss_mode="klamp")  # without a KL: its note stays behind
+    with pytest.raises(ConfigError, match="loss_mode=klamp"):
+        actor_loss(step, loss_mode="vanilla", use_kl_loss=True, kl_loss_type=name)
+
+
+@pytest.mark.usefixtures("registered")
+def test_without_klamps_policy_loss_a_token_horizon_is_the_same() -> None:
+    step, options = Step.random(), {"use_kl_loss": True, "kl_loss_type": "klamp", "kl_loss_coef": 0.3}
+    ours, vanilla = (actor_loss(step, loss_mode=mode, **options)[0] for mode in ("klamp", "vanilla"))
+    assert torch.equal(ours, vanilla) and torch.equal(gradient(ours, step), gradient(vanilla, step))
+
+
+@pytest.mark.usefixtures("registered")
+def test_names_that_cannot_be_read() -> None:
+    step = Step.random()
+    for name, error, text in [
+        ("klamp:kl_gradient", ConfigError, "cannot be read"),
+        ("klamp:kl_gradint=forward", UnknownNameError, "kl_gradient"),
+        ("klamp:beta=0.1", UnknownNameError, "unknown field"),
+        ("klamp:kl_gradient=sideways", ConfigError, "sideways"),
+    ]:
+        with pytest.raises(error, match=text):
+            actor_loss(step, use_kl_loss=True, kl_loss_type=name)
+    with pytest.raises(NotImplementedError):  # not ours, so verl's own answer
+        actor_loss(step, use_kl_loss=True, kl_loss_type="klamped")
+
+
+def rewarded(step: Step, control: object, kind: str) -> tuple[torch.Tensor, dict[str, float]]:
+    """What verl's trainer makes of the rewards: a score of 1 at each completion's last token."""
+    last = step.mask.long().cumsum(1) == step.mask.sum(1, keepdim=True)
+    tensors = {
+        "response_mask": step.mask.long(),
+        "token_level_scores": (last & step.mask).to(step.old.dtype),
+        "old_log_probs": step.old,
+        "ref_log_prob": step.ref,
+    }
+    data, metrics = apply_kl_penalty(DataProto.from_dict(tensors=tensors), control, kl_penalty=kind)  # pyright: ignore[reportArgumentType]
+    return data.batch["token_level_rewards"] - tensors["token_level_scores"], metrics
+
+
+@pytest.mark.usefixtures("registered")
+def test_the_reward_loses_beta_times_k1() -> None:
+    step = Step.random()
+    control = algorithms.get_kl_controller(KLControlConfig(type="klamp", kl_coef=0.2, target_kl=0.05))
+    found, metrics = rewarded(step, control, "klamp")
+    torch.testing.assert_close(found, -0.2 * (step.old - step.ref) * step.mask)
+    assert metrics["actor/reward_kl_penalty_coeff"] == 0.2
+    bounded, _ = rewarded(step, algorithms.FixedKLController(1.0), "klamp:kl_max_log_ratio=0.25")
+    torch.testing.assert_close(bounded, -((step.old - step.ref).clamp(-0.25, 0.25) * step.mask))
+    with pytest.raises(ConfigError, match="takes kl_estimator='k1' only"):
+        rewarded(step, control, "klamp:kl_estimator=k3")
+
+
+@pytest.mark.usefixtures("registered")
+def test_the_kl_in_the_reward_is_no_loss() -> None:
+    step = Step.random()
+    with pytest.raises(ConfigError, match="asked for a gradient"):
+        algorithms.kl_penalty(step.policy, step.ref, "klamp")
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("rule", ["", ":kl_controller=proportional", ":kl_controller=dual", ":kl_controller=pid"])
+def test_the_controller_is_klamps_own(rule: str) -> None:
+    control = algorithms.get_kl_controller(KLControlConfig(type=f"klamp{rule}", kl_coef=0.2, target_kl=0.05))
+    name = rule.partition("=")[2] or "step"
+    alone = KLConfig(beta=0.2, target_kl=0.05, kl_controller=name).build_controller()  # pyright: ignore[reportArgumentType]
+    for kl in (0.2, 0.01, 0.5, 0.06, 0.0):
+        control.update(current_kl=kl, n_steps=1024)
+        assert control.value == alone.update(kl)
+    before = control.value
+    for kl in (math.nan, math.inf):
+        control.update(current_kl=kl, n_steps=1024)
+    assert control.value == before
+    control.update(current_kl=-0.3, n_steps=1024)  # noise of k1
+    assert control.value == alone.update(0.0)
+
+
+@pytest.mark.usefixtures("registered")
+def test_beta_never_turns_negative_where_verls_own_does() -> None:
+    """1,024 completions and a horizon of 100: verl multiplies by 1 - 0.2 * 10.24."""
+    own = algorithms.get_kl_controller(KLControlConfig(type="adaptive", kl_coef=0.1, horizon=100, target_kl=0.1))
+    ours = algorithms.get_kl_controller(KLControlConfig(type="klamp:kl_controller=proportional", kl_coef=0.1))
+    for control in (own, ours):
+        control.update(current_kl=0.0, n_steps=1024)
+    assert own.value < 0 < ours.value < 0.1
+
+
+@pytest.mark.usefixtures("registered")
+def test_bounds_and_gains_of_a_controller() -> None:
+    name = "klamp:kl_controller=pid,kl_controller_gains=(1.0, 0.5, 0.0),beta_max=0.3"
+    control = algorithms.get_kl_controller(KLControlConfig(type=name, kl_coef=0.2, target_kl=0.05))
+    assert (control.controller.kp, control.controller.ki, control.controller.kd) == (1.0, 0.5, 0.0)
+    control.update(current_kl=9.0, n_steps=1)
+    assert control.value == 0.3
+    with pytest.raises(UnknownNameError, match="unknown field"):
+        algorithms.get_kl_controller(KLControlConfig(type="klamp:kl_estimator=k1"))
+
+
+@pytest.mark.usefixtures("untouched")
+def test_a_verl_with_its_hooks_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "kl_penalty", lambda logprob, ref_logprob, kl_penalty: None)
+    with pytest.raises(UnsupportedVersion, match="klamp.verl needs verl"):
+        register()
+    assert "klamp" not in algorithms.POLICY_LOSS_REGISTRY
+
+
+def test_in_every_process_of_a_ray_cluster(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment variable that `overrides` sets is enough: verl itself imports klamp in its workers."""
+    import ray
+
+    def known() -> tuple[bool, bool]:
+        import verl.trainer.ppo.core_algos as there
+
+        return "klamp" in there.POLICY_LOSS_REGISTRY, there.kl_penalty.__module__ == "klamp.hosts.verl.hooks"
+
+    variables = {"VERL_USE_EXTERNAL_MODULES": "klamp.verl.registered"}
+    monkeypatch.setenv("HOME", str(tmp_path))  # where Ray writes the token of its cluster
+    ray.init(num_cpus=1, include_dashboard=False, runtime_env={"env_vars": variables})
+    try:
+        assert ray.get(ray.remote(known).remote()) == (True, True)
+        bare = ray.remote(known).options(runtime_env={"env_vars": {"VERL_USE_EXTERNAL_MODULES": ""}})
+        assert ray.get(bare.remote()) == (False, False)
+    finally:
+        ray.shutdown()

@@ -1,0 +1,109 @@
+"""The overrides, through Hydra and verl's own configuration, back to the KL that was asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import verl
+import verl.trainer.ppo.core_algos as algorithms
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, OmegaConf
+from tests.engines.verl.actor import Step, actor_loss, gradient
+from verl.trainer.ppo.utils import need_reference_policy
+from verl.utils.config import omega_conf_to_dataclass
+
+from klamp.config import KLConfig
+from klamp.core.objective import Objective, grpo_loss
+from klamp.hosts.verl.names import loss_kl, reward_kl
+from klamp.verl import effective, overrides
+
+REQUIRED = ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",)
+pytestmark = pytest.mark.filterwarnings("ignore::klamp.config.kl.KLWarning")
+
+
+def composed(arguments: list[str]) -> DictConfig:
+    """What verl's `main_ppo` gets from a command line."""
+    folder = Path(verl.__file__).parent / "trainer" / "config"
+    with initialize_config_dir(config_dir=str(folder), version_base=None):
+        return compose(config_name="ppo_trainer", overrides=[*REQUIRED, *arguments])
+
+
+IN_LOSS = [
+    KLConfig(beta=0.04),
+    KLConfig(beta=1e-5, kl_estimator="k1", kl_gradient="forward"),
+    KLConfig(beta=0.02, kl_horizon="sequence", kl_off_policy="sequence", kl_max_weight=2.5),
+    KLConfig(beta=0.02, kl_estimator="k2", kl_gradient="own", kl_max_log_ratio=0.5),
+    KLConfig(beta=0, kl_monitor=True),
+]
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("kl", IN_LOSS)
+def test_a_kl_in_the_loss_comes_back(kl: KLConfig) -> None:
+    config = composed(overrides(kl))
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    assert loss_kl(actor.kl_loss_type).build_term() == kl.build_term() and actor.kl_loss_coef == kl.beta
+    assert need_reference_policy(config) and not config.algorithm.use_kl_in_reward
+    step = Step.random()
+    mode, average = actor.policy_loss.loss_mode, actor.loss_agg_mode
+    options = {"kl_loss_type": actor.kl_loss_type, "kl_loss_coef": actor.kl_loss_coef, "loss_agg_mode": average}
+    found, _ = actor_loss(step, loss_mode=mode, use_kl_loss=True, **options)
+    expected = grpo_loss(step.batch(), Objective(reduction="token_mean", beta=kl.beta, kl=kl.build_term())).loss
+    assert abs(found.item() - expected.item()) < 1e-9
+    assert (gradient(found, step) - gradient(expected, step)).abs().max() < 1e-9
+
+
+IN_REWARD = {"kl_placement": "reward", "kl_estimator": "k1", "kl_horizon": "sequence"}
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"kl_max_log_ratio": 3.0},
+        {"target_kl": 0.05},
+        {"target_kl": 0.05, "kl_controller": "proportional", "kl_controller_horizon": 40, "beta_max": 0.5},
+        {"target_kl": 0.05, "kl_controller": "pid", "kl_controller_gains": (0.5, 0.25, 0.0), "beta_min": 0.001},
+    ],
+)
+def test_a_kl_in_the_reward_comes_back(more: dict) -> None:
+    kl = KLConfig(beta=0.1, **IN_REWARD, **more)
+    config = composed(overrides(kl))
+    assert need_reference_policy(config) and not config.actor_rollout_ref.actor.use_kl_loss
+    assert reward_kl(config.algorithm.kl_penalty).build_term() == kl.build_term()
+    assert config.algorithm.norm_adv_by_std_in_grpo is False, "beta would cancel"
+    control, alone = algorithms.get_kl_controller(config.algorithm.kl_ctrl), kl.build_controller()
+    for measured in (0.4, 0.01, 0.2):
+        assert control.value == alone.value
+        control.update(current_kl=measured, n_steps=8)
+        alone.update(measured)
+    assert control.value == alone.value
+
+
+def test_without_a_kl_no_reference_is_loaded() -> None:
+    config = composed(overrides(KLConfig(beta=0)))
+    assert not need_reference_policy(config)
+    assert "VERL_USE_EXTERNAL_MODULES" not in OmegaConf.to_yaml(config), "nothing of klamp's has to run"
+    found = effective(config)
+    assert found.loss.startswith("none") and found.reward.startswith("none") and found.reference == "none is loaded"
+
+
+def test_the_workers_are_told() -> None:
+    config = composed(overrides(KLConfig(beta=0.1)))
+    variables = config.ray_kwargs.ray_init.runtime_env.env_vars
+    assert variables.VERL_USE_EXTERNAL_MODULES == "klamp.verl.registered"
+
+
+def test_effective_reads_what_verl_will_do() -> None:
+    """As it comes, verl has no KL at all; its own types are named for what they are."""
+    assert effective(composed([])).loss == "none: use_kl_loss is off"
+    own = effective(composed(["actor_rollout_ref.actor.use_kl_loss=True"]))
+    assert "verl's own: k3, gradient KL(ref||policy)" in own.loss and "-2.61" in own.loss and "beta 0.001" in own.loss
+    ours = effective(composed(overrides(KLConfig(beta=0.02, kl_horizon="sequence"))))
+    assert ours.loss.startswith("klamp's: k3, gradient KL(policy||ref), horizon sequence") and not ours.notes
+    assert "mean over the tokens of the mini-batch" in str(ours)
+    reward = ["algorithm.use_kl_in_reward=True", "algorithm.adv_estimator=grpo", "algorithm.kl_ctrl.type=adaptive"]
+    notes = effective(composed([*reward, "algorithm.kl_ctrl.horizon=100"])).notes
+    assert [text.split()[0] for text in notes] == ["norm_adv_by_std_in_grpo", "the", "verl's"]

@@ -1,0 +1,89 @@
+"""Tokens without a KL: named ones, a prefix, what stands between two markers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from klamp.config import KLConfig
+from klamp.errors import ConfigError
+from klamp.hosts.common.exclusions import excluded_ids, kl_tokens
+from klamp.tasks.arithmetic import arithmetic_tokenizer
+
+TOKENIZER = arithmetic_tokenizer()
+
+
+def carried(texts: list[str], **fields: object) -> list[str]:
+    """Per completion, the characters that carry the KL."""
+    kl = KLConfig(**fields)
+    ids = torch.tensor([TOKENIZER.convert_tokens_to_ids(list(text)) for text in texts])
+    mask = torch.ones(ids.shape, dtype=torch.bool)
+    kept = kl_tokens(ids, mask, kl, excluded_ids(kl.kl_exclude_tokens, TOKENIZER), TOKENIZER)
+    return ["".join(c for c, k in zip(text, row, strict=True) if k) for text, row in zip(texts, kept, strict=True)]
+
+
+def test_nothing_is_excluded_by_default():
+    assert carried(["12+3", "=rev"]) == ["12+3", "=rev"]
+
+
+def test_tokens_are_named_by_string_or_id():
+    plus = TOKENIZER.convert_tokens_to_ids("+")
+    assert carried(["12+3"], kl_exclude_tokens=("+",)) == ["123"]
+    assert carried(["12+3"], kl_exclude_tokens=(plus,)) == ["123"]
+
+
+def test_a_digit_that_is_a_token_names_the_token_not_an_id():
+    assert carried(["12+3"], kl_exclude_tokens=("2",)) == ["1+3"]
+
+
+def test_special_names_every_special_token():
+    found = excluded_ids(("special",), TOKENIZER)
+    assert {TOKENIZER.eos_token_id, TOKENIZER.pad_token_id} <= set(found)
+
+
+def test_an_unknown_token_is_refused_and_named():
+    with pytest.raises(ConfigError, match="<nowhere>"):
+        excluded_ids(("<nowhere>",), TOKENIZER)
+    with pytest.raises(ConfigError, match="999999"):
+        excluded_ids((999999,), TOKENIZER)
+
+
+def test_a_prefix_counts_trained_tokens_only():
+    assert carried(["abcd"], kl_exclude_prefix=2) == ["cd"]
+    ids = torch.tensor([TOKENIZER.convert_tokens_to_ids(list("abcd"))])
+    mask = torch.tensor([[False, True, True, True]])
+    kept = kl_tokens(ids, mask, KLConfig(kl_exclude_prefix=1), [], TOKENIZER)
+    assert kept.tolist() == [[False, False, True, True]]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1+ab-2", "12"),
+        ("1+ab-2+c-3", "123"),
+        ("1+ab", "1"),
+        ("ab-1", "ab-1"),
+        ("+-12", "12"),
+    ],
+)
+def test_what_stands_between_the_markers_is_left_out_with_them(text, expected):
+    assert carried([text], kl_exclude_between=("+", "-")) == [expected]
+
+
+def test_a_marker_of_several_tokens_is_found_in_the_text():
+    assert carried(["1rev2=3ver4"], kl_exclude_between=("rev", "ver")) == ["14"]
+
+
+def test_one_marker_alone_is_refused():
+    with pytest.raises(ConfigError, match="two markers"):
+        KLConfig(kl_exclude_between=("+",))
+
+
+def test_in_a_run_the_excluded_tokens_leave_the_kl_and_stay_in_the_loss(context_of):
+    from klamp.training.rollouts import collect
+
+    context = context_of(kl_exclude_prefix=1)
+    rollout = collect(context, list(context.task.train[:3]), step=0, beta=0.01)
+    assert rollout.mask.sum() - rollout.kl_mask.sum() == len(rollout.texts)
+    assert float(rollout.totals.tokens) == float(rollout.mask.sum())
+    assert float(rollout.totals.kl_tokens) == float(rollout.kl_mask.sum())

@@ -1,0 +1,81 @@
+"""The metrics of a step against the same tokens at once, and what comes of an empty one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.hosts.common.single import Single
+
+from klamp.core.estimators import kl_estimate
+from klamp.core.term import KLTerm
+from klamp.core.types import Batch
+from klamp.hosts.common.rollout import exclusion_scale
+from klamp.hosts.common.step_zero import likely_reasons, step_zero_text
+from klamp.hosts.common.window import Window
+
+
+def batch(rows: slice, *, length: int = 16) -> Batch:
+    generator = torch.Generator().manual_seed(1)
+    policy, ref = (-torch.rand(6, length, generator=generator) for _ in range(2))
+    mask = torch.rand(6, length, generator=generator) < 0.7
+    return Batch(policy_logprobs=policy[rows], ref_logprobs=ref[rows], mask=mask[rows], advantages=torch.zeros(6)[rows])
+
+
+def test_uneven_parts_add_up_to_the_whole() -> None:
+    window, whole = Window(16), batch(slice(0, 6))
+    for part in (slice(0, 1), slice(1, 4), slice(4, 6)):
+        window.add(batch(part), KLTerm(max_log_ratio=0.3), None)
+    found = window.emit(Single())
+    delta = (whole.policy_logprobs - whole.ref_logprobs)[whole.mask]
+    k3 = kl_estimate(whole.policy_logprobs, whole.ref_logprobs, estimator="k3")
+    assert found["kl/k1"] == pytest.approx(float(delta.mean()), rel=1e-5)
+    assert found["kl/k3"] == pytest.approx(float(k3[whole.mask].mean()), rel=1e-5)
+    assert found["kl/k3_sequence"] == pytest.approx(float((k3 * whole.mask).sum(-1).mean()), rel=1e-5)
+    assert found["kl/log_ratio_max"] == pytest.approx(float(delta.abs().max()))
+    rank = int(0.99 * len(delta))
+    assert found["kl/log_ratio_p99"] == pytest.approx(float(delta.abs().sort().values[rank]))
+    assert found["kl/log_ratio_clamped"] == pytest.approx(float((delta.abs() > 0.3).float().mean()), rel=1e-5)
+    assert found["length/mean"] == pytest.approx(float(whole.mask.sum(-1).float().mean()))
+    for bucket in range(8):
+        part = slice(2 * bucket, 2 * bucket + 2)
+        expected = float(k3[:, part][whole.mask[:, part]].mean())
+        assert found[f"kl/position/{bucket + 1}_of_8"] == pytest.approx(expected, rel=1e-5)
+    assert window.emit(Single()) == {}
+
+
+def test_a_step_without_a_token_has_no_kl() -> None:
+    window, empty = Window(16), batch(slice(0, 2))
+    window.add(
+        Batch(
+            policy_logprobs=empty.policy_logprobs,
+            ref_logprobs=empty.ref_logprobs,
+            mask=torch.zeros_like(empty.mask),
+            advantages=empty.advantages,
+        ),
+        KLTerm(),
+        None,
+    )
+    found = window.emit(Single())
+    assert "kl/k3" not in found
+    assert "kl/log_ratio_max" not in found
+
+
+@pytest.mark.parametrize(
+    ("reduction", "expected"),
+    [("sequence_mean", [1.5, 2.0]), ("token_mean", [5 / 3] * 2), ("fixed_length", [1, 1]), ("sequence_sum", [1, 1])],
+)
+def test_what_a_host_divides_by_and_what_klamp_does(reduction: str, expected: list[float]) -> None:
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    carried = torch.tensor([[False, True, True], [False, True, False]])
+    assert exclusion_scale(mask, carried, reduction, Single()).tolist() == pytest.approx(expected)
+
+
+def test_why_the_kl_is_not_zero_at_the_start() -> None:
+    plain = torch.nn.Linear(2, 2)
+    dropping = torch.nn.Sequential(plain, torch.nn.Dropout(0.1))
+    assert likely_reasons(plain, None, adapter=False) == []
+    assert "dropout (1 layers" in likely_reasons(dropping, plain, adapter=True)[0]
+    assert likely_reasons(dropping.eval(), plain, adapter=True) == []
+    assert "torch.float64" in likely_reasons(plain, torch.nn.Linear(2, 2).double(), adapter=False)[0]
+    assert "adapter that is not zero" in likely_reasons(plain, None, adapter=True)[0]
+    assert "mask that covers the prompt" in step_zero_text(0.1, [])

@@ -1,0 +1,94 @@
+"""Datums and clients that look like the SDK's and are not: plain tensors in float64, answers made up."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import torch
+
+from klamp.hosts.tinker.padded import pad
+
+
+@dataclass
+class FakeDatum:
+    """All that the loss looks at."""
+
+    loss_fn_inputs: dict
+
+
+def fake_datum(prompt, response, generator, *, advantage=None, off=0.4, **changes):
+    """A datum of `prompt` and `response` tokens whose response rows are random and whose prompt rows are 0."""
+
+    def row(values):
+        return torch.cat([torch.zeros(prompt - 1, dtype=torch.float64), values])
+
+    def noise():
+        return torch.rand(response, generator=generator, dtype=torch.float64)
+
+    sampler = -0.1 - 2 * noise()
+    drawn = torch.randn(response, generator=generator, dtype=torch.float64)
+    spread = drawn if advantage is None else torch.full_like(drawn, advantage)
+    inputs = {
+        "target_tokens": torch.arange(prompt + response - 1),
+        "advantages": row(spread),
+        "logprobs": row(sampler),
+        "ref_logprobs": row(-0.1 - 2 * noise()),
+        "mask": row(torch.ones(response, dtype=torch.float64)),
+    }
+    policy = row((sampler + off * (noise() - 0.5)).clamp(max=-0.01))
+    policy[: prompt - 1] = -3.0  # what a model says about the prompt
+    return FakeDatum(inputs | changes), policy.requires_grad_(True)
+
+
+def fake_batch(sizes=((3, 4), (3, 2), (2, 5), (2, 1)), *, seed=0, **changes):
+    """Datums and the policy's log-probabilities, one (prompt, response) length each."""
+    generator = torch.Generator().manual_seed(seed)
+    pairs = [fake_datum(prompt, response, generator, **changes) for prompt, response in sizes]
+    return [datum for datum, _ in pairs], [policy for _, policy in pairs]
+
+
+def column(data, name, *, boolean=False):
+    """One key of all datums, padded. [B, N]"""
+    rows = pad([datum.loss_fn_inputs[name] for datum in data])
+    return rows != 0 if boolean else rows
+
+
+def slopes(loss, policies):
+    """The loss's gradient with respect to every datum's log-probabilities, as one row."""
+    return torch.cat(torch.autograd.grad(loss, policies, allow_unused=False))
+
+
+def score(tokens):
+    """What the fake reference says: a number for each token that depends on it and its place, None for the first."""
+    return [None, *(-0.001 * token - 0.1 * place for place, token in enumerate(tokens[1:], start=1))]
+
+
+@dataclass
+class FakeSampler:
+    """A sampling client with the asynchronous form only; keeps what it was asked and how many asked at once."""
+
+    delays: dict[int, float] = field(default_factory=dict)
+    faults: dict[int, list] = field(default_factory=dict)
+    asked: list[list[int]] = field(default_factory=list)
+    now: int = 0
+    most: int = 0
+
+    async def compute_logprobs_async(self, prompt):
+        return await self.answer(prompt)
+
+    async def answer(self, prompt):
+        """The scores of a prompt, after the delay and the faults that its last token has coming."""
+        tokens = list(prompt.to_ints())
+        self.asked.append(tokens)
+        self.now += 1
+        self.most = max(self.most, self.now)
+        try:
+            await asyncio.sleep(self.delays.get(tokens[-1], 0))
+            fault = self.faults.get(tokens[-1], [])
+            found = fault.pop(0) if fault else None
+            if isinstance(found, BaseException):
+                raise found
+            return score(tokens) if found is None else found
+        finally:
+            self.now -= 1

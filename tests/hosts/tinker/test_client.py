@@ -1,0 +1,132 @@
+"""forward_backward_kl through the real SDK over real HTTP: the gradient is that of plain autograd."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+import warnings
+
+import pytest
+import torch
+from tests.hosts.tinker.wire import assert_same_gradient, by_autograd, datums, move, over_the_wire
+
+import tinker
+from klamp import KLConfig
+from klamp.errors import DataError, NonFiniteError
+from klamp.tinker import build_datum, compute_grpo_kl_loss, forward_backward_kl, shift_advantages, strip_for_builtin
+from klamp.tinker.testing import Fault
+
+CONFIGURATIONS = {
+    "kl_coef": {"kl_coef": 0.3},
+    "own": {"kl": KLConfig(beta=0.3, kl_estimator="k2", kl_gradient="own")},
+    "sequence": {"kl": KLConfig(beta=0.3, kl_horizon="sequence", kl_off_policy="sequence")},
+    "clip": {
+        "kl": KLConfig(beta=0.3, kl_clip_method="hard", kl_clip_threshold=0.5, use_per_token_kl_threshold=False),
+        "group_size": 2,
+        "normalizer": "sequence_mean",
+    },
+    "advantage": {"kl": KLConfig(beta=0.3, kl_estimator="k1", kl_placement="advantage", kl_horizon="sequence")},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_the_gradient_over_the_wire_is_that_of_autograd(trainer, reference, standin, name):
+    data, options = datums(reference), CONFIGURATIONS[name]
+    move(trainer, data)
+    with warnings.catch_warnings():
+        for kind in (FutureWarning, DeprecationWarning):
+            warnings.simplefilter("error", kind)
+        result = forward_backward_kl(trainer, data, **options).result()
+    found = over_the_wire(standin)
+    value, expected = by_autograd(standin, data, functools.partial(compute_grpo_kl_loss, **options))
+    assert_same_gradient(found, expected)
+    assert result.metrics["loss"] == pytest.approx(value, abs=1e-6)
+    assert result.metrics["kl/k3"] > 1e-3
+
+
+def test_at_coefficient_0_it_is_the_built_in_ppo(trainer, service, reference, standin):
+    data = datums(reference)
+    bounds = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}
+    built_in = trainer.forward_backward(strip_for_builtin(data), "ppo", loss_fn_config=bounds).result()
+    expected = over_the_wire(standin)
+    clear(standin)
+    summed = forward_backward_kl(trainer, data, 0.0, 0.1, normalizer="token_sum").result()
+    assert_same_gradient(over_the_wire(standin), expected)
+    assert summed.metrics["loss"] == pytest.approx(built_in.metrics["loss:sum"], abs=1e-6)
+    clear(standin)
+    mean = forward_backward_kl(trainer, data, 0.0, 0.1).result()
+    assert mean.metrics["loss/denominator"] == 10
+    assert_same_gradient(over_the_wire(standin), expected, times=1 / 10)
+    assert summed.metrics["policy/ratio_clipped"] > 0
+
+
+def test_a_kl_in_the_advantage_goes_through_the_built_in_loss(trainer, reference, standin):
+    data, kl = datums(reference), KLConfig(beta=0.3, kl_estimator="k1", kl_placement="advantage")
+    move(trainer, data)
+    trainer.forward_backward(strip_for_builtin(shift_advantages(data, kl)), "ppo").result()
+    expected = over_the_wire(standin)
+    clear(standin)
+    forward_backward_kl(trainer, data, kl=kl, normalizer="token_sum").result()
+    assert_same_gradient(over_the_wire(standin), expected)
+
+
+def test_a_datum_without_a_token_to_train_on_leaves_the_client_usable(trainer, reference, standin):
+    data = datums(reference)
+    rows = {name: value.to_torch() for name, value in data[1].loss_fn_inputs.items()}
+    data[1] = build_datum([1, 2, 3], [13], 0.0, rows["logprobs"][2:], rows["ref_logprobs"][2:], mask=[0])
+    for _ in range(2):
+        result = forward_backward_kl(trainer, data, 0.3).result()
+        trainer.optim_step(tinker.AdamParams(learning_rate=1e-2)).result()
+    assert result.metrics["loss/denominator"] == 9
+
+
+def test_bad_data_is_refused_before_anything_is_sent(trainer, reference, standin):
+    data = datums(reference)
+    requests = standin.requests.total()
+    broken = datums(reference)
+    del broken[2].loss_fn_inputs["ref_logprobs"]
+    asked = standin.requests["forward_backward"]
+    with pytest.raises(DataError, match="datum 2 has no 'ref_logprobs'"):
+        forward_backward_kl(trainer, broken, 0.3)
+    broken[2].loss_fn_inputs["ref_logprobs"] = tinker.TensorData.from_torch(torch.full((5,), math.nan))
+    with pytest.raises(NonFiniteError, match="datum 2: ref_logprobs"):
+        forward_backward_kl(trainer, broken, 0.3)
+    assert standin.requests["forward_backward"] == asked
+    assert requests > 0
+    assert forward_backward_kl(trainer, data, 0.3).result().metrics["loss/denominator"] == 10
+
+
+def test_nan_from_the_service_ends_the_step_and_names_the_datum(trainer, reference, standin):
+    data = datums(reference)
+    standin.inject(Fault(kind="nan", route="forward_backward"))
+    with pytest.raises(NonFiniteError, match="datum 0: the policy's row"):
+        forward_backward_kl(trainer, data, 0.3).result()
+    assert all(tensor.grad is None for tensor in standin.weights().values())
+
+
+def test_inside_a_running_loop(trainer, reference):
+    data = datums(reference)
+
+    async def step():
+        return await forward_backward_kl(trainer, data, 0.3)
+
+    assert asyncio.run(step()).metrics["loss/denominator"] == 10
+
+
+def test_what_a_client_is_handed_and_hands_back(reference):
+    class Client:
+        def forward_backward_custom(self, data, loss):
+            self.keys = [sorted(datum.loss_fn_inputs) for datum in data]
+            rows = [-torch.ones(datum.model_input.length, requires_grad=True) for datum in data]
+            return loss(data, rows)
+
+    client, data = Client(), datums(reference)
+    loss, metrics = forward_backward_kl(client, data, 0.3)
+    assert client.keys == [["target_tokens"]] * 4
+    assert metrics["loss"] == loss.item()
+
+
+def clear(standin):
+    for tensor in standin.weights().values():
+        tensor.grad = None

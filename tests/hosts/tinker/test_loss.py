@@ -1,0 +1,436 @@
+"""compute_grpo_kl_loss: klamp's own loss on ragged datums, whatever the configuration."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import pytest
+import torch
+from tests.hosts.tinker.fakes import FakeDatum, column, fake_batch, slopes
+
+from klamp import KLConfig
+from klamp.config.loss import LossConfig, build_objective
+from klamp.core.masking import Totals
+from klamp.core.objective import Objective, grpo_loss
+from klamp.core.types import Batch
+from klamp.errors import (
+    ConfigError,
+    DataError,
+    EmptyMaskError,
+    NonFiniteError,
+    ShapeError,
+    UnknownNameError,
+)
+from klamp.tinker import compute_grpo_kl_loss, count_tokens
+
+NAN, INF = math.nan, math.inf
+
+
+def by_hand(data, policies, *, beta, low=0.2, high=0.2):
+    """The surrogate, and beta times (value k3, gradient of KL(policy||ref)), token by token; sums."""
+    total, slope, tokens = 0.0, [], 0
+    for datum, policy in zip(data, policies, strict=True):
+        rows, here = datum.loss_fn_inputs, []
+        for t, logprob in enumerate(policy.tolist()):
+            if rows["mask"][t] == 0:
+                here.append(0.0)
+                continue
+            ratio = math.exp(logprob - float(rows["logprobs"][t]))
+            a, delta = float(rows["advantages"][t]), logprob - float(rows["ref_logprobs"][t])
+            clipped = min(max(ratio, 1 - low), 1 + high)
+            total += -min(ratio * a, clipped * a) + beta * (math.exp(-delta) - 1 + delta)
+            here.append((-ratio * a if ratio * a <= clipped * a else 0.0) + beta * delta)
+            tokens += 1
+        slope.append(torch.tensor(here, dtype=torch.float64))
+    return total, torch.cat(slope), tokens
+
+
+def directly(data, policies, objective, *, kl_mask=None, totals=None, **more):
+    """The core's loss on the same numbers, padded here."""
+    length = max(len(policy) for policy in policies)
+    padded = torch.stack([torch.nn.functional.pad(p, (0, length - len(p)), value=-1.0) for p in policies])
+    batch = Batch(
+        policy_logprobs=padded,
+        mask=column(data, "mask", boolean=True),
+        advantages=column(data, "advantages"),
+        old_logprobs=column(data, "logprobs"),
+        sampler_logprobs=column(data, "logprobs"),
+        ref_logprobs=column(data, "ref_logprobs"),
+        kl_mask=kl_mask,
+        **more,
+    )
+    return grpo_loss(batch, objective, totals=totals)
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.01, 0.7])
+@pytest.mark.parametrize("cliprange", [0.1, (0.05, 0.15), (0.15, 0.05)])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_equals_the_formula_token_by_token(kl_coef, cliprange, advantage):
+    data, policies = fake_batch(off=1.0, advantage=advantage)
+    loss, metrics = compute_grpo_kl_loss(data, policies, kl_coef, cliprange)
+    low, high = cliprange if isinstance(cliprange, tuple) else (cliprange, cliprange)
+    total, slope, tokens = by_hand(data, policies, beta=kl_coef, low=low, high=high)
+    assert loss.item() == pytest.approx(total / tokens, rel=1e-12)
+    torch.testing.assert_close(slopes(loss, policies), slope / tokens, rtol=1e-12, atol=1e-15)
+    assert metrics["loss/denominator"] == tokens == 12
+    assert 0 < metrics["policy/ratio_clipped"] < 1  # each bound leaves tokens on both of its sides
+
+
+def test_the_plain_sum_at_coefficient_0_is_the_built_in_ppo():
+    """-sum(min(ratio A, clip(ratio, .8, 1.2) A)), as the service's documentation prints it."""
+    data, policies = fake_batch()
+    advantages, sampler = column(data, "advantages"), column(data, "logprobs")
+    ratio = (torch.nn.utils.rnn.pad_sequence(policies, batch_first=True) - sampler).exp()
+    expected = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).sum()
+    loss, metrics = compute_grpo_kl_loss(data, policies, kl_coef=0.0, normalizer="token_sum")
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    torch.testing.assert_close(slopes(loss, policies), slopes(expected, policies), rtol=1e-12, atol=1e-15)
+    assert metrics["loss/denominator"] == 1
+
+
+CONFIGURATIONS = {
+    "default": {},
+    "k1 own": {"kl_estimator": "k1", "kl_gradient": "own"},
+    "k2": {"kl_estimator": "k2"},
+    "forward": {"kl_gradient": "forward"},
+    "abs": {"kl_estimator": "abs"},
+    "none": {"kl_gradient": "none"},
+    "sequence": {"kl_horizon": "sequence"},
+    "off-policy": {"kl_off_policy": "token", "kl_max_weight": 1.1},
+    "off-policy sequence": {"kl_horizon": "sequence", "kl_off_policy": "sequence"},
+    "bounded": {"kl_max_log_ratio": 0.3},
+    "other normalizer": {"kl_normalizer": "sequence_mean"},
+    "clip group": {"kl_clip_method": "hard", "kl_clip_threshold": 0.2, "kl_reference_length": 3},
+    "clip batch": {
+        "kl_clip_method": "soft",
+        "kl_clip_threshold": 0.4,
+        "kl_clip_temperature": 0.04,
+        "use_per_token_kl_threshold": False,
+        "kl_clip_level": "batch",
+    },
+    "advantage": {"kl_estimator": "k1", "kl_placement": "advantage", "kl_horizon": "sequence"},
+    "advantage token": {"kl_estimator": "k1", "kl_placement": "advantage"},
+    "reward": {"kl_estimator": "k1", "kl_placement": "reward", "kl_horizon": "sequence"},
+}
+
+
+@pytest.mark.filterwarnings("ignore::klamp.config.kl.KLWarning")
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_one_configuration_gives_the_loss_of_klamps_own_trainer(name):
+    kl = KLConfig(beta=0.3, **CONFIGURATIONS[name])
+    data, policies = fake_batch()
+    objective = build_objective(kl, LossConfig(loss_type="bnpo", scale_rewards="none"), max_length=8)
+    expected = directly(
+        data, policies, objective, group_size=2, reference_length=None if kl.kl_reference_length is None else 3.0
+    )
+    loss, metrics = compute_grpo_kl_loss(data, policies, kl=kl, group_size=2)
+    torch.testing.assert_close(loss, expected.loss, rtol=1e-13, atol=0)
+    torch.testing.assert_close(slopes(loss, policies), slopes(expected.loss, policies), rtol=1e-12, atol=1e-15)
+    assert {name: metrics[name] for name in expected.metrics} == pytest.approx(
+        {name: float(value) for name, value in expected.metrics.items()}, rel=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "loss_type", "denominator"),
+    [("token_mean", "bnpo", 12), ("sequence_mean", "grpo", 4), ("fixed_length", "dr_grpo", 4 * 8)],
+)
+def test_normalizers_are_those_of_the_loss_types(normalizer, loss_type, denominator):
+    data, policies = fake_batch()
+    kl = KLConfig(beta=0.3)
+    expected = directly(data, policies, build_objective(kl, LossConfig(loss_type=loss_type), max_length=8))
+    loss, metrics = compute_grpo_kl_loss(data, policies, kl=kl, normalizer=normalizer, max_length=8)
+    torch.testing.assert_close(loss, expected.loss, rtol=1e-13, atol=0)
+    torch.testing.assert_close(slopes(loss, policies), slopes(expected.loss, policies), rtol=1e-12, atol=1e-15)
+    assert metrics["loss/denominator"] == metrics["loss/kl_denominator"] == denominator
+
+
+def test_surrogates_by_name():
+    data, policies = fake_batch()
+    loss, _ = compute_grpo_kl_loss(data, policies, kl_coef=0.0, surrogate="score_function")
+    expected = directly(data, policies, Objective(surrogate="score_function", reduction="token_mean"))
+    torch.testing.assert_close(loss, expected.loss, rtol=1e-13, atol=0)
+
+
+def test_calls_that_share_an_optimizer_step_add_up_with_totals():
+    data, policies = fake_batch()
+    whole, _ = compute_grpo_kl_loss(data, policies, kl_coef=0.5)
+    totals = count_tokens(data)
+    assert totals == Totals(sequences=4.0, tokens=12.0, kl_tokens=12.0)
+    parts = [
+        compute_grpo_kl_loss(data[cut], policies[cut], kl_coef=0.5, totals=totals) for cut in (slice(0, 1), slice(1, 4))
+    ]
+    both = parts[0][0] + parts[1][0]
+    torch.testing.assert_close(both, whole, rtol=1e-13, atol=0)
+    torch.testing.assert_close(slopes(both, policies), slopes(whole, policies), rtol=1e-12, atol=1e-15)
+    assert parts[0][1]["loss/denominator"] == 12
+
+
+def test_a_datum_without_a_token_to_train_on_gets_zeros_and_no_nan():
+    data, policies = fake_batch()
+    rows = data[1].loss_fn_inputs
+    rows |= {"mask": torch.zeros_like(rows["mask"]), "logprobs": torch.full_like(rows["logprobs"], NAN)}
+    loss, metrics = compute_grpo_kl_loss(data, policies, kl_coef=0.5)
+    loss.backward()
+    assert torch.equal(policies[1].grad, torch.zeros_like(policies[1]))
+    assert all(policy.grad is not None and bool(policy.grad.isfinite().all()) for policy in policies)
+    assert metrics["loss/denominator"] == 10
+
+
+def test_what_stands_where_the_mask_is_0_does_not_matter():
+    data, policies = fake_batch()
+    before, _ = compute_grpo_kl_loss(data, policies, kl_coef=0.5)
+    for datum in data:
+        outside = datum.loss_fn_inputs["mask"] == 0
+        for name in ("advantages", "logprobs", "ref_logprobs"):
+            datum.loss_fn_inputs[name] = datum.loss_fn_inputs[name].masked_fill(outside, NAN)
+    with torch.no_grad():
+        for datum, policy in zip(data, policies, strict=True):
+            policy[datum.loss_fn_inputs["mask"] == 0] = -INF
+    after, _ = compute_grpo_kl_loss(data, policies, kl_coef=0.5)
+    assert after.item() == before.item()
+    assert bool(slopes(after, policies).isfinite().all())
+
+
+def test_without_masks_the_zeros_of_the_prompt_are_left_out():
+    """The datums of source document 002: rows of zeros for the prompt, no mask."""
+    data, policies = fake_batch()
+    expected, _ = compute_grpo_kl_loss(data, policies, kl_coef=0.5)
+    bare = [FakeDatum({k: v for k, v in datum.loss_fn_inputs.items() if k != "mask"}) for datum in data]
+    loss, metrics = compute_grpo_kl_loss(bare, policies, kl_coef=0.5)
+    assert loss.item() == expected.item()
+    assert metrics["loss/denominator"] == 12
+
+
+def test_a_token_without_advantage_still_carries_the_kl_where_there_is_no_mask():
+    data, policies = fake_batch(advantage=0.0)
+    bare = [FakeDatum({k: v for k, v in datum.loss_fn_inputs.items() if k != "mask"}) for datum in data]
+    loss, metrics = compute_grpo_kl_loss(bare, policies, kl_coef=0.5)
+    assert loss.item() == pytest.approx(0.5 * metrics["kl/k3"], rel=1e-6)
+    assert metrics["loss/denominator"] == 12
+
+
+def test_a_token_that_the_sampler_was_certain_of_counts_where_there_is_no_mask():
+    data, policies = fake_batch()
+    bare = [FakeDatum({k: v for k, v in datum.loss_fn_inputs.items() if k != "mask"}) for datum in data]
+    for datum in bare:
+        datum.loss_fn_inputs["logprobs"] = put(0.0)(datum.loss_fn_inputs["logprobs"])
+    assert compute_grpo_kl_loss(bare, policies)[1]["loss/denominator"] == 12
+
+
+def test_excluded_tokens_carry_no_kl_and_all_of_the_surrogate():
+    data, policies = fake_batch()
+    kl = KLConfig(beta=0.5, kl_exclude_prefix=1)
+    for datum in data:
+        mask = datum.loss_fn_inputs["mask"]
+        datum.loss_fn_inputs["kl_mask"] = mask * (mask.cumsum(0) > 1)
+    loss, metrics = compute_grpo_kl_loss(data, policies, kl=kl)
+    objective = build_objective(kl, LossConfig(loss_type="bnpo"), max_length=8)
+    expected = directly(data, policies, objective, kl_mask=column(data, "kl_mask", boolean=True))
+    torch.testing.assert_close(slopes(loss, policies), slopes(expected.loss, policies), rtol=1e-12, atol=1e-15)
+    assert (metrics["loss/denominator"], metrics["loss/kl_denominator"]) == (12, 8)
+
+
+def test_exclusions_without_masks_are_refused():
+    data, policies = fake_batch()
+    with pytest.raises(DataError, match="datum 0 has no 'kl_mask'"):
+        compute_grpo_kl_loss(data, policies, kl=KLConfig(beta=0.5, kl_exclude_prefix=1))
+
+
+def test_beta_of_a_controller_takes_the_place_of_the_configurations():
+    data, policies = fake_batch()
+    kl = KLConfig(beta=0.02, target_kl=0.1, kl_controller="step")
+    loss, metrics = compute_grpo_kl_loss(data, policies, kl=kl, beta=0.5)
+    expected, _ = compute_grpo_kl_loss(data, policies, kl_coef=0.5)
+    assert loss.item() == expected.item()
+    assert metrics["beta"] == 0.5
+
+
+def test_the_coefficient_comes_from_one_place():
+    data, policies = fake_batch()
+    with pytest.raises(ConfigError, match="two names of one coefficient"):
+        compute_grpo_kl_loss(data, policies, kl_coef=0.01, kl=KLConfig(beta=0.04))
+    same, _ = compute_grpo_kl_loss(data, policies, kl_coef=0.04, kl=KLConfig(beta=0.04))
+    left_out, _ = compute_grpo_kl_loss(data, policies, kl=KLConfig(beta=0.04))
+    assert same.item() == left_out.item()
+    default, metrics = compute_grpo_kl_loss(data, policies)
+    assert metrics["beta"] == 0.01
+    assert default.item() == compute_grpo_kl_loss(data, policies, kl_coef=0.01)[0].item()
+
+
+def test_metrics_are_numbers_without_a_graph_and_say_what_was_done():
+    data, policies = fake_batch()
+    loss, metrics = compute_grpo_kl_loss(data, policies, kl_coef=0.5)
+    assert {type(value) for value in metrics.values()} == {float}
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-12)
+    assert metrics["loss/policy"] + metrics["loss/kl"] == pytest.approx(metrics["loss"], rel=1e-12)
+    sampler = torch.cat([d.loss_fn_inputs["logprobs"] for d in data])
+    mask = torch.cat([d.loss_fn_inputs["mask"] for d in data]) != 0
+    delta = (sampler - torch.cat(policies).detach())[mask]
+    assert metrics["sampler/k1"] == pytest.approx(delta.mean().item(), rel=1e-12)
+    assert metrics["sampler/k3"] == pytest.approx((torch.exp(-delta) - 1 + delta).mean().item(), rel=1e-9)
+    assert metrics["sampler/log_ratio_max"] == pytest.approx(delta.abs().max().item(), rel=1e-12)
+
+
+def test_no_reference_is_read_where_there_is_no_kl_in_the_loss():
+    data, policies = fake_batch()
+    expected, _ = compute_grpo_kl_loss(data, policies, kl_coef=0.0)
+    for datum in data:
+        del datum.loss_fn_inputs["ref_logprobs"]
+    loss, metrics = compute_grpo_kl_loss(data, policies, kl_coef=0.0)
+    assert loss.item() == expected.item()
+    assert "kl/k3" not in metrics
+    in_reward = KLConfig(beta=0.3, kl_estimator="k1", kl_placement="reward", kl_horizon="sequence")
+    assert compute_grpo_kl_loss(data, policies, kl=in_reward)[0].item() == expected.item()
+
+
+def test_the_reference_is_watched_at_coefficient_0_where_there_is_one():
+    data, policies = fake_batch()
+    _, metrics = compute_grpo_kl_loss(data, policies, kl_coef=0.0)
+    assert metrics["kl/k3"] > 0
+    assert "loss/kl" not in metrics
+
+
+def test_another_thread_gives_the_same():
+    data, policies = fake_batch()
+    expected, _ = compute_grpo_kl_loss(data, policies, kl_coef=0.5)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(compute_grpo_kl_loss(data, policies, kl_coef=0.5)[0]))
+    thread.start()
+    thread.join()
+    torch.testing.assert_close(slopes(found[0], policies), slopes(expected, policies), rtol=0, atol=0)
+
+
+def test_float32_stays_float32():
+    data, policies = fake_batch()
+    singles = [policy.detach().float().requires_grad_(True) for policy in policies]
+    for datum in data:
+        datum.loss_fn_inputs = {k: v.float() for k, v in datum.loss_fn_inputs.items()}
+    loss, _ = compute_grpo_kl_loss(data, singles, kl_coef=0.5)
+    assert loss.dtype == torch.float32
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def with_row(data, i, name, change):
+    data[i].loss_fn_inputs[name] = change(data[i].loss_fn_inputs[name])
+    return data
+
+
+def put(value):
+    def change(row):
+        row = row.clone()
+        row[-1] = value
+        return row
+
+    return change
+
+
+@pytest.mark.parametrize("name", ["target_tokens", "advantages", "logprobs", "ref_logprobs"])
+def test_a_missing_key_names_the_datum(name):
+    data, policies = fake_batch()
+    del data[2].loss_fn_inputs[name]
+    with pytest.raises(DataError, match=f"datum 2 has no '{name}'"):
+        compute_grpo_kl_loss(data, policies)
+
+
+@pytest.mark.parametrize("name", ["advantages", "logprobs", "ref_logprobs", "mask"])
+def test_a_row_of_another_length_names_the_datum(name):
+    data, policies = fake_batch()
+    with pytest.raises(ShapeError, match=f"datum 2: {name} does not have the length"):
+        compute_grpo_kl_loss(with_row(data, 2, name, lambda row: row[1:]), policies)
+
+
+@pytest.mark.parametrize("name", ["advantages", "logprobs", "ref_logprobs"])
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_a_number_that_is_none_names_the_datum(name, value):
+    data, policies = fake_batch()
+    with pytest.raises(NonFiniteError, match="datum 2: "):
+        compute_grpo_kl_loss(with_row(data, 2, name, put(value)), policies)
+
+
+def test_none_in_a_row_names_the_datum():
+    data, policies = fake_batch()
+    with pytest.raises(DataError, match="datum 1: ref_logprobs is no row of numbers"):
+        compute_grpo_kl_loss(with_row(data, 1, "ref_logprobs", lambda row: [*row.tolist()[:-1], None]), policies)
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF, 0.5])
+def test_the_policys_own_nan_names_the_datum(value):
+    data, policies = fake_batch()
+    with torch.no_grad():
+        policies[3][-1] = value
+    with pytest.raises(NonFiniteError, match="datum 3: the policy's row"):
+        compute_grpo_kl_loss(data, policies, kl_coef=0.0)
+
+
+def test_a_ratio_that_overflows_is_refused_before_it_is_sent():
+    """Finite log-probabilities, and a gradient that is not: 0 times an infinite ratio."""
+    data, policies = fake_batch(advantage=1.0)
+    data[2].loss_fn_inputs["logprobs"] = put(-800.0)(data[2].loss_fn_inputs["logprobs"])
+    with pytest.raises(NonFiniteError, match="datum 2: the gradient of the loss is not finite"):
+        compute_grpo_kl_loss(data, policies, kl_coef=0.0)
+
+
+def test_a_kl_that_overflows_is_refused_and_a_bound_of_the_log_ratio_helps():
+    data, policies = fake_batch()
+    with torch.no_grad():
+        policies[1][-1] = -800.0
+    with pytest.raises(NonFiniteError, match="the loss is not finite"):
+        compute_grpo_kl_loss(data, policies, kl_coef=0.1)
+    loss, metrics = compute_grpo_kl_loss(data, policies, kl=KLConfig(beta=0.1, kl_max_log_ratio=20))
+    assert bool(slopes(loss, policies).isfinite().all())
+    assert metrics["kl/log_ratio_clamped"] == pytest.approx(1 / 12)
+
+
+def test_the_policys_rows_must_fit_the_datums():
+    data, policies = fake_batch()
+    with pytest.raises(ShapeError, match="as many datums as rows"):
+        compute_grpo_kl_loss(data, policies[:-1])
+    with pytest.raises(ShapeError, match="datum 0: the policy's"):
+        compute_grpo_kl_loss(data, [policies[0][1:], *policies[1:]])
+    with pytest.raises(ShapeError, match="datum 1: the policy's"):
+        compute_grpo_kl_loss(data, [policies[0], policies[1].unsqueeze(-1), *policies[2:]])
+
+
+def test_nothing_to_train_on_is_refused():
+    data, policies = fake_batch()
+    for datum in data:
+        datum.loss_fn_inputs["mask"] = torch.zeros_like(datum.loss_fn_inputs["mask"])
+    with pytest.raises(EmptyMaskError, match="no datum has a token"):
+        compute_grpo_kl_loss(data, policies)
+    with pytest.raises(DataError, match="there are no datums"):
+        compute_grpo_kl_loss([], [])
+
+
+def test_choices_that_cannot_work_are_refused():
+    data, policies = fake_batch()
+    with pytest.raises(ConfigError, match="kl_estimator='exact' cannot be computed through Tinker"):
+        compute_grpo_kl_loss(data, policies, kl=KLConfig(kl_estimator="exact"))
+    with pytest.raises(UnknownNameError, match="unknown normalizer"):
+        compute_grpo_kl_loss(data, policies, normalizer="token_means")
+    with pytest.raises(ConfigError, match="distances from 1"):
+        compute_grpo_kl_loss(data, policies, cliprange=1.2)
+    with pytest.raises(ConfigError, match="cannot be combined with kl_normalizer"):
+        compute_grpo_kl_loss(data, policies, normalizer="token_sum", kl=KLConfig(kl_normalizer="token_mean"))
+    with pytest.raises(ConfigError, match="needs a length"):
+        compute_grpo_kl_loss(data, policies, normalizer="fixed_length")
+    with pytest.raises(ConfigError, match="beta must be a number >= 0"):
+        compute_grpo_kl_loss(data, policies, beta=NAN)
+    with pytest.raises(ConfigError, match="beta must be a number >= 0"):
+        compute_grpo_kl_loss(data, policies, kl_coef=-0.1)
+
+
+def test_a_clip_needs_whole_groups_and_a_reference_length():
+    data, policies = fake_batch()
+    clipped = KLConfig(beta=0.3, kl_clip_method="hard", kl_clip_threshold=0.1)
+    with pytest.raises(ShapeError, match="whole number of groups"):
+        compute_grpo_kl_loss(data, policies, kl=clipped, reference_length=4)
+    with pytest.raises(ConfigError, match="needs a positive reference length"):
+        compute_grpo_kl_loss(data, policies, kl=clipped, group_size=2)
+    with pytest.raises(ShapeError, match="one per datum"):
+        compute_grpo_kl_loss(data, policies, kl=clipped, group_size=2, reference_length=[4.0, 5.0])
+    _, metrics = compute_grpo_kl_loss(data, policies, kl=clipped, group_size=2, reference_length=[2.0, 2.0, 9.0, 9.0])
+    assert metrics["kl/budget"] == pytest.approx(0.1 * 5.5)

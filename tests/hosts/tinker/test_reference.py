@@ -1,0 +1,317 @@
+"""compute_reference_logprobs: in order, bounded, retried, refused, over fakes and over real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import math
+import time
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tests.hosts.tinker.fakes import FakeSampler, score
+
+from klamp.errors import ConfigError, DataError, ModelError, NonFiniteError, ShapeError
+from klamp.hosts.tinker.reference import response_part
+from klamp.tinker import compute_reference_logprobs
+from klamp.tinker.testing import Fault, tiny_model
+
+pytest.importorskip("tinker")
+
+PROMPTS = [[1, 2, 3], [1, 2, 3], [4, 5], [4, 5]]
+RESPONSES = [[10], [11, 12], [13, 14, 15], [16, 17]]
+
+
+def compute(client, prompts=PROMPTS, responses=RESPONSES, **options):
+    return asyncio.run(compute_reference_logprobs(client, prompts, responses, **{"backoff": 0.001} | options))
+
+
+def expected(prompts=PROMPTS, responses=RESPONSES):
+    return [score([*p, *r])[len(p) :] for p, r in zip(prompts, responses, strict=True)]
+
+
+# -- over fakes -------------------------------------------------------------------------------------------------------
+
+
+def test_the_order_is_that_of_the_responses_whichever_answers_first():
+    client = FakeSampler(delays={10: 0.03, 12: 0.02, 15: 0.01})
+    assert compute(client) == expected()
+    assert client.asked == [[*p, *r] for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+
+
+@pytest.mark.parametrize("concurrency", [1, 2, 64])
+def test_no_more_requests_at_a_time_than_asked_for(concurrency):
+    client = FakeSampler(delays=dict.fromkeys((10, 12, 15, 17), 0.005))
+    compute(client, concurrency=concurrency)
+    assert client.most == min(concurrency, 4)
+
+
+def test_an_empty_response_costs_no_request():
+    client = FakeSampler()
+    assert compute(client, [[1], [2]], [[], [3]]) == [[], expected([[2]], [[3]])[0]]
+    assert len(client.asked) == 1
+
+
+def test_answers_without_the_first_none_are_understood():
+    answers = {10: [score([1, 2, 3, 10])[1:]], 15: [score([4, 5, 13, 14, 15])[1:]]}
+    assert compute(FakeSampler(faults=answers)) == expected()
+
+
+@pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf])
+def test_a_response_with_a_hole_is_refused_and_the_sequence_named(bad):
+    answer = score([4, 5, 13, 14, 15])
+    answer[3] = bad
+    with pytest.raises(NonFiniteError, match=r"sequence 2: .*\n  got: (None|nan|inf|-inf) at token 1 of the response"):
+        compute(FakeSampler(faults={15: [answer]}))
+
+
+def test_a_hole_in_the_prompt_does_not_matter():
+    answer = [None, None, *score([4, 5, 13, 14, 15])[2:]]
+    assert compute(FakeSampler(faults={15: [answer]})) == expected()
+
+
+@pytest.mark.parametrize("count", [0, 2, 3, 6])
+def test_answers_of_another_length_are_refused(count):
+    with pytest.raises(ShapeError, match="sequence 2: "):
+        response_part(2, [-1.0] * count, 2, 3)
+    with pytest.raises(ShapeError, match="sequence 2: "):
+        response_part(2, None, 2, 3)
+
+
+def transient():
+    import httpx
+
+    import tinker
+
+    request = httpx.Request("POST", "http://127.0.0.1/asample")
+
+    def status(code):
+        return tinker.APIStatusError("status", response=httpx.Response(code, request=request), body=None)
+
+    return [
+        *(status(code) for code in (408, 409, 429, 500, 503)),
+        tinker.APIConnectionError(request=request),
+        tinker.APITimeoutError(request=request),
+        ConnectionResetError("reset"),
+        TimeoutError(),
+    ]
+
+
+def test_what_may_pass_is_tried_again():
+    errors = transient()
+    client = FakeSampler(faults={15: list(errors)})
+    assert compute(client, retries=len(errors)) == expected()
+    assert len(client.asked) == 4 + len(errors)
+
+
+@pytest.mark.parametrize(("category", "again"), [("Server", True), ("Unknown", True), ("User", False)])
+def test_a_request_that_failed_is_tried_again_unless_it_was_the_users_fault(category, again):
+    import tinker
+
+    error = tinker.RequestFailedError("failed", "id", getattr(tinker.types.RequestErrorCategory, category))
+    client = FakeSampler(faults={15: [error]})
+    if again:
+        assert compute(client) == expected()
+        return
+    with pytest.raises(ModelError, match="sequence 2: the reference refuses"):
+        compute(client)
+
+
+def test_after_all_attempts_the_sequence_is_named():
+    client = FakeSampler(faults={15: transient()})
+    with pytest.raises(ModelError, match="sequence 2: the reference did not answer in 3 attempts"):
+        compute(client, retries=2)
+    assert sum(tokens[-1] == 15 for tokens in client.asked) == 3
+
+
+def test_what_will_not_pass_ends_it_at_once_and_leaves_nothing_behind():
+    import httpx
+
+    import tinker
+
+    response = httpx.Response(400, request=httpx.Request("POST", "http://127.0.0.1/asample"))
+    refusal = tinker.BadRequestError("no such model", response=response, body=None)
+    client = FakeSampler(faults={10: [refusal]}, delays={12: 30, 15: 30, 17: 30})
+    start = time.monotonic()
+    with pytest.raises(ModelError, match="sequence 0: the reference refuses .*\n  got: BadRequestError: no such model"):
+        compute(client)
+    assert time.monotonic() - start < 10
+    assert client.now == 0
+    assert sum(tokens[-1] == 10 for tokens in client.asked) == 1
+
+
+def test_a_client_that_never_answers_runs_into_the_timeout():
+    client = FakeSampler(delays={15: 3600})
+    with pytest.raises(ModelError, match="sequence 2: the reference did not answer in 2 attempts"):
+        compute(client, timeout=0.02, retries=1)
+    assert client.now == 0
+
+
+def test_cancelling_it_cancels_the_requests():
+    client = FakeSampler(delays=dict.fromkeys((10, 12, 15, 17), 3600))
+
+    async def scenario():
+        task = asyncio.ensure_future(compute_reference_logprobs(client, PROMPTS, RESPONSES))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(scenario())
+    assert client.now == 0
+
+
+def test_waits_grow_and_move_nobodys_seeds(monkeypatch):
+    import random
+
+    waits = []
+
+    async def note(seconds):
+        waits.append(seconds)
+
+    random.seed(7)
+    state = random.getstate()
+    monkeypatch.setattr("klamp.hosts.tinker.retrying.asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": note}))
+    client = FakeSampler(faults={17: [TimeoutError()] * 9})
+    compute(client, PROMPTS[3:], RESPONSES[3:], retries=9, backoff=0.5)
+    for attempt, wait in enumerate(waits):
+        longest = min(0.5 * 2**attempt, 30)
+        assert longest / 2 <= wait <= longest
+    assert len(waits) == 9
+    assert random.getstate() == state
+
+
+class _Suffix(FakeSampler):
+    """The newer form: an awaitable, and a suffix on request; an older server refuses with the SDK's own words."""
+
+    server_is_new = True
+    suffixes: list
+
+    def compute_logprobs(self, prompt, prompt_logprobs_last_n=None):
+        self.suffixes = [*getattr(self, "suffixes", []), prompt_logprobs_last_n]
+
+        async def run():
+            answer = await self.answer(prompt)
+            if prompt_logprobs_last_n is None:
+                return answer
+            if not self.server_is_new:
+                raise RuntimeError(
+                    "prompt_logprobs_last_n=1 was requested but the server returned ... may predate this"
+                )
+            return [None] * (len(answer) - prompt_logprobs_last_n) + answer[-prompt_logprobs_last_n:]
+
+        return run()
+
+
+def test_only_the_response_is_scored_where_the_client_can():
+    client = _Suffix()
+    assert compute(client) == expected()
+    assert client.suffixes == [1, 2, 3, 2]
+
+
+def test_a_server_that_scores_no_suffix_is_asked_for_everything():
+    client = _Suffix()
+    client.server_is_new = False
+    assert compute(client, concurrency=1) == expected()
+    assert client.suffixes == [1, None, None, None, None]
+
+
+def test_another_runtime_error_is_no_reason_to_ask_again():
+    client = _Suffix(faults={10: [RuntimeError("cannot schedule new futures after shutdown")]})
+    with pytest.raises(ModelError, match="cannot schedule new futures"):
+        compute(client)
+
+
+class _Older:
+    """The form before awaitable futures: a plain concurrent future, and no suffix."""
+
+    def compute_logprobs(self, prompt):
+        future = concurrent.futures.Future()
+        future.set_result(score(prompt.to_ints()))
+        return future
+
+
+class _Direct:
+    """A fake that answers with the list itself."""
+
+    def compute_logprobs(self, prompt):
+        return score(prompt.to_ints())
+
+
+@pytest.mark.parametrize("client", [_Older(), _Direct()], ids=["future", "list"])
+def test_other_forms_of_clients(client):
+    assert compute(client) == expected()
+
+
+def test_refusals():
+    with pytest.raises(DataError, match="prompts and responses differ in number"):
+        compute(FakeSampler(), PROMPTS[:-1])
+    with pytest.raises(DataError, match="sequence 1: the prompt is empty"):
+        compute(FakeSampler(), [[1], []], [[2], [3]])
+    for options in ({"concurrency": 0}, {"retries": -1}):
+        with pytest.raises(ConfigError, match="concurrency must be at least 1"):
+            compute(FakeSampler(), **options)
+
+
+# -- over real HTTP ---------------------------------------------------------------------------------------------------
+
+
+def of_the_model(prompts, responses):
+    """What the base model says, by a plain forward pass."""
+    model, found = tiny_model().eval(), []
+    for prompt, response in zip(prompts, responses, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *response]])).logits[0].log_softmax(-1)
+        found.append([float(logits[len(prompt) - 1 + t, token]) for t, token in enumerate(response)])
+    return found
+
+
+def close(rows):
+    return [pytest.approx(row, abs=1e-5) for row in rows]
+
+
+def test_over_http_without_a_warning(reference):
+    with warnings.catch_warnings():
+        for kind in (FutureWarning, DeprecationWarning):
+            warnings.simplefilter("error", kind)
+        found = compute(reference)
+    assert found == close(of_the_model(PROMPTS, RESPONSES))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"kind": "status", "status": 503},
+        {"kind": "drop"},
+        {"kind": "short", "times": None},
+        {"kind": "slow", "seconds": 0.2},
+    ],
+    ids=lambda fault: fault["kind"],
+)
+def test_over_http_with_one_of_many_requests_in_trouble(reference, standin, fault):
+    standin.inject(Fault(route="asample", scoring=True, **{"after": 2} | fault))
+    assert compute(reference) == close(of_the_model(PROMPTS, RESPONSES))
+
+
+def test_over_http_none_inside_a_response(reference, standin):
+    standin.inject(Fault(kind="none", route="asample", scoring=True))
+    with pytest.raises(NonFiniteError, match="sequence 0: the reference has no log-probability"):
+        compute(reference, concurrency=1)
+
+
+def test_over_http_a_service_that_does_not_answer(reference, standin):
+    standin.inject(Fault(kind="slow", route="asample", seconds=60, times=None))
+    start = time.monotonic()
+    with pytest.raises(ModelError, match="did not answer in 2 attempts"):
+        compute(reference, timeout=0.2, retries=1)
+    assert time.monotonic() - start < 20
+
+
+def test_over_http_a_service_that_fails_once_or_always(reference, standin):
+    standin.inject(Fault(kind="fail", route="asample"))
+    assert compute(reference) == close(of_the_model(PROMPTS, RESPONSES))
+    standin.inject(Fault(kind="fail", route="asample", times=None))
+    with pytest.raises(ModelError, match="sequence 0: the reference did not answer in 2 attempts"):
+        compute(reference, retries=1, concurrency=1)

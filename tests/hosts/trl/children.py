@@ -1,0 +1,74 @@
+"""What each of two processes does: the same runs in TRL's class and klamp's, over gloo; see test_processes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.hosts.trl.hosts import klamp_trainer, model, saved, stock_trainer
+
+RUNS: dict[str, dict[str, Any]] = {
+    "dapo": {"loss_type": "dapo", "gradient_accumulation_steps": 2, "num_iterations": 2},
+    "grpo": {"loss_type": "grpo", "mask_truncated_completions": True, "max_completion_length": 24},
+}
+# Four completions per prompt and two per process: without accumulation every group lies on both.
+SPLIT = {"num_generations": 4, "per_device_train_batch_size": 2, "max_steps": 2, "beta": 0.3}
+CLIPPED = {
+    "kl_clip_method": "hard",
+    "kl_clip_threshold": 0.01,
+    "target_kl": 0.05,
+    "loss_type": "dapo",
+    "kl_exclude_prefix": 1,
+    "logging_steps": 1,
+    "max_steps": 4,
+}
+
+
+def run(make: Any, policy: Any, folder: Path, **options: Any) -> tuple[list[float], Any, list[Any]]:
+    trainer = make(copy.deepcopy(policy), folder, **(SPLIT | options))
+    losses, batches = [], []
+    inner, generate = trainer.compute_loss, trainer._generate_and_score_completions
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        losses.append(inner(*args, **kwargs))
+        return losses[-1]
+
+    def generating(inputs: Any) -> Any:
+        batches.append(generate(inputs))
+        return batches[-1]
+
+    trainer.compute_loss, trainer._generate_and_score_completions = noting, generating
+    torch.manual_seed(11 + trainer.accelerator.process_index)
+    trainer.train()
+    return [loss.item() for loss in losses], trainer, batches
+
+
+def main(folder: Path) -> None:
+    base = model()
+    rank = int(os.environ["RANK"])
+    path = saved(base, folder / f"base{rank}")
+    base.config._name_or_path = path
+    found: dict[str, Any] = {}
+    for name, options in RUNS.items():
+        stock, one, _ = run(stock_trainer, base, folder / "out", **options)
+        ours, two, _ = run(klamp_trainer, base, folder / "out", **options)
+        weights = zip(one.model.parameters(), two.model.parameters(), strict=True)
+        found[name] = {"stock": stock, "ours": ours, "same weights": all(torch.equal(a, b) for a, b in weights)}
+    base.config._name_or_path = ""  # in memory only: copied on every process
+    _, trainer, batches = run(klamp_trainer, base, folder / "out", **CLIPPED)
+    found["gates"] = [batch["klamp_gate_kl"].tolist() for batch in batches]
+    found["lengths"] = [batch["klamp_reference_length"].tolist() for batch in batches]
+    found["scales"] = [batch["klamp_kl_scale"].tolist() for batch in batches]
+    found["sizes"] = [batch["completion_mask"].sum(-1).tolist() for batch in batches]
+    keys = ("beta", "kl/k3", "kl/log_ratio_p99", "kl/exact", "kl/reference_length")
+    found["rows"] = [[row[key] for key in keys] for row in trainer.state.log_history if "beta" in row]
+    found["beta"] = trainer._klamp.control.controller.value
+    (folder / f"rank{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(os.environ["FOLDER"]))

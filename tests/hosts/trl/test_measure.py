@@ -1,0 +1,123 @@
+"""klamp's metrics where a person looks for them: TensorBoard's event files, a W&B run, the completions table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tests.hosts.trl.hosts import dataset, klamp_trainer, model
+
+from klamp.diagnostics.metrics import METRICS
+from klamp.records.wandb import frames
+
+OPTIONS: dict[str, Any] = {
+    "beta": 0.2,
+    "kl_clip_method": "hard",
+    "kl_clip_threshold": 0.01,
+    "kl_max_log_ratio": 5.0,
+    "gradient_accumulation_steps": 2,
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "per_device_eval_batch_size": 2,
+    "trainer": {"eval_dataset": dataset().select(range(4))},
+}
+EXPECTED = {
+    "beta",
+    "beta/per_sequence",
+    "kl/after_clip",
+    "kl/before_clip",
+    "kl/budget",
+    "kl/exact",
+    "kl/k1",
+    "kl/k3",
+    "kl/k3_sequence",
+    "kl/log_ratio_clamped",
+    "kl/log_ratio_max",
+    "kl/log_ratio_p99",
+    "kl/over_budget",
+    "kl/reference_length",
+    "length/mean",
+    "policy/logp_mean",
+    "ref/logp_mean",
+}
+POSITIONS = {f"kl/position/{i}_of_8" for i in range(1, 9)}
+
+
+def test_the_names_are_those_of_the_table() -> None:
+    assert METRICS.keys() >= EXPECTED
+
+
+def test_they_are_in_the_event_files_of_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+    trainer = klamp_trainer(model(), tmp_path, **(OPTIONS | {"report_to": "tensorboard"}))
+    trainer.train()
+    (folder,) = {path.parent for path in (tmp_path / "events").rglob("events.out.tfevents.*")}
+    events = EventAccumulator(str(folder)).Reload()
+    names = set(events.Tags()["scalars"])
+    assert {f"train/{name}" for name in EXPECTED | POSITIONS | {"kl", "entropy"}} <= names  # beside TRL's own
+    assert {f"eval/{name}" for name in EXPECTED} <= names
+    shown = [event.value for event in events.Scalars("train/kl/k3")]
+    assert shown == [pytest.approx(row["kl/k3"]) for row in trainer.state.log_history if "kl/k3" in row]
+    assert shown[1] > 0
+
+
+def test_they_are_in_a_run_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+    from wandb.proto import wandb_internal_pb2
+
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    wandb.teardown()  # what another test of this process has set up would still write to its own folder
+    trainer = klamp_trainer(model(), tmp_path, **(OPTIONS | {"report_to": "wandb", "run_name": "kl"}))
+    trainer.train()
+    wandb.finish()
+    wandb.teardown()  # the service has written everything once it is gone
+    (file,) = tmp_path.rglob("*.wandb")
+    seen: dict[str, list[Any]] = {}
+    config: dict[str, Any] = {}
+    for data in frames(file):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        for item in record.history.item:
+            seen.setdefault(item.key or "/".join(item.nested_key), []).append(json.loads(item.value_json))
+        for item in record.config.update:
+            config[item.key] = json.loads(item.value_json)
+    assert {f"train/{name}" for name in EXPECTED | POSITIONS} <= seen.keys()
+    assert seen["train/kl/k3"][1] == pytest.approx(trainer.state.log_history[2]["kl/k3"])
+    assert (config["kl_clip_method"], config["kl_clip_threshold"], config["kl_gradient"]) == ("hard", 0.01, None)
+
+
+def test_they_are_in_the_completions_table(tmp_path: Path) -> None:
+    import pandas
+
+    options = {name: value for name, value in OPTIONS.items() if "eval" not in name and name != "trainer"}
+    trainer = klamp_trainer(model(), tmp_path, **options, log_completions=True)
+    trainer.train()
+    table = pandas.read_parquet(tmp_path / "completions" / "completions_00002.parquet")
+    row = next(row for row in trainer.state.log_history if row["step"] == 2)
+    assert len(table) == 8
+    assert table["kl/k3_sequence"].mean() == pytest.approx(row["kl/k3_sequence"], rel=1e-5)
+    assert table["kl/log_ratio_max"].max() == pytest.approx(row["kl/log_ratio_max"], rel=1e-5)
+    assert table["length"].mean() == pytest.approx(row["completions/mean_length"])
+    assert table["kl/k1_sequence"].sum() / table["length"].sum() == pytest.approx(row["kl/k1"], rel=1e-5)
+
+
+def test_the_numbers_are_those_of_the_whole_step_however_it_is_split(tmp_path: Path) -> None:
+    """Two micro-batches of 4 and one of 8: the same means, percentile and positions."""
+    rows = []
+    for size, steps in ((4, 2), (8, 1)):
+        options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps, "learning_rate": 0.0}
+        trainer = klamp_trainer(
+            model(), tmp_path, beta=0.2, max_steps=1, trainer={"ref_model": model(seed=1)}, kl_monitor=True, **options
+        )
+        torch.manual_seed(1)
+        trainer.train()
+        rows.append(trainer.state.log_history[0])
+    names = (EXPECTED & rows[0].keys()) | POSITIONS
+    assert {name: rows[1].get(name) for name in names} == pytest.approx({name: rows[0].get(name) for name in names})
+    assert rows[0]["kl/k3"] > 0.1
+    assert rows[0]["kl/log_ratio_p99"] < rows[0]["kl/log_ratio_max"] or rows[0]["num_tokens"] < 100

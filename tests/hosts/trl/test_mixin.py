@@ -1,0 +1,275 @@
+"""The hooks: what they add before the batch is split, when beta moves, and that a KL is never left out silently."""
+
+from __future__ import annotations
+
+import copy
+from importlib import metadata
+from typing import Any
+
+import pytest
+import torch
+import trl
+from packaging.version import Version
+from tests.hosts.trl.hosts import (
+    arguments,
+    build,
+    generated,
+    gradient_of,
+    klamp_trainer,
+    model,
+    noisy,
+    plain_logits,
+    plain_logprobs,
+    rows_of,
+    with_kl,
+)
+
+from klamp.config import KLConfig
+from klamp.config.kl import KLWarning
+from klamp.core.clipping import kl_budget
+from klamp.core.estimators import exact_kl, kl_estimate
+from klamp.errors import ConfigError, UnsupportedVersion
+from klamp.hosts.trl.refusals import liger_bypasses
+from klamp.hosts.trl.versions import check_version
+from klamp.trl import GRPOTrainer, attach
+
+CLIP: dict[str, Any] = {"kl_clip_method": "hard", "kl_clip_threshold": 0.1}
+
+
+@pytest.fixture(scope="module")
+def base() -> Any:
+    return model()
+
+
+@pytest.fixture(scope="module")
+def trainer(base: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("mixin")
+    return klamp_trainer(noisy(base), folder, trainer={"ref_model": copy.deepcopy(base)}, beta=0.4, kl_monitor=True)
+
+
+@pytest.mark.parametrize("level", ["group", "batch", "sequence"])
+def test_the_gate_does_not_depend_on_how_the_batch_is_split(trainer: Any, level: str) -> None:
+    """Every micro-batch of one row, added up, is the whole: the gate was settled before the split."""
+    with_kl(trainer, KLConfig(beta=0.4, kl_clip_level=level, kl_reference_length=6, **CLIP), loss_type="luspo")
+    inputs = generated(trainer)
+    whole = gradient_of(trainer, trainer.compute_loss(trainer.model, inputs))
+    tensors = {name: x for name, x in inputs.items() if not (isinstance(x, torch.Tensor) and x.ndim == 0)}
+    parts = [{**inputs, **{name: x[i : i + 1] for name, x in tensors.items()}} for i in range(4)]
+    summed = sum(gradient_of(trainer, trainer.compute_loss(trainer.model, part)) for part in parts) / 4
+    assert (summed - whole).abs().max() < 1e-6
+    delta = inputs["klamp_gate_kl"]
+    assert len(delta.unique()) == {"group": 2, "batch": 1, "sequence": 2}[level]  # a sampled KL gates by group at least
+
+
+def test_the_gate_is_the_kl_of_the_group_in_nats(trainer: Any, base: Any) -> None:
+    with_kl(trainer, KLConfig(beta=0.4, kl_reference_length=6, **CLIP), loss_type="grpo")
+    inputs = generated(trainer)
+    with torch.no_grad():
+        policy, ref = (plain_logprobs(plain_logits(m, inputs), inputs) for m in (trainer.model, base))
+    sums = (kl_estimate(policy, ref, estimator="k3") * inputs["completion_mask"]).sum(-1)
+    expected = sums.view(2, 2).mean(-1).repeat_interleave(2)
+    assert torch.allclose(inputs["klamp_gate_kl"], expected, atol=1e-5)
+    assert inputs["klamp_reference_length"].tolist() == [6.0] * 4
+
+
+def test_the_reference_length_may_be_a_column_of_the_data(trainer: Any) -> None:
+    with_kl(trainer, KLConfig(beta=0.4, **CLIP))
+    rows = rows_of(reference_length=list(range(3, 13)))
+    inputs = generated(trainer, rows=rows)
+    assert inputs["klamp_reference_length"].tolist() == [3.0, 3.0, 4.0, 4.0]
+    assert trainer._klamp.control.reference_length is None
+
+
+def test_a_reference_length_is_measured_on_the_first_batch_and_frozen(base: Any, tmp_path: Any) -> None:
+    trainer = klamp_trainer(copy.deepcopy(base), tmp_path, beta=0.4, max_completion_length=30, **CLIP)
+    trainer.train()
+    rows = trainer.state.log_history
+    assert {row["kl/reference_length"] for row in rows[:2]} == {rows[0]["completions/mean_length"]}
+    assert rows[0]["completions/mean_length"] != rows[1]["completions/mean_length"]
+    assert rows[1]["kl/budget"] == pytest.approx(
+        kl_budget(0.1, per_token=True, reference_length=rows[0]["length/mean"])
+    )
+
+
+def test_a_policy_that_has_moved_is_no_sample_of_the_reference(trainer: Any) -> None:
+    with_kl(trainer, KLConfig(beta=0.4, **CLIP))
+    with pytest.raises(ConfigError, match="reference length cannot be measured"):
+        generated(trainer)
+
+
+def test_the_kl_in_the_reward_leaves_completions_without_a_reward_out(trainer: Any, monkeypatch: Any) -> None:
+    in_reward: dict[str, Any] = {"kl_placement": "reward", "kl_estimator": "k1", "kl_horizon": "sequence"}
+    monkeypatch.setattr(trainer, "reward_funcs", [lambda completions, **_: [1.0, 2.0, None, 3.0]])
+    with_kl(trainer, KLConfig(beta=0.4, **in_reward), scale_rewards="none")
+    inputs = generated(trainer)
+    with torch.no_grad():
+        policy = plain_logprobs(plain_logits(trainer.model, inputs), inputs)
+    delta = ((policy - inputs["ref_per_token_logps"]) * inputs["completion_mask"]).sum(-1)
+    taken = 0.4 * (delta[:2] - delta[:2].mean())
+    expected = torch.tensor([-0.5, 0.5]) - taken
+    assert torch.allclose(inputs["advantages"][:2], expected, atol=1e-5)
+    assert inputs["advantages"][2:].tolist() == [0.0, 0.0]  # one without a reward, one alone in its group
+
+
+def test_a_token_that_vllm_could_not_score_weighs_one(trainer: Any) -> None:
+    with_kl(trainer, KLConfig(beta=0.4, kl_off_policy="token"), loss_type="dr_grpo", scale_rewards="group")
+    inputs = generated(trainer)
+    with torch.no_grad():
+        policy = plain_logprobs(plain_logits(trainer.model, inputs), inputs)
+    inputs["advantages"] = torch.zeros_like(inputs["advantages"])  # nothing but the KL is in the loss
+    inputs["sampling_per_token_logps"] = policy - 0.3
+    everywhere = trainer.compute_loss(trainer.model, inputs).item()
+    inputs["sampling_per_token_logps"] = torch.full_like(policy, torch.nan)
+    nowhere = trainer.compute_loss(trainer.model, inputs).item()
+    del inputs["sampling_per_token_logps"]
+    assert nowhere == pytest.approx(trainer.compute_loss(trainer.model, inputs).item(), abs=1e-6)
+    assert everywhere == pytest.approx(nowhere * torch.tensor(0.3).exp().item(), rel=1e-4)
+    inputs["sampling_per_token_logps"] = policy - 0.3
+    with_kl(trainer, KLConfig(beta=0.4, kl_off_policy="token", kl_max_weight=1.1))
+    assert trainer.compute_loss(trainer.model, inputs).item() == pytest.approx(nowhere * 1.1, rel=1e-4)
+
+
+def test_the_exact_kl_of_a_sample_is_the_sum_over_the_vocabulary(trainer: Any, base: Any) -> None:
+    with_kl(trainer, KLConfig(beta=0.4), loss_type="grpo")
+    inputs = generated(trainer)
+    assert [kept is None for kept in inputs["klamp_ref_hidden"]] == [False, True, False, True]  # one of each group
+    trainer._metrics["train"].clear()
+    trainer.compute_loss(trainer.model, inputs)
+    with torch.no_grad():
+        exact = exact_kl(plain_logits(trainer.model, inputs), plain_logits(base, inputs))[::2]
+    mask = inputs["completion_mask"][::2]
+    expected = (exact * mask).sum() / mask.sum()
+    assert trainer._metrics["train"]["kl/exact"] == [pytest.approx(expected.item(), rel=1e-4)]
+    with_kl(trainer, KLConfig(beta=0.4), exact_kl_completions=0)
+    assert "klamp_ref_hidden" not in generated(trainer)
+    trainer.args.exact_kl_completions = None
+
+
+def test_monitoring_without_a_term_leaves_the_loss_alone(base: Any, tmp_path: Any) -> None:
+    """beta 0 with kl_monitor: the reference is loaded, the KL is logged, loss and weights are those without."""
+    stock = build(trl.GRPOTrainer, copy.deepcopy(base), arguments(trl.GRPOConfig, tmp_path))
+    stock.train()
+    monitored = klamp_trainer(copy.deepcopy(base), tmp_path, kl_monitor=True)
+    monitored.train()
+    for a, b in zip(stock.model.parameters(), monitored.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    rows = monitored.state.log_history
+    assert rows[1]["kl/k3"] > 0 and rows[1]["beta"] == 0.0
+    assert monitored.args.beta == 0.0 and monitored.beta > 0  # what TRL must see to score the reference
+
+
+def test_warm_up_starts_at_zero_without_losing_the_reference(base: Any, tmp_path: Any) -> None:
+    trainer = klamp_trainer(copy.deepcopy(base), tmp_path, beta=0.4, kl_warmup_steps=2, max_steps=4)
+    trainer.train()
+    assert [row["beta"] for row in trainer.state.log_history[:4]] == [0.0, 0.2, 0.4, 0.4]
+    assert all("kl/k3" in row for row in trainer.state.log_history[:4])
+
+
+def test_beta_moves_at_the_end_of_an_optimizer_step_only(base: Any, tmp_path: Any) -> None:
+    trainer = klamp_trainer(
+        copy.deepcopy(base), tmp_path, beta=0.4, target_kl=0.001, gradient_accumulation_steps=4, max_steps=3
+    )
+    used: list[float] = []
+    inner = trainer._loss_with_penalty
+    trainer._loss_with_penalty = lambda *args: (used.append(args[-1]), inner(*args))[1]
+    trainer.train()
+    rows = trainer.state.log_history[:3]
+    expected = [0.4]
+    for row in rows[:2]:
+        expected.append(expected[-1] * (1.5 if row["kl/k3"] > 0.0015 else 0.75 if row["kl/k3"] < 0.0005 else 1))
+    assert used == [pytest.approx(beta) for beta in expected for _ in range(4)]
+    assert expected[1] == pytest.approx(0.3) and expected[2] == pytest.approx(0.45)
+
+
+def test_the_learning_rate_is_lowered_after_a_large_kl(base: Any, tmp_path: Any) -> None:
+    options: dict[str, Any] = {"beta": 0.4, "max_steps": 3, "optim": "sgd", "lr_scheduler_type": "constant"}
+    free = klamp_trainer(copy.deepcopy(base), tmp_path, kl_monitor=True, learning_rate=1.0, **options)
+    free.train()
+    assert free.state.log_history[1]["kl/k3"] > 0.01
+    guarded = klamp_trainer(copy.deepcopy(base), tmp_path, kl_lr_guard=0.01, learning_rate=1.0, **options)
+    guarded.train()
+    rows = guarded.state.log_history[:3]
+    assert [row["kl/lr_factor"] for row in rows[:2]] == [1.0, 1.0]
+    assert rows[2]["kl/lr_factor"] == pytest.approx(0.01 / rows[1]["kl/k3"])
+    assert rows[1]["kl/k3"] == pytest.approx(free.state.log_history[1]["kl/k3"], rel=1e-5)
+
+
+def test_the_kl_before_the_first_update_is_checked(base: Any, tmp_path: Any) -> None:
+    dropping = model(attention_dropout=0.0)
+    trainer = klamp_trainer(dropping, tmp_path, beta=0.1)
+    trainer.model.model.layers[0].mlp.add_module("dropout", torch.nn.Dropout(0.5))
+    mlp = trainer.model.model.layers[0].mlp
+    inner = mlp.forward
+    mlp.forward = lambda x: mlp.dropout(inner(x))
+    with pytest.warns(KLWarning, match=r"before the first update.*dropout \(1 layers"):
+        trainer.train()
+    half = klamp_trainer(copy.deepcopy(base), tmp_path, beta=0.1, reference_dtype="bfloat16")
+    with pytest.warns(KLWarning, match=r"data types: the policy is torch.float32, the reference torch.bfloat16"):
+        half.train()
+
+
+class Elsewhere(trl.GRPOTrainer):
+    """A host that stopped using beta where klamp puts its term."""
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        beta, self.beta = self.beta, 0.0
+        try:
+            return super()._compute_loss(model, inputs)
+        finally:
+            self.beta = beta
+
+
+class Twice(trl.GRPOTrainer):
+    """A host that uses it twice."""
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        return super()._compute_loss(model, inputs) + (self.beta * inputs["ref_per_token_logps"]).sum()
+
+
+class Bypassing(trl.GRPOTrainer):
+    """A host whose loss never comes by, as with Liger's kernel in TRL below 1.14."""
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        return sum(p.sum() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [(Elsewhere, "0 products of beta"), (Twice, "2 products of beta"), (Bypassing, "0 calls of klamp's hook")],
+)
+def test_a_host_that_stops_calling_the_hook_is_noticed(base: Any, tmp_path: Any, kind: type, text: str) -> None:
+    # Built with beta 0, since TRL cannot load the reference of a model in memory; attach brings it.
+    trainer = build(kind, copy.deepcopy(base), arguments(trl.GRPOConfig, tmp_path))
+    attach(trainer, KLConfig(beta=0.4))
+    with pytest.raises(UnsupportedVersion, match=text):
+        trainer.train()
+
+
+def test_a_scoring_that_cannot_be_told_is_noticed(base: Any, tmp_path: Any) -> None:
+    trainer = klamp_trainer(copy.deepcopy(base), tmp_path, beta=0.4, kl_gradient="reverse")
+    inner = trainer._loss_with_penalty
+    trainer._loss_with_penalty = lambda m, i, seen, beta: inner(m, i, [], beta)
+    with pytest.raises(UnsupportedVersion, match="0 calls of _get_per_token_logps_and_entropies"):
+        trainer.train()
+    assert type(trainer) is GRPOTrainer
+
+
+def test_the_fused_loss_of_liger_is_refused_where_it_bypasses_the_hook(tmp_path: Any) -> None:
+    """TRL below 1.14 computes the whole loss in Liger's kernel; later ones only swap layers."""
+    if not liger_bypasses():
+        assert Version(trl.__version__) >= Version("1.14")
+        assert arguments(beta=0.1, kl_gradient="reverse", use_liger_kernel=True).use_liger_kernel
+        return
+    assert Version(trl.__version__) < Version("1.14")
+    with pytest.raises(ConfigError, match="never looks at klamp's term"):
+        arguments(beta=0.1, kl_gradient="reverse", use_liger_kernel=True)
+    assert arguments(beta=0.1, use_liger_kernel=True).kl_config() is None  # TRL's own KL may go that way
+
+
+def test_another_version_of_trl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in ("1.9.0", "2.0.0", "0.29.1"):
+        monkeypatch.setattr(metadata, "version", lambda _, found=version: found)
+        with pytest.raises(UnsupportedVersion, match=f"trl {version}"):
+            check_version()
+    monkeypatch.setattr(metadata, "version", lambda _: "1.10.0")
+    assert check_version() == "1.10.0"

@@ -1,0 +1,60 @@
+"""Two real processes over gloo: the stock class's losses on each, and one gate, one beta, one set of metrics."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [sys.executable, *launch, "-m", "tests.hosts.trl.children"]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "CUDA_VISIBLE_DEVICES": "",
+        "FOLDER": str(folder),
+    }
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dapo", "grpo"])
+def test_untouched_every_process_has_the_losses_of_the_stock_class(ranks: list[dict[str, Any]], name: str) -> None:
+    for found in ranks:
+        assert found[name]["ours"] == found[name]["stock"]
+        assert found[name]["same weights"]
+    assert ranks[0][name]["stock"] != ranks[1][name]["stock"]
+
+
+@pytest.mark.slow
+def test_a_group_on_two_processes_has_one_gate(ranks: list[dict[str, Any]]) -> None:
+    assert all(len(batch) == 2 for found in ranks for batch in found["gates"])  # half of four completions
+    assert ranks[0]["gates"] == ranks[1]["gates"]
+    assert all(len(set(batch)) == 1 for batch in ranks[0]["gates"])
+    assert ranks[0]["gates"][-1][0] > 0
+
+
+@pytest.mark.slow
+def test_length_scale_metrics_and_beta_are_those_of_all_processes(ranks: list[dict[str, Any]]) -> None:
+    sizes = [[size for found in ranks for size in found["sizes"][step]] for step in range(2)]
+    for found in ranks:
+        assert found["lengths"][0] == [pytest.approx(sum(sizes[0]) / len(sizes[0]))] * 2
+        assert found["lengths"][1] == found["lengths"][0]
+        for step in range(2):
+            assert found["scales"][step] == [pytest.approx(sum(sizes[step]) / (sum(sizes[step]) - 4))] * 2
+    assert ranks[0]["rows"] == ranks[1]["rows"]
+    assert ranks[0]["beta"] == ranks[1]["beta"]
+    assert len({row[0] for row in ranks[0]["rows"]}) > 1

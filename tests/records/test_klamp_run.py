@@ -1,0 +1,61 @@
+"""klamp's own run folders, also those of another version or cut short."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from klamp.errors import DataError
+from klamp.records import read_record
+from klamp.training.config import TrainConfig
+from klamp.training.runlog import plain
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """What a run writes: two steps, two evaluations, completions of the second step."""
+    kl = {"beta": 0.04, "reference": "ema", "kl_placement": "advantage", "kl_estimator": "k1", "kl_horizon": "sequence"}
+    config = plain(TrainConfig.from_flat({**kl, "eval_size": 9}))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config | {"a_field_of_next_year": 3}))
+    rows = [{"step": 0, "eval/addition": 0.5}, {"step": 1, "reward": 0.5}, {"step": 2, "reward": 0.75, "kl/k3": 0.1}]
+    lines(tmp_path / "metrics.jsonl", *rows, {"step": 2, "eval/addition": 0.75})
+    row = {"step": 2, "tokens": ["4"], "policy_logprobs": [-1.0], "ref_logprobs": [-1.5], "prompt": "2+2="}
+    lines(tmp_path / "completions.jsonl", row, row | {"ended": True, "trained": [False], "reward": 1.0})
+    return tmp_path
+
+
+def lines(file: Path, *rows: dict) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_everything_is_read(folder: Path) -> None:
+    (folder / "summary.json").write_text(json.dumps({"rl_skill": "addition"}))
+    history = read_record(folder)
+    assert [(row.step, row.metrics) for row in history.rows] == [
+        (1, {"reward": 0.5}),
+        (2, {"reward": 0.75, "kl/k3": 0.1}),
+    ]
+    assert [(row.step, row.metrics) for row in history.evaluations] == [(0, {"addition": 0.5}), (2, {"addition": 0.75})]
+    first, second = history.completions[2]
+    assert first.log_ratios() == [(0, 0.5)] and first.group == "2+2=" and first.ended is None
+    assert second.log_ratios() == [] and second.ended and second.reward == 1.0
+    settings = history.settings
+    assert (settings.beta, settings.rl_skill, settings.eval_size) == (0.04, "addition", 9)
+    assert settings.moving_reference and settings.kl_in_reward and not settings.other_reference
+
+
+def test_a_run_that_did_not_end(folder: Path) -> None:
+    (folder / "completions.jsonl").unlink()
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "rew')
+    history = read_record(folder)
+    assert history.step == 2 and history.completions == {} and history.settings.rl_skill is None
+
+
+def test_a_damaged_configuration(folder: Path) -> None:
+    (folder / "config.yaml").write_text("beta: [")
+    with pytest.raises(DataError, match="not YAML"):
+        read_record(folder)

@@ -1,0 +1,100 @@
+"""Which reader takes which path, and what is said where none does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from klamp.diagnostics.doctor import examine
+from klamp.errors import DataError
+from klamp.records import read_record
+
+
+def lines(path: Path, *rows: object) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_a_trainer_state_by_hand(tmp_path: Path) -> None:
+    log = [{"step": i + 1, "kl": kl, "reward": 0.5, "loss": 0.1} for i, kl in enumerate([0.0, 0.01, 1e5])]
+    log += [{"step": 3, "eval_reward": 0.5, "eval_runtime": 1.0}, {"step": 3, "train_runtime": 1.0, "train_loss": 0.2}]
+    for step in (9, 10):
+        file = tmp_path / f"checkpoint-{step}" / "trainer_state.json"
+        file.parent.mkdir()
+        file.write_text(json.dumps({"global_step": step, "log_history": log[: 1 if step == 9 else None]}))
+    history = read_record(tmp_path)
+    assert [row.metrics["kl/k3"] for row in history.rows] == [0.0, 0.01, 1e5]
+    assert [row.metrics for row in history.evaluations] == [{"reward": 0.5}]
+    assert {f.alarm.name for f in examine(history).findings} == {"huge-values", "kl-spike"}
+
+
+def test_a_kl_that_is_diluted(tmp_path: Path) -> None:
+    """3 nats at the first token, .02 at each of the others; completions grow from 6 tokens to 20."""
+    lengths = [6 + 0.1 * (i % 3) for i in range(15)] + [6 + 1.4 * i for i in range(1, 11)] + [20.0] * 5
+    log = [
+        {"step": i + 1, "kl": 0.0 if i == 0 else (3 + 0.02 * n) / n, "completions/mean_length": n, "reward": 1.0}
+        for i, n in enumerate(lengths)
+    ]
+    file = tmp_path / "trainer_state.json"
+    file.write_text(json.dumps({"log_history": log}))
+    (finding,) = [f for f in examine(read_record(file)).findings if f.alarm.name == "dilution"]
+    assert 16 < finding.first_step < 26
+    file.write_text(json.dumps({"log_history": [row | {"kl": min(row["kl"], 0.15)} for row in log]}))
+    assert not [f for f in examine(read_record(file)).findings if f.alarm.level == "alarm"]
+
+
+def test_metrics_in_lines(tmp_path: Path) -> None:
+    file = lines(
+        tmp_path / "metrics.jsonl",
+        {"step": 1, "env/all/reward/total": 0.5, "optim/kl_sample_train_v1": 0.001},
+        {"step": 2, "env/all/reward/total": 0.6, "optim/kl_sample_train_v1": 0.02},
+    )
+    for path in (file, tmp_path):
+        history = read_record(path)
+        assert [row.metrics["reward"] for row in history.rows] == [0.5, 0.6]
+        assert [f.alarm.name for f in examine(history).findings] == ["sampler-mismatch"]
+
+
+def test_a_half_written_last_line_is_passed_over(tmp_path: Path) -> None:
+    file = lines(tmp_path / "m.jsonl", {"step": 1, "kl": 0.1})
+    with file.open("a") as out:
+        out.write('{"step": 2, "kl": 0.')
+    assert len(read_record(file).rows) == 1
+    with file.open("a") as out:
+        out.write('\n{"step": 3, "kl": 0.1}\n')
+    with pytest.raises(DataError, match="line 2 is not JSON"):
+        read_record(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "what"),
+    [
+        ("missing", None, "there is nothing to examine"),
+        ("notes.txt", "hello", "a file of no known kind"),
+        ("state.json", "{", "a file is not JSON"),
+        ("state.json", "[1]", "a file holds no JSON object"),
+        ("state.json", '{"best": 1}', "a trainer state has no log_history"),
+        ("rows.jsonl", '{"text": "a"}\n', "no metric and no token log-probabilities were found"),
+        ("rows.jsonl", "", "no metric and no token log-probabilities were found"),
+        ("rows.jsonl", "3\n", "line 1 is no JSON object"),
+        ("rows.jsonl", '{"old_log_probs": [0.1], "ref_log_prob": [0.1, 0.2]}\n', "line 1 is no completion"),
+        ("rows.jsonl", '{"old_log_probs": ["a"]}\n', "line 1 is no completion"),
+        ("run.wandb", "hello", "a file is no W&B run"),
+        ("rows.jsonl", b"\xff\xfe\x00", "a file is not text"),
+    ],
+)
+def test_what_cannot_be_read(tmp_path: Path, name: str, text: str | bytes | None, what: str) -> None:
+    path = tmp_path / name
+    if text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(DataError, match=what) as caught:
+        read_record(path)
+    assert caught.value.why and caught.value.fix
+
+
+def test_an_empty_folder(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no record of a run"):
+        read_record(tmp_path)

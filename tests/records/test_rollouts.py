@@ -1,0 +1,208 @@
+"""Completions with log-probabilities as prime-rl exports them and as verl names them, from real models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.training.conftest import disturb, tiny_llama
+from torch import Tensor, nn
+
+from klamp.diagnostics.doctor import Diagnosis, examine
+from klamp.records import read_record
+from klamp.records.rollouts import completion_of
+from klamp.tasks.arithmetic import arithmetic_tokenizer
+
+PROMPT, LENGTH, ROWS = 5, 12, 24
+
+
+@torch.no_grad()
+def token_logprobs(model: nn.Module, ids: Tensor) -> Tensor:
+    """Of every token, given those before it; 0 for the first."""
+    logprobs = model(ids).logits.float().log_softmax(-1)
+    return torch.nn.functional.pad(logprobs[:, :-1].gather(-1, ids[:, 1:, None])[..., 0], (1, 0))
+
+
+@torch.no_grad()
+def sampled(model: nn.Module) -> Tensor:
+    """Sequences with a random prompt, drawn token by token; the end token is not special here."""
+    torch.manual_seed(0)
+    ids = torch.randint(4, len(arithmetic_tokenizer()), (ROWS, PROMPT))
+    for _ in range(LENGTH):
+        ids = torch.cat([ids, model(ids).logits[:, -1].softmax(-1).multinomial(1)], -1)
+    return ids
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, Any]:
+    """Tokens of a policy, their log-probabilities under it, under a reference, and under what it was before."""
+    policy, ref, old = tiny_llama(), tiny_llama(), tiny_llama()
+    disturb(policy, size=0.01)
+    disturb(old, seed=2, size=0.05)
+    ids = sampled(policy)
+    return {
+        "ids": ids.tolist(),
+        "policy": token_logprobs(policy, ids).tolist(),
+        "ref": token_logprobs(ref, ids).tolist(),
+        "old": token_logprobs(old, ids).tolist(),
+    }
+
+
+def prime_rl(rows: dict[str, Any], i: int, **changes: Any) -> dict[str, Any]:
+    """A line of prime-rl's token export, schema 1."""
+    size = PROMPT + LENGTH
+    sampler = [0.0] * PROMPT + rows["policy"][i][PROMPT:]
+    return {
+        "schema_version": 1,
+        "step": 0,
+        "export_step": 0,
+        "rank": 0,
+        "micro_step": 0,
+        "micro_sequence_idx": i,
+        "export_sequence_idx": i,
+        "run_id": None,
+        "env_name": "arithmetic",
+        "token_ids": rows["ids"][i],
+        "position_ids": list(range(size)),
+        "loss_mask": [False] * PROMPT + [True] * LENGTH,
+        "advantages": [0.5] * size,
+        "rewards": [1.0] * size,
+        "inference_logprobs": sampler,
+        "trainer_logprobs": rows["policy"][i],
+        "entropy": [1.0] * size,
+        "mismatch_kl": [None] * size,
+    } | changes
+
+
+def diagnose(folder: Path, lines: list[dict[str, Any]], name: str = "token_exports/step_0/rank_0.jsonl") -> Diagnosis:
+    file = folder / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return examine(read_record(folder))
+
+
+def names(diagnosis: Diagnosis) -> list[str]:
+    return [finding.alarm.name for finding in diagnosis.findings]
+
+
+def test_a_healthy_export(tmp_path: Path, rows: dict[str, Any]) -> None:
+    diagnosis = diagnose(tmp_path, [prime_rl(rows, i) for i in range(ROWS)])
+    assert diagnosis.history.source == "prime-rl token export"
+    assert names(diagnosis) == []
+    (row,) = diagnosis.history.rows
+    assert row.metrics["reward"] == 1.0 and row.metrics["sampler/k3"] == 0.0 and row.metrics["length/mean"] == LENGTH
+
+
+def test_a_mask_that_covers_the_prompt(tmp_path: Path, rows: dict[str, Any]) -> None:
+    mask = [True] * (PROMPT + LENGTH)
+    diagnosis = diagnose(tmp_path, [prime_rl(rows, i, loss_mask=mask) for i in range(ROWS)])
+    assert "mask-on-prompt" in names(diagnosis)
+
+
+def test_a_mask_that_loses_the_last_token(tmp_path: Path, rows: dict[str, Any]) -> None:
+    mask = [False] * PROMPT + [True] * (LENGTH - 1) + [False]
+    diagnosis = diagnose(tmp_path, [prime_rl(rows, i, loss_mask=mask) for i in range(ROWS)])
+    assert names(diagnosis) == ["end-token-lost"]
+
+
+def test_an_engine_with_old_weights(tmp_path: Path, rows: dict[str, Any]) -> None:
+    def stale(i: int) -> list[float]:
+        return [0.0] * PROMPT + rows["old"][i][PROMPT:]
+
+    lines = [prime_rl(rows, i, inference_logprobs=stale(i)) for i in range(ROWS)]
+    found = diagnose(tmp_path, lines)
+    assert "sampler-mismatch" in names(found) and "mask-on-prompt" not in names(found)
+    (finding,) = [f for f in found.findings if f.alarm.name == "sampler-mismatch"]
+    assert finding.evidence.tokens[0].position >= PROMPT
+
+
+def verl(rows: dict[str, Any], i: int, **changes: Any) -> dict[str, Any]:
+    """A line of a verl rollout dump with the tensors of its batch by their names, padded on the right."""
+    pad = 3
+
+    def padded(values: list[Any], fill: Any) -> list[Any]:
+        return values[i][PROMPT:] + [fill] * pad
+
+    return {
+        "input": "12+3=",
+        "output": "15",
+        "score": 1.0,
+        "step": 1,
+        "uid": f"prompt-{i // 4}",
+        "responses": padded(rows["ids"], 0),
+        "response_mask": [1] * LENGTH + [0] * pad,
+        "rollout_log_probs": padded(rows["policy"], -1.0),
+        "old_log_probs": padded(rows["policy"], 0.0),
+        "ref_log_prob": padded(rows["ref"], 0.0),
+        "advantages": [0.0] * (LENGTH + pad),
+    } | changes
+
+
+def test_verl_rows(tmp_path: Path, rows: dict[str, Any]) -> None:
+    diagnosis = diagnose(tmp_path, [verl(rows, i) for i in range(ROWS)], "1.jsonl")
+    assert diagnosis.history.source == "verl rollouts"
+    assert names(diagnosis) == ["step-zero-kl"], "the policy has moved, and the record says that this is step 1"
+    later = [verl(rows, i, step=7) for i in range(ROWS)]
+    assert names(diagnose(tmp_path / "later", later, "7.jsonl")) == []
+    policy, ref = (torch.tensor(rows[name])[:, PROMPT:] for name in ("policy", "ref"))
+    assert diagnosis.history.rows[0].metrics["kl/k1"] == pytest.approx(float((policy - ref).mean()), rel=1e-5)
+    assert diagnosis.history.rows[0].metrics["length/mean"] == LENGTH
+
+
+def test_swapped_models_give_a_k1_below_chance(tmp_path: Path, rows: dict[str, Any]) -> None:
+    lines = [
+        verl(rows, i, step=7, old_log_probs=rows["old"][i][PROMPT:] + [0.0] * 3, rollout_log_probs=None)
+        for i in range(ROWS)
+    ]
+    assert "negative-k1" in names(diagnose(tmp_path, lines, "7.jsonl"))
+
+
+def test_verl_rows_without_the_end_token(tmp_path: Path, rows: dict[str, Any]) -> None:
+    mask = [1] * (LENGTH - 1) + [0] * 4
+    lines = [verl(rows, i, step=7, response_mask=mask) for i in range(ROWS)]
+    assert names(diagnose(tmp_path, lines, "7.jsonl")) == ["end-token-lost"]
+
+
+def test_groups_of_equal_rewards_have_no_signal(tmp_path: Path, rows: dict[str, Any]) -> None:
+    lines = [verl(rows, i, step=7, advantages=[0.1 * i] * (LENGTH + 3)) for i in range(ROWS)]
+    assert names(diagnose(tmp_path, lines, "7.jsonl")) == ["advantage-scale"]
+
+
+@pytest.mark.parametrize(
+    ("row", "ended"),
+    [({"ended": True}, True), ({"is_truncated": True}, False), ({"finish_reason": "stop"}, True), ({}, None)],
+)
+def test_how_a_completion_ended(row: dict[str, Any], ended: bool | None) -> None:
+    made = completion_of({"policy_logprobs": [-1.0], "ref_logprobs": [None], "reward": 0.5} | row)
+    assert made.ended is ended
+    assert made.tokens == ["?"] and made.log_ratios() == [] and made.reward == 0.5
+
+
+def test_a_token_that_its_sampler_was_certain_of_is_no_prompt_token() -> None:
+    row = {"policy_logprobs": [-3.0, -0.1, -3.0], "inference_logprobs": [0.0, 0.0, -2.9], "loss_mask": [True] * 3}
+    assert completion_of(row).sampled == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        ({"prompt": "2+2="}, "2+2="),
+        ({"input": "2+2=", "uid": "7"}, "2+2="),
+        ({"prompt": [{"role": "system", "content": "Add."}, {"content": "2+2="}]}, "system: Add.\nmessage: 2+2="),
+        ({"prompt": [[1, 2], "x", {"content": 3}]}, ""),
+        ({"prompt": 5}, ""),
+        ({}, ""),
+    ],
+)
+def test_what_was_asked(row: dict[str, Any], prompt: str) -> None:
+    assert completion_of({"policy_logprobs": [-1.0]} | row).prompt == prompt
+
+
+def test_a_log_probability_above_zero_is_refused_where_it_counts() -> None:
+    row = {"policy_logprobs": [-1.0, 0.4], "ref_logprobs": [-1.0, -2.0]}
+    with pytest.raises(ValueError, match="a log-probability of 0.4"):
+        completion_of(row, default_step=1)
+    assert completion_of({**row, "trained": [1, 0]}, default_step=1).policy == [-1.0, 0.4]

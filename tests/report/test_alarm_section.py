@@ -1,0 +1,92 @@
+"""Alarms on the page."""
+
+from __future__ import annotations
+
+from tests.report.pages import Node, completion, parse, run_of
+
+from klamp.diagnostics.alarms import ALARMS
+from klamp.report.alarm_section import alarm_section, anchors, numbered, verdict
+from klamp.report.choice import ranked
+from klamp.report.run import ReportRun
+
+SPIKE = [0.0, 0.02, 0.03, 0.03, 0.03, 0.03, 0.7]
+SOUND = [0.0, 0.02, 0.03, 0.03]
+
+
+def spiked(name: str = "a") -> ReportRun:
+    rows = [completion(step=s, ref=(-1.0, -2.0 - s / 7, -0.5)) for s in range(1, 8)]
+    return run_of(name=name, completions=rows, k3=SPIKE)
+
+
+def section(*runs: ReportRun) -> Node:
+    completions = ranked(runs)
+    return parse(alarm_section(runs, anchors(completions, range(len(completions)))))
+
+
+def test_a_finding_says_what_was_seen_and_what_to_do() -> None:
+    made = section(spiked()).one("article")
+    facts = {each.one("dt").text: each.one("dd").text for each in made.one("dl").all("div")}
+    alarm = ALARMS["kl-spike"]
+    assert facts == {
+        "Seen": "kl/k3 jumped to 0.7 nats per token, 0.03 was the highest before",
+        "Means": alarm.means,
+        "Next step": alarm.next_step,
+    }
+    assert (made.attributes["id"], made.one("h3").text) == ("alarm-1", "▲ 1 The KL jumped")
+    assert made.one(of="since").text == "alarm: kl-spike, step 7"
+
+
+def test_tokens_to_blame_are_linked() -> None:
+    made = section(spiked())
+    assert made.one("table").rows()[1] == ["2", "13.5 %", "5.0 %", "100 %", "1", "step 7, completion 1, position 2"]
+    assert made.one("a").attributes["href"] == "#c0-1"
+
+
+def test_tokens_that_are_not_on_the_page_are_named_without_a_link() -> None:
+    run = spiked()
+    made = parse(alarm_section([run], anchors(ranked([run]), [])))
+    assert not made.all("a") and "step 7, completion 1, position 2" in made.text
+
+
+def test_what_was_not_checked() -> None:
+    made = section(run_of(k3=SOUND))
+    assert "Nothing was found." in made.text
+    lacks = {div.one("dt").text: div.one("dd").text for div in made.one("dl", of="unchecked").all("div")}
+    assert lacks["retention"] == "the record has no evaluations"
+    assert made.one("summary").text == f"{len(lacks)} of {len(ALARMS)} could not be checked"
+
+
+def test_verdicts() -> None:
+    def said(*runs: ReportRun) -> tuple[str, str]:
+        node = parse(verdict(runs)).one("p")
+        return node.text, node.classes[1]
+
+    sound, far = run_of(name="b", k3=SOUND), run_of(k3=[0.0] + [0.25] * 9, reward=[0.5] * 10)
+    checked = len(ALARMS) - len(sound.diagnosis.unchecked)
+    assert said(sound) == (f"✓ no alarm; {checked} of {len(ALARMS)} checked", "sound")
+    assert said(far)[0].startswith("✓ no alarm, 1 note; ") and said(far)[1] == "note"
+    assert said(spiked(), sound) == ("▲ 1 alarm, in 1 of 2 runs", "alarm")
+    assert said(sound, sound) == ("✓ no alarm", "sound")
+
+
+def test_an_alarm_of_several_runs_is_told_once() -> None:
+    runs = [spiked("a"), run_of(name="b", k3=[0.0] + [0.25] * 9, reward=[0.5] * 10), spiked("c")]
+    assert numbered(runs) == {"kl-spike": 1, "kl-high": 2}, "alarms before notes"
+    made = section(*runs)
+    spike, high = made.all("article")
+    assert (spike.one(of="since").text, high.one(of="since").text) == (
+        "alarm: kl-spike, in 2 of 3 runs",
+        "note: kl-high, in 1 of 3 runs",
+    )
+    seen = [each.text for each in spike.one("dl").all("div")[0].all("dd")]
+    assert [text.partition(":")[0] for text in seen] == ["a, step 7", "c, step 7"]
+    assert spike.text.count(ALARMS["kl-spike"].next_step) == 1
+    assert [row[-1] for row in spike.one("table").rows()] == ["run", "a", "c"]
+    assert {link.attributes["href"] for link in made.all("a")} == {"#c0-1", "#c1-1"}
+
+
+def test_runs_that_lack_the_same_are_named_together() -> None:
+    runs = [run_of(name="a", k3=SOUND), run_of(name="b", reward=[0.5]), run_of(name="c", k3=SOUND)]
+    made = section(*runs)
+    assert made.one("p").text == "Nothing was found in a, b, c."
+    assert [each.text.partition("checked ")[2] for each in made.all("summary")] == ["in a, c", "in b"]

@@ -1,0 +1,140 @@
+"""Charts: every point where it belongs, and all of it in words and in a table."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+from tests.report.pages import Node, parse
+
+from klamp.report.chart import BOTTOM, LEFT, RIGHT, TOP, Chart, Line, Mark, Series, describe, render_chart
+
+STEPS = range(1, 21)
+
+
+def chart(*series: Series, **changes) -> Chart:
+    values = {"name": "chart-x", "title": "Title", "unit": "nats", "text": "Says.", "series": series}
+    return Chart(**values | changes)
+
+
+def rendered(*series: Series, **changes) -> Node:
+    return parse(render_chart(chart(*series, **changes)))
+
+
+def places(node: Node) -> list[tuple[float, float]]:
+    (curve,) = [each for each in node.one("svg", of="chart").all("path") if "curve" in each.classes]
+    return [(float(x), float(y)) for x, y in re.findall(r"[ML]([\d.]+) ([\d.]+)", curve.attributes["d"] or "")]
+
+
+def test_points_are_where_their_values_are() -> None:
+    line = Series(label="a", points={step: step / 20 for step in STEPS})
+    found = places(rendered(line, include=(0.0, 1.0)))
+    assert len(found) == 20
+    assert (found[0][0], found[-1][0]) == (LEFT, RIGHT)
+    heights = [(BOTTOM - y) / (BOTTOM - TOP) for _, y in found]
+    assert heights == pytest.approx([(step / 20) / 1.05 for step in STEPS], abs=1e-3)
+
+
+def test_gaps_where_values_are_not_finite() -> None:
+    values = [0.1, 0.2, math.nan, 0.4, math.inf, 0.6, 0.7] + [0.5] * 20
+    node = rendered(Series(label="a", points=dict(enumerate(values))))
+    (path,) = [
+        each.attributes["d"] or "" for each in node.one("svg", of="chart").all("path") if "curve" in each.classes
+    ]
+    assert [part.count("L") for part in path.split("M")[1:]] == [1, 0, 21]
+    assert len(node.one("svg", of="chart").all("path", of="dot")) == 1, "a point between two gaps"
+    cells = [row[1] for row in node.one("table").rows()[1:]]
+    assert cells[:5] == ["0.1", "0.2", "NaN", "0.4", "∞"]
+    assert "2 values are not finite" in node.one("desc").text
+
+
+def test_few_points_get_dots_of_different_shapes() -> None:
+    lines = [Series(label=str(slot), points={0: 0.5, 10: slot / 4}, slot=slot) for slot in range(4)]
+    dots = rendered(*lines).one("svg", of="chart").all("path", of="dot")
+    assert len(dots) == 8
+    outlines = {re.sub(r"[\d. -]+", "", dot.attributes["d"] or "") for dot in dots}
+    assert len(outlines) == 4
+
+
+def test_curves_differ_in_more_than_colour() -> None:
+    lines = [Series(label=str(slot), points=dict.fromkeys(STEPS, 1.0), slot=slot) for slot in range(40)]
+    curves = rendered(*lines).one("svg", of="chart").all("path", of="curve")
+    looks = [tuple(curve.classes) for curve in curves]
+    assert len(set(looks)) == 40
+    assert all(looks[slot][2] != looks[slot + 8][2] for slot in range(32))
+
+
+def test_legend_and_table_hold_the_numbers() -> None:
+    a = Series(label="a", points={1: 0.25, 2: 0.123456})
+    b = Series(label="b <b>", points={2: -3.0}, slot=1)
+    node = rendered(a, b)
+    assert [item.text for item in node.one("ul", of="legend").all("li")] == ["a0.1235", "b <b>−3"]
+    assert node.one("table").rows() == [["step", "a", "b <b>"], ["1", "0.25", "–"], ["2", "0.1235", "−3"]]
+    assert node.one(of="at").text == "step 2"
+    assert [value.attributes["data-column"] for value in node.all(of="value")] == ["1", "2"]
+    assert len(node.all("caption")) == len(node.all("table")) == 1
+
+
+def test_curves_of_a_group_share_a_line_of_the_legend() -> None:
+    runs = [("a_seed-0", "a", 0.1), ("a_seed-1", "a", 0.2), ("b", "b", 0.3), ("c", "", 0.4)]
+    node = rendered(*(Series(label=name, points={1: value}, group=group) for name, group, value in runs))
+    items = node.one("ul", of="legend").all("li")
+    assert [item.one(of="label").text for item in items] == ["a, 2 runs", "b", "c"]
+    shown = [[(each.text, each.attributes["data-column"]) for each in item.all(of="value")] for item in items]
+    assert shown == [[("0.1", "1"), ("0.2", "2")], [("0.3", "3")], [("0.4", "4")]]
+    assert node.one("table").rows()[0] == ["step", "a_seed-0", "a_seed-1", "b", "c"]
+
+
+def test_who_cannot_see_it_is_told() -> None:
+    made = chart(
+        Series(label="k3", points={1: 0.0, 2: 0.5, 3: 0.25}),
+        lines=[Line(label="target 0.1", low=0.1)],
+        marks=[Mark(step=2, number=3, name="kl-spike")],
+    )
+    assert describe(made) == (
+        "Says. 1 curve. k3: 0 at step 1, 0.25 at step 3; lowest 0, highest 0.5 at step 2. target 0.1. "
+        "Alarm 3, kl-spike, rose at step 2."
+    )
+    svg = parse(render_chart(made)).one("svg", of="chart")
+    assert svg.attributes["role"] == "img"
+    assert [svg.one(id=name).name for name in (svg.attributes["aria-labelledby"] or "").split()] == ["title", "desc"]
+    assert svg.one("title").text == "Title"
+
+
+def test_targets_bands_and_alarms_are_drawn() -> None:
+    node = rendered(
+        Series(label="k3", points=dict.fromkeys(STEPS, 0.1)),
+        lines=[Line(label="band", low=0.05, high=0.15), Line(label="target", low=0.3)],
+        marks=[Mark(step=20, number=1, name="kl-spike")],
+        include=(0.0,),
+    )
+    svg = node.one("svg", of="chart")
+    level = svg.one("line", of="level")
+    high = 0.3 * 1.05
+    assert float(level.attributes["y1"] or 0) == pytest.approx(BOTTOM - (BOTTOM - TOP) * 0.3 / high, abs=0.1)
+    band = svg.one("rect", of="band").attributes
+    assert float(band["height"] or 0) == pytest.approx((BOTTOM - TOP) * 0.1 / high, abs=0.2)
+    mark = svg.one("g", of="mark")
+    assert mark.one("line").attributes["x1"] == f"{RIGHT:.1f}" and mark.one("text").text == "1"
+    assert [item.text for item in node.one("ul", of="legend").all("li")] == ["k30.1", "band", "target"]
+
+
+def test_a_spike_is_said_to_be_on_another_scale() -> None:
+    node = rendered(Series(label="k3", points={step: 1e5 if step == 9 else 0.02 for step in STEPS}))
+    assert node.one("figcaption").one(of="unit").text == "nats, log scale"
+    assert "100000" in [text.text for text in node.one("g", of="axes").all("text")]
+
+
+def test_long_runs_are_thinned_and_say_so() -> None:
+    points = {step: math.sin(step / 50) for step in range(1, 5001)}
+    node = parse(render_chart(chart(Series(label="a", points=points)), most=100))
+    rows = node.one("table").rows()
+    assert 80 <= len(rows) <= 210
+    assert f"; {len(rows) - 1} of 5000 logged steps, the extremes among them" in node.one("caption").text
+
+
+def test_one_step_is_enough() -> None:
+    node = rendered(Series(label="a", points={7: 0.5}))
+    dot = node.one("svg", of="chart").one("path", of="dot")
+    assert (dot.attributes["d"] or "").startswith(f"M{(LEFT + RIGHT) / 2 - 3:.1f}")

@@ -1,0 +1,173 @@
+"""The whole page."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import itertools
+import re
+
+import pytest
+from tests.report.pages import Node, completion, parse, run_of
+
+from klamp.diagnostics.history import Settings
+from klamp.errors import DataError
+from klamp.report import page as module
+from klamp.report.page import LIMIT, render
+from klamp.report.run import ReportRun
+
+HOSTILE = "</script></style><img src=x onerror=alert(1)><!--\u202e\ud800\x00"
+
+
+def whole_run(name: str = "a") -> ReportRun:
+    rows = [completion(step=s, ref=(-1.0, -2.0 - s / 7, -0.5), prompt="40+2=", reward=1.0) for s in range(1, 8)]
+    return run_of(
+        name=name,
+        completions=rows,
+        scores=[(0, {"addition": 0.5, "reversal": 1.0}), (7, {"addition": 0.9, "reversal": 1.0})],
+        settings=Settings(rl_skill="addition"),
+        details={"config": {"beta": 0.04}, "defaults": {"beta": 0.01}, "versions": {"klamp": "0.1.0"}},
+        reward=[0.1] * 7,
+        k1=[0.0, 0.02, 0.03, 0.03, 0.03, 0.03, 0.6],
+        k3=[0.0, 0.02, 0.03, 0.03, 0.03, 0.03, 0.7],
+        length=[4.0] * 7,
+        kl__position__1_of_8=[0.1] * 7,
+    )
+
+
+def document(*runs: ReportRun) -> Node:
+    return parse(render(runs).removeprefix("<!doctype html>"))
+
+
+def test_its_sections_in_their_order() -> None:
+    made = document(whole_run())
+    assert [section.attributes["id"] for section in made.one("main").all("section")] == [
+        "overview",
+        "alarms",
+        "curves",
+        "positions",
+        "tokens",
+        "configuration",
+        "versions",
+    ]
+    assert made.one("h1").text == "a" and made.one("head").one("title").text == "a · klamp report"
+    assert made.one(of="source").text == "runs/a · klamp run, 7 logged steps up to step 7"
+    assert len(made.all("figure")) == 7
+
+
+def test_every_link_has_its_target_and_every_id_is_unique() -> None:
+    for runs in ([whole_run()], [whole_run("a"), whole_run("b")]):
+        made = document(*runs)
+        ids = [node.attributes["id"] for node in made.walk() if "id" in node.attributes]
+        assert len(set(ids)) == len(ids)
+        links = [link.attributes["href"] or "" for link in made.all("a")]
+        assert links and all(link.startswith("#") and link[1:] in ids for link in links)
+        for node in made.walk():
+            for name in ("aria-labelledby", "for"):
+                assert set((node.attributes.get(name) or "").split()) <= set(ids)
+
+
+def test_headings_step_down_one_at_a_time() -> None:
+    for runs in ([whole_run()], [whole_run("a"), whole_run("b")]):
+        levels = [int(node.name[1]) for node in document(*runs).walk() if re.fullmatch("h[1-6]", node.name)]
+        assert levels[0] == 1 and levels.count(1) == 1
+        assert all(after - before <= 1 for before, after in itertools.pairwise(levels))
+
+
+def test_the_policy_allows_its_own_style_and_script_and_nothing_else() -> None:
+    made = document(whole_run())
+    policy = made.one("meta", http_equiv="Content-Security-Policy").attributes["content"] or ""
+    allowed = dict(part.strip().split(" ", 1) for part in policy.split(";"))
+    assert allowed["default-src"] == allowed["base-uri"] == allowed["form-action"] == "'none'"
+    (script,) = [node for node in made.all("script") if "type" not in node.attributes]
+    for name, node in (("style-src", made.one("style")), ("script-src", script)):
+        digest = base64.b64encode(hashlib.sha256(node.text.encode()).digest()).decode()
+        assert allowed[name] == f"'sha256-{digest}'"
+    assert set(allowed) == {"default-src", "base-uri", "form-action", "style-src", "script-src"}
+
+
+def test_nothing_is_loaded_and_nothing_is_inline() -> None:
+    page = render([whole_run()])
+    assert not re.search(r"https?:|//[a-z]|@import|url\(", page.replace("// ", ""))
+    for node in parse(page.removeprefix("<!doctype html>")).walk():
+        assert not {"style", "src", "srcset"} & set(node.attributes)
+        assert not any(name.startswith("on") for name in node.attributes)
+
+
+def test_the_script_writes_no_markup() -> None:
+    script = module._asset(module.SCRIPTS)
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", script)
+    assert "</script" not in script and "</style" not in module._asset(module.STYLES)
+
+
+def test_hostile_text_everywhere() -> None:
+    run = run_of(
+        name=HOSTILE,
+        completions=[completion(tokens=(HOSTILE, "b", "c"), prompt=HOSTILE, group=HOSTILE, ref=(-3.0, -2.0, -0.5))],
+        scores=[(0, {HOSTILE: 0.5}), (1, {HOSTILE: 0.1})],
+        details={"config": {HOSTILE: HOSTILE}, "versions": {HOSTILE: HOSTILE}, "after": {HOSTILE: 0.1}},
+        k3=[0.5],
+    )
+    for runs in ([run], [run, whole_run()]):
+        page = render(runs)
+        page.encode("utf-8")
+        assert "<img" not in page and "<!--" not in page and "\u202e" not in page and "\x00" not in page
+        made = parse(page.removeprefix("<!doctype html>"))
+        assert not made.all("img") and len(made.all("script")) == 2
+        seen = HOSTILE.replace("\u202e", "⟨U+202E⟩").replace("\ud800", "⟨U+D800⟩").replace("\x00", "⟨U+0000⟩")
+        assert made.text.count(seen) >= 6
+
+
+def test_several_runs_are_compared() -> None:
+    made = document(whole_run("a"), whole_run("b"))
+    assert made.one("h1").text == "2 runs compared"
+    assert made.one("table", of="headlines").rows()[0] == ["run", " aruns/a, klamp run", " bruns/b, klamp run"]
+    chart = made.one("figure", id="chart-reward-0")
+    assert [item.one(of="label").text for item in chart.one("ul").all("li")] == ["a", "b"]
+
+
+def test_a_page_of_metrics_only_says_what_is_missing() -> None:
+    made = document(run_of(k3=[0.0, 0.02]))
+    missing = [node.text for node in made.all(of="missing")]
+    assert len(missing) == 5 and any("No completions" in text for text in missing)
+    assert len(made.all("figure")) == 1
+    empty = document(run_of(completions=[completion()]))
+    assert "No metric over steps was logged." in empty.text
+
+
+def heavy(count: int) -> ReportRun:
+    rows = [
+        completion(
+            step=step,
+            tokens=[f"token{i}" for i in range(200)],
+            policy=[-1.0 - i / 300 for i in range(200)],
+            ref=[-1.0 - i / 200 - step / 1000 for i in range(200)],
+        )
+        for step in range(count)
+    ]
+    return run_of(completions=rows, reward=[0.5] * 20)
+
+
+def test_a_page_stays_below_its_limit() -> None:
+    limit = 300_000
+    page = render([heavy(40)], limit=limit)
+    assert 0.8 * limit < len(page.encode()) <= limit < LIMIT
+    made = parse(page.removeprefix("<!doctype html>"))
+    cards = made.all("article", of="completion")
+    steps = [int(card.attributes["data-step"] or 0) for card in cards]
+    assert steps == list(range(39, 39 - len(cards), -1)), "the worst first"
+    assert f"{40 - len(cards)} are left out" in made.one(id="left-out").text
+
+
+def test_long_runs_give_way_to_the_limit() -> None:
+    def noise(factor: int) -> list[float]:
+        return [step * factor % 97 for step in range(500)]
+
+    runs = [run_of(name=str(i), k1=noise(7919 * (i + 3)), k3=noise(7907 * (i + 5))) for i in range(6)]
+    assert len(render(runs).encode()) > 100_000 >= len(render(runs, limit=100_000).encode())
+    with pytest.raises(DataError, match="too large"):
+        render(runs, limit=50_000)
+
+
+def test_the_same_runs_give_the_same_page() -> None:
+    assert render([whole_run()]) == render([whole_run()])

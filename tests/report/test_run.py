@@ -1,0 +1,32 @@
+"""What the report is told of a run."""
+
+from __future__ import annotations
+
+from tests.report.pages import run_of
+
+from klamp.diagnostics.history import Settings
+from klamp.report.run import skills_of, slots_of
+
+
+def test_curves() -> None:
+    run = run_of(k3=[0.1, 0.2], k1=[0.3], scores=[(0, {"a": 0.5}), (2, {"a": 0.6, "b": 1.0})])
+    assert run.curve("kl/k3") == {1: 0.1, 2: 0.2} and run.curve("kl/k1") == {1: 0.3}
+    assert run.curve("eval/a") == {0: 0.5, 2: 0.6} and run.curve("eval/b") == {2: 1.0} and run.curve("none") == {}
+
+
+def test_levels() -> None:
+    assert run_of(k3=[0.0, 0.02, 0.03, 0.03, 0.03, 0.03, 0.7]).levels == (1, 0)
+    assert run_of(k3=[0.0] + [0.25] * 9).levels == (0, 1)
+
+
+def test_runs_of_one_group_look_alike() -> None:
+    runs = [run_of(), run_of(details={"group": "beta-0"}), run_of(), run_of(details={"group": "beta-0"})]
+    assert slots_of(runs) == [0, 1, 2, 1]
+
+
+def test_the_trained_skill_comes_first() -> None:
+    runs = [
+        run_of(scores=[(0, {"b": 1.0, "a": 1.0})], settings=Settings(rl_skill="z")),
+        run_of(details={"after": {"z": 1.0}}),
+    ]
+    assert skills_of(runs) == ["z", "a", "b"]

@@ -1,0 +1,119 @@
+"""The completions of a page: as many as fit, the worst first."""
+
+from __future__ import annotations
+
+import json
+
+from tests.report.pages import Node, completion, parse, run_of
+
+from klamp.report.choice import ranked
+from klamp.report.run import ReportRun
+from klamp.report.token_section import FRAME, fitting, said, token_section
+
+
+def many(count: int) -> ReportRun:
+    return run_of(
+        completions=[completion(step=s, ref=(-1.0 - s / 10, -2.0, -0.5), reward=s / 10) for s in range(count)]
+    )
+
+
+def section(*runs: ReportRun, room: int = 10**6) -> Node:
+    completions = ranked(runs)
+    return parse(token_section(runs, completions, fitting(runs, completions, room=room)))
+
+
+def test_everything_is_there() -> None:
+    made = section(many(3))
+    assert [card.attributes["id"] for card in made.all("article")] == ["c0", "c1", "c2"]
+    assert made.one(id="left-out").text == "All 3 completions, the worst token first."
+    numbers = json.loads(made.one("script").text)
+    assert {number: values["r"][0] for number, values in numbers.items()} == {"0": -1.2, "1": -1.1, "2": -1.0}
+
+
+def test_the_worst_tokens_link_to_their_completions() -> None:
+    made = section(many(3))
+    table = made.one("table", of="worst")
+    assert table.rows() == [
+        ["token", "log-ratio", "policy", "reference", "in context", "position", "times", "where"],
+        ["4", "+0.2", "36.8 %", "30.1 %", "42<eos>", "1", "1", "step 2, completion 1"],
+        ["4", "+0.1", "36.8 %", "33.3 %", "42<eos>", "1", "1", "step 1, completion 1"],
+    ]
+    for link in table.all("a"):
+        target = made.one(id=(link.attributes["href"] or "").removeprefix("#"))
+        assert target.text == "4"
+
+
+def test_the_worst_ones_are_kept_where_room_is_short() -> None:
+    run = many(30)
+    completions = ranked([run])
+    one = fitting([run], completions, room=FRAME + 800)
+    some = fitting([run], completions, room=FRAME + 10_000)
+    assert one == [0] and some == list(range(len(some))) and 3 < len(some) < 20
+    text = said(completions, completions[: len(some)])
+    assert text.endswith(f"the worst first. {30 - len(some)} are left out: the page stays below 2 MB.")
+    assert fitting([run], completions, room=0) == []
+
+
+def test_a_completion_that_is_too_large_makes_room_for_smaller_ones() -> None:
+    n = 2000
+    large = completion(step=9, tokens=["a"] * n, policy=[-1.0] * n, ref=[-4.0] * n)
+    run = run_of(completions=[large, completion(ref=(-1.5, -2.0, -0.5))])
+    assert fitting([run], ranked([run]), room=FRAME + 3000) == [1]
+
+
+def test_twins_are_counted() -> None:
+    row = completion()
+    run = run_of(completions=[row, row, completion(step=2)])
+    found = ranked([run])
+    assert said(found, found) == "All 3 completions, 2 cards where twins are joined, the worst token first."
+    assert said(found[1:], found[1:]) == "The only completion that was written."
+
+
+def test_worst_tokens_stand_in_their_context() -> None:
+    def context(**changes) -> list[str]:
+        (cell,) = (
+            section(run_of(completions=[completion(**changes)])).one("table", of="worst").all("code", of="context")
+        )
+        return [cell.text, cell.one("b").text, cell.one("b").classes[0]]
+
+    asked = "x" * 50 + "2+2=\n"
+    assert context(ref=(-1.0, -1.0, -0.5), prompt=asked) == ["x" * 35 + "2+2=↵ 42<eos>", "2", "n3"]
+    n = 30
+    tokens, policy = [f"{i}\n" for i in range(n)], [-1.0] * n
+    ref = [-1.0 - 0.5 * (i == 20) for i in range(n)]
+    text = "…" + "".join(f"{i}↵" for i in range(12, 25)) + "…"
+    assert context(tokens=tokens, policy=policy, ref=ref, prompt=asked) == [text, "20↵", "p2"]
+
+
+def test_filters_have_labels_and_limits() -> None:
+    made = section(many(4))
+    form = made.one("form")
+    labels = {label.attributes["for"] for label in form.all("label") if "for" in label.attributes}
+    controls = {each.attributes["id"]: each for each in form.walk() if each.name in ("input", "select")}
+    assert labels | {"f-blamed"} == set(controls)
+    assert (controls["f-step-from"].attributes["min"], controls["f-step-to"].attributes["max"]) == ("0", "3")
+    assert "disabled" in controls["f-blamed"].attributes, "no alarm blames anything"
+    assert "hidden" in form.attributes, "without a script it would do nothing"
+    assert "f-run" not in controls
+
+
+def test_several_runs_are_told_apart() -> None:
+    runs = [
+        run_of(name="a", completions=[completion(ref=(-1.5, -2.0, -0.5))]),
+        run_of(name="b", completions=[completion()]),
+    ]
+    made = section(*runs)
+    assert [card.one(of="run").text for card in made.all("article")] == ["a", "b"]
+    assert [option.text for option in made.one("select", id="f-run").all("option")] == ["all runs", "a", "b"]
+    assert made.one("table", of="worst").rows()[0][-2:] == ["run", "where"]
+
+
+def test_without_completions_it_says_what_is_missing() -> None:
+    made = section(run_of(k3=[0.1]))
+    assert made.one("p").text.startswith("No completions with token log-probabilities were written.")
+    assert not made.all("form")
+
+
+def test_a_policy_at_its_reference_has_no_worst_token() -> None:
+    made = section(run_of(completions=[completion()]))
+    assert "No log-ratio is different from 0." in made.text and len(made.all("article")) == 1

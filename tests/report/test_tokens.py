@@ -1,0 +1,122 @@
+"""A completion, token by token."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from tests.report.pages import Node, completion, parse, run_of
+
+from klamp.report.choice import LONGEST, ranked
+from klamp.report.tokens import card, legend, numbers_of, shade
+
+
+def shown(**changes):
+    return ranked([run_of(completions=[completion(**changes)])])[0]
+
+
+def node(label: str = "", linked: frozenset[int] = frozenset(), **changes) -> Node:
+    return parse(card(shown(**changes), 7, read=str, label=label, linked=linked)).one("article")
+
+
+@pytest.mark.parametrize(
+    ("ratio", "name"),
+    [
+        (0.0, "z"),
+        (0.09, "z"),
+        (-0.09, "z"),
+        (0.1, "p1"),
+        (-0.1, "n1"),
+        (0.31, "p2"),
+        (-0.5, "n2"),
+        (1.0, "p3"),
+        (-2.9, "n3"),
+        (50.0, "p4"),
+        (-3.0, "n4"),
+    ],
+)
+def test_shades(ratio: float, name: str) -> None:
+    assert shade(ratio) == name
+
+
+def test_a_card() -> None:
+    made = node(ref=(-1.5, -1.0, -0.5), prompt="40+2=", reward=1.0, advantage=-0.5, ended=True, linked=frozenset({1}))
+    strip = made.one(of="tokens")
+    assert [(token.text, token.classes, token.attributes.get("id")) for token in strip.all("span")] == [
+        ("4", ["p2"], None),
+        ("2", ["n3"], "c7-1"),
+        ("<eos>", ["z"], None),
+    ]
+    assert made.one(of="prompt").one(of="words").text == "40+2="
+    facts = {each.one("dt").text: each.one("dd").text for each in made.one(of="facts").all("div")}
+    k3 = math.exp(-0.5) + 0.5 - 1 + math.exp(1.0) - 1 - 1
+    assert facts == {
+        "reward": "1",
+        "advantage": "−0.5",
+        "KL (k3 | k1)": f"{k3:.3f} | −0.5 nats",
+        "largest": "1 nats",
+        "length": "3 tokens, ended",
+    }
+    data = {key: value for key, value in made.attributes.items() if key.startswith("data-")}
+    assert data == {
+        "data-number": "7",
+        "data-run": "0",
+        "data-step": "1",
+        "data-reward": "1",
+        "data-worst": "1",
+        "data-kl": f"{k3:.6g}",
+        "data-length": "3",
+    }
+    assert "log policy − log reference" in (strip.attributes["aria-label"] or "")
+
+
+def test_tokens_that_do_not_count_are_marked() -> None:
+    made = node(policy=(-1.0, -2.0, math.nan), trained=(False, False, True), sampled=(False, True, True), ended=False)
+    assert [token.classes for token in made.one(of="tokens").all("span")] == [["u", "q"], ["u", "m"], ["u"]]
+    assert made.one(of="facts").all("dd")[-1].text == "2 tokens, cut off"
+
+
+def test_twins_and_runs_are_named() -> None:
+    row = completion()
+    (twins,) = ranked([run_of(completions=[row, row])])
+    made = parse(card(twins, 0, read=str, label="beta 0.1", linked=frozenset()))
+    assert made.one("h4").text == "Step 1, completion 1 ×2"
+    assert made.one(of="run").text == "beta 0.1"
+    assert not node().all(of="run") and node().one("h4").text == "Step 1, completion 1"
+
+
+def test_what_models_write_is_text() -> None:
+    hostile = "</span><script>alert(1)</script>\u202e"
+    made = node(tokens=(hostile, "b", "c"), prompt=hostile)
+    assert not made.all("script")
+    assert made.one(of="tokens").all("span")[0].text == "</span><script>alert(1)</script>⟨U+202E⟩"
+    assert made.one(of="words").text == "</span><script>alert(1)</script>⟨U+202E⟩"
+
+
+def test_numbers_for_the_script() -> None:
+    found = numbers_of(shown(policy=(-1.123456789, math.nan, -math.inf), ref=None, sampler=(-1.0, -2.0, -0.5)))
+    assert found == {"p": [-1.12346, None, None], "s": [-1.0, -2.0, -0.5]}
+
+
+def test_long_completions_are_cut_and_say_so() -> None:
+    n = LONGEST + 10
+    made = node(tokens=["a"] * n, policy=[-1.0] * n, ref=[-1.0] * n)
+    assert len(made.one(of="tokens").all("span")) == LONGEST
+    assert made.one(of="aside").text.startswith(f"Only tokens 1 to {LONGEST} of {n} are shown")
+
+
+def test_the_legend_names_what_is_compared() -> None:
+    made = parse(legend(["reference"]))
+    assert [each.text for each in made.all(of="swatch")] == [
+        "−3",
+        "−1",
+        "−0.3",
+        "−0.1",
+        "0",
+        "+0.1",
+        "+0.3",
+        "+1",
+        "+3",
+    ]
+    assert [each.classes[1] for each in made.all(of="swatch")][:2] == ["n4", "n3"]
+    assert "reference likelier" in made.text and "log policy − log reference" in made.text

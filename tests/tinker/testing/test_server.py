@@ -1,0 +1,103 @@
+"""The HTTP side: what it refuses, what it counts, where it listens."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import socket
+import urllib.error
+import urllib.request
+
+import pytest
+
+import tinker
+from tinker import types
+
+
+def post(standin, path, body, **headers):
+    request = urllib.request.Request(
+        f"{standin.url}/api/v1/{path}",
+        data=body if isinstance(body, bytes) else json.dumps(body).encode(),
+        headers={"X-API-Key": "tml-x", "Content-Type": "application/json"} | headers,
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=10) as response:
+            return response.status, json.loads(response.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers", "status", "words"),
+    [
+        ("create_session", {}, {"X-API-Key": "nothing"}, 401, "tml-"),
+        ("nonsense", {}, {}, 404, "no POST nonsense"),
+        ("create_model", {"session_id": "s", "model_seq_id": 0, "base_model": "gpt"}, {}, 404, "no base model 'gpt'"),
+        ("create_model", {"session_id": "s"}, {}, 400, "does not fit create_model"),
+        ("create_sampling_session", {"session_id": "s", "sampling_session_seq_id": 0}, {}, 404, "no base model None"),
+        ("optim_step", {"model_id": "m", "seq_id": 1, "adam_params": {}}, {}, 404, "no training run 'm'"),
+        ("forward_backward", b"{}", {}, 415, "x-protobuf"),
+        ("forward_backward", b"\xff", {"Content-Type": "application/x-protobuf"}, 400, "ForwardBackwardRequest"),
+        ("asample", {"sampling_session_id": "s", "prompt": {}}, {}, 404, "no sampler 's'"),
+        ("retrieve_future", {"request_id": "r"}, {}, 404, "no request 'r'"),
+    ],
+)
+def test_what_does_not_fit_is_an_http_error_with_the_reason(standin, path, body, headers, status, words):
+    found, answer = post(standin, path, body, **headers)
+    assert (found, words in answer["error"]) == (status, True), answer
+
+
+def test_it_listens_on_the_loopback_interface_only(standin):
+    port = int(standin.url.rpartition(":")[2])
+    with socket.socket() as other:
+        other.settimeout(2)
+        assert other.connect_ex(("127.0.0.1", port)) == 0
+    addresses = {info[4][0] for info in socket.getaddrinfo(socket.gethostname(), port, socket.AF_INET)}
+    for address in addresses - {"127.0.0.1"}:
+        if not address.startswith("127."):
+            with socket.socket() as other:
+                other.settimeout(2)
+                assert other.connect_ex((address, port)) != 0
+
+
+def test_requests_are_counted_by_route(standin, reference):
+    before = standin.requests.copy()
+    reference.compute_logprobs(types.ModelInput.from_ints([1, 2, 3])).result(timeout=30)
+    assert standin.requests["asample"] == before["asample"] + 1
+    assert standin.requests["retrieve_future"] == before["retrieve_future"] + 1
+    assert standin.requests["forward_backward"] == before["forward_backward"]
+
+
+def test_capabilities_name_the_model(standin, service):
+    if hasattr(getattr(tinker, "RestClient", None), "get_server_capabilities"):
+        found = tinker.RestClient().get_server_capabilities().result(timeout=30)
+    else:
+        found = service.get_server_capabilities()
+    assert [model.model_name for model in found.supported_models] == [standin.base_model]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"prompt": []},
+        {"prompt": [1, 64]},
+        {"num_samples": 0},
+        {"topk_prompt_logprobs": 2},
+        {"sampling_params": types.SamplingParams(max_tokens=10_000)},
+    ],
+)
+def test_a_sampling_request_that_cannot_be_met_is_refused(reference, wrong):
+    given = {"prompt": [1, 2], "num_samples": 1, "sampling_params": types.SamplingParams(max_tokens=2)} | wrong
+    given["prompt"] = types.ModelInput.from_ints(given["prompt"])
+    if "topk_prompt_logprobs" in wrong:
+        given["include_prompt_logprobs"] = True
+    with pytest.raises(tinker.BadRequestError):
+        reference.sample(**given).result(timeout=30)
+
+
+def test_last_n_scores_a_suffix(reference):
+    prompt = types.ModelInput.from_ints([1, 2, 3, 4])
+    whole = reference.compute_logprobs(prompt).result(timeout=30)
+    if "prompt_logprobs_last_n" not in inspect.signature(reference.compute_logprobs).parameters:
+        pytest.skip("this SDK scores whole prompts only")
+    assert reference.compute_logprobs(prompt, 2).result(timeout=30) == [None, None, *whole[2:]]

@@ -1,0 +1,77 @@
+"""Every wait has an end, every failure is a klamp error, and no work is begun without a key."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+import time
+
+import pytest
+
+from klamp.errors import ConfigError, DataError, ModelError
+from klamp.training.service.connection import Connection, check_key
+
+
+@pytest.fixture
+def connection(standin):
+    return Connection(30.0)
+
+
+def test_answers_come_back_futures_waited_for(connection):
+    future = concurrent.futures.Future()
+    threading.Timer(0.05, lambda: future.set_result(7)).start()
+    assert connection.ask("x", lambda: future) == 7
+    assert connection.ask("x", lambda: "as it is") == "as it is"
+
+
+def test_a_wait_ends(connection):
+    for call in (concurrent.futures.Future, lambda: time.sleep(5)):
+        connection.seconds, started = 0.5, time.monotonic()
+        with pytest.raises(ModelError, match="did not answer in time") as caught:
+            connection.ask("take a step", call)
+        assert time.monotonic() - started < 3
+        assert "asked to take a step; nothing within 0.5 s" in caught.value.text
+        assert connection.where in caught.value.text
+        assert "service_timeout" in caught.value.fix
+
+
+def test_what_the_sdk_raises_becomes_a_klamp_error_with_its_cause(connection):
+    def refuse():
+        raise ValueError("no such model\nand a long story")
+
+    with pytest.raises(ModelError, match="refused or failed") as caught:
+        connection.ask("train", refuse)
+    assert "ValueError: no such model (" in caught.value.text
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_klamp_errors_pass_as_they_are(connection):
+    def refuse():
+        raise DataError("empty")
+
+    with pytest.raises(DataError, match="empty"):
+        connection.ask("train", refuse)
+
+
+def test_a_real_refusal_names_the_address_and_the_reason(connection, standin):
+    with pytest.raises(ModelError, match="there is no base model 'gpt'") as caught:
+        connection.ask("train gpt", lambda: connection.service.create_lora_training_client(base_model="gpt"))
+    assert standin.url in caught.value.text
+
+
+def test_a_key_is_asked_for_before_anything_is_sent(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("TINKER_CREDENTIAL_CMD", raising=False)
+    monkeypatch.delenv("TINKER_API_KEY", raising=False)
+    with pytest.raises(ConfigError, match="no key for the Tinker service") as caught:
+        check_key()
+    assert "TINKER_API_KEY" in caught.value.text
+    monkeypatch.setenv("TINKER_API_KEY", "sk-secret")
+    with pytest.raises(ConfigError, match="no key of the Tinker service") as caught:
+        check_key()
+    assert "secret" not in caught.value.text
+    monkeypatch.setenv("TINKER_API_KEY", "tml-x")
+    check_key()
+    monkeypatch.delenv("TINKER_API_KEY")
+    monkeypatch.setenv("TINKER_CREDENTIAL_CMD", "cat key")
+    check_key()

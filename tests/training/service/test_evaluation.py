@@ -1,0 +1,34 @@
+"""Scores and the reference's length, from the service's completions."""
+
+from __future__ import annotations
+
+import pytest
+from tests.training.conftest import tiny_llama
+
+from klamp.training.service import evaluation, rollout
+
+
+def test_scores_are_those_of_greedy_completions(context, connection, client):
+    found = evaluation.scores(context, connection, client)
+    model = tiny_llama()
+    for skill, examples in context.task.evaluation.items():
+        expected = []
+        for example in examples:
+            ids = context.tokenizer(example.prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
+            out = model.generate(input_ids=ids, max_new_tokens=6, do_sample=False, pad_token_id=context.pad)
+            text = context.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+            expected.append(context.task.score(example, text))
+        assert found[skill] == pytest.approx(sum(expected) / len(expected))
+
+
+def test_the_reference_length_is_the_mean_of_its_completions(context, connection, client):
+    context.reference = rollout.TinkerReference(connection, client, "the base model")
+    evaluation.measure_length(context, connection)
+    assert context.reference_length is not None
+    assert 1.0 < context.reference_length < 6.0
+    kept, context.reference_length = context.reference_length, 4.5
+    evaluation.measure_length(context, connection)
+    assert context.reference_length == 4.5
+    context.reference_length = None
+    evaluation.measure_length(context, connection)
+    assert context.reference_length == kept

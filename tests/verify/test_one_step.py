@@ -1,0 +1,197 @@
+"""Whole steps, enumerated: against sampled steps, against the oracle, and in groups where they matter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from klamp.config import KLConfig, LossConfig, build_objective
+from klamp.core.advantages import group_advantages
+from klamp.core.objective import grpo_loss
+from klamp.core.types import Batch
+from klamp.errors import ConfigError
+from klamp.verify.one_step import Scene, examine_config, scene
+from klamp.verify.oracle import examine, reverse_kl, truths
+from klamp.verify.worlds import Chain, Outcomes, enumerate_outcomes, random_chain, truncate_top_p
+
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # checked in tests/core; here they would cost minutes
+
+
+@pytest.mark.parametrize(
+    ("choices", "follows"),
+    [
+        ({}, "local"),
+        ({"kl_gradient": "forward"}, "local_forward"),
+        ({"kl_gradient": "own"}, "local_forward"),
+        ({"kl_estimator": "k2", "kl_gradient": "own"}, "local"),
+        ({"kl_estimator": "k1", "kl_gradient": "own"}, "zero"),
+        ({"kl_estimator": "k1", "kl_gradient": "none"}, "zero"),
+        ({"kl_horizon": "sequence"}, "reverse"),
+        ({"kl_horizon": "sequence", "kl_gradient": "forward"}, "forward"),
+        ({"kl_estimator": "exact"}, "local"),
+        ({"kl_estimator": "exact", "kl_gradient": "forward"}, "local_forward"),
+        ({"kl_estimator": "exact", "kl_horizon": "sequence"}, "reverse"),
+        ({"kl_estimator": "k1", "kl_placement": "reward", "kl_horizon": "sequence"}, "reverse"),
+        ({"kl_estimator": "k1", "kl_placement": "advantage", "kl_horizon": "sequence"}, "reverse"),
+        ({"kl_estimator": "k1", "kl_placement": "advantage", "kl_horizon": "token"}, "local"),
+        ({"beta": 0.0}, "zero"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::klamp.config.KLWarning")
+def test_on_policy_configurations_follow_what_they_should(choices: dict, follows: str) -> None:
+    for saturated in (True, False):
+        found = examine_config(KLConfig(**choices), scene=scene(1, length=2, saturated=saturated))
+        assert found.follows.name == follows
+        assert found.follows.factor == pytest.approx(0.0 if follows == "zero" else 1.0, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("choices", "follows"),
+    [
+        ({}, "none of these"),
+        ({"kl_off_policy": "token"}, "local_sampled"),
+        ({"kl_off_policy": "token", "kl_gradient": "forward"}, "local_sampled_forward"),
+        ({"kl_horizon": "sequence", "kl_off_policy": "sequence"}, "reverse"),
+        ({"kl_estimator": "exact", "kl_horizon": "sequence", "kl_off_policy": "sequence"}, "reverse"),
+        ({"kl_horizon": "sequence", "kl_off_policy": "sequence", "kl_max_weight": 0.5}, "none of these"),
+    ],
+)
+def test_off_policy_configurations(choices: dict, follows: str) -> None:
+    found = examine_config(KLConfig(**choices), scene=scene(1, length=2, off_policy=True))
+    assert found.follows.name == follows
+
+
+def test_the_value_of_an_unbiased_estimator_is_the_kl_over_completions() -> None:
+    world = scene(2, length=2)
+    for estimator, unbiased in (("k1", True), ("k3", True), ("exact", True), ("k2", False)):
+        found = examine_config(KLConfig(kl_estimator=estimator), scene=world).kl
+        assert (abs(found.value_bias) < 1e-12) == unbiased
+    exact = examine_config(KLConfig(kl_estimator="exact"), scene=world).kl
+    sampled = examine_config(KLConfig(kl_estimator="k1"), scene=world).kl
+    assert 0 < exact.value_variance < sampled.value_variance
+    assert sampled.value == pytest.approx(reverse_kl(world.chain).item(), abs=1e-12)
+
+
+def test_beta_does_not_matter_per_unit_of_beta() -> None:
+    world = scene(0, length=2)
+    one, other = (examine_config(KLConfig(beta=beta), scene=world).kl.gradient for beta in (0.01, 3.0))
+    assert torch.allclose(one, other, rtol=0, atol=1e-12)
+
+
+def test_a_group_of_one_agrees_with_the_oracle_itself() -> None:
+    """Another route to the same numbers: no groups, no klamp loss; the closed form of the penalty by hand."""
+    chain = random_chain(3, length=3)
+    world = Scene(chain=chain, group_size=1)
+    by_hand = examine(chain, lambda y: (y.policy_logprobs - y.ref_logprobs) ** 2 / 2)
+    found = examine_config(KLConfig(kl_estimator="k2", kl_gradient="reverse"), scene=world).kl
+    assert torch.allclose(found.gradient, by_hand.gradient, rtol=0, atol=1e-12)
+    assert found.value == pytest.approx(by_hand.value, abs=1e-12)
+    assert found.value_variance == pytest.approx(by_hand.value_variance, abs=1e-12)
+    assert found.gradient_variance == pytest.approx(by_hand.gradient_variance, abs=1e-12)
+
+
+def test_the_expected_step_is_the_mean_of_sampled_steps() -> None:
+    """Monte Carlo over groups, formed here: enumeration weighs the groups rightly."""
+    kl, loss = KLConfig(beta=0.5), LossConfig(loss_type="dapo")
+    world = scene(4, length=2, saturated=False)
+    assert world.rewards is not None
+    found = examine_config(kl, loss, scene=world)
+    objective = build_objective(kl, loss, max_length=2)
+    y = enumerate_outcomes(world.chain)
+    rows = torch.multinomial(y.probs, 6000, replacement=True, generator=torch.Generator().manual_seed(0)).view(-1, 2)
+    cache: dict[tuple[int, ...], torch.Tensor] = {}
+    total = torch.zeros_like(found.kl.gradient)
+    for group in map(tuple, rows.sort(-1).values.tolist()):
+        if group not in cache:
+            drawn = Outcomes(*(field[list(group)] for field in y))
+            batch = Batch(
+                policy_logprobs=drawn.policy_logprobs,
+                mask=drawn.mask,
+                advantages=group_advantages(world.rewards[list(group)], 2, scale="std"),
+                ref_logprobs=drawn.ref_logprobs,
+            )
+            step = grpo_loss(batch, objective).loss
+            (cache[group],) = torch.autograd.grad(step, world.chain.policy_logits, retain_graph=True)
+        total += cache[group] / len(rows)
+    whole = found.policy_gradient + kl.beta * found.kl.gradient
+    assert (total - whole).norm() < 0.05 * whole.norm()
+
+
+def test_reductions_change_the_gradient_and_expected_denominators_are_those_of_a_large_batch() -> None:
+    kl, chain = KLConfig(), random_chain(5, length=3)
+    alone = Scene(chain=chain, group_size=1)
+    large = Scene(chain=chain, group_size=1, denominators="expected")
+    y = enumerate_outcomes(chain)
+    mean_length = (y.probs * y.mask.sum(-1)).sum().item()
+    by_token = examine_config(kl, LossConfig(loss_type="dapo", scale_rewards="none"), scene=large)
+    assert by_token.follows.name == "local"
+    assert by_token.follows.factor == pytest.approx(1 / mean_length)
+    fixed = examine_config(kl, LossConfig(loss_type="dr_grpo"), scene=large)
+    assert (fixed.follows.name, fixed.follows.factor) == ("local", pytest.approx(1 / 3))
+    by_mean = examine_config(kl, LossConfig(loss_type="grpo", scale_rewards="none"), scene=alone)
+    assert by_mean.follows.name == "none of these"
+
+
+def test_the_group_mean_keeps_its_share_of_the_kl_in_the_reward() -> None:
+    kl = KLConfig(kl_estimator="k1", kl_placement="reward", kl_horizon="sequence")
+    world = scene(6, length=1, group_size=3)
+    found = examine_config(kl, LossConfig(loss_type="dr_grpo"), scene=world)
+    assert (found.follows.name, found.follows.factor) == ("reverse", pytest.approx(2 / 3))
+
+
+def test_a_clip_closes_the_gate_and_counts_it() -> None:
+    world = scene(0, length=2)
+    choices = {"kl_clip_method": "hard", "use_per_token_kl_threshold": False, "kl_estimator": "exact"}
+    shut = examine_config(KLConfig(kl_clip_threshold=100.0, **choices), scene=world)
+    wide = examine_config(KLConfig(kl_clip_threshold=0.0, **choices), scene=world)
+    half = examine_config(KLConfig(kl_clip_threshold=0.3, **choices), scene=world)
+    assert (shut.follows.name, shut.gate) == ("zero", 0.0)
+    assert (wide.follows.name, wide.gate) == ("local", pytest.approx(1.0))
+    assert half.gate is not None
+    assert 0 < half.gate < 1
+    assert examine_config(KLConfig(), scene=world).gate is None
+
+
+def test_a_per_token_threshold_is_multiplied_by_the_reference_length() -> None:
+    chain = random_chain(0, length=2)
+    kl = KLConfig(kl_clip_method="hard", kl_clip_threshold=0.2, kl_estimator="exact")
+    total = KLConfig(
+        kl_clip_method="hard", kl_clip_threshold=0.6, use_per_token_kl_threshold=False, kl_estimator="exact"
+    )
+    one = examine_config(kl, scene=Scene(chain=chain, reference_length=3.0))
+    other = examine_config(total, scene=Scene(chain=chain))
+    assert torch.equal(one.kl.gradient, other.kl.gradient)
+
+
+def test_excluded_tokens_carry_no_kl() -> None:
+    world = scene(7, length=1)
+    p, q = (world.chain.logprobs(who)[0].detach() for who in ("policy", "ref"))
+    kept = torch.tensor([False, True, True])
+    found = examine_config(KLConfig(kl_estimator="k1", kl_exclude_tokens=(0,)), scene=world).kl
+    assert found.value == pytest.approx((p.exp() * (p - q))[kept].sum().item(), abs=1e-12)
+    assert examine_config(KLConfig(kl_exclude_prefix=1), scene=world).follows.name == "zero"
+
+
+def test_a_truncated_sampler_is_off_policy() -> None:
+    full = random_chain(8, length=2)
+    cut = Chain(
+        policy_logits=full.policy_logits,
+        ref_logits=full.ref_logits,
+        sampler_logits=truncate_top_p(full.policy_logits.detach(), 0.6),
+        length=2,
+        eos=0,
+    )
+    found = examine_config(KLConfig(), scene=Scene(chain=cut))
+    assert found.follows.name == "none of these"
+    assert found.kl.matches["reverse"].cosine == pytest.approx(
+        (found.kl.gradient * truths(cut)["reverse"]).sum().item()
+        / (found.kl.gradient.norm() * truths(cut)["reverse"].norm()).item()
+    )
+
+
+def test_refusals() -> None:
+    kl = KLConfig(kl_estimator="k1", kl_placement="reward", kl_horizon="sequence")
+    with pytest.raises(ConfigError, match="group's std"):
+        examine_config(kl, LossConfig(), scene=scene(0, length=2))
+    with pytest.raises(ConfigError, match="too many groups"):
+        scene(0, length=3, vocab=4, group_size=4)
