@@ -20,16 +20,18 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Where the public names live: these modules, and every module below the packages among them.
-PUBLIC_MODULES = (
+# Where the public names live: these modules and no module below them,
+DOORS = (
     "klamp.errors",
-    "klamp.config",
-    "klamp.core",
-    "klamp.verify",
-    "klamp.training.loop",
     "klamp.tinker",
+    "klamp.tinker.testing",
+    "klamp.training.loop",
     "klamp.trl",
+    "klamp.unsloth",
+    "klamp.verl",
 )
+# and every module of these packages.
+OPEN_PACKAGES = ("klamp.config", "klamp.core", "klamp.verify")
 
 # Files of the repository that are pages of the site; every other link into the repository becomes plain text.
 PAGES = {
@@ -90,16 +92,18 @@ def find_unreferenced(inventory: Path) -> list[str]:
 
 
 def iterate_public() -> Iterator[tuple[str, object]]:
-    """Yields (where it is defined, the thing) for each public module and each public thing defined in it."""
-    for module in iterate_modules():
+    """Yields (the name that it is imported by, the thing) for each public module and each public thing in it."""
+    modules = list(iterate_modules())
+    public = {module.__name__ for module in modules}
+    for module in modules:
         yield module.__name__, module
-        names = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
-        for name in sorted(names):
+        exported = getattr(module, "__all__", None)
+        for name in sorted(exported or (name for name in vars(module) if not name.startswith("_"))):
             thing = getattr(module, name)
             if not (inspect.isfunction(thing) or inspect.isclass(thing)):
                 continue
             own = (thing.__module__, thing.__name__) == (module.__name__, name)
-            if not own and not thing.__module__.startswith("klamp.hosts."):  # whose names are public elsewhere only
+            if not own and (exported is None or thing.__module__ in public):
                 continue  # imported, or a second name for something that is documented under its first
             yield f"{module.__name__}.{name}", thing
             if inspect.isclass(thing):
@@ -115,11 +119,11 @@ def iterate_methods(path: str, owner: type) -> Iterator[tuple[str, object]]:
 
 
 def iterate_modules() -> Iterator[ModuleType]:
-    """Yields the public modules, packages opened up."""
-    for name in PUBLIC_MODULES:
-        module = importlib.import_module(name)
-        yield module
-        for found in pkgutil.walk_packages(getattr(module, "__path__", []), prefix=f"{name}."):
+    """Yields the public modules, the open packages walked through."""
+    for name in (*DOORS, *OPEN_PACKAGES):
+        yield importlib.import_module(name)
+    for name in OPEN_PACKAGES:
+        for found in pkgutil.walk_packages(importlib.import_module(name).__path__, prefix=f"{name}."):
             if not found.name.rpartition(".")[2].startswith("_"):
                 yield importlib.import_module(found.name)
 

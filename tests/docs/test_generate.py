@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from tests.docs.pages import DOCS, load
 
 from klamp.core.estimators import ESTIMATORS
 from klamp.diagnostics.alarms import ALARMS
 from klamp.diagnostics.metrics import METRICS
-
-DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 
 
 @pytest.fixture(scope="module")
 def generate() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("klamp_docs_generate", DOCS / "generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("generate")
 
 
 @pytest.mark.parametrize("file", ["estimators.md", "metrics.md", "alarms.md"])

@@ -1,0 +1,20 @@
+"""The folder of the documentation, and its scripts as modules."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+
+
+def load(name: str) -> ModuleType:
+    """A script of the documentation as a module; docs/ is no package."""
+    spec = importlib.util.spec_from_file_location(f"klamp_docs_{name}", DOCS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
