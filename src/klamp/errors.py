@@ -19,6 +19,7 @@ Every message has four parts: what happened, what klamp got, why that is a probl
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from difflib import get_close_matches
 
 
@@ -90,6 +91,33 @@ class TrainingStopped(KlampError, RuntimeError):
 
 class UnsupportedVersion(KlampError, ImportError):
     """A host library outside the version range that klamp was tested with."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A row of a table of refusals: whether it applies, and the four parts of the error that it then is."""
+
+    applies: bool
+    """Whether the choice at hand is refused."""
+    what: str
+    """One sentence that says what is wrong."""
+    why: str
+    """Why that cannot work."""
+    fix: str
+    """What to change."""
+    got: object = None
+    """The value that klamp received, where the sentence does not name it."""
+
+
+def refuse(rows: Iterable[Refusal]) -> None:
+    """Raise for the first row that applies.
+
+    Raises:
+        ConfigError: with the row's text.
+    """
+    for row in rows:
+        if row.applies:
+            raise ConfigError(row.what, got=row.got, why=row.why, fix=row.fix)
 
 
 def unknown_name(kind: str, name: object, known: Iterable[str], *, why: str = "") -> UnknownNameError:

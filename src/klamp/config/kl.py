@@ -23,7 +23,7 @@ from klamp.core.gradients import check_bound, check_gradient_choice
 from klamp.core.schedules import KL_SCHEDULES, kl_schedule_factor
 from klamp.core.term import KLTerm
 from klamp.core.types import Reduction
-from klamp.errors import ConfigError, unknown_name
+from klamp.errors import ConfigError, refuse, unknown_name
 
 REDUCTIONS: tuple[Reduction, ...] = ("token_mean", "sequence_mean", "sequence_sum", "fixed_length")
 
@@ -146,9 +146,7 @@ class KLConfig(KLChoices):
                 raise unknown_name(name, getattr(self, name), [str(k) for k in known if k is not None])
 
     def _check_combinations(self) -> None:
-        for refused, what, why, fix in refusals(self):
-            if refused:
-                raise ConfigError(what, why=why, fix=fix)
+        refuse(refusals(self))
         self.build_controller()
 
     def cautions(self) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from klamp.config.kl import KLConfig
 from klamp.config.loss import LossConfig
-from klamp.errors import ConfigError, unknown_name
+from klamp.errors import Refusal, refuse, unknown_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,21 +115,29 @@ PRESETS: Mapping[str, Preset] = _Recipes(
 )
 """Name -> recipe."""
 
-_NOT_A_KL = {
-    "source-002": (
-        "the formula that source document 002 prints is no penalty",
-        "kl_coef * (log ref - log policy) is minus k1: the further the policy leaves the reference, the lower the loss",
-        "use preset('recommended'), or kl_estimator='k1' with kl_gradient='reverse'; `klamp explain source-002` shows "
-        "what the printed form does",
-    ),
-    "source-003": (
-        "the formula that source document 003 prints is not KL(policy||ref)",
-        "exp(delta) * delta weights by policy/ref, which is right for tokens of the reference, not of the policy",
-        "use preset('ppo') for a KL in the reward, or kl_estimator='exact' as in its hands-on example; `klamp explain "
-        "source-003` shows what the printed form does",
-    ),
-}
-"""Printed formulas that no KL configuration stands for: what, why, fix."""
+
+def _not_a_kl(name: str) -> list[Refusal]:
+    """Printed formulas that no KL configuration stands for."""
+    return [
+        Refusal(
+            name == "source-002",
+            "the formula that source document 002 prints is no penalty",
+            got=repr(name),
+            why="kl_coef * (log ref - log policy) is minus k1: the further the policy leaves the reference, the lower "
+            "the loss",
+            fix="use preset('recommended'), or kl_estimator='k1' with kl_gradient='reverse'; `klamp explain "
+            "source-002` shows what the printed form does",
+        ),
+        Refusal(
+            name == "source-003",
+            "the formula that source document 003 prints is not KL(policy||ref)",
+            got=repr(name),
+            why="exp(delta) * delta weights by policy/ref, which is right for tokens of the reference, not of the "
+            "policy",
+            fix="use preset('ppo') for a KL in the reward, or kl_estimator='exact' as in its hands-on example; `klamp "
+            "explain source-003` shows what the printed form does",
+        ),
+    ]
 
 
 def find_preset(name: str) -> Preset:
@@ -139,9 +147,7 @@ def find_preset(name: str) -> Preset:
         UnknownNameError: an unknown recipe; names the nearest.
         ConfigError: a printed formula that is no penalty on KL(policy||ref).
     """
-    if name in _NOT_A_KL:
-        what, why, fix = _NOT_A_KL[name]
-        raise ConfigError(what, got=repr(name), why=why, fix=fix)
+    refuse(_not_a_kl(name))
     if name not in PRESETS:
         raise unknown_name("preset", name, PRESETS)
     return PRESETS[name]

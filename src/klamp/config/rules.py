@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TypeAlias
 
 from klamp.config.choices import KLChoices
-from klamp.errors import ConfigError
-
-Refusal: TypeAlias = tuple[bool, str, str, str]
-"""(refused, what, why, fix)"""
+from klamp.errors import ConfigError, Refusal
 
 
 def check_beta(beta: float, *, fix: str = "use beta=0 to train without KL") -> None:
@@ -35,30 +31,30 @@ def refusals(c: KLChoices) -> list[Refusal]:
 def _placement(c: KLChoices) -> list[Refusal]:
     in_loss = c.kl_placement == "loss"
     return [
-        (
+        Refusal(
             not in_loss and c.kl_estimator != "k1",
             f"kl_placement={c.kl_placement!r} takes kl_estimator='k1' only, not {c.kl_estimator!r}",
-            "through the score function k1 gives the gradient of KL(policy||ref); k3 gives the reverse minus the "
+            why="through the score function k1 gives the gradient of KL(policy||ref); k3 gives the reverse minus the "
             "forward gradient, which cancels near the reference, and k2 is biased",
-            "set kl_estimator='k1' (k3 and exact are logged all the same)",
+            fix="set kl_estimator='k1' (k3 and exact are logged all the same)",
         ),
-        (
+        Refusal(
             not in_loss and c.kl_gradient != "reverse",
             f"kl_gradient={c.kl_gradient!r} has no meaning with kl_placement={c.kl_placement!r}",
-            "in the reward or the advantage the gradient is that of the score function: reverse",
-            "leave kl_gradient='reverse', or set kl_placement='loss'",
+            why="in the reward or the advantage the gradient is that of the score function: reverse",
+            fix="leave kl_gradient='reverse', or set kl_placement='loss'",
         ),
-        (
+        Refusal(
             c.kl_placement == "reward" and c.kl_horizon == "token",
             "kl_placement='reward' has kl_horizon='sequence'",
-            "a reward belongs to the whole completion, so its KL is the sum over the sequence",
-            "set kl_horizon='sequence', or kl_placement='advantage' for the per-token shift",
+            why="a reward belongs to the whole completion, so its KL is the sum over the sequence",
+            fix="set kl_horizon='sequence', or kl_placement='advantage' for the per-token shift",
         ),
-        (
+        Refusal(
             not in_loss and c.kl_off_policy != "none",
             f"kl_off_policy has no meaning with kl_placement={c.kl_placement!r}",
-            "the surrogate's own importance ratio already weighs what is in the advantage",
-            "set kl_off_policy='none'",
+            why="the surrogate's own importance ratio already weighs what is in the advantage",
+            fix="set kl_off_policy='none'",
         ),
     ]
 
@@ -67,87 +63,88 @@ def _gradient(c: KLChoices) -> list[Refusal]:
     in_loss = c.kl_placement == "loss"
     clipped = c.kl_clip_method != "none"
     return [
-        (
+        Refusal(
             clipped and in_loss and (c.kl_estimator, c.kl_gradient) == ("k1", "own"),
             "a clipped k1-as-loss is refused",
-            "k1's own gradient is zero in expectation; gated by a clip it becomes an unlabelled regulariser",
-            "use kl_gradient='reverse'",
+            why="k1's own gradient is zero in expectation; gated by a clip it becomes an unlabelled regulariser",
+            fix="use kl_gradient='reverse'",
         ),
-        (
+        Refusal(
             c.kl_horizon == "sequence" and c.kl_off_policy == "token",
             "kl_horizon='sequence' needs kl_off_policy='sequence' (or 'none')",
-            "the token ratio does not correct the prefix that a later token was sampled from",
-            "set kl_off_policy='sequence'",
+            why="the token ratio does not correct the prefix that a later token was sampled from",
+            fix="set kl_off_policy='sequence'",
         ),
-        (
+        Refusal(
             c.kl_estimator == "exact" and (c.kl_gradient, c.kl_horizon) == ("forward", "sequence"),
             "the exact forward KL has no sequence horizon",
-            "its prefixes would have to be sampled from the reference",
-            "use kl_estimator='k3' with kl_gradient='forward'",
+            why="its prefixes would have to be sampled from the reference",
+            fix="use kl_estimator='k3' with kl_gradient='forward'",
         ),
     ]
 
 
 def _control(c: KLChoices) -> list[Refusal]:
     return [
-        (
+        Refusal(
             c.kl_controller not in (None, "fixed") and c.target_kl is None,
             f"kl_controller={c.kl_controller!r} needs target_kl",
-            "an adaptive controller steers towards a target",
-            "set target_kl (nats per token; 0.05 is a usual start), or kl_controller='fixed'",
+            why="an adaptive controller steers towards a target",
+            fix="set target_kl (nats per token; 0.05 is a usual start), or kl_controller='fixed'",
         ),
-        (
+        Refusal(
             c.beta == 0 and c.controller_name in ("step", "proportional"),
             f"beta=0 can never grow under kl_controller={c.controller_name!r}",
-            "the rule multiplies beta, and 0 times anything is 0",
-            "start from a small positive beta, or use kl_controller='dual' or 'pid'",
+            why="the rule multiplies beta, and 0 times anything is 0",
+            fix="start from a small positive beta, or use kl_controller='dual' or 'pid'",
         ),
     ]
 
 
 def _reference_and_tokens(c: KLChoices) -> list[Refusal]:
     return [
-        (
+        Refusal(
             c.reference == "remote" and c.reference_url is None,
             "reference='remote' needs reference_url",
-            "the reference is asked over HTTP",
-            "set reference_url to where klamp.training.remote.serve (or a server of the same protocol) listens",
+            why="the reference is asked over HTTP",
+            fix="set reference_url to where klamp.training.remote.serve (or a server of the same protocol) listens",
         ),
-        (
+        Refusal(
             c.reference_url is not None and not c.reference_url.startswith(("http://", "https://")),
             f"reference_url={c.reference_url!r} is no address",
-            "the reference is asked over HTTP",
-            "write http://HOST:PORT",
+            why="the reference is asked over HTTP",
+            fix="write http://HOST:PORT",
         ),
-        (
+        Refusal(
             c.reference == "remote" and c.kl_estimator == "exact",
             "kl_estimator='exact' cannot use a remote reference",
-            "the remote protocol carries log-probabilities of the sampled tokens, not whole rows of logits",
-            "use kl_estimator='k3', or a reference on this machine",
+            why="the remote protocol carries log-probabilities of the sampled tokens, not whole rows of logits",
+            fix="use kl_estimator='k3', or a reference on this machine",
         ),
-        (
+        Refusal(
             c.reference_share < 1 and c.kl_clip_method != "none",
             f"reference_share={c.reference_share:g} cannot be combined with a clip",
-            "a clip is gated on the KL of every sequence, and most would not be measured",
-            "set reference_share=1, or kl_clip_method='none'",
+            why="a clip is gated on the KL of every sequence, and most would not be measured",
+            fix="set reference_share=1, or kl_clip_method='none'",
         ),
-        (
+        Refusal(
             c.reference_share < 1 and c.kl_placement != "loss",
             f"reference_share={c.reference_share:g} needs kl_placement='loss'",
-            "in the reward or the advantage a few large weights would enter the group's mean and standard deviation",
-            "set reference_share=1, or kl_placement='loss'",
+            why="in the reward or the advantage a few large weights would enter the group's mean and standard "
+            "deviation",
+            fix="set reference_share=1, or kl_placement='loss'",
         ),
-        (
+        Refusal(
             len(c.kl_exclude_between) not in (0, 2),
             f"kl_exclude_between takes two markers, not {len(c.kl_exclude_between)}",
-            "tokens from the first to the second carry no KL",
-            "give the opening and the closing marker, e.g. <tool_output> </tool_output>",
+            why="tokens from the first to the second carry no KL",
+            fix="give the opening and the closing marker, e.g. <tool_output> </tool_output>",
         ),
-        (
+        Refusal(
             c.excludes and (c.kl_gradient, c.kl_horizon) == ("forward", "sequence"),
             "the forward KL over sequences cannot leave tokens out",
-            "its weight is the reference's probability of the whole prefix",
-            "use kl_horizon='token', kl_gradient='reverse', or no kl_exclude_* field",
+            why="its weight is the reference's probability of the whole prefix",
+            fix="use kl_horizon='token', kl_gradient='reverse', or no kl_exclude_* field",
         ),
     ]
 

@@ -3,55 +3,39 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from typing import TypeAlias
 
 from klamp.config import KLConfig
 from klamp.config.kl import KLWarning
-from klamp.errors import ConfigError
-
-Refusal: TypeAlias = tuple[bool, str, str, str]
-"""(refused, what, why, fix)"""
-
-
-def refuse(table: Sequence[Refusal]) -> None:
-    """Raise for the first row that applies.
-
-    Raises:
-        ConfigError: with its reason.
-    """
-    for refused, what, why, fix in table:
-        if refused:
-            raise ConfigError(what, why=why, fix=fix)
+from klamp.errors import Refusal
 
 
 def host_refusals(kl: KLConfig, host: str) -> list[Refusal]:
     """What no host of this kind can do."""
     return [
-        (
+        Refusal(
             kl.kl_early_stop is not None,
             f"kl_early_stop cannot be honoured by {host}",
-            "its loop takes the optimizer step itself and offers no way to leave it out; a loss of 0 in its place "
+            why="its loop takes the optimizer step itself and offers no way to leave it out; a loss of 0 in its place "
             "would still move the weights by momentum and weight decay",
-            "leave kl_early_stop unset, and lower num_iterations or the learning rate; klamp train has it",
+            fix="leave kl_early_stop unset, and lower num_iterations or the learning rate; klamp train has it",
         ),
-        (
+        Refusal(
             kl.reference == "remote",
             f"reference='remote' cannot be honoured by {host}",
-            "it scores the reference with a model of its own process",
-            "pass a model as ref_model, or use klamp train",
+            why="it scores the reference with a model of its own process",
+            fix="pass a model as ref_model, or use klamp train",
         ),
-        (
+        Refusal(
             kl.reference_device is not None,
             f"reference_device cannot be honoured by {host}",
-            "its own preparation puts the reference on the device of the process",
-            "leave reference_device unset; reference_dtype makes the reference smaller",
+            why="its own preparation puts the reference on the device of the process",
+            fix="leave reference_device unset; reference_dtype makes the reference smaller",
         ),
-        (
+        Refusal(
             kl.reference_share < 1,
             f"reference_share={kl.reference_share:g} cannot be honoured by {host}",
-            "it scores every completion with the reference in one call, so that nothing would be saved",
-            "leave reference_share unset; klamp train has it",
+            why="it scores every completion with the reference in one call, so that nothing would be saved",
+            fix="leave reference_share unset; klamp train has it",
         ),
     ]
 

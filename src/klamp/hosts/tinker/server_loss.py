@@ -13,7 +13,7 @@ from typing import Any
 from klamp.config import KLConfig
 from klamp.core.objective import Objective
 from klamp.core.term import KLTerm
-from klamp.errors import ConfigError, UnsupportedVersion
+from klamp.errors import ConfigError, Refusal, UnsupportedVersion, refuse
 from klamp.hosts.tinker.datums import tensor_data, with_inputs
 from klamp.hosts.tinker.options import KL_COEF, Settings, make_settings
 from klamp.hosts.tinker.padded import Rows
@@ -111,10 +111,12 @@ def _check_local(term: KLTerm) -> None:
         "kl_horizon": in_loss and term.horizon == "sequence",
         "kl_off_policy": in_loss and term.off_policy == "sequence",
     }
-    for name, wrong in refused.items():
-        if wrong:
-            raise ConfigError(
-                f"{name} of this configuration cannot run on the server",
-                why="the server's losses see one datum at a time, and this one is written per token",
-                fix="leave server_loss out: forward_backward_kl without it has every control",
-            )
+    refuse(
+        Refusal(
+            wrong,
+            f"{name} of this configuration cannot run on the server",
+            why="the server's losses see one datum at a time, and this one is written per token",
+            fix="leave server_loss out: forward_backward_kl without it has every control",
+        )
+        for name, wrong in refused.items()
+    )

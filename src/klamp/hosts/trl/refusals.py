@@ -7,8 +7,9 @@ from typing import Any
 
 from klamp.config import KLConfig
 from klamp.core.types import Reduction
+from klamp.errors import Refusal, refuse
 from klamp.hosts.common.exclusions import excluded_ids
-from klamp.hosts.common.refusals import Refusal, host_refusals, refuse
+from klamp.hosts.common.refusals import host_refusals
 
 REDUCTIONS: Mapping[str, Reduction | None] = {
     "grpo": "sequence_mean",
@@ -47,31 +48,33 @@ def placement_refusals(kl: KLConfig, args: Any) -> list[Refusal]:
     in_reward, in_advantage = used and kl.kl_placement == "reward", used and kl.kl_placement == "advantage"
     scale = {True: "group", False: "none"}.get(args.scale_rewards, args.scale_rewards)
     return [
-        (
+        Refusal(
             in_reward and scale != "none",
             f"kl_placement='reward' cannot be combined with scale_rewards={scale!r}",
-            "in a group whose rewards are all equal the division by the standard deviation cancels beta: the update is "
-            "the same for every beta > 0",
-            "set scale_rewards='none', or kl_placement='advantage' (the KL enters after the division)",
+            why="in a group whose rewards are all equal the division by the standard deviation cancels beta: the "
+            "update is the same for every beta > 0",
+            fix="set scale_rewards='none', or kl_placement='advantage' (the KL enters after the division)",
         ),
-        (
+        Refusal(
             in_reward and getattr(args, "multi_objective_aggregation", "") == "normalize_then_sum",
             "kl_placement='reward' cannot be combined with multi_objective_aggregation='normalize_then_sum'",
-            "the advantages are then divided by standard deviations, which cancels beta in a group of equal rewards",
-            "set multi_objective_aggregation='sum_then_normalize', or kl_placement='advantage'",
+            why="the advantages are then divided by standard deviations, which cancels beta in a group of equal "
+            "rewards",
+            fix="set multi_objective_aggregation='sum_then_normalize', or kl_placement='advantage'",
         ),
-        (
+        Refusal(
             in_advantage and args.off_policy_mask_threshold is not None,
             "kl_placement='advantage' cannot be combined with off_policy_mask_threshold",
-            "the mask keeps or drops a whole completion by the sign of its advantage, and the KL gives every token one "
-            "of its own",
-            "leave off_policy_mask_threshold unset, or set kl_placement='loss'",
+            why="the mask keeps or drops a whole completion by the sign of its advantage, and the KL gives every "
+            "token one of its own",
+            fix="leave off_policy_mask_threshold unset, or set kl_placement='loss'",
         ),
-        (
+        Refusal(
             in_advantage and args.loss_type == "vespo",
             "kl_placement='advantage' cannot be combined with loss_type='vespo'",
-            "vespo weighs a whole completion by the sign of its advantage, and the KL gives every token one of its own",
-            "use another loss_type, or kl_placement='loss'",
+            why="vespo weighs a whole completion by the sign of its advantage, and the KL gives every token one of "
+            "its own",
+            fix="use another loss_type, or kl_placement='loss'",
         ),
     ]
 
@@ -79,18 +82,18 @@ def placement_refusals(kl: KLConfig, args: Any) -> list[Refusal]:
 def _loss(kl: KLConfig, args: Any) -> list[Refusal]:
     own = REDUCTIONS.get(args.loss_type)
     return [
-        (
+        Refusal(
             kl.kl_normalizer not in (None, own),
             f"kl_normalizer={kl.kl_normalizer!r} cannot be honoured with loss_type={args.loss_type!r}",
-            "TRL's own line normalises policy loss and KL together"
+            why="TRL's own line normalises policy loss and KL together"
             + (f": {own}" if own else ", here by the tokens of each micro-batch"),
-            "leave kl_normalizer unset, or choose the loss_type that normalises so",
+            fix="leave kl_normalizer unset, or choose the loss_type that normalises so",
         ),
-        (
+        Refusal(
             getattr(args, "use_liger_loss", False) or (args.use_liger_kernel and liger_bypasses()),
             "Liger's fused loss cannot carry klamp's KL",
-            "TRL below 1.14 hands the whole loss, KL included, to a fused kernel that never looks at klamp's term",
-            "set use_liger_kernel=False, or use trl>=1.14, where it only swaps layers",
+            why="TRL below 1.14 hands the whole loss, KL included, to a fused kernel that never looks at klamp's term",
+            fix="set use_liger_kernel=False, or use trl>=1.14, where it only swaps layers",
         ),
     ]
 
@@ -115,29 +118,29 @@ def check_trainer(kl: KLConfig, trainer: Any, *, peft: bool, own: bool) -> None:
         ConfigError: with the reason; an excluded token that the tokenizer does not have.
     """
     rows: list[Refusal] = [
-        (
+        Refusal(
             kl.reference == "adapter_off" and not peft,
             "reference='adapter_off' needs a model with a PEFT adapter",
-            "without an adapter there is nothing to switch off",
-            "pass peft_config, or leave reference unset",
+            why="without an adapter there is nothing to switch off",
+            fix="pass peft_config, or leave reference unset",
         ),
-        (
+        Refusal(
             kl.reference == "adapter_off" and own,
             "reference='adapter_off' cannot be combined with ref_model",
-            "the reference is either the policy without its adapter, or the model that is passed",
-            "leave one of the two out",
+            why="the reference is either the policy without its adapter, or the model that is passed",
+            fix="leave one of the two out",
         ),
-        (
+        Refusal(
             kl.reference_dtype is not None and peft and not own,
             "reference_dtype cannot be honoured with an adapter",
-            "the reference is the policy itself with its adapter off, in the policy's data type",
-            "leave reference_dtype unset, or pass ref_model",
+            why="the reference is the policy itself with its adapter off, in the policy's data type",
+            fix="leave reference_dtype unset, or pass ref_model",
         ),
-        (
+        Refusal(
             trainer.args.sync_ref_model and peft,
             "a reference that follows the policy cannot be combined with a PEFT adapter",
-            "TRL moves the reference's weights towards the policy's one by one, and an adapter is not among them",
-            "leave reference and sync_ref_model unset",
+            why="TRL moves the reference's weights towards the policy's one by one, and an adapter is not among them",
+            fix="leave reference and sync_ref_model unset",
         ),
     ]
     refuse(rows)

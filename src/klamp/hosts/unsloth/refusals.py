@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from klamp.config import KLConfig
-from klamp.hosts.common.refusals import Refusal, host_refusals, refuse
+from klamp.errors import Refusal, refuse
+from klamp.hosts.common.refusals import host_refusals
 from klamp.hosts.trl.refusals import REDUCTIONS, placement_refusals
 
 OWN_REDUCTIONS = {**REDUCTIONS, "bnpo": "token_mean"}
@@ -31,12 +32,13 @@ def check_batch(kl: KLConfig | None, output: Mapping[str, Any]) -> None:
     weighted = output.get("unsloth_sample_weight") is not None
     refuse(
         [
-            (
+            Refusal(
                 kl is not None and kl.excludes and weighted,
                 "tokens cannot be left out of the KL under Unsloth's weights of whole completions",
-                "klamp divides the KL by the tokens that carry it, in the units of Unsloth's average; these "
+                why="klamp divides the KL by the tokens that carry it, in the units of Unsloth's average; these "
                 "weights are none",
-                "unset UNSLOTH_GRPO_LOSS_AGGREGATION and UNSLOTH_GRPO_ZERO_VARIANCE_EXCLUDE, or the kl_exclude_ fields",
+                fix="unset UNSLOTH_GRPO_LOSS_AGGREGATION and UNSLOTH_GRPO_ZERO_VARIANCE_EXCLUDE, or the kl_exclude_ "
+                "fields",
             ),
         ]
     )
@@ -45,24 +47,24 @@ def check_batch(kl: KLConfig | None, output: Mapping[str, Any]) -> None:
 def _unsloth(kl: KLConfig, args: Any) -> list[Refusal]:
     own = OWN_REDUCTIONS.get(args.loss_type)
     return [
-        (
+        Refusal(
             kl.kl_estimator == "exact",
             "kl_estimator='exact' cannot be honoured by Unsloth",
-            "its loss is given the log-probabilities of the sampled tokens; the rows over the vocabulary are never "
+            why="its loss is given the log-probabilities of the sampled tokens; the rows over the vocabulary are never "
             "kept",
-            "set kl_estimator='k3'",
+            fix="set kl_estimator='k3'",
         ),
-        (
+        Refusal(
             kl.kl_normalizer not in (None, own),
             f"kl_normalizer={kl.kl_normalizer!r} cannot be honoured with loss_type={args.loss_type!r}",
-            f"Unsloth normalises policy loss and KL together: {own}",
-            "leave kl_normalizer unset, or choose the loss_type that normalises so",
+            why=f"Unsloth normalises policy loss and KL together: {own}",
+            fix="leave kl_normalizer unset, or choose the loss_type that normalises so",
         ),
-        (
+        Refusal(
             kl.reference in ("ema", "periodic"),
             f"reference={kl.reference!r} cannot be attached to a trainer of Unsloth",
-            "its reference is loaded, and its callback made, while the trainer is built",
-            "build it with sync_ref_model=True, ref_model_mixup_alpha and ref_model_sync_steps, and leave reference "
-            "unset",
+            why="its reference is loaded, and its callback made, while the trainer is built",
+            fix="build it with sync_ref_model=True, ref_model_mixup_alpha and ref_model_sync_steps, and leave "
+            "reference unset",
         ),
     ]

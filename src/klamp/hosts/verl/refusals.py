@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from klamp.config import KLConfig
-from klamp.hosts.common.refusals import Refusal, host_refusals, refuse
+from klamp.errors import Refusal, refuse
+from klamp.hosts.common.refusals import host_refusals
 
 
 def check(kl: KLConfig) -> None:
@@ -17,48 +18,48 @@ def check(kl: KLConfig) -> None:
 
 def _term(kl: KLConfig) -> list[Refusal]:
     return [
-        (
+        Refusal(
             kl.kl_placement == "advantage",
             "kl_placement='advantage' cannot be honoured by verl",
-            "what forms its advantages is not given the reference's log-probabilities",
-            "set kl_placement='loss', or 'reward'",
+            why="what forms its advantages is not given the reference's log-probabilities",
+            fix="set kl_placement='loss', or 'reward'",
         ),
-        (
+        Refusal(
             kl.kl_estimator == "exact",
             "kl_estimator='exact' cannot be honoured by verl",
-            "its loss is given the log-probabilities of the sampled tokens alone",
-            "use kl_estimator='k3'",
+            why="its loss is given the log-probabilities of the sampled tokens alone",
+            fix="use kl_estimator='k3'",
         ),
-        (
+        Refusal(
             kl.kl_clip_method != "none",
             f"kl_clip_method={kl.kl_clip_method!r} cannot be honoured by verl",
-            "a clip is gated on the KL of a completion's group, and verl's micro-batches are packed by length: no hook "
-            "ever sees a whole group",
-            "leave kl_clip_method unset; klamp.trl and klamp train have it",
+            why="a clip is gated on the KL of a completion's group, and verl's micro-batches are packed by length: "
+            "no hook ever sees a whole group",
+            fix="leave kl_clip_method unset; klamp.trl and klamp train have it",
         ),
-        (
+        Refusal(
             kl.excludes,
             "kl_exclude_* cannot be honoured by verl",
-            "its hooks are not given the tokens",
-            "leave them unset; klamp.trl and klamp train have them",
+            why="its hooks are not given the tokens",
+            fix="leave them unset; klamp.trl and klamp train have them",
         ),
-        (
+        Refusal(
             kl.kl_normalizer is not None,
             f"kl_normalizer={kl.kl_normalizer!r} cannot be honoured by verl",
-            "its loss_agg_mode averages the policy loss and the KL alike",
-            "leave kl_normalizer unset, and set actor_rollout_ref.actor.loss_agg_mode",
+            why="its loss_agg_mode averages the policy loss and the KL alike",
+            fix="leave kl_normalizer unset, and set actor_rollout_ref.actor.loss_agg_mode",
         ),
-        (
+        Refusal(
             kl.reference != "auto",
             f"reference={kl.reference!r} cannot be honoured by verl",
-            "it decides itself: the policy without its adapter where lora_rank is set, else a frozen copy",
-            "leave reference unset",
+            why="it decides itself: the policy without its adapter where lora_rank is set, else a frozen copy",
+            fix="leave reference unset",
         ),
-        (
+        Refusal(
             kl.reference_dtype is not None,
             "reference_dtype cannot be honoured by verl",
-            "its own engine loads the reference",
-            "leave reference_dtype unset",
+            why="its own engine loads the reference",
+            fix="leave reference_dtype unset",
         ),
     ]
 
@@ -66,22 +67,23 @@ def _term(kl: KLConfig) -> list[Refusal]:
 def _control(kl: KLConfig) -> list[Refusal]:
     adaptive = kl.controller_name != "fixed"
     return [
-        (
+        Refusal(
             adaptive and kl.kl_placement == "loss",
             f"kl_controller={kl.controller_name!r} cannot be honoured in verl's loss",
-            "its workers are given kl_loss_coef once, at the start, and no hook sees the KL of all of them",
-            "leave target_kl unset, or set kl_placement='reward', where verl asks for the coefficient at every step",
+            why="its workers are given kl_loss_coef once, at the start, and no hook sees the KL of all of them",
+            fix="leave target_kl unset, or set kl_placement='reward', where verl asks for the coefficient at every "
+            "step",
         ),
-        (
+        Refusal(
             kl.kl_schedule != "constant" or kl.kl_warmup_steps > 0,
             "kl_schedule and kl_warmup_steps cannot be honoured by verl",
-            "its hooks are not told which step it is",
-            "leave them unset",
+            why="its hooks are not told which step it is",
+            fix="leave them unset",
         ),
-        (
+        Refusal(
             kl.kl_lr_guard is not None,
             "kl_lr_guard cannot be honoured by verl",
-            "its hooks do not see the learning rate",
-            "leave kl_lr_guard unset",
+            why="its hooks do not see the learning rate",
+            fix="leave kl_lr_guard unset",
         ),
     ]

@@ -1,0 +1,53 @@
+"""The exceptions: one root, standard co-parents, a text of four parts, and tables of refusals."""
+
+import inspect
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from klamp import errors
+from klamp.errors import ConfigError, KlampError, Refusal, UnknownNameError, refuse, unknown_name
+
+CLASSES = [
+    cls
+    for _, cls in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(cls, KlampError) and cls is not KlampError
+]
+
+
+def test_a_text_has_its_parts_in_one_order_and_leaves_out_what_is_not_there():
+    whole = ConfigError("it is wrong", got=3, why="since", fix="do this")
+    assert str(whole) == "it is wrong\n  got: 3\n  why: since\n  fix: do this"
+    assert str(ConfigError("it is wrong")) == "it is wrong"
+    assert str(ConfigError("it is wrong", got=0)) == "it is wrong\n  got: 0", "0 is a value like any other"
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_every_error_is_klamps_and_one_of_the_standard_library(cls):
+    standard = [base for base in cls.__mro__ if base.__module__ == "builtins"]
+    assert issubclass(cls, KlampError)
+    assert standard[0] not in (Exception, BaseException, object), "a user may catch it without klamp's names"
+
+
+def test_the_tree_in_the_docstring_names_every_class():
+    assert errors.__doc__ is not None
+    assert [cls.__name__ for cls in CLASSES if cls.__name__ not in errors.__doc__] == []
+
+
+@given(st.lists(st.booleans(), max_size=6))
+def test_the_first_row_that_applies_is_raised_and_no_other(applies):
+    rows = [Refusal(flag, f"row {i}", why=f"why {i}", fix=f"fix {i}", got=i) for i, flag in enumerate(applies)]
+    if not any(applies):
+        refuse(rows)
+        return
+    first = applies.index(True)
+    with pytest.raises(ConfigError) as caught:
+        refuse(rows)
+    assert str(caught.value) == f"row {first}\n  got: {first}\n  why: why {first}\n  fix: fix {first}"
+
+
+def test_an_unknown_name_is_told_the_nearest_known_one_or_all_of_them():
+    near, far = unknown_name("fruit", "aple", ["apple", "pear"]), unknown_name("fruit", "xyz", ["apple", "pear"])
+    assert isinstance(near, UnknownNameError) and near.fix == "did you mean 'apple'?"
+    assert far.fix == "choose one of: apple, pear"
