@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from klamp.core.controllers import StepController
+from klamp.core.beta_rules import StepRule
 from klamp.diagnostics.alarms_run import MISMATCH
 from klamp.report.chart import Line
 from klamp.report.numerals import short
@@ -34,8 +34,8 @@ def _target(config: Mapping[str, Any]) -> list[Line]:
         return []
     lines = _level(config, "target_kl", "target")
     if config.get("kl_controller") in (None, "step") and config.get("beta") != 0:
-        controller = StepController(1.0, target=target)
-        low, high = controller.low * target, controller.high * target
+        rule = StepRule(target=target)
+        low, high = rule.low * target, rule.high * target
         lines.insert(0, Line(label=f"beta rests from {short(low)} to {short(high)}", low=low, high=high))
     return lines
 

@@ -10,8 +10,8 @@ import torch
 
 import klamp.core.gradients as gradients
 from klamp.core.advantages import group_advantages
+from klamp.core.beta_rules import BetaState, ProportionalRule, StepRule
 from klamp.core.clipping import clip_gate, clip_kl
-from klamp.core.controllers import ProportionalController, StepController
 from klamp.core.estimators import ESTIMATORS
 from klamp.verify.proofs import ESTIMATOR_PROOFS, PROOFS, verify_all, verify_estimators
 from klamp.verify.proofs.check import run_section
@@ -135,9 +135,9 @@ def test_a_clip_and_a_gate_broken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_controllers_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepController, "_rule", lambda self, kl, n_steps: self.value * 2)
+    monkeypatch.setattr(StepRule, "_next", lambda self, state, kl, n_steps: BetaState(state.value * 2))
     assert {"step: KL above 1.5 targets", "step: KL on target"} <= set(failures(CONTROLLERS))
-    monkeypatch.setattr(ProportionalController, "_rule", lambda self, kl, n_steps: self.value)
+    monkeypatch.setattr(ProportionalRule, "_next", lambda self, state, kl, n_steps: state)
     assert "proportional: more steps than the horizon is refused" in failures(CONTROLLERS)
 
 

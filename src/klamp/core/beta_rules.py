@@ -1,0 +1,218 @@
+"""The rules of the controllers of beta, without state: (what is remembered, a measured KL) -> what is remembered next.
+
+Each rule is a frozen set of parameters and a pure function, `rule(state, kl, n_steps) -> state`, that starts from
+`rule.init(value)`. `klamp.core.controllers` has the twins that keep the state; what each rule does is said there.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from klamp.errors import ConfigError, NonFiniteError
+
+# Rounding of an exact KL in float32 can fall just below zero.
+_ROUNDING = -1e-6
+
+
+class BetaState(NamedTuple):
+    """What a rule remembers from one measurement to the next.
+
+    Attributes:
+        value: the coefficient in force.
+        integral: the summed error, in units of the coefficient; `PIDRule` only.
+        previous_kl: the KL before; -1 before the first; `PIDRule` only.
+    """
+
+    value: float
+    integral: float = 0.0
+    previous_kl: float = -1.0
+
+
+def _check_positive(name: str, x: float) -> None:
+    if not (x > 0 and math.isfinite(x)):
+        raise ConfigError(
+            f"{name} must be a positive number",
+            got=x,
+            why="the rule divides by it or scales with it",
+            fix=f"leave {name} at its default, or set it above 0",
+        )
+
+
+def _checked_kl(kl: float) -> float:
+    if not math.isfinite(kl) or kl < _ROUNDING:
+        raise NonFiniteError(
+            "a controller needs a finite KL that is not negative",
+            got=kl,
+            why="a mean of k1 can go negative, and a NaN would stay in beta for good",
+            fix="feed the exact KL or the mean of k3 over the whole batch",
+        )
+    return max(0.0, kl)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedRule:
+    """beta stays as it is; also what all rules share: the bounds of beta, and the checks.
+
+    Raises:
+        ConfigError: parameters out of range.
+    """
+
+    min_value: float = 0.0
+    max_value: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.min_value <= self._upper:
+            raise ConfigError(
+                "the bounds of beta must satisfy 0 <= min_value <= max_value",
+                got=f"min_value={self.min_value}, max_value={self.max_value}",
+                why="a negative coefficient rewards leaving the reference",
+                fix="use min_value=0.0",
+            )
+
+    @property
+    def _upper(self) -> float:
+        return math.inf if self.max_value is None else self.max_value
+
+    def bounded(self, value: float) -> float:
+        """The nearest coefficient within the bounds."""
+        return min(max(value, self.min_value), self._upper)
+
+    def init(self, value: float) -> BetaState:
+        """The state before the first measurement.
+
+        Raises:
+            ConfigError: a coefficient outside the bounds, or none.
+        """
+        if not (math.isfinite(value) and self.min_value <= value <= self._upper):
+            raise ConfigError(
+                "beta must be a number within its bounds",
+                got=f"value={value}, min_value={self.min_value}, max_value={self.max_value}",
+                why="a negative coefficient rewards leaving the reference",
+                fix="start between the bounds",
+            )
+        return BetaState(float(value))
+
+    def __call__(self, state: BetaState, kl: float, n_steps: int = 1) -> BetaState:
+        """The state after a measurement; the same one where beta would overflow.
+
+        Args:
+            state: the state before it; unchanged.
+            kl: exact KL or mean k3, in the unit of the target.
+            n_steps: how many steps (of the horizon's unit) the measurement stands for.
+
+        Raises:
+            NonFiniteError: a KL that is NaN, infinite or negative.
+            ConfigError: n_steps < 1, or more than a proportional rule's horizon.
+        """
+        if n_steps < 1:
+            raise ConfigError("n_steps must be at least 1", got=n_steps)
+        found = self._next(state, _checked_kl(kl), n_steps)
+        bounded = found._replace(value=self.bounded(found.value))
+        return bounded if math.isfinite(bounded.value) else state
+
+    def _next(self, state: BetaState, kl: float, n_steps: int) -> BetaState:
+        """The state after a KL that was checked, before the bounds of beta."""
+        return state
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TargetRule(FixedRule):
+    target: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_positive("target", self.target)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRule(_TargetRule):
+    """beta times a factor outside a band around the target; see `StepController`."""
+
+    up: float = 1.5
+    down: float = 0.75
+    high: float = 1.5
+    low: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.up >= 1 >= self.down > 0 and self.high >= self.low > 0):
+            raise ConfigError(
+                "the step rule needs up >= 1 >= down > 0 and high >= low > 0",
+                got=f"up={self.up}, down={self.down}, high={self.high}, low={self.low}",
+                why="otherwise it would push the KL away from its target",
+            )
+
+    def _next(self, state: BetaState, kl: float, n_steps: int) -> BetaState:
+        if kl > self.high * self.target:
+            return BetaState(state.value * self.up)
+        return BetaState(state.value * self.down) if kl < self.low * self.target else state
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProportionalRule(_TargetRule):
+    """beta changed in proportion to the clipped relative error; see `ProportionalController`."""
+
+    horizon: int
+    clip: float = 0.2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_positive("horizon", self.horizon)
+        if not 0 < self.clip <= 1:
+            raise ConfigError("clip must lie in (0, 1]", got=self.clip, why="it bounds a relative change of beta")
+
+    def _next(self, state: BetaState, kl: float, n_steps: int) -> BetaState:
+        if n_steps > self.horizon:
+            raise ConfigError(
+                "n_steps is larger than the horizon",
+                got=f"n_steps={n_steps}, horizon={self.horizon}",
+                why="the factor 1 + error * n_steps / horizon can then turn negative",
+                fix="raise kl_controller_horizon, or update more often",
+            )
+        error = min(max(kl / self.target - 1, -self.clip), self.clip)
+        return BetaState(state.value * (1 + error * n_steps / self.horizon))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DualRule(_TargetRule):
+    """beta plus a share of the error; see `DualController`."""
+
+    lr: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_positive("lr", self.lr)
+
+    def _next(self, state: BetaState, kl: float, n_steps: int) -> BetaState:
+        return BetaState(state.value + self.lr * n_steps * (kl - self.target))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PIDRule(_TargetRule):
+    """beta from the error, its sum and the rise of the KL; see `PIDController`."""
+
+    kp: float
+    ki: float
+    kd: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        gains = (self.kp, self.ki, self.kd)
+        if not (all(math.isfinite(g) and g >= 0 for g in gains) and any(gains)):
+            raise ConfigError(
+                "the PID gains must be >= 0 and not all 0",
+                got=f"kp={self.kp}, ki={self.ki}, kd={self.kd}",
+                why="a negative gain pushes the KL away from its target",
+            )
+
+    def init(self, value: float) -> BetaState:
+        """The state before the first measurement: the integral is beta, so that beta stays there on target."""
+        return super().init(value)._replace(integral=float(value))
+
+    def _next(self, state: BetaState, kl: float, n_steps: int) -> BetaState:
+        error = kl - self.target
+        rise = max(0.0, kl - state.previous_kl) if state.previous_kl >= 0 else 0.0
+        integral = self.bounded(max(0.0, state.integral + self.ki * n_steps * error))
+        return BetaState(self.kp * error + integral + self.kd * rise, integral, kl)
