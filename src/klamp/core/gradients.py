@@ -99,7 +99,8 @@ def _weighted_k3(log_w: Tensor, delta: Tensor) -> Tensor:
     return torch.where(near, w * (torch.expm1(-safe) + safe), (log_w - delta).exp() + w * (delta - 1))
 
 
-def _weighted_value(value: Estimator, log_w: Tensor, delta: Tensor) -> Tensor:
+def weighted_value(value: Estimator, log_w: Tensor, delta: Tensor) -> Tensor:
+    """The off-policy weight times the estimator, in nats, without overflow in the factors: w value(delta)."""
     if value == "k3":
         return _weighted_k3(log_w, delta)
     return log_w.exp() * ESTIMATORS[value].value(delta)
@@ -134,14 +135,14 @@ def _no_gradient(value: Estimator, log_w: Tensor, delta: Tensor) -> Tensor:
 def _sequence_reverse(value: Estimator, log_w: Tensor, delta: Tensor) -> Tensor:
     # The KL of later tokens needs an unbiased value: k3 where it is asked for (less noise), k1 otherwise.
     unbiased: Estimator = "k3" if value == "k3" else "k1"
-    return log_w.exp() * delta + future_sum(_weighted_value(unbiased, log_w, delta))
+    return log_w.exp() * delta + future_sum(weighted_value(unbiased, log_w, delta))
 
 
 def _sequence_forward(value: Estimator, log_w: Tensor, delta: Tensor) -> Tensor:
     return _weighted_one_minus_u(log_w, delta.cumsum(-1))
 
 
-_COEFFICIENTS: dict[tuple[str, str], Callable[[Estimator, Tensor, Tensor], Tensor]] = {
+COEFFICIENTS: dict[tuple[str, str], Callable[[Estimator, Tensor, Tensor], Tensor]] = {
     ("token", "reverse"): _token_reverse,
     ("token", "forward"): _token_forward,
     ("token", "own"): _token_own,
@@ -150,6 +151,10 @@ _COEFFICIENTS: dict[tuple[str, str], Callable[[Estimator, Tensor, Tensor], Tenso
     ("sequence", "forward"): _sequence_forward,
     ("sequence", "none"): _no_gradient,
 }
+"""(horizon, gradient) -> c_t from the estimator, log w and delta: the table at the top of this module.
+
+In the rows of the horizon `token`, and in `weighted_value`, there is nothing that torch.fx could not trace.
+"""
 
 
 def check_gradient_choice(value: str, gradient: str, horizon: str) -> None:
@@ -202,9 +207,9 @@ def penalty_from_weights(
             fix="use horizon='token', gradient='reverse', or no exclusions",
         )
     carried = mask if kl_mask is None else kl_mask
-    coefficient = _COEFFICIENTS[horizon, gradient](value, log_w, delta)
+    coefficient = COEFFICIENTS[horizon, gradient](value, log_w, delta)
     felt = mask if horizon == "sequence" else carried
-    weighted = masked(_weighted_value(value, log_w, delta), carried)
+    weighted = masked(weighted_value(value, log_w, delta), carried)
     return with_gradient(weighted, masked(coefficient, felt), masked(policy_logprobs, mask))
 
 

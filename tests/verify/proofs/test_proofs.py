@@ -33,7 +33,7 @@ def break_estimator(monkeypatch: pytest.MonkeyPatch, name: str, **changes: objec
 
 
 def break_coefficient(monkeypatch: pytest.MonkeyPatch, key: tuple[str, str], broken: Callable[..., object]) -> None:
-    monkeypatch.setitem(gradients._COEFFICIENTS, key, broken)  # type: ignore[arg-type]
+    monkeypatch.setitem(gradients.COEFFICIENTS, key, broken)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("section", PROOFS)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from klamp.core.estimators import ESTIMATORS
+from klamp.core.gradients import COEFFICIENTS, weighted_value
 from klamp.core.masking import masked, reduce_tokens, total_denominator
 from klamp.core.objective import Objective
 from klamp.core.term import KLTerm, shifted_advantages
@@ -39,16 +41,17 @@ def datum_loss(objective: Objective) -> Callable[..., tuple[Tensor, dict[str, Te
         kl_shares: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         zeros = torch.zeros_like(logprobs)
-        log_w = torch.where(policy_weights != 0, logprobs - behavior_logprobs, zeros)
-        ratio = log_w.exp()
+        ratio = torch.where(policy_weights != 0, logprobs - behavior_logprobs, zeros).exp()
         surrogate = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
         policy = (policy_weights * surrogate).sum()
-        delta = torch.where(kl_shares != 0, (logprobs - ref_logprobs).detach(), zeros)
-        metrics = {f"custom/kl_{name}:sum": (kl_shares * ESTIMATORS[name].value(delta)).sum() for name in ("k1", "k3")}
+        seen = torch.where(kl_shares != 0, (logprobs - ref_logprobs).detach(), zeros)
+        metrics = {f"custom/kl_{name}:sum": (kl_shares * ESTIMATORS[name].value(seen)).sum() for name in ("k1", "k3")}
         metrics["custom/loss_policy:sum"] = policy.detach()
         if not in_loss:
             return policy, metrics
-        value, coefficient = _penalty(term, delta, log_w.detach())
+        delta = torch.where(kl_weights != 0, (logprobs - ref_logprobs).detach(), zeros)
+        log_w = torch.where(kl_weights != 0, (logprobs - behavior_logprobs).detach(), zeros)
+        value, coefficient = _penalty(term, delta, log_w)
         kl = (kl_weights * (value + coefficient * (logprobs - logprobs.detach()))).sum()
         metrics["custom/loss_kl:sum"] = kl.detach()
         return policy + kl, metrics
@@ -57,20 +60,15 @@ def datum_loss(objective: Objective) -> Callable[..., tuple[Tensor, dict[str, Te
 
 
 def _penalty(term: KLTerm, delta: Tensor, log_w: Tensor) -> tuple[Tensor, Tensor]:
-    """Value and coefficient of the gradient, per token; the table at the top of klamp.core.gradients, horizon token."""
-    row = ESTIMATORS[term.value]
+    """Value and coefficient of the gradient, per token: the core's own functions, with horizon `token`."""
     if term.max_log_ratio is not None:
         delta = delta.clamp(-term.max_log_ratio, term.max_log_ratio)
-    if term.max_weight is not None:
+    if term.off_policy == "none":
+        log_w = torch.zeros_like(delta)
+    elif term.max_weight is not None:
         log_w = log_w.clamp(max=math.log(term.max_weight))
-    w = torch.ones_like(delta) if term.off_policy == "none" else log_w.exp()
-    coefficient = {
-        "reverse": lambda: delta,
-        "forward": lambda: -torch.expm1(-delta),
-        "own": lambda: row.derivative(delta),
-        "none": lambda: torch.zeros_like(delta),
-    }[term.gradient]()
-    return w * row.value(delta), w * coefficient
+    value: Any = term.value  # never `exact`, which is refused before
+    return weighted_value(value, log_w, delta), COEFFICIENTS["token", term.gradient](value, log_w, delta)
 
 
 def input_rows(rows: Rows, settings: Settings) -> dict[str, Tensor]:
