@@ -1,20 +1,32 @@
-"""klamp: the KL layer for GRPO-style training of language models."""
+"""klamp: the KL layer for GRPO-style training of language models.
+
+`import klamp` loads nothing heavy: a name brings its module, and with it torch, when it is first used (PEP 562).
+"""
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
 
 from klamp._version import __version__
-from klamp.config import KLConfig, preset
-from klamp.core.advantages import group_advantages
-from klamp.core.clipping import clip_kl, kl_budget
-from klamp.core.controllers import (
-    DualController,
-    FixedController,
-    PIDController,
-    ProportionalController,
-    StepController,
-)
-from klamp.core.estimators import exact_kl, kl_estimate
-from klamp.core.gradients import kl_penalty
-from klamp.core.linear import linear_kl, linear_logprobs
-from klamp.core.objective import grpo_loss
+
+if TYPE_CHECKING:  # what type checkers, editors and the documentation see; _HOMES says the same to Python
+    from klamp import config as config
+    from klamp import core as core
+    from klamp import errors as errors
+    from klamp.config import KLConfig, preset
+    from klamp.core.advantages import group_advantages
+    from klamp.core.clipping import clip_kl, kl_budget
+    from klamp.core.controllers import (
+        DualController,
+        FixedController,
+        PIDController,
+        ProportionalController,
+        StepController,
+    )
+    from klamp.core.estimators import exact_kl, kl_estimate
+    from klamp.core.gradients import kl_penalty
+    from klamp.core.linear import linear_kl, linear_logprobs
+    from klamp.core.objective import grpo_loss
 
 __all__ = [
     "DualController",
@@ -35,3 +47,40 @@ __all__ = [
     "linear_logprobs",
     "preset",
 ]
+
+_HOMES = {
+    "DualController": "core.controllers",
+    "FixedController": "core.controllers",
+    "KLConfig": "config",
+    "PIDController": "core.controllers",
+    "ProportionalController": "core.controllers",
+    "StepController": "core.controllers",
+    "clip_kl": "core.clipping",
+    "exact_kl": "core.estimators",
+    "group_advantages": "core.advantages",
+    "grpo_loss": "core.objective",
+    "kl_budget": "core.clipping",
+    "kl_estimate": "core.estimators",
+    "kl_penalty": "core.gradients",
+    "linear_kl": "core.linear",
+    "linear_logprobs": "core.linear",
+    "preset": "config",
+}
+"""Exported name -> the module that it comes from."""
+
+_ROOMS = ("config", "core", "errors")
+"""Modules that are there as `klamp.errors` after `import klamp` alone."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return importlib.import_module(f"klamp.{name}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'klamp' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+    value = getattr(importlib.import_module(f"klamp.{_HOMES[name]}"), name)
+    globals()[name] = value  # the next time it is there like any other
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_ROOMS})

@@ -13,7 +13,8 @@
     ├── TrainingStopped        (RuntimeError)       training ended before its last step; the state is saved
     └── UnsupportedVersion     (ImportError)        a host library outside the range that klamp was tested with
 
-Every message has four parts: what happened, what klamp got, why that is a problem, how to fix it.
+Every message has four parts: what happened, what klamp got, why that is a problem, how to fix it. A warning of klamp is
+a KLWarning (UserWarning).
 """
 
 from __future__ import annotations
@@ -91,6 +92,10 @@ class TrainingStopped(KlampError, RuntimeError):
 
 class UnsupportedVersion(KlampError, ImportError):
     """A host library outside the version range that klamp was tested with."""
+
+
+class KLWarning(UserWarning):
+    """A configuration that works, but may not do what its name suggests."""
 
 
 @dataclass(frozen=True)

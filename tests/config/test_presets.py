@@ -182,7 +182,7 @@ def test_every_preset_is_compared_with_its_paper() -> None:
     assert set(PAPERS) == set(PRESETS)
 
 
-@pytest.mark.filterwarnings("ignore::klamp.config.KLWarning")
+@pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 @pytest.mark.parametrize("name", PAPERS)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_preset_is_its_papers_loss_and_gradient(name: str, seed: int) -> None:

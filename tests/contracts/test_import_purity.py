@@ -54,14 +54,24 @@ def list_floor_files() -> list[Path]:
     return sorted(path for part in FLOOR for path in (SOURCE / part, *(SOURCE / part).rglob("*.py")) if path.is_file())
 
 
-def test_import_klamp_loads_no_framework_but_torch() -> None:
-    loaded = set(run_python("import sys, klamp; print(*sys.modules)").split())
+def test_import_klamp_loads_nothing_but_itself() -> None:
+    loaded = set(
+        run_python("import sys; before = set(sys.modules); import klamp; print(*set(sys.modules) - before)").split()
+    )
+    assert {name for name in loaded if name.partition(".")[0] not in sys.stdlib_module_names} == {
+        "klamp",
+        "klamp._version",
+    }
+
+
+def test_every_exported_name_together_loads_no_framework_but_torch() -> None:
+    loaded = set(run_python("import sys\nfrom klamp import *\nprint(*sys.modules)").split())
     assert "torch" in loaded
     assert not loaded & set(HEAVY)
 
 
 def test_import_klamp_prints_nothing_and_warns_of_nothing() -> None:
-    code = "import torch, warnings; warnings.simplefilter('error'); import klamp"
+    code = "import torch, warnings; warnings.simplefilter('error'); from klamp import *"
     assert run_python(code) == ""
 
 

@@ -36,7 +36,7 @@ KLAMP = {
     "sequence": KLConfig(beta=BETA, kl_horizon="sequence"),
     "bounded, weighted": KLConfig(beta=BETA, kl_off_policy="token", kl_max_weight=1.05, kl_max_log_ratio=0.5),
 }
-pytestmark = pytest.mark.filterwarnings("ignore::klamp.config.kl.KLWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 
 
 @pytest.fixture(scope="module")

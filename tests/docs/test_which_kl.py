@@ -25,7 +25,7 @@ def test_there_are_commands_of_each_kind() -> None:
     assert {shlex.split(command)[1] for command in COMMANDS} == {"train", "explain", "verify"}
 
 
-@pytest.mark.filterwarnings("ignore::klamp.config.KLWarning")
+@pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("klamp train")])
 def test_a_train_command_is_understood(command: str) -> None:
     words = shlex.split(command.replace("NAME", "grpo"))[2:]
@@ -40,13 +40,13 @@ def test_an_explain_command_names_what_exists(command: str) -> None:
     assert parse_train(request.flags).config
 
 
-@pytest.mark.filterwarnings("ignore::klamp.config.KLWarning")
+@pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 @pytest.mark.parametrize("flags", sorted({c for c in CODE if c.startswith("--")}))
 def test_flags_that_stand_alone_are_understood(flags: str) -> None:
     assert parse_train(shlex.split(flags)).config
 
 
-@pytest.mark.filterwarnings("ignore::klamp.config.KLWarning")
+@pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 @pytest.mark.parametrize("entry", sorted({c for c in CODE if re.fullmatch(r"\w+: \S+", c)}))
 def test_entries_of_a_file_are_understood(entry: str) -> None:
     name, value = entry.split(": ")

@@ -37,7 +37,7 @@ def test_the_sequence_horizon_holds_all_of_it() -> None:
     assert facts.sequence.noise > measure(kl_estimator="exact", kl_horizon="sequence").sequence.noise > 0
 
 
-@pytest.mark.filterwarnings("ignore::klamp.config.KLWarning")
+@pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 def test_k1s_own_gradient_is_nothing_but_noise() -> None:
     facts = measure(LossConfig(loss_type="dapo"), kl_estimator="k1", kl_gradient="own")
     assert facts.position.follows.name == facts.sequence.follows.name == facts.in_loss.follows.name == "zero"
@@ -45,7 +45,7 @@ def test_k1s_own_gradient_is_nothing_but_noise() -> None:
     assert facts.off_policy.follows.name == "none of these"
 
 
-@pytest.mark.filterwarnings("ignore::klamp.config.KLWarning")
+@pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 def test_divided_by_the_own_length_k1_is_not_null() -> None:
     assert measure(kl_estimator="k1", kl_gradient="own").in_loss.follows.name == "none of these"
 
@@ -90,7 +90,7 @@ def test_groups_leak_less_than_single_completions() -> None:
     assert grouped.open_above - grouped.open_below > single.open_above - single.open_below
 
 
-@pytest.mark.filterwarnings("ignore::klamp.config.KLWarning")
+@pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 def test_a_wide_soft_clip_is_half_open_everywhere() -> None:
     choices = {"kl_clip_method": "soft", "kl_clip_threshold": 0.05, "use_per_token_kl_threshold": False}
     gate = measure(**choices).gate

@@ -21,7 +21,7 @@ def line(explanation: Explanation, label: str) -> str:
     return dict(explanation.lines)[label]
 
 
-@pytest.mark.filterwarnings("ignore::klamp.config.KLWarning")
+@pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 @pytest.mark.parametrize(
     ("choices", "verdict"),
     [
@@ -38,7 +38,7 @@ def test_the_verdict(choices: dict, verdict: str) -> None:
     assert explain(**choices).verdict == verdict
 
 
-@pytest.mark.filterwarnings("ignore::klamp.config.KLWarning")
+@pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 def test_a_term_that_follows_neither_kl_is_called_that() -> None:
     found = explain(kl_estimator="abs", kl_gradient="own", beta=0.01)
     assert found.verdict.startswith("Follows neither KL: cosine 0.")
@@ -115,7 +115,7 @@ def test_control_schedule_and_moving_references() -> None:
     assert "reference" not in dict(explain().lines)
 
 
-@pytest.mark.filterwarnings("ignore::klamp.config.KLWarning")
+@pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 def test_cautions_are_those_of_the_configuration() -> None:
     kl = KLConfig(kl_gradient="own")
     assert explain_config(kl, LossConfig(), name="x").cautions == tuple(kl.cautions())

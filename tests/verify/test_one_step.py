@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # checked in tests/cor
         ({"beta": 0.0}, "zero"),
     ],
 )
-@pytest.mark.filterwarnings("ignore::klamp.config.KLWarning")
+@pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 def test_on_policy_configurations_follow_what_they_should(choices: dict, follows: str) -> None:
     for saturated in (True, False):
         found = examine_config(KLConfig(**choices), scene=scene(1, length=2, saturated=saturated))

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from klamp.config import KLWarning
 from klamp.errors import (
     ConfigError,
     DataError,
     KlampError,
+    KLWarning,
     ModelError,
     RunFolderError,
     TrainingStopped,

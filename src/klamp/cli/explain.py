@@ -12,8 +12,8 @@ from typing import TextIO
 from klamp.cli.arguments import TrainRequest, parse_train
 from klamp.cli.flags import every_flag, field_name, split_flags, unknown_key
 from klamp.cli.tables import WIDTH, show_paragraph
-from klamp.config import PRESETS, KLWarning, find_preset
-from klamp.errors import ConfigError, UnknownNameError, unknown_name
+from klamp.config import PRESETS, find_preset
+from klamp.errors import ConfigError, KLWarning, UnknownNameError, unknown_name
 from klamp.verify.explain import VOCAB, Explanation, Setting, explain_config
 from klamp.verify.explain_printed import explain_form
 from klamp.verify.printed import FORMS

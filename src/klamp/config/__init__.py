@@ -1,8 +1,9 @@
 """The one configuration that every trainer takes."""
 
-from klamp.config.kl import ALIASES, KLConfig, KLWarning
+from klamp.config.kl import ALIASES, KLConfig
 from klamp.config.loss import LOSS_TYPES, LossConfig, build_objective
 from klamp.config.presets import PRESETS, Preset, find_preset, preset
+from klamp.errors import KLWarning
 
 __all__ = [
     "ALIASES",

@@ -23,16 +23,12 @@ from klamp.core.gradients import check_bound, check_gradient_choice
 from klamp.core.schedules import KL_SCHEDULES, kl_schedule_factor
 from klamp.core.term import KLTerm
 from klamp.core.types import Reduction
-from klamp.errors import ConfigError, refuse, unknown_name
+from klamp.errors import ConfigError, KLWarning, refuse, unknown_name
 
 REDUCTIONS: tuple[Reduction, ...] = ("token_mean", "sequence_mean", "sequence_sum", "fixed_length")
 
 ALIASES: Mapping[str, str] = {"kl_coef": "beta", "kl_penalty": "beta", "kl_beta": "beta"}
 """Other names of a field, as the source documents and other trainers call it."""
-
-
-class KLWarning(UserWarning):
-    """A configuration that works, but may not do what its name suggests."""
 
 
 def resolve_aliases(values: Mapping[str, Any], known: set[str]) -> dict[str, Any]:

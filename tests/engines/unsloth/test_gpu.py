@@ -19,7 +19,7 @@ from klamp.config import KLConfig
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("ignore::klamp.config.kl.KLWarning"),
+    pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning"),
 ]
 
 

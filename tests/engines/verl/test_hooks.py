@@ -44,7 +44,7 @@ TERMS = (
     "klamp:kl_horizon=sequence,kl_off_policy=sequence",
     "klamp:kl_gradient=forward,kl_off_policy=token",
 )
-pytestmark = pytest.mark.filterwarnings("ignore::klamp.config.kl.KLWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 
 
 def klamp_loss(step: Step, name: str, beta: float, reduction: str) -> torch.Tensor:

@@ -19,7 +19,7 @@ from klamp.hosts.verl.names import loss_kl, reward_kl
 from klamp.verl import effective, overrides
 
 REQUIRED = ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",)
-pytestmark = pytest.mark.filterwarnings("ignore::klamp.config.kl.KLWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 
 
 def composed(arguments: list[str]) -> DictConfig:

@@ -115,7 +115,7 @@ CONFIGURATIONS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::klamp.config.kl.KLWarning")
+@pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_one_configuration_gives_the_loss_of_klamps_own_trainer(name):
     kl = KLConfig(beta=0.3, **CONFIGURATIONS[name])

@@ -34,7 +34,7 @@ CONFIGURATIONS = {
 
 
 @needs_custom_losses
-@pytest.mark.filterwarnings("ignore::klamp.config.kl.KLWarning")
+@pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_the_server_computes_the_same_loss_and_gradient(service, trainer, reference, standin, name):
     data, kl = datums(reference), KLConfig(beta=0.3, **CONFIGURATIONS[name])

@@ -25,10 +25,9 @@ from tests.hosts.trl.hosts import (
 )
 
 from klamp.config import KLConfig
-from klamp.config.kl import KLWarning
 from klamp.core.clipping import kl_budget
 from klamp.core.estimators import exact_kl, kl_estimate
-from klamp.errors import ConfigError, UnsupportedVersion
+from klamp.errors import ConfigError, KLWarning, UnsupportedVersion
 from klamp.hosts.trl.refusals import liger_bypasses
 from klamp.hosts.trl.versions import check_version
 from klamp.trl import GRPOTrainer, attach

@@ -107,7 +107,7 @@ def own_loss(trainer: Any, base: Any, inputs: dict[str, Any], rewards: torch.Ten
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-@pytest.mark.filterwarnings("ignore::klamp.config.kl.KLWarning")
+@pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 def test_the_same_loss_and_gradient(trainer: Any, base: Any, name: str, monkeypatch: Any) -> None:
     kl = KLConfig(beta=BETA, **CONFIGURATIONS[name])
     rewards = torch.tensor([1.0, 0.0, 0.25, -2.0])

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from tests.hosts.trl.hosts import klamp_trainer, model
 
-from klamp.config.kl import KLWarning
-from klamp.errors import RunFolderError
+from klamp.errors import KLWarning, RunFolderError
 
 OPTIONS: dict[str, Any] = {
     "beta": 0.4,
@@ -37,7 +36,7 @@ def logged(trainer: Any) -> list[tuple[float, ...]]:
 
 
 @pytest.mark.parametrize("name", CONTROLLERS)
-@pytest.mark.filterwarnings("ignore::klamp.config.kl.KLWarning")
+@pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 def test_a_resumed_run_has_the_same_beta_and_losses(tmp_path: Path, name: str) -> None:
     options = OPTIONS | CONTROLLERS[name]
     base = model()
@@ -54,7 +53,7 @@ def test_a_resumed_run_has_the_same_beta_and_losses(tmp_path: Path, name: str) -
     assert fresh._klamp.control.beta(2, 4) != pytest.approx(betas[2])  # without the state it would be another
 
 
-@pytest.mark.filterwarnings("ignore::klamp.config.kl.KLWarning")
+@pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 def test_a_checkpoint_of_another_controller_is_refused(tmp_path: Path) -> None:
     base = model()
     klamp_trainer(copy.deepcopy(base), tmp_path, **(OPTIONS | {"max_steps": 2})).train()
@@ -63,7 +62,7 @@ def test_a_checkpoint_of_another_controller_is_refused(tmp_path: Path) -> None:
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
-@pytest.mark.filterwarnings("ignore:kl_estimator:klamp.config.kl.KLWarning")
+@pytest.mark.filterwarnings("ignore:kl_estimator:klamp.errors.KLWarning")
 def test_a_checkpoint_without_the_state_says_so(tmp_path: Path) -> None:
     base = model()
     options = {**OPTIONS, "kl_reference_length": 5}

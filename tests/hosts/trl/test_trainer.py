@@ -24,8 +24,7 @@ from tests.hosts.trl.hosts import (
 )
 
 from klamp.config import KLConfig
-from klamp.config.kl import KLWarning
-from klamp.errors import ConfigError, ModelError
+from klamp.errors import ConfigError, KLWarning, ModelError
 from klamp.hosts.trl.reference import frozen_copy
 from klamp.trl import GRPOConfig, GRPOTrainer, attach, effective
 
@@ -83,7 +82,7 @@ def _rows(ours: Any, stock: Any) -> list[tuple[dict, dict]]:
     return list(zip(ours.state.log_history, stock.state.log_history, strict=True))
 
 
-@pytest.mark.filterwarnings("ignore::klamp.config.kl.KLWarning")
+@pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 @pytest.mark.parametrize("name", ["accumulation", "moving reference", "adapter", "two iterations"])
 def test_k3_with_its_own_gradient_trains_like_trl_without_bias_correction(name: str, tmp_path: Path) -> None:
     options = RUNS[name] | {"use_bias_correction_kl": False, "optim": "sgd"}

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from klamp.config import KLConfig
-from klamp.config.kl import KLWarning
-from klamp.errors import ConfigError, KlampError, UnknownNameError
+from klamp.errors import ConfigError, KlampError, KLWarning, UnknownNameError
 from klamp.hosts.verl.names import (
     CONTROLLER_FIELDS,
     TERM_FIELDS,

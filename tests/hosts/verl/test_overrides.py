@@ -68,7 +68,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore::klamp.config.kl.KLWarning")
+@pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 @pytest.mark.parametrize(("fields", "text"), REFUSED)
 def test_what_verl_has_no_place_for_is_refused_with_the_way_out(fields: dict, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -80,7 +80,7 @@ def test_a_preset_goes_too() -> None:
     assert any("kl_loss_type" in text for text in overrides(preset("grpo")))
 
 
-@pytest.mark.filterwarnings("ignore::klamp.config.kl.KLWarning")
+@pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 def test_without_verl_register_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for installed in (None, "0.7.1", "0.10.0"):
         monkeypatch.setattr("importlib.metadata.version", lambda name, v=installed: _version(v))

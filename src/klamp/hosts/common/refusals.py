@@ -5,8 +5,7 @@ from __future__ import annotations
 import warnings
 
 from klamp.config import KLConfig
-from klamp.config.kl import KLWarning
-from klamp.errors import Refusal
+from klamp.errors import KLWarning, Refusal
 
 
 def host_refusals(kl: KLConfig, host: str) -> list[Refusal]:

@@ -9,11 +9,11 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from klamp.config.kl import KLWarning
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import masked_log_ratio
 from klamp.core.masking import masked_sum
 from klamp.core.term import Gate, carries_kl
+from klamp.errors import KLWarning
 from klamp.hosts.common.loss import batch_of
 from klamp.hosts.common.rollout import STEP_ZERO_KL, Generation
 from klamp.hosts.common.step_zero import likely_reasons, step_zero_text

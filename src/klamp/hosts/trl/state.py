@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from klamp.config.kl import KLWarning
+from klamp.errors import KLWarning
 
 FILE = "klamp_state.json"
 

@@ -12,8 +12,7 @@ import trl
 from trl.trainer import grpo_trainer
 
 from klamp.config import KLConfig
-from klamp.config.kl import KLWarning
-from klamp.errors import ConfigError
+from klamp.errors import ConfigError, KLWarning
 from klamp.hosts.common.control import NEVER_ZERO
 from klamp.hosts.common.fields import kl_config
 from klamp.hosts.common.lr_guard import LearningRateGuard
