@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # what type checkers, editors and the documentation see; _HOM
     from klamp import config as config
     from klamp import core as core
     from klamp import errors as errors
-    from klamp.config import KLConfig, preset
+    from klamp.config import KLConfig, LossConfig, build_objective, preset
     from klamp.core.advantages import group_advantages
     from klamp.core.clipping import clip_kl, kl_budget
     from klamp.core.controllers import (
@@ -26,16 +26,28 @@ if TYPE_CHECKING:  # what type checkers, editors and the documentation see; _HOM
     from klamp.core.estimators import exact_kl, kl_estimate
     from klamp.core.gradients import kl_penalty
     from klamp.core.linear import linear_kl, linear_logprobs
-    from klamp.core.objective import grpo_loss
+    from klamp.core.masking import Totals
+    from klamp.core.objective import Objective, grpo_loss
+    from klamp.core.term import KLTerm
+    from klamp.core.types import Batch, LossOutput
+    from klamp.errors import KLWarning
 
 __all__ = [
+    "Batch",
     "DualController",
     "FixedController",
     "KLConfig",
+    "KLTerm",
+    "KLWarning",
+    "LossConfig",
+    "LossOutput",
+    "Objective",
     "PIDController",
     "ProportionalController",
     "StepController",
+    "Totals",
     "__version__",
+    "build_objective",
     "clip_kl",
     "exact_kl",
     "group_advantages",
@@ -49,12 +61,20 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Batch": "core.types",
     "DualController": "core.controllers",
     "FixedController": "core.controllers",
     "KLConfig": "config",
+    "KLTerm": "core.term",
+    "KLWarning": "errors",
+    "LossConfig": "config",
+    "LossOutput": "core.types",
+    "Objective": "core.objective",
     "PIDController": "core.controllers",
     "ProportionalController": "core.controllers",
     "StepController": "core.controllers",
+    "Totals": "core.masking",
+    "build_objective": "config",
     "clip_kl": "core.clipping",
     "exact_kl": "core.estimators",
     "group_advantages": "core.advantages",

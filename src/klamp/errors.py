@@ -95,7 +95,10 @@ class UnsupportedVersion(KlampError, ImportError):
 
 
 class KLWarning(UserWarning):
-    """A configuration that works, but may not do what its name suggests."""
+    """Warns of a configuration that works, but may not do what its name suggests; the text says what to do instead.
+
+    `warnings.simplefilter("error", klamp.KLWarning)` turns every such caution into an error.
+    """
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ Needs trl>=1.10,<2; another version raises UnsupportedVersion on import.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from klamp.hosts.trl.versions import check_version
 
@@ -24,8 +24,10 @@ from klamp.hosts.unsloth.trainer import attach_to_unsloth  # noqa: E402
 
 __all__ = ["Effective", "GRPOConfig", "GRPOTrainer", "attach", "effective"]
 
+Trainer = TypeVar("Trainer")
 
-def attach(trainer: Any, kl: KLConfig, *, ref_model: Any = None) -> Any:
+
+def attach(trainer: Trainer, kl: KLConfig, *, ref_model: Any = None) -> Trainer:
     """Give a TRL trainer that is built already, of any subclass, the KL of a configuration. Returns the trainer.
 
     Its class becomes a subclass of its own that klamp's hooks come first in; nothing else of it changes. To be called

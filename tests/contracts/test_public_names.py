@@ -19,13 +19,21 @@ import pytest
 import klamp
 
 EXPORTED = [
+    "Batch",
     "DualController",
     "FixedController",
     "KLConfig",
+    "KLTerm",
+    "KLWarning",
+    "LossConfig",
+    "LossOutput",
+    "Objective",
     "PIDController",
     "ProportionalController",
     "StepController",
+    "Totals",
     "__version__",
+    "build_objective",
     "clip_kl",
     "exact_kl",
     "group_advantages",
@@ -56,6 +64,32 @@ SIGNATURES = {
     "DualController": "(value, *, target, lr, min_value=0.0, max_value=None)",
     "PIDController": "(value, *, target, kp, ki, kd, min_value=0.0, max_value=None)",
     "preset": "(name)",
+    "build_objective": "(kl, loss, *, max_length)",
+    "Batch": "(*, policy_logprobs, mask, advantages, old_logprobs=None, ref_logprobs=None, sampler_logprobs=None, "
+    "exact_kl=None, exact_kl_forward=None, kl_mask=None, kl_weight=None, gate_kl=None, reference_length=None, "
+    "group_size=None)",
+    "LossOutput": "(loss, metrics)",
+    "Totals": "(sequences, tokens, kl_tokens)",
+}
+
+# Configurations that are built by name: more fields may be added to each, none may go.
+FIELDS = {
+    "KLTerm": {
+        "clip_level",
+        "clip_method",
+        "clip_temperature",
+        "clip_threshold",
+        "gradient",
+        "horizon",
+        "max_log_ratio",
+        "max_weight",
+        "normalizer",
+        "off_policy",
+        "placement",
+        "value",
+    },
+    "LossConfig": {"advantage_baseline", "epsilon", "epsilon_high", "loss_type", "scale_rewards", "surrogate"},
+    "Objective": {"beta", "clip_high", "clip_low", "kl", "max_length", "reduction", "surrogate"},
 }
 
 CONTROLLERS = [name for name in EXPORTED if name.endswith("Controller")]
@@ -205,6 +239,11 @@ def test_the_configuration_keeps_its_fields_and_cannot_change() -> None:
     assert CONFIG_FIELDS <= {field.name for field in dataclasses.fields(klamp.KLConfig)}
     with pytest.raises(dataclasses.FrozenInstanceError):
         klamp.KLConfig().beta = 1.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_configuration_that_is_built_by_name_keeps_its_fields(name: str) -> None:
+    assert FIELDS[name] <= {field.name for field in dataclasses.fields(getattr(klamp, name))}
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -11,8 +11,8 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import InitVar, dataclass
+from typing import TYPE_CHECKING, Any
 
 from klamp.config.choices import KLChoices
 from klamp.config.rules import cautions, check_beta, refusals
@@ -69,19 +69,35 @@ def _accepts_aliases(cls: type[KLConfig]) -> type[KLConfig]:
     return cls
 
 
+if TYPE_CHECKING:
+
+    @dataclass(frozen=True, kw_only=True)
+    class _OtherNames:
+        """`ALIASES`, for type checkers; at run time `_accepts_aliases` takes them, and no such field exists."""
+
+        kl_coef: InitVar[float] = KLChoices.beta
+        kl_penalty: InitVar[float] = KLChoices.beta
+        kl_beta: InitVar[float] = KLChoices.beta
+else:
+
+    class _OtherNames:
+        pass
+
+
 @_accepts_aliases
 @dataclass(frozen=True, kw_only=True)
-class KLConfig(KLChoices):
-    """The KL term: what is measured, what its gradient does, where it enters, and how it is held.
+class KLConfig(KLChoices, _OtherNames):
+    """The KL term, in nats: what is measured, what its gradient does, where it enters, and how it is held.
 
     The same fields mean the same in every trainer. `beta` may be given as `kl_coef`, `kl_penalty` or `kl_beta`.
+    Numbers are Python's int and float (a bool, a tensor or a text is refused), lists of choices are tuples.
 
     Raises:
         UnknownNameError: an unknown field or choice; names the nearest.
         ConfigError: a combination that cannot work or would not do what its name says.
     """
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, *_: object) -> None:
         self._check_numbers()
         self._check_names()
         self._check_combinations()

@@ -33,7 +33,10 @@ LOSS_TYPES: Mapping[str, _LossRow] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    """The policy loss around the KL: surrogate, ratio bounds, reduction, advantages. Names as in TRL.
+    """The policy loss that the KL is added to: surrogate, ratio bounds, average over tokens, advantages.
+
+    Equation: R[surrogate_t], R by `loss_type` (see `LOSS_TYPES`, `reduce_tokens`), surrogate as in `ppo_clip`, `cispo`,
+    `score_function`. The fields are named as in TRL.
 
     `bnpo` and `dapo` are both token means; klamp takes the mean over the whole batch of an optimizer step
     (micro-batches and processes add up exactly), so that here they are the same. TRL's `bnpo`
@@ -41,6 +44,8 @@ class LossConfig:
 
     Raises:
         UnknownNameError, ConfigError: unknown or impossible choices.
+
+    Source: GRPO arXiv:2402.03300, Dr. GRPO arXiv:2503.20783 (dr_grpo), DAPO arXiv:2503.14476 (dapo)
     """
 
     loss_type: LossType = "grpo"
@@ -80,7 +85,9 @@ class LossConfig:
 
 
 def build_objective(kl: KLConfig, loss: LossConfig, *, max_length: int) -> Objective:
-    """The loss that a KL configuration and a loss configuration describe together.
+    """The objective of `grpo_loss` that a KL and a policy loss describe together; its beta in reward per nat.
+
+    Equation: R[surrogate_t] + beta R_kl[penalty_t], see `grpo_loss`; R of `loss`, R_kl that of `kl.kl_normalizer` or R.
 
     Args:
         kl: the KL term; its beta is the starting one.

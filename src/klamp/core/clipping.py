@@ -7,7 +7,7 @@ multiplies a correct gradient.
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, overload
 
 import torch
 from jaxtyping import Float
@@ -102,6 +102,14 @@ def clip_gate(
     return ((kl > limit) | (limit <= 0)).to(kl.dtype)
 
 
+@overload
+def kl_budget(threshold: float, *, per_token: bool, reference_length: float | None) -> float: ...
+@overload
+def kl_budget(threshold: float, *, per_token: Literal[False], reference_length: float | Tensor | None) -> float: ...
+@overload
+def kl_budget(threshold: float, *, per_token: Literal[True], reference_length: Tensor) -> Tensor: ...
+@overload
+def kl_budget(threshold: float, *, per_token: bool, reference_length: float | Tensor | None) -> float | Tensor: ...
 def kl_budget(threshold: float, *, per_token: bool, reference_length: float | Tensor | None) -> float | Tensor:
     """Total KL budget of one completion in nats.
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
 from jaxtyping import Float, Int
@@ -115,6 +115,39 @@ def _logprobs(
         return cast(Any, LinearLogprobs.apply)(*given, targets.long(), *options)  # pyright: ignore
 
 
+@overload
+def linear_logprobs(
+    hidden: Float[Tensor, "rows width"],
+    weight: Float[Tensor, "vocab width"],
+    targets: Int[Tensor, " rows"],
+    *,
+    bias: Float[Tensor, " vocab"] | None = ...,
+    temperature: float = ...,
+    softcap: float | None = ...,
+    return_entropy: Literal[False] = ...,
+) -> Float[Tensor, " rows"]: ...
+@overload
+def linear_logprobs(
+    hidden: Float[Tensor, "rows width"],
+    weight: Float[Tensor, "vocab width"],
+    targets: Int[Tensor, " rows"],
+    *,
+    bias: Float[Tensor, " vocab"] | None = ...,
+    temperature: float = ...,
+    softcap: float | None = ...,
+    return_entropy: Literal[True],
+) -> tuple[Float[Tensor, " rows"], Float[Tensor, " rows"]]: ...
+@overload
+def linear_logprobs(
+    hidden: Float[Tensor, "rows width"],
+    weight: Float[Tensor, "vocab width"],
+    targets: Int[Tensor, " rows"],
+    *,
+    bias: Float[Tensor, " vocab"] | None = ...,
+    temperature: float = ...,
+    softcap: float | None = ...,
+    return_entropy: bool,
+) -> Float[Tensor, " rows"] | tuple[Float[Tensor, " rows"], Float[Tensor, " rows"]]: ...
 def linear_logprobs(
     hidden: Float[Tensor, "rows width"],
     weight: Float[Tensor, "vocab width"],

@@ -18,7 +18,10 @@ from klamp.errors import ConfigError, ShapeError, unknown_name
 
 
 class Totals(NamedTuple):
-    """The size of the whole batch that a micro-batch is a part of; the denominators of every reduction.
+    """How many sequences and tokens a whole optimizer step has, for losses that see a part of it at a time.
+
+    With it, `grpo_loss` divides each part by the size of the whole, so that losses and gradients of the parts, on all
+    processes, add up to those of the whole batch. Counts are over all processes; tensors spare a wait for the GPU.
 
     Attributes:
         sequences: number of sequences in the whole batch.

@@ -29,7 +29,11 @@ SurrogateName: TypeAlias = Literal["ppo_clip", "cispo", "score_function"]
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """A loss: which surrogate, which KL, how much of it, and how tokens become one number."""
+    """Which loss `grpo_loss` computes: the surrogate, the KL with its beta (reward per nat), the average over tokens.
+
+    Equation: R[surrogate_t] + beta R_kl[penalty_t], see `grpo_loss`. `build_objective` makes one from a `KLConfig` and
+    a `LossConfig`; `dataclasses.replace(objective, beta=controller.value)` sets the beta of a step.
+    """
 
     surrogate: SurrogateName = "ppo_clip"
     """Policy loss."""

@@ -44,7 +44,11 @@ OffPolicy: TypeAlias = Literal["none", "token", "sequence"]
 
 @dataclass(frozen=True, kw_only=True)
 class KLTerm:
-    """Everything about the KL but its coefficient; built and validated by `KLConfig`."""
+    """The KL of an objective, in nats: its value, its gradient, where it enters, how it is clipped; all but beta.
+
+    Equation: see `kl_penalty` (loss), `KLConfig` for what each choice means. `KLConfig.build_term` makes one, after
+    refusing the combinations that do not do what their names say; those checks are not repeated here.
+    """
 
     value: Value = "k3"
     """Estimator of the value."""

@@ -37,9 +37,13 @@ Mask: TypeAlias = Bool[Tensor, "batch tokens"]
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What a loss is computed from: B completions of T positions each, already scored.
+    """What `grpo_loss` takes: B completions of T tokens, with their log-probabilities in nats, already scored.
 
-    Everything but `policy_logprobs` (and `exact_kl`, `exact_kl_forward`) is data and carries no gradient.
+    Sampler: whoever `sampler_logprobs` belong to; without them the old policy, without that one the policy itself.
+    Gradient: flows into `policy_logprobs`, `exact_kl` and `exact_kl_forward`. The rest is data: a gradient that other
+    log-probabilities carry is not followed.
+    Shapes: [B, T] throughout, on one device; log-probabilities of any floating type; `advantages` also [B], and
+    `kl_weight`, `gate_kl`, `reference_length` one number per completion. Padding is whatever the mask is False for.
     """
 
     policy_logprobs: LogProbs
@@ -71,7 +75,10 @@ class Batch:
 
 
 class LossOutput(NamedTuple):
-    """A loss and what was seen on the way.
+    """What `grpo_loss` gives: the loss to call `backward` on, in units of reward, and what was seen on the way.
+
+    Gradient: that of `grpo_loss`, in `loss` only; metrics are detached.
+    Shapes: scalars.
 
     Attributes:
         loss: scalar with gradient.
