@@ -19,6 +19,8 @@ from benchmarks.records import RESULTS, Benchmark, newest, stem, table
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"
 README = ROOT / "README.md"
+RAW = "https://raw.githubusercontent.com/klamp-rl/klamp/main"
+"""Where a file of the repository is served as it is: the README is a package page too, which has no files beside it."""
 BEGIN, END = "<!-- benchmarks: written by `python -m benchmarks page` -->", "<!-- end of benchmarks -->"
 PICTURES = ("step", "scale")
 """Records whose picture the documentation shows."""
@@ -79,7 +81,7 @@ def readme_part(folder: Path = RESULTS) -> str:
     parts = [_heads(head["results"])] if head else []
     if whole:
         parts.append(_steps(whole["results"], cost["results"] if cost else None))
-        parts.append("![A whole GRPO step with KL](docs/benchmarks-step.png)")
+        parts.append(f"![A whole GRPO step with KL]({RAW}/docs/benchmarks-step.png)")
     return "\n\n".join(parts)
 
 

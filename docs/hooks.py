@@ -1,8 +1,8 @@
 """What the documentation build does beyond Markdown: it includes the repository's own pages, and refuses gaps.
 
 Two jobs. A page with a line `{{ include FILE }}` gets that file of the repository root, its links turned from the
-repository's layout to the site's. And after the build, every public name must have a docstring and must be found in
-the API reference; `python docs/hooks.py` prints the same findings without a build.
+repository's layout (or its address) to the site's. And after the build, every public name must have a docstring and
+must be found in the API reference; `python docs/hooks.py` prints the same findings without a build.
 """
 
 from __future__ import annotations
@@ -40,9 +40,12 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
 }
+HOME = "https://github.com/klamp-rl/klamp/blob/main/"
+RAW = "https://raw.githubusercontent.com/klamp-rl/klamp/main/"
+# A page on its way into the site: what stands there under its own address, and in the repository under these.
+ON_THE_SITE = {HOME + file: page for file, page in PAGES.items()} | {HOME + "docs/": "", RAW + "docs/": ""}
 INCLUDE = re.compile(r"^\{\{ include (\S+) \}\}$", re.MULTILINE)
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!https?:|mailto:|#)([^)#\s]+)(#[^)\s]*)?\)")
-IMAGE = re.compile(r"!\[([^\]]*)\]\(docs/([^)\s]+)\)")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -61,7 +64,10 @@ def relink(markdown: str) -> str:
             return f"[{label}]({target.removeprefix('docs/')}{anchor})"
         return label
 
-    return IMAGE.sub(r"![\1](\2)", LINK.sub(replace, markdown))
+    markdown = LINK.sub(replace, markdown)
+    for address, page in ON_THE_SITE.items():
+        markdown = markdown.replace(address, page)
+    return markdown
 
 
 def on_post_build(config: Any, **_: Any) -> None:

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parents[1] / "README.md"
-PYTHON, TEXT = (
-    re.findall(rf"```{kind}\n(.*?)```", README.read_text(encoding="utf-8"), re.S) for kind in ("python", "text")
-)
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PYTHON, TEXT = (re.findall(rf"```{kind}\n(.*?)```", README, re.S) for kind in ("python", "text"))
+PROSE = re.sub(r"```.*?```", "", README, flags=re.S)
+DEFINED = dict(re.findall(r"^\[([^\]]+)\]: (\S+)$", PROSE, re.M))
+LINKS = sorted({*DEFINED.values(), *re.findall(r"\]\(([^)\s]+)\)", PROSE)})
+HOME = ("https://github.com/klamp-rl/klamp/blob/main/", "https://raw.githubusercontent.com/klamp-rl/klamp/main/")
 
 
 def test_the_first_example_prints_what_the_readme_says():
@@ -28,3 +31,19 @@ def test_the_first_example_has_no_more_than_the_promised_lines():
 @pytest.mark.parametrize("code", PYTHON[1:])
 def test_the_other_examples_run(code):
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_a_link_is_absolute_and_leads_to_a_file_that_is_there(link):
+    """On a package index the README has no files beside it; a picture has to be asked for as it is."""
+    (home,) = [home for home in HOME if link.startswith(home)]
+    file, _, anchor = link.removeprefix(home).partition("#")
+    assert (ROOT / file).is_file()
+    assert (home == HOME[1]) == (Path(file).suffix != ".md")
+    headings = re.findall(r"^#+ (.+)$", (ROOT / file).read_text(encoding="utf-8"), re.M) if anchor else [""]
+    assert anchor in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_link_that_is_defined_is_used_and_the_other_way_round():
+    used = set(re.findall(r"\[[^\]]+\]\[([^\]]+)\]", PROSE)) | set(re.findall(r"\[([\w ]+)\](?![\[(:])", PROSE))
+    assert used == set(DEFINED)
