@@ -122,6 +122,22 @@ def test_cautions_are_those_of_the_configuration() -> None:
     assert explain().cautions == ()
 
 
+@pytest.mark.parametrize(
+    ("exclusions", "named"),
+    [
+        ({"kl_exclude_tokens": ("special", 5)}, "kl_exclude_tokens: in a run"),
+        ({"kl_exclude_between": ("<tool>", "</tool>")}, "kl_exclude_between: in a run"),
+        ({"kl_exclude_prefix": 3, "kl_exclude_tokens": (1,)}, "kl_exclude_tokens and kl_exclude_prefix: in a run"),
+    ],
+)
+def test_excluded_tokens_are_said_to_be_in_what_was_measured(exclusions: dict, named: str) -> None:
+    found = explain(**exclusions)
+    assert found.verdict == explain().verdict
+    (caution,) = found.cautions
+    assert caution.startswith(named)
+    assert "measured with all tokens in the KL" in caution
+
+
 @pytest.mark.parametrize("name", [name for name in PRESETS if not name.startswith("source")])
 def test_every_preset_can_be_explained(name: str) -> None:
     recipe = PRESETS[name]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 
 from klamp.config import KLConfig, LossConfig, build_objective
 from klamp.core.advantages import group_advantages
+from klamp.core.estimators import exact_kl
 from klamp.core.objective import grpo_loss
+from klamp.core.term import Gate, sequence_gate_kl, shifted_advantages, shifted_rewards, token_penalty
 from klamp.core.types import Batch
 from klamp.errors import ConfigError
 from klamp.verify.one_step import Scene, examine_config, scene
@@ -152,6 +157,100 @@ def test_a_clip_closes_the_gate_and_counts_it() -> None:
     assert examine_config(KLConfig(), scene=world).gate is None
 
 
+PLACED = {
+    "loss": {"kl_estimator": "k3", "kl_off_policy": "token"},
+    "loss, exact": {"kl_estimator": "exact"},
+    "advantage": {"kl_estimator": "k1", "kl_placement": "advantage"},
+    "advantage, reward-to-go": {"kl_estimator": "k1", "kl_placement": "advantage", "kl_horizon": "sequence"},
+    "reward": {"kl_estimator": "k1", "kl_placement": "reward", "kl_horizon": "sequence"},
+}
+
+
+CLIPS = [("none", "sequence"), *itertools.product(("hard", "soft"), ("sequence", "group", "batch"))]
+
+
+def scored(kl: KLConfig, pair: list[int], *, by: Outcomes, old: Outcomes) -> Batch:
+    """Two completions as one policy scores them; `old` drew them."""
+    exact = kl.kl_estimator == "exact"
+    return Batch(
+        policy_logprobs=by.policy_logprobs[pair],
+        mask=by.mask[pair],
+        advantages=torch.zeros(2, dtype=torch.float64),
+        old_logprobs=old.policy_logprobs[pair].detach(),
+        sampler_logprobs=old.policy_logprobs[pair].detach(),
+        ref_logprobs=by.ref_logprobs[pair],
+        exact_kl=exact_kl(by.policy_logits[pair], by.ref_logits[pair]) if exact else None,
+        reference_length=3.0,
+        group_size=2,
+    )
+
+
+def kl_share(kl: KLConfig, now: Batch, before: Batch) -> torch.Tensor:
+    """The KL's part of the loss of each token, per unit of beta, out of the functions that a trainer calls."""
+    term = kl.build_term()
+    gate_kl = sequence_gate_kl(before, term)  # before the first update, as every trainer does
+    now, before = replace(now, gate_kl=gate_kl), replace(before, gate_kl=gate_kl)
+    gate = Gate.of(now, term)
+    if term.placement == "loss":
+        return token_penalty(now, term, gate)
+    if term.placement == "advantage":
+        return -shifted_advantages(now, term, beta=kl.beta, gate=gate) * now.policy_logprobs / kl.beta
+    shifts = shifted_rewards(torch.zeros(2, dtype=torch.float64), before, term, beta=kl.beta, gate=gate)
+    against_the_other = (shifts - shifts.flip(0)).unsqueeze(-1)
+    return -against_the_other * now.policy_logprobs / kl.beta
+
+
+def pull_of_core(kl: KLConfig, chain: Chain) -> torch.Tensor:
+    """The expected gradient of `kl_share`, over every ordered pair of completions."""
+    now = enumerate_outcomes(chain)
+    old = enumerate_outcomes(replace(chain, policy_logits=chain.logits("sampler"), sampler_logits=None))
+    total = torch.zeros((), dtype=torch.float64)
+    for pair in map(list, itertools.product(range(len(now.probs)), repeat=2)):
+        share = kl_share(kl, scored(kl, pair, by=now, old=old), scored(kl, pair, by=old, old=old))
+        total = total + now.probs[pair].prod() * torch.where(now.mask[pair], share, 0.0).sum() / 2
+    (gradient,) = torch.autograd.grad(total, chain.policy_logits)
+    return gradient
+
+
+@pytest.mark.parametrize(("method", "level"), CLIPS)
+@pytest.mark.parametrize("placed", PLACED)
+@pytest.mark.filterwarnings("ignore::klamp.config.KLWarning")
+def test_every_placement_and_clip_is_examined_as_a_trainer_does_it(placed: str, method: str, level: str) -> None:
+    clip = {"kl_clip_method": method, "kl_clip_level": level, "kl_clip_threshold": 0.1, "kl_clip_temperature": 0.1}
+    kl = KLConfig(beta=0.7, **clip, **PLACED[placed])
+    for off_policy in (False, True):
+        world = Scene(chain=random_chain(3, length=2, off_policy=off_policy), reference_length=3.0)
+        expected = pull_of_core(kl, world.chain)
+        assert torch.allclose(examine_config(kl, scene=world).kl.gradient, expected, rtol=0, atol=1e-12)
+        unclipped = pull_of_core(KLConfig(beta=0.7, **PLACED[placed]), world.chain)
+        assert expected.norm() > 1e-3, "the gate is open for some"
+        assert (method == "none") == torch.allclose(expected, unclipped, rtol=0, atol=1e-3), "and not for all"
+
+
+@pytest.mark.parametrize("placed", PLACED)
+def test_a_budget_that_is_never_reached_takes_the_kl_away(placed: str) -> None:
+    for level in ("sequence", "group", "batch"):
+        kl = KLConfig(kl_clip_method="hard", kl_clip_threshold=50.0, kl_clip_level=level, **PLACED[placed])
+        found = examine_config(kl, scene=scene(0, length=2))
+        assert (found.follows.name, found.gate) == ("zero", 0.0)
+
+
+def test_in_a_large_batch_a_gate_of_the_batch_is_the_same_for_every_group() -> None:
+    """The expected KL is .36 nats: the gate is wide open below it and shut above, whatever the group itself spent."""
+    chain = random_chain(0, length=2)
+    y = enumerate_outcomes(chain)
+    minus_delta = y.ref_logprobs - y.policy_logprobs
+    kl_of_batch = (y.probs * (minus_delta.expm1() - minus_delta).sum(-1)).sum().item()
+    world = Scene(chain=chain, denominators="expected")
+    choices = {"kl_clip_method": "hard", "kl_clip_level": "batch", "use_per_token_kl_threshold": False}
+    shut, wide = (
+        examine_config(KLConfig(kl_clip_threshold=kl_of_batch + step, **choices), scene=world) for step in (0.01, -0.01)
+    )
+    assert (shut.gate, shut.follows.name) == (0.0, "zero")
+    assert wide.gate == pytest.approx(1.0)
+    assert torch.allclose(wide.kl.gradient, examine_config(KLConfig(), scene=world).kl.gradient, rtol=0, atol=1e-12)
+
+
 def test_a_per_token_threshold_is_multiplied_by_the_reference_length() -> None:
     chain = random_chain(0, length=2)
     kl = KLConfig(kl_clip_method="hard", kl_clip_threshold=0.2, kl_estimator="exact")
@@ -170,6 +269,20 @@ def test_excluded_tokens_carry_no_kl() -> None:
     found = examine_config(KLConfig(kl_estimator="k1", kl_exclude_tokens=(0,)), scene=world).kl
     assert found.value == pytest.approx((p.exp() * (p - q))[kept].sum().item(), abs=1e-12)
     assert examine_config(KLConfig(kl_exclude_prefix=1), scene=world).follows.name == "zero"
+
+
+@pytest.mark.parametrize(
+    ("exclusions", "got"),
+    [
+        ({"kl_exclude_tokens": ("special",)}, "special"),
+        ({"kl_exclude_tokens": (0, 151643)}, "151643"),
+        ({"kl_exclude_between": ("<tool>", "</tool>")}, "</tool>"),
+    ],
+)
+def test_tokens_that_the_world_does_not_have_cannot_be_excluded(exclusions: dict, got: str) -> None:
+    with pytest.raises(ConfigError, match="which tokens carry no KL") as caught:
+        examine_config(KLConfig(**exclusions), scene=scene(7, length=1))
+    assert got in caught.value.got
 
 
 def test_a_truncated_sampler_is_off_policy() -> None:

@@ -81,7 +81,8 @@ def explain_config(kl: KLConfig, loss: LossConfig, *, name: str, setting: Settin
         ("cost", _cost(kl, setting)),
         *paper,
     ]
-    return Explanation(name=name, verdict=_verdict(kl, facts), lines=tuple(lines), cautions=tuple(kl.cautions()))
+    cautions = (*kl.cautions(), *_not_measured(kl))
+    return Explanation(name=name, verdict=_verdict(kl, facts), lines=tuple(lines), cautions=cautions)
 
 
 def _verdict(kl: KLConfig, facts: ConfigFacts) -> str:
@@ -178,6 +179,18 @@ def _limits(kl: KLConfig, facts: ConfigFacts, setting: Setting) -> str:
     if kl.excludes:
         parts.append("some tokens carry no KL (kl_exclude_*): nothing holds them")
     return "; ".join(parts) or "none: no clip, and nothing is cut off"
+
+
+def _not_measured(kl: KLConfig) -> list[str]:
+    """What a run does and the measurements leave out, so that nobody takes them for more than they are."""
+    fields = [name for name in ("kl_exclude_tokens", "kl_exclude_prefix", "kl_exclude_between") if getattr(kl, name)]
+    if not fields:
+        return []
+    return [
+        f"{' and '.join(fields)}: in a run the tokens named carry no KL, and nothing holds the policy there; here every "
+        "gradient, value and share was measured with all tokens in the KL, since only the tokenizer knows which they "
+        "are. Watch the KL of the kept tokens in the run (kl/k3)."
+    ]
 
 
 def _clip(kl: KLConfig, gate: Gate, setting: Setting) -> str:

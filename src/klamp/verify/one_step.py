@@ -29,7 +29,7 @@ from klamp.core.advantages import group_advantages
 from klamp.core.estimators import exact_kl
 from klamp.core.masking import Totals
 from klamp.core.objective import Objective, grpo_loss
-from klamp.core.placement import kl_in_reward, sequence_log_ratio
+from klamp.core.term import Gate, sequence_gate_kl, shifted_rewards
 from klamp.core.types import Batch, Reduction
 from klamp.errors import ConfigError
 from klamp.verify.gradient_names import Followed, name_gradient
@@ -75,6 +75,12 @@ class Scene:
     def outcomes(self) -> Outcomes:
         """The completions that its sampler can produce."""
         return enumerate_outcomes(self.chain)
+
+    @functools.cached_property
+    def before(self) -> Outcomes:
+        """The same completions, scored by the policy that drew them: what a trainer sees before its first update."""
+        old = dataclasses.replace(self.chain, policy_logits=self.chain.logits("sampler"), sampler_logits=None)
+        return enumerate_outcomes(old)
 
     @functools.cached_property
     def lengths(self) -> Float[Tensor, " outcomes"]:
@@ -128,8 +134,9 @@ def examine_config(kl: KLConfig, loss: LossConfig | None = None, *, scene: Scene
         scene: the world.
 
     Raises:
-        ConfigError: a combination that `build_objective` refuses.
+        ConfigError: a combination that `build_objective` refuses; excluded tokens that the scene's chain does not have.
     """
+    _check_exclusions(kl, scene.chain.vocab)
     loss, objective = _objective(kl, loss, scene)
     draws = _list_groups(scene)
     probs = torch.tensor([prob for _, prob in draws], dtype=torch.float64)
@@ -181,30 +188,66 @@ def _list_groups(scene: Scene) -> list[tuple[tuple[int, ...], float]]:
 
 
 def _step(scene: Scene, objective: Objective, loss: LossConfig, kl: KLConfig, group: list[int]) -> _Step:
-    """The loss of one group, as a trainer forms it."""
-    outcomes = scene.outcomes
-    y = Outcomes(*(field[group] for field in outcomes))
-    kl_mask = _kl_mask(kl, y)
-    exact = objective.beta > 0 and objective.kl.value == "exact"
+    """The loss of one group, as a trainer forms it: the gate and the advantages before the update, then the loss."""
+    batch = _batch(scene, scene.outcomes, objective, kl, group)
+    before = _batch(scene, scene.before, objective, kl, group)
+    if objective.beta > 0 and objective.kl.clip_method != "none":
+        gate_kl = _gate_kl(scene, before, objective, kl)
+        batch, before = (dataclasses.replace(each, gate_kl=gate_kl) for each in (batch, before))
+    advantages = _advantages(scene, objective, loss, before, group)
     output = grpo_loss(
-        Batch(
-            policy_logprobs=y.policy_logprobs,
-            mask=y.mask,
-            kl_mask=kl_mask if bool((kl_mask != y.mask).any()) else None,
-            advantages=_advantages(scene, objective, loss, y, kl_mask, group),
-            old_logprobs=y.sampler_logprobs,
-            ref_logprobs=y.ref_logprobs,
-            sampler_logprobs=y.sampler_logprobs,
-            exact_kl=exact_kl(y.policy_logits, y.ref_logits) if exact else None,
-            exact_kl_forward=exact_kl(y.policy_logits, y.ref_logits, direction="forward") if exact else None,
-            reference_length=scene.reference_length or float(kl.kl_reference_length or scene.chain.length),
-            group_size=scene.group_size,
-        ),
+        dataclasses.replace(batch, advantages=advantages),
         objective,
         totals=None if scene.denominators == "group" else _totals(scene, kl),
     )
     over = output.metrics.get("kl/over_budget")
     return _Step(loss=output.loss, gate=None if over is None else over.item())
+
+
+def _batch(scene: Scene, scored: Outcomes, objective: Objective, kl: KLConfig, group: list[int]) -> Batch:
+    """Some of the completions, still without advantages."""
+    y = Outcomes(*(field[group] for field in scored))
+    kl_mask = _kl_mask(kl, y)
+    exact = objective.beta > 0 and objective.kl.value == "exact"
+    return Batch(
+        policy_logprobs=y.policy_logprobs,
+        mask=y.mask,
+        kl_mask=kl_mask if bool((kl_mask != y.mask).any()) else None,
+        advantages=torch.zeros(len(group), dtype=torch.float64),
+        old_logprobs=y.sampler_logprobs,
+        ref_logprobs=y.ref_logprobs,
+        sampler_logprobs=y.sampler_logprobs,
+        exact_kl=exact_kl(y.policy_logits, y.ref_logits) if exact else None,
+        exact_kl_forward=exact_kl(y.policy_logits, y.ref_logits, direction="forward") if exact else None,
+        reference_length=scene.reference_length or float(kl.kl_reference_length or scene.chain.length),
+        group_size=scene.group_size,
+    )
+
+
+def _gate_kl(scene: Scene, before: Batch, objective: Objective, kl: KLConfig) -> Tensor:
+    """The KL that gates the clip, in nats per completion; the mean of a large batch is the expected KL."""
+
+    def expected(_: Tensor) -> Tensor:
+        everyone = _batch(scene, scene.before, objective, kl, list(range(len(scene.outcomes.probs))))
+        alone = dataclasses.replace(objective.kl, clip_level="sequence")
+        return (scene.outcomes.probs * sequence_gate_kl(dataclasses.replace(everyone, group_size=1), alone)).sum()
+
+    mean = torch.mean if scene.denominators == "group" else expected
+    return sequence_gate_kl(before, objective.kl, mean=mean)
+
+
+def _check_exclusions(kl: KLConfig, vocab: int) -> None:
+    """Refuse tokens that a world of numbered tokens cannot find."""
+    unknown = [name for name in kl.kl_exclude_tokens if not isinstance(name, int) or not 0 <= name < vocab]
+    if not unknown and not kl.kl_exclude_between:
+        return
+    got = f"kl_exclude_tokens={unknown}" if unknown else f"kl_exclude_between={kl.kl_exclude_between}"
+    raise ConfigError(
+        "this world cannot tell which tokens carry no KL",
+        got=got,
+        why=f"its tokens are the numbers 0 to {vocab - 1}, without text; ignored, another KL would be examined",
+        fix="use numbers of this world in kl_exclude_tokens, or kl_exclude_prefix; or leave these fields out",
+    )
 
 
 def _kl_mask(kl: KLConfig, y: Outcomes) -> Tensor:
@@ -220,14 +263,11 @@ def _totals(scene: Scene, kl: KLConfig) -> Totals:
     return Totals(size, size * tokens, size * kl_tokens)
 
 
-def _advantages(
-    scene: Scene, objective: Objective, loss: LossConfig, y: Outcomes, kl_mask: Tensor, group: list[int]
-) -> Tensor:
+def _advantages(scene: Scene, objective: Objective, loss: LossConfig, before: Batch, group: list[int]) -> Tensor:
     rewards = torch.zeros(len(group), dtype=torch.float64) if scene.rewards is None else scene.rewards[group]
     if objective.beta > 0 and objective.kl.placement == "reward":
-        bound = objective.kl.max_log_ratio
-        spent = sequence_log_ratio(y.sampler_logprobs, y.ref_logprobs, kl_mask, max_log_ratio=bound)
-        rewards = kl_in_reward(rewards, spent, beta=objective.beta)
+        gate = Gate.of(before, objective.kl)
+        rewards = shifted_rewards(rewards, before, objective.kl, beta=objective.beta, gate=gate)
     if scene.group_size == 1:
         return rewards
     return group_advantages(rewards, scene.group_size, scale=loss.scale, baseline=loss.advantage_baseline)
