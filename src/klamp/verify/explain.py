@@ -187,9 +187,9 @@ def _not_measured(kl: KLConfig) -> list[str]:
     if not fields:
         return []
     return [
-        f"{' and '.join(fields)}: in a run the tokens named carry no KL, and nothing holds the policy there; here every "
-        "gradient, value and share was measured with all tokens in the KL, since only the tokenizer knows which they "
-        "are. Watch the KL of the kept tokens in the run (kl/k3)."
+        f"{' and '.join(fields)}: in a run the tokens named carry no KL, and nothing holds the policy there; here "
+        "every gradient, value and share was measured with all tokens in the KL, since only the tokenizer knows which "
+        "they are. Watch the KL of the kept tokens in the run (kl/k3)."
     ]
 
 
