@@ -1,4 +1,19 @@
-"""Forward and backward pass of `linear_logprobs`, one tile at a time, or by the kernels of `_linear_triton`."""
+"""Forward and backward pass of `linear_logprobs`, one tile at a time, or by the kernels of `_linear_triton`.
+
+For one row with hidden state h and target t: logits z_v, p = softmax(z), w_v the row of the weight, s_v the slope of
+cap and temperature (1 without). The vocabulary is cut into tiles T_1 ... T_c; Z_i = sum over v in T_i of exp(z_v)::
+
+    log p_t = z_t - log Z                   Z = sum_i Z_i, from the log Z_i by one logsumexp over the c tiles
+    entropy = sum_i P_i H_i - sum_i P_i log P_i         P_i = Z_i / Z, H_i the entropy within a tile
+    d log p_t / d z_v = 1[v = t] - p_v
+    d log p_t / d h = (1 - p_t) s_t w_t - sum over v != t of p_v s_v w_v
+
+The last line is formed in the forward pass where only the hidden states learn (`pull`). The Z in its p_v is not known
+before the last tile, so the sum is kept as sum exp(z_v - peak) s_v w_v, `peak` being the largest logit so far: where a
+tile raises the peak, the sum so far is multiplied by exp(old peak - new peak); after the last tile all of it is
+multiplied by exp(peak - log Z). The target's own term stays apart as 1 - p_t = -expm1(log p_t), exact where p_t is
+nearly 1.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +38,7 @@ class _Scores(NamedTuple):
 
 
 def _kernels(hidden: Tensor, weight: Tensor) -> ModuleType | None:
-    """The kernels, where they have something to run on and something that they can do; the tiles can do it all."""
+    """The Triton kernels, or None where this machine or these tensors do not allow them: then tiles are used."""
     fits = hidden.is_cuda and hidden.shape[0] > 0 and hidden.dtype != torch.float64 and weight.is_contiguous()
     if not fits or os.environ.get("KLAMP_TRITON") == "0":
         return None
@@ -37,7 +52,7 @@ def _kernels(hidden: Tensor, weight: Tensor) -> ModuleType | None:
 
 
 def _together(normalisers: Tensor, entropies: Tensor | None, picked: Tensor) -> _Scores:
-    """The parts of the vocabulary, [parts, N], put together."""
+    """Normaliser, entropy and log-probability of the whole vocabulary from those of its parts, [parts, N] each."""
     normaliser = normalisers.logsumexp(0)
     if entropies is not None:
         share = (normalisers - normaliser).exp()
@@ -74,7 +89,7 @@ def _score(products: Products, targets: Tensor, *, entropy: bool, pull: bool) ->
                     own = slope.expand_as(p).gather(1, column)
                     steep[rows] = torch.where(inside, own, steep[rows][:, None])[:, 0]
                 new = torch.maximum(peak[rows], top[:, 0])
-                product = p.to(hidden.dtype) @ head.weight[entries]
+                product = p.to(hidden.dtype) @ head.weight[entries]  # sum exp(z_v - top) s_v w_v of this tile
                 others[rows] *= (peak[rows] - new).exp()[:, None]
                 others[rows] += product * (top[:, 0] - new).exp()[:, None]
                 peak[rows] = new
@@ -99,7 +114,11 @@ def _tile_gradient(products: Products, targets: Tensor, grad: Tensor, normaliser
 
 
 class LinearLogprobs(torch.autograd.Function):
-    """(hidden, weight, bias, targets, (temperature, softcap), owner of the weight, learns, entropy) -> two tensors."""
+    """The log-probability of each row's target, and on request the row's entropy (without gradient); both in nats.
+
+    Takes hidden, weight, bias (or None), targets, (temperature, softcap), the owner of the weight (see `_linear_kept`),
+    whether anything learns, and whether the entropy is wanted.
+    """
 
     @staticmethod
     def forward(

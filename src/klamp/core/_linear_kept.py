@@ -1,9 +1,11 @@
-"""Products of the forward pass, kept for the backward pass in the memory that it will need for the weight gradient.
+"""Products of hidden states and head, kept from the forward to the backward pass at no cost in memory.
 
-That gradient, [V, H], has to be allocated anyway. Allocated in the forward pass already, the slice of it that belongs
-to c vocabulary entries has room for the products of H rows with these entries (H / 2 rows of two heads). The backward
-pass reads them tile by tile, and writes a slice of the gradient over them once its last tile has been read. Kept is
-the product as the head rounded it, in its own type, so that nothing is lost.
+The backward pass needs memory for the weight gradient, [V, H], in any case. Here it is allocated in the forward pass
+already, and lent: the slice of it that belongs to c vocabulary entries holds c H numbers, which are the products of H
+rows with these entries (of H / 2 rows where there are two heads, policy and reference). The backward pass goes through
+the vocabulary slice by slice; it reads the products of a slice, all rows, and then writes the gradient over them. A
+product is kept as the head rounded it, in the type of the weight, so the backward pass sees the very number that the
+forward pass saw. Rows beyond the first H are computed again.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class Kept:
         return self.d_weight, self.columns
 
     def room(self, entries: slice, head: int) -> Tensor:
-        """[rows, entries] of one of the heads; holds what was copied there."""
+        """The memory for the products of one head with these vocabulary entries, [rows, entries]."""
         size = self.rows * (entries.stop - entries.start)
         return self.d_weight[entries].view(-1)[head * size : (head + 1) * size].view(self.rows, -1)
 
@@ -45,12 +47,12 @@ _waiting: WeakValueDictionary[Owner, Kept] = WeakValueDictionary()
 
 
 def owner_of(weight: Tensor) -> Owner:
-    """What tells weights apart, through casts and detached copies of the same memory."""
+    """A key that is the same for a weight and for its detached copies: the device and address of its memory."""
     return weight.device, weight.data_ptr()
 
 
 def keep(owner: Owner, hidden: Tensor, weight: Tensor, *, heads: int = 1) -> Kept | None:
-    """Room for a call; None where it would not pay, or where another call of this weight waits for its backward pass.
+    """Memory to keep products in; None where that is slower, or where another call of this weight holds some already.
 
     Two waiting calls with room each would be two [V, H] at a time, where the backward passes need one after the other.
     """
@@ -61,7 +63,7 @@ def keep(owner: Owner, hidden: Tensor, weight: Tensor, *, heads: int = 1) -> Kep
 
 
 class Products:
-    """The products of one head with the hidden states of a call, tile by tile, each in the memory of the last."""
+    """The products of one head with the hidden states of a call, one tile after another in the same piece of memory."""
 
     def __init__(self, head: Head, hidden: Tensor, kept: Kept | None, *, which: int = 0) -> None:
         self.head, self.hidden, self.kept, self.which = head, hidden, kept, which
@@ -70,7 +72,7 @@ class Products:
         self.tile = Tile(hidden)
 
     def of(self, index: Tensor | slice, hidden: Tensor) -> Products:
-        """The same of some of the rows, in the same order: the backward pass takes only those that learn."""
+        """The products of some of the rows: the backward pass needs only the rows whose gradient is not 0."""
         some = Products(self.head, hidden, self.kept, which=self.which)
         if isinstance(index, Tensor):
             some.order = index[index < self.known]
@@ -78,7 +80,7 @@ class Products:
         return some
 
     def form(self, rows: slice, entries: slice) -> Tensor:
-        """Computed, and kept where there is room; float32 or wider, to be used up before the next tile."""
+        """Computes the products of a tile, and keeps them where there is room; valid until the next tile."""
         product = self._empty(rows, entries)
         self.head.product(self.hidden[rows], entries, product)
         if self.kept is not None and rows.start < self.known:
@@ -87,7 +89,7 @@ class Products:
         return product
 
     def recall(self, rows: slice, entries: slice) -> Tensor:
-        """What `form` gave: read where it was kept, otherwise computed again."""
+        """The same products as `form` gave: read where they were kept, otherwise computed again."""
         product, end = self._empty(rows, entries), max(rows.start, min(rows.stop, self.known))
         if self.kept is not None and end > rows.start:
             room, first = self.kept.room(entries, self.which), slice(rows.start, end)

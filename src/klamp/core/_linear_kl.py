@@ -1,4 +1,44 @@
-"""Forward and backward pass of `linear_kl`, one tile at a time."""
+"""Forward and backward pass of `linear_kl`: the exact KL of two heads, one tile of the vocabulary at a time.
+
+For one row, z and y are the logits of the policy and the reference, p = softmax(z), q = softmax(y). The vocabulary is
+cut into tiles T_1 ... T_c, of which only one is in memory. Three steps give the KL and its gradient:
+
+1. Within a tile (`_within`). All sums over v in T_i; p_v|i = p_v / P_i is the policy within the tile::
+
+       log Z_i = log sum_v exp(z_v)        log Y_i = log sum_v exp(y_v)        K_i = KL(p_.|i || q_.|i)
+
+   Let m = sum_v p_v|i (y_v - z_v), the mean shift, and x_v = y_v - z_v - m. Then
+
+       Y_i / Z_i = sum_v p_v|i exp(y_v - z_v) = exp(m) sum_v p_v|i exp(x_v)
+       K_i = sum_v p_v|i (z_v - y_v) - log Z_i + log Y_i = log sum_v p_v|i exp(x_v)
+
+   and, since the p_v|i sum to 1 and the p_v|i x_v to 0, sum_v p_v|i exp(x_v) = 1 + sum_v p_v|i (exp(x_v) - 1 - x_v):
+
+       K_i = log1p(sum_v p_v|i (expm1(x_v) - x_v))        log Y_i = log Z_i + m + K_i
+
+   Every term is >= 0, so nothing cancels where policy and reference are nearly equal, and the second normaliser is had
+   without exponentials of its own.
+
+2. Tiles put together (`_divergence`). With Z = sum_i Z_i and Y = sum_i Y_i a tile has the mass P_i = Z_i / Z under the
+   policy and Q_i = Y_i / Y under the reference. From p_v = P_i p_v|i and q_v = Q_i q_v|i follows the chain rule
+
+       KL(p || q) = sum_i P_i log(P_i / Q_i) + sum_i P_i K_i
+
+   The first sum is a KL of c numbers. Only log Z_i, log Y_i and K_i are kept of a tile, [c, N] each; there is no
+   running maximum to correct. For KL(q || p) the two change places. The Jensen-Shannon divergence needs
+   m_v = (p_v + q_v) / 2, and so both normalisers of the whole vocabulary: a second walk over the tiles, once these are
+   known.
+
+3. Backwards (`_SLOPES`), with d p_v / d z_u = p_v (1[u = v] - p_u)::
+
+       d KL(p || q) / d z_u = p_u (log(p_u / q_u) - KL(p || q))
+       d KL(q || p) / d z_u = p_u - q_u
+       d JS(p, q) / d z_u   = p_u (log(p_u / m_u) - KL(p || m)) / 2
+
+   In the first, sum_v p_v d log p_v is 0; in the third sum_v (p_v + q_v) / 2 d log m_v is 0 as well. What is subtracted
+   (KL(p || q), KL(p || m)) is the mean of the logarithm under p, the `center` that the forward pass saves beside log Z
+   and log Y. The slope of temperature and soft cap follows, then the products of `tiles.gradients`.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +60,10 @@ Spare = tuple[Tile, Tile]
 
 
 class LinearKL(torch.autograd.Function):
-    """(three tensors of the policy, three of the ref, (temperature, softcap), owner, learns, direction) -> KL per row.
+    """The KL of each row, in nats, with a gradient for the policy only.
 
-    The three are hidden, weight and bias or None. The reference gets no gradient.
+    Takes hidden, weight and bias (or None) of the policy, the same three of the reference, (temperature, softcap), the
+    owner of the weight (see `_linear_kept`), whether anything learns, and the direction of the KL.
     """
 
     @staticmethod
@@ -78,6 +119,9 @@ class LinearKL(torch.autograd.Function):
         return (*found, *[None] * 7)
 
 
+# The slopes of step 3, each in the memory of the two logits that it is given. log_z is log Z, ref_log_z is log Y.
+
+
 def _reverse_slope(z: Tensor, ref_z: Tensor, log_z: Tensor, ref_log_z: Tensor, center: Tensor) -> Tensor:
     d = torch.sub(z, ref_z, out=ref_z).sub_(log_z - ref_log_z + center)
     return d.mul_(z.sub_(log_z).exp_())
@@ -93,8 +137,6 @@ def _js_slope(z: Tensor, ref_z: Tensor, log_z: Tensor, ref_log_z: Tensor, center
     return torch.sub(log_p, log_m, out=log_m).sub_(center).mul_(log_p.exp_()).div_(2)
 
 
-# d KL / d logits of the policy, per entry, in the memory of the two logits; the center is the mean of the bracket
-# (log p - log q, or log p - log m) under the policy.
 _SLOPES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "reverse": _reverse_slope,
     "forward": _forward_slope,
@@ -103,11 +145,7 @@ _SLOPES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]] =
 
 
 def _within(z: Tensor, other: Tensor, spare: Spare) -> tuple[Tensor, Tensor, Tensor]:
-    """Both log-normalisers of a tile, and KL(softmax(z) || softmax(other)) within it, each [n]; z is used up.
-
-    With x = other - z less its mean under p = softmax(z), the KL is log sum_v p exp(x), Jensen's gap, which is
-    log1p(sum_v p (expm1(x) - x)): every term is >= 0, as in `exact_kl`, with two exponentials per entry.
-    """
+    """Step 1: log Z_i, log Y_i and K_i of one tile, each [n], from its logits z and y = `other`; z is overwritten."""
     x = torch.sub(other, z, out=spare[0].shaped(*z.shape))
     low, high = x.aminmax()
     if not bool(high - low <= 60):  # exp(x) could overflow, or an entry is forbidden and x is infinite or NaN
@@ -115,13 +153,13 @@ def _within(z: Tensor, other: Tensor, spare: Spare) -> tuple[Tensor, Tensor, Ten
         sums = z.logsumexp(1), other.logsumexp(1)
         log_p, log_q = (y - total[:, None].clamp(min=least) for y, total in zip((z, other), sums, strict=True))
         return *sums, DIRECTIONS["reverse"](log_p, log_q)
-    top = z.amax(1, keepdim=True)
-    p = z.sub_(top).exp_()
+    top = z.amax(1, keepdim=True)  # the largest logit is subtracted before exp and added to log Z_i again
+    p = z.sub_(top).exp_()  # not yet divided by its total
     total = p.sum(1, keepdim=True)
     terms = torch.mul(p, x, out=spare[1].shaped(*z.shape))
-    center = terms.sum(1, keepdim=True).div_(total)
-    torch.expm1(x.sub_(center), out=terms).sub_(x)
-    gap = p.mul_(terms).sum(1).div_(total[:, 0]).log1p_()
+    center = terms.sum(1, keepdim=True).div_(total)  # m: x is y - z up to here, and less its mean from here on
+    torch.expm1(x.sub_(center), out=terms).sub_(x)  # expm1(x) - x, >= 0
+    gap = p.mul_(terms).sum(1).div_(total[:, 0]).log1p_()  # K_i
     log_z = total.log_().add_(top)[:, 0]
     return log_z, log_z + center[:, 0] + gap, gap
 
@@ -135,11 +173,7 @@ def _reverse(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def _divergence(policy: Products, ref: Products, direction: Direction) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Value, center of the slope, and the two normalisers, each [N].
-
-    By the chain rule the KL is that of the tiles' masses plus the mean of the KL within each tile: every term is
-    >= 0, one walk is enough, and no sum of large numbers cancels. JS has no such rule; it takes a second walk.
-    """
+    """Step 2: the divergence, the center of its slope, log Z and log Y, each [N]."""
     columns, chunks = tiles(policy.hidden, policy.head.weight)
     log_z = policy.hidden.new_empty(2, len(columns), policy.hidden.shape[0], dtype=upcast(policy.hidden[:0]).dtype)
     within = torch.zeros_like(log_z[0])
@@ -160,13 +194,14 @@ def _divergence(policy: Products, ref: Products, direction: Direction) -> tuple[
             log_z[1, i, rows], log_z[0, i, rows], within[i, rows] = _within(ref_z, z, spare)
 
     walk(Products.form, each_tile)
-    total, ref_total = log_z.logsumexp(1)
-    mass, ref_mass = log_z[0] - total, log_z[1] - ref_total
+    total, ref_total = log_z.logsumexp(1)  # log Z, log Y
+    mass, ref_mass = log_z[0] - total, log_z[1] - ref_total  # log P_i, log Q_i
     if direction != "js":
+        # A tile that a bias forbids as a whole has no mass and an undefined K_i.
         share = (mass if direction == "reverse" else ref_mass).exp()
         value = DIRECTIONS[direction](mass.t(), ref_mass.t()) + torch.where(share > 0, share * within, 0).sum(0)
         return value, value, total, ref_total
-    halves = torch.zeros_like(log_z[:, 0])
+    halves = torch.zeros_like(log_z[:, 0])  # KL(p || m), KL(q || m)
 
     def against_the_mean(i: int, rows: slice, z: Tensor, ref_z: Tensor) -> None:
         log_p, log_q = z.sub_(total[rows, None]), ref_z.sub_(ref_total[rows, None])

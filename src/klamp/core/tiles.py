@@ -32,7 +32,7 @@ MakeGradient = Callable[[Tensor | slice, Tensor], TileGradient]
 
 
 class Head(NamedTuple):
-    """What turns hidden states into logits: softcap * tanh((h W^T + b) / softcap) / temperature."""
+    """The last layer of a model: logits = softcap * tanh((h W^T + b) / softcap) / temperature."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -47,7 +47,7 @@ class Head(NamedTuple):
         return torch.mm(hidden, weight.t(), out=out) if bias is None else torch.addmm(bias, hidden, weight.t(), out=out)
 
     def logits(self, product: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Logits, and d logits / d product where that is not 1, of a product in float32 or wider, which is used up."""
+        """Logits from products (whose memory they take), and d logits / d product, None where that is 1 everywhere."""
         z = product
         if self.softcap is not None:
             z = z.div_(self.softcap).tanh_()
@@ -59,13 +59,13 @@ class Head(NamedTuple):
 
 
 class Tile:
-    """Memory for one tile after another; given back after each, it would have to be cleared by the system again."""
+    """One piece of memory for all tiles in turn; asking the system anew for each would cost time."""
 
     def __init__(self, like: Tensor) -> None:
         self.memory = upcast(like.new_empty(0))
 
     def shaped(self, rows: int, entries: int) -> Tensor:
-        """[rows, entries] in float32 (float64 stays float64), over what was there before."""
+        """A tensor [rows, entries] in this memory, float32 (or float64 for such inputs); its old contents are lost."""
         size = rows * entries
         if self.memory.numel() < size:
             self.memory = self.memory.new_empty(size)
@@ -73,13 +73,13 @@ class Tile:
 
 
 def _split(total: int, most: int) -> Tiles:
-    """Nearly equal slices of at most `most`."""
+    """Cuts 0 ... total into slices of nearly equal length, none longer than `most`."""
     count = math.ceil(total / most)
     return [slice(total * i // count, total * (i + 1) // count) for i in range(count)]
 
 
 def tiles(hidden: Tensor, weight: Tensor) -> tuple[Tiles, Tiles]:
-    """Slices of the vocabulary and of the rows."""
+    """The slices of the vocabulary and of the rows that tiles are made of; a tile is one of each."""
     rows = max(1, min(TILE_ROWS, hidden.shape[0]))
     size = TILE_BYTES if hidden.device.type == "cpu" else 64 * TILE_BYTES
     return _split(weight.shape[0], max(1, size // (4 * rows))), _split(hidden.shape[0], rows)
@@ -136,7 +136,16 @@ def head_gradients(
     make: MakeGradient,
     place: Place | None = None,
 ) -> list[Tensor | None]:
-    """`gradients` of the rows whose incoming gradient is not 0; `make(index, hidden[index])` says what they are."""
+    """Gradients of hidden, weight and bias, computed only for the rows whose incoming gradient is not 0.
+
+    Args:
+        grad: d loss / d output of each row.
+        hidden: hidden states of all rows.
+        head: weight and bias.
+        needs: which of the three gradients are wanted.
+        make: gives the gradient of a tile for the rows that were chosen.
+        place: where the weight gradient is written; None: into new memory.
+    """
     live = grad != 0
     index: Tensor | slice = slice(None) if bool(live.all()) else live.nonzero()[:, 0]
     some = hidden[index]
