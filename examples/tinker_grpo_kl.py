@@ -1,4 +1,4 @@
-"""GRPO with a KL through the Tinker SDK: the loop of source document 002, in full.
+"""GRPO with a KL through the Tinker SDK: the loop of the Tinker guide (docs/sources.md), in full.
 
     python examples/tinker_grpo_kl.py --local [--kl-coef 0.05] [--steps 8]     # offline, against klamp's stand-in
     TINKER_API_KEY=tml-... python examples/tinker_grpo_kl.py --model Qwen/Qwen3-8B
@@ -32,7 +32,7 @@ from tinker import types
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The settings of source document 002, with its names."""
+    """The settings of the Tinker guide, with its names."""
 
     model_name: str = "Qwen/Qwen3-8B"
     kl_coef: float = 0.05

@@ -2,9 +2,10 @@
 
     python examples/trl_kl_clipping.py [--steps 60] [--beta 1.0] [--seed 0] [--out runs/trl-kl-clipping]
 
-The demonstration that source document 000 describes, on the built-in arithmetic task: baseline, soft clip with a
-threshold per token, soft clip with a total threshold, hard clip. Each threshold is the same budget, 0.05 nats per token
-of the reference's own length. Runs on a CPU; the first use of the built-in model teaches it, in about a minute.
+The demonstration that the clipping notes describe (docs/sources.md), on the built-in arithmetic task: baseline, soft
+clip with a threshold per token, soft clip with a total threshold, hard clip. Each threshold is the same budget, 0.05
+nats per token of the reference's own length. Runs on a CPU; the first use of the built-in model teaches it, in about a
+minute.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
     python examples/trl_train.py train --model Qwen/Qwen2.5-0.5B-Instruct --lora-r 16 \\
         --datasets "bdsaglam/musique-mini,answerable,train[:100]" --kl-beta 0.0 --batch-size 8 --num-generations 8
 
-The command line of source document 004. A dataset is `PATH[,CONFIG[,SPLIT]]`: a hub id, or a local .jsonl, .json or
-.parquet file; with none the built-in arithmetic task is trained. Every logged step also has `debug/kl_mean`,
-`debug/kl_max`, `debug/kl_min`, `debug/ref_logp_mean` and `debug/policy_logp_mean`.
+The command line of the k3 bug report (docs/sources.md). A dataset is `PATH[,CONFIG[,SPLIT]]`: a hub id, or a local
+.jsonl, .json or .parquet file; with none the built-in arithmetic task is trained. Every logged step also has
+`debug/kl_mean`, `debug/kl_max`, `debug/kl_min`, `debug/ref_logp_mean` and `debug/policy_logp_mean`.
 """
 
 from __future__ import annotations

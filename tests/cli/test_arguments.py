@@ -26,7 +26,7 @@ def test_no_arguments_are_the_defaults() -> None:
     assert not request.options.dry_run
 
 
-def test_the_command_line_of_source_document_003() -> None:
+def test_the_command_line_of_the_grpo_tutorial() -> None:
     argv = ["--config", str(DEMO), "--kl_penalty", "0.04", "--output_dir", "out", "--max_steps", "500"]
     request = parse_train(argv)
     config = request.config
@@ -41,14 +41,14 @@ def test_the_command_line_of_source_document_003() -> None:
 
 
 @pytest.mark.parametrize("beta", ["0.0", "0.001", "0.01", "0.1"])
-def test_the_ablation_loop_of_source_document_003_with_its_beta_of_zero(beta: str) -> None:
+def test_the_ablation_loop_of_the_grpo_tutorial_with_its_beta_of_zero(beta: str) -> None:
     argv = ["--config", str(DEMO), "--kl_penalty", beta, "--output_dir", f"output_beta_{beta}", "--max_steps", "5000"]
     kl = parse_train(argv).config.kl
     assert kl.beta == float(beta)
     assert kl.controller_name == ("fixed" if beta == "0.0" else "step"), "beta 0 means: without KL"
 
 
-def test_the_flags_of_source_document_004() -> None:
+def test_the_flags_of_the_k3_bug_report() -> None:
     argv = ["--kl-beta", "0.0", "--num-generations", "8", "--max-steps", "100"]
     config = parse_train(argv).config
     assert (config.kl.beta, config.rollout.num_generations, config.run.max_steps) == (0.0, 8, 100)

@@ -22,7 +22,7 @@ def write(tmp_path: Path):
     return save
 
 
-def test_the_demo_file_says_what_the_source_document_prints() -> None:
+def test_the_demo_file_says_what_the_grpo_tutorial_prints() -> None:
     assert read_file(DEMO) == {"beta": 0.01, "target_kl": 0.05}
 
 

@@ -24,8 +24,8 @@ def shown(*argv: str) -> str:
 
 
 def test_the_three_printed_forms_come_out_for_what_they_are() -> None:
-    text = shown("source-001", "source-002", "source-003")
-    first, second, third = (text.index(f"source-00{n}: ") for n in (1, 2, 3))
+    text = shown("k1-as-loss", "minus-k1", "ratio-weighted")
+    first, second, third = (text.index(f"{name}: ") for name in ("k1-as-loss", "minus-k1", "ratio-weighted"))
     assert first < second < third
     assert "the expected gradient is zero, so it regularises nothing" in text[first:second]
     assert "the sign is wrong, a reward for leaving the reference" in text[second:third]
@@ -44,6 +44,12 @@ def test_every_printed_form(name: str) -> None:
 @pytest.mark.parametrize("name", ["dapo", "frpo"])  # every one of them: tests/verify/test_explain.py
 def test_a_preset_comes_with_its_paper(name: str) -> None:
     assert PRESETS[name].paper in shown(name)
+
+
+def test_a_printed_form_answers_to_its_old_name() -> None:
+    text = shown("source-003-exact")
+    assert text.startswith("exact-kl: the exact KL of each position: the value is right")
+    assert "found in the hands-on example of the GRPO tutorial (docs/sources.md)" in text
 
 
 def test_flags_and_aliases_alone() -> None:
@@ -96,10 +102,10 @@ def test_nothing_warns_beside_the_explanation(recwarn: pytest.WarningsRecorder) 
         (["grpoo"], UnknownNameError, "did you mean 'grpo'"),
         (["source-005"], UnknownNameError, "source-00"),
         (["grpo", "--kl_betta", "1"], UnknownNameError, "kl_beta"),
-        (["source-002", "--beta", "1"], ConfigError, "takes no flags"),
+        (["minus-k1", "--beta", "1"], ConfigError, "takes no flags"),
         (["grpo", "--length", "long"], ConfigError, "whole number"),
         (["grpo", "--length", "0"], ConfigError, "whole number"),
-        (["--preset", "source-002"], ConfigError, "no penalty"),
+        (["--preset", "minus-k1"], ConfigError, "no penalty"),
         (["nowhere.yaml"], ConfigError, "cannot be read"),
         (["ppo", "--scale_rewards", "std"], ConfigError, "group's std"),
     ],
@@ -111,8 +117,8 @@ def test_what_cannot_be_explained(argv: list[str], error: type[Exception], said:
 
 
 def test_a_preset_that_is_no_penalty_is_refused_by_train(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--preset", "source-003", "--dry-run"]) == 2
-    assert "klamp explain source-003" in capsys.readouterr().err
+    assert main(["train", "--preset", "ratio-weighted", "--dry-run"]) == 2
+    assert "klamp explain ratio-weighted" in capsys.readouterr().err
 
 
 def test_own_flags_are_kept_apart() -> None:

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from klamp import preset
-from klamp.config import PRESETS, KLConfig, KLWarning, LossConfig, build_objective
+from klamp.config import PRESETS, KLConfig, KLWarning, LossConfig, build_objective, find_preset
 from klamp.core.advantages import group_advantages
 from klamp.core.objective import grpo_loss
 from klamp.core.placement import kl_in_reward, sequence_log_ratio
 from klamp.core.types import Batch
+from klamp.config.presets import OLD_NAMES
 from klamp.errors import ConfigError, UnknownNameError
 
 GROUP, GROUPS, TOKENS = 4, 3, 6
@@ -153,12 +154,12 @@ def rpg(s: Sampled) -> Tensor:
     return -token_mean(s, clipped(s, centred(s.rewards), 0.2, 0.28) - 1e-4 * penalty)
 
 
-def source_001(s: Sampled) -> Tensor:
+def k1_as_loss(s: Sampled) -> Tensor:
     """PPO_clipped_loss + kl_coef * mean(log policy - log ref)."""
     return -token_mean(s, clipped(s, standardised(s.rewards))) + 0.01 * token_mean(s, s.delta)
 
 
-def source_004(s: Sampled) -> Tensor:
+def k3_as_loss(s: Sampled) -> Tensor:
     """exp(ref - policy) - (ref - policy) - 1, in the loss of Dr. GRPO."""
     printed = torch.exp(s.ref - s.policy) - (s.ref - s.policy) - 1
     return -fixed_length(s, clipped(s, centred(s.rewards)) - 0.04 * printed)
@@ -173,8 +174,8 @@ PAPERS: dict[str, Callable[[Sampled], Tensor]] = {
     "deepseek-v3.2": deepseek_v3_2,
     "frpo": frpo,
     "rpg": rpg,
-    "source-001": source_001,
-    "source-004": source_004,
+    "k1-as-loss": k1_as_loss,
+    "k3-as-loss": k3_as_loss,
 }
 
 
@@ -219,7 +220,7 @@ def test_presets_that_warn_are_built_only_when_asked_for() -> None:
 
 @pytest.mark.parametrize(
     ("name", "estimator", "told"),
-    [("source-001", "k1", "expected gradient of exactly zero"), ("source-004", "k3", r"gradient of KL\(ref")],
+    [("k1-as-loss", "k1", "expected gradient of exactly zero"), ("k3-as-loss", "k3", r"gradient of KL\(ref")],
 )
 def test_a_printed_form_can_be_had_exactly_after_being_told(name: str, estimator: str, told: str) -> None:
     with pytest.warns(KLWarning, match=told):
@@ -227,11 +228,23 @@ def test_a_printed_form_can_be_had_exactly_after_being_told(name: str, estimator
     assert (kl.kl_estimator, kl.kl_gradient) == (estimator, "own")
 
 
-@pytest.mark.parametrize("name", ["source-002", "source-003"])
+@pytest.mark.parametrize("name", ["minus-k1", "ratio-weighted"])
 def test_a_printed_form_that_is_no_penalty_is_refused_with_the_way_to_its_explanation(name: str) -> None:
     with pytest.raises(ConfigError, match=f"klamp explain {name}") as raised:
         preset(name)
     assert not isinstance(raised.value, UnknownNameError)
+
+
+@pytest.mark.filterwarnings("ignore::klamp.config.KLWarning")
+def test_old_names_of_the_printed_forms_still_work() -> None:
+    assert preset("source-001") == PRESETS["source-001"].kl == PRESETS["k1-as-loss"].kl
+    assert find_preset("source-004") == PRESETS["k3-as-loss"]
+    assert "source-001" in PRESETS
+    assert "source-001" not in set(PRESETS), "listed under its new name only"
+    assert OLD_NAMES.keys().isdisjoint(OLD_NAMES.values())
+    for old in ("source-002", "source-003"):
+        with pytest.raises(ConfigError, match=f"klamp explain {OLD_NAMES[old]}"):
+            preset(old)
 
 
 def test_an_unknown_preset_names_the_nearest() -> None:
@@ -239,7 +252,7 @@ def test_an_unknown_preset_names_the_nearest() -> None:
         preset("frppo")
 
 
-@pytest.mark.parametrize("name", [name for name in PAPERS if not name.startswith("source")])
+@pytest.mark.parametrize("name", [name for name in PAPERS if not name.endswith("-as-loss")])
 def test_no_papers_preset_warns(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

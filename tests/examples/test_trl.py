@@ -46,7 +46,7 @@ def rows_file(path: Path) -> Path:
 
 
 @pytest.mark.parametrize("beta", ["0.04", "0.0"])
-def test_the_command_line_of_source_document_004(tmp_path, beta):
+def test_the_command_line_of_the_k3_bug_report(tmp_path, beta):
     data = rows_file(tmp_path / "data.jsonl")
     arguments = ["--datasets", f"{data},,train[:12]", "--kl-beta", beta, "--batch-size", "32", "--num-generations", "4"]
     arguments += ["--max-steps", "3", "--lora-r", "4", "--learning-rate", "0.01", "--output-dir", str(tmp_path / "out")]

@@ -52,7 +52,7 @@ def data(rows: int = 4, tokens: int = 5):
 
 
 def printed(policy, old, ref, advantages, mask, kl_coef: float, clip: float) -> torch.Tensor:
-    """PPO's clipped loss + kl_coef * mean(log policy - log ref) over response tokens, as document 001 prints it."""
+    """PPO's clipped loss + kl_coef * mean(log policy - log ref) over response tokens: the from-scratch guide."""
     ratio = (policy - old).exp()
     ppo = -torch.minimum(ratio * advantages[:, None], ratio.clamp(1 - clip, 1 + clip) * advantages[:, None])
     return (ppo[mask]).mean() + kl_coef * (policy - ref)[mask].mean()

@@ -1,4 +1,4 @@
-"""Source document 004's two questions: exact numbers by other routes, samples that agree, and answers that can fail."""
+"""Two questions about the k3 formula: exact numbers by other routes, samples that agree, and answers that can fail."""
 
 from __future__ import annotations
 

@@ -7,31 +7,32 @@ import math
 import pytest
 import torch
 
+from klamp.config.presets import OLD_NAMES
 from klamp.errors import UnknownNameError
 from klamp.verify.explain_printed import explain_form
 from klamp.verify.oracle import expected_gradient, truths
-from klamp.verify.printed import FORMS, as_function, measure_form, used
+from klamp.verify.printed import FORMS, as_function, find_form, measure_form, used
 from klamp.verify.worlds import random_chain
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # checked in tests/core; here they would cost minutes
 
 
-@pytest.mark.parametrize("name", [name for name in FORMS if name != "source-003-exact"])
+@pytest.mark.parametrize("name", [name for name in FORMS if name != "exact-kl"])
 def test_the_formula_is_the_printed_one(name: str) -> None:
-    """Written a second time, from the documents, on plain numbers."""
+    """Written a second time, from where it is printed, on plain numbers."""
     policy, ref = torch.tensor([[-0.5, -2.0]], dtype=torch.float64), torch.tensor([[-1.5, -0.25]], dtype=torch.float64)
     printed = {
-        "source-001": lambda p, r: p - r,
-        "source-002": lambda p, r: r - p,
-        "source-003": lambda p, r: math.exp(p - r) * (p - r),
-        "source-004": lambda p, r: math.exp(r - p) - (r - p) - 1,
+        "k1-as-loss": lambda p, r: p - r,
+        "minus-k1": lambda p, r: r - p,
+        "ratio-weighted": lambda p, r: math.exp(p - r) * (p - r),
+        "k3-as-loss": lambda p, r: math.exp(r - p) - (r - p) - 1,
     }[name]
     by_hand = [printed(p, r) for p, r in zip(policy[0].tolist(), ref[0].tolist(), strict=True)]
     assert as_function(FORMS[name])(policy, ref)[0].tolist() == pytest.approx(by_hand, abs=1e-14)
 
 
-def test_document_001_has_the_right_value_and_no_gradient() -> None:
-    facts = measure_form("source-001")
+def test_k1_as_a_loss_has_the_right_value_and_no_gradient() -> None:
+    facts = measure_form("k1-as-loss")
     assert facts.bias == pytest.approx(0.0, abs=1e-12)
     assert facts.follows.name == "zero"
     assert facts.size < 1e-12
@@ -39,31 +40,31 @@ def test_document_001_has_the_right_value_and_no_gradient() -> None:
     assert (facts.towards_sampler, facts.stray) == (pytest.approx(-1.0), pytest.approx(0.0, abs=1e-9))
 
 
-def test_document_002_rewards_leaving_the_reference() -> None:
-    facts = measure_form("source-002")
+def test_minus_k1_rewards_leaving_the_reference() -> None:
+    facts = measure_form("minus-k1")
     assert facts.value == pytest.approx(-facts.reverse_kl, abs=1e-12)
     assert facts.value < 0
     assert facts.follows.name == "zero"
     assert facts.towards_sampler == pytest.approx(1.0)
 
 
-def test_document_003_is_right_for_the_other_sampler_only() -> None:
-    facts = measure_form("source-003")
+def test_the_ratio_weighted_form_is_right_for_the_other_sampler_only() -> None:
+    facts = measure_form("ratio-weighted")
     assert facts.bias > 1
     assert facts.value_under_ref == pytest.approx(facts.reverse_kl, abs=1e-12)
     assert facts.follows.name == "none of these"
     assert 0 < facts.cosine_reverse < 0.99
 
 
-def test_document_003s_hands_on_example_is_exact() -> None:
-    facts = measure_form("source-003-exact")
+def test_the_exact_kl_of_a_position_is_exact() -> None:
+    facts = measure_form("exact-kl")
     assert facts.bias == pytest.approx(0.0, abs=1e-12)
     assert (facts.follows.name, facts.follows.factor) == ("reverse", pytest.approx(1.0))
     assert facts.judged is None
 
 
-def test_document_004_has_the_right_value_and_the_other_gradient() -> None:
-    facts = measure_form("source-004")
+def test_k3_as_a_loss_has_the_right_value_and_the_other_gradient() -> None:
+    facts = measure_form("k3-as-loss")
     assert facts.bias == pytest.approx(0.0, abs=1e-12)
     assert facts.follows.name == "forward"
     assert facts.cosine_forward == pytest.approx(1.0)
@@ -73,7 +74,7 @@ def test_document_004_has_the_right_value_and_the_other_gradient() -> None:
 
 def test_a_reward_form_is_summed_over_the_completion_before_the_score_function() -> None:
     chain = random_chain(0, length=3)
-    k1_in_reward = FORMS["source-001"].__class__(**{**vars(FORMS["source-001"]), "use": "reward"})
+    k1_in_reward = FORMS["k1-as-loss"].__class__(**{**vars(FORMS["k1-as-loss"]), "use": "reward"})
     gradient = expected_gradient(chain, used(k1_in_reward))
     assert torch.allclose(gradient, truths(chain)["reverse"], rtol=0, atol=1e-12)
 
@@ -81,21 +82,32 @@ def test_a_reward_form_is_summed_over_the_completion_before_the_score_function()
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("source-001", "the expected gradient is zero, so it regularises nothing"),
-        ("source-002", "the sign is wrong, a reward for leaving the reference"),
-        ("source-003", "for tokens of the policy it is not KL(policy||ref)"),
-        ("source-003-exact", "the value is right; it follows the gradient of KL(policy||ref)"),
-        ("source-004", "it follows the gradient of KL(ref||policy)"),
+        ("k1-as-loss", "the expected gradient is zero, so it regularises nothing"),
+        ("minus-k1", "the sign is wrong, a reward for leaving the reference"),
+        ("ratio-weighted", "for tokens of the policy it is not KL(policy||ref)"),
+        ("exact-kl", "the value is right; it follows the gradient of KL(policy||ref)"),
+        ("k3-as-loss", "it follows the gradient of KL(ref||policy)"),
     ],
 )
 def test_the_words_follow_from_the_numbers(name: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert words in explain_form(name).verdict
-    other = "source-004" if name != "source-004" else "source-001"
+    other = "k3-as-loss" if name != "k3-as-loss" else "k1-as-loss"
     swapped = FORMS[name].__class__(**{**vars(FORMS[name]), "value": FORMS[other].value, "use": FORMS[other].use})
     monkeypatch.setattr("klamp.verify.printed.FORMS", {name: swapped})
     assert words not in explain_form(name).verdict
 
 
+@pytest.mark.parametrize("old", OLD_NAMES)
+def test_an_old_name_finds_the_formula(old: str) -> None:
+    assert find_form(old) is FORMS[OLD_NAMES[old]]
+
+
+def test_every_printed_form_has_an_old_name() -> None:
+    assert set(OLD_NAMES.values()) == set(FORMS)
+
+
 def test_an_unknown_form() -> None:
-    with pytest.raises(UnknownNameError, match="source-004"):
+    with pytest.raises(UnknownNameError, match="did you mean 'source-00"):
         measure_form("source-005")
+    with pytest.raises(UnknownNameError, match="did you mean 'k3-as-loss'"):
+        find_form("k3-as-los")

@@ -1,9 +1,10 @@
 """The plan behind `klamp ablate clipping`: does a clip keep a policy from lengthening its completions for its KL?
 
-Source document 000 says that once the reward has saturated, a policy exploits the KL term by writing more, and that a
-hard or soft threshold prevents it. The arms take that apart: a control without KL (nothing that happens there is the
-KL's doing), both clips with both kinds of threshold under KL in the loss and in the reward, and four other forms of the
-unclipped term, two of which ought to lengthen. What theory expects of each stands in docs/clipping-study.md.
+The clipping notes (docs/sources.md) say that once the reward has saturated, a policy exploits the KL term by writing
+more, and that a hard or soft threshold prevents it. The arms take that apart: a control without KL (nothing that
+happens there is the KL's doing), both clips with both kinds of threshold under KL in the loss and in the reward, and
+four other forms of the unclipped term, two of which ought to lengthen. What theory expects of each stands in
+docs/clipping-study.md.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ PLACES: Mapping[str, Mapping[str, Any]] = {
 """Where the KL enters. Both are paid per nat of the completion's KL and divided by its length, so one beta is right."""
 
 PER_TOKEN, TOTAL = 0.03, 0.5
-"""Budgets: nats per token of the reference length (about 0.22 nats per completion), and source document 000's default
+"""Budgets: nats per token of the reference length (about 0.22 nats per completion), and the clipping notes' default
 as a total. With a reward of 1 a completion of this task is about 0.6 nats away from the reference."""
 
 CLIPS: Mapping[str, Mapping[str, Any]] = {
@@ -71,7 +72,7 @@ FORMS: tuple[Arm, ...] = (
         values={"kl_horizon": "sequence", "kl_normalizer": "fixed_length", "beta": 0.32},
     ),
 )
-"""The unclipped term in other forms: what TRL and Unsloth differentiate; source document 001's; the whole gradient of
+"""The unclipped term in other forms: what TRL and Unsloth differentiate; k1 as a loss; the whole gradient of
 the mean over a completion's own length; and of a mean over a fixed length, with beta for the same price per nat."""
 
 

@@ -1,4 +1,4 @@
-"""The picture of source document 003: accuracy, KL and retention, against beta or whatever else was swept."""
+"""The picture of a sweep: trained skill, KL and retained skills, against beta or whatever else was swept."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from klamp.cli.arguments import TrainRequest, parse_train
 from klamp.cli.flags import every_flag, field_name, split_flags, unknown_key
 from klamp.cli.tables import WIDTH, show_paragraph
 from klamp.config import PRESETS, find_preset
+from klamp.config.presets import OLD_NAMES, speaking_name
 from klamp.errors import ConfigError, KLWarning, UnknownNameError, unknown_name
 from klamp.verify.explain import VOCAB, Explanation, Setting, explain_config
 from klamp.verify.explain_printed import explain_form
@@ -123,12 +124,12 @@ def show_explanation(explanation: Explanation, stream: TextIO) -> None:
 
 
 def _explain_name(request: ExplainRequest, name: str) -> Explanation:
-    if name in FORMS:
+    if speaking_name(name) in FORMS:
         if request.flags:
             raise ConfigError(
                 "a printed form takes no flags",
                 got=f"{name} {' '.join(request.flags)}",
-                why="it is explained as the document prints it",
+                why="it is explained as it is printed",
                 fix="klamp explain --preset recommended ... for a configuration",
             )
         return explain_form(name)
@@ -157,7 +158,7 @@ def _length(request: ExplainRequest, parsed: TrainRequest) -> int:
 
 
 def _unknown(name: str) -> UnknownNameError:
-    known = {*PRESETS, *FORMS}
+    known = {*PRESETS, *FORMS, *OLD_NAMES}
     return unknown_name("preset, printed form or file", name, known, why="it is no preset, no printed form, no .yaml")
 
 

@@ -28,7 +28,7 @@ from klamp.errors import ConfigError, KLWarning, refuse, unknown_name
 REDUCTIONS: tuple[Reduction, ...] = ("token_mean", "sequence_mean", "sequence_sum", "fixed_length")
 
 ALIASES: Mapping[str, str] = {"kl_coef": "beta", "kl_penalty": "beta", "kl_beta": "beta"}
-"""Other names of a field, as the source documents and other trainers call it."""
+"""Other names of a field, as other trainers and guides call it."""
 
 
 def resolve_aliases(values: Mapping[str, Any], known: set[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Recipes by name: the KL term and the policy loss as their paper states them, or as a source document prints them."""
+"""Recipes by name: the KL term and the policy loss as their paper states them, or a formula as it is passed around."""
 
 from __future__ import annotations
 
@@ -24,14 +24,29 @@ class Preset:
     """What to know before using it."""
 
 
+OLD_NAMES: Mapping[str, str] = {
+    "source-001": "k1-as-loss",
+    "source-002": "minus-k1",
+    "source-003": "ratio-weighted",
+    "source-003-exact": "exact-kl",
+    "source-004": "k3-as-loss",
+}
+"""Other names of the formulas that are passed around, by the number of the document on docs/sources.md."""
+
+
+def speaking_name(name: str) -> str:
+    """The name that klamp shows for a recipe or printed formula: an old name in its new form, any other as it is."""
+    return OLD_NAMES.get(name, name)
+
+
 class _Recipes(Mapping[str, Preset]):
-    """Name -> recipe, built when it is asked for: some of them warn of what they do, and only their users are told."""
+    """Name -> recipe. Each is built when it is asked for, since some warn, and only those who use one need to know."""
 
     def __init__(self, recipes: Mapping[str, Callable[[], Preset]]) -> None:
         self._recipes = recipes
 
     def __getitem__(self, name: str) -> Preset:
-        return self._recipes[name]()
+        return self._recipes[speaking_name(name)]()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._recipes)
@@ -40,7 +55,7 @@ class _Recipes(Mapping[str, Preset]):
         return len(self._recipes)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._recipes
+        return isinstance(name, str) and speaking_name(name) in self._recipes
 
 
 PRESETS: Mapping[str, Preset] = _Recipes(
@@ -99,17 +114,17 @@ PRESETS: Mapping[str, Preset] = _Recipes(
             remark="the unnormalised reverse KL (k3), corrected off-policy. The paper's reference is the previous "
             "policy (reference='periodic'), and its ratio bounds hold for reward and KL together",
         ),
-        "source-001": lambda: Preset(
+        "k1-as-loss": lambda: Preset(
             kl=KLConfig(beta=0.01, kl_estimator="k1", kl_gradient="own"),
             loss=LossConfig(loss_type="bnpo"),
-            paper="source document 001, as printed",
-            remark="k1 as a loss: expected gradient zero; see klamp explain source-001",
+            paper="the from-scratch guide, as printed (docs/sources.md)",
+            remark="k1 as a loss: expected gradient zero; see klamp explain k1-as-loss",
         ),
-        "source-004": lambda: Preset(
+        "k3-as-loss": lambda: Preset(
             kl=KLConfig(beta=0.04, kl_estimator="k3", kl_gradient="own"),
             loss=LossConfig(loss_type="dr_grpo"),
-            paper="source document 004, as printed",
-            remark="k3 as a loss: gradient of KL(ref||policy); see klamp explain source-004",
+            paper="the k3 bug report, as printed (docs/sources.md)",
+            remark="k3 as a loss: gradient of KL(ref||policy); see klamp explain k3-as-loss",
         ),
     }
 )
@@ -117,25 +132,25 @@ PRESETS: Mapping[str, Preset] = _Recipes(
 
 
 def _not_a_kl(name: str) -> list[Refusal]:
-    """Printed formulas that no KL configuration stands for."""
+    """Formulas that are passed around as a KL and that no KL configuration stands for."""
     return [
         Refusal(
-            name == "source-002",
-            "the formula that source document 002 prints is no penalty",
+            name == "minus-k1",
+            "minus k1 is no penalty",
             got=repr(name),
             why="kl_coef * (log ref - log policy) is minus k1: the further the policy leaves the reference, the lower "
             "the loss",
-            fix="use preset('recommended'), or kl_estimator='k1' with kl_gradient='reverse'; `klamp explain "
-            "source-002` shows what the printed form does",
+            fix="use preset('recommended'), or kl_estimator='k1' with kl_gradient='reverse'; `klamp explain minus-k1` "
+            "shows what the formula does",
         ),
         Refusal(
-            name == "source-003",
-            "the formula that source document 003 prints is not KL(policy||ref)",
+            name == "ratio-weighted",
+            "k1 weighted by policy/ref is not KL(policy||ref)",
             got=repr(name),
             why="exp(delta) * delta weights by policy/ref, which is right for tokens of the reference, not of the "
             "policy",
-            fix="use preset('ppo') for a KL in the reward, or kl_estimator='exact' as in its hands-on example; `klamp "
-            "explain source-003` shows what the printed form does",
+            fix="use preset('ppo') for a KL in the reward, or kl_estimator='exact'; `klamp explain ratio-weighted` "
+            "shows what the formula does",
         ),
     ]
 
@@ -145,9 +160,9 @@ def find_preset(name: str) -> Preset:
 
     Raises:
         UnknownNameError: an unknown recipe; names the nearest.
-        ConfigError: a printed formula that is no penalty on KL(policy||ref).
+        ConfigError: a formula that is passed around as a KL and is no penalty on KL(policy||ref).
     """
-    refuse(_not_a_kl(name))
+    refuse(_not_a_kl(speaking_name(name)))
     if name not in PRESETS:
         raise unknown_name("preset", name, PRESETS)
     return PRESETS[name]
@@ -158,6 +173,6 @@ def preset(name: str) -> KLConfig:
 
     Raises:
         UnknownNameError: an unknown recipe; names the nearest.
-        ConfigError: a printed formula that is no penalty on KL(policy||ref).
+        ConfigError: a formula that is passed around as a KL and is no penalty on KL(policy||ref).
     """
     return find_preset(name).kl

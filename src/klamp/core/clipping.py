@@ -66,7 +66,7 @@ def clip_kl(
         UnknownNameError: an unknown method.
         ConfigError: a temperature that is not positive.
 
-    Source: source document 000 (KL clipping for GRPO)
+    Source: the clipping notes (docs/sources.md)
     """
     _check(method, temperature)
     kl = upcast(kl)
@@ -126,7 +126,7 @@ def kl_budget(threshold: float, *, per_token: bool, reference_length: float | Te
     Raises:
         ConfigError: a negative threshold, or a per-token threshold without a positive reference length.
 
-    Source: source document 000
+    Source: the clipping notes (docs/sources.md)
     """
     if not threshold >= 0:
         raise ConfigError("the KL threshold must be >= 0", got=threshold, why="a KL is never negative", fix="use 0")

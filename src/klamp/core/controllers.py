@@ -104,7 +104,7 @@ class StepController(FixedController):
     Raises:
         ConfigError: parameters out of range.
 
-    Source: source document 003 (defaults); PPO arXiv:1707.06347
+    Source: the GRPO tutorial (defaults; docs/sources.md); PPO arXiv:1707.06347
     """
 
     def __init__(

@@ -86,7 +86,7 @@ ALARMS: dict[str, Alarm] = {
             text="the KL is about 0 although the reward moves",
             means="A policy that near to its reference could not have changed its reward so much. The reference "
             "follows the policy (shared weights, an adapter that is not switched off), or the log-probabilities come "
-            "from another model than the one that samples (an adapter that is not synced; source document 004, H06).",
+            "from another model than the one that samples (an adapter that is not synced).",
             next_step="Change one weight of the policy by hand: the reference's log-probabilities must not move, the "
             "policy's and the sampler's must.",
             rule=kl.detached_reference,
@@ -97,8 +97,8 @@ ALARMS: dict[str, Alarm] = {
             name="advantage-scale",
             text="advantages are out of scale",
             means="The policy gradient is as large as the advantages: a reward that is not of order 1, a division by a "
-            "standard deviation that is only rounding, or a signal in groups that have none (source document 004, "
-            "H01). beta then means something else than it says.",
+            "standard deviation that is only rounding, or a signal in groups that have none. "
+            "beta then means something else than it says.",
             next_step="Print rewards and advantages of one group. Scale the reward to order 1, give groups without "
             "variance the advantage 0, or leave the division out (scale_rewards='none').",
             rule=run.advantage_scale,
@@ -109,7 +109,7 @@ ALARMS: dict[str, Alarm] = {
             name="mask-on-prompt",
             text="the loss mask covers tokens that the model did not write",
             means="Prompt tokens or a tool's answers are trained on: they carry the group's advantage and a KL, though "
-            "nobody chose them (source document 004, H02).",
+            "nobody chose them.",
             next_step="Decode one sequence with its mask. True must begin at the first token of the completion.",
             rule=tokens.mask_on_prompt,
             needs=("completions",),
@@ -119,7 +119,7 @@ ALARMS: dict[str, Alarm] = {
             name="end-token-lost",
             text="the loss mask leaves out the end token",
             means="Nothing teaches the model when to stop, so length drifts; usual where the end token is also the "
-            "padding token, and a mask is made by comparing with it (source document 004, H02).",
+            "padding token, and a mask is made by comparing with it.",
             next_step="Make the mask from lengths, and let it include the first end token.",
             rule=tokens.end_token_lost,
             needs=("completions",),
@@ -128,8 +128,7 @@ ALARMS: dict[str, Alarm] = {
         Alarm(
             name="truncated",
             text="many completions are cut at the length limit",
-            means="The reward judges answers that were not finished, and the KL misses what would have followed "
-            "(source document 004, H04).",
+            means="The reward judges answers that were not finished, and the KL misses what would have followed.",
             next_step="Raise max_completion_length, or leave such completions out (mask_truncated_completions).",
             rule=run.truncated,
             needs=("length/truncated",),
@@ -174,7 +173,7 @@ ALARMS: dict[str, Alarm] = {
             name="dr-grpo-with-kl",
             text="beta above 0 under dr_grpo with a rule-based verifier",
             means="Dr. GRPO leaves the KL out: a rule is right however far the policy goes, so the KL only holds it "
-            "back, and is one more source of large gradients (source document 004).",
+            "back, and is one more source of large gradients.",
             next_step="Set beta=0, or say why the skills of the reference must be kept and watch them.",
             rule=run.dr_grpo_with_kl,
             needs=("settings.loss_type", "settings.verifier"),
@@ -183,8 +182,8 @@ ALARMS: dict[str, Alarm] = {
         Alarm(
             name="retention",
             text="a skill that is not trained is being lost",
-            means="The score of something that the model could do before training fell: forgetting old knowledge "
-            "(source document 003). The forward KL on the new task predicts it (arXiv 2509.04259).",
+            means="The score of something that the model could do before training fell: forgetting old knowledge. "
+            "The forward KL on the new task predicts it (arXiv 2509.04259).",
             next_step="Raise beta or lower target_kl, train fewer steps, or mix the old skill into the prompts.",
             rule=run.retention,
             needs=("evaluations",),

@@ -22,7 +22,7 @@ FAR_WINDOW, FAR_RATIO, FAR_FLOOR = 5, 10.0, 0.05
 FAR = Limit(
     value=FAR_RATIO,
     unit=f"times k1 (and the exact KL), mean over {FAR_WINDOW} steps, k3 above {FAR_FLOOR} nats per token",
-    source="both estimate the same KL; below the floor (source document 003's lower target) k1 may be 0 by noise",
+    source="both estimate the same KL; below the floor (the GRPO tutorial's lower target) k1 may be 0 by noise",
 )
 FAR_AT_ONCE = Limit(
     value=100, unit="times k1 in one step, k3 above 1 nat per token", source="seen in the field: k3 1635, k1 .003"
@@ -31,7 +31,7 @@ SPIKE = Limit(value=3, unit="times the highest of the 5 steps before", source="k
 SPIKE_FLOOR = Limit(
     value=0.2,
     unit="nats per token; 1 where there are fewer than 5 steps to compare with, or completions of fewer than 8 prompts",
-    source="source document 003: the KL that is a warning sign",
+    source="the GRPO tutorial's warning sign (docs/sources.md)",
 )
 SPIKE_PROMPTS = 8
 """Of fewer prompts the KL of one step and the next differ by what was asked."""
@@ -53,8 +53,14 @@ DETACHED = Limit(
     unit="of the KL that the reward's change proves; after 20 steps, a change of 4 standard errors",
     source="Pinsker: a reward of range R that changed by d needs 2 (d / R)^2 nats per completion",
 )
-HIGH = Limit(value=0.2, unit="nats per token, mean of 5 steps", source="source document 003, warning signs")
-LOW = Limit(value=0.01, unit="nats per token, mean of 5 steps after 20", source="source document 003, warning signs")
+HIGH = Limit(
+    value=0.2, unit="nats per token, mean of 5 steps", source="the GRPO tutorial's warning signs (docs/sources.md)"
+)
+LOW = Limit(
+    value=0.01,
+    unit="nats per token, mean of 5 steps after 20",
+    source="the GRPO tutorial's warning signs (docs/sources.md)",
+)
 
 
 def step_zero(history: History) -> Evidence | None:

@@ -13,12 +13,10 @@ MISMATCH = Limit(value=0.01, unit="nats per token, k1 or k3", source="seen in th
 HUGE = Limit(
     value=1e3,
     unit="in a KL, a gradient norm or a loss; or a value that is not finite",
-    source="source document 004: 1e5 was '100,000x normal'",
+    source="the k3 bug report (docs/sources.md): 1e5 was '100,000x normal'",
 )
 WATCHED = ("kl/k1", "kl/k3", "kl/exact", "sampler/k3", "train/grad_norm", "train/loss", "train/kl_penalty")
-TRUNCATED = Limit(
-    value=0.25, unit="of the completions, mean over 5 steps", source="klamp's choice (source document 004, H04)"
-)
+TRUNCATED = Limit(value=0.25, unit="of the completions, mean over 5 steps", source="klamp's choice")
 EARLY = 50
 """Steps from which the first beta above 0 is taken: a schedule may begin at 0."""
 NOISE = Limit(
@@ -29,13 +27,12 @@ NOISE = Limit(
 ADVANTAGE = Limit(
     value=10,
     unit="in size",
-    source="divided by its std, no advantage exceeds (G - 1)/sqrt(G): 10 needs a group of 102 (source document 004, "
-    "H01)",
+    source="divided by its std, no advantage exceeds (G - 1)/sqrt(G): 10 needs a group of 102",
 )
 DROPPED = Limit(
     value=0.05,
     unit="of the score before training, and 3 standard errors where the number of examples is known",
-    source="klamp's choice (source document 003, warning signs)",
+    source="klamp's choice; falling scores are a warning sign of the GRPO tutorial (docs/sources.md)",
 )
 
 

@@ -13,7 +13,7 @@ PROMPT = Limit(value=1, unit="token that the model did not write", source="the K
 END_TOKEN = Limit(
     value=0.5,
     unit="of the completions that ended, their last token left out of the loss",
-    source="klamp's choice: without it no length is ever learned (source document 004, H02)",
+    source="klamp's choice: without it no length is ever learned",
 )
 SURPRISE = Limit(
     value=5,

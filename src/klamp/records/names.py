@@ -57,7 +57,7 @@ NAMES: Mapping[str, str] = {
     "env/all/reward/total": "reward",
     "optim/kl_sample_train_v1": "sampler/k1",
     "optim/entropy": "policy/entropy",
-    # OpenRLHF, and the scripts of source documents 001 and 003
+    # OpenRLHF, and the scripts of two guides (docs/sources.md)
     "response_length": "length/mean",
     "truncated": "length/truncated",
     "kl_penalty": "kl/k1",

@@ -1,4 +1,4 @@
-"""A GRPO pipeline from scratch, in five pieces: the interface of source document 001 with the right mathematics.
+"""A GRPO pipeline from scratch, in five pieces: the functions of a guide that is passed around (docs/sources.md).
 
 That document prints kl_coef * mean(log policy - log ref) as the loss. Its value is right and is what these functions
 return; differentiated as printed, its expected gradient is zero, so here the gradient that flows is that of
@@ -59,7 +59,7 @@ def compute_kl_divergence(policy_log_probs: LogProbs, ref_log_probs: LogProbs) -
     Raises:
         ShapeError: the two differ in shape.
 
-    Source: source document 001; docs/estimators
+    Source: the from-scratch guide (docs/sources.md); docs/estimators
     """
     everywhere = torch.ones_like(policy_log_probs, dtype=torch.bool)
     return kl_penalty(policy_log_probs, ref_log_probs, everywhere, value="k1", gradient="reverse")
@@ -81,7 +81,7 @@ def compute_loss(
 
     Equation: mean_t(-min(r A, clip(r) A)) + kl_coef * mean_t KL_t.
 
-    Value: with the defaults exactly as source document 001 prints it.
+    Value: with the defaults exactly as the from-scratch guide prints it.
     Gradient: PPO's plus kl_coef times that of KL(policy || ref) at each prefix.
     Shapes: [B, T] each, advantages [B] or [B, T] -> scalar and a dictionary of detached scalars.
 
@@ -104,7 +104,7 @@ def compute_loss(
         ConfigError: kl_coef > 0 without ref_log_probs, or both kl_coef and kl.
         ShapeError, EmptyMaskError, NonFiniteError: tensors that cannot be used.
 
-    Source: source document 001
+    Source: the from-scratch guide (docs/sources.md)
     """
     if kl is not None and kl_coef:
         raise ConfigError(

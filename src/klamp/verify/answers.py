@@ -1,8 +1,8 @@
-"""The two questions of source document 004, answered with exact expectations, with samples, and in words.
+"""Two questions about the k3 formula, answered with exact expectations, with samples, and in words.
 
-The document asks whether `exp(ref - policy) - (ref - policy) - 1` has the wrong direction, and whether the reversed
-formula would be right, since the tokens are samples. Each number stands three times: the exact expectation by
-enumeration, a seeded Monte Carlo mean with its standard error, and the same for the reversed formula.
+A bug report (docs/sources.md) asks whether `exp(ref - policy) - (ref - policy) - 1` has the wrong direction, and
+whether the reversed formula would be right, since the tokens are samples. Each number stands three times: the exact
+expectation by enumeration, a seeded Monte Carlo mean with its standard error, and the same for the reversed formula.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ class Sampled:
 
 
 def printed_form(y: Outcomes) -> Tensor:
-    """The formula of source document 004, written out."""
+    """The k3 formula as TRL and others print it, written out."""
     return torch.exp(y.ref_logprobs - y.policy_logprobs) - (y.ref_logprobs - y.policy_logprobs) - 1
 
 
 def reversed_form(y: Outcomes) -> Tensor:
-    """The formula that the document first thought right."""
+    """The formula with policy and reference exchanged, which the bug report first thought right."""
     return torch.exp(y.policy_logprobs - y.ref_logprobs) - (y.policy_logprobs - y.ref_logprobs) - 1
 
 
@@ -125,7 +125,7 @@ def follow(chains: list[Chain], loss: Loss) -> tuple[Followed, float]:
 
 
 def answer_direction(*, samples: int = SAMPLES, seed: int = 0) -> Answer:
-    """Is the k3 formula of source document 004 backwards?
+    """Is the k3 formula backwards?
 
     Args:
         samples: draws per number.
@@ -159,7 +159,7 @@ def answer_direction(*, samples: int = SAMPLES, seed: int = 0) -> Answer:
     columns = ("world", "KL(p||r)", "KL(r||p)", "printed: exact", "sampled", "reversed: exact", "sampled")
     title = f"printed: {PRINTED}; reversed: {REVERSED}; p policy, r reference, tokens of the policy"
     return Answer(
-        question="Is the k3 formula of source document 004 backwards?",
+        question="Is the k3 formula, exp(ref - policy) - (ref - policy) - 1, backwards?",
         tables=(TextTable(title=title, columns=columns, rows=tuple(rows)), gradients),
         checks=(*checks, *gradient_checks),
         words=(
@@ -174,7 +174,7 @@ def answer_direction(*, samples: int = SAMPLES, seed: int = 0) -> Answer:
 
 
 def direction_worlds() -> dict[str, Chain]:
-    """Pairs of policy and reference: near, as in source document 003's example, far, and whole completions."""
+    """Pairs of policy and reference: near each other, a tutorial's example, far apart, and whole completions."""
     near = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log()
     return {
         "near": one_position(near, near + torch.tensor([0.1, -0.1, 0.05], dtype=torch.float64)),

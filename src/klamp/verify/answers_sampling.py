@@ -1,4 +1,4 @@
-"""Source document 004's second question: what becomes of its formula when somebody else drew the tokens."""
+"""The second question about the k3 formula: what becomes of it when somebody else drew the tokens."""
 
 from __future__ import annotations
 

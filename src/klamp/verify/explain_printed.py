@@ -1,6 +1,6 @@
-"""The printed formulas of the source documents, explained in words by what was measured of them.
+"""Formulas that are passed around as a KL, explained in words by what was measured of them.
 
->>> explain_form("source-001").verdict
+>>> explain_form("k1-as-loss").verdict
 'k1 as a loss: the value is right, the expected gradient is zero, so it regularises nothing.'
 """
 
@@ -15,7 +15,7 @@ def explain_form(name: str) -> Explanation:
     """What a printed formula is and does; every number is measured by enumeration.
 
     Args:
-        name: `source-001`, `source-002`, `source-003`, `source-003-exact` or `source-004`.
+        name: `k1-as-loss`, `minus-k1`, `ratio-weighted`, `exact-kl` or `k3-as-loss`; or an old name of it.
 
     Raises:
         UnknownNameError: there is no such formula.
@@ -24,6 +24,7 @@ def explain_form(name: str) -> Explanation:
     form = facts.form
     lines: list[Line] = [
         ("prints", form.prints),
+        ("found in", f"{form.found} (docs/sources.md)"),
         ("value", _value(facts)),
         ("", _under_ref(facts)),
         ("pull", _pull(facts)),
@@ -34,7 +35,7 @@ def explain_form(name: str) -> Explanation:
         ("instead", form.instead),
     ]
     verdict = f"{form.called}: {_value_verdict(facts)}; {_gradient_verdict(facts)}."
-    return Explanation(name=name, verdict=verdict, lines=tuple(lines), cautions=())
+    return Explanation(name=form.name, verdict=verdict, lines=tuple(lines), cautions=())
 
 
 def _value_verdict(facts: FormFacts) -> str:

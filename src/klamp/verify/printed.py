@@ -1,4 +1,4 @@
-"""The formulas that the source documents print, written out as they print them, and what each one is."""
+"""Formulas that are passed around as a KL, written out as they are printed, and what each of them really is."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from klamp.config.presets import OLD_NAMES, speaking_name
 from klamp.errors import unknown_name
 from klamp.verify.gradient_names import Followed, cosine, name_gradient, share
 from klamp.verify.judge import Judgement, KLFunction, Use, judge
@@ -21,16 +22,18 @@ class Form:
 
     name: str
     """Its name on the command line."""
+    found: str
+    """Where it is printed; see docs/sources.md."""
     prints: str
-    """What the document prints."""
+    """What is printed there."""
     value: Loss
     """The formula, token by token, over the oracle's outcomes."""
     use: Use
-    """Whether the document differentiates it as a loss or takes it from the reward."""
+    """Whether it is differentiated there as a loss, or taken from the reward."""
     called: str
     """What it is called; what it does is measured."""
     instead: str
-    """How to have in klamp what the document wants."""
+    """How to have in klamp what is wanted there."""
     config: str
     """The fields of `KLConfig` that are this formula; empty where klamp has no such term."""
 
@@ -48,7 +51,8 @@ FORMS: Mapping[str, Form] = {
     form.name: form
     for form in (
         Form(
-            name="source-001",
+            name="k1-as-loss",
+            found="the from-scratch guide",
             prints="log policy - log ref, its mean times kl_coef is added to the loss",
             value=_delta,
             use="loss",
@@ -57,7 +61,8 @@ FORMS: Mapping[str, Form] = {
             config="kl_estimator='k1', kl_gradient='own'",
         ),
         Form(
-            name="source-002",
+            name="minus-k1",
+            found="the Tinker guide",
             prints="kl_coef * (log ref - log policy) is added to the loss",
             value=lambda y: -_delta(y),
             use="loss",
@@ -66,17 +71,19 @@ FORMS: Mapping[str, Form] = {
             config="",
         ),
         Form(
-            name="source-003",
+            name="ratio-weighted",
+            found="the GRPO tutorial",
             prints="exp(log policy - log ref) * (log policy - log ref), summed over tokens, is taken from the reward",
             value=lambda y: _delta(y).exp() * _delta(y),
             use="reward",
             called="k1 weighted by policy/ref, in the reward",
             instead="kl_estimator='k1' with kl_placement='reward' and kl_horizon='sequence', or kl_estimator='exact' "
-            "in the loss, as in the document's hands-on example (klamp explain source-003-exact)",
+            "in the loss, as in the tutorial's hands-on example (klamp explain exact-kl)",
             config="",
         ),
         Form(
-            name="source-003-exact",
+            name="exact-kl",
+            found="the hands-on example of the GRPO tutorial",
             prints="sum over the vocabulary of policy * (log policy - log ref), at each position, as the KL",
             value=_exact,
             use="loss",
@@ -85,7 +92,8 @@ FORMS: Mapping[str, Form] = {
             config="kl_estimator='exact'",
         ),
         Form(
-            name="source-004",
+            name="k3-as-loss",
+            found="the k3 bug report, from TRL",
             prints="exp(log ref - log policy) - (log ref - log policy) - 1, times beta, is added to the loss",
             value=lambda y: (-_delta(y)).exp() + _delta(y) - 1,
             use="loss",
@@ -96,6 +104,17 @@ FORMS: Mapping[str, Form] = {
     )
 }
 """Name -> formula."""
+
+
+def find_form(name: str) -> Form:
+    """The printed formula of this name, or of this old name.
+
+    Raises:
+        UnknownNameError: there is no such formula; names the nearest.
+    """
+    if speaking_name(name) not in FORMS:
+        raise unknown_name("printed formula", name, {*FORMS, *OLD_NAMES})
+    return FORMS[speaking_name(name)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,14 +160,12 @@ def measure_form(name: str) -> FormFacts:
     """Measures a printed formula with the oracle.
 
     Args:
-        name: `source-001`, `source-002`, `source-003`, `source-003-exact` or `source-004`.
+        name: `k1-as-loss`, `minus-k1`, `ratio-weighted`, `exact-kl` or `k3-as-loss`; or an old name of it.
 
     Raises:
         UnknownNameError: there is no such formula.
     """
-    if name not in FORMS:
-        raise unknown_name("printed formula", name, FORMS)
-    form = FORMS[name]
+    form = find_form(name)
     loss = used(form)
     worlds = [random_chain(seed, vocab=5, length=1, eos=None) for seed in range(3)]
     gradients = [expected_gradient(world, loss) for world in worlds]
@@ -172,12 +189,12 @@ def measure_form(name: str) -> FormFacts:
         stray=stray,
         sequence_cosine=sequence_cosine,
         sequence_share=sequence_share,
-        judged=None if form.value is _exact else judge(as_function(form), name=name, use=form.use),
+        judged=None if form.value is _exact else judge(as_function(form), name=form.name, use=form.use),
     )
 
 
 def used(form: Form) -> Loss:
-    """The formula as its document uses it: differentiated, or through the score function (its sum over tokens)."""
+    """The formula as a loss: itself, or (taken from the reward) its sum times the log-probability of each token."""
     if form.use == "loss":
         return form.value
 

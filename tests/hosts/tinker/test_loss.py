@@ -194,7 +194,7 @@ def test_what_stands_where_the_mask_is_0_does_not_matter():
 
 
 def test_without_masks_the_zeros_of_the_prompt_are_left_out():
-    """The datums of source document 002: rows of zeros for the prompt, no mask."""
+    """The datums of the Tinker guide: rows of zeros for the prompt, no mask."""
     data, policies = fake_batch()
     expected, _ = compute_grpo_kl_loss(data, policies, kl_coef=0.5)
     bare = [FakeDatum({k: v for k, v in datum.loss_fn_inputs.items() if k != "mask"}) for datum in data]

@@ -95,8 +95,8 @@ def test_k3_with_its_own_gradient_trains_like_trl_without_bias_correction(name: 
         assert (a - b).abs().max() < 1e-6
 
 
-def test_the_usage_of_the_source_document_runs_as_printed(tmp_path: Path) -> None:
-    """Source document 000: a clip without a beta is TRL's beta of 0, which klamp says."""
+def test_the_usage_of_the_clipping_notes_runs_as_printed(tmp_path: Path) -> None:
+    """The clipping notes: a clip without a beta is TRL's beta of 0, which klamp says."""
     with pytest.warns(KLWarning, match="beta is 0"):
         training_args = arguments(GRPOConfig, tmp_path, kl_clip_method="hard", kl_clip_threshold=0.5)
     trainer = build(GRPOTrainer, model(), training_args)

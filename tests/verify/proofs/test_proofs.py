@@ -60,7 +60,7 @@ def test_k3_with_the_wrong_sign(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_k3_reversed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """exp(policy - ref) instead of exp(ref - policy): source document 004's first thought."""
+    """exp(policy - ref) instead of exp(ref - policy): the k3 bug report's first thought."""
     break_estimator(monkeypatch, "k3", value=lambda delta: torch.expm1(delta) - delta)
     assert "E[k3] - KL(policy||ref)" in failures(VALUES)
     assert "top-p sampling: k3 is low by the reference's lost mass" in failures(VALUES)

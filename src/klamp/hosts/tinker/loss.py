@@ -64,7 +64,7 @@ def compute_grpo_kl_loss(
         ConfigError: a conflict between `kl_coef` and `kl`, or a choice that cannot work here.
         DataError, ShapeError, NonFiniteError, EmptyMaskError: data that cannot be used; the datum is named.
 
-    Source: source document 002; PPO arXiv:1707.06347, DeepSeekMath arXiv:2402.03300
+    Source: the Tinker guide (docs/sources.md); PPO arXiv:1707.06347, DeepSeekMath arXiv:2402.03300
     """
     settings = make_settings(
         kl_coef,

@@ -48,7 +48,7 @@ async def compute_reference_logprobs(
         DataError, ConfigError: arguments that cannot be used.
         UnsupportedVersion: the SDK is missing or outside the range.
 
-    Source: source document 002
+    Source: the Tinker guide (docs/sources.md)
     """
     load_tinker()
     _check_arguments(prompt_tokens, response_tokens, concurrency, retries)

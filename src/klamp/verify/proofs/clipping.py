@@ -16,7 +16,7 @@ from klamp.verify.proofs.check import Check, follows, is_equal, is_true
 
 
 def prove_clipping() -> list[Check]:
-    """Source document 000, by numbers."""
+    """The clips, their gates and budgets, each by its numbers."""
     budget = kl_budget(0.1, per_token=True, reference_length=50)
     kl = torch.tensor([2.0, 8.0], dtype=torch.float64)
     hard = clip_kl(kl, 5.0, method="hard")

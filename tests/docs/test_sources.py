@@ -1,0 +1,73 @@
+"""The page of sources: what it points to exists (tests, alarms, formulas, commands), and its verdicts are measured."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+from tests.docs.pages import DOCS, ROOT
+
+from klamp.cli.explain import explain, read_request
+from klamp.config.presets import OLD_NAMES
+from klamp.diagnostics.alarms import ALARMS
+from klamp.verify.explain_printed import explain_form
+from klamp.verify.printed import FORMS
+
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")
+
+PAGE = (DOCS / "sources.md").read_text(encoding="utf-8")
+CODE = sorted(set(re.findall(r"`([^`\n]+)`", PAGE)))
+TESTS = [code for code in CODE if code.startswith("tests/")]
+
+
+@pytest.mark.parametrize("path", TESTS)
+def test_the_tests_that_judge_a_claim_exist(path: str) -> None:
+    file, _, name = path.partition("::")
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert name in functions if name else any(each.startswith("test_") for each in functions)
+
+
+def test_each_of_the_five_documents_is_judged_by_tests() -> None:
+    documents = PAGE.split("\n## ")[1:]
+    assert len(documents) == 5
+    for number, text in enumerate(documents):
+        assert f"Document 00{number}:" in text
+        assert "`tests/" in text and "**Where klamp differs.**" in text
+
+
+def test_every_formula_stands_there_with_its_old_name() -> None:
+    rows = dict(re.findall(r"^\| `([\w-]+)` \|.*\| `(source-[\w-]+)` \|$", PAGE, re.MULTILINE))
+    assert rows == {new: old for old, new in OLD_NAMES.items()}
+
+
+def test_alarms_and_their_places_exist() -> None:
+    named = re.findall(r"alarms?\.md#([\w-]+)", PAGE)
+    headings = re.findall(r"^## (.+)$", (DOCS / "alarms.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert named and set(named) <= set(ALARMS) & set(headings)
+
+
+@pytest.mark.parametrize("command", [code for code in CODE if code.startswith("klamp explain ")])
+def test_every_explanation_can_be_had(command: str) -> None:
+    assert explain(read_request(command.split()[2:]))
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict"),
+    [
+        ("k1-as-loss", "the value is right, the expected gradient is zero"),
+        ("minus-k1", "the sign is wrong"),
+        ("k3-as-loss", "it follows the gradient of KL(ref||policy)"),
+    ],
+)
+def test_the_verdicts_of_the_table_are_those_of_the_measurement(name: str, verdict: str) -> None:
+    (row,) = re.findall(rf"^\| `{name}` \|.*$", PAGE, re.MULTILINE)
+    measured = explain_form(name).verdict
+    for words in verdict.split(", "):
+        assert words in measured
+        assert words.replace("||", "‖") in row.replace("as a loss ", "")
+
+
+def test_every_formula_of_the_page_is_a_form() -> None:
+    assert set(FORMS) <= set(CODE)
