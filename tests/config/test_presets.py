@@ -15,11 +15,11 @@ from torch import Tensor
 
 from klamp import preset
 from klamp.config import PRESETS, KLConfig, KLWarning, LossConfig, build_objective, find_preset
+from klamp.config.presets import OLD_NAMES
 from klamp.core.advantages import group_advantages
 from klamp.core.objective import grpo_loss
 from klamp.core.placement import kl_in_reward, sequence_log_ratio
 from klamp.core.types import Batch
-from klamp.config.presets import OLD_NAMES
 from klamp.errors import ConfigError, UnknownNameError
 
 GROUP, GROUPS, TOKENS = 4, 3, 6
