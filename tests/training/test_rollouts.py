@@ -160,3 +160,10 @@ def test_a_beta_that_starts_at_zero_and_grows_reaches_the_clip(context_of):
     clip = {"kl_clip_method": "hard", "kl_clip_level": "group", "kl_reference_length": 2, "kl_clip_threshold": 5e-4}
     last = grown(context_of, **clip)
     assert last["kl/over_budget"] > 0 and last["train/kl_penalty"] > 0
+
+
+def test_excluded_tokens_leave_the_kl_and_stay_in_the_loss(context_of):
+    rollout = rollout_of(context_of(kl_exclude_prefix=1))
+    assert rollout.mask.sum() - rollout.kl_mask.sum() == len(rollout.texts)
+    assert float(rollout.totals.tokens) == float(rollout.mask.sum())
+    assert float(rollout.totals.kl_tokens) == float(rollout.kl_mask.sum())

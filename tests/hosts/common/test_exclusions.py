@@ -77,13 +77,3 @@ def test_a_marker_of_several_tokens_is_found_in_the_text():
 def test_one_marker_alone_is_refused():
     with pytest.raises(ConfigError, match="two markers"):
         KLConfig(kl_exclude_between=("+",))
-
-
-def test_in_a_run_the_excluded_tokens_leave_the_kl_and_stay_in_the_loss(context_of):
-    from klamp.training.rollouts import collect
-
-    context = context_of(kl_exclude_prefix=1)
-    rollout = collect(context, list(context.task.train[:3]), step=0, beta=0.01)
-    assert rollout.mask.sum() - rollout.kl_mask.sum() == len(rollout.texts)
-    assert float(rollout.totals.tokens) == float(rollout.mask.sum())
-    assert float(rollout.totals.kl_tokens) == float(rollout.kl_mask.sum())
