@@ -14,6 +14,7 @@ Everything is float64. Nothing here imports klamp's core: the judge must not sha
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
@@ -184,28 +185,38 @@ def count_prefixes(vocab: int, length: int, *, eos: int | None) -> int:
 
 def list_completions(chain: Chain) -> list[Prefix]:
     """Every completion, whether or not the sampler can produce it."""
-    completions = []
-    for prefix in list_prefixes(chain.vocab, chain.length, eos=chain.eos):
-        last = len(prefix) + 1 == chain.length
-        completions += [(*prefix, token) for token in range(chain.vocab) if last or token == chain.eos]
+    return _completions(chain.vocab, chain.length, chain.eos)
+
+
+def _completions(vocab: int, length: int, eos: int | None) -> list[Prefix]:
+    completions: list[Prefix] = []
+    for prefix in list_prefixes(vocab, length, eos=eos):
+        last = len(prefix) + 1 == length
+        completions += [(*prefix, token) for token in range(vocab) if last or token == eos]
     return completions
 
 
 def prefix_probs(chain: Chain, who: Who) -> Float[Tensor, " prefixes"]:
     """P(s): how likely `who` is to pass through each prefix; differentiable for the policy."""
-    prefixes = list_prefixes(chain.vocab, chain.length, eos=chain.eos)
-    row = {prefix: index for index, prefix in enumerate(prefixes)}
+    parents, tokens = _index_prefixes(chain.vocab, chain.length, chain.eos)
     step = torch.softmax(chain.logits(who), dim=-1)
     probs = [step.new_ones(())]
-    for prefix in prefixes[1:]:
-        parent = row[prefix[:-1]]
-        probs.append(probs[parent] * step[parent, prefix[-1]])
+    for parent, token in zip(parents, tokens, strict=True):
+        probs.append(probs[parent] * step[parent, token])
     return torch.stack(probs)
+
+
+@cache
+def _index_prefixes(vocab: int, length: int, eos: int | None) -> tuple[list[int], list[int]]:
+    """For every prefix but the empty one: the row of the prefix before it, and its last token."""
+    prefixes = list_prefixes(vocab, length, eos=eos)
+    row = {prefix: index for index, prefix in enumerate(prefixes)}
+    return [row[prefix[:-1]] for prefix in prefixes[1:]], [prefix[-1] for prefix in prefixes[1:]]
 
 
 def enumerate_outcomes(chain: Chain, *, unreachable: bool = False) -> Outcomes:
     """Lists the completions with mu(y) > 0 as one batch; `unreachable=True` adds those with mu(y) = 0."""
-    tokens, rows = _index_completions(chain)
+    tokens, rows = _index_completions(chain.vocab, chain.length, chain.eos)
     mask = tokens >= 0
     chosen = {who: _at_tokens(chain.logprobs(who), rows, tokens) for who in ("policy", "ref", "sampler")}
     probs = chosen["sampler"].sum(dim=-1).exp()
@@ -224,12 +235,13 @@ def enumerate_outcomes(chain: Chain, *, unreachable: bool = False) -> Outcomes:
     return Outcomes(*(field[probs > 0] for field in outcomes))
 
 
-def _index_completions(chain: Chain) -> tuple[Tensor, Tensor]:
+@cache
+def _index_completions(vocab: int, length: int, eos: int | None) -> tuple[Tensor, Tensor]:
     """Tokens (-1 after the end) and the table row of the prefix before each token (0 after the end)."""
-    row = {p: index for index, p in enumerate(list_prefixes(chain.vocab, chain.length, eos=chain.eos))}
+    row = {p: index for index, p in enumerate(list_prefixes(vocab, length, eos=eos))}
     tokens, rows = [], []
-    for completion in list_completions(chain):
-        padding = chain.length - len(completion)
+    for completion in _completions(vocab, length, eos):
+        padding = length - len(completion)
         tokens.append([*completion, *[-1] * padding])
         rows.append([*(row[completion[:t]] for t in range(len(completion))), *[0] * padding])
     return torch.tensor(tokens), torch.tensor(rows)

@@ -1,0 +1,256 @@
+"""Where a configuration ends: the policy at which its expected update is zero, and how far that is from the optimum.
+
+The optimum of E[reward] - price KL(policy||ref) is known: ref(y) exp(reward(y) / price), normalised. Whether a trainer
+gets there depends on the whole system: the KL's value, gradient, horizon and place, the reduction of the loss, the
+baseline and the scaling of the advantages. Here that system is a small world whose every group of completions is
+counted, with klamp's own `grpo_loss` and `group_advantages` on it, so that the update is the expected one.
+
+The end is found by following the update: the gradient in the natural metric of a table of logits, in steps of
+1 / price, for which the exact objective would be there in as many steps as a completion has tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from klamp.config import KLConfig, LossConfig, build_objective
+from klamp.config.price import price_of
+from klamp.core.advantages import group_advantages
+from klamp.core.estimators import exact_kl
+from klamp.core.objective import Objective, grpo_loss
+from klamp.core.term import shifted_rewards
+from klamp.core.types import Batch, Reduction
+from klamp.verify.oracle import gradient_of
+from klamp.verify.worlds import Chain, Outcomes, count_prefixes, enumerate_outcomes, prefix_probs
+
+REACHED = 1e-4
+"""Distance to the optimum, in nats, below which a configuration has reached it."""
+STEPS = 400
+"""Most updates that are followed."""
+DAMPING = 0.5
+"""Share of the step to where the exact objective of one token would be at once."""
+STILL = 1e-9
+"""Largest change of a log-probability in an update at which the policy stands still."""
+FAR = 50.0
+"""A log-ratio to the reference, in nats, past which a policy is not coming back."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class World:
+    """A language model that can be counted, its reference, and the reward of every completion."""
+
+    name: str
+    chain: Chain
+    """The policy starts as the reference."""
+    rewards: Tensor
+    """One per completion, in the order of `enumerate_outcomes`."""
+    group_size: int = 2
+    """Completions per prompt; every group of so many is counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """Where a configuration ends in one world; KL in nats per completion."""
+
+    world: str
+    """Name of the world."""
+    stands: bool
+    """Whether the policy comes to a standstill; else the rest is where it was when it was given up."""
+    updates: int
+    """How many updates that took."""
+    distance: float
+    """KL(policy||optimum) at the price that is expected."""
+    price: float
+    """Reward per nat of a completion whose optimum is nearest to where it ended."""
+    nearest: float
+    """KL(policy||optimum) at that price."""
+    kl: float
+    """KL(policy||ref)."""
+    optimal_kl: float
+    """KL(optimum||ref)."""
+    reward: float
+    """Mean reward."""
+    optimal_reward: float
+    """Mean reward of the optimum."""
+    length: float
+    """Mean length in tokens."""
+    optimal_length: float
+    """Mean length of the optimum."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether it ends at the optimum."""
+        return self.stands and self.distance < REACHED
+
+
+@cache
+def worlds() -> tuple[World, ...]:
+    """One token out of five; three and six tokens out of three, the first of which ends the completion."""
+    return (
+        _world("1 token", seed=1, vocab=5, length=1, eos=None),
+        _world("3 tokens", seed=2, vocab=3, length=3, eos=0),
+        _world("6 tokens", seed=3, vocab=3, length=6, eos=0),
+    )
+
+
+def _world(name: str, *, seed: int, vocab: int, length: int, eos: int | None) -> World:
+    """A reference with independent logits, ending often enough that lengths differ; rewards in [0, 1]."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = count_prefixes(vocab, length, eos=eos)
+    ref = 0.7 * torch.randn(rows, vocab, generator=generator, dtype=torch.float64)
+    chain = Chain(policy_logits=ref, ref_logits=ref, length=length, eos=eos)
+    count = len(enumerate_outcomes(chain).probs)
+    return World(name=name, chain=chain, rewards=torch.rand(count, generator=generator, dtype=torch.float64))
+
+
+def follow(kl: KLConfig, loss: LossConfig, world: World) -> End:
+    """Follow the expected update of a configuration to its end.
+
+    Args:
+        kl: the KL term, with a beta above 0.
+        loss: the policy loss around it.
+        world: where.
+    """
+    objective = build_objective(kl, loss, max_length=world.chain.length)
+    chain = world.chain
+    price = price_of(
+        kl, loss, group_size=world.group_size, mean_length=_mean_length(chain), max_length=chain.length
+    ).per_completion
+    logits = chain.logprobs("policy").detach()
+    start, stands, taken = logits, False, 0
+    for taken in range(1, STEPS + 1):
+        chain = replace(world.chain, policy_logits=logits)
+        update, divisor = natural_update(objective, loss, chain, world)
+        moved = (logits - DAMPING * divisor / kl.beta * update).log_softmax(-1)
+        change = (moved - logits).abs().amax().item()
+        logits = moved
+        if change < STILL:
+            stands = True
+            break
+        if not math.isfinite(change) or (logits - start).abs().amax() > FAR:
+            break
+    return _describe(replace(world.chain, policy_logits=logits), world, price, stands=stands, updates=taken)
+
+
+def natural_update(objective: Objective, loss: LossConfig, chain: Chain, world: World) -> tuple[Tensor, float]:
+    """The expected gradient of a step in the metric of the policy's own probabilities, and what the KL is divided by.
+
+    Equation: grad_{s,v} / (P(s) policy(v|s)).
+    """
+    gradient, divisor = expected_step(objective, loss, chain, world)
+    probs = chain.logprobs("policy").detach().exp()
+    return gradient / (prefix_probs(chain, "policy").detach()[:, None] * probs), divisor
+
+
+def expected_step(objective: Objective, loss: LossConfig, chain: Chain, world: World) -> tuple[Tensor, float]:
+    """The gradient of a step in expectation over all groups, [prefixes, vocab], and the divisor of its KL.
+
+    The batch is large: means over tokens divide by the expected length. Every completion stands in it once; how much of
+    it reaches the update, in the mean over the groups that it may be in, is its weight.
+    """
+    outcomes = enumerate_outcomes(chain)
+    count, length = float(len(outcomes.probs)), _mean_length(chain)
+    own, of_kl = objective.reduction, objective.kl.normalizer or objective.reduction
+    if objective.kl.placement == "advantage":
+        of_kl = own  # it is a part of the policy loss
+    divisors = {"token_mean": length, "fixed_length": float(chain.length)}
+    pushes = outcomes.probs * _expected_advantages(objective, loss, outcomes, world) / divisors.get(own, 1.0)
+    pulls = outcomes.probs / divisors.get(of_kl, 1.0)
+    batch = replace(_batch(outcomes), advantages=count * pushes, kl_weight=count * pulls)
+    whole = replace(objective, reduction=_summed(own), kl=replace(objective.kl, normalizer=_summed(of_kl)))
+    found = gradient_of(grpo_loss(batch, whole).loss, chain)
+    return found, length if of_kl == "sequence_mean" else divisors.get(of_kl, 1.0)
+
+
+def _summed(reduction: Reduction) -> Reduction:
+    """The reduction of a batch whose weights hold the divisor that is the same for every completion."""
+    return "sequence_mean" if reduction == "sequence_mean" else "sequence_sum"
+
+
+def _expected_advantages(objective: Objective, loss: LossConfig, outcomes: Outcomes, world: World) -> Tensor:
+    """The advantage of each completion in the mean over the others of its group. [outcomes]"""
+    rewards = world.rewards
+    if objective.beta > 0 and objective.kl.placement == "reward":
+        rewards = shifted_rewards(rewards, _batch(outcomes), objective.kl, beta=objective.beta)
+    groups = _groups(len(rewards), world.group_size)
+    advantages = group_advantages(
+        rewards[groups].reshape(-1), world.group_size, scale=loss.scale, baseline=loss.advantage_baseline
+    ).view(groups.shape)
+    others = outcomes.probs[groups[:, 1:]].prod(-1)
+    return torch.zeros_like(rewards).index_add(0, groups[:, 0], others * advantages[:, 0])
+
+
+@cache
+def _groups(count: int, size: int) -> Tensor:
+    """Every ordered group of completions. [count ** size, size]"""
+    return torch.cartesian_prod(*[torch.arange(count)] * size).reshape(-1, size)
+
+
+def _batch(outcomes: Outcomes) -> Batch:
+    policy, ref = outcomes.policy_logits.log_softmax(-1), outcomes.ref_logits.log_softmax(-1)
+    return Batch(
+        policy_logprobs=outcomes.policy_logprobs,
+        mask=outcomes.mask,
+        advantages=torch.zeros(len(outcomes.probs), dtype=torch.float64),
+        ref_logprobs=outcomes.ref_logprobs,
+        sampler_logprobs=outcomes.sampler_logprobs,
+        exact_kl=exact_kl(policy, ref),
+        exact_kl_forward=exact_kl(policy, ref, direction="forward"),
+    )
+
+
+def _mean_length(chain: Chain) -> float:
+    outcomes = enumerate_outcomes(chain)
+    return float((outcomes.probs * outcomes.mask.sum(-1)).sum())
+
+
+def _describe(chain: Chain, world: World, price: float, *, stands: bool, updates: int) -> End:
+    outcomes = enumerate_outcomes(chain)
+    ended, ref = outcomes.policy_logprobs.detach().sum(-1), outcomes.ref_logprobs.sum(-1)
+    best, fitted = optimum(ref, world.rewards, price), fit_price(ended, ref, world.rewards)
+    lengths, nearest = outcomes.mask.sum(-1).double(), optimum(ref, world.rewards, fitted)
+    probs = ended.exp()
+    return End(
+        world=world.name,
+        stands=stands,
+        updates=updates,
+        distance=_kl(ended, best),
+        price=fitted,
+        nearest=_kl(ended, nearest),
+        kl=_kl(ended, ref),
+        optimal_kl=_kl(best, ref),
+        reward=float((probs * world.rewards).sum()),
+        optimal_reward=float((best.exp() * world.rewards).sum()),
+        length=float((probs * lengths).sum()),
+        optimal_length=float((best.exp() * lengths).sum()),
+    )
+
+
+def optimum(ref: Tensor, rewards: Tensor, price: float) -> Tensor:
+    """Log-probabilities of ref exp(reward / price), normalised: the optimum of E[reward] - price KL(policy||ref)."""
+    return (ref + rewards / price).log_softmax(-1)
+
+
+def fit_price(ended: Tensor, ref: Tensor, rewards: Tensor) -> float:
+    """The price whose optimum is nearest, in KL(policy||optimum): the one with the same mean reward.
+
+    The KL is convex in 1 / price, with the slope E_optimum[reward] - E_policy[reward]; 0 or infinite where no price is.
+    """
+    target = float((ended.exp() * rewards).sum())
+    low, high = 0.0, 1e6
+    for _ in range(200):
+        middle = (low + high) / 2
+        if float(((ref + rewards * middle).softmax(-1) * rewards).sum()) < target:
+            low = middle
+        else:
+            high = middle
+    return 1 / high if high > 1e-12 else math.inf
+
+
+def _kl(first: Tensor, second: Tensor) -> float:
+    return float((first.exp() * (first - second)).sum())

@@ -1,0 +1,113 @@
+"""Where configurations end: fixed points of the expected update, against the optimum that is known in closed form."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from klamp.config import KLConfig, LossConfig, build_objective
+from klamp.config.price import price_of
+from klamp.verify.convergence import (
+    REACHED,
+    World,
+    expected_step,
+    fit_price,
+    follow,
+    optimum,
+    worlds,
+)
+from klamp.verify.one_step import Scene, examine_config
+from klamp.verify.worlds import enumerate_outcomes, random_chain
+
+EXACT = LossConfig(loss_type="dr_grpo", advantage_baseline="leave_one_out")
+SEQUENCE = KLConfig(beta=0.3, kl_horizon="sequence")
+
+
+def world_at(seed: int, *, group_size: int = 2) -> World:
+    chain = random_chain(seed, vocab=3, length=2, eos=0)
+    rewards = torch.rand(len(enumerate_outcomes(chain).probs), generator=torch.Generator().manual_seed(seed)).double()
+    return World(name="small", chain=chain, rewards=rewards, group_size=group_size)
+
+
+@pytest.mark.parametrize("placement", ["loss", "advantage", "reward"])
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo"])
+@pytest.mark.parametrize("scale", ["none", "std"])
+def test_the_expected_step_is_the_mean_over_all_groups(placement, baseline, loss_type, scale):
+    """Against `one_step`, which takes klamp's step in every single group."""
+    if placement == "reward" and scale == "std":
+        pytest.skip("refused: beta drops out")
+    world = world_at(4)
+    term = {} if placement == "loss" else {"kl_estimator": "k1", "kl_placement": placement}
+    kl = KLConfig(beta=0.3, kl_horizon="sequence", **term)
+    loss = LossConfig(loss_type=loss_type, scale_rewards=scale, advantage_baseline=baseline)
+    objective = build_objective(kl, loss, max_length=world.chain.length)
+    found, _ = expected_step(objective, loss, world.chain, world)
+    step = examine_config(kl, loss, scene=Scene(chain=world.chain, rewards=world.rewards, group_size=2))
+    expected = step.policy_gradient + kl.beta * step.kl.gradient
+    assert (found - expected).abs().max() < 1e-12
+    assert found.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("group_size", [2, 3])
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+def test_an_exact_objective_ends_at_the_optimum_of_its_price(group_size, baseline):
+    world = world_at(7, group_size=group_size)
+    loss = replace(EXACT, advantage_baseline=baseline)
+    end = follow(SEQUENCE, loss, world)
+    price = price_of(SEQUENCE, loss, group_size=group_size, mean_length=1.0, max_length=2).per_completion
+    assert end.stands
+    assert end.distance < 1e-12
+    assert end.price == pytest.approx(price, rel=1e-9)
+    assert price == pytest.approx(0.3 * (group_size / (group_size - 1) if baseline == "mean" else 1.0))
+
+
+def test_another_divisor_of_the_kl_is_another_price():
+    world = world_at(3)
+    kl = replace(SEQUENCE, kl_normalizer="sequence_sum")
+    end = follow(kl, EXACT, world)
+    assert end.stands and end.distance < 1e-12
+    assert end.price == pytest.approx(0.3 * world.chain.length, rel=1e-9)
+
+
+def test_the_token_horizon_ends_elsewhere_and_spends_more():
+    *_, longest = worlds()
+    end = follow(KLConfig(beta=0.2), EXACT, longest)
+    assert end.stands
+    assert end.distance > 0.05
+    assert end.kl > 1.5 * end.optimal_kl
+
+
+def test_k1_as_a_loss_never_stands_still():
+    with pytest.warns(match="expected gradient of exactly zero"):
+        kl = KLConfig(beta=0.2, kl_estimator="k1", kl_gradient="own")
+    assert not follow(kl, EXACT, world_at(1)).stands
+
+
+def test_a_kl_in_the_reward_is_exact_under_the_completions_own_length_too():
+    kl = KLConfig(beta=0.2, kl_estimator="k1", kl_placement="reward", kl_horizon="sequence")
+    own_length = LossConfig(loss_type="grpo", scale_rewards="none")
+    assert follow(kl, own_length, worlds()[1]).exact
+    assert follow(SEQUENCE, own_length, worlds()[1]).distance > 100 * REACHED
+
+
+def test_the_optimum_is_the_best_policy():
+    ref, rewards = torch.randn(6).double().log_softmax(-1), torch.rand(6).double()
+    best = optimum(ref, rewards, 0.4)
+
+    def worth(logprobs: torch.Tensor) -> float:
+        return float((logprobs.exp() * (rewards - 0.4 * (logprobs - ref))).sum())
+
+    for seed in range(20):
+        other = (best + 0.1 * torch.randn(6, generator=torch.Generator().manual_seed(seed)).double()).log_softmax(-1)
+        assert worth(other) < worth(best)
+
+
+def test_the_best_price_of_an_optimum_is_its_own():
+    ref, rewards = torch.randn(6).double().log_softmax(-1), torch.rand(6).double()
+    for price in (0.05, 0.5, 5.0):
+        assert fit_price(optimum(ref, rewards, price), ref, rewards) == pytest.approx(price, rel=1e-6)
+    assert math.isinf(fit_price(optimum(ref, -rewards, 0.5), ref, rewards))
