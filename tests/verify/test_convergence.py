@@ -91,7 +91,7 @@ def test_a_kl_in_the_reward_is_exact_under_the_completions_own_length_too():
     kl = KLConfig(beta=0.2, kl_estimator="k1", kl_placement="reward", kl_horizon="sequence")
     own_length = LossConfig(loss_type="grpo", scale_rewards="none")
     assert follow(kl, own_length, worlds()[1]).exact
-    assert follow(SEQUENCE, own_length, worlds()[1]).distance > 100 * REACHED
+    assert follow(SEQUENCE, own_length, worlds()[1]).distance > 10 * REACHED
 
 
 def test_the_optimum_is_the_best_policy():

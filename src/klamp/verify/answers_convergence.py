@@ -32,7 +32,6 @@ def terms() -> Mapping[str, KLConfig]:
             "loss, k3, token": KLConfig(beta=BETA),
             "loss, exact, token": KLConfig(beta=BETA, kl_estimator="exact"),
             "advantage, k1, token": KLConfig(beta=BETA, kl_estimator="k1", kl_placement="advantage"),
-            "loss, k3, gradient forward": KLConfig(beta=BETA, kl_gradient="forward"),
             "loss, k3, gradient own": KLConfig(beta=BETA, kl_gradient="own"),
             "loss, k1, gradient own": KLConfig(beta=BETA, kl_estimator="k1", kl_gradient="own"),
         }
@@ -79,8 +78,8 @@ def answer_convergence() -> Answer:
             "until it is zero. Where a configuration claims to be exact it ends at the optimum of E[reward] - price "
             "KL(policy||ref); the distances of the others are what they are.",
             "A KL in the reward, without division by the standard deviation, ends there under every reduction. A KL in "
-            "the loss or the advantage does so over the sequence, where no completion is divided by its own length. The "
-            "token horizon leaves out what a token does to the KL of later ones, and ends further away than it was "
+            "the loss or the advantage does so over the sequence, where no completion is divided by its own length. "
+            "The token horizon leaves out what a token does to the KL of later ones, and ends further away than it was "
             "told; k1 as a loss never stands still.",
         ),
     )
@@ -93,7 +92,8 @@ def _possible(term: str, loss: str) -> bool:
 
 def _distances() -> TextTable:
     rows = tuple(
-        (term, *(_cell(ends(term, loss)) if _possible(term, loss) else "refused" for loss in LOSSES)) for term in terms()
+        (term, *(_cell(ends(term, loss)) if _possible(term, loss) else "refused" for loss in LOSSES))
+        for term in terms()
     )
     return TextTable(
         title="distance to the optimum, KL(policy||optimum) in nats, the largest of 1, 3 and 6 tokens",
@@ -125,10 +125,9 @@ def _longest(loss: str) -> TextTable:
                 f"{end.reward:.3f}",
             )
         )
-    optimal = ends("loss, k3, sequence", loss)[-1]
-    rows.append(
-        ("the optimum", "", f"{optimal.optimal_kl:.3f}", "1.00", f"{optimal.optimal_length:.2f}", f"{optimal.optimal_reward:.3f}")
-    )
+    best = ends("loss, k3, sequence", loss)[-1]
+    numbers = (f"{best.optimal_kl:.3f}", "1.00", f"{best.optimal_length:.2f}", f"{best.optimal_reward:.3f}")
+    rows.append(("the optimum", "", *numbers))
     return TextTable(
         title=f"6 tokens, {loss}: where it stands, or was given up",
         columns=("KL", "best price", "KL to ref", "/ optimal", "length", "reward"),
@@ -165,9 +164,6 @@ def _baselines() -> Iterator[Check]:
         kl = terms()[term]
         end = follow(kl, loss, world)
         price = price_of(kl, loss, group_size=world.group_size, mean_length=1.0, max_length=world.chain.length)
-        yield is_equal(
-            f"{term}; against the group's mean of {world.group_size}: the price is {price.per_completion / BETA:g} beta",
-            end.price,
-            price.per_completion,
-            tolerance=1e-6,
-        )
+        times = price.per_completion / BETA
+        claim = f"{term}; against the group's mean of {world.group_size}: the price is {times:g} beta"
+        yield is_equal(claim, end.price, price.per_completion, tolerance=1e-6)

@@ -6,7 +6,7 @@ baseline and the scaling of the advantages. Here that system is a small world wh
 counted, with klamp's own `grpo_loss` and `group_advantages` on it, so that the update is the expected one.
 
 The end is found by following the update: the gradient in the natural metric of a table of logits, in steps of
-1 / price, for which the exact objective would be there in as many steps as a completion has tokens.
+1 / beta, in which the exact objective of one token is there at once.
 """
 
 from __future__ import annotations
@@ -23,19 +23,21 @@ from klamp.config.price import price_of
 from klamp.core.advantages import group_advantages
 from klamp.core.estimators import exact_kl
 from klamp.core.objective import Objective, grpo_loss
-from klamp.core.term import shifted_rewards
+from klamp.core.term import KLTerm, shifted_rewards
 from klamp.core.types import Batch, Reduction
 from klamp.verify.oracle import gradient_of
 from klamp.verify.worlds import Chain, Outcomes, count_prefixes, enumerate_outcomes, prefix_probs
 
 REACHED = 1e-4
 """Distance to the optimum, in nats, below which a configuration has reached it."""
-STEPS = 400
+UPDATES = 600
 """Most updates that are followed."""
-DAMPING = 0.5
-"""Share of the step to where the exact objective of one token would be at once."""
-STILL = 1e-9
-"""Largest change of a log-probability in an update at which the policy stands still."""
+STILL = 1e-7
+"""Size of an update, in nats of a logit, at which the policy stands still."""
+SLOWEST = 0.02
+"""Least share of an update that is taken; less is taken while updates grow, more while they shrink."""
+FARTHEST = 1.0
+"""Most that a logit is moved at once, in nats."""
 FAR = 50.0
 """A log-ratio to the reference, in nats, past which a policy is not coming back."""
 
@@ -117,24 +119,25 @@ def follow(kl: KLConfig, loss: LossConfig, world: World) -> End:
         world: where.
     """
     objective = build_objective(kl, loss, max_length=world.chain.length)
-    chain = world.chain
+    length = _mean_length(enumerate_outcomes(world.chain))
     price = price_of(
-        kl, loss, group_size=world.group_size, mean_length=_mean_length(chain), max_length=chain.length
+        kl, loss, group_size=world.group_size, mean_length=length, max_length=world.chain.length
     ).per_completion
-    logits = chain.logprobs("policy").detach()
-    start, stands, taken = logits, False, 0
-    for taken in range(1, STEPS + 1):
+    start = logits = world.chain.logprobs("policy").detach()
+    rate, before, updates = 0.5, math.inf, 0
+    for updates in range(1, UPDATES + 1):  # noqa: B007  (it is reported)
         chain = replace(world.chain, policy_logits=logits)
         update, divisor = natural_update(objective, loss, chain, world)
-        moved = (logits - DAMPING * divisor / kl.beta * update).log_softmax(-1)
-        change = (moved - logits).abs().amax().item()
-        logits = moved
-        if change < STILL:
-            stands = True
+        pull = divisor / kl.beta * update
+        # Not of what is taken of it, so that a small rate is not a standstill; a shift of a whole row changes nothing.
+        size = (pull - (logits.exp() * pull).sum(-1, keepdim=True)).abs().amax().item()
+        if size < STILL or not math.isfinite(size) or (logits - start).abs().amax() > FAR:
             break
-        if not math.isfinite(change) or (logits - start).abs().amax() > FAR:
-            break
-    return _describe(replace(world.chain, policy_logits=logits), world, price, stands=stands, updates=taken)
+        logits = (logits - min(rate, FARTHEST / size) * pull).log_softmax(-1)
+        rate = min(1.0, 1.25 * rate) if size < before else max(SLOWEST, 0.5 * rate)
+        before = size
+    stands = size < STILL
+    return _describe(replace(world.chain, policy_logits=logits), world, price, stands=stands, updates=updates)
 
 
 def natural_update(objective: Objective, loss: LossConfig, chain: Chain, world: World) -> tuple[Tensor, float]:
@@ -154,16 +157,22 @@ def expected_step(objective: Objective, loss: LossConfig, chain: Chain, world: W
     it reaches the update, in the mean over the groups that it may be in, is its weight.
     """
     outcomes = enumerate_outcomes(chain)
-    count, length = float(len(outcomes.probs)), _mean_length(chain)
+    batch, count, length = _batch(outcomes, objective.kl), float(len(outcomes.probs)), _mean_length(outcomes)
     own, of_kl = objective.reduction, objective.kl.normalizer or objective.reduction
     if objective.kl.placement == "advantage":
         of_kl = own  # it is a part of the policy loss
     divisors = {"token_mean": length, "fixed_length": float(chain.length)}
-    pushes = outcomes.probs * _expected_advantages(objective, loss, outcomes, world) / divisors.get(own, 1.0)
-    pulls = outcomes.probs / divisors.get(of_kl, 1.0)
-    batch = replace(_batch(outcomes), advantages=count * pushes, kl_weight=count * pulls)
+    rewards = world.rewards
+    if objective.beta > 0 and objective.kl.placement == "reward":
+        rewards = shifted_rewards(rewards, batch, objective.kl, beta=objective.beta)
+    advantages = expected_advantages(rewards, outcomes.probs, loss, world.group_size)
+    weighted = replace(
+        batch,
+        advantages=count * outcomes.probs * advantages / divisors.get(own, 1.0),
+        kl_weight=count * outcomes.probs / divisors.get(of_kl, 1.0),
+    )
     whole = replace(objective, reduction=_summed(own), kl=replace(objective.kl, normalizer=_summed(of_kl)))
-    found = gradient_of(grpo_loss(batch, whole).loss, chain)
+    found = gradient_of(grpo_loss(weighted, whole).loss, chain)
     return found, length if of_kl == "sequence_mean" else divisors.get(of_kl, 1.0)
 
 
@@ -172,16 +181,13 @@ def _summed(reduction: Reduction) -> Reduction:
     return "sequence_mean" if reduction == "sequence_mean" else "sequence_sum"
 
 
-def _expected_advantages(objective: Objective, loss: LossConfig, outcomes: Outcomes, world: World) -> Tensor:
+def expected_advantages(rewards: Tensor, probs: Tensor, loss: LossConfig, group_size: int) -> Tensor:
     """The advantage of each completion in the mean over the others of its group. [outcomes]"""
-    rewards = world.rewards
-    if objective.beta > 0 and objective.kl.placement == "reward":
-        rewards = shifted_rewards(rewards, _batch(outcomes), objective.kl, beta=objective.beta)
-    groups = _groups(len(rewards), world.group_size)
+    groups = _groups(len(rewards), group_size)
     advantages = group_advantages(
-        rewards[groups].reshape(-1), world.group_size, scale=loss.scale, baseline=loss.advantage_baseline
+        rewards[groups].reshape(-1), group_size, scale=loss.scale, baseline=loss.advantage_baseline
     ).view(groups.shape)
-    others = outcomes.probs[groups[:, 1:]].prod(-1)
+    others = probs[groups[:, 1:]].prod(-1)
     return torch.zeros_like(rewards).index_add(0, groups[:, 0], others * advantages[:, 0])
 
 
@@ -191,26 +197,26 @@ def _groups(count: int, size: int) -> Tensor:
     return torch.cartesian_prod(*[torch.arange(count)] * size).reshape(-1, size)
 
 
-def _batch(outcomes: Outcomes) -> Batch:
-    policy, ref = outcomes.policy_logits.log_softmax(-1), outcomes.ref_logits.log_softmax(-1)
-    return Batch(
+def _batch(outcomes: Outcomes, term: KLTerm) -> Batch:
+    batch = Batch(
         policy_logprobs=outcomes.policy_logprobs,
         mask=outcomes.mask,
         advantages=torch.zeros(len(outcomes.probs), dtype=torch.float64),
         ref_logprobs=outcomes.ref_logprobs,
         sampler_logprobs=outcomes.sampler_logprobs,
-        exact_kl=exact_kl(policy, ref),
-        exact_kl_forward=exact_kl(policy, ref, direction="forward"),
     )
+    if term.value != "exact":
+        return batch
+    policy, ref = outcomes.policy_logits.log_softmax(-1), outcomes.ref_logits.log_softmax(-1)
+    return replace(batch, exact_kl=exact_kl(policy, ref), exact_kl_forward=exact_kl(policy, ref, direction="forward"))
 
 
-def _mean_length(chain: Chain) -> float:
-    outcomes = enumerate_outcomes(chain)
+def _mean_length(outcomes: Outcomes) -> float:
     return float((outcomes.probs * outcomes.mask.sum(-1)).sum())
 
 
 def _describe(chain: Chain, world: World, price: float, *, stands: bool, updates: int) -> End:
-    outcomes = enumerate_outcomes(chain)
+    outcomes = enumerate_outcomes(chain, unreachable=True)
     ended, ref = outcomes.policy_logprobs.detach().sum(-1), outcomes.ref_logprobs.sum(-1)
     best, fitted = optimum(ref, world.rewards, price), fit_price(ended, ref, world.rewards)
     lengths, nearest = outcomes.mask.sum(-1).double(), optimum(ref, world.rewards, fitted)
