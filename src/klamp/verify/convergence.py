@@ -124,7 +124,7 @@ def follow(kl: KLConfig, loss: LossConfig, world: World) -> End:
         kl, loss, group_size=world.group_size, mean_length=length, max_length=world.chain.length
     ).per_completion
     start = logits = world.chain.logprobs("policy").detach()
-    rate, before, updates = 0.5, math.inf, 0
+    rate, before, size, updates = 0.5, math.inf, math.inf, 0
     for updates in range(1, UPDATES + 1):  # noqa: B007  (it is reported)
         chain = replace(world.chain, policy_logits=logits)
         update, divisor = natural_update(objective, loss, chain, world)
