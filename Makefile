@@ -25,7 +25,7 @@ help:
 	@echo "make test-verl   the tests against a real trainer whose pins clash with ours, in an environment of its own"
 	@echo "make test-unsloth   likewise, against TRL as Unsloth patches it"
 	@echo "make test-tinker-oldest, make test-trl-oldest   likewise, with the oldest versions that klamp supports"
-	@echo "make lint    ruff, pyright and the import contracts"
+	@echo "make lint    ruff, spelling, pyright and the import contracts"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make docs    build the documentation into site/; fails on an undocumented public name"
 	@echo "make clean   remove caches and built files (make distclean: the environments and .cache too)"
@@ -63,6 +63,7 @@ test: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/codespell
 	$(BIN)/pyright
 	$(BIN)/lint-imports --no-logo
 
