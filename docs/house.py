@@ -59,9 +59,9 @@ def picture(found: House) -> str:
     """The house as SVG: a row of rooms for each layer, coloured by the house that it belongs to."""
     bottom = 60 + STEP * len(found.layers)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {bottom + 8}" role="img" aria-labelledby="t d">',
-        '<title id="t">The rooms of klamp, one row per layer; a room may import the rooms of the rows below it</title>',
-        f'<desc id="d">From the roof down: {escape("; ".join(" and ".join(row) for row in found.layers))}. '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" viewBox="0 0 {WIDTH} {bottom + 8}" role="img">',
+        "<title>The rooms of klamp, one row per layer; a room may import the rooms of the rows below it</title>",
+        f"<desc>From the roof down: {escape('; '.join(' and '.join(row) for row in found.layers))}. "
         f"The laboratory: {', '.join(sorted(found.laboratory))}. All others are the layer.</desc>",
         f"<style>{STYLE}</style>",
         f'<rect class="paper" width="{WIDTH}" height="{bottom + 8}" rx="8"/>',
@@ -72,7 +72,8 @@ def picture(found: House) -> str:
         parts += _row(row, 52 + STEP * level, found.laboratory)
     x, y = RIGHT + 22, bottom - 22
     parts.append(f'<path class="line" d="M{x} 52V{y}m-6 -10l6 10l6 -10"/>')
-    parts.append(f'<text transform="translate({x + 22} {(52 + y) // 2}) rotate(90)" text-anchor="middle">may import</text>')
+    place = f'transform="translate({x + 22} {(52 + y) // 2}) rotate(90)" text-anchor="middle"'
+    parts.append(f"<text {place}>may import</text>")
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 

@@ -27,7 +27,8 @@ CITATION_KEYS += ["references", "repository-code", "type", "url", "version"]
 def test_the_citation_has_the_keys_of_its_format() -> None:
     assert set(CITATION_KEYS[:4]) <= set(CITATION) <= set(CITATION_KEYS)
     assert (CITATION["cff-version"], CITATION["type"]) == ("1.2.0", "software")
-    assert CITATION["authors"] and all(author.get("name") or author.get("family-names") for author in CITATION["authors"])
+    names = [author.get("name") or author.get("family-names") for author in CITATION["authors"]]
+    assert names and all(names)
     assert all(CITATION[key].startswith("https://") for key in ("url", "repository-code"))
 
 
@@ -58,4 +59,3 @@ def test_a_form_asks_for_the_versions_and_can_be_filled_in(file: Path) -> None:
     assert all(field["attributes"]["label"] for field in fields)
     assert any(field.get("validations", {}).get("required") for field in fields)
     assert file.stem == "feature" or any("version" in field["id"] for field in fields)
-

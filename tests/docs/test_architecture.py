@@ -1,0 +1,142 @@
+"""The page on the house says what the contracts say, and its walks are those that a step takes."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from tests.docs.pages import DOCS, ROOT, load
+from tests.hosts.trl import hosts
+from tests.training.conftest import TINY, stored, tiny_llama
+
+from klamp.training.config import TrainConfig
+from klamp.training.trainer import train_run
+
+SOURCE = ROOT / "src" / "klamp"
+PAGE = (DOCS / "architecture.md").read_text(encoding="utf-8")
+Call = tuple[str, str]
+"""A file below src/klamp, and a function in it."""
+
+
+@pytest.fixture(scope="module")
+def house() -> ModuleType:
+    return load("house")
+
+
+def layers() -> list[set[str]]:
+    """The layers of the import contract, from the roof down."""
+    contracts: Any = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    (arrows,) = [each for each in contracts["tool"]["importlinter"]["contracts"] if each["type"] == "layers"]
+    return [set(layer.replace("|", ":").replace(" ", "").split(":")) for layer in arrows["layers"]]
+
+
+def test_the_committed_picture_and_table_are_up_to_date(house: ModuleType) -> None:
+    found = house.house()
+    assert (DOCS / "architecture.svg").read_text(encoding="utf-8") == house.picture(found), "run: python docs/house.py"
+    assert house.with_table(PAGE, house.table(found)) == PAGE, "run: python docs/house.py"
+
+
+def test_the_picture_shows_the_layers_of_the_contract_in_their_order() -> None:
+    texts = ElementTree.parse(DOCS / "architecture.svg").iter("{http://www.w3.org/2000/svg}text")
+    rows: dict[str, set[str]] = {}
+    for text in texts:
+        if text.get("class") == "name":
+            rows.setdefault(str(text.get("y")), set()).add(str(text.text))
+    assert [rows[y] for y in sorted(rows, key=float)] == layers()
+
+
+def test_the_table_has_every_folder_of_the_source_and_no_other() -> None:
+    named = set(re.findall(r"^\| `([\w/]+)` \| (?:layer|laboratory)? ?\|", PAGE, re.M))
+    folders = {str(path.parent.relative_to(SOURCE)) for path in SOURCE.rglob("__init__.py")} - {"."}
+    modules = {path.stem for path in SOURCE.glob("[a-z]*.py")}
+    assert named == folders | modules
+    assert set.union(*layers()) == {name for name in named if "/" not in name}
+
+
+def test_a_room_that_the_contract_moves_moves_in_the_picture(house: ModuleType) -> None:
+    found = house.house()
+    other = house.House(layers=[*found.layers[1:], found.layers[0]], laboratory=found.laboratory)
+    assert house.picture(other) != house.picture(found) and house.table(other) != house.table(found)
+
+
+def walk(part: str, way: str) -> list[Call]:
+    """The calls of a walk on the page, in their order."""
+    section = PAGE.partition(f"## The walk of {part}\n")[2].partition("\n## ")[0]
+    table = section.partition(f"### {way}\n")[2].partition("\n### ")[0]
+    calls: list[Call] = []
+    for names, files in re.findall(r"^\| \d+ \| .* \| (`.*) \| (`.*) \|$", table, re.M):
+        calls += zip(re.findall("`([^`]+)`", files), re.findall("`([^`]+)`", names), strict=True)
+    return calls
+
+
+@contextmanager
+def noted_calls() -> Iterator[list[Call]]:
+    """Every call of a function of klamp, in order."""
+    calls: list[Call] = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(str(SOURCE)):
+            calls.append((str(Path(code.co_filename).relative_to(SOURCE)), code.co_qualname))
+
+    sys.setprofile(note)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
+
+
+def missing_from(walk: list[Call], calls: list[Call]) -> list[Call]:
+    """The rest of a walk from the first call on that is not made after the one before it; its last round counts."""
+    assert len(walk) > 3
+    later = iter(calls[len(calls) - 1 - calls[::-1].index(walk[0]) :] if walk[0] in calls else [])
+    return [call for call in walk if call not in later]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> list[Call]:
+    """What a run of klamp's trainer calls: a clip, a schedule, a guard, a controller."""
+    folder = tmp_path_factory.mktemp("walk")
+    kl = {"beta": 0.1, "target_kl": 0.05, "kl_schedule": "linear", "kl_lr_guard": 0.1, "kl_clip_method": "hard"}
+    kl |= {"kl_clip_threshold": 0.01, "max_steps": 2}
+    config = TrainConfig.from_flat(
+        {**TINY, "model": stored(tiny_llama(), folder / "model"), "output_dir": str(folder / "run"), **kl}
+    )
+    with noted_calls() as calls:
+        train_run(config)
+    return calls
+
+
+@pytest.fixture(scope="module")
+def hosted(tmp_path_factory: pytest.TempPathFactory) -> list[Call]:
+    """What a run of TRL's trainer with klamp's KL calls."""
+    folder = tmp_path_factory.mktemp("walk")
+    kl = {"beta": 0.1, "target_kl": 0.05, "kl_schedule": "linear", "kl_lr_guard": 0.1, "kl_clip_method": "hard"}
+    kl |= {"kl_clip_threshold": 0.01}
+    with noted_calls() as calls:
+        hosts.klamp_trainer(hosts.model(), folder, **kl).train()
+    return calls
+
+
+@pytest.mark.parametrize("part", ["a token"])
+def test_a_walk_in_klamp_train_is_the_one_that_is_taken(part: str, trained: list[Call]) -> None:
+    assert missing_from(walk(part, "In klamp train"), trained) == []
+
+
+@pytest.mark.parametrize("part", ["a token"])
+def test_a_walk_in_trl_is_the_one_that_is_taken(part: str, hosted: list[Call]) -> None:
+    assert missing_from(walk(part, "In TRL"), hosted) == []
+
+
+def test_a_walk_in_another_order_is_not_taken(trained: list[Call]) -> None:
+    first, second, *rest = walk("a token", "In klamp train")
+    assert missing_from([second, first, *rest], trained) != []
+    assert missing_from([first, second, ("core/term.py", "KLTerm.nowhere"), *rest], trained) != []
