@@ -1,1 +1,1 @@
-"""The mathematics: pure functions on tensors. Knows torch and nothing else."""
+"""The mathematics of the KL and of GRPO: pure functions on tensors, which need torch and nothing else."""

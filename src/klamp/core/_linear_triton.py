@@ -1,4 +1,4 @@
-"""Triton kernels of `linear_logprobs` for an accelerator: the logits of a block live and die in its registers.
+"""Triton kernels of `linear_logprobs` for GPUs: the logits of a block exist in its registers only.
 
 Forward, one kernel: each program walks a part of the vocabulary for a block of rows and keeps running sums (largest
 logit, sum of exponentials, their mean logit for the entropy) and the target's logit; torch adds up the parts.
@@ -38,7 +38,7 @@ def _block_logits(
     hidden, weight, bias, rows, columns, n_rows, n_columns, width, temperature, softcap,
     HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, WIDEN: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Logits of a block, and d logits / d product; rows and columns are int64, for V H may pass 2^31."""
+    """The logits of a block, and d logits / d product. Row and column numbers are int64: V H may pass 2^31."""
     inside_rows, inside_columns = rows[:, None] < n_rows, columns[None, :] < n_columns
     z = tl.zeros((rows.shape[0], columns.shape[0]), tl.float32)
     for start in range(0, width, WIDTH):
@@ -66,7 +66,7 @@ def _score_kernel(
     ENTROPY: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, WIDEN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Over one part of the vocabulary: log sum exp, entropy within the part, and the target's logit if it is there."""
+    """For one part of the vocabulary: log sum exp, the entropy within the part, the target's logit if it is there."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     part, live = tl.program_id(1), rows < n_rows
     begin = part * per_part
@@ -121,7 +121,7 @@ def _gradient_kernel(
 
 
 def _options(head: Head) -> tuple[tuple[float, float], dict[str, Any]]:
-    """What both kernels take last: temperature and cap, and what they are compiled for."""
+    """The arguments that both kernels take last: temperature, cap, and what they are compiled for."""
     rows, columns, width, warps, stages = BLOCKS[head.weight.element_size()]
     compiled = {
         "HAS_BIAS": head.bias is not None,
@@ -137,12 +137,12 @@ def _options(head: Head) -> tuple[tuple[float, float], dict[str, Any]]:
 
 
 def _packed(*tensors: Tensor | None) -> list[Any]:
-    """The tensors without strides; the kernels know of none."""
+    """The tensors in contiguous memory; the kernels know no strides."""
     return [None if x is None else x.contiguous() for x in tensors]
 
 
 def score(hidden: Tensor, head: Head, targets: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Of each part of the vocabulary the normaliser and the entropy, [parts, N], and each target's logit, [N]."""
+    """The normaliser and entropy of each part of the vocabulary, [parts, N], and each target's logit, [N]."""
     n, v, (scale, compiled) = hidden.shape[0], head.weight.shape[0], _options(head)
     blocks = triton.cdiv(n, compiled["ROWS"])
     per_part = triton.cdiv(triton.cdiv(v, compiled["COLUMNS"]), triton.cdiv(PROGRAMS, blocks)) * compiled["COLUMNS"]
@@ -157,7 +157,7 @@ def score(hidden: Tensor, head: Head, targets: Tensor, *, entropy: bool) -> tupl
 
 
 def tile_gradient(hidden: Tensor, head: Head, targets: Tensor, grad: Tensor, normaliser: Tensor) -> TileGradient:
-    """Gradients with respect to the head's product, tile by tile, in the type of the hidden states."""
+    """The gradient of the log-probabilities with respect to the product of a tile, in the type of the hidden states."""
     scale, compiled = _options(head)
     hidden, weight, bias, targets, grad, normaliser = _packed(hidden, head.weight, head.bias, targets, grad, normaliser)
 

@@ -1,4 +1,4 @@
-"""Advantages of a group of completions of the same prompt."""
+"""Advantages: how much better a completion is than the others of its group, which answer the same prompt."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BASELINES: tuple[Baseline, ...] = ("mean", "leave_one_out")
 
 
 def check_group_size(group_size: int) -> None:
-    """Refuse groups in which there is nothing to compare.
+    """Refuse groups of fewer than two completions, in which there is nothing to compare.
 
     Raises:
         ConfigError: fewer than two completions per prompt.

@@ -1,4 +1,4 @@
-"""Checks of tensors at the door: one clear error instead of a NaN some steps later."""
+"""Checks of a batch before any loss is computed: one clear error instead of a NaN some steps later."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_shape(name: str, x: Tensor, like: Tensor) -> None:
 
 
 def check_mask(mask: Mask, *, part: bool = False) -> None:
-    """Refuse a mask that is not boolean, or under which nothing is left (which a mere part of a batch may be).
+    """Refuse a mask that is not boolean, or that is False everywhere (allowed for a part of a batch).
 
     Raises:
         ShapeError: the mask is not boolean.
@@ -53,7 +53,7 @@ def _describe(bad: Tensor, x: Tensor) -> str:
 
 
 def check_logprobs(name: str, logprobs: Tensor, mask: Mask) -> None:
-    """Refuse values that no log-probability of a sampled token can have, at unmasked positions.
+    """Refuse values at unmasked positions that no log-probability of a sampled token can have.
 
     Raises:
         NonFiniteError: NaN, +inf, -inf (a token that was sampled has a probability), or a positive value.
@@ -72,7 +72,7 @@ def check_logprobs(name: str, logprobs: Tensor, mask: Mask) -> None:
 
 
 def check_batch(batch: Batch, *, part: bool = False) -> None:
-    """Check every tensor of a batch (or of a part of one) before any loss is computed.
+    """Checks every tensor of a batch (or of a part of one) before any loss is computed.
 
     Raises:
         ShapeError: shapes that do not fit, or a mask that is not boolean.
@@ -96,7 +96,7 @@ def check_batch(batch: Batch, *, part: bool = False) -> None:
 
 
 def _check_weight(weight: Tensor, policy: Tensor) -> Tensor:
-    """Which sequences have a KL, [B, 1]."""
+    """Checks `kl_weight` and says which sequences have a KL, [B, 1]."""
     if weight.shape != policy.shape[:1] or not bool(((weight >= 0) & weight.isfinite()).all()):
         raise ShapeError(
             "kl_weight must hold one finite number >= 0 per sequence",

@@ -1,4 +1,4 @@
-"""Clipping the KL at a budget, and the gate that carries the clip to a gradient.
+"""Clipping a KL at a budget, and the gate: the factor by which a clip scales the KL's gradient.
 
 A clip acts on a total: the KL of one completion in nats. Taking relu of a *sampled* KL leaks (at KL .05, threshold .1
 and noise .5 the gate is open 46 % of the time), so klamp gates: the derivative of the clip, at a detached low-noise KL,
@@ -43,7 +43,7 @@ def clip_kl(
     method: ClipMethod,
     temperature: float = 1.0,
 ) -> Float[Tensor, "*shape"]:
-    """The part of a KL (nats) that is above a threshold.
+    """The part of a KL (in nats) that lies above a threshold.
 
     Equation::
 
@@ -145,7 +145,7 @@ def kl_budget(threshold: float, *, per_token: bool, reference_length: float | Te
 def gate_kl(
     sequence_kl: Float[Tensor, " batch"], *, level: ClipLevel, group_size: int | None = None
 ) -> Float[Tensor, " batch"]:
-    """The detached KL (nats per sequence) that a clip is gated on, at the level asked for.
+    """The KL (in nats per sequence, detached) that a clip is decided by: the sequence's own, its group's, the batch's.
 
     Equation: `sequence` the sequence's own; `group` the mean over its group; `batch` the mean over the batch.
     Averaging is what takes the noise out of a sampled KL before the threshold is applied.

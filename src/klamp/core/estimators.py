@@ -1,4 +1,4 @@
-"""Estimators of the KL divergence: the VALUE. What their gradient does is another choice, see `gradients`.
+"""Estimators of the KL divergence: its value. What their gradient does is another choice, see `gradients`.
 
 All take log-probabilities of the sampled tokens under the policy and the reference, with
 log_ratio = delta = log policy - log ref, and u = ref / policy = exp(-delta). "Unbiased" is meant for tokens that were
@@ -24,7 +24,7 @@ TokenFunction = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class EstimatorRow:
-    """One estimator and its properties, each proven by enumeration in the tests."""
+    """An estimator and its properties, each proven by enumeration in the tests."""
 
     name: str
     """The name used in every configuration."""
@@ -45,7 +45,7 @@ class EstimatorRow:
 
 
 def needs_logits(function: str) -> ConfigError:
-    """The error for asking for the exact KL where only log-probabilities of sampled tokens are at hand."""
+    """The error of a function that is asked for the exact KL and has no logits to form it from."""
     return ConfigError(
         f"{function} cannot form the exact KL from log-probabilities of sampled tokens",
         got="'exact'",
@@ -106,7 +106,7 @@ ESTIMATORS: dict[str, EstimatorRow] = {
 
 
 def log_ratio(policy_logprobs: Float[Tensor, "*shape"], ref_logprobs: Float[Tensor, "*shape"]) -> Tensor:
-    """delta = log policy - log ref in nats, in float32 before the difference is taken.
+    """The log-ratio delta = log policy - log ref in nats, formed in float32 or wider.
 
     Raises:
         ShapeError: the two differ in shape.
@@ -160,7 +160,7 @@ def kl_estimate(
 
 
 def _expectation(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """sum_v p_v (log p_v - log q_v), with p_v = 0 contributing exactly 0 to value and gradient.
+    """The sum over v of p_v (log p_v - log q_v); where p_v is 0, value and gradient are exactly 0.
 
     The value is summed as q - p + p log(p/q), whose terms are never negative: the same number, since both sum to 1,
     without the cancellation that makes a small KL negative in float32. The gradient is that of the plain sum.
@@ -204,7 +204,7 @@ def exact_kl(
     *,
     direction: Direction = "reverse",
 ) -> Float[Tensor, "*shape"]:
-    """KL divergence over the whole vocabulary at each prefix, in nats.
+    """The KL divergence over the whole vocabulary at each position, in nats.
 
     Equation (p = softmax(policy_logits), q = softmax(ref_logits), m = (p + q) / 2)::
 

@@ -1,4 +1,4 @@
-"""The per-token KL penalty: value and gradient are two choices.
+"""The KL penalty of each token, whose value and gradient are two separate choices.
 
 Notation: delta = log policy - log ref, u = exp(-delta), w = policy / behavior (1 on-policy), rho_t = product of w up to
 t, sg = stop-gradient. The gradient is built from its coefficient, sg(c_t) * grad log policy_t, never by
@@ -35,7 +35,7 @@ _FAR = -1.0
 
 
 class _WithGradient(torch.autograd.Function):
-    """Forward: the value, untouched (an infinite coefficient must not turn it into inf * 0). Backward: coefficient."""
+    """A value in the forward pass and coefficient * grad policy_logprobs in the backward pass, kept apart."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, coefficient: Tensor, policy_logprobs: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class _WithGradient(torch.autograd.Function):
 
 
 def with_gradient(value: Tensor, coefficient: Tensor, policy_logprobs: Tensor) -> Tensor:
-    """A tensor that equals `value` and whose gradient is coefficient * grad policy_logprobs.
+    """A tensor that has this value, and whose gradient is coefficient * grad policy_logprobs.
 
     Equation: sg(value) + sg(coefficient) (log policy - sg(log policy)).
     """
@@ -61,7 +61,7 @@ def with_gradient(value: Tensor, coefficient: Tensor, policy_logprobs: Tensor) -
 def masked_log_ratio(
     policy_logprobs: LogProbs, ref_logprobs: LogProbs, mask: Mask, *, max_log_ratio: float | None = None
 ) -> TokenValues:
-    """Detached delta = log policy - log ref, 0 where masked, bounded to +-max_log_ratio where that is given.
+    """The log-ratio delta = log policy - log ref in nats, detached; 0 where masked, bounded on request.
 
     The bound is straight-through: it limits the value and the size of the coefficient, and never zeroes the gradient.
     """
@@ -77,7 +77,7 @@ def log_weights(
     prefix: bool,
     max_weight: float | None = None,
 ) -> TokenValues:
-    """Detached logarithm of the off-policy weight of each token, in nats.
+    """The logarithm of each token's off-policy weight, policy / sampler, detached, in nats.
 
     Equation: log w_t = log policy_t - log behavior_t; with `prefix` the sum over j <= t: the ratio of the whole
     prefix, which is what makes an off-policy sum over tokens exact. Without behaviour log-probabilities it is 0.
@@ -158,7 +158,7 @@ In the rows of the horizon `token`, and in `weighted_value`, there is nothing th
 
 
 def check_gradient_choice(value: str, gradient: str, horizon: str) -> None:
-    """Refuse names that do not exist and combinations that have no meaning.
+    """Refuse unknown names of estimators, gradients and horizons, and combinations without a meaning.
 
     Raises:
         UnknownNameError: an unknown value, gradient or horizon.
@@ -190,7 +190,7 @@ def penalty_from_weights(
     horizon: Horizon,
     kl_mask: Mask | None = None,
 ) -> TokenValues:
-    """The penalty for a given (detached) log-ratio and log-weight; see `kl_penalty`.
+    """The penalty of `kl_penalty` for a log-ratio and log-weight that were computed (and detached) before.
 
     `kl_mask` marks the tokens that carry the KL, and `delta` is 0 elsewhere. The value of the others is 0; with
     horizon `sequence` they keep a gradient, for what they do to the KL of later tokens.
@@ -225,7 +225,7 @@ def kl_penalty(
     max_weight: float | None = None,
     max_log_ratio: float | None = None,
 ) -> TokenValues:
-    """Per-token KL penalty in nats whose value and whose gradient are chosen apart.
+    """The KL penalty of each token in nats, its value and its gradient chosen separately.
 
     Equation: see the table at the top of this module; forward value sg(w_t) * estimator_t.
 
@@ -267,7 +267,7 @@ def kl_penalty(
 
 
 def check_bound(name: str, bound: float | None) -> None:
-    """Refuse a bound that is not a positive number.
+    """Refuse a bound that is not a positive number; None is no bound.
 
     Raises:
         ConfigError: the bound is zero, negative or NaN.
@@ -289,7 +289,7 @@ def exact_penalty(
     surrogate: TokenValues | None = None,
     kl_mask: Mask | None = None,
 ) -> TokenValues:
-    """Penalty whose value is the exact full-vocabulary KL at each sampled prefix, in nats.
+    """The penalty whose value is the exact KL over the vocabulary at each sampled position, in nats.
 
     Equation: gradient of term t = w_t grad exact_t, plus, with horizon `sequence`, sg(sum_{j > t} rho_j exact_j)
     grad log policy_t: the Rao-Blackwellised gradient of the KL over sequences.
@@ -329,12 +329,12 @@ def exact_penalty(
 def truncated_share(
     policy_logprobs: LogProbs, behavior_logprobs: LogProbs, mask: Mask, *, prefix: bool, max_weight: float
 ) -> Tensor:
-    """Share of the unmasked tokens whose off-policy weight exceeds `max_weight`, in [0, 1]."""
+    """The share of unmasked tokens whose off-policy weight exceeds `max_weight`, in [0, 1]."""
     over = log_weights(policy_logprobs, behavior_logprobs, mask, prefix=prefix) > math.log(max_weight)
     return (over & mask).sum() / mask.sum().clamp(min=1)
 
 
 def clamped_share(policy_logprobs: LogProbs, ref_logprobs: LogProbs, mask: Mask, *, max_log_ratio: float) -> Tensor:
-    """Share of the unmasked tokens whose log-ratio exceeds the bound, in [0, 1]."""
+    """The share of unmasked tokens whose log-ratio exceeds its bound, in [0, 1]."""
     over = masked_log_ratio(policy_logprobs, ref_logprobs, mask).abs() > max_log_ratio
     return (over & mask).sum() / mask.sum().clamp(min=1)

@@ -39,7 +39,7 @@ Result = TypeVar("Result")
 
 
 def _opaque(function: Callable[..., Result], *given: Any) -> Result:
-    """The call itself; under torch.compile a graph break around it, since which rows count depends on the data."""
+    """Calls the function outside of torch.compile's graph, since which rows count depends on the data."""
     if torch.compiler.is_compiling():
         return cast(Any, torch.compiler).disable(function)(*given)
     return function(*given)
@@ -88,7 +88,7 @@ def _check_positive(name: str, value: float | None) -> None:
 
 
 def _cast(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Under autocast, what it would cast the inputs of a linear layer to; otherwise the tensors as they are."""
+    """The tensors in the type that autocast would give the inputs of a linear layer; unchanged without autocast."""
     kind = next(x for x in tensors if x is not None).device.type
     if not torch.is_autocast_enabled(kind):
         return list(tensors)
@@ -158,7 +158,7 @@ def linear_logprobs(
     softcap: float | None = None,
     return_entropy: bool = False,
 ) -> Float[Tensor, " rows"] | tuple[Float[Tensor, " rows"], Float[Tensor, " rows"]]:
-    """Log-probability of one token per row, in nats, from hidden states, without holding the logits.
+    """The log-probability of one token per row, in nats, from hidden states, without the logits in memory.
 
     Equation (in this order: head, soft cap c, temperature)::
 
@@ -235,7 +235,7 @@ def linear_kl(
     temperature: float = 1.0,
     softcap: float | None = None,
 ) -> Float[Tensor, " rows"]:
-    """KL divergence over the whole vocabulary at each row, in nats, from hidden states, without holding the logits.
+    """The KL divergence over the whole vocabulary for each row, in nats, from hidden states, without logits in memory.
 
     Equation: `exact_kl(policy_logits, ref_logits)`, each logits = softcap tanh(raw / softcap) / temperature with
     raw = hidden @ weight^T + bias as in `linear_logprobs`, summed by tiles i of the vocabulary, with masses P_i, Q_i

@@ -1,4 +1,4 @@
-"""Masked sums and the four ways to turn per-token values into one loss.
+"""Masked sums and means, and the four ways in which values of tokens become one loss.
 
 Every function computes in float32 (float64 stays float64) and applies the mask with `where`, so that whatever stands
 in a masked position (padding, -inf, NaN) changes neither the value nor the gradient.
@@ -35,12 +35,12 @@ class Totals(NamedTuple):
 
 
 def upcast(x: Tensor) -> Tensor:
-    """The tensor in float32, or in float64 where it is already that precise."""
+    """The tensor in float32; float64 stays float64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def masked(x: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """The values in float32 with exactly 0 wherever the mask is False; NaN and inf there are gone.
+    """The values in float32 or wider, with exactly 0 wherever the mask is False, even over NaN and inf.
 
     Raises:
         ShapeError: the mask has another shape than the values.
@@ -116,7 +116,7 @@ def reduce_tokens(
     denominator: float | Tensor | None = None,
     counted: Mask | None = None,
 ) -> Float[Tensor, ""]:
-    """One number from per-token values.
+    """One number from values of tokens: the sum or one of three means.
 
     Equation (n_i = unmasked tokens of sequence i, B sequences, L = `length`)::
 
@@ -173,10 +173,10 @@ def total_denominator(
 
 
 def suffix_sum(x: TokenValues) -> TokenValues:
-    """Sum from each position to the end: y_t = sum_{j >= t} x_j."""
+    """The sum from each position to the end: y_t = sum_{j >= t} x_j."""
     return x.flip(-1).cumsum(-1).flip(-1)
 
 
 def future_sum(x: TokenValues) -> TokenValues:
-    """Sum over the positions that come after each one: y_t = sum_{j > t} x_j."""
+    """The sum over the positions after each one: y_t = sum_{j > t} x_j."""
     return suffix_sum(torch.nn.functional.pad(x[..., 1:], (0, 1)))

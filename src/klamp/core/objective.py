@@ -1,4 +1,4 @@
-"""grpo_loss: surrogate + beta * KL penalty, each reduced once. The only place where the parts meet."""
+"""The loss of GRPO with a KL: the policy loss plus beta times the KL penalty; the only place where they meet."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ SURROGATES: dict[str, Callable[[Objective, Tensor, Tensor, Tensor], Tensor]] = {
 
 
 def grpo_loss(batch: Batch, objective: Objective, *, totals: Totals | None = None) -> LossOutput:
-    """The loss of a batch: policy surrogate plus beta times the KL penalty.
+    """The loss of a batch: the policy loss plus beta times the KL penalty.
 
     Equation: R[surrogate_t] + beta R_kl[penalty_t], R and R_kl the reductions. With placement `advantage` the KL
     shifts the advantages instead; with `reward` it is in the advantages already; with beta 0 there is no KL term.
@@ -134,7 +134,7 @@ def without_gradient(batch: Batch, objective: Objective) -> Bool[Tensor, " batch
 
 
 def _pulled(batch: Batch, objective: Objective) -> Bool[Tensor, " batch"]:
-    """Sequences whose KL has a gradient."""
+    """Which sequences the KL has a gradient in. [B]"""
     term = objective.kl
     silent = objective.beta <= 0 or term.placement == "reward"
     if silent or (term.placement == "loss" and term.gradient == "none"):

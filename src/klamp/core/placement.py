@@ -1,4 +1,4 @@
-"""The KL elsewhere than in the loss: in the reward, or as a shift of the advantage.
+"""The KL in other places than the loss: taken from the reward, or from the advantage.
 
 Only k1 belongs there: as a factor of the score function it gives the gradient of KL(policy || ref); k3 gives the
 reverse minus the forward gradient, which cancels to first order near the reference.
@@ -19,7 +19,7 @@ from klamp.errors import ShapeError
 def sequence_log_ratio(
     policy_logprobs: LogProbs, ref_logprobs: LogProbs, mask: Mask, *, max_log_ratio: float | None = None
 ) -> Float[Tensor, " batch"]:
-    """k1 summed over each sequence, in nats, detached: an unbiased sample of KL(policy || ref) over sequences.
+    """The sum of k1 over each sequence, in nats, detached: an unbiased sample of KL(policy || ref) over sequences.
 
     It is a sum, never a mean over the completion's own length: a mean can be lowered by writing more.
     """
@@ -32,7 +32,7 @@ def kl_in_reward(
     *,
     beta: float,
 ) -> Float[Tensor, " batch"]:
-    """Rewards minus beta times each completion's KL, before advantages are formed.
+    """The rewards minus beta times each completion's KL, before advantages are formed.
 
     Equation: r_i - beta * k_i, with k_i = `sequence_log_ratio` in nats per sequence.
 
@@ -67,7 +67,7 @@ def kl_in_advantage(
     horizon: Horizon = "sequence",
     max_log_ratio: float | None = None,
 ) -> TokenValues:
-    """Advantages shifted by the KL after they were normalised, so that beta keeps its meaning in every group.
+    """The advantages minus beta times the KL, after they were normalised: beta keeps its meaning in every group.
 
     Equation: token A_t - beta delta_t; sequence A_t - beta sum_{j >= t} delta_j (reward-to-go).
 

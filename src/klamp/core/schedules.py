@@ -1,4 +1,4 @@
-"""A schedule of beta over a run: a factor on whatever the controller says."""
+"""A schedule of beta over a run: a factor on the beta that the controller gives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KL_SCHEDULES: tuple[KLSchedule, ...] = ("constant", "linear", "cosine")
 def kl_schedule_factor(
     step: int, total_steps: int, *, schedule: KLSchedule = "constant", warmup_steps: int = 0, end: float = 0.0
 ) -> float:
-    """Factor on beta at a step, dimensionless, in [0, 1].
+    """The factor on beta at a step, in [0, 1].
 
     Equation (w = warmup_steps, x = (step - w) / (total_steps - w), e = end)::
 

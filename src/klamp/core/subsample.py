@@ -1,4 +1,4 @@
-"""Scoring a random share of the sequences with the reference: unbiased weights, and what they cost in variance."""
+"""Scores only a random share of the sequences with the reference, and weighs their KL so that its mean is right."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from klamp.errors import ConfigError
 def sequence_sample(
     sequences: int, share: float, *, generator: torch.Generator | None = None
 ) -> Float[Tensor, " sequences"]:
-    """Weights of a random subset of whole sequences: 1 / (probability of being in it), and 0 for the others. [B]
+    """The weights of a random subset of sequences: 1 / (probability of being chosen), 0 for the others. [B]
 
     n = max(1, round(share B)) of the B sequences are drawn without replacement, each subset equally likely; the
     weight of those is B / n. For any numbers x_i of the sequences::

@@ -1,4 +1,4 @@
-"""Per-token policy losses. Each is to be minimised; its gradient raises the probability of advantageous tokens.
+"""The policy losses, per token, each to be minimised: its gradient raises the probability of good tokens.
 
 r = policy / old = exp(log policy - log old), A = advantage, sg = stop-gradient. All take [B, T] log-probabilities and
 advantages [B] or [B, T], and return [B, T].
@@ -20,18 +20,18 @@ Surrogate = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def per_token(advantages: Float[Tensor, ...], like: TokenValues) -> TokenValues:
-    """Advantages as [B, T]: one per sequence is given to each of its tokens."""
+    """The advantages as [B, T]: an advantage of a whole sequence is repeated for each of its tokens."""
     advantages = upcast(advantages)
     return (advantages.unsqueeze(-1) if advantages.ndim == 1 else advantages).expand_as(like)
 
 
 def importance_ratio(policy_logprobs: LogProbs, old_logprobs: LogProbs) -> TokenValues:
-    """r = exp(log policy - log old), the old policy detached."""
+    """The ratio r = exp(log policy - log old) of each token, with the old policy detached."""
     return (upcast(policy_logprobs) - upcast(old_logprobs.detach())).exp()
 
 
 def check_clip_range(clip_low: float, clip_high: float) -> None:
-    """Refuse ratio bounds that are not distances from 1.
+    """Refuse ratio bounds that are no distances from 1.
 
     Raises:
         ConfigError: clip_low outside [0, 1], or clip_high negative.
@@ -117,7 +117,7 @@ def ratio_clipped(
     clip_low: float,
     clip_high: float,
 ) -> Tensor:
-    """Which tokens the clipped surrogate gives no gradient: past a bound, in the direction of the advantage. [B, T]"""
+    """Which tokens get no gradient from the clipped surrogate: the ratio is past its bound. [B, T]"""
     ratio = importance_ratio(policy_logprobs.detach(), old_logprobs)
     a = per_token(advantages, ratio)
     return ((ratio < 1 - clip_low) & (a < 0)) | ((ratio > 1 + clip_high) & (a > 0))

@@ -1,4 +1,4 @@
-"""The KL term of a batch: its per-token penalty, its clip, and its place in the advantages; everything but beta.
+"""The KL term of a batch without its coefficient beta: penalty, clip, and its places in reward and advantage.
 
 A trainer that has a loss of its own adds `token_penalty` to it, or shifts its advantages by `shifted_advantages`;
 `grpo_loss` does the same.
@@ -79,13 +79,13 @@ class KLTerm:
 
 
 def carries_kl(batch: Batch) -> Mask:
-    """The tokens that carry the KL: trained on, not excluded, and in a sequence whose weight is not 0. [B, T]"""
+    """Which tokens carry the KL: trained on, not excluded, and in a sequence whose KL weight is not 0. [B, T]"""
     mask = batch.mask if batch.kl_mask is None else batch.mask & batch.kl_mask
     return mask if batch.kl_weight is None else mask & (batch.kl_weight > 0).unsqueeze(-1)
 
 
 def require_reference(batch: Batch) -> Tensor:
-    """The reference's log-probabilities; where a sequence has the KL weight 0, the policy's own: no KL.
+    """The reference's log-probabilities; in sequences of KL weight 0 the policy's own, so that their KL is 0.
 
     Raises:
         ConfigError: the batch has none.
@@ -105,7 +105,7 @@ def require_reference(batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class Gate:
-    """The clip of a batch: KL and budget in nats per sequence, and the factor on the gradient. All [B]."""
+    """The clip of a batch: the KL and the budget of each sequence in nats, and the factor on the gradient. All [B]."""
 
     kl: Tensor
     """What the clip is gated on."""
@@ -118,7 +118,7 @@ class Gate:
 
     @classmethod
     def of(cls, batch: Batch, term: KLTerm) -> Gate | None:
-        """The gate of a batch; None where the term has no clip.
+        """The gate of a batch under a term; None where the term has no clip.
 
         Raises:
             ConfigError: no reference, or a threshold per token without a reference length.
@@ -134,7 +134,7 @@ class Gate:
         return cls(kl, limit, factor, clipped)
 
     def apply(self, penalty: TokenValues, kl_mask: Mask) -> TokenValues:
-        """Penalty with the clip: value lowered by what the budget takes, spread over the tokens; gradient gated."""
+        """The penalty with the clip: its value is lowered to the clipped KL, its gradient multiplied by the factor."""
         shift = (self.clipped - self.kl) / kl_mask.sum(-1).clamp(min=1)
         factor = self.factor.unsqueeze(-1)
         open_here = (factor > 0) & kl_mask
@@ -142,7 +142,7 @@ class Gate:
         return value + factor * (penalty - penalty.detach())
 
     def metrics(self) -> dict[str, Tensor]:
-        """Budget and KL in nats per sequence, and the share of sequences over budget."""
+        """The mean budget and KL in nats per sequence, and the share of sequences over budget."""
         return {
             "kl/budget": self.budget.mean(),
             "kl/before_clip": self.kl.mean(),
@@ -154,7 +154,7 @@ class Gate:
 def sequence_gate_kl(
     batch: Batch, term: KLTerm, *, mean: Callable[[Tensor], Tensor] = torch.mean
 ) -> Float[Tensor, " batch"]:
-    """The low-noise KL (nats per sequence) that gates the clip, from a batch that holds whole groups.
+    """The KL (nats per sequence) that decides the clip, with little noise; the batch must hold whole groups.
 
     The exact KL where it is at hand, at the level asked for; otherwise k3, averaged at least over the group.
 
@@ -179,7 +179,7 @@ def _log_ratio(batch: Batch, term: KLTerm, kl_mask: Mask) -> TokenValues:
 
 
 def _log_weights(batch: Batch, term: KLTerm) -> Tensor:
-    """Off-policy log-weights of the penalty. The prefix ratio runs over every trained token, excluded or not."""
+    """The off-policy log-weights of the penalty; the prefix ratio runs over all trained tokens, excluded ones too."""
     exact = term.value == "exact"
     if term.off_policy == "none" or (exact and term.off_policy == "token"):
         return torch.zeros_like(masked(batch.policy_logprobs.detach(), batch.mask))
@@ -200,7 +200,7 @@ def _log_weights(batch: Batch, term: KLTerm) -> Tensor:
 
 
 def token_penalty(batch: Batch, term: KLTerm, gate: Gate | None = None) -> TokenValues:
-    """The per-token penalty of a batch in nats, without beta: what a loss adds, token by token.
+    """The penalty of each token of a batch in nats, without beta: what a loss adds.
 
     Equation: c_i * gate_i(penalty_it), penalty as in `kl_penalty` (or `exact_penalty`), c_i the sequence's `kl_weight`.
 
@@ -254,7 +254,7 @@ def token_penalty(batch: Batch, term: KLTerm, gate: Gate | None = None) -> Token
 def shifted_rewards(
     rewards: Float[Tensor, " batch"], batch: Batch, term: KLTerm, *, beta: float, gate: Gate | None = None
 ) -> Float[Tensor, " batch"]:
-    """Rewards minus beta times the KL of each completion (k1 summed over it), before advantages are formed. [B]
+    """The rewards minus beta times the KL of each completion (k1 summed over it), before advantages are formed. [B]
 
     As `kl_in_reward`, with the clip's factor and the sequence's `kl_weight` on beta. `batch.policy_logprobs` are those
     of the policy that sampled the tokens.
@@ -295,7 +295,7 @@ def shifted_advantages(batch: Batch, term: KLTerm, *, beta: float, gate: Gate | 
 
 
 def kl_metrics(batch: Batch, term: KLTerm) -> dict[str, Tensor]:
-    """What is worth seeing of a batch's KL: detached scalars, named as in the metrics table."""
+    """The logged values of a batch's KL: detached scalars, named as in the metrics table."""
     metrics: dict[str, Tensor] = {}
     kl_mask = carries_kl(batch)
     if batch.ref_logprobs is not None:
@@ -321,7 +321,7 @@ def kl_metrics(batch: Batch, term: KLTerm) -> dict[str, Tensor]:
 
 
 def _over_sequences(per_sequence: Tensor, batch: Batch) -> Tensor:
-    """Mean over the sequences that the reference scored."""
+    """The mean over the sequences that the reference scored."""
     if batch.kl_weight is None:
         return per_sequence.mean()
     return masked_mean(per_sequence, batch.kl_weight > 0)

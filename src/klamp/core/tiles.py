@@ -1,4 +1,4 @@
-"""Logits in tiles: what `linear` computes with, so that the [N, V] matrix never exists.
+"""Logits in tiles: a part of the vocabulary for a part of the rows, so that the [N, V] matrix never exists.
 
 The vocabulary is walked in the outer loop and the rows in the inner one, so that each slice of the weight gradient is
 summed in float32 and written once: nothing of size [V, H] exists but the gradient itself. Products are rounded to the
@@ -40,7 +40,7 @@ class Head(NamedTuple):
     softcap: float | None = None
 
     def product(self, hidden: Tensor, entries: slice, out: Tensor) -> Tensor:
-        """h W^T + b of some entries, rounded as in any linear layer; written into `out`, which may be wider."""
+        """The product h W^T + b for some vocabulary entries, rounded as in any linear layer, written into `out`."""
         weight, bias = self.weight[entries], None if self.bias is None else self.bias[entries]
         if out.dtype != hidden.dtype:
             return out.copy_(linear(hidden, weight, bias))
@@ -86,14 +86,14 @@ def tiles(hidden: Tensor, weight: Tensor) -> tuple[Tiles, Tiles]:
 
 
 def find_columns(targets: Tensor, entries: slice) -> tuple[Tensor, Tensor]:
-    """Each target's column [N, 1] within a tile, and whether it lies there [N, 1]."""
+    """The column of each target within a tile, and whether the target lies in the tile; [N, 1] each."""
     column = (targets - entries.start)[:, None]
     width = entries.stop - entries.start
     return column.clamp(0, width - 1), (column >= 0) & (column < width)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, in the precision of the total."""
+    """Adds a @ b to the total, in the precision of the total."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     else:
@@ -103,7 +103,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 def gradients(
     hidden: Tensor, weight: Tensor, needs: tuple[bool, ...], of_tile: TileGradient, place: Place | None = None
 ) -> list[Tensor | None]:
-    """Gradients of hidden, weight and bias, each only where needed, summed over the tiles in float32."""
+    """The gradients of hidden states, weight and bias, each only where wanted, summed over the tiles in float32."""
     wide = upcast(hidden[:0]).dtype
     columns, chunks = tiles(hidden, weight)
     room, columns = place or (None, columns)

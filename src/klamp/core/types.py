@@ -1,4 +1,4 @@
-"""The words and shapes of klamp's core.
+"""The words and tensor shapes that klamp's core uses, and the batch that a loss is computed from.
 
 Glossary (one sign, everywhere):
 
@@ -75,7 +75,7 @@ class Batch:
 
 
 class LossOutput(NamedTuple):
-    """What `grpo_loss` gives: the loss to call `backward` on, in units of reward, and what was seen on the way.
+    """What `grpo_loss` gives: the loss to call `backward` on, in units of reward, and what was measured on the way.
 
     Gradient: that of `grpo_loss`, in `loss` only; metrics are detached.
     Shapes: scalars.

@@ -1,4 +1,4 @@
-"""Proofs: small worlds that can be enumerated, and the oracle that says what a KL term is and does in them.
+"""Proofs by enumeration: small language models whose every completion is listed, so that every mean is exact.
 
     examine, examine_config     any loss, any configuration: expected value and gradient against the truths
     verify_estimators           every claim about the estimators; verify_all: every claim that klamp makes

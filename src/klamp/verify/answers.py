@@ -42,7 +42,7 @@ class TextTable:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """An answered question."""
+    """A question about a formula, with numbers, checks and an explanation."""
 
     question: str
     """What was asked."""
@@ -55,13 +55,13 @@ class Answer:
 
     @property
     def passed(self) -> bool:
-        """Whether everything that the words say was found."""
+        """Whether every check passed; only then may the words be believed."""
         return all(check.passed for check in self.checks)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled:
-    """A mean over samples."""
+    """The mean of a formula over drawn completions, with its standard error."""
 
     mean: float
     """The mean."""
@@ -70,11 +70,11 @@ class Sampled:
 
     @property
     def text(self) -> str:
-        """Mean +- standard error."""
+        """The mean and its standard error as text: `0.0452 +- 0.0002`."""
         return f"{self.mean:.4g} +- {self.error:.1g}"
 
     def fits(self, value: float) -> bool:
-        """Whether the mean is this value up to `ALLOWED_ERRORS` standard errors."""
+        """Whether the mean agrees with this value, up to `ALLOWED_ERRORS` standard errors."""
         return abs(self.mean - value) <= ALLOWED_ERRORS * self.error + 1e-12
 
 
@@ -89,12 +89,12 @@ def reversed_form(y: Outcomes) -> Tensor:
 
 
 def klamps_k3(y: Outcomes) -> Tensor:
-    """klamp's own k3."""
+    """The k3 estimator of klamp, per token."""
     return kl_estimate(y.policy_logprobs, y.ref_logprobs, estimator="k3")
 
 
 def klamps_penalty(y: Outcomes) -> Tensor:
-    """klamp's default: the value k3 with the gradient of KL(policy||ref), weighted where another sampler drew."""
+    """The penalty that klamp uses by default: the value k3 with the gradient of KL(policy||ref)."""
     behavior = y.sampler_logprobs
     return kl_penalty(y.policy_logprobs, y.ref_logprobs, y.mask, value="k3", behavior_logprobs=behavior)
 
@@ -125,7 +125,7 @@ def follow(chains: list[Chain], loss: Loss) -> tuple[Followed, float]:
 
 
 def answer_direction(*, samples: int = SAMPLES, seed: int = 0) -> Answer:
-    """Is the k3 formula backwards?
+    """Answers whether the k3 formula is backwards, with exact numbers and with samples.
 
     Args:
         samples: draws per number.

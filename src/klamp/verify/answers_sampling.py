@@ -25,7 +25,7 @@ from klamp.verify.worlds import Chain, Outcomes, one_position
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """A sampler, a formula, and what they should give."""
+    """One row of the table: who drew the tokens, which formula is averaged, which value and gradient are expected."""
 
     sampler: str
     formula: str
@@ -66,7 +66,7 @@ ROWS = (
 
 
 def answer_importance_sampling(*, samples: int = SAMPLES, seed: int = 0) -> Answer:
-    """Does it matter that the tokens are samples, and whose?
+    """Answers what the k3 formula gives when the tokens come from the policy, or from another model.
 
     Args:
         samples: draws per number.
@@ -113,7 +113,7 @@ def answer_importance_sampling(*, samples: int = SAMPLES, seed: int = 0) -> Answ
 
 
 def sampling_worlds() -> dict[str, Chain]:
-    """One policy and reference, and three samplers; the reference has all but given up a token of the policy's."""
+    """One policy, one reference and three samplers; one token is likely under the policy only."""
     policy = torch.tensor([0.60, 0.25, 0.10, 0.05], dtype=torch.float64).log()
     ref = torch.tensor([0.70, 0.2699, 0.0001, 0.03], dtype=torch.float64).log()
     older = torch.tensor([0.50, 0.30, 0.15, 0.05], dtype=torch.float64).log()

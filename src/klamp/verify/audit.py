@@ -1,4 +1,4 @@
-"""Auditing a KL term as an installed trainer computes it: which value, which gradient, how far out, averaged how.
+"""Examines the KL of an installed trainer: which value, which gradient, how far from the reference it still works.
 
 A `Term` is one KL term of one host, behind a function that returns the KL part of the host's own loss for one
 completion, its coefficient taken out. `audit_term` sends it through `judge` (tokens from the policy, one position), and
@@ -55,7 +55,7 @@ class Term:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is audited: a host's terms, how it averages them, and what else a reader should know."""
+    """The KL terms of a trainer, how the trainer averages them, and notes for the reader."""
 
     title: str
     """Name and version."""
@@ -92,7 +92,7 @@ class Finding:
 
     @property
     def token_by_token(self) -> bool:
-        """Whether a completion follows the divergence that its single tokens do.
+        """Whether the gradient over whole completions is that of single tokens, with nothing added.
 
         False where tokens get in each other's way, as under a ratio of the whole completion.
         """
@@ -104,7 +104,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """Everything that was found out about a host."""
+    """The findings about all KL terms of a trainer."""
 
     subject: Subject
     """What was audited."""
@@ -115,7 +115,7 @@ class Audit:
 
 
 def audit(subject: Subject) -> Audit:
-    """Send every term of a host through the oracle; what a host raises becomes the finding.
+    """Examines every KL term of a trainer; an exception that the trainer raises becomes the finding.
 
     Raises:
         ShapeError: a function does not return one number per token.
@@ -129,7 +129,7 @@ def audit(subject: Subject) -> Audit:
 
 
 def audit_term(term: Term) -> Finding:
-    """Everything about one term."""
+    """Examines one KL term of a trainer."""
     function = term.function or per_token(term)
     try:
         near_bias, near = near_reference(function, term.use)
@@ -149,13 +149,13 @@ def audit_term(term: Term) -> Finding:
 
 
 def kl_of_one_token(term: Term) -> float:
-    """The term's KL of one token, `LOG_RATIO` nats from the reference."""
+    """The value of a term for one token whose log-ratio to the reference is `LOG_RATIO` nats."""
     policy = torch.tensor([[-1.0]], dtype=torch.float64)
     return term.completion(policy.clone().requires_grad_(), policy - LOG_RATIO, policy).item()
 
 
 def per_token(term: Term) -> KLFunction:
-    """The term as a function of [B, T] tokens: each token is a completion of its own, sampled from the policy."""
+    """A term as a function of [B, T] tokens, each token being scored as a completion of length 1."""
 
     def function(policy: Tensor, ref: Tensor) -> Tensor:
         pairs = zip(policy.reshape(-1, 1, 1), ref.reshape(-1, 1, 1), strict=True)
@@ -165,7 +165,7 @@ def per_token(term: Term) -> KLFunction:
 
 
 def near_reference(function: KLFunction, use: Use = "loss") -> tuple[float, Followed]:
-    """(relative bias of the value, gradient followed) where policy and reference are close."""
+    """The relative bias of the value, and the gradient that is followed, where policy and reference are close."""
     chains = [random_chain(seed, vocab=5, length=1, eos=None, spread=NEAR_SPREAD) for seed in range(3)]
     values = sum(expected(chain, as_loss(function)).item() for chain in chains)
     right = sum(reverse_kl(chain).item() for chain in chains)
@@ -184,7 +184,7 @@ def _name(loss: Loss, chains: list[Chain]) -> Followed:
 
 
 def _as_loss(term: Term) -> Loss:
-    """The term's loss per enumerated completion; in the reward through the score function of the whole completion."""
+    """The term's loss of each enumerated completion; in the reward, its value times the log-probability."""
 
     def loss(y: Outcomes) -> Tensor:
         rows = zip(y.policy_logprobs, y.ref_logprobs, y.sampler_logprobs, y.mask, strict=True)

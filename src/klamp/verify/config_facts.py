@@ -1,4 +1,4 @@
-"""What a configuration's KL does, measured: where it pulls, how much of the sequence's gradient it holds, its noise.
+"""Measures what the KL of a configuration does: where it pulls, over single tokens and whole completions.
 
 Everything is measured by enumeration through klamp's own loss (`examine_config`), without the clip, so that what is
 named is the term itself; the clip has a measurement of its own.
@@ -31,7 +31,7 @@ LENGTH = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Pull:
-    """An expected gradient against the truths, all worlds taken together."""
+    """How an expected gradient compares with the gradients of KL(policy||ref) and KL(ref||policy)."""
 
     follows: Followed
     """The truth that it is a multiple of."""
@@ -47,7 +47,7 @@ class Pull:
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
-    """How the clip opens; `budget` in nats per completion."""
+    """How far a clip is open at different KLs; `budget` in nats per completion."""
 
     budget: float
     """Where the penalty begins."""
@@ -61,7 +61,7 @@ class Gate:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigFacts:
-    """What was measured of a configuration."""
+    """Everything that is measured of a configuration, for `klamp explain` to put into words."""
 
     position: Pull
     """One position, tokens of the policy."""
@@ -82,7 +82,7 @@ class ConfigFacts:
 
 
 def measure_config(kl: KLConfig, loss: LossConfig, *, length: float) -> ConfigFacts:
-    """Measures a configuration with the oracle.
+    """Measures what the KL of a configuration does, by enumeration.
 
     Args:
         kl: the KL; its beta does not matter.
@@ -113,18 +113,18 @@ def measure_config(kl: KLConfig, loss: LossConfig, *, length: float) -> ConfigFa
 
 
 def total_budget(kl: KLConfig, *, length: float) -> float:
-    """Budget of a clip in nats per completion, at this reference length unless the configuration names one."""
+    """The budget of a clip in nats per completion; `length` is used where the configuration has no reference length."""
     reference = kl.kl_reference_length or length
     return float(kl_budget(kl.kl_clip_threshold, per_token=kl.use_per_token_kl_threshold, reference_length=reference))
 
 
 def _world(seed: int, *, length: int, off_policy: bool = False) -> Scene:
-    """Single completions out of a large batch."""
+    """A scene with groups of one, each a small part of a large batch."""
     return scene(seed, vocab=3, length=length, off_policy=off_policy, group_size=1, denominators="expected")
 
 
 def _bare(kl: KLConfig) -> KLConfig:
-    """The term alone: beta 1, no clip, no controller, nothing excluded."""
+    """The KL term alone: beta 1, no clip, no controller, no excluded tokens."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KLWarning)
         return KLConfig(
@@ -141,7 +141,7 @@ def _bare(kl: KLConfig) -> KLConfig:
 
 
 def _unbounded(loss: LossConfig) -> LossConfig:
-    """The policy loss with ratio bounds that never bind and advantages as they are."""
+    """A policy loss whose ratio bounds never bind and whose advantages are not scaled."""
     return LossConfig(surrogate=loss.surrogate, epsilon=1.0, epsilon_high=1e9, scale_rewards="none")
 
 
@@ -181,7 +181,7 @@ def _gate(kl: KLConfig, *, length: float) -> Gate:
 
 
 def _open_share(kl: KLConfig, budget: float, size: float) -> float:
-    """Mean factor of the gate over 2,000 sampled groups of 8 when the true KL is `size` budgets; seeded.
+    """The mean factor of the gate over 2,000 sampled groups of 8, while the true KL is `size` times the budget.
 
     The world's KL is what it is: the budget (and with it the width of a soft clip) is scaled to it.
     """

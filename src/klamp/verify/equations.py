@@ -1,4 +1,4 @@
-"""A configuration's KL as an equation, in one line per part."""
+"""Writes the KL of a configuration as equations, one line per part."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WHERE: Mapping[str, str] = {
 
 
 def equations(kl: KLConfig, loss: LossConfig) -> list[str]:
-    """What is added where, and what flows back from it; delta_t = log policy_t - log ref_t."""
+    """The equations of a configuration's KL: what is added where, and its gradient; delta = log policy - log ref."""
     if kl.kl_placement == "reward":
         return ["reward = reward - beta * sum_t delta_t, before the advantages are formed"]
     if kl.kl_placement == "advantage":

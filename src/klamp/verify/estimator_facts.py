@@ -18,7 +18,7 @@ NAMES: tuple[Estimator, ...] = ("k1", "k2", "k3", "abs")
 
 @dataclass(frozen=True, kw_only=True)
 class EstimatorFacts:
-    """What was measured of one estimator, tokens of the policy, KL(policy||ref) of about 0.9 nats per token."""
+    """The measured properties of one estimator, tokens of the policy, at a KL of about 0.9 nats per token."""
 
     name: str
     """As in every configuration."""
@@ -37,7 +37,7 @@ class EstimatorFacts:
 
     @property
     def bias_text(self) -> str:
-        """unbiased, or the bias in percent."""
+        """The bias as text: `unbiased`, or in percent."""
         return "unbiased" if abs(self.bias) < 1e-9 else f"{100 * self.bias:+.0f} %"
 
 

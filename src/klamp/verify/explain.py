@@ -37,7 +37,7 @@ class Explanation:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What the numbers depend on besides the configuration."""
+    """The completion length, vocabulary and paper that the numbers of an explanation depend on."""
 
     length: int = 1000
     """Expected completion length in tokens."""
@@ -48,7 +48,7 @@ class Setting:
 
 
 def explain_config(kl: KLConfig, loss: LossConfig, *, name: str, setting: Setting | None = None) -> Explanation:
-    """What a configuration's KL does; every statement about a gradient is measured by enumeration.
+    """Explains what the KL of a configuration does; every statement about a gradient is measured by enumeration.
 
     Args:
         kl: the KL.
@@ -107,7 +107,7 @@ def _value(kl: KLConfig, facts: ConfigFacts) -> str:
 
 
 def _pull(pull: Pull) -> str:
-    """One position: which divergence, by its cosines."""
+    """The sentence on one position: which divergence's gradient is followed, with its cosines."""
     if pull.follows.name == "zero":
         return "none: the expected gradient is exactly zero, tokens of the policy"
     exactly = (
@@ -147,7 +147,7 @@ def _in_loss(kl: KLConfig, loss: LossConfig, facts: ConfigFacts) -> str:
 
 
 def _off_policy(kl: KLConfig, facts: ConfigFacts) -> str:
-    """The second update of a rollout, or a sampler that lags behind."""
+    """The sentence on tokens of an older policy, as in the second update of a rollout."""
     pull, who = facts.off_policy, "tokens of an older policy (second update of a rollout)"
     if pull.follows.name in ("reverse", "forward"):
         return f"{who}: still exactly the gradient of {pull.follows.in_words} at one position"
@@ -182,7 +182,7 @@ def _limits(kl: KLConfig, facts: ConfigFacts, setting: Setting) -> str:
 
 
 def _not_measured(kl: KLConfig) -> list[str]:
-    """What a run does and the measurements leave out, so that nobody takes them for more than they are."""
+    """The caution that names excluded tokens: a run leaves them out of the KL, the measurement does not."""
     fields = [name for name in ("kl_exclude_tokens", "kl_exclude_prefix", "kl_exclude_between") if getattr(kl, name)]
     if not fields:
         return []
@@ -240,7 +240,7 @@ def _control(kl: KLConfig) -> str:
 
 
 def _moving(kl: KLConfig) -> list[Line]:
-    """A reference that follows the policy holds it to where it was, not to where it began."""
+    """The sentence on a moving reference: it holds the policy to where it was some steps ago, not to its start."""
     how = {
         "ema": f"follows the policy, keeping {kl.reference_decay:g} of itself at every step",
         "periodic": f"becomes the policy every {kl.reference_reset_steps} steps",

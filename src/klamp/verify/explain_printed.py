@@ -12,7 +12,7 @@ from klamp.verify.printed import FormFacts, measure_form
 
 
 def explain_form(name: str) -> Explanation:
-    """What a printed formula is and does; every number is measured by enumeration.
+    """Explains what a printed formula is and does; every number is measured by enumeration.
 
     Args:
         name: `k1-as-loss`, `minus-k1`, `ratio-weighted`, `exact-kl` or `k3-as-loss`; or an old name of it.
@@ -91,7 +91,7 @@ def _sequence(facts: FormFacts) -> str:
 
 
 def _off_policy(facts: FormFacts) -> list[Line]:
-    """Tokens of an older policy: said where the sampler is all that the formula then knows of."""
+    """The sentence on tokens of an older policy, where the formula pulls towards or away from that policy alone."""
     if facts.form.use == "reward" or facts.stray > TOLERANCE:
         return []
     if facts.towards_sampler > 0:

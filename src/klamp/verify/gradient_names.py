@@ -1,4 +1,4 @@
-"""Which known gradient an expected gradient is: a name and a factor, the same in every world it was measured in."""
+"""Names an expected gradient by the known gradient that it is a multiple of, in every world it was measured in."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ IN_WORDS: Mapping[str, str] = {
 
 
 class Followed(NamedTuple):
-    """The known gradient that a measured one is a multiple of.
+    """A known gradient and a factor: what a measured gradient turned out to be.
 
     Attributes:
         name: a name of `truths`, "zero", or "none of these".
@@ -36,14 +36,14 @@ class Followed(NamedTuple):
     factor: float
 
     def is_exactly(self, name: str, *, factor: float = 1.0, tolerance: float = 1e-6) -> bool:
-        """Whether it is the named truth, times this factor; a turned sign is not."""
+        """Whether it is this known gradient times this factor; the opposite sign is not."""
         if name in ("zero", NOTHING_KNOWN):
             return self.name == name
         return self.name == name and abs(self.factor - factor) <= tolerance
 
     @property
     def in_words(self) -> str:
-        """Such as `KL(policy||ref)`, `minus KL(policy||ref)`, `0.5 x KL(policy||ref)` or `zero`."""
+        """The name as text: `KL(policy||ref)`, `minus KL(policy||ref)`, `0.5 x KL(policy||ref)` or `zero`."""
         words = IN_WORDS.get(self.name, self.name)
         if self.name in ("zero", NOTHING_KNOWN) or abs(self.factor - 1) < 1e-6:
             return words
@@ -53,7 +53,7 @@ class Followed(NamedTuple):
 def name_gradient(
     gradients: Sequence[Tensor], truths: Sequence[Mapping[str, Tensor]], *, tolerance: float = 1e-7
 ) -> Followed:
-    """The first truth of which the gradients are one common multiple in all worlds.
+    """Finds the known gradient that the measured ones are a multiple of, with the same factor in all worlds.
 
     Args:
         gradients: the measured gradient of each world.
@@ -74,14 +74,14 @@ def name_gradient(
 
 
 def cosine(gradients: Sequence[Tensor], known: Sequence[Tensor]) -> float:
-    """Cosine of the angle between measured and known gradients, all worlds taken together; 0 where either is zero."""
+    """The cosine of the angle between measured and known gradients, joined over all worlds; 0 where either is zero."""
     a, b = _joined(gradients), _joined(known)
     size = a.norm() * b.norm()
     return (a @ b / size).item() if size > 0 else 0.0
 
 
 def share(gradients: Sequence[Tensor], known: Sequence[Tensor]) -> float:
-    """The multiple of the known gradient that lies closest to the measured one: 1 is all of it, 0 none, -1 against."""
+    """The multiple of the known gradient that is nearest to the measured one: 1 all of it, 0 none, -1 the opposite."""
     a, b = _joined(gradients), _joined(known)
     return ((a @ b) / (b @ b)).item()
 

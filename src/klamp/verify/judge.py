@@ -49,7 +49,7 @@ USES: tuple[Use, ...] = ("loss", "reward")
 
 @dataclass(frozen=True, kw_only=True)
 class ValueFinding:
-    """What the function's expected value is, tokens sampled from the policy; nats per token, mean over the worlds."""
+    """What the expected value of the function is, for tokens of the policy; nats per token, mean over the worlds."""
 
     estimates: str
     """The quantity that it estimates without bias: KL(policy||ref), KL(ref||policy), these with a minus, zero, or
@@ -70,7 +70,7 @@ class ValueFinding:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientFinding:
-    """Where its expected gradient points, tokens sampled from the policy."""
+    """Where the expected gradient of the function points, for tokens of the policy."""
 
     follows: Followed
     """The divergence whose gradient it is, and the factor on it."""
@@ -84,7 +84,7 @@ class GradientFinding:
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """One token far from the reference, in one floating-point type."""
+    """The value and gradient of one token far from the reference, in one floating-point type."""
 
     dtype: torch.dtype
     """Type of the log-probabilities that the function got."""
@@ -104,7 +104,7 @@ class Probe:
 
     @property
     def alive(self) -> bool:
-        """Whether there is a gradient at all."""
+        """Whether the gradient is not zero."""
         return math.isfinite(self.gradient) and self.gradient != 0
 
     @property
@@ -114,7 +114,7 @@ class Probe:
 
     @property
     def fault(self) -> str:
-        """What is wrong here, in words; empty where nothing is."""
+        """What is wrong with this value or gradient, in words; "" where nothing is."""
         if self.error:
             return self.error
         for name, number in (("value", self.value), ("gradient", self.gradient)):
@@ -127,7 +127,7 @@ class Probe:
 
 @dataclass(frozen=True, kw_only=True)
 class ClampFinding:
-    """Where the gradient stops: the log-ratio in nats from which on it is exactly zero, in float64; None: nowhere."""
+    """The log-ratios (nats) beyond which the gradient is exactly zero, in float64; None: it never is."""
 
     above: float | None
     """For tokens that the policy likes better than the reference."""
@@ -158,7 +158,7 @@ class Judgement:
     """Where its gradient stops."""
 
     def probe(self, dtype: torch.dtype, log_ratio: float) -> Probe:
-        """The probe in this type at this log-ratio (+-30).
+        """The probe in this floating-point type at this log-ratio, which is 30 or -30.
 
         Raises:
             UnknownNameError: there is none.
@@ -170,7 +170,7 @@ class Judgement:
 
     @property
     def faults(self) -> list[str]:
-        """What is wrong with it as a penalty on KL(policy||ref), a sentence each; [] when nothing is.
+        """What is wrong with the function as a penalty on KL(policy||ref), one sentence each; [] where nothing is.
 
         A single token's gradient of the wrong sign counts only where the expected gradient is wrong too: k1's is +1
         at every token, whatever its log-ratio.
@@ -194,7 +194,7 @@ class Judgement:
 
 
 def _grouped(faulty: Sequence[Probe]) -> list[str]:
-    """One sentence per fault and log-ratio, with the types that have it."""
+    """Joins equal faults at one log-ratio into one sentence that lists their floating-point types."""
     kinds: dict[tuple[float, str], list[str]] = {}
     for probe in faulty:
         kinds.setdefault((probe.log_ratio, probe.fault), []).append(str(probe.dtype).removeprefix("torch."))
@@ -202,7 +202,7 @@ def _grouped(faulty: Sequence[Probe]) -> list[str]:
 
 
 def judge(function: KLFunction, *, name: str = "", use: Use = "loss") -> Judgement:
-    """Find out what a per-token KL function estimates, what its gradient does, and where it breaks.
+    """Finds out what a per-token KL function estimates, where its gradient points, and where it breaks.
 
     Sampler: tokens come from the policy, and are enumerated, so that there is no sampling error.
     Value: E_policy[f] against KL(policy||ref) and KL(ref||policy).
@@ -232,7 +232,7 @@ def judge(function: KLFunction, *, name: str = "", use: Use = "loss") -> Judgeme
 
 
 def as_loss(function: KLFunction, use: Use = "loss") -> Loss:
-    """The function as a loss over the oracle's outcomes; with use `reward` through the score function."""
+    """The function as a loss of enumerated completions; for `reward`, its value times the log-probability."""
 
     def loss(outcomes: Outcomes) -> Tensor:
         values = _call(function, outcomes.policy_logprobs, outcomes.ref_logprobs)
@@ -242,7 +242,7 @@ def as_loss(function: KLFunction, use: Use = "loss") -> Loss:
 
 
 def _worlds() -> list[Chain]:
-    """One position, five tokens; the same three worlds for every function."""
+    """Three worlds of one position and five tokens, the same for every function."""
     return [random_chain(seed, vocab=5, length=1, eos=None) for seed in range(3)]
 
 
@@ -313,7 +313,7 @@ def _known(chain: Chain) -> dict[str, Tensor]:
 
 
 def one_token(function: KLFunction, dtype: torch.dtype, log_ratio: float, use: Use) -> tuple[float, float]:
-    """Value and gradient of one token at this log-ratio."""
+    """The value and gradient of one token at this log-ratio."""
     likely, unlikely = -0.5, -0.5 - abs(log_ratio)
     first, second = (likely, unlikely) if log_ratio > 0 else (unlikely, likely)
     policy = torch.tensor([[first]], dtype=dtype, requires_grad=True)
@@ -338,7 +338,7 @@ def _probe(function: KLFunction, dtype: torch.dtype, log_ratio: float, use: Use)
 
 
 def _find_clamp(function: KLFunction, side: int, use: Use) -> float | None:
-    """The log-ratio beyond which the gradient is zero as far as one looks, to 1e-6 nats."""
+    """The log-ratio beyond which the gradient stays zero up to `SCAN_TO`, found to 1e-6 nats; None: there is none."""
 
     def dead(size: float) -> bool:
         return one_token(function, torch.float64, side * size, use)[1] == 0

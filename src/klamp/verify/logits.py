@@ -1,4 +1,4 @@
-"""The proofs on a real model's own distributions: exact expectations over its vocabulary, at prefixes it sampled.
+"""The proofs on a real model: exact means over its whole vocabulary, at prefixes that it sampled.
 
 At one prefix a language model is a choice among V tokens, whatever V is: the expected value and the expected gradient
 of an estimator are sums over the vocabulary, and need no sampling. The prefixes come from completions that the policy
@@ -32,7 +32,7 @@ TOLERANCE = 1e-8
 def verify_logits(
     policy_logits: Rows, ref_logits: Rows, tokens: Int[Tensor, " prefixes"], *, names: tuple[str, str]
 ) -> Answer:
-    """What the estimators are and do at these prefixes of a real model.
+    """Measures the estimators and their gradients on the distributions of a real model.
 
     Args:
         policy_logits: the policy's row at each sampled prefix; any floating-point type, computed in float64.
@@ -137,7 +137,7 @@ def _penalty(value: Estimator, gradient: Gradient) -> TokenLoss:
 
 
 def _known(policy: Rows, ref: Rows) -> dict[str, Tensor]:
-    """The gradients of both KLs with respect to the logits, by their closed forms, and none at all."""
+    """The known gradients with respect to the logits, from their formulas: those of both KLs, and zero."""
     log_p, log_q = policy.log_softmax(-1), ref.log_softmax(-1)
     p, q = log_p.exp(), log_q.exp()
     delta = torch.where(p > 0, log_p - log_q, 0.0)
@@ -146,7 +146,7 @@ def _known(policy: Rows, ref: Rows) -> dict[str, Tensor]:
 
 
 def _follow(policy: Rows, ref: Rows, loss: TokenLoss, known: dict[str, Tensor]) -> tuple[Followed, tuple[float, float]]:
-    """The expected gradient sum_v sg(policy_v) grad loss_v, every token of the vocabulary taken as sampled."""
+    """Names the expected gradient sum_v sg(policy_v) grad loss_v over every token v of the vocabulary."""
     logits = policy.clone().requires_grad_(True)
     log_policy = logits.log_softmax(-1)
     per_token = loss(log_policy, ref.log_softmax(-1))

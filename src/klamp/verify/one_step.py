@@ -1,4 +1,4 @@
-"""What a whole configuration does: every group that one step can draw, through klamp's own loss, enumerated.
+"""Takes every step that a configuration can take in a small world, through klamp's own loss, and averages exactly.
 
 A `Scene` is a chain with rewards and a group size. For each group of completions the step of a trainer is taken as
 klamp takes it: the KL into the reward where it is placed there, advantages, `grpo_loss`. The KL's share of the step is
@@ -73,24 +73,24 @@ class Scene:
 
     @functools.cached_property
     def outcomes(self) -> Outcomes:
-        """The completions that its sampler can produce."""
+        """Every completion that the sampler of this world can produce."""
         return enumerate_outcomes(self.chain)
 
     @functools.cached_property
     def before(self) -> Outcomes:
-        """The same completions, scored by the policy that drew them: what a trainer sees before its first update."""
+        """The same completions as the policy that drew them scored them, before its first update."""
         old = dataclasses.replace(self.chain, policy_logits=self.chain.logits("sampler"), sampler_logits=None)
         return enumerate_outcomes(old)
 
     @functools.cached_property
     def lengths(self) -> Float[Tensor, " outcomes"]:
-        """Tokens of each completion."""
+        """The number of tokens of each completion."""
         return self.outcomes.mask.sum(-1).double()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepReport:
-    """What the KL of a configuration is and does in one scene, per unit of beta."""
+    """What the KL of a configuration does in one scene, per unit of beta."""
 
     kl: Report
     """Value (the KL's part of the loss), gradient, their variances over groups, and how they match the truths."""
@@ -103,7 +103,7 @@ class StepReport:
 
     @property
     def share_of_sequence(self) -> float:
-        """How much of the gradient of KL(policy||ref) over whole completions it holds: 1 is all of it."""
+        """The multiple of the gradient of KL(policy||ref) that is nearest to the expected gradient: 1 is all."""
         return self.kl.matches["reverse"].projection
 
 
@@ -125,7 +125,7 @@ def scene(
 
 
 def examine_config(kl: KLConfig, loss: LossConfig | None = None, *, scene: Scene) -> StepReport:
-    """What the KL of a configuration is and does in a scene; exact, with nothing sampled.
+    """Measures what the KL of a configuration does in a scene, exactly: every possible group is listed.
 
     Args:
         kl: the KL; at beta 0 it is nothing, and that is what comes out.
@@ -176,7 +176,7 @@ def _objective(kl: KLConfig, loss: LossConfig | None, scene: Scene) -> tuple[Los
 
 
 def _list_groups(scene: Scene) -> list[tuple[tuple[int, ...], float]]:
-    """Every group that can be drawn, whatever its order, and how likely it is."""
+    """Every group of completions that can be drawn (in any order), and its probability."""
     probs = scene.outcomes.probs.tolist()
     groups: list[tuple[tuple[int, ...], float]] = []
     for group in itertools.combinations_with_replacement(range(len(probs)), scene.group_size):
@@ -205,7 +205,7 @@ def _step(scene: Scene, objective: Objective, loss: LossConfig, kl: KLConfig, gr
 
 
 def _batch(scene: Scene, scored: Outcomes, objective: Objective, kl: KLConfig, group: list[int]) -> Batch:
-    """Some of the completions, still without advantages."""
+    """A batch of the chosen completions; its advantages are still 0."""
     y = Outcomes(*(field[group] for field in scored))
     kl_mask = _kl_mask(kl, y)
     exact = objective.beta > 0 and objective.kl.value == "exact"
@@ -237,7 +237,7 @@ def _gate_kl(scene: Scene, before: Batch, objective: Objective, kl: KLConfig) ->
 
 
 def _check_exclusions(kl: KLConfig, vocab: int) -> None:
-    """Refuse tokens that a world of numbered tokens cannot find."""
+    """Refuse excluded tokens that this world does not have."""
     unknown = [name for name in kl.kl_exclude_tokens if not isinstance(name, int) or not 0 <= name < vocab]
     if not unknown and not kl.kl_exclude_between:
         return
@@ -256,7 +256,7 @@ def _kl_mask(kl: KLConfig, y: Outcomes) -> Tensor:
 
 
 def _totals(scene: Scene, kl: KLConfig) -> Totals:
-    """The counts that a group has on average."""
+    """The expected numbers of sequences, tokens and KL tokens of a group."""
     y, size = scene.outcomes, float(scene.group_size)
     tokens = (y.probs * scene.lengths).sum().item()
     kl_tokens = (y.probs * _kl_mask(kl, y).sum(-1)).sum().item()

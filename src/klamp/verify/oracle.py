@@ -42,7 +42,7 @@ TOLERANCE = 1e-9
 
 
 class Match(NamedTuple):
-    """How an expected gradient relates to one truth.
+    """How near an expected gradient is to one known gradient.
 
     Attributes:
         distance: norm of (gradient - truth), in units of the norm of the reverse-KL gradient.
@@ -57,7 +57,7 @@ class Match(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What one loss is and does on one chain; values in nats per completion.
+    """The expected value and gradient of a loss on one chain, with their variances; values in nats per completion.
 
     Attributes:
         value: the expected value of the loss.
@@ -77,7 +77,7 @@ class Report(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """The truths that the expected gradient equals; [] when it is the gradient of none of them."""
+        """The names of the known gradients that the expected gradient equals; [] where it equals none."""
         return [name for name, match in self.matches.items() if match.distance < TOLERANCE]
 
 
@@ -94,7 +94,7 @@ def examine(chain: Chain, loss: Loss) -> Report:
 
 
 def report(chain: Chain, probs: Float[Tensor, " draws"], losses: Float[Tensor, " draws"]) -> Report:
-    """The same for losses that are already computed: of completions, of groups of them, of whatever is drawn.
+    """Compares losses that were computed before, one per draw, with every known gradient; see `examine`.
 
     Args:
         chain: the world.
@@ -118,20 +118,20 @@ def report(chain: Chain, probs: Float[Tensor, " draws"], losses: Float[Tensor, "
 
 
 def expected(chain: Chain, loss: Loss) -> Float[Tensor, ""]:
-    """E_mu[loss] = sum_y mu(y) loss(y), detached."""
+    """The exact mean of a loss, sum_y mu(y) loss(y), without gradient."""
     outcomes = enumerate_outcomes(chain)
     return (outcomes.probs * per_outcome(loss, outcomes)).sum().detach()
 
 
 def variance(chain: Chain, loss: Loss) -> Float[Tensor, ""]:
-    """Var_mu[loss] over completions, detached."""
+    """The exact variance of a loss over completions, without gradient."""
     outcomes = enumerate_outcomes(chain)
     values = per_outcome(loss, outcomes).detach()
     return (outcomes.probs * (values - (outcomes.probs * values).sum()) ** 2).sum()
 
 
 def expected_gradient(chain: Chain, loss: Loss) -> Table:
-    """The gradient of sum_y sg(mu(y)) loss(y) with respect to the policy's logits; 0 where disconnected."""
+    """The exact mean of a loss's gradient with respect to the policy's logits."""
     outcomes = enumerate_outcomes(chain)
     return gradient_of((outcomes.probs * per_outcome(loss, outcomes)).sum(), chain)
 
@@ -143,7 +143,7 @@ def outcome_gradients(chain: Chain, loss: Loss) -> Float[Tensor, "outcomes prefi
 
 
 def gradient_variance(chain: Chain, loss: Loss) -> Float[Tensor, ""]:
-    """E|g - E g|^2, the trace of the covariance of a one-completion gradient."""
+    """The variance of one completion's gradient: E|g - E g|^2."""
     probs = enumerate_outcomes(chain).probs
     gradients = outcome_gradients(chain, loss).flatten(start_dim=1)
     centred = gradients - probs @ gradients
@@ -164,7 +164,7 @@ def forward_kl(chain: Chain) -> Float[Tensor, ""]:
 def local_kl(
     chain: Chain, *, direction: Literal["reverse", "forward"] = "reverse", prefixes: Who = "policy"
 ) -> Float[Tensor, ""]:
-    """sum_s sg(P(s)) KL_s: the per-prefix KL under a frozen distribution of prefixes.
+    """The mean KL of single positions, sum_s P(s) KL_s, with the probabilities of prefixes held fixed.
 
     At the policy's own prefixes its value is the whole reverse KL (chain rule), yet its gradient lacks the
     future terms.
@@ -176,7 +176,7 @@ def local_kl(
 
 
 def truths(chain: Chain) -> Truths:
-    """The gradients that a KL term may be meant to have, by name."""
+    """The gradients that a KL term may be meant to follow, by name."""
     exact = {
         "zero": torch.zeros_like(chain.policy_logits),
         "reverse": gradient_of(reverse_kl(chain), chain),

@@ -1,4 +1,4 @@
-"""How far from the reference a KL function's gradient is still the right number, in each floating-point type.
+"""Measures how far from the reference a KL function still has the right gradient, in each floating-point type.
 
 A function may be right on paper and still lose its gradient: to overflow (exp(30) in float16), or to cancellation, when
 two terms of size exp(30) leave a difference of 30. The float64 gradient of the same function is the measure, so that a
@@ -20,7 +20,7 @@ WRONG = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Reach:
-    """The log-ratios, in whole nats, between which value and gradient are right in one floating-point type."""
+    """The range of log-ratios, in whole nats, in which value and gradient are right in one floating-point type."""
 
     dtype: torch.dtype
     """Type of the log-probabilities."""
@@ -35,12 +35,12 @@ class Reach:
 
     @property
     def everywhere(self) -> bool:
-        """Whether nothing went wrong as far as was looked."""
+        """Whether no log-ratio that was tried went wrong."""
         return -self.low == self.high == self.far
 
 
 def measure_reach(function: KLFunction, dtype: torch.dtype, *, use: Use = "loss", far: float = 30.0) -> Reach:
-    """Walk away from the reference, nat by nat, until the gradient is no longer that of float64.
+    """Raises the log-ratio nat by nat until the gradient differs from that in float64.
 
     Args:
         function: (policy_logprobs [B, T], ref_logprobs [B, T]) -> [B, T].

@@ -18,7 +18,7 @@ from klamp.verify.worlds import Chain, Outcomes, one_position, random_chain
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """A printed formula."""
+    """A formula that is passed around as a KL, and how it is used."""
 
     name: str
     """Its name on the command line."""
@@ -119,7 +119,7 @@ def find_form(name: str) -> Form:
 
 @dataclass(frozen=True, kw_only=True)
 class FormFacts:
-    """What was measured of a printed formula; KLs in nats per token, one position, mean over the worlds."""
+    """The measurements of a printed formula; nats per token at one position, mean over the worlds."""
 
     form: Form
     """The formula."""
@@ -152,12 +152,12 @@ class FormFacts:
 
     @property
     def bias(self) -> float:
-        """Expected value minus KL(policy||ref), relative."""
+        """The expected value minus KL(policy||ref), divided by KL(policy||ref)."""
         return self.value / self.reverse_kl - 1
 
 
 def measure_form(name: str) -> FormFacts:
-    """Measures a printed formula with the oracle.
+    """Measures a printed formula by enumeration.
 
     Args:
         name: `k1-as-loss`, `minus-k1`, `ratio-weighted`, `exact-kl` or `k3-as-loss`; or an old name of it.
@@ -206,7 +206,7 @@ def used(form: Form) -> Loss:
 
 
 def as_function(form: Form) -> KLFunction:
-    """The formula as a function of (policy_logprobs, ref_logprobs)."""
+    """The formula as a function of the log-probabilities under policy and reference."""
 
     def function(policy_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
         blank = torch.zeros_like(policy_logprobs)
@@ -227,7 +227,7 @@ def as_function(form: Form) -> KLFunction:
 
 
 def _towards_sampler(loss: Loss) -> tuple[float, float]:
-    """How much of the gradient under another sampler is that of KL(sampler||policy), and how much is something else."""
+    """The share of the gradient that is that of KL(sampler||policy), and the relative size of the rest."""
     worlds = [random_chain(seed, vocab=5, length=1, eos=None, off_policy=True) for seed in range(3)]
     gradients = [expected_gradient(world, loss) for world in worlds]
     towards = [_sampler_gradient(world) for world in worlds]
@@ -243,7 +243,7 @@ def _sampler_gradient(world: Chain) -> Tensor:
 
 
 def _over_sequences(form: Form) -> tuple[float, float]:
-    """Cosine and share over whole completions; 0 for a gradient of zero."""
+    """Cosine and share of the gradient over whole completions; both 0 where the gradient is zero."""
     worlds = [random_chain(seed, vocab=3, length=3) for seed in range(4)]
     gradients = [expected_gradient(world, used(form)) for world in worlds]
     reverse = [truths(world)["reverse"] for world in worlds]

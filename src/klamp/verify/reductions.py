@@ -1,4 +1,4 @@
-"""How a trainer averages its per-token KL over a batch, read off its loss: the weight that each token gets.
+"""Finds out how a trainer averages its per-token KL: which weight each token has in the loss of a batch.
 
 The batch is ragged and padded: completions of 1 and 3 tokens in 5 columns. Only one token at a time is away from the
 reference, so that the loss is that token's KL times its weight.
@@ -30,7 +30,7 @@ EVEN = {
 
 
 def name_reduction(loss: BatchLoss, one_token: float) -> str:
-    """How a batch's KL loss weighs its tokens, in words; what the host raises is quoted.
+    """Says in words how a trainer's loss weighs its tokens; an exception of the trainer is quoted.
 
     Args:
         loss: the KL part of the loss of a batch.
@@ -44,7 +44,7 @@ def name_reduction(loss: BatchLoss, one_token: float) -> str:
 
 
 def token_weights(loss: BatchLoss, one_token: float) -> tuple[list[float], list[float]]:
-    """(weight of each token: the only one of the first completion, then the three of the second; of each padding)."""
+    """The weights of the first completion's only token and of the second one's three, and those of padding."""
     mask = torch.arange(COLUMNS) < torch.tensor(LENGTHS)[:, None]
     kept, padding = (
         [_loss_at(loss, mask, (row, column)) / one_token for row, column in where.nonzero().tolist()]

@@ -1,4 +1,4 @@
-"""The proofs: every claim about values, gradients, sequences, placement, clips and controllers, run on this machine.
+"""The claims of klamp as checks that run anywhere: values, gradients, placement, clips, controllers, number types.
 
 >>> all(check.passed for check in verify_estimators())
 True
@@ -36,12 +36,12 @@ PROOFS: Mapping[str, Proof] = {
 
 
 def verify_estimators() -> list[Check]:
-    """Every claim about the estimators' values and gradients, at one position and over sequences."""
+    """Checks every claim about the estimators: values and gradients, at one position and over completions."""
     return [check for section, proof in ESTIMATOR_PROOFS.items() for check in run_section(section, proof)]
 
 
 def verify_all() -> list[Check]:
-    """Every claim that klamp makes: the estimators', and those of placement, clips, controllers and number types."""
+    """Checks every claim that klamp makes."""
     return [check for section, proof in PROOFS.items() for check in run_section(section, proof)]
 
 

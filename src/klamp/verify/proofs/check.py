@@ -1,4 +1,4 @@
-"""One proven claim: what klamp says, what enumeration found, whether the two agree."""
+"""One checked claim: what klamp says, what was measured, and whether they agree."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXACT = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """A claim and its proof."""
+    """A claim, what was measured of it, and whether the measurement agrees."""
 
     claim: str
     """What is claimed."""
@@ -36,7 +36,7 @@ Proof = Callable[[], list[Check]]
 
 
 def run_section(section: str, proof: Proof) -> list[Check]:
-    """The checks of a section; a proof that stops with an exception is a failed check, not a crash."""
+    """Runs the checks of a section; an exception becomes a failed check."""
     try:
         checks = proof()
     except Exception as error:  # whatever broke, the user is to see a row that says FAIL
@@ -46,7 +46,7 @@ def run_section(section: str, proof: Proof) -> list[Check]:
 
 
 def is_equal(claim: str, measured: float | Tensor, expected: float | Tensor, *, tolerance: float = EXACT) -> Check:
-    """Two numbers are the same, up to an absolute error."""
+    """A check that two numbers are equal, up to an absolute error."""
     got, want = (x.item() if isinstance(x, Tensor) else float(x) for x in (measured, expected))
     error = abs(got - want)
     return Check(
@@ -58,14 +58,14 @@ def is_equal(claim: str, measured: float | Tensor, expected: float | Tensor, *, 
 
 
 def is_true(claim: str, condition: bool | Tensor, measured: str, *, expected: str = "yes") -> Check:
-    """A statement holds; `measured` shows the numbers behind it."""
+    """A check that a statement holds; `measured` shows the numbers behind it."""
     return Check(claim=claim, expected=expected, measured=measured, passed=bool(condition))
 
 
 def follows(
     claim: str, gradients: Sequence[Tensor], known: Sequence[Truths], name: str, *, factor: float = 1.0
 ) -> Check:
-    """The gradients are those of the named truth (times a factor) in every world; `NOTHING_KNOWN`: of none."""
+    """A check that gradients are those of the named divergence, times a factor, in every world."""
     found = name_gradient(gradients, known)
     words = IN_WORDS.get(name, name)
     passed = found.is_exactly(name, factor=factor, tolerance=EXACT)
@@ -78,7 +78,7 @@ def follows(
 
 
 def _distance(gradients: Sequence[Tensor], known: Sequence[Truths], name: str, factor: float) -> float:
-    """Largest distance over the worlds, in units of the gradient of KL(policy||ref)."""
+    """The largest distance between gradient and known gradient over the worlds, relative to that of KL(policy||ref)."""
     errors: list[float] = []
     for gradient, truths in zip(gradients, known, strict=True):
         target = torch.zeros_like(gradient) if name == "zero" else factor * truths[name]

@@ -1,4 +1,4 @@
-"""Clips and budgets: values, gates, and what klamp's gated gradient does where a clip of a sampled KL leaks."""
+"""Checks of the clips: their values and gates, and how often a clip of one sampled KL is open by mistake."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from klamp.verify.proofs.check import Check, follows, is_equal, is_true
 
 
 def prove_clipping() -> list[Check]:
-    """The clips, their gates and budgets, each by its numbers."""
+    """Checks clips, gates and budgets against the numbers that they should give."""
     budget = kl_budget(0.1, per_token=True, reference_length=50)
     kl = torch.tensor([2.0, 8.0], dtype=torch.float64)
     hard = clip_kl(kl, 5.0, method="hard")
@@ -45,14 +45,14 @@ def _slope(method: str, kl: float) -> float:
 
 
 def _leak() -> float:
-    """How often N(.05, .5) exceeds .1, by klamp's own gate on a fine grid of quantiles."""
+    """How often a KL of .05 with noise .5 passes the threshold .1, by klamp's gate on a fine grid of quantiles."""
     quantiles = (torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000
     noisy = 0.05 + 0.5 * torch.special.ndtri(quantiles)
     return clip_gate(noisy, 0.1, method="hard").mean().item()
 
 
 def _gated() -> list[Check]:
-    """The clip in the whole step: exact KL as the gate."""
+    """Checks the clip inside a whole step, with the exact KL as its gate."""
     world = scene(0, length=2)
     known = [truths(world.chain)]
 

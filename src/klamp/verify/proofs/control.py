@@ -1,4 +1,4 @@
-"""Controllers: each rule by its numbers."""
+"""Checks of the controllers: each rule by its numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from klamp.verify.proofs.check import Check, is_equal, is_true
 
 
 def prove_controllers() -> list[Check]:
-    """What each controller does to beta (step, PPO's, Ziegler's, dual ascent, PID), and what it refuses."""
+    """Checks what each controller does to beta (step, PPO's, Ziegler's, dual ascent, PID) and refuses."""
     step = [StepController(0.01, target=0.05).update(kl) for kl in (0.08, 0.05, 0.02)]
     ppo = [StepController(1.0, target=0.1, up=2, down=0.5, high=1.5, low=1 / 1.5).update(kl) for kl in (0.2, 0.06)]
     ziegler = ProportionalController(0.2, target=6.0, horizon=10_000)

@@ -1,4 +1,4 @@
-"""The gradients, one position: which divergence each choice of `kl_penalty` follows, and what plain formulas do."""
+"""Checks of the gradients at one position: which divergence each choice of `kl_penalty` follows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OWN: Mapping[Estimator, str] = {"k1": "zero", "k2": "reverse", "k3": "forward", 
 
 
 def prove_gradients() -> list[Check]:
-    """`kl_penalty` at one position, on-policy and with the sampler's weights."""
+    """Checks the gradients of `kl_penalty` at one position, for tokens of the policy and of another sampler."""
     checks = [_check(f"{name} as a loss (its own gradient)", [penalty(name, "own")], OWN[name]) for name in VALUES]
     named: tuple[tuple[Gradient, str], ...] = (("reverse", "reverse"), ("forward", "forward"), ("none", "zero"))
     for off_policy in (False, True):
@@ -32,7 +32,7 @@ def prove_gradients() -> list[Check]:
 
 
 def prove_formulas() -> list[Check]:
-    """The table of what plain formulas do: written out and differentiated, without klamp."""
+    """Checks the gradients of plain formulas that are differentiated as they are written, without klamp."""
     rows: tuple[tuple[str, Loss, str, bool], ...] = (
         ("k1 as a loss, tokens of the policy", _k1, "zero", False),
         ("k1 as a loss, tokens of another sampler", _k1, NOTHING_KNOWN, True),
@@ -52,7 +52,7 @@ def prove_formulas() -> list[Check]:
 
 
 def penalty(value: Estimator, gradient: Gradient, *, off_policy: bool = False) -> Loss:
-    """klamp's penalty as a loss over the oracle's outcomes."""
+    """klamp's penalty as a loss of enumerated completions."""
 
     def loss(y: Outcomes) -> Tensor:
         behavior = y.sampler_logprobs if off_policy else None
@@ -70,7 +70,7 @@ def _check(claim: str, losses: Sequence[Loss], name: str, off_policy: bool = Fal
 
 
 def _known(chain: Chain) -> Truths:
-    """The truths at one position, and the gradients of E[k2], of the L1 distance and of reverse - forward."""
+    """The known gradients at one position, with those of E[k2], of the L1 distance and of reverse minus forward."""
     exact = truths(chain)
     log_p, log_q = chain.logprobs("policy")[0], chain.logprobs("ref")[0]
     mean_k2 = (log_p.exp() * (log_p - log_q) ** 2 / 2).sum()

@@ -1,4 +1,4 @@
-"""Far from the reference, in every floating-point type: finite values, and the right gradient, not zero."""
+"""Checks far from the reference, in every floating-point type: values are finite and gradients right, not zero."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ VALUES: tuple[Estimator, ...] = ("k1", "k2", "k3", "abs")
 
 
 def prove_numerics() -> list[Check]:
-    """Log-ratios of +-30 nats; masked positions that hold -inf and NaN."""
+    """Checks log-ratios of +-30 nats, and masked positions that hold -inf and NaN."""
     return [*(_pull(dtype) for dtype in DTYPES), *(_forward(dtype) for dtype in DTYPES), *_masked(), _cancellation()]
 
 
 def _pull(dtype: torch.dtype) -> Check:
-    """gradient='reverse': the slope at one token is its log-ratio, whatever the value is."""
+    """Checks gradient='reverse': the slope at one token is its log-ratio, for every value."""
     found: list[str] = []
     right = True
     for delta in (FAR, -FAR):
@@ -34,7 +34,7 @@ def _pull(dtype: torch.dtype) -> Check:
 
 
 def _forward(dtype: torch.dtype) -> Check:
-    """gradient='forward': 1 - ref/policy, which float16 holds only within a bound on the log-ratio."""
+    """Checks gradient='forward': 1 - ref/policy, which float16 holds only where the log-ratio is bounded."""
     bound = 10.0 if dtype == torch.float16 else None
     far = FAR if bound is None else bound
     slopes = [_slope("k3", "forward", dtype, delta, bound) for delta in (FAR, -FAR)]
@@ -50,7 +50,7 @@ def _forward(dtype: torch.dtype) -> Check:
 
 
 def _masked() -> list[Check]:
-    """Whatever stands in a masked position reaches neither value nor gradient."""
+    """Checks that masked positions reach neither value nor gradient, whatever they hold."""
     checks: list[Check] = []
     for poison in (-math.inf, math.nan):
         policy = torch.tensor([[-1.0, poison]], requires_grad=True)
@@ -63,7 +63,7 @@ def _masked() -> list[Check]:
 
 
 def _cancellation() -> Check:
-    """Differentiating w k3 in float32 loses the pull that building it from its coefficient keeps."""
+    """Checks that differentiating w * k3 in float32 loses the gradient far away, and that klamp's form keeps it."""
     policy, ref = torch.tensor([[-20.0]], requires_grad=True), torch.tensor([[0.0]])
     delta = policy - ref
     naive = (policy - policy.detach()).exp() * (torch.exp(-delta) - 1 + delta)

@@ -1,4 +1,4 @@
-"""The KL in the reward and in the advantage: what reaches the gradient, what becomes of beta in saturated groups."""
+"""Checks of the KL in the reward and in the advantage: its gradient, and beta's effect in saturated groups."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOT_SCALED = LossConfig(scale_rewards="none", advantage_baseline="leave_one_out"
 
 
 def prove_placement() -> list[Check]:
-    """Where the KL enters, through klamp's whole step: groups of two, saturated and mixed."""
+    """Checks every place of the KL through a whole step, with groups of two, saturated and mixed."""
     return [*_gradients(), *_saturated(), *_lengths()]
 
 
@@ -46,7 +46,7 @@ def _gradients() -> list[Check]:
 
 
 def _saturated() -> list[Check]:
-    """All rewards equal: divided by the group's standard deviation, the KL in the reward forgets its beta."""
+    """Checks groups of equal rewards: division by the group's std makes beta drop out of a KL in the reward."""
     spent = torch.tensor([0.5, 2.0, 1.0, 3.0], dtype=torch.float64)
     rewards = torch.ones(4, dtype=torch.float64)
     small, large = (
@@ -83,7 +83,7 @@ def _guarded_ratio() -> float:
 
 
 def _lengths() -> list[Check]:
-    """One nat spread over a short and a long completion, both of the same reward."""
+    """Checks what length does to the same KL, spread over a short and over a long completion of equal reward."""
     mask = torch.tensor([[True] * 2 + [False] * 8, [True] * 10])
     delta = torch.where(mask, 1.0 / mask.sum(-1, keepdim=True).double(), 0.0)
     means = delta.sum(-1) / mask.sum(-1)

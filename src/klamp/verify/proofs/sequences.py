@@ -1,4 +1,4 @@
-"""Whole completions: which penalties hold what a token does to the KL of later ones, and which do not."""
+"""Checks over whole completions: which penalties include what a token does to the KL of later tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from klamp.verify.worlds import Outcomes, random_chain
 
 
 def prove_sequences() -> list[Check]:
-    """`kl_penalty` and the exact KL on short chains with an end token."""
+    """Checks `kl_penalty` and the exact KL on short chains with an end token."""
     rows: list[tuple[str, Loss, str, bool]] = [
         ("horizon token, value k2", _penalty("k2", "reverse", "token"), "local", False),
         ("horizon token, value k3", _penalty("k3", "reverse", "token"), "local", False),
@@ -35,7 +35,7 @@ def prove_sequences() -> list[Check]:
 
 
 def prove_sequence_formulas() -> list[Check]:
-    """The same for formulas written out and differentiated, without klamp."""
+    """Checks the same for formulas that are differentiated as they are written, without klamp."""
     rows: list[tuple[str, Loss, str, bool]] = [
         ("half the square of the summed log-ratio", lambda y: _delta(y).sum(-1) ** 2 / 2, "reverse", False),
         ("k1 reward-to-go (FRPO)", lambda y: _to_go(_delta(y)).detach() * y.policy_logprobs, "reverse", False),

@@ -1,4 +1,4 @@
-"""The values: what each estimator's mean, noise and sign are, tokens sampled from the policy."""
+"""Checks of the values: mean, noise and sign of each estimator, for tokens of the policy."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ UNBIASED: tuple[Estimator, ...] = ("k1", "k3")
 
 
 def prove_values() -> list[Check]:
-    """Bias, sign and support of the estimators, and of the exact KL over the vocabulary."""
+    """Checks bias, sign and support of the estimators and of the exact KL."""
     return [*_bias(), *_signs(), *_exact(), *_truncated()]
 
 
 def prove_gaussians() -> list[Check]:
-    """Schulman's closed forms for N(0, 1) sampled against N(m, 1), by quadrature over klamp's own estimators.
+    """Checks Schulman's formulas for N(0, 1) sampled against N(m, 1), by numerical integration.
 
     Source: http://joschu.net/blog/kl-approx.html
     """
@@ -48,7 +48,7 @@ def prove_gaussians() -> list[Check]:
 
 
 def estimate(name: Estimator) -> Loss:
-    """An estimator of klamp's as a loss over the oracle's outcomes."""
+    """One of klamp's estimators as a loss of enumerated completions."""
 
     def loss(y: Outcomes) -> Tensor:
         return kl_estimate(y.policy_logprobs, y.ref_logprobs, estimator=name)
@@ -73,7 +73,7 @@ def _bias() -> list[Check]:
 
 
 def _bias_near(size: float) -> float:
-    """k2's bias with the reference at a small distance of the policy."""
+    """The bias of k2 where the reference is near the policy."""
     policy = random_chain(0, vocab=4, length=1, eos=None).policy_logits.detach()[0]
     direction = random_chain(1, vocab=4, length=1, eos=None).policy_logits.detach()[0]
     chain = one_position(policy, policy + size * direction)
@@ -106,7 +106,7 @@ def _exact() -> list[Check]:
 
 
 def _truncated() -> list[Check]:
-    """Top-p takes tokens out of the policy's support; the reference still has them."""
+    """Checks top-p sampling, which removes tokens from the policy's support that the reference still has."""
     full = random_chain(6, vocab=5, length=1, eos=None)
     chain = one_position(truncate_top_p(full.policy_logits.detach()[0], 0.7), full.ref_logits[0])
     kept = chain.policy_logits.detach()[0] > -torch.inf
@@ -120,7 +120,7 @@ def _truncated() -> list[Check]:
 
 
 def _moments(name: Estimator, m: float) -> tuple[float, float]:
-    """Mean and variance of an estimator, N(0, 1) sampled, N(m, 1) the reference; trapezoids over +-14."""
+    """Mean and variance of an estimator for N(0, 1) sampled and N(m, 1) as the reference."""
     x = torch.linspace(-14, 14, 28_001, dtype=torch.float64)
     density = torch.exp(-(x**2) / 2) / math.sqrt(2 * math.pi) * (x[1] - x[0])
     values = kl_estimate(-(x**2) / 2, -((x - m) ** 2) / 2, estimator=name)
