@@ -1,4 +1,4 @@
-"""Small worlds whose every outcome can be listed: the ground on which klamp's claims are proven.
+"""Language models so small that every completion can be listed, with their references and samplers.
 
 A `Chain` is a language model small enough to enumerate. For each prefix it holds one row of logits for the
 policy, one for the reference and, off-policy, one for the sampler; generation ends at `eos` or after `length`
@@ -31,7 +31,7 @@ MAX_OUTCOMES = 20_000
 
 
 class Outcomes(NamedTuple):
-    """Every completion that can be sampled, laid out as a trainer's batch; padding holds 0.
+    """Every completion that can be sampled, as a batch with one row each; padding holds 0.
 
     Attributes:
         probs: mu(y), the sampler's probability of each completion; detached, sums to 1.
@@ -56,7 +56,7 @@ class Outcomes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Chain:
-    """A tabular policy, its reference and its sampler, over completions of at most `length` tokens.
+    """A policy, a reference and a sampler given as tables, over completions of at most `length` tokens.
 
     Args:
         policy_logits: one row per prefix, in the order of `list_prefixes`; kept as a float64 leaf.
@@ -95,7 +95,7 @@ class Chain:
 
     @property
     def vocab(self) -> int:
-        """Number of tokens."""
+        """The number of tokens in the vocabulary."""
         return self.policy_logits.shape[-1]
 
     @property
@@ -104,13 +104,13 @@ class Chain:
         return self.sampler_logits is None
 
     def logits(self, who: Who) -> Table:
-        """The table of one of the three models; only the policy's carries a gradient."""
+        """The table of logits of one of the three models; only the policy's carries a gradient."""
         if who == "sampler":
             return self.policy_logits.detach() if self.sampler_logits is None else self.sampler_logits
         return self.policy_logits if who == "policy" else self.ref_logits
 
     def logprobs(self, who: Who) -> Table:
-        """Log-softmax of `logits(who)`: one distribution over the next token per prefix."""
+        """The log-probabilities of one of the three models: one row, over the next token, per prefix."""
         return torch.log_softmax(self.logits(who), dim=-1)
 
 
@@ -119,7 +119,7 @@ def one_position(
     ref_logits: Float[Tensor, " vocab"],
     sampler_logits: Float[Tensor, " vocab"] | None = None,
 ) -> Chain:
-    """The chain of length 1: a single choice among V outcomes."""
+    """A chain of length 1: a single choice among V tokens."""
     return Chain(
         policy_logits=policy_logits[None],
         ref_logits=ref_logits[None],
@@ -136,7 +136,7 @@ def random_chain(
     off_policy: bool = False,
     spread: float = 1.0,
 ) -> Chain:
-    """A chain with independent normal logits of standard deviation `spread` in each table."""
+    """A chain whose tables hold independent normal numbers with standard deviation `spread`."""
     generator = torch.Generator().manual_seed(seed)
     shape = (count_prefixes(vocab, length, eos=eos), vocab)
     policy, ref, sampler = (spread * torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3))
@@ -159,7 +159,7 @@ def truncate_top_p(logits: Float[Tensor, "*rows vocab"], top_p: float) -> Float[
 
 
 def list_prefixes(vocab: int, length: int, *, eos: int | None) -> list[Prefix]:
-    """Every prefix after which a token is still to come, shortest first: the row order of the tables."""
+    """Every prefix that a token can follow, shortest first: the order of the rows of the tables."""
     going_on = [token for token in range(vocab) if token != eos]
     prefixes: list[Prefix] = [()]
     newest = prefixes
@@ -197,7 +197,7 @@ def _completions(vocab: int, length: int, eos: int | None) -> list[Prefix]:
 
 
 def prefix_probs(chain: Chain, who: Who) -> Float[Tensor, " prefixes"]:
-    """P(s): how likely `who` is to pass through each prefix; differentiable for the policy."""
+    """The probability that a model's completion begins with each prefix; differentiable for the policy."""
     parents, tokens = _index_prefixes(chain.vocab, chain.length, chain.eos)
     step = torch.softmax(chain.logits(who), dim=-1)
     probs = [step.new_ones(())]
@@ -215,7 +215,7 @@ def _index_prefixes(vocab: int, length: int, eos: int | None) -> tuple[list[int]
 
 
 def enumerate_outcomes(chain: Chain, *, unreachable: bool = False) -> Outcomes:
-    """Lists the completions with mu(y) > 0 as one batch; `unreachable=True` adds those with mu(y) = 0."""
+    """Lists every completion that the sampler can produce; with `unreachable`, the others too."""
     tokens, rows = _index_completions(chain.vocab, chain.length, chain.eos)
     mask = tokens >= 0
     chosen = {who: _at_tokens(chain.logprobs(who), rows, tokens) for who in ("policy", "ref", "sampler")}
@@ -237,7 +237,7 @@ def enumerate_outcomes(chain: Chain, *, unreachable: bool = False) -> Outcomes:
 
 @cache
 def _index_completions(vocab: int, length: int, eos: int | None) -> tuple[Tensor, Tensor]:
-    """Tokens (-1 after the end) and the table row of the prefix before each token (0 after the end)."""
+    """The tokens of all completions, and the table row of the prefix before each token; -1 and 0 after the end."""
     row = {p: index for index, p in enumerate(list_prefixes(vocab, length, eos=eos))}
     tokens, rows = [], []
     for completion in _completions(vocab, length, eos):
