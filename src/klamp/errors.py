@@ -128,6 +128,22 @@ def refuse(rows: Iterable[Refusal]) -> None:
             raise ConfigError(row.what, got=row.got, why=row.why, fix=row.fix)
 
 
+def check_name(kind: str, name: object, known: Iterable[str | None]) -> None:
+    """Refuse a name that is not in a table, with the nearest known name as the fix.
+
+    Args:
+        kind: what the name stands for, e.g. "KL estimator".
+        name: the name that was given.
+        known: the names that exist; None among them where none need be given.
+
+    Raises:
+        UnknownNameError: it is not among them.
+    """
+    names = list(known)
+    if name not in names:
+        raise unknown_name(kind, name, [each for each in names if each is not None])
+
+
 def unknown_name(kind: str, name: object, known: Iterable[str], *, why: str = "") -> UnknownNameError:
     """The error for a name that is not in a table, with the nearest known name as the fix.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from klamp.config import LOSS_TYPES, KLConfig, LossConfig, build_objective
+from klamp.config import LOSS_TYPES, TRL_LOSS_TYPES, KLConfig, LossConfig, build_objective
 from klamp.errors import ConfigError
 
 IN_REWARD = {"kl_estimator": "k1", "kl_placement": "reward", "kl_horizon": "sequence"}
@@ -31,3 +31,9 @@ def test_a_loss_type_fixes_reduction_and_scaling(loss_type):
     assert objective.reduction == expected[loss_type]
     assert loss.scale == ("none" if loss_type == "dr_grpo" else "std")
     assert (objective.beta, objective.clip_low, objective.clip_high, objective.max_length) == (0.3, 0.1, 0.1, 8)
+
+
+def test_trls_loss_types_reduce_as_klamps_of_the_same_name_but_bnpo():
+    same = {name for name, row in LOSS_TYPES.items() if TRL_LOSS_TYPES[name] == row.reduction}
+    assert same == LOSS_TYPES.keys() - {"bnpo"}
+    assert TRL_LOSS_TYPES["bnpo"] is None, "the token mean of a micro-batch is no reduction of a batch"

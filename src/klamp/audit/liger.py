@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from klamp.config import TRL_LOSS_TYPES
 from klamp.verify.audit import BatchLoss, Subject, Term
 
-LOSS_TYPES = ("dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "vespo", "luspo")
 LONGEST = 256
 
 
@@ -39,7 +39,7 @@ def subject() -> Subject:
         ),
         reductions={
             f"loss_type={name}" + (" (default)" if name == defaults["loss_type"] else ""): _batch_loss(name)
-            for name in LOSS_TYPES
+            for name in TRL_LOSS_TYPES
         },
         notes=(
             f"beta is {defaults['beta']:g} by default; without a reference model it compares the policy with itself.",

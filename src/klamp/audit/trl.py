@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from klamp.config import TRL_LOSS_TYPES
 from klamp.verify.audit import BatchLoss, Subject, Term
 
 TITLE = "GRPOTrainer"
-LOSS_TYPES = ("dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "vespo", "luspo")
 
 
 def subject() -> Subject:
@@ -37,7 +37,7 @@ def subject() -> Subject:
     return Subject(
         title=f"trl {trl.__version__}, {TITLE}",
         terms=tuple(terms),
-        reductions={_marked("loss_type", name, defaults): _batch_loss(trainer, name) for name in LOSS_TYPES},
+        reductions={_marked("loss_type", name, defaults): _batch_loss(trainer, name) for name in TRL_LOSS_TYPES},
         notes=(
             f"beta is {defaults['beta']:g} by default: without beta= there is no KL and no reference.",
             "Log-probabilities reach the KL in float32, whatever the model's type.",

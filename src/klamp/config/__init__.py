@@ -1,7 +1,7 @@
 """The one configuration that every trainer takes."""
 
 from klamp.config.kl import ALIASES, KLConfig
-from klamp.config.loss import LOSS_TYPES, LossConfig, build_objective
+from klamp.config.loss import LOSS_TYPES, TRL_LOSS_TYPES, LossConfig, build_objective
 from klamp.config.presets import PRESETS, Preset, find_preset, preset
 from klamp.errors import KLWarning
 
@@ -9,6 +9,7 @@ __all__ = [
     "ALIASES",
     "LOSS_TYPES",
     "PRESETS",
+    "TRL_LOSS_TYPES",
     "KLConfig",
     "KLWarning",
     "LossConfig",

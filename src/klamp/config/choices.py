@@ -2,41 +2,70 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from types import UnionType
+from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from klamp.core.clipping import ClipLevel
-from klamp.core.schedules import KLSchedule
-from klamp.core.term import OffPolicy, Placement
+from klamp.core.schedules import Schedule
+from klamp.core.term import KLTerm, OffPolicy, Placement
 from klamp.core.types import ClipMethod, Gradient, Horizon, Reduction, Value
+from klamp.errors import check_name
 
 ControllerName: TypeAlias = Literal["fixed", "step", "proportional", "dual", "pid"]
 ReferenceName: TypeAlias = Literal["auto", "frozen", "adapter_off", "ema", "periodic", "remote"]
+DType: TypeAlias = Literal["float32", "bfloat16", "float16"]
+
+
+@functools.cache
+def choices(cls: type) -> Mapping[str, tuple[Any, ...]]:
+    """What may be chosen in the fields of a dataclass whose type is a Literal; None among it where None may stand."""
+    return {name: found for name, hint in get_type_hints(cls).items() if (found := _choices(hint))}
+
+
+def _choices(hint: Any) -> tuple[Any, ...]:
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    if get_origin(hint) in (Union, UnionType) and any(get_origin(part) is Literal for part in get_args(hint)):
+        return tuple(choice for part in get_args(hint) for choice in (get_args(part) or (None,)))
+    return ()
+
+
+def check_choices(config: object) -> None:
+    """Refuse what no field of this configuration takes.
+
+    Raises:
+        UnknownNameError: a value that is none of its field's choices; names the nearest.
+    """
+    for name, known in choices(type(config)).items():
+        check_name(name, getattr(config, name), known)
 
 
 @dataclass(frozen=True, kw_only=True)
 class KLChoices:
-    """The fields of `KLConfig`, unchecked, and what follows from them alone."""
+    """The fields of `KLConfig`, unchecked, and what follows from them alone; a `KLTerm.` default is the term's own."""
 
     beta: float = 0.01
     """Coefficient of the KL, in reward (or loss) per nat. 0 trains without KL: no reference is loaded."""
-    kl_estimator: Value = "k3"
+    kl_estimator: Value = KLTerm.value
     """Value of the KL: k1, k2, k3, abs, or exact (over the vocabulary)."""
-    kl_gradient: Gradient = "reverse"
+    kl_gradient: Gradient = KLTerm.gradient
     """Whose gradient the loss follows: reverse KL(policy||ref), forward KL(ref||policy), the estimator's own, none."""
-    kl_horizon: Horizon = "token"
+    kl_horizon: Horizon = KLTerm.horizon
     """token: each position for itself; sequence: with what a token does to the KL of later ones."""
-    kl_placement: Placement = "loss"
+    kl_placement: Placement = KLTerm.placement
     """In the loss, in the reward (before advantages are formed), or as a shift of the advantage (after)."""
-    kl_clip_method: ClipMethod = "none"
+    kl_clip_method: ClipMethod = KLTerm.clip_method
     """none, hard (no pull below the budget), or soft."""
-    kl_clip_threshold: float = 0.5
+    kl_clip_threshold: float = KLTerm.clip_threshold
     """KL budget: nats per token of the reference length, or nats in total."""
-    use_per_token_kl_threshold: bool = True
+    use_per_token_kl_threshold: bool = KLTerm.clip_per_token
     """Whether the threshold is per token (multiplied by the reference length)."""
-    kl_clip_temperature: float = 1.0
+    kl_clip_temperature: float = KLTerm.clip_temperature
     """Width of the soft clip in nats of the total."""
-    kl_clip_level: ClipLevel = "sequence"
+    kl_clip_level: ClipLevel = KLTerm.clip_level
     """Whose KL is held against the budget: each sequence's, its group's mean, or the batch's mean."""
     kl_reference_length: int | None = None
     """Reference length in tokens; None: a data column if there is one, else measured once at the start and frozen."""
@@ -54,13 +83,13 @@ class KLChoices:
     """Lower bound of an adaptive beta."""
     beta_max: float | None = None
     """Upper bound of an adaptive beta."""
-    kl_max_log_ratio: float | None = None
+    kl_max_log_ratio: float | None = KLTerm.max_log_ratio
     """Straight-through bound of the log-ratio in nats; how often it binds is logged."""
-    kl_off_policy: OffPolicy = "none"
+    kl_off_policy: OffPolicy = KLTerm.off_policy
     """Weigh the KL by policy/sampler: not at all, per token, or by the whole prefix (exact, noisier)."""
-    kl_max_weight: float | None = None
+    kl_max_weight: float | None = KLTerm.max_weight
     """Truncation of that weight; how often it binds is logged."""
-    kl_normalizer: Reduction | None = None
+    kl_normalizer: Reduction | None = KLTerm.normalizer
     """Reduction of the KL over tokens; None: that of the policy loss."""
     kl_exclude_tokens: tuple[int | str, ...] = ()
     """Tokens that carry no KL: ids, token strings, or `special` for all special tokens."""
@@ -68,7 +97,7 @@ class KLChoices:
     """First tokens of each completion that carry no KL (a format prefix)."""
     kl_exclude_between: tuple[str, ...] = ()
     """Two markers; what stands between them (tool output) carries no KL, the markers included."""
-    kl_schedule: KLSchedule = "constant"
+    kl_schedule: Schedule = "constant"
     """Factor on beta over the run: constant, linear or cosine."""
     kl_warmup_steps: int = 0
     """Steps over which that factor grows from 0."""
@@ -88,7 +117,7 @@ class KLChoices:
     """periodic: steps after which the reference becomes the policy."""
     reference_device: str | None = None
     """Device of a reference with weights of its own; None: the policy's."""
-    reference_dtype: str | None = None
+    reference_dtype: DType | None = None
     """Data type of a reference with weights of its own; None: the policy's."""
     reference_url: str | None = None
     """remote: where the reference answers; see `klamp.training.remote`."""

@@ -14,18 +14,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Any
 
-from klamp.config.choices import KLChoices
+from klamp.config.choices import ControllerName, KLChoices, check_choices
 from klamp.config.rules import cautions, check_beta, refusals
 from klamp.core import controllers
-from klamp.core.clipping import CLIP_LEVELS, CLIP_METHODS
 from klamp.core.controllers import Controller
 from klamp.core.gradients import check_bound, check_gradient_choice
-from klamp.core.schedules import KL_SCHEDULES, kl_schedule_factor
+from klamp.core.schedules import kl_schedule_factor
 from klamp.core.term import KLTerm
-from klamp.core.types import Reduction
 from klamp.errors import ConfigError, KLWarning, refuse, unknown_name
-
-REDUCTIONS: tuple[Reduction, ...] = ("token_mean", "sequence_mean", "sequence_sum", "fixed_length")
 
 ALIASES: Mapping[str, str] = {"kl_coef": "beta", "kl_penalty": "beta", "kl_beta": "beta"}
 """Other names of a field, as other trainers and guides call it."""
@@ -99,7 +95,8 @@ class KLConfig(KLChoices, _OtherNames):
 
     def __post_init__(self, *_: object) -> None:
         self._check_numbers()
-        self._check_names()
+        check_gradient_choice(self.kl_estimator, self.kl_gradient, self.kl_horizon)
+        check_choices(self)
         self._check_combinations()
         for text in self.cautions():
             warnings.warn(text, KLWarning, stacklevel=4)
@@ -140,23 +137,6 @@ class KLConfig(KLChoices, _OtherNames):
             )
         kl_schedule_factor(0, 1, warmup_steps=self.kl_warmup_steps, end=self.kl_schedule_end)
 
-    def _check_names(self) -> None:
-        check_gradient_choice(self.kl_estimator, self.kl_gradient, self.kl_horizon)
-        choices = {
-            "kl_placement": ("loss", "reward", "advantage"),
-            "kl_clip_method": CLIP_METHODS,
-            "kl_clip_level": CLIP_LEVELS,
-            "kl_controller": (None, *CONTROLLERS),
-            "kl_off_policy": ("none", "token", "sequence"),
-            "kl_normalizer": (None, *REDUCTIONS),
-            "reference": ("auto", "frozen", "adapter_off", "ema", "periodic", "remote"),
-            "reference_dtype": (None, "float32", "bfloat16", "float16"),
-            "kl_schedule": KL_SCHEDULES,
-        }
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise unknown_name(name, getattr(self, name), [str(k) for k in known if k is not None])
-
     def _check_combinations(self) -> None:
         refuse(refusals(self))
         self.build_controller()
@@ -196,7 +176,7 @@ def _target(c: KLConfig) -> float:
     return math.nan if c.target_kl is None else c.target_kl
 
 
-CONTROLLERS: Mapping[str, Callable[[KLConfig], Controller]] = {
+CONTROLLERS: Mapping[ControllerName, Callable[[KLConfig], Controller]] = {
     "fixed": lambda c: controllers.FixedController(c.beta, min_value=c.beta_min, max_value=c.beta_max),
     "step": lambda c: controllers.StepController(c.beta, target=_target(c), min_value=c.beta_min, max_value=c.beta_max),
     "proportional": lambda c: controllers.ProportionalController(

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from klamp.config.choices import check_choices
 from klamp.config.kl import KLConfig
 from klamp.core.advantages import Baseline, Scale
 from klamp.core.objective import Objective, SurrogateName
 from klamp.core.surrogates import check_clip_range
 from klamp.core.types import Reduction
-from klamp.errors import ConfigError, unknown_name
+from klamp.errors import ConfigError
 
 LossType: TypeAlias = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
 
@@ -22,13 +23,23 @@ class _LossRow:
     scale: Scale
 
 
-LOSS_TYPES: Mapping[str, _LossRow] = {
+LOSS_TYPES: Mapping[LossType, _LossRow] = {
+    "dapo": _LossRow(reduction="token_mean", scale="std"),
     "grpo": _LossRow(reduction="sequence_mean", scale="std"),
     "bnpo": _LossRow(reduction="token_mean", scale="std"),
     "dr_grpo": _LossRow(reduction="fixed_length", scale="none"),
-    "dapo": _LossRow(reduction="token_mean", scale="std"),
 }
 """What each loss type fixes: how tokens become a number, and whether advantages are divided by the group's std."""
+
+TRL_LOSS_TYPES: Mapping[str, Reduction | None] = {
+    **{name: row.reduction for name, row in LOSS_TYPES.items()},
+    "bnpo": None,
+    "cispo": "token_mean",
+    "sapo": "sequence_mean",
+    "vespo": "token_mean",
+    "luspo": "sequence_sum",
+}
+"""How TRL's loss types make tokens a number; None: no word for it (bnpo: the token mean of each micro-batch)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +61,9 @@ class LossConfig:
 
     loss_type: LossType = "grpo"
     """grpo (mean of sequence means), bnpo and dapo (token mean), dr_grpo (fixed length, advantages not scaled)."""
-    surrogate: SurrogateName = "ppo_clip"
+    surrogate: SurrogateName = Objective.surrogate
     """ppo_clip, cispo or score_function."""
-    epsilon: float = 0.2
+    epsilon: float = Objective.clip_low
     """Ratio bound below 1."""
     epsilon_high: float | None = None
     """Ratio bound above 1; None: the same as epsilon."""
@@ -62,15 +73,7 @@ class LossConfig:
     """mean of the group, or leave_one_out."""
 
     def __post_init__(self) -> None:
-        known = {
-            "loss_type": tuple(LOSS_TYPES),
-            "surrogate": ("ppo_clip", "cispo", "score_function"),
-            "scale_rewards": (None, "std", "none"),
-            "advantage_baseline": ("mean", "leave_one_out"),
-        }
-        for name, choices in known.items():
-            if getattr(self, name) not in choices:
-                raise unknown_name(name, getattr(self, name), [c for c in choices if c is not None])
+        check_choices(self)
         check_clip_range(self.epsilon, self.clip_high)
 
     @property

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from klamp.core.masking import upcast
-from klamp.errors import ConfigError, NonFiniteError, ShapeError, unknown_name
+from klamp.errors import ConfigError, NonFiniteError, ShapeError, check_name
 
 Scale: TypeAlias = Literal["std", "none"]
 Baseline: TypeAlias = Literal["mean", "leave_one_out"]
-
-SCALES: tuple[Scale, ...] = ("std", "none")
-BASELINES: tuple[Baseline, ...] = ("mean", "leave_one_out")
 
 
 def check_group_size(group_size: int) -> None:
@@ -70,10 +67,8 @@ def group_advantages(
     Source: DeepSeekMath arXiv:2402.03300 (std), Dr. GRPO arXiv:2503.20783 (none), RLOO arXiv:2402.14740
     (leave_one_out)
     """
-    if scale not in SCALES:
-        raise unknown_name("advantage scale", scale, SCALES)
-    if baseline not in BASELINES:
-        raise unknown_name("advantage baseline", baseline, BASELINES)
+    check_name("advantage scale", scale, get_args(Scale))
+    check_name("advantage baseline", baseline, get_args(Baseline))
     check_group_size(group_size)
     if rewards.ndim != 1 or rewards.shape[0] % group_size:
         raise ShapeError(

@@ -7,7 +7,7 @@ multiplies a correct gradient.
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias, overload
+from typing import Literal, TypeAlias, get_args, overload
 
 import torch
 from jaxtyping import Float
@@ -16,17 +16,13 @@ from torch.nn.functional import softplus
 
 from klamp.core.masking import upcast
 from klamp.core.types import ClipMethod
-from klamp.errors import ConfigError, ShapeError, unknown_name
+from klamp.errors import ConfigError, ShapeError, check_name
 
 ClipLevel: TypeAlias = Literal["sequence", "group", "batch"]
 
-CLIP_METHODS: tuple[ClipMethod, ...] = ("none", "hard", "soft")
-CLIP_LEVELS: tuple[ClipLevel, ...] = ("sequence", "group", "batch")
-
 
 def _check(method: str, temperature: float) -> None:
-    if method not in CLIP_METHODS:
-        raise unknown_name("KL clip method", method, CLIP_METHODS)
+    check_name("KL clip method", method, get_args(ClipMethod))
     if not temperature > 0:
         raise ConfigError(
             "the clip temperature must be positive",
@@ -154,13 +150,12 @@ def gate_kl(
         UnknownNameError: an unknown level.
         ShapeError: the batch is not a whole number of groups.
     """
+    check_name("KL clip level", level, get_args(ClipLevel))
     kl = upcast(sequence_kl.detach())
     if level == "sequence":
         return kl
     if level == "batch":
         return kl.mean().expand_as(kl)
-    if level != "group":
-        raise unknown_name("KL clip level", level, CLIP_LEVELS)
     if group_size is None or kl.shape[0] % group_size:
         raise ShapeError(
             "the batch is not a whole number of groups",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from klamp.core.masking import upcast
 from klamp.core.types import Direction, Estimator
-from klamp.errors import ConfigError, ShapeError, unknown_name
+from klamp.errors import ConfigError, ShapeError, check_name
 
 TokenFunction = Callable[[Tensor], Tensor]
 
@@ -154,8 +154,7 @@ def kl_estimate(
     """
     if str(estimator) == "exact":
         raise needs_logits("kl_estimate")
-    if estimator not in ESTIMATORS:
-        raise unknown_name("KL estimator", estimator, ESTIMATORS)
+    check_name("KL estimator", estimator, ESTIMATORS)
     return ESTIMATORS[estimator].value(log_ratio(policy_logprobs, ref_logprobs))
 
 
@@ -229,8 +228,7 @@ def exact_kl(
 
     Source: arXiv:2504.10637 (Rao-Blackwellised estimation of the KL divergence between language models)
     """
-    if direction not in DIRECTIONS:
-        raise unknown_name("KL direction", direction, DIRECTIONS)
+    check_name("KL direction", direction, DIRECTIONS)
     if policy_logits.shape != ref_logits.shape:
         raise ShapeError(
             "policy and reference logits differ in shape",

@@ -16,18 +16,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor
 
 from klamp.core.estimators import ESTIMATORS, log_ratio, needs_logits
 from klamp.core.masking import future_sum, masked
-from klamp.core.types import Estimator, Gradient, Horizon, LogProbs, Mask, TokenValues
-from klamp.errors import ConfigError, unknown_name
-
-GRADIENTS: tuple[Gradient, ...] = ("reverse", "forward", "own", "none")
-HORIZONS: tuple[Horizon, ...] = ("token", "sequence")
+from klamp.core.types import Estimator, Gradient, Horizon, LogProbs, Mask, TokenValues, Value
+from klamp.errors import ConfigError, check_name
 
 # Past this log-ratio exp(-delta) - 1 has lost nothing to the 1, and w * exp(-delta) must be one exponential: the
 # factors over- and underflow where their product is harmless.
@@ -164,12 +161,9 @@ def check_gradient_choice(value: str, gradient: str, horizon: str) -> None:
         UnknownNameError: an unknown value, gradient or horizon.
         ConfigError: gradient `own` with horizon `sequence`.
     """
-    if value not in ESTIMATORS and value != "exact":
-        raise unknown_name("KL estimator", value, [*ESTIMATORS, "exact"])
-    if gradient not in GRADIENTS:
-        raise unknown_name("KL gradient", gradient, GRADIENTS)
-    if horizon not in HORIZONS:
-        raise unknown_name("KL horizon", horizon, HORIZONS)
+    check_name("KL estimator", value, get_args(Value))
+    check_name("KL gradient", gradient, get_args(Gradient))
+    check_name("KL horizon", horizon, get_args(Horizon))
     if (horizon, gradient) == ("sequence", "own"):
         raise ConfigError(
             "gradient 'own' has no sequence horizon",

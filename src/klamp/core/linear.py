@@ -33,7 +33,7 @@ from klamp.core._linear_kept import owner_of
 from klamp.core._linear_kl import LinearKL
 from klamp.core.estimators import DIRECTIONS
 from klamp.core.types import Direction
-from klamp.errors import ConfigError, ShapeError, unknown_name
+from klamp.errors import ConfigError, ShapeError, check_name
 
 Result = TypeVar("Result")
 
@@ -203,8 +203,7 @@ def _kl(
     scale: tuple[float, float | None],
     direction: Direction,
 ) -> Tensor:
-    if direction not in DIRECTIONS:
-        raise unknown_name("KL direction", direction, DIRECTIONS)
+    check_name("KL direction", direction, DIRECTIONS)
     _check_head("the policy's", hidden, *head)
     _check_head("the reference's", ref_hidden, *ref_head)
     _check_positive("temperature", scale[0])

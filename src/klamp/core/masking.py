@@ -7,14 +7,14 @@ in a masked position (padding, -inf, NaN) changes neither the value nor the grad
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from klamp.core.types import Mask, Reduction, TokenValues
-from klamp.errors import ConfigError, ShapeError, unknown_name
+from klamp.errors import ConfigError, ShapeError, check_name
 
 
 class Totals(NamedTuple):
@@ -91,12 +91,11 @@ def natural_denominator(mask: Mask, reduction: Reduction, *, length: int | None 
         ConfigError: `fixed_length` without a length.
         UnknownNameError: an unknown reduction.
     """
+    check_name("reduction", reduction, get_args(Reduction))
     if reduction == "token_mean":
         return mask.sum().clamp(min=1)
     if reduction in ("sequence_mean", "sequence_sum"):
         return float(mask.shape[0])
-    if reduction != "fixed_length":
-        raise unknown_name("reduction", reduction, _NUMERATORS)
     if length is None or length < 1:
         raise ConfigError(
             "reduction 'fixed_length' needs a length",
@@ -144,8 +143,7 @@ def reduce_tokens(
     Source: GRPO arXiv:2402.03300 (sequence_mean), DAPO arXiv:2503.14476 (token_mean), Dr. GRPO arXiv:2503.20783
     (fixed_length).
     """
-    if reduction not in _NUMERATORS:
-        raise unknown_name("reduction", reduction, _NUMERATORS)
+    check_name("reduction", reduction, get_args(Reduction))
     counted = mask if counted is None else counted
     if denominator is None:
         denominator = natural_denominator(counted, reduction, length=length)

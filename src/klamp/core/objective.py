@@ -22,7 +22,7 @@ from klamp.core.masking import (
 )
 from klamp.core.term import Gate, KLTerm, carries_kl, kl_metrics, shifted_advantages, token_penalty
 from klamp.core.types import Batch, LossOutput, Mask, Reduction, TokenValues
-from klamp.errors import unknown_name
+from klamp.errors import check_name
 
 SurrogateName: TypeAlias = Literal["ppo_clip", "cispo", "score_function"]
 
@@ -51,7 +51,7 @@ class Objective:
     """The KL itself."""
 
 
-SURROGATES: dict[str, Callable[[Objective, Tensor, Tensor, Tensor], Tensor]] = {
+SURROGATES: dict[SurrogateName, Callable[[Objective, Tensor, Tensor, Tensor], Tensor]] = {
     "ppo_clip": lambda o, policy, old, a: surrogates.ppo_clip(
         policy, old, a, clip_low=o.clip_low, clip_high=o.clip_high
     ),
@@ -91,8 +91,7 @@ def grpo_loss(batch: Batch, objective: Objective, *, totals: Totals | None = Non
     advantages: Float[Tensor, ...] = batch.advantages
     if objective.beta > 0 and objective.kl.placement == "advantage":
         advantages = shifted_advantages(batch, objective.kl, beta=objective.beta, gate=gate)
-    if objective.surrogate not in SURROGATES:
-        raise unknown_name("surrogate", objective.surrogate, SURROGATES)
+    check_name("surrogate", objective.surrogate, SURROGATES)
     tokens = SURROGATES[objective.surrogate](objective, policy, old, advantages)
     loss = _reduce(tokens, batch.mask, batch.mask, objective.reduction, objective, totals)
     metrics["loss/policy"] = loss.detach()

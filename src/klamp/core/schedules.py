@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
-from klamp.errors import ConfigError, unknown_name
+from klamp.errors import ConfigError, check_name
 
-KLSchedule: TypeAlias = Literal["constant", "linear", "cosine"]
-
-KL_SCHEDULES: tuple[KLSchedule, ...] = ("constant", "linear", "cosine")
+Schedule: TypeAlias = Literal["constant", "linear", "cosine"]
 
 
 def kl_schedule_factor(
-    step: int, total_steps: int, *, schedule: KLSchedule = "constant", warmup_steps: int = 0, end: float = 0.0
+    step: int, total_steps: int, *, schedule: Schedule = "constant", warmup_steps: int = 0, end: float = 0.0
 ) -> float:
     """The factor on beta at a step, in [0, 1].
 
@@ -35,8 +33,7 @@ def kl_schedule_factor(
         UnknownNameError: an unknown schedule.
         ConfigError: a negative warm-up, or an end outside [0, 1].
     """
-    if schedule not in KL_SCHEDULES:
-        raise unknown_name("KL schedule", schedule, KL_SCHEDULES)
+    check_name("KL schedule", schedule, get_args(Schedule))
     if warmup_steps < 0 or not 0 <= end <= 1:
         raise ConfigError(
             "the KL schedule needs warmup_steps >= 0 and an end in [0, 1]",

@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 Estimator: TypeAlias = Literal["k1", "k2", "k3", "abs"]
-Value: TypeAlias = Literal["k1", "k2", "k3", "abs", "exact"]
+Value: TypeAlias = Literal[Estimator, "exact"]
 Direction: TypeAlias = Literal["reverse", "forward", "js"]
 Gradient: TypeAlias = Literal["reverse", "forward", "own", "none"]
 Horizon: TypeAlias = Literal["token", "sequence"]

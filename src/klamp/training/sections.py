@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from klamp.config.choices import DType, check_choices
 from klamp.core.advantages import check_group_size
+from klamp.core.schedules import Schedule
 from klamp.diagnostics.alarms import check_names
-from klamp.errors import ConfigError, unknown_name
+from klamp.errors import ConfigError
 
-DType: TypeAlias = Literal["float32", "bfloat16", "float16"]
-Schedule: TypeAlias = Literal["constant", "linear", "cosine"]
 Backend: TypeAlias = Literal["local", "tinker"]
 
 
@@ -45,8 +45,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, {"lora_r": 0, "lora_alpha": 1})
-        if self.dtype not in ("float32", "bfloat16", "float16"):
-            raise unknown_name("dtype", self.dtype, ("float32", "bfloat16", "float16"))
+        check_choices(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +117,7 @@ class OptimConfig:
                     why="it is the share of a moment that a step keeps",
                     fix=f"use {type(self).__dataclass_fields__[name].default}, the default",
                 )
-        if self.lr_scheduler_type not in ("constant", "linear", "cosine"):
-            raise unknown_name("lr_scheduler_type", self.lr_scheduler_type, ("constant", "linear", "cosine"))
+        check_choices(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +160,6 @@ class RunConfig:
         _at_least(self, {"max_steps": 0, "eval_every": 0, "save_every": 0, "keep_checkpoints": 1})
         _at_least(self, {"log_completions": 0, "log_completions_every": 1})
         check_names(self.stop_on)
-        if self.backend not in ("local", "tinker"):
-            raise unknown_name("backend", self.backend, ("local", "tinker"))
+        check_choices(self)
         if not self.service_timeout > 0:
             raise ConfigError("service_timeout must be positive", got=self.service_timeout, fix="600 is the default")

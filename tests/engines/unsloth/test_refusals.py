@@ -28,6 +28,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "cannot be combined with off_policy_mask_threshold",
     ),
     ({"kl_placement": "advantage", "kl_estimator": "k1"}, {"loss_type": "vespo"}, "another loss_type"),
+    ({}, {"loss_type": "dpao"}, "did you mean 'dapo'?"),
 ]
 
 

@@ -174,3 +174,10 @@ def test_a_moving_reference_is_the_one_of_trl() -> None:
 def test_a_beta_that_is_no_coefficient_is_refused_whoever_computes_the_kl(name: str, beta: float) -> None:
     with pytest.raises(ConfigError, match="beta must be a number >= 0"):
         arguments(**{name: beta})
+
+
+def test_a_loss_type_that_klamp_does_not_know_is_refused_by_name_where_the_kl_is_klamps() -> None:
+    with pytest.raises(UnknownNameError, match=r"(?s)unknown loss_type.*'dpao'.*did you mean 'dapo'") as caught:
+        arguments(GRPOConfig, loss_type="dpao", beta=0.1, kl_estimator="k2")
+    assert "luspo" in caught.value.why
+    assert arguments(GRPOConfig, loss_type="dpao", beta=0.1).loss_type == "dpao", "TRL's own KL is TRL's business"

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from klamp.config.choices import ControllerName, KLChoices, ReferenceName
+from klamp.config.choices import ControllerName, DType, KLChoices, ReferenceName
 from klamp.config.kl import ALIASES, KLConfig
 from klamp.config.rules import check_beta
 from klamp.core.clipping import ClipLevel
-from klamp.core.schedules import KLSchedule
+from klamp.core.schedules import Schedule
 from klamp.core.term import OffPolicy, Placement
 from klamp.core.types import ClipMethod, Gradient, Horizon, Reduction, Value
 from klamp.errors import ConfigError
@@ -69,7 +69,7 @@ class KLFields:
     kl_exclude_tokens: list[str] | None = None
     kl_exclude_prefix: int | None = None
     kl_exclude_between: list[str] | None = None
-    kl_schedule: KLSchedule | None = None
+    kl_schedule: Schedule | None = None
     kl_warmup_steps: int | None = None
     kl_schedule_end: float | None = None
     kl_early_stop: float | None = None
@@ -79,7 +79,7 @@ class KLFields:
     reference_decay: float | None = None
     reference_reset_steps: int | None = None
     reference_device: str | None = None
-    reference_dtype: str | None = None
+    reference_dtype: DType | None = None
     reference_url: str | None = None
     reference_share: float | None = None
 

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from klamp.config import KLConfig
-from klamp.config.kl import REDUCTIONS
 from klamp.config.rules import check_beta
 from klamp.core.masking import Totals
 from klamp.core.objective import Objective, SurrogateName
 from klamp.core.surrogates import check_clip_range
 from klamp.core.types import Reduction
-from klamp.errors import ConfigError, unknown_name
+from klamp.errors import ConfigError, check_name
 from klamp.hosts.tinker.padded import Rows, read_rows
 
-Normalizer: TypeAlias = Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length", "token_sum"]
-
-NORMALIZERS: tuple[Normalizer, ...] = (*REDUCTIONS, "token_sum")
+Normalizer: TypeAlias = Literal[Reduction, "token_sum"]
 """The core's reductions, and `token_sum`: a plain sum over all tokens, as the service's built-in losses."""
 
 
@@ -26,7 +23,7 @@ class _Unset(float):
     """A default that can be told from the same number given on purpose."""
 
 
-KL_COEF = _Unset(0.01)
+KL_COEF = _Unset(KLConfig.beta)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +115,7 @@ def in_force(kl: KLConfig, beta: float | None) -> float:
 
 
 def _reduction(normalizer: Normalizer, kl: KLConfig, totals: Totals | None) -> tuple[Reduction, Totals | None]:
-    if normalizer not in NORMALIZERS:
-        raise unknown_name("normalizer", normalizer, NORMALIZERS)
+    check_name("normalizer", normalizer, get_args(Normalizer))
     if normalizer != "token_sum":
         return normalizer, totals
     if kl.kl_normalizer is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from klamp.core.checks import check_logprobs
 from klamp.core.masking import masked, masked_mean
 from klamp.core.term import Gate, shifted_advantages, shifted_rewards
 from klamp.core.types import Batch
-from klamp.errors import ConfigError, ShapeError, unknown_name
+from klamp.errors import ConfigError, ShapeError, check_name
 from klamp.hosts.tinker.datums import tensor_data, with_inputs
 from klamp.hosts.tinker.options import in_force
 from klamp.hosts.tinker.padded import Rows, as_length, number_row, pad, read_rows
@@ -60,8 +60,7 @@ def shift_advantages(
         DataError, ShapeError, NonFiniteError, EmptyMaskError: as `compute_grpo_kl_loss`.
     """
     _check_placement(kl, "advantage", "shift_advantages")
-    if baseline not in ("none", "batch"):
-        raise unknown_name("baseline", baseline, ("none", "batch"))
+    check_name("baseline", baseline, get_args(Baseline))
     now = in_force(kl, beta)
     if now == 0:
         return list(data)

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from klamp.config import TRL_LOSS_TYPES
 from klamp.core.types import Reduction
 from klamp.hosts.common.loss import KL_SCALE, Coefficient, batch_of, check_hook_ran, gated_penalty
 from klamp.hosts.common.rollout import Generation, needs_old_logprobs, prepared
 from klamp.hosts.trl import exact, measure, state
-from klamp.hosts.trl.refusals import REDUCTIONS
 from klamp.hosts.trl.session import Scoring, Session, only_scoring
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ class KLMixin(Host):
     """klamp's KL, for a class that derives from it first and from `trl.GRPOTrainer` second."""
 
     _klamp: Session
-    _reductions: Mapping[str, Reduction | None] = REDUCTIONS
-    """How the host reduces tokens, by loss type."""
+    _loss_types: Mapping[str, Reduction | None] = TRL_LOSS_TYPES
+    """How the host's loss types make tokens a number."""
     _never_exact: str = ""
     """Why no trainer of this class can have the exact KL; empty where one can."""
 
@@ -77,7 +77,7 @@ class KLMixin(Host):
             scorable=session.scorable,
         )
         if session.control is not None:
-            reduction = self._reductions[self.loss_type]
+            reduction = self._loss_types[self.loss_type]
             output = prepared(generation, session.control, self._tokenizer, beta=beta, reduction=reduction)
         measure.completions_table(self, generation)
         return output

@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from klamp.config import KLConfig
-from klamp.core.types import Reduction
-from klamp.errors import Refusal, refuse
+from klamp.config import TRL_LOSS_TYPES, KLConfig
+from klamp.errors import Refusal, check_name, refuse
 from klamp.hosts.common.exclusions import excluded_ids
 from klamp.hosts.common.refusals import host_refusals
-
-REDUCTIONS: Mapping[str, Reduction | None] = {
-    "grpo": "sequence_mean",
-    "sapo": "sequence_mean",
-    "bnpo": None,
-    "dr_grpo": "fixed_length",
-    "dapo": "token_mean",
-    "cispo": "token_mean",
-    "vespo": "token_mean",
-    "luspo": "sequence_sum",
-}
-"""How TRL reduces per-token values, in klamp's words; None: no word for it (bnpo: token mean of a micro-batch)."""
 
 
 def check_arguments(kl: KLConfig, args: Any) -> None:
     """Refuse what TRL's arguments make impossible.
 
     Raises:
+        UnknownNameError: a loss type that klamp does not know; names the nearest.
         ConfigError: with the reason.
     """
+    check_name("loss_type", args.loss_type, TRL_LOSS_TYPES)
     refuse([*host_refusals(kl, "TRL"), *placement_refusals(kl, args), *_loss(kl, args)])
 
 
@@ -80,7 +68,7 @@ def placement_refusals(kl: KLConfig, args: Any) -> list[Refusal]:
 
 
 def _loss(kl: KLConfig, args: Any) -> list[Refusal]:
-    own = REDUCTIONS.get(args.loss_type)
+    own = TRL_LOSS_TYPES[args.loss_type]
     return [
         Refusal(
             kl.kl_normalizer not in (None, own),

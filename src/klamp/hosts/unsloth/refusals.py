@@ -5,21 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from klamp.config import KLConfig
-from klamp.errors import Refusal, refuse
+from klamp.config import TRL_LOSS_TYPES, KLConfig
+from klamp.core.types import Reduction
+from klamp.errors import Refusal, check_name, refuse
 from klamp.hosts.common.refusals import host_refusals
-from klamp.hosts.trl.refusals import REDUCTIONS, placement_refusals
+from klamp.hosts.trl.refusals import placement_refusals
 
-OWN_REDUCTIONS = {**REDUCTIONS, "bnpo": "token_mean"}
-"""How Unsloth reduces per-token values: as TRL, but bnpo by the tokens of the whole batch."""
+LOSS_TYPES: Mapping[str, Reduction | None] = {**TRL_LOSS_TYPES, "bnpo": "token_mean"}
+"""How Unsloth's loss types make tokens a number: as TRL's, but bnpo by the tokens of the whole batch."""
 
 
 def check_arguments(kl: KLConfig, args: Any) -> None:
     """Refuse what Unsloth makes impossible.
 
     Raises:
+        UnknownNameError: a loss type that klamp does not know; names the nearest.
         ConfigError: with the reason.
     """
+    check_name("loss_type", args.loss_type, LOSS_TYPES)
     refuse([*host_refusals(kl, "Unsloth"), *placement_refusals(kl, args), *_unsloth(kl, args)])
 
 
@@ -45,7 +48,7 @@ def check_batch(kl: KLConfig | None, output: Mapping[str, Any]) -> None:
 
 
 def _unsloth(kl: KLConfig, args: Any) -> list[Refusal]:
-    own = OWN_REDUCTIONS.get(args.loss_type)
+    own = LOSS_TYPES[args.loss_type]
     return [
         Refusal(
             kl.kl_estimator == "exact",

@@ -24,7 +24,7 @@ from klamp.hosts.trl.trainer import attach_with
 from klamp.hosts.unsloth.columns import Columns
 from klamp.hosts.unsloth.host import Clamps, check_version, in_place, loss_function, silent_clamps
 from klamp.hosts.unsloth.loss import Added, Call, LossWithKL, stopped_calling
-from klamp.hosts.unsloth.refusals import OWN_REDUCTIONS, check_arguments, check_batch
+from klamp.hosts.unsloth.refusals import LOSS_TYPES, check_arguments, check_batch
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer as Host
@@ -80,7 +80,7 @@ class UnslothMixin(KLMixin):
     """klamp's KL, for a class that derives from it first, from `ByPosition` second and from Unsloth's third."""
 
     _klamp_beyond: Beyond
-    _reductions = OWN_REDUCTIONS
+    _loss_types = LOSS_TYPES
     _never_exact = "Unsloth's loss is given the log-probabilities of the sampled tokens alone"
 
     def _old_scoring(self, output: Any, seen: list[Scoring]) -> Scoring | None:

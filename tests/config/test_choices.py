@@ -1,0 +1,152 @@
+"""The choices of a configuration: what each field takes, its default, and what follows from the fields alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from klamp.config import LOSS_TYPES, KLConfig, LossConfig
+from klamp.config.choices import ControllerName, KLChoices, check_choices, choices
+from klamp.config.kl import CONTROLLERS
+from klamp.config.loss import LossType
+from klamp.core.estimators import DIRECTIONS, ESTIMATORS
+from klamp.core.gradients import _COEFFICIENTS
+from klamp.core.masking import _NUMERATORS
+from klamp.core.objective import SURROGATES, Objective, SurrogateName
+from klamp.core.term import KLTerm
+from klamp.core.types import Direction, Estimator, Gradient, Reduction, Value
+from klamp.errors import UnknownNameError
+from klamp.training.sections import ModelConfig, OptimConfig, RunConfig
+
+CONFIGURATIONS = [KLConfig, LossConfig, ModelConfig, OptimConfig, RunConfig]
+
+
+@dataclass
+class Meal:
+    """A dataclass with every kind of field that has choices, and some that have none."""
+
+    main: Literal["soup", "pie"] = "soup"
+    sweet: Literal["cake"] | None = None
+    guests: int = 1
+    note: str | None = None
+
+
+def test_the_choices_are_those_of_the_types_and_none_where_none_may_stand() -> None:
+    assert choices(Meal) == {"main": ("soup", "pie"), "sweet": ("cake", None)}
+
+
+@pytest.mark.parametrize("meal", [Meal(), Meal(main="pie", sweet="cake"), Meal(guests=-1, note="soup")])
+def test_what_a_field_takes_passes(meal: Meal) -> None:
+    check_choices(meal)
+
+
+@pytest.mark.parametrize(("field", "value"), [("main", "piee"), ("main", None), ("sweet", "soup"), ("sweet", ["cake"])])
+def test_what_no_field_takes_is_refused_by_its_name(field: str, value: Any) -> None:
+    meal = Meal()
+    setattr(meal, field, value)
+    with pytest.raises(UnknownNameError, match=f"unknown {field}") as caught:
+        check_choices(meal)
+    assert caught.value.got == repr(value) and "None" not in caught.value.why, "None is no name"
+
+
+def every_choice() -> list[tuple[type, str]]:
+    return [(cls, name) for cls in CONFIGURATIONS for name in choices(cls)]
+
+
+@pytest.mark.parametrize(("cls", "field"), every_choice(), ids=lambda each: getattr(each, "__name__", each))
+def test_no_configuration_takes_a_name_that_none_knows(cls: type, field: str) -> None:
+    with pytest.raises(UnknownNameError) as caught:
+        cls(**{field: "nothing-like-it"})
+    assert caught.value.got == "'nothing-like-it'"
+    assert all(str(known) in caught.value.why for known in choices(cls)[field] if known is not None)
+
+
+@pytest.mark.parametrize("cls", CONFIGURATIONS)
+def test_every_default_is_among_the_choices(cls: type) -> None:
+    check_choices(cls())
+
+
+@pytest.mark.parametrize(
+    ("table", "literal"),
+    [
+        (ESTIMATORS, Estimator),
+        (DIRECTIONS, Direction),
+        (SURROGATES, SurrogateName),
+        (_NUMERATORS, Reduction),
+        (CONTROLLERS, ControllerName),
+        (LOSS_TYPES, LossType),
+        ([gradient for horizon, gradient in _COEFFICIENTS if horizon == "token"], Gradient),
+    ],
+    ids=["estimators", "directions", "surrogates", "reductions", "controllers", "loss types", "gradients"],
+)
+def test_what_a_table_holds_is_what_its_type_says(table: Any, literal: Any) -> None:
+    assert set(table) == set(get_args(literal))
+
+
+def test_a_value_is_an_estimator_or_exact() -> None:
+    assert get_args(Value) == (*get_args(Estimator), "exact")
+
+
+def test_a_term_without_a_configuration_is_the_term_of_the_default_configuration() -> None:
+    assert KLConfig().build_term() == KLTerm()
+    assert (LossConfig().surrogate, LossConfig().epsilon) == (Objective().surrogate, Objective().clip_low)
+
+
+def test_every_field_of_the_term_is_the_configurations() -> None:
+    """A configuration in which every choice differs from its default gives a term in which every field does."""
+    kl = KLConfig(
+        kl_estimator="k2",
+        kl_gradient="forward",
+        kl_horizon="sequence",
+        kl_off_policy="sequence",
+        kl_max_weight=3.0,
+        kl_max_log_ratio=4.0,
+        kl_clip_method="hard",
+        kl_clip_threshold=0.25,
+        kl_clip_temperature=0.125,
+        kl_clip_level="batch",
+        use_per_token_kl_threshold=False,
+        kl_normalizer="token_mean",
+    )
+    term = kl.build_term()
+    same = {
+        each.name for each in dataclasses.fields(KLTerm) if getattr(term, each.name) == getattr(KLTerm(), each.name)
+    }
+    assert same == {"placement"}, "in the reward or the advantage the other choices have no meaning"
+    elsewhere = KLConfig(kl_placement="advantage", kl_estimator="k1", kl_horizon="sequence").build_term()
+    assert elsewhere.placement == "advantage"
+
+
+@given(
+    beta=st.sampled_from([0.0, 0.1]),
+    target=st.sampled_from([None, 0.05]),
+    controller=st.sampled_from([None, *get_args(ControllerName)]),
+    monitor=st.booleans(),
+)
+def test_which_controller_is_in_force_and_whether_a_reference_is_needed(
+    beta: float, target: float | None, controller: Any, monitor: bool
+) -> None:
+    kl = KLChoices(beta=beta, target_kl=target, kl_controller=controller, kl_monitor=monitor)
+    if controller is not None:
+        assert kl.controller_name == controller
+    else:
+        assert kl.controller_name == ("step" if target is not None and beta > 0 else "fixed")
+    assert kl.needs_reference == (beta > 0 or monitor or kl.controller_name != "fixed")
+
+
+@pytest.mark.parametrize(
+    ("fields", "excludes"),
+    [
+        ({}, False),
+        ({"kl_exclude_tokens": ("special",)}, True),
+        ({"kl_exclude_prefix": 1}, True),
+        ({"kl_exclude_between": ("<a>", "</a>")}, True),
+    ],
+)
+def test_whether_tokens_carry_no_kl(fields: dict[str, Any], excludes: bool) -> None:
+    assert KLChoices(**fields).excludes is excludes
