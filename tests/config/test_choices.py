@@ -15,7 +15,7 @@ from klamp.config.choices import ControllerName, KLChoices, check_choices, choic
 from klamp.config.kl import CONTROLLERS
 from klamp.config.loss import LossType
 from klamp.core.estimators import DIRECTIONS, ESTIMATORS
-from klamp.core.gradients import _COEFFICIENTS
+from klamp.core.gradients import COEFFICIENTS
 from klamp.core.masking import _NUMERATORS
 from klamp.core.objective import SURROGATES, Objective, SurrogateName
 from klamp.core.term import KLTerm
@@ -80,7 +80,7 @@ def test_every_default_is_among_the_choices(cls: type) -> None:
         (_NUMERATORS, Reduction),
         (CONTROLLERS, ControllerName),
         (LOSS_TYPES, LossType),
-        ([gradient for horizon, gradient in _COEFFICIENTS if horizon == "token"], Gradient),
+        ([gradient for horizon, gradient in COEFFICIENTS if horizon == "token"], Gradient),
     ],
     ids=["estimators", "directions", "surrogates", "reductions", "controllers", "loss types", "gradients"],
 )
