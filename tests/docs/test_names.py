@@ -1,0 +1,82 @@
+"""What the pages name is there: modules and functions by their dotted names, files by their paths, links by anchors.
+
+The build checks links between pages; this checks what stands in plain text, which is what a move leaves behind.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from tests.docs.pages import DOCS, ROOT
+
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob(".github/**/*.*"), *DOCS.rglob("*.md")]
+SOURCES = [*(ROOT / "src").rglob("*.py"), *(ROOT / "examples").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+DOTTED = re.compile(r"(?<![\w./-])klamp(?:\.[A-Za-z_]\w*)+")
+PATHS = re.compile(r"(?<![\w./-])(?:src/klamp|tests|scripts|examples|benchmarks|docs)/[\w./-]*\w")
+FOREIGN = {"tests/test_grpo_trainer.py"}
+"""Files of other projects."""
+MOVED = re.compile(r"^\| `([\w./{}, ]+)` \| `([\w./{}, ]+)` \|$", re.M)
+"""A row of the changelog's tables of what moved: the old place, the new one."""
+
+
+def text_of(file: Path) -> str:
+    """The text of a file, without the old places in tables of what moved."""
+    return MOVED.sub(r"\2", file.read_text(encoding="utf-8"))
+
+
+@cache
+def is_there(name: str) -> bool:
+    """Whether a dotted name is a module, or something in one."""
+    parts = name.split(".")
+    for size in range(len(parts), 0, -1):
+        module = ".".join(parts[:size])
+        try:
+            found = find_spec(module)
+        except ModuleNotFoundError:  # what stands before the last dot is no package
+            continue
+        if found is not None and found.origin:  # an empty folder that git left behind has none
+            return size == len(parts) or _holds(importlib.import_module(module), parts[size:])
+    return False
+
+
+def _holds(thing: object, names: list[str]) -> bool:
+    for name in names:
+        if not hasattr(thing, name) and name not in getattr(thing, "__dataclass_fields__", {}):
+            return False
+        thing = getattr(thing, name, None)
+    return True
+
+
+@pytest.mark.parametrize("file", [*PAGES, *SOURCES], ids=lambda file: str(file.relative_to(ROOT)))
+def test_every_name_and_path_exists(file: Path) -> None:
+    text = text_of(file)
+    assert [name for name in sorted({*DOTTED.findall(text)}) if not is_there(name)] == []
+    paths = {*PATHS.findall(text)} - FOREIGN
+    assert [path for path in sorted(paths) if not (ROOT / path).exists() and not (ROOT / f"{path}.md").exists()] == []
+
+
+def test_what_moved_is_gone_from_its_old_place_and_there_at_the_new_one() -> None:
+    rows = MOVED.findall((ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
+    assert rows
+    for old, new in rows:
+        assert not is_there(old), old
+        assert is_there(new), new
+
+
+@pytest.mark.parametrize(
+    ("name", "there"),
+    [
+        ("klamp.core.gradients.kl_penalty", True),
+        ("klamp.config.kl.KLConfig.kl_gradient", True),
+        ("klamp.core.gradients.nothing", False),
+        ("klamp.adapters.trl", False),
+        ("klamp.core.gradients.kl_penalty.nothing", False),
+    ],
+)
+def test_a_name_that_is_not_there_is_seen(name: str, there: bool) -> None:
+    assert is_there(name) is there
