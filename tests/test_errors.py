@@ -7,7 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from klamp import errors
-from klamp.errors import ConfigError, KlampError, Refusal, UnknownNameError, refuse, unknown_name
+from klamp.errors import (
+    ConfigError,
+    KlampError,
+    Refusal,
+    UnknownNameError,
+    UnsupportedVersion,
+    extra_with,
+    missing_library,
+    refuse,
+    unknown_name,
+)
 
 CLASSES = [
     cls
@@ -51,3 +61,20 @@ def test_an_unknown_name_is_told_the_nearest_known_one_or_all_of_them():
     near, far = unknown_name("fruit", "aple", ["apple", "pear"]), unknown_name("fruit", "xyz", ["apple", "pear"])
     assert isinstance(near, UnknownNameError) and near.fix == "did you mean 'apple'?"
     assert far.fix == "choose one of: apple, pear"
+
+
+@pytest.mark.parametrize(
+    ("library", "extra"),
+    [("transformers", "train"), ("math_verify", "train"), ("Reasoning-Gym", "train"), ("trl", "trl"), ("ray", "ray")],
+)
+def test_a_missing_library_is_told_with_the_extra_that_brings_it(library: str, extra: str):
+    assert extra_with(library) == extra
+    told = missing_library(library, by="this", instead="or do without")
+    assert isinstance(told, UnsupportedVersion) and told.what == f"this needs {library}, which is not installed"
+    assert told.fix == f"pip install 'klamp[{extra}]', or do without"
+
+
+@pytest.mark.parametrize("library", ["pytest", "torch", "nobody-declares-this"])
+def test_what_no_extra_of_users_brings_is_to_be_installed_by_itself(library: str):
+    assert extra_with(library) is None
+    assert missing_library(library, by="this").fix == f"pip install {library}"

@@ -12,6 +12,7 @@
     ├── RunFolderError         (FileExistsError)    an output folder that would be overwritten or cannot be resumed
     ├── TrainingStopped        (RuntimeError)       training ended before its last step; the state is saved
     └── UnsupportedVersion     (ImportError)        a host library outside the range that klamp was tested with
+        └── MissingLibrary                          a library that is not installed; names the extra that brings it
 
 Every message has four parts: what happened, what klamp got, why that is a problem, how to fix it. A warning of klamp is
 a KLWarning (UserWarning).
@@ -19,9 +20,12 @@ a KLWarning (UserWarning).
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from importlib import metadata
 
 
 class KlampError(Exception):
@@ -94,6 +98,10 @@ class UnsupportedVersion(KlampError, ImportError):
     """A host library outside the version range that klamp was tested with."""
 
 
+class MissingLibrary(UnsupportedVersion):
+    """A library that is not installed; the message names the extra of klamp that brings it."""
+
+
 class KLWarning(UserWarning):
     """Warns of a configuration that works, but may not do what its name suggests; the text says what to do instead.
 
@@ -157,3 +165,43 @@ def unknown_name(kind: str, name: object, known: Iterable[str], *, why: str = ""
     nearest = get_close_matches(str(name), names, n=1, cutoff=0.5)
     fix = f"did you mean {nearest[0]!r}?" if nearest else f"choose one of: {', '.join(names)}"
     return UnknownNameError(f"unknown {kind}", got=repr(name), why=why or f"known: {', '.join(names)}", fix=fix)
+
+
+def missing_library(library: str, *, by: str, instead: str = "") -> MissingLibrary:
+    """The error for a library that is not installed, with the extra that brings it as the fix.
+
+    Args:
+        library: the name that pip knows, or that of the module.
+        by: what needs it, e.g. "klamp train".
+        instead: what else would do, as the end of a sentence: "or convert the file to JSONL".
+    """
+    extra = extra_with(library)
+    wanted = f"'klamp[{extra}]'" if extra else library
+    brings = "`pip install klamp` brings the KL layer and the commands verify, explain, audit, doctor and report"
+    return MissingLibrary(
+        f"{by} needs {library}, which is not installed",
+        got=f"the environment {sys.prefix}",
+        why=brings + (f"; {library} comes with klamp[{extra}]" if extra else ""),
+        fix=f"pip install {wanted}" + (f", {instead}" if instead else ""),
+    )
+
+
+def extra_with(library: str) -> str | None:
+    """The first extra of klamp, in the order of its declaration, that asks for a library; None: no extra does.
+
+    Args:
+        library: the name that pip knows, or that of the module: `math_verify` and `math-verify` are the same.
+    """
+    try:
+        declared = metadata.requires("klamp") or []
+    except metadata.PackageNotFoundError:  # a source tree that was never installed
+        return None
+    for requirement in declared:
+        name, extra = re.match(r"[\w.-]*", requirement), re.search(r"extra == ['\"]([\w-]+)['\"]", requirement)
+        if name and extra and extra[1] != "dev" and _as_pip_compares(name[0]) == _as_pip_compares(library):
+            return extra[1]
+    return None
+
+
+def _as_pip_compares(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()

@@ -113,3 +113,22 @@ def test_a_real_process(tmp_path: Path) -> None:
     assert "torch" in loaded
     assert not loaded & {"transformers", "accelerate", "datasets", "peft", "tensorboard", "wandb"}
     assert time.perf_counter() - started < 30
+
+
+def test_a_library_of_an_extra_that_is_missing_is_named_with_the_extra(
+    fails, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    fails(ModuleNotFoundError("No module named 'transformers.utils'", name="transformers.utils"))
+    assert main(["train", "--beta", "0.1"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("klamp: error: klamp train --beta 0.1 needs transformers, which is not installed\n")
+    assert err.endswith("  fix: pip install 'klamp[train]'\n")
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("name", ["transformers.moved", "nobody_declares_this", None])
+def test_a_module_that_no_extra_brings_is_a_bug_and_stays_one(fails, name: str | None) -> None:
+    fails(ModuleNotFoundError("No module", name=name))
+    with pytest.raises(ModuleNotFoundError):
+        main(["train"])

@@ -17,7 +17,7 @@ from klamp.ablation.one_run import failed
 from klamp.ablation.outcome import OUTCOME, Outcome, read_outcome, write_outcome
 from klamp.ablation.plan import Run, plain_run, run_folder
 from klamp.ablation.ray_files import pack_all
-from klamp.errors import ConfigError, TrainingStopped, UnsupportedVersion
+from klamp.errors import ConfigError, TrainingStopped, missing_library
 
 LOCAL = "local"
 """Address that stands for a cluster of this machine's own, which ends with the ablation."""
@@ -64,7 +64,7 @@ class RayExecutor:
         """Run all of them; see `klamp.ablation.executor.Executor`.
 
         Raises:
-            UnsupportedVersion: Ray is not installed.
+            MissingLibrary: Ray is not installed.
             ConfigError: no cluster answers, or one on this machine could never hold a run.
             TrainingStopped: Ctrl-C, once the runs under way have saved their state.
         """
@@ -236,16 +236,12 @@ def load_ray() -> Any:
     """Ray's module.
 
     Raises:
-        UnsupportedVersion: it is not installed.
+        MissingLibrary: it is not installed.
     """
     try:
         import ray
         import ray.exceptions
     except ImportError as error:
-        raise UnsupportedVersion(
-            "Ray is not installed",
-            got=str(error),
-            why="the runs of an ablation are handed to a Ray cluster with it",
-            fix="pip install 'klamp[ray]', or leave --ray out to use the processes of this machine",
-        ) from error
+        instead = "or leave --ray out to use the processes of this machine"
+        raise missing_library("ray", by="--ray", instead=instead) from error
     return ray

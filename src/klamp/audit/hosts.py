@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TypeAlias
 
 from klamp.audit.function import function_subject
-from klamp.errors import KlampError, UnsupportedVersion, unknown_name
+from klamp.errors import KlampError, MissingLibrary, UnsupportedVersion, unknown_name
 from klamp.verify.audit import Subject, kl_of_one_token
 
 Loader: TypeAlias = Callable[[], Subject]
@@ -85,12 +85,12 @@ def installed_version(name: str, host: Host) -> str:
     """The version of a host that is installed.
 
     Raises:
-        UnsupportedVersion: it is not.
+        MissingLibrary: it is not.
     """
     try:
         return version(host.package)
     except PackageNotFoundError:
-        raise UnsupportedVersion(
+        raise MissingLibrary(
             f"{host.package} is not installed",
             got=f"klamp audit {name}",
             why="klamp audits the code that is installed where it runs; it holds no copy of anybody's code",

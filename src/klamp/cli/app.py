@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from importlib.util import find_spec
+from textwrap import shorten
 
 from klamp._version import __version__
 from klamp.cli.errors import (
@@ -18,7 +20,7 @@ from klamp.cli.errors import (
     show_error,
     show_traceback,
 )
-from klamp.errors import KlampError, UnknownNameError
+from klamp.errors import KlampError, UnknownNameError, extra_with, missing_library
 
 FALSE_WORDS = ("", "0", "false", "no")
 
@@ -86,7 +88,13 @@ def _dispatch(words: list[str]) -> int:
         return 0
     if words[0] not in COMMANDS:
         raise _unknown_command(words[0])
-    return importlib.import_module(COMMANDS[words[0]].module).run(words[1:])
+    try:
+        return importlib.import_module(COMMANDS[words[0]].module).run(words[1:])
+    except ModuleNotFoundError as error:
+        library = (error.name or "").partition(".")[0]
+        if extra_with(library) is None or find_spec(library) is not None:  # nothing that an extra would bring
+            raise
+        raise missing_library(library, by=shorten(" ".join(["klamp", *words]), 60)) from error
 
 
 def _unknown_command(word: str) -> UnknownNameError:

@@ -26,7 +26,7 @@ def read_record(path: Path) -> History:
 
     Raises:
         DataError: there is nothing there, or nothing that can be read.
-        UnsupportedVersion: the library that reads the format is not installed.
+        MissingLibrary: the library that reads the format is not installed.
     """
     if not path.exists():
         raise unreadable("there is nothing to examine", path, why="the path does not exist")

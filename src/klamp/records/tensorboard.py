@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from klamp.diagnostics.history import History, Row
-from klamp.errors import UnsupportedVersion
+from klamp.errors import missing_library
 from klamp.records.files import unreadable
 from klamp.records.names import OURS, evaluations, settings_of, translate
 
@@ -24,7 +24,7 @@ def read_tensorboard(path: Path) -> History:
 
     Raises:
         DataError: several runs below the folder, or no scalars in it.
-        UnsupportedVersion: tensorboard is not installed.
+        MissingLibrary: tensorboard is not installed.
     """
     folders = [path] if path.is_file() else _with_scalars(path)
     if len(folders) > 1:
@@ -59,12 +59,7 @@ def _read(path: Path) -> tuple[dict[int, dict[str, float]], dict[str, Any]]:
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ImportError as error:
-        raise UnsupportedVersion(
-            "tensorboard is not installed",
-            got=str(path),
-            why="event files are read with it",
-            fix="pip install tensorboard",
-        ) from error
+        raise missing_library("tensorboard", by=f"the record {path}") from error
     events = EventAccumulator(str(path), size_guidance={"scalars": 0, "tensors": 0})
     events.Reload()
     rows: dict[int, dict[str, float]] = {}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from klamp.diagnostics.history import History, Row
-from klamp.errors import UnsupportedVersion
+from klamp.errors import missing_library
 from klamp.records.files import unreadable
 from klamp.records.names import OURS, evaluations, settings_of, step_of, translate
 
@@ -33,14 +33,12 @@ def read_wandb(path: Path) -> History:
 
     Raises:
         DataError: it is none, or nothing was logged.
-        UnsupportedVersion: wandb is not installed.
+        MissingLibrary: wandb is not installed.
     """
     try:
         from wandb.proto import wandb_internal_pb2
     except ImportError as error:
-        raise UnsupportedVersion(
-            "wandb is not installed", got=str(path), why="its records are read with it", fix="pip install wandb"
-        ) from error
+        raise missing_library("wandb", by=f"the record {path}") from error
     config: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     for data in frames(path):

@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from klamp.errors import ConfigError, DataError, unknown_name
+from klamp.errors import ConfigError, DataError, missing_library, unknown_name
 from klamp.tasks.base import Example, Task, checked
 from klamp.tasks.config import BUILT_IN_TASKS, TaskConfig
 from klamp.tasks.prompts import prompt_text
@@ -132,12 +132,7 @@ def _parquet_rows(file: Path) -> list[Row]:
     try:
         from pyarrow import parquet
     except ImportError as error:
-        raise ConfigError(
-            "reading Parquet needs a package that is not installed",
-            got=str(error),
-            why="Parquet files are read by pyarrow",
-            fix="pip install pyarrow, or convert the file to JSONL",
-        ) from error
+        raise missing_library("pyarrow", by="a Parquet file", instead="or convert the file to JSONL") from error
     try:
         return parquet.read_table(file).to_pylist()
     except Exception as error:  # pyarrow has a dozen unrelated errors for a damaged file

@@ -29,7 +29,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from klamp.errors import ConfigError, DataError, RewardError, unknown_name
+from klamp.errors import ConfigError, DataError, RewardError, missing_library, unknown_name
 from klamp.tasks.base import Example, RewardFunction, Task, checked
 
 NEEDS_ANSWER = ("exact_match", "math_verify")
@@ -113,12 +113,7 @@ def _math_verify() -> RewardFunction:
     try:
         from math_verify import parse, verify
     except ImportError as error:
-        raise ConfigError(
-            "the reward math_verify needs a package that is not installed",
-            got=str(error),
-            why="the comparison is done by math-verify",
-            fix="pip install math-verify",
-        ) from error
+        raise missing_library("math-verify", by="the reward math_verify") from error
 
     def score(example: Example, completion: str) -> bool:
         # math-verify keeps time with a signal, which Python allows in the main thread only; elsewhere there is no limit

@@ -6,7 +6,7 @@ from importlib import metadata
 
 from packaging.requirements import Requirement
 
-from klamp.errors import UnsupportedVersion
+from klamp.errors import UnsupportedVersion, missing_library
 
 
 def check_installed(needed: str, *, by: str, why: str) -> str:
@@ -18,14 +18,15 @@ def check_installed(needed: str, *, by: str, why: str) -> str:
         why: why no other version will do.
 
     Raises:
-        UnsupportedVersion: the host is missing, or outside the range.
+        MissingLibrary: the host is not installed.
+        UnsupportedVersion: it is outside the range.
     """
     requirement = Requirement(needed)
     try:
         installed = metadata.version(requirement.name)
     except metadata.PackageNotFoundError:
-        installed = "none"
-    if installed == "none" or not requirement.specifier.contains(installed, prereleases=True):
+        raise missing_library(requirement.name, by=by) from None
+    if not requirement.specifier.contains(installed, prereleases=True):
         raise out_of_range(needed, by=by, got=f"{requirement.name} {installed}", why=why)
     return installed
 

@@ -8,7 +8,7 @@ import re
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from klamp.errors import UnsupportedVersion
+from klamp.errors import UnsupportedVersion, missing_library
 
 FIRST, BEFORE = (0, 25), (0, 39)
 """The SDK's versions from the first (included) to the second (not included)."""
@@ -37,14 +37,11 @@ def load_tinker() -> Any:
     """The SDK's module.
 
     Raises:
-        UnsupportedVersion: it is not installed, or outside the range.
+        MissingLibrary: it is not installed.
+        UnsupportedVersion: it is outside the range.
     """
     try:
         check_version(version("tinker"))
     except PackageNotFoundError:
-        raise UnsupportedVersion(
-            "the Tinker SDK is not installed",
-            why="klamp.tinker builds the SDK's datums and calls its clients",
-            fix="pip install 'klamp[tinker]'",
-        ) from None
+        raise missing_library("tinker", by="klamp.tinker") from None
     return importlib.import_module("tinker")

@@ -1,0 +1,182 @@
+"""Each library that klamp imports is declared in pyproject.toml, and comes with what imports it; none for nothing."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import sys
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "src" / "klamp"
+
+# module -> what pip calls it, where more than a dash differs.
+PIP_NAMES = {"yaml": "pyyaml"}
+
+# What may be imported below a folder or in a file, also within functions: base dependencies and those of these extras.
+# The longest name that fits counts.
+EXTRAS_OF = {
+    "": (),
+    "ablation": ("train",),
+    "ablation/cluster.py": ("train", "ray"),
+    "ablation/cluster_worker.py": ("train", "ray"),
+    "cli/train.py": ("train",),
+    "cli/verify_model.py": ("train",),  # `klamp verify --model`
+    "hosts/common/lr_guard.py": ("trl",),
+    "hosts/tinker": ("tinker",),
+    "hosts/trl": ("trl",),
+    "hosts/unsloth": ("unsloth",),
+    "hosts/verl": ("verl",),
+    "records/tensorboard.py": ("train",),
+    "records/wandb.py": ("wandb",),
+    "tasks": ("train",),
+    "tinker/testing": ("tinker", "train"),
+    "training": ("train",),
+}
+
+# Not klamp's to declare: there if and because what is examined or compiled for is there.
+GUESTS = {
+    "audit/liger.py": {"liger-kernel"},
+    "audit/torchrl.py": {"torchrl", "tensordict"},
+    "audit/trl.py": {"trl", "datasets", "tokenizers", "transformers"},
+    "audit/verl.py": {"verl", "tensordict"},
+    "core/_linear_triton.py": {"triton"},
+}
+
+# What has to be importable with these extras alone: all that is imported on the way, within functions apart.
+DOORS = {
+    "klamp": (),
+    "klamp.cli.app": (),
+    "klamp.cli.audit": (),
+    "klamp.cli.doctor": (),
+    "klamp.cli.explain": (),
+    "klamp.cli.report": (),
+    "klamp.cli.verify": (),
+    "klamp.records": (),
+    "klamp.report.page": (),
+    "klamp.audit": (),
+    "klamp.verify": (),
+    "klamp.ablation.worker": ("train",),
+    "klamp.cli.ablate": ("train",),
+    "klamp.cli.train": ("train",),
+    "klamp.training.loop": ("train",),
+    "klamp.training.trainer": ("train",),
+    "klamp.training.service.train": ("train", "tinker"),
+    "klamp.tinker": ("tinker",),
+    "klamp.tinker.testing": ("tinker", "train"),
+    "klamp.trl": ("trl",),
+    "klamp.unsloth": ("unsloth",),
+    "klamp.verl": ("verl",),
+    "klamp.verl.registered": ("verl",),
+}
+
+# Declared though nothing imports them, and why.
+NOT_IMPORTED = {
+    "antlr4-python3-runtime": "math-verify's parser, which its own extra names differently",
+    "unsloth": "imported by the user, before klamp",
+}
+
+
+def declared(*extras: str) -> set[str]:
+    """The base dependencies and those of the extras, as pip compares names."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = list(project["dependencies"])
+    for extra in extras:
+        lines += project["optional-dependencies"][extra]
+    names = {_pip_name(re.match(r"[\w.-]+", line)[0]) for line in lines}
+    nested = [re.search(r"^klamp\[([\w,-]+)\]", line) for line in lines]
+    for found in filter(None, nested):
+        names |= declared(*found[1].split(","))
+    return names - {"klamp"}
+
+
+def _pip_name(module: str) -> str:
+    return PIP_NAMES.get(module, re.sub(r"[-_.]+", "-", module).lower())
+
+
+@functools.cache
+def imports(file: Path, *, within_functions: bool) -> frozenset[str]:
+    """The modules, by their full names, that a file imports when it runs; what is for types only is left out."""
+    found: set[str] = set()
+    waiting: list[ast.AST] = [ast.parse(file.read_text(encoding="utf-8"))]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            waiting += node.orelse
+            continue
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and not within_functions:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{file}: the house imports by full names"
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        waiting += ast.iter_child_nodes(node)
+    return frozenset(found)
+
+
+def libraries(modules: Iterable[str]) -> set[str]:
+    """What of these comes from elsewhere, as pip calls it."""
+    top = {name.partition(".")[0] for name in modules}
+    return {_pip_name(name) for name in top - sys.stdlib_module_names - {"klamp"}}
+
+
+def file_of(module: str) -> Path | None:
+    """The file of a module of klamp; None for a name that is not one."""
+    path = ROOT / "src" / Path(*module.split("."))
+    return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
+
+
+def loaded_with(door: str) -> set[str]:
+    """Every module that is imported, directly or on the way, when `door` is."""
+    seen: set[str] = set()
+    waiting = [door]
+    while waiting:
+        module = waiting.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        file = file_of(module) if module.partition(".")[0] == "klamp" else None
+        if file is not None:
+            waiting += imports(file, within_functions=False)
+            waiting += [module.rpartition(".")[0]] if "." in module else []
+    return seen
+
+
+def extras_of(path: str) -> tuple[str, ...]:
+    fitting = [place for place in EXTRAS_OF if not place or path == place or path.startswith(f"{place}/")]
+    return EXTRAS_OF[max(fitting, key=len)]
+
+
+FILES = sorted(str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py"))
+
+
+def test_a_file_imports_only_what_is_declared_for_it() -> None:
+    undeclared = {}
+    for path in FILES:
+        found = libraries(imports(SOURCE / path, within_functions=True))
+        undeclared[path] = found - declared(*extras_of(path)) - GUESTS.get(path, set())
+    assert {path: names for path, names in undeclared.items() if names} == {}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_door_opens_with_its_extra_alone(door: str) -> None:
+    modules = loaded_with(door)
+    assert "klamp" in modules and "torch" in {name.partition(".")[0] for name in modules}, "the walk went astray"
+    assert libraries(modules) <= declared(*DOORS[door])
+
+
+def test_the_lists_above_name_only_what_exists() -> None:
+    assert all((SOURCE / place).exists() for place in (*EXTRAS_OF, *GUESTS))
+    assert all(file_of(door) for door in DOORS)
+
+
+def test_nothing_is_declared_for_nothing() -> None:
+    used = {name for path in FILES for name in libraries(imports(SOURCE / path, within_functions=True))}
+    extras = ("train", "wandb", "trl", "unsloth", "tinker", "verl", "ray")
+    assert declared(*extras) - used == set(NOT_IMPORTED)
