@@ -51,6 +51,7 @@ GUESTS = {
 # What has to be importable with these extras alone: all that is imported on the way, within functions apart.
 DOORS = {
     "klamp": (),
+    "klamp.core.objective": (),
     "klamp.cli.app": (),
     "klamp.cli.audit": (),
     "klamp.cli.doctor": (),
@@ -166,9 +167,12 @@ def test_a_file_imports_only_what_is_declared_for_it() -> None:
 
 @pytest.mark.parametrize("door", DOORS)
 def test_a_door_opens_with_its_extra_alone(door: str) -> None:
-    modules = loaded_with(door)
-    assert "klamp" in modules and "torch" in {name.partition(".")[0] for name in modules}, "the walk went astray"
-    assert libraries(modules) <= declared(*DOORS[door])
+    assert libraries(loaded_with(door)) <= declared(*DOORS[door])
+
+
+def test_the_walk_from_a_door_finds_what_lies_behind_it() -> None:
+    assert {"klamp", "klamp.hosts.common.lr_guard", "transformers", "trl.trainer", "torch"} <= loaded_with("klamp.trl")
+    assert "klamp.trl" not in loaded_with("klamp.core.objective")
 
 
 def test_the_lists_above_name_only_what_exists() -> None:
