@@ -1,4 +1,4 @@
-"""Ablations: a plan of arms and seeds becomes runs, runs become outcomes, outcomes a table and pictures.
+"""Ablations: the same training in several variants (arms) and seeds, compared in a table and pictures.
 
 plan      what to run: pure data, validated before anything starts
 prepare   the folder, what is there already, the base model

@@ -1,4 +1,4 @@
-"""What is done once, before the runs: the folder, what is in it already, the base model, a look at tasks."""
+"""What is checked and prepared once before the runs of an ablation start: the folder, the base model, the tasks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Progress = Callable[[int, int, float], None]
 
 
 def find_folder(plan: Plan, root: Path = Path("runs")) -> Path:
-    """The folder below `root` that holds this plan, or one that it adds to; else the next free one.
+    """The folder of this plan below `root`: the one that holds it already, or a part of it; else the next free one.
 
     So the same command, given again without a folder, goes on where it stopped.
     """
@@ -58,7 +58,7 @@ def read_plan(folder: Path) -> Plan:
 
 
 def check_folder(plan: Plan, folder: Path) -> None:
-    """Refuse a folder that holds something else than this plan, or the beginning of it; nothing is written.
+    """Refuse a folder that holds another plan than this one or the beginning of it; nothing is written.
 
     Raises:
         RunFolderError: another ablation, or other files.
@@ -84,7 +84,7 @@ def check_folder(plan: Plan, folder: Path) -> None:
 
 
 def difference(held: Plan, asked: Plan) -> str:
-    """What keeps the asked plan from being the held one, or that with more arms and seeds; "" where nothing does."""
+    """Why this plan cannot continue the plan that a folder holds, in words; "" where it can."""
     before, after = ({run.name: run for run in runs(plan)} for plan in (held, asked))
     for name, run in before.items():
         if name not in after:
@@ -97,7 +97,7 @@ def difference(held: Plan, asked: Plan) -> str:
 
 
 def open_folder(plan: Plan, folder: Path) -> None:
-    """Make the folder and write its plan, or check that it holds this one; more arms and seeds are added to it.
+    """Make the folder and write the plan into it, or add new arms and seeds to the plan that it holds.
 
     Raises:
         RunFolderError: see `check_folder`.
@@ -112,7 +112,7 @@ def open_folder(plan: Plan, folder: Path) -> None:
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """For as long as the context lasts, no other `klamp ablate` works in the folder.
+    """A context in which no other `klamp ablate` can work in the folder.
 
     Raises:
         RunFolderError: another one does.
@@ -132,7 +132,7 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def is_done(folder: Path, run: Run) -> bool:
-    """Whether the run is done; failed ones are tried again.
+    """Whether the run is done; a failed run is not, and is tried again.
 
     Args:
         folder: of the ablation.
@@ -158,7 +158,7 @@ def check_references(every: Sequence[Run]) -> None:
 
 
 def load_shared(waiting: Sequence[Run], progress: Progress | None = None) -> None:
-    """Make what runs share (the built-in base model, in klamp's cache), and look once at every task and reward.
+    """Load what runs share: make the built-in base model if it is not cached, and try every task and reward once.
 
     Args:
         waiting: the runs that are not done.

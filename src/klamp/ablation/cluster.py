@@ -1,4 +1,4 @@
-"""The executor on a Ray cluster: one task per run; a run whose worker is killed is done again."""
+"""The executor on a Ray cluster: each run is one Ray task, and is started again if its worker is killed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REACH = 10.0
 
 
 class RayExecutor:
-    """Runs every run as a Ray task; meets `klamp.ablation.executor.Executor`.
+    """Runs every run of a plan as a Ray task; see `klamp.ablation.executor.Executor`.
 
     A run whose worker dies (killed, out of memory, its machine lost) is done again, elsewhere or from its checkpoint. A
     run that fails by its own error is not: it would fail again. Workers need the same klamp, and modules with reward
@@ -55,13 +55,13 @@ class RayExecutor:
         self.cpus, self.gpus = cpus_per_run, gpus_per_run
 
     def describe(self) -> str:
-        """Where the runs run, in words."""
+        """Where the runs are run, in words."""
         where = "a Ray cluster on this machine" if self.address == LOCAL else f"the Ray cluster at {self.address}"
         gpus = f" and {self.gpus:g} GPU" if self.gpus else ""
         return f"{where}, {self.cpus:g} CPU{gpus} per run"
 
     def run(self, runs: Sequence[Run], folder: Path, tell: Tell) -> None:
-        """Run all of them; see `klamp.ablation.executor.Executor`.
+        """Run all runs; see `klamp.ablation.executor.Executor`.
 
         Raises:
             MissingLibrary: Ray is not installed.
@@ -91,7 +91,7 @@ class RayExecutor:
             raise stopped(runs, folder) from KeyboardInterrupt()
 
     def _check_resources(self, ray: Any) -> None:
-        """A cluster of this machine does not grow: a run that asks for more would wait for ever."""
+        """Refuse a run that asks for more than a cluster on this machine has: it would wait for ever."""
         there = ray.cluster_resources()
         lacking = there.get("CPU", 0) < self.cpus or there.get("GPU", 0) < self.gpus
         if self.address == LOCAL and lacking:
@@ -104,11 +104,11 @@ class RayExecutor:
 
 
 def _leave(content: bytes) -> None:
-    """Nothing travels."""
+    """Pack no files, for workers that read the same disk."""
 
 
 class _Tasks:
-    """The tasks under way, and what is told of them."""
+    """The Ray tasks under way, and the reports of what happens to them."""
 
     def __init__(self, ray: Any, folder: Path, tell: Tell) -> None:
         self.ray, self.folder, self.tell = ray, folder, tell
@@ -117,7 +117,7 @@ class _Tasks:
         self.interrupts = 0
 
     def finish(self) -> None:
-        """Wait for all of them, telling what becomes of each. Ctrl-C: see `_interrupt`."""
+        """Wait for all tasks and report what happens to each; for Ctrl-C see `_interrupt`."""
         try:
             noted: list[None] = []
             with noting_interrupts(lambda: noted.append(None)):
@@ -131,7 +131,7 @@ class _Tasks:
             self.ray.kill(self.post)
 
     def _look(self) -> None:
-        """Pass on what was reported, and finish what has ended."""
+        """Pass on the reports that have come, and finish the tasks that have ended."""
         ended, _ = self.ray.wait(list(self.pending), num_returns=1, timeout=POLL)
         self._relay()
         for reference in ended:
@@ -142,7 +142,7 @@ class _Tasks:
                 self.tell(Update(run=run.name, state=outcome.state, metrics=outcome.numbers, text=text))
 
     def _relay(self) -> None:
-        """How a run ended is told later, when its files are here."""
+        """Pass on the workers' reports; how a run ended is reported later, once its files are here."""
         try:
             updates = self.ray.get(self.post.take.remote())
         except self.ray.exceptions.RayActorError:
@@ -152,7 +152,7 @@ class _Tasks:
                 self.tell(update)
 
     def _outcome(self, run: Run, reference: Any) -> Outcome | None:
-        """What a run came to, its files written; None where it was interrupted."""
+        """The outcome of a task, with its files written; None where it was interrupted."""
         own = run_folder(self.folder, run)
         outcome, reason = None, "its worker sent no outcome"
         try:
@@ -167,7 +167,7 @@ class _Tasks:
         return outcome
 
     def _interrupt(self) -> None:
-        """First the runs under way end after their step and the others are given up; then all are killed."""
+        """End the tasks: first those under way after their step, the waiting ones at once; then kill what is left."""
         self.interrupts += 1
         for reference, run in self.pending.items():
             self.ray.cancel(reference, force=self.interrupts > 1)
@@ -184,7 +184,7 @@ def reason_of(error: Exception) -> str:
 
 
 def sign_of(folder: Path) -> str:
-    """The sign of an ablation's folder, written once: workers that read it there see the same disk."""
+    """A random text in an ablation's folder: a worker that reads it there sees the same disk as the driver."""
     file = folder / SIGN
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -194,7 +194,7 @@ def sign_of(folder: Path) -> str:
 
 @contextmanager
 def connected(ray: Any, address: str) -> Iterator[None]:
-    """With a connection to the cluster: the one that is there already, else a new one that is closed at the end.
+    """A context with a connection to the cluster: the existing one, or a new one that is closed at the end.
 
     Raises:
         ConfigError: no cluster answers at the address.
@@ -222,7 +222,7 @@ def connected(ray: Any, address: str) -> Iterator[None]:
 
 
 def _reach(address: str) -> None:
-    """Ray waits minutes for a host that is not there; a connection says so at once.
+    """Refuse an address that nothing answers at; Ray itself would wait for minutes.
 
     Raises:
         OSError: nothing listens at this host and port.
@@ -233,7 +233,7 @@ def _reach(address: str) -> None:
 
 
 def load_ray() -> Any:
-    """Ray's module.
+    """The module `ray`, or the error that says how to install it.
 
     Raises:
         MissingLibrary: it is not installed.

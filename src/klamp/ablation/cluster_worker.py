@@ -1,4 +1,4 @@
-"""What happens on a Ray worker: one run, its progress, and its small files on the way back.
+"""The part of an ablation that runs on a Ray worker: one run, its reports, and its small files on the way back.
 
 Nothing on the worker's disk is taken to be shared. Where the worker sees the ablation's own folder it works there, and
 a run that is started again continues from its checkpoint. Elsewhere it works in a folder of its machine, which the same
@@ -41,7 +41,7 @@ WORKER = "worker.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a worker is told."""
+    """Everything that a worker needs to know about a run."""
 
     run: Mapping[str, Any]
     """The run, as plain values."""
@@ -59,7 +59,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What comes back."""
+    """Everything that a worker sends back about a run."""
 
     host: str
     """Name of the worker's machine."""
@@ -70,30 +70,30 @@ class Result:
 
 
 class Post:
-    """An actor between workers and driver: holds what was reported until it is taken."""
+    """A Ray actor that keeps the reports of workers until the driver takes them."""
 
     def __init__(self) -> None:
         self.updates: list[Update] = []
         self.begun: dict[str, int] = {}
 
     def begin(self, run: str) -> None:
-        """A worker takes up a run; not the first one, where the one before it died."""
+        """Note that a worker begins a run; where an earlier worker died, the run is begun again."""
         self.begun[run] = self.begun.get(run, 0) + 1
         text = f"its worker died; attempt {self.begun[run]}" if self.begun[run] > 1 else ""
         self.updates.append(Update(run=run, state="running", text=text))
 
     def put(self, update: Update) -> None:
-        """Something became of a run."""
+        """Keep a report about a run."""
         self.updates.append(update)
 
     def take(self) -> list[Update]:
-        """What was reported since the last time, in order."""
+        """The reports since the last call, in their order."""
         taken, self.updates = self.updates, []
         return taken
 
 
 def work(job: Job, post: Any) -> Result:
-    """Do one run, on a worker.
+    """Do one run on a worker and return its result.
 
     Args:
         job: what to do.
@@ -133,7 +133,7 @@ def _check_version(job: Job) -> None:
 
 @contextmanager
 def _logged(file: Path) -> Iterator[None]:
-    """What is logged goes to a file of the run, besides Ray's own."""
+    """A context in which log messages are written to a file of the run too."""
     handler = logging.FileHandler(file, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
     handler.setLevel(logging.WARNING)
@@ -146,7 +146,7 @@ def _logged(file: Path) -> Iterator[None]:
 
 
 def working_folder(job: Job) -> tuple[Path, bool]:
-    """Where the worker works, and whether that is the ablation's own folder."""
+    """The folder in which the worker works, and whether it is the ablation's own folder."""
     given = Path(job.folder)
     try:
         if (given / SIGN).read_text(encoding="utf-8") == job.sign:
@@ -159,13 +159,13 @@ def working_folder(job: Job) -> tuple[Path, bool]:
 
 
 def packed_result(own: Path, *, shared: bool) -> Result:
-    """What travels back of a run's folder; nothing where the driver sees the same disk."""
+    """The files of a run's folder that travel back; none where the driver sees the same disk."""
     files = {} if shared else {name: (own / name).read_bytes() for name in RESULTS if (own / name).is_file()}
     return Result(host=socket.gethostname(), folder=str(own), files=files)
 
 
 def keep_result(result: Result, own: Path) -> None:
-    """Write what came back into the run's folder of the driver; names other than `RESULTS` are passed over.
+    """Write the files that came back into the run's folder; only the names in `RESULTS` are accepted.
 
     Args:
         result: of a worker.
@@ -181,5 +181,5 @@ def keep_result(result: Result, own: Path) -> None:
 
 
 def job_of(run: Run, *, folder: Path, sign: str, parcels: Parcels, threads: int) -> Job:
-    """What a worker is told about a run."""
+    """The job of a run."""
     return Job(run=plain_run(run), folder=str(folder.absolute()), sign=sign, parcels=parcels, threads=threads)

@@ -1,4 +1,4 @@
-"""The columns of an ablation's table: what is read from a run's outcome, and its unit."""
+"""The columns of an ablation's table: how each number is read from a run's outcome, and its unit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GROUPS: dict[Group, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """One column: a number of a run."""
+    """One column of the table: a number of a run, with its title and unit."""
 
     name: str
     """In JSON."""
@@ -39,43 +39,43 @@ class Column:
 
     @property
     def heading(self) -> str:
-        """Title and unit."""
+        """The title and the unit, as they stand above the column."""
         return f"{self.title} ({self.unit})" if self.unit else self.title
 
     def value(self, outcome: Outcome) -> float | None:
-        """Its finite value in a run that was done, else None."""
+        """The number of a run; None where the run was not done or the number is not finite."""
         found = self.read(outcome) if outcome.state == "done" else None
         return found if found is not None and math.isfinite(found) else None
 
 
 def rl_after(outcome: Outcome) -> float | None:
-    """Score of the skill that was trained, after training."""
+    """The score of the trained skill after training."""
     return outcome.after.get(outcome.rl_skill)
 
 
 def rl_gain(outcome: Outcome) -> float | None:
-    """What training added to it."""
+    """The score of the trained skill after training, minus that before."""
     after, before = rl_after(outcome), outcome.before.get(outcome.rl_skill)
     return None if after is None or before is None else after - before
 
 
 def retained_skills(outcome: Outcome) -> tuple[str, ...]:
-    """Skills that were not trained and are measured before and after."""
+    """The skills that were not trained, and were measured before and after."""
     return tuple(skill for skill in outcome.after if skill != outcome.rl_skill and skill in outcome.before)
 
 
 def retained_after(outcome: Outcome) -> float | None:
-    """Mean score of the skills that were not trained, after training."""
+    """The mean score of the skills that were not trained, after training."""
     return _mean(outcome.after[skill] for skill in retained_skills(outcome))
 
 
 def retained_before(outcome: Outcome) -> float | None:
-    """The same before training."""
+    """The mean score of the skills that were not trained, before training."""
     return _mean(outcome.before[skill] for skill in retained_skills(outcome))
 
 
 def retained_loss(outcome: Outcome) -> float | None:
-    """What training took from them: positive where something was forgotten."""
+    """How much the mean score of the skills that were not trained fell; positive where something was forgotten."""
     return _mean(outcome.before[skill] - outcome.after[skill] for skill in retained_skills(outcome))
 
 

@@ -1,4 +1,4 @@
-"""What the pictures of an ablation share: colours, marks, and a mean with its interval. No screen, no global state."""
+"""The parts that all pictures of an ablation share: colours, marks, and a mean with its interval."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALL = 8
 
 
 class Style(NamedTuple):
-    """How an arm looks: no two of the first 84 look alike."""
+    """The colour, mark and line of an arm; the first 84 arms all look different."""
 
     colour: str
     mark: str
@@ -29,14 +29,14 @@ class Style(NamedTuple):
 
 
 def style(index: int) -> Style:
-    """The look of arm number `index`."""
+    """The style of arm number `index`."""
     dashes = ("-", "--", ":", "-.")[index // len(COLOURS) % 4]
     return Style(COLOURS[index % len(COLOURS)], MARKS[index % len(MARKS)], dashes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Points:
-    """The values of one measure, at each place of an axis where it was measured: one value per seed."""
+    """The values of one measure along an axis: at each place one value per seed."""
 
     label: str
     """In the legend; "" for none."""
@@ -47,21 +47,21 @@ class Points:
 
 
 def named(text: str) -> str:
-    """A name that matplotlib shows as it stands: no mathematics in it, never hidden, its middle left out where long."""
+    """A name as matplotlib can show it: without mathematics, never hidden, its middle left out where it is long."""
     end = LONGEST_NAME // 2
     short = text if len(text) <= LONGEST_NAME else f"{text[: end - 1]}…{text[-end:]}"
     return ("\u200b" if short.startswith("_") else "") + short.replace("$", r"\$") or "(no name)"
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """A figure of its own, which pyplot knows nothing of, in inches."""
+    """A figure of this size in inches, which pyplot does not know of."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def draw_points(axes: Any, points: Points, *, confidence: float, aside: float, upright: bool = True) -> None:
-    """The mean as a mark with its interval as whiskers, and every seed as a faint point beside it.
+    """Draw the mean with its interval, and every seed as a faint point beside it.
 
     Args:
         axes: of matplotlib.
@@ -91,14 +91,14 @@ def draw_points(axes: Any, points: Points, *, confidence: float, aside: float, u
 
 
 def join_means(axes: Any, points: Points, places: Sequence[float]) -> None:
-    """A line through the means at these places."""
+    """Draw a line through the means."""
     means = [sum(points.at[place]) / len(points.at[place]) for place in places if place in points.at]
     known = [place for place in places if place in points.at]
     axes.plot(known, means, color=points.look.colour, linestyle=points.look.dashes, linewidth=1.4, alpha=0.8)
 
 
 def tidy(axes: Any, *, x: str = "", y: str = "", title: str = "") -> None:
-    """Labels, a light grid, no box."""
+    """Put labels and a light grid on a diagram, and take its box away."""
     axes.set_xlabel(x, fontsize=9)
     axes.set_ylabel(y, fontsize=9)
     axes.set_title(title, fontsize=10)
@@ -110,13 +110,12 @@ def tidy(axes: Any, *, x: str = "", y: str = "", title: str = "") -> None:
 
 
 def wants_logarithm(values: Sequence[float]) -> bool:
-    """Whether values span so much that the small ones would lie on the axis: all positive, the largest 30 times the
-    smallest."""
+    """Whether values want a logarithmic axis: all are positive, and the largest is 30 times the smallest."""
     return bool(values) and min(values) > 0 and max(values) > 30 * min(values)
 
 
 def show_decades(axis: Any) -> None:
-    """Plain numbers on a logarithmic axis: at 1, 2 and 5 of each decade, at 1 only where there are many decades."""
+    """Label a logarithmic axis with plain numbers: 1, 2 and 5 of each decade, or 1 only where there are many."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = axis.get_view_interval()

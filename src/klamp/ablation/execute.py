@@ -1,4 +1,4 @@
-"""A plan from its first run to its table and pictures; the only composer."""
+"""Runs a plan from its first run to its table and pictures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TABLE_MARKDOWN, TABLE_JSON = "table.md", "table.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What an ablation came to."""
+    """What an ablation came to: outcomes, table and files."""
 
     folder: Path
     """Where it is."""
@@ -53,7 +53,7 @@ def execute(
     tell: Tell = lambda update: None,
     progress: Progress | None = None,
 ) -> Result:
-    """Run what is not done yet, then write table and pictures.
+    """Do every run that is not done yet, then write the table and the pictures.
 
     Args:
         plan: what to run.
@@ -86,7 +86,7 @@ def execute(
 
 
 def write_results(every: Sequence[Run], folder: Path) -> Result:
-    """Write table and pictures of what the runs came to.
+    """Write the table and the pictures of the runs' outcomes.
 
     Args:
         every: the runs of the plan.
@@ -103,7 +103,7 @@ def write_results(every: Sequence[Run], folder: Path) -> Result:
 
 
 def _first_update(run: Run, folder: Path) -> Update:
-    """Where a run stands before anything is started."""
+    """The state of a run before anything is started: done, to be continued, or new."""
     steps, outcome = run.config.run.max_steps, read_outcome(run_folder(folder, run))
     if outcome is not None and outcome.state == "done":
         return Update(run=run.name, state="kept", step=steps, steps=steps, metrics=outcome.numbers)

@@ -1,4 +1,4 @@
-"""What it takes to run a plan's runs, wherever that is, and what is told meanwhile."""
+"""What an executor is: it runs the runs of a plan, somewhere, and reports how they go."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RunState: TypeAlias = Literal["waiting", "running", "measuring", "stopping", "do
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """What became of a run just now."""
+    """A report about one run: started, at which step, done, failed."""
 
     run: str
     """Its name."""
@@ -41,10 +41,10 @@ Tell: TypeAlias = Callable[[Update], None]
 
 
 class Executor(Protocol):
-    """Runs the runs of a plan."""
+    """Anything that can run the runs of a plan."""
 
     def run(self, runs: Sequence[Run], folder: Path, tell: Tell) -> None:
-        """Run all of them; each leaves its folder (`klamp.ablation.plan.run_folder`) with an outcome.json.
+        """Run all runs; each leaves an outcome.json in its folder (`klamp.ablation.plan.run_folder`).
 
         A run that fails, or whose process is killed, is told and written down as failed; the others go on.
 
@@ -59,13 +59,13 @@ class Executor(Protocol):
         ...
 
     def describe(self) -> str:
-        """Where the runs run, in words: "2 processes on this machine, 1 thread each"."""
+        """Where the runs are run, in words: "2 processes on this machine, 1 thread each"."""
         ...
 
 
 @contextmanager
 def noting_interrupts(note: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C and SIGTERM are noted, so that they never come in the middle of something; main thread only.
+    """A context in which Ctrl-C and SIGTERM are only noted, so that no work is cut in the middle; main thread only.
 
     Args:
         note: called from the signal handler, so that it must neither wait nor lock.
@@ -86,7 +86,7 @@ def noting_interrupts(note: Callable[[], None]) -> Iterator[None]:
 
 
 def stopped(runs: Sequence[Run], folder: Path) -> TrainingStopped:
-    """The error of an ablation that was interrupted.
+    """The error of an ablation that was interrupted, which says how to go on.
 
     Args:
         runs: of the ablation.

@@ -1,4 +1,4 @@
-"""Runs as processes on this machine, as many at once as its cores carry."""
+"""The executor on this machine: each run is a process, as many at once as there are cores or GPUs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ INTERRUPT: Event = ("", None)
 
 @dataclass(frozen=True, kw_only=True)
 class LocalExecutor:
-    """A process per run, `workers` at a time."""
+    """Runs each run of a plan as a process of its own, `workers` at a time."""
 
     workers: int
     """Processes at a time."""
@@ -45,13 +45,13 @@ class LocalExecutor:
     """Starts a worker; the run's folder and a file descriptor follow."""
 
     def describe(self) -> str:
-        """Where the runs run, in words."""
+        """Where the runs are run, in words."""
         many = f"{self.workers} processes" if self.workers > 1 else "1 process"
         where = f", GPUs {', '.join(self.devices)}" if self.devices else ""
         return f"{many} on this machine, {self.threads} thread{'s' if self.threads > 1 else ''} each{where}"
 
     def run(self, runs: Sequence[Run], folder: Path, tell: Tell) -> None:
-        """Run all of them; see `klamp.ablation.executor.Executor`."""
+        """Run all runs; see `klamp.ablation.executor.Executor`."""
         events: SimpleQueue[Event] = SimpleQueue()
         work = _Work(self, folder, tell, events, deque(runs))
         try:
@@ -64,7 +64,7 @@ class LocalExecutor:
             raise stopped(runs, folder) from KeyboardInterrupt()
 
     def environment(self, slot: int) -> dict[str, str]:
-        """The environment of a worker: its threads, its device, and modules where this process finds them.
+        """The environment variables of a worker: its number of threads, its GPU, its module path.
 
         Args:
             slot: number of the worker among those at work.
@@ -77,7 +77,7 @@ class LocalExecutor:
 
 
 def local_executor(count: int, *, workers: int | None = None, cpu: bool = False) -> LocalExecutor:
-    """The executor that fits this machine.
+    """The executor that suits this machine: one process per core, or one per GPU.
 
     Without an accelerator: a worker per core, the cores shared out where there are fewer runs than cores. With some:
     one worker per accelerator. OMP_NUM_THREADS is kept where it is set.
@@ -95,7 +95,7 @@ def local_executor(count: int, *, workers: int | None = None, cpu: bool = False)
 
 
 def visible_devices() -> tuple[str, ...]:
-    """The CUDA devices that this process sees, as CUDA_VISIBLE_DEVICES names them."""
+    """The CUDA devices that this process may use, as CUDA_VISIBLE_DEVICES names them."""
     import torch
 
     count = torch.cuda.device_count()
@@ -104,14 +104,14 @@ def visible_devices() -> tuple[str, ...]:
 
 
 class _Child:
-    """A worker at work."""
+    """A worker process and its run."""
 
     def __init__(self, run: Run, process: subprocess.Popen[bytes], slot: int) -> None:
         self.run, self.process, self.slot = run, process, slot
 
 
 class _Work:
-    """The runs that wait and those under way."""
+    """The runs that wait, and those that are under way."""
 
     def __init__(
         self, executor: LocalExecutor, folder: Path, tell: Tell, events: SimpleQueue[Event], waiting: deque[Run]
@@ -122,13 +122,13 @@ class _Work:
         self.interrupts = 0
 
     def go_on(self) -> bool:
-        """Start what can be started; whether there is anything to wait for."""
+        """Start as many runs as there is room for; False once nothing is left to wait for."""
         while self.waiting and self.free:
             self._start(self.waiting.popleft(), self.free.pop(0))
         return bool(self.children)
 
     def take(self, event: Event) -> None:
-        """Deal with what happened."""
+        """Handle one report or one end of a worker."""
         name, update = event
         if event == INTERRUPT:
             self._interrupt()
@@ -140,7 +140,7 @@ class _Work:
             self._ended(child)
 
     def end(self) -> None:
-        """Leave no worker behind, whatever was raised here."""
+        """End every worker, even after an error."""
         for child in self.children.values():
             child.process.terminate()
         for child in self.children.values():
@@ -167,7 +167,7 @@ class _Work:
         self.tell(Update(run=run.name, state="running", steps=run.config.run.max_steps))
 
     def _interrupt(self) -> None:
-        """First the workers save after their step; the second time they leave at once; then they are killed."""
+        """End the workers: the first time after their step, the second time at once; then kill what is left."""
         self.interrupts += 1
         self.waiting.clear()
         for name, child in self.children.items():
@@ -175,7 +175,7 @@ class _Work:
             self.tell(Update(run=name, state="stopping"))
 
     def _ended(self, child: _Child) -> None:
-        """A worker that left no outcome was killed, or interrupted."""
+        """The outcome of a worker that ended; one that left none was killed or interrupted."""
         own = run_folder(self.folder, child.run)
         if self.interrupts or read_outcome(own) is not None:
             return
@@ -187,7 +187,7 @@ class _Work:
 
 
 def _listen(name: str, process: subprocess.Popen[bytes], reads: int, events: SimpleQueue[Event]) -> None:
-    """Pass on what a worker tells, and at last that it has ended."""
+    """Pass on the reports of a worker, and at last that it has ended."""
     reader = threading.Thread(target=_pass_on, args=(name, reads, events), daemon=True)
     reader.start()
     process.wait()
@@ -215,7 +215,7 @@ def _how_ended(code: int) -> str:
 
 
 def _last_line(log: Path) -> str:
-    """The last words of a log."""
+    """The last line of a log file that is not empty."""
     lines = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
     words = [line.strip() for line in lines if line.strip()]
     return f"last words: {words[-1][:300]}" if words else "its log is empty"

@@ -1,4 +1,4 @@
-"""How far a trained policy is from the model that its training started from: exact, both ways, on held-out prompts.
+"""Measures how far a trained policy is from the model that it started from: exact KLs on held-out prompts.
 
 Every run is measured against its own starting model, whatever reference it trained with, and at beta 0, where it had
 none. Prompts and draws are the same in every run, so that arms differ by their policies and not by luck.
@@ -37,7 +37,7 @@ SEED = 20_240_213
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """A trained policy and the model that it was before."""
+    """A trained policy, and the model that its training started from."""
 
     policy: Scorer
     """The policy."""
@@ -56,13 +56,13 @@ class Pair:
 
     @property
     def device(self) -> torch.device:
-        """Of the policy."""
+        """The device of the policy."""
         return next(self.policy.parameters()).device
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sums:
-    """What was added up over completions."""
+    """The sums of KLs, rewards, lengths and entropies over completions, and their counts."""
 
     sequences: int
     tokens: int
@@ -77,7 +77,7 @@ class Sums:
 
 
 def measure(config: TrainConfig, folder: Path, told: Callable[[], None] = lambda: None) -> dict[str, float]:
-    """The numbers of a trained run, named as in `klamp.ablation.outcome.NUMBERS`.
+    """All numbers of a trained run, named as in `klamp.ablation.outcome.NUMBERS`.
 
     Args:
         config: the run.
@@ -89,7 +89,7 @@ def measure(config: TrainConfig, folder: Path, told: Callable[[], None] = lambda
 
 @torch.no_grad()
 def numbers_of(pair: Pair, told: Callable[[], None] = lambda: None) -> dict[str, float]:
-    """Exact KL in both directions per token and per completion; reward, length and entropy of the policy.
+    """The exact KL in both directions, per token and per completion, with reward, length and entropy of the policy.
 
     Equation, with d_t the exact KL over the vocabulary at the t-th prefix (source: arXiv:2504.10637)::
 
@@ -121,7 +121,7 @@ def _named(name: str, sums: Sums) -> dict[str, float]:
 
 
 def _over(pair: Pair, skill: str, place: int, direction: Direction, told: Callable[[], None]) -> Sums:
-    """The sums over the completions of a skill's prompts."""
+    """The sums over the completions of one skill's prompts."""
     examples = [e for e in pair.task.evaluation[skill] for _ in range(COMPLETIONS)]
     step = 2 * place + (direction == "forward")
     uniforms = uniform_numbers(SEED, step, len(examples), pair.rollout.max_completion_length)
@@ -173,7 +173,7 @@ def _sample(pair: Pair, sampler: Scorer, examples: Sequence[Example], uniforms: 
 
 
 def load_pair(config: TrainConfig, folder: Path) -> Pair:
-    """Load the policy of a run's newest checkpoint, and the model that the run started from.
+    """Load the policy from a run's newest checkpoint, and the model that the run started from.
 
     With an adapter the starting model is the policy with it switched off, so that there is no second set of weights.
 

@@ -1,4 +1,4 @@
-"""One run of an ablation: train, or go on training; measure; write down what it came to."""
+"""One run of an ablation: train (or continue), measure, write the outcome."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TOLD = ("reward", "kl/exact", "kl/k3", "length/mean", "beta")
 
 
 def perform(run: Run, folder: Path, report: Tell) -> Outcome:
-    """Train a run from its newest checkpoint (without one: from the start), measure it, and write its outcome.json.
+    """Train a run to its end (from its newest checkpoint, if it has one), measure it, and write its outcome.json.
 
     Args:
         run: what to train; its folder is `run_folder(folder, run)`.
@@ -76,14 +76,14 @@ def failed(run: Run, error: str) -> Outcome:
 
 
 def was_interrupted(error: BaseException) -> bool:
-    """Whether a run was stopped from outside, its state saved, rather than by something that went wrong."""
+    """Whether an error means that the run was stopped from outside, with its state saved."""
     if isinstance(error, TrainingStopped):
         return isinstance(error.__cause__ or error.__context__, KeyboardInterrupt)
     return isinstance(error, KeyboardInterrupt)
 
 
 def reason(error: BaseException) -> str:
-    """An error in words, with what was noted on it."""
+    """An error as one text, with the notes that were added to it."""
     text = str(error) if isinstance(error, KlampError) else f"{type(error).__name__}: {error}"
     return "\n".join((text, *getattr(error, "__notes__", ())))
 
@@ -113,7 +113,7 @@ def _trained_and_measured(run: Run, own: Path, told: _Told) -> Outcome:
 
 
 def _trained(run: Run, own: Path, told: _Told) -> Mapping[str, Any]:
-    """The summary of the training, which is not repeated where it was done before."""
+    """The summary of the training; where the training was done before, it is read and not repeated."""
     saved = checkpoint.checkpoints(own)
     if not saved:
         _clear(own)
@@ -124,7 +124,7 @@ def _trained(run: Run, own: Path, told: _Told) -> Mapping[str, Any]:
 
 
 def _clear(own: Path) -> None:
-    """Take away what a run left that was killed before its first checkpoint."""
+    """Delete what a run left that was killed before its first checkpoint."""
     for each in own.iterdir():
         if each.is_dir():
             shutil.rmtree(each)
@@ -133,7 +133,7 @@ def _clear(own: Path) -> None:
 
 
 def _rows(file: Path) -> list[dict[str, float]]:
-    """The steps of a metrics.jsonl; none where there is no file."""
+    """The rows of a metrics.jsonl, one per step; none where the file does not exist."""
     if not file.exists():
         return []
     rows = (json.loads(line) for line in file.read_text(encoding="utf-8").splitlines())
@@ -141,7 +141,7 @@ def _rows(file: Path) -> list[dict[str, float]]:
 
 
 def course(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-    """The course of training from its rows, thinned to `LONGEST_COURSE` steps; the last step stays.
+    """The course of training, from its rows; thinned to `LONGEST_COURSE` steps, the last one kept.
 
     A metric that some steps lack is left out.
 
@@ -155,32 +155,32 @@ def course(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
 
 
 class _Told(Observer):
-    """Tells what a run does as updates."""
+    """An observer of the trainer that reports the steps of a run as updates."""
 
     def __init__(self, run: Run, report: Tell) -> None:
         self.run, self.report, self.step = run, report, 0
 
     def tell(self, state: RunState, *, metrics: Mapping[str, float] | None = None, text: str = "") -> None:
-        """What became of the run."""
+        """Report an update."""
         steps = self.run.config.run.max_steps
         step = steps if state in ("measuring", "done") else self.step
         self.report(Update(run=self.run.name, state=state, step=step, steps=steps, metrics=metrics or {}, text=text))
 
     def on_start(self, info: RunInfo) -> None:
-        """It is about to take its first step, or the first one after a checkpoint."""
+        """Report that the run begins or continues."""
         self.step = info.start_step
         self.tell("running")
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step is done."""
+        """Report a finished step."""
         self.step = step
         self.tell("running", metrics={name: metrics[name] for name in TOLD if name in metrics})
 
     def on_alarm(self, finding: Finding) -> None:
-        """An alarm rose; notes are only written down."""
+        """Report an alarm; notes are not reported."""
         if finding.alarm.level == "alarm":
             self.tell("running", text=f"{finding.alarm.name}: {finding.alarm.text} ({finding.evidence.text})")
 
     def on_warning(self, text: str) -> None:
-        """A caution goes to the log."""
+        """Write a caution to the log."""
         log.warning("caution: %s", text)

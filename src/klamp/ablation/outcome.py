@@ -1,4 +1,4 @@
-"""What a run of an ablation came to, and the file that says so."""
+"""The outcome of a run of an ablation, and the file that holds it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OutcomeState: TypeAlias = Literal["done", "failed"]
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one run came to.
+    """What one run came to: done or failed, its numbers, its scores, its course.
 
     The numbers that are measured (`klamp.ablation.measure`) are taken on held-out prompts with the same draws in every
     run, against the model that training started from.
@@ -67,7 +67,7 @@ NUMBERS: Mapping[str, str] = {
 
 
 def write_outcome(folder: Path, outcome: Outcome) -> None:
-    """Write the outcome into a run's folder, whole or not at all.
+    """Write the outcome into a run's folder; the file is there completely or not at all.
 
     Args:
         folder: of the run.
@@ -79,7 +79,7 @@ def write_outcome(folder: Path, outcome: Outcome) -> None:
 
 
 def read_outcome(folder: Path) -> Outcome | None:
-    """The outcome in a run's folder; None where the run is neither done nor failed.
+    """Read the outcome from a run's folder; None where the run is neither done nor failed.
 
     Raises:
         DataError: the file is damaged.

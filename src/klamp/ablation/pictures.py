@@ -1,4 +1,4 @@
-"""The pictures of an ablation: the sweep, KL against forgetting, and the courses of the runs; PNG files, no screen."""
+"""The pictures of an ablation as PNG files: the sweep, KL against forgetting, the courses of the runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LEAST_SPAN = 0.02
 
 
 def write_pictures(outcomes: Sequence[Outcome], folder: Path, *, confidence: float = 0.95) -> tuple[Path, ...]:
-    """Draw what the outcomes allow: sweep.png, forgetting.png, courses.png; returns the files that were written.
+    """Draw sweep.png, forgetting.png and courses.png, as far as there is data; returns the files written.
 
     Args:
         outcomes: of all runs.
@@ -45,7 +45,7 @@ def write_pictures(outcomes: Sequence[Outcome], folder: Path, *, confidence: flo
 
 
 def draw_forgetting(outcomes: Sequence[Outcome], *, confidence: float = 0.95) -> Figure | None:
-    """What was forgotten against both KLs, one point per run, with Spearman's correlation over the runs.
+    """Draw how much each run forgot against both of its KLs, with Spearman's correlation over the runs.
 
     None where no run has a KL and retained skills.
 
@@ -83,7 +83,7 @@ def draw_forgetting(outcomes: Sequence[Outcome], *, confidence: float = 0.95) ->
 
 
 def _pair(column: Column, outcome: Outcome) -> tuple[float, float] | None:
-    """A run's KL and what it forgot; None where either is missing."""
+    """The KL of a run and how much it forgot; None where either is missing."""
     kl, lost = column.value(outcome), retained_loss(outcome)
     return None if kl is None or lost is None or not math.isfinite(lost) else (kl, lost)
 
@@ -97,7 +97,7 @@ def _correlation(pairs: Sequence[tuple[float, float]], confidence: float) -> str
 
 
 def draw_courses(outcomes: Sequence[Outcome]) -> Figure | None:
-    """Reward, KL and length over the steps: the mean over the seeds of an arm, and a band from lowest to highest seed.
+    """Draw reward, KL and length over the steps: each arm's mean over seeds, with a band from lowest to highest.
 
     None where no run has a course. At beta 0 training measures no KL, and the arm has no line there.
 
@@ -127,7 +127,7 @@ def draw_courses(outcomes: Sequence[Outcome]) -> Figure | None:
 
 
 def _course(runs: Sequence[Outcome], metric: str) -> dict[float, list[float]]:
-    """Step -> values of the seeds, at the steps that most seeds have."""
+    """Step -> values of the seeds, for the steps that most seeds have."""
     found: dict[float, list[float]] = {}
     for run in runs:
         by_step: Mapping[str, Sequence[float]] = run.by_step

@@ -1,4 +1,4 @@
-"""What an ablation runs: arms (what differs) times seeds (how often). Pure data; nothing is loaded or written."""
+"""The plan of an ablation: arms (what differs) times seeds (how often); plain data, nothing is loaded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OWNED: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """One setting that is compared with the others."""
+    """One variant that is compared with the others: a name, and the fields that it sets."""
 
     name: str
     """How it is called in the table: "beta=0.01 kl_estimator=k1", or as the plan names it."""
@@ -39,7 +39,7 @@ class Arm:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Arms and seeds on one common base; where it is run and with which processes is not part of it."""
+    """What an ablation compares: a common base, arms, and seeds; where it runs is not part of the plan."""
 
     name: str = "ablation"
     """A short name, for the default folder and for headings."""
@@ -73,7 +73,7 @@ class Run:
 
 
 def grid(sweep: Mapping[str, Sequence[Any]]) -> tuple[Arm, ...]:
-    """Every combination of the values of some fields; the last field varies fastest. Aliases are resolved.
+    """One arm for every combination of the values of some fields; the last field varies fastest.
 
     Args:
         sweep: field -> its values.
@@ -92,7 +92,7 @@ def grid(sweep: Mapping[str, Sequence[Any]]) -> tuple[Arm, ...]:
 
 
 def crossed(arms: Sequence[Arm], others: Sequence[Arm]) -> tuple[Arm, ...]:
-    """Every arm of the first kind with every arm of the second.
+    """One arm for every pair of an arm of the first kind and one of the second.
 
     Raises:
         ConfigError: both set the same field.
@@ -112,7 +112,7 @@ def crossed(arms: Sequence[Arm], others: Sequence[Arm]) -> tuple[Arm, ...]:
 
 
 def runs(plan: Plan) -> tuple[Run, ...]:
-    """All runs of a plan, every configuration checked; seed by seed, so that early results speak of every arm.
+    """All runs of a plan with their checked configurations, seed by seed: early results then tell of every arm.
 
     Raises:
         ConfigError: a configuration that is refused, with the arm's name; a field that the ablation sets itself; two
@@ -130,7 +130,7 @@ def runs(plan: Plan) -> tuple[Run, ...]:
 
 
 def run_folder(folder: Path, run: Run) -> Path:
-    """Where a run writes.
+    """The folder that a run writes into.
 
     Args:
         folder: of the ablation.
@@ -140,7 +140,7 @@ def run_folder(folder: Path, run: Run) -> Path:
 
 
 def folder_name(name: str) -> str:
-    """An arm's name as a folder's: "beta=0.01 kl_estimator=k1" -> "beta-0.01_kl_estimator-k1".
+    """An arm's name made into the name of a folder: "beta=0.01 kl_estimator=k1" -> "beta-0.01_kl_estimator-k1".
 
     Where letters are lost, a checksum of the name follows, so that different arms keep different folders.
     """
@@ -150,7 +150,7 @@ def folder_name(name: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as it stands in an arm's name."""
+    """A value as it is written in an arm's name."""
     if isinstance(value, float):
         text = f"{value:g}"
         return text if float(text) == value else repr(value)
@@ -160,7 +160,7 @@ def shown(value: Any) -> str:
 
 
 def plain_plan(plan: Plan) -> dict[str, Any]:
-    """The plan as YAML and JSON take it; `plan_of` reads it back."""
+    """The plan as plain data for YAML and JSON; `plan_of` reads it back."""
     return {
         "name": plan.name,
         "base": _plain(plan.base),
@@ -170,7 +170,7 @@ def plain_plan(plan: Plan) -> dict[str, Any]:
 
 
 def plan_of(content: Mapping[str, Any]) -> Plan:
-    """The plan that `plain_plan` wrote.
+    """The plan that `plain_plan` made plain data of.
 
     Raises:
         KeyError, TypeError, AttributeError: it is none.
@@ -184,13 +184,13 @@ def plan_of(content: Mapping[str, Any]) -> Plan:
 
 
 def plain_run(run: Run) -> dict[str, Any]:
-    """The run as JSON takes it; `run_of` reads it back."""
+    """The run as plain data for JSON; `run_of` reads it back."""
     config = _plain(run.config.flat())
     return {"name": run.name, "arm": run.arm.name, "values": _plain(run.arm.values), "seed": run.seed, "config": config}
 
 
 def run_of(content: Mapping[str, Any]) -> Run:
-    """The run that `plain_run` wrote.
+    """The run that `plain_run` made plain data of.
 
     Raises:
         KeyError, TypeError, AttributeError: it is none.
@@ -209,7 +209,7 @@ def _combined(values: Mapping[str, Any]) -> Arm:
 
 
 def _known(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Values under their proper names, none of them the ablation's own."""
+    """The values under their proper names; refuses fields that the ablation sets itself."""
     try:
         resolved = resolve_aliases(values, set(field_owners()))
     except ConfigError as error:
@@ -238,7 +238,7 @@ def _config(base: Mapping[str, Any], arm: Arm, seed: int) -> TrainConfig:
 
 
 def named(error: KlampError, where: str) -> KlampError:
-    """The same error, and whose it is.
+    """The same error, with the name of the arm that it belongs to.
 
     Args:
         error: what was raised.
@@ -256,7 +256,7 @@ def _refuse_twice(kind: str, names: Sequence[Any], *, fix: str = "keep one") -> 
 
 
 def _refuse_same(of_one_seed: Sequence[Run]) -> None:
-    """Refuse two arms that are one and the same configuration."""
+    """Refuse two arms that are the same configuration."""
     for i, run in enumerate(of_one_seed):
         for other in of_one_seed[:i]:
             if run.config == other.config:

@@ -1,4 +1,4 @@
-"""Files that runs read, packed where the ablation was started and unpacked where a run runs; no disk is shared.
+"""Sends the local files that runs read to Ray workers: packed where the ablation starts, unpacked on the worker.
 
 A run reads local files where its configuration names them: a model's or tokenizer's folder, a data file, a file with
 a reward function, or the built-in base model in klamp's cache. Each is packed once, however many runs read it.
@@ -27,7 +27,7 @@ FOLDER = "shipped"
 
 
 class Packed(NamedTuple):
-    """One file."""
+    """One file with its content."""
 
     name: str
     """Relative to the folder, with forward slashes."""
@@ -41,7 +41,7 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Parcel:
-    """A folder or a file."""
+    """A packed folder or file."""
 
     path: str
     """Where it was packed, absolute."""
@@ -58,7 +58,7 @@ Parcels = Mapping[str, Parcel]
 
 
 def pack_all(configs: list[Mapping[str, Any]], put: Callable[[bytes], Any]) -> dict[str, Parcel]:
-    """Pack every local file and folder that these configurations name, each once.
+    """Pack every local file and folder that the configurations name, each once.
 
     Args:
         configs: flat configurations.
@@ -74,7 +74,7 @@ def pack_all(configs: list[Mapping[str, Any]], put: Callable[[bytes], Any]) -> d
 
 
 def pack(path: Path, put: Callable[[bytes], Any]) -> Parcel:
-    """Pack a file or a folder with all that is in it.
+    """Pack a file, or a folder with everything in it.
 
     Args:
         path: of it.
@@ -91,7 +91,7 @@ def pack(path: Path, put: Callable[[bytes], Any]) -> Parcel:
 
 
 def unpack_all(config: Mapping[str, Any], parcels: Parcels, fetch: Callable[[Any], bytes]) -> dict[str, Any]:
-    """The configuration as it reads on this machine: what is not here already is unpacked into klamp's cache.
+    """The configuration with paths of this machine; files that are not here are unpacked into klamp's cache.
 
     Args:
         config: a flat configuration.
@@ -120,7 +120,7 @@ def unpack_all(config: Mapping[str, Any], parcels: Parcels, fetch: Callable[[Any
 
 
 def is_here(parcel: Parcel) -> bool:
-    """Whether the very files lie in the same place on this machine: same names, sizes and times."""
+    """Whether this machine has the same files in the same place: equal names, sizes and times."""
     top = Path(parcel.path).parent if parcel.single else Path(parcel.path)
     try:
         found = [(top / file.name).stat() for file in parcel.files]
@@ -130,7 +130,7 @@ def is_here(parcel: Parcel) -> bool:
 
 
 def unpack(parcel: Parcel, folder: Path, fetch: Callable[[Any], bytes]) -> None:
-    """Write a parcel's files into a folder, whole or not at all; nothing to do where the folder is there.
+    """Write a parcel's files into a folder, completely or not at all; nothing is done where the folder exists.
 
     Args:
         parcel: what to write.
@@ -158,7 +158,7 @@ def unpack(parcel: Parcel, folder: Path, fetch: Callable[[Any], bytes]) -> None:
 
 
 def safe_name(name: str) -> PurePosixPath:
-    """A relative file name that stays below the folder it is joined to.
+    """Check that a relative file name stays below the folder that it is joined to.
 
     Raises:
         DataError: it is absolute, empty, or leads out of its folder.
@@ -175,13 +175,13 @@ def safe_name(name: str) -> PurePosixPath:
 
 
 def _key(config: Mapping[str, Any], field: str) -> str:
-    """What a field's value stands for: the built-in model is another one for another task."""
+    """The key of a field's value; the built-in model has another key for each task."""
     value = str(config.get(field) or "")
     return f"{BUILTIN} of {config.get('task')}" if value == BUILTIN else value
 
 
 def _local(config: Mapping[str, Any], field: str) -> tuple[str, Path | None]:
-    """The key of a field's value, and the file or folder that it names here; None where it names none."""
+    """The key of a field's value with the local file or folder that it names; None where it names none."""
     value = str(config.get(field) or "")
     if value == BUILTIN:
         folder = base_model_folder(builtin_model(str(config["task"])))

@@ -1,4 +1,4 @@
-"""What completions do once the reward has saturated: length, fillers and KL, then and at the end, per arm."""
+"""What happens to completions once the reward has saturated: length, fillers and KL, then and at the end."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Course:
 def course_of(
     arm: str, rows: Sequence[Mapping[str, Any]], completions: Sequence[Mapping[str, Any]], *, seed: int = 0
 ) -> Course:
-    """The course of a run: saturated at the first step at which the mean reward of the last ten is 0.95.
+    """The course of a run; it is saturated at the first step at which the mean reward of the last ten is 0.95.
 
     Args:
         arm: name of its arm.
@@ -89,7 +89,7 @@ def course_of(
 
 
 def read_courses(every: Sequence[Run], folder: Path) -> list[Course]:
-    """The courses of an ablation's runs, arm by arm; runs without a single step are left out.
+    """The courses of an ablation's runs, arm by arm; runs without any step are left out.
 
     Args:
         every: the runs.
@@ -105,7 +105,7 @@ def read_courses(every: Sequence[Run], folder: Path) -> list[Course]:
 
 
 def _against_first(courses: Sequence[Course]) -> list[Course]:
-    """The courses with how much longer each ended than the first arm did; seeds that it lacks have no such number."""
+    """The courses with the difference of each final length to that of the first arm with the same seed."""
     ends = {course.seed: course.numbers["length/end"] for course in courses if course.arm == courses[0].arm}
     return [
         replace(c, numbers={**c.numbers, "length/against": c.numbers["length/end"] - ends[c.seed]})
@@ -122,7 +122,7 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 
 
 def markdown(courses: Sequence[Course], *, confidence: float = 0.95) -> str:
-    """The table as Markdown: a row per arm, each number a mean over seeds with its bootstrap interval.
+    """The table as Markdown: one row per arm, each number a mean over seeds with its bootstrap interval.
 
     Args:
         courses: of all runs.
@@ -152,7 +152,7 @@ def _by_arm(courses: Sequence[Course]) -> dict[str, list[Course]]:
 
 
 def draw(courses: Sequence[Course]) -> Figure:
-    """Length over steps, a panel per arm: each seed, their mean, and the mean of the first arm in grey.
+    """Draw the length over the steps, one panel per arm: every seed, their mean, and the first arm's mean in grey.
 
     A triangle marks where the reward had saturated.
 
@@ -189,14 +189,14 @@ def _smooth(values: Sequence[float]) -> list[float]:
 
 
 def _mean(group: Sequence[Course]) -> tuple[Sequence[int], list[float]]:
-    """Steps and mean length, as far as every seed went."""
+    """The mean length at each step that every seed has reached."""
     curves = [_smooth(course.lengths) for course in group]
     means = [fmean(values) for values in zip(*curves, strict=False)]
     return group[0].steps[WINDOW - 1 :][: len(means)], means
 
 
 def write_saturation(every: Sequence[Run], folder: Path) -> tuple[Path, ...]:
-    """Write the table and the picture of the runs whose task has fillers; nothing where there is no step of one.
+    """Write the table and picture of runs whose task has fillers; nothing where there are none.
 
     Args:
         every: the runs.

@@ -1,4 +1,4 @@
-"""What a few seeds can say: a mean's interval, and the rank correlation over runs, both by the bootstrap."""
+"""Statistics over few seeds: the interval of a mean, and a rank correlation, both by the bootstrap."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _check(confidence: float, resamples: int, *samples: Sequence[float]) -> None
 
 
 def _resampled(samples: tuple[Sequence[float], ...], statistic: Any, *, resamples: int, seed: int) -> np.ndarray:
-    """The statistic of every resample."""
+    """A statistic of every bootstrap resample."""
     import numpy as np
     from scipy import stats
 

@@ -13,7 +13,7 @@ MOST_LINES = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """Where the arms of a sweep stand."""
+    """The places of a sweep's arms on the axis of its picture."""
 
     of: Mapping[str, tuple[str, float]]
     """Arm -> (line, place); the line is named by what is swept besides beta, "" where that is nothing."""
@@ -26,12 +26,12 @@ class Places:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """Names of the lines, in the order of the arms."""
+        """The names of the lines, in the order of their arms."""
         return tuple(dict.fromkeys(line for line, _ in self.of.values()))
 
 
 def places(arms: Mapping[str, Mapping[str, Any]]) -> Places:
-    """Where to draw these arms: over beta where at least two betas were swept, and few other things.
+    """Where to draw each arm: along beta where at least two betas were swept and little else, otherwise in a list.
 
     Args:
         arms: name -> the values that were swept.
@@ -56,20 +56,20 @@ def places(arms: Mapping[str, Mapping[str, Any]]) -> Places:
 
 
 def _varied(arms: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Fields whose value is not the same in all arms."""
+    """The fields whose value differs between the arms."""
     names = dict.fromkeys(name for values in arms.values() for name in values)
     return [name for name in names if len({repr(values.get(name)) for values in arms.values()}) > 1]
 
 
 def _betas(arms: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether every arm has a beta that an axis can show, and they differ."""
+    """Whether every arm has a positive (or zero) beta, and the betas differ."""
     betas = [values.get("beta") for values in arms.values()]
     known = all(isinstance(beta, int | float) and math.isfinite(beta) and beta >= 0 for beta in betas)
     return known and len(set(betas)) > 1
 
 
 def _logarithmic(betas: Sequence[float]) -> dict[float, float]:
-    """Beta -> place; 0 stands apart, as far from the smallest as the others are from each other."""
+    """The place of each beta on a logarithmic axis; 0 stands one step left of the smallest."""
     at = {beta: math.log10(beta) for beta in betas if beta > 0}
     if 0.0 in betas:
         spread = (max(at.values()) - min(at.values())) / max(1, len(at) - 1)

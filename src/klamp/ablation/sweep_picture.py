@@ -34,7 +34,7 @@ LISTED = 0.3
 
 
 def draw_sweep(outcomes: Sequence[Outcome], *, confidence: float = 0.95) -> Figure | None:
-    """RL skill, KL and retained skills of every arm: seeds, mean, interval; None where no run has any of them.
+    """Draw trained skill, KL and retained skills of every arm, with seeds, mean and interval; None without any data.
 
     Over a logarithmic axis of beta, with beta 0 apart, where beta was swept; else one row per arm.
 
@@ -78,7 +78,7 @@ class _Panel(NamedTuple):
 
 
 def _panels(done: Sequence[Outcome], *, several: bool) -> list[_Panel]:
-    """The panels that have data; with several lines over one axis, the KL in one direction only."""
+    """The diagrams that have data; where several lines share an axis, the KL in one direction only."""
     kl = _columns(done, ["kl/reverse"] if several else ["kl/reverse", "kl/forward"])
     skills, kept = {o.rl_skill: 0 for o in done}, {skill: 0 for o in done for skill in retained_skills(o)}
     before = [o.before.get(o.rl_skill) for o in done], [retained_before(o) for o in done]
@@ -111,7 +111,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def _apart(where: Places) -> float:
-    """How far sets of points are moved apart: as said above, and less where places are close or sets are many."""
+    """How far sets of points are moved apart, so that they do not cover each other."""
     if not where.over_beta:
         return LISTED
     at = sorted(where.ticks)
@@ -120,7 +120,7 @@ def _apart(where: Places) -> float:
 
 
 def _points(done: Sequence[Outcome], shown: Sequence[Column], where: Places) -> list[Points]:
-    """One set per line of the axis and per measure, each in its own colour, moved a little apart."""
+    """One set of points per line and measure, each in its own colour, moved a little apart."""
     sets = [(line, column) for line in where.lines for column in shown]
     step = _apart(where)
     found: list[Points] = []
@@ -158,7 +158,7 @@ def _listed(axes: Any, where: Places, points: Sequence[Points], values: Sequence
 
 
 def _before(axes: Any, start: float | None, *, upright: bool) -> None:
-    """A line at the score before training."""
+    """Draw a line at the score before training."""
     if start is not None:
         (axes.axhline if upright else axes.axvline)(start, color=GREY, linestyle="--", linewidth=1)
         at, turned = ((0.99, start), 0) if upright else ((start, 0.02), 90)

@@ -1,4 +1,4 @@
-"""Outcomes -> the table of an ablation: mean and bootstrap interval per arm; as Markdown, rows and plain values."""
+"""The table of an ablation: for each arm the mean over seeds and its bootstrap interval."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FEW_SEEDS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One number of an arm: its mean over seeds, and how sure that is."""
+    """One number of an arm: the mean over its seeds, with an interval."""
 
     values: tuple[float, ...]
     """One per seed that has the number, in the order of the seeds."""
@@ -29,7 +29,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class ArmRow:
-    """What became of an arm."""
+    """One row of the table: an arm, its cells, and how many of its seeds were done and failed."""
 
     arm: str
     """Its name."""
@@ -62,7 +62,7 @@ class Table:
 
 
 def summarise(outcomes: Sequence[Outcome], *, confidence: float = 0.95) -> Table:
-    """The table of these runs.
+    """Make the table from the outcomes of the runs.
 
     A value that is missing or not finite is left out of its cell, and the cell says from how many seeds it comes.
 
@@ -106,14 +106,14 @@ def _cell(column: Column, runs: Sequence[Outcome], confidence: float) -> Cell | 
 
 
 def number(value: float) -> str:
-    """Four significant digits; powers of ten only for what is very large or very small."""
+    """A number with four significant digits; in powers of ten only where it is very large or very small."""
     if abs(value) >= 9999.5 and abs(value) < 1e7:
         return f"{value:.0f}"
     return f"{value:.4g}" if value else "0"
 
 
 def cell_text(cell: Cell | None, seeds: int) -> str:
-    """`0.8123 [0.79, 0.83]`; from how many seeds, where some of them lack the number."""
+    """A cell as text: `0.8123 [0.79, 0.83]`, with the number of seeds where some lack it."""
     if cell is None:
         return MISSING
     text = number(cell.mean)
@@ -123,12 +123,12 @@ def cell_text(cell: Cell | None, seeds: int) -> str:
 
 
 def seeds_text(row: ArmRow) -> str:
-    """How many seeds were done, and how many failed."""
+    """How many seeds of an arm were done, and how many failed."""
     return f"{row.done}, {row.failed} failed" if row.failed else str(row.done)
 
 
 def lines(table: Table, group: Group) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
-    """The heading and the rows of one group of columns, as text; both empty where it has none.
+    """The heading and the rows for one group of columns, as text; both empty where the group has no data.
 
     Args:
         table: the whole table.
@@ -145,7 +145,7 @@ def lines(table: Table, group: Group) -> tuple[tuple[str, ...], tuple[tuple[str,
 
 
 def notes(table: Table) -> tuple[str, ...]:
-    """How to read the table, and what it does not say: one sentence or two per line."""
+    """Sentences on how to read the table, and on what it does not say."""
     found: list[str] = []
     if table.rl_skills:
         skills = f"The RL skill is {', '.join(table.rl_skills)}"
@@ -164,7 +164,7 @@ def notes(table: Table) -> tuple[str, ...]:
 
 
 def reading(table: Table, column: Column) -> str:
-    """Which arm has the best mean, and which ones this table cannot tell from it; "" with one arm.
+    """Which arm has the best mean, and which ones cannot be told from it; "" where there is only one arm.
 
     Overlapping intervals are no test; they only keep the eye from reading order into noise.
 
@@ -198,7 +198,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def markdown(table: Table) -> str:
-    """The table as a Markdown page: one table per group of columns, notes, and the runs that failed."""
+    """The table as a Markdown page: the tables, the notes, and the runs that failed."""
     parts: list[str] = []
     for group, title in GROUPS.items():
         heading, rows = lines(table, group)
@@ -217,13 +217,13 @@ def _pipes(cells: Sequence[str]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """In one line, and nothing in it that Markdown or HTML would take for its own."""
+    """A text on one line, with nothing in it that Markdown or HTML would interpret."""
     plain = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
     return plain.replace("|", "\\|").replace("*", "\\*").replace("`", "\\`")
 
 
 def plain(table: Table) -> dict[str, Any]:
-    """The table as JSON takes it: every number with its seeds, nothing rounded."""
+    """The table as plain data for JSON: every number with its seeds, nothing rounded."""
     return {
         "confidence": table.confidence,
         "rl_skills": list(table.rl_skills),

@@ -1,4 +1,4 @@
-"""The process of one run: `python -m klamp.ablation.worker RUN_FOLDER [FD]`.
+"""The process that does one run of an ablation: `python -m klamp.ablation.worker RUN_FOLDER [FD]`.
 
 It reads run.json in the folder, and writes its updates, a JSON object a line, to the file descriptor. Once nobody
 reads there any more, the run is saved after its step and left: no run outlives the command that started it by long.
@@ -28,7 +28,7 @@ DONE, FAILED, INTERRUPTED = 0, 1, 130
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Perform the run of a folder; returns the exit code.
+    """Do the run of a folder; returns the exit code.
 
     Args:
         arguments: the run's folder, and the file descriptor for updates where somebody reads them.
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def write_run(folder: Path, run: Run) -> None:
-    """Write what a worker needs into the run's folder.
+    """Write the file that tells a worker which run to do.
 
     Args:
         folder: of the run; made where it is missing.
@@ -70,12 +70,12 @@ def write_run(folder: Path, run: Run) -> None:
 
 
 def read_run(folder: Path) -> Run:
-    """The run that `write_run` wrote."""
+    """Read the run that `write_run` wrote."""
     return run_of(json.loads((folder / RUN).read_text(encoding="utf-8")))
 
 
 def teller(descriptor: int) -> Tell:
-    """Writes updates to a file descriptor; interrupts the run once nobody reads them any more."""
+    """A function that writes reports to a file descriptor; it interrupts the run once nobody reads them."""
     os.set_inheritable(descriptor, False)  # what a reward function starts must not hold the pipe open
 
     def tell(update: Update) -> None:
@@ -89,18 +89,18 @@ def teller(descriptor: int) -> Tell:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Wait until no other process works on the run: one that lost its command still saves its last step."""
+    """Wait until no other process works on the run: a worker without its parent still saves its last step."""
     with (folder / RUN).open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _silent(update: Update) -> None:
-    """Nobody listens."""
+    """Report nothing."""
 
 
 def leave(code: int) -> NoReturn:
-    """End the process at once: taking torch apart takes seconds, and all that is to be written is written."""
+    """End the process at once, without waiting for torch to clean up; everything is written by then."""
     atexit._run_exitfuncs()  # those of reward functions and trackers
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -1,4 +1,4 @@
-"""What `klamp audit NAME` can audit: the hosts, where their KL is found, the versions that this was tried with."""
+"""Audits of other packages: where each installed trainer computes its KL, and the versions that this was tried with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`klamp audit module:function`: any per-token KL function that can be imported."""
+"""Audits any KL function that can be imported, by `klamp audit module:function`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONTRACT = "function(policy_logprobs [B, T], ref_logprobs [B, T]) -> [B, T]"
 
 
 def function_subject(path: str) -> Subject:
-    """A function by its path, as a loss and as a number in the reward.
+    """Prepare a function for an audit, as a loss and as a number in the reward.
 
     Args:
         path: `module:function` or `module:Class.method`; modules of the working directory are found too.
@@ -37,7 +37,7 @@ def function_subject(path: str) -> Subject:
 
 
 def load_function(path: str) -> Callable[..., Any]:
-    """The callable that `module:function` names.
+    """Import the function that `module:function` names.
 
     Raises:
         ConfigError: it cannot be imported, or is not callable.

@@ -1,4 +1,4 @@
-"""The table of hosts, and the way from a name on the command line to something that can be audited."""
+"""The packages that `klamp audit` knows, and how a name on the command line becomes something to audit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Loader: TypeAlias = Callable[[], Subject]
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """A package whose KL klamp knows where to find."""
+    """A package whose KL klamp can find, and the versions that this was tried with."""
 
     package: str
     """Name that pip installs."""
@@ -61,7 +61,7 @@ HOSTS = {
 
 
 def load_subject(name: str) -> Subject:
-    """What a name stands for: a host of the table, or `module:function`.
+    """Find what a name stands for: a package of the table, or `module:function`.
 
     Raises:
         UnknownNameError: neither a host nor of the form `module:function`.
@@ -99,7 +99,7 @@ def installed_version(name: str, host: Host) -> str:
 
 
 def version_caution(host: Host, installed: str) -> str:
-    """A sentence where the installed version lies outside those that were tried; else empty."""
+    """A caution where the installed version is not one of those that were tried; "" otherwise."""
     first, last = host.tried
     if _ordered(first) <= _ordered(installed) <= _ordered(last):
         return ""
@@ -130,6 +130,6 @@ def _load(host: Host, installed: str) -> Subject:
 
 
 def _ordered(text: str) -> tuple[int, ...]:
-    """The numbers that a version begins with: 1.16.0rc1 -> (1, 16, 0)."""
+    """The leading numbers of a version, for comparisons: 1.16.0rc1 -> (1, 16, 0)."""
     found = re.match(r"\d+(?:\.\d+)*", text)
     return tuple(int(part) for part in found[0].split(".")) if found else ()

@@ -1,4 +1,4 @@
-"""Liger's KL: the loss function inside its chunked GRPO loss.
+"""Audits Liger: the KL inside its chunked GRPO loss.
 
 `LigerFusedLinearGRPOLoss` computes log-probabilities chunk by chunk and hands each chunk to the static method
 `LigerFusedLinearGRPOFunction.ppo_loss_fn`, which is what is called here, as it is: at beta 1 less at beta 0.
@@ -21,7 +21,7 @@ LONGEST = 256
 
 
 def subject() -> Subject:
-    """The KL of the installed Liger kernels: one term per option, one reduction per loss type."""
+    """Prepare the KL of the installed Liger for an audit: one term per option, one reduction per loss type."""
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     defaults = {name: each.default for name, each in inspect.signature(LigerFusedLinearGRPOLoss).parameters.items()}
@@ -50,7 +50,7 @@ def subject() -> Subject:
 
 
 def kl_loss(policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor, **options: Any) -> Tensor:
-    """The KL part of the loss at coefficient 1, for a batch of log-probabilities `[B, T]`.
+    """The KL part of Liger's loss at coefficient 1, for a batch of log-probabilities `[B, T]`.
 
     Args:
         policy: log-probabilities of the policy.

@@ -1,4 +1,4 @@
-"""torchrl's KL: `GRPOLoss` with `kl_to_ref_coeff`, the k3 estimate that it publishes, and the KL in the reward.
+"""Audits torchrl: the KL of `GRPOLoss`, the k3 estimate that it publishes, and the KL in the reward.
 
 `GRPOLoss.forward` runs as it is, on a batch without a model: only the method that asks the actor for log-probabilities
 is answered with those of the audit.
@@ -20,7 +20,7 @@ AVERAGES = ("token_mean", "prompt_mean", "none")
 
 
 def subject() -> Subject:
-    """The KL of the installed torchrl."""
+    """Prepare the KL of the installed torchrl for an audit."""
     from torchrl.objectives.llm import GRPOLoss, k3_kl_token_estimate
 
     loss = GRPOLoss(None)
@@ -42,7 +42,7 @@ def subject() -> Subject:
 
 
 def kl_loss(policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor, *, aggregation: str = "token_mean") -> Tensor:
-    """The KL part of the loss at coefficient 1, for a batch of log-probabilities `[B, T]`.
+    """The KL part of torchrl's loss at coefficient 1, for a batch of log-probabilities `[B, T]`.
 
     Args:
         policy: log-probabilities of the policy.

@@ -1,4 +1,4 @@
-"""TRL's KL, taken from a real `GRPOTrainer`.
+"""Audits TRL: the KL in the loss of a real `GRPOTrainer`.
 
 Its KL is a few lines in the middle of `GRPOTrainer._compute_loss`. So that method is called as it is, on a trainer
 built by TRL's own constructor around a model of two thousand weights, with the log-probabilities of the audit in the
@@ -23,7 +23,7 @@ TITLE = "GRPOTrainer"
 
 
 def subject() -> Subject:
-    """The KL of the installed TRL: one term per option that changes it, one reduction per loss type."""
+    """Prepare the KL of the installed TRL for an audit: one term per option, one reduction per loss type."""
     import trl
 
     defaults: dict[str, Any] = {each.name: each.default for each in dataclasses.fields(trl.GRPOConfig)}
@@ -46,7 +46,7 @@ def subject() -> Subject:
 
 
 def build_trainer() -> Any:
-    """A real GRPOTrainer on the CPU: one layer, eight dimensions, four words, nothing downloaded."""
+    """A real GRPOTrainer of TRL with a tiny model (one layer, eight dimensions, four words), on the CPU, offline."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -72,7 +72,7 @@ def build_trainer() -> Any:
 
 
 def kl_loss(trainer: Any, policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor, **options: Any) -> Tensor:
-    """The KL part of the trainer's loss at coefficient 1, for a batch of log-probabilities `[B, T]`.
+    """The KL part of TRL's loss at coefficient 1, for a batch of log-probabilities `[B, T]`.
 
     Args:
         trainer: from `build_trainer`.
@@ -155,7 +155,7 @@ def _marked(option: str, value: str, defaults: dict[str, Any]) -> str:
 
 @contextmanager
 def _set(trainer: Any, **values: Any):
-    """Sets attributes of the trainer, and of its arguments where they have them, for as long as the context lasts."""
+    """A context in which attributes of the trainer (and of its arguments, where they have them) have other values."""
     owners = [(owner, name) for name in values for owner in (trainer, trainer.args) if hasattr(owner, name)]
     before = [(owner, name, getattr(owner, name)) for owner, name in owners]
     try:

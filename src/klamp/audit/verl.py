@@ -1,4 +1,4 @@
-"""verl's KL: every `kl_loss_type` of `kl_penalty`, differentiated in its loss and taken from its reward.
+"""Audits verl: every `kl_loss_type` of its `kl_penalty`, in its loss and in its reward.
 
 The loss side is the `kl_penalty` that `verl.workers.utils.losses.ppo_loss` calls, under the name that it calls it by,
 and `ppo_loss` itself for the way in which it is averaged. The reward side is `apply_kl_penalty`.
@@ -23,7 +23,7 @@ AVERAGES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean
 
 
 def subject() -> Subject:
-    """The KL of the installed verl: one term per type and place, one reduction per `loss_agg_mode`."""
+    """Prepare the KL of the installed verl for an audit: one term per type and place, one reduction per loss mode."""
     import verl.trainer.ppo.ray_trainer  # noqa: F401  (here, where what it says of missing engines is kept quiet)
     from verl.workers.config import ActorConfig
 
@@ -43,7 +43,7 @@ def subject() -> Subject:
 
 
 def ppo_loss(policy: Tensor, ref: Tensor, mask: Tensor, **options: Any) -> Tensor:
-    """verl's whole actor loss for a batch `[B, T]` with advantages 0, on-policy.
+    """The whole actor loss of verl for an on-policy batch `[B, T]` with advantages 0.
 
     Args:
         policy: log-probabilities of the policy.
@@ -76,7 +76,7 @@ def ppo_loss(policy: Tensor, ref: Tensor, mask: Tensor, **options: Any) -> Tenso
 
 
 def reward_kl(policy: Tensor, ref: Tensor, *, kind: str) -> Tensor:
-    """What `apply_kl_penalty` takes from the reward of each token at coefficient 1; detached, as there."""
+    """The number that verl's `apply_kl_penalty` takes from each token's reward at coefficient 1, without gradient."""
     from verl import DataProto
     from verl.trainer.ppo.core_algos import FixedKLController
     from verl.trainer.ppo.ray_trainer import apply_kl_penalty
@@ -117,7 +117,7 @@ def _batch_loss(average: str) -> BatchLoss:
 
 
 def _without_padding(policy: Tensor, mask: Tensor) -> Tensor:
-    """The flat layout of verl's engines: one prompt token per row, each number one place before its token."""
+    """A batch in the flat layout of verl: one prompt token per row, each number one place before its token."""
     ends = [torch.cat([row[kept], row.new_zeros(1)]) for row, kept in zip(policy, mask, strict=True)]
     return torch.cat(ends)
 

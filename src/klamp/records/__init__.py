@@ -1,4 +1,4 @@
-"""Records of runs that other programs (or klamp) wrote, read into a `klamp.diagnostics.history.History`."""
+"""Readers of run records: files that klamp or another program wrote become a `History` for doctor and report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKEN_EXPORT = "step_*/rank_*.jsonl"
 
 
 def read_record(path: Path) -> History:
-    """The history in a file or folder, whichever of the known formats it has.
+    """Read the history of a run from a file or folder in any of the known formats.
 
     Args:
         path: what was written.
@@ -61,7 +61,7 @@ def _read_folder(path: Path) -> History:
 
 
 def _with_arguments(history: History, path: Path) -> History:
-    """A trainer state with the arguments that the run's TensorBoard files hold, if there are any below the folder."""
+    """A trainer state, with the arguments of the run from TensorBoard files below the folder, if there are any."""
     if not event_folders(path):
         return history
     try:
@@ -76,7 +76,7 @@ def _with_arguments(history: History, path: Path) -> History:
 
 
 def _read_lines(path: Path) -> History:
-    """Folders of JSONL."""
+    """Read the JSONL files of a folder, of metrics or of completions."""
     exported = sorted([*path.glob(TOKEN_EXPORT), *path.glob(f"token_exports/{TOKEN_EXPORT}")])
     if exported:
         return read_rollouts(exported, source="prime-rl token export")

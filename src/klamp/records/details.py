@@ -1,4 +1,4 @@
-"""What a run left behind beside its history: versions, scores before and after, defaults; and the runs of a sweep."""
+"""What lies beside the record of a run: versions, scores, default values; and the runs of a sweep's folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from klamp.training.folders import RUNS, SUMMARY, VERSIONS
 
 @dataclass(frozen=True, kw_only=True)
 class Details:
-    """What is known of a run; empty where it is not a klamp run's folder, or did not end."""
+    """What is known of a run besides its history; empty where its folder is not klamp's, or it did not end."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Field of the configuration -> its default in this version."""
@@ -30,7 +30,7 @@ class Details:
 
 
 def read_details(path: Path) -> Details:
-    """What lies beside a record.
+    """Read the versions, scores and defaults that lie beside a record.
 
     Raises:
         DataError: a damaged file.
@@ -52,7 +52,7 @@ def _scores(found: Any) -> dict[str, float]:
 
 
 def runs_in(path: Path) -> tuple[list[Path], list[Path]]:
-    """The runs of a sweep's folder, by name, and the folders among them that hold no record; none where it is no sweep.
+    """The runs in a sweep's folder, by name, and the folders there that hold no run; nothing for any other folder.
 
     Args:
         path: a folder, or anything else.
@@ -65,6 +65,6 @@ def runs_in(path: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _in_order(folder: Path) -> list[tuple[float, str]]:
-    """Names sort by the numbers in them: beta-0 before beta-0.01 before beta-0.1."""
+    """A key that sorts names by the numbers in them: beta-0 before beta-0.01 before beta-0.1."""
     parts = re.split(r"(\d+(?:\.\d+)?)", folder.name)
     return [(float(part), "") if i % 2 else (0.0, part) for i, part in enumerate(parts)]

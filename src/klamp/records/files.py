@@ -1,4 +1,4 @@
-"""Lines of JSON, and the error for what cannot be read."""
+"""Reading JSON and JSONL files, with one error for what cannot be read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def unreadable(what: str, path: Path, *, why: str, fix: str = "") -> DataError:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Read the object in a JSON file.
 
     Raises:
         DataError: it is not one.
@@ -35,7 +35,7 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects in a JSONL file; a last line that a killed run left half written is passed over.
+    """Read the objects in a JSONL file; a half-written last line, which a killed run leaves, is ignored.
 
     Raises:
         DataError: another line is not an object.

@@ -1,4 +1,4 @@
-"""The folder of a klamp run: config.yaml, metrics.jsonl, completions.jsonl, summary.json."""
+"""Reads the folder of a klamp run: config.yaml, metrics.jsonl, completions.jsonl, summary.json."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from klamp.training.folders import COMPLETIONS, CONFIG, METRICS_FILE, SUMMARY
 
 
 def is_klamp_run(path: Path) -> bool:
-    """Whether a folder holds a klamp run."""
+    """Whether a folder is that of a klamp run."""
     return (path / CONFIG).is_file() and (path / METRICS_FILE).is_file()
 
 
 def read_klamp_run(path: Path) -> History:
-    """The history of a klamp run.
+    """Read the history of a klamp run.
 
     Raises:
         DataError: its files are damaged.
@@ -47,7 +47,7 @@ def read_klamp_run(path: Path) -> History:
 
 
 def read_completions(path: Path) -> list[Completion]:
-    """The rows of a completions.jsonl."""
+    """Read the rows of a completions.jsonl."""
     return [completion_of(int(row["step"]), row) for row in json_lines(path)]
 
 

@@ -1,4 +1,4 @@
-"""JSONL with the metrics of a step in each line, as many trainers write it."""
+"""Reads JSONL files with the metrics of one step per line, as many trainers write them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from klamp.records.names import evaluations, settings_of, step_of, translate
 
 
 def read_metrics(path: Path) -> History:
-    """The history in a file of metrics.
+    """Read the history in a JSONL file of metrics.
 
     Raises:
         DataError: no line has a metric that klamp knows.

@@ -1,4 +1,4 @@
-"""What other trainers call the metrics of `klamp.diagnostics.metrics`, and what their settings are called."""
+"""Translates the names of metrics and settings of other trainers into klamp's."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ RULES = ("accuracy", "exact", "match", "math", "format", "verif", "correct", "ru
 
 
 def known(name: str) -> str | None:
-    """klamp's name of a logged metric; None: klamp has none."""
+    """The name that klamp has for a logged metric; None where it has none."""
     bare = name.removeprefix("train/")
     for candidate in (name, bare):
         if candidate in METRICS or BY_POSITION.fullmatch(candidate):
@@ -96,7 +96,7 @@ def known(name: str) -> str | None:
 
 
 def translate(logged: Mapping[str, object]) -> dict[str, float]:
-    """The metrics of a logged row that klamp knows, by klamp's names; each counts once, the first name wins."""
+    """The known metrics of a logged row under klamp's names; where two mean the same, the first one is taken."""
     found: dict[str, float] = {}
     for name, value in logged.items():
         ours = known(name)
@@ -106,7 +106,7 @@ def translate(logged: Mapping[str, object]) -> dict[str, float]:
 
 
 def evaluations(logged: Mapping[str, object], *, every: bool = False) -> dict[str, float]:
-    """The scores of an evaluation in a logged row; skill -> score.
+    """The scores of evaluations in a logged row: skill -> score.
 
     Args:
         logged: name -> value.
@@ -131,7 +131,7 @@ def step_of(logged: Mapping[str, object]) -> int | None:
 
 
 def verifier_of(rewards: list[str]) -> Verifier | None:
-    """Whether all reward functions are rules, by their names; None: their names do not say."""
+    """Whether all reward functions are rules, judged by their names; None where the names do not tell."""
     rules = [any(word in name.lower() for word in RULES) for name in rewards]
     return "rules" if rules and all(rules) else None
 
@@ -143,7 +143,7 @@ def reward_functions(logged: set[str]) -> list[str]:
 
 
 def settings_of(config: Mapping[str, object], logged: set[str]) -> Settings:
-    """What a host's arguments and metric names say of a run.
+    """The settings of a run, as far as its arguments and the names of its metrics tell.
 
     Args:
         config: arguments as TRL or Unsloth name them, or none.

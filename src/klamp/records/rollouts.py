@@ -1,4 +1,4 @@
-"""JSONL with a completion in each line and its tokens' log-probabilities: klamp's, prime-rl's and verl's names.
+"""Reads JSONL files with a completion and its tokens' log-probabilities per line: klamp's, prime-rl's, verl's.
 
 prime-rl exports whole sequences (`trainer.enable_token_export`), prompt included, where the sampler's log-probability
 is 0.0; verl keeps the response apart, padded on the right.
@@ -32,12 +32,12 @@ CERTAIN = -1.0
 
 
 def is_rollout(row: Mapping[str, Any]) -> bool:
-    """Whether a line holds the log-probabilities of tokens."""
+    """Whether a line holds log-probabilities of tokens."""
     return isinstance(_first(row, POLICY), list)
 
 
 def read_rollouts(files: Iterable[Path], *, source: str = "JSONL rollouts") -> History:
-    """The history in files of completions.
+    """Read the history in files of completions.
 
     Raises:
         DataError: a line that cannot be used, or no line at all.
@@ -57,7 +57,7 @@ def read_rollouts(files: Iterable[Path], *, source: str = "JSONL rollouts") -> H
 
 
 def completion_of(row: Mapping[str, Any], *, default_step: int = 1) -> Completion:
-    """A line as a completion.
+    """Turn a line into a completion.
 
     Raises:
         ValueError: its lists differ in length, or it has no log-probabilities of the policy.
@@ -90,7 +90,7 @@ def completion_of(row: Mapping[str, Any], *, default_step: int = 1) -> Completio
 
 
 def _without_padding(sampler: Sequence[float] | None, trained: Sequence[bool] | None, length: int) -> int:
-    """Length without the padding on the right."""
+    """The number of tokens before the padding on the right."""
     while sampler and trained and length and not trained[length - 1] and sampler[length - 1] in PADDING:
         length -= 1
     return length
@@ -99,7 +99,7 @@ def _without_padding(sampler: Sequence[float] | None, trained: Sequence[bool] | 
 def _sampled(
     policy: Sequence[float], sampler: Sequence[float] | None, trained: Sequence[bool] | None
 ) -> list[bool] | None:
-    """Which tokens the sampler drew: it scored them, or was certain of them as the policy nearly is."""
+    """Which tokens the sampler drew: those it scored, or was certain of as the policy nearly is."""
     if sampler is None:
         return None
     mask = trained or [True] * len(policy)
@@ -121,7 +121,7 @@ def _first(row: Mapping[str, Any], names: Sequence[str]) -> Any:
 
 
 def _text(value: Any) -> str:
-    """A prompt; of a conversation, what each message says."""
+    """A prompt as one text; a conversation becomes the texts of its messages."""
     if isinstance(value, list):
         messages = [each for each in value if isinstance(each, dict) and isinstance(each.get("content"), str)]
         return "\n".join(f"{each.get('role', 'message')}: {each['content']}" for each in messages)
@@ -139,7 +139,7 @@ def _flags(values: Any) -> list[bool] | None:
 
 
 def _one(row: Mapping[str, Any], names: Sequence[str]) -> float | None:
-    """A number, or of a list of them the largest in size."""
+    """A number; of a list, the number that is largest in size."""
     value = _first(row, names)
     if isinstance(value, list):
         numbers = [float(each) for each in value if each is not None]
@@ -148,7 +148,7 @@ def _one(row: Mapping[str, Any], names: Sequence[str]) -> float | None:
 
 
 def _step_in(file: Path) -> int:
-    """The step that a file is named after: 12.jsonl, or step_12/rank_0.jsonl."""
+    """The step in the name of a file: 12.jsonl, or step_12/rank_0.jsonl."""
     for name in (file.stem, file.parent.name):
         found = re.fullmatch(r"(?:step[_-])?(\d+)", name)
         if found:

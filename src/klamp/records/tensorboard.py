@@ -1,4 +1,4 @@
-"""TensorBoard event folders, read with tensorboard's own accumulator."""
+"""Reads TensorBoard's event files, with tensorboard's own reader."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ EVENTS = "events.out.tfevents*"
 
 
 def event_folders(path: Path) -> list[Path]:
-    """The folders below a path that hold event files."""
+    """All folders below a path that hold event files."""
     return sorted({file.parent for file in path.rglob(EVENTS)})
 
 
 def read_tensorboard(path: Path) -> History:
-    """The history in a folder of event files, or in the one file of them.
+    """Read the history in a folder of event files, or in a single one.
 
     Raises:
         DataError: several runs below the folder, or no scalars in it.
@@ -49,13 +49,13 @@ def read_tensorboard(path: Path) -> History:
 
 
 def _with_scalars(path: Path) -> list[Path]:
-    """Folders with scalars; accelerate and transformers put a folder of hyperparameters beside them."""
+    """The folders that hold scalars; accelerate and transformers write hyperparameters into another one beside them."""
     folders = event_folders(path)
     return folders if len(folders) < 2 else [folder for folder in folders if _read(folder)[0]]
 
 
 def _read(path: Path) -> tuple[dict[int, dict[str, float]], dict[str, Any]]:
-    """Step -> name -> value, and the arguments where transformers wrote them as text."""
+    """Read the metrics (step -> name -> value), and the arguments if transformers wrote them as text."""
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""TRL's (and any transformers Trainer's) trainer_state.json: a list of logged rows, each with its step."""
+"""Reads the trainer_state.json of TRL (or any transformers Trainer): a list of logged rows, each with its step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STATE = "trainer_state.json"
 
 
 def find_state(path: Path) -> Path | None:
-    """The trainer_state.json of a folder, or of its newest checkpoint."""
+    """Find the trainer_state.json of a folder or of its newest checkpoint."""
     if (path / STATE).is_file():
         return path / STATE
     found = sorted(path.glob(f"checkpoint-*/{STATE}"), key=lambda file: _number(file.parent.name))
@@ -25,7 +25,7 @@ def _number(name: str) -> int:
 
 
 def read_trl_state(path: Path) -> History:
-    """The history in a trainer_state.json.
+    """Read the history in a trainer_state.json.
 
     Raises:
         DataError: it is none.

@@ -1,4 +1,4 @@
-"""W&B offline runs: records of wandb's own protocol, in files framed as LevelDB frames its log.
+"""Reads offline runs of W&B: records in wandb's own protocol, in files with LevelDB's framing.
 
 The messages are read with wandb. The frame is read here: current versions of wandb have no
 reader for it in Python.
@@ -23,13 +23,13 @@ WHOLE, LAST = 1, 4
 
 
 def find_offline_run(path: Path) -> list[Path]:
-    """The run files of a W&B folder: itself a run, or a folder with `wandb/offline-run-...`."""
+    """Find the run file in a W&B folder: in the run's own folder, or in `wandb/offline-run-...`."""
     found = {file.resolve() for pattern in ("*.wandb", "*/*.wandb", "wandb/*/*.wandb") for file in path.glob(pattern)}
     return sorted(found)
 
 
 def read_wandb(path: Path) -> History:
-    """The history in an offline run's file.
+    """Read the history in the file of an offline run.
 
     Raises:
         DataError: it is none, or nothing was logged.
@@ -63,7 +63,7 @@ def read_wandb(path: Path) -> History:
 
 
 def _add(history: History, step: int, logged: dict[str, Any], *, every: bool) -> None:
-    """A step may be logged in several rows; they are joined."""
+    """Join a row to the step that it belongs to: a step may be logged in several rows."""
     scores, metrics = evaluations(logged, every=every), translate(logged)
     if scores:
         history.evaluations.append(Row(step=step, metrics=scores))
@@ -81,7 +81,7 @@ def _value(text: str) -> Any:
 
 
 def frames(path: Path) -> Iterator[bytes]:
-    """The records of a file, pieced together over its blocks; what a killed run left half written is passed over."""
+    """The records of a file, put together from its blocks; a half-written one, left by a killed run, is ignored."""
     data = path.read_bytes()
     if not data.startswith(MAGIC):
         raise unreadable("a file is no W&B run", path, why=f"it does not begin with {MAGIC.decode()}")

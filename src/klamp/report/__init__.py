@@ -1,1 +1,1 @@
-"""One self-contained HTML page of one or several runs: data in, one string out."""
+"""The report: one HTML page about one or several runs, complete in itself."""

@@ -1,4 +1,4 @@
-"""The alarms of the runs: what was seen, what it means, what to do, the tokens to blame."""
+"""The section of alarms: what was seen, what it means, what to do, and which tokens are to blame."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Anchors = Mapping[tuple[int, int, int, int], str]
 
 
 def anchors(completions: Sequence[Shown], kept: Sequence[int]) -> Anchors:
-    """Where the blamed tokens are on the page.
+    """The places on the page of the tokens that alarms blame.
 
     Args:
         completions: all of them.
@@ -37,7 +37,7 @@ def anchors(completions: Sequence[Shown], kept: Sequence[int]) -> Anchors:
 
 
 def raised(runs: Sequence[ReportRun]) -> dict[str, dict[int, Finding]]:
-    """Alarm -> run -> what was found there; alarms before notes, each group by the run and step in which it rose.
+    """Alarm -> run -> finding, in the order of the runs and their steps, with all alarms before all notes.
 
     Args:
         runs: those of the report.
@@ -50,12 +50,12 @@ def raised(runs: Sequence[ReportRun]) -> dict[str, dict[int, Finding]]:
 
 
 def numbered(runs: Sequence[ReportRun]) -> dict[str, int]:
-    """Alarm -> its number on the page, from 1."""
+    """The number of each alarm on the page, from 1."""
     return {name: number for number, name in enumerate(raised(runs), start=1)}
 
 
 def verdict(runs: Sequence[ReportRun]) -> Html:
-    """One line: how many alarms rose.
+    """One sentence on how many alarms rose.
 
     Args:
         runs: those of the report.
@@ -78,7 +78,7 @@ def _tone(alarms: int, notes: int) -> str:
 
 
 def alarm_section(runs: Sequence[ReportRun], anchors: Anchors) -> Html:
-    """Everything that the alarms say.
+    """The section about all alarms of the runs.
 
     Args:
         runs: those of the report.
@@ -126,7 +126,7 @@ def _seen(run: str, finding: Finding) -> Html:
 
 
 def _tokens(runs: Sequence[ReportRun], findings: Mapping[int, Finding], anchors: Anchors) -> list[Html]:
-    """The tokens to blame, in one table; of several runs the worst few of each."""
+    """A table of the tokens to blame; of several runs only the worst few of each."""
     several = len(runs) > 1
     rows: list[list[str]] = []
     for run, finding in findings.items():
@@ -153,7 +153,7 @@ def _blamed(token: Blamed, text: str, anchors: Anchors, run: int) -> list[str]:
 
 
 def _unchecked(runs: Sequence[ReportRun]) -> list[Html]:
-    """What the records lack; runs that lack the same are told of together."""
+    """What could not be checked because the records lack it; runs that lack the same are named together."""
     same: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for run in runs:
         same.setdefault(tuple(run.diagnosis.unchecked.items()), []).append(run.name)

@@ -1,4 +1,4 @@
-"""A chart: curves in SVG, a legend with their latest values, and the numbers in a table."""
+"""A chart: curves as SVG, a legend with their latest values, and a table of the numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FEW = 15
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """A curve."""
+    """One curve of a chart."""
 
     label: str
     """Its name in the legend."""
@@ -37,7 +37,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A level or a band that the curves are to be compared with."""
+    """A level or band in a chart, to compare the curves with."""
 
     label: str
     """Its name."""
@@ -49,7 +49,7 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """An alarm on the axis of steps."""
+    """The mark of an alarm on the axis of steps."""
 
     step: int
     """Step after which it rose."""
@@ -61,7 +61,7 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """What one chart shows."""
+    """Everything that one chart shows."""
 
     name: str
     """Unique on the page; of letters, digits and hyphens."""
@@ -115,7 +115,7 @@ def render_chart(chart: Chart, *, most: int = 400) -> Html:
 
 
 def describe(chart: Chart) -> str:
-    """The chart in words, for who cannot see it."""
+    """The chart in words, for readers who cannot see it."""
     parts = [f"{chart.text} {len(chart.series)} {'curve' if len(chart.series) == 1 else 'curves'}."]
     for series in chart.series:
         finite = {step: value for step, value in series.points.items() if math.isfinite(value)}
@@ -215,7 +215,7 @@ def _neighbours(places: Sequence[tuple[float, float] | None]) -> list[tuple[tupl
 
 
 def shape(slot: int, x: float, y: float) -> str:
-    """The outline of a dot: circle, square, triangle, diamond, by the number of the curve."""
+    """The outline of a dot, by the number of its curve: circle, square, triangle, diamond."""
     if slot % 4 == 0:
         return f"M{x - 3:.1f} {y:.1f}a3 3 0 1 0 6 0a3 3 0 1 0 -6 0Z"
     outlines = ("M{0} {1}h5v5h-5Z", "M{0} {1}l3.4 6h-6.8Z", "M{0} {1}l3.6 3.6l-3.6 3.6l-3.6 -3.6Z")

@@ -1,4 +1,4 @@
-"""Which completions the page shows first: those that alarms blame, then those with the largest log-ratio."""
+"""Chooses the completions that the page shows first: those that alarms blame, then those far from the reference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LONGEST = 3000
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """A completion on the page, together with its twins."""
+    """A completion on the page, together with equal ones."""
 
     run: int
     """Its run, by number."""
@@ -36,27 +36,27 @@ class Shown:
 
     @property
     def worst(self) -> float:
-        """The largest |log-ratio|."""
+        """The largest |log-ratio| of its tokens."""
         return max((abs(ratio) for ratio in self.ratios if math.isfinite(ratio)), default=0.0)
 
     @property
     def k1(self) -> float:
-        """The log-ratios, summed."""
+        """The sum of the log-ratios, in nats."""
         return sum(ratio for ratio in self.ratios if math.isfinite(ratio))
 
     @property
     def k3(self) -> float:
-        """The k3, summed."""
+        """The sum of k3 over the tokens, in nats."""
         return sum(k3(ratio) for ratio in self.ratios if math.isfinite(ratio))
 
     @property
     def other(self) -> Sequence[float] | None:
-        """The log-probabilities that the policy's are compared with."""
+        """The log-probabilities that the policy's are compared with: the reference's, or the sampler's."""
         return self.completion.sampler if self.against == "sampler" else self.completion.ref
 
     @property
     def span(self) -> tuple[int, int]:
-        """The tokens that are shown."""
+        """The range of tokens that is shown."""
         total = len(self.completion.tokens)
         if total <= LONGEST:
             return 0, total
@@ -66,7 +66,7 @@ class Shown:
 
 
 def ranked(runs: Sequence[ReportRun]) -> list[Shown]:
-    """All completions of the runs, twins joined, the worst first.
+    """All completions of the runs with equal ones joined, the worst first.
 
     Args:
         runs: those of the report.
@@ -101,7 +101,7 @@ def _identity(each: Completion) -> tuple[object, ...]:
 
 
 def compared_with(completion: Completion) -> Literal["reference", "sampler"] | None:
-    """The reference if it scored the completion, else the sampler if that did."""
+    """Which model a completion is compared with: the reference if it scored it, else the sampler if that did."""
     if completion.ref is not None:
         return "reference"
     return None if completion.sampler is None else "sampler"
@@ -116,7 +116,7 @@ def _ratios(each: Completion, against: str | None) -> list[float]:
 
 
 def blamed_tokens(run: ReportRun) -> Mapping[tuple[int, int], frozenset[int]]:
-    """(step, completion) -> the positions that alarms blame.
+    """The positions that alarms blame: (step, completion) -> positions.
 
     Args:
         run: with its findings.
@@ -131,7 +131,7 @@ def blamed_tokens(run: ReportRun) -> Mapping[tuple[int, int], frozenset[int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A token, wherever it is."""
+    """The place of a token on the page: its completion and its position there."""
 
     shown: int
     """Its completion, by number on the page."""
@@ -142,7 +142,7 @@ class Place:
 
 
 def worst_tokens(completions: Mapping[int, Shown], *, most: int) -> list[Place]:
-    """The tokens with the largest |log-ratio|, each once however many completions have it.
+    """The tokens with the largest |log-ratio|; a token of several equal completions counts once.
 
     Args:
         completions: those on the page, by number.

@@ -1,4 +1,4 @@
-"""The curves over steps: which charts there are, and what each takes from a run."""
+"""Which charts over steps the page has, and what each takes from a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SKILLS = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A chart of any run."""
+    """A chart that any run can have: which metrics, under which title."""
 
     name: str
     """Unique."""
@@ -128,7 +128,7 @@ PLANS: tuple[Plan, ...] = (
 
 
 def charts(runs: Sequence[ReportRun], numbers: Mapping[str, int]) -> list[Chart]:
-    """The charts that these runs have data for.
+    """The charts that there is data for in these runs.
 
     Args:
         runs: one: a chart has all its metrics. Several: a chart per metric, with a curve per run.
@@ -138,7 +138,7 @@ def charts(runs: Sequence[ReportRun], numbers: Mapping[str, int]) -> list[Chart]
 
 
 def plans(runs: Sequence[ReportRun]) -> list[Plan]:
-    """The plans, with the skills of these runs."""
+    """All plans of charts, with one for the skills of these runs."""
     skills = {f"eval/{name}": name for name in skills_of(runs)[:SKILLS]}
     trained = {f"eval/{run.history.settings.rl_skill}" for run in runs}
     named = {name: label + (" (trained)" if name in trained else "") for name, label in skills.items()}
@@ -194,7 +194,7 @@ def _overlaid(runs: Sequence[ReportRun]) -> Iterator[Chart]:
 
 
 def _shared_levels(runs: Sequence[ReportRun], name: str) -> list[Line]:
-    """Targets and budgets that all runs have in common."""
+    """The targets and budgets that are the same in all runs."""
     each = [levels_of(run, name) for run in runs]
     return [line for line in each[0] if all(line in lines for lines in each[1:])]
 

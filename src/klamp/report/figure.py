@@ -1,4 +1,4 @@
-"""What every chart has around its drawing: title, legend, a place for the value under the cursor, a table."""
+"""The frame of every chart: title, legend, the value under the cursor, a table of the numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from klamp.report.markup import Html, element
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A line of a legend."""
+    """One line of a legend."""
 
     swatch: Html
     """What the thing looks like in the drawing."""
@@ -21,7 +21,7 @@ class Entry:
 
 
 def key(classes: str, dot: str = "") -> Html:
-    """A sample of a curve, a level or a band."""
+    """The small sample of a curve, level or band in a legend."""
     dots = [element("path", d=dot, class_=f"dot {classes.split()[1]}")] if dot else []
     sample = (
         element("rect", x=0, y=0, width=22, height=10, class_=classes)
@@ -34,7 +34,7 @@ def key(classes: str, dot: str = "") -> Html:
 def figure(
     *, name: str, title: str, unit: str, text: str, drawing: Html, entries: Sequence[Entry], at: str, table: Html
 ) -> Html:
-    """A chart's frame.
+    """A chart inside its frame.
 
     Args:
         name: of the chart, unique on the page.
@@ -74,7 +74,7 @@ def figure(
 
 
 def data_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str) -> Html:
-    """A chart's numbers, folded away.
+    """The table of a chart's numbers, closed until it is clicked.
 
     Args:
         headings: of the columns.
@@ -92,7 +92,7 @@ def data_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, captio
 def plain_table(
     headings: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str, numbers: bool = False, classes: str = ""
 ) -> Html:
-    """A table that scrolls within itself where it is too wide.
+    """A table that scrolls by itself where it is wider than the page.
 
     Args:
         headings: of the columns.

@@ -1,4 +1,4 @@
-"""The numbers that one asks for first: where the run ended, and from where it came."""
+"""The most important numbers of a run: where it ended, and where it began."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SEQUENCE = {"kl/exact_sequence": "exact", "kl/k3_sequence": "k3", "kl/k1_sequenc
 
 @dataclass(frozen=True, kw_only=True)
 class Headline:
-    """One number of a run."""
+    """One of the most important numbers of a run."""
 
     label: str
     """What it is."""
@@ -38,7 +38,7 @@ class Headline:
 
 
 def headlines(run: ReportRun, skills: Sequence[str]) -> list[Headline]:
-    """The numbers of a run that its record has.
+    """The most important numbers of a run, as far as its record has them.
 
     Args:
         run: the run.
@@ -66,7 +66,7 @@ def _over_steps(run: ReportRun, names: Sequence[str], label: str, unit: str) -> 
 
 
 def ends(curve: Mapping[float, float]) -> tuple[float, float]:
-    """The first value, and the mean of the finite ones among the last five (the last half of fewer than ten)."""
+    """The first value and the last one; the last is a mean over up to five finite values."""
     values = list(curve.values())
     few = max(1, min(WINDOW, len(values) // 2))
     last = [value for value in values[-few:] if math.isfinite(value)]
@@ -104,7 +104,7 @@ def _skill(run: ReportRun, name: str) -> Headline | None:
 
 
 def tiles(run: ReportRun) -> Html:
-    """The numbers of one run, side by side.
+    """The numbers of one run, as boxes side by side.
 
     Args:
         run: the run.
@@ -141,7 +141,7 @@ def _spark(course: Mapping[float, float]) -> Html:
 
 
 def side_by_side(runs: Sequence[ReportRun]) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows of a table: a few runs are its columns, many are its rows.
+    """The heading and rows of a table of several runs: a few runs are its columns, many its rows.
 
     Args:
         runs: those of the report.

@@ -1,4 +1,4 @@
-"""A picture of a value over steps and rows: shaded cells, with the numbers in a table."""
+"""A heatmap: a value over steps and rows as shaded cells, with the numbers in a table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOWEST = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class Heatmap:
-    """What is shaded."""
+    """Everything that one heatmap shows."""
 
     name: str
     """Unique on the page."""
@@ -59,7 +59,7 @@ def render_heatmap(heatmap: Heatmap) -> Html:
 
 
 def edges_of(values: Sequence[float]) -> list[float]:
-    """Where one shade ends and the next begins: evenly on a logarithmic axis up to the largest value."""
+    """The values between which each shade lies, evenly spaced on a logarithmic axis up to the largest value."""
     top = max((value for value in values if math.isfinite(value)), default=0.0)
     if top <= LOWEST:
         return [LOWEST]
@@ -68,7 +68,7 @@ def edges_of(values: Sequence[float]) -> list[float]:
 
 
 def level_of(value: float, edges: Sequence[float]) -> int:
-    """The shade of a value, 0 for the lightest."""
+    """The number of the shade for a value, 0 for the lightest."""
     return sum(value >= edge for edge in edges)
 
 

@@ -1,4 +1,4 @@
-"""Targets, budgets and guards of a configuration, as lines and bands of a chart."""
+"""The targets, budgets and guards of a configuration, as lines and bands in a chart."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from klamp.report.run import ReportRun
 
 
 def levels_of(run: ReportRun, chart: str) -> list[Line]:
-    """The lines of a chart; where the configuration is not known, those of the alarms only.
+    """The lines and bands of a chart; without a known configuration only those of the alarms.
 
     Args:
         run: whose configuration counts.

@@ -1,4 +1,4 @@
-"""HTML with everything escaped: text that models wrote may hold markup, control characters, direction overrides."""
+"""HTML in which every text is escaped: a model's text may hold markup, control characters, direction marks."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ MARKS = 4
 
 
 class Html(str):
-    """Markup, safe as it stands."""
+    """A text that is HTML already and needs no escaping."""
 
     __slots__ = ()
 
 
 def element(name: str, /, *children: str, **attributes: Attribute) -> Html:
-    """An element; children that are not `Html` are text and get escaped, and so do the attributes.
+    """An HTML element; texts in it (anything but `Html`) and its attributes are escaped.
 
     Args:
         name: of the element.
@@ -44,17 +44,17 @@ def element(name: str, /, *children: str, **attributes: Attribute) -> Html:
 
 
 def join(parts: Iterable[str], between: str = "") -> Html:
-    """Parts one after the other; those that are text get escaped."""
+    """HTML and texts, one after the other; texts are escaped."""
     return Html(escape(between).join(escape(part) for part in parts))
 
 
 def escape(text: str) -> Html:
-    """Text as markup that shows it, invisible characters made visible; markup as it is."""
+    """A text as HTML, with invisible characters made visible; `Html` is left as it is."""
     return text if isinstance(text, Html) else Html(html.escape(visible(text), quote=True))
 
 
 def visible(text: str) -> str:
-    """The text with every character that shows nothing, or that changes the order of others, written as its number."""
+    """The text with each invisible or direction-changing character replaced by its number."""
     if text.isascii() and text.isprintable():
         return text
     found: list[str] = []
@@ -70,7 +70,7 @@ def visible(text: str) -> str:
 
 
 def shorten(text: str, length: int) -> str:
-    """The beginning of a text, and how much more there is.
+    """The beginning of a text, and how many characters were left out.
 
     Args:
         text: the text.
@@ -80,7 +80,7 @@ def shorten(text: str, length: int) -> str:
 
 
 def json_block(value: Any, *, name: str) -> Html:
-    """Data for the page's script, in an element that no text can close.
+    """Data for the script of the page, in an element that no text in the data can close.
 
     Args:
         value: what JSON takes; no NaN.

@@ -1,4 +1,4 @@
-"""Numbers as a person reads them."""
+"""Numbers as people write them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MINUS = "−"
 
 
 def short(value: float | None, *, digits: int = 3) -> str:
-    """So many significant digits, no exponent where a person would write none.
+    """A number with so many significant digits, without an exponent where people would write none.
 
     Args:
         value: the number; None: there is none.
@@ -34,12 +34,12 @@ def short(value: float | None, *, digits: int = 3) -> str:
 
 
 def signed(value: float, *, digits: int = 3) -> str:
-    """With its sign, also where it is positive."""
+    """A number with its sign, + included."""
     return short(value, digits=digits) if value <= 0 else f"+{short(value, digits=digits)}"
 
 
 def probability(logprob: float | None) -> str:
-    """exp of a log-probability, in percent."""
+    """The probability exp(logprob), in percent."""
     if logprob is None or not math.isfinite(logprob):
         return MISSING
     percent = 100 * math.exp(min(logprob, 0.0))
@@ -49,12 +49,12 @@ def probability(logprob: float | None) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """The number with its noun."""
+    """A number with its noun in the singular or plural."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def setting(value: object) -> str:
-    """A value of a configuration."""
+    """The value of a setting, as text."""
     if value is None:
         return "none"
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""The page: its sections in their order, its styles and script inside, and nothing that it could load."""
+"""The whole page: its sections in order, with styles and script inside; it loads nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STYLES, SCRIPTS = ("page.css", "charts.css", "tokens.css"), ("theme.js", "charts
 
 
 def render(runs: Sequence[ReportRun], *, limit: int = LIMIT) -> str:
-    """One HTML document that shows these runs, and loads nothing.
+    """One HTML document that shows these runs and loads nothing.
 
     Args:
         runs: one, or several to compare.

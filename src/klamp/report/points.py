@@ -1,4 +1,4 @@
-"""Long curves made short: fewer points, with every spike kept."""
+"""Makes long curves short: fewer points, but every spike stays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Curve = Mapping[float, float]
 
 
 def thin(curves: Sequence[Curve], *, most: int) -> list[float]:
-    """The steps to draw of curves that share an axis: all of them, or those with the extremes of each stretch.
+    """The steps to draw: all of them, or for long curves those with the extremes of each stretch.
 
     Args:
         curves: step -> value.

@@ -1,4 +1,4 @@
-"""The KL by the place of a token in its completion: from completions that were written, and as it was logged."""
+"""The KL by the position of tokens in their completions, from written completions and from logged metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOGGED = re.compile(r"kl/position/(\d+)_of_(\d+)")
 
 
 def position_charts(runs: Sequence[ReportRun]) -> list[Chart]:
-    """Mean k1 and k3 by position, over the stages of a run; of several runs, their last stage.
+    """Charts of mean k1 and k3 by position: over the stages of one run, or the last stage of several.
 
     Args:
         runs: those of the report.
@@ -78,7 +78,7 @@ def _stages(runs: Sequence[ReportRun]) -> Iterator[_Stage]:
 
 
 def thirds(steps: Sequence[int]) -> list[Sequence[int]]:
-    """The steps in three stages; in one where there are fewer than three."""
+    """The steps divided into three stages; one stage where there are fewer than three steps."""
     if len(steps) < 3:
         return [steps] if steps else []
     first, second = len(steps) // 3, 2 * len(steps) // 3
@@ -86,7 +86,7 @@ def thirds(steps: Sequence[int]) -> list[Sequence[int]]:
 
 
 def by_position(completions: Sequence[Completion]) -> dict[float, tuple[float, float]]:
-    """Place of a token among those that the model wrote, from 1 -> mean k3 and k1 there.
+    """Position among the tokens that the model wrote (from 1) -> mean k3 and k1 there.
 
     Long completions are cut into stretches, each named by its first place.
 
@@ -107,12 +107,12 @@ def by_position(completions: Sequence[Completion]) -> dict[float, tuple[float, f
 
 
 def k3(delta: float) -> float:
-    """expm1(-delta) + delta, bounded so that means of it are finite."""
+    """The estimator k3 of one log-ratio, bounded so that its means stay finite."""
     return math.expm1(min(-delta, 600.0)) + delta
 
 
 def heatmaps(runs: Sequence[ReportRun]) -> list[Heatmap]:
-    """The logged KL by position over steps, for the runs that have it.
+    """Heatmaps of the logged KL by position over steps, for runs that have it.
 
     Args:
         runs: those of the report.

@@ -1,4 +1,4 @@
-"""What the report is told of a run; plain data, whoever read it."""
+"""A run as the report gets it: plain data, from whichever reader."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from klamp.diagnostics.history import History
 
 @dataclass(frozen=True, kw_only=True)
 class ReportRun:
-    """A run, diagnosed."""
+    """A run as the report shows it: its diagnosed history, its configuration, its versions."""
 
     name: str
     """Short name; different from those of the other runs."""
@@ -35,17 +35,17 @@ class ReportRun:
 
     @property
     def history(self) -> History:
-        """The run's record."""
+        """The record of the run."""
         return self.diagnosis.history
 
     @property
     def levels(self) -> tuple[int, int]:
-        """How many alarms rose, and how many notes."""
+        """The number of alarms and the number of notes that rose."""
         alarms = sum(finding.alarm.level == "alarm" for finding in self.diagnosis.findings)
         return alarms, len(self.diagnosis.findings) - alarms
 
     def curve(self, name: str) -> dict[float, float]:
-        """Step -> value of a metric, or of `eval/SKILL`."""
+        """The values of a metric, or of `eval/SKILL`: step -> value."""
         if name.startswith("eval/"):
             skill = name.removeprefix("eval/")
             rows = self.history.evaluations
@@ -54,7 +54,7 @@ class ReportRun:
 
 
 def slots_of(runs: Sequence[ReportRun]) -> list[int]:
-    """The colour of each run, by number; runs of one group have the same."""
+    """The number of each run's colour; runs of one group share it."""
     names = [run.group or f"run {number}" for number, run in enumerate(runs)]
     return [list(dict.fromkeys(names)).index(name) for name in names]
 

@@ -1,4 +1,4 @@
-"""From values to places on an axis, and the ticks on it."""
+"""Axes: the place of a value on an axis, and its ticks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ it could be seen."""
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """An axis."""
+    """An axis from a lowest to a highest value: linear, or logarithmic above a certain size."""
 
     low: float
     """Value at its beginning."""
@@ -32,7 +32,7 @@ class Scale:
 
 
 def fit(values: Sequence[float], *, include: Sequence[float] = (), may_bend: bool = True) -> Scale:
-    """The axis that shows all of these values.
+    """The axis that has room for all of these values.
 
     Args:
         values: what is drawn; what is not finite is passed over.
@@ -61,7 +61,7 @@ def _bounded(value: float) -> float:
 
 
 def ticks(scale: Scale, *, most: int = 5, steps: Sequence[float] = (1.0, 2.0, 5.0)) -> list[float]:
-    """Round values on an axis.
+    """Round values to label an axis with.
 
     Args:
         scale: the axis.
@@ -92,5 +92,5 @@ def _decades(scale: Scale, most: int) -> list[float]:
 
 
 def whole(values: Sequence[float]) -> list[float]:
-    """The whole numbers among ticks: there is no step 2.5."""
+    """Those ticks that are whole numbers, for axes of steps."""
     return [value for value in values if value == int(value)]

@@ -1,4 +1,4 @@
-"""Configuration and versions: what differs from the defaults, and between runs."""
+"""The section of settings and versions: what differs from the defaults, and between runs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ UNIMPORTANT = ("output_dir", "resume")
 
 
 def settings_section(runs: Sequence[ReportRun]) -> Html:
-    """Tables of the configuration.
+    """The section about the configurations of the runs.
 
     Args:
         runs: those of the report.
@@ -57,12 +57,12 @@ def settings_section(runs: Sequence[ReportRun]) -> Html:
 
 
 def changed(run: ReportRun) -> list[str]:
-    """Fields whose value is not the default."""
+    """The fields whose value is not the default."""
     return [name for name, value in run.config.items() if name in run.defaults and _differs(value, run.defaults[name])]
 
 
 def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Fields that the configurations do not agree on; one that is missing somewhere counts."""
+    """The fields in which the configurations differ; a field that one of them lacks counts."""
     names = list(dict.fromkeys(name for config in configs for name in config))
     return [
         name
@@ -128,7 +128,7 @@ def _value(value: Any) -> str:
 
 
 def versions_section(runs: Sequence[ReportRun]) -> Html:
-    """Versions of what made the numbers.
+    """The versions of the software of each run.
 
     Args:
         runs: those of the report.

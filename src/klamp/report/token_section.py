@@ -1,4 +1,4 @@
-"""The section of completions: the worst tokens, filters, and as many completions as the page has room for."""
+"""The section of completions: the worst tokens, filters, and as many completions as the page can hold."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SORTS = {
 
 
 def token_section(runs: Sequence[ReportRun], completions: Sequence[Shown], kept: Sequence[int]) -> Html:
-    """The worst tokens, the filters and the completions.
+    """The section about completions and their tokens.
 
     Args:
         runs: those of the report.
@@ -72,13 +72,13 @@ def token_section(runs: Sequence[ReportRun], completions: Sequence[Shown], kept:
 
 
 def reader_of(run: ReportRun) -> Callable[[str], str]:
-    """How to read the tokens of a run."""
+    """The function that turns the tokens of a run into text."""
     rows = (each for completions in run.history.completions.values() for each in completions)
     return reader(str(token) for each in rows for token in each.tokens)
 
 
 def fitting(runs: Sequence[ReportRun], completions: Sequence[Shown], *, room: int) -> list[int]:
-    """Numbers of the completions that fit, the first ones first; one that is too large is passed over for smaller ones.
+    """The numbers of the completions that the page can hold, first ones first; too large ones are passed over.
 
     Args:
         runs: those of the report.
@@ -101,7 +101,7 @@ def fitting(runs: Sequence[ReportRun], completions: Sequence[Shown], *, room: in
 
 
 def said(completions: Sequence[Shown], kept: Sequence[Shown]) -> str:
-    """How many completions are on the page, and how many are not."""
+    """A sentence on how many completions are on the page, and how many are not."""
     total, here = (sum(each.times for each in some) for some in (completions, kept))
     if total == here == 1:
         return "The only completion that was written."
@@ -113,7 +113,7 @@ def said(completions: Sequence[Shown], kept: Sequence[Shown]) -> str:
 
 
 def links(completions: Mapping[int, Shown], worst: Sequence[Place]) -> Mapping[int, frozenset[int]]:
-    """Completion -> positions that the page links to: the worst tokens, and those that alarms blame."""
+    """The positions in each completion that the page links to: the worst tokens, and those that alarms blame."""
     found: dict[int, frozenset[int]] = {}
     for place in worst:
         found[place.shown] = found.get(place.shown, frozenset()) | {place.position}
@@ -177,7 +177,7 @@ def _one_line(read: Callable[[str], str], each: Shown, position: int) -> str:
 
 
 def _context(read: Callable[[str], str], each: Shown, position: int) -> Html:
-    """What stands around a token: the end of the prompt where the completion begins, some tokens before and after."""
+    """The text around a token: some tokens before and after, and the end of the prompt at the beginning."""
     tokens = range(len(each.completion.tokens))
     before = "".join(_one_line(read, each, i) for i in tokens[max(0, position - BEFORE) : position])
     after = "".join(_one_line(read, each, i) for i in tokens[position + 1 : position + 1 + AFTER])

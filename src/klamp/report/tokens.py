@@ -1,4 +1,4 @@
-"""The per-token view: a completion with each token shaded by its log-ratio."""
+"""A completion with each token shaded by its log-ratio."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ PROMPT = 2000
 
 
 def shade(ratio: float) -> str:
-    """The class of a token: z near 0, p1 to p4 where the policy finds it likelier, n1 to n4 where the other does."""
+    """The shade of a token: z near 0, p1 to p4 where the policy finds it likelier, n1 to n4 where the other does."""
     level = sum(abs(ratio) >= edge for edge in EDGES)
     return "z" if level == 0 else f"{'p' if ratio > 0 else 'n'}{level}"
 
 
 def card(each: Shown, number: int, *, read: Callable[[str], str], label: str, linked: frozenset[int]) -> Html:
-    """A completion with what is known of it.
+    """A completion on the page, with what is known of it.
 
     Args:
         each: the completion.
@@ -59,7 +59,7 @@ def card(each: Shown, number: int, *, read: Callable[[str], str], label: str, li
 
 
 def facts(each: Shown) -> list[tuple[str, str]]:
-    """What is known of a completion as a whole; name and value."""
+    """What is known of a completion as a whole, as pairs of name and value."""
     completion = each.completion
     found = [("reward", completion.reward), ("advantage", completion.advantage)]
     rows = [(name, short(value)) for name, value in found if value is not None]
@@ -115,7 +115,7 @@ def _token(each: Shown, number: int, position: int, read: Callable[[str], str], 
 
 
 def numbers_of(each: Shown) -> dict[str, Any]:
-    """What the page's script needs to know of a completion's tokens: log-probabilities, rounded."""
+    """The log-probabilities of a completion's tokens, rounded, for the script of the page."""
     begin, end = each.span
     completion = each.completion
     found: dict[str, Any] = {"p": _rounded(completion.policy[begin:end])}
@@ -134,7 +134,7 @@ def _plain(value: float | None) -> str | None:
 
 
 def legend(against: Sequence[str]) -> Html:
-    """What the shades mean.
+    """The explanation of the shades.
 
     Args:
         against: whose log-probabilities the policy's are compared with, over the page.

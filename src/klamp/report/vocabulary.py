@@ -1,4 +1,4 @@
-"""Tokens as text: vocabularies spell spaces and bytes in letters of their own."""
+"""Tokens as text: vocabularies write spaces and bytes with letters of their own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BYTE_LEVEL = "ĠĊ"
 
 
 def reader(tokens: Iterable[str]) -> Callable[[str], str]:
-    """How to read the tokens of one run: byte-level ones are decoded, `▁` is a space, the rest is as it is.
+    """The function that turns tokens of one run into text: byte-level ones are decoded, `▁` becomes a space.
 
     Args:
         tokens: some of them.
@@ -26,14 +26,14 @@ def reader(tokens: Iterable[str]) -> Callable[[str], str]:
 
 @cache
 def _bytes() -> dict[str, int]:
-    """Letter -> byte: printable bytes stand for themselves, the others for letters from U+0100 on."""
+    """The byte that each letter of a byte-level vocabulary stands for."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
 def decoded(token: str) -> str:
-    """A byte-level token as text; bytes that are a part of a letter only are written as numbers."""
+    """A byte-level token as text; a byte that is only a part of a character is written as a number."""
     table = _bytes()
     if any(letter not in table for letter in token):
         return token
@@ -41,7 +41,7 @@ def decoded(token: str) -> str:
 
 
 def shown(text: str, *, longest: int = LONGEST) -> str:
-    """A token's text as it stands among others: nothing in it is invisible, and it is not too long.
+    """A token as it is written on the page: nothing invisible in it, and not too long.
 
     Args:
         text: as `reader` gives it.
