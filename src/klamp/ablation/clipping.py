@@ -61,7 +61,7 @@ CLIPS: Mapping[str, Mapping[str, Any]] = {
 """The soft clip's temperature is a tenth of its budget; at 1 it would be half open everywhere."""
 
 CONTROL = Arm(name="no KL", values={"beta": 0.0, "kl_monitor": True})
-"""Its KL is measured and does nothing."""
+"""The arm without a KL in its loss; its KL is measured all the same."""
 
 FORMS: tuple[Arm, ...] = (
     Arm(name="loss, k3 as printed", values={"kl_gradient": "own"}),

@@ -36,7 +36,7 @@ LOG = "log.txt"
 RESULTS = (CONFIG, VERSIONS, METRICS_FILE, COMPLETIONS, ALARMS_FILE, SUMMARY, OUTCOME, LOG)
 """Names of the files that travel back, and the only names that are written."""
 WORKER = "worker.json"
-"""Where the run ran, and where its checkpoints stayed."""
+"""The file that says where the run ran and where its checkpoints stayed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,17 +44,17 @@ class Job:
     """Everything that a worker needs to know about a run."""
 
     run: Mapping[str, Any]
-    """The run, as plain values."""
+    """The run as plain data, see `klamp.ablation.plan.plain_run`."""
     folder: str
     """The ablation's folder, on the machine that started it."""
     sign: str
-    """What its sign says."""
+    """The random text in the file `SIGN` of that folder."""
     parcels: Parcels
     """Files that the run may need."""
     threads: int
-    """Threads of torch."""
+    """How many threads torch may use."""
     version: str = __version__
-    """klamp's, where the ablation was started."""
+    """The version of klamp where the ablation was started."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +62,11 @@ class Result:
     """Everything that a worker sends back about a run."""
 
     host: str
-    """Name of the worker's machine."""
+    """The name of the worker's machine."""
     folder: str
     """Where the run's checkpoints are, on that machine."""
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """Name -> content; none where the folder is shared."""
+    """File name -> content; none where the driver sees the same folder."""
 
 
 class Post:

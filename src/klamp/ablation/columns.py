@@ -25,17 +25,17 @@ class Column:
     """One column of the table: a number of a run, with its title and unit."""
 
     name: str
-    """In JSON."""
+    """The name of the column in JSON."""
     title: str
-    """Its heading."""
+    """The heading of the column in tables for people."""
     unit: str
-    """Unit of the values; "" where there is none."""
+    """The unit of the values; "" where there is none."""
     better: Better
-    """Which direction is good, if any."""
+    """Whether higher or lower values are better; None: neither."""
     group: Group
-    """The table that it stands in."""
+    """The group of columns (a table of its own) that it stands in."""
     read: Callable[[Outcome], float | None]
-    """Its value in a run; None where the run does not have it."""
+    """The function that reads the number from an outcome; it gives None where the run does not have it."""
 
     @property
     def heading(self) -> str:
@@ -119,7 +119,7 @@ COLUMNS: tuple[Column, ...] = (
     _number("beta_effective", "effective beta", "reward/nat, per sequence", "run"),
     _number("seconds", "wall time", "s", "run"),
 )
-"""In the order of the tables."""
+"""All columns, in the order of the tables."""
 
 BY_NAME = {column.name: column for column in COLUMNS}
-"""Name -> column."""
+"""Name of a column -> the column."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#222222")
-"""Told apart by the colour-blind (Okabe and Ito); yellow is left out, it vanishes on white."""
+"""Colours that colour-blind readers can tell apart (Okabe and Ito), without yellow, which vanishes on white."""
 MARKS = "os^DvPX<>*hp"
 GREY = "#777777"
 LONGEST_NAME = 48
@@ -39,11 +39,11 @@ class Points:
     """The values of one measure along an axis: at each place one value per seed."""
 
     label: str
-    """In the legend; "" for none."""
+    """The text in the legend; "" for no entry."""
     look: Style
-    """Colour and mark."""
+    """The colour and the mark."""
     at: Mapping[float, Sequence[float]]
-    """Place -> values, one per seed."""
+    """Place on the axis -> values, one per seed."""
 
 
 def named(text: str) -> str:

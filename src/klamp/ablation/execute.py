@@ -31,13 +31,13 @@ class Result:
     """What an ablation came to: outcomes, table and files."""
 
     folder: Path
-    """Where it is."""
+    """The folder of the ablation."""
     outcomes: tuple[Outcome, ...]
-    """Of all runs, in the order of the plan; failed ones too."""
+    """The outcomes of all runs, failed ones too, in the order of the plan."""
     table: Table
-    """Over the seeds of every arm."""
+    """The table over the seeds of every arm."""
     files: tuple[Path, ...]
-    """What was written for people: the table, the pictures."""
+    """The files that were written for people: the table and the pictures."""
 
     @property
     def failed(self) -> tuple[Outcome, ...]:

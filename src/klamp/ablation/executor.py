@@ -16,7 +16,7 @@ from klamp.ablation.plan import Run
 from klamp.errors import TrainingStopped
 
 RunState: TypeAlias = Literal["waiting", "running", "measuring", "stopping", "done", "failed", "kept"]
-"""kept: done before, and left as it is."""
+"""The states of a run; `kept` means that it was done before and is left as it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,17 +24,17 @@ class Update:
     """A report about one run: started, at which step, done, failed."""
 
     run: str
-    """Its name."""
+    """The name of the run."""
     state: RunState
-    """Where it is."""
+    """The state of the run."""
     step: int = 0
-    """Steps done."""
+    """How many steps are done."""
     steps: int = 0
-    """Steps in all; 0: not known yet."""
+    """How many steps there are in all; 0: not known yet."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """While it trains: metrics of the step; once it is done: the numbers of its outcome."""
+    """The metrics of the step; once the run is done, the numbers of its outcome."""
     text: str = ""
-    """An alarm that rose, or why it failed, in a line."""
+    """One line: an alarm that rose, or why the run failed."""
 
 
 Tell: TypeAlias = Callable[[Update], None]

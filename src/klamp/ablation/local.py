@@ -22,11 +22,11 @@ from klamp.ablation.worker import INTERRUPTED, write_run
 
 LOG = "log.txt"
 READ_ON = 5.0
-"""Seconds that what a worker told is still read after its end."""
+"""How long the reports of a worker are still read after its end, in seconds."""
 COMMAND = (sys.executable, "-m", "klamp.ablation.worker")
 
 Event: TypeAlias = tuple[str, Update | None]
-"""(run, what it told), (run, None) once its process has ended, ("", None) for an interrupt."""
+"""(run, its report), (run, None) once its process has ended, or ("", None) for an interrupt."""
 
 INTERRUPT: Event = ("", None)
 
@@ -36,13 +36,13 @@ class LocalExecutor:
     """Runs each run of a plan as a process of its own, `workers` at a time."""
 
     workers: int
-    """Processes at a time."""
+    """How many processes work at once."""
     threads: int = 1
-    """Threads of each."""
+    """How many threads each process uses."""
     devices: tuple[str, ...] = ()
-    """Values of CUDA_VISIBLE_DEVICES, dealt out over the workers; none: as it is."""
+    """Values of CUDA_VISIBLE_DEVICES, shared out among the workers; none: the variable is left alone."""
     command: tuple[str, ...] = COMMAND
-    """Starts a worker; the run's folder and a file descriptor follow."""
+    """The command of a worker; the run's folder and a file descriptor are added to it."""
 
     def describe(self) -> str:
         """Where the runs are run, in words."""

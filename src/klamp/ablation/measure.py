@@ -40,13 +40,13 @@ class Pair:
     """A trained policy, and the model that its training started from."""
 
     policy: Scorer
-    """The policy."""
+    """The trained policy."""
     start: LocalReference
-    """The starting model."""
+    """The model that its training started from."""
     tokenizer: PreTrainedTokenizerBase
-    """Of both."""
+    """The tokenizer of both models."""
     task: Task
-    """Held-out prompts and the reward."""
+    """The task, with its held-out prompts and its reward."""
     rollout: RolloutConfig
     """Temperature and length as in training; nothing is cut from the support."""
     stop: Sequence[int]
@@ -67,9 +67,9 @@ class Sums:
     sequences: int
     tokens: int
     kl: float
-    """Nats."""
+    """The sum of the KL over tokens, in nats."""
     entropy: float = 0.0
-    """Nats."""
+    """The sum of the policy's entropy over tokens, in nats."""
     reward: float = 0.0
 
     def __add__(self, other: Sums) -> Sums:

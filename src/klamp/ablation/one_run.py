@@ -33,7 +33,7 @@ LONGEST_COURSE = 500
 """Steps of a course that are kept; of longer ones, every second, third, ... and the last."""
 
 TOLD = ("reward", "kl/exact", "kl/k3", "length/mean", "beta")
-"""Metrics of a step that are told."""
+"""The metrics of a step that are reported."""
 
 
 def perform(run: Run, folder: Path, report: Tell) -> Outcome:

@@ -25,15 +25,15 @@ class Outcome:
     """
 
     run: str
-    """Name of the run: that of its folder."""
+    """The name of the run, which is that of its folder."""
     arm: str
-    """Name of its arm."""
+    """The name of its arm."""
     seed: int
-    """Its seed."""
+    """The seed of the run."""
     values: Mapping[str, Any] = field(default_factory=dict)
     """Field -> value that the arm sets."""
     state: OutcomeState = "done"
-    """failed: the reason is in `error`, and the numbers are empty."""
+    """Whether it was done or failed; of a failed run the reason is in `error`, and the numbers are empty."""
     error: str = ""
     """Why it failed; the first line says what happened."""
     rl_skill: str = ""
@@ -41,9 +41,9 @@ class Outcome:
     before: Mapping[str, float] = field(default_factory=dict)
     """Skill -> greedy score on held-out prompts before training."""
     after: Mapping[str, float] = field(default_factory=dict)
-    """The same after training."""
+    """Skill -> greedy score on held-out prompts after training."""
     numbers: Mapping[str, float] = field(default_factory=dict)
-    """Name -> value: those of `NUMBERS` that there are."""
+    """Name -> value, for those of `NUMBERS` that the run has."""
     by_step: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """The course of training: step, reward, length, kl/k3 where a reference was loaded; thinned where it is long."""
 
@@ -63,7 +63,7 @@ NUMBERS: Mapping[str, str] = {
     "beta_effective": "beta in the last step, per nat of a whole completion",
     "seconds": "wall time of the training steps, without evaluation, saving and measuring",
 }
-"""Name -> what it says; a run without other skills has no kl_retained."""
+"""Name of a number -> what it says; a run without other skills has no kl_retained."""
 
 
 def write_outcome(folder: Path, outcome: Outcome) -> None:

@@ -32,9 +32,9 @@ class Arm:
     """One variant that is compared with the others: a name, and the fields that it sets."""
 
     name: str
-    """How it is called in the table: "beta=0.01 kl_estimator=k1", or as the plan names it."""
+    """The name in the table: "beta=0.01 kl_estimator=k1", or as the plan names it."""
     values: Mapping[str, Any] = field(default_factory=dict)
-    """Field -> value; they win over the plan's base."""
+    """Field -> value; they take the place of the values in the plan's base."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Plan:
     base: Mapping[str, Any] = field(default_factory=dict)
     """Field -> value that all arms share; what is missing keeps its default."""
     arms: tuple[Arm, ...] = (Arm(name="base"),)
-    """What is compared."""
+    """The arms that are compared."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds that every arm is run with."""
 
@@ -63,13 +63,13 @@ class Run:
     """One arm with one seed."""
 
     name: str
-    """Name of its folder; unique in the plan."""
+    """The name of the run and of its folder; unique in the plan."""
     arm: Arm
-    """What it stands for."""
+    """The arm that it belongs to."""
     seed: int
-    """Its seed."""
+    """The seed of the run."""
     config: TrainConfig
-    """What it trains; `output_dir` is open, whoever runs it sets it."""
+    """Its configuration; whoever runs it sets `output_dir`."""
 
 
 def grid(sweep: Mapping[str, Sequence[Any]]) -> tuple[Arm, ...]:

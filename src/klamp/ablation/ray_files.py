@@ -23,20 +23,20 @@ from klamp.training.models import BUILTIN
 FIELDS = ("model", "ref_model", "tokenizer", "task", "eval_split", "reward")
 """Fields of a run's configuration that may name local files."""
 FOLDER = "shipped"
-"""Where they are unpacked, in klamp's cache."""
+"""The folder in klamp's cache that files are unpacked into."""
 
 
 class Packed(NamedTuple):
     """One file with its content."""
 
     name: str
-    """Relative to the folder, with forward slashes."""
+    """The path relative to the folder, with forward slashes."""
     size: int
-    """Bytes."""
+    """The size in bytes."""
     modified: int
-    """Time of the last change, in ns."""
+    """The time of the last change, in nanoseconds."""
     content: Any
-    """What `put` made of its bytes."""
+    """The content, as Ray's `put` returned it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,17 +44,17 @@ class Parcel:
     """A packed folder or file."""
 
     path: str
-    """Where it was packed, absolute."""
+    """The absolute path that it was packed from."""
     digest: str
-    """SHA-256 of names and contents."""
+    """The SHA-256 of names and contents."""
     single: bool
-    """It is a file, not a folder."""
+    """Whether it is a file and not a folder."""
     files: tuple[Packed, ...]
-    """What is in it."""
+    """The files in it."""
 
 
 Parcels = Mapping[str, Parcel]
-"""Value of a field -> parcel; the built-in model's key names its task too."""
+"""Value of a field -> its parcel; the built-in model has a key for each task."""
 
 
 def pack_all(configs: list[Mapping[str, Any]], put: Callable[[bytes], Any]) -> dict[str, Parcel]:

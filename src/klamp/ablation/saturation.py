@@ -24,7 +24,7 @@ WINDOW = 10
 """Steps over which a curve is averaged before it is looked at."""
 
 SATURATED = 0.95
-"""Reward from which on little is left to gain, where the best is 1."""
+"""The reward (of at most 1) from which on a run counts as saturated."""
 
 MARKDOWN, PICTURE = "saturation.md", "saturation.png"
 """The files that are written into the folder of the ablation."""
@@ -48,15 +48,15 @@ class Course:
     """The course of one run."""
 
     arm: str
-    """Name of its arm."""
+    """The name of its arm."""
     seed: int = 0
-    """Its seed."""
+    """The seed of the run."""
     steps: Sequence[int]
     """The steps that were logged."""
     lengths: Sequence[float]
-    """Mean tokens per completion in each of them, end token included."""
+    """The mean tokens per completion in each of these steps, end token included."""
     numbers: Mapping[str, float] = field(default_factory=dict)
-    """Those of `COLUMNS` that there are; saturated and growth only where the reward got there."""
+    """Those of `COLUMNS` that the run has; some exist only once the reward has saturated."""
 
 
 def course_of(

@@ -18,9 +18,9 @@ class Places:
     of: Mapping[str, tuple[str, float]]
     """Arm -> (line, place); the line is named by what is swept besides beta, "" where that is nothing."""
     ticks: Mapping[float, str]
-    """Place -> its label."""
+    """Place on the axis -> its label."""
     over_beta: bool
-    """Places are powers of ten of beta; else they count the arms."""
+    """Whether places are logarithms of beta; otherwise they number the arms."""
     gap: float | None = None
     """Where the axis is broken, between beta 0 and the smallest other one; None without both."""
 

@@ -30,7 +30,7 @@ ASIDE = 0.09
 """How far sets of points over the same place are moved apart, in decades of beta, so that none hides another."""
 START = "before training"
 LISTED = 0.3
-"""The same in a list, in rows."""
+"""The same distance in a list of arms, in rows."""
 
 
 def draw_sweep(outcomes: Sequence[Outcome], *, confidence: float = 0.95) -> Figure | None:

@@ -20,11 +20,11 @@ class Cell:
     """One number of an arm: the mean over its seeds, with an interval."""
 
     values: tuple[float, ...]
-    """One per seed that has the number, in the order of the seeds."""
+    """The values, one per seed that has the number, in the order of the seeds."""
     mean: float
-    """Their mean."""
+    """The mean of the values."""
     interval: Interval | None
-    """Bootstrap interval of the mean; None with one seed."""
+    """The bootstrap interval of the mean; None with one seed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +32,15 @@ class ArmRow:
     """One row of the table: an arm, its cells, and how many of its seeds were done and failed."""
 
     arm: str
-    """Its name."""
+    """The name of the arm."""
     values: Mapping[str, Any]
-    """What was swept, and to what."""
+    """The swept fields of the arm and their values."""
     done: int
-    """Seeds whose run was done."""
+    """The seeds whose run was done."""
     failed: int
-    """Seeds whose run failed."""
+    """The seeds whose run failed."""
     cells: Mapping[str, Cell]
-    """Name of the column -> number, where there is one."""
+    """Name of a column -> its cell, where the arm has that number."""
     failures: tuple[str, ...]
     """Why runs failed: "seed 2: ..."."""
 
@@ -50,11 +50,11 @@ class Table:
     """The table of an ablation."""
 
     columns: tuple[Column, ...]
-    """Those in which any arm has a number."""
+    """The columns in which any arm has a number."""
     rows: tuple[ArmRow, ...]
-    """One per arm, in the order of the outcomes."""
+    """The rows, one per arm, in the order of the outcomes."""
     confidence: float
-    """Of the intervals."""
+    """The confidence of the intervals, such as 0.95."""
     rl_skills: tuple[str, ...]
     """Skills that were trained; usually one."""
     retained: tuple[str, ...]

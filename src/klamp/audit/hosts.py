@@ -23,13 +23,13 @@ class Host:
     """A package whose KL klamp can find, and the versions that this was tried with."""
 
     package: str
-    """Name that pip installs."""
+    """The name that pip installs it by."""
     module: str
-    """Module whose `subject()` finds the KL; imported only when the host is audited."""
+    """The module whose `subject()` finds the KL; it is imported only when the host is audited."""
     tried: tuple[str, str]
-    """First and last version that this was run with."""
+    """The first and the last version that this was tried with."""
     what: str
-    """What of it is audited, in a line."""
+    """One line on what is audited."""
 
 
 HOSTS = {

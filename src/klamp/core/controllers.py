@@ -38,7 +38,7 @@ class FixedController:
     rule: FixedRule
     """The rule, with its parameters."""
     state: BetaState
-    """What it remembers."""
+    """The numbers that change during a run."""
     _saved: tuple[str, ...] = ("value",)
 
     def __init__(self, value: float, *, min_value: float = 0.0, max_value: float | None = None) -> None:

@@ -108,11 +108,11 @@ class Gate:
     """The clip of a batch: the KL and the budget of each sequence in nats, and the factor on the gradient. All [B]."""
 
     kl: Tensor
-    """What the clip is gated on."""
+    """The KL of each sequence that decides the clip, in nats."""
     budget: Tensor
-    """Where it opens."""
+    """The KL of each sequence at which the penalty begins, in nats."""
     factor: Tensor
-    """d clip / d KL, in [0, 1]: the factor on the KL's gradient."""
+    """The derivative of the clipped KL by the KL, in [0, 1]: the factor on the gradient."""
     clipped: Tensor
     """The KL after the clip."""
 

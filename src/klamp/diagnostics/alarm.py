@@ -19,11 +19,11 @@ class Limit:
     """A threshold."""
 
     value: float
-    """The number."""
+    """The number itself."""
     unit: str
-    """What it is a number of."""
+    """The unit of the number."""
     source: str
-    """Where it comes from."""
+    """Where the number comes from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,19 +31,19 @@ class Blamed:
     """A token that carries much of a KL."""
 
     step: int
-    """Step that it was sampled in."""
+    """The step that it was sampled in."""
     completion: int
-    """Its completion among those that were written in the step, from 0."""
+    """The number of its completion among those that were written in the step, from 0."""
     position: int
-    """Its place in the completion's tokens, from 0."""
+    """Its place among the completion's tokens, from 0."""
     token: str
     """The token as text, or its id."""
     policy_logprob: float
-    """Under the policy."""
+    """Its log-probability under the policy, in nats."""
     other_logprob: float
-    """Under the reference; of a sampler mismatch, under the sampler."""
+    """Its log-probability under the reference (for a sampler mismatch, under the sampler), in nats."""
     share: float
-    """Its part of the k3 of all tokens that were written in the step, its twins included."""
+    """Its share of the k3 of all tokens that were written in the step, equal ones counted with it."""
     times: int = 1
     """In how many of the completions it stands at this place with these log-probabilities."""
 
@@ -53,7 +53,7 @@ class Evidence:
     """What a rule saw in a run as it stands."""
 
     text: str
-    """The numbers, in a sentence."""
+    """One sentence with the numbers."""
     tokens: Sequence[Blamed] = ()
     """The tokens to blame, the worst first."""
 
@@ -67,19 +67,19 @@ class Alarm:
     """One named alarm."""
 
     name: str
-    """As `--stop-on` and `--fail-on` take it."""
+    """The name that `--stop-on` and `--fail-on` take."""
     text: str
     """What it finds, in a few words."""
     means: str
-    """What that usually comes from."""
+    """What usually causes it."""
     next_step: str
     """What to do."""
     rule: Rule
-    """Finds it."""
+    """The function that looks for it in a run."""
     needs: Sequence[str]
     """What a record must hold: metrics (`a|b`: one of them), `completions`, `evaluations`, `settings.NAME`."""
     limits: Sequence[Limit]
-    """Its thresholds."""
+    """The thresholds that it uses."""
     level: Level = "alarm"
     """`note`: information, which fails no check unless it is asked to."""
 

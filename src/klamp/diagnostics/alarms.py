@@ -211,7 +211,7 @@ ALARMS: dict[str, Alarm] = {
         ),
     )
 }
-"""Name -> alarm."""
+"""Name of an alarm -> the alarm."""
 
 
 def check_names(names: Iterable[str], *, kind: str = "alarm") -> None:

@@ -34,7 +34,7 @@ SPIKE_FLOOR = Limit(
     source="the GRPO tutorial's warning sign (docs/sources.md)",
 )
 SPIKE_PROMPTS = 8
-"""Of fewer prompts the KL of one step and the next differ by what was asked."""
+"""With fewer prompts per step than this, the KL changes from step to step just because the prompts do."""
 DROP = Limit(
     value=3,
     unit="standard deviations of the reward over the 10 steps before, and a tenth of it",

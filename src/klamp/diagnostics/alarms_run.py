@@ -18,7 +18,7 @@ HUGE = Limit(
 WATCHED = ("kl/k1", "kl/k3", "kl/exact", "sampler/k3", "train/grad_norm", "train/loss", "train/kl_penalty")
 TRUNCATED = Limit(value=0.25, unit="of the completions, mean over 5 steps", source="klamp's choice")
 EARLY = 50
-"""Steps from which the first beta above 0 is taken: a schedule may begin at 0."""
+"""The first beta is taken within this many steps: a schedule may begin at 0."""
 NOISE = Limit(
     value=1e-3,
     unit="of the reward's size, as the standard deviation within groups that have one",

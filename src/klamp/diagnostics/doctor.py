@@ -16,13 +16,13 @@ class Finding:
     """An alarm that rose, when, and what was seen."""
 
     alarm: Alarm
-    """The row of the table."""
+    """The alarm that rose."""
     first_step: int
-    """Step after which it rose."""
+    """The step after which it rose."""
     last_step: int
-    """The latest step in which it stood."""
+    """The latest step in which it was still there."""
     steps: int
-    """In how many steps it stood."""
+    """The number of steps in which it was there."""
     evidence: Evidence
     """What was seen when it rose."""
 
@@ -47,11 +47,11 @@ class Diagnosis:
     """What the alarms say of a run."""
 
     history: History
-    """What was examined."""
+    """The run that was examined."""
     findings: Sequence[Finding]
     """Alarms first, then notes, each by the step in which it rose."""
     unchecked: dict[str, str]
-    """Alarm -> what the record lacks for it."""
+    """Alarm that could not be checked -> what the record lacks for it."""
 
     def failed(self, names: Iterable[str] = ()) -> list[str]:
         """Names of the findings that fail a check.

@@ -46,15 +46,15 @@ class Completion:
     """One completion, token by token; sequences are aligned. A row may begin with the tokens of its prompt."""
 
     step: int
-    """Step that it was sampled in, from 1."""
+    """The step that it was sampled in, from 1."""
     tokens: Sequence[str]
     """The tokens as text, or their ids."""
     policy: Sequence[float]
     """Log-probabilities under the policy being trained; NaN where there is none."""
     ref: Sequence[float] | None = None
-    """The same under the reference."""
+    """Log-probabilities under the reference; NaN where there is none."""
     sampler: Sequence[float] | None = None
-    """The same under whoever sampled the tokens."""
+    """Log-probabilities under whoever sampled the tokens; NaN where there is none."""
     trained: Sequence[bool] | None = None
     """The loss mask; None: every token is trained on."""
     sampled: Sequence[bool] | None = None
@@ -62,13 +62,13 @@ class Completion:
     ended: bool | None = None
     """Whether it ends with an end token, rather than at the length limit."""
     group: str = ""
-    """What the completions of one prompt have in common."""
+    """A name that the completions of one prompt share."""
     prompt: str = ""
-    """What was asked, where the record says."""
+    """The prompt, where the record has it."""
     reward: float | None = None
-    """Its reward."""
+    """The reward of the completion."""
     advantage: float | None = None
-    """Its advantage, the largest in size where tokens have their own."""
+    """The advantage of the completion; where tokens have their own, the one that is largest in size."""
 
     @property
     def is_trained(self) -> Sequence[bool]:
@@ -99,9 +99,9 @@ class Row:
     """What was logged of a step."""
 
     step: int
-    """From 1; the metrics are those before the step's first update."""
+    """The number of the step, from 1; the metrics are those before its first update."""
     metrics: Mapping[str, float]
-    """Name -> value."""
+    """Name of a metric -> its value."""
     prompts: int | None = None
     """How many prompts the metrics rest on, where they were counted from completions alone."""
 
@@ -117,11 +117,11 @@ class History:
     config: Mapping[str, Any] = field(default_factory=dict)
     """All that the record says of the configuration, by the names of who wrote it."""
     rows: list[Row] = field(default_factory=list)
-    """Logged steps, in order."""
+    """The logged steps, in order."""
     evaluations: list[Row] = field(default_factory=list)
-    """Evaluations after so many steps: skill -> mean score."""
+    """Number of steps done -> (skill -> mean score)."""
     completions: dict[int, list[Completion]] = field(default_factory=dict)
-    """Step -> completions that were written in it."""
+    """Step -> the completions that were written in it."""
 
     @property
     def is_empty(self) -> bool:

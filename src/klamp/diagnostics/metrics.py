@@ -13,15 +13,15 @@ class MetricRow:
     """One metric."""
 
     name: str
-    """As logged; the part before the slash is its family."""
+    """The name as it is logged; the part before the slash is its family."""
     unit: str
-    """Unit of the value."""
+    """The unit of the value."""
     better: Better
-    """Which direction is good, if any."""
+    """Whether higher or lower is better; None: neither."""
     reduction: str
     """Over what it is averaged (or else reduced); always the whole global batch of a step."""
     text: str
-    """What it says."""
+    """What the metric says, in a sentence."""
 
 
 def _row(name: str, unit: str, better: Better, reduction: str, text: str) -> MetricRow:

@@ -31,7 +31,7 @@ class StepRecord:
     sampler: Tensor
     """[B, T] log-probabilities under the sampler."""
     rewards: Tensor
-    """[B]"""
+    """[B] rewards of the completions."""
     ended: Tensor
     """[B] bool: whether the completion has an end token."""
     lengths: Tensor
@@ -45,9 +45,9 @@ class StepRecord:
     original: Tensor | None = None
     """[B, T] log-probabilities under the model that a moving reference started from."""
     exact: Tensor | None = None
-    """[B, T] exact KL(policy||ref)."""
+    """[B, T] exact KL(policy||ref) in nats."""
     exact_forward: Tensor | None = None
-    """[B, T] exact KL(ref||policy)."""
+    """[B, T] exact KL(ref||policy) in nats."""
     exact_rows: Tensor | None = None
     """[B] bool: completions whose exact KL was measured."""
 

@@ -16,7 +16,7 @@ from klamp.report.token_section import NARROW, reader_of
 from klamp.report.vocabulary import shown
 
 FEW = 3
-"""Tokens to blame of each run, where there are several."""
+"""How many tokens to blame are shown of each run, where there are several runs."""
 Anchors = Mapping[tuple[int, int, int, int], str]
 """(run, step, completion, position) -> where on the page that token is."""
 

@@ -18,7 +18,7 @@ LEFT, RIGHT, TOP, BOTTOM = 46, 350, 10, 164
 QUARTERS = (1.0, 2.0, 2.5, 5.0)
 """Distances between ticks, times powers of ten."""
 FEW = 15
-"""Up to so many points each gets a dot."""
+"""Curves of at most this many points have a dot at each point."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Series:
     """One curve of a chart."""
 
     label: str
-    """Its name in the legend."""
+    """The name of the curve in the legend."""
     points: Mapping[float, float]
     """Step -> value, in the order of steps; NaN and infinities are gaps."""
     slot: int = 0
@@ -40,11 +40,11 @@ class Line:
     """A level or band in a chart, to compare the curves with."""
 
     label: str
-    """Its name."""
+    """The name of the level or band."""
     low: float
-    """The level, or where the band begins."""
+    """The level, or the lower edge of the band."""
     high: float | None = None
-    """Where the band ends; None: a level."""
+    """The upper edge of the band; None: it is a level."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +52,11 @@ class Mark:
     """The mark of an alarm on the axis of steps."""
 
     step: int
-    """Step after which it rose."""
+    """The step after which the alarm rose."""
     number: int
-    """Its number on the page."""
+    """The number of the alarm on the page."""
     name: str
-    """Its name."""
+    """The name of the alarm."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,23 +64,23 @@ class Chart:
     """Everything that one chart shows."""
 
     name: str
-    """Unique on the page; of letters, digits and hyphens."""
+    """The id of the chart, unique on the page; letters, digits and hyphens."""
     title: str
-    """In a few words."""
+    """The title, in a few words."""
     unit: str
-    """Of the values."""
+    """The unit of the values."""
     text: str
     """What the curves say, in a sentence or two."""
     series: Sequence[Series]
-    """At least one."""
+    """The curves, at least one."""
     lines: Sequence[Line] = ()
-    """Targets and budgets."""
+    """The targets and budgets, as levels and bands."""
     marks: Sequence[Mark] = ()
-    """Alarms that rose over these metrics."""
+    """The alarms that rose over these metrics."""
     axis: str = "step"
     """What the horizontal axis counts."""
     include: Sequence[float] = ()
-    """Values that the vertical axis must reach."""
+    """Values that the vertical axis must have room for."""
 
 
 def render_chart(chart: Chart, *, most: int = 400) -> Html:

@@ -12,7 +12,7 @@ from klamp.report.position import k3
 from klamp.report.run import ReportRun
 
 LONGEST = 3000
-"""Tokens of a completion that are shown: a stretch around the worst one."""
+"""The most tokens of a completion that are shown: a stretch around the worst one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,19 +20,19 @@ class Shown:
     """A completion on the page, together with equal ones."""
 
     run: int
-    """Its run, by number."""
+    """The number of its run."""
     completion: Completion
-    """What was sampled."""
+    """The completion as the record has it."""
     index: int
     """Its place among those that were written in its step, from 0; of twins, the first's."""
     times: int
-    """How many are the same, token for token and number for number."""
+    """How many completions are equal to it, token for token and number for number."""
     against: Literal["reference", "sampler"] | None
-    """Whose log-probabilities the policy's are compared with."""
+    """The model whose log-probabilities the policy's are compared with."""
     ratios: Sequence[float]
     """log policy - log other of each token; NaN where one is missing, or the token is not trained on."""
     blamed: frozenset[int] = frozenset()
-    """Positions of tokens that an alarm blames."""
+    """The positions of tokens that an alarm blames."""
 
     @property
     def worst(self) -> float:
@@ -134,9 +134,9 @@ class Place:
     """The place of a token on the page: its completion and its position there."""
 
     shown: int
-    """Its completion, by number on the page."""
+    """The number of its completion on the page."""
     position: int
-    """Its place in the completion."""
+    """Its position in the completion."""
     times: int
     """In how many completions, twins included, the same token has the same numbers at the same place."""
 

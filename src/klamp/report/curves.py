@@ -11,7 +11,7 @@ from klamp.report.levels import levels_of
 from klamp.report.run import ReportRun, skills_of, slots_of
 
 SKILLS = 12
-"""Skills that get a curve."""
+"""The most skills that get a curve."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,17 +19,17 @@ class Plan:
     """A chart that any run can have: which metrics, under which title."""
 
     name: str
-    """Unique."""
+    """The id of the chart, unique on the page."""
     title: str
-    """In a few words."""
+    """The title, in a few words."""
     unit: str
-    """Of the values."""
+    """The unit of the values."""
     text: str
-    """What the curves say."""
+    """What the curves say, in a sentence or two."""
     curves: Mapping[str, str]
     """Metric -> its label, the most telling first."""
     include: Sequence[float] = (0.0,)
-    """Values that the vertical axis must reach."""
+    """Values that the vertical axis must have room for."""
 
 
 PLANS: tuple[Plan, ...] = (

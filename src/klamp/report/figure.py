@@ -13,9 +13,9 @@ class Entry:
     """One line of a legend."""
 
     swatch: Html
-    """What the thing looks like in the drawing."""
+    """A small drawing of the curve, level or band."""
     label: str
-    """Its name."""
+    """The name of the curve, level or band."""
     values: Sequence[tuple[str, int]] = ()
     """Its latest values, each with its column in the table; the script shows those under the cursor in their place."""
 

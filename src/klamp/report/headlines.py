@@ -26,15 +26,15 @@ class Headline:
     """One of the most important numbers of a run."""
 
     label: str
-    """What it is."""
+    """What the number is."""
     value: str
-    """The number."""
+    """The number, as text."""
     unit: str = ""
-    """Its unit."""
+    """The unit of the number."""
     detail: str = ""
-    """Where it came from."""
+    """Where the number was at the beginning, or how it was computed."""
     course: Mapping[float, float] = field(default_factory=dict)
-    """Its curve; empty: none."""
+    """The curve that it is the end of; empty: none."""
 
 
 def headlines(run: ReportRun, skills: Sequence[str]) -> list[Headline]:

@@ -15,7 +15,7 @@ from klamp.report.points import thin
 COLUMNS = 60
 LEVELS = 6
 LOWEST = 1e-4
-"""Below this a KL is shown as none."""
+"""A KL below this is shown as none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,13 +23,13 @@ class Heatmap:
     """Everything that one heatmap shows."""
 
     name: str
-    """Unique on the page."""
+    """The id of the heatmap, unique on the page."""
     title: str
-    """In a few words."""
+    """The title, in a few words."""
     unit: str
-    """Of the values."""
+    """The unit of the values."""
     text: str
-    """What it says."""
+    """What the heatmap says, in a sentence or two."""
     rows: Mapping[str, Mapping[float, float]]
     """Label of the row -> step -> value, the lowest row first."""
 

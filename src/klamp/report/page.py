@@ -25,9 +25,9 @@ from klamp.report.settings_section import settings_section, versions_section
 from klamp.report.token_section import fitting, token_section
 
 LIMIT = 2_000_000
-"""Bytes of a page, at most."""
+"""The largest size of a page, in bytes."""
 POINTS = 40_000
-"""Points of all curves together, about."""
+"""About how many points all curves of a page have together."""
 GENERATOR = "klamp report"
 STYLES, SCRIPTS = ("page.css", "charts.css", "tokens.css"), ("theme.js", "charts.js", "tokens.js")
 

@@ -15,19 +15,19 @@ class ReportRun:
     """A run as the report shows it: its diagnosed history, its configuration, its versions."""
 
     name: str
-    """Short name; different from those of the other runs."""
+    """A short name, different from those of the other runs."""
     path: str
-    """Where its record is."""
+    """The path of its record."""
     group: str = ""
     """Runs of one group look alike in charts, as seeds of one configuration do; empty: it looks like no other."""
     diagnosis: Diagnosis
-    """Its history, and what the alarms say of it."""
+    """Its history, and what the alarms found in it."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """Configuration; empty where the record does not say."""
+    """The configuration; empty where the record does not hold it."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of the fields that have one; empty where they are not known."""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Package -> version."""
+    """Name of a package -> its version."""
     before: Mapping[str, float] = field(default_factory=dict)
     """Skill -> score before training; empty: the first evaluation."""
     after: Mapping[str, float] = field(default_factory=dict)

@@ -16,11 +16,11 @@ class Scale:
     """An axis from a lowest to a highest value: linear, or logarithmic above a certain size."""
 
     low: float
-    """Value at its beginning."""
+    """The value at the beginning of the axis."""
     high: float
-    """Value at its end; above `low`."""
+    """The value at the end of the axis; above `low`."""
     knee: float | None = None
-    """asinh(value / knee): linear below this size, logarithmic above; None: linear."""
+    """The size at which the axis bends: linear below, logarithmic above, asinh(value / knee); None: linear."""
 
     def __call__(self, value: float) -> float:
         """The place of a value, 0 at the beginning and 1 at the end."""

@@ -18,11 +18,11 @@ WORST = 15
 BEFORE, AFTER, PROMPT = 8, 4, 40
 """Tokens before and after a worst token, and characters of its prompt, that stand beside it."""
 FRAME = 30_000
-"""Bytes kept for what stands around the completions."""
+"""Bytes of the page that are kept for everything but completions."""
 NARROW = 24
-"""Characters of a token in the table of the worst."""
+"""The most characters of a token in the table of the worst ones."""
 LEAST = 30
-"""Bytes that a token takes at least."""
+"""The fewest bytes that a token needs on the page."""
 SORTS = {
     "worst": "worst token first",
     "kl": "largest KL first",

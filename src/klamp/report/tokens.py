@@ -14,7 +14,7 @@ from klamp.report.vocabulary import shown
 EDGES = (0.1, 0.3, 1.0, 3.0)
 """Sizes of a log-ratio, in nats, at which the shade changes."""
 PROMPT = 2000
-"""Characters of a prompt that are shown."""
+"""The most characters of a prompt that are shown."""
 
 
 def shade(ratio: float) -> str:

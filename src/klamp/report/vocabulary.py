@@ -8,7 +8,7 @@ from functools import cache
 from klamp.report.markup import visible
 
 LONGEST = 80
-"""Characters of a token that are shown."""
+"""The most characters of a token that are shown."""
 BYTE_LEVEL = "ĠĊ"
 """A space and a line break in byte-level vocabularies (GPT-2 and its heirs)."""
 

@@ -33,11 +33,11 @@ class TextTable:
     """A table of texts, ready to be printed."""
 
     title: str
-    """What it shows."""
+    """What the table shows."""
     columns: tuple[str, ...]
-    """Headings."""
+    """The headings of the columns."""
     rows: tuple[tuple[str, ...], ...]
-    """Cells."""
+    """The cells, row by row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +45,13 @@ class Answer:
     """A question about a formula, with numbers, checks and an explanation."""
 
     question: str
-    """What was asked."""
+    """The question."""
     tables: tuple[TextTable, ...]
-    """The numbers."""
+    """The tables of numbers."""
     checks: tuple[Check, ...]
     """What the answer rests on, each passed or failed."""
     words: tuple[str, ...]
-    """What follows, a paragraph each."""
+    """The answer in words, one paragraph each."""
 
     @property
     def passed(self) -> bool:
@@ -64,7 +64,7 @@ class Sampled:
     """The mean of a formula over drawn completions, with its standard error."""
 
     mean: float
-    """The mean."""
+    """The mean over the drawn completions."""
     error: float
     """Standard error of the mean, from the exact variance: samples that miss a rare token do not know of it."""
 

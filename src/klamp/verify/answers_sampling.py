@@ -31,9 +31,9 @@ class _Row:
     formula: str
     loss: Loss
     value: str
-    """KL(p||r), KL(r||p), or "-": neither."""
+    """What the mean should be: KL(p||r), KL(r||p), or "-" for neither."""
     gradient: str
-    """The name of the truth that its gradient should be."""
+    """The name of the known gradient that the expected gradient should be."""
 
 
 def _weight(y: Outcomes) -> Tensor:

@@ -39,13 +39,13 @@ class Term:
     """One KL term of a host."""
 
     name: str
-    """Function or class, and the option that makes it."""
+    """The name of the function or class, and the option that makes it compute this term."""
     completion: CompletionLoss
     """The host's KL of one completion, summed over its tokens."""
     function: KLFunction | None = None
     """The same token by token, where the host has such a function; None: it is found through `completion`."""
     use: Use = "loss"
-    """Whether the host differentiates it, or takes it from the reward."""
+    """Whether the host differentiates the term as a loss, or takes it from the reward."""
 
     @classmethod
     def of_function(cls, name: str, function: KLFunction, *, use: Use = "loss") -> Term:
@@ -58,7 +58,7 @@ class Subject:
     """The KL terms of a trainer, how the trainer averages them, and notes for the reader."""
 
     title: str
-    """Name and version."""
+    """The name of the package and its version."""
     terms: tuple[Term, ...]
     """Its KL terms, the default first."""
     reductions: Mapping[str, BatchLoss] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Finding:
     """What was found out about one term."""
 
     term: Term
-    """The term."""
+    """The term that was examined."""
     judgement: Judgement | None = None
     """Value, gradient, clamps and probes at one position; None where the host refused to compute it."""
     near_bias: float = 0.0
@@ -88,7 +88,7 @@ class Finding:
     reach: tuple[Reach, ...] = ()
     """How far from the reference the gradient is right, for each of `DTYPES`."""
     error: str = ""
-    """What the host raised instead."""
+    """The exception that the host raised; "" where it raised none."""
 
     @property
     def token_by_token(self) -> bool:
@@ -109,7 +109,7 @@ class Audit:
     subject: Subject
     """What was audited."""
     findings: tuple[Finding, ...]
-    """One per term."""
+    """The findings, one per term."""
     reductions: Mapping[str, str]
     """Option -> how the KL is averaged over a batch, in words."""
 

@@ -34,11 +34,11 @@ class Pull:
     """How an expected gradient compares with the gradients of KL(policy||ref) and KL(ref||policy)."""
 
     follows: Followed
-    """The truth that it is a multiple of."""
+    """The known gradient that the measured one is a multiple of."""
     cosine_reverse: float
     """Cosine with the gradient of KL(policy||ref) of whole completions."""
     cosine_forward: float
-    """Cosine with that of KL(ref||policy)."""
+    """Cosine with the gradient of KL(ref||policy) of whole completions."""
     share: float
     """The multiple of the gradient of KL(policy||ref) of whole completions that lies closest: 1 is all of it."""
     noise: float
@@ -50,13 +50,13 @@ class Gate:
     """How far a clip is open at different KLs; `budget` in nats per completion."""
 
     budget: float
-    """Where the penalty begins."""
+    """The KL at which the penalty begins, in nats per completion."""
     at: dict[float, float]
     """KL in units of the budget -> factor on the gradient."""
     open_below: float
     """Mean factor over sampled groups of 8 while the policy's true KL is half of the budget: the leak."""
     open_above: float
-    """The same at twice the budget."""
+    """Mean factor over sampled groups of 8 while the policy's true KL is twice the budget."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,19 +64,19 @@ class ConfigFacts:
     """Everything that is measured of a configuration, for `klamp explain` to put into words."""
 
     position: Pull
-    """One position, tokens of the policy."""
+    """The gradient at one position, for tokens of the policy."""
     sequence: Pull
-    """Whole completions of up to three tokens, summed."""
+    """The gradient over whole completions of up to three tokens, summed."""
     in_loss: Pull
-    """The same with the reduction and the advantages of the policy loss."""
+    """The gradient over whole completions, with the reduction and the advantages of the policy loss."""
     off_policy: Pull
-    """One position, tokens of an older policy: the second update of a rollout."""
+    """The gradient at one position for tokens of an older policy, as in the second update of a rollout."""
     value: float
     """Expected value of the KL's part of the loss over one completion, in nats; NaN where it is not in the loss."""
     value_bias: float
-    """That minus KL(policy||ref), relative."""
+    """The expected value minus KL(policy||ref), divided by KL(policy||ref)."""
     gate: Gate | None
-    """The clip, where there is one."""
+    """How far the clip is open; None without a clip."""
     probes: tuple[Probe, ...]
     """One token at +-30 nats in every floating-point type; () where the KL is not made of log-probabilities."""
 

@@ -50,7 +50,7 @@ class World:
     chain: Chain
     """The policy starts as the reference."""
     rewards: Tensor
-    """One per completion, in the order of `enumerate_outcomes`."""
+    """The reward of each completion, in the order of `enumerate_outcomes`."""
     group_size: int = 2
     """Completions per prompt; every group of so many is counted."""
 
@@ -60,11 +60,11 @@ class End:
     """Where a configuration ends in one world; KL in nats per completion."""
 
     world: str
-    """Name of the world."""
+    """The name of the world."""
     stands: bool
     """Whether the policy comes to a standstill; else the rest is where it was when it was given up."""
     updates: int
-    """How many updates that took."""
+    """The number of updates that were followed."""
     distance: float
     """KL(policy||optimum) at the price that is expected."""
     price: float
@@ -72,11 +72,11 @@ class End:
     nearest: float
     """KL(policy||optimum) at that price."""
     kl: float
-    """KL(policy||ref)."""
+    """KL(policy||ref) where it ended."""
     optimal_kl: float
     """KL(optimum||ref)."""
     reward: float
-    """Mean reward."""
+    """The mean reward where it ended."""
     optimal_reward: float
     """Mean reward of the optimum."""
     length: float

@@ -21,11 +21,11 @@ class EstimatorFacts:
     """The measured properties of one estimator, tokens of the policy, at a KL of about 0.9 nats per token."""
 
     name: str
-    """As in every configuration."""
+    """The name of the estimator, as in every configuration."""
     formula: str
-    """In terms of delta = log policy - log ref."""
+    """The value in terms of delta = log policy - log ref."""
     bias: float
-    """Expected value minus KL(policy||ref), relative."""
+    """The expected value minus KL(policy||ref), divided by KL(policy||ref)."""
     deviation: float
     """Standard deviation of one token's value, in units of the KL."""
     lowest: float
@@ -33,7 +33,7 @@ class EstimatorFacts:
     as_loss: Followed
     """The divergence whose gradient it follows when it is differentiated."""
     in_reward: Followed
-    """The same when it is taken from the reward."""
+    """The divergence whose gradient it follows when it is taken from the reward."""
 
     @property
     def bias_text(self) -> str:

@@ -26,11 +26,11 @@ class Explanation:
     """What a KL term does, ready to be printed."""
 
     name: str
-    """What was explained."""
+    """The name of what was explained."""
     verdict: str
     """What it does, in a sentence."""
     lines: tuple[Line, ...]
-    """The facts behind it: label, text."""
+    """The facts behind the verdict, as pairs of label and text."""
     cautions: tuple[str, ...]
     """What it may not do although its name suggests it; each with the way out."""
 
@@ -44,7 +44,7 @@ class Setting:
     vocab: int = VOCAB
     """Vocabulary entries of the model."""
     paper: str = ""
-    """Where the recipe comes from."""
+    """The paper that the recipe comes from."""
 
 
 def explain_config(kl: KLConfig, loss: LossConfig, *, name: str, setting: Setting | None = None) -> Explanation:

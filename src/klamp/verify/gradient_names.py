@@ -21,7 +21,7 @@ IN_WORDS: Mapping[str, str] = {
     "reverse - forward": "KL(policy||ref) minus KL(ref||policy)",
     NOTHING_KNOWN: "neither KL",
 }
-"""A truth's name -> the divergence whose gradient it is."""
+"""Name of a known gradient -> the divergence whose gradient it is."""
 
 
 class Followed(NamedTuple):

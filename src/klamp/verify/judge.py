@@ -36,9 +36,9 @@ from klamp.verify.worlds import Chain, Outcomes, enumerate_outcomes, random_chai
 KLFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FAR = 30.0
-"""Log-ratio of the probes, in nats."""
+"""The log-ratio of the probes, in nats."""
 TOLERANCE = 1e-5
-"""Relative; what computes in float32 inside must still be recognised."""
+"""Relative error up to which values are equal; functions that compute in float32 must still be recognised."""
 SCAN_TO, SCAN_STEP = 60.0, 0.25
 """How far out, and how finely, a clamp is looked for, in nats."""
 
@@ -55,7 +55,7 @@ class ValueFinding:
     """The quantity that it estimates without bias: KL(policy||ref), KL(ref||policy), these with a minus, zero, or
     "neither KL"."""
     expected: float
-    """Its expected value."""
+    """The expected value of the function."""
     reverse_kl: float
     """KL(policy||ref)."""
     forward_kl: float
@@ -63,7 +63,7 @@ class ValueFinding:
     relative_bias: float
     """(expected - KL(policy||ref)) / KL(policy||ref)."""
     standard_deviation: float
-    """Of the value of one token, root mean square over the worlds."""
+    """Standard deviation of one token's value, root mean square over the worlds."""
     lowest: float
     """Lowest value of any token; below 0 for k1 and its kin."""
 
@@ -79,7 +79,7 @@ class GradientFinding:
     cosine_forward: float
     """Cosine with the gradient of KL(ref||policy)."""
     size: float
-    """Norm, in units of the norm of the gradient of KL(policy||ref)."""
+    """The norm of the gradient, in units of that of the gradient of KL(policy||ref)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,11 +87,11 @@ class Probe:
     """The value and gradient of one token far from the reference, in one floating-point type."""
 
     dtype: torch.dtype
-    """Type of the log-probabilities that the function got."""
+    """The floating-point type of the log-probabilities that the function got."""
     log_ratio: float
-    """log policy - log ref, in nats."""
+    """The log-ratio log policy - log ref, in nats."""
     value: float
-    """What the function made of it; NaN where it raised."""
+    """The value that the function gave; NaN where it raised an exception."""
     gradient: float
     """d value / d log policy (as a reward: the coefficient of grad log policy); NaN where it raised."""
     error: str = ""
@@ -130,9 +130,9 @@ class ClampFinding:
     """The log-ratios (nats) beyond which the gradient is exactly zero, in float64; None: it never is."""
 
     above: float | None
-    """For tokens that the policy likes better than the reference."""
+    """The bound for tokens that are likelier under the policy than under the reference."""
     below: float | None
-    """For tokens that it likes less; negative."""
+    """The bound for tokens that are less likely under the policy; negative."""
 
     @property
     def everywhere(self) -> bool:
@@ -145,17 +145,17 @@ class Judgement:
     """Everything that was found out about one function."""
 
     name: str
-    """What it was called."""
+    """The name of the function."""
     use: Use
     """How it was used: differentiated as a loss, or as a number in the reward."""
     value: ValueFinding
-    """What it estimates."""
+    """What the function estimates."""
     gradient: GradientFinding
-    """What it does."""
+    """Where the function's gradient points."""
     probes: tuple[Probe, ...]
-    """What happens far from the reference."""
+    """The values and gradients far from the reference."""
     clamp: ClampFinding
-    """Where its gradient stops."""
+    """Where the function's gradient stops."""
 
     def probe(self, dtype: torch.dtype, log_ratio: float) -> Probe:
         """The probe in this floating-point type at this log-ratio, which is 30 or -30.

@@ -26,7 +26,7 @@ Rows = Float[Tensor, "prefixes vocab"]
 TokenLoss = Callable[[Tensor, Tensor], Tensor]
 
 TOLERANCE = 1e-8
-"""Relative: sums over a large vocabulary round."""
+"""Relative error up to which numbers are equal; sums over a large vocabulary round."""
 
 
 def verify_logits(
@@ -125,7 +125,7 @@ EXPECTED: Mapping[tuple[Estimator, Gradient], str] = {
     ("k3", "reverse"): "reverse",
     ("abs", "own"): NOTHING_KNOWN,
 }
-"""(value, gradient) -> the truth whose gradient it is, at every prefix."""
+"""(value, gradient) -> the name of the known gradient that it should follow at every position."""
 
 
 def _penalty(value: Estimator, gradient: Gradient) -> TokenLoss:

@@ -50,7 +50,7 @@ class Scene:
     """
 
     chain: Chain
-    """Policy, reference and sampler."""
+    """The policy, its reference and its sampler."""
     rewards: Float[Tensor, " outcomes"] | None = None
     """Reward of each completion, in the order of `enumerate_outcomes`; None: all equal (saturated)."""
     group_size: int = 2
@@ -95,7 +95,7 @@ class StepReport:
     kl: Report
     """Value (the KL's part of the loss), gradient, their variances over groups, and how they match the truths."""
     follows: Followed
-    """The truth that the expected gradient is a multiple of."""
+    """The known gradient that the expected gradient is a multiple of."""
     gate: float | None
     """Expected share of completions over the KL budget; None without a clip."""
     policy_gradient: Float[Tensor, "prefixes vocab"]

@@ -23,13 +23,13 @@ class Reach:
     """The range of log-ratios, in whole nats, in which value and gradient are right in one floating-point type."""
 
     dtype: torch.dtype
-    """Type of the log-probabilities."""
+    """The floating-point type of the log-probabilities."""
     low: int
-    """Lowest log-ratio, 0 or less."""
+    """The lowest log-ratio of the range, 0 or less."""
     high: int
-    """Highest log-ratio, 0 or more."""
+    """The highest log-ratio of the range, 0 or more."""
     far: int
-    """How far was looked, to both sides."""
+    """The largest log-ratio, of either sign, that was tried."""
     failure: str = ""
     """What happens first beyond them: inf, nan, zero, off, or raises; empty where nothing does."""
 

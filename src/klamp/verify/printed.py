@@ -31,7 +31,7 @@ class Form:
     use: Use
     """Whether it is differentiated there as a loss, or taken from the reward."""
     called: str
-    """What it is called; what it does is measured."""
+    """What the formula is called; what it does is measured."""
     instead: str
     """How to have in klamp what is wanted there."""
     config: str
@@ -103,7 +103,7 @@ FORMS: Mapping[str, Form] = {
         ),
     )
 }
-"""Name -> formula."""
+"""Name of a formula -> the formula."""
 
 
 def find_form(name: str) -> Form:
@@ -124,21 +124,21 @@ class FormFacts:
     form: Form
     """The formula."""
     value: float
-    """Expected value, tokens of the policy."""
+    """Expected value for tokens of the policy."""
     reverse_kl: float
     """KL(policy||ref)."""
     forward_kl: float
     """KL(ref||policy)."""
     value_under_ref: float
-    """Expected value, tokens of the reference."""
+    """Expected value for tokens of the reference."""
     follows: Followed
-    """Expected gradient, tokens of the policy: the truth that it is a multiple of."""
+    """The known gradient that the expected gradient, for tokens of the policy, is a multiple of."""
     cosine_reverse: float
     """Its cosine with the gradient of KL(policy||ref)."""
     cosine_forward: float
     """Its cosine with the gradient of KL(ref||policy)."""
     size: float
-    """Its norm, in units of that of the gradient of KL(policy||ref)."""
+    """The norm of the expected gradient, in units of that of the gradient of KL(policy||ref)."""
     towards_sampler: float
     """Tokens of an older policy, as a loss: the multiple of the gradient of KL(sampler||policy) that lies closest."""
     stray: float
@@ -146,7 +146,7 @@ class FormFacts:
     sequence_cosine: float
     """Over completions of up to three tokens: cosine with the gradient of KL(policy||ref) of the whole completion."""
     sequence_share: float
-    """The multiple of that gradient that lies closest: 1 is all of it."""
+    """The multiple of that gradient which is nearest to the measured one: 1 is all of it."""
     judged: Judgement | None
     """The judgement on it as a function of log-probabilities; None where it needs the whole vocabulary."""
 

@@ -17,7 +17,7 @@ BatchLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 LENGTHS, COLUMNS = (1, 3), 5
 LOG_RATIO = 0.5
-"""Of the one token that is away from the reference, in nats."""
+"""The log-ratio of the one token that is away from the reference, in nats."""
 TOLERANCE = 1e-4
 
 _ROWS, _TOKENS = len(LENGTHS), sum(LENGTHS)
@@ -26,7 +26,7 @@ EVEN = {
     1 / _ROWS: "sum over each completion, mean over completions",
     1.0: "sum over the tokens of the batch",
 }
-"""Weight of every token -> in words."""
+"""The weights of tokens -> the averaging in words."""
 
 
 def name_reduction(loss: BatchLoss, one_token: float) -> str:

@@ -21,13 +21,13 @@ class Check:
     """A claim, what was measured of it, and whether the measurement agrees."""
 
     claim: str
-    """What is claimed."""
+    """What klamp claims, in words."""
     expected: str
-    """What should come out."""
+    """What the measurement should give."""
     measured: str
-    """What came out."""
+    """What the measurement gave."""
     passed: bool
-    """Whether it is the same."""
+    """Whether the two agree."""
     section: str = ""
     """The part of the proof that it belongs to."""
 
