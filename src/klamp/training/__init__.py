@@ -1,1 +1,1 @@
-"""The trainer: rollouts, references, updates, run folders. transformers, accelerate and peft live here."""
+"""klamp's own trainer: rollouts, references, updates, checkpoints; transformers, accelerate and peft are used here."""

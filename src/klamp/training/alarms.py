@@ -1,4 +1,4 @@
-"""A klamp run as the alarms see it, and the observer that lets them look after every step."""
+"""Runs the alarms during training: what a klamp run is to the alarms, and the observer that asks them every step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SAID_ELSEWHERE = ("step-zero-kl",)
 
 
 class AlarmWatch(Observer):
-    """Lets every alarm look at the run after each step and each evaluation; tells each that rises, once."""
+    """An observer that lets every alarm examine the run after each step and evaluation; each alarm is reported once."""
 
     def __init__(
         self, tell: Callable[[Callable[[Observer], None]], None], *, rl_skill: str, stop_on: Sequence[str] = ()
@@ -41,24 +41,24 @@ class AlarmWatch(Observer):
         self.stopped_by: Finding | None = None
 
     def on_start(self, info: RunInfo) -> None:
-        """Take the configuration; what was told before a checkpoint is not told again."""
+        """Keep the configuration; alarms that were reported before a checkpoint are not reported again."""
         self.history = History(settings=settings_of(info.config, rl_skill=self.rl_skill))
         self.told = names_in(info.output_dir / ALARMS_FILE)
 
     def on_completions(self, step: int, rows: list[dict[str, object]]) -> None:
-        """Keep the step's completions: they come before its metrics."""
+        """Keep the completions of the step, which come before its metrics."""
         self.history.add_completions([completion_of(step, row) for row in rows])
         for old in sorted(self.history.completions)[:-WRITTEN]:
             del self.history.completions[old]
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Look at the run with this step."""
+        """Examine the run with the metrics of this step."""
         self.history.rows.append(Row(step=step, metrics=metrics))
         del self.history.rows[EARLY:-LATE]
         self._look(step)
 
     def on_evaluation(self, step: int, scores: Mapping[str, float]) -> None:
-        """Look at the run with these scores."""
+        """Examine the run with these scores."""
         self.history.evaluations.append(Row(step=step, metrics=scores))
         self._look(step)
 
@@ -77,7 +77,7 @@ class AlarmWatch(Observer):
             self.tell(lambda observer: observer.on_alarm(finding))
 
     def stop(self, step: int, max_steps: int) -> TrainingStopped:
-        """The error that ends a run at an alarm of stop_on; processes that did not see it leave out the reason."""
+        """The error that ends a run at an alarm of stop_on; only processes that saw the alarm give the reason."""
         finding = self.stopped_by
         name = "an alarm" if finding is None else f"the alarm {finding.alarm.name}: {finding.alarm.text}"
         return TrainingStopped(
@@ -93,14 +93,14 @@ def _finding(alarm: Alarm, step: int, evidence: Evidence) -> Finding:
 
 
 def names_in(file: Path) -> set[str]:
-    """The names in an alarms.jsonl; none where there is no file."""
+    """The names of the alarms in an alarms.jsonl; none where the file does not exist."""
     if not file.exists():
         return set()
     return {json.loads(line)["name"] for line in file.read_text(encoding="utf-8").splitlines()}
 
 
 def settings_of(config: TrainConfig, *, rl_skill: str | None = None) -> Settings:
-    """What the alarms need to know of a configuration.
+    """The settings of a configuration that alarms need.
 
     Args:
         config: of the run.
@@ -128,7 +128,7 @@ def _verifier(config: TrainConfig) -> Verifier | None:
 
 
 def completion_of(step: int, row: Mapping[str, Any]) -> Completion:
-    """A row of completions.jsonl as the alarms take it."""
+    """A row of completions.jsonl as a completion for the alarms."""
 
     def numbers(name: str) -> Sequence[float] | None:
         return row.get(name)

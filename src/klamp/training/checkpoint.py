@@ -1,4 +1,4 @@
-"""Checkpoints: weights as safetensors, the optimizer as tensors that load without running code, the rest as JSON.
+"""Checkpoints: weights as safetensors, the optimizer as tensors (no code is run to load them), the rest as JSON.
 
     checkpoints/step-000050/policy/         save_pretrained: loads anywhere
     checkpoints/step-000050/optimizer.pt    loads with weights_only=True
@@ -45,7 +45,7 @@ def save(
     keep: int,
     whole: Whole | None = None,
 ) -> Path:
-    """Write the checkpoint of a step and drop all but the newest `keep`.
+    """Write the checkpoint of a step, and delete all but the newest `keep`.
 
     Args:
         output_dir: folder of the run.
@@ -73,7 +73,7 @@ def save(
 
 
 def write(output_dir: Path, step: int, fill: Callable[[Path], None], *, state: dict[str, Any], keep: int) -> Path:
-    """Write a checkpoint whole or not at all, and drop all but the newest `keep`.
+    """Write a checkpoint completely or not at all, and delete all but the newest `keep`.
 
     Args:
         output_dir: folder of the run.
@@ -96,7 +96,7 @@ def write(output_dir: Path, step: int, fill: Callable[[Path], None], *, state: d
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
-    """The whole checkpoints of a run, oldest first."""
+    """The complete checkpoints of a run, oldest first."""
     return sorted((output_dir / FOLDER).glob("step-*"))
 
 
@@ -118,7 +118,7 @@ def newest(output_dir: Path) -> Path:
 
 
 def load_state(checkpoint: Path) -> dict[str, Any]:
-    """The plain state of a checkpoint.
+    """Read the JSON state of a checkpoint.
 
     Raises:
         RunFolderError: it is missing or damaged.
@@ -134,7 +134,7 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def load_optimizer(checkpoint: Path, optimizer: Optimizer) -> None:
-    """Put the saved moments into the optimizer, beside its weights; nothing but tensors and numbers is unpacked.
+    """Load the saved moments into the optimizer; only tensors and numbers are read, no code is run.
 
     Raises:
         RunFolderError: they are missing, damaged, or those of other weights.
@@ -157,7 +157,7 @@ def damaged(checkpoint: Path, error: Exception) -> RunFolderError:
 
 
 def load_reference(checkpoint: Path, reference: nn.Module | None) -> None:
-    """Put a moving reference back to where it was; nothing to do for one that never moves.
+    """Load the weights of a moving reference; nothing is done for one that never moves.
 
     Raises:
         RunFolderError: it is missing or damaged.

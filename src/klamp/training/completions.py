@@ -27,7 +27,7 @@ class Completions:
     """[B] bool; False where the length limit cut the completion."""
 
     def to(self, device: torch.device) -> Completions:
-        """The same on another device."""
+        """The same completions on another device."""
         return Completions(**{name: x.to(device) for name, x in vars(self).items()})
 
     def texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -37,7 +37,7 @@ class Completions:
 
 
 def select(completions: Completions, rows: Tensor | slice) -> Completions:
-    """Some of the completions, with positions trimmed that are padding in all of them."""
+    """Some of the completions; positions that are padding in all of them are cut off."""
     mask = completions.mask[rows]
     length = max(1, int(mask.any(0).long().sum()))
     prompt_mask = completions.prompt_mask[rows]

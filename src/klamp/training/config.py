@@ -1,4 +1,4 @@
-"""The configuration of a training run: the sections together, as TrainConfig.
+"""The configuration of a training run: `TrainConfig`, made of one section per subject.
 
 Field names are unique across the classes, so that a YAML file and the command line can be flat.
 """
@@ -46,7 +46,7 @@ class TrainConfig:
         check_backend(self.kl, self.model, self.rollout, self.run)
 
     def flat(self) -> dict[str, Any]:
-        """All fields by their own name, as plain values."""
+        """All fields in one mapping: name -> plain value."""
         sections = (getattr(self, section.name) for section in dataclasses.fields(self))
         return {name: value for section in sections for name, value in dataclasses.asdict(section).items()}
 
@@ -67,7 +67,7 @@ class TrainConfig:
 
 
 def section_classes() -> dict[str, type]:
-    """Section name -> its configuration class."""
+    """Name of each section -> its configuration class."""
     return {
         "kl": KLConfig,
         "loss": LossConfig,
@@ -80,7 +80,7 @@ def section_classes() -> dict[str, type]:
 
 
 def field_owners() -> dict[str, str]:
-    """Field name -> the section that holds it; names are unique."""
+    """Name of each field -> the section that holds it; no name stands in two sections."""
     return {f.name: name for name, cls in section_classes().items() for f in dataclasses.fields(cls)}
 
 

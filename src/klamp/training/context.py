@@ -1,4 +1,4 @@
-"""What every part of a run shares: configuration, processes, models, task."""
+"""What all parts of a run share: configuration, processes, models, task."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALL_VOCABULARY = 4096
 
 @dataclass(kw_only=True)
 class Context:
-    """A run under way on one process."""
+    """The shared parts of a run on one process."""
 
     config: TrainConfig
     """The configuration in force."""
@@ -62,27 +62,27 @@ class Context:
 
     @property
     def device(self) -> torch.device:
-        """Device of the policy."""
+        """The device of the policy."""
         return self.accelerator.device
 
     @property
     def process(self) -> int:
-        """Index of this process."""
+        """The number of this process, from 0."""
         return self.accelerator.process_index
 
     @property
     def processes(self) -> int:
-        """Number of processes."""
+        """The number of processes."""
         return self.accelerator.num_processes
 
     @property
     def pad(self) -> int:
-        """Id of the padding token."""
+        """The id of the padding token."""
         return int(self.tokenizer.pad_token_id)  # pyright: ignore[reportArgumentType]
 
     @property
     def exact_completions(self) -> int:
-        """Completions per group whose exact KL is measured; all of them where the loss itself is made of it."""
+        """How many completions of a group have their exact KL measured; all where the loss is made of it."""
         size, asked = self.config.rollout.num_generations, self.config.run.exact_kl_completions
         if self.config.kl.kl_estimator == "exact":
             return size
@@ -92,7 +92,7 @@ class Context:
 
     @property
     def exact_directions(self) -> tuple[Direction, ...]:
-        """Directions of the exact KL that are measured; the forward one costs a large vocabulary as much again."""
+        """The directions of the exact KL that are measured; for a large vocabulary the reverse one only."""
         kl, asked = self.config.kl, self.config.run.exact_kl_completions
         in_loss = kl.kl_estimator == "exact" and kl.kl_gradient == "forward"
         if self.vocabulary <= SMALL_VOCABULARY or asked is not None or in_loss:
@@ -100,12 +100,12 @@ class Context:
         return ("reverse",)
 
     def parts(self, rows: int) -> Iterator[slice]:
-        """The gradient_accumulation_steps parts, near equal, that `rows` completions are computed in."""
+        """The parts, nearly equal, that `rows` completions are computed in: gradient_accumulation_steps of them."""
         bounds = torch.linspace(0, rows, self.config.optim.gradient_accumulation_steps + 1).round().long().tolist()
         return (slice(a, b) for a, b in pairwise(bounds) if b > a)
 
     def gathered(self) -> AbstractContextManager[None]:
-        """The policy's weights whole on every process, where they are split over them; all processes take part."""
+        """A context in which every process holds all of the policy's weights; all processes must enter it."""
         return gathered(self.wrapped)
 
     def sum_over_processes(self, x: Tensor) -> Tensor:

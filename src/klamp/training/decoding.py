@@ -1,4 +1,4 @@
-"""Decoding by hand: each distinct prompt is run once, and completions that have ended leave the batch."""
+"""Generates completions step by step: each distinct prompt is run once, ended completions leave the batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DROP_AT = 0.75
 
 
 def pays_to_drop(going_on: int, held: int) -> bool:
-    """Whether to copy the cache of the completions that go on: not for every one that ends, or it is copied often."""
+    """Whether it is worth copying the cache to drop ended completions: not for each one, for copying costs time."""
     return going_on <= DROP_AT * held
 
 

@@ -1,4 +1,4 @@
-"""Drawing tokens: the inverse of the policy's cumulative distribution at a uniform number."""
+"""Draws tokens from a distribution by a given uniform number, through the cumulative distribution."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BLOCK = 256
 
 
 def warpers_of(rollout: RolloutConfig) -> LogitsProcessorList:
-    """The truncations asked for, as transformers does them."""
+    """The top-p and top-k of a configuration, as transformers' own functions."""
     warpers = LogitsProcessorList()
     if rollout.top_k > 0:
         warpers.append(TopKLogitsWarper(rollout.top_k))
@@ -48,7 +48,7 @@ def draw(
 
 
 def _block_sums(weights: Tensor) -> Tensor:
-    """Sums of every BLOCK neighbours in float64, the last block shorter."""
+    """The sums of each BLOCK neighbours, in float64; the last block may be shorter."""
     whole = weights.shape[1] // BLOCK * BLOCK
     parts = [weights[:, :whole].unflatten(-1, (-1, BLOCK)).sum(-1, dtype=torch.float64)] if whole else []
     if whole < weights.shape[1]:
@@ -57,7 +57,7 @@ def _block_sums(weights: Tensor) -> Tensor:
 
 
 def _invert(weights: Tensor, at: Tensor, *, total: bool) -> tuple[Tensor, Tensor]:
-    """The first entry at which the cumulative sum exceeds `at` (times the sum), and how far into it that lies. [B, 1]
+    """The first entry at which the cumulative sum exceeds `at` times the total, and how far into it that is. [B, 1]
 
     The last possible entry, not the last of all, where rounding puts the number past the end.
     """
@@ -70,7 +70,7 @@ def _invert(weights: Tensor, at: Tensor, *, total: bool) -> tuple[Tensor, Tensor
 
 
 class InverseSampler(LogitsProcessor):
-    """For `generate` of transformers: draws each next token and leaves only that one possible."""
+    """A step of transformers' `generate` that draws each next token and makes all others impossible."""
 
     def __init__(self, uniforms: Tensor, prompt_length: int, rollout: RolloutConfig) -> None:
         self.uniforms, self.prompt_length, self.temperature = uniforms, prompt_length, rollout.temperature

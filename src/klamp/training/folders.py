@@ -1,4 +1,4 @@
-"""Where a run writes: the next free folder, or the one asked for if no other run is in it. Imports nothing heavy."""
+"""The folder that a run writes: the next free one, or the given one if no other run is in it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RUNS = "runs"
 
 
 def run_folder(config: TrainConfig) -> Path:
-    """The folder that a run writes; nothing is made yet.
+    """The path of the folder that a run will write; nothing is created.
 
     Raises:
         RunFolderError: it holds another run, or there is none to continue.

@@ -147,7 +147,7 @@ def grpo_microbatch_step(
     temperature: float = 1.0,
     totals: Totals | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Forward and backward of one micro-batch; gradients add to the model's.
+    """Forward and backward pass of one micro-batch; the gradients are added to the model's.
 
     The reference is scored only if there is one and kl_coef > 0, without gradient.
 
@@ -284,7 +284,7 @@ def _collect(
     seed: int,
     step: int,
 ) -> tuple[Completions, Tensor]:
-    """Completions of a group per prompt, and their rewards."""
+    """Sample a group of completions for every prompt, and their rewards."""
     repeated = [p for p in prompts for _ in range(rollout.num_generations)]
     device = next(model.parameters()).device
     ids, mask = encode_prompts(repeated, tokenizer, device)

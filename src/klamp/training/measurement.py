@@ -13,7 +13,7 @@ from klamp.training.updates import UpdateOutput
 
 
 def gather_record(context: Context, rollout: Rollout, output: UpdateOutput) -> StepRecord:
-    """The tokens of the step from all processes, on every process."""
+    """Collect the tokens of the step from all processes; every process gets all of them."""
     length = context.config.rollout.max_completion_length
 
     def whole(x: Tensor | None) -> Tensor | None:
@@ -58,7 +58,7 @@ def beta_metrics(reduction: Reduction, beta: float, metrics: dict[str, float], c
 
 
 def completion_row(context: Context, rollout: Rollout, output: UpdateOutput, i: int) -> dict[str, object]:
-    """A completion with its tokens and their log-probabilities, as completions.jsonl holds it."""
+    """A completion with its tokens and their log-probabilities, as a line of completions.jsonl."""
     mask = rollout.completions.mask[i]
     ids = rollout.completions.ids[i][mask].tolist()
     row: dict[str, object] = {

@@ -1,4 +1,4 @@
-"""A causal LM opened up: its decoder, its output head and its cache, each used by itself.
+"""The parts of a causal language model, each usable by itself: decoder, output head, cache.
 
 Log-probabilities are then computed where they are needed and nowhere else, and a prompt's keys and values are computed
 once for all of its completions. Whether a model can be opened so is found out by trying: `klamp.training.probe`.
@@ -24,7 +24,7 @@ Sharing: TypeAlias = Literal["no", "values", "gradient"]
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """What a model was found to allow."""
+    """Which parts of a model can be used by themselves, as `probe` found out."""
 
     head: bool = False
     """Whether its logits are its last hidden states through its output head."""
@@ -33,7 +33,7 @@ class Traits:
 
 
 class Head(NamedTuple):
-    """logits = scale * cap(hidden @ weight^T + bias), cap(x) = softcap tanh(x / softcap)."""
+    """The output head: logits = scale * cap(hidden @ weight^T + bias), cap(x) = softcap tanh(x / softcap)."""
 
     weight: Tensor
     bias: Tensor | None
@@ -41,12 +41,12 @@ class Head(NamedTuple):
     scale: float
 
     def to(self, device: torch.device) -> Head:
-        """The same on another device."""
+        """The same head on another device."""
         bias = None if self.bias is None else self.bias.to(device)
         return self._replace(weight=self.weight.to(device), bias=bias)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., H] -> [..., V] in float32."""
+        """The logits of hidden states, in float32: [..., H] -> [..., V]."""
         raw = nn.functional.linear(hidden, self.weight, self.bias).float()
         capped = raw if self.softcap is None else self.softcap * torch.tanh(raw / self.softcap)
         return capped if self.scale == 1 else capped * self.scale
@@ -61,15 +61,15 @@ class Predictions:
     head: Head | None
 
     def padded(self, length: int) -> Predictions:
-        """[R, t, ...] padded with zeros to [R, length, ...]."""
+        """The predictions [R, t, ...] with zeros appended: [R, length, ...]."""
         return replace(self, values=nn.functional.pad(self.values, (0, 0, 0, length - self.values.shape[1])))
 
     def logits(self) -> Tensor:
-        """[..., V] in float32."""
+        """The predictions as logits in float32, [..., V]."""
         return self.values.float() if self.head is None else self.head.logits(self.values)
 
     def to(self, device: torch.device) -> Predictions:
-        """The same on another device."""
+        """The same predictions on another device."""
         return Predictions(values=self.values.to(device), head=None if self.head is None else self.head.to(device))
 
 
@@ -116,7 +116,7 @@ def divergence(policy: Predictions, ref: Predictions, *, temperature: float, dir
 
 
 def head_of(causal: nn.Module) -> Head | None:
-    """The output head, where it is a plain linear layer (not adapted, quantised or parametrised)."""
+    """The output head of a model if it is a plain linear layer (not adapted, quantised or parametrised); else None."""
     layer = causal.get_output_embeddings()  # pyright: ignore[reportCallIssue]
     if type(layer) is not nn.Linear:
         return None
@@ -126,7 +126,7 @@ def head_of(causal: nn.Module) -> Head | None:
 
 
 def steady_length(config: Any) -> int | None:
-    """Longest sequence in which a token's values do not depend on the tokens after it; None: any.
+    """The longest sequence in which a token's values do not depend on later tokens; None: any length.
 
     Some rotary frequencies follow the longest sequence of a pass: those of `dynamic` past the model's length, those of
     `longrope` (Phi-3 with a long context) past the length that it was first trained on.
@@ -141,7 +141,7 @@ def steady_length(config: Any) -> int | None:
 
 
 class OpenedModel:
-    """A causal LM (with an adapter or not) as its decoder, head and cache, as far as its traits allow."""
+    """A causal language model (with or without adapter) whose decoder, head and cache are used separately."""
 
     def __init__(self, model: nn.Module, traits: Traits) -> None:
         self.causal: nn.Module = getattr(model, "get_base_model", lambda: model)()
@@ -152,21 +152,21 @@ class OpenedModel:
         self.steady_length = steady_length(self.causal.config)
 
     def is_steady(self, length: int) -> bool:
-        """Whether what a prompt gives by itself is what it gives in a sequence of this length."""
+        """Whether a prompt gives the same values alone as it does within a sequence of this length."""
         return self.steady_length is None or length <= self.steady_length
 
     def head(self) -> Head | None:
-        """The head as it is now."""
+        """The head with its present weights."""
         return head_of(self.causal) if self.traits.head else None
 
     def predictions(self, values: Tensor) -> Predictions:
-        """What `run` gave, with the head it belongs to."""
+        """The output of `run` together with the head that it needs."""
         return Predictions(values=values, head=self.head())
 
     def run(
         self, ids: Tensor, prompt_mask: Tensor, *, keep: int, cache: Any = None, use_cache: bool = False
     ) -> tuple[Tensor, Any]:
-        """Predictions at the last `keep` positions, [b, keep, H or V], and the cache.
+        """Runs the model: its predictions at the last `keep` positions, [b, keep, H or V], and the cache.
 
         Padding on the right is not masked: nothing that counts looks at it.
 
@@ -196,7 +196,7 @@ class OpenedModel:
 
 
 def cache_rows(cache: Any, rows: Tensor) -> Any:
-    """A cache of some of the rows, each as often as asked for; the cache that is given stays as it is."""
+    """A copy of a cache with some of its rows, each as often as asked for."""
     found = copy.copy(cache)
     found.layers = [copy.copy(layer) for layer in cache.layers]
     for layer in found.layers:  # recurrent layers hold their states in lists, which would be shared

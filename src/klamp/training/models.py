@@ -1,4 +1,4 @@
-"""Policies and tokenizers: the built-in one, local folders, hub ids, LoRA adapters."""
+"""Loads policies and tokenizers: the built-in one, local folders, hub ids, LoRA adapters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Progress = Callable[[int, int, float], None]
 def load_model(
     spec: str, dtype: str = "float32", *, progress: Progress | None = None, task: str = ARITHMETIC_TASK
 ) -> PreTrainedModel:
-    """A causal LM with every dropout off, in evaluation mode.
+    """Load a causal language model with every dropout off, in evaluation mode.
 
     Dropout is off for good: with it, the policy would differ from the reference before the first step.
 
@@ -47,7 +47,7 @@ def load_model(
 
 
 def _switch_off_dropout(model: nn.Module) -> None:
-    """Every probability of dropping something out (or of noise at a router) to 0, in the modules and in their settings.
+    """Set every dropout (and every noise of a router) to 0, in the modules and in their settings.
 
     Some architectures keep it in nn.Dropout, others as a number of a layer's own, others read it from the settings.
     """
@@ -61,7 +61,7 @@ def _switch_off_dropout(model: nn.Module) -> None:
 
 
 def load_tokenizer(spec: str, *, task: str = ARITHMETIC_TASK) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, ready for left padding.
+    """Load the tokenizer of a model, ready for left padding.
 
     Args:
         spec: `builtin`, a local folder, or a hub id.
@@ -78,7 +78,7 @@ def load_tokenizer(spec: str, *, task: str = ARITHMETIC_TASK) -> PreTrainedToken
 
 
 def ready_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrainedTokenizerBase:
-    """A tokenizer with a padding token, that pads on the left.
+    """Give a tokenizer a padding token and left padding.
 
     Raises:
         ModelError: it has no end token.
@@ -113,7 +113,7 @@ def _pretrained(loader: Any, spec: str, what: str, **options: Any) -> Any:
 
 
 def with_adapter(model: PreTrainedModel, config: ModelConfig, checkpoint: Path | None = None) -> nn.Module:
-    """The model with a LoRA adapter, fresh or from a checkpoint.
+    """Put a LoRA adapter on a model, a fresh one or that of a checkpoint.
 
     Raises:
         ModelError: the target modules are not in the model, or the checkpoint holds no adapter of it.
@@ -150,7 +150,7 @@ def with_adapter(model: PreTrainedModel, config: ModelConfig, checkpoint: Path |
 
 
 def max_length(model: nn.Module) -> int | None:
-    """Longest sequence in tokens that the model can take; None where it does not say."""
+    """The longest sequence (in tokens) that the model can take; None where it does not say."""
     config = getattr(model, "config", None)
     return getattr(config, "max_position_embeddings", None)
 
@@ -169,6 +169,6 @@ def end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int
 
 
 def takes(model: nn.Module, argument: str) -> bool:
-    """Whether the model's forward has this argument."""
+    """Whether the model's forward pass takes an argument of this name."""
     base = getattr(model, "get_base_model", lambda: model)()
     return argument in inspect.signature(base.forward).parameters

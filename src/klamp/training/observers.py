@@ -1,4 +1,4 @@
-"""What a run tells to whoever watches it. The trainer calls these hooks; it prints nothing itself."""
+"""The hooks by which a run tells observers what happens; the trainer itself prints nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from klamp.training.config import TrainConfig
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """What is known when a run begins."""
+    """What is known of a run before its first step."""
 
     config: TrainConfig
     """The configuration in force."""
@@ -34,7 +34,7 @@ class RunInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """What a run amounts to."""
+    """What a run achieved."""
 
     output_dir: Path
     """The folder of the run."""
@@ -53,34 +53,34 @@ class RunSummary:
 
 
 class Observer:
-    """Hooks of a run; override the ones of interest. Called on the main process only."""
+    """The hooks of a run, for a subclass to override; called on the main process only."""
 
     def on_loading(self, what: str, done: int, total: int, loss: float) -> None:
-        """Something slow happens before the run: `done` of `total`, with its current loss."""
+        """Called while something slow happens before the run: `done` of `total`, with its loss."""
 
     def on_start(self, info: RunInfo) -> None:
-        """The run is about to take its first step."""
+        """Called before the first step."""
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Step `step` (from 1) is done; names and units of the metrics are in `klamp.diagnostics.metrics`."""
+        """Called when step `step` (from 1) is done; the metrics are described in `klamp.diagnostics.metrics`."""
 
     def on_evaluation(self, step: int, scores: Mapping[str, float]) -> None:
-        """The skills were evaluated after `step` steps: skill -> mean score."""
+        """Called when the skills were evaluated after `step` steps: skill -> mean score."""
 
     def on_completions(self, step: int, rows: list[dict[str, object]]) -> None:
-        """A sample of the step's completions."""
+        """Called with a sample of the step's completions."""
 
     def on_checkpoint(self, step: int, folder: Path) -> None:
-        """A checkpoint was written."""
+        """Called when a checkpoint was written."""
 
     def on_alarm(self, finding: Finding) -> None:
-        """An alarm rose; each is told once in a run. See `klamp.diagnostics.alarms`."""
+        """Called when an alarm rose, once per alarm in a run; see `klamp.diagnostics.alarms`."""
 
     def on_warning(self, text: str) -> None:
-        """Something the user should know, with the way out."""
+        """Called with a caution: what the user should know, and what to do."""
 
     def on_end(self, summary: RunSummary) -> None:
-        """The run is over."""
+        """Called when the run is over."""
 
     def close(self) -> None:
-        """Called once, also after an error."""
+        """Called last, even after an error, and once only."""

@@ -1,4 +1,4 @@
-"""Forward passes over completions, put together so that few padded tokens and no prompt twice are computed.
+"""Plans forward passes over completions with little padding, and runs no prompt twice.
 
 Two ways, the same result. Plain: prompt and completion in one row. Shared: every distinct prompt once, then the
 completions on its keys and values, differentiable through them.
@@ -21,7 +21,7 @@ PASS_TOKENS = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How some completions are run."""
+    """How completions are divided into forward passes."""
 
     shared: bool
     """Whether each distinct prompt is run once, ahead of the completions."""
@@ -32,7 +32,7 @@ class Plan:
 
 
 def bucketed(lengths: Sequence[int], *, ahead: int, overhead: int) -> tuple[list[list[int]], int]:
-    """Rows put together by length, so that padded tokens and passes together cost least.
+    """Groups rows of similar length, so that padding and the number of passes together cost least.
 
     Equation: minimise sum over buckets of (rows * (ahead + longest) + overhead); exact, by dynamic programming over
     the distinct lengths, longest first.
@@ -60,7 +60,7 @@ def bucketed(lengths: Sequence[int], *, ahead: int, overhead: int) -> tuple[list
 
 
 def plan_of(lengths: Sequence[int], *, prompts: int, prompt_length: int, can_share: bool) -> Plan:
-    """The cheaper way to run completions: each with its prompt, or on the keys and values of prompts run once.
+    """The cheaper of two plans: each completion with its prompt, or prompts once and completions on their cache.
 
     A completion's last token predicts nothing that is asked for and is not run.
 
@@ -82,7 +82,7 @@ def plan_of(lengths: Sequence[int], *, prompts: int, prompt_length: int, can_sha
 
 @dataclass(frozen=True, kw_only=True)
 class Prefix:
-    """Prompts that were run once."""
+    """Prompts that were run once, with their cache."""
 
     last: Tensor
     """[U, 1, H or V] what they predict."""
@@ -93,13 +93,13 @@ class Prefix:
 
 
 def distinct(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The distinct ones among B left-padded prompts: ids and mask, [U, P] each, and the one that each row has, [B]."""
+    """The distinct prompts among B left-padded ones: ids and mask [U, P], and the number of each row's prompt [B]."""
     both, which = torch.cat([ids, mask.to(ids.dtype)], dim=1).unique(dim=0, return_inverse=True)
     return both[:, : ids.shape[1]], both[:, ids.shape[1] :], which
 
 
 def run_prompts(opened: OpenedModel, ids: Tensor, mask: Tensor, which: Tensor) -> Prefix:
-    """Run distinct prompts, [U, P] each, and keep their cache."""
+    """Run distinct prompts, [U, P] each, and keep their keys and values."""
     last, cache = opened.run(ids, mask, keep=1, use_cache=True)
     return Prefix(last=last, cache=cache, which=which)
 
@@ -107,7 +107,7 @@ def run_prompts(opened: OpenedModel, ids: Tensor, mask: Tensor, which: Tensor) -
 def run_rows(
     opened: OpenedModel, completions: Completions, rows: Tensor, *, can_share: bool, plan: Plan | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What the model predicts at every unmasked token of some completions, with gradient where that is enabled.
+    """The model's predictions at every unmasked token of some completions; with gradient where that is enabled.
 
     Args:
         opened: the model.
@@ -147,14 +147,14 @@ def run_rows(
 
 
 def _plain(opened: OpenedModel, prompt_ids: Tensor, prompt_mask: Tensor, tokens: Tensor) -> Tensor:
-    """[b, t, ...] from prompt and completion in one row."""
+    """Run prompts and completions together, one row each: predictions [b, t, ...]."""
     first = int((prompt_mask.sum(0) == 0).long().sum())
     ids = torch.cat([prompt_ids[:, first:], tokens[:, :-1]], dim=1)
     return opened.run(ids, prompt_mask[:, first:], keep=tokens.shape[1])[0]
 
 
 def _on_prefix(opened: OpenedModel, prompt_mask: Tensor, tokens: Tensor, prefix: Prefix, which: Tensor) -> Tensor:
-    """[b, t, ...] of completions on the cache of their prompts; the first token is what the prompt predicts."""
+    """Run completions on the cache of their prompts: predictions [b, t, ...], the first from the prompt itself."""
     first = prefix.last.index_select(0, which)
     if tokens.shape[1] == 1:
         return first

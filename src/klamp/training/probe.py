@@ -1,4 +1,4 @@
-"""What a model allows, found out by trying it on a few tokens before the run: its head, and its cache.
+"""Finds out before a run, by trying on a few tokens, whether a model's head and cache can be used separately.
 
 A model is run both ways on a tiny input, and what does not give the same numbers is not used. Nothing is drawn from
 the run's random numbers, and nothing of the model is changed.
@@ -32,7 +32,7 @@ seen in all with 28 layers; without the gradient that goes through the cache, 0.
 
 
 def probe(model: nn.Module) -> Traits:
-    """What the model allows.
+    """Try out a model and say what it allows.
 
     The head: whether the last hidden states through it give the model's own log-probabilities. Its cache: whether
     completions of unequal length on the keys and values of left-padded prompts score the same as in one row, and give
@@ -60,7 +60,7 @@ def probe(model: nn.Module) -> Traits:
 
 
 def notes(traits: Traits) -> list[str]:
-    """What a run with such a model does without, in words."""
+    """Sentences on what a run with such a model cannot use."""
     found: list[str] = []
     if not traits.head:
         found.append(
@@ -77,7 +77,7 @@ def notes(traits: Traits) -> list[str]:
 
 
 def _example(model: nn.Module) -> Completions:
-    """Two prompts of unequal length with two completions each, of unequal length; the same for every model."""
+    """Two prompts of different length with two completions each, the same for every model."""
     device = next(model.parameters()).device
     size = int(model.get_input_embeddings().weight.shape[0])  # pyright: ignore[reportCallIssue]
     drawn = torch.randint(size, (6, 5), generator=torch.Generator().manual_seed(0)).to(device)
@@ -96,7 +96,7 @@ def _example(model: nn.Module) -> Completions:
 
 
 def _scored(model: nn.Module, completions: Completions, traits: Traits, plan: Plan) -> Tensor:
-    """Log-probabilities of all tokens, in the same order whatever the plan."""
+    """The log-probabilities of all tokens, in an order that does not depend on the plan."""
     opened = OpenedModel(model, traits)
     rows = torch.arange(len(completions.ids), device=completions.ids.device)
     values, places = run_rows(opened, completions, rows, can_share=plan.shared, plan=plan)
@@ -119,14 +119,14 @@ def _gradient(model: nn.Module, completions: Completions, traits: Traits, weight
 
 
 def _bound(model: nn.Module, expected: Tensor, also: Tensor, *, low: float = 1e-2) -> float:
-    """How far apart two results may lie that are the same but for rounding; below 32 bits `low` of the largest."""
+    """The largest difference between two results that rounding can explain; below 32 bits `low` of the largest."""
     whole = next(model.parameters()).dtype in (torch.float32, torch.float64)
     scale, noise = float(expected.abs().max()), float((also - expected).abs().max())
     return 8 * noise + (1e-5 if whole else low) * scale
 
 
 def _agrees(attempt: Callable[[], Tensor], expected: Tensor, close: float) -> bool:
-    """Whether an attempt works, and gives what is expected."""
+    """Whether a trial runs without an error and gives the expected result."""
     try:
         return bool(((attempt() - expected).abs() <= close).all())
     except Exception:  # models refuse in a dozen ways: unknown arguments, missing caches, other shapes

@@ -1,4 +1,4 @@
-"""The reference's own mean completion length: measured once, before the first step, and frozen."""
+"""Measures the reference's mean completion length, once before the first step; then it is frozen."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PROMPTS = 64
 
 
 def is_needed(context: Context) -> bool:
-    """Whether a budget needs a reference length that neither the user nor the data gives."""
+    """Whether a clip needs a reference length that neither the user nor the data gives."""
     kl = context.config.kl
     wanted = kl.kl_clip_method != "none" and kl.use_per_token_kl_threshold and context.reference is not None
     known = context.reference_length is not None or all(example.reference_length for example in context.task.train)
@@ -20,7 +20,7 @@ def is_needed(context: Context) -> bool:
 
 
 def measure_reference_length(context: Context) -> None:
-    """Set the run's reference length where a budget needs one and neither the user nor the data gives it.
+    """Measure and set the run's reference length, where a clip needs one that nobody gives.
 
     Equation: mean number of tokens (end token included) of one completion each of 64 training prompts, sampled from
     the reference at the run's temperature. Every process measures the same prompts with the same draws.

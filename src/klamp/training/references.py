@@ -1,4 +1,4 @@
-"""Where the reference's log-probabilities come from.
+"""The reference models of a run: frozen, moving, or the policy with its adapter off.
 
 frozen        a model of its own that never changes
 adapter_off   the policy with its LoRA adapter switched off: no weights of its own
@@ -25,43 +25,43 @@ from klamp.training.scoring import Scores
 
 
 class Reference(Protocol):
-    """Scores completions without gradient."""
+    """A model that scores completions without gradient."""
 
     def score(self, completions: Completions, *, temperature: float) -> Scores:
-        """What the reference says about the completions."""
+        """The log-probabilities (and predictions) of the reference for the completions."""
         ...
 
     def sampling_model(self) -> AbstractContextManager[nn.Module]:
-        """The reference as a model that can generate, for as long as the context lasts."""
+        """A context in which the reference is a model that can generate."""
         ...
 
     def after_step(self, policy: nn.Module, step: int) -> None:
-        """Told after every step, `step` steps done; a moving reference moves."""
+        """Called after every step, with the number of steps done; a moving reference moves."""
         ...
 
     def weights(self) -> nn.Module | None:
-        """What a checkpoint must hold for the reference to be the same on resume; None if nothing."""
+        """The weights that a checkpoint must hold of the reference; None where it can be loaded again."""
         ...
 
     def describe(self) -> str:
-        """Where it comes from, in words."""
+        """Where the reference comes from, in words."""
         ...
 
 
 @runtime_checkable
 class LocalReference(Reference, Protocol):
-    """A reference whose weights are here: it can return whole distributions, for the exact KL."""
+    """A reference with its weights on this machine: it can give whole distributions, for the exact KL."""
 
     scorer: Scorer
     """It does the scoring."""
 
     def score(self, completions: Completions, *, temperature: float, keep: Tensor | None = None) -> Scores:
-        """As any reference; in the rows to `keep`, [B] bool, also its predictions."""
+        """As `Reference.score`, with predictions for the rows `keep`, [B] bool."""
         ...
 
 
 class FrozenReference:
-    """A model of its own that never changes: exact and simple, at the memory of a second model.
+    """A second model that never changes.
 
     It may live on another device or in another data type than the policy; a lower precision shows up as a KL that is
     not 0 at the first step.
@@ -76,7 +76,7 @@ class FrozenReference:
 
     @torch.no_grad()
     def score(self, completions: Completions, *, temperature: float, keep: Tensor | None = None) -> Scores:
-        """What the model says about the completions, on their device; its predictions in the rows to keep."""
+        """The model's scores of the completions, on their device, with predictions for the rows `keep`."""
         home, away = completions.ids.device, next(self.model.parameters()).device
         kept = None if keep is None else keep.to(away)
         scores = self.scorer(completions.to(away), Ask(temperature=temperature, keep=kept))
@@ -85,23 +85,23 @@ class FrozenReference:
 
     @contextmanager
     def sampling_model(self) -> Iterator[nn.Module]:
-        """The model itself."""
+        """A context with the model itself."""
         yield self.model
 
     def after_step(self, policy: nn.Module, step: int) -> None:
-        """Nothing: it never moves."""
+        """Does nothing: the model never moves."""
 
     def weights(self) -> nn.Module | None:
-        """None: it is loaded again from where it came."""
+        """None: the model is loaded again from where it came."""
         return None
 
     def describe(self) -> str:
-        """Where it comes from, in words."""
+        """Where the model comes from, in words."""
         return self.name
 
 
 class MovingReference(FrozenReference):
-    """A copy of the policy that moves: by averaging (`decay`), or by becoming the policy every `reset_steps`.
+    """A copy of the policy that follows it: by averaging (`decay`), or by copying it every `reset_steps`.
 
     Equation: ema ref <- decay ref + (1 - decay) policy after every step; periodic ref <- policy.
     A KL to a moving reference does not bound the distance from the start; the trainer logs that one as well.
@@ -123,7 +123,7 @@ class MovingReference(FrozenReference):
 
     @torch.no_grad()
     def after_step(self, policy: nn.Module, step: int) -> None:
-        """Move."""
+        """Move towards the policy, or become its copy."""
         if self.decay is None and (self.reset_steps is None or step % self.reset_steps):
             return
         share = 1.0 if self.decay is None else 1.0 - self.decay
@@ -131,12 +131,12 @@ class MovingReference(FrozenReference):
             mine.lerp_(theirs.to(mine), share)
 
     def weights(self) -> nn.Module | None:
-        """The copy: where it has moved to is found nowhere else."""
+        """The weights of the copy, which are nowhere else."""
         return self.model
 
 
 class AdapterOffReference:
-    """The policy with its LoRA adapter switched off: no memory of its own."""
+    """The policy with its LoRA adapter switched off, which needs no memory of its own."""
 
     def __init__(self, policy: nn.Module, *, traits: Traits | None = None) -> None:
         self.policy = policy
@@ -144,24 +144,24 @@ class AdapterOffReference:
 
     @torch.no_grad()
     def score(self, completions: Completions, *, temperature: float, keep: Tensor | None = None) -> Scores:
-        """What the base model under the adapter says about the completions; its predictions in the rows to keep."""
+        """The base model's scores of the completions, with predictions for the rows `keep`."""
         with self.sampling_model():
             return self.scorer(completions, Ask(temperature=temperature, keep=keep))
 
     @contextmanager
     def sampling_model(self) -> Iterator[nn.Module]:
-        """The policy, while its adapter is off."""
+        """A context with the policy, its adapter switched off."""
         off: AbstractContextManager[None] = self.policy.disable_adapter()  # pyright: ignore[reportCallIssue]
         with off:
             yield self.policy
 
     def after_step(self, policy: nn.Module, step: int) -> None:
-        """Nothing: the base model never moves."""
+        """Does nothing: the base model never moves."""
 
     def weights(self) -> nn.Module | None:
-        """None: it has no weights of its own."""
+        """None: there are no weights beside the policy's."""
         return None
 
     def describe(self) -> str:
-        """Where it comes from, in words."""
+        """Where the reference comes from, in words."""
         return "the policy with its adapter off"

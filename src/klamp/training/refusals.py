@@ -1,4 +1,4 @@
-"""What a backend cannot do: refused by name, before any work."""
+"""Refusals of options that a backend cannot honour, before any work is done."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _Refused = partial(Refusal, what="backend='tinker' cannot do this")
 
 
 def check_backend(kl: KLConfig, model: ModelConfig, rollout: RolloutConfig, run: RunConfig) -> None:
-    """Refuse what `backend='tinker'` cannot do, or would pass over in silence.
+    """Refuse options that `backend='tinker'` cannot honour, or would ignore.
 
     Raises:
         ConfigError: the first field that has no meaning there.
@@ -22,7 +22,7 @@ def check_backend(kl: KLConfig, model: ModelConfig, rollout: RolloutConfig, run:
 
 
 def _model(kl: KLConfig, model: ModelConfig) -> list[Refusal]:
-    """The weights are the service's."""
+    """The refusals of options about a model's weights, which are at the service."""
     decided = (
         ("dtype", model.dtype, "float32"),
         ("lora_alpha", model.lora_alpha, 32),

@@ -1,4 +1,4 @@
-"""A reference on another machine, behind the smallest protocol that carries log-probabilities.
+"""A reference on another machine, over a small HTTP protocol that carries log-probabilities.
 
 One POST with JSON, one answer with JSON::
 
@@ -35,7 +35,7 @@ def _rows(ids: Tensor, mask: Tensor) -> list[list[int]]:
 
 
 class RemoteReference:
-    """A reference that answers over HTTP; holds no weights here. It gives log-probabilities, no logits.
+    """A reference that answers over HTTP: log-probabilities of tokens, no logits.
 
     Args:
         url: where the server listens.
@@ -48,7 +48,7 @@ class RemoteReference:
         self.url = url
 
     def score(self, completions: Completions, *, temperature: float) -> Scores:
-        """What the remote model says about the completions."""
+        """Ask the remote model for the log-probabilities of the completions."""
         asked = {
             "prompts": _rows(completions.prompt_ids, completions.prompt_mask),
             "completions": _rows(completions.ids, completions.mask),
@@ -87,7 +87,7 @@ class RemoteReference:
 
     @contextmanager
     def sampling_model(self) -> Iterator[nn.Module]:
-        """Refused: a remote reference scores, it does not sample.
+        """Refuse: a remote reference cannot generate.
 
         Raises:
             ConfigError: always.
@@ -101,14 +101,14 @@ class RemoteReference:
         yield
 
     def after_step(self, policy: nn.Module, step: int) -> None:
-        """Nothing: the remote model is the server's."""
+        """Does nothing: the remote model never moves."""
 
     def weights(self) -> nn.Module | None:
-        """None: there is nothing to save here."""
+        """None: the weights are on the other machine."""
         return None
 
     def describe(self) -> str:
-        """Where it comes from, in words."""
+        """Where the reference comes from, in words."""
         return f"a remote model at {self.url}"
 
 
@@ -122,7 +122,7 @@ def _padded(rows: list[list[int]], *, left: bool) -> tuple[Tensor, Tensor]:
 
 
 def answer(model: nn.Module, asked: dict[str, Any]) -> dict[str, Any]:
-    """The server's side of the protocol: log-probabilities of the completions under the model."""
+    """The server's side of the protocol: the log-probabilities of the completions under a model."""
     prompt_ids, prompt_mask = _padded(asked["prompts"], left=True)
     ids, mask = _padded(asked["completions"], left=False)
     completions = Completions(
@@ -139,7 +139,7 @@ def answer(model: nn.Module, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def serve(model: nn.Module, *, host: str = "127.0.0.1", port: int = 0) -> AbstractContextManager[str]:
-    """Serve a reference for as long as the context lasts; gives the URL.
+    """A context in which a reference is served; gives its URL.
 
     Args:
         model: any causal LM, on the CPU.
@@ -162,7 +162,7 @@ def serve(model: nn.Module, *, host: str = "127.0.0.1", port: int = 0) -> Abstra
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Quiet: the trainer says what goes wrong."""
+            """Log nothing: the trainer reports what goes wrong."""
 
     return _served(ThreadingHTTPServer((host, port), Handler))
 

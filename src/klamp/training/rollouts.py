@@ -1,4 +1,4 @@
-"""One step's data: sampled completions, their rewards, what the reference says of them, and their advantages."""
+"""The data of one step: sampled completions, rewards, the reference's scores, advantages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from klamp.training.scoring import Scores, joined
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """This process's share of a step: B completions, the group of a prompt next to each other."""
+    """The part of a step's data on this process: B completions, those of a prompt next to each other."""
 
     examples: Sequence[Example]
     """[B] the prompts, each repeated for its group."""
@@ -67,7 +67,7 @@ class Rollout:
 
 
 def collect(context: Context, examples: Sequence[Example], *, step: int, beta: float) -> Rollout:
-    """Sample, score and rate the completions of this process's prompts.
+    """Sample completions for this process's prompts, score and reward them.
 
     Args:
         context: the run.
@@ -97,7 +97,7 @@ def collect(context: Context, examples: Sequence[Example], *, step: int, beta: f
 
 
 def kl_weights(context: Context, sequences: int, *, step: int) -> Tensor | None:
-    """Which of all sequences of a step the reference scores, as factors on their KL, [sequences]; None: all of them.
+    """The factor on each sequence's KL where the reference scores only a share of them, 0 for the others; None: all.
 
     Drawn from the seed and the step, the same on every process.
     """
@@ -117,7 +117,7 @@ def rate(
     old_logprobs: Tensor | None = None,
     kl_weight: Tensor | None = None,
 ) -> Rollout:
-    """Score and rate completions: masks, rewards, reference, advantages.
+    """Add masks, rewards, reference scores and advantages to sampled completions.
 
     Args:
         context: the run.
@@ -148,7 +148,7 @@ def rate(
 
 
 def _rewards(context: Context, examples: Sequence[Example], texts: Sequence[str]) -> Tensor:
-    """The task's rewards, [B]. An error on one process stops all of them, so that none waits for it in vain."""
+    """The task's rewards, [B]; an error on one process is raised on all of them, so that none waits for ever."""
     rewards: list[float] = []
     error: RewardError | None = None
     try:
@@ -184,7 +184,7 @@ def _reference_length(context: Context, examples: Sequence[Example]) -> Tensor |
 
 
 def _exact_rows(context: Context, rows: int) -> Tensor:
-    """Which completions get an exact KL: the first few of each group, the same ones however the step is split."""
+    """Which completions have their exact KL measured: the first ones of each group, however the step is divided."""
     size = context.config.rollout.num_generations
     return torch.arange(rows, device=context.device) % size < context.exact_completions
 
@@ -206,7 +206,7 @@ def _with_reference(context: Context, rollout: Rollout) -> Rollout:
 def _scored(
     context: Context, rollout: Rollout, reference: Reference, scored: Tensor, rows: Tensor | None
 ) -> tuple[Tensor, Predictions | None]:
-    """Log-probabilities of the completions to score under a reference, and its predictions in the rows asked for."""
+    """A reference's log-probabilities of the completions to score, and its predictions for the rows asked for."""
     logprobs = torch.zeros(rollout.mask.shape, device=context.device)
     kept: list[Predictions] = []
     temperature, length = context.config.rollout.temperature, rollout.mask.shape[1]
@@ -228,7 +228,7 @@ def _scored(
 
 
 def exact_of(context: Context, rollout: Rollout, part: slice, *, learns: tuple[Direction, ...] = ()) -> ExactKL | None:
-    """The exact KL that is wanted of a part of the rollout; None where it is measured in no row of it."""
+    """What a scorer needs to measure the exact KL of a part of the rollout; None where it is measured in no row."""
     if rollout.exact_rows is None or rollout.ref_predictions is None:
         return None
     rows = rollout.exact_rows[part]
@@ -240,7 +240,7 @@ def exact_of(context: Context, rollout: Rollout, part: slice, *, learns: tuple[D
 
 
 def _with_policy_pass(context: Context, rollout: Rollout, beta: float) -> Rollout:
-    """Score with the policy before any update, only where something before the loss depends on it."""
+    """Score the rollout with the policy before its update, if a clip or a KL in the reward needs it."""
     term = context.objective.kl
     if beta <= 0 or (term.clip_method == "none" and term.placement != "reward"):
         return rollout
@@ -266,7 +266,7 @@ def _policy_pass(context: Context, rollout: Rollout) -> Scores:
 
 
 def _before_updates(context: Context, rollout: Rollout) -> Batch:
-    """The rollout as the policy saw it before its first update."""
+    """The rollout as a batch, scored by the policy before its first update."""
     assert rollout.old_logprobs is not None
     return Batch(
         policy_logprobs=rollout.old_logprobs,

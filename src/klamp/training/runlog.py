@@ -1,4 +1,4 @@
-"""The folder of a run: configuration, versions, metrics, completions, and the trackers that accelerate knows."""
+"""Writes the folder of a run: configuration, versions, metrics, completions; and feeds accelerate's trackers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "tokenize
 
 
 def versions() -> dict[str, str]:
-    """Versions of klamp, Python and the packages that decide the numbers."""
+    """The versions of klamp, Python and the packages that numbers depend on."""
     found = {"klamp": __version__, "python": platform.python_version(), "platform": platform.platform()}
     for package in PACKAGES:
         try:
@@ -34,19 +34,19 @@ def versions() -> dict[str, str]:
 
 
 def plain(config: TrainConfig) -> dict[str, Any]:
-    """The configuration as YAML and trackers take it: lists instead of tuples."""
+    """The configuration as plain data for YAML and trackers: lists instead of tuples."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in config.flat().items()}
 
 
 class RunLog(Observer):
-    """Writes a run's files and feeds the trackers."""
+    """An observer that writes the files of a run and feeds the trackers."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
         self.folder: Path | None = None
 
     def on_start(self, info: RunInfo) -> None:
-        """Write configuration and versions; on resume, drop what was logged after the checkpoint."""
+        """Write configuration and versions; on resume, delete what was logged after the checkpoint."""
         self.folder = info.output_dir
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -61,23 +61,23 @@ class RunLog(Observer):
             _keep_until(self.folder / name, info.start_step)
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One line per step in metrics.jsonl, and the same to the trackers."""
+        """Write the metrics as a line of metrics.jsonl, and to the trackers."""
         self._append(METRICS_FILE, {"step": step, **metrics})
         self._track(metrics, step)
 
     def on_evaluation(self, step: int, scores: Mapping[str, float]) -> None:
-        """Evaluations go to the same file and trackers, as eval/SKILL."""
+        """Write the scores as eval/SKILL, to the same places as metrics."""
         named = {f"eval/{skill}": value for skill, value in scores.items()}
         self._append(METRICS_FILE, {"step": step, **named})
         self._track(named, step)
 
     def on_completions(self, step: int, rows: list[dict[str, object]]) -> None:
-        """Sampled completions, one JSON line each."""
+        """Write the completions as lines of completions.jsonl."""
         for row in rows:
             self._append(COMPLETIONS, {"step": step, **row})
 
     def on_alarm(self, finding: Finding) -> None:
-        """One line per alarm that rose."""
+        """Write the alarm as a line of alarms.jsonl."""
         self._append(ALARMS_FILE, {"step": finding.first_step, **finding.plain()})
 
     def on_end(self, summary: RunSummary) -> None:
@@ -104,7 +104,7 @@ class RunLog(Observer):
 
 
 def _keep_until(file: Path, step: int) -> None:
-    """Drop the lines of later steps: a resumed run writes them again."""
+    """Delete the lines of later steps, which a resumed run writes again."""
     if not file.exists():
         return
     lines = file.read_text(encoding="utf-8").splitlines()

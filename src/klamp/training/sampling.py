@@ -1,4 +1,4 @@
-"""Sampling completions, with draws that do not depend on how the batch is split.
+"""Samples completions, with draws that do not depend on how the batch is divided.
 
 Each completion of each step has its own row of uniform numbers, drawn from (seed, step). A token is the inverse of the
 policy's cumulative distribution at its number. One process or several, one batch or many: the same completions.
@@ -22,7 +22,7 @@ from klamp.training.model_parts import OpenedModel, Traits
 
 
 def uniform_numbers(seed: int, step: int, sequences: int, length: int) -> Tensor:
-    """The uniform numbers of a whole step, [sequences, length] in float64, the same on every process."""
+    """The uniform random numbers of a whole step, [sequences, length] float64, equal on every process."""
     generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
     return torch.rand(sequences, length, generator=generator, dtype=torch.float64)
 
@@ -30,14 +30,14 @@ def uniform_numbers(seed: int, step: int, sequences: int, length: int) -> Tensor
 def encode_prompts(
     prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Left-padded ids and mask of the prompts, [B, P] each."""
+    """The ids and mask of the prompts, padded on the left, [B, P] each."""
     encoded = tokenizer(list(prompts), return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
     return encoded["input_ids"].to(device), encoded["attention_mask"].to(device)  # pyright: ignore
 
 
 @contextmanager
 def _plain_generation(model: nn.Module) -> Iterator[None]:
-    """Set the model's own generation settings aside: `generate` would mix penalties and bans into ours.
+    """A context in which the model's own generation settings (penalties, forbidden tokens) do not count.
 
     In evaluation mode, because in training mode gradient checkpointing takes the cache away from under `generate`,
     which then samples from something else than the policy.
@@ -65,7 +65,7 @@ def generate(
     uniforms: Tensor | None,
     traits: Traits | None = None,
 ) -> Completions:
-    """Completions of the prompts, one each.
+    """Generate one completion for each prompt.
 
     With `traits` that say the cache can be shared, equal prompts are run once, and completions that have ended leave
     the batch; otherwise it is `generate` of transformers. The tokens are the same.

@@ -1,4 +1,4 @@
-"""Scoring: everything that needs a model's weights, inside one module call, as data parallelism asks for.
+"""Scores completions: all that needs the model's weights happens in one module call, as data parallelism requires.
 
 Only unmasked tokens reach the output head, whose logits are never held (`linear_logprobs`); prompts that completions
 share are run once where that pays (`klamp.training.passes`); rows that take no part in the gradient get none.
@@ -20,7 +20,7 @@ from klamp.training.scoring import Scores
 
 @dataclass(frozen=True, kw_only=True)
 class ExactKL:
-    """The exact KL that is wanted besides: where, against what, and which direction's gradient."""
+    """A request to measure the exact KL too: in which rows, against what, with which gradient."""
 
     rows: Tensor
     """[B] bool: where."""
@@ -34,7 +34,7 @@ class ExactKL:
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """What is asked of a scorer."""
+    """A request to a scorer: temperature, and what to measure."""
 
     temperature: float
     """That of the sampler, so that policy, reference and sampler speak of the same distribution."""
@@ -71,7 +71,7 @@ class Scorer(nn.Module):
         self.traits = traits or Traits()
 
     def can_share(self) -> bool:
-        """Whether the cache can be used now: gradient checkpointing takes it away in training mode."""
+        """Whether the cache of prompts can be used now; gradient checkpointing forbids it in training mode."""
         if torch.is_grad_enabled():
             return self.traits.sharing == "gradient"
         return self.traits.sharing == "gradient" or (self.traits.sharing == "values" and not self.model.training)
@@ -96,13 +96,13 @@ class Scorer(nn.Module):
         return scores if len(runs[0][0]) or not torch.is_grad_enabled() else self._anchored(scores)
 
     def _anchored(self, scores: Scores) -> Scores:
-        """No row takes part in the gradient: it is 0 in every weight, which data parallelism must see."""
+        """The scores plus 0 times every weight: data parallelism must see all weights even without a gradient."""
         nothing = sum((p.flatten()[:1].sum() * 0 for p in self.model.parameters() if p.requires_grad), torch.zeros(()))
         return Scores(**{**vars(scores), "logprobs": scores.logprobs + nothing})
 
 
 class _Pieces:
-    """Scores of some tokens after another, put in their places at the end."""
+    """The scores of parts of the tokens, put together at the end."""
 
     def __init__(self, completions: Completions, ask: Ask) -> None:
         self.completions, self.ask = completions, ask
@@ -112,7 +112,7 @@ class _Pieces:
         self.head: Predictions | None = None
 
     def add(self, opened: OpenedModel, values: Tensor, places: Tensor) -> None:
-        """What the model predicts at some places of the flattened tokens."""
+        """Add the model's predictions at some positions of the flattened tokens."""
         ask, found = self.ask, opened.predictions(values)
         targets = self.completions.ids.flatten()[places]
         logprobs, entropy = token_logprobs(found, targets, temperature=ask.temperature, entropy=ask.entropy)
@@ -131,7 +131,7 @@ class _Pieces:
         self.places.setdefault(name, []).append(places)
 
     def _among(self, rows: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of the places lie in some rows, and where they are once the other rows are left out."""
+        """Which positions lie in some rows, and their places once the other rows are left out."""
         length = self.completions.ids.shape[1]
         row = places // length
         at = rows[row].nonzero()[:, 0]
@@ -152,7 +152,7 @@ class _Pieces:
             self._note(EXACT[direction], kl, places[at])
 
     def scores(self) -> Scores:
-        """All of them, [B, T]."""
+        """The scores of all tokens, [B, T]."""
         exact = () if self.ask.exact is None else self.ask.exact.directions
         return Scores(
             logprobs=self._whole("logprobs", wanted=True),  # pyright: ignore[reportArgumentType]

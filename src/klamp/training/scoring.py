@@ -1,4 +1,4 @@
-"""Log-probabilities of completions under a model, in the plainest form: one forward pass, whole rows of logits.
+"""Scores completions in the plainest way: one forward pass, whole rows of logits.
 
 `klamp.training.scorer` gives the same numbers for less; this is what it is held against, and what one reads.
 """
@@ -19,7 +19,7 @@ from klamp.training.models import takes
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """What a model says about B completions of T tokens."""
+    """The log-probabilities (and more) of B completions of T tokens under a model."""
 
     logprobs: Tensor
     """[B, T] log-probabilities of the completions' tokens, in nats; arbitrary where masked."""
@@ -35,7 +35,7 @@ class Scores:
     """[R, T, ...] in the rows that were asked for."""
 
     def rows(self, part: slice) -> Scores:
-        """Those of some rows, without logits and predictions."""
+        """The scores of some rows, without logits and predictions."""
 
         def cut(x: Tensor | None) -> Tensor | None:
             return None if x is None else x[part]
@@ -74,7 +74,7 @@ def score(model: nn.Module, completions: Completions, *, temperature: float) -> 
 
 
 def joined(parts: Sequence[Scores], length: int) -> Scores:
-    """Detached scores of consecutive parts as those of the whole, [B, length]; without logits and predictions."""
+    """The detached scores of consecutive parts as one, [B, length], without logits and predictions."""
 
     def whole(name: str) -> Tensor | None:
         found: list[Tensor | None] = [getattr(part, name) for part in parts]

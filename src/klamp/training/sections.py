@@ -1,4 +1,4 @@
-"""The sections of a run's configuration that are the trainer's own: one frozen class per choice."""
+"""The sections of a run's configuration that belong to the trainer: one frozen class each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a configuration to a run that is ready to take its first step; every refusal happens here."""
+"""Prepares a run up to its first step: everything is loaded and checked, every refusal happens here."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ UNLIMITED = 2**31
 
 
 def on_cpu(config: TrainConfig) -> bool:
-    """Whether the run stays on the CPU; without an accelerator, accelerate joins processes only if told so."""
+    """Whether the run stays on the CPU; without a GPU, accelerate must be told so to join processes."""
     return config.run.cpu or not torch.accelerator.is_available()
 
 
 def make_accelerator(config: TrainConfig, folder: Path) -> Accelerator:
-    """The accelerator of a run, with its trackers named but not yet begun.
+    """The accelerator of a run; its trackers are named and not started yet.
 
     Args:
         config: the run.
@@ -93,7 +93,7 @@ def make_accelerator(config: TrainConfig, folder: Path) -> Accelerator:
 
 
 def _check_trackers(config: TrainConfig, accelerator: Accelerator) -> None:
-    """accelerate passes over a tracker whose package is missing in silence; klamp does not."""
+    """Refuse trackers whose package is missing, which accelerate would ignore."""
     usable = {str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with}
     missing = [name for name in config.run.report_to if name not in usable and name != "all"]
     if missing:
@@ -106,7 +106,7 @@ def _check_trackers(config: TrainConfig, accelerator: Accelerator) -> None:
 
 
 def choose_folder(config: TrainConfig) -> Path:
-    """The folder of the run, the same on every process.
+    """Choose the folder of the run; all processes get the same one.
 
     Raises:
         RunFolderError: it holds another run, or there is none to continue.
@@ -124,7 +124,7 @@ def choose_folder(config: TrainConfig) -> Path:
 
 
 def build(config: TrainConfig, accelerator: Accelerator, folder: Path, observers: Sequence[Observer]) -> Context:
-    """Load model, tokenizer, task and reference, and check that they fit.
+    """Load model, tokenizer, task and reference, and check that they fit together.
 
     Raises:
         ModelError, DataError, RewardError, UnknownNameError: whatever does not fit, before any work.
@@ -192,7 +192,7 @@ def _policy(start: nn.Module, config: TrainConfig, resumed: Path | None, acceler
 
 
 def _checkpoint_activations(policy: nn.Module) -> None:
-    """Recompute activations in the backward pass; transformers 5.23 renamed the switch."""
+    """Make the backward pass compute activations again to save memory; transformers 5.23 renamed the switch."""
     if hasattr(policy, "activation_checkpointing_enable"):
         policy.activation_checkpointing_enable({"use_reentrant": False})  # pyright: ignore[reportCallIssue]
     else:
@@ -200,7 +200,7 @@ def _checkpoint_activations(policy: nn.Module) -> None:
 
 
 def _resumed(start: nn.Module, config: TrainConfig, folder: Path) -> nn.Module:
-    """The policy of a checkpoint."""
+    """Load the policy of a checkpoint."""
     try:
         if config.model.lora_r:
             return with_adapter(start, config.model, folder / "policy")  # pyright: ignore
@@ -210,7 +210,7 @@ def _resumed(start: nn.Module, config: TrainConfig, folder: Path) -> nn.Module:
 
 
 def reference_kind(config: TrainConfig) -> str:
-    """Which reference a run has: none, frozen, adapter_off, ema, periodic or remote.
+    """The kind of a run's reference: none, frozen, adapter_off, ema, periodic or remote.
 
     Raises:
         ConfigError: `adapter_off` without an adapter, or a moving reference with a ref_model.
@@ -240,7 +240,7 @@ def reference_kind(config: TrainConfig) -> str:
 def _references(
     config: TrainConfig, kind: str, scorer: Scorer, copied: nn.Module | None, accelerator: Accelerator
 ) -> tuple[Reference | None, Reference | None]:
-    """The reference, and what a moving one started from. A copy of the policy has the policy's traits."""
+    """The reference of a run, and for a moving one the model that it started from."""
     policy, traits = scorer.model, scorer.traits
     if kind == "none":
         return None, None
@@ -269,7 +269,7 @@ def _references(
 
 
 def _placed(model: nn.Module, config: TrainConfig, accelerator: Accelerator) -> nn.Module:
-    """A reference's weights on the device and in the data type asked for."""
+    """The reference's weights on the device and in the data type that the configuration names."""
     kl = config.kl
     dtype = None if kl.reference_dtype is None else getattr(torch, kl.reference_dtype)
     try:
@@ -287,7 +287,7 @@ def _placed(model: nn.Module, config: TrainConfig, accelerator: Accelerator) -> 
 
 
 def _fresh_policy(config: TrainConfig, accelerator: Accelerator) -> nn.Module:
-    """The policy as it was before the first step, when a resumed one has moved on."""
+    """Load the policy as it was before the first step, for a run that is resumed."""
     start = load_model(config.model.model, config.model.dtype, task=config.task.task)
     return _policy(start, config, None, accelerator)
 

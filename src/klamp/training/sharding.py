@@ -1,4 +1,4 @@
-"""The policy's weights split over processes by FSDP2, and gathered whole for every pass over the model.
+"""FSDP2: the policy's weights are divided among processes, and put together for every pass over the model.
 
 The scorer is one unit: its weights are gathered once for a pass, and its gradient is shared out once at the end of it.
 How often the model itself runs in between depends on the lengths of each process's completions; with a unit per layer,
@@ -32,7 +32,7 @@ OPTIONS = "--fsdp_auto_wrap_policy NO_WRAP --fsdp_cpu_ram_efficient_loading fals
 
 
 class Whole(NamedTuple):
-    """What a checkpoint holds of a sharded policy, put together in the main process's memory; empty elsewhere."""
+    """A sharded policy put together for a checkpoint, in the main process's memory; empty on other processes."""
 
     weights: dict[str, Tensor]
     """By name; tensors that the model ties are one here too."""
@@ -41,7 +41,7 @@ class Whole(NamedTuple):
 
 
 def asked_for() -> bool:
-    """Whether the launcher asked for FSDP."""
+    """Whether the launcher asks for FSDP."""
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
@@ -62,7 +62,7 @@ def check_version() -> None:
 
 
 def check_fsdp(accelerator: Accelerator) -> None:
-    """Refuse an FSDP2 that would not do what was asked for.
+    """Refuse settings of FSDP2 under which it would not do what was asked for.
 
     Raises:
         ConfigError: accelerate does not use it here, or an option that klamp has no use for.
@@ -90,7 +90,7 @@ def check_fsdp(accelerator: Accelerator) -> None:
 
 
 def unusable_options(accelerator: Accelerator) -> dict[str, str]:
-    """What klamp cannot use of an FSDP configuration: as it is given -> what to give instead."""
+    """Settings of FSDP that klamp cannot use: the setting as it is given -> what to give instead."""
     state: Any = accelerator.state
     plugin, backend = state.fsdp_plugin, state.dynamo_plugin.backend
     wrap, precision = plugin.auto_wrap_policy, accelerator.mixed_precision
@@ -118,7 +118,7 @@ def _name(wrap: Any) -> str:
 
 
 def prepare(scorer: nn.Module, accelerator: Accelerator) -> nn.Module:
-    """A scorer made ready for its processes: wrapped for data parallelism, or its weights split over them in place."""
+    """Make a scorer ready for its processes: wrapped for data parallelism, or with its weights divided among them."""
     if accelerator.distributed_type is not DistributedType.FSDP:
         return accelerator.prepare_model(scorer)
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
@@ -129,13 +129,13 @@ def prepare(scorer: nn.Module, accelerator: Accelerator) -> nn.Module:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether its weights are split over processes."""
+    """Whether the model's weights are divided among processes."""
     return isinstance(module, FSDPModule)
 
 
 @contextmanager
 def gathered(module: nn.Module) -> Iterator[None]:
-    """All weights on every process for as long as this lasts, which must not change them; all processes take part."""
+    """A context in which every process holds all weights, to read only; all processes must enter it."""
     if not isinstance(module, FSDPModule):
         yield
         return
@@ -147,12 +147,12 @@ def gathered(module: nn.Module) -> Iterator[None]:
 
 
 def whole(x: Any) -> Any:
-    """A tensor put together where it is split, anything else as it is; all processes take part."""
+    """A tensor put together from its parts, any other thing as it is; all processes must call this."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def put_together(policy: nn.Module, optimizer: Optimizer, *, keep: bool) -> Whole:
-    """Weights and moments for a checkpoint, one tensor at a time; all processes take part.
+    """Weights and optimizer moments for a checkpoint, one tensor at a time; all processes must call this.
 
     Args:
         policy: sharded.
@@ -176,7 +176,7 @@ def put_together(policy: nn.Module, optimizer: Optimizer, *, keep: bool) -> Whol
 
 
 def split_like(saved: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """The `state_dict()` of an optimizer as a checkpoint holds it, with its tensors split as the weights are."""
+    """The saved state of an optimizer with its tensors divided as the weights are."""
     weights = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(isinstance(weight, DTensor) for weight in weights):
         return saved

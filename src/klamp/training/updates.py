@@ -1,4 +1,4 @@
-"""One update of the policy from a rollout: micro-batches that add up exactly, one optimizer step."""
+"""One update of the policy: micro-batches whose gradients add up exactly, then one optimizer step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from klamp.training.sharding import whole
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateOutput:
-    """What one update saw; per-token tensors are this process's share."""
+    """What one update measured; tensors of tokens are this process's part."""
 
     policy_logprobs: Tensor
     """[B, T] before the update."""
@@ -47,7 +47,7 @@ class UpdateOutput:
 
 
 def batch_of(context: Context, rollout: Rollout, part: slice, scores: Scores, objective: Objective) -> Batch:
-    """The loss's view of a part of the rollout."""
+    """A part of the rollout as the batch that the loss takes."""
     length = scores.logprobs.shape[1]
 
     def cut(x: Tensor | None) -> Tensor | None:
@@ -71,7 +71,7 @@ def batch_of(context: Context, rollout: Rollout, part: slice, scores: Scores, ob
 
 
 def learning_rows(context: Context, rollout: Rollout, objective: Objective) -> Tensor:
-    """Completions that the update has a gradient in; the others need no backward pass. [B] bool"""
+    """Which completions the update has a gradient in; the others need no backward pass. [B] bool"""
     blank = torch.zeros(rollout.mask.shape, device=rollout.mask.device)
     scores = Scores(logprobs=blank if rollout.old_logprobs is None else rollout.old_logprobs)
     batch = batch_of(context, rollout, slice(0, len(rollout.texts)), scores, objective)
@@ -79,7 +79,7 @@ def learning_rows(context: Context, rollout: Rollout, objective: Objective) -> T
 
 
 def update(context: Context, optimizer: Optimizer, rollout: Rollout, objective: Objective) -> UpdateOutput:
-    """One optimizer step on the whole rollout.
+    """Do one optimizer step with the whole rollout.
 
     The gradient equals that of the whole global batch at once: every part divides by the totals of the step, and the
     average that data parallelism takes over processes is undone.
@@ -126,14 +126,14 @@ _KEPT = (*_PER_TOKEN, "kl/budget", "kl/before_clip", "kl/after_clip", "kl/over_b
 
 
 def named_losses(losses: Mapping[str, float]) -> dict[str, float]:
-    """The sums of a step under the names that are logged."""
+    """The sums of a step, under the names that are logged."""
     named = {"train/loss": losses["loss"], "train/policy_loss": losses["loss/policy"]}
     named["train/kl_penalty"] = losses.get("loss/kl", 0.0)
     return named | {name: losses[name] for name in _KEPT if name in losses}
 
 
 def share_of(name: str, rollout: Rollout, part: slice) -> float:
-    """Share of the step that a metric of this part stands for; parts of a loss add up as they are."""
+    """The weight with which this part's metric enters that of the step; parts of a loss are just added."""
     if name.startswith("loss"):
         return 1.0
     if name not in _PER_TOKEN:
@@ -146,7 +146,7 @@ def share_of(name: str, rollout: Rollout, part: slice) -> float:
 
 
 def _ask(context: Context, rollout: Rollout, part: slice, objective: Objective, learns: Tensor) -> Ask:
-    """What an update asks of the policy: gradient only where there is one, and nothing that is known already."""
+    """The request to the scorer for an update: only what is needed and not known yet."""
     in_loss = objective.beta > 0 and objective.kl.value == "exact"
     wanted: Direction = "forward" if objective.kl.gradient == "forward" else "reverse"
     before = rollout.before
@@ -160,7 +160,7 @@ def _ask(context: Context, rollout: Rollout, part: slice, objective: Objective, 
 
 
 def kl_from_old(context: Context, rollout: Rollout, policy: Tensor) -> float:
-    """How far the policy has moved since the rollout: k3 of KL(old||policy) over the whole step."""
+    """How far the policy has moved since the rollout: KL(old||policy) as k3, over the whole step."""
     if rollout.old_logprobs is None:
         return 0.0
     delta = masked_log_ratio(rollout.old_logprobs, policy, rollout.mask)
@@ -193,6 +193,6 @@ def _step(context: Context, optimizer: Optimizer, loss: float) -> float:
 
 
 def with_old_logprobs(rollout: Rollout, output: UpdateOutput) -> Rollout:
-    """The rollout with the log-probabilities that the first update saw: the old policy of all later updates."""
+    """The rollout with the log-probabilities of the first update: later updates take their ratios to them."""
     old = output.policy_logprobs if rollout.old_logprobs is None else rollout.old_logprobs
     return replace(rollout, old_logprobs=old, before=None)

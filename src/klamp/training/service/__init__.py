@@ -1,1 +1,1 @@
-"""klamp's trainer with the weights at a service of the Tinker SDK: `klamp train --backend tinker`."""
+"""klamp's trainer with the weights at a Tinker service: `klamp train --backend tinker`."""

@@ -1,4 +1,4 @@
-"""A session of the service in which every wait has an end and every failure is a klamp error."""
+"""A session with a Tinker service in which no wait is endless and every failure is a klamp error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GOODBYE = 5.0
 
 
 def check_key() -> None:
-    """Refuse to start without a key; where the SDK finds one otherwise, that is left to it.
+    """Refuse to start without an API key; if the SDK has another way to find one, it is left to do so.
 
     Raises:
         ConfigError: no TINKER_API_KEY, and no other credentials that the SDK knows.
@@ -44,7 +44,7 @@ def check_key() -> None:
 
 
 class Connection:
-    """A session of the service.
+    """A session with the service.
 
     Args:
         seconds: longest wait for one answer.
@@ -63,11 +63,11 @@ class Connection:
 
     @property
     def where(self) -> str:
-        """The server's address, in words."""
+        """The address of the server, in words."""
         return os.environ.get("TINKER_BASE_URL") or HOSTED
 
     def ask(self, what: str, call: Callable[[], Any]) -> Any:
-        """What the service answers, waited for on a thread of its own: the SDK's calls may wait without end.
+        """Make a call to the service on a thread of its own, with a limit on the wait: the SDK may wait for ever.
 
         Args:
             what: what is asked, for the error.
@@ -102,7 +102,7 @@ class Connection:
         return answer
 
     def close(self) -> None:
-        """End the session, so that nothing of it goes on in this process; a service that is gone is not waited for."""
+        """End the session; a service that is gone is not waited for."""
         finish = getattr(self.service, "close", None)  # SDK 0.38 and later
         self.seconds = min(self.seconds, GOODBYE)
         with contextlib.suppress(KlampError):
@@ -110,7 +110,7 @@ class Connection:
             self.ask("end the session", lambda: finish("success") if finish else self.service.holder.close())
 
     def failed(self, what: str, got: str, fix: str) -> ModelError:
-        """The error for a service that does not do its part."""
+        """The error for a service that failed or did not answer."""
         return ModelError(
             f"the Tinker service {what}",
             got=f"{got} ({self.where})",
@@ -120,5 +120,5 @@ class Connection:
 
 
 def resolved(answer: Any) -> Any:
-    """An answer, waited for where it is a future: the same call gives one or the other, by the SDK's version."""
+    """The result of a call, which is a future in some versions of the SDK and the value itself in others."""
     return answer.result() if callable(getattr(answer, "result", None)) else answer

@@ -1,4 +1,4 @@
-"""What a sampling client's weights score, and how long the reference's completions are."""
+"""Evaluates weights at the service, and measures how long the reference's completions are."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from klamp.training.service.rollout import TinkerReference, kept_ids, sample, se
 
 
 def scores(context: Context, connection: Connection, client: Any) -> dict[str, float]:
-    """Mean score of each skill, decoded greedily from the client's weights."""
+    """The mean score of each skill, with completions decoded greedily from the client's weights."""
     return {skill: _mean(context, connection, client, rows) for skill, rows in context.task.evaluation.items()}
 
 
@@ -28,7 +28,7 @@ def _mean(context: Context, connection: Connection, client: Any, examples: Seque
 
 
 def measure_length(context: Context, connection: Connection) -> None:
-    """Set the run's reference length where a budget needs one: the mean length of 64 completions of the reference."""
+    """Measure and set the run's reference length, where a clip needs one: 64 completions of the reference."""
     reference = context.reference
     if not isinstance(reference, TinkerReference) or not is_needed(context):
         return
@@ -39,7 +39,7 @@ def measure_length(context: Context, connection: Connection) -> None:
 def _answers(
     context: Context, connection: Connection, client: Any, examples: Sequence[Example], *, temperature: float
 ) -> list[list[Any]]:
-    """One completion of each example's prompt."""
+    """One completion for each example's prompt."""
     if not examples:
         return []
     ids, mask = encode_prompts([e.prompt for e in examples], context.tokenizer, torch.device("cpu"))

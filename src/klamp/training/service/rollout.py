@@ -1,4 +1,4 @@
-"""Completions and scores through the service, as the padded tensors that klamp's trainer works on."""
+"""Samples and scores completions through the service, as padded tensors like those of klamp's trainer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from klamp.training.service.connection import Connection
 
 
 class TinkerReference:
-    """The reference as a sampling client: it gives log-probabilities of tokens, no logits.
+    """A reference at the service: it gives log-probabilities of tokens, no logits.
 
     Args:
         connection: the session.
@@ -34,7 +34,7 @@ class TinkerReference:
         self.connection, self.client, self.name = connection, client, name
 
     def score(self, completions: Completions, *, temperature: float) -> Scores:
-        """What the reference says about the completions, at temperature 1.
+        """Ask the service for the reference's log-probabilities of the completions, at temperature 1.
 
         Raises:
             ModelError, NonFiniteError: see `compute_reference_logprobs`.
@@ -49,7 +49,7 @@ class TinkerReference:
 
     @contextmanager
     def sampling_model(self) -> Iterator[nn.Module]:
-        """Refused: the weights are the service's; `measure_length` samples there.
+        """Refuse: the weights are at the service; `measure_length` samples there.
 
         Raises:
             ConfigError: always.
@@ -58,19 +58,19 @@ class TinkerReference:
         yield
 
     def after_step(self, policy: nn.Module, step: int) -> None:
-        """Nothing: it never moves."""
+        """Does nothing: the reference never moves."""
 
     def weights(self) -> nn.Module | None:
-        """None: there is nothing to save here."""
+        """None: the weights are at the service."""
         return None
 
     def describe(self) -> str:
-        """Where it comes from, in words."""
+        """Where the reference comes from, in words."""
         return self.name
 
 
 def token_lists(completions: Completions) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts and responses as lists of ids."""
+    """The prompts and responses as lists of ids."""
     return kept_ids(completions.prompt_ids, completions.prompt_mask), kept_ids(completions.ids, completions.mask)
 
 
@@ -80,7 +80,7 @@ def kept_ids(ids: Tensor, mask: Tensor) -> list[list[int]]:
 
 
 def padded(rows: Sequence[Sequence[float]], length: int) -> Tensor:
-    """Rows of numbers as one tensor with zeros on the right."""
+    """Rows of numbers as one tensor, padded with zeros on the right."""
     found = torch.zeros(len(rows), length)
     for i, row in enumerate(rows):
         found[i, : len(row)] = torch.tensor(row)
@@ -96,7 +96,7 @@ def sample(
     seeds: Sequence[int],
     **params: Any,
 ) -> list[list[Any]]:
-    """`count` sequences of each prompt, asked for all at once.
+    """Ask for `count` completions of each prompt, all at once.
 
     Args:
         connection: the session.
@@ -131,7 +131,7 @@ def sample(
 def collect(
     context: Context, connection: Connection, client: Any, examples: Sequence[Example], step: int
 ) -> Completions:
-    """The group of every prompt of a step, sampled from the client's weights at temperature 1.
+    """Sample a group of completions for every prompt of a step, at temperature 1.
 
     Raises:
         ModelError: the service fails.

@@ -38,7 +38,7 @@ DEFAULT_RANK = 32
 
 
 def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSummary:
-    """Run a configuration with backend `tinker` from its first step (or its newest checkpoint) to its last.
+    """Train a configuration with backend `tinker` to its last step, from its newest checkpoint if it has one.
 
     The service is the one that the SDK finds: TINKER_BASE_URL (else the hosted one) with TINKER_API_KEY.
 
@@ -83,7 +83,7 @@ def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSum
 
 
 def _training_client(connection: Connection, config: TrainConfig, folder: Path) -> Any:
-    """A fresh adapter, or the one of the newest checkpoint with its optimizer."""
+    """A training client with a fresh adapter, or with the newest checkpoint's adapter and optimizer."""
     service, model = connection.service, config.model
     if not config.run.resume:
         rank = model.lora_r or DEFAULT_RANK
@@ -99,7 +99,7 @@ def _training_client(connection: Connection, config: TrainConfig, folder: Path) 
 
 
 def _reference(connection: Connection, config: TrainConfig) -> rollouts.TinkerReference | None:
-    """A sampling client of the model as it was before training, or of the one that ref_model names."""
+    """A sampling client of the model before training, or of the model that ref_model names."""
     if not config.kl.needs_reference:
         return None
     name = config.model.ref_model or config.model.model
@@ -109,7 +109,7 @@ def _reference(connection: Connection, config: TrainConfig) -> rollouts.TinkerRe
 
 
 def _tokenizer(connection: Connection, config: TrainConfig, client: Any) -> PreTrainedTokenizerBase:
-    """The one that the configuration names, else the base model's, which the SDK finds."""
+    """The tokenizer that the configuration names, or the one of the base model."""
     if config.model.tokenizer:
         return load_tokenizer(config.model.tokenizer)
     try:
@@ -121,7 +121,7 @@ def _tokenizer(connection: Connection, config: TrainConfig, client: Any) -> PreT
 
 
 def _context(config: TrainConfig, folder: Path, accelerator: Any, connection: Connection, client: Any) -> Context:
-    """What the trainer's parts share, with the weights elsewhere."""
+    """The shared parts of a run whose weights are at the service."""
     tokenizer = _tokenizer(connection, config, client)
     task = load_task(config.task, tokenizer)
     every = [*task.train, *(e for rows in task.evaluation.values() for e in rows)]

@@ -1,4 +1,4 @@
-"""klamp's trainer with the weights at a service of the Tinker SDK."""
+"""klamp's trainer with the weights at a Tinker service."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAST_WAIT = 60.0
 
 
 class RemoteWeights(nn.Module):
-    """Stands for a policy whose weights are elsewhere; its one number carries the learning-rate schedule."""
+    """A stand-in for a policy whose weights are elsewhere; its one number carries the learning-rate schedule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class RemoteWeights(nn.Module):
 
 
 class TinkerTrainer(Trainer):
-    """The trainer, with sampling, gradients, evaluation and checkpoints at the service."""
+    """klamp's trainer, with sampling, gradients, evaluation and checkpoints at the service."""
 
     step_zero_kl = 0.01  # sampler and trainer of a service are not the same kernels
 
@@ -46,7 +46,7 @@ class TinkerTrainer(Trainer):
         self._saved: tuple[int, str] | None = None
 
     def sampler(self) -> Any:
-        """A sampling client of the weights as they are; the same one until they move."""
+        """A sampling client of the present weights; it is kept until they change."""
         if self._snapshot is None:
             self._snapshot = self.connection.ask(
                 "take a snapshot to sample from", self.client.save_weights_and_get_sampling_client
@@ -69,7 +69,7 @@ class TinkerTrainer(Trainer):
         )
 
     def update(self, rollout: Rollout, objective: Objective) -> UpdateOutput:
-        """One optimizer step on them."""
+        """Do one optimizer step with a rollout."""
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self._snapshot = None
         return update(
@@ -83,11 +83,11 @@ class TinkerTrainer(Trainer):
         )
 
     def scores(self) -> dict[str, float]:
-        """Every skill's score now."""
+        """The present score of every skill."""
         return scores(self.context, self.connection, self.sampler())
 
     def save(self) -> Path | None:
-        """Save weights and optimizer at the service, and the state of the run beside their path."""
+        """Save weights and optimizer at the service, and the run's state with their path in the folder."""
         if self._saved is None or self._saved[0] != self.step:
             name = f"{self.context.output_dir.name}-step-{self.step:06d}"
             self._saved = (self.step, self.connection.ask("save the state", lambda: self.client.save_state(name)).path)
@@ -98,7 +98,7 @@ class TinkerTrainer(Trainer):
         return folder
 
     def _keep(self) -> tuple[int, Path | None]:
-        """The step to continue from and its folder; a service that fails now as well leaves the newest on disk."""
+        """The step to continue from and its checkpoint; if the service fails now too, the newest one in the folder."""
         self.connection.seconds = min(self.connection.seconds, LAST_WAIT)
         try:
             return super()._keep()
@@ -107,17 +107,17 @@ class TinkerTrainer(Trainer):
             return super()._keep()
 
     def resume(self) -> None:
-        """Continue from the newest checkpoint; its weights are in the client already."""
+        """Continue from the newest checkpoint; the client has its weights already."""
         folder = checkpoint.newest(self.context.output_dir)
         state = checkpoint.load_state(folder)
         self.load(state)
         self._saved = (self.step, state["tinker_path"])
 
     def info(self) -> RunInfo:
-        """What is known before the first step; the service does not say how many weights there are."""
+        """What is known of the run before its first step; the service does not say how many weights there are."""
         found = super().info()
         return replace(found, parameters=0, trainable_parameters=0, device=f"Tinker, {self.connection.where}")
 
 
 def _nothing(folder: Path) -> None:
-    """The weights are at the service."""
+    """Does nothing, where klamp's own trainer would write weights into the folder."""

@@ -1,4 +1,4 @@
-"""One update of the policy at the service: klamp's loss on the log-probabilities that come back, then AdamW there."""
+"""One update of the policy at the service: klamp's loss on the log-probabilities that it sends, then AdamW there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EPS = 1e-8
 
 
 class PartLoss:
-    """The loss of some completions, as `forward_backward_custom` calls it, on a thread of the SDK's.
+    """The loss of some completions, in the form that `forward_backward_custom` calls on a thread of its own.
 
     An error in here would leave the client of newer SDKs unusable, and the state could not be saved any more: it is
     kept for `raise_error`, and the gradient is zero.
@@ -38,11 +38,11 @@ class PartLoss:
 
     @property
     def rows(self) -> list[int]:
-        """Completions that hold a token; the others cannot be sent, and have nothing to train on."""
+        """The completions that hold a token; empty ones cannot be sent, and nothing is trained on them."""
         return [i for i, response in enumerate(self.responses) if response]
 
     def datums(self, tinker: Any) -> list[Any]:
-        """What the service needs: tokens in, tokens out. The loss reads all else here."""
+        """What is sent to the service: input and target tokens; the loss has all else here."""
         found = []
         for i in self.rows:
             full = [*self.prompts[i], *self.responses[i]]
@@ -51,7 +51,7 @@ class PartLoss:
         return found
 
     def __call__(self, data: Sequence[Any], logprobs_list: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
-        """The loss with its gradient in the log-probabilities, and no metrics."""
+        """The loss, with its gradient in the log-probabilities, and no metrics."""
         try:
             policy = self._response_part(logprobs_list)
             self.logprobs = policy.detach()
@@ -68,7 +68,7 @@ class PartLoss:
         return loss, {}
 
     def _response_part(self, logprobs_list: Sequence[Tensor]) -> Tensor:
-        """The responses' log-probabilities out of those of whole sequences, [b, T] with gradient."""
+        """The log-probabilities of the responses out of those of whole sequences, [b, T], with gradient."""
         length = self.logprobs.shape[1]
         found = [torch.zeros(length) for _ in self.prompts]
         for i, row in zip(self.rows, logprobs_list, strict=True):
@@ -86,7 +86,7 @@ def update(
     rate: float,
     before_step: Callable[[], None],
 ) -> UpdateOutput:
-    """One optimizer step on the whole rollout; `gradient_accumulation_steps` calls whose gradients add up.
+    """Do one optimizer step with a rollout, in `gradient_accumulation_steps` calls whose gradients add up.
 
     Args:
         connection: the session.
@@ -128,7 +128,7 @@ def update(
 
 
 def _step(connection: Connection, client: Any, context: Context, rate: float) -> float | None:
-    """One AdamW step; the norm of the gradient where the service tells it."""
+    """Do one AdamW step at the service; returns the norm of the gradient, if the service tells it."""
     optim = context.config.optim
     params = connection.tinker.AdamParams(
         learning_rate=rate,
