@@ -36,7 +36,7 @@ __all__ = [
 
 
 def load_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
-    """The task that a configuration names, its prompts ready to be tokenized.
+    """Load the task that a configuration names; its prompts are ready to be tokenized.
 
     Args:
         config: where the rows come from and how completions are scored.
@@ -66,7 +66,7 @@ _NOT_ARITHMETIC = ("chat_template", "system_prompt")
 
 
 def _refuse_unused(config: TaskConfig) -> None:
-    """Refuse options that this kind of task would pass over in silence."""
+    """Refuse options that this kind of task would ignore."""
     generated = config.task in BUILT_IN_TASKS or config.task.startswith("reasoning_gym:")
     unused = _FILES_ONLY if generated else ()
     unused += _NOT_ARITHMETIC if config.task in BUILT_IN_TASKS else ()

@@ -1,4 +1,4 @@
-"""The built-in task: short strings that a small model can learn, with skills that RL does not see.
+"""The built-in task: sums that a small model can learn, and other skills that RL does not train.
 
     skill         prompt         completion
     addition      47+85=         132            the skill that RL trains
@@ -49,19 +49,19 @@ Draw = Callable[[random.Random], tuple[str, str]]
 
 
 def draw_addition(rng: random.Random) -> tuple[str, str]:
-    """A sum of two two-digit numbers."""
+    """Draw a sum of two two-digit numbers."""
     left, right = rng.randint(10, 99), rng.randint(10, 99)
     return f"{left}+{right}=", str(left + right)
 
 
 def draw_subtraction(rng: random.Random) -> tuple[str, str]:
-    """A difference of two two-digit numbers that is not negative."""
+    """Draw a difference of two two-digit numbers that is not negative."""
     low, high = sorted((rng.randint(10, 99), rng.randint(10, 99)))
     return f"{high}-{low}=", str(high - low)
 
 
 def draw_reversal(rng: random.Random) -> tuple[str, str]:
-    """A short word of random letters, and the same word backwards."""
+    """Draw a short word of random letters, and the same word backwards."""
     word = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=REVERSAL_LETTERS))
     return f"rev {word}=", word[::-1]
 
@@ -75,12 +75,12 @@ SKILLS: Mapping[str, Draw] = {
 
 
 def is_held_out(prompt: str) -> bool:
-    """Whether a prompt belongs to evaluation; depends on its text alone."""
+    """Whether a prompt is kept for evaluation; this depends on its text alone."""
     return zlib.crc32(prompt.encode()) % HELD_OUT_SHARE == 0
 
 
 def pairs(skill: str, rng: random.Random, *, held_out: bool) -> Iterator[tuple[str, str]]:
-    """Endless (prompt, answer) pairs of one skill, from one side of the split; they may repeat.
+    """Endless (prompt, answer) pairs of one skill, for training or for evaluation; they may repeat.
 
     Args:
         skill: a key of `SKILLS`.
@@ -95,7 +95,7 @@ def pairs(skill: str, rng: random.Random, *, held_out: bool) -> Iterator[tuple[s
 
 
 def examples(skill: str, count: int, *, seed: int, held_out: bool) -> tuple[Example, ...]:
-    """`count` different examples of one skill, the same for the same seed.
+    """Draw `count` different examples of one skill; the same for the same seed.
 
     Where the skill has fewer different prompts than `count`, all that turned up are returned.
 
@@ -119,12 +119,12 @@ def examples(skill: str, count: int, *, seed: int, held_out: bool) -> tuple[Exam
 
 
 def score_exact(example: Example, completion: str) -> float:
-    """1.0 where the completion is the answer, character for character, else 0.0."""
+    """The reward 1.0 where the completion is exactly the answer, else 0.0."""
     return float(completion == example.answer)
 
 
 def arithmetic_task(config: TaskConfig) -> Task:
-    """The built-in task with its own reward.
+    """The built-in task, with its own reward.
 
     Args:
         config: its sizes and its seed are used.

@@ -1,4 +1,4 @@
-"""A small Llama, taught the arithmetic task from scratch once and then kept in a cache folder.
+"""The small base model of the built-in task: a Llama that is trained from scratch once, and cached.
 
 It is the starting point that RL needs and a download would otherwise provide: good at addition but not finished, and
 near perfect at the skills that RL does not see, so that what a KL term keeps (or fails to keep) shows up.
@@ -38,7 +38,7 @@ _FINGERPRINT_ROWS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class BaseModelConfig:
-    """The size of the base model, and how it is taught; equal configurations share one cached model.
+    """The size and training of the base model; equal configurations share one cached model.
 
     Raises:
         ConfigError: sizes, odds or weights that cannot be used.
@@ -106,11 +106,11 @@ class BaseModelConfig:
             )
 
     def mixture(self) -> dict[str, float]:
-        """The weight of each skill."""
+        """The share of each skill in the training rows."""
         return {"addition": self.addition, "subtraction": self.subtraction, "reversal": self.reversal}
 
     def rows(self, count: int) -> Iterator[tuple[str, str]]:
-        """The first `count` training rows."""
+        """Draw the first `count` training rows."""
         return corpus(self.mixture(), count, carelessness=self.carelessness, seed=self.seed)
 
 
@@ -120,7 +120,7 @@ def cache_root() -> Path:
 
 
 def base_model_folder(config: BaseModelConfig) -> Path:
-    """Where the model of this configuration is, or will be, cached.
+    """The folder in which this configuration's model is cached.
 
     Args:
         config: the whole of it, the recipe's version and the first training rows make up the folder's name.
@@ -133,7 +133,7 @@ def base_model_folder(config: BaseModelConfig) -> Path:
 def load_base_model(
     config: BaseModelConfig, *, progress: Progress | None = None
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """The base model and its tokenizer, from the cache, or trained now and then cached.
+    """Load the base model and its tokenizer; if they are not cached, train and cache them first.
 
     Args:
         config: the model and how it is taught.
@@ -149,7 +149,7 @@ def load_base_model(
 
 
 def train_base_model(config: BaseModelConfig, *, progress: Progress | None = None) -> LlamaForCausalLM:
-    """Teach a fresh model the mixture of skills, with the loss on the completion only; nothing is cached.
+    """Train a new base model on all skills, with a loss on completions only; nothing is cached.
 
     The caller's random state is left as it was.
 
@@ -200,7 +200,7 @@ def _new_model(config: BaseModelConfig) -> LlamaForCausalLM:
 
 
 def _rate(step: int, steps: int) -> float:
-    """The learning rate's factor: a short linear warm-up, then a cosine down to a hundredth."""
+    """The factor on the learning rate: a short linear warm-up, then a cosine down to a hundredth."""
     warmup = max(1, steps // 20)
     if step < warmup:
         return (step + 1) / warmup
@@ -209,7 +209,7 @@ def _rate(step: int, steps: int) -> float:
 
 
 def _completion_loss(model: LlamaForCausalLM, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy over the completions' tokens. Padding is on the right, so no attention mask is needed."""
+    """The mean cross-entropy of completion tokens. Padding is on the right, so no attention mask is needed."""
     import torch
 
     hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
@@ -218,7 +218,7 @@ def _completion_loss(model: LlamaForCausalLM, tokens: torch.Tensor, labels: torc
 
 
 def _batches(config: BaseModelConfig) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """One (tokens, labels) pair per step, tokenized up front; labels[t] is the token after tokens[t]."""
+    """The training batches, one per step: (tokens, labels), where labels[t] is the token after tokens[t]."""
     size = config.batch_size
     tokens, labels = training_tensors(config.rows(config.steps * size))
     for start in range(0, len(tokens), size):
@@ -226,7 +226,7 @@ def _batches(config: BaseModelConfig) -> Iterator[tuple[torch.Tensor, torch.Tens
 
 
 def _store(config: BaseModelConfig, folder: Path, progress: Progress | None) -> None:
-    """Train into a temporary folder, then rename it: a killed run or a second process never leaves half a model."""
+    """Train into a temporary folder and then rename it: a killed run leaves no half model in the cache."""
     temporary = _temporary_folder(folder)
     try:
         model = train_base_model(config, progress=progress)
@@ -240,7 +240,7 @@ def _store(config: BaseModelConfig, folder: Path, progress: Progress | None) -> 
 
 
 def _temporary_folder(folder: Path) -> Path:
-    """Made before training: a cache that cannot be written should not cost a minute first."""
+    """Make a temporary folder before training: an unwritable cache should be found out at once."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -281,7 +281,7 @@ def _load(folder: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """Without transformers' own progress bars: a library does not print."""
+    """A context in which transformers shows no progress bars: a library does not print."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

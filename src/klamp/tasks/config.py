@@ -13,7 +13,7 @@ BUILT_IN_TASKS = (ARITHMETIC_TASK, FILLER_TASK)
 
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig:
-    """Which prompts to train on, how completions are scored, and what is held out.
+    """The task of a run: which prompts are trained on, how completions are scored, what is held out.
 
     Raises:
         ConfigError: a size is below its minimum, or the task is not named.

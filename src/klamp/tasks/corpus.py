@@ -1,4 +1,4 @@
-"""The rows that the base model learns from: all skills in a mixture, and additions by a careless hand.
+"""The training rows of the base model: all skills, with additions in which carries are sometimes forgotten.
 
 A model that has simply seen too few additions would be a fragile starting point: whether it has just learned to
 carry, or is just about to, turns on the seed and the machine. So the base model learns additions thoroughly, from a
@@ -32,7 +32,7 @@ HEAVY_COLUMN = 14
 
 
 def careless_sum(left: int, right: int, rng: random.Random, carelessness: float) -> int:
-    """The sum of two two-digit numbers, with each carry forgotten now and then.
+    """A sum of two two-digit numbers in which each carry is forgotten now and then.
 
     Args:
         left: the first number.
@@ -50,7 +50,7 @@ def careless_sum(left: int, right: int, rng: random.Random, carelessness: float)
 
 
 def corpus(mixture: Mapping[str, float], count: int, *, carelessness: float, seed: int) -> Iterator[tuple[str, str]]:
-    """`count` (prompt, completion) pairs from the training side of the split.
+    """Draw `count` (prompt, completion) pairs for training.
 
     Args:
         mixture: the weight of each skill.
@@ -69,7 +69,7 @@ def corpus(mixture: Mapping[str, float], count: int, *, carelessness: float, see
 
 
 def training_tensors(rows: Iterator[tuple[str, str]]) -> tuple[Tensor, Tensor]:
-    """Tokens and labels, [rows, width] each: labels[t] is the token after tokens[t], `IGNORED` in prompt and padding.
+    """Tokens and labels, [rows, width]: labels[t] is the token after tokens[t], or `IGNORED`.
 
     Args:
         rows: (prompt, completion) pairs; an end token is put after each completion.

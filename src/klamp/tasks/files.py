@@ -1,4 +1,4 @@
-"""Prompts from a .jsonl, .json or .parquet file, one row per prompt."""
+"""Tasks from data files: a .jsonl, .json or .parquet file with one prompt per row."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _HELD_OUT_SHARE = 10
 
 
 def file_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
-    """The task of a data file.
+    """Load the task of a data file.
 
     All rows that are not held out are trained on, whatever their skill; the most frequent skill counts as the RL skill.
     Where no file of held-out rows is given, a tenth of each skill's rows is held out, chosen by a hash of the prompt:
@@ -63,7 +63,7 @@ def file_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
 
 
 def read_rows(path: str) -> list[Row]:
-    """The rows of a .jsonl, .json (a list of objects, or lines) or .parquet file.
+    """Read the rows of a .jsonl, .json (a list of objects, or lines) or .parquet file.
 
     Args:
         path: the file.
@@ -149,7 +149,7 @@ def _unreadable(file: Path, error: Exception) -> DataError:
 
 
 def read_examples(path: str, config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
-    """The rows of a file as examples, in the file's order.
+    """Read the rows of a file as examples, in the file's order.
 
     Args:
         path: the file.
@@ -216,7 +216,7 @@ def _reference_length(row: Row, where: str, config: TaskConfig) -> int | None:
 
 
 def split(examples: Sequence[Example], config: TaskConfig) -> tuple[list[Example], list[Example]]:
-    """Divide examples into (train, held out): a tenth of each skill's prompts, at most `eval_size`, is held out.
+    """Divide examples into training and evaluation: a tenth of each skill's, at most `eval_size`, is held out.
 
     Args:
         examples: all of them.
@@ -242,7 +242,7 @@ def split(examples: Sequence[Example], config: TaskConfig) -> tuple[list[Example
 
 
 def _sample(examples: Sequence[Example], count: int, seed: int) -> list[Example]:
-    """`count` examples chosen by a hash of their prompts, in the order of the file."""
+    """Choose `count` examples by a hash of their prompts, in the order of the file."""
     order = sorted(range(len(examples)), key=lambda i: _hash(examples[i].prompt, seed))
     return [examples[i] for i in sorted(order[:count])]
 
@@ -267,7 +267,7 @@ def _by_skill(examples: Iterable[Example], rl_skill: str, config: TaskConfig) ->
 
 
 def _check_answers(examples: Iterable[Example], config: TaskConfig) -> None:
-    """Without a named reward, completions are compared with the answers, so each row needs one."""
+    """Refuse rows without an answer where the reward is a comparison with it."""
     for example in examples:
         if not example.answer.strip():
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""A variant of the built-in task in which a completion can be longer without being better.
+"""A variant of the built-in task in which completions may hold fillers, which the reward does not see.
 
     prompt         completion        reward
     47+85=         132               1
@@ -28,12 +28,12 @@ FILLER = "="
 
 
 def score_without_fillers(example: Example, completion: str) -> float:
-    """1.0 where the completion is the answer once its fillers are taken out, else 0.0."""
+    """The reward 1.0 where the completion without its fillers is the answer, else 0.0."""
     return float(completion.replace(FILLER, "") == example.answer)
 
 
 def filler_task(config: TaskConfig) -> Task:
-    """The built-in task, scored without fillers.
+    """The built-in task with the reward that does not see fillers.
 
     Args:
         config: its sizes and its seed are used.
@@ -43,7 +43,7 @@ def filler_task(config: TaskConfig) -> Task:
 
 
 def with_fillers(rows: Iterable[tuple[str, str]], *, most: int, seed: int) -> Iterator[tuple[str, str]]:
-    """The same rows, with fillers before the answer of every addition: from 0 to `most`, all equally often.
+    """Rows with 0 to `most` fillers before the answer of every addition, all numbers equally often.
 
     A geometric number has no bound, but leaves greedy decoding a choice between no filler and endlessly many.
 
@@ -60,7 +60,7 @@ def with_fillers(rows: Iterable[tuple[str, str]], *, most: int, seed: int) -> It
 
 @dataclass(frozen=True, kw_only=True)
 class FillerModelConfig(BaseModelConfig):
-    """The base model of the variant: that of the built-in task, taught from rows with fillers.
+    """The base model of this variant, trained on rows with fillers.
 
     Raises:
         ConfigError: a number of fillers that the rows cannot have, and all that `BaseModelConfig` refuses.
@@ -84,12 +84,12 @@ class FillerModelConfig(BaseModelConfig):
             )
 
     def rows(self, count: int) -> Iterator[tuple[str, str]]:
-        """The first `count` training rows."""
+        """Draw the first `count` training rows."""
         return with_fillers(super().rows(count), most=self.most_fillers, seed=self.seed)
 
 
 def builtin_model(task: str) -> BaseModelConfig:
-    """What the model `builtin` is for a task: the one that was taught it; the arithmetic one for every other task.
+    """The base model that `builtin` stands for in a task: that of the filler task, or the arithmetic one.
 
     Args:
         task: as `TaskConfig.task`.

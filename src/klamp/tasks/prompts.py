@@ -1,4 +1,4 @@
-"""From a prompt column to the text that is tokenized: chat messages, chat templates, and the check of lengths."""
+"""Turns the prompt column of a data row into text: chat messages, chat templates, checks of length."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHOWN_CHARACTERS = 200
 
 
 def uses_chat_template(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether prompts pass through the tokenizer's chat template.
+    """Whether prompts are written with the tokenizer's chat template.
 
     Args:
         config: its `chat_template` decides; None means where the tokenizer has one.
@@ -40,7 +40,7 @@ def uses_chat_template(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -
 
 
 def prompt_text(value: Any, config: TaskConfig, tokenizer: PreTrainedTokenizerBase, *, where: str) -> str:
-    """The text to tokenize for one value of a prompt column.
+    """The text to tokenize, from one value of a prompt column.
 
     A text becomes one user message where a chat template is used, and stays as it is otherwise. A list of messages
     needs a template; a last message by the assistant is continued rather than answered.
@@ -83,7 +83,7 @@ def prompt_text(value: Any, config: TaskConfig, tokenizer: PreTrainedTokenizerBa
 
 
 def _messages(value: Any, where: str) -> Messages:
-    """The value as a list of messages, after checking that there is something in it."""
+    """The value of a prompt column as a list of messages; refuses one with nothing in it."""
     if isinstance(value, str) and value.strip():
         return [{"role": "user", "content": value}]
     if isinstance(value, Sequence) and not isinstance(value, str) and value and all(map(_is_message, value)):
@@ -112,7 +112,7 @@ def check_prompts(
     max_model_length: int | None,
     max_new_tokens: int,
 ) -> None:
-    """Refuse prompts that are empty, that the tokenizer cannot write, or that leave too little room for a completion.
+    """Refuse prompts that are empty, cannot be tokenized, or leave no room for a completion.
 
     Args:
         examples: all prompts of a run, in the order of the data.
@@ -141,7 +141,7 @@ def check_prompts(
 
 
 def _lengths(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The prompts' lengths in tokens; all at once, and one by one only to find the row that a tokenizer refuses."""
+    """The length of each prompt in tokens; where the tokenizer fails, the row is found and named."""
     try:
         return _token_counts([example.prompt for example in examples], tokenizer)
     except Exception:

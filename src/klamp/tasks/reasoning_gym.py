@@ -1,4 +1,4 @@
-"""Any dataset of the reasoning-gym package, scored by its own rules."""
+"""Tasks from the reasoning-gym package: any of its datasets, scored by its own rules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TRAIN_SIZE = 4096
 
 
 def reasoning_gym_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
-    """The task `reasoning_gym:NAME`.
+    """Load the task `reasoning_gym:NAME`.
 
     The first `eval_size` rows are held out, so that they stay the same whatever the size of training; a training row
     with the same question as a held-out one is left out. A completion is scored by the dataset's `score_answer`: by

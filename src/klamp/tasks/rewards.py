@@ -1,4 +1,4 @@
-"""Reward functions by name, and the calling conventions of a user's own function.
+"""Reward functions: the named ones, and how a user's own function is called.
 
     exact_match            1 where the completion equals the answer, white space around both left out
     math_verify            1 where the math-verify package finds the two to be the same mathematics
@@ -39,7 +39,7 @@ _MATH_SECONDS = 5
 
 
 def named_reward(name: str) -> Callable[[Example, str], float]:
-    """The checked reward function of a name.
+    """Find the reward function of a name; its results are checked.
 
     Args:
         name: `exact_match`, `math_verify`, `format_regex:PATTERN` or `module:function`.
@@ -62,7 +62,7 @@ def named_reward(name: str) -> Callable[[Example, str], float]:
 
 
 def with_reward(task: Task, name: str) -> Task:
-    """The same task, scored by the named reward.
+    """A task with another reward, given by name.
 
     Args:
         task: its prompts and answers are kept.
@@ -85,7 +85,7 @@ def with_reward(task: Task, name: str) -> Task:
 
 
 def exact_match(example: Example, completion: str) -> float:
-    """1.0 where the completion is the answer, white space around both left out."""
+    """The reward 1.0 where the completion is the answer, except for white space around them, else 0.0."""
     return float(completion.strip() == example.answer.strip())
 
 
@@ -127,7 +127,7 @@ def _math_verify() -> RewardFunction:
 
 
 def adapt(function: Callable[..., Any], *, name: str) -> RewardFunction:
-    """Turn a user's function into one of (example, completion); see the top of this file for the conventions.
+    """Turn a user's function into one of (example, completion); the top of this file says how it may be written.
 
     Args:
         function: takes one completion, or TRL's lists.
@@ -179,7 +179,7 @@ def _trl_style(function: Callable[..., Any], name: str) -> RewardFunction:
 def _accepted(
     function: Callable[..., Any], fields: Mapping[str, Any], taken: str, name: str, example: Example
 ) -> dict[str, Any]:
-    """The fields that the function's signature takes. RewardError where it needs one that the row lacks."""
+    """The fields of a data row that the function takes; RewardError where the row lacks one that it needs."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         accepted = dict(fields)

@@ -1,4 +1,4 @@
-"""Saved weights and optimizers behind the stand-in, in memory and, where a folder is given, on disk as well."""
+"""The checkpoints of the stand-in server: weights and optimizers in memory and, with a folder, on disk."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from klamp.tinker.testing.protocol import Refused
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """Weights with the state of their optimizer."""
+    """Saved weights, with the state of their optimizer."""
 
     weights: Weights
     optimizer: dict[str, Any]
 
     def restored(self, *, with_optimizer: bool) -> Trained:
-        """A training run that starts from here."""
+        """A training run that continues from this checkpoint."""
         run = Trained(weights=self.weights.frozen())
         if with_optimizer:
             run.optimizer.load_state_dict(copy.deepcopy(self.optimizer))
@@ -29,14 +29,14 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """Checkpoints by their tinker:// path; with a folder they outlive the server."""
+    """All checkpoints by their tinker:// path; with a folder they are still there after the server has ended."""
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
         self.held: dict[str, Checkpoint] = {}
 
     def save(self, path: str, run: Trained, *, overwrite: bool) -> None:
-        """Keep a training run under a path.
+        """Save a training run under a path.
 
         Raises:
             Refused: the path is taken, or is no path.
@@ -53,7 +53,7 @@ class Checkpoints:
             part.rename(file)
 
     def load(self, path: str) -> Checkpoint:
-        """The checkpoint under a path.
+        """Load the checkpoint of a path.
 
         Raises:
             Refused: there is none.

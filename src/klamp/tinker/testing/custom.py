@@ -1,4 +1,4 @@
-"""Losses that a client traced with torch.fx and uploaded (`create_custom_loss`, SDK 0.36 and later, alpha).
+"""Losses that a client traced with torch.fx and uploaded to the stand-in (`create_custom_loss`, SDK 0.36+, alpha).
 
 Such a loss is a list of operations on one datum's tensors. Only the operations named here are carried out.
 """
@@ -30,7 +30,7 @@ _MODULES = {"torch": torch, "torch.nn.functional": torch.nn.functional, "operato
 
 @dataclass(frozen=True, kw_only=True)
 class CustomLoss:
-    """An uploaded loss."""
+    """A loss that a client uploaded."""
 
     name: str
     inputs: tuple[tuple[str, int], ...]
@@ -51,7 +51,7 @@ class CustomLoss:
         raise Refused(f"the loss {self.name!r} returns nothing")
 
     def check(self, request: TrainingRequest) -> None:
-        """Refuse data that lack what the loss reads, or hold it in another rank."""
+        """Refuse data that lack what the loss reads, or have it with another number of dimensions."""
         for i, inputs in enumerate(request.inputs):
             for name, rank in (("target_tokens", 1), *self.inputs):
                 if name not in inputs or inputs[name].ndim != rank:
@@ -62,7 +62,7 @@ class CustomLoss:
     def summed(
         self, logprobs: Sequence[Tensor], inputs: Sequence[Mapping[str, Tensor]]
     ) -> tuple[Tensor, dict[str, float]]:
-        """The sum of the losses of all datums, and the metrics, reduced as their names say."""
+        """The sum of the loss over all datums, and the metrics, joined as their names say."""
         found = [self(x, y) for x, y in zip(logprobs, inputs, strict=True)]
         metrics: dict[str, float] = {}
         for _, seen in found:
@@ -92,7 +92,7 @@ def _attribute(tensor: Any, name: str) -> Any:
 
 
 def _decoded(value: Any, values: Mapping[str, Any]) -> Any:
-    """An argument from its JSON form: what JSON has stands for itself, all else is an object of one key."""
+    """An argument of an operation, from its form in JSON."""
     if isinstance(value, list):
         return [_decoded(x, values) for x in value]
     if not isinstance(value, dict):
@@ -114,7 +114,7 @@ def _decoded(value: Any, values: Mapping[str, Any]) -> Any:
 
 
 def read_custom_loss(body: Mapping[str, Any]) -> CustomLoss:
-    """An uploaded loss; refuses one with an operation that is not known."""
+    """Read an uploaded loss; one with an unknown operation is refused."""
     inputs = tuple((x["name"], x["rank"]) for x in body["inputs"])
     nodes = body["graph"]["nodes"]
     for node in nodes:

@@ -1,4 +1,4 @@
-"""Faults that the stand-in commits on purpose, so that code can be tested against them."""
+"""Faults that the stand-in server makes on purpose, to test clients against."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FaultKind: TypeAlias = Literal["drop", "status", "slow", "die", "fail", "nan", "
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """Something that goes wrong, in some requests of a route.
+    """A kind of fault, and which requests of a route it happens to.
 
     - `drop`: the connection closes without an answer.
     - `status`: an HTTP error, `status`, instead of an answer.
@@ -42,19 +42,19 @@ class Fault:
 
 @dataclass
 class FaultPlan:
-    """The faults of a server and how often each has been passed."""
+    """The faults of a server, and how many requests each has seen."""
 
     faults: Sequence[Fault]
     seen: dict[int, int] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def replace(self, faults: Sequence[Fault]) -> None:
-        """Other faults from now on, counted from here."""
+        """Use other faults from now on; requests are counted anew."""
         with self.lock:
             self.faults, self.seen = faults, {}
 
     def strike(self, route: str, *, scoring: bool = False) -> list[Fault]:
-        """The faults that this request meets."""
+        """Count a request, and say which faults happen to it."""
         met: list[Fault] = []
         with self.lock:
             for i, fault in enumerate(self.faults):

@@ -1,4 +1,4 @@
-"""Requests that are answered later: one worker takes them, those of a training run in the order of their numbers."""
+"""Requests that are answered later: one worker does them, those of a training run in the order of their numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEPT = 4096
 
 @dataclass
 class Future:
-    """A result that is there or not yet."""
+    """The result of a request, once there is one."""
 
     done: threading.Event = field(default_factory=threading.Event)
     result: Result = b""
@@ -29,7 +29,7 @@ class Future:
     """Clock time before which the result is held back, for a slow server."""
 
     def wait(self, seconds: float) -> Result | None:
-        """The result, or None where it is not there after so many seconds."""
+        """Wait for the result; None if it is not there after so many seconds."""
         end = time.monotonic() + seconds
         if not self.done.wait(seconds) or self.ready_at > end:
             time.sleep(max(0.0, end - time.monotonic()))
@@ -39,14 +39,14 @@ class Future:
 
 
 class Lane:
-    """The requests of one training run, which are carried out by number, however they arrive."""
+    """The requests of one training run; they are done in the order of their numbers, however they arrive."""
 
     def __init__(self, first: int) -> None:
         self.next, self.waiting = first, dict[int, Callable[[], None]]()
 
 
 class Worker:
-    """One thread that carries requests out; the same request sent twice is carried out once."""
+    """A thread that does the requests; a request that is sent twice is done once."""
 
     def __init__(self) -> None:
         self.futures: OrderedDict[str, Future] = OrderedDict()
@@ -62,14 +62,14 @@ class Worker:
             job()
 
     def close(self) -> None:
-        """Stop after the job under way."""
+        """Stop the thread after its present job."""
         self.jobs.put(None)
         self.thread.join(timeout=30)
 
     def submit(
         self, request_id: str, job: Callable[[], Result], *, lane: str | None = None, number: int = 0, late: float = 0.0
     ) -> str:
-        """Carry a job out and keep its result under this id.
+        """Hand over a job, whose result is kept under this id.
 
         Args:
             request_id: the same for the same request, so that a retry finds the first one's result.
@@ -88,7 +88,7 @@ class Worker:
         return request_id
 
     def skip(self, lane: str, number: int) -> None:
-        """Count a refused request as carried out, so that the ones after it are not held up."""
+        """Count a refused request as done, so that later ones need not wait for it."""
         with self.lock:
             if lane in self.lanes:
                 self._place(lane, number, lambda: None)
@@ -104,7 +104,7 @@ class Worker:
             queued.next += 1
 
     def wait(self, request_id: str, seconds: float) -> Result | None:
-        """The result of a request, or None where it is not there yet.
+        """Wait for the result of a request; None if it is not there in time.
 
         Raises:
             Refused: there was no such request.

@@ -1,4 +1,4 @@
-"""The built-in losses: plain sums over all tokens of all datums, strict about what a datum must hold.
+"""The built-in losses of the stand-in: sums over all tokens of all datums, with strict checks of the data.
 
     cross_entropy         -sum(weights * logprobs)
     importance_sampling   -sum(ratio * advantages),                              ratio = exp(logprobs - old logprobs)
@@ -62,12 +62,12 @@ def _check_settings(request: TrainingRequest) -> None:
 
 
 def _optional(request: TrainingRequest) -> frozenset[str]:
-    """A forward pass that asks for nothing but log-probabilities needs no weights."""
+    """The keys that a request need not have: a forward pass for log-probabilities only needs no weights."""
     return frozenset({"weights"} if request.forward_only and request.loss_fn == "cross_entropy" else ())
 
 
 def check_tokens(where: str, tokens: Sequence[int], vocabulary: int, longest: int | None) -> None:
-    """Refuse no tokens, too many, or one that the model does not know."""
+    """Refuse an empty or too long list of tokens, or a token that the model does not know."""
     if not tokens:
         raise Refused(f"{where} is empty")
     if longest is not None and len(tokens) > longest:

@@ -1,4 +1,4 @@
-"""The model behind the stand-in: a base model, LoRA weights as dictionaries, autograd, AdamW, sampling."""
+"""The model of the stand-in: a base model, LoRA weights as dictionaries, autograd, AdamW, sampling."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BATCH = 64
 
 @dataclass(frozen=True, kw_only=True)
 class LoraShape:
-    """What decides an adapter's tensors."""
+    """Everything that the shapes of an adapter's tensors follow from."""
 
     rank: int = 32
     train_mlp: bool = True
@@ -33,19 +33,19 @@ class LoraShape:
 
 @dataclass(kw_only=True)
 class Weights:
-    """LoRA weights by parameter name; None stands for the base model."""
+    """The LoRA weights of an adapter by parameter name; None stands for the base model."""
 
     shape: LoraShape
     tensors: dict[str, Tensor]
 
     def frozen(self) -> Weights:
-        """A copy that no training moves."""
+        """A copy that later training does not change."""
         return Weights(shape=self.shape, tensors={k: v.detach().clone() for k, v in self.tensors.items()})
 
 
 @dataclass(kw_only=True)
 class Trained:
-    """A training run: weights that require a gradient, and their optimizer."""
+    """A training run: its weights and their optimizer."""
 
     weights: Weights
     optimizer: torch.optim.AdamW = field(init=False)
@@ -56,7 +56,7 @@ class Trained:
         self.optimizer = torch.optim.AdamW(list(self.weights.tensors.values()))
 
     def step(self, params: Mapping[str, Any]) -> float:
-        """One AdamW step with the settings of the request; returns the gradient norm before clipping."""
+        """Do one AdamW step with the settings of the request; returns the gradient's norm before clipping."""
         group = self.optimizer.param_groups[0]
         group |= {"lr": params["learning_rate"], "betas": (params["beta1"], params["beta2"]), "eps": params["eps"]}
         group["weight_decay"] = params.get("weight_decay", 0.0)
@@ -68,7 +68,7 @@ class Trained:
 
 
 class BaseModel:
-    """A causal LM that any number of adapters share; one thread at a time may use it."""
+    """A causal language model that any number of adapters share; one thread at a time may use it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model.eval()
@@ -77,7 +77,7 @@ class BaseModel:
         self._templates: dict[LoraShape, PeftModel] = {}
 
     def template(self, shape: LoraShape) -> PeftModel:
-        """The base model with an adapter of this shape, whose weights are replaced at every use."""
+        """The base model with an adapter of this shape; the adapter's weights are put in at every use."""
         if shape not in self._templates:
             lora = LoraConfig(r=shape.rank, lora_alpha=ALPHA, target_modules=self._targets(shape))
             with warnings.catch_warnings():
@@ -97,7 +97,7 @@ class BaseModel:
         return found
 
     def fresh(self, shape: LoraShape, seed: int) -> Weights:
-        """An adapter that changes nothing yet: A random from the seed, B zero."""
+        """A new adapter, which changes nothing yet: A is random (from the seed), B is zero."""
         generator = torch.Generator().manual_seed(seed % 2**63)
         tensors = {}
         for name, parameter in self.template(shape).named_parameters():
@@ -123,7 +123,7 @@ class BaseModel:
 
     @contextmanager
     def sampler(self, weights: Weights | None) -> Iterator[nn.Module]:
-        """The model that samples: the base model, or the base model with these weights."""
+        """The model to sample from: the base model, with these weights if there are any."""
         if weights is None:
             yield self.model
             return

@@ -1,4 +1,4 @@
-"""What travels over the wire: protocol buffers for training data and samples, JSON for the rest.
+"""The wire format of the stand-in: protocol buffers for training data and samples, JSON for all else.
 
 The messages are the SDK's own (`tinker.proto`), so that they are those of whichever version is installed.
 """
@@ -19,7 +19,7 @@ _NUMPY = {pb.DTYPE_FLOAT32: np.dtype(np.float32), pb.DTYPE_INT64: np.dtype(np.in
 
 
 class Refused(Exception):
-    """A request that the server does not take; becomes an HTTP error with this text.
+    """A request that the server refuses; the client gets an HTTP error with this text.
 
     Args:
         message: what is wrong, naming the datum and the key.
@@ -33,7 +33,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRequest:
-    """A `forward_backward` request."""
+    """The content of a `forward_backward` request."""
 
     model_id: str
     seq_id: int
@@ -47,7 +47,7 @@ class TrainingRequest:
 
 
 def decode_training(body: bytes) -> TrainingRequest:
-    """Read the body of a `forward_backward` request; the keys of the loss are checked elsewhere."""
+    """Read a `forward_backward` request; the data that its loss needs is checked elsewhere."""
     message = _message(body)
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for name, value in getattr(message, "loss_fn_config_v2", {}).items():
@@ -64,7 +64,7 @@ def decode_training(body: bytes) -> TrainingRequest:
 
 
 def training_seq(body: bytes) -> tuple[str, int]:
-    """Model and sequence number of a `forward_backward` request, also of one that is refused."""
+    """The model and the sequence number of a `forward_backward` request, even of one that is refused."""
     message = _message(body)
     return message.model_id, message.seq_id
 
@@ -104,7 +104,7 @@ def _datum_inputs(i: int, datum: Any) -> dict[str, Tensor]:
 
 
 def encode_training(logprobs: Sequence[Tensor], metrics: Mapping[str, float]) -> bytes:
-    """The answer to `forward_backward`: per datum, the log-probabilities of its targets."""
+    """Write the answer to `forward_backward`: the log-probabilities of each datum's targets."""
     arrays = [x.detach().to(torch.float32).numpy() for x in logprobs]
     offsets = np.cumsum([0, *(array.nbytes for array in arrays)], dtype=np.int64)
     batched = pb.BatchedTensor(
@@ -119,7 +119,7 @@ def encode_training(logprobs: Sequence[Tensor], metrics: Mapping[str, float]) ->
 def encode_samples(
     sequences: Sequence[tuple[list[int], list[float], bool]], prompt_logprobs: Sequence[float] | None
 ) -> bytes:
-    """The answer to `asample`.
+    """Write the answer to `asample`.
 
     Args:
         sequences: per sample, its tokens, their log-probabilities, and whether it ended by itself.
@@ -140,7 +140,7 @@ def encode_samples(
 
 
 def prompt_tokens(prompt: Any) -> list[int]:
-    """The token ids of a prompt in JSON."""
+    """Read the token ids of a prompt in JSON."""
     found: list[int] = []
     for chunk in (prompt or {}).get("chunks", []):
         if chunk.get("type") != "encoded_text":

@@ -1,4 +1,4 @@
-"""Starting the stand-in."""
+"""Starts the stand-in server."""
 
 from __future__ import annotations
 
@@ -22,57 +22,57 @@ API_KEY = "tml-standin"
 
 
 class Standin:
-    """A stand-in that runs; what it was asked is counted here."""
+    """A running stand-in server, and counts of what it was asked."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
 
     @property
     def url(self) -> str:
-        """Where it listens: the SDK's `base_url`, or TINKER_BASE_URL."""
+        """The address of the server: the SDK's `base_url`, or TINKER_BASE_URL."""
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
     @property
     def api_key(self) -> str:
-        """A key that it takes (any that starts with tml-)."""
+        """An API key that the server accepts (any that starts with tml-)."""
         return API_KEY
 
     @property
     def base_model(self) -> str:
-        """Name of the model that it serves."""
+        """The name of the base model."""
         return self._server.service.name
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment variables that point the SDK here."""
+        """The environment variables that make the SDK use this server."""
         return {"TINKER_BASE_URL": self.url, "TINKER_API_KEY": self.api_key, "TINKER_TELEMETRY": "0"}
 
     @property
     def requests(self) -> Counter[str]:
-        """How many requests each route was sent."""
+        """The number of requests per route."""
         return self._server.requests
 
     @property
     def tokens(self) -> Counter[str]:
-        """Tokens by what was done with them: `prompt` (read), `sampled`, `forward`, `forward_backward`."""
+        """The number of tokens by use: `prompt` (read), `sampled`, `forward`, `forward_backward`."""
         return self._server.service.tokens
 
     def weights(self, run: str | None = None) -> dict[str, torch.Tensor]:
-        """The LoRA tensors of a training run by their id, with their gradients; None: the newest run."""
+        """The LoRA tensors of a training run, with their gradients; None: those of the newest run."""
         runs = self._server.service.runs
         return runs[run or list(runs)[-1]].weights.tensors
 
     def inject(self, *faults: Fault) -> None:
-        """Commit these faults from now on, in place of any earlier ones."""
+        """Make these faults from now on, instead of any earlier ones."""
         self._server.plan.replace(faults)
 
     def die(self) -> None:
-        """Answer nobody any more."""
+        """Answer no request any more."""
         self._server.die()
 
 
 def tiny_model(vocabulary: int = 64, *, seed: int = 0) -> PreTrainedModel:
-    """A Qwen3 of two layers and random weights, in float32."""
+    """A Qwen3 model with two layers and random weights, in float32."""
     config = Qwen3Config(
         vocab_size=vocabulary,
         hidden_size=32,
@@ -100,7 +100,7 @@ def serve(
     folder: str | Path | None = None,
     faults: Sequence[Fault] = (),
 ) -> Iterator[Standin]:
-    """Serve a model to the Tinker SDK for as long as the context lasts, on the loopback interface.
+    """A context in which a model is served to the Tinker SDK, on this machine only.
 
     Args:
         model: any causal LM on the CPU; None: `tiny_model` with the tokenizer's vocabulary, or 64 tokens.
@@ -138,7 +138,7 @@ def serve(
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
-    """Ids that end a completion: the tokenizer's, and those of the model."""
+    """The ids that end a completion: the tokenizer's and the model's."""
     known: Any = None if tokenizer is None else tokenizer.eos_token_id
     settings = model.config if known is None else getattr(model, "generation_config", None)
     given = getattr(settings, "eos_token_id", None)

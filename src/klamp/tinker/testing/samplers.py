@@ -1,4 +1,4 @@
-"""The routes of sampling: sessions, samplers, completions and scores."""
+"""The routes of the stand-in for sampling: sessions, samplers, completions, scores."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _NAN = float("nan")
 
 
 def create_session(service: Service, body: Body) -> Body:
-    """A session: a name that all else hangs on."""
+    """Create a session, which all later requests belong to."""
     return {"type": "create_session", "session_id": f"session-{uuid.uuid4().hex[:12]}"}
 
 
 def create_sampling_session(service: Service, body: Body) -> Body:
-    """A sampler of the base model or of saved weights."""
+    """Create a sampler of the base model or of saved weights."""
     path = body.get("model_path")
     if path is None:
         service.check_name(body.get("base_model"))
@@ -31,19 +31,19 @@ def create_sampling_session(service: Service, body: Body) -> Body:
 
 
 def get_sampler(service: Service, sampler_id: str) -> Body:
-    """What a sampler samples from."""
+    """Say which weights a sampler samples from."""
     if sampler_id not in service.samplers:
         raise Refused(f"there is no sampler {sampler_id!r}", status=404)
     return {"sampler_id": sampler_id, "base_model": service.name, "model_path": service.samplers[sampler_id][1]}
 
 
 def scores_prompt(body: Body) -> bool:
-    """Whether a request is for the prompt's log-probabilities, as `compute_logprobs` sends it."""
+    """Whether a request is for the prompt's log-probabilities only, as `compute_logprobs` sends it."""
     return bool(body.get("prompt_logprobs"))
 
 
 def asample(service: Service, body: Body, faults: Sequence[Fault]) -> Body:
-    """Completions of a prompt and, where asked for, the log-probabilities of the prompt itself."""
+    """Sample completions of a prompt, and on request score the prompt itself."""
     sampler_id = get_sampler(service, body.get("sampling_session_id") or "")["sampler_id"]
     weights, _ = service.samplers[sampler_id]
     tokens, count, number = prompt_tokens(body["prompt"]), int(body.get("num_samples", 1)), int(body.get("seq_id") or 0)
@@ -84,7 +84,7 @@ def _last(body: Body, tokens: Sequence[int]) -> int | None:
 
 
 def _answer(rows: list[sampling.Sampled], scores: list[float] | None, faults: set[str]) -> bytes:
-    """The answer, with the faults that were asked for."""
+    """The answer to a request, with the faults that were asked for."""
     if "nan" in faults:
         rows = [(row, [*logprobs[:-1], _NAN], ended) for row, logprobs, ended in rows]
     if scores is not None and "none" in faults:

@@ -1,4 +1,4 @@
-"""Sampling and scoring behind the stand-in. Log-probabilities are those of the model itself, at temperature 1.
+"""Sampling and scoring in the stand-in; log-probabilities are those of the model itself, at temperature 1.
 
 So are those of the hosted service, whatever the sampling parameters:
 https://github.com/thinking-machines-lab/tinker-feedback/issues/148
@@ -23,7 +23,7 @@ Sampled = tuple[list[int], list[float], bool]
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How a completion is drawn."""
+    """How completions are sampled: temperature, truncation, length, stops, seed."""
 
     max_tokens: int
     temperature: float
@@ -35,7 +35,7 @@ class SamplingParams:
 
     @classmethod
     def read(cls, given: dict[str, Any], *, end: Sequence[int], seed: int, longest: int) -> SamplingParams:
-        """From the request; `end` are the model's end tokens, `seed` is used where the request has none."""
+        """Read the parameters of a request; `end` are the model's end tokens, `seed` the default seed."""
         stop = given.get("stop")
         listed = [stop] if isinstance(stop, str) else list(stop or [])
         ids = frozenset(end) if stop is None else frozenset(x for x in listed if isinstance(x, int))
@@ -58,12 +58,12 @@ class SamplingParams:
 
 @torch.no_grad()
 def read(model: nn.Module, tokens: Sequence[int]) -> Any:
-    """The model's pass over a prompt, with its keys and values."""
+    """Run the model over a prompt, and keep the keys and values."""
     return model(input_ids=torch.tensor([list(tokens)]), use_cache=True)
 
 
 def prompt_logprobs(logits: Tensor, tokens: Sequence[int], last: int | None) -> list[float]:
-    """Log-probability of each token after the ones before it; NaN at index 0 and before the `last` ones.
+    """The log-probability of each prompt token after those before it; NaN at index 0 and before the `last` ones.
 
     Args:
         logits: [P, V] after each token of the prompt.
@@ -80,7 +80,7 @@ def prompt_logprobs(logits: Tensor, tokens: Sequence[int], last: int | None) -> 
 def sample(
     model: nn.Module, out: Any, count: int, params: SamplingParams, decode: Callable[[list[int]], str]
 ) -> list[Sampled]:
-    """`count` completions of a prompt; the draws depend on the seed alone.
+    """Sample `count` completions of a prompt; equal seeds give equal completions.
 
     Args:
         model: any causal LM.
@@ -110,7 +110,7 @@ def sample(
 
 
 def _draw(logprobs: Tensor, uniform: Tensor, params: SamplingParams) -> Tensor:
-    """The next token of each row, [n, 1]: the inverse of the distribution at a uniform number."""
+    """The next token of each row, [n, 1], drawn by a uniform number through the cumulative distribution."""
     if params.temperature == 0:
         return logprobs.argmax(-1, keepdim=True)
     warpers = LogitsProcessorList()
@@ -134,7 +134,7 @@ def _extended(
     params: SamplingParams,
     decode: Callable[[list[int]], str],
 ) -> Sampled:
-    """A sequence with its next token; one that has ended stays as it is."""
+    """A sequence with one more token, unless it has ended."""
     if ended:
         return tokens, logprobs, ended
     tokens, logprobs = [*tokens, token], [*logprobs, logprob]

@@ -1,4 +1,4 @@
-"""The HTTP server: routes, faults, counts. Listens on the loopback interface only."""
+"""The HTTP server of the stand-in: routes, faults, counts; reachable from this machine only."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ LATER: dict[str, Callable[[Service, Any, Sequence[Fault]], Body]] = {
 
 
 class Dropped(Exception):
-    """The connection is to be closed without an answer."""
+    """Raised to close a connection without an answer."""
 
 
 class Pending(Exception):
-    """The result is not there yet; the client is to ask again."""
+    """Raised where a result is not there yet: the client must ask again."""
 
 
 class Server(ThreadingHTTPServer):
-    """The listening socket, the service behind it, and what goes wrong on purpose."""
+    """The listening server, with the service behind it and the faults it makes."""
 
     daemon_threads = True
     request_queue_size = 256
@@ -69,40 +69,40 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), Handler)
 
     def die(self) -> None:
-        """Answer nobody any more."""
+        """Answer no request any more."""
         self.dead = True
         with self.lock:
             for connection in self.open:
                 _close(connection)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Quiet: a client that went away is no news."""
+        """Log nothing about clients that went away."""
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One connection."""
+    """Handles the requests of one connection."""
 
     protocol_version = "HTTP/1.1"
     server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def setup(self) -> None:
-        """Note the connection, so that a dying server can cut it."""
+        """Remember the connection, so that a dying server can cut it."""
         super().setup()
         with self.server.lock:
             self.server.open.add(self.connection)
 
     def finish(self) -> None:
-        """Forget it."""
+        """Forget the connection."""
         with self.server.lock:
             self.server.open.discard(self.connection)
         super().finish()
 
     def do_GET(self) -> None:
-        """Health, capabilities, samplers."""
+        """Answer health, capabilities and samplers."""
         self._answered(lambda path, raw: self._get(path))
 
     def do_POST(self) -> None:
-        """All else."""
+        """Answer everything else."""
         self._answered(self._post)
 
     def _answered(self, act: Callable[[str, bytes], Body | bytes]) -> None:
@@ -182,7 +182,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(raw)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Quiet: the client says what goes wrong."""
+        """Log nothing: the client reports what goes wrong."""
 
 
 def _close(connection: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""What the stand-in knows: one base model, training runs, samplers, checkpoints, and how often it was asked."""
+"""The state of the stand-in: one base model, training runs, samplers, checkpoints, counts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Body = dict[str, Any]
 
 
 class Service:
-    """The state behind the HTTP server.
+    """The state behind the HTTP server, and what every route needs.
 
     Args:
         model: the base model.
@@ -54,18 +54,18 @@ class Service:
         self.tokens: Counter[str] = Counter()
 
     def check_name(self, name: str | None) -> None:
-        """Refuse another base model than the one there is."""
+        """Refuse the name of any other base model."""
         if name != self.name:
             raise Refused(f"there is no base model {name!r}; the stand-in serves {self.name!r}", status=404)
 
     def run(self, model_id: str) -> Trained:
-        """A training run by its id."""
+        """Find a training run by its id."""
         if model_id not in self.runs:
             raise Refused(f"there is no training run {model_id!r}", status=404)
         return self.runs[model_id]
 
     def decode(self, ids: list[int]) -> str:
-        """Ids as text, for stop strings."""
+        """Turn ids into text, to look for stop strings."""
         if self.tokenizer is None:
             raise Refused("a stop string needs a tokenizer, and the stand-in was started without one")
         return str(self.tokenizer.decode(ids))
@@ -79,7 +79,7 @@ class Service:
         lane: str | None = None,
         number: int = 0,
     ) -> Body:
-        """Hand a job to the worker and answer with the id of its future."""
+        """Give a job to the worker, and answer with the id of its future."""
         if any(fault.kind == "fail" for fault in faults):
             job = _failing
         late = sum(fault.seconds for fault in faults if fault.kind == "slow")
@@ -87,7 +87,7 @@ class Service:
         return {"request_id": request_id, "model_id": lane}
 
     def ordered(self, body: Body, job: Callable[[], Result], faults: Sequence[Fault]) -> Body:
-        """The same for a request of a training run, in its place among the others."""
+        """Give a training run's job to the worker, to be done in the order of the request numbers."""
         lane, number = body["model_id"], body["seq_id"]
         if lane not in self.worker.lanes:
             raise Refused(f"there is no training run {lane!r}", status=404)

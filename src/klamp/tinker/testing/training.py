@@ -1,4 +1,4 @@
-"""The routes of training: models, gradients, optimizer steps, checkpoints."""
+"""The routes of the stand-in for training: models, gradients, optimizer steps, checkpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from klamp.tinker.testing.service import Body, Service
 
 
 def create_model(service: Service, body: Body, faults: Sequence[Fault]) -> Body:
-    """A training run with a fresh adapter."""
+    """Create a training run with a new adapter."""
     service.check_name(body["base_model"])
     kind = (body.get("optimizer_config") or {}).get("type", "adamw")
     if kind != "adamw":
@@ -43,7 +43,7 @@ def create_model(service: Service, body: Body, faults: Sequence[Fault]) -> Body:
 
 
 def get_info(service: Service, body: Body) -> Body:
-    """What a training run is made of."""
+    """Say what a training run consists of."""
     run = service.run(body["model_id"])
     data = {"arch": "causal-lm", "model_name": service.name, "tokenizer_id": service.tokenizer_id}
     found = {"type": "get_info", "model_data": data, "model_id": body["model_id"], "model_name": service.name}
@@ -51,7 +51,7 @@ def get_info(service: Service, body: Body) -> Body:
 
 
 def forward_backward(service: Service, raw: bytes, faults: Sequence[Fault]) -> Body:
-    """A forward pass and, unless it is asked for alone, the gradient of the loss, added to what is there."""
+    """Do a forward pass and, unless only that is asked for, add the gradient of the loss."""
     model_id, number = training_seq(raw)
     service.run(model_id)
     try:
@@ -91,7 +91,7 @@ def _custom(service: Service, request: TrainingRequest) -> CustomLoss | None:
 
 
 def create_custom_loss(service: Service, body: Body, faults: Sequence[Fault]) -> Body:
-    """Keep an uploaded loss."""
+    """Store an uploaded loss."""
     loss, loss_id = read_custom_loss(body), f"loss-{uuid.uuid4().hex[:12]}"
 
     def job() -> Result:
@@ -102,7 +102,7 @@ def create_custom_loss(service: Service, body: Body, faults: Sequence[Fault]) ->
 
 
 def optim_step(service: Service, body: Body, faults: Sequence[Fault]) -> Body:
-    """One AdamW step on the gradients added up so far."""
+    """Do one AdamW step with the gradients added up so far."""
 
     def job() -> Result:
         if "adam_params" not in body:
@@ -124,7 +124,7 @@ def save_weights(service: Service, body: Body, faults: Sequence[Fault]) -> Body:
 
 
 def load_weights(service: Service, body: Body, faults: Sequence[Fault]) -> Body:
-    """Put saved weights into a training run, which is made where the request names none."""
+    """Load saved weights into a training run; a new one is made where the request names none."""
     saved = service.checkpoints.load(body["path"])
     model_id = body.get("model_id") or f"{body['session_id']}:train:{body['model_seq_id']}"
     number = body.get("seq_id") or 0
@@ -138,13 +138,13 @@ def load_weights(service: Service, body: Body, faults: Sequence[Fault]) -> Body:
 
 
 def weights_info(service: Service, body: Body) -> Body:
-    """What a checkpoint was made from."""
+    """Say what kind of training run a checkpoint came from."""
     shape = asdict(service.checkpoints.load(body["tinker_path"]).weights.shape)
     return {"base_model": service.name, "is_lora": True, "lora_rank": shape.pop("rank"), **shape}
 
 
 def save_weights_for_sampler(service: Service, body: Body, faults: Sequence[Fault]) -> Body:
-    """Save weights to sample from: under a name, or for one sampler only."""
+    """Save weights to sample from, under a name or for a single sampler."""
 
     def job() -> Result:
         weights = service.run(body["model_id"]).weights.frozen()
