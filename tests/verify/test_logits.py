@@ -69,7 +69,7 @@ def test_a_broken_k3_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_broken_gradient_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     import klamp.core.gradients as gradients
 
-    monkeypatch.setitem(gradients._COEFFICIENTS, ("token", "reverse"), lambda value, log_w, delta: -delta)
+    monkeypatch.setitem(gradients.COEFFICIENTS, ("token", "reverse"), lambda value, log_w, delta: -delta)
     failed = [check.claim for check in verify_logits(*rows(), names=NAMES).checks if not check.passed]
     assert failed == ["k3, gradient reverse as a loss"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from klamp.verify.judge import judge
 from klamp.verify.oracle import examine, reverse_kl, truths
 from klamp.verify.worlds import Outcomes, random_chain
 
-NAMES: tuple[Estimator, ...] = ("k1", "k2", "k3", "abs")
+NAMES: tuple[Estimator, ...] = get_args(Estimator)
 
 
 @dataclass(frozen=True, kw_only=True)

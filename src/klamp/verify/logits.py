@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import get_args
 
 import torch
 from jaxtyping import Float, Int
@@ -86,8 +87,7 @@ def _values(
     probs = log_policy.exp()
     rows: list[tuple[str, ...]] = []
     checks: list[Check] = []
-    names: tuple[Estimator, ...] = ("k1", "k2", "k3", "abs")
-    for name in names:
+    for name in get_args(Estimator):
         each = kl_estimate(log_policy, log_ref, estimator=name)
         each = torch.where(probs > 0, each, 0.0)
         mean = (probs * each).sum(-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from klamp.verify.oracle import Loss, Truths, expected_gradient, truths
 from klamp.verify.proofs.check import Check, follows, is_true
 from klamp.verify.worlds import Chain, Outcomes, one_position, random_chain
 
-VALUES: tuple[Estimator, ...] = ("k1", "k2", "k3", "abs")
+VALUES: tuple[Estimator, ...] = get_args(Estimator)
 OWN: Mapping[Estimator, str] = {"k1": "zero", "k2": "reverse", "k3": "forward", "abs": "L1 distance"}
 """What each estimator's own gradient is, tokens sampled from the policy."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from klamp.verify.proofs.check import Check, is_true
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FAR = 30.0
-VALUES: tuple[Estimator, ...] = ("k1", "k2", "k3", "abs")
+VALUES: tuple[Estimator, ...] = get_args(Estimator)
 
 
 def prove_numerics() -> list[Check]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from klamp.verify.oracle import Loss, expected, reverse_kl, variance
 from klamp.verify.proofs.check import Check, is_equal, is_true
 from klamp.verify.worlds import Chain, Outcomes, enumerate_outcomes, one_position, random_chain, truncate_top_p
 
-NAMES: tuple[Estimator, ...] = ("k1", "k2", "k3", "abs")
+NAMES: tuple[Estimator, ...] = get_args(Estimator)
 UNBIASED: tuple[Estimator, ...] = ("k1", "k3")
 
 
