@@ -4,9 +4,10 @@
     ├── ConfigError            (ValueError)         a choice that cannot work, or does not do what its name says
     │   └── UnknownNameError   (KeyError)           a key or a name that klamp does not know; names the nearest one
     ├── ShapeError             (ValueError)         tensors whose shapes do not fit together
-    ├── NonFiniteError         (ArithmeticError)    NaN, +inf, or a value no log-probability can have
+    ├── TensorError            (TypeError)          no tensor, or one of another data type, or on another device
+    ├── NonFiniteError         (ArithmeticError)    NaN, or an infinity
     ├── EmptyMaskError         (ValueError)         nothing to average over
-    ├── DataError              (ValueError)         a data row, prompt or file that cannot be used
+    ├── DataError              (ValueError)         a data row, prompt, file or log-probability that cannot be used
     ├── RewardError            (RuntimeError)       a reward function that raised, or returned something unusable
     ├── ModelError             (ValueError)         a model or tokenizer that cannot be used
     ├── RunFolderError         (FileExistsError)    an output folder that would be overwritten or cannot be resumed
@@ -66,8 +67,12 @@ class ShapeError(KlampError, ValueError):
     """Tensors whose shapes do not fit together."""
 
 
+class TensorError(KlampError, TypeError):
+    """Something that is no tensor, or a tensor of another data type or on another device than is asked for."""
+
+
 class NonFiniteError(KlampError, ArithmeticError):
-    """NaN, +inf, or a value that no log-probability can have."""
+    """NaN, or an infinity where a finite number is needed."""
 
 
 class EmptyMaskError(KlampError, ValueError):
@@ -75,7 +80,7 @@ class EmptyMaskError(KlampError, ValueError):
 
 
 class DataError(KlampError, ValueError):
-    """A data row, prompt or file that cannot be used."""
+    """A data row, prompt or file that cannot be used, or a log-probability above 0."""
 
 
 class RewardError(KlampError, RuntimeError):

@@ -9,11 +9,16 @@ import torch
 
 from klamp.core.checks import check_batch, check_logprobs, check_mask
 from klamp.core.types import Batch
-from klamp.errors import EmptyMaskError, NonFiniteError, ShapeError
+from klamp.errors import DataError, EmptyMaskError, NonFiniteError, ShapeError, TensorError
 
 MASK = torch.tensor([[True, True, False], [True, False, False]])
 LOGPROBS = torch.tensor([[-1.0, -2.0, -3.0], [-0.5, -0.1, -4.0]])
-IMPOSSIBLE = (float("nan"), float("inf"), -float("inf"), 0.5)
+IMPOSSIBLE = (
+    (float("nan"), NonFiniteError),
+    (float("inf"), NonFiniteError),
+    (-float("inf"), NonFiniteError),
+    (0.5, DataError),
+)
 
 
 def batch(**changes):
@@ -31,12 +36,17 @@ def test_a_sound_batch_passes():
     assert check_batch(batch()) is None
 
 
-@pytest.mark.parametrize("value", IMPOSSIBLE)
+@pytest.mark.parametrize(("value", "error"), IMPOSSIBLE)
 @pytest.mark.parametrize("name", ["policy_logprobs", "old_logprobs", "ref_logprobs", "sampler_logprobs"])
-def test_an_impossible_logprob_is_refused_where_the_mask_is_true_and_named(name, value):
-    with pytest.raises(NonFiniteError, match=rf"{name}[\s\S]*\(0, 1\)"):
+def test_an_impossible_logprob_is_refused_where_the_mask_is_true_and_named(name, value, error):
+    with pytest.raises(error, match=rf"{name}[\s\S]*\(0, 1\)"):
         check_batch(batch(**{name: with_value(value, 0, 1)}))
     check_batch(batch(**{name: with_value(value, 0, 2)}))
+
+
+def test_nan_beside_a_positive_logprob_is_what_is_named():
+    with pytest.raises(NonFiniteError, match=r"1 of 6 tokens, the first at \(1, 0\) with value nan"):
+        check_logprobs("policy_logprobs", torch.where(MASK, with_value(float("nan"), 1, 0).abs(), LOGPROBS), MASK)
 
 
 def test_a_logprob_just_above_zero_from_half_precision_rounding_passes():
@@ -45,7 +55,7 @@ def test_a_logprob_just_above_zero_from_half_precision_rounding_passes():
 
 @pytest.mark.usefixtures("shapes_unchecked")
 def test_a_mask_of_numbers_is_refused():
-    with pytest.raises(ShapeError, match="boolean"):
+    with pytest.raises(TensorError, match="boolean"):
         check_mask(MASK.long())
 
 

@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 from klamp.core import tiles
 from klamp.core.estimators import exact_kl
 from klamp.core.linear import linear_kl, linear_logprobs
-from klamp.errors import ConfigError, ShapeError
+from klamp.errors import ConfigError, ShapeError, TensorError
 
 # --- linear_logprobs --------------------------------------------------------------------------------------
 
@@ -222,13 +222,13 @@ def test_no_rows():
         ({"weight": torch.zeros(7)}, ShapeError, "do not fit together"),
         ({"bias": torch.zeros(6)}, ShapeError, "do not fit together"),
         ({"targets": torch.zeros(2, dtype=torch.long)}, ShapeError, "targets do not fit"),
-        ({"targets": torch.zeros(3)}, ShapeError, "targets do not fit"),
+        ({"targets": torch.zeros(3)}, TensorError, "targets must hold whole numbers"),
         ({"targets": torch.tensor([0, 7, 1])}, ConfigError, "outside the vocabulary"),
         ({"targets": torch.tensor([0, -100, 1])}, ConfigError, "-100"),
         ({"weight": torch.zeros(7, 4, dtype=torch.bfloat16)}, ConfigError, "differ in type"),
-        ({"temperature": 0.0}, ConfigError, "temperature must be positive"),
-        ({"temperature": math.nan}, ConfigError, "temperature must be positive"),
-        ({"softcap": -1.0}, ConfigError, "softcap must be positive"),
+        ({"temperature": 0.0}, ConfigError, "temperature must be a number > 0"),
+        ({"temperature": math.nan}, ConfigError, "temperature must be a number > 0"),
+        ({"softcap": -1.0}, ConfigError, "softcap must be a number > 0"),
     ],
 )
 def test_what_cannot_work_is_refused(shapes_unchecked, change, error, message):

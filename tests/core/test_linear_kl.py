@@ -152,8 +152,8 @@ def test_a_kl_that_cannot_work_is_refused(shapes_unchecked):
     for bad, error, message in (
         ({"policy_bias": torch.zeros(2)}, ShapeError, "the policy's hidden states"),
         ({"ref_bias": torch.zeros(2)}, ShapeError, "the reference's hidden states"),
-        ({"temperature": 0.0}, ConfigError, "temperature must be positive"),
-        ({"softcap": math.inf}, ConfigError, "softcap must be positive"),
+        ({"temperature": 0.0}, ConfigError, "temperature must be a number > 0"),
+        ({"softcap": math.inf}, ConfigError, "softcap must be a number > 0"),
     ):
         with pytest.raises(error, match=message):
             linear_kl(x, x, x, x, **bad)

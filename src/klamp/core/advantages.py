@@ -8,26 +8,21 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from klamp.core.arguments import AT_LEAST_0, REALS, Numbers, check_data, check_number, check_tensors, check_values_exist
 from klamp.core.masking import upcast
-from klamp.errors import ConfigError, NonFiniteError, ShapeError, check_name
+from klamp.errors import NonFiniteError, ShapeError, check_name
 
 Scale: TypeAlias = Literal["std", "none"]
 Baseline: TypeAlias = Literal["mean", "leave_one_out"]
 
 
-def check_group_size(group_size: int) -> None:
-    """Refuse groups of fewer than two completions, in which there is nothing to compare.
-
-    Raises:
-        ConfigError: fewer than two completions per prompt.
-    """
-    if group_size < 2:
-        raise ConfigError(
-            "a group needs at least two completions",
-            got=group_size,
-            why="an advantage compares the completions of one prompt with each other; alone, it is always 0",
-            fix="set num_generations to 2 or more (8 is usual)",
-        )
+GROUP_SIZES = Numbers(
+    " >= 2",
+    lambda x: x >= 2,
+    "an advantage compares the completions of one prompt with each other; alone, it is always 0",
+    "set num_generations to 2 or more (8 is usual)",
+)
+"""How many completions of a prompt make a group."""
 
 
 def group_advantages(
@@ -59,9 +54,10 @@ def group_advantages(
         eps: added to the standard deviation.
 
     Raises:
+        TensorError: rewards that are no tensor of numbers, or that carry a gradient.
         ShapeError: the batch is not a whole number of groups.
         NonFiniteError: a reward that is NaN or infinite.
-        ConfigError: a group of one.
+        ConfigError: a group of one, or an eps below 0.
         UnknownNameError: an unknown scale or baseline.
 
     Source: DeepSeekMath arXiv:2402.03300 (std), Dr. GRPO arXiv:2503.20783 (none), RLOO arXiv:2402.14740
@@ -69,7 +65,11 @@ def group_advantages(
     """
     check_name("advantage scale", scale, get_args(Scale))
     check_name("advantage baseline", baseline, get_args(Baseline))
-    check_group_size(group_size)
+    check_number("group_size", group_size, GROUP_SIZES, whole=True)
+    check_number("eps", eps, AT_LEAST_0.but("it is added to a standard deviation", "1e-4 is the default"))
+    check_tensors(REALS, rewards=rewards)
+    check_values_exist("rewards", rewards)
+    check_data(rewards=rewards)
     if rewards.ndim != 1 or rewards.shape[0] % group_size:
         raise ShapeError(
             "the rewards are not a whole number of groups",

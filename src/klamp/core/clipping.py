@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from klamp.core.arguments import AT_LEAST_0, FLOATS, POSITIVE, REALS, check_flag, check_number, check_tensors, describe
 from klamp.core.masking import upcast
 from klamp.core.types import ClipMethod
 from klamp.errors import ConfigError, ShapeError, check_name
@@ -23,12 +24,28 @@ ClipLevel: TypeAlias = Literal["sequence", "group", "batch"]
 
 def _check(method: str, temperature: float) -> None:
     check_name("KL clip method", method, get_args(ClipMethod))
-    if not temperature > 0:
-        raise ConfigError(
-            "the clip temperature must be positive",
-            got=temperature,
-            why="it is the width in nats over which the soft clip opens",
-            fix="use a temperature around a tenth of the total threshold, or method='hard'",
+    check_number(
+        "temperature",
+        temperature,
+        POSITIVE.but(
+            "it is the width in nats over which the soft clip opens",
+            "use a temperature around a tenth of the total threshold, or method='hard'",
+        ),
+    )
+
+
+def _check_kl(kl: Tensor, threshold: float | Tensor) -> None:
+    check_tensors(FLOATS, kl=kl)
+    if not isinstance(threshold, Tensor):
+        check_number("threshold", threshold)
+        return
+    check_tensors(FLOATS, like=kl if threshold.ndim else threshold, threshold=threshold)
+    if any(a not in (1, b) and b != 1 for a, b in zip(threshold.shape[::-1], kl.shape[::-1], strict=False)):
+        raise ShapeError(
+            "the threshold does not fit the KL",
+            got=f"threshold {tuple(threshold.shape)}, kl {tuple(kl.shape)}",
+            why="each KL is held against one threshold",
+            fix="pass a number, or a tensor that broadcasts",
         )
 
 
@@ -60,11 +77,14 @@ def clip_kl(
 
     Raises:
         UnknownNameError: an unknown method.
-        ConfigError: a temperature that is not positive.
+        ConfigError: a temperature that is not positive, or a threshold that is no finite number.
+        TensorError: a KL that is no tensor of floating-point numbers, or a threshold on another device.
+        ShapeError: a threshold that does not broadcast.
 
     Source: the clipping notes (docs/sources.md)
     """
     _check(method, temperature)
+    _check_kl(kl, threshold)
     kl = upcast(kl)
     if method == "none":
         return kl
@@ -121,17 +141,22 @@ def kl_budget(threshold: float, *, per_token: bool, reference_length: float | Te
 
     Raises:
         ConfigError: a negative threshold, or a per-token threshold without a positive reference length.
+        TensorError: reference lengths that are no numbers.
 
     Source: the clipping notes (docs/sources.md)
     """
-    if not threshold >= 0:
-        raise ConfigError("the KL threshold must be >= 0", got=threshold, why="a KL is never negative", fix="use 0")
+    check_number("threshold", threshold, AT_LEAST_0.but("a KL is never negative", "use 0 for no free budget"))
+    check_flag("per_token", per_token)
     if not per_token:
         return threshold
-    if reference_length is None or not bool((torch.as_tensor(reference_length) > 0).all()):
+    if isinstance(reference_length, Tensor):
+        check_tensors(REALS, reference_length=reference_length)
+    elif reference_length is not None:
+        check_number("reference_length", reference_length)
+    if reference_length is None or not bool(torch.as_tensor(reference_length > 0).all()):
         raise ConfigError(
             "a per-token KL threshold needs a positive reference length",
-            got=reference_length,
+            got=describe(reference_length),
             why="the budget of a completion is threshold * reference length",
             fix="set kl_reference_length, or use_per_token_kl_threshold=False",
         )

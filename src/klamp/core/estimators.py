@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from klamp.core.arguments import FLOATS, check_tensors
 from klamp.core.masking import upcast
 from klamp.core.types import Direction, Estimator
 from klamp.errors import ConfigError, ShapeError, check_name
@@ -146,6 +147,7 @@ def kl_estimate(
         estimator: `k1`, `k2`, `k3` or `abs`.
 
     Raises:
+        TensorError: no tensors, no floating-point numbers, or two devices.
         ShapeError: the two tensors differ in shape.
         UnknownNameError: an unknown estimator.
         ConfigError: `exact`, which needs logits; see `exact_kl`.
@@ -155,6 +157,7 @@ def kl_estimate(
     if str(estimator) == "exact":
         raise needs_logits("kl_estimate")
     check_name("KL estimator", estimator, ESTIMATORS)
+    check_tensors(FLOATS, policy_logprobs=policy_logprobs, ref_logprobs=ref_logprobs)
     return ESTIMATORS[estimator].value(log_ratio(policy_logprobs, ref_logprobs))
 
 
@@ -223,15 +226,17 @@ def exact_kl(
         direction: `reverse`, `forward` or `js`.
 
     Raises:
-        ShapeError: the logits differ in shape.
+        TensorError: no tensors, no floating-point numbers, or two devices.
+        ShapeError: the logits differ in shape, or have no vocabulary.
         UnknownNameError: an unknown direction.
 
     Source: arXiv:2504.10637 (Rao-Blackwellised estimation of the KL divergence between language models)
     """
     check_name("KL direction", direction, DIRECTIONS)
-    if policy_logits.shape != ref_logits.shape:
+    check_tensors(FLOATS, policy_logits=policy_logits, ref_logits=ref_logits)
+    if policy_logits.ndim == 0 or policy_logits.shape != ref_logits.shape:
         raise ShapeError(
-            "policy and reference logits differ in shape",
+            "policy and reference logits differ in shape, or have no vocabulary",
             got=f"policy {tuple(policy_logits.shape)}, ref {tuple(ref_logits.shape)}",
             why="the sum runs over one common vocabulary",
             fix="use the same tokens and the same vocabulary (padding included) for both models",

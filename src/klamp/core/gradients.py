@@ -21,10 +21,11 @@ from typing import Any, cast, get_args
 import torch
 from torch import Tensor
 
+from klamp.core.arguments import FLOATS, MASKS, POSITIVE, check_number, check_tensors
 from klamp.core.estimators import ESTIMATORS, log_ratio, needs_logits
 from klamp.core.masking import future_sum, masked
 from klamp.core.types import Estimator, Gradient, Horizon, LogProbs, Mask, TokenValues, Value
-from klamp.errors import ConfigError, check_name
+from klamp.errors import ConfigError, ShapeError, check_name
 
 # Past this log-ratio exp(-delta) - 1 has lost nothing to the 1, and w * exp(-delta) must be one exponential: the
 # factors over- and underflow where their product is harmless.
@@ -244,7 +245,8 @@ def kl_penalty(
         max_log_ratio: bound the log-ratio there, straight-through (off by default).
 
     Raises:
-        ShapeError: shapes differ.
+        TensorError: no tensors, no floating-point numbers, a mask that is not boolean, or two devices.
+        ShapeError: shapes differ, or there is no dimension of tokens.
         UnknownNameError: an unknown value, gradient or horizon.
         ConfigError: gradient `own` with horizon `sequence`, or a bound that is not positive.
 
@@ -253,8 +255,17 @@ def kl_penalty(
     """
     if str(value) == "exact":
         raise needs_logits("kl_penalty")
+    check_gradient_choice(value, gradient, horizon)
     check_bound("max_weight", max_weight)
     check_bound("max_log_ratio", max_log_ratio)
+    check_tensors(FLOATS, policy_logprobs=policy_logprobs, ref_logprobs=ref_logprobs)
+    check_tensors(MASKS, like=policy_logprobs, mask=mask)
+    if behavior_logprobs is not None:
+        check_tensors(FLOATS, like=policy_logprobs, behavior_logprobs=behavior_logprobs)
+    if policy_logprobs.ndim == 0:
+        raise ShapeError(
+            "policy_logprobs has no dimension of tokens", got="a single number", fix="pass [B, T], also for one token"
+        )
     delta = masked_log_ratio(policy_logprobs, ref_logprobs, mask, max_log_ratio=max_log_ratio)
     log_w = log_weights(policy_logprobs, behavior_logprobs, mask, prefix=horizon == "sequence", max_weight=max_weight)
     return penalty_from_weights(policy_logprobs, delta, log_w, mask, value=value, gradient=gradient, horizon=horizon)
@@ -264,12 +275,9 @@ def check_bound(name: str, bound: float | None) -> None:
     """Refuse a bound that is not a positive number; None is no bound.
 
     Raises:
-        ConfigError: the bound is zero, negative or NaN.
+        ConfigError: the bound is zero, negative, NaN or no number.
     """
-    if bound is not None and not bound > 0:
-        raise ConfigError(
-            f"{name} must be positive", got=bound, why="it bounds a magnitude", fix=f"use {name}=None for no bound"
-        )
+    check_number(name, bound, POSITIVE.but("it bounds a magnitude", f"use {name}=None for no bound"), optional=True)
 
 
 def exact_penalty(

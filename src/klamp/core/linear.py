@@ -20,7 +20,6 @@ environment switches them off. `linear_kl` uses the tiles everywhere.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar, cast, overload
 
@@ -31,6 +30,7 @@ from torch import Tensor
 from klamp.core._linear_autograd import LinearLogprobs
 from klamp.core._linear_kept import owner_of
 from klamp.core._linear_kl import LinearKL
+from klamp.core.arguments import FLOATS, IDS, POSITIVE, check_number, check_tensors, check_values_exist
 from klamp.core.estimators import DIRECTIONS
 from klamp.core.types import Direction
 from klamp.errors import ConfigError, ShapeError, check_name
@@ -46,6 +46,10 @@ def _opaque(function: Callable[..., Result], *given: Any) -> Result:
 
 
 def _check_head(name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    check_tensors(FLOATS, **{f"{name} hidden states": hidden, f"{name} head's weight": weight})
+    check_values_exist(f"{name} hidden states", hidden)
+    if bias is not None:
+        check_tensors(FLOATS, like=hidden, **{f"{name} head's bias": bias})
     fits = hidden.ndim == 2 and weight.ndim == 2 and hidden.shape[1] == weight.shape[1] and weight.shape[0] > 0
     if not fits or (bias is not None and bias.shape != weight.shape[:1]):
         with_bias = "" if bias is None else f", bias {tuple(bias.shape)}"
@@ -65,7 +69,8 @@ def _check_head(name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None =
 
 
 def _check_targets(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
-    if targets.shape != hidden.shape[:1] or targets.is_floating_point():
+    check_tensors(IDS, like=hidden, targets=targets)
+    if targets.shape != hidden.shape[:1]:
         raise ShapeError(
             "the targets do not fit the hidden states",
             got=f"targets {tuple(targets.shape)} of {targets.dtype}, hidden {tuple(hidden.shape)}",
@@ -82,9 +87,10 @@ def _check_targets(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
         )
 
 
-def _check_positive(name: str, value: float | None) -> None:
-    if value is not None and not 0 < value < math.inf:
-        raise ConfigError(f"{name} must be positive", got=value, why="the logits are divided by it", fix=f"{name} > 0")
+def _check_scale(temperature: float, softcap: float | None) -> None:
+    divides = POSITIVE.but("the logits are divided by it", "use that of the sampler or of the model's configuration")
+    check_number("temperature", temperature, divides)
+    check_number("softcap", softcap, divides, optional=True)
 
 
 def _cast(*tensors: Tensor | None) -> list[Tensor | None]:
@@ -107,8 +113,7 @@ def _logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     _check_head("the", hidden, weight, bias)
     _check_targets(hidden, weight, targets)
-    _check_positive("temperature", temperature)
-    _check_positive("softcap", softcap)
+    _check_scale(temperature, softcap)
     options = ((temperature, softcap), owner_of(weight), torch.is_grad_enabled(), entropy)
     given = _cast(hidden, weight, bias)
     with torch.autocast(hidden.device.type, enabled=False):
@@ -206,8 +211,7 @@ def _kl(
     check_name("KL direction", direction, DIRECTIONS)
     _check_head("the policy's", hidden, *head)
     _check_head("the reference's", ref_hidden, *ref_head)
-    _check_positive("temperature", scale[0])
-    _check_positive("softcap", scale[1])
+    _check_scale(*scale)
     rows, entries, ref_rows, ref_entries = hidden.shape[0], head[0].shape[0], ref_hidden.shape[0], ref_head[0].shape[0]
     if rows != ref_rows or entries != ref_entries:
         raise ShapeError(

@@ -11,7 +11,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from klamp.core import surrogates
-from klamp.core.checks import check_batch
+from klamp.core.arguments import check_instance
+from klamp.core.checks import check_batch, check_totals
 from klamp.core.masking import (
     Totals,
     masked,
@@ -77,11 +78,15 @@ def grpo_loss(batch: Batch, objective: Objective, *, totals: Totals | None = Non
             micro-batches add up exactly to those of the whole.
 
     Raises:
-        ShapeError, EmptyMaskError, NonFiniteError: see `check_batch`.
+        TensorError, ShapeError, EmptyMaskError, NonFiniteError, DataError: see `check_batch`.
         ConfigError: a KL is asked for and the reference's log-probabilities (or the exact KL) are missing.
 
     Source: DeepSeekMath arXiv:2402.03300
     """
+    check_instance("batch", batch, Batch)
+    check_instance("objective", objective, Objective, fix="use build_objective(KLConfig(...), LossConfig(...))")
+    if totals is not None:
+        check_totals(totals)
     check_batch(batch, part=totals is not None)
     kl_mask = batch.mask if batch.kl_mask is None else batch.mask & batch.kl_mask
     policy = masked(batch.policy_logprobs, batch.mask)

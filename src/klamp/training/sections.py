@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from klamp.config.choices import DType, check_choices
-from klamp.core.advantages import check_group_size
+from klamp.core.advantages import GROUP_SIZES
+from klamp.core.arguments import check_number
 from klamp.core.schedules import Schedule
 from klamp.diagnostics.alarms import check_names
 from klamp.errors import ConfigError
@@ -68,7 +69,7 @@ class RolloutConfig:
     """Leave completions out of the loss that reached max_completion_length without an end token."""
 
     def __post_init__(self) -> None:
-        check_group_size(self.num_generations)
+        check_number("num_generations", self.num_generations, GROUP_SIZES, whole=True)
         _at_least(self, {"prompts_per_step": 1, "max_completion_length": 1, "top_k": 0})
         if not self.temperature > 0:
             raise ConfigError(

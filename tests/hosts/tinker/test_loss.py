@@ -357,12 +357,14 @@ def test_none_in_a_row_names_the_datum():
         compute_grpo_kl_loss(with_row(data, 1, "ref_logprobs", lambda row: [*row.tolist()[:-1], None]), policies)
 
 
-@pytest.mark.parametrize("value", [NAN, INF, -INF, 0.5])
-def test_the_policys_own_nan_names_the_datum(value):
+@pytest.mark.parametrize(
+    ("value", "error"), [(NAN, NonFiniteError), (INF, NonFiniteError), (-INF, NonFiniteError), (0.5, DataError)]
+)
+def test_the_policys_own_nan_names_the_datum(value, error):
     data, policies = fake_batch()
     with torch.no_grad():
         policies[3][-1] = value
-    with pytest.raises(NonFiniteError, match="datum 3: the policy's row"):
+    with pytest.raises(error, match="datum 3: the policy's row"):
         compute_grpo_kl_loss(data, policies, kl_coef=0.0)
 
 

@@ -44,7 +44,8 @@ class Rows:
     def totals(self) -> Totals:
         """How many sequences, trained tokens, and tokens with a KL there are."""
         carried = self.mask if self.kl_mask is None else self.mask & self.kl_mask
-        return Totals(sequences=float(len(self.lengths)), tokens=float(self.mask.sum()), kl_tokens=float(carried.sum()))
+        tokens, kl_tokens = (max(1.0, float(mask.sum())) for mask in (self.mask, carried))
+        return Totals(sequences=float(len(self.lengths)), tokens=tokens, kl_tokens=kl_tokens)
 
     def batch(self, policy_logprobs: Tensor, **more: Any) -> Batch:
         """The core's view of the datums under a policy. The sampler is the old policy."""

@@ -1,0 +1,235 @@
+"""Checks of what is handed to klamp's functions: numbers and tensors of the right kind, each error with the way out.
+
+Of a tensor only its type, data type, device and shape are looked at, never a value: a check waits for no device.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeGuard
+
+import torch
+from torch import Tensor
+
+from klamp.errors import ConfigError, TensorError
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Which numbers an argument takes."""
+
+    text: str
+    """How an error says it, behind "a number"."""
+    holds: Callable[[float], bool]
+    """Whether a finite number is one of them."""
+    why: str = ""
+    """Why another one cannot work."""
+    fix: str = ""
+    """What to use instead."""
+
+    def but(self, why: str, fix: str) -> Numbers:
+        """The same numbers, with the reason and the way out of one argument."""
+        return replace(self, why=why, fix=fix)
+
+
+ANY = Numbers("", lambda x: True)
+AT_LEAST_0 = Numbers(" >= 0", lambda x: x >= 0)
+AT_LEAST_1 = Numbers(" >= 1", lambda x: x >= 1)
+POSITIVE = Numbers(" > 0", lambda x: x > 0)
+INSIDE_0_1 = Numbers(" between 0 and 1", lambda x: 0 < x < 1)
+FROM_0_TO_1 = Numbers(" in [0, 1]", lambda x: 0 <= x <= 1)
+FROM_0_BELOW_1 = Numbers(" in [0, 1)", lambda x: 0 <= x < 1)
+ABOVE_0_TO_1 = Numbers(" in (0, 1]", lambda x: 0 < x <= 1)
+
+
+def describe(x: object) -> str:
+    """What an argument is, in a few words: a value with its type, a tensor without its values."""
+    dtype, shape = getattr(x, "dtype", None), getattr(x, "shape", None)
+    if dtype is None or shape is None:
+        return "None" if x is None else f"{reprlib.repr(x)} ({type(x).__name__})"
+    place = f" on {x.device}" if isinstance(x, Tensor) else ""
+    return f"a {type(x).__module__}.{type(x).__name__} of {dtype}, shape {tuple(shape)}{place}"
+
+
+def _is_number(x: object, *, whole: bool) -> TypeGuard[float]:
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and not (whole and isinstance(x, float))
+
+
+def check_number(
+    name: str, x: object, numbers: Numbers = ANY, *, whole: bool = False, optional: bool = False, fix: str = ""
+) -> None:
+    """Refuse what is no finite number of the kind that an argument takes. Text, True and tensors are no numbers.
+
+    Args:
+        name: of the argument.
+        x: its value.
+        numbers: which ones it takes.
+        whole: whether they are whole numbers (int).
+        optional: whether it may be None.
+        fix: the way out, where `numbers` has none.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    number = _is_number(x, whole=whole)
+    if (x is None and optional) or (_is_number(x, whole=whole) and abs(x) < math.inf and numbers.holds(x)):
+        return
+    kind = "a whole number" if whole else "a number"
+    way_out = numbers.fix or fix
+    raise ConfigError(
+        f"{name} must be {kind}{numbers.text}{', or None' if optional else ''}",
+        got=x if number else describe(x),
+        why=_why_no_number(x, whole) or numbers.why or f"it is used as {kind}",
+        fix=_as_number(name, x, whole) or way_out or f"pass {kind}{numbers.text}",
+    )
+
+
+def _why_no_number(x: object, whole: bool) -> str:
+    if isinstance(x, bool):
+        return f"{x} would count as {int(x)}"
+    if isinstance(x, str):
+        return "text is not read as a number"
+    if isinstance(x, float) and not math.isfinite(x):
+        return "nothing can be computed with it"
+    return "it is not whole" if whole and isinstance(x, float) else ""
+
+
+def _as_number(name: str, x: object, whole: bool) -> str:
+    """The call that was probably meant."""
+    kind = int if whole else float
+    if isinstance(x, str):
+        try:
+            kind(x)
+        except ValueError:
+            return ""
+        return f"{name}={x.strip()}, without quotes"
+    is_array = hasattr(x, "dtype") and not isinstance(x, float) and getattr(x, "shape", None) in ((), (1,))
+    return f"{name}={kind.__name__}(x) of that x" if is_array else ""
+
+
+def check_flag(name: str, x: object) -> None:
+    """Refuse what is neither True nor False.
+
+    Raises:
+        ConfigError: it is something else, also 0 and 1.
+    """
+    if not isinstance(x, bool):
+        raise ConfigError(
+            f"{name} must be True or False",
+            got=describe(x),
+            why="anything else would be taken for one of the two without a word",
+            fix=f"{name}={bool(x) if isinstance(x, int) else True}",
+        )
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of tensor."""
+
+    text: str
+    """What it must hold."""
+    holds: Callable[[torch.dtype], bool]
+    """Whether a data type is of this kind."""
+    why: str
+    """Why another one cannot work."""
+    cast: str
+    """The method that makes it one."""
+
+
+def _whole(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+
+FLOATS = Kind(
+    "floating-point numbers", lambda d: d.is_floating_point, "whole numbers here are usually token ids", "float()"
+)
+REALS = Kind(
+    "real numbers", lambda d: d.is_floating_point or _whole(d), "it is added up and compared as a number", "float()"
+)
+IDS = Kind("whole numbers", _whole, "they are token ids", "long()")
+MASKS = Kind(
+    "booleans", lambda d: d == torch.bool, "True means: this token counts; a number could mean a weight", "bool()"
+)
+
+
+def check_tensors(kind: Kind, *, like: Tensor | None = None, **tensors: object) -> None:
+    """Refuse what is no tensor of a kind, or not on the device of the others.
+
+    Args:
+        kind: what they must hold.
+        like: a tensor that was checked before, on whose device they must be; None: the first of them.
+        tensors: by name.
+
+    Raises:
+        TensorError: no tensor, another data type, or another device.
+    """
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise TensorError(
+                f"{name} must be a torch.Tensor",
+                got=describe(x),
+                why="klamp computes with tensors: nothing else has a data type, a device and a gradient",
+                fix=f"torch.as_tensor({name}).{kind.cast}" if x is not None else f"pass {name}",
+            )
+        if not kind.holds(x.dtype):
+            raise TensorError(
+                f"{name} must hold {kind.text}", got=str(x.dtype), why=kind.why, fix=f"pass {name}.{kind.cast}"
+            )
+        like = x if like is None else like
+        if x.device != like.device:
+            raise TensorError(
+                f"{name} is on another device than the other tensors",
+                got=f"{x.device}, the others on {like.device}",
+                why="they are computed with together",
+                fix=f"pass {name}.to({str(like.device)!r})",
+            )
+
+
+def check_data(**tensors: Tensor | None) -> None:
+    """Refuse tensors that carry a gradient although they are data.
+
+    Raises:
+        TensorError: one of them requires a gradient.
+    """
+    for name, x in tensors.items():
+        if x is not None and x.requires_grad:
+            raise TensorError(
+                f"{name} must not carry a gradient",
+                got="requires_grad=True",
+                why="it is data; its gradient would train whatever computed it (a value head, a reward model)",
+                fix=f"pass {name}.detach()",
+            )
+
+
+def check_values_exist(name: str, x: Tensor) -> None:
+    """Refuse a tensor on the meta device where values decide what is done.
+
+    Raises:
+        TensorError: it holds no values.
+    """
+    if x.is_meta:
+        raise TensorError(
+            f"{name} is on the meta device",
+            got=describe(x),
+            why="a tensor there has a shape and no values, and values are checked here",
+            fix="pass tensors on a real device",
+        )
+
+
+def check_instance(name: str, x: object, kind: type, *, fix: str = "") -> None:
+    """Refuse what is not of a class.
+
+    Raises:
+        ConfigError: it is something else; a dict is told how to become one.
+    """
+    if isinstance(x, kind):
+        return
+    raise ConfigError(
+        f"{name} must be a {kind.__name__}",
+        got=describe(x),
+        why="its fields are read by name, and were checked when it was built",
+        fix=fix or (f"{kind.__name__}(**{name})" if isinstance(x, dict) else f"pass a {kind.__name__}"),
+    )
