@@ -1,4 +1,4 @@
-"""What an alarm is, what it finds, and the arithmetic that the rules share."""
+"""The types of an alarm and of what it finds, and the arithmetic that the rules share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Level: TypeAlias = Literal["alarm", "note"]
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """A threshold."""
+    """A threshold of an alarm: a number, its unit, and where it comes from."""
 
     value: float
     """The number itself."""
@@ -28,7 +28,7 @@ class Limit:
 
 @dataclass(frozen=True, kw_only=True)
 class Blamed:
-    """A token that carries much of a KL."""
+    """A token that has a large part in a KL."""
 
     step: int
     """The step that it was sampled in."""
@@ -50,7 +50,7 @@ class Blamed:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a rule saw in a run as it stands."""
+    """What a rule found wrong in a run: a sentence, and tokens to blame."""
 
     text: str
     """One sentence with the numbers."""
@@ -64,7 +64,7 @@ Rule: TypeAlias = Callable[[History], Evidence | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Alarm:
-    """One named alarm."""
+    """A named alarm: what it looks for, what that means, what to do."""
 
     name: str
     """The name that `--stop-on` and `--fail-on` take."""
@@ -85,12 +85,12 @@ class Alarm:
 
 
 def number(value: float) -> str:
-    """Three significant digits."""
+    """A number with three significant digits, as text."""
     return f"{value:.3g}"
 
 
 def is_apart(a: Sequence[float], b: Sequence[float], *, errors: float) -> bool:
-    """Whether the means of two stretches of a curve differ by more than so many standard errors of their difference."""
+    """Whether the means of two stretches of a curve differ by more than so many standard errors."""
     if min(len(a), len(b)) < 2:
         return False
     error = math.hypot(*(noise(x) / math.sqrt(len(x)) for x in (a, b)))
@@ -98,5 +98,5 @@ def is_apart(a: Sequence[float], b: Sequence[float], *, errors: float) -> bool:
 
 
 def noise(values: Sequence[float]) -> float:
-    """Standard deviation of a curve around its own course, from the differences of neighbours."""
+    """The standard deviation of a curve around its own trend, from the differences of neighbouring values."""
     return math.sqrt(fmean((x - y) ** 2 for x, y in pairwise(values)) / 2)

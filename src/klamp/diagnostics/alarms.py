@@ -1,4 +1,4 @@
-"""The one table of alarms: name, what it finds, what that comes from, what to do, thresholds with their source."""
+"""The table of all alarms: name, what it finds, what causes that, what to do, thresholds with their source."""
 
 from __future__ import annotations
 

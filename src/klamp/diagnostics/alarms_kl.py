@@ -1,4 +1,4 @@
-"""Rules over the KL to the reference; what each finding means stands in `klamp.diagnostics.alarms`."""
+"""The rules about the KL to the reference; what each finding means is written in `klamp.diagnostics.alarms`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ LOW = Limit(
 
 
 def step_zero(history: History) -> Evidence | None:
-    """The first step has a KL although nothing was updated yet."""
+    """Finds a KL in the first step, before anything was updated."""
     if len(history.rows) != 1 or history.rows[0].step > 1 or history.settings.other_reference:
         return None
     metrics = history.rows[0].metrics
@@ -77,7 +77,7 @@ def step_zero(history: History) -> Evidence | None:
 
 
 def negative_k1(history: History) -> Evidence | None:
-    """k1 below 0 step after step, or in one step by more than chance."""
+    """Finds a k1 that is below 0 step after step, or in one step by more than chance."""
     values = history.last("kl/k1", int(NEGATIVE_STEPS.value))
     if len(values) < NEGATIVE_STEPS.value or max(values) >= 0 or fmean(values) > -NEGATIVE_K1.value:
         return improbable_k1(history)
@@ -85,7 +85,7 @@ def negative_k1(history: History) -> Evidence | None:
 
 
 def k3_far_above_k1(history: History) -> Evidence | None:
-    """k3 and k1, two estimates of one KL, are far apart."""
+    """Finds k3 far above k1, although both estimate the same KL."""
     for window, ratio, floor in ((FAR_WINDOW, FAR_RATIO, FAR_FLOOR), (1, FAR_AT_ONCE.value, 1.0)):
         k1, k3 = history.last("kl/k1", window), history.last("kl/k3", window)
         if len(k1) < window or len(k3) < window:
@@ -101,7 +101,7 @@ def k3_far_above_k1(history: History) -> Evidence | None:
 
 
 def spike(history: History, *, ago: int = 0) -> tuple[float, float] | None:
-    """(KL, highest of the steps before) where the KL `ago` steps before the latest was a spike."""
+    """The KL and the highest one before it, where the KL `ago` steps before the latest was a spike; else None."""
     name = history.kl_name()
     values = history.last(name, 6, before=ago) if name else []
     prompts = history.rows[-1 - ago].prompts if len(history.rows) > ago else None
@@ -114,7 +114,7 @@ def spike(history: History, *, ago: int = 0) -> tuple[float, float] | None:
 
 
 def kl_spike(history: History) -> Evidence | None:
-    """The KL jumped in one step."""
+    """Finds a KL that jumped in one step."""
     found = spike(history)
     if found is None:
         return None
@@ -123,7 +123,7 @@ def kl_spike(history: History) -> Evidence | None:
 
 
 def spike_with_reward_drop(history: History) -> Evidence | None:
-    """The KL jumped, and the reward fell with it."""
+    """Finds a KL that jumped while the reward fell."""
     for ago in range(DROP_WAIT):
         found = spike(history, ago=ago)
         before, since = history.last("reward", 10, before=ago + 1), history.last("reward", ago + 1)
@@ -141,7 +141,7 @@ def spike_with_reward_drop(history: History) -> Evidence | None:
 
 
 def dilution(history: History) -> Evidence | None:
-    """The KL per token falls because completions grow."""
+    """Finds a KL per token that falls because completions grow."""
     name = history.kl_name()
     if name is None:
         return None
@@ -161,7 +161,7 @@ def dilution(history: History) -> Evidence | None:
 
 
 def detached_reference(history: History) -> Evidence | None:
-    """The reward changed by more than a policy so near its reference could have changed it."""
+    """Finds a reward that changed by more than a policy so near to its reference could have changed it."""
     window = DETACHED_WINDOW
     name = _kl_to_the_start(history)
     if name is None or not history.penalized or len(history.rows) < 20:
@@ -182,14 +182,14 @@ def detached_reference(history: History) -> Evidence | None:
 
 
 def _kl_to_the_start(history: History) -> str | None:
-    """The KL to the model that training started from."""
+    """The KL to the model that training started from, where the run logs it."""
     if history.settings.moving_reference:
         return "kl/k3_original" if history.rows and "kl/k3_original" in history.rows[-1].metrics else None
     return None if history.settings.other_reference else history.kl_name()
 
 
 def kl_high(history: History) -> Evidence | None:
-    """Far from the reference."""
+    """Finds a policy that is far from its reference."""
     values = _settled(history, 5)
     if values is None or fmean(values) <= HIGH.value:
         return None
@@ -197,7 +197,7 @@ def kl_high(history: History) -> Evidence | None:
 
 
 def kl_low(history: History) -> Evidence | None:
-    """Near the reference, and not at the beginning any more."""
+    """Finds a policy that is still near to its reference after the first steps."""
     values = _settled(history, 20)
     if values is None or fmean(values) >= LOW.value:
         return None
@@ -205,7 +205,7 @@ def kl_low(history: History) -> Evidence | None:
 
 
 def _settled(history: History, steps: int) -> list[float] | None:
-    """The KL of the last 5 steps, once there were so many."""
+    """The mean KL of the last 5 steps, once there are so many."""
     name = history.kl_name()
     values = history.last(name, 5) if name and len(history.rows) >= steps else []
     return values if len(values) == 5 and all(map(math.isfinite, values)) else None

@@ -1,4 +1,4 @@
-"""Rules over everything but the KL to the reference: sampler, advantages, lengths, evaluations, settings."""
+"""The rules about everything but the KL to the reference: sampler, advantages, lengths, scores, settings."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ RUNAWAY = Limit(
 
 
 def beta_runaway(history: History) -> Evidence | None:
-    """A controller raised beta until the KL costs more than the reward gives."""
+    """Finds a controller that raised beta until the KL costs more than the reward gives."""
     names = ("beta", "beta/per_sequence", "kl/k3_sequence", "reward")
     betas, prices, kls, rewards = (history.last(name, RUNAWAY_WINDOW) for name in names)
     start = next((value for value in history.first("beta", EARLY) if value > 0), None)
@@ -61,7 +61,7 @@ def beta_runaway(history: History) -> Evidence | None:
 
 
 def sampler_mismatch(history: History) -> Evidence | None:
-    """Sampler and trainer do not give the sampled tokens the same probability."""
+    """Finds a sampler and a trainer that give the sampled tokens different probabilities."""
     last = history.rows[-1].metrics if history.rows else {}
     seen = {name: last[name] for name in ("sampler/k1", "sampler/k3") if name in last}
     if "sampler/abs" in last:  # E[d^2]/2 >= E[|d|]^2/2: what k2 is at least
@@ -74,7 +74,7 @@ def sampler_mismatch(history: History) -> Evidence | None:
 
 
 def huge_values(history: History) -> Evidence | None:
-    """Values a thousand times what they should be, or none at all."""
+    """Finds values a thousand times larger than they should be, or not finite."""
     last = history.rows[-1].metrics if history.rows else {}
     found = {
         name: value
@@ -93,7 +93,7 @@ def huge_values(history: History) -> Evidence | None:
 
 
 def truncated(history: History) -> Evidence | None:
-    """Many completions end at the length limit."""
+    """Finds many completions that end at the length limit."""
     values = history.last("length/truncated", 5)
     if len(values) < 5 or fmean(values) <= TRUNCATED.value:
         return None
@@ -101,7 +101,7 @@ def truncated(history: History) -> Evidence | None:
 
 
 def advantage_scale(history: History) -> Evidence | None:
-    """Advantages out of scale, by what is logged of them or by the rewards that they are made of."""
+    """Finds advantages that are too large, from what is logged of them or from the rewards."""
     last = history.rows[-1].metrics if history.rows else {}
     largest = max((abs(last[name]) for name in ("advantage/max", "advantage/min") if name in last), default=0.0)
     rows = [each for each in history.completions.get(history.step, []) if each.advantage is not None]
@@ -120,7 +120,7 @@ def advantage_scale(history: History) -> Evidence | None:
 
 
 def _signal_from_nothing(history: History) -> Evidence | None:
-    """Advantages in groups whose rewards are all equal."""
+    """Finds advantages in groups whose rewards are all equal."""
     if history.settings.kl_in_reward:
         return None
     groups: dict[str, list[tuple[float, float]]] = {}
@@ -138,7 +138,7 @@ def _signal_from_nothing(history: History) -> Evidence | None:
 
 
 def dr_grpo_with_kl(history: History) -> Evidence | None:
-    """A KL under Dr. GRPO although rules give the reward."""
+    """Finds a KL under Dr. GRPO where the reward comes from rules."""
     settings = history.settings
     if settings.loss_type != "dr_grpo" or settings.verifier != "rules" or not history.penalized:
         return None
@@ -148,7 +148,7 @@ def dr_grpo_with_kl(history: History) -> Evidence | None:
 
 
 def retention(history: History) -> Evidence | None:
-    """A skill that is not trained lost score."""
+    """Finds a skill that is not trained and whose score fell."""
     if len(history.evaluations) < 2:
         return None
     before, now = history.evaluations[0].metrics, history.evaluations[-1].metrics

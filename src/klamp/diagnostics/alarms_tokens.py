@@ -1,4 +1,4 @@
-"""Rules over single tokens, and the tokens to blame for a KL."""
+"""The rules about single tokens, and the search for the tokens to blame for a KL."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SURPRISE = Limit(
 
 
 def blame(history: History, step: int, *, against: Side = "ref") -> list[Blamed]:
-    """The tokens that carry most of the k3 of the completions written in a step, or in the step nearest to it.
+    """The tokens with most of the k3 among the completions that were written in a step, or in the nearest one.
 
     Args:
         history: the run.
@@ -62,7 +62,7 @@ def _k3(delta: float) -> float:
 
 
 def mask_on_prompt(history: History) -> Evidence | None:
-    """The loss mask covers tokens that the model did not write."""
+    """Finds a loss mask that covers tokens which the model did not write."""
     rows = history.completions.get(history.step, [])
     wrong = [(_prompt_tokens(each), index, each) for index, each in enumerate(rows)]
     wrong = [entry for entry in wrong if entry[0]]
@@ -82,7 +82,7 @@ def _prompt_tokens(row: Completion) -> list[int]:
 
 
 def end_token_lost(history: History) -> Evidence | None:
-    """The loss mask leaves out the last token of completions that ended."""
+    """Finds a loss mask that leaves out the last token of completions that ended."""
     rows = [each for each in history.completions.get(history.step, []) if each.ended is not False]
     rows = [each for each in rows if any(each.is_trained) and any(each.is_sampled)]
     lost = [each for each in rows if not each.is_trained[_last_written(each)]]
@@ -97,7 +97,7 @@ def _last_written(row: Completion) -> int:
 
 
 def improbable_k1(history: History) -> Evidence | None:
-    """k1 below 0 by more than chance, over the tokens of one step."""
+    """Finds a k1 that is below 0 by more than chance, over the tokens of one step."""
     deltas = [delta for each in history.completions.get(history.step, []) for _, delta in each.log_ratios()]
     if len(deltas) < 200:
         return None

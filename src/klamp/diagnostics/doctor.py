@@ -1,4 +1,4 @@
-"""From a run's history to what is wrong with it."""
+"""Examines a run's history with every alarm."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from klamp.diagnostics.history import History
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """An alarm that rose, when, and what was seen."""
+    """An alarm that rose in a run: when, and what was seen."""
 
     alarm: Alarm
     """The alarm that rose."""
@@ -27,7 +27,7 @@ class Finding:
     """What was seen when it rose."""
 
     def plain(self) -> dict[str, Any]:
-        """As JSON takes it."""
+        """The finding as plain data for JSON."""
         return {
             "name": self.alarm.name,
             "level": self.alarm.level,
@@ -44,7 +44,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What the alarms say of a run."""
+    """Everything that the alarms found in a run."""
 
     history: History
     """The run that was examined."""
@@ -54,7 +54,7 @@ class Diagnosis:
     """Alarm that could not be checked -> what the record lacks for it."""
 
     def failed(self, names: Iterable[str] = ()) -> list[str]:
-        """Names of the findings that fail a check.
+        """The names of the findings that make a check fail.
 
         Args:
             names: the alarms and notes that count; none: every alarm, no note.
@@ -65,7 +65,7 @@ class Diagnosis:
 
 
 def examine(history: History) -> Diagnosis:
-    """Check a finished (or unfinished) run against every alarm, as if it happened again.
+    """Run every alarm over a run, step by step, as if it happened again.
 
     Args:
         history: the run; as much of it as the record holds.
@@ -93,7 +93,7 @@ def examine(history: History) -> Diagnosis:
 
 
 def missing(alarm: Alarm, history: History) -> str:
-    """What a record lacks for an alarm, in words; empty: nothing."""
+    """What a record lacks for an alarm, in words; "" where it lacks nothing."""
     return ", ".join(" or ".join(need.split("|")) for need in alarm.needs if not _has(history, need))
 
 

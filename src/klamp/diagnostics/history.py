@@ -1,4 +1,4 @@
-"""A run as the alarms see it: metrics by step, evaluations, some completions token by token, what is known of it.
+"""A run as the alarms see it: metrics by step, evaluations, some completions token by token, settings.
 
 The trainer fills one step by step, readers of records fill one at once; the names of the metrics are those of
 `klamp.diagnostics.metrics`, whoever wrote the record.
@@ -43,7 +43,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One completion, token by token; sequences are aligned. A row may begin with the tokens of its prompt."""
+    """One completion, token by token; all sequences have equal length. It may begin with the tokens of its prompt."""
 
     step: int
     """The step that it was sampled in, from 1."""
@@ -72,7 +72,7 @@ class Completion:
 
     @property
     def is_trained(self) -> Sequence[bool]:
-        """The loss mask."""
+        """Which tokens are trained on."""
         return [True] * len(self.tokens) if self.trained is None else self.trained
 
     @property
@@ -81,7 +81,7 @@ class Completion:
         return [True] * len(self.tokens) if self.sampled is None else self.sampled
 
     def log_ratios(self, against: Side = "ref") -> list[tuple[int, float]]:
-        """(position, log-ratio) of the trained tokens that have both log-probabilities.
+        """The log-ratios of the trained tokens that have both log-probabilities: (position, log-ratio).
 
         Args:
             against: `ref`: log policy - log ref; `sampler`: log sampler - log policy, whose tokens they are.
@@ -96,7 +96,7 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What was logged of a step."""
+    """The metrics of one step."""
 
     step: int
     """The number of the step, from 1; the metrics are those before its first update."""
@@ -108,7 +108,7 @@ class Row:
 
 @dataclass(kw_only=True)
 class History:
-    """A run, or as much of it as has happened."""
+    """The record of a run, or of the part of it that has happened."""
 
     source: str = "klamp run"
     """Who wrote the record, in words."""
@@ -125,29 +125,29 @@ class History:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing at all has happened yet."""
+        """Whether the record holds nothing at all."""
         return not (self.rows or self.evaluations or self.completions)
 
     @property
     def step(self) -> int:
-        """The latest step."""
+        """The number of the latest step."""
         last = [rows[-1].step for rows in (self.rows, self.evaluations) if rows]
         return max(last, default=0)
 
     @property
     def names(self) -> set[str]:
-        """Metrics that some step has."""
+        """The names of the metrics that some step has."""
         return {name for row in self.rows for name in row.metrics}
 
     @property
     def penalized(self) -> bool:
-        """Whether a KL holds the policy: beta of the last step, else of the configuration, else that a KL is logged."""
+        """Whether a KL holds the policy: the last beta is above 0, or, where no beta is known, a KL is logged."""
         last = self.rows[-1].metrics if self.rows else {}
         beta = last.get("beta", self.settings.beta)
         return beta > 0 if beta is not None else any(name.startswith("kl/") for name in last)
 
     def add_completions(self, completions: Sequence[Completion]) -> None:
-        """Keep completions by their step."""
+        """Add completions to the steps that they were written in."""
         for each in completions:
             self.completions.setdefault(each.step, []).append(each)
 
@@ -171,12 +171,12 @@ class History:
         return [_bounded(value) for value in values if math.isfinite(value)]
 
     def kl_name(self) -> str | None:
-        """The KL per token that has the least noise among those of the latest step: exact, k3, k1."""
+        """The name of the KL per token with the least noise that the latest step has: exact, k3, k1."""
         last = self.rows[-1].metrics if self.rows else {}
         return next((name for name in ("kl/exact", "kl/k3", "kl/k1") if name in last), None)
 
     def replay(self) -> Iterator[History]:
-        """The run as it looked after each step and each evaluation; one growing object, each time the same."""
+        """The run as it was after each step and evaluation; always the same object, which grows."""
         view = History(source=self.source, settings=self.settings)
         events = [(row.step, 1, row) for row in self.rows] + [(row.step, 2, row) for row in self.evaluations]
         for step, kind, row in sorted(events, key=lambda event: event[:2]):

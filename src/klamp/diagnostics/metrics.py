@@ -1,4 +1,4 @@
-"""The one table of metrics: name, unit, direction, how it is reduced, what it says."""
+"""The table of all metrics: name, unit, direction, how it is averaged, what it says."""
 
 from __future__ import annotations
 

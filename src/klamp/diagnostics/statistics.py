@@ -1,4 +1,4 @@
-"""The metrics of a step, computed once from all of its tokens.
+"""Computes the metrics of a step from all of its tokens.
 
 Per-token tensors of the whole global batch go in, plain numbers come out: whichever way the batch was split into
 micro-batches or processes, the result is the same, quantiles included.
@@ -20,7 +20,7 @@ from klamp.diagnostics.metrics import POSITIONS
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """What was seen of B completions of T tokens at the start of a step's updates; nothing has a gradient."""
+    """The tokens of B completions of T positions at the start of a step's updates, all without gradient."""
 
     mask: Tensor
     """[B, T] bool: tokens that are trained on."""
@@ -53,7 +53,7 @@ class StepRecord:
 
 
 def step_metrics(record: StepRecord, *, group_size: int, max_length: int) -> dict[str, float]:
-    """All metrics of a step that follow from its tokens; names as in `METRICS`.
+    """All metrics of a step that its tokens give; names as in `METRICS`.
 
     Args:
         record: the whole global batch.
@@ -95,7 +95,7 @@ def _policy_metrics(record: StepRecord) -> dict[str, Tensor]:
 
 
 def _scored(record: StepRecord) -> Tensor:
-    """Completions that the references scored. [B]"""
+    """Which completions the references scored. [B]"""
     return torch.ones_like(record.ended) if record.ref_rows is None else record.ref_rows
 
 
@@ -117,7 +117,7 @@ def _kl_metrics(record: StepRecord, ref: Tensor, max_length: int) -> dict[str, T
 
 
 def means_by_position(values: Tensor, mask: Tensor, *, max_length: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """`kl/position/N_of_8` -> (mean over the tokens there, their number), for all eight.
+    """The mean KL in each of eight stretches of positions, with the number of tokens: `kl/position/N_of_8`.
 
     Args:
         values: [B, T]
@@ -144,5 +144,5 @@ def _exact_metrics(record: StepRecord, rows: Tensor) -> dict[str, Tensor]:
 
 
 def pad_tokens(x: Tensor, length: int) -> Tensor:
-    """A [B, t] tensor padded on the right with zeros to [B, length]."""
+    """A [B, t] tensor with zeros appended on the right: [B, length]."""
     return torch.nn.functional.pad(x, (0, length - x.shape[1]))

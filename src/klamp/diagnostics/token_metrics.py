@@ -1,4 +1,4 @@
-"""Metrics from completions, for records that hold tokens and nothing else."""
+"""Computes metrics from completions, for records that hold nothing else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from klamp.diagnostics.history import Completion, History, Row, Side
 
 
 def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
-    """What a step's completions say by themselves; names as in `METRICS`, over trained tokens.
+    """The metrics that a step's completions give by themselves, over trained tokens; names as in `METRICS`.
 
     Args:
         completions: those of one step.
@@ -37,7 +37,7 @@ def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
 
 
 def with_rows(history: History) -> History:
-    """The same history, with a row of metrics for each step that has completions and no row.
+    """The same history, with a row of metrics for every step that has completions and no row of its own.
 
     Args:
         history: changed in place.

@@ -1,1 +1,1 @@
-"""klamp's KL inside other trainers: what every host needs (`common`), and one folder per host over it."""
+"""klamp's KL inside other trainers: `common` holds what all of them need, and each has a folder of its own."""

@@ -22,7 +22,7 @@ class Details:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Field of the configuration -> its default in this version."""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Package -> version."""
+    """Name of a package -> its version."""
     before: Mapping[str, float] = field(default_factory=dict)
     """Skill -> score before training."""
     after: Mapping[str, float] = field(default_factory=dict)

@@ -63,10 +63,10 @@ NAMES: Mapping[str, str] = {
     "kl_penalty": "kl/k1",
     "kl_divergence": "kl/k1",
 }
-"""Their name -> ours."""
+"""The name that another trainer uses -> klamp's name."""
 
 STEP_NAMES = ("train/global_step", "global_step", "training/global_step", "step", "progress/batch", "_step")
-"""Where a logged row says its step, the best first."""
+"""The names under which a logged row may hold its step, the best first."""
 
 EVALUATION_PREFIXES = ("eval/", "eval_", "val-core/", "test/")
 
@@ -74,13 +74,13 @@ SCORES = ("reward", "acc", "score", "mean@", "correct", "pass@")
 """Parts of a metric's name that say that it scores an evaluation."""
 
 BY_POSITION = re.compile(r"kl/position/\d+_of_\d+")
-"""The metrics of which the table has one row."""
+"""The metrics by position, which have one row together in the table of metrics."""
 
 OVER_UPDATES = "actor/kl_loss"
 """verl's name of a k3 that is a mean over all mini-batches and epochs of a step (train_mini_batch)."""
 
 OURS = "policy/logp_mean"
-"""A metric that klamp alone logs."""
+"""A metric that only klamp logs, by which its runs are known."""
 
 RULES = ("accuracy", "exact", "match", "math", "format", "verif", "correct", "rule", "regex", "gsm8k", "unit_test")
 """Parts of a reward function's name that say that it is a rule."""

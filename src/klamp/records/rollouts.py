@@ -17,7 +17,7 @@ from klamp.diagnostics.token_metrics import with_rows
 from klamp.records.files import json_lines, unreadable
 
 LARGEST = 0.01
-"""Log-probabilities are at most 0, but for rounding."""
+"""The largest value that a log-probability may have by rounding."""
 POLICY = ("policy_logprobs", "trainer_logprobs", "old_log_probs", "log_probs", "logprobs")
 REF = ("ref_logprobs", "ref_log_prob", "ref_log_probs", "reference_logprobs")
 SAMPLER = ("sampler_logprobs", "inference_logprobs", "rollout_log_probs", "sampling_logprobs")
@@ -26,7 +26,7 @@ TOKENS = ("tokens", "token_ids", "responses", "response_ids", "completion_ids")
 GROUP = ("uid", "group", "prompt", "input")
 PROMPT = ("prompt", "input", "question")
 PADDING = (0.0, -1.0)
-"""What stands for the sampler's log-probability where there is no token."""
+"""The value that some records hold for the sampler's log-probability where there is no token."""
 CERTAIN = -1.0
 """A token that its sampler was certain of is above this under the policy; a prompt token mostly is not."""
 

@@ -45,7 +45,7 @@ _REPEATS = 5000
 """After so many known prompts in a row, a skill counts as exhausted."""
 
 Draw = Callable[[random.Random], tuple[str, str]]
-"""Draws one prompt and its answer."""
+"""A function that draws one prompt and its answer."""
 
 
 def draw_addition(rng: random.Random) -> tuple[str, str]:

@@ -33,7 +33,7 @@ RECIPE = 1
 """Part of the cache key: raise it whenever the code below would give other weights."""
 
 _FINGERPRINT_ROWS = 64
-"""So many training rows are part of the key too: a change of the task's data needs no new recipe number."""
+"""How many training rows are part of the key: a change of the data then needs no new recipe number."""
 
 
 @dataclass(frozen=True, kw_only=True)

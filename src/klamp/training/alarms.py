@@ -19,7 +19,7 @@ from klamp.training.folders import ALARMS_FILE
 from klamp.training.observers import Observer, RunInfo
 
 RULES = ("exact_match", "math_verify", "format_regex")
-"""Reward functions of klamp that are rules."""
+"""klamp's reward functions that are rules."""
 
 LATE, WRITTEN = 150, 3
 """Steps at the end of a run (at its beginning `EARLY`), and steps with completions, that are kept: no rule looks at

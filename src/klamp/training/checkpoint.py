@@ -30,7 +30,7 @@ from klamp.training.sharding import Whole, split_like
 
 FOLDER, REFERENCE = "checkpoints", "reference.safetensors"
 STATE = {"step", "controller", "schedule", "reference_length", "before", "metrics"}
-"""What state.json must hold for a run to continue."""
+"""The keys that state.json must hold for a run to continue."""
 
 
 def save(

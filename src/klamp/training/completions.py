@@ -14,11 +14,11 @@ class Completions:
     """B sampled completions with their prompts; prompts are left-padded, completions right-padded."""
 
     prompt_ids: Tensor
-    """[B, P]"""
+    """[B, P] token ids of the prompts, padded on the left."""
     prompt_mask: Tensor
-    """[B, P], 1 on tokens."""
+    """[B, P] mask of the prompts: 1 on tokens, 0 on padding."""
     ids: Tensor
-    """[B, T]"""
+    """[B, T] token ids of the completions, padded on the right."""
     mask: Tensor
     """[B, T] bool; True up to and including the end token."""
     sampler_logprobs: Tensor

@@ -34,31 +34,31 @@ class Context:
     output_dir: Path
     """The folder of the run."""
     accelerator: Accelerator
-    """Processes, devices, trackers."""
+    """accelerate's view of processes, devices and trackers."""
     policy: nn.Module
-    """The model being trained, unwrapped."""
+    """The model being trained, without wrappers."""
     wrapped: nn.Module
-    """Its scorer as the accelerator wrapped it."""
+    """The policy's scorer as accelerate wrapped it."""
     reference: Reference | None
-    """None at beta 0."""
+    """The reference model; None where nothing needs it."""
     original: Reference | None
-    """What a moving reference started from; None where the reference does not move."""
+    """The model that a moving reference started from; None where the reference does not move."""
     tokenizer: PreTrainedTokenizerBase
-    """The policy's."""
+    """The tokenizer of the policy."""
     task: Task
-    """Prompts and reward."""
+    """The prompts and the reward."""
     objective: Objective
-    """The loss; its beta is the starting one."""
+    """The loss; its beta is the one at the start."""
     stop: list[int]
-    """Ids that end a completion."""
+    """The ids that end a completion."""
     excluded: list[int]
-    """Ids of tokens that carry no KL."""
+    """The ids of tokens that carry no KL."""
     vocabulary: int
-    """Size of the policy's output."""
+    """The number of entries that the policy gives a logit to."""
     scorer: Scorer | None = None
-    """The policy as it scores, not wrapped; None where the weights are elsewhere."""
+    """The policy's scorer without wrappers; None where the weights are at a service."""
     reference_length: float | None = None
-    """Reference length in tokens where the data does not give one."""
+    """The reference length in tokens for prompts whose data gives none."""
 
     @property
     def device(self) -> torch.device:

@@ -9,7 +9,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, TopKLogitsWarper,
 from klamp.training.config import RolloutConfig
 
 BLOCK = 256
-"""Tokens whose probabilities are added up before any are looked at one by one."""
+"""How many neighbouring tokens are summed to a block before single tokens are looked at."""
 
 
 def warpers_of(rollout: RolloutConfig) -> LogitsProcessorList:

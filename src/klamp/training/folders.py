@@ -9,15 +9,15 @@ from klamp.errors import RunFolderError
 from klamp.training.config import TrainConfig
 
 CONFIG = "config.yaml"
-"""The file that makes a folder a run's."""
+"""The file by which the folder of a run is known."""
 METRICS_FILE, COMPLETIONS, VERSIONS, SUMMARY = "metrics.jsonl", "completions.jsonl", "versions.json", "summary.json"
 """What else it writes."""
 ALARMS_FILE = "alarms.jsonl"
-"""The alarms that rose, each once."""
+"""The file with the alarms that rose, each once."""
 BESIDE = ("run.json", "log.txt", "outcome.json")
-"""What `klamp ablate` keeps beside a run's own files."""
+"""The files that `klamp ablate` keeps in a run's folder."""
 RUNS = "runs"
-"""Folder, in that of an ablation, that holds one folder per run."""
+"""The folder inside an ablation's folder that holds one folder per run."""
 
 
 def run_folder(config: TrainConfig) -> Path:

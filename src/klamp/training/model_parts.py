@@ -27,9 +27,9 @@ class Traits:
     """Which parts of a model can be used by themselves, as `probe` found out."""
 
     head: bool = False
-    """Whether its logits are its last hidden states through its output head."""
+    """Whether the model's logits are its last hidden states through its output head."""
     sharing: Sharing = "no"
-    """What its cache is good for."""
+    """Whether the model's cache can be shared by completions of one prompt, and with gradient or without."""
 
 
 class Head(NamedTuple):

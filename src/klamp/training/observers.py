@@ -23,11 +23,11 @@ class RunInfo:
     parameters: int
     """Parameters of the policy; 0 where a service does not say."""
     trainable_parameters: int
-    """Those that are trained."""
+    """The number of parameters that are trained."""
     reference: str
     """Where the reference comes from, in words; "none" at beta 0."""
     device: str
-    """Device of the policy."""
+    """The device of the policy."""
     processes: int
     """Number of processes."""
 
@@ -39,9 +39,9 @@ class RunSummary:
     output_dir: Path
     """The folder of the run."""
     steps: int
-    """Steps done."""
+    """The number of steps that are done."""
     seconds: float
-    """Wall time of this process."""
+    """The time that this process took, in seconds."""
     rl_skill: str
     """The skill that was trained."""
     before: Mapping[str, float]

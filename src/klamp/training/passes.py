@@ -24,7 +24,7 @@ class Plan:
     """How completions are divided into forward passes."""
 
     shared: bool
-    """Whether each distinct prompt is run once, ahead of the completions."""
+    """Whether each distinct prompt is run once, before the completions."""
     buckets: list[list[int]]
     """The rows of each pass over completions; each row in one of them."""
     tokens: int
@@ -85,11 +85,11 @@ class Prefix:
     """Prompts that were run once, with their cache."""
 
     last: Tensor
-    """[U, 1, H or V] what they predict."""
+    """[U, 1, H or V] predictions at the end of the prompts."""
     cache: object
-    """Their keys and values."""
+    """The keys and values of the prompts."""
     which: Tensor
-    """[B] the prompt of each row."""
+    """[B] number of each row's prompt."""
 
 
 def distinct(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -21,11 +21,11 @@ SMALL_PARAMETERS = 8
 """So many of the smallest trained tensors have their gradient compared; norms and biases of the first layers."""
 
 APART = Plan(shared=False, buckets=[[0, 2], [1, 3]], tokens=0)
-"""The plain way: the rows of the example in two passes."""
+"""The plan in which the example's rows are run with their prompts, in two passes."""
 TOGETHER = Plan(shared=False, buckets=[[0, 1, 2, 3]], tokens=0)
-"""The same in one pass."""
+"""The plan in which the example's rows are run with their prompts, in one pass."""
 SHARED = Plan(shared=True, buckets=[[0, 2], [1, 3]], tokens=0)
-"""On the cache of their prompts."""
+"""The plan in which the example's rows are run on the cache of their prompts."""
 LOW_GRADIENT = 0.03
 """Share of its largest entry by which a gradient in bfloat16 may be off, besides the noise that is measured: 0.024 was
 seen in all with 28 layers; without the gradient that goes through the cache, 0.21 and more."""

@@ -53,7 +53,7 @@ class LocalReference(Reference, Protocol):
     """A reference with its weights on this machine: it can give whole distributions, for the exact KL."""
 
     scorer: Scorer
-    """It does the scoring."""
+    """The module that scores the completions."""
 
     def score(self, completions: Completions, *, temperature: float, keep: Tensor | None = None) -> Scores:
         """As `Reference.score`, with predictions for the rows `keep`, [B] bool."""

@@ -35,31 +35,31 @@ class Rollout:
     texts: Sequence[str]
     """[B] the completions as text."""
     completions: Completions
-    """The tokens."""
+    """The tokens of prompts and completions."""
     mask: Tensor
     """[B, T] bool: tokens to train on."""
     kl_mask: Tensor
     """[B, T] bool: tokens that carry the KL."""
     rewards: Tensor
-    """[B] rewards of the task."""
+    """[B] rewards of the task, without any KL."""
     advantages: Tensor
-    """[B]"""
+    """[B] advantages."""
     totals: Totals
-    """Size of the whole step, over all processes."""
+    """The counts of the whole step, over all processes."""
     ref_logprobs: Tensor | None = None
-    """[B, T]; None where no reference is loaded."""
+    """[B, T] log-probabilities under the reference; None where none is loaded."""
     original_logprobs: Tensor | None = None
     """[B, T] under the model that a moving reference started from."""
     exact_rows: Tensor | None = None
     """[B] bool: completions whose exact KL is measured."""
     ref_predictions: Predictions | None = None
-    """[sum(exact_rows), T, ...] what the reference predicts in those."""
+    """[sum(exact_rows), T, ...] predictions of the reference for the rows of `exact_rows`."""
     kl_weight: Tensor | None = None
     """[B] factor on each completion's KL where the reference scores a share of them; 0: it did not."""
     gate_kl: Tensor | None = None
-    """[B] nats per sequence that the clip is gated on."""
+    """[B] KL (nats per sequence) that decides the clip."""
     reference_length: Tensor | None = None
-    """[B] tokens."""
+    """[B] reference lengths in tokens."""
     old_logprobs: Tensor | None = None
     """[B, T] log-probabilities before the first update; None until then."""
     before: Scores | None = None

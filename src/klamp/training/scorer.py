@@ -23,13 +23,13 @@ class ExactKL:
     """A request to measure the exact KL too: in which rows, against what, with which gradient."""
 
     rows: Tensor
-    """[B] bool: where."""
+    """[B] bool: rows in which the exact KL is measured."""
     ref: Predictions
-    """[R, T, ...] the reference's, of those rows."""
+    """[R, T, ...] predictions of the reference for these rows."""
     directions: tuple[Direction, ...] = ("reverse", "forward")
-    """Which of the two are wanted."""
+    """The directions that are measured."""
     learns: tuple[Direction, ...] = ()
-    """Those whose gradient is wanted."""
+    """The directions whose gradient is needed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +37,11 @@ class Ask:
     """A request to a scorer: temperature, and what to measure."""
 
     temperature: float
-    """That of the sampler, so that policy, reference and sampler speak of the same distribution."""
+    """The temperature of the sampler, so that all models are compared at the same one."""
     entropy: bool = False
-    """Whether the entropy is wanted."""
+    """Whether the entropy is measured."""
     exact: ExactKL | None = None
-    """The exact KL, where wanted."""
+    """How the exact KL is measured; None: not at all."""
     keep: Tensor | None = None
     """[B] bool: rows whose predictions are returned."""
     learns: Tensor | None = None

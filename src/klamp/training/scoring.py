@@ -32,7 +32,7 @@ class Scores:
     exact_forward: Tensor | None = None
     """[B, T] exact KL(ref||policy) in nats; 0 where it is not measured."""
     predictions: Predictions | None = None
-    """[R, T, ...] in the rows that were asked for."""
+    """[R, T, ...] predictions for the rows that were asked for."""
 
     def rows(self, part: slice) -> Scores:
         """The scores of some rows, without logits and predictions."""

@@ -39,7 +39,7 @@ from klamp.training.scorer import Scorer
 from klamp.training.sharding import check_fsdp, check_version
 
 UNLIMITED = 2**31
-"""Stands for a model that does not say how long a sequence it takes."""
+"""The longest sequence of a model that names none."""
 
 
 def on_cpu(config: TrainConfig) -> bool:

@@ -28,16 +28,16 @@ OLDEST_TORCH = "2.13"
 """FSDP2 finds the tensors of a dataclass and takes weights without a gradient; older ones were not tried."""
 
 OPTIONS = "--fsdp_auto_wrap_policy NO_WRAP --fsdp_cpu_ram_efficient_loading false"
-"""What `accelerate launch` must be told besides: its own choices are others."""
+"""What `accelerate launch` must be told besides; its defaults are others."""
 
 
 class Whole(NamedTuple):
     """A sharded policy put together for a checkpoint, in the main process's memory; empty on other processes."""
 
     weights: dict[str, Tensor]
-    """By name; tensors that the model ties are one here too."""
+    """The weights by name; tensors that the model shares are one tensor here too."""
     optimizer: dict[str, Any]
-    """The optimizer's `state_dict()`."""
+    """The `state_dict()` of the optimizer."""
 
 
 def asked_for() -> bool:

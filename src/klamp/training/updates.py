@@ -29,13 +29,13 @@ class UpdateOutput:
     """What one update measured; tensors of tokens are this process's part."""
 
     policy_logprobs: Tensor
-    """[B, T] before the update."""
+    """[B, T] log-probabilities of the policy before the update."""
     entropy: Tensor | None
-    """[B, T]; None where a service keeps the logits."""
+    """[B, T] entropy of the policy; None where a service keeps the logits."""
     exact: Tensor | None
-    """[B, T]"""
+    """[B, T] exact KL(policy||ref) in nats."""
     exact_forward: Tensor | None
-    """[B, T]"""
+    """[B, T] exact KL(ref||policy) in nats."""
     losses: dict[str, float]
     """train/loss, train/policy_loss, train/kl_penalty of the whole step, and the gate's metrics."""
     grad_norm: float | None

@@ -1,1 +1,1 @@
-"""The Tinker SDK: the KL loss, the reference, a training run, and a stand-in server to test against."""
+"""The Tinker SDK as a host of klamp's KL: datums, reference, loss."""

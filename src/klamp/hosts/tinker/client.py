@@ -1,4 +1,4 @@
-"""One forward-backward of the KL loss, the same on every version of the SDK."""
+"""One forward and backward pass of the KL loss, in the same way for every version of the SDK."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Datums with the right alignment, and without klamp's keys for the service's built-in losses.
+"""Builds the SDK's datums with every number at the position of its token.
 
 full = prompt + response; the model reads full[:-1] and is asked about full[1:]. Every row has N = len(full) - 1
 entries, of which the first len(prompt) - 1 speak of the prompt and are 0.
@@ -95,14 +95,14 @@ def strip_for_builtin(datums: Sequence[Any]) -> list[Any]:
 
 
 def with_inputs(datum: Any, inputs: dict[str, Any]) -> Any:
-    """The datum with other `loss_fn_inputs`; its provenance, where the SDK keeps any, goes along."""
+    """A datum with other `loss_fn_inputs`; where the SDK keeps a datum's origin, that is kept."""
     spans = ("model_input_spans", "loss_fn_input_spans")
     kept = {name: getattr(datum, name) for name in spans if getattr(datum, name, None) is not None}
     return load_tinker().Datum(model_input=datum.model_input, loss_fn_inputs=inputs, **kept)
 
 
 def tensor_data(row: Tensor) -> Any:
-    """A row as the SDK sends it: float32."""
+    """A row of numbers as the SDK sends it, in float32."""
     return load_tinker().TensorData.from_torch(row.detach().float())
 
 

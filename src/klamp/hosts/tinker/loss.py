@@ -1,4 +1,4 @@
-"""klamp's loss for `forward_backward_custom`: the datums padded into the core's batch, one `grpo_loss`."""
+"""klamp's loss for `forward_backward_custom`: the datums become one padded batch for `grpo_loss`."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def compute_grpo_kl_loss(
 
 
 def loss_of_rows(rows: Rows, logprobs_list: Sequence[Tensor], settings: Settings) -> tuple[Tensor, dict[str, float]]:
-    """`compute_grpo_kl_loss` of rows that were read already."""
+    """`compute_grpo_kl_loss` for datums that were read before."""
     objective = settings.objective
     policy = rows.policy(logprobs_list)
     batch = rows.batch(
@@ -99,7 +99,7 @@ def loss_of_rows(rows: Rows, logprobs_list: Sequence[Tensor], settings: Settings
 
 
 def _check_finite(loss: Tensor, policy: Tensor) -> None:
-    """Refuse a loss or a gradient that is not finite: the SDK would send it, and it would stay in the weights."""
+    """Refuse a loss or gradient that is not finite: sent to the service, it would spoil the weights."""
     slope = torch.autograd.grad(loss, policy, retain_graph=True)[0] if loss.requires_grad else torch.zeros_like(policy)
     bad = (~slope.isfinite()).any(-1).nonzero().flatten().tolist()
     if bad or not bool(loss.detach().isfinite()):
@@ -112,7 +112,7 @@ def _check_finite(loss: Tensor, policy: Tensor) -> None:
 
 
 def count_tokens(data: Sequence[Any]) -> Totals:
-    """The size of a step, for `totals=` where several calls share one `optim_step`: sequences, tokens, KL tokens.
+    """The counts of a step for `totals=`, where several calls share one `optim_step`: sequences, tokens, KL tokens.
 
     Raises:
         DataError, ShapeError, NonFiniteError, EmptyMaskError: as `compute_grpo_kl_loss`.

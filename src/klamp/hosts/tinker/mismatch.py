@@ -1,4 +1,4 @@
-"""How far the sampler is from the trainer: the same tokens, scored by both."""
+"""Measures how far the sampler is from the trainer: the same tokens, scored by both."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def sampler_mismatch(data: Sequence[Any], logprobs_list: Sequence[Tensor]) -> di
 
 @torch.no_grad()
 def mismatch_metrics(rows: Rows, policy: Tensor) -> dict[str, float]:
-    """`sampler_mismatch` of rows that were read already."""
+    """`sampler_mismatch` for datums that were read before."""
     delta = masked_log_ratio(rows.logprobs, policy, rows.mask)
     found = {f"sampler/{name}": float(masked_mean(ESTIMATORS[name].value(delta), rows.mask)) for name in ("k1", "k3")}
     return found | {"sampler/log_ratio_max": float(delta.abs().max())}

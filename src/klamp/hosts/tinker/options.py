@@ -1,4 +1,4 @@
-"""The arguments of the loss, checked once and turned into the core's objective."""
+"""The options of the loss, checked once and turned into the core's objective."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Normalizer: TypeAlias = Literal[Reduction, "token_sum"]
 
 
 class _Unset(float):
-    """A default that can be told from the same number given on purpose."""
+    """A default value that is told apart from the same number given on purpose."""
 
 
 KL_COEF = _Unset(KLConfig.beta)
@@ -38,7 +38,7 @@ class Settings:
     reads_exclusions: bool
 
     def read(self, data: Sequence[Any]) -> Rows:
-        """The data of the datums, checked for this loss."""
+        """Read the datums and check that they hold what this loss needs."""
         return read_rows(data, reference=self.reads_reference, exclusions=self.reads_exclusions)
 
 
@@ -87,7 +87,7 @@ def make_settings(
 
 
 def merge_coefficients(kl_coef: float, kl: KLConfig | None) -> KLConfig:
-    """One configuration from a coefficient and a configuration that has one of its own.
+    """One configuration from a coefficient and a configuration, which may hold another one.
 
     Raises:
         ConfigError: the two differ.
@@ -104,7 +104,7 @@ def merge_coefficients(kl_coef: float, kl: KLConfig | None) -> KLConfig:
 
 
 def in_force(kl: KLConfig, beta: float | None) -> float:
-    """The coefficient to use now: that of a controller or schedule where there is one, else the configuration's.
+    """The beta to use now: a controller's or schedule's if there is one, else the configuration's.
 
     Raises:
         ConfigError: a coefficient that is no number >= 0.

@@ -1,4 +1,4 @@
-"""Datums as padded tensors: what every loss, shift and metric of this adapter starts from.
+"""Datums as padded tensors, which every loss, shift and metric for Tinker starts from.
 
 A datum holds N = len(prompt) + len(response) - 1 positions; position t speaks of token t + 1. Reading checks what the
 SDK does not (lengths, NaN, missing keys), and names the datum that is wrong, before anything is sent or differentiated.
@@ -25,30 +25,30 @@ KLAMP_KEYS = ("ref_logprobs", "mask", "kl_mask")
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """B datums padded on the right to N positions; data, without gradient."""
+    """The data of B datums, padded on the right to N positions; without gradient."""
 
     mask: Tensor
     """True = a token to train on. [B, N]"""
     advantages: Tensor
-    """One per position. [B, N]"""
+    """The advantages, one per position. [B, N]"""
     logprobs: Tensor
-    """Of whoever sampled the tokens, in nats. [B, N]"""
+    """The log-probabilities under whoever sampled the tokens, in nats. [B, N]"""
     ref_logprobs: Tensor | None
-    """Of the reference, in nats; None where a datum has none. [B, N]"""
+    """The log-probabilities under the reference, in nats; None where a datum has none. [B, N]"""
     kl_mask: Tensor | None
-    """True = the token carries the KL; None: as `mask`. [B, N]"""
+    """True = the token carries the KL; None: the same as `mask`. [B, N]"""
     lengths: tuple[int, ...]
-    """Positions of each datum."""
+    """The number of positions of each datum."""
 
     @property
     def totals(self) -> Totals:
-        """How many sequences, trained tokens, and tokens with a KL there are."""
+        """The numbers of sequences, trained tokens and KL tokens."""
         carried = self.mask if self.kl_mask is None else self.mask & self.kl_mask
         tokens, kl_tokens = (max(1.0, float(mask.sum())) for mask in (self.mask, carried))
         return Totals(sequences=float(len(self.lengths)), tokens=tokens, kl_tokens=kl_tokens)
 
     def batch(self, policy_logprobs: Tensor, **more: Any) -> Batch:
-        """The core's view of the datums under a policy. The sampler is the old policy."""
+        """The datums as a batch of the core under a policy; the sampler counts as the old policy."""
         return Batch(
             policy_logprobs=policy_logprobs,
             mask=self.mask,
@@ -126,7 +126,7 @@ def read_rows(data: Sequence[Any], *, reference: bool = False, exclusions: bool 
 
 
 def pad(rows: Iterable[Tensor]) -> Tensor:
-    """Rows of different lengths as one tensor, zeros on the right; the gradient goes back to every row. [B, N]"""
+    """Rows of different lengths as one tensor, [B, N], with zeros on the right; gradients reach every row."""
     return pad_sequence(list(rows), batch_first=True)
 
 
@@ -152,7 +152,7 @@ def _read(i: int, inputs: Mapping[str, Any], has_ref: bool, has_kl_mask: bool) -
 
 
 def _row(i: int, inputs: Mapping[str, Any], name: str, length: int | None = None) -> Tensor:
-    """One key of a datum as a detached row of numbers."""
+    """One key of a datum as a row of numbers, detached."""
     if name not in inputs:
         raise DataError(
             f"datum {i} has no {name!r} in loss_fn_inputs",
@@ -175,7 +175,7 @@ def _row(i: int, inputs: Mapping[str, Any], name: str, length: int | None = None
 
 
 def number_row(name: str, values: Any) -> Tensor:
-    """Numbers as a detached tensor of their own precision; integers and bools as they are.
+    """Numbers as a detached tensor in their own precision; integers and booleans stay what they are.
 
     Raises:
         DataError: something among them is no number.
@@ -193,7 +193,7 @@ def number_row(name: str, values: Any) -> Tensor:
 
 
 def as_length(length: float | Sequence[float] | None, count: int) -> Tensor | float | None:
-    """A reference length as the core takes it: one number, or one per datum.
+    """A reference length as the core takes it: one number for all, or one per datum.
 
     Raises:
         ShapeError: another number of lengths than datums.

@@ -1,4 +1,4 @@
-"""The KL elsewhere than in the loss: as a shift of the advantages, or taken from the rewards.
+"""The KL in other places than the loss: as a shift of the advantages, or taken from the rewards.
 
 Then the service's built-in losses will do, in one pass instead of two. Only k1 belongs there, see klamp.core.placement.
 """

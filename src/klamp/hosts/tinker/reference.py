@@ -1,4 +1,4 @@
-"""Log-probabilities under the reference, asked of a sampling client: in order, bounded, retried, never hanging."""
+"""Asks a sampling client for the reference's log-probabilities: in order, with limits, retries and timeouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One question to a sampling client, in whatever form it has, tried again while that may help."""
+"""Asks a sampling client one question, in whichever form the client has, again where that may help."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from klamp.errors import ModelError
 from klamp.hosts.tinker.versions import load_tinker
 
 LONGEST_WAIT = 30.0
-"""Seconds between two attempts, at most."""
+"""The longest wait between two attempts, in seconds."""
 
 
 @dataclass
 class Asker:
-    """Asks a client for log-probabilities: finds the form that it has, tries again what may pass."""
+    """Asks a client for log-probabilities, and tries again after errors that may pass."""
 
     client: Any
     retries: int
@@ -36,7 +36,7 @@ class Asker:
         self.suffix = "prompt_logprobs_last_n" in inspect.signature(self.method).parameters
 
     async def ask(self, i: int, tokens: list[int], response: int) -> Sequence[float | None] | None:
-        """What the client answers for one sequence, after as many attempts as it takes."""
+        """The client's answer for one sequence, after as many attempts as are needed."""
         prompt = load_tinker().ModelInput.from_ints(tokens)
         for attempt in range(self.retries + 1):
             try:
@@ -65,14 +65,14 @@ class Asker:
 
 
 async def resolve(answer: Any) -> Any:
-    """What any version of the SDK, or a test's fake, hands back: awaitable, concurrent future, or the value itself."""
+    """The value out of what the SDK (or a test's fake) returns: an awaitable, a future, or the value itself."""
     if hasattr(answer, "__await__"):  # first: newer SDKs hand back futures that are both, and warn of the older use
         return await answer
     return await asyncio.wrap_future(answer) if isinstance(answer, concurrent.futures.Future) else answer
 
 
 def is_transient(error: Any) -> bool:
-    """Whether it may go better later: lost connections, timeouts, 408, 409, 429, 5xx, a fault of the service's own."""
+    """Whether an error may pass: lost connections, timeouts, HTTP 408, 409, 429, 5xx, faults of the service."""
     tinker: Any = load_tinker()
     if isinstance(error, TimeoutError | ConnectionError | tinker.APIConnectionError):
         return True

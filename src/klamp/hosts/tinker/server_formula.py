@@ -1,4 +1,4 @@
-"""The loss of one datum as torch.fx can trace it, and the rows that it reads.
+"""The loss of one datum in the form that torch.fx can trace, and the rows of numbers that it reads.
 
 Everything that changes from step to step (beta, denominators, masks) travels as rows of the datums, so that one traced
 loss serves a whole run.

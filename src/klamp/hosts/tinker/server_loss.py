@@ -1,4 +1,4 @@
-"""The KL loss as the server's own: traced once, uploaded, run in one pass (SDK 0.36 and later, alpha).
+"""The KL loss run by the server: traced once, uploaded, done in one pass (SDK 0.36 and later, alpha).
 
 The SDK traces a function of one datum with torch.fx and sums it over datums; where the service does not take uploads
 the SDK runs the same graph on this machine, in the usual two passes.

@@ -1,4 +1,4 @@
-"""Which versions of the Tinker SDK klamp works with; asked when the SDK is used, never on import."""
+"""The versions of the Tinker SDK that klamp works with; checked when the SDK is used, not on import."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_version(installed: str) -> None:
 
 @functools.cache
 def load_tinker() -> Any:
-    """The SDK's module.
+    """The module `tinker`, or the error that says how to install it.
 
     Raises:
         MissingLibrary: it is not installed.

@@ -1,4 +1,4 @@
-"""The exact KL inside TRL: from the hidden states of the scoring passes that TRL makes anyway.
+"""Computes the exact KL inside TRL, from the hidden states of the forward passes that TRL does anyway.
 
 A hook on the backbone keeps its last hidden states while TRL scores; the sum over the vocabulary is then
 `klamp.core.linear.linear_kl`, which never holds the logits.
@@ -32,7 +32,7 @@ def plain_model(trainer: Any, model: Any) -> Any:
 
 
 def why_not_exact(trainer: Any) -> str:
-    """Why the exact KL cannot be had from this trainer; empty if it can."""
+    """Why this trainer cannot give the exact KL, in words; "" where it can."""
     if trainer._never_exact:
         return trainer._never_exact
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
@@ -67,7 +67,7 @@ def check_exact(trainer: Any) -> None:
 
 @contextmanager
 def hidden_states(trainer: Any, model: Any, *, wanted: bool) -> Iterator[list[Tensor]]:
-    """The last hidden states of every forward pass of a model meanwhile, each [B, P + T, H]."""
+    """A context that collects the last hidden states of every forward pass of a model, [B, P + T, H] each."""
     kept: list[Tensor] = []
     if not wanted:
         yield kept
@@ -89,7 +89,7 @@ def of_completions(kept: list[Tensor], length: int) -> Tensor | None:
 
 
 def keep_reference(trainer: Any, output: dict[str, Any], hidden: Tensor | None) -> None:
-    """Put the reference's hidden states of the chosen rows into a generation batch."""
+    """Put the reference's hidden states, for the chosen rows, into a generation batch."""
     session = trainer._klamp
     if hidden is None or not session.exact_rows:
         return
@@ -102,7 +102,7 @@ def keep_reference(trainer: Any, output: dict[str, Any], hidden: Tensor | None) 
 def exact_kl_of(
     trainer: Any, inputs: Any, hidden: Tensor | None, *, direction: Direction = "reverse"
 ) -> tuple[Tensor, Tensor] | None:
-    """The exact KL of a batch [B, T] (0 where it is not measured), and where it is measured [B, T].
+    """The exact KL of a batch [B, T], 0 where it is not measured, and where it is measured [B, T].
 
     Args:
         trainer: has both models and the temperature.

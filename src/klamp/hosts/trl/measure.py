@@ -1,4 +1,4 @@
-"""klamp's metrics in TRL's logs, the controller's step, the check of step 0, and the completions table."""
+"""klamp's metrics in TRL's logs, with the controller's step, the check of step 0, and the completions table."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from klamp.hosts.trl.session import Scoring
 
 
 def group_size(trainer: Any) -> int:
-    """Completions per prompt in the trainer's present mode."""
+    """The number of completions per prompt in the trainer's present mode (training or evaluation)."""
     evaluating = getattr(trainer, "num_generations_eval", None) or trainer.num_generations
     return trainer.num_generations if trainer.model.training else evaluating
 
 
 def exact_for_gate(trainer: Any, inputs: Any, hidden: Tensor | None) -> Tensor | None:
-    """The exact KL before the first update, where every completion has it. [B, T]"""
+    """The exact KL before the first update, if every completion has it; else None. [B, T]"""
     found = exact_kl_of(trainer, inputs, hidden) if trainer._klamp.exact_everywhere else None
     return None if found is None else found[0]
 
 
 def after_loss(trainer: Any, inputs: Any, scored: Scoring, beta: float) -> None:
-    """Take in a micro-batch; at the end of an optimizer step (or of an evaluation batch) log, check and adjust beta."""
+    """Add a micro-batch to the measurements; at the end of an optimizer step log, check, and adjust beta."""
     session, mode = trainer._klamp, "train" if trainer.model.training else "eval"
     batch, window = batch_of(inputs, scored.logprobs.detach()), session.windows[mode]
     window.add(batch, session.term, Gate.of(batch, session.term))
@@ -79,7 +79,7 @@ def _check_step_zero(trainer: Any, kl: float) -> None:
 
 
 def completions_table(trainer: Any, generation: Generation) -> None:
-    """Columns of the completions table: each completion's KL in nats, and how long it is."""
+    """The columns that klamp adds to the completions table: each completion's KL in nats, and its length."""
     if not trainer.log_completions or generation.old_logprobs is None:
         return
     batch = generation.batch()

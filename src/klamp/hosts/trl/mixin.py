@@ -1,4 +1,4 @@
-"""The hooks into TRL's GRPOTrainer: everything that klamp overrides, and nothing else.
+"""The methods of TRL's GRPOTrainer that klamp overrides, and no others.
 
 While TRL computes its loss, its `beta` is a `Coefficient`: TRL's own line `beta * per_token_kl` then adds klamp's
 penalty, and TRL masks and normalises it with the policy loss, whatever the loss type.
@@ -35,7 +35,7 @@ class KLMixin(Host):
     """Why no trainer of this class can have the exact KL; empty where one can."""
 
     def _refresh_beta(self) -> float:
-        """Let TRL see the coefficient in force; it never is 0 while the reference is wanted."""
+        """Set TRL's beta to the one in force; never to 0 while the reference is needed."""
         control = self._klamp.control
         if control is None:
             return float(self.beta)
@@ -83,7 +83,7 @@ class KLMixin(Host):
         return output
 
     def _old_scoring(self, output: Any, seen: list[Scoring]) -> Scoring | None:
-        """The policy's scoring before the batch's first update: TRL's where it made one."""
+        """The policy's scores before the batch's first update, from TRL if it made them."""
         if output.get("old_per_token_logps") is not None:
             made = [scored for scored in seen if scored.logprobs is output["old_per_token_logps"]]
             return made[0] if made else Scoring(self.model, (), {}, output["old_per_token_logps"])
@@ -95,7 +95,7 @@ class KLMixin(Host):
         return again[-1]
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """TRL's loss; raises where it leaves klamp's hook out."""
+        """TRL's loss; an error where TRL's loss does not use klamp's hook."""
         before = self._klamp.losses
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         if self._klamp.control is not None:

@@ -1,4 +1,4 @@
-"""Whether the classes of TRL are still TRL's own: Unsloth puts its rewritten ones in their place."""
+"""Finds out whether TRL's classes are its own, or the rewritten ones that Unsloth puts in their place."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ UNSLOTH = "_UnslothGRPOTrainer"
 
 
 def host_class(cls: type) -> type | None:
-    """Unsloth's GRPO trainer among a class and its bases; None where there is none."""
+    """The GRPO trainer of Unsloth among a class and its bases; None where there is none."""
     return next((c for c in cls.__mro__ if c.__name__ == UNSLOTH), None)
 
 

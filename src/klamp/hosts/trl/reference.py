@@ -1,4 +1,4 @@
-"""Where the reference of a TRL trainer comes from: TRL's own, a model that the caller passes, or a copy in memory."""
+"""The reference of a TRL trainer: TRL's own, a model that the caller gives, or a copy in memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from klamp.errors import ConfigError, ModelError
 
 
 def own_reference(model: Any, ref_model: Any, args: Any, *, peft: bool) -> nn.Module | None:
-    """The reference that klamp has to bring, made before TRL patches the policy; None where TRL's own way is right.
+    """The reference that klamp must supply, made before TRL patches the policy; None where TRL makes its own.
 
     Args:
         model: what the trainer is built with, a model or a name.
@@ -50,14 +50,14 @@ def _can_be_loaded_again(model: Any) -> bool:
 
 
 def frozen_copy(model: nn.Module) -> nn.Module:
-    """A copy in memory, without what a trainer may have bound to the original."""
+    """A copy of a model in memory, without anything that a trainer attached to the original."""
     made = copy.deepcopy(model)
     made.__dict__.pop("forward", None)
     return made
 
 
 def fresh_copy(model: Any) -> nn.Module:
-    """A model of the same class and weights, built anew: for a policy that TRL has patched already."""
+    """A newly built model with the same class and weights, for a policy that TRL has patched already."""
     with torch.random.fork_rng(devices=[]):  # a run's draws stay what they were
         made = type(model)(copy.deepcopy(model.config))
     made.load_state_dict(model.state_dict())
@@ -95,7 +95,7 @@ def install_reference(trainer: Any, model: Any, *, dtype: str | None) -> None:
 
 
 def follow_policy(trainer: Any) -> None:
-    """Let the reference follow the policy where it should, by TRL's own callback."""
+    """Let the reference follow the policy, if it should, through TRL's own callback."""
     callbacks = trainer.callback_handler.callbacks
     if trainer.args.sync_ref_model and not any(isinstance(c, grpo_trainer.SyncRefModelCallback) for c in callbacks):
         trainer.add_callback(

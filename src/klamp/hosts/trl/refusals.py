@@ -1,4 +1,4 @@
-"""Which of klamp's options cannot work together with which of TRL's; each with the reason and the way out."""
+"""The options of klamp and TRL that cannot work together, each with the reason and the way out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from klamp.hosts.common.refusals import host_refusals
 
 
 def check_arguments(kl: KLConfig, args: Any) -> None:
-    """Refuse what TRL's arguments make impossible.
+    """Refuse combinations that TRL's arguments make impossible.
 
     Raises:
         UnknownNameError: a loss type that klamp does not know; names the nearest.
@@ -22,7 +22,7 @@ def check_arguments(kl: KLConfig, args: Any) -> None:
 
 
 def settle_reference(kl: KLConfig, args: Any) -> None:
-    """Write a moving reference into TRL's arguments: it is TRL's own `sync_ref_model`, under klamp's names."""
+    """Write a moving reference into TRL's arguments, where it is called `sync_ref_model`."""
     if kl.reference in ("ema", "periodic"):
         averaged = kl.reference == "ema"
         args.sync_ref_model = True
@@ -31,7 +31,7 @@ def settle_reference(kl: KLConfig, args: Any) -> None:
 
 
 def placement_refusals(kl: KLConfig, args: Any) -> list[Refusal]:
-    """A KL in the reward or the advantage beside options that undo it or cannot take it."""
+    """Refusals of a KL in the reward or advantage beside options that undo it."""
     used = kl.beta > 0 or kl.controller_name != "fixed"
     in_reward, in_advantage = used and kl.kl_placement == "reward", used and kl.kl_placement == "advantage"
     scale = {True: "group", False: "none"}.get(args.scale_rewards, args.scale_rewards)
@@ -94,7 +94,7 @@ def liger_bypasses() -> bool:
 
 
 def check_trainer(kl: KLConfig, trainer: Any, *, peft: bool, own: bool) -> None:
-    """Refuse what only shows once the trainer is built.
+    """Refuse what can only be seen once the trainer is built.
 
     Args:
         kl: the KL.

@@ -1,4 +1,4 @@
-"""What klamp keeps beside a TRL trainer, from one call of the trainer to the next."""
+"""What klamp remembers about a TRL trainer between the trainer's calls."""
 
 from __future__ import annotations
 
@@ -19,48 +19,48 @@ from klamp.hosts.common.window import Window
 
 @dataclass(frozen=True)
 class Scoring:
-    """One call of TRL's scoring method."""
+    """One call of TRL's scoring method: its arguments and its result."""
 
     model: Any
     positional: tuple[Any, ...]
     options: dict[str, Any]
     logprobs: Tensor
-    """[B, T]"""
+    """[B, T] log-probabilities that the call returned."""
     hidden: Tensor | None = None
-    """[B, T, H] from which the tokens were predicted, where the exact KL is wanted."""
+    """[B, T, H] hidden states from which the tokens were predicted, where the exact KL is wanted."""
 
 
 @dataclass
 class Session:
-    """A trainer's KL."""
+    """Everything that klamp keeps for one trainer."""
 
     kl: KLConfig | None
     """None: TRL's own KL is left alone; it is measured all the same where there is one."""
     control: KLControl | None
     term: KLTerm
     windows: dict[str, Window]
-    """By mode, train and eval."""
+    """The measurements of the present step in each mode, train and eval."""
     reference: str = ""
     """Where the reference comes from, in words."""
     expected_zero: bool = True
     """Whether policy and reference should be equal before the first update."""
     resumed: bool = False
     exact_rows: int = 0
-    """Completions per group whose exact KL is measured."""
+    """How many completions of a group have their exact KL measured."""
     exact_everywhere: bool = False
-    """Whether that is all of them."""
+    """Whether every completion has its exact KL measured."""
     losses: int = 0
-    """How many losses went through klamp's hook."""
+    """The number of losses that went through klamp's hook."""
     lengths: list[int] = field(default_factory=list)
-    """Of the last completions of this process, in tokens."""
+    """The lengths of this process's last completions, in tokens."""
     scorable: Tensor | None = None
-    """Of all processes' last completions: whether any reward function gave a reward."""
+    """Which of the last completions (of all processes) any reward function gave a reward to."""
     seen: list[Scoring] | None = None
-    """The calls of TRL's scoring method, while anybody listens."""
+    """The calls of TRL's scoring method that were collected; None while nobody collects."""
 
     @classmethod
     def of(cls, kl: KLConfig | None, *, max_length: int) -> Session:
-        """A fresh session; `max_length` is the longest completion in tokens."""
+        """A new session; `max_length` is the longest completion in tokens."""
         return cls(
             kl=kl,
             control=None if kl is None else KLControl(kl),
@@ -70,7 +70,7 @@ class Session:
 
     @contextmanager
     def listening(self) -> Iterator[list[Scoring]]:
-        """Collect the calls of TRL's scoring method."""
+        """A context that collects the calls of TRL's scoring method."""
         outer, self.seen = self.seen, []
         try:
             yield self.seen
@@ -78,13 +78,13 @@ class Session:
             self.seen = outer
 
     def note_rewards(self, completion_ids: list[Any], rewards: Tensor) -> None:
-        """Remember the lengths and which completions have a reward."""
+        """Remember the lengths of completions, and which of them have a reward."""
         self.lengths = [len(ids) for ids in completion_ids]
         self.scorable = ~torch.isnan(rewards).all(dim=1)
 
 
 def only_scoring(seen: list[Scoring]) -> Scoring:
-    """The one call of TRL's scoring method in a loss.
+    """The single call of TRL's scoring method inside a loss; an error where there was none or more.
 
     Raises:
         UnsupportedVersion: there was none, or more than one.

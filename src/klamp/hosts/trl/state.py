@@ -1,4 +1,4 @@
-"""klamp's state in a checkpoint of TRL: beta's controller and the frozen reference length."""
+"""klamp's part of a TRL checkpoint: the controller of beta and the frozen reference length."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FILE = "klamp_state.json"
 
 
 def save(trainer: Any, trial: Any) -> None:
-    """Write the state beside the trainer's own, on the process that saves."""
+    """Write klamp's state beside the trainer's own, on the process that saves."""
     control = trainer._klamp.control
     if control is not None and trainer.args.should_save:
         folder = Path(trainer._get_output_dir(trial=trial)) / f"checkpoint-{trainer.state.global_step}"
@@ -21,7 +21,7 @@ def save(trainer: Any, trial: Any) -> None:
 
 
 def load(trainer: Any, folder: str | None) -> None:
-    """Continue from a checkpoint; one without klamp's state starts the controller afresh, with a warning.
+    """Continue from a checkpoint; where it has no state of klamp's, the controller starts anew, with a warning.
 
     Raises:
         RunFolderError, ConfigError: the state does not fit the configuration.

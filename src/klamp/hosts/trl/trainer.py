@@ -1,4 +1,4 @@
-"""klamp's GRPOTrainer, and the upgrade of a trainer that is built already."""
+"""klamp's GRPOTrainer, and the function that gives klamp's KL to a trainer that exists already."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class GRPOTrainer(KLMixin, trl.GRPOTrainer):
 
 @contextmanager
 def _built_with(args: Any, *, reference: bool) -> Iterator[None]:
-    """While TRL builds itself: beta as it must see it to load a reference, or not to."""
+    """A context for building a TRL trainer: beta has the value that makes TRL load a reference, or none."""
     if args is None:
         yield
         return
@@ -87,7 +87,7 @@ def _built_with(args: Any, *, reference: bool) -> Iterator[None]:
 
 
 def _join(trainer: Any, kl: KLConfig | None, own: Any, *, chosen: bool) -> None:
-    """Give a built trainer its session and, where klamp brings one, its reference."""
+    """Give a trainer its session, and the reference where klamp supplies one."""
     trainer._klamp = session = Session.of(kl, max_length=trainer.max_completion_length)
     peft = hasattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config")
     if kl is not None:
@@ -108,7 +108,7 @@ def _join(trainer: Any, kl: KLConfig | None, own: Any, *, chosen: bool) -> None:
 
 
 def _choose_exact(trainer: Any, kl: KLConfig | None) -> None:
-    """How many completions of a group have their exact KL measured: all where the loss is made of it, else one."""
+    """How many completions of a group have their exact KL measured: all if the loss needs it, else one."""
     session, asked = trainer._klamp, getattr(trainer.args, "exact_kl_completions", None)
     if kl is not None and kl.kl_estimator == "exact":
         check_exact(trainer)

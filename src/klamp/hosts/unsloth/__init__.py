@@ -1,4 +1,4 @@
-"""TRL's GRPO trainer as Unsloth rewrites it: klamp's KL in Unsloth's own loss, with its own averages.
+"""TRL's GRPO trainer as Unsloth rewrites it, with klamp's KL in Unsloth's own loss and averages.
 
 host       which class is Unsloth's, which versions were tried, what it does in silence
 columns    Unsloth's columns of a batch against the completion's own

@@ -1,4 +1,4 @@
-"""Unsloth's columns against the completion's own.
+"""Translates between the columns of Unsloth's tensors and the positions of completion tokens.
 
 Unsloth scores a text batch with the padding moved to the right of each row and keeps the last columns of that, so many
 that every completion fits: more than the longest completion has, with prompt tokens in front and another shift in every
@@ -19,7 +19,7 @@ from klamp.errors import UnsupportedVersion
 
 @dataclass(frozen=True)
 class Columns:
-    """Where each completion token of a batch stands among Unsloth's columns.
+    """The column of Unsloth's tensors in which each completion token stands.
 
     Attributes:
         index: its column; 0 where it has none. [B, T]
@@ -33,7 +33,7 @@ class Columns:
 
     @classmethod
     def of(cls, inputs: Mapping[str, Any], width: int, *, pad_id: int) -> Columns:
-        """The columns of a batch of the host.
+        """Find the columns for a batch of Unsloth's.
 
         Args:
             inputs: the host's tensors.
@@ -52,16 +52,16 @@ class Columns:
         return cls(torch.where(present, index, 0).clamp(min=0), present & (index >= 0), width)
 
     def take(self, values: Tensor) -> Tensor:
-        """[B, W] as Unsloth has it -> [B, T] by the position in the completion; 0 (False) where it has none."""
+        """Values in Unsloth's columns [B, W] -> by position in the completion [B, T]; 0 (False) where there is none."""
         return values.gather(1, self.index).masked_fill(~self.present, 0)
 
     def put(self, values: Tensor) -> Tensor:
-        """[B, T] -> [B, W]; 0 wherever no completion token stands."""
+        """Values by position [B, T] -> in Unsloth's columns [B, W]; 0 where no completion token stands."""
         kept = values.masked_fill(~self.present, 0)
         return values.new_zeros(len(values), self.width).scatter_add(1, self.index, kept)
 
     def check(self, inputs: Mapping[str, Any], host_ids: Tensor, host_mask: Tensor) -> None:
-        """Raise if the tokens that Unsloth trains on are not the ones found here.
+        """Raise an error if Unsloth trains on other tokens than the ones found here.
 
         Raises:
             UnsupportedVersion: another token stands in a column, or Unsloth trains on one that is not found.

@@ -13,7 +13,7 @@ GLOBAL = "mean over the tokens of the optimizer step, all processes"
 
 
 def on_unsloth(trainer: Any, found: Effective) -> Effective:
-    """What was read from a trainer of TRL's kind, put right for one that Unsloth has written."""
+    """What was read from a trainer of TRL's kind, corrected for one that Unsloth has rewritten."""
     host = host_class(type(trainer))
     assert host is not None
     beyond = getattr(trainer, "_klamp_beyond", None)
@@ -35,7 +35,7 @@ def on_unsloth(trainer: Any, found: Effective) -> Effective:
 
 
 def clamp_note(clamps: Clamps, beyond: Any, *, own: bool) -> str:
-    """What Unsloth's clamps do to its own KL, and where they would have bound."""
+    """A sentence on where Unsloth's own KL silently stops pulling."""
     sides = [f"{side:+.2f}" for side in (clamps.below, clamps.above) if side is not None]
     if not sides:
         return "Unsloth's own KL has no clamp"

@@ -1,4 +1,4 @@
-"""Which class is Unsloth's, which versions were tried, and what Unsloth's own KL does in silence."""
+"""What klamp needs to know of Unsloth: its class, its versions, and where its own KL silently stops pulling."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from klamp.hosts.unsloth.loss import Call, LossWithKL, stopped_calling
 
 OLDEST, NEWEST = "2026.10.7", "2026.10.9"
 LOSS = "UnslothEfficientGRPO"
-"""The function that Unsloth's loss calls."""
+"""The name of the function that Unsloth's loss calls."""
 
 FARTHEST, STEP = 40.0, 1e-3
 """How far out, and how finely, Unsloth's clamps are looked for, in nats."""
 
 
 class Clamps(NamedTuple):
-    """Where Unsloth's own KL (k3) stops pulling: log-ratios policy - ref in nats, None where it never does."""
+    """The log-ratios (policy - ref, nats) beyond which Unsloth's own KL has no gradient; None: it always has one."""
 
     below: float | None
     above: float | None
     value: float
-    """The most that it can be, in nats per token."""
+    """The largest value of the KL of one token, in nats."""
 
 
 def check_version() -> str:
@@ -42,7 +42,7 @@ def check_version() -> str:
 
 
 def loss_function(host: type) -> tuple[dict[str, Any], Any]:
-    """The namespace that Unsloth's compute_loss looks its loss function up in, and that function.
+    """Unsloth's loss function, and the namespace in which its compute_loss looks that function up.
 
     Raises:
         UnsupportedVersion: it is not there, or takes other arguments.
@@ -59,7 +59,7 @@ def loss_function(host: type) -> tuple[dict[str, Any], Any]:
 
 @contextmanager
 def in_place(host: type, stand_in: LossWithKL) -> Iterator[None]:
-    """While it lasts, Unsloth's compute_loss calls `stand_in`."""
+    """A context in which Unsloth's compute_loss calls `stand_in` instead of its own loss function."""
     names, function = loss_function(host)
     names[LOSS] = stand_in
     try:
@@ -69,7 +69,7 @@ def in_place(host: type, stand_in: LossWithKL) -> Iterator[None]:
 
 
 def silent_clamps(original: Any) -> Clamps:
-    """Measure where the gradient of Unsloth's own KL is gone, and what its value stops at."""
+    """Measure where the gradient of Unsloth's own KL ends, and the largest value that it takes."""
     count = round(2 * FARTHEST / STEP)
     with torch.enable_grad():
         apart = torch.linspace(-FARTHEST, FARTHEST, count + 1).view(1, -1).requires_grad_()
@@ -85,7 +85,7 @@ def silent_clamps(original: Any) -> Clamps:
 
 
 def _own_kl(original: Any, apart: torch.Tensor) -> torch.Tensor:
-    """Unsloth's own KL summed over tokens that are so many nats from the reference."""
+    """Unsloth's own KL, summed over tokens that are so many nats from the reference."""
     call = Call(
         new=apart,
         old=None,

@@ -1,4 +1,4 @@
-"""What stands in the place of Unsloth's loss function while Unsloth computes a loss.
+"""The function that takes the place of Unsloth's loss function while a loss is computed.
 
 Unsloth's loss is linear in the KL of each token. How it weighs a token (its mask, its averages, its accumulation, its
 loss scaling) is asked of Unsloth itself, call by call: its own function, given a KL whose slope is known and no
@@ -48,18 +48,18 @@ class Call(NamedTuple):
 
 
 class Added(NamedTuple):
-    """What klamp adds to one loss."""
+    """What klamp adds to one loss of Unsloth's."""
 
     tokens: Tensor | None
     """beta times the penalty of each token in Unsloth's columns, with its gradient; None: nothing. [B, W]"""
     advantages: Tensor
-    """[B], or [B, W] where the KL shifts them."""
+    """[B] advantages, or [B, W] where the KL shifts them."""
     mean_kl: Tensor
     """What Unsloth logs as `kl`: a detached scalar."""
 
 
 class LossWithKL:
-    """Unsloth's loss function with its own KL switched off and klamp's added, weighed as Unsloth weighs its own.
+    """Unsloth's loss with klamp's KL in the place of its own, weighted as Unsloth weights its own.
 
     Args:
         original: Unsloth's autograd function.
@@ -70,7 +70,7 @@ class LossWithKL:
         self.original, self.adds, self.calls = original, adds, 0
 
     def apply(self, *args: Any) -> tuple[Any, ...]:
-        """What Unsloth calls; returns what Unsloth's own returns."""
+        """The function that Unsloth calls; it returns what Unsloth's own would return."""
         if len(args) != len(Call._fields):
             raise stopped_calling(f"{len(args)} arguments where {len(Call._fields)} were expected")
         self.calls += 1
@@ -82,7 +82,7 @@ class LossWithKL:
         return loss, length, added.mean_kl, *rest
 
     def check_called_once(self) -> None:
-        """Raise if Unsloth's loss did not come by exactly once.
+        """Raise an error if Unsloth did not call the loss exactly once.
 
         Raises:
             UnsupportedVersion: it did not: the KL would be missing from the loss, or count twice.
@@ -92,7 +92,7 @@ class LossWithKL:
 
 
 def weighed(original: Any, call: Call, tokens: Tensor) -> Tensor:
-    """The sum of per-token values as Unsloth's loss would weigh them, and scale their gradient: a scalar.
+    """The sum of per-token values, weighted as Unsloth's loss weights them: a scalar with gradient.
 
     Equation: sum_t w_t tokens_t, with w_t the derivative of Unsloth's loss by the KL of token t at coefficient 1.
     Gradient: w_t to each value, through Unsloth's own backward pass, which has its own way with loss scaling and
@@ -110,7 +110,7 @@ def weighed(original: Any, call: Call, tokens: Tensor) -> Tensor:
 
 
 def _response(original: Any, call: Call, x: Tensor) -> Tensor:
-    """Unsloth's loss of a KL between `x` and itself `APART` lower, with coefficient 1 and nothing else in it."""
+    """The loss that Unsloth computes for a known KL of coefficient 1: from it follows each token's weight."""
     bare = call._replace(
         new=x,
         old=None,
@@ -124,7 +124,7 @@ def _response(original: Any, call: Call, x: Tensor) -> Tensor:
 
 
 def stopped_calling(got: str) -> UnsupportedVersion:
-    """The error for an Unsloth whose loss does not come by where klamp stands."""
+    """The error for a version of Unsloth that does not call the loss where klamp replaces it."""
     return UnsupportedVersion(
         "Unsloth's loss does not take the KL where klamp puts it",
         got=got,

@@ -1,4 +1,4 @@
-"""Which of klamp's options cannot work together with Unsloth; each with the reason and the way out."""
+"""The options of klamp that cannot work with Unsloth, each with the reason and the way out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOSS_TYPES: Mapping[str, Reduction | None] = {**TRL_LOSS_TYPES, "bnpo": "token_m
 
 
 def check_arguments(kl: KLConfig, args: Any) -> None:
-    """Refuse what Unsloth makes impossible.
+    """Refuse options that Unsloth makes impossible.
 
     Raises:
         UnknownNameError: a loss type that klamp does not know; names the nearest.
@@ -27,7 +27,7 @@ def check_arguments(kl: KLConfig, args: Any) -> None:
 
 
 def check_batch(kl: KLConfig | None, output: Mapping[str, Any]) -> None:
-    """Refuse what only shows in a generation batch.
+    """Refuse what can only be seen in a generation batch.
 
     Raises:
         ConfigError: with the reason.

@@ -1,4 +1,4 @@
-"""klamp's hooks into the GRPO trainer that Unsloth has written: everything that is overridden, and nothing else."""
+"""The methods of Unsloth's GRPO trainer that klamp overrides, and no others."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ else:
 __all__ = ["UnslothMixin", "attach_to_unsloth"]
 
 SCORED = ("old_per_token_logps", "ref_per_token_logps")
-"""What Unsloth hands from generation to the loss in columns of its own."""
+"""The tensors that Unsloth hands from generation to the loss in columns of its own."""
 
 
 @dataclass
 class Beyond:
-    """Tokens that Unsloth's own KL would have stopped pulling on."""
+    """Counts the tokens on which Unsloth's own KL would have had no gradient."""
 
     clamps: Clamps
     tokens: int = 0
@@ -47,7 +47,7 @@ class Beyond:
 
     @torch.no_grad()
     def add(self, batch: Batch, accelerator: Any) -> float:
-        """Count a micro-batch, over all processes; the share of its tokens beyond the clamps."""
+        """Count a micro-batch on all processes; returns the share of its tokens beyond the clamps."""
         delta = masked_log_ratio(batch.policy_logprobs, require_reference(batch), batch.mask)[batch.mask]
         below, above = self.clamps.below, self.clamps.above
         far = (delta < (-torch.inf if below is None else below)) | (delta > (torch.inf if above is None else above))
@@ -58,7 +58,7 @@ class Beyond:
 
 
 class ByPosition(Host):
-    """Below klamp's hooks: a generation batch by the position in the completion, with Unsloth's columns kept aside."""
+    """Gives klamp's hooks a generation batch ordered by position, while Unsloth's columns are kept for Unsloth."""
 
     _klamp: Session
 
@@ -93,7 +93,7 @@ class UnslothMixin(KLMixin):
         return replace(found, logprobs=_columns(self, output, found.logprobs).take(found.logprobs))
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Unsloth's loss with klamp's KL; raises where Unsloth leaves the hook out."""
+        """Unsloth's loss with klamp's KL; an error where Unsloth's loss does not use klamp's hook."""
         beta, host_loss = self._refresh_beta(), super(KLMixin, self).compute_loss
         if inputs.get("klamp_ref_per_token_logps") is None:
             if self._klamp.kl is not None and self._klamp.kl.needs_reference:
@@ -115,7 +115,7 @@ class UnslothMixin(KLMixin):
 
 
 class Step:
-    """One loss: what klamp adds to it.
+    """What klamp adds to one loss of one micro-batch.
 
     Args:
         trainer: a trainer with klamp's hooks.
@@ -128,7 +128,7 @@ class Step:
         self.scored: Scoring | None = None
 
     def as_scored(self) -> dict[str, Any]:
-        """The micro-batch as Unsloth made it; advantages of single tokens in its columns too."""
+        """The micro-batch in Unsloth's columns, advantages of single tokens included."""
         inputs = dict(self.inputs)
         kept = {name: inputs.pop(f"klamp_{name}", None) for name in (*SCORED, "completion_mask")}
         inputs |= {name: values for name, values in kept.items() if values is not None}
@@ -163,14 +163,14 @@ def _columns(trainer: Any, inputs: Mapping[str, Any], scored: Tensor) -> Columns
 
 @torch.no_grad()
 def _host_mean(batch: Batch) -> Tensor:
-    """What Unsloth logs as `kl`, without its clamps: the mean over completions of their tokens' mean k3."""
+    """The number that Unsloth logs as `kl`, without its clamps: over completions the mean of their mean k3."""
     delta = masked_log_ratio(batch.policy_logprobs, require_reference(batch), batch.mask)
     per_row = masked_mean(ESTIMATORS["k3"].value(delta), batch.mask, -1)
     return per_row.sum() / batch.mask.any(-1).sum().clamp(min=1)
 
 
 def _hooks(trainer: Any) -> tuple[type, ...]:
-    """The classes that have to come before an Unsloth trainer's own.
+    """The classes that must come before Unsloth's trainer class in the order of inheritance.
 
     Raises:
         UnsupportedVersion: an Unsloth that was not tried, or whose loss is not where it was.
@@ -183,7 +183,7 @@ def _hooks(trainer: Any) -> tuple[type, ...]:
 
 
 def attach_to_unsloth(trainer: Any, kl: KLConfig, *, ref_model: Any = None) -> Any:
-    """`klamp.trl.attach` for a trainer that Unsloth has written.
+    """`klamp.trl.attach` for a trainer that Unsloth has rewritten.
 
     Raises:
         ConfigError: as there; an option that cannot work on Unsloth.

@@ -1,4 +1,4 @@
-"""klamp's KL in verl: through its registry of policy losses, its `kl_penalty` and its controller in the reward.
+"""klamp's KL in verl: in its policy losses, in its `kl_penalty`, and in its controller of a KL in the reward.
 
 names        a KL as a name in verl's configuration: klamp:kl_gradient=forward
 refusals     what verl has no place for, and why

@@ -1,4 +1,4 @@
-"""What the KL of a verl configuration will really do, whoever's names are in it."""
+"""Reads back from a verl configuration what its KL will really do."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _in_loss(actor: Any) -> str:
 
 
 def _own(name: str) -> tuple[str, str]:
-    """verl's own type as a loss; a + behind it gives it the gradient of k2."""
+    """The value and gradient of one of verl's own types as a loss; a + after the name means the gradient of k2."""
     base = ALIASES.get(name.removesuffix("+"), name.removesuffix("+"))
     if base not in OWN:
         return name, "unknown: verl raises NotImplementedError"

@@ -1,4 +1,4 @@
-"""The three places in which verl looks a KL up by its name, and klamp's answer to its own names there.
+"""The three places in which verl looks up a KL by its name, and klamp's functions for klamp's names there.
 
 The policy loss comes first and is given the mask and the old log-probabilities; `kl_penalty`, which is given neither,
 comes next, with the same tensor of log-probabilities. So the one leaves a note for the other.
@@ -28,12 +28,12 @@ NEEDED = "verl>=0.8,<0.10"
 WHY = "the KL enters where verl looks up the name of its own, which changes from version to version"
 LOSSES, ALGORITHMS = "verl.workers.utils.losses", "verl.trainer.ppo.core_algos"
 ARGUMENTS = ("logprob", "ref_logprob", "kl_penalty")
-"""Of verl's `kl_penalty`."""
+"""The arguments of verl's `kl_penalty`."""
 Penalty: TypeAlias = Callable[[Tensor, Tensor, str], Tensor]
 
 
 class _Note(NamedTuple):
-    """What the policy loss was given with some log-probabilities."""
+    """The mask and old log-probabilities that the policy loss was called with."""
 
     logprobs: weakref.ref[Tensor]
     mask: Tensor
@@ -41,12 +41,12 @@ class _Note(NamedTuple):
 
 
 class _Notes:
-    """At most one note: the last policy loss's."""
+    """Remembers the note of the last policy loss."""
 
     last: _Note | None = None
 
     def take(self, logprobs: Tensor) -> _Note | None:
-        """The note that was left for these log-probabilities, if one was."""
+        """The note that belongs to these log-probabilities, if there is one; it is given once."""
         note, self.last = self.last, None
         return note if note is not None and note.logprobs() is logprobs else None
 
@@ -136,7 +136,7 @@ def penalty_in_reward(logprob: Tensor, ref_logprob: Tensor, name: str) -> Tensor
 
 
 class RewardController:
-    """A controller of klamp's as verl's `apply_kl_penalty` calls it: beta at every step of a KL in the reward.
+    """A controller of klamp's for a KL in the reward, as verl's `apply_kl_penalty` calls it.
 
     verl measures k1, a mean over tokens, then over completions. Where noise makes it negative, it counts as 0; where it
     is no number, beta stays.
@@ -155,11 +155,11 @@ class RewardController:
 
     @property
     def value(self) -> float:
-        """The coefficient in force."""
+        """The beta in force."""
         return self.controller.value
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Take in the KL of a step; verl's `n_steps`, the number of completions, has no part in klamp's rules."""
+        """Adjust beta to the KL of a step; verl's `n_steps` (a number of completions) is not used."""
         if math.isfinite(current_kl):
             self.controller.update(max(current_kl, 0.0))
 

@@ -1,4 +1,4 @@
-"""A KL as a name in verl's configuration, where there is room for a string only: `klamp:kl_gradient=forward`."""
+"""Writes a KL as a name for verl's configuration, which has room for a text only: `klamp:kl_gradient=forward`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TERM_FIELDS = (
     "kl_max_weight",
     "kl_max_log_ratio",
 )
-"""What a name in the place of `kl_loss_type` or `kl_penalty` may say."""
+"""The fields that a name in the place of `kl_loss_type` or `kl_penalty` may set."""
 CONTROLLER_FIELDS = (
     "kl_controller",
     "kl_controller_horizon",
@@ -38,12 +38,12 @@ _DEFAULTS = KLConfig()
 
 
 def is_ours(name: object) -> bool:
-    """Whether a name in verl's configuration is one of klamp's."""
+    """Whether a name in verl's configuration is klamp's."""
     return isinstance(name, str) and (name == PREFIX or name.startswith(f"{PREFIX}:"))
 
 
 def name_of(kl: KLConfig, fields: Iterable[str]) -> str:
-    """The name that stands for some fields of a KL; those at their defaults are left out.
+    """The name for some fields of a KL; fields with their default are left out.
 
     Args:
         kl: the KL.

@@ -1,4 +1,4 @@
-"""A KLConfig as overrides of verl's configuration."""
+"""Writes a KLConfig as command-line arguments of verl."""
 
 from __future__ import annotations
 
@@ -49,5 +49,5 @@ def _controller(kl: KLConfig) -> list[str]:
 
 
 def _quoted(name: str) -> str:
-    """As a string of Hydra's grammar, in which = and , mean something elsewhere."""
+    """A text quoted for Hydra, in whose grammar = and , have a meaning."""
     return name if name.isidentifier() else f"'{name}'"

@@ -1,4 +1,4 @@
-"""What verl has no place for; each with the reason and the way out."""
+"""The options of klamp that verl has no place for, each with the reason and the way out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from klamp.hosts.common.refusals import host_refusals
 
 
 def check(kl: KLConfig) -> None:
-    """Refuse what no hook of verl's can carry.
+    """Refuse what no hook of verl can carry.
 
     Raises:
         ConfigError: with the reason.

@@ -25,19 +25,19 @@ class Fault:
     """
 
     kind: FaultKind
-    """What happens."""
+    """The kind of fault."""
     route: str
     """The last part of the URL, such as `asample`, `forward_backward`, `optim_step`, `create_sampling_session`."""
     after: int = 0
-    """Requests of the route that pass before the first fault."""
+    """How many requests of the route pass before the first fault."""
     times: int | None = 1
-    """How many requests it strikes; None: all that follow."""
+    """How many requests the fault happens to; None: all that follow."""
     scoring: bool | None = None
     """For `asample`: True strikes only requests for prompt log-probabilities, False only the others."""
     seconds: float = 0.0
-    """How late a slow answer is."""
+    """How late a slow answer comes, in seconds."""
     status: int = 503
-    """The HTTP error of `status`."""
+    """The status code of an HTTP error."""
 
 
 @dataclass

@@ -16,7 +16,7 @@ from klamp.tinker.testing.protocol import Refused
 
 Result = bytes | dict[str, Any]
 KEPT = 4096
-"""Results that are kept for a client that asks again."""
+"""How many results are kept for clients that ask again."""
 
 
 @dataclass

@@ -28,7 +28,7 @@ INPUTS: dict[str, tuple[str, ...]] = {
 }
 """Loss -> the keys that every datum holds: target_tokens in int64, all else in float32."""
 BOUNDS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
-"""Settings of ppo: absolute bounds of the ratio."""
+"""The settings of ppo: the lowest and highest ratio."""
 
 
 def check(request: TrainingRequest, vocabulary: int, longest: int | None, custom: CustomLoss | None) -> None:

@@ -16,9 +16,9 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 ALPHA = 32
-"""Scale of the adapters."""
+"""The scale of the adapters (LoRA's alpha)."""
 BATCH = 64
-"""Datums per forward pass."""
+"""How many datums are computed in one forward pass."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,9 +38,9 @@ class TrainingRequest:
     model_id: str
     seq_id: int
     tokens: list[list[int]]
-    """Per datum, the model input."""
+    """The input tokens of each datum."""
     inputs: list[dict[str, Tensor]]
-    """Per datum, the `loss_fn_inputs`."""
+    """The `loss_fn_inputs` of each datum."""
     loss_fn: str
     loss_fn_config: dict[str, float | str]
     forward_only: bool

@@ -18,7 +18,7 @@ from klamp.tinker.testing.protocol import Refused
 
 DEFAULT_LENGTH = 64
 Sampled = tuple[list[int], list[float], bool]
-"""Tokens, their log-probabilities, whether the sequence ended by itself."""
+"""The tokens of a completion, their log-probabilities, and whether it ended by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)

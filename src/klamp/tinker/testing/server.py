@@ -32,7 +32,7 @@ NOW: dict[str, Callable[[Service, Body], Body]] = {
     "weights_info": training.weights_info,
     "cancel_future": lambda service, body: {},
 }
-"""Routes that answer at once."""
+"""The routes that are answered at once."""
 LATER: dict[str, Callable[[Service, Any, Sequence[Fault]], Body]] = {
     "create_custom_loss": training.create_custom_loss,
     "create_model": training.create_model,
@@ -43,7 +43,7 @@ LATER: dict[str, Callable[[Service, Any, Sequence[Fault]], Body]] = {
     "save_weights_for_sampler": training.save_weights_for_sampler,
     "asample": samplers.asample,
 }
-"""Routes that answer with a future."""
+"""The routes that are answered with a future."""
 
 
 class Dropped(Exception):

@@ -17,7 +17,7 @@ from klamp.tinker.testing.model import BaseModel, Trained, Weights
 from klamp.tinker.testing.protocol import Refused
 
 Body = dict[str, Any]
-"""A request or an answer in JSON."""
+"""The JSON of a request or an answer."""
 
 
 class Service:

@@ -15,7 +15,7 @@ from klamp.hosts.tinker.versions import load_tinker
 
 HOSTED = "the hosted service"
 GOODBYE = 5.0
-"""Seconds that the end of a session may take."""
+"""How long the end of a session may take, in seconds."""
 
 
 def check_key() -> None:

@@ -19,7 +19,7 @@ from klamp.training.service.rollout import token_lists
 from klamp.training.updates import UpdateOutput, batch_of, kl_from_old, named_losses, share_of
 
 EPS = 1e-8
-"""AdamW's epsilon of klamp's other trainer; the SDK's own default is 1e-12."""
+"""AdamW's epsilon, that of klamp's own trainer; the SDK's default is 1e-12."""
 
 
 class PartLoss:
