@@ -86,7 +86,7 @@ def test_the_answer_fails_when_the_samples_do_not_agree(monkeypatch: pytest.Monk
 def test_the_answer_fails_when_klamps_gradient_turns_its_sign(monkeypatch: pytest.MonkeyPatch) -> None:
     import klamp.core.gradients as gradients
 
-    monkeypatch.setitem(gradients._COEFFICIENTS, ("token", "reverse"), lambda value, log_w, delta: -delta)
+    monkeypatch.setitem(gradients.COEFFICIENTS, ("token", "reverse"), lambda value, log_w, delta: -delta)
     failed = [check.claim for check in answer_direction(samples=1_000).checks if not check.passed]
     assert "gradient of klamp's default: value k3, gradient reverse" in failed
 

@@ -37,7 +37,7 @@ def test_the_numbers_by_hand() -> None:
 def test_it_fails_when_klamp_forgets_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     import klamp.core.gradients as gradients
 
-    monkeypatch.setitem(gradients._COEFFICIENTS, ("token", "reverse"), lambda value, log_w, delta: delta)
+    monkeypatch.setitem(gradients.COEFFICIENTS, ("token", "reverse"), lambda value, log_w, delta: delta)
     failed = [check.claim for check in answer_importance_sampling(samples=1_000).checks if not check.passed]
     assert failed == ["tokens of the older policy, klamp, weighted"]
 

@@ -50,7 +50,7 @@ def test_the_verdict_is_measured_not_looked_up(monkeypatch: pytest.MonkeyPatch) 
     import klamp.core.gradients as gradients
 
     turned = lambda value, log_w, delta: -log_w.exp() * delta  # noqa: E731
-    monkeypatch.setitem(gradients._COEFFICIENTS, ("token", "reverse"), turned)
+    monkeypatch.setitem(gradients.COEFFICIENTS, ("token", "reverse"), turned)
     found = explain_config(KLConfig(), LossConfig(), name="mine")
     assert "neither KL: cosine -1.000" in found.verdict
     assert "pushes away" in line(found, "at 30 nats")
