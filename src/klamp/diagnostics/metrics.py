@@ -17,7 +17,7 @@ class MetricRow:
     unit: str
     """The unit of the value."""
     better: Better
-    """Whether higher or lower is better; None: neither."""
+    """Whether higher values are better, lower ones, or neither."""
     reduction: str
     """Over what it is averaged (or else reduced); always the whole global batch of a step."""
     text: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,20 +57,19 @@ def _gated() -> list[Check]:
     world = scene(0, length=2)
     known = [truths(world.chain)]
 
-    def gradient(threshold: float, method: str = "hard") -> Tensor:
-        kl = KLConfig(
-            kl_estimator="exact",
-            kl_clip_method=method,  # pyright: ignore[reportArgumentType]
-            kl_clip_threshold=threshold,
-            use_per_token_kl_threshold=False,
-            kl_clip_temperature=1e-4,
-        )
+    def gradient(threshold: float, method: str = "hard", **choices: Any) -> Tensor:
+        clip = {"kl_clip_method": method, "kl_clip_threshold": threshold, "kl_clip_temperature": 1e-4}
+        kl = KLConfig(**{"kl_estimator": "exact", "use_per_token_kl_threshold": False, **clip, **choices})
         return examine_config(kl, scene=world).kl.gradient
+
+    reward = {"kl_estimator": "k1", "kl_placement": "reward", "kl_horizon": "sequence"}
 
     return [
         follows("hard clip at 0: no clip", [gradient(0.0)], known, "local"),
         follows("hard clip at 1,000 nats: no pull", [gradient(1000.0)], known, "zero"),
         follows("soft clip far below the KL: no clip", [gradient(1e-3, "soft")], known, "local"),
+        follows("in the reward, hard clip at 0: no clip", [gradient(0.0, **reward)], known, "reverse"),
+        follows("in the reward, hard clip at 1,000 nats: no pull", [gradient(1000.0, **reward)], known, "zero"),
     ]
 
 

@@ -81,7 +81,7 @@ def _slope(
     """d penalty / d log policy of one token; NaN where the penalty is not finite."""
     near, far = -0.5, -0.5 - abs(delta)
     first, second = (near, far) if delta > 0 else (far, near)
-    policy = torch.tensor([[first]], dtype=dtype if delta in (FAR, -FAR) else torch.float64, requires_grad=True)
+    policy = torch.tensor([[first]], dtype=dtype, requires_grad=True)
     ref: Tensor = torch.tensor([[second]], dtype=policy.dtype)
     penalty = kl_penalty(
         policy, ref, torch.tensor([[True]]), value=value, gradient=gradient, max_log_ratio=max_log_ratio
