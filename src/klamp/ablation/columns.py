@@ -31,7 +31,7 @@ class Column:
     unit: str
     """The unit of the values; "" where there is none."""
     better: Better
-    """Whether higher or lower values are better; None: neither."""
+    """Whether higher values are better, lower ones, or neither."""
     group: Group
     """The group of columns (a table of its own) that it stands in."""
     read: Callable[[Outcome], float | None]

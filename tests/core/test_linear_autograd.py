@@ -1,0 +1,151 @@
+"""The passes of `linear_logprobs` over tiles: entropy, gradients formed on the way, low precision, work left out."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tests.core.heads import LOW, OPTIONS, close, coefficients, copies, head, naive_logits, naive_logprobs, poisoned
+
+from klamp.core import tiles
+from klamp.core._linear_autograd import _together
+from klamp.core.linear import linear_logprobs
+
+
+def test_parts_of_the_vocabulary_are_put_together_by_their_masses():
+    logits = torch.randn(4, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3
+    logits[0, :5] = -math.inf  # a part without mass
+    parts = logits.split([5, 4, 3], dim=1)
+    normalisers = torch.stack([part.logsumexp(1) for part in parts])
+    entropies = torch.stack(
+        [torch.distributions.Categorical(logits=part.nan_to_num(neginf=-1e3)).entropy() for part in parts]
+    )
+    found = _together(normalisers, entropies, logits[:, 7])
+    log_p = logits.log_softmax(1)
+    assert close(found.logprobs, log_p[:, 7])
+    assert close(found.entropy, -torch.where(log_p > -math.inf, log_p.exp() * log_p, 0).sum(1), 1e-10)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_gradient_formed_on_the_way_survives_a_rising_peak(monkeypatch, order):
+    """The largest logit grows by 30 from tile to tile, or falls: the sum so far is scaled to the new peak."""
+    monkeypatch.setattr(tiles, "TILE_ROWS", 2)
+    monkeypatch.setattr(tiles, "TILE_BYTES", 2 * 2 * 4)
+    weight = (torch.arange(8, dtype=torch.float64) * 30 * order)[:, None] * torch.ones(1, 3, dtype=torch.float64) / 3
+    hidden = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
+    targets = torch.tensor([0, 6])
+    ours, naive = (f(hidden, weight, targets).sum() for f in (linear_logprobs, naive_logprobs))
+    assert close(*(torch.autograd.grad(x, hidden)[0] for x in (ours, naive)))
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_a_frozen_head_gives_the_same_gradient_of_hidden(any_tiles, options, with_bias):
+    hidden, weight, bias, targets = head()
+    weight, options = weight.detach(), {**options, "bias": bias.detach() if with_bias else None}
+    ours, naive = (
+        linear_logprobs(hidden, weight, targets, **options),
+        naive_logprobs(hidden, weight, targets, **options),
+    )
+    assert close(ours, naive)
+    gradients = [torch.autograd.grad(x @ coefficients(10), hidden)[0] for x in (ours, naive)]
+    assert close(*gradients)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_entropy_is_that_of_the_softmax_and_detached(any_tiles, options):
+    hidden, weight, _, targets = head(scale=2.0)
+    logprobs, entropy = linear_logprobs(hidden, weight, targets, return_entropy=True, **options)
+    log_p = naive_logits(hidden, weight, **options).log_softmax(-1)
+    assert close(entropy, -(log_p.exp() * log_p).sum(-1).detach())
+    assert logprobs.requires_grad and not entropy.requires_grad
+    assert close(logprobs, linear_logprobs(hidden, weight, targets, **options))
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("scale", [0.5, 2.0])
+def test_low_precision_is_no_worse_than_the_naive_head(any_tiles, dtype, frozen, scale):
+    hidden, weight, bias, targets = head(20, 16, 50, dtype=dtype, scale=scale)
+    learned = [hidden] if frozen else [hidden, weight, bias]
+    if frozen:
+        weight, bias = weight.detach(), bias.detach()
+
+    def run(function, dtype):
+        mine = copies((hidden, weight, bias), dtype)
+        value = function(mine[0], mine[1], targets, bias=mine[2])
+        grads = torch.autograd.grad(value @ coefficients(20, value.dtype), mine[: len(learned)])
+        return [value, *grads]
+
+    ours, naive, truth = run(linear_logprobs, dtype), run(naive_logprobs, dtype), run(naive_logprobs, torch.float64)
+    assert ours[0].dtype == torch.float32 and all(x.dtype == dtype for x in ours[1:])
+    for a, b, exact in zip(ours, naive, truth, strict=True):
+        error, allowed = (a - exact).abs(), (b - exact).abs()
+        assert error.max() <= 2 * allowed.max() + 1e-6
+        assert error.mean() <= 1.5 * allowed.mean() + 1e-6
+
+
+def test_many_tiles_lose_nothing_in_bfloat16(monkeypatch):
+    # Summed in bfloat16, 200 tiles of rows would lose most of the weight gradient.
+    monkeypatch.setattr(tiles, "TILE_ROWS", 4)
+    monkeypatch.setattr(tiles, "TILE_BYTES", 4 * 8 * 4)
+    hidden, weight, _, targets = head(800, 8, 32, dtype=torch.bfloat16)
+    (ours,) = torch.autograd.grad(linear_logprobs(hidden, weight, targets).sum(), weight)
+    exact_hidden, exact_weight = copies((hidden, weight))
+    (truth,) = torch.autograd.grad(naive_logprobs(exact_hidden, exact_weight, targets).sum(), exact_weight)
+    (plain,) = torch.autograd.grad(naive_logprobs(hidden, weight, targets).sum(), weight)
+    assert (ours - truth).abs().mean() <= 1.1 * (plain - truth).abs().mean()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_rows_without_gradient_are_skipped_and_reach_nothing(any_tiles, rows_computed, frozen):
+    hidden, weight, bias, targets = head()
+    weight, bias = (x.detach().requires_grad_(not frozen) for x in (weight, bias))
+    hidden, factor = poisoned(hidden, 2), coefficients(10)
+    factor[[2, 5]] = 0
+    kept = [0, 1, 3, 4, 6, 7, 8, 9]
+    ours = linear_logprobs(hidden, weight, targets, bias=bias)
+    before = len(rows_computed)
+    wanted = [hidden] if frozen else [hidden, weight, bias]
+    found = torch.autograd.grad(ours, wanted, factor)
+    spent = sum(rows_computed[before:])
+    # Of the 8 rows that learn, 4 are among the 6 whose products are kept.
+    assert spent % (4 if any_tiles.endswith("kept") else 8) == 0 and (spent == 0) is frozen
+    clean = naive_logprobs(hidden[kept], weight, targets[kept], bias=bias)
+    for a, b in zip(found, torch.autograd.grad(clean, wanted, factor[kept]), strict=True):
+        assert close(a, torch.where(torch.isnan(b), 0, b))
+
+
+def test_no_gradient_at_all_costs_no_product(rows_computed):
+    hidden, weight, bias, targets = head()
+    out = linear_logprobs(hidden, weight, targets, bias=bias)
+    rows_computed.clear()
+    for gradient in torch.autograd.grad(out, (hidden, weight, bias), torch.zeros_like(out)):
+        assert (gradient == 0).all()
+    assert rows_computed == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_extreme_logits_are_finite_and_right(any_tiles, dtype, frozen):
+    hidden, weight, _, targets = head(dtype=dtype, scale=60.0)
+    weight = weight.detach().requires_grad_(not frozen)
+    logprobs, entropy = linear_logprobs(hidden, weight, targets, return_entropy=True)
+    truth = naive_logprobs(*copies((hidden, weight)), targets)
+    assert truth.min() < -1e3
+    assert torch.allclose(logprobs.double(), truth, rtol=1e-5, atol=1e-3)
+    assert (logprobs <= 0).all() and (entropy >= 0).all() and entropy.isfinite().all()
+    logprobs.sum().backward()
+    assert hidden.grad.isfinite().all()
+
+
+def test_entries_that_the_bias_forbids_have_no_part(any_tiles):
+    hidden, weight, bias, targets = head()
+    shut = bias.detach().clone()
+    shut[5:] = -math.inf
+    targets = targets % 5
+    logprobs, entropy = linear_logprobs(hidden, weight, targets, bias=shut, return_entropy=True)
+    truth = naive_logprobs(hidden, weight[:5], targets, bias=shut[:5])
+    assert close(logprobs, truth) and entropy.isfinite().all()
+    assert close(*(torch.autograd.grad(x.sum(), weight, retain_graph=True)[0] for x in (logprobs, truth)))

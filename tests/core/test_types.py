@@ -1,0 +1,67 @@
+"""The words of the core: every choice of a Literal is one that the core's tables know, and no table knows another."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from klamp.core import masking, types
+from klamp.core.clipping import clip_kl
+from klamp.core.estimators import DIRECTIONS, ESTIMATORS
+from klamp.core.gradients import COEFFICIENTS, kl_penalty
+from klamp.core.types import Batch, LossOutput
+from klamp.errors import UnknownNameError
+
+ONE = torch.zeros(1, 1)
+TRUE = torch.ones(1, 1, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("literal", "table"),
+    [
+        (types.Estimator, ESTIMATORS),
+        (types.Direction, DIRECTIONS),
+        (types.Reduction, masking._NUMERATORS),
+        (types.Horizon, {horizon for horizon, _ in COEFFICIENTS}),
+        (types.Gradient, {gradient for _, gradient in COEFFICIENTS}),
+    ],
+)
+def test_a_literal_and_its_table_have_the_same_choices(literal: Any, table: Iterable[str]) -> None:
+    assert set(get_args(literal)) == set(table)
+
+
+def test_the_values_of_a_kl_are_the_estimators_and_the_exact_one() -> None:
+    assert set(get_args(types.Value)) == {*get_args(types.Estimator), "exact"}
+
+
+@pytest.mark.parametrize("method", get_args(types.ClipMethod))
+def test_every_clip_method_is_known(method: Any) -> None:
+    assert clip_kl(torch.tensor([1.0]), 0.5, method=method).isfinite().all()
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_a_name_that_is_no_choice_is_refused() -> None:
+    with pytest.raises(UnknownNameError):
+        clip_kl(torch.tensor([1.0]), 0.5, method="har")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(UnknownNameError):
+        kl_penalty(ONE, ONE, TRUE, gradient="revers")  # pyright: ignore[reportArgumentType]
+
+
+def test_a_batch_is_read_only_and_takes_names_only() -> None:
+    batch = Batch(policy_logprobs=ONE, mask=TRUE, advantages=torch.zeros(1))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        batch.mask = TRUE  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(TypeError):
+        Batch(ONE, TRUE, torch.zeros(1))  # pyright: ignore[reportCallIssue]
+    given = {field.name for field in dataclasses.fields(Batch) if field.default is dataclasses.MISSING}
+    assert given == {"policy_logprobs", "mask", "advantages"}, "all else may be left out"
+
+
+def test_a_loss_can_be_taken_apart() -> None:
+    loss, metrics = LossOutput(torch.tensor(1.0), {"beta": torch.tensor(0.1)})
+    assert loss.item() == 1.0
+    assert set(metrics) == {"beta"}

@@ -1,0 +1,47 @@
+"""The table of metrics: one row per name, units and reductions that belong together, sentences for people."""
+
+from __future__ import annotations
+
+import re
+from typing import get_args
+
+import pytest
+
+from klamp.diagnostics.metrics import METRICS, POSITIONS, Better, MetricRow
+
+ROWS = list(METRICS.values())
+
+
+def test_every_row_stands_under_its_own_name() -> None:
+    assert all(name == row.name for name, row in METRICS.items())
+
+
+@pytest.mark.parametrize("row", ROWS, ids=METRICS)
+def test_a_name_is_a_family_and_a_word_and_the_text_is_a_sentence(row: MetricRow) -> None:
+    assert re.fullmatch(r"[a-z][a-z0-9_]*(/[a-z0-9_]+){0,2}", row.name)
+    assert not row.text[0].islower() or row.text.startswith(("k1", "k3", "log "))
+    assert row.text.endswith(".") and "\n" not in row.text
+    assert row.better in get_args(Better)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=METRICS)
+def test_the_unit_and_the_reduction_belong_together(row: MetricRow) -> None:
+    over = {"nats/token": "tokens", "nats/sequence": "completions"}.get(row.unit)
+    assert over is None or row.reduction.endswith(f"over {over}")
+    if row.unit == "share":
+        assert row.reduction.startswith("mean over "), "a share is a mean of zeros and ones"
+    if row.name.endswith("_max"):
+        assert row.reduction.startswith("maximum")
+
+
+def test_every_part_of_a_completion_has_a_row() -> None:
+    found = {name for name in METRICS if name.startswith("kl/position/")}
+    assert found == {f"kl/position/{n}_of_{POSITIONS}" for n in range(1, POSITIONS + 1)}
+
+
+def test_each_estimate_of_a_completions_kl_has_one_of_its_tokens() -> None:
+    """What is logged per sequence is logged per token too, in the unit that says so."""
+    for name, row in METRICS.items():
+        if name.startswith("kl/") and name.endswith("_sequence"):
+            assert METRICS[name.removesuffix("_sequence")].unit == "nats/token"
+            assert row.unit == "nats/sequence"
