@@ -153,7 +153,7 @@ def check_name(kind: str, name: object, known: Iterable[str | None]) -> None:
         UnknownNameError: it is not among them.
     """
     names = list(known)
-    if name not in names:
+    if not (name is None or isinstance(name, str)) or name not in names:
         raise unknown_name(kind, name, [each for each in names if each is not None])
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from klamp.config import LOSS_TYPES, KLConfig, LossConfig
-from klamp.config.choices import ControllerName, KLChoices, check_choices, choices
+from klamp.config.choices import ControllerName, KLChoices
 from klamp.config.kl import CONTROLLERS
 from klamp.config.loss import LossType
 from klamp.core.estimators import DIRECTIONS, ESTIMATORS
+from klamp.core.fields import check_fields, choices
 from klamp.core.gradients import COEFFICIENTS
 from klamp.core.masking import _NUMERATORS
 from klamp.core.objective import SURROGATES, Objective, SurrogateName
@@ -24,34 +24,6 @@ from klamp.errors import UnknownNameError
 from klamp.training.sections import ModelConfig, OptimConfig, RunConfig
 
 CONFIGURATIONS = [KLConfig, LossConfig, ModelConfig, OptimConfig, RunConfig]
-
-
-@dataclass
-class Meal:
-    """A dataclass with every kind of field that has choices, and some that have none."""
-
-    main: Literal["soup", "pie"] = "soup"
-    sweet: Literal["cake"] | None = None
-    guests: int = 1
-    note: str | None = None
-
-
-def test_the_choices_are_those_of_the_types_and_none_where_none_may_stand() -> None:
-    assert choices(Meal) == {"main": ("soup", "pie"), "sweet": ("cake", None)}
-
-
-@pytest.mark.parametrize("meal", [Meal(), Meal(main="pie", sweet="cake"), Meal(guests=-1, note="soup")])
-def test_what_a_field_takes_passes(meal: Meal) -> None:
-    check_choices(meal)
-
-
-@pytest.mark.parametrize(("field", "value"), [("main", "piee"), ("main", None), ("sweet", "soup"), ("sweet", ["cake"])])
-def test_what_no_field_takes_is_refused_by_its_name(field: str, value: Any) -> None:
-    meal = Meal()
-    setattr(meal, field, value)
-    with pytest.raises(UnknownNameError, match=f"unknown {field}") as caught:
-        check_choices(meal)
-    assert caught.value.got == repr(value) and "None" not in caught.value.why, "None is no name"
 
 
 def every_choice() -> list[tuple[type, str]]:
@@ -68,7 +40,7 @@ def test_no_configuration_takes_a_name_that_none_knows(cls: type, field: str) ->
 
 @pytest.mark.parametrize("cls", CONFIGURATIONS)
 def test_every_default_is_among_the_choices(cls: type) -> None:
-    check_choices(cls())
+    check_fields(cls())
 
 
 @pytest.mark.parametrize(

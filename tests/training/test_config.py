@@ -38,7 +38,7 @@ def test_an_unknown_key_names_the_nearest():
 @pytest.mark.parametrize(
     ("values", "named"),
     [
-        ({"num_generations": 1}, "two completions"),
+        ({"num_generations": 1}, "num_generations must be a whole number >= 2"),
         ({"prompts_per_step": 0}, "prompts_per_step"),
         ({"max_completion_length": 0}, "max_completion_length"),
         ({"temperature": 0.0}, "temperature"),
@@ -69,5 +69,5 @@ def test_values_that_cannot_work_are_refused_by_name(values, named):
 
 @pytest.mark.parametrize(("name", "value"), [("adam_beta1", 2.0), ("adam_beta2", 1.0), ("adam_beta1", float("nan"))])
 def test_a_decay_of_adam_lies_between_0_and_1(name, value):
-    with pytest.raises(ConfigError, match=rf"(?s){name} must lie in \[0, 1\).*the default"):
+    with pytest.raises(ConfigError, match=rf"(?s){name} must be a number in \[0, 1\).*the default"):
         TrainConfig.from_flat({name: value})

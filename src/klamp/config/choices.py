@@ -2,45 +2,60 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import UnionType
-from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
+from typing import Literal, TypeAlias
 
+from klamp.core.arguments import (
+    ABOVE_0_TO_1,
+    AT_LEAST_0,
+    AT_LEAST_1,
+    FROM_0_TO_1,
+    INSIDE_0_1,
+    POSITIVE,
+    Numbers,
+)
 from klamp.core.clipping import ClipLevel
 from klamp.core.schedules import Schedule
-from klamp.core.term import KLTerm, OffPolicy, Placement
+from klamp.core.term import TERM_NUMBERS, KLTerm, OffPolicy, Placement
 from klamp.core.types import ClipMethod, Gradient, Horizon, Reduction, Value
-from klamp.errors import check_name
 
 ControllerName: TypeAlias = Literal["fixed", "step", "proportional", "dual", "pid"]
 ReferenceName: TypeAlias = Literal["auto", "frozen", "adapter_off", "ema", "periodic", "remote"]
 DType: TypeAlias = Literal["float32", "bfloat16", "float16"]
 
 
-@functools.cache
-def choices(cls: type) -> Mapping[str, tuple[Any, ...]]:
-    """What may be chosen in the fields of a dataclass whose type is a Literal; None among it where None may stand."""
-    return {name: found for name, hint in get_type_hints(cls).items() if (found := _choices(hint))}
+BETA = AT_LEAST_0.but("a negative coefficient rewards leaving the reference", "use beta=0 to train without KL")
 
-
-def _choices(hint: Any) -> tuple[Any, ...]:
-    if get_origin(hint) is Literal:
-        return get_args(hint)
-    if get_origin(hint) in (Union, UnionType) and any(get_origin(part) is Literal for part in get_args(hint)):
-        return tuple(choice for part in get_args(hint) for choice in (get_args(part) or (None,)))
-    return ()
-
-
-def check_choices(config: object) -> None:
-    """Refuse what no field of this configuration takes.
-
-    Raises:
-        UnknownNameError: a value that is none of its field's choices; names the nearest.
-    """
-    for name, known in choices(type(config)).items():
-        check_name(name, getattr(config, name), known)
+NUMBERS: Mapping[str, Numbers] = {
+    **{f"kl_{name}": numbers for name, numbers in TERM_NUMBERS.items()},
+    "beta": BETA,
+    "beta_min": BETA.but(BETA.why, "use beta_min=0"),
+    "beta_max": BETA.but(BETA.why, "use beta_max=None for no bound"),
+    "kl_reference_length": AT_LEAST_1.but(
+        "the budget of a completion is threshold * reference length",
+        "give the usual length of a completion of the reference in tokens, or None to have it measured",
+    ),
+    "target_kl": POSITIVE.but("a KL is never negative, and 0 would mean: never learn", "0.05 is a usual start"),
+    "kl_controller_horizon": AT_LEAST_1,
+    "kl_controller_lr": POSITIVE,
+    "kl_controller_gains": AT_LEAST_0.but("a negative gain pushes the KL away from its target", ""),
+    "kl_exclude_prefix": AT_LEAST_0,
+    "kl_warmup_steps": AT_LEAST_0,
+    "kl_schedule_end": FROM_0_TO_1,
+    "kl_early_stop": POSITIVE.but("a KL is never negative", "use kl_early_stop=None to never stop early"),
+    "kl_lr_guard": POSITIVE.but("a KL is never negative", "use kl_lr_guard=None for no guard"),
+    "reference_decay": INSIDE_0_1.but(
+        "the reference keeps this share of itself at every step",
+        "0.99 follows over about a hundred steps; reference='frozen' never moves",
+    ),
+    "reference_reset_steps": AT_LEAST_1,
+    "reference_share": ABOVE_0_TO_1.but(
+        "it is the share of the sequences that the reference scores",
+        "1.0 scores them all; beta=0 trains without a reference",
+    ),
+}
+"""Which numbers the fields of `KLConfig` take."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Any
 
-from klamp.config.choices import ControllerName, KLChoices, check_choices
-from klamp.config.rules import cautions, check_beta, refusals
+from klamp.config.choices import NUMBERS, ControllerName, KLChoices
+from klamp.config.rules import cautions, refusals
 from klamp.core import controllers
 from klamp.core.controllers import Controller
-from klamp.core.gradients import check_bound, check_gradient_choice
-from klamp.core.schedules import kl_schedule_factor
+from klamp.core.fields import check_fields
+from klamp.core.gradients import check_gradient_choice
 from klamp.core.term import KLTerm
 from klamp.errors import ConfigError, KLWarning, refuse, unknown_name
 
@@ -94,48 +94,11 @@ class KLConfig(KLChoices, _OtherNames):
     """
 
     def __post_init__(self, *_: object) -> None:
-        self._check_numbers()
+        check_fields(self, NUMBERS)
         check_gradient_choice(self.kl_estimator, self.kl_gradient, self.kl_horizon)
-        check_choices(self)
         self._check_combinations()
         for text in self.cautions():
             warnings.warn(text, KLWarning, stacklevel=4)
-
-    def _check_numbers(self) -> None:
-        check_beta(self.beta)
-        if not (math.isfinite(self.kl_clip_threshold) and self.kl_clip_threshold >= 0):
-            raise ConfigError(
-                "kl_clip_threshold must be a number >= 0",
-                got=self.kl_clip_threshold,
-                why="a KL is never negative",
-                fix="0.5 nats per token is the default; 0 means no free budget",
-            )
-        if self.kl_reference_length is not None and self.kl_reference_length < 1:
-            raise ConfigError(
-                "kl_reference_length must be at least 1 token",
-                got=self.kl_reference_length,
-                why="the budget of a completion is threshold * reference length",
-                fix="give the usual length of a completion of the reference, or None to have it measured",
-            )
-        for name in ("kl_max_log_ratio", "kl_max_weight", "target_kl", "kl_clip_temperature"):
-            check_bound(name, getattr(self, name))
-        for name in ("kl_early_stop", "kl_lr_guard", "reference_reset_steps"):
-            check_bound(name, getattr(self, name))
-        if not 0 < self.reference_decay < 1:
-            raise ConfigError(
-                "reference_decay must lie between 0 and 1",
-                got=self.reference_decay,
-                why="the reference keeps this share of itself at every step",
-                fix="0.99 follows over about a hundred steps; reference='frozen' never moves",
-            )
-        if not 0 < self.reference_share <= 1:
-            raise ConfigError(
-                "reference_share must lie in (0, 1]",
-                got=self.reference_share,
-                why="it is the share of the sequences that the reference scores",
-                fix="1.0 scores them all; beta=0 trains without a reference",
-            )
-        kl_schedule_factor(0, 1, warmup_steps=self.kl_warmup_steps, end=self.kl_schedule_end)
 
     def _check_combinations(self) -> None:
         refuse(refusals(self))

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from klamp.config.choices import check_choices
 from klamp.config.kl import KLConfig
 from klamp.core.advantages import Baseline, Scale
+from klamp.core.arguments import AT_LEAST_1, check_instance, check_number
+from klamp.core.fields import check_fields
 from klamp.core.objective import Objective, SurrogateName
-from klamp.core.surrogates import check_clip_range
+from klamp.core.surrogates import CLIP_HIGH, CLIP_LOW
 from klamp.core.types import Reduction
 from klamp.errors import ConfigError
 
@@ -73,8 +74,7 @@ class LossConfig:
     """mean of the group, or leave_one_out."""
 
     def __post_init__(self) -> None:
-        check_choices(self)
-        check_clip_range(self.epsilon, self.clip_high)
+        check_fields(self, {"epsilon": CLIP_LOW, "epsilon_high": CLIP_HIGH})
 
     @property
     def clip_high(self) -> float:
@@ -98,8 +98,11 @@ def build_objective(kl: KLConfig, loss: LossConfig, *, max_length: int) -> Objec
         max_length: longest completion in tokens, the divisor of dr_grpo.
 
     Raises:
-        ConfigError: the KL in the reward together with advantages divided by the group's std.
+        ConfigError: the KL in the reward together with advantages divided by the group's std; arguments of other types.
     """
+    check_instance("kl", kl, KLConfig)
+    check_instance("loss", loss, LossConfig)
+    check_number("max_length", max_length, AT_LEAST_1.but("a completion has tokens", "pass max_length"), whole=True)
     used = kl.beta > 0 or kl.controller_name != "fixed"
     if used and kl.kl_placement == "reward" and loss.scale == "std":
         raise ConfigError(

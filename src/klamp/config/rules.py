@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import math
+from klamp.config.choices import BETA, KLChoices
+from klamp.core.arguments import check_number
+from klamp.errors import Refusal
 
-from klamp.config.choices import KLChoices
-from klamp.errors import ConfigError, Refusal
 
-
-def check_beta(beta: float, *, fix: str = "use beta=0 to train without KL") -> None:
-    """Refuse a coefficient of the KL that is none.
+def check_beta(beta: float, *, fix: str = BETA.fix) -> None:
+    """Refuse a coefficient of the KL that is negative, not finite, or no number.
 
     Args:
         beta: the coefficient.
         fix: the way out.
 
     Raises:
-        ConfigError: it is negative, or not finite.
+        ConfigError: it is none.
     """
-    if not (math.isfinite(beta) and beta >= 0):
-        why = "a negative coefficient rewards leaving the reference"
-        raise ConfigError("beta must be a number >= 0", got=beta, why=why, fix=fix)
+    check_number("beta", beta, BETA.but(BETA.why, fix))
 
 
 def refusals(c: KLChoices) -> list[Refusal]:

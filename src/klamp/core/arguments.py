@@ -58,6 +58,21 @@ def _is_number(x: object, *, whole: bool) -> TypeGuard[float]:
     return isinstance(x, (int, float)) and not isinstance(x, bool) and not (whole and isinstance(x, float))
 
 
+def is_finite_number(x: object) -> TypeGuard[float]:
+    """Whether it is an int or a float, and neither a bool, nor NaN, nor infinite."""
+    return _is_number(x, whole=False) and abs(x) < math.inf
+
+
+def check_is_number(name: str, x: object) -> None:
+    """Refuse what is no int or float; NaN and the infinities pass.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if not _is_number(x, whole=False):
+        check_number(name, x)
+
+
 def check_number(
     name: str, x: object, numbers: Numbers = ANY, *, whole: bool = False, optional: bool = False, fix: str = ""
 ) -> None:
@@ -107,7 +122,7 @@ def _as_number(name: str, x: object, whole: bool) -> str:
             return ""
         return f"{name}={x.strip()}, without quotes"
     is_array = hasattr(x, "dtype") and not isinstance(x, float) and getattr(x, "shape", None) in ((), (1,))
-    return f"{name}={kind.__name__}(x) of that x" if is_array else ""
+    return f"pass {kind.__name__}({name})" if is_array else ""
 
 
 def check_flag(name: str, x: object) -> None:

@@ -10,7 +10,23 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from klamp.core.arguments import ABOVE_0_TO_1, AT_LEAST_0, AT_LEAST_1, POSITIVE, check_is_number, check_number
+from klamp.core.fields import check_fields
 from klamp.errors import ConfigError, NonFiniteError
+
+_DIVIDES = POSITIVE.but("the rule divides by it or scales with it", "")
+_GAIN = AT_LEAST_0.but("a negative gain pushes the KL away from its target", "")
+NUMBERS = {
+    "min_value": AT_LEAST_0.but("a negative coefficient rewards leaving the reference", "use min_value=0.0"),
+    "target": _DIVIDES,
+    "horizon": _DIVIDES,
+    "lr": _DIVIDES,
+    "clip": ABOVE_0_TO_1.but("it bounds a relative change of beta", "0.2 is the default"),
+    "kp": _GAIN,
+    "ki": _GAIN,
+    "kd": _GAIN,
+}
+"""Which numbers the parameters of the rules take."""
 
 # Rounding of an exact KL in float32 can fall just below zero.
 _ROUNDING = -1e-6
@@ -30,17 +46,8 @@ class BetaState(NamedTuple):
     previous_kl: float = -1.0
 
 
-def _check_positive(name: str, x: float) -> None:
-    if not (x > 0 and math.isfinite(x)):
-        raise ConfigError(
-            f"{name} must be a positive number",
-            got=x,
-            why="the rule divides by it or scales with it",
-            fix=f"leave {name} at its default, or set it above 0",
-        )
-
-
 def _checked_kl(kl: float) -> float:
+    check_is_number("kl", kl)
     if not math.isfinite(kl) or kl < _ROUNDING:
         raise NonFiniteError(
             "a controller needs a finite KL that is not negative",
@@ -63,7 +70,8 @@ class FixedRule:
     max_value: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.min_value <= self._upper:
+        check_fields(self, NUMBERS)
+        if not self.min_value <= self._upper:
             raise ConfigError(
                 "the bounds of beta must satisfy 0 <= min_value <= max_value",
                 got=f"min_value={self.min_value}, max_value={self.max_value}",
@@ -85,7 +93,8 @@ class FixedRule:
         Raises:
             ConfigError: a coefficient outside the bounds, or none.
         """
-        if not (math.isfinite(value) and self.min_value <= value <= self._upper):
+        check_number("value", value)
+        if not self.min_value <= value <= self._upper:
             raise ConfigError(
                 "beta must be a number within its bounds",
                 got=f"value={value}, min_value={self.min_value}, max_value={self.max_value}",
@@ -106,8 +115,7 @@ class FixedRule:
             NonFiniteError: a KL that is NaN, infinite or negative.
             ConfigError: n_steps < 1, or more than a proportional rule's horizon.
         """
-        if n_steps < 1:
-            raise ConfigError("n_steps must be at least 1", got=n_steps)
+        check_number("n_steps", n_steps, AT_LEAST_1, whole=True)
         found = self._next(state, _checked_kl(kl), n_steps)
         bounded = found._replace(value=self.bounded(found.value))
         return bounded if math.isfinite(bounded.value) else state
@@ -120,10 +128,6 @@ class FixedRule:
 @dataclass(frozen=True, kw_only=True)
 class _TargetRule(FixedRule):
     target: float
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_positive("target", self.target)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +146,7 @@ class StepRule(_TargetRule):
                 "the step rule needs up >= 1 >= down > 0 and high >= low > 0",
                 got=f"up={self.up}, down={self.down}, high={self.high}, low={self.low}",
                 why="otherwise it would push the KL away from its target",
+                fix="1.5, 0.75, 1.5 and 0.5 are the defaults",
             )
 
     def _next(self, state: BetaState, kl: float, n_steps: int) -> BetaState:
@@ -156,12 +161,6 @@ class ProportionalRule(_TargetRule):
 
     horizon: int
     clip: float = 0.2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_positive("horizon", self.horizon)
-        if not 0 < self.clip <= 1:
-            raise ConfigError("clip must lie in (0, 1]", got=self.clip, why="it bounds a relative change of beta")
 
     def _next(self, state: BetaState, kl: float, n_steps: int) -> BetaState:
         if n_steps > self.horizon:
@@ -181,10 +180,6 @@ class DualRule(_TargetRule):
 
     lr: float
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_positive("lr", self.lr)
-
     def _next(self, state: BetaState, kl: float, n_steps: int) -> BetaState:
         return BetaState(state.value + self.lr * n_steps * (kl - self.target))
 
@@ -199,12 +194,12 @@ class PIDRule(_TargetRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        gains = (self.kp, self.ki, self.kd)
-        if not (all(math.isfinite(g) and g >= 0 for g in gains) and any(gains)):
+        if not any((self.kp, self.ki, self.kd)):
             raise ConfigError(
-                "the PID gains must be >= 0 and not all 0",
+                "the PID gains are all 0",
                 got=f"kp={self.kp}, ki={self.ki}, kd={self.kd}",
-                why="a negative gain pushes the KL away from its target",
+                why="beta would be 0 from the first update on",
+                fix="0.1, 0.01 and 0.1 are the defaults of KLConfig",
             )
 
     def init(self, value: float) -> BetaState:

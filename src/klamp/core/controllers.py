@@ -7,9 +7,9 @@ k1, which can be negative. The value stays within [min_value, max_value], is nev
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
+from klamp.core.arguments import check_instance, is_finite_number
 from klamp.core.beta_rules import (
     BetaState,
     DualRule,
@@ -76,7 +76,8 @@ class FixedController:
         Raises:
             ConfigError: a state with a missing or non-finite number.
         """
-        missing = [name for name in self._saved if not math.isfinite(state.get(name, math.nan))]
+        check_instance("state", state, Mapping, fix="pass what state_dict returned")
+        missing = [name for name in self._saved if not is_finite_number(state.get(name))]
         if missing:
             raise ConfigError(
                 "the controller's saved state does not fit",

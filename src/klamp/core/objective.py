@@ -11,8 +11,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from klamp.core import surrogates
-from klamp.core.arguments import check_instance
+from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, check_instance
 from klamp.core.checks import check_batch, check_totals
+from klamp.core.fields import check_fields
 from klamp.core.masking import (
     Totals,
     masked,
@@ -26,6 +27,15 @@ from klamp.core.types import Batch, LossOutput, Mask, Reduction, TokenValues
 from klamp.errors import check_name
 
 SurrogateName: TypeAlias = Literal["ppo_clip", "cispo", "score_function"]
+
+
+OBJECTIVE_NUMBERS = {
+    "clip_low": surrogates.CLIP_LOW,
+    "clip_high": surrogates.CLIP_HIGH,
+    "max_length": AT_LEAST_1,
+    "beta": AT_LEAST_0.but("a negative coefficient rewards leaving the reference", "use beta=0 for no KL"),
+}
+"""Which numbers the fields of `Objective` take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +60,9 @@ class Objective:
     """Coefficient of the KL; 0 takes it out of the loss altogether."""
     kl: KLTerm = field(default_factory=KLTerm)
     """The KL itself."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, OBJECTIVE_NUMBERS)
 
 
 SURROGATES: dict[SurrogateName, Callable[[Objective, Tensor, Tensor, Tensor], Tensor]] = {

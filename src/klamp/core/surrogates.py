@@ -12,9 +12,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from klamp.core.arguments import AT_LEAST_0, FROM_0_TO_1, check_number
 from klamp.core.masking import upcast
 from klamp.core.types import LogProbs, TokenValues
-from klamp.errors import ConfigError
 
 Surrogate = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -30,19 +30,22 @@ def importance_ratio(policy_logprobs: LogProbs, old_logprobs: LogProbs) -> Token
     return (upcast(policy_logprobs) - upcast(old_logprobs.detach())).exp()
 
 
+_BOUNDS = (
+    "it is a distance from 1: the ratio is clipped to [1 - clip_low, 1 + clip_high]",
+    "use values like 0.2 (and 0.28 above, as DAPO does)",
+)
+CLIP_LOW, CLIP_HIGH = FROM_0_TO_1.but(*_BOUNDS), AT_LEAST_0.but(*_BOUNDS)
+"""Which ratio bounds below and above 1 there are."""
+
+
 def check_clip_range(clip_low: float, clip_high: float) -> None:
     """Refuse ratio bounds that are no distances from 1.
 
     Raises:
         ConfigError: clip_low outside [0, 1], or clip_high negative.
     """
-    if not (0 <= clip_low <= 1 and clip_high >= 0):
-        raise ConfigError(
-            "the ratio bounds must be distances from 1",
-            got=f"clip_low={clip_low}, clip_high={clip_high}",
-            why="the ratio is clipped to [1 - clip_low, 1 + clip_high]",
-            fix="use values like 0.2 (and 0.28 above, as DAPO does)",
-        )
+    check_number("clip_low", clip_low, CLIP_LOW)
+    check_number("clip_high", clip_high, CLIP_HIGH)
 
 
 def ppo_clip(

@@ -14,8 +14,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from klamp.core.arguments import AT_LEAST_0, POSITIVE
 from klamp.core.clipping import ClipLevel, clip_gate, clip_kl, gate_kl, kl_budget
 from klamp.core.estimators import ESTIMATORS
+from klamp.core.fields import check_fields
 from klamp.core.gradients import (
     clamped_share,
     exact_penalty,
@@ -40,6 +42,16 @@ from klamp.errors import ConfigError
 
 Placement: TypeAlias = Literal["loss", "reward", "advantage"]
 OffPolicy: TypeAlias = Literal["none", "token", "sequence"]
+
+
+_BOUND = ("it bounds a magnitude", "use None for no bound")
+TERM_NUMBERS = {
+    "max_weight": POSITIVE.but(*_BOUND),
+    "max_log_ratio": POSITIVE.but(*_BOUND),
+    "clip_threshold": AT_LEAST_0.but("a KL is never negative", "0.5 nats per token is the default, 0 no free budget"),
+    "clip_temperature": POSITIVE.but("it is the width of the soft clip", "use a tenth of the total budget"),
+}
+"""Which numbers the fields of `KLTerm` take; those of `KLConfig` that they come from take the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +88,9 @@ class KLTerm:
     """Whether the threshold is per token (times the reference length)."""
     normalizer: Reduction | None = None
     """Reduction of the KL; None: that of the surrogate."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, TERM_NUMBERS)
 
 
 def carries_kl(batch: Batch) -> Mask:

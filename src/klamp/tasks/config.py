@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1
+from klamp.core.fields import check_fields
 from klamp.errors import ConfigError
 
 ARITHMETIC_TASK, FILLER_TASK = "arithmetic", "arithmetic-filler"
@@ -57,6 +59,7 @@ class TaskConfig:
     """The seed for generating and for splitting rows."""
 
     def __post_init__(self) -> None:
+        check_fields(self, {"train_size": AT_LEAST_0, "eval_size": AT_LEAST_1})
         if not self.task:
             raise ConfigError(
                 "no task is named",
@@ -64,11 +67,3 @@ class TaskConfig:
                 why="there is nothing to train on",
                 fix='set task to "arithmetic", "reasoning_gym:NAME" or the path of a data file',
             )
-        for name, least in (("train_size", 0), ("eval_size", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(
-                    f"{name} is below {least}",
-                    got=getattr(self, name),
-                    why="a task needs a number of rows",
-                    fix=f"set {name} to {least} or more",
-                )

@@ -12,6 +12,7 @@ from typing import Any
 
 from klamp.config import KLConfig, LossConfig, build_objective
 from klamp.config.kl import ALIASES, resolve_aliases
+from klamp.core.fields import check_fields
 from klamp.errors import ConfigError
 from klamp.tasks.config import TaskConfig
 from klamp.training.refusals import check_backend
@@ -35,6 +36,7 @@ class TrainConfig:
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
+        check_fields(self)
         build_objective(self.kl, self.loss, max_length=self.rollout.max_completion_length)
         if self.run.resume and self.run.output_dir is None:
             raise ConfigError(

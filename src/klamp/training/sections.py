@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from klamp.config.choices import DType, check_choices
+from klamp.config.choices import DType
 from klamp.core.advantages import GROUP_SIZES
-from klamp.core.arguments import check_number
+from klamp.core.arguments import ABOVE_0_TO_1, AT_LEAST_0, AT_LEAST_1, FROM_0_BELOW_1, POSITIVE
+from klamp.core.fields import check_fields
 from klamp.core.schedules import Schedule
 from klamp.diagnostics.alarms import check_names
-from klamp.errors import ConfigError
 
 Backend: TypeAlias = Literal["local", "tinker"]
-
-
-def _at_least(config: object, least: Mapping[str, float]) -> None:
-    for name, bound in least.items():
-        value = getattr(config, name)
-        if not value >= bound:
-            raise ConfigError(f"{name} must be at least {bound:g}", got=value, fix=f"set {name} to {bound:g} or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +37,7 @@ class ModelConfig:
     """Recompute activations in the backward pass to save memory."""
 
     def __post_init__(self) -> None:
-        _at_least(self, {"lora_r": 0, "lora_alpha": 1})
-        check_choices(self)
+        check_fields(self, {"lora_r": AT_LEAST_0, "lora_alpha": AT_LEAST_1})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,17 +60,18 @@ class RolloutConfig:
     """Leave completions out of the loss that reached max_completion_length without an end token."""
 
     def __post_init__(self) -> None:
-        check_number("num_generations", self.num_generations, GROUP_SIZES, whole=True)
-        _at_least(self, {"prompts_per_step": 1, "max_completion_length": 1, "top_k": 0})
-        if not self.temperature > 0:
-            raise ConfigError(
-                "temperature must be positive",
-                got=self.temperature,
-                why="a group of greedy completions is one completion, and has no advantage",
-                fix="use 1.0",
-            )
-        if not 0 < self.top_p <= 1:
-            raise ConfigError("top_p must lie in (0, 1]", got=self.top_p, fix="use 1.0 to sample the whole policy")
+        greedy = "a group of greedy completions is one completion, and has no advantage"
+        check_fields(
+            self,
+            {
+                "prompts_per_step": AT_LEAST_1,
+                "num_generations": GROUP_SIZES,
+                "max_completion_length": AT_LEAST_1,
+                "temperature": POSITIVE.but(greedy, "use 1.0"),
+                "top_p": ABOVE_0_TO_1.but("it is a share of the probability", "use 1.0 to sample the whole policy"),
+                "top_k": AT_LEAST_0,
+            },
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,19 +98,20 @@ class OptimConfig:
     """Parts that a process's share of a step is computed in; the result is that of the whole, exactly."""
 
     def __post_init__(self) -> None:
-        _at_least(self, {"warmup_steps": 0, "weight_decay": 0, "max_grad_norm": 0})
-        _at_least(self, {"num_iterations": 1, "gradient_accumulation_steps": 1})
-        if not self.learning_rate > 0:
-            raise ConfigError("learning_rate must be positive", got=self.learning_rate, fix="1e-6 for large models")
-        for name in ("adam_beta1", "adam_beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(
-                    f"{name} must lie in [0, 1)",
-                    got=getattr(self, name),
-                    why="it is the share of a moment that a step keeps",
-                    fix=f"use {type(self).__dataclass_fields__[name].default}, the default",
-                )
-        check_choices(self)
+        moment = FROM_0_BELOW_1.but("it is the share of a moment that a step keeps", "")
+        check_fields(
+            self,
+            {
+                "learning_rate": POSITIVE.but("0 trains nothing, and below 0 the loss rises", "1e-6 for large models"),
+                "warmup_steps": AT_LEAST_0,
+                "weight_decay": AT_LEAST_0,
+                "adam_beta1": moment,
+                "adam_beta2": moment,
+                "max_grad_norm": AT_LEAST_0,
+                "num_iterations": AT_LEAST_1,
+                "gradient_accumulation_steps": AT_LEAST_1,
+            },
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,9 +151,13 @@ class RunConfig:
     """Longest wait for one answer of the service, in seconds."""
 
     def __post_init__(self) -> None:
-        _at_least(self, {"max_steps": 0, "eval_every": 0, "save_every": 0, "keep_checkpoints": 1})
-        _at_least(self, {"log_completions": 0, "log_completions_every": 1})
+        check_fields(
+            self,
+            {
+                **dict.fromkeys(("max_steps", "eval_every", "save_every", "log_completions"), AT_LEAST_0),
+                **dict.fromkeys(("keep_checkpoints", "log_completions_every"), AT_LEAST_1),
+                "exact_kl_completions": AT_LEAST_0,
+                "service_timeout": POSITIVE,
+            },
+        )
         check_names(self.stop_on)
-        check_choices(self)
-        if not self.service_timeout > 0:
-            raise ConfigError("service_timeout must be positive", got=self.service_timeout, fix="600 is the default")

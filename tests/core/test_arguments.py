@@ -1,0 +1,137 @@
+"""Arguments of the wrong kind are refused in words; their type, data type, device and shape are looked at, no value."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from klamp.core.arguments import (
+    AT_LEAST_1,
+    FLOATS,
+    IDS,
+    MASKS,
+    POSITIVE,
+    REALS,
+    check_data,
+    check_flag,
+    check_instance,
+    check_is_number,
+    check_number,
+    check_tensors,
+    check_values_exist,
+    describe,
+)
+from klamp.errors import ConfigError, KlampError, TensorError
+
+ON_META = torch.zeros(2, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("x", "text"),
+    [
+        (None, "None"),
+        ("0.1", "'0.1' (str)"),
+        (True, "True (bool)"),
+        (torch.zeros(2, 3), "a torch.Tensor of torch.float32, shape (2, 3) on cpu"),
+        (np.zeros(2), "a numpy.ndarray of float64, shape (2,)"),
+        (list(range(100)), "[0, 1, 2, 3, 4, 5, ...] (list)"),
+    ],
+)
+def test_a_description_is_short_and_says_the_type(x: object, text: str) -> None:
+    assert describe(x) == text
+
+
+@pytest.mark.parametrize("x", [1, 0.5, np.float64(0.5), 10**400])
+def test_positive_numbers_pass(x: object) -> None:
+    check_number("x", x, POSITIVE)
+
+
+@pytest.mark.parametrize(
+    ("x", "why", "fix"),
+    [
+        ("0.1", "text is not read as a number", "x=0.1, without quotes"),
+        (" 1e-3 ", "text is not read as a number", "x=1e-3, without quotes"),
+        ("much", "text is not read as a number", "pass a number > 0"),
+        (True, "True would count as 1", "pass a number > 0"),
+        (math.nan, "nothing can be computed with it", "pass a number > 0"),
+        (math.inf, "nothing can be computed with it", "pass a number > 0"),
+        (0, "it is used as a number", "pass a number > 0"),
+        (None, "it is used as a number", "pass a number > 0"),
+        (torch.tensor(0.1), "it is used as a number", "pass float(x)"),
+        (np.float32(0.1), "it is used as a number", "pass float(x)"),
+        (np.zeros(3), "it is used as a number", "pass a number > 0"),
+        ({"x": 1}, "it is used as a number", "pass a number > 0"),
+        (1j, "it is used as a number", "pass a number > 0"),
+    ],
+)
+def test_what_is_no_positive_number_is_refused(x: Any, why: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_number("x", x, POSITIVE)
+    assert (caught.value.what, caught.value.why, caught.value.fix) == ("x must be a number > 0", why, fix)
+
+
+def test_none_passes_where_it_may_and_a_fraction_is_not_whole() -> None:
+    check_number("x", None, optional=True)
+    with pytest.raises(
+        ConfigError, match=r"x must be a whole number >= 1, or None\n  got: 2.5 \(float\)\n  why: it is"
+    ):
+        check_number("x", 2.5, AT_LEAST_1, whole=True, optional=True)
+    check_is_number("x", math.nan)
+    with pytest.raises(ConfigError, match="x must be a number"):
+        check_is_number("x", "nan")
+
+
+def test_a_flag_is_true_or_false() -> None:
+    check_flag("x", False)
+    with pytest.raises(ConfigError, match=r"x must be True or False\n  got: 0 \(int\)(?s:.*)fix: x=False"):
+        check_flag("x", 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtypes"),
+    [
+        (FLOATS, (torch.float16, torch.bfloat16, torch.float32, torch.float64)),
+        (REALS, (torch.float32, torch.int64, torch.uint8)),
+        (IDS, (torch.int64, torch.int32, torch.uint8)),
+        (MASKS, (torch.bool,)),
+    ],
+)
+def test_which_data_types_a_kind_of_tensor_has(kind: Any, dtypes: tuple[torch.dtype, ...]) -> None:
+    for dtype in dtypes:
+        check_tensors(kind, x=torch.zeros(2, dtype=dtype))
+    for dtype in {torch.float32, torch.int64, torch.bool, torch.complex64} - set(dtypes):
+        if not (kind is REALS and dtype == torch.int64):
+            with pytest.raises(TensorError, match=f"x must hold {kind.text}"):
+                check_tensors(kind, x=torch.zeros(2, dtype=dtype))
+
+
+@pytest.mark.parametrize("x", [[1.0], np.zeros(1), 1.0, None, "text", {}])
+def test_what_is_no_tensor_is_refused(x: object) -> None:
+    with pytest.raises(TensorError, match=r"x must be a torch.Tensor\n  got: (?s:.*)\n  why: (?s:.*)\n  fix: "):
+        check_tensors(FLOATS, x=x)
+
+
+def test_tensors_on_two_devices_are_refused_by_name() -> None:
+    with pytest.raises(TensorError, match="ref is on another device(?s:.*)got: meta, the others on cpu"):
+        check_tensors(FLOATS, policy=torch.zeros(2), ref=ON_META)
+    with pytest.raises(TensorError, match="mask is on another device"):
+        check_tensors(MASKS, like=ON_META, mask=torch.zeros(2, dtype=torch.bool))
+    check_tensors(FLOATS, policy=ON_META, ref=ON_META)
+    with pytest.raises(TensorError, match="policy is on the meta device"):
+        check_values_exist("policy", ON_META)
+
+
+def test_data_carries_no_gradient() -> None:
+    check_data(rewards=torch.zeros(2), nothing=None)
+    with pytest.raises(TensorError, match=r"rewards must not carry a gradient(?s:.*)fix: pass rewards.detach\(\)"):
+        check_data(rewards=torch.zeros(2, requires_grad=True))
+
+
+def test_a_dict_in_the_place_of_a_configuration_is_told_what_to_become() -> None:
+    check_instance("error", KlampError("x"), Exception)
+    with pytest.raises(ConfigError, match=r"kl must be a KlampError(?s:.*)fix: KlampError\(\*\*kl\)"):
+        check_instance("kl", {"beta": 1}, KlampError)
