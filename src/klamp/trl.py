@@ -15,14 +15,15 @@ from klamp.hosts.trl.versions import check_version
 check_version()
 
 from klamp.config import KLConfig  # noqa: E402  (the version is checked before TRL is opened up)
+from klamp.hosts.common.effective import Effective, EffectiveTerm  # noqa: E402
 from klamp.hosts.trl.config import GRPOConfig  # noqa: E402
-from klamp.hosts.trl.effective import Effective, read_effective  # noqa: E402
+from klamp.hosts.trl.effective import read_effective  # noqa: E402
 from klamp.hosts.trl.patched import host_class  # noqa: E402
 from klamp.hosts.trl.trainer import GRPOTrainer, attach_to_trl  # noqa: E402
-from klamp.hosts.unsloth.effective import on_unsloth  # noqa: E402
+from klamp.hosts.unsloth.effective import read_effective_on_unsloth  # noqa: E402
 from klamp.hosts.unsloth.trainer import attach_to_unsloth  # noqa: E402
 
-__all__ = ["Effective", "GRPOConfig", "GRPOTrainer", "attach", "effective"]
+__all__ = ["Effective", "EffectiveTerm", "GRPOConfig", "GRPOTrainer", "attach", "effective"]
 
 Trainer = TypeVar("Trainer")
 
@@ -52,5 +53,4 @@ def effective(trainer: Any) -> Effective:
 
     Read from the trainer, not from what it was asked for. Changes nothing.
     """
-    found = read_effective(trainer)
-    return found if host_class(type(trainer)) is None else on_unsloth(trainer, found)
+    return read_effective(trainer) if host_class(type(trainer)) is None else read_effective_on_unsloth(trainer)

@@ -6,6 +6,6 @@
 Needs unsloth>=2026.10.7,<=2026.10.9, which is checked when klamp is attached.
 """
 
-from klamp.trl import Effective, attach, effective
+from klamp.trl import Effective, EffectiveTerm, attach, effective
 
-__all__ = ["Effective", "attach", "effective"]
+__all__ = ["Effective", "EffectiveTerm", "attach", "effective"]

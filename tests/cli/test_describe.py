@@ -36,54 +36,6 @@ def test_the_reference(flags: list[str], text: str) -> None:
     assert words.describe_reference(config_of(*flags)) == text
 
 
-@pytest.mark.parametrize(
-    ("flags", "text"),
-    [
-        ([], "k3, gradient reverse per token, in the loss"),
-        (["--preset", "ppo"], "k1, gradient reverse over the sequence, taken from the reward"),
-        (
-            ["--kl_clip_method", "hard", "--kl_reference_length", "50", "--kl_clip_threshold", "0.1"],
-            "k3, gradient reverse per token, in the loss; hard clip at 0.1 nats x 50 tokens",
-        ),
-        (
-            ["--kl_clip_method", "hard", "--no_use_per_token_kl_threshold"],
-            "k3, gradient reverse per token, in the loss; hard clip at 0.5 nats per completion",
-        ),
-        (["--beta", "0"], "none: beta is 0"),
-        (["--beta", "0", "--kl_monitor"], "measured and logged only: beta is 0"),
-    ],
-)
-def test_the_kl(flags: list[str], text: str) -> None:
-    assert words.describe_kl(config_of(*flags)) == text
-
-
-def test_the_controllers() -> None:
-    assert (words.describe_controller(config_of()), words.describe_rule(config_of())) == ("fixed at 0.01", "")
-    step = config_of("--target_kl", "0.05", "--beta_max", "1")
-    assert words.describe_controller(step) == "step controller from 0.01, towards 0.05 nats per token"
-    assert words.describe_rule(step).endswith("bounds 0 to 1")
-    for name in ("proportional", "dual", "pid"):
-        config = config_of("--target_kl", "0.05", "--kl_controller", name)
-        assert words.describe_controller(config).startswith(name)
-        assert "no bound" in words.describe_rule(config)
-
-
-@pytest.mark.parametrize(
-    ("flags", "token", "sequence"),
-    [
-        ([], 0.04, 0.04 / 1000),
-        (["--loss_type", "dapo"], 0.04, 0.04 / 1000),
-        (["--loss_type", "dr_grpo"], 0.04, 0.04 / 1000),
-        (["--kl_normalizer", "sequence_sum"], 40.0, 0.04),
-        (["--preset", "ppo"], 40.0, 0.04),
-    ],
-)
-def test_betas_units(flags: list[str], token: float, sequence: float) -> None:
-    """A token-mean beta of .04 at 1,000 tokens is a sequence-sum beta of 4e-5."""
-    config = config_of(*flags, "--beta", "0.04", "--max_completion_length", "1000")
-    assert words.beta_units(config) == pytest.approx((token, sequence))
-
-
 def test_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KLAMP_CACHE", str(tmp_path))
     assert "not cached yet" in words.describe_model(config_of())

@@ -103,6 +103,9 @@ MODULES = {
     "klamp.verify": ["examine", "examine_config", "explain_config", "explain_form", "verify_all", "verify_estimators"],
     "klamp.verify.judge": ["judge"],
     "klamp.tinker.testing": ["Fault", "Standin", "serve", "tiny_model"],
+    "klamp.trl": ["Effective", "EffectiveTerm"],
+    "klamp.unsloth": ["Effective", "EffectiveTerm", "attach", "effective"],
+    "klamp.verl": ["Effective", "EffectiveTerm"],
     "klamp.training.loop": ["compute_kl_divergence", "compute_loss", "grpo_microbatch_step", "log_train", "train"],
 }
 

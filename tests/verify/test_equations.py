@@ -67,6 +67,6 @@ def test_weights_horizons_and_placements_show() -> None:
 
 
 def test_reductions_and_clips_show() -> None:
-    assert "sum over each completion's tokens, mean" in lines(kl_normalizer="sequence_sum")[0]
+    assert "mean over completions of the sum over tokens" in lines(kl_normalizer="sequence_sum")[0]
     assert lines(kl_clip_method="hard")[-1].endswith("1 where the completion's KL is above the budget, 0 below")
     assert lines(kl_clip_method="soft", kl_clip_temperature=0.5)[-1].endswith("- budget) / 0.5)")

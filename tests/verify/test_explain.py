@@ -97,7 +97,7 @@ def test_limits_name_clip_bound_weight_and_exclusions() -> None:
         ),
         "limits",
     )
-    assert "hard clip at 5 nats per completion (0.1 per token x 50 tokens)" in found
+    assert "hard clip at 0.1 nats x 50 tokens = 5 nats per completion; gate open" in found
     assert "0 % at 0.5" in found
     assert "100 % at 2" in found
     assert "+-10 nats, straight-through" in found
@@ -108,7 +108,7 @@ def test_limits_name_clip_bound_weight_and_exclusions() -> None:
 def test_control_schedule_and_moving_references() -> None:
     found = explain(target_kl=0.05, kl_schedule="cosine", kl_warmup_steps=10, reference="ema")
     assert line(found, "control") == (
-        "step: beta follows the KL, towards 0.05 nats per token; schedule cosine, 10 steps of warm-up"
+        "beta step controller from 0.01, towards 0.05 nats per token; schedule cosine, 10 steps of warm-up"
     )
     assert "does not bound the distance from the start" in line(found, "reference")
     assert "becomes the policy every 100 steps" in line(explain(reference="periodic"), "reference")

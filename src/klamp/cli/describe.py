@@ -1,4 +1,4 @@
-"""A configuration in words: the model, the reference, the KL, the controller, beta's units, the command to continue."""
+"""What is a training run's own, in words: its task, its model, its reference, the command to continue it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from klamp.config import LOSS_TYPES, KLConfig
+from klamp.config.describe import describe_movement
 from klamp.tasks.base_model import base_model_folder
 from klamp.tasks.filler import builtin_model
 from klamp.training.config import TrainConfig
@@ -50,69 +50,10 @@ def describe_reference(config: TrainConfig) -> str:
     return {
         "frozen": f"{model.ref_model}, frozen" if model.ref_model else "a frozen copy of the starting policy",
         "adapter_off": "the policy with its adapter off",
-        "ema": f"a copy that follows the policy, keeping {kl.reference_decay:g} of itself at every step",
-        "periodic": f"a copy that becomes the policy every {kl.reference_reset_steps} steps",
+        "ema": f"a copy that {describe_movement(kl)}",
+        "periodic": f"a copy that {describe_movement(kl)}",
         "remote": f"another machine: {kl.reference_url}",
     }[adapter if kl.reference == "auto" else kl.reference]
-
-
-def describe_kl(config: TrainConfig) -> str:
-    """What is measured, which gradient flows, where it enters, how it is clipped."""
-    kl = config.kl
-    if not kl.needs_reference:
-        return "none: beta is 0"
-    if kl.beta == 0 and kl.controller_name == "fixed":
-        return "measured and logged only: beta is 0"
-    place = {"loss": "in the loss", "reward": "taken from the reward", "advantage": "taken from the advantage"}
-    gradient = f"gradient {kl.kl_gradient}" + (" over the sequence" if kl.kl_horizon == "sequence" else " per token")
-    clip = "" if kl.kl_clip_method == "none" else f"; {_describe_clip(kl)}"
-    return f"{kl.kl_estimator}, {gradient}, {place[kl.kl_placement]}{clip}"
-
-
-def _describe_clip(kl: KLConfig) -> str:
-    if not kl.use_per_token_kl_threshold:
-        budget = f"{kl.kl_clip_threshold:g} nats per completion"
-    elif kl.kl_reference_length is not None:
-        budget = f"{kl.kl_clip_threshold:g} nats x {kl.kl_reference_length} tokens"
-    else:
-        budget = f"{kl.kl_clip_threshold:g} nats per token of the reference length"
-    return f"{kl.kl_clip_method} clip at {budget}"
-
-
-def describe_controller(config: TrainConfig) -> str:
-    """What holds beta."""
-    kl = config.kl
-    if kl.controller_name == "fixed":
-        scheduled = "" if kl.kl_schedule == "constant" and not kl.kl_warmup_steps else ", scaled by its schedule"
-        return f"fixed at {kl.beta:g}{scheduled}"
-    return f"{kl.controller_name} controller from {kl.beta:g}, towards {kl.target_kl:g} nats per token"
-
-
-def describe_rule(config: TrainConfig) -> str:
-    """How beta moves; empty where it does not."""
-    kl = config.kl
-    if kl.controller_name == "fixed":
-        return ""
-    bounds = f"{kl.beta_min:g} to {'no bound' if kl.beta_max is None else f'{kl.beta_max:g}'}"
-    rule = {
-        "step": "x1.5 when the KL is above 1.5 targets, x0.75 when it is below half of one",
-        "proportional": f"in proportion to the error, over {kl.kl_controller_horizon} updates",
-        "dual": f"dual ascent, step {kl.kl_controller_lr:g}",
-        "pid": "kp, ki, kd = " + ", ".join(f"{gain:g}" for gain in kl.kl_controller_gains),
-    }[kl.controller_name]
-    return f"{rule}; bounds {bounds}"
-
-
-def beta_units(config: TrainConfig) -> tuple[float, float]:
-    """beta as a coefficient of the KL (per token, per whole completion) of the longest completions.
-
-    The first is what a nat of the mean token costs, the second what a nat of the completion's total costs.
-    """
-    kl, length = config.kl, config.rollout.max_completion_length
-    reduction = kl.kl_normalizer or LOSS_TYPES[config.loss.loss_type].reduction
-    if kl.kl_placement == "loss" and reduction != "sequence_sum":
-        return kl.beta, kl.beta / length
-    return kl.beta * length, kl.beta
 
 
 def resume_command(config: TrainConfig, folder: Path, **changes: Any) -> str:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from klamp.cli.columns import duration
-from klamp.cli.describe import describe_controller, describe_kl, describe_task
+from klamp.cli.describe import describe_task
+from klamp.config.describe import describe_controller, describe_kl
 from klamp.diagnostics.doctor import Finding
 from klamp.training.alarms import SAID_ELSEWHERE
 from klamp.training.observers import Observer, RunInfo
@@ -120,9 +121,9 @@ class Watch(Observer):
         some = "" if info.trainable_parameters == info.parameters else f", {_count(info.trainable_parameters)} trained"
         where = info.device + (f", {info.processes} processes" if info.processes > 1 else "")
         again = f" · continued after step {info.start_step}" if info.start_step else ""
-        held = [f"KL: {describe_kl(config)}"]
+        held = [f"KL: {describe_kl(config.kl)}"]
         if config.kl.needs_reference:
-            held.append(f"reference: {info.reference} · beta: {describe_controller(config)}")
+            held.append(f"reference: {info.reference} · beta: {describe_controller(config.kl)}")
         size = f", {_count(info.parameters)} parameters{some}" if info.parameters else ""
         return [
             f"{describe_task(config)} · {config.model.model}{size} · {where}",

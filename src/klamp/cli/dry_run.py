@@ -9,14 +9,14 @@ from typing import Any
 import yaml
 
 from klamp.cli.arguments import TrainRequest
-from klamp.cli.describe import (
+from klamp.cli.describe import describe_model, describe_reference, describe_task
+from klamp.config.describe import (
     beta_units,
     describe_controller,
     describe_kl,
-    describe_model,
-    describe_reference,
     describe_rule,
-    describe_task,
+    describe_units,
+    kl_reduction,
 )
 from klamp.training.config import TrainConfig, section_classes
 from klamp.training.folders import run_folder
@@ -53,7 +53,7 @@ def _in_words(config: TrainConfig) -> list[tuple[str, str]]:
         ("task", f"{describe_task(config)}; {prompts} prompts"),
         ("model", describe_model(config)),
         ("reference", describe_reference(config)),
-        ("KL", describe_kl(config)),
+        ("KL", describe_kl(config.kl)),
         *_beta_lines(config),
         ("loss", _loss(config)),
         (
@@ -72,13 +72,12 @@ def _in_words(config: TrainConfig) -> list[tuple[str, str]]:
 
 
 def _beta_lines(config: TrainConfig) -> list[tuple[str, str]]:
-    if not config.kl.needs_reference:
+    kl, length = config.kl, config.rollout.max_completion_length
+    if not kl.needs_reference:
         return [("beta", "0: trains without KL")]
-    token, sequence = beta_units(config)
-    length = config.rollout.max_completion_length
-    units = f"{token:g} per nat of KL per token = {sequence:g} per nat of a whole completion of {length} tokens"
-    controller = "; ".join(text for text in (describe_controller(config), describe_rule(config)) if text)
-    return [("controller", controller), ("beta", units)]
+    units = beta_units(kl.beta, kl_reduction(kl, config.loss), placement=kl.kl_placement, length=length)
+    controller = "; ".join(text for text in (describe_controller(kl), describe_rule(kl)) if text)
+    return [("controller", controller), ("beta", describe_units(units, placement=kl.kl_placement, length=length))]
 
 
 def _loss(config: TrainConfig) -> str:

@@ -10,8 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from klamp.cli.columns import GAP, Scale, fixed, short, spoken
-from klamp.cli.describe import describe_controller, resume_command, tool
+from klamp.cli.describe import resume_command, tool
 from klamp.cli.live import skills_table
+from klamp.config.describe import beta_units, describe_controller, describe_units, kl_reduction
 from klamp.training.config import TrainConfig
 from klamp.training.observers import RunSummary
 
@@ -56,10 +57,18 @@ def _kl_table(metrics: Mapping[str, float]) -> Table:
 
 
 def _beta_text(config: TrainConfig, metrics: Mapping[str, float]) -> str:
-    sequence = metrics.get("beta/per_sequence")
-    per = "" if sequence is None else f", {short(sequence)} per nat of a completion"
-    held = "fixed" if config.kl.controller_name == "fixed" else describe_controller(config)
-    return f"beta {short(metrics.get('beta', config.kl.beta))} per nat of a token{per} ({held})"
+    kl, beta = config.kl, metrics.get("beta", config.kl.beta)
+    held = "fixed" if kl.controller_name == "fixed" else describe_controller(kl)
+    if "length/mean" not in metrics:
+        return f"beta: {short(beta)} ({held})"
+    units = beta_units(
+        beta,
+        kl_reduction(kl, config.loss),
+        placement=kl.kl_placement,
+        length=metrics["length/mean"],
+        max_length=config.rollout.max_completion_length,
+    )
+    return f"beta: {describe_units(units, placement=kl.kl_placement)} ({held})"
 
 
 def _files(config: TrainConfig, summary: RunSummary) -> list[tuple[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from klamp.config.describe import beta_units
 from klamp.core.types import Reduction
 from klamp.diagnostics.statistics import StepRecord, pad_tokens
 from klamp.training.context import Context
@@ -42,14 +43,14 @@ def gather_record(context: Context, rollout: Rollout, output: UpdateOutput) -> S
 
 def beta_metrics(reduction: Reduction, beta: float, metrics: dict[str, float], context: Context) -> dict[str, float]:
     """beta in force, also as the coefficient of a whole completion's KL."""
-    in_loss = context.objective.kl.placement == "loss"
-    divisor = {
-        "token_mean": metrics["length/mean"],
-        "sequence_mean": metrics["length/mean"],
-        "sequence_sum": 1.0,
-        "fixed_length": float(context.config.rollout.max_completion_length),
-    }[reduction]
-    found = {"beta": beta, "beta/per_sequence": beta / divisor if in_loss else beta}
+    units = beta_units(
+        beta,
+        reduction,
+        placement=context.objective.kl.placement,
+        length=metrics["length/mean"],
+        max_length=context.config.rollout.max_completion_length,
+    )
+    found = {"beta": beta, "beta/per_sequence": units.sequence}
     if context.objective.kl.clip_method != "none" and context.reference_length is not None:
         found["kl/reference_length"] = context.reference_length
     if "kl/k1_sequence" in metrics:

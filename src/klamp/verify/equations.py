@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from klamp.config import LOSS_TYPES, KLConfig, LossConfig
+from klamp.config import KLConfig, LossConfig
+from klamp.config.describe import describe_average, kl_reduction
 from klamp.core.estimators import ESTIMATORS
 
 EXACT = "sum_v policy_v (log policy_v - log ref_v)"
-
-REDUCTIONS: Mapping[str, str] = {
-    "token_mean": "mean over all tokens of the batch",
-    "sequence_mean": "mean over each completion's tokens, then over completions",
-    "sequence_sum": "sum over each completion's tokens, mean over completions",
-    "fixed_length": "sum over each completion's tokens / max_completion_length, mean over completions",
-}
 
 COEFFICIENTS: Mapping[tuple[str, str], str] = {
     ("token", "reverse"): "{w}delta_t",
@@ -43,9 +37,8 @@ def equations(kl: KLConfig, loss: LossConfig) -> list[str]:
     if kl.kl_placement == "advantage":
         shift = "sum over j >= t of delta_j" if kl.kl_horizon == "sequence" else "delta_t"
         return [f"advantage_t = advantage_t - beta * {shift}, after the advantages are formed"]
-    reduction = kl.kl_normalizer or LOSS_TYPES[loss.loss_type].reduction
     lines = [
-        f"loss = policy loss + beta * R[penalty], R: {REDUCTIONS[reduction]}",
+        f"loss = policy loss + beta * R[penalty], R: {describe_average(kl_reduction(kl, loss))}",
         f"penalty_t = {_value(kl)}",
         f"gradient of penalty_t = {_gradient(kl)}",
     ]

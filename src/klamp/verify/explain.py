@@ -10,7 +10,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from klamp.config import LOSS_TYPES, KLConfig, LossConfig
+from klamp.config import KLConfig, LossConfig
+from klamp.config.describe import (
+    beta_units,
+    describe_clip,
+    describe_controller,
+    describe_movement,
+    describe_units,
+    kl_reduction,
+)
 from klamp.verify.config_facts import LENGTH, ConfigFacts, Gate, Pull, measure_config
 from klamp.verify.equations import equations
 
@@ -76,7 +84,7 @@ def explain_config(kl: KLConfig, loss: LossConfig, *, name: str, setting: Settin
         ("limits", _limits(kl, facts, setting)),
         *_numbers(facts),
         ("units", _units(kl, loss, setting)),
-        ("control", _control(kl)),
+        ("control", f"beta {describe_controller(kl)}"),
         *_moving(kl),
         ("cost", _cost(kl, setting)),
         *paper,
@@ -133,8 +141,7 @@ def _sequence(kl: KLConfig, facts: ConfigFacts) -> str:
 
 
 def _in_loss(kl: KLConfig, loss: LossConfig, facts: ConfigFacts) -> str:
-    own = kl.kl_normalizer if kl.kl_placement == "loss" else None
-    reduction = own or LOSS_TYPES[loss.loss_type].reduction
+    reduction = kl_reduction(kl, loss)
     why = "every token counts the same"
     if reduction == "sequence_mean":
         why = "each completion's KL is divided by its own length, so that drift in long ones counts less"
@@ -194,14 +201,12 @@ def _not_measured(kl: KLConfig) -> list[str]:
 
 
 def _clip(kl: KLConfig, gate: Gate, setting: Setting) -> str:
-    unit = "in total"
-    if kl.use_per_token_kl_threshold:
-        unit = f"per token x {kl.kl_reference_length or setting.length} tokens"
+    budget = f" = {gate.budget:g} nats per completion" if kl.use_per_token_kl_threshold else ""
     at = ", ".join(f"{100 * factor:.0f} % at {size:g}" for size, factor in gate.at.items())
     return (
-        f"{kl.kl_clip_method} clip at {gate.budget:g} nats per completion ({kl.kl_clip_threshold:g} {unit}); gate open "
-        f"by KL in budgets: {at}; over the oracle's short completions in groups of 8: {100 * gate.open_below:.0f} % "
-        f"with the policy at half of the budget, {100 * gate.open_above:.0f} % at twice"
+        f"{describe_clip(kl, length=setting.length)}{budget}; gate open by KL in budgets: {at}; over the oracle's "
+        f"short completions in groups of 8: {100 * gate.open_below:.0f} % with the policy at half of the budget, "
+        f"{100 * gate.open_above:.0f} % at twice"
     )
 
 
@@ -218,33 +223,14 @@ def _numbers(facts: ConfigFacts) -> list[Line]:
 
 
 def _units(kl: KLConfig, loss: LossConfig, setting: Setting) -> str:
-    """beta as a price per nat of the mean token, and per nat of a whole completion."""
-    length = setting.length
-    reduction = kl.kl_normalizer or LOSS_TYPES[loss.loss_type].reduction
-    summed = kl.kl_placement != "loss" or reduction == "sequence_sum"
-    token, sequence = (kl.beta * length, kl.beta) if summed else (kl.beta, kl.beta / length)
-    unit = "loss" if kl.kl_placement == "loss" else "reward"
-    return (
-        f"beta {kl.beta:g}: {token:.4g} {unit} per nat of KL per token = {sequence:.4g} per nat of a whole completion "
-        f"of {length:,} tokens"
-    )
-
-
-def _control(kl: KLConfig) -> str:
-    text = f"beta fixed at {kl.beta:g}"
-    if kl.controller_name != "fixed" and kl.target_kl is not None:
-        text = f"{kl.controller_name}: beta follows the KL, towards {kl.target_kl:g} nats per token"
-    if kl.kl_schedule != "constant" or kl.kl_warmup_steps:
-        text += f"; schedule {kl.kl_schedule}, {kl.kl_warmup_steps} steps of warm-up"
-    return text
+    placement, length = kl.kl_placement, setting.length
+    units = beta_units(kl.beta, kl_reduction(kl, loss), placement=placement, length=length)
+    return f"beta {kl.beta:g}: {describe_units(units, placement=placement, length=length)}"
 
 
 def _moving(kl: KLConfig) -> list[Line]:
-    """The sentence on a moving reference: it holds the policy to where it was some steps ago, not to its start."""
-    how = {
-        "ema": f"follows the policy, keeping {kl.reference_decay:g} of itself at every step",
-        "periodic": f"becomes the policy every {kl.reference_reset_steps} steps",
-    }.get(kl.reference)
+    """A reference that follows the policy holds it to where it was, not to where it began."""
+    how = describe_movement(kl)
     return [("reference", f"{how}; a KL to it does not bound the distance from the start")] if how else []
 
 

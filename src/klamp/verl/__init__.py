@@ -7,8 +7,9 @@
 Needs verl>=0.8,<0.10 where it trains; `overrides` and `effective` do without.
 """
 
-from klamp.hosts.verl.effective import Effective, effective
+from klamp.hosts.common.effective import Effective, EffectiveTerm
+from klamp.hosts.verl.effective import effective
 from klamp.hosts.verl.hooks import register
 from klamp.hosts.verl.overrides import overrides
 
-__all__ = ["Effective", "effective", "overrides", "register"]
+__all__ = ["Effective", "EffectiveTerm", "effective", "overrides", "register"]

@@ -21,8 +21,9 @@ def test_a_stock_trainer(tmp_path: Path) -> None:
     made = stubbed(AutoModelForCausalLM.from_pretrained(saved(model(), tmp_path)))
     found = klamp.trl.effective(trainer(tmp_path, made, beta=0.25, loss_type="bnpo"))
     assert found.host.startswith("unsloth 2026.10.7, trl 1.15.0, UnslothGRPOTrainer")
-    assert (found.term, found.beta, found.reference) == ("Unsloth's own", 0.25, "loaded by Unsloth")
-    assert found.value == "k3 times the policy ratio"
+    (term,) = found.terms
+    assert (term.term, term.beta, found.reference) == ("Unsloth's own", 0.25, "loaded by Unsloth")
+    assert term.value == "k3 times the policy ratio"
     assert found.normalizer.startswith("mean over the tokens of the optimizer step")
     assert f"{PAST}, and nothing says so" in found.notes
     assert "TRL" not in "".join(found.notes)
@@ -31,7 +32,9 @@ def test_a_stock_trainer(tmp_path: Path) -> None:
 def test_an_attached_one(tmp_path: Path) -> None:
     host = attached(tmp_path, KLConfig(beta=0.25, target_kl=0.1))
     found = klamp.trl.effective(host)
-    assert (found.term, found.beta, found.controller) == ("klamp's", 0.25, "step, target 0.1")
+    (term,) = found.terms
+    assert (term.term, term.beta) == ("klamp's", 0.25)
+    assert term.controller == "step controller from 0.25, towards 0.1 nats per token"
     assert found.reference == "a frozen copy in memory"
     assert found.normalizer == ("mean over completions of the mean over tokens (Unsloth's own, loss_type='grpo')")
     assert f"{PAST}; klamp's KL has none of these clamps" in found.notes

@@ -122,7 +122,7 @@ def test_the_usage_of_the_clipping_notes_runs_as_printed(tmp_path: Path) -> None
 
 def test_a_stock_configuration_or_none_is_taken(tmp_path: Path) -> None:
     trainer = build(GRPOTrainer, model(), arguments(trl.GRPOConfig, tmp_path, beta=0.2))
-    assert effective(trainer).term == "TRL's own"
+    assert [term.term for term in effective(trainer).terms] == ["TRL's own"]
     assert trainer.ref_model is not None
 
 
@@ -172,20 +172,30 @@ def test_attach_refuses_what_it_cannot_upgrade(tmp_path: Path) -> None:
 
 def test_effective_reads_the_trainer_not_the_wish(tmp_path: Path) -> None:
     stock = build(trl.GRPOTrainer, model(), arguments(trl.GRPOConfig, tmp_path))
-    assert effective(stock).term == "none: beta is 0"
-    assert effective(stock).reference == "none: beta is 0"
+    assert effective(stock).terms == () and effective(stock).reference == "none: beta is 0"
     trainer = klamp_trainer(model(), tmp_path, beta=0.1, importance_sampling_level="sequence", loss_type="bnpo")
     found = effective(trainer)
-    assert (found.value, found.reference) == ("k3 times the policy ratio", "a frozen copy in memory")
+    assert (found.terms[0].value, found.reference) == ("k3 times the policy ratio", "a frozen copy in memory")
+    assert found.normalizer == "mean over the tokens of each micro-batch (TRL's own, loss_type='bnpo')"
     assert any("broadcasts" in note for note in found.notes)
     assert any("micro-batch" in note for note in found.notes)
     with_kl(trainer, KLConfig(beta=0.2, target_kl=0.05, kl_clip_method="hard", kl_reference_length=9))
     found = effective(trainer)
-    assert (found.term, found.beta, found.value) == ("klamp's", 0.2, "k3")
-    assert found.gradient == "reverse, horizon token, off-policy weights: none"
-    assert found.controller == "step, target 0.05"
-    assert found.clip == "hard, 0.5 nats per token; reference length: 9 tokens"
+    (term,) = found.terms
+    assert (term.term, term.beta, term.value, term.placement) == ("klamp's", 0.2, "k3", "in the loss")
+    assert term.gradient == "reverse per token: KL(policy||ref)"
+    assert term.controller == "step controller from 0.2, towards 0.05 nats per token"
+    assert term.clip == "hard clip at 0.5 nats x 9 tokens"
     assert "beta       0.2" in str(found).splitlines()
+    with_kl(trainer, KLConfig(beta=0.2, kl_clip_method="hard"))
+    assert effective(trainer).terms[0].clip.endswith("length (the data's column, or measured at the start)")
+
+
+def test_the_page_shows_what_effective_prints(tmp_path: Path) -> None:
+    kl = {"kl_clip_method": "hard", "kl_clip_threshold": 0.1}
+    lines = str(effective(klamp_trainer(model(), tmp_path, beta=0.02, loss_type="dapo", **kl))).splitlines()
+    page = (Path(__file__).resolve().parents[3] / "docs" / "trl.md").read_text(encoding="utf-8")
+    assert "\n".join(lines[1:]) in page, "but for the version installed and the class of the tests"
 
 
 def test_the_reference_may_be_passed(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ control      beta from step to step, and what a checkpoint must hold of it
 rollout      once per generation batch: exclusions, gate, reference length, KL in the reward or the advantage
 loss         once per micro-batch: the penalty, and the coefficient that puts it into the host's own loss
 window       what was measured, summed over micro-batches and processes
-stepzero     the KL before the first update, which should be 0
-words        what `effective` found, as text
+step_zero    the KL before the first update, which should be 0
+effective    what the KL of a run will really do, in words
 lr_guard     kl_lr_guard, for a loop of transformers
 """

@@ -9,6 +9,8 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from klamp.config import TRL_LOSS_TYPES
+from klamp.config.describe import beta_units
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import masked_log_ratio
 from klamp.core.masking import masked_sum
@@ -57,11 +59,16 @@ def after_loss(trainer: Any, inputs: Any, scored: Scoring, beta: float) -> None:
 
 
 def beta_metrics(trainer: Any, beta: float, found: dict[str, float]) -> dict[str, float]:
-    """beta in force, per token and as the coefficient of a whole completion's KL."""
-    length = max(found.get("length/mean", 1.0), 1.0)
-    divisor = {"dr_grpo": float(trainer.max_completion_length), "luspo": 1.0}.get(trainer.loss_type, length)
+    """beta in force, also as the coefficient of a whole completion's KL."""
     term, control = trainer._klamp.term, trainer._klamp.control
-    named = {"beta": beta, "beta/per_sequence": beta / divisor if term.placement == "loss" else beta}
+    units = beta_units(
+        beta,
+        TRL_LOSS_TYPES.get(trainer.loss_type) or "token_mean",
+        placement=term.placement,
+        length=max(found.get("length/mean", 1.0), 1.0),
+        max_length=trainer.max_completion_length,
+    )
+    named = {"beta": beta, "beta/per_sequence": units.sequence}
     if control is not None and term.clip_method != "none" and control.reference_length is not None:
         named["kl/reference_length"] = control.reference_length
     return named

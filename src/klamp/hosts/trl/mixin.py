@@ -29,6 +29,8 @@ class KLMixin(Host):
     """klamp's KL, for a class that derives from it first and from `trl.GRPOTrainer` second."""
 
     _klamp: Session
+    _host: str = "TRL"
+    """Whose loss it is."""
     _loss_types: Mapping[str, Reduction | None] = TRL_LOSS_TYPES
     """How the host's loss types make tokens a number."""
     _never_exact: str = ""

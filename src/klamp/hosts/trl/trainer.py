@@ -126,7 +126,8 @@ def _described(trainer: Any, *, peft: bool, copied: bool, chosen: bool) -> str:
     if trainer.ref_model is None:
         kept = "ref" in getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", {})
         return "a frozen copy of the starting adapter" if kept else "the policy with its adapter off"
-    source = "the model passed as ref_model" if chosen else "a frozen copy in memory" if copied else "loaded by TRL"
+    loaded = f"loaded by {trainer._host}"
+    source = "the model passed as ref_model" if chosen else "a frozen copy in memory" if copied else loaded
     if trainer.args.sync_ref_model:
         share, steps = trainer.args.ref_model_mixup_alpha, trainer.args.ref_model_sync_steps
         return f"{source}, moved by a share of {share:g} towards the policy every {steps} steps"

@@ -5,33 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from klamp.hosts.trl.effective import Effective
+from klamp.hosts.common.effective import Effective
+from klamp.hosts.trl.effective import read_effective
 from klamp.hosts.trl.patched import host_class
 from klamp.hosts.unsloth.host import Clamps, check_version, loss_function, silent_clamps
+from klamp.hosts.unsloth.refusals import LOSS_TYPES
 
-GLOBAL = "mean over the tokens of the optimizer step, all processes"
 
-
-def on_unsloth(trainer: Any, found: Effective) -> Effective:
-    """What was read from a trainer of TRL's kind, corrected for one that Unsloth has rewritten."""
+def read_effective_on_unsloth(trainer: Any) -> Effective:
+    """What the KL of a trainer that Unsloth has rewritten will really do; see `klamp.trl.effective`."""
     host = host_class(type(trainer))
     assert host is not None
+    found = read_effective(trainer, host="Unsloth", loss_types=LOSS_TYPES)
     beyond = getattr(trainer, "_klamp_beyond", None)
     clamps = silent_clamps(loss_function(host)[1]) if beyond is None else beyond.clamps
-    average = found.normalizer.replace("TRL", "Unsloth")
-    if trainer.loss_type == "bnpo":
-        average = f"{GLOBAL} (Unsloth's own, loss_type='bnpo')"
-    return replace(
-        found,
-        host=f"unsloth {check_version()}, {found.host}",
-        term=found.term.replace("TRL", "Unsloth"),
-        reference=found.reference.replace("TRL", "Unsloth"),
-        normalizer=average,
-        notes=(
-            *(note.replace("TRL", "Unsloth") for note in found.notes if "each micro-batch" not in note),
-            clamp_note(clamps, beyond, own=found.term.startswith("TRL")),
-        ),
-    )
+    note = clamp_note(clamps, beyond, own=any(term.term == "Unsloth's own" for term in found.terms))
+    return replace(found, host=f"unsloth {check_version()}, {found.host}", notes=(*found.notes, note))
 
 
 def clamp_note(clamps: Clamps, beyond: Any, *, own: bool) -> str:

@@ -80,6 +80,7 @@ class UnslothMixin(KLMixin):
     """klamp's KL, for a class that derives from it first, from `ByPosition` second and from Unsloth's third."""
 
     _klamp_beyond: Beyond
+    _host = "Unsloth"
     _loss_types = LOSS_TYPES
     _never_exact = "Unsloth's loss is given the log-probabilities of the sampled tokens alone"
 

@@ -3,54 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
-from klamp.core.types import Gradient
-from klamp.hosts.common.words import in_lines
+from klamp.config.describe import DIVERGENCES, PLACEMENTS, describe_average, describe_controller
+from klamp.core.term import Placement
+from klamp.hosts.common.effective import Effective, EffectiveTerm, that_apply
 from klamp.hosts.verl import names
 
 K3_STOPS = "; its value stops at 10 nats, at log-ratios -2.61 and +11.0, and past them it has no gradient"
 OWN: Mapping[str, tuple[str, str]] = {
     "kl": ("k1", "zero in expectation: it holds nothing"),
     "abs": ("|log-ratio|", "that of no divergence"),
-    "mse": ("k2", "KL(policy||ref)"),
-    "low_var_kl": ("k3", f"KL(ref||policy){K3_STOPS}"),
+    "mse": ("k2", DIVERGENCES["reverse"]),
+    "low_var_kl": ("k3", f"{DIVERGENCES['forward']}{K3_STOPS}"),
 }
 """verl's own types: (value, gradient as a loss); `klamp audit verl` measures them."""
 ALIASES: Mapping[str, str] = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
 AVERAGES: Mapping[str, str] = {
-    "token-mean": "mean over the tokens of the mini-batch",
-    "seq-mean-token-mean": "mean over completions of the mean over tokens",
-    "seq-mean-token-sum": "mean over completions of the sum over tokens",
-    "seq-mean-token-sum-norm": "sum over tokens / (completions * loss_scale_factor, else the padded length)",
+    "token-mean": describe_average("token_mean", over="the mini-batch"),
+    "seq-mean-token-mean": describe_average("sequence_mean"),
+    "seq-mean-token-sum": describe_average("sequence_sum"),
+    "seq-mean-token-sum-norm": describe_average("fixed_length", length="loss_scale_factor, else the padded length"),
     "token-sum": "sum over the tokens of the mini-batch",
 }
-GRADIENTS: Mapping[Gradient, str] = {
-    "reverse": "KL(policy||ref)",
-    "forward": "KL(ref||policy)",
-    "own": "the estimator's own",
-    "none": "none: it is only logged",
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Effective:
-    """The KL of a run, in words; `str` gives one line per field."""
-
-    loss: str
-    """The KL in the loss: whose, its value, gradient and coefficient."""
-    reward: str
-    """The KL in the reward, likewise."""
-    normalizer: str
-    """How the tokens of the loss become one number."""
-    reference: str
-    """Where the reference comes from."""
-    notes: tuple[str, ...] = ()
-    """What may surprise."""
-
-    def __str__(self) -> str:
-        return in_lines(self)
 
 
 def effective(config: Any) -> Effective:
@@ -66,22 +42,57 @@ def effective(config: Any) -> Effective:
     in_loss, in_reward = bool(actor["use_kl_loss"]), bool(algorithm["use_kl_in_reward"])
     mode = actor["loss_agg_mode"]
     return Effective(
-        loss=_in_loss(actor) if in_loss else "none: use_kl_loss is off",
-        reward=_in_reward(algorithm) if in_reward else "none: use_kl_in_reward is off",
+        host=_host(),
+        terms=(*([_in_loss(actor)] if in_loss else []), *([_in_reward(algorithm)] if in_reward else [])),
         normalizer=f"{AVERAGES.get(mode, 'unknown')} (loss_agg_mode={mode})",
-        reference=_reference(config["actor_rollout_ref"]["model"]) if in_loss or in_reward else "none is loaded",
-        notes=tuple(_notes(config, in_loss, in_reward)),
+        reference=_reference(config["actor_rollout_ref"]["model"])
+        if in_loss or in_reward
+        else "none: use_kl_loss and use_kl_in_reward are off",
+        notes=_notes(config, in_loss, in_reward),
     )
 
 
-def _in_loss(actor: Any) -> str:
+def _host() -> str:
+    try:
+        return f"verl {metadata.version('verl')}"
+    except metadata.PackageNotFoundError:
+        return "verl, not installed here"
+
+
+def _in_loss(actor: Any) -> EffectiveTerm:
     name, beta = actor["kl_loss_type"], actor["kl_loss_coef"]
     if names.is_ours(name):
-        kl = names.loss_kl(name)
-        gradient = f"{GRADIENTS[kl.kl_gradient]}, horizon {kl.kl_horizon}, off-policy weights: {kl.kl_off_policy}"
-        return f"klamp's: {kl.kl_estimator}, gradient {gradient}; beta {beta:g}, fixed"
+        return EffectiveTerm.of(names.loss_kl(name), beta=beta, controller="fixed")
     value, gradient = _own(name)
-    return f"verl's own: {value}, gradient {gradient}; beta {beta:g}, fixed"
+    return _of_verl("loss", value, gradient, beta, "fixed")
+
+
+def _in_reward(algorithm: Any) -> EffectiveTerm:
+    name, control = algorithm["kl_penalty"], algorithm["kl_ctrl"]
+    beta, moves = control["kl_coef"], _moves(control)
+    if names.is_ours(name):
+        return EffectiveTerm.of(names.reward_kl(name), beta=beta, controller=moves)
+    value = _own(name)[0]
+    gradient = DIVERGENCES["reverse"] if value == "k1" else "that of no divergence"
+    return _of_verl("reward", value, gradient, beta, moves)
+
+
+def _moves(control: Any) -> str:
+    kind, beta, target = control["type"], control["kl_coef"], control["target_kl"]
+    if names.is_ours(kind):
+        return describe_controller(names.controlled(kind, beta=beta, target_kl=target))
+    return "fixed" if kind == "fixed" else f"{kind} from {beta:g}, towards {target:g} nats per token"
+
+
+def _of_verl(placement: Placement, value: str, gradient: str, beta: float, controller: str) -> EffectiveTerm:
+    return EffectiveTerm(
+        term="verl's own",
+        beta=beta,
+        controller=controller,
+        value=value,
+        gradient=gradient,
+        placement=PLACEMENTS[placement],
+    )
 
 
 def _own(name: str) -> tuple[str, str]:
@@ -93,19 +104,6 @@ def _own(name: str) -> tuple[str, str]:
     return value, OWN["mse"][1] if name.endswith("+") else gradient
 
 
-def _in_reward(algorithm: Any) -> str:
-    name, control = algorithm["kl_penalty"], algorithm["kl_ctrl"]
-    rule = f"controller {control['type']}"
-    if control["type"] != "fixed":
-        rule += f", target {control['target_kl']:g} nats per token"
-    if names.is_ours(name):
-        bound = names.reward_kl(name).kl_max_log_ratio
-        value = "klamp's: k1" + ("" if bound is None else f", log-ratio bounded at {bound:g}")
-    else:
-        value = f"verl's own: {_own(name)[0]}"
-    return f"{value}; beta {control['kl_coef']:g} at the start, {rule}"
-
-
 def _reference(model: Any) -> str:
     adapter = (model.get("lora_rank") or 0) > 0 or model.get("lora_adapter_path") is not None
     return "the policy with its adapter off" if adapter or _megatron_rank(model) > 0 else "a frozen copy"
@@ -115,7 +113,7 @@ def _megatron_rank(model: Any) -> int:
     return int((model.get("lora") or {}).get("rank") or 0)
 
 
-def _notes(config: Any, in_loss: bool, in_reward: bool) -> list[str]:
+def _notes(config: Any, in_loss: bool, in_reward: bool) -> tuple[str, ...]:
     actor, algorithm = config["actor_rollout_ref"]["actor"], config["algorithm"]
     control, completions = algorithm["kl_ctrl"], _completions(config)
     scaled = algorithm["adv_estimator"] == "grpo" and bool(algorithm.get("norm_adv_by_std_in_grpo", True))
@@ -143,7 +141,7 @@ def _notes(config: Any, in_loss: bool, in_reward: bool) -> list[str]:
             "loss_mode must be klamp, or klamp:MODE: it has to name klamp's policy loss",
         ),
     ]
-    return [text for applies, text in rows if applies]
+    return that_apply(rows)
 
 
 def _completions(config: Any) -> int:

@@ -1,0 +1,174 @@
+"""A KL in words and in units: said once, for every door, plan, summary, metric and explanation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from klamp.config.kl import KLConfig
+from klamp.config.loss import LOSS_TYPES, LossConfig
+from klamp.core.beta_rules import DualRule, PIDRule, ProportionalRule, StepRule
+from klamp.core.term import Placement
+from klamp.core.types import Gradient, Reduction
+
+PLACEMENTS: Mapping[Placement, str] = {
+    "loss": "in the loss",
+    "reward": "taken from the reward",
+    "advantage": "taken from the advantage",
+}
+DIVERGENCES: Mapping[Gradient, str] = {
+    "reverse": "KL(policy||ref)",
+    "forward": "KL(ref||policy)",
+    "own": "the estimator's own",
+    "none": "none: it is only logged",
+}
+"""Whose gradient a choice of `kl_gradient` is."""
+
+
+def describe_kl(kl: KLConfig) -> str:
+    """What is measured, which gradient flows, where it enters, how it is clipped: a line."""
+    if not kl.needs_reference:
+        return "none: beta is 0"
+    if kl.beta == 0 and kl.controller_name == "fixed":
+        return "measured and logged only: beta is 0"
+    parts = f"{describe_value(kl)}, gradient {describe_gradient(kl)}, {PLACEMENTS[kl.kl_placement]}"
+    return parts if kl.kl_clip_method == "none" else f"{parts}; {describe_clip(kl)}"
+
+
+def describe_value(kl: KLConfig) -> str:
+    """What estimates the value, and where its log-ratio stops."""
+    bound = "" if kl.kl_max_log_ratio is None else f", log-ratio bounded at {kl.kl_max_log_ratio:g}"
+    return f"{kl.kl_estimator}{bound}"
+
+
+def describe_gradient(kl: KLConfig) -> str:
+    """Which gradient flows, how far a token's own reaches, and how it is weighed off-policy."""
+    weights = {"none": "", "token": ", off-policy weight per token", "sequence": ", off-policy weight of the prefix"}
+    cut = "" if kl.kl_off_policy == "none" or kl.kl_max_weight is None else f" up to {kl.kl_max_weight:g}"
+    reach = "over the sequence" if kl.kl_horizon == "sequence" else "per token"
+    return f"{kl.kl_gradient} {reach}{weights[kl.kl_off_policy]}{cut}"
+
+
+def describe_clip(kl: KLConfig, *, length: float | None = None) -> str:
+    """How the KL is clipped, and at which budget.
+
+    Args:
+        kl: the KL.
+        length: the reference length in tokens where the configuration names none; None: not known yet.
+    """
+    if kl.kl_clip_method == "none":
+        return "none"
+    length = kl.kl_reference_length or length
+    if not kl.use_per_token_kl_threshold:
+        budget = "nats per completion"
+    elif length is not None:
+        budget = f"nats x {length:g} tokens"
+    else:
+        budget = "nats per token of the reference length"
+    return f"{kl.kl_clip_method} clip at {kl.kl_clip_threshold:g} {budget}"
+
+
+def describe_controller(kl: KLConfig) -> str:
+    """What holds beta, and towards what."""
+    scheduled = ""
+    if kl.kl_schedule != "constant" or kl.kl_warmup_steps:
+        scheduled = f"; schedule {kl.kl_schedule}, {kl.kl_warmup_steps} steps of warm-up"
+    if kl.controller_name == "fixed":
+        return f"fixed at {kl.beta:g}{scheduled}"
+    return f"{kl.controller_name} controller from {kl.beta:g}, towards {kl.target_kl:g} nats per token{scheduled}"
+
+
+def describe_rule(kl: KLConfig) -> str:
+    """How beta moves; empty where it does not."""
+    match kl.build_controller().rule:
+        case StepRule(up=up, down=down, high=high, low=low):
+            rule = f"x{up:g} when the KL is above {high:g} targets, x{down:g} when it is below {low:g}"
+        case ProportionalRule(horizon=horizon):
+            rule = f"in proportion to the error, over {horizon} updates"
+        case DualRule(lr=lr):
+            rule = f"dual ascent, step {lr:g}"
+        case PIDRule(kp=kp, ki=ki, kd=kd):
+            rule = f"kp, ki, kd = {kp:g}, {ki:g}, {kd:g}"
+        case _:
+            return ""
+    return f"{rule}; bounds {kl.beta_min:g} to {'no bound' if kl.beta_max is None else f'{kl.beta_max:g}'}"
+
+
+def describe_movement(kl: KLConfig) -> str:
+    """How the reference moves; empty where it does not."""
+    return {
+        "ema": f"follows the policy, keeping {kl.reference_decay:g} of itself at every step",
+        "periodic": f"becomes the policy every {kl.reference_reset_steps} steps",
+    }.get(kl.reference, "")
+
+
+def describe_average(
+    reduction: Reduction,
+    *,
+    over: str = "the optimizer step, all processes",
+    length: str = "max_completion_length",
+) -> str:
+    """How a reduction makes tokens one number.
+
+    Args:
+        reduction: which one.
+        over: what `token_mean` counts the tokens of.
+        length: what `fixed_length` divides by.
+    """
+    words: Mapping[Reduction, str] = {
+        "token_mean": f"mean over the tokens of {over}",
+        "sequence_mean": "mean over completions of the mean over tokens",
+        "sequence_sum": "mean over completions of the sum over tokens",
+        "fixed_length": f"sum over tokens / (completions * {length})",
+    }
+    return words[reduction]
+
+
+class Units(NamedTuple):
+    """beta as a coefficient of the KL, in loss (or reward) per nat.
+
+    Attributes:
+        token: of the mean token's KL.
+        sequence: of a whole completion's KL.
+    """
+
+    token: float
+    sequence: float
+
+
+def kl_reduction(kl: KLConfig, loss: LossConfig) -> Reduction:
+    """How the KL's tokens become one number; in the reward or the advantage those of the policy loss do."""
+    own = kl.kl_normalizer if kl.kl_placement == "loss" else None
+    return own or LOSS_TYPES[loss.loss_type].reduction
+
+
+def beta_units(
+    beta: float, reduction: Reduction, *, placement: Placement, length: float, max_length: float | None = None
+) -> Units:
+    """beta in loss (or reward) per nat of the mean token's KL, and per nat of a whole completion's: the only statement.
+
+    Equation: token = beta * length / d, sequence = beta / d; d is what the reduction divides a completion's tokens by
+    (token_mean, sequence_mean: the mean length; fixed_length: L; sequence_sum, and a KL in reward or advantage: 1).
+
+    Args:
+        beta: the coefficient.
+        reduction: of the KL.
+        placement: where the KL enters.
+        length: mean length of the completions in tokens.
+        max_length: L of `fixed_length`; None: the same as `length`.
+    """
+    divisors: Mapping[Reduction, float] = {
+        "token_mean": length,
+        "sequence_mean": length,
+        "sequence_sum": 1.0,
+        "fixed_length": length if max_length is None else max_length,
+    }
+    divisor = divisors[reduction] if placement == "loss" else 1.0
+    return Units(token=beta * (length / divisor), sequence=beta / divisor)
+
+
+def describe_units(units: Units, *, placement: Placement, length: int | None = None) -> str:
+    """Units of beta in words; with a length, of completions that are so long."""
+    unit = "loss" if placement == "loss" else "reward"
+    of = "" if length is None else f" of {length:,} tokens"
+    return f"{units.token:.3g} {unit} per nat of KL per token = {units.sequence:.3g} per nat of a whole completion{of}"

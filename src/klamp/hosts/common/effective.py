@@ -1,0 +1,90 @@
+"""What the KL of a run will really do, read back from the host: one form for every host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+
+from klamp.config import KLConfig
+from klamp.config.describe import (
+    DIVERGENCES,
+    PLACEMENTS,
+    describe_clip,
+    describe_controller,
+    describe_gradient,
+    describe_value,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EffectiveTerm:
+    """One KL that is in force, in words."""
+
+    term: str
+    """Whose it is: klamp's, or the host's own."""
+    beta: float
+    """The coefficient in force now, in loss (or reward) per nat."""
+    controller: str
+    """How the coefficient moves."""
+    value: str
+    """What the KL's value is."""
+    gradient: str
+    """Whose gradient it has."""
+    placement: str
+    """Where it enters."""
+    clip: str = "none"
+    """Its budget, if any."""
+
+    @classmethod
+    def of(cls, kl: KLConfig, *, beta: float, controller: str | None = None, clip: str | None = None) -> EffectiveTerm:
+        """klamp's term of a configuration.
+
+        Args:
+            kl: the KL.
+            beta: the coefficient in force.
+            controller: how it moves; None: as the configuration says.
+            clip: its budget; None: as the configuration says.
+        """
+        return cls(
+            term="klamp's",
+            beta=beta,
+            controller=controller or describe_controller(kl),
+            value=describe_value(kl),
+            gradient=f"{describe_gradient(kl)}: {DIVERGENCES[kl.kl_gradient]}",
+            placement=PLACEMENTS[kl.kl_placement],
+            clip=clip or describe_clip(kl),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effective:
+    """The KL of a run, in words; `str` gives one line per field."""
+
+    host: str
+    """Which trainer, and its version where it is known."""
+    terms: tuple[EffectiveTerm, ...]
+    """The KLs in force: none, one, or two where one is in the loss and another in the reward."""
+    normalizer: str
+    """How the tokens of the loss become one number."""
+    reference: str
+    """Where the reference comes from."""
+    notes: tuple[str, ...] = ()
+    """What may surprise."""
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:11}{value}" for name, value in self._rows())
+
+    def _rows(self) -> Iterator[tuple[str, object]]:
+        yield "host", self.host
+        for term in self.terms:
+            yield from ((each.name, getattr(term, each.name)) for each in fields(term))
+        if not self.terms:
+            yield "term", "none"
+        yield "normalizer", self.normalizer
+        yield "reference", self.reference
+        yield from (("note", note) for note in self.notes)
+
+
+def that_apply(rows: Iterable[tuple[bool, str]]) -> tuple[str, ...]:
+    """The notes whose condition holds."""
+    return tuple(text for applies, text in rows if applies)

@@ -1,0 +1,206 @@
+"""A KL in words and in units."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, get_args
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from klamp.config import KLConfig, KLWarning, LossConfig, preset
+from klamp.config.choices import ControllerName
+from klamp.config.describe import (
+    DIVERGENCES,
+    PLACEMENTS,
+    Units,
+    beta_units,
+    describe_average,
+    describe_clip,
+    describe_controller,
+    describe_gradient,
+    describe_kl,
+    describe_movement,
+    describe_rule,
+    describe_units,
+    describe_value,
+    kl_reduction,
+)
+from klamp.core.masking import reduce_tokens
+from klamp.core.term import Placement
+from klamp.core.types import Gradient, Reduction
+
+HARD = {"kl_clip_method": "hard", "kl_clip_threshold": 0.1}
+
+
+def quiet(**fields: Any) -> KLConfig:
+    """A configuration, cautions unsaid."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", KLWarning)
+        return KLConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("kl", "text"),
+    [
+        (KLConfig(), "k3, gradient reverse per token, in the loss"),
+        (preset("ppo"), "k1, gradient reverse over the sequence, taken from the reward"),
+        (preset("frpo"), "k1, gradient reverse over the sequence, taken from the advantage"),
+        (KLConfig(kl_max_log_ratio=5.0), "k3, log-ratio bounded at 5, gradient reverse per token, in the loss"),
+        (
+            KLConfig(**HARD, kl_reference_length=50),
+            "k3, gradient reverse per token, in the loss; hard clip at 0.1 nats x 50 tokens",
+        ),
+        (KLConfig(beta=0), "none: beta is 0"),
+        (KLConfig(beta=0, kl_monitor=True), "measured and logged only: beta is 0"),
+        (quiet(beta=0, kl_controller="dual", target_kl=0.1), "k3, gradient reverse per token, in the loss"),
+    ],
+)
+def test_the_kl_in_a_line(kl: KLConfig, text: str) -> None:
+    assert describe_kl(kl) == text
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"kl_gradient": "forward"}, "forward per token"),
+        ({"kl_horizon": "sequence"}, "reverse over the sequence"),
+        ({"kl_off_policy": "token"}, "reverse per token, off-policy weight per token"),
+        ({"kl_off_policy": "token", "kl_max_weight": 3.0}, "reverse per token, off-policy weight per token up to 3"),
+        (
+            {"kl_off_policy": "sequence", "kl_horizon": "sequence"},
+            "reverse over the sequence, off-policy weight of the prefix",
+        ),
+        ({"kl_max_weight": 3.0}, "reverse per token"),
+    ],
+)
+def test_the_gradient(fields: dict[str, Any], text: str) -> None:
+    assert describe_gradient(quiet(**fields)) == text
+
+
+@pytest.mark.parametrize(
+    ("fields", "length", "text"),
+    [
+        ({}, None, "none"),
+        (HARD, None, "hard clip at 0.1 nats per token of the reference length"),
+        (HARD, 30.0, "hard clip at 0.1 nats x 30 tokens"),
+        ({**HARD, "kl_reference_length": 50}, 30.0, "hard clip at 0.1 nats x 50 tokens"),
+        ({**HARD, "use_per_token_kl_threshold": False}, 30.0, "hard clip at 0.1 nats per completion"),
+        ({"kl_clip_method": "soft"}, None, "soft clip at 0.5 nats per token of the reference length"),
+    ],
+)
+def test_the_clip(fields: dict[str, Any], length: float | None, text: str) -> None:
+    """A length that the configuration names goes before one that was measured."""
+    assert describe_clip(KLConfig(**fields), length=length) == text
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, "fixed at 0.01"),
+        ({"target_kl": 0.05}, "step controller from 0.01, towards 0.05 nats per token"),
+        ({"kl_schedule": "linear"}, "fixed at 0.01; schedule linear, 0 steps of warm-up"),
+        ({"kl_warmup_steps": 9}, "fixed at 0.01; schedule constant, 9 steps of warm-up"),
+    ],
+)
+def test_the_controller(fields: dict[str, Any], text: str) -> None:
+    assert describe_controller(quiet(**fields)) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "start"),
+    [
+        ("fixed", ""),
+        ("step", "x1.5 when the KL is above 1.5 targets, x0.75 when it is below 0.5; bounds 0 to "),
+        ("proportional", "in proportion to the error, over 100 updates; bounds 0 to "),
+        ("dual", "dual ascent, step 0.01; bounds 0 to "),
+        ("pid", "kp, ki, kd = 0.1, 0.01, 0.1; bounds 0 to "),
+    ],
+)
+def test_the_rule_of_every_controller_and_its_bounds(name: ControllerName, start: str) -> None:
+    free, bound = (describe_rule(quiet(kl_controller=name, target_kl=0.05, beta_max=top)) for top in (None, 1.0))
+    assert free == (f"{start}no bound" if start else "") and bound == (f"{start}1" if start else "")
+
+
+def test_every_controller_that_moves_beta_has_a_rule_in_words() -> None:
+    told = {name for name in get_args(ControllerName) if describe_rule(quiet(kl_controller=name, target_kl=0.05))}
+    assert told == set(get_args(ControllerName)) - {"fixed"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, ""),
+        ({"reference": "frozen"}, ""),
+        ({"reference": "ema", "reference_decay": 0.9}, "follows the policy, keeping 0.9 of itself at every step"),
+        ({"reference": "periodic", "reference_reset_steps": 7}, "becomes the policy every 7 steps"),
+    ],
+)
+def test_how_the_reference_moves(fields: dict[str, Any], text: str) -> None:
+    assert describe_movement(KLConfig(**fields)) == text
+
+
+def test_there_are_words_for_every_choice() -> None:
+    assert set(PLACEMENTS) == set(get_args(Placement)) and set(DIVERGENCES) == set(get_args(Gradient))
+    averages = [describe_average(each) for each in get_args(Reduction)]
+    assert len(set(averages)) == len(averages)
+    assert describe_average("token_mean", over="the call") == "mean over the tokens of the call"
+    assert describe_average("fixed_length", length="16") == "sum over tokens / (completions * 16)"
+    assert describe_value(KLConfig(kl_estimator="exact")) == "exact"
+
+
+@pytest.mark.parametrize(
+    ("kl", "reduction"),
+    [
+        (KLConfig(), "token_mean"),
+        (KLConfig(kl_normalizer="sequence_sum"), "sequence_sum"),
+        (quiet(kl_estimator="k1", kl_placement="advantage", kl_normalizer="sequence_sum"), "token_mean"),
+    ],
+)
+def test_a_reduction_of_its_own_is_one_of_the_kl_in_the_loss(kl: KLConfig, reduction: Reduction) -> None:
+    assert kl_reduction(kl, LossConfig(loss_type="dapo")) == reduction
+
+
+@pytest.mark.parametrize(
+    ("reduction", "placement", "expected"),
+    [
+        ("token_mean", "loss", Units(0.04, 0.04 / 1000)),
+        ("sequence_mean", "loss", Units(0.04, 0.04 / 1000)),
+        ("fixed_length", "loss", Units(0.04 * 1000 / 2000, 0.04 / 2000)),
+        ("sequence_sum", "loss", Units(40.0, 0.04)),
+        ("token_mean", "reward", Units(40.0, 0.04)),
+        ("sequence_mean", "advantage", Units(40.0, 0.04)),
+    ],
+)
+def test_betas_units(reduction: Reduction, placement: Placement, expected: Units) -> None:
+    found = beta_units(0.04, reduction, placement=placement, length=1000, max_length=2000)
+    assert found == pytest.approx(expected)
+
+
+@given(
+    beta=st.floats(0, 10),
+    reduction=st.sampled_from(get_args(Reduction)),
+    length=st.integers(1, 9),
+    spare=st.integers(0, 5),
+    kl=st.floats(0, 5),
+)
+def test_the_units_are_those_of_klamps_own_reductions(
+    beta: float, reduction: Reduction, length: int, spare: int, kl: float
+) -> None:
+    """Three completions of one length, a KL of `kl` nats in each token: what beta times the reduced KL comes to."""
+    tokens = torch.full((3, length + spare), kl, dtype=torch.float64)
+    mask = torch.arange(length + spare).expand(3, -1) < length
+    charged = beta * reduce_tokens(tokens, mask, reduction, length=length + spare).item()
+    units = beta_units(beta, reduction, placement="loss", length=length, max_length=length + spare)
+    assert units.token * kl == pytest.approx(charged) and units.sequence * kl * length == pytest.approx(charged)
+
+
+def test_the_units_in_words() -> None:
+    units = beta_units(0.04, "token_mean", placement="loss", length=1000)
+    assert describe_units(units, placement="loss", length=1000) == (
+        "0.04 loss per nat of KL per token = 4e-05 per nat of a whole completion of 1,000 tokens"
+    )
+    assert describe_units(Units(1.0, 0.02), placement="reward").startswith("1 reward per nat of KL per token = 0.02 ")
+    assert describe_units(units, placement="loss").endswith("per nat of a whole completion")
