@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from klamp.config import KLConfig, KLWarning, LossConfig, preset
+from klamp.config import KLConfig, KLWarning, preset
 from klamp.config.choices import ControllerName
 from klamp.config.describe import (
     DIVERGENCES,
@@ -26,7 +26,6 @@ from klamp.config.describe import (
     describe_rule,
     describe_units,
     describe_value,
-    kl_reduction,
 )
 from klamp.core.masking import reduce_tokens
 from klamp.core.term import Placement
@@ -149,18 +148,6 @@ def test_there_are_words_for_every_choice() -> None:
     assert describe_average("token_mean", over="the call") == "mean over the tokens of the call"
     assert describe_average("fixed_length", length="16") == "sum over tokens / (completions * 16)"
     assert describe_value(KLConfig(kl_estimator="exact")) == "exact"
-
-
-@pytest.mark.parametrize(
-    ("kl", "reduction"),
-    [
-        (KLConfig(), "token_mean"),
-        (KLConfig(kl_normalizer="sequence_sum"), "sequence_sum"),
-        (quiet(kl_estimator="k1", kl_placement="advantage", kl_normalizer="sequence_sum"), "token_mean"),
-    ],
-)
-def test_a_reduction_of_its_own_is_one_of_the_kl_in_the_loss(kl: KLConfig, reduction: Reduction) -> None:
-    assert kl_reduction(kl, LossConfig(loss_type="dapo")) == reduction
 
 
 @pytest.mark.parametrize(

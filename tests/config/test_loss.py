@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from klamp.config import LOSS_TYPES, TRL_LOSS_TYPES, KLConfig, LossConfig, build_objective
+from klamp.config.loss import divisor, kl_reduction
+from klamp.core.masking import reduce_tokens
+from klamp.core.types import Reduction
 from klamp.errors import ConfigError
 
 IN_REWARD = {"kl_estimator": "k1", "kl_placement": "reward", "kl_horizon": "sequence"}
@@ -37,3 +45,24 @@ def test_trls_loss_types_reduce_as_klamps_of_the_same_name_but_bnpo():
     same = {name for name, row in LOSS_TYPES.items() if TRL_LOSS_TYPES[name] == row.reduction}
     assert same == LOSS_TYPES.keys() - {"bnpo"}
     assert TRL_LOSS_TYPES["bnpo"] is None, "the token mean of a micro-batch is no reduction of a batch"
+
+
+@pytest.mark.parametrize(
+    ("kl", "reduction"),
+    [
+        ({}, "token_mean"),
+        ({"kl_normalizer": "sequence_sum"}, "sequence_sum"),
+        ({"kl_estimator": "k1", "kl_placement": "advantage", "kl_normalizer": "sequence_sum"}, "token_mean"),
+    ],
+)
+def test_a_reduction_of_its_own_is_one_of_the_kl_in_the_loss(kl, reduction):
+    assert kl_reduction(KLConfig(**kl), LossConfig(loss_type="dapo")) == reduction
+
+
+@given(reduction=st.sampled_from(get_args(Reduction)), length=st.integers(1, 9), spare=st.integers(0, 5))
+def test_a_divisor_is_what_klamps_own_reduction_divides_by(reduction, length, spare):
+    """Three completions of one length in which every token is 1: the reduced number is length / divisor."""
+    mask = torch.arange(length + spare).expand(3, -1) < length
+    reduced = reduce_tokens(torch.ones(3, length + spare), mask, reduction, length=length + spare).item()
+    assert reduced == pytest.approx(length / divisor(reduction, mean_length=length, max_length=length + spare))
+    assert divisor("fixed_length", mean_length=length) == length

@@ -16,8 +16,8 @@ from klamp.config.describe import (
     describe_kl,
     describe_rule,
     describe_units,
-    kl_reduction,
 )
+from klamp.config.loss import kl_reduction
 from klamp.training.config import TrainConfig, section_classes
 from klamp.training.folders import run_folder
 

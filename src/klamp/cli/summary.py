@@ -12,7 +12,8 @@ from rich.text import Text
 from klamp.cli.columns import GAP, Scale, fixed, short, spoken
 from klamp.cli.describe import resume_command, tool
 from klamp.cli.live import skills_table
-from klamp.config.describe import beta_units, describe_controller, describe_units, kl_reduction
+from klamp.config.describe import beta_units, describe_controller, describe_units
+from klamp.config.loss import kl_reduction
 from klamp.training.config import TrainConfig
 from klamp.training.observers import RunSummary
 

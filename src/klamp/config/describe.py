@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from klamp.config.kl import KLConfig
-from klamp.config.loss import LOSS_TYPES, LossConfig
+from klamp.config.loss import divisor
 from klamp.core.beta_rules import DualRule, PIDRule, ProportionalRule, StepRule
 from klamp.core.term import Placement
 from klamp.core.types import Gradient, Reduction
@@ -136,19 +136,13 @@ class Units(NamedTuple):
     sequence: float
 
 
-def kl_reduction(kl: KLConfig, loss: LossConfig) -> Reduction:
-    """How the KL's tokens become one number; in the reward or the advantage those of the policy loss do."""
-    own = kl.kl_normalizer if kl.kl_placement == "loss" else None
-    return own or LOSS_TYPES[loss.loss_type].reduction
-
-
 def beta_units(
     beta: float, reduction: Reduction, *, placement: Placement, length: float, max_length: float | None = None
 ) -> Units:
     """beta in loss (or reward) per nat of the mean token's KL, and per nat of a whole completion's: the only statement.
 
-    Equation: token = beta * length / d, sequence = beta / d; d is what the reduction divides a completion's tokens by
-    (token_mean, sequence_mean: the mean length; fixed_length: L; sequence_sum, and a KL in reward or advantage: 1).
+    Equation: token = beta * length / d, sequence = beta / d; d is the reduction's `divisor`, and 1 for a KL in reward
+    or advantage.
 
     Args:
         beta: the coefficient.
@@ -157,14 +151,8 @@ def beta_units(
         length: mean length of the completions in tokens.
         max_length: L of `fixed_length`; None: the same as `length`.
     """
-    divisors: Mapping[Reduction, float] = {
-        "token_mean": length,
-        "sequence_mean": length,
-        "sequence_sum": 1.0,
-        "fixed_length": length if max_length is None else max_length,
-    }
-    divisor = divisors[reduction] if placement == "loss" else 1.0
-    return Units(token=beta * (length / divisor), sequence=beta / divisor)
+    divided_by = divisor(reduction, mean_length=length, max_length=max_length) if placement == "loss" else 1.0
+    return Units(token=beta * (length / divided_by), sequence=beta / divided_by)
 
 
 def describe_units(units: Units, *, placement: Placement, length: int | None = None) -> str:

@@ -87,6 +87,29 @@ class LossConfig:
         return self.scale_rewards or LOSS_TYPES[self.loss_type].scale
 
 
+def kl_reduction(kl: KLConfig, loss: LossConfig) -> Reduction:
+    """How the KL's tokens become one number; in the reward or the advantage they do with those of the policy loss."""
+    own = kl.kl_normalizer if kl.kl_placement == "loss" else None
+    return own or LOSS_TYPES[loss.loss_type].reduction
+
+
+def divisor(reduction: Reduction, *, mean_length: float, max_length: float | None = None) -> float:
+    """What a reduction divides the sum over a completion's tokens by, before it takes the mean over completions.
+
+    Args:
+        reduction: which one.
+        mean_length: mean length of the completions, in tokens.
+        max_length: longest completion in tokens, the divisor of `fixed_length`; None: the mean.
+    """
+    divisors: Mapping[Reduction, float] = {
+        "token_mean": mean_length,
+        "sequence_mean": mean_length,
+        "sequence_sum": 1.0,
+        "fixed_length": float(mean_length if max_length is None else max_length),
+    }
+    return divisors[reduction]
+
+
 def build_objective(kl: KLConfig, loss: LossConfig, *, max_length: int) -> Objective:
     """The objective of `grpo_loss` that a KL and a policy loss describe together; its beta in reward per nat.
 

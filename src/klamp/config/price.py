@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from klamp.config.kl import KLConfig
-from klamp.config.loss import LOSS_TYPES, LossConfig
-from klamp.core.types import Reduction
+from klamp.config.loss import LOSS_TYPES, LossConfig, divisor, kl_reduction
 from klamp.errors import ConfigError
 
 
@@ -66,11 +65,12 @@ def price_of(
             fix="group_size >= 2, lengths >= 1",
         )
     coefficient = kl.beta if beta is None else beta
-    own = LOSS_TYPES[loss.loss_type].reduction
     inside = kl.kl_placement == "reward"
-    # In the advantage the KL is reduced with the policy loss that it is a part of.
-    other = own if kl.kl_placement != "loss" else kl.kl_normalizer or own
-    length_ratio = _divisor(own, mean_length, max_length) / _divisor(other, mean_length, max_length)
+    own, other = (
+        divisor(reduction, mean_length=mean_length, max_length=max_length)
+        for reduction in (LOSS_TYPES[loss.loss_type].reduction, kl_reduction(kl, loss))
+    )
+    length_ratio = own / other
     centred = not inside and loss.advantage_baseline == "mean"
     baseline_ratio = group_size / (group_size - 1) if centred else 1.0
     return Price(
@@ -80,13 +80,3 @@ def price_of(
         length_ratio=length_ratio,
         baseline_ratio=baseline_ratio,
     )
-
-
-def _divisor(reduction: Reduction, mean_length: float, max_length: int) -> float:
-    """What a completion's sum is divided by, in the mean over completions."""
-    return {
-        "token_mean": mean_length,
-        "sequence_mean": mean_length,
-        "sequence_sum": 1.0,
-        "fixed_length": float(max_length),
-    }[reduction]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from klamp.config import KLConfig, LossConfig
-from klamp.config.describe import describe_average, kl_reduction
+from klamp.config.describe import describe_average
+from klamp.config.loss import kl_reduction
 from klamp.core.estimators import ESTIMATORS
 
 EXACT = "sum_v policy_v (log policy_v - log ref_v)"

@@ -17,8 +17,8 @@ from klamp.config.describe import (
     describe_controller,
     describe_movement,
     describe_units,
-    kl_reduction,
 )
+from klamp.config.loss import kl_reduction
 from klamp.verify.config_facts import LENGTH, ConfigFacts, Gate, Pull, measure_config
 from klamp.verify.equations import equations
 
