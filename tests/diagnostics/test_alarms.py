@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -26,6 +27,12 @@ def test_every_row_is_complete() -> None:
         assert alarm.text and alarm.needs
         assert alarm.means.endswith(".") and alarm.next_step.endswith(".")
         assert all(limit.unit and limit.source for limit in alarm.limits)
+
+
+@pytest.mark.parametrize("name", ALARMS)
+def test_every_alarm_has_a_test_of_its_rule(name: str) -> None:
+    tests = [file.read_text(encoding="utf-8") for file in Path(__file__).parent.glob("test_alarms_*.py")]
+    assert any(f'"{name}"' in text for text in tests)
 
 
 def test_what_an_alarm_needs_exists() -> None:
