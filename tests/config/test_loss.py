@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import get_args
 
 import pytest
@@ -13,7 +14,7 @@ from klamp.config import LOSS_TYPES, TRL_LOSS_TYPES, KLConfig, LossConfig, build
 from klamp.config.loss import divisor, kl_reduction
 from klamp.core.masking import reduce_tokens
 from klamp.core.types import Reduction
-from klamp.errors import ConfigError
+from klamp.errors import ConfigError, KLWarning
 
 IN_REWARD = {"kl_estimator": "k1", "kl_placement": "reward", "kl_horizon": "sequence"}
 
@@ -66,3 +67,27 @@ def test_a_divisor_is_what_klamps_own_reduction_divides_by(reduction, length, sp
     reduced = reduce_tokens(torch.ones(3, length + spare), mask, reduction, length=length + spare).item()
     assert reduced == pytest.approx(length / divisor(reduction, mean_length=length, max_length=length + spare))
     assert divisor("fixed_length", mean_length=length) == length
+
+
+@pytest.mark.parametrize("bound", ["epsilon", "epsilon_high"])
+def test_a_ratio_bound_of_a_loss_without_a_ratio_is_warned_of(bound):
+    with pytest.warns(KLWarning, match=f"{bound}=0.3 has no effect: it needs surrogate='ppo_clip'"):
+        LossConfig(surrogate="score_function", **{bound: 0.3})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", KLWarning)
+        LossConfig(surrogate="cispo", **{bound: 0.3})
+        LossConfig(surrogate="score_function")
+
+
+@pytest.mark.parametrize(
+    ("kl", "loss", "max_length", "named"),
+    [
+        ({"beta": 0.1}, LossConfig(), 8, r"kl must be a KLConfig(?s:.*)KLConfig\(\*\*kl\)"),
+        (KLConfig(), {"loss_type": "grpo"}, 8, r"loss must be a LossConfig(?s:.*)LossConfig\(\*\*loss\)"),
+        (KLConfig(), LossConfig(), 0, "max_length must be a whole number >= 1"),
+        (KLConfig(), LossConfig(), None, "max_length must be a whole number >= 1"),
+    ],
+)
+def test_an_objective_is_built_from_configurations(kl, loss, max_length, named):
+    with pytest.raises(ConfigError, match=named):
+        build_objective(kl, loss, max_length=max_length)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 import pytest
 
-from klamp.errors import ConfigError, KlampError, UnknownNameError
+from klamp.errors import ConfigError, KlampError, KLWarning, UnknownNameError
 from klamp.training.config import TrainConfig, field_owners, section_classes
 
 
@@ -71,3 +72,16 @@ def test_values_that_cannot_work_are_refused_by_name(values, named):
 def test_a_decay_of_adam_lies_between_0_and_1(name, value):
     with pytest.raises(ConfigError, match=rf"(?s){name} must be a number in \[0, 1\).*the default"):
         TrainConfig.from_flat({name: value})
+
+
+def test_an_early_stop_that_never_comes_is_warned_of():
+    with pytest.warns(KLWarning, match="kl_early_stop=0.1 has no effect: it needs num_iterations of 2 or more"):
+        TrainConfig.from_flat({"kl_early_stop": 0.1})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", KLWarning)
+        TrainConfig.from_flat({"kl_early_stop": 0.1, "num_iterations": 2})
+
+
+def test_a_section_is_a_configuration_not_a_dict():
+    with pytest.raises(ConfigError, match=r"rollout must be a RolloutConfig(?s:.*)RolloutConfig\(\*\*rollout\)"):
+        TrainConfig(rollout={"num_generations": 4})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -13,7 +14,7 @@ from klamp.core.fields import check_fields
 from klamp.core.objective import Objective, SurrogateName
 from klamp.core.surrogates import CLIP_HIGH, CLIP_LOW
 from klamp.core.types import Reduction
-from klamp.errors import ConfigError
+from klamp.errors import ConfigError, KLWarning
 
 LossType: TypeAlias = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
 
@@ -75,6 +76,10 @@ class LossConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, {"epsilon": CLIP_LOW, "epsilon_high": CLIP_HIGH})
+        for name in ("epsilon", "epsilon_high") if self.surrogate == "score_function" else ():
+            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                text = f"{name}={getattr(self, name)!r} has no effect: it needs surrogate='ppo_clip' or 'cispo'."
+                warnings.warn(text, KLWarning, stacklevel=3)
 
     @property
     def clip_high(self) -> float:

@@ -164,6 +164,11 @@ def cautions(c: KLChoices) -> list[str]:
         found.append(
             "kl_estimator='abs' with kl_gradient='own' pulls down the L1 distance, not a KL. Use kl_gradient='reverse'."
         )
+    if in_loss and c.kl_gradient == "none":
+        found.append(
+            "kl_gradient='none' with a beta above 0 adds a number to the loss and nothing to its gradient: the KL is "
+            "logged, not held. Use kl_gradient='reverse', or beta=0 with kl_monitor=True to log it."
+        )
     free = c.kl_clip_threshold if c.use_per_token_kl_threshold else None
     adaptive = c.kl_clip_method != "none" and c.controller_name != "fixed"
     if adaptive and free is not None and c.target_kl is not None and free >= c.target_kl:
@@ -186,16 +191,43 @@ def cautions(c: KLChoices) -> list[str]:
 
 def _without_effect(c: KLChoices) -> list[str]:
     """Fields that were changed and that nothing reads, since another field switches them off."""
+    no_clip, clip = c.kl_clip_method == "none", "kl_clip_method='hard' or 'soft'"
+    fixed, adaptive = c.controller_name == "fixed", "a controller that moves beta (target_kl, and a beta above 0)"
+    own_weights = "a reference with weights of its own (reference='frozen', 'ema' or 'periodic')"
+    no_weights = c.reference in ("adapter_off", "remote")
     needs = {
-        "kl_clip_threshold": (c.kl_clip_method == "none", "kl_clip_method='hard' or 'soft'"),
-        "kl_clip_level": (c.kl_clip_method == "none", "kl_clip_method='hard' or 'soft'"),
-        "kl_clip_temperature": (c.kl_clip_method == "none", "kl_clip_method='soft'"),
+        "kl_clip_threshold": (no_clip, clip),
+        "kl_clip_level": (no_clip, clip),
+        "kl_clip_temperature": (c.kl_clip_method != "soft", "kl_clip_method='soft'"),
+        "use_per_token_kl_threshold": (no_clip, clip),
+        "kl_reference_length": (
+            no_clip or not c.use_per_token_kl_threshold,
+            f"{clip}, and use_per_token_kl_threshold=True",
+        ),
+        "kl_max_log_ratio": (c.kl_estimator == "exact", "kl_estimator='k1', 'k2', 'k3' or 'abs'"),
         "kl_max_weight": (c.kl_off_policy == "none", "kl_off_policy='token' or 'sequence'"),
+        "kl_off_policy": (
+            c.kl_estimator == "exact" and c.kl_off_policy == "token",
+            "kl_off_policy='sequence' (the exact KL sums over the token; only its prefix was sampled)",
+        ),
+        "kl_normalizer": (c.kl_placement != "loss", "kl_placement='loss'"),
         "kl_schedule_end": (c.kl_schedule == "constant", "kl_schedule='linear' or 'cosine'"),
-        "target_kl": (c.kl_controller == "fixed", "kl_controller='step' (or leave it out)"),
+        "target_kl": (
+            fixed,
+            "kl_controller='step' (or leave it out)"
+            if c.kl_controller == "fixed"
+            else "a beta above 0 to start from, or kl_controller='dual' or 'pid'; beta stays at 0",
+        ),
+        "kl_controller_horizon": (c.controller_name != "proportional", "kl_controller='proportional'"),
+        "kl_controller_lr": (c.controller_name != "dual", "kl_controller='dual'"),
+        "kl_controller_gains": (c.controller_name != "pid", "kl_controller='pid'"),
+        "beta_min": (fixed, adaptive),
+        "beta_max": (fixed, adaptive),
         "reference_decay": (c.reference != "ema", "reference='ema'"),
         "reference_reset_steps": (c.reference != "periodic", "reference='periodic'"),
         "reference_url": (c.reference != "remote", "reference='remote'"),
+        "reference_device": (no_weights, own_weights),
+        "reference_dtype": (no_weights, own_weights),
     }
     return [
         f"{name}={getattr(c, name)!r} has no effect: it needs {needed}."

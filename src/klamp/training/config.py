@@ -6,6 +6,7 @@ Field names are unique across the classes, so that a YAML file and the command l
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from klamp.config import KLConfig, LossConfig, build_objective
 from klamp.config.kl import ALIASES, resolve_aliases
 from klamp.core.fields import check_fields
-from klamp.errors import ConfigError
+from klamp.errors import ConfigError, KLWarning
 from klamp.tasks.config import TaskConfig
 from klamp.training.refusals import check_backend
 from klamp.training.sections import ModelConfig, OptimConfig, RolloutConfig, RunConfig
@@ -46,6 +47,13 @@ class TrainConfig:
                 fix="pass the folder of the run: --output_dir runs/NAME --resume",
             )
         check_backend(self.kl, self.model, self.rollout, self.run)
+        if self.kl.kl_early_stop is not None and self.optim.num_iterations == 1:
+            warnings.warn(
+                f"kl_early_stop={self.kl.kl_early_stop!r} has no effect: it needs num_iterations of 2 or more, since "
+                "at a rollout's first update the policy is the one that sampled it.",
+                KLWarning,
+                stacklevel=3,
+            )
 
     def flat(self) -> dict[str, Any]:
         """All fields in one mapping: name -> plain value."""
