@@ -4,85 +4,18 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 import pytest
-from matplotlib.collections import PathCollection
 from matplotlib.image import imread
+from tests.ablation.figures import points
 from tests.ablation.outcomes import BEFORE, failed, outcome, sweep
 
-from klamp.ablation.drawing import COLOURS, style
 from klamp.ablation.pictures import draw_courses, draw_forgetting, write_pictures
 from klamp.ablation.statistics import rank_correlation
-from klamp.ablation.sweep_picture import draw_sweep
 
 BETAS = [{"beta": 0.0}, {"beta": 0.001}, {"beta": 0.01}, {"beta": 0.1}]
-ESTIMATORS = [
-    {"kl_estimator": name, "kl_placement": where} for name in ("k1", "k2", "k3") for where in ("loss", "reward")
-]
-
-
-def points(axes: Any) -> np.ndarray:
-    """The faint points of a panel, in the order they were drawn."""
-    clouds = [each for each in axes.collections if isinstance(each, PathCollection)]
-    return np.concatenate([np.asarray(cloud.get_offsets()) for cloud in clouds])
-
-
-def means(axes: Any) -> list[tuple[float, float]]:
-    """The marks of means."""
-    lines = [container.lines[0] for container in axes.containers]
-    return [(float(line.get_xdata()[0]), float(line.get_ydata()[0])) for line in lines]
-
-
-def whiskers(axes: Any) -> list[tuple[float, float]]:
-    """Ends of the intervals, upright ones."""
-    bars = [container.lines[2][0].get_segments()[0] for container in axes.containers]
-    return [(float(low[1]), float(high[1])) for low, high in bars]
-
-
-def labels(axes: Any) -> list[str]:
-    return [text.get_text() for text in axes.get_legend().get_texts()]
-
-
-def test_the_sweep_shows_every_seed_and_the_mean_with_its_interval() -> None:
-    runs = sweep(BETAS)
-    figure = draw_sweep(runs)
-    assert figure is not None
-    skill, kl, retained = figure.axes
-    scores = [[run.after["addition"] for run in runs if run.values["beta"] == beta] for beta in (0.0, 0.001, 0.01, 0.1)]
-    assert np.allclose(points(skill)[:, 1], np.concatenate(scores))
-    beside = np.repeat([-4, -3, -2, -1], 3) - points(skill)[:, 0]
-    assert (beside > 0).all() and (beside < 0.1).all(), "every seed stands a little beside its mean"
-    assert [y for _, y in means(skill)] == pytest.approx([sum(ys) / 3 for ys in scores])
-    assert np.allclose(whiskers(skill), [(min(ys), max(ys)) for ys in scores])
-    assert [tick.get_text() for tick in skill.get_xticklabels()] == ["0", "0.001", "0.01", "0.1"]
-    assert skill.get_legend() is None
-    assert [text.get_text() for text in skill.texts] == ["//", "before training"]
-    assert labels(kl) == ["KL(policy‖start)", "KL(start‖policy)"]
-    assert len(points(kl)) == 24
-    assert retained.get_title() == "retained skills: subtraction, reversal"
-    assert (skill.get_ylabel(), kl.get_ylabel()) == ("score after training", "nats per token")
-
-
-def test_the_line_of_means_does_not_reach_beta_zero() -> None:
-    figure = draw_sweep(sweep(BETAS))
-    assert figure is not None
-    (line,) = [line for line in figure.axes[0].lines if len(line.get_xdata()) == 3]
-    assert list(line.get_xdata()) == pytest.approx([-3, -2, -1])
-
-
-def test_other_sweeps_list_their_arms() -> None:
-    runs = sweep(ESTIMATORS)
-    figure = draw_sweep(runs)
-    assert figure is not None
-    names = [tick.get_text() for tick in figure.axes[0].get_yticklabels()]
-    assert names[0] == "kl_estimator=k1 kl_placement=loss"
-    assert len(names) == 6
-    drawn = points(figure.axes[0])
-    assert np.allclose(drawn[:, 0], [run.after["addition"] for run in runs])
-    assert np.allclose(drawn[:, 1].round(), [i // 3 for i in range(len(runs))])
 
 
 def test_forgetting_is_one_point_per_run_with_the_rank_correlation() -> None:
@@ -140,13 +73,6 @@ def test_a_course_keeps_to_the_steps_that_most_seeds_have() -> None:
     (line,) = figure.axes[0].lines
     assert list(line.get_xdata()) == [1]
     assert list(line.get_ydata()) == pytest.approx([0.2])
-
-
-def test_twelve_arms_look_different_from_each_other() -> None:
-    assert len({style(i) for i in range(12)}) == 12
-    assert len({(look.colour, look.mark) for look in map(style, range(12))}) == 12
-    assert len({(look.colour, look.dashes) for look in map(style, range(12))}) == 12
-    assert len(set(COLOURS)) == len(COLOURS)
 
 
 HARD = {

@@ -39,22 +39,6 @@ def test_an_unknown_key_names_the_nearest():
 @pytest.mark.parametrize(
     ("values", "named"),
     [
-        ({"num_generations": 1}, "num_generations must be a whole number >= 2"),
-        ({"prompts_per_step": 0}, "prompts_per_step"),
-        ({"max_completion_length": 0}, "max_completion_length"),
-        ({"temperature": 0.0}, "temperature"),
-        ({"temperature": float("nan")}, "temperature"),
-        ({"top_p": 0.0}, "top_p"),
-        ({"top_p": 1.1}, "top_p"),
-        ({"learning_rate": 0.0}, "learning_rate"),
-        ({"max_grad_norm": -1.0}, "max_grad_norm"),
-        ({"num_iterations": 0}, "num_iterations"),
-        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps"),
-        ({"lr_scheduler_type": "cosin"}, "did you mean 'cosine'"),
-        ({"dtype": "float23"}, "did you mean 'float32'"),
-        ({"lora_r": -1}, "lora_r"),
-        ({"max_steps": -1}, "max_steps"),
-        ({"keep_checkpoints": 0}, "keep_checkpoints"),
         ({"resume": True}, "resume needs output_dir"),
         (
             {"kl_placement": "reward", "kl_estimator": "k1", "kl_horizon": "sequence"},
@@ -62,16 +46,10 @@ def test_an_unknown_key_names_the_nearest():
         ),
     ],
 )
-def test_values_that_cannot_work_are_refused_by_name(values, named):
+def test_what_cannot_work_together_is_refused(values, named):
     with pytest.raises(KlampError, match=named) as caught:
         TrainConfig.from_flat(values)
     assert caught.value.fix, "and the way out is given"
-
-
-@pytest.mark.parametrize(("name", "value"), [("adam_beta1", 2.0), ("adam_beta2", 1.0), ("adam_beta1", float("nan"))])
-def test_a_decay_of_adam_lies_between_0_and_1(name, value):
-    with pytest.raises(ConfigError, match=rf"(?s){name} must be a number in \[0, 1\).*the default"):
-        TrainConfig.from_flat({name: value})
 
 
 def test_an_early_stop_that_never_comes_is_warned_of():

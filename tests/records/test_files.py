@@ -1,0 +1,64 @@
+"""JSON and JSONL files: what is read, what a killed run may leave, and what is refused with its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from klamp.errors import DataError
+from klamp.records.files import FORMATS, json_lines, json_object, unreadable
+
+
+def written(folder: Path, text: str | bytes) -> Path:
+    file = folder / "file.json"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return file
+
+
+def test_an_object_is_read(tmp_path: Path) -> None:
+    assert json_object(written(tmp_path, '{"a": [1, "ü"]}')) == {"a": [1, "ü"]}
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("{", "a file is not JSON"),
+        (b"\xff\xfe\x00", "a file is not JSON"),
+        ("[1]", "a file holds no JSON object"),
+        ("null", "a file holds no JSON object"),
+    ],
+)
+def test_what_is_no_object_is_refused(tmp_path: Path, text: str | bytes, what: str) -> None:
+    file = written(tmp_path, text)
+    with pytest.raises(DataError, match=what) as caught:
+        json_object(file)
+    assert caught.value.got == str(file)
+
+
+def test_lines_are_read_without_the_empty_ones(tmp_path: Path) -> None:
+    assert json_lines(written(tmp_path, '{"a": 1}\n\n  \n{"a": 2}\n')) == [{"a": 1}, {"a": 2}]
+    assert json_lines(written(tmp_path, "")) == []
+
+
+def test_a_last_line_that_a_killed_run_left_half_written_is_ignored(tmp_path: Path) -> None:
+    assert json_lines(written(tmp_path, '{"a": 1}\n{"a": 2')) == [{"a": 1}]
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ('{"a": 1}\n{"a": \n{"a": 3}\n', "line 2 is not JSON"),
+        ('{"a": 1}\n\n[2]\n', "line 3 is no JSON object"),
+        (b'{"a": "\xff"}\n', "a file is not text"),
+    ],
+)
+def test_another_line_that_cannot_be_read_is_named(tmp_path: Path, text: str | bytes, what: str) -> None:
+    with pytest.raises(DataError, match=what):
+        json_lines(written(tmp_path, text))
+
+
+def test_the_error_says_what_can_be_read() -> None:
+    error = unreadable("no record", Path("there"), why="it is empty")
+    assert FORMATS in error.fix
+    assert unreadable("no record", Path("there"), why="", fix="do this").fix == "do this"
