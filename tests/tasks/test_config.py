@@ -18,8 +18,8 @@ from klamp.tasks.config import BUILT_IN_TASKS, TaskConfig
     ("changes", "what"),
     [
         ({"task": ""}, "no task is named"),
-        ({"train_size": -1}, "train_size is below 0"),
-        ({"eval_size": 0}, "eval_size is below 1"),
+        ({"train_size": -1}, "train_size must be a whole number >= 0"),
+        ({"eval_size": 0}, "eval_size must be a whole number >= 1"),
     ],
 )
 def test_a_configuration_that_cannot_work_is_refused(changes: dict[str, Any], what: str) -> None:

@@ -49,7 +49,7 @@ def test_a_decay_of_adam_lies_between_0_and_1(name, value):
 def test_an_alarm_that_does_not_exist_is_refused():
     with pytest.raises(UnknownNameError, match="did you mean 'kl-spike'"):
         RunConfig(stop_on=("kl-spik",))
-    with pytest.raises(ConfigError, match="service_timeout must be positive"):
+    with pytest.raises(ConfigError, match="service_timeout must be a number > 0"):
         RunConfig(service_timeout=0.0)
 
 
