@@ -85,13 +85,15 @@ def test_the_gradient(fields: dict[str, Any], text: str) -> None:
         ({}, None, "none"),
         (HARD, None, "hard clip at 0.1 nats per token of the reference length"),
         (HARD, 30.0, "hard clip at 0.1 nats x 30 tokens"),
-        ({**HARD, "kl_reference_length": 50}, 30.0, "hard clip at 0.1 nats x 50 tokens"),
+        ({**HARD, "kl_reference_length": 50}, None, "hard clip at 0.1 nats x 50 tokens"),
+        ({**HARD, "kl_reference_length": 50}, 30.0, "hard clip at 0.1 nats x 30 tokens"),
+        (HARD, "the row's", "hard clip at 0.1 nats x the row's tokens"),
         ({**HARD, "use_per_token_kl_threshold": False}, 30.0, "hard clip at 0.1 nats per completion"),
         ({"kl_clip_method": "soft"}, None, "soft clip at 0.5 nats per token of the reference length"),
     ],
 )
-def test_the_clip(fields: dict[str, Any], length: float | None, text: str) -> None:
-    """A length that the configuration names goes before one that was measured."""
+def test_the_clip(fields: dict[str, Any], length: Any, text: str) -> None:
+    """The length in force goes before the one that the configuration names."""
     assert describe_clip(KLConfig(**fields), length=length) == text
 
 

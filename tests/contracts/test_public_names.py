@@ -103,6 +103,7 @@ MODULES = {
     "klamp.verify": ["examine", "examine_config", "explain_config", "explain_form", "verify_all", "verify_estimators"],
     "klamp.verify.judge": ["judge"],
     "klamp.tinker.testing": ["Fault", "Standin", "serve", "tiny_model"],
+    "klamp.tinker": ["Effective", "EffectiveTerm", "LossOptions"],
     "klamp.trl": ["Effective", "EffectiveTerm"],
     "klamp.unsloth": ["Effective", "EffectiveTerm", "attach", "effective"],
     "klamp.verl": ["Effective", "EffectiveTerm"],
@@ -113,13 +114,12 @@ MODULES = {
 HOST_SIGNATURES = {
     "klamp.tinker": {
         "build_datum": "(prompt, response, advantages, logprobs, ref_logprobs=None, *, mask=None, kl_mask=None)",
-        "compute_grpo_kl_loss": "(data, logprobs_list, kl_coef=0.01, cliprange=0.2, kl=None, *, beta=None, "
-        "normalizer='token_mean', surrogate='ppo_clip', max_length=None, group_size=None, reference_length=None, "
-        "totals=None)",
+        "compute_grpo_kl_loss": "(data, logprobs_list, kl_coef=0.01, cliprange=0.2, kl=None, **options)",
         "compute_reference_logprobs": "(ref_client, prompt_tokens, response_tokens, *, concurrency=64, retries=5, "
         "backoff=0.5, timeout=300.0)",
         "count_tokens": "(data)",
         "create_kl_loss": "(service_client, kl_coef=0.01, cliprange=0.2, kl=None)",
+        "effective": "(kl_coef=0.01, cliprange=0.2, kl=None, **options)",
         "forward_backward_kl": "(client, data, kl_coef=0.01, cliprange=0.2, kl=None, *, server_loss=None, **options)",
         "penalize_rewards": "(rewards, logprobs, ref_logprobs, kl, *, beta=None, kl_masks=None, group_size=None, "
         "reference_length=None)",

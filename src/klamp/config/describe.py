@@ -49,20 +49,20 @@ def describe_gradient(kl: KLConfig) -> str:
     return f"{kl.kl_gradient} {reach}{weights[kl.kl_off_policy]}{cut}"
 
 
-def describe_clip(kl: KLConfig, *, length: float | None = None) -> str:
+def describe_clip(kl: KLConfig, *, length: float | str | None = None) -> str:
     """How the KL is clipped, and at which budget.
 
     Args:
         kl: the KL.
-        length: the reference length in tokens where the configuration names none; None: not known yet.
+        length: the reference length in force, in tokens or in words; None: what the configuration says.
     """
     if kl.kl_clip_method == "none":
         return "none"
-    length = kl.kl_reference_length or length
+    length = kl.kl_reference_length if length is None else length
     if not kl.use_per_token_kl_threshold:
         budget = "nats per completion"
     elif length is not None:
-        budget = f"nats x {length:g} tokens"
+        budget = f"nats x {length if isinstance(length, str) else f'{length:g}'} tokens"
     else:
         budget = "nats per token of the reference length"
     return f"{kl.kl_clip_method} clip at {kl.kl_clip_threshold:g} {budget}"

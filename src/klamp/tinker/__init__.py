@@ -4,25 +4,33 @@
     forward_backward_kl, compute_grpo_kl_loss   the step
     shift_advantages, penalize_rewards          the KL elsewhere than in the loss, for the built-in losses
     sampler_mismatch                            whether the sampler is the trainer
+    effective                                   what the KL of a call will really do, in words
 
 `klamp.tinker.testing` is a stand-in server to run all of it against, offline.
 """
 
+from klamp.hosts.common.effective import Effective, EffectiveTerm
 from klamp.hosts.tinker.client import forward_backward_kl
 from klamp.hosts.tinker.datums import build_datum, strip_for_builtin
+from klamp.hosts.tinker.effective import effective
 from klamp.hosts.tinker.loss import compute_grpo_kl_loss, count_tokens
 from klamp.hosts.tinker.mismatch import sampler_mismatch
+from klamp.hosts.tinker.options import LossOptions
 from klamp.hosts.tinker.placement import penalize_rewards, shift_advantages
 from klamp.hosts.tinker.reference import compute_reference_logprobs
 from klamp.hosts.tinker.server_loss import ServerLoss, create_kl_loss
 
 __all__ = [
+    "Effective",
+    "EffectiveTerm",
+    "LossOptions",
     "ServerLoss",
     "build_datum",
     "compute_grpo_kl_loss",
     "compute_reference_logprobs",
     "count_tokens",
     "create_kl_loss",
+    "effective",
     "forward_backward_kl",
     "penalize_rewards",
     "sampler_mismatch",

@@ -201,12 +201,12 @@ def _not_measured(kl: KLConfig) -> list[str]:
 
 
 def _clip(kl: KLConfig, gate: Gate, setting: Setting) -> str:
+    clip = describe_clip(kl, length=kl.kl_reference_length or setting.length)
     budget = f" = {gate.budget:g} nats per completion" if kl.use_per_token_kl_threshold else ""
     at = ", ".join(f"{100 * factor:.0f} % at {size:g}" for size, factor in gate.at.items())
     return (
-        f"{describe_clip(kl, length=setting.length)}{budget}; gate open by KL in budgets: {at}; over the oracle's "
-        f"short completions in groups of 8: {100 * gate.open_below:.0f} % with the policy at half of the budget, "
-        f"{100 * gate.open_above:.0f} % at twice"
+        f"{clip}{budget}; gate open by KL in budgets: {at}; over the oracle's short completions in groups of 8: "
+        f"{100 * gate.open_below:.0f} % with the policy at half of the budget, {100 * gate.open_above:.0f} % at twice"
     )
 
 

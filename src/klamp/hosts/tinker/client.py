@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
 
 from torch import Tensor
 
 from klamp.config import KLConfig
-from klamp.core.masking import Totals
-from klamp.core.objective import SurrogateName
 from klamp.hosts.tinker.datums import with_inputs
 from klamp.hosts.tinker.loss import loss_of_rows
-from klamp.hosts.tinker.options import KL_COEF, Normalizer, make_settings
+from klamp.hosts.tinker.options import KL_COEF, LossOptions, make_settings
 from klamp.hosts.tinker.server_loss import ServerLoss
 from klamp.hosts.tinker.versions import load_tinker
-
-
-class LossOptions(TypedDict, total=False):
-    """The keyword-only arguments of `compute_grpo_kl_loss`."""
-
-    beta: float | None
-    normalizer: Normalizer
-    surrogate: SurrogateName
-    max_length: int | None
-    group_size: int | None
-    reference_length: float | Sequence[float] | None
-    totals: Totals | None
 
 
 def forward_backward_kl(
@@ -52,7 +38,7 @@ def forward_backward_kl(
         cliprange: see there.
         kl: see there.
         server_loss: from `create_kl_loss`, with the same `kl` and `cliprange`: the server's custom-loss route.
-        options: the keyword-only arguments of `compute_grpo_kl_loss`.
+        options: those of `compute_grpo_kl_loss`, see `LossOptions`.
 
     Returns:
         What the client returns: a future of `ForwardBackwardOutput`, with the loss's metrics in its `metrics`. Submit

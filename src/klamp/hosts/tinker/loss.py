@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from klamp.config import KLConfig
 from klamp.core.masking import Totals, natural_denominator, total_denominator
-from klamp.core.objective import SurrogateName, grpo_loss
+from klamp.core.objective import grpo_loss
 from klamp.errors import NonFiniteError
 from klamp.hosts.tinker.mismatch import mismatch_metrics
-from klamp.hosts.tinker.options import KL_COEF, Normalizer, Settings, make_settings
+from klamp.hosts.tinker.options import KL_COEF, LossOptions, Settings, make_settings
 from klamp.hosts.tinker.padded import Rows, as_length, read_rows
 
 
@@ -23,14 +23,7 @@ def compute_grpo_kl_loss(
     kl_coef: float = KL_COEF,
     cliprange: float | tuple[float, float] = 0.2,
     kl: KLConfig | None = None,
-    *,
-    beta: float | None = None,
-    normalizer: Normalizer = "token_mean",
-    surrogate: SurrogateName = "ppo_clip",
-    max_length: int | None = None,
-    group_size: int | None = None,
-    reference_length: float | Sequence[float] | None = None,
-    totals: Totals | None = None,
+    **options: Unpack[LossOptions],
 ) -> tuple[Tensor, dict[str, float]]:
     """GRPO's clipped surrogate plus the KL, for `TrainingClient.forward_backward_custom`: klamp's `grpo_loss`.
 
@@ -49,35 +42,19 @@ def compute_grpo_kl_loss(
         kl_coef: coefficient of the KL per nat of a token; 0 for none, and then no `ref_logprobs` are needed.
         cliprange: ratio bound, or (below 1, above 1).
         kl: every choice about the KL; it carries the coefficient, `kl_coef` is then left out.
-        beta: coefficient in force instead of `kl.beta`: the value of a controller or schedule.
-        normalizer: token_mean, sequence_mean, sequence_sum, fixed_length, or token_sum (a plain sum).
-        surrogate: ppo_clip, cispo or score_function.
-        max_length: L of `fixed_length`.
-        group_size: datums per prompt, next to each other; a clip of the KL (`kl_clip_method`) needs it.
-        reference_length: tokens that turn a threshold per token into a budget; a number, or one per datum.
-        totals: size of the whole step (`count_tokens`) when several calls share one `optim_step`.
+        options: beta, normalizer, surrogate, max_length, group_size, reference_length, totals: see `LossOptions`.
 
     Returns:
         The loss, and metrics as floats: names as in the metrics table, `loss`, `loss/policy`, `loss/kl` besides.
 
     Raises:
+        UnknownNameError: an option or a choice that there is not; names the nearest.
         ConfigError: a conflict between `kl_coef` and `kl`, or a choice that cannot work here.
         DataError, ShapeError, NonFiniteError, EmptyMaskError: data that cannot be used; the datum is named.
 
     Source: the Tinker guide (docs/sources.md); PPO arXiv:1707.06347, DeepSeekMath arXiv:2402.03300
     """
-    settings = make_settings(
-        kl_coef,
-        cliprange,
-        kl,
-        beta=beta,
-        normalizer=normalizer,
-        surrogate=surrogate,
-        max_length=max_length,
-        group_size=group_size,
-        reference_length=reference_length,
-        totals=totals,
-    )
+    settings = make_settings(kl_coef, cliprange, kl, **options)
     return loss_of_rows(settings.read(data), logprobs_list, settings)
 
 

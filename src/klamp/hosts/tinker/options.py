@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack, get_args
 
 from klamp.config import KLConfig
 from klamp.config.rules import check_beta
@@ -24,6 +24,25 @@ class _Unset(float):
 
 
 KL_COEF = _Unset(KLConfig.beta)
+
+
+class LossOptions(TypedDict, total=False):
+    """The arguments by name of `compute_grpo_kl_loss`, `forward_backward_kl` and `effective`; each may be left out."""
+
+    beta: float | None
+    """Coefficient in force instead of `kl.beta`: the value of a controller or schedule."""
+    normalizer: Normalizer
+    """token_mean (the default), sequence_mean, sequence_sum, fixed_length, or token_sum (a plain sum)."""
+    surrogate: SurrogateName
+    """ppo_clip (the default), cispo or score_function."""
+    max_length: int | None
+    """L of `fixed_length`, in tokens."""
+    group_size: int | None
+    """Datums per prompt, next to each other; a clip of the KL (`kl_clip_method`) needs it."""
+    reference_length: float | Sequence[float] | None
+    """Tokens that turn a threshold per token into a budget; a number, or one per datum."""
+    totals: Totals | None
+    """Size of the whole step (`count_tokens`) when several calls share one `optim_step`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,21 +65,16 @@ def make_settings(
     kl_coef: float = KL_COEF,
     cliprange: float | tuple[float, float] = 0.2,
     kl: KLConfig | None = None,
-    *,
-    beta: float | None = None,
-    normalizer: Normalizer = "token_mean",
-    surrogate: SurrogateName = "ppo_clip",
-    max_length: int | None = None,
-    group_size: int | None = None,
-    reference_length: float | Sequence[float] | None = None,
-    totals: Totals | None = None,
+    **options: Unpack[LossOptions],
 ) -> Settings:
     """The settings that the arguments of `compute_grpo_kl_loss` describe; see there."""
+    for name in options:
+        check_name("argument of compute_grpo_kl_loss", name, LossOptions.__annotations__)
     kl = merge_coefficients(kl_coef, kl)
-    now = in_force(kl, beta)
+    now = in_force(kl, options.get("beta"))
     low, high = (cliprange, cliprange) if isinstance(cliprange, int | float) else cliprange
     check_clip_range(low, high)
-    reduction, totals = _reduction(normalizer, kl, totals)
+    reduction, totals = _reduction(options.get("normalizer", "token_mean"), kl, options.get("totals"))
     in_use = now > 0
     if in_use and kl.kl_estimator == "exact":
         raise ConfigError(
@@ -70,17 +84,17 @@ def make_settings(
         )
     return Settings(
         objective=Objective(
-            surrogate=surrogate,
+            surrogate=options.get("surrogate", Objective.surrogate),
             clip_low=low,
             clip_high=high,
             reduction=reduction,
-            max_length=max_length,
+            max_length=options.get("max_length"),
             beta=now,
             kl=kl.build_term(),
         ),
         totals=totals,
-        group_size=group_size,
-        reference_length=kl.kl_reference_length if reference_length is None else reference_length,
+        group_size=options.get("group_size"),
+        reference_length=reference_length_of(kl, options.get("reference_length")),
         reads_reference=in_use and kl.kl_placement != "reward",
         reads_exclusions=in_use and kl.excludes,
     )
@@ -112,6 +126,11 @@ def in_force(kl: KLConfig, beta: float | None) -> float:
     if beta is not None:
         check_beta(beta, fix="pass the controller's value")
     return kl.beta if beta is None else float(beta)
+
+
+def reference_length_of(kl: KLConfig, given: float | Sequence[float] | None) -> float | Sequence[float] | None:
+    """The reference length in tokens that a call works with: the one that it is given, else the configuration's."""
+    return kl.kl_reference_length if given is None else given
 
 
 def _reduction(normalizer: Normalizer, kl: KLConfig, totals: Totals | None) -> tuple[Reduction, Totals | None]:

@@ -19,7 +19,7 @@ from klamp.core.term import Gate, shifted_advantages, shifted_rewards
 from klamp.core.types import Batch
 from klamp.errors import ConfigError, ShapeError, check_name
 from klamp.hosts.tinker.datums import tensor_data, with_inputs
-from klamp.hosts.tinker.options import in_force
+from klamp.hosts.tinker.options import in_force, reference_length_of
 from klamp.hosts.tinker.padded import Rows, as_length, number_row, pad, read_rows
 
 Baseline: TypeAlias = Literal["none", "batch"]
@@ -85,8 +85,8 @@ def shifted_rows(
 ) -> Tensor:
     """The advantages of rows, shifted by the KL of whoever sampled them; 0 where masked. [B, N]"""
     term = kl.build_term()
-    length = kl.kl_reference_length if reference_length is None else reference_length
-    batch = rows.batch(rows.logprobs, group_size=group_size, reference_length=as_length(length, len(rows.lengths)))
+    length = as_length(reference_length_of(kl, reference_length), len(rows.lengths))
+    batch = rows.batch(rows.logprobs, group_size=group_size, reference_length=length)
     shifted = shifted_advantages(batch, term, beta=beta, gate=Gate.of(batch, term))
     return masked(shifted, rows.mask)  # a reward-to-go reaches back into the prompt, which the built-in losses see
 
@@ -131,8 +131,8 @@ def penalize_rewards(
         raise ShapeError(
             "there is one reward per response", got=f"{len(rewards)} rewards, {len(logprobs)} rows of log-probabilities"
         )
-    length = kl.kl_reference_length if reference_length is None else reference_length
-    batch = replace(batch, group_size=group_size, reference_length=as_length(length, len(logprobs)))
+    length = as_length(reference_length_of(kl, reference_length), len(logprobs))
+    batch = replace(batch, group_size=group_size, reference_length=length)
     term = kl.build_term()
     now = in_force(kl, beta)
     found = shifted_rewards(
