@@ -23,7 +23,7 @@ from klamp.core.masking import (
     total_denominator,
 )
 from klamp.core.term import Gate, KLTerm, carries_kl, kl_metrics, shifted_advantages, token_penalty
-from klamp.core.types import Batch, LossOutput, Mask, Reduction, TokenValues
+from klamp.core.types import Advantages, Batch, LossOutput, Mask, Reduction, TokenValues
 from klamp.errors import check_name
 
 SurrogateName: TypeAlias = Literal["ppo_clip", "cispo", "score_function"]
@@ -106,7 +106,7 @@ def grpo_loss(batch: Batch, objective: Objective, *, totals: Totals | None = Non
     old = policy.detach() if batch.old_logprobs is None else masked(batch.old_logprobs, batch.mask)
     metrics: dict[str, Tensor] = {}
     gate = Gate.of(batch, objective.kl) if objective.beta > 0 else None
-    advantages: Float[Tensor, ...] = batch.advantages
+    advantages: Advantages = batch.advantages
     if objective.beta > 0 and objective.kl.placement == "advantage":
         advantages = shifted_advantages(batch, objective.kl, beta=objective.beta, gate=gate)
     check_name("surrogate", objective.surrogate, SURROGATES)

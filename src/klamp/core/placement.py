@@ -12,7 +12,7 @@ from torch import Tensor
 from klamp.core.gradients import masked_log_ratio
 from klamp.core.masking import masked_sum, suffix_sum, upcast
 from klamp.core.surrogates import per_token
-from klamp.core.types import Horizon, LogProbs, Mask, TokenValues
+from klamp.core.types import Advantages, Horizon, LogProbs, Mask, TokenValues
 from klamp.errors import ShapeError
 
 
@@ -58,7 +58,7 @@ def kl_in_reward(
 
 
 def kl_in_advantage(
-    advantages: Float[Tensor, ...],
+    advantages: Advantages,
     policy_logprobs: LogProbs,
     ref_logprobs: LogProbs,
     mask: Mask,

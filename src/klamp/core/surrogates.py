@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from klamp.core.arguments import AT_LEAST_0, FROM_0_TO_1, check_number
 from klamp.core.masking import upcast
-from klamp.core.types import LogProbs, TokenValues
+from klamp.core.types import Advantages, LogProbs, TokenValues
 
 Surrogate = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def per_token(advantages: Float[Tensor, ...], like: TokenValues) -> TokenValues:
+def per_token(advantages: Advantages, like: TokenValues) -> TokenValues:
     """The advantages as [B, T]: an advantage of a whole sequence is repeated for each of its tokens."""
     advantages = upcast(advantages)
     return (advantages.unsqueeze(-1) if advantages.ndim == 1 else advantages).expand_as(like)
@@ -51,7 +50,7 @@ def check_clip_range(clip_low: float, clip_high: float) -> None:
 def ppo_clip(
     policy_logprobs: LogProbs,
     old_logprobs: LogProbs,
-    advantages: Float[Tensor, ...],
+    advantages: Advantages,
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
@@ -78,7 +77,7 @@ def ppo_clip(
 def cispo(
     policy_logprobs: LogProbs,
     old_logprobs: LogProbs,
-    advantages: Float[Tensor, ...],
+    advantages: Advantages,
     *,
     clip_low: float = 1.0,
     clip_high: float = 0.28,
@@ -101,7 +100,7 @@ def cispo(
     return -ratio.clamp(1 - clip_low, 1 + clip_high) * a * upcast(policy_logprobs)
 
 
-def score_function(policy_logprobs: LogProbs, old_logprobs: LogProbs, advantages: Float[Tensor, ...]) -> TokenValues:
+def score_function(policy_logprobs: LogProbs, old_logprobs: LogProbs, advantages: Advantages) -> TokenValues:
     """The plain score-function loss (REINFORCE), per token, to be minimised.
 
     Equation: -A log policy. The old log-probabilities are not used.
@@ -115,7 +114,7 @@ def score_function(policy_logprobs: LogProbs, old_logprobs: LogProbs, advantages
 def ratio_clipped(
     policy_logprobs: LogProbs,
     old_logprobs: LogProbs,
-    advantages: Float[Tensor, ...],
+    advantages: Advantages,
     *,
     clip_low: float,
     clip_high: float,

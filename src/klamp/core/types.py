@@ -33,6 +33,7 @@ Reduction: TypeAlias = Literal["token_mean", "sequence_mean", "sequence_sum", "f
 TokenValues: TypeAlias = Float[Tensor, "batch tokens"]
 LogProbs: TypeAlias = Float[Tensor, "batch tokens"]
 Mask: TypeAlias = Bool[Tensor, "batch tokens"]
+Advantages: TypeAlias = Float[Tensor, "..."]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,7 @@ class Batch:
     """Log-probabilities of the sampled tokens under the policy, with gradient. [B, T]"""
     mask: Mask
     """True = a token to train on. [B, T]"""
-    advantages: Float[Tensor, ...]
+    advantages: Advantages
     """One per completion, or one per token. [B] or [B, T]"""
     old_logprobs: LogProbs | None = None
     """Under the policy at the start of the rollout's updates; None on-policy: the policy itself, detached."""
