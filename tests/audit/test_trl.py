@@ -164,7 +164,7 @@ def test_the_command(audited: Audit, capsys: pytest.CaptureFixture[str]) -> None
     out = io.StringIO()
     assert run(["trl"], stream=out) == 0
     text = out.getvalue()
-    assert text.startswith("trl 1.16.0, GRPOTrainer\nKL term")
+    assert text.startswith("trl 1.16.0, GRPOTrainer\n  KL term")
     assert f"{SEQUENCE}: one token alone follows reverse; completions of several tokens follow neither." in text
     assert "beta is 0 by default" in text
     assert "\x1b" not in text

@@ -8,17 +8,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from typing import TextIO
 
 from klamp.audit import HOSTS, load_subject
 from klamp.audit.function import CONTRACT
-from klamp.cli.audit_table import HEADINGS, LEGEND, Row, row, sentences
+from klamp.cli.audit_table import HEADINGS, LEGEND, row, sentences
 from klamp.cli.errors import show_caution
+from klamp.cli.tables import show_table
 from klamp.errors import unknown_name
 from klamp.verify.audit import Audit, audit
 
-GAP = "  "
 GOOD, BAD = ("unbiased", "reverse", "±30"), ("zero", "neither", "-reverse", "-forward", "raises", "everywhere")
 
 
@@ -61,37 +60,14 @@ def help_text() -> str:
 
 def show_audit(result: Audit, stream: TextIO) -> None:
     """Print an audit: in colour on a terminal, as aligned text elsewhere."""
-    print(result.subject.title, file=stream)
     rows = [row(finding) for finding in result.findings]
-    if stream.isatty() and find_spec("rich"):
-        _print_table(rows, stream)
-    else:
-        print("\n".join(_lines([HEADINGS, *rows])), file=stream)
+    styles = {cell: _style(cell) for _, *cells in rows for cell in cells}
+    show_table(stream, result.subject.title, HEADINGS, rows, styles=styles)
     for sentence in (*(s for finding in result.findings for s in sentences(finding)), *result.subject.notes):
         print(f"- {sentence}", file=stream)
     if result.reductions:
-        print("How the KL of a batch is averaged:", file=stream)
-        print("\n".join(_lines([(f"  {option}", how) for option, how in result.reductions.items()])), file=stream)
+        show_table(stream, "How the KL of a batch is averaged:", ("", ""), list(result.reductions.items()))
     print(file=stream)
-
-
-def _lines(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [GAP.join(cell.ljust(width) for cell, width in zip(each, widths, strict=True)).rstrip() for each in rows]
-
-
-def _print_table(rows: Sequence[Row], stream: TextIO) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for heading in HEADINGS:
-        table.add_column(heading)
-    for term, *cells in rows:
-        table.add_row(Text(term), *(Text(cell, style=_style(cell)) for cell in cells))
-    Console(file=stream, highlight=False).print(table)
 
 
 def _style(cell: str) -> str:
