@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import socket
 import urllib.error
@@ -74,30 +73,3 @@ def test_capabilities_name_the_model(standin, service):
     else:
         found = service.get_server_capabilities()
     assert [model.model_name for model in found.supported_models] == [standin.base_model]
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"prompt": []},
-        {"prompt": [1, 64]},
-        {"num_samples": 0},
-        {"topk_prompt_logprobs": 2},
-        {"sampling_params": types.SamplingParams(max_tokens=10_000)},
-    ],
-)
-def test_a_sampling_request_that_cannot_be_met_is_refused(reference, wrong):
-    given = {"prompt": [1, 2], "num_samples": 1, "sampling_params": types.SamplingParams(max_tokens=2)} | wrong
-    given["prompt"] = types.ModelInput.from_ints(given["prompt"])
-    if "topk_prompt_logprobs" in wrong:
-        given["include_prompt_logprobs"] = True
-    with pytest.raises(tinker.BadRequestError):
-        reference.sample(**given).result(timeout=30)
-
-
-def test_last_n_scores_a_suffix(reference):
-    prompt = types.ModelInput.from_ints([1, 2, 3, 4])
-    whole = reference.compute_logprobs(prompt).result(timeout=30)
-    if "prompt_logprobs_last_n" not in inspect.signature(reference.compute_logprobs).parameters:
-        pytest.skip("this SDK scores whole prompts only")
-    assert reference.compute_logprobs(prompt, 2).result(timeout=30) == [None, None, *whole[2:]]
