@@ -1,0 +1,122 @@
+"""What a verl configuration's KL will do, in words: verl's own names, klamp's, and what may surprise; without verl."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from klamp.verl import effective
+
+CONFIG: dict[str, Any] = {
+    "data": {"train_batch_size": 128},
+    "actor_rollout_ref": {
+        "model": {"lora_rank": 0},
+        "rollout": {"n": 8},
+        "actor": {
+            "use_kl_loss": True,
+            "kl_loss_coef": 0.04,
+            "kl_loss_type": "klamp",
+            "loss_agg_mode": "token-mean",
+            "policy_loss": {"loss_mode": "vanilla"},
+        },
+    },
+    "algorithm": {
+        "adv_estimator": "grpo",
+        "norm_adv_by_std_in_grpo": True,
+        "use_kl_in_reward": False,
+        "kl_penalty": "kl",
+        "kl_ctrl": {"type": "fixed", "kl_coef": 0.001, "horizon": 10000, "target_kl": 0.1},
+    },
+}
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    """The configuration above with some values changed, whichever section they are in."""
+    made = copy.deepcopy(CONFIG)
+    for name, value in changes.items():
+        for section in (made["actor_rollout_ref"]["actor"], made["actor_rollout_ref"]["model"], made["algorithm"]):
+            if name in section:
+                section[name] = value
+    return made
+
+
+def test_the_words_of_a_configuration() -> None:
+    assert str(effective(config())).splitlines() == [
+        "host       verl, not installed here",
+        "term       klamp's",
+        "beta       0.04",
+        "controller fixed",
+        "value      k3",
+        "gradient   reverse per token: KL(policy||ref)",
+        "placement  in the loss",
+        "clip       none",
+        "normalizer mean over the tokens of the mini-batch (loss_agg_mode=token-mean)",
+        "reference  a frozen copy",
+    ]
+    assert effective(config(lora_rank=8)).reference == "the policy with its adapter off"
+    without = effective(config(use_kl_loss=False))
+    assert without.terms == () and "term       none" in str(without).splitlines()
+    assert without.reference == "none: use_kl_loss and use_kl_in_reward are off"
+
+
+def test_a_kl_in_both_places_is_two_terms_each_with_its_own_beta_and_controller() -> None:
+    control = {"type": "klamp:kl_controller=dual", "kl_coef": 0.3, "horizon": 10000, "target_kl": 0.1}
+    in_loss, in_reward = effective(config(use_kl_in_reward=True, kl_penalty="klamp", kl_ctrl=control)).terms
+    assert (in_loss.placement, in_loss.beta, in_loss.controller) == ("in the loss", 0.04, "fixed")
+    assert (in_reward.placement, in_reward.beta) == ("taken from the reward", 0.3)
+    assert (in_reward.value, in_reward.gradient) == ("k1", "reverse over the sequence: KL(policy||ref)")
+    assert in_reward.controller == "dual controller from 0.3, towards 0.1 nats per token"
+
+
+@pytest.mark.parametrize(("kind", "text"), [("fixed", "fixed"), ("adaptive", "adaptive from 0.001, towards 0.1 nats")])
+@pytest.mark.parametrize(("name", "value"), [("kl", "k1"), ("low_var_kl", "k3")])
+def test_verls_own_in_the_reward(kind: str, text: str, name: str, value: str) -> None:
+    control = {**CONFIG["algorithm"]["kl_ctrl"], "type": kind}
+    (term,) = effective(config(use_kl_loss=False, use_kl_in_reward=True, kl_penalty=name, kl_ctrl=control)).terms
+    assert (term.term, term.value, term.placement) == ("verl's own", value, "taken from the reward")
+    assert term.controller.startswith(text)
+    assert (term.gradient == "KL(policy||ref)") == (value == "k1")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "gradient"),
+    [
+        ("kl", "k1", "zero in expectation: it holds nothing"),
+        ("k1", "k1", "zero in expectation: it holds nothing"),
+        ("mse", "k2", "KL(policy||ref)"),
+        ("low_var_kl", "k3", "KL(ref||policy); its value stops at 10 nats"),
+        ("k3+", "k3", "KL(policy||ref)"),
+        ("full", "full", "unknown: verl raises NotImplementedError"),
+    ],
+)
+def test_verls_own_names_in_words(name: str, value: str, gradient: str) -> None:
+    (term,) = effective(config(kl_loss_type=name)).terms
+    assert (term.term, term.value) == ("verl's own", value)
+    assert term.gradient.startswith(gradient) and (term.gradient == gradient or name == "low_var_kl")
+
+
+def test_what_may_surprise() -> None:
+    def notes(**changes: Any) -> str:
+        return " ".join(effective(config(**changes)).notes)
+
+    assert notes() == ""
+    assert "loss_mode must be klamp" in notes(kl_loss_type="klamp:kl_horizon=sequence")
+    ready = config(kl_loss_type="klamp:kl_horizon=sequence", policy_loss={"loss_mode": "klamp:gspo"})
+    assert effective(ready).notes == ()
+    assert "counts twice" in notes(use_kl_in_reward=True)
+    assert "beta cancels" in notes(use_kl_in_reward=True, use_kl_loss=False)
+    assert "beta cancels" not in notes(use_kl_in_reward=True, norm_adv_by_std_in_grpo=False)
+    assert "biased" in notes(use_kl_in_reward=True, kl_penalty="low_var_kl")
+    adaptive = {"type": "adaptive", "kl_coef": 0.1, "horizon": 100, "target_kl": 0.1}
+    theirs = notes(use_kl_in_reward=True, kl_ctrl=adaptive)
+    assert "turns beta negative: it multiplies by 1 - 0.2 * 1024 / 100" in theirs and "on resume" in theirs
+    ours = notes(use_kl_in_reward=True, kl_ctrl=adaptive | {"type": "klamp:kl_controller=dual"})
+    assert "negative" not in ours and "on resume" in ours
+
+
+def test_the_page_shows_them() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "verl.md").read_text(encoding="utf-8")
+    assert "\n".join([*str(effective(config())).splitlines()[1:], "```"]) in page, "but for the version installed"
