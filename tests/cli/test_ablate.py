@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from klamp.ablation.one_run import perform
 from klamp.ablation.outcome import Outcome, write_outcome
 from klamp.ablation.plan import Plan, run_folder, runs
 from klamp.cli import ablate, main
-from klamp.cli.ablate_arguments import AblateOptions
+from klamp.cli.options import AblateOptions
 from klamp.errors import TrainingStopped
 
 
@@ -185,33 +184,6 @@ def test_processes_are_not_ray(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["ablate", "--beta", "0", "1", "--ray", "--workers", "2"]) == 2
     assert "--workers has no meaning with --ray" in capsys.readouterr().err
-
-
-# help ----------------------------------------------------------------------------------------------------------------
-
-
-def help_of(words: list[str], capsys) -> str:
-    assert main(words) == 0
-    return re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
-
-
-def test_the_help_has_both_commands_flags(capsys, monkeypatch) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    text = help_of(["ablate", "--help"], capsys)
-    flat = " ".join(re.sub("[│]", " ", text).split())
-    assert "usage: klamp ablate" in text and max(map(len, text.splitlines())) <= 100
-    order = [text.index(part) for part in ("ablate options", "--seeds [INT", "kl options", "--kl_estimator {")]
-    assert order == sorted(order)
-    for flag in ("--seeds", "--plan", "--output_dir", "--workers", "--ray", "--config", "--preset", "--dry_run"):
-        assert re.search(rf"{flag}\b", text), flag
-    assert "One number: how many (3 is 0 1 2). Several: those seeds. (default: 3)" in flat
-    assert "klamp ablate --beta 0 0.001 0.01 0.1 --seeds 3" in flat and "klamp ablate clipping" in flat
-    assert not re.search(r"--seed\b", text) and not re.search(r"--resume\b", text), "the ablation sets them itself"
-    assert len(re.findall(r"--output_dir\b", flat)) >= 1 and "Folder of the run;" not in flat
-
-
-def test_without_arguments_it_explains_itself(capsys) -> None:
-    assert "usage: klamp ablate" in help_of(["ablate"], capsys)
 
 
 # the real thing ------------------------------------------------------------------------------------------------------

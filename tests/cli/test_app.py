@@ -11,6 +11,7 @@ import pytest
 
 import klamp
 from klamp.cli import app, main
+from klamp.cli.pages import PAGES
 from klamp.errors import ModelError, TrainingStopped
 
 
@@ -33,6 +34,11 @@ def test_help_names_every_command(argv: list[str], capsys: pytest.CaptureFixture
     out = capsys.readouterr().out
     assert all(f"{name} " in out and command.summary in out for name, command in app.COMMANDS.items())
     assert max(map(len, out.splitlines())) <= 100
+
+
+def test_every_command_has_its_page() -> None:
+    assert list(app.COMMANDS) == list(PAGES)
+    assert {name for name, command in app.COMMANDS.items() if command.alone} == {"train", "verify"}
 
 
 @pytest.mark.parametrize("argv", [["--version"], ["-V"], ["version"]])
@@ -94,6 +100,42 @@ def test_what_is_no_klamp_error_is_not_hidden(fails) -> None:
     fails(ZeroDivisionError("a bug"))
     with pytest.raises(ZeroDivisionError):
         main(["train"])
+
+
+HEAVY = (
+    "accelerate",
+    "datasets",
+    "matplotlib",
+    "numpy",
+    "peft",
+    "rich",
+    "scipy",
+    "tensorboard",
+    "transformers",
+    "yaml",
+)
+"""Libraries that no help needs; torch and tyro come on top for some."""
+WITHOUT_TYRO = (["--help"], ["--version"], [])
+WITHOUT_TORCH = (["verify", "-h"], ["doctor", "-h"], ["report", "-h"], ["completion", "-h"])
+WITH_BOTH = (["explain", "-h"], ["train", "-h"], ["ablate", "--help", "all"])
+
+
+def test_help_loads_only_what_it_shows() -> None:
+    """`klamp --help` is there in a tenth of a second; the help of a run needs the classes of its configuration."""
+    calls = [*WITHOUT_TYRO, *WITHOUT_TORCH, *WITH_BOTH]
+    code = (
+        "import sys\nfrom klamp.cli import main\n"
+        f"for argv in {calls!r}:\n"
+        "    assert main(argv) == 0\n"
+        "    print('LOADED', *{name.partition('.')[0] for name in sys.modules})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    lines = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("LOADED")]
+    for argv, loaded in zip(calls, map(set, lines), strict=True):
+        unwanted = {*HEAVY, *(["torch"] if argv not in WITH_BOTH else ()), *(["tyro"] if argv in WITHOUT_TYRO else ())}
+        if argv in WITH_BOTH:
+            unwanted -= {"numpy"}  # torch brings it
+        assert not loaded & unwanted, argv
 
 
 def test_a_real_process(tmp_path: Path) -> None:

@@ -93,9 +93,9 @@ def test_tokens_to_blame_stand_in_a_table(tmp_path: Path, capsys: pytest.Capture
         (["missing"], "there is nothing to examine"),
         (["missing", "--fail-on", "kl-spikes"], "did you mean 'kl-spike'"),
         (["missing", "--verifier", "rule"], "did you mean 'rules'"),
-        (["missing", "--beta", "much"], "--beta takes a number"),
+        (["missing", "--beta", "much"], "--beta cannot be read"),
         (["missing", "--fail"], "unknown flag"),
-        (["--json"], "the first argument is the record"),
+        (["--json"], "PATH is missing"),
     ],
 )
 def test_what_cannot_be_read_or_understood_is_2(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,7 +110,7 @@ def test_help_lists_the_alarms(argv: list[str], capsys: pytest.CaptureFixture[st
     out = capsys.readouterr().out
     assert out.startswith("usage: klamp doctor PATH")
     assert all(f"  {name} " in out for name in ALARMS)
-    assert max(map(len, out.splitlines())) <= 110
+    assert max(map(len, out.splitlines())) <= 100
 
 
 @pytest.mark.parametrize(
@@ -129,10 +129,10 @@ def test_a_record_with_nothing_to_check_is_not_called_sound(
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--beta"], "--beta takes one value"),
-        (["--beta", "-3"], "--beta takes a number >= 0"),
-        (["--beta", "nan"], "--beta takes a number >= 0"),
-        (["--fail-on"], "--fail-on takes one or more names"),
+        (["--beta"], "--beta cannot be read"),
+        (["--beta", "-3"], "--beta takes 0 or more"),
+        (["--beta", "nan"], "--beta takes 0 or more"),
+        (["--fail-on"], "--fail-on takes 1 or more values"),
         (["--nope"], "see `klamp doctor --help`"),
         (["other"], "here klamp doctor takes flags only"),
     ],

@@ -10,8 +10,10 @@ import pytest
 
 from klamp.cli import main
 from klamp.cli.explain import LENGTH, ExplainRequest, explain, read_request, run
+from klamp.cli.options import ExplainOptions
 from klamp.config import PRESETS
 from klamp.errors import ConfigError, UnknownNameError
+from klamp.verify.explain import Setting
 from klamp.verify.printed import FORMS
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
@@ -104,7 +106,7 @@ def test_nothing_warns_beside_the_explanation(recwarn: pytest.WarningsRecorder) 
         (["grpo", "--kl_betta", "1"], UnknownNameError, "kl_beta"),
         (["minus-k1", "--beta", "1"], ConfigError, "takes no flags"),
         (["grpo", "--length", "long"], ConfigError, "whole number"),
-        (["grpo", "--length", "0"], ConfigError, "whole number"),
+        (["grpo", "--length", "0"], ConfigError, "1 or more"),
         (["--preset", "minus-k1"], ConfigError, "no penalty"),
         (["nowhere.yaml"], ConfigError, "cannot be read"),
         (["ppo", "--scale_rewards", "std"], ConfigError, "group's std"),
@@ -123,7 +125,9 @@ def test_a_preset_that_is_no_penalty_is_refused_by_train(capsys: pytest.CaptureF
 
 def test_own_flags_are_kept_apart() -> None:
     request = read_request(["grpo", "rpg", "--length", "5", "--beta", "0.1", "--vocab=7", "--no-cpu"])
-    assert request == ExplainRequest(names=("grpo", "rpg"), flags=("--beta", "0.1", "--no-cpu"), length=5, vocab=7)
+    options = ExplainOptions(names=("grpo", "rpg"), length=5, vocab=7)
+    assert request == ExplainRequest(options=options, flags=("--beta", "0.1", "--no-cpu"))
+    assert ExplainOptions().vocab == Setting().vocab
 
 
 @pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])
@@ -131,7 +135,7 @@ def test_help(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", *argv]) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in (*FORMS, *PRESETS, "--length", "--vocab"))
-    assert max(map(len, out.splitlines())) <= 120
+    assert max(map(len, out.splitlines())) <= 100
 
 
 def test_it_takes_seconds() -> None:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import MISSING, dataclass, field
+from pathlib import Path
+from typing import Literal
+
 import pytest
 
-from klamp.cli.fields import fields, known_names, read_value
-from klamp.config import ALIASES
+from klamp.cli.fields import fields_of, read_value
+from klamp.cli.train_fields import fields
 from klamp.errors import ConfigError, UnknownNameError
-from klamp.training.config import TrainConfig, field_owners
 
 
 def texts_of(value: object) -> list[str]:
     return [str(each) for each in value] if isinstance(value, tuple) else [str(value)]
-
-
-def test_every_field_of_the_configuration_is_known_with_its_section_and_default() -> None:
-    known = {name: field for name, field in fields().items() if field.section}
-    assert {name: field.section for name, field in known.items()} == field_owners()
-    assert {name: field.default for name, field in known.items()} == TrainConfig().flat()
-    assert known_names() == {*fields(), *ALIASES}
 
 
 @pytest.mark.parametrize("name", sorted(fields()))
@@ -90,3 +86,68 @@ def test_an_unknown_choice_names_the_nearest() -> None:
     with pytest.raises(UnknownNameError) as caught:
         read_value(fields()["kl_placement"], ["lose"], shown="--kl_placement")
     assert "'loss'" in caught.value.fix
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    """A class of options that others build on."""
+
+    path: Path
+    """Where it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example(Base):
+    """One of everything."""
+
+    names: tuple[str, ...] = field(default=(), metadata={"word": "NAME", "least": 1})
+    """Words,
+    in two lines.
+
+    And what the help leaves out."""
+    kind: Literal["b", "a"] | None = None
+    """Which."""
+    count: int | None = field(default=None, metadata={"least": 2, "bare": 7})
+    """How many."""
+
+
+def test_the_fields_of_a_class_and_of_its_base() -> None:
+    path, names, kind, count = fields_of(Example, "part").values()
+    assert (path.default, path.text, path.kind, path.section) == (MISSING, "Where it is.", "PATH", "part")
+    assert (names.word, names.text, names.takes_many, names.takes_none) == ("NAME", "Words, in two lines.", True, False)
+    assert (kind.choices, kind.takes_none, kind.in_words) == (("b", "a"), True, "one of b, a, or None")
+    assert (count.least, count.bare, count.kind, count.in_words) == (2, 7, "INT", "a whole number, or None")
+
+
+def test_a_class_whose_fields_say_nothing_is_refused() -> None:
+    @dataclass
+    class Silent:
+        beta: float = 1.0
+
+    with pytest.raises(KeyError):
+        fields_of(Silent)
+
+
+@pytest.mark.parametrize(
+    ("name", "texts", "what"),
+    [
+        ("count", ["1"], "--count takes 2 or more"),
+        ("names", [], "--names takes 1 or more values"),
+        ("kind", ["c"], "unknown --kind"),
+    ],
+)
+def test_too_small_too_few_or_unknown(name: str, texts: list[str], what: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_value(fields_of(Example)[name], texts, shown=f"--{name}")
+    assert caught.value.what == what
+
+
+def test_none_is_not_too_small() -> None:
+    assert read_value(fields_of(Example)["count"], ["none"], shown="--count") is None
+
+
+@pytest.mark.parametrize(("name", "fix"), [("kl_warmup_steps", "for example 0 (the default)"), ("target_kl", "")])
+def test_a_default_serves_as_the_example(name: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_value(fields()[name], ["much"], shown=name)
+    assert caught.value.fix == fix

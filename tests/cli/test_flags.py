@@ -1,110 +1,131 @@
-"""Every spelling of a flag leads to its field; whatever leads nowhere is an error that names the nearest."""
+"""From argv to a command's options: words and flags in any order, and an error for whatever is neither."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from pathlib import Path
+
 import pytest
 
-from klamp.cli.fields import fields
-from klamp.cli.flags import read_flags, split_flags
-from klamp.config import ALIASES
+from klamp.cli.fields import fields_of
+from klamp.cli.flags import field_name, read_flag, read_options, read_own, split_flags, unknown_key
 from klamp.errors import ConfigError, UnknownNameError
 
 
-@pytest.mark.parametrize("name", sorted(fields()))
-def test_every_field_is_a_flag_in_both_spellings(name: str) -> None:
-    field = fields()[name]
-    words = [str(each) for each in field.default] if isinstance(field.default, tuple) else [str(field.default)]
-    for flag in (f"--{name}", f"--{name.replace('_', '-')}"):
-        assert read_flags([flag, *words]) == {name: field.default}
+@dataclass(frozen=True, kw_only=True)
+class Words:
+    """A command of words and flags."""
+
+    path: Path = field(metadata={"word": "PATH"})
+    """The first word."""
+    more: tuple[str, ...] = field(default=(), metadata={"word": "MORE"})
+    """All words after it."""
+    quick: bool = False
+    """A switch."""
+    size: int = 1
+    """A number."""
+    names: tuple[str, ...] = ()
+    """Any number of names."""
+    ray: str | None = field(default=None, metadata={"bare": "here"})
+    """A flag that may stand alone."""
 
 
-@pytest.mark.parametrize("alias", ["kl-beta", "kl_beta", "kl_coef", "kl-coef", "kl_penalty", "kl-penalty"])
-def test_aliases_lead_to_their_field(alias: str) -> None:
-    assert read_flags([f"--{alias}", "0.25"]) == {"beta": 0.25}
-    assert read_flags([f"--{alias}=0.25"]) == {"beta": 0.25}
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """A command of flags only."""
+
+    size: int = 1
+    """A number."""
 
 
-def test_every_alias_of_the_configuration_is_a_flag() -> None:
-    assert {name: read_flags([f"--{name}", "2"]) for name in ALIASES} == {
-        name: {target: 2.0} for name, target in ALIASES.items()
-    }
-
-
-def test_two_names_of_one_field_must_agree() -> None:
-    assert read_flags(["--kl_coef", "0.1", "--beta", "0.10"]) == {"beta": 0.1}
-    with pytest.raises(ConfigError, match=r"beta is given twice") as caught:
-        read_flags(["--kl_coef", "0.1", "--kl-penalty", "0.2"])
-    assert caught.value.got == "0.1 and 0.2"
-
-
-def test_a_flag_that_is_repeated_counts_as_it_stands_last() -> None:
-    assert read_flags(["--beta", "0.1", "--beta", "0.2"]) == {"beta": 0.2}
-
-
-@pytest.mark.parametrize(
-    ("argv", "value"),
-    [
-        (["--mask-truncated-completions"], True),
-        (["--no-mask-truncated-completions"], False),
-        (["--no_mask_truncated_completions"], False),
-        (["--mask_truncated_completions", "True"], True),
-        (["--mask_truncated_completions", "false"], False),
-        (["--mask_truncated_completions=0"], False),
-    ],
-)
-def test_switches_with_and_without_a_value(argv: list[str], value: bool) -> None:
-    assert read_flags([*argv, "--seed", "3"]) == {"mask_truncated_completions": value, "seed": 3}
-
-
-def test_a_switch_that_may_be_none_is_a_switch_all_the_same() -> None:
-    assert read_flags(["--chat_template"]) == {"chat_template": True}
-    assert read_flags(["--no-chat-template"]) == {"chat_template": False}
-    assert read_flags(["--chat_template", "None"]) == {"chat_template": None}
-
-
-def test_several_values_end_where_the_next_flag_begins() -> None:
-    found = read_flags(["--report_to", "tensorboard", "wandb", "--kl_exclude_tokens", "1", "2", "--report-to"])
-    assert found == {"report_to": (), "kl_exclude_tokens": (1, 2)}
-
-
-def test_negative_numbers_and_values_with_dashes_are_values() -> None:
-    assert read_flags(["--seed", "-1", "--system_prompt=--think"]) == {"seed": -1, "system_prompt": "--think"}
+def read(*argv: str) -> Words:
+    return read_options(Words, argv, command="klamp it")
 
 
 @pytest.mark.parametrize(
-    ("flag", "nearest"),
+    ("argv", "expected"),
     [
-        ("--max_stepz", "--max_steps"),
-        ("--learning-rte", "--learning_rate"),
-        ("--kl-bets", "--kl_beta"),
-        ("--no-resumee", "--no_resume"),
-        ("--dry", "--dry_run"),
+        (["a"], Words(path=Path("a"))),
+        (["a", "b", "c"], Words(path=Path("a"), more=("b", "c"))),
+        (["--size", "3", "a", "b"], Words(path=Path("a"), more=("b",), size=3)),
+        (["a", "--size=3", "b"], Words(path=Path("a"), more=("b",), size=3)),
+        (["--quick", "a"], Words(path=Path("a"), quick=True)),
+        (["--quick", "true", "a"], Words(path=Path("a"), quick=True)),
+        (["--no-quick", "a"], Words(path=Path("a"))),
+        (["a", "--names", "x", "y"], Words(path=Path("a"), names=("x", "y"))),
+        (["a", "--names", "x", "--names", "y"], Words(path=Path("a"), names=("x", "y"))),
+        (["a", "--size", "1", "--size", "2"], Words(path=Path("a"), size=2)),
+        (["a", "--ray"], Words(path=Path("a"), ray="here")),
+        (["--ray", "there", "a"], Words(path=Path("a"), ray="there")),
     ],
 )
-def test_an_unknown_flag_names_the_nearest(flag: str, nearest: str) -> None:
-    with pytest.raises(UnknownNameError) as caught:
-        read_flags([flag, "1"])
-    assert (caught.value.got, caught.value.fix) == (flag, f"did you mean {nearest}?")
+def test_words_and_flags_in_any_order(argv: list[str], expected: Words) -> None:
+    assert read(*argv) == expected
 
 
-def test_a_flag_like_no_other_points_to_the_help() -> None:
-    with pytest.raises(UnknownNameError) as caught:
-        read_flags(["--qqqqqqqq"])
-    assert "klamp train --help" in caught.value.fix
-
-
-def test_only_switches_have_an_opposite() -> None:
-    with pytest.raises(UnknownNameError):
-        read_flags(["--no-seed"])
-    with pytest.raises(ConfigError, match="takes no value"):
-        read_flags(["--no-resume", "True"])
-
-
-def test_a_word_that_belongs_to_no_flag_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("argv", "what", "fix"),
+    [
+        ([], "PATH is missing", "klamp it PATH [flags]"),
+        (["--quick"], "PATH is missing", "klamp it PATH [flags]"),
+        (["a", "--siez", "3"], "unknown flag", "did you mean --size?"),
+        (["a", "--xyzzy"], "unknown flag", "see `klamp it --help` for every name"),
+        (["a", "-s"], "unknown flag", "see `klamp it --help` for every name"),
+        (["a", "--size", "many"], "--size cannot be read", "for example 1 (the default)"),
+        (["a", "--size"], "--size cannot be read", "for example 1 (the default)"),
+        (["a", "--no_size"], "unknown flag", "did you mean --size?"),
+        (["a", "--path", "b"], "unknown flag", "see `klamp it --help` for every name"),
+    ],
+)
+def test_what_cannot_be_read(argv: list[str], what: str, fix: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        read_flags(["config.yaml", "--seed", "1"])
-    assert caught.value.fix == "--config config.yaml"
+        read(*argv)
+    assert (caught.value.what, caught.value.fix) == (what, fix)
+
+
+def test_an_off_switch_hands_its_word_on_only_where_the_command_has_words() -> None:
+    with pytest.raises(ConfigError, match="a word that belongs to no flag"):
+        read_options(Flags, ["a", "--size", "3"], command="klamp it")
+    with pytest.raises(ConfigError, match="--size cannot be read"):
+        read_options(Flags, ["--size", "3", "4"], command="klamp it")
+
+
+def test_flags_of_others_are_left_as_they_stand() -> None:
+    argv = ["--beta", "0", "1", "--size", "3", "--no-cpu"]
+    given, left = read_own(fields_of(Flags), argv, command="klamp it", others={"--beta", "--no_cpu"})
+    assert (given, left) == ({"size": 3}, [("--beta", ["0", "1"]), ("--no-cpu", [])])
+    with pytest.raises(UnknownNameError) as caught:
+        read_own(fields_of(Flags), ["--betta", "1"], command="klamp it", others={"--beta"})
+    assert caught.value.fix == "did you mean --beta?"
 
 
 def test_splitting_keeps_order_and_words() -> None:
-    assert split_flags(["--a", "1", "2", "--b=x=y", "--c"]) == [("--a", ["1", "2"]), ("--b", ["x=y"]), ("--c", [])]
+    groups = split_flags(["--a", "1", "2", "--b=x=y", "--c"], command="klamp it")
+    assert groups == [("--a", ["1", "2"]), ("--b", ["x=y"]), ("--c", [])]
+    assert field_name("--no-cpu") == "no_cpu"
+
+
+@pytest.mark.parametrize(
+    ("command", "fix"), [("klamp train", "--config a.yml"), ("klamp ablate", "klamp ablate --plan a.yml")]
+)
+def test_a_file_in_the_wrong_place_is_told_where_it_goes(command: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        split_flags(["a.yml"], command=command)
+    assert caught.value.fix == fix
+
+
+def test_a_flag_that_nothing_is_called_by_is_none() -> None:
+    assert read_flag("--beta", ["1"], fields_of(Flags)) is None
+    assert read_flag("--size", ["2"], fields_of(Flags)) == ("size", 2)
+
+
+def test_what_others_call_it_comes_before_what_looks_like_it() -> None:
+    known = {"--learning_rate", "--lora_r"}
+    error = unknown_key("flag", "--lr", known, why="", command="klamp train")
+    assert error.fix == "did you mean --learning_rate?"
+    assert (
+        unknown_key("key", "lr", {"learning_rate"}, why="", command="klamp train").fix == "did you mean learning_rate?"
+    )
+    assert unknown_key("flag", "--lr", {"--size"}, why="none", command="klamp it").why == "none", (
+        "no field of this command"
+    )

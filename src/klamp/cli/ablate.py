@@ -12,9 +12,10 @@ from rich.console import Console
 from klamp.ablation.checks import check_folder, check_references, find_folder
 from klamp.ablation.executor import Executor
 from klamp.ablation.plan import Plan, Run, runs
-from klamp.cli.ablate_arguments import AblateOptions, AblateRequest, parse_ablate
+from klamp.cli.ablate_arguments import AblateRequest, parse_ablate
 from klamp.cli.describe import tool
 from klamp.cli.errors import FAILED
+from klamp.cli.options import AblateOptions
 from klamp.errors import ConfigError, TrainingStopped
 
 
@@ -29,10 +30,6 @@ def run(argv: Sequence[str], *, console: Console | None = None, executor: Execut
     Raises:
         KlampError: whatever stops the ablation as a whole; the caller shows it.
     """
-    if not argv or "-h" in argv or "--help" in argv:
-        from klamp.cli.ablate_help import print_ablate_help
-
-        print_ablate_help()
     request = parse_ablate(argv)
     plan, options = request.plan, request.options
     every = runs(plan)

@@ -14,37 +14,17 @@ from klamp.cli.ablate_file import PlanFile, read_plan_file, seeds_of
 from klamp.cli.arguments import preset_values
 from klamp.cli.config_file import read_file
 from klamp.cli.fields import Field, fields_of, read_value
-from klamp.cli.flags import every_flag, field_name, find_field, read_group, split_flags, unknown_key
-from klamp.cli.options import TrainOptions
+from klamp.cli.flags import field_name, read_own
+from klamp.cli.options import AblateOptions
+from klamp.cli.train_fields import every_flag, fields_by_any_name, read_train_flag
 from klamp.config.kl import resolve_aliases
-from klamp.errors import ConfigError, UnknownNameError, unknown_name
+from klamp.errors import ConfigError
 from klamp.training.config import TrainConfig, field_owners
 
 STUDIES: Mapping[str, Callable[..., Plan]] = {"clipping": clipping_plan}
 """Name after `klamp ablate` -> the plan of a study: called with `base` and, where given, `seeds`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class AblateOptions(TrainOptions):
-    """What is compared, how often, where, and with how many processes."""
-
-    seeds: tuple[int, ...] = (3,)
-    """One number: how many (3 is 0 1 2). Several: those seeds."""
-    plan: str | None = None
-    """YAML file with `base`, `sweep` or `arms`, and `seeds`."""
-    output_dir: str | None = None
-    """Folder of the ablation; None: runs/ablation-NAME-NNN, the one with this plan or the next free one."""
-    workers: int | None = None
-    """Processes at a time; None: one per core, or per GPU."""
-    ray: str | None = None
-    """Run on a Ray cluster: its address; without a value: one of this machine only."""
-    cpus_per_run: float = 1.0
-    """With --ray: CPUs of a run, and its threads."""
-    gpus_per_run: float = 0.0
-    """With --ray: GPUs of a run; a fraction shares one."""
-
-
-RAY_HERE = "local"
 DEFAULTS: Mapping[str, Any] = {"report_to": (), "keep_checkpoints": 1}
 """What an ablation sets otherwise than klamp train, where nobody asks for it: many runs need much room."""
 
@@ -80,9 +60,9 @@ def parse_ablate(argv: Sequence[str]) -> AblateRequest:
         UnknownNameError: an unknown flag, key, preset, study or choice; names the nearest.
         ConfigError: a value that cannot be read, or that would be passed over in silence.
     """
-    study, words = _study(argv)
-    given = _read(words)
+    given = _read(argv)
     options = AblateOptions(**given.options)
+    study = options.study
     file = PlanFile() if options.plan is None else read_plan_file(Path(options.plan))
     if study and options.plan:
         raise ConfigError(
@@ -111,56 +91,26 @@ def parse_ablate(argv: Sequence[str]) -> AblateRequest:
     return AblateRequest(plan=plan, options=options, argv=tuple(argv))
 
 
-def _study(argv: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """The study named first, if there is one, and the flags."""
-    if not argv or argv[0].startswith("-"):
-        return "", argv
-    if argv[0].endswith((".yaml", ".yml")):
-        raise ConfigError("a word that belongs to no flag", got=argv[0], fix=f"klamp ablate --plan {argv[0]}")
-    if argv[0] not in STUDIES:
-        raise unknown_name("study", argv[0], STUDIES)
-    return argv[0], argv[1:]
-
-
-def _read(words: Sequence[str]) -> _Given:
-    given, own = _Given(), {each.name: each for each in fields_of("", AblateOptions)}
-    for flag, texts in split_flags(words):
-        name = field_name(flag)
-        if name in own and name != "preset":
-            given.options[name] = _option(own[name], texts, flag)
-            continue
-        known = find_field(name)
+def _read(argv: Sequence[str]) -> _Given:
+    own = {name: field for name, field in fields_of(AblateOptions).items() if name != "preset"}  # that may be compared
+    options, others = read_own(own, argv, command="klamp ablate", others=every_flag())
+    given = _Given(options=options)
+    for flag, texts in others:
+        known = fields_by_any_name().get(field_name(flag))
         if known is not None and known.spec.nargs == 1 and len(texts) > 1:
             given.sweep[known.name] = _several(known, texts, flag)
-            continue
-        try:
-            key, value = read_group(flag, texts)
-        except UnknownNameError as error:
-            if known is None and not name.startswith("no_"):
-                flags = every_flag() | {f"--{each}" for each in own}
-                raise unknown_key("flag", flag, flags, why="neither klamp ablate nor klamp train has it") from error
-            raise
-        given.base[key] = value
+        else:
+            name, value = read_train_flag(flag, texts)
+            given.base[name] = value
     for name in ("cpus_per_run", "gpus_per_run"):
-        if name in given.options and given.options.get("ray") is None:
+        if name in options and options.get("ray") is None:
             why = "on this machine klamp counts cores and GPUs itself"
-            raise ConfigError(
-                f"--{name} needs --ray", got=given.options[name], why=why, fix="leave it out, or add --ray"
-            )
+            raise ConfigError(f"--{name} needs --ray", got=options[name], why=why, fix="leave it out, or add --ray")
     given.base = {**resolve_aliases(given.base, {*field_owners(), "preset"})}
     for name in given.base.keys() & given.sweep.keys():
         got = f"{given.base[name]!r} and {', '.join(map(repr, given.sweep[name]))}"
         raise ConfigError(f"{name} is given twice", got=got, why="under two of its names", fix="keep one")
     return given
-
-
-def _option(option: Field, texts: list[str], flag: str) -> Any:
-    if option.name == "ray" and not texts:
-        return RAY_HERE
-    value = read_value(option, ["True"] if option.is_switch and not texts else texts, shown=flag)
-    if option.name == "workers" and value is not None and value < 1:
-        raise ConfigError("--workers must be at least 1", got=value, fix="leave it out: one per core")
-    return value
 
 
 def _several(known: Field, texts: Sequence[str], flag: str) -> tuple[Any, ...]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from klamp.ablation.plan import Arm
 from klamp.cli.config_file import load_yaml, read_entries, read_entry
-from klamp.cli.fields import known_names
 from klamp.cli.flags import field_name, unknown_key
+from klamp.cli.train_fields import fields_by_any_name
 from klamp.config import ALIASES
 from klamp.errors import ConfigError
 
@@ -122,12 +122,12 @@ def _mapping(value: object, what: str, path: Path) -> Mapping[Any, Any]:
 
 
 def _unknown(key: str, path: Path) -> Exception:
-    if key in known_names():
+    if key in fields_by_any_name():
         return ConfigError(
             f"{key} stands by itself in {path}",
             got=key,
             why=f"a plan has the keys {', '.join(KEYS)}",
             fix=f"put it under base (for all arms): base: {{{key}: ...}}",
         )
-    keys: Sequence[str] = KEYS
-    return unknown_key(f"key in {path}", key, keys, why=f"a plan has the keys {', '.join(KEYS)}")
+    why = f"a plan has the keys {', '.join(KEYS)}"
+    return unknown_key(f"key in {path}", key, KEYS, why=why, command="klamp ablate")

@@ -23,6 +23,7 @@ from klamp.cli.errors import (
 from klamp.errors import KlampError, UnknownNameError, extra_with, missing_library
 
 FALSE_WORDS = ("", "0", "false", "no")
+HELP_FLAGS = ("-h", "--help")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,20 +34,27 @@ class Command:
     """Where its `run(argv) -> int` is; imported only when the command is called."""
     summary: str
     """What it does, in a line."""
+    alone: bool = False
+    """Whether it does something without arguments; else they are asked for by its help."""
 
 
 COMMANDS = {
     "train": Command(
-        module="klamp.cli.train", summary="train a model with GRPO, its KL held; without arguments the built-in task"
+        module="klamp.cli.train",
+        summary="train a model with GRPO, its KL held; without arguments the built-in task",
+        alone=True,
     ),
     "ablate": Command(
         module="klamp.cli.ablate", summary="compare settings: a grid of flags over seeds, one table, pictures"
     ),
-    "verify": Command(module="klamp.cli.verify", summary="prove klamp's claims on this machine, in seconds"),
+    "verify": Command(
+        module="klamp.cli.verify", summary="prove klamp's claims on this machine, in seconds", alone=True
+    ),
     "explain": Command(module="klamp.cli.explain", summary="what a configuration's KL does, in words and numbers"),
     "audit": Command(module="klamp.cli.audit", summary="what the KL of an installed trainer, or of any function, does"),
     "doctor": Command(module="klamp.cli.doctor", summary="what is wrong with a run, from what it left behind"),
     "report": Command(module="klamp.cli.report", summary="one HTML file that shows a run, or compares several"),
+    "completion": Command(module="klamp.cli.completion", summary="a script with which a shell completes all of this"),
 }
 
 
@@ -75,12 +83,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         except BrokenPipeError:  # `klamp train --help | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return FAILED
-        except SystemExit as left:  # tyro's --help
-            return left.code if isinstance(left.code, int) else 0
 
 
 def _dispatch(words: list[str]) -> int:
-    if not words or words[0] in ("-h", "--help", "help"):
+    if words[:1] == ["help"] and words[1:2]:  # `klamp help train` is `klamp train --help`
+        words = [words[1], "--help", *words[2:]]
+    if not words or words[0] in ("help", *HELP_FLAGS):
         _print_help()
         return 0
     if words[0] in ("-V", "--version", "version"):
@@ -88,8 +96,14 @@ def _dispatch(words: list[str]) -> int:
         return 0
     if words[0] not in COMMANDS:
         raise _unknown_command(words[0])
+    command, argv = COMMANDS[words[0]], words[1:]
+    if not (argv or command.alone) or any(word in HELP_FLAGS for word in argv):
+        from klamp.cli.help import show_help
+
+        show_help(words[0], argv)
+        return 0
     try:
-        return importlib.import_module(COMMANDS[words[0]].module).run(words[1:])
+        return importlib.import_module(command.module).run(argv)
     except ModuleNotFoundError as error:
         library = (error.name or "").partition(".")[0]
         if extra_with(library) is None or find_spec(library) is not None:  # nothing that an extra would bring
@@ -111,7 +125,7 @@ def _print_help() -> None:
         print(f"  {name:<9} {command.summary}")
     print("\nflags:")
     for flags, text in (
-        ("-h, --help", "this text; after a command, the command's own"),
+        ("-h, --help", "this text; after a command its own, or a part of that: klamp train --help kl"),
         ("-V, --version", "the version"),
         ("--debug", "show the traceback of an error (also: KLAMP_DEBUG=1)"),
     ):

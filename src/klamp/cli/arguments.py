@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from klamp.cli.config_file import read_file
-from klamp.cli.flags import read_flags
 from klamp.cli.options import TrainOptions
+from klamp.cli.train_fields import read_flags
 from klamp.config import find_preset
 from klamp.training.config import TrainConfig
 

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import TextIO
 
-from klamp.audit import HOSTS, load_subject
-from klamp.audit.function import CONTRACT
+from klamp.audit import load_subject
 from klamp.cli.audit_table import HEADINGS, LEGEND, row, sentences
 from klamp.cli.errors import show_caution
+from klamp.cli.flags import read_options
+from klamp.cli.options import AuditOptions
 from klamp.cli.tables import show_table
-from klamp.errors import unknown_name
 from klamp.verify.audit import Audit, audit
 
 GOOD, BAD = ("unbiased", "reverse", "±30"), ("zero", "neither", "-reverse", "-forward", "raises", "everywhere")
@@ -32,30 +31,13 @@ def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
         KlampError: a host that is not there, a function that cannot be had; the caller shows it.
     """
     out: TextIO = stream or sys.stdout
-    if not argv or "-h" in argv or "--help" in argv:
-        print(help_text(), file=out)
-        return 0
-    for name in argv:
-        if name.startswith("-"):
-            raise unknown_name("flag", name, ["--help", "--debug"])
-    for name in argv:
+    for name in read_options(AuditOptions, argv, command="klamp audit").names:
         subject = load_subject(name)
         for caution in subject.cautions:
             show_caution(caution)
         show_audit(audit(subject), out)
     print(LEGEND, file=out, flush=True)
     return 0
-
-
-def help_text() -> str:
-    """How to call it, and what there is to audit on this machine."""
-    hosts = "\n".join(f"  {name:<16} {host.what} ({_installed(host.package)})" for name, host in HOSTS.items())
-    return (
-        "usage: klamp audit NAME [NAME ...]\n\n"
-        "Runs the KL of what is installed here through the enumeration oracle: the bias of its value, the divergence\n"
-        "whose gradient it follows, where that gradient stops, how far out it is right in each floating-point type.\n\n"
-        f"names:\n{hosts}\n  module:function  {CONTRACT}"
-    )
 
 
 def show_audit(result: Audit, stream: TextIO) -> None:
@@ -74,10 +56,3 @@ def _style(cell: str) -> str:
     if cell in GOOD:
         return "green"
     return "red" if cell.startswith(BAD) else ""
-
-
-def _installed(package: str) -> str:
-    try:
-        return f"{version(package)} is installed"
-    except PackageNotFoundError:
-        return "not installed here"

@@ -9,8 +9,9 @@ from typing import Any
 
 import yaml
 
-from klamp.cli.fields import fields, known_names, read_value
+from klamp.cli.fields import read_value
 from klamp.cli.flags import unknown_key
+from klamp.cli.train_fields import fields, fields_by_any_name
 from klamp.config import ALIASES
 from klamp.config.kl import resolve_aliases
 from klamp.errors import ConfigError
@@ -105,7 +106,7 @@ def _flat(content: Mapping[Any, Any], path: Path) -> list[tuple[str, Any]]:
         for inner, inner_value in value.items():
             if _name(inner) not in own:
                 why = f"the section {key!r} has no such field"
-                raise unknown_key(f"key in {path}", _name(inner), own, why=why)
+                raise unknown_key(f"key in {path}", _name(inner), own, why=why, command="klamp train")
             entries.append((_name(inner), inner_value))
     return entries
 
@@ -122,10 +123,11 @@ def read_entry(key: str, value: object, path: Path) -> Any:
         UnknownNameError: an unknown key, or an unknown choice; names the nearest.
         ConfigError: a value that cannot be read.
     """
-    if key not in known_names() or key in NOT_IN_FILES:
+    if key not in fields_by_any_name() or key in NOT_IN_FILES:
         why = "it is an option of the command line" if key in NOT_IN_FILES else "it is no field of the configuration"
-        raise unknown_key(f"key in {path}", key, known_names() - set(NOT_IN_FILES), why=why)
-    field, shown = fields()[ALIASES.get(key, key)], f"{key} in {path}"
+        known = fields_by_any_name().keys() - set(NOT_IN_FILES)
+        raise unknown_key(f"key in {path}", key, known, why=why, command="klamp train")
+    field, shown = fields_by_any_name()[key], f"{key} in {path}"
     if isinstance(value, Mapping) or (value is None and not field.takes_none):
         raise ConfigError(
             f"{shown} cannot be read",

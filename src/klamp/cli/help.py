@@ -1,81 +1,179 @@
-"""`klamp train --help`: tyro writes it from the configuration classes, their docstrings and their defaults."""
+"""The help of every command, from the fields of its options and the texts under them.
+
+tyro could print it, and did: every field in a box of its own, some three hundred lines for `klamp train`, a field's
+aliases before its name. Here a command has one screen of what one sets first, and the rest by section.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Collection
-from typing import Annotated, Any
+import inspect
+import itertools
+import re
+import shutil
+import textwrap
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import MISSING
 
-import tyro
+from klamp.cli.fields import Field, fields_of
+from klamp.cli.flags import field_name
+from klamp.cli.pages import PAGES, Page
+from klamp.errors import unknown_name
 
-from klamp.cli.options import TrainOptions
-from klamp.config import ALIASES, PRESETS
-from klamp.training.config import section_classes
-
-# tyro joins lines that begin with a letter: these are indented so that they stay as they are.
-DESCRIPTION = """Train a language model with GRPO, its KL to a reference held where you want it.
-  Without flags the built-in arithmetic task runs: a small model, minutes on a CPU, no download.
-  Every field is a flag (--max_steps or --max-steps) and a key of the YAML file of --config.
-  What stands further right wins: defaults < --preset < --config < flags.
-  Switches: --resume, --no_resume, or --resume True. Examples:
-    klamp train
-    klamp train --config config_demo.yaml --kl_penalty 0.01 --output_dir out --max_steps 500
-    klamp train --preset dapo --dry-run
-"""
+WIDTH, COLUMN = 100, 30
+"""Most columns of a line, and those before a flag's text."""
 
 
-def print_train_help() -> None:
-    """Print the help of `klamp train`, grouped by section.
-
-    Raises:
-        SystemExit: always; tyro leaves when the help is printed.
-    """
-    print_help("klamp train", DESCRIPTION, TrainOptions)
-
-
-def print_help(command: str, description: str, options: type, *, hidden: Collection[str] = ()) -> None:
-    """Print the help of a command that takes the fields of the configuration.
+def show_help(command: str, argv: Sequence[str] = ()) -> None:
+    """Print the help of a command.
 
     Args:
-        command: as it is called.
-        description: what stands above the flags.
-        options: class of the command's own flags.
-        hidden: fields of the configuration that it does not take.
+        command: its name.
+        argv: its arguments; the word after `--help`, if there is one, is the part that is asked for.
 
     Raises:
-        SystemExit: always; tyro leaves when the help is printed.
+        UnknownNameError: the help has no such part; names the nearest.
     """
-    groups = {command.rpartition(" ")[2]: _mirror(options, ())}
-    groups |= {name: _mirror(cls, hidden) for name, cls in section_classes().items()}
-    shown = dataclasses.make_dataclass(
-        "Train",
-        [(name, tyro.conf.OmitArgPrefixes[cls], dataclasses.field()) for name, cls in groups.items()],
-        kw_only=True,
-    )
-    tyro.cli(shown, prog=command, description=description, use_underscores=True, args=["--help"])
+    after = [*itertools.dropwhile(lambda word: word not in ("-h", "--help"), argv)][1:2]
+    print(help_text(command, *after))
 
 
-def _mirror(cls: type, hidden: Collection[str]) -> Any:
-    """The class as tyro shows it: nothing is checked when it is built, and aliases are listed beside their field."""
-    return dataclasses.make_dataclass(
-        cls.__name__,
-        [(each.name, hint, dataclasses.field(default=each.default)) for each, hint in _annotated(cls, hidden)],
-        bases=(cls,),
-        kw_only=True,
-        frozen=True,
-        namespace={"__post_init__": lambda self: None, "__doc__": cls.__doc__, "__module__": cls.__module__},
-    )
+def help_text(command: str, topic: str = "") -> str:
+    """The help of a command as text.
+
+    Args:
+        command: its name.
+        topic: a section of the configuration, a flag, or `all`, where the command takes the configuration; "": the
+            first page.
+
+    Raises:
+        UnknownNameError: no such topic; names the nearest.
+    """
+    page, own = PAGES[command], fields_of(PAGES[command].options)
+    head = [f"usage: klamp {command} {page.usage}", "", *_wrap(page.about)]
+    head += ["", "examples:", *(f"  {line}" for line in page.examples)]
+    if page.first:
+        parts = _parts_of_a_run(command, own, page.hidden)
+        return "\n".join(_choose(command, topic, parts) if topic else [*head, *_first_page(command, page, parts)])
+    words = {name: field for name, field in own.items() if field.word}
+    flags = {name: field for name, field in own.items() if not field.word}
+    lists = [line for title, rows in page.lists.items() for line in ("", f"{title}:", *_rows(rows()))]
+    return "\n".join([*head, *_part("arguments", words), *_part("flags", flags), *lists])
 
 
-def _annotated(cls: Any, hidden: Collection[str]) -> list[tuple[dataclasses.Field[Any], Any]]:
-    """The fields that tyro should show in another way than by their type alone."""
-    shown: list[tuple[dataclasses.Field[Any], Any]] = []
-    for each in dataclasses.fields(cls):
-        aliases = [f"--{alias}" for alias, name in ALIASES.items() if name == each.name]
-        if each.name in hidden:
-            shown.append((each, Annotated[Any, tyro.conf.Fixed, tyro.conf.SuppressFixed]))
-        elif each.name == "preset":
-            shown.append((each, Annotated[str | None, tyro.conf.arg(metavar=f"{{{','.join(PRESETS)}}}")]))
-        elif aliases:
-            shown.append((each, Annotated[float, tyro.conf.arg(aliases=aliases)]))
-    return shown
+def _width() -> int:
+    return min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
+
+
+def _wrap(text: str, width: int | None = None) -> list[str]:
+    return textwrap.wrap(text, width or _width(), break_on_hyphens=False)
+
+
+def _parts_of_a_run(command: str, own: Mapping[str, Field], hidden: Collection[str]) -> dict[str, dict[str, Field]]:
+    """Heading -> fields: the command's own, then those of the configuration that it takes, by section."""
+    from klamp.cli.train_fields import fields
+
+    parts: dict[str, dict[str, Field]] = {command: {**own, "preset": fields()["preset"]}}
+    for name, field in fields().items():
+        if field.section and name not in hidden:
+            parts.setdefault(field.section, {})[name] = field
+    return parts
+
+
+def _first_page(command: str, page: Page, parts: Mapping[str, Mapping[str, Field]]) -> list[str]:
+    """What one sets first, a line each, and where the rest stands."""
+    known = {name: field for part in parts.values() for name, field in part.items()}
+    lines = [
+        line
+        for title, names in page.first.items()
+        for line in ("", f"{title}:", *(_short(known[name]) for name in names))
+    ]
+    counts = ", ".join(f"{title} ({len(part)})" for title, part in parts.items())
+    more = f"every flag: klamp {command} --help SECTION, FLAG or all; sections: {counts}"
+    return [*lines, "", *_wrap(more)]
+
+
+def _choose(command: str, topic: str, parts: Mapping[str, Mapping[str, Field]]) -> list[str]:
+    """The part of the help that is asked for."""
+    from klamp.cli.train_fields import fields_by_any_name
+    from klamp.training.config import section_classes
+
+    about = {title: (inspect.getdoc(cls) or "").splitlines()[0] for title, cls in section_classes().items()}
+    chosen = parts if topic == "all" else {topic: parts[topic]} if topic in parts else {}
+    if chosen:
+        return [line for title, part in chosen.items() for line in _part(title, part, about.get(title, ""))][1:]
+    known = {name: field for part in parts.values() for name, field in part.items()}
+    asked = field_name(topic)
+    name = fields_by_any_name()[asked].name if asked in fields_by_any_name() else asked
+    if name in known:
+        return _part(known[name].section or command, {name: known[name]})[1:]
+    why = f"it has {', '.join(parts)}, all, and every flag by its name"
+    raise unknown_name(f"part of `klamp {command} --help`", topic, {*parts, *known, "all"}, why=why)
+
+
+def _part(title: str, fields: Mapping[str, Field], about: str = "") -> list[str]:
+    """A heading, and fields in full."""
+    entries = [line for field in fields.values() for line in _entry(field)]
+    return ["", *_wrap(f"{title}: {about}"), *entries] if entries else []
+
+
+def _entry(field: Field) -> list[str]:
+    """A field in full: its names, its values, its text, its default."""
+    left = f"{_names(field)} {_values(field)}".rstrip()
+    return _rows([(left, " ".join(part for part in (field.text, _default(field)) if part))])
+
+
+def _rows(rows: Iterable[tuple[str, str]]) -> list[str]:
+    """Names in a column, their texts wrapped beside them; below, where a name is too long for its column."""
+    lines: list[str] = []
+    for left, text in rows:
+        beside = textwrap.wrap(text, _width() - COLUMN, break_on_hyphens=False)
+        if len(left) + 4 > COLUMN:
+            lines += textwrap.wrap(
+                left, _width(), initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False
+            )
+        else:
+            lines.append(f"  {left}".ljust(COLUMN) + beside.pop(0))
+        lines += [" " * COLUMN + line for line in beside]
+    return lines
+
+
+def _short(field: Field) -> str:
+    """A field in a line: its name, as much of its text as fits, its default."""
+    left = field.word or f"--{field.name} {'' if field.is_switch else 'NAME' if field.choices else field.kind}"
+    default = "" if field.default in (None, "", False, MISSING) else f" ({_written(field.default)})"
+    room, text = _width() - COLUMN - len(default), field.text.removesuffix(".")
+    clause, names = re.split(r"[.;:](?:\s|$)", text)[0], field.choices or field.suggested
+    by_name = f"{clause}: {', '.join(names)}" if names else clause
+    texts = [text, re.split(r"[.;](?:\s|$)", text)[0], by_name] if all(name in text for name in names) else [by_name]
+    fitting = next((each for each in texts if len(each) <= room), texts[-1])
+    return f"  {left}".ljust(COLUMN) + textwrap.shorten(fitting, room, placeholder=" ...") + default
+
+
+def _names(field: Field) -> str:
+    """Its flags, its own name first."""
+    if field.word:
+        return field.word + (" ..." if field.takes_many else "")
+    off = (f"no_{field.name}",) if field.is_switch else ()
+    return ", ".join(f"--{name}" for name in (field.name, *field.aliases, *off))
+
+
+def _values(field: Field) -> str:
+    """What stands after its flag."""
+    if field.is_switch or field.word:
+        return ""
+    names = field.choices or field.suggested
+    if names:
+        return f"{{{','.join(names)}}}"
+    return f"{field.kind} ..." if field.takes_many else " ".join([field.kind] * int(field.spec.nargs))  # pyright: ignore
+
+
+def _default(field: Field) -> str:
+    if field.default in (MISSING, None, "", ()) or field.default is False:
+        return ""
+    return f"(default: {_written(field.default)})"
+
+
+def _written(default: object) -> str:
+    if isinstance(default, tuple):
+        return " ".join(map(str, default))
+    return f"{default:,}" if isinstance(default, int) and not isinstance(default, bool) else str(default)

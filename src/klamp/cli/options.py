@@ -1,8 +1,27 @@
-"""What `klamp train` takes besides the configuration itself."""
+"""What each command takes besides the configuration of a run: fields become flags, the texts under them their help.
+
+Nothing is loaded for them but the standard library, so that a command's help is there at once. A field's metadata says
+what its type cannot:
+
+    word    it is no flag but a word (or words) after the command, called so in the help
+    least   the smallest number that it takes; of several values, how many it takes at least
+    bare    its value where the flag stands without one
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from klamp.diagnostics.history import Verifier
+
+Question = Literal["direction", "importance-sampling"]
+Study = Literal["clipping"]
+Shell = Literal["bash", "zsh", "fish"]
+
+RAY_HERE = "local"
+"""The address of a Ray cluster of this machine only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -10,10 +29,111 @@ class TrainOptions:
     """Where the configuration comes from, and what is done with it."""
 
     config: str | None = None
-    """YAML file: the flags' names as keys, flat or under their section (kl, loss, task, ...)."""
+    """A YAML file of flags' names and values, flat or by section (kl, loss, task, ...)."""
     preset: str | None = None
     """KL and loss fields as a published recipe has them; may also stand in the file."""
     dry_run: bool = False
     """Print what would run, and start nothing."""
     debug: bool = False
     """Show the traceback of an error (also: KLAMP_DEBUG=1)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AblateOptions(TrainOptions):
+    """What is compared, how often, where, and with how many processes."""
+
+    study: Study | None = field(default=None, metadata={"word": "STUDY"})
+    """A plan that klamp brings along."""
+    seeds: tuple[int, ...] = (3,)
+    """One number: how many (3 is 0 1 2). Several: those seeds."""
+    plan: str | None = None
+    """YAML file with `base`, `sweep` or `arms`, and `seeds`."""
+    output_dir: str | None = None
+    """Folder of the ablation; None: runs/ablation-NAME-NNN, the one with this plan or the next free one."""
+    workers: int | None = field(default=None, metadata={"least": 1})
+    """Processes at a time; None: one per core, or per GPU."""
+    ray: str | None = field(default=None, metadata={"bare": RAY_HERE})
+    """Run on a Ray cluster: its address; without a value: one of this machine only."""
+    cpus_per_run: float = 1.0
+    """With --ray: CPUs of a run, and its threads."""
+    gpus_per_run: float = 0.0
+    """With --ray: GPUs of a run; a fraction shares one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    """What is verified: klamp's claims, one question, or a real model."""
+
+    question: Question | None = field(default=None, metadata={"word": "QUESTION"})
+    """direction: is GRPO's k3 formula backwards? importance-sampling: does it matter whose tokens they are?"""
+    samples: int = field(default=100_000, metadata={"least": 1000})
+    """Draws per sampled number of a question."""
+    seed: int = field(default=0, metadata={"least": 0})
+    """Seed of the draws, and of the model's completions."""
+    model: str | None = None
+    """A causal language model to verify the estimators on: a folder, a hub id, or `builtin`."""
+    ref_model: str | None = None
+    """Its reference; None: a copy of the model with noise on its weights."""
+    noise: float = field(default=0.05, metadata={"least": 0})
+    """Size of that noise, relative to the spread of each weight matrix."""
+    prompts: str | None = None
+    """A prompt per line, or JSONL with a field `prompt`; None: a few built-in ones."""
+    tokens: int = field(default=16, metadata={"least": 1})
+    """Tokens to sample per prompt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainOptions:
+    """Which KL term is explained, and in which units."""
+
+    names: tuple[str, ...] = field(default=(), metadata={"word": "CONFIG"})
+    """Presets, printed forms and YAML files; none: the flags alone."""
+    length: int | None = field(default=None, metadata={"least": 1})
+    """Expected completion length in tokens, for units and budgets; None: kl_reference_length, or max_completion_length
+    where it is given, else 1000."""
+    vocab: int = field(default=151_936, metadata={"least": 1})
+    """Vocabulary entries of the model, for the memory of its logits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditOptions:
+    """What is audited."""
+
+    names: tuple[str, ...] = field(metadata={"word": "NAME"})
+    """Hosts that are installed here, or any `module:function`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    """Which record is examined, and which findings count."""
+
+    path: Path = field(metadata={"word": "PATH"})
+    """What a run left behind."""
+    json: bool = False
+    """One JSON object instead of text."""
+    fail_on: tuple[str, ...] = field(default=(), metadata={"least": 1})
+    """Exit with 1 for these alarms and notes only; none: for every alarm."""
+    beta: float | None = field(default=None, metadata={"least": 0})
+    """Where the record does not say it: the coefficient of the KL."""
+    loss_type: str | None = None
+    """Likewise the loss (grpo, dr_grpo, ...)."""
+    verifier: Verifier | None = None
+    """And what gives the reward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """Which runs are shown, and where the page goes."""
+
+    runs: tuple[Path, ...] = field(metadata={"word": "RUN"})
+    """What `klamp doctor` reads, or the folder of an ablation, all of whose runs are compared."""
+    output: Path | None = None
+    """File to write; None: report.html in the folder of the one run (or sweep) that is named, else in this folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionOptions:
+    """For which shell."""
+
+    shell: Shell = field(metadata={"word": "SHELL"})
+    """The shell that reads the script."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from klamp.cli.errors import show_caution
-from klamp.cli.flags import field_name, split_flags, unknown_key
-from klamp.errors import ConfigError, DataError, RunFolderError
+from klamp.cli.flags import read_options
+from klamp.cli.options import ReportOptions
+from klamp.errors import DataError, RunFolderError
 from klamp.report.numerals import count
 
 if TYPE_CHECKING:  # imported by the command only
@@ -20,36 +20,6 @@ if TYPE_CHECKING:  # imported by the command only
 FILE = "report.html"
 SEED = r"_seed-\d+$"
 """How the names of a sweep's runs end."""
-
-HELP = """\
-usage: klamp report RUN ... [flags]
-
-Writes one self-contained HTML file: headline numbers, alarms, curves over steps, the KL by position,
-completions with every token shaded by its log-ratio, configuration and versions. Several runs are
-compared: their curves in the same charts, their numbers side by side, what differs in configuration.
-
-RUN is whatever `klamp doctor` reads: a klamp run folder, TRL's trainer_state.json (or the folder of
-its checkpoints), a TensorBoard folder, a W&B offline run, JSONL of metrics or of completions; or the
-folder of `klamp ablate`, all of whose runs are compared.
-
-  klamp report runs/arithmetic-001
-  klamp report runs/arithmetic-001 runs/arithmetic-002 --output compared.html
-  klamp report sweeps/beta
-
-flags:
-  --output FILE          where to write; default: report.html in the folder of the one run (or sweep)
-                         that is named, else in this folder
-"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What `klamp report` was asked for."""
-
-    paths: tuple[Path, ...]
-    """Records."""
-    output: Path
-    """The file to write."""
 
 
 def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
@@ -65,46 +35,27 @@ def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
         RunFolderError: the file exists and is no report.
     """
     out = sys.stdout if stream is None else stream
-    if not argv or "-h" in argv or "--help" in argv:
-        print(HELP, end="", file=out)
-        return 0
-    options = read_options(argv)
-    check_output(options.output)
+    options = read_options(ReportOptions, argv, command="klamp report")
+    file = output_of(options)
+    check_output(file)
     from klamp.report.page import render
 
-    runs = read_runs(records(options.paths))
+    runs = read_runs(records(options.runs))
     for each in runs:
         if each.history.is_empty:
             show_caution(f"{each.path}: its record holds no step; there is nothing to draw")
     page = render(runs)
-    options.output.write_text(page, encoding="utf-8", newline="\n")
+    file.write_text(page, encoding="utf-8", newline="\n")
     alarms = sum(run.levels[0] for run in runs)
     words = f"{count(len(runs), 'run')}, {count(alarms, 'alarm') if alarms else 'no alarm'}"
-    print(f"{options.output}: {words}, {len(page.encode()) / 1000:.0f} kB", file=out, flush=True)
+    print(f"{file}: {words}, {len(page.encode()) / 1000:.0f} kB", file=out, flush=True)
     return 0
 
 
-def read_options(argv: Sequence[str]) -> Options:
-    """The options that a command line names.
-
-    Raises:
-        UnknownNameError: an unknown flag; names the nearest.
-        ConfigError: no run, or no file after --output.
-    """
-    first = next((i for i, word in enumerate(argv) if word.startswith("--")), len(argv))
-    paths, output = [Path(word) for word in argv[:first]], None
-    for flag, values in split_flags(argv[first:], command="klamp report"):
-        if field_name(flag) != "output":
-            why = "`klamp report --help` lists them"
-            raise unknown_key("flag", flag, ("--output",), why=why, command="klamp report")
-        if not values:
-            raise ConfigError("--output takes a file", got=flag, fix=f"--output {FILE}")
-        output = Path(values[0])
-        paths += [Path(word) for word in values[1:]]
-    if not paths:
-        raise ConfigError("no run was named", got=" ".join(argv), fix="klamp report RUN ... [--output FILE]")
-    alone = paths[0] if len(paths) == 1 and paths[0].is_dir() else Path()
-    return Options(paths=tuple(paths), output=alone / FILE if output is None else output)
+def output_of(options: ReportOptions) -> Path:
+    """The file that is written: the one that is named, else in the folder of the only run, else in this folder."""
+    alone = options.runs[0] if len(options.runs) == 1 and options.runs[0].is_dir() else Path()
+    return options.output or alone / FILE
 
 
 def check_output(file: Path) -> None:

@@ -29,10 +29,6 @@ def run(argv: Sequence[str], *, console: Console | None = None, runner: Runner |
     Raises:
         KlampError: whatever stops the run; the caller shows it.
     """
-    if "-h" in argv or "--help" in argv:
-        from klamp.cli.help import print_train_help
-
-        print_train_help()
     request = parse_train(argv)
     console = console or Console(highlight=False)
     if request.options.dry_run:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TextIO
 
 from klamp.cli.errors import FAILED
-from klamp.cli.flags import field_name, split_flags, unknown_key
+from klamp.cli.fields import fields_of
+from klamp.cli.flags import read_own
+from klamp.cli.options import VerifyOptions
 from klamp.cli.tables import show_paragraph, show_table
-from klamp.cli.verify_options import Options
-from klamp.errors import ConfigError, unknown_name
+from klamp.errors import ConfigError
 from klamp.verify.answers import Answer, answer_direction
 from klamp.verify.answers_sampling import answer_importance_sampling
 from klamp.verify.estimator_facts import EstimatorFacts, measure_estimators
@@ -19,29 +20,6 @@ from klamp.verify.proofs import PROOFS, Check, run_section
 
 QUESTIONS = {"direction": answer_direction, "importance-sampling": answer_importance_sampling}
 STYLES = {"ok": "green", "FAIL": "bold red"}
-NUMBERS: dict[str, Callable[[str], float]] = {"samples": int, "seed": int, "noise": float, "tokens": int}
-LEAST = {"samples": 1000, "seed": 0, "noise": 0, "tokens": 1}
-
-HELP = """\
-usage: klamp verify [QUESTION] [flags]
-
-Proves klamp's claims about values, gradients, placements, clips, controllers and number types by
-enumerating small worlds in float64; some seconds on one core. The exit code is 1 if a claim fails.
-
-  klamp verify                       every claim
-  klamp verify direction             is GRPO's k3 formula backwards? exact, sampled, reversed side by side
-  klamp verify importance-sampling   does it matter whose tokens they are?
-  klamp verify --model DIR           the estimators on a real model's own distributions
-
-flags:
-  --samples N        draws per sampled number of a question (100,000)
-  --seed N           seed of the draws, and of the model's completions (0)
-  --model DIR        a causal language model: a folder, a hub id, or builtin
-  --ref_model DIR    its reference; without it a copy of the model with noise on its weights
-  --noise X          size of that noise, relative to each weight matrix (0.05)
-  --prompts FILE     a prompt per line, or JSONL with a field `prompt`; without it a few built-in ones
-  --tokens N         tokens to sample per prompt (16)
-"""
 
 
 def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
@@ -55,9 +33,6 @@ def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
         KlampError: wrong flags, a model that cannot be loaded; the caller shows it.
     """
     out = sys.stdout if stream is None else stream
-    if "-h" in argv or "--help" in argv:
-        print(HELP, file=out, end="")
-        return 0
     options = read_options(argv)
     started = time.perf_counter()
     if options.model is not None:
@@ -71,45 +46,18 @@ def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
     return conclude(checks, time.perf_counter() - started, out)
 
 
-def read_options(argv: Sequence[str]) -> Options:
+def read_options(argv: Sequence[str]) -> VerifyOptions:
     """The options that a command line names.
 
     Raises:
         UnknownNameError: an unknown question or flag; names the nearest.
         ConfigError: a value that cannot be read, or flags that need one another.
     """
-    words = list(argv)
-    given: dict[str, str | float] = {}
-    if words and not words[0].startswith("--"):
-        given["question"] = words.pop(0)
-        if given["question"] not in QUESTIONS:
-            raise unknown_name("question", given["question"], QUESTIONS)
-    known = set(Options.__dataclass_fields__) - {"question"}
-    for flag, values in split_flags(words, command="klamp verify"):
-        name = field_name(flag)
-        if name not in known:
-            why = "`klamp verify --help` lists them"
-            raise unknown_key("flag", flag, {f"--{each}" for each in known}, why=why, command="klamp verify")
-        given[name] = _value(flag, name, values)
+    given, _ = read_own(fields_of(VerifyOptions), argv, command="klamp verify")
     lonely = [f"--{name}" for name in ("ref_model", "noise", "prompts", "tokens") if name in given]
     if lonely and "model" not in given:
         raise ConfigError(f"{lonely[0]} needs --model", why="it says how a real model is verified", fix="--model DIR")
-    return Options(**given)  # pyright: ignore[reportArgumentType]
-
-
-def _value(flag: str, name: str, values: Sequence[str]) -> str | float:
-    read = NUMBERS.get(name, str)
-    try:
-        (text,) = values
-        value = read(text)
-    except ValueError:
-        kind = {int: "a whole number", float: "a number", str: "one value"}[read]  # pyright: ignore
-        raise ConfigError(
-            f"{flag} cannot be read", got=" ".join(values) or "no value", why=f"it takes {kind}"
-        ) from None
-    if isinstance(value, int | float) and value < LEAST[name]:
-        raise ConfigError(f"{flag} is too small", got=value, why=f"it has to be at least {LEAST[name]}")
-    return value
+    return VerifyOptions(**given)
 
 
 def show_proofs(stream: TextIO) -> list[Check]:

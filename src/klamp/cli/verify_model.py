@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from klamp.cli.verify_options import Options
+from klamp.cli.options import VerifyOptions
 from klamp.errors import DataError, ModelError
 from klamp.training.config import RolloutConfig
 from klamp.training.models import BUILTIN, end_tokens, load_model, load_tokenizer
@@ -30,7 +30,7 @@ ARITHMETIC = ("47+85=", "71-38=", "rev abcd=", "9+86=")
 MAX_PROMPTS = 8
 
 
-def answer_model(options: Options) -> Answer:
+def answer_model(options: VerifyOptions) -> Answer:
     """What the estimators are and do on this model's distributions, against its reference's.
 
     Raises:
@@ -57,7 +57,7 @@ def answer_model(options: Options) -> Answer:
     return verify_logits(rows[0], rows[1], completions.ids[completions.mask], names=(options.model, name))
 
 
-def _prompts(options: Options) -> list[str]:
+def _prompts(options: VerifyOptions) -> list[str]:
     return list(ARITHMETIC) if options.model == BUILTIN and options.prompts is None else read_prompts(options.prompts)
 
 
@@ -107,7 +107,7 @@ def _from_json(line: str, path: str) -> str:
 
 
 def _complete(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompts: list[str], options: Options
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompts: list[str], options: VerifyOptions
 ) -> Completions:
     """One completion of each prompt, drawn from the whole distribution at temperature 1."""
     try:

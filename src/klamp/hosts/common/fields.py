@@ -7,16 +7,13 @@ and says nothing about whose term it is; `kl_coef`, `kl_penalty` and `kl_beta` a
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import functools
-import inspect
-import textwrap
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from klamp.config.choices import ControllerName, DType, KLChoices, ReferenceName
+from klamp._field_texts import field_texts
+from klamp.config.choices import ControllerName, DType, ReferenceName
 from klamp.config.kl import ALIASES, KLConfig
 from klamp.config.rules import check_beta
 from klamp.core.clipping import ClipLevel
@@ -24,18 +21,6 @@ from klamp.core.schedules import Schedule
 from klamp.core.term import OffPolicy, Placement
 from klamp.core.types import ClipMethod, Gradient, Horizon, Reduction, Value
 from klamp.errors import ConfigError
-
-
-@functools.cache
-def field_texts() -> dict[str, str]:
-    """What `KLConfig` says under each of its fields, to the first empty line."""
-    (body,) = ast.parse(textwrap.dedent(inspect.getsource(KLChoices))).body
-    assert isinstance(body, ast.ClassDef)
-    found: dict[str, str] = {}
-    for field, text in zip(body.body, body.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-            found[ast.unparse(field.target)] = " ".join(str(text.value.value).split("\n\n")[0].split())
-    return found
 
 
 @dataclass
@@ -87,12 +72,13 @@ class KLFields:
 def _describe(cls: type[KLFields]) -> None:
     """Give every field its help, which is where a host's command line looks for it."""
     defaults = {field.name: field.default for field in dataclasses.fields(KLConfig)}
+    texts = field_texts(KLConfig)
     for field in dataclasses.fields(cls):
         name = field.name
         text = (
             f"Another name of {ALIASES[name]}."
             if name in ALIASES
-            else f"{field_texts()[name]} Unset: {defaults[name]!r}, or the host's own KL if no KL field is set."
+            else f"{texts[name]} Unset: {defaults[name]!r}, or the host's own KL if no KL field is set."
         )
         field.metadata = MappingProxyType({"help": text.replace("%", "%%")})
 

@@ -1,0 +1,37 @@
+"""What a dataclass says under each of its fields: the one place where a text about an option stands.
+
+Python keeps no docstring of a field, so it is read from the source. Help on a command line and the fields that klamp
+adds to a host's arguments come from here.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import sys
+
+
+def field_texts(cls: type) -> dict[str, str]:
+    """Field -> the text under it in the source of its class (or of the base that declares it), to a blank line."""
+    found: dict[str, str] = {}
+    for each in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(each):
+            found |= _classes(each.__module__).get(each.__name__, {})
+    return found
+
+
+@functools.cache
+def _classes(module: str) -> dict[str, dict[str, str]]:
+    """Class of a module -> its fields -> their texts."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: _texts(node) for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _texts(node: ast.ClassDef) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for field, text in zip(node.body, node.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            found[ast.unparse(field.target)] = " ".join(str(text.value.value).split("\n\n")[0].split())
+    return found

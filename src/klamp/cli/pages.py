@@ -1,0 +1,188 @@
+"""What the help of each command says besides its flags: how it is called, what it is for, examples, names it knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from klamp.cli import options
+
+Rows = Sequence[tuple[str, str]]
+"""A name and what stands beside it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """The help of one command."""
+
+    usage: str
+    """What follows the command."""
+    about: str
+    """What it does, in a paragraph."""
+    examples: Sequence[str]
+    """Lines that can be typed."""
+    options: type[Any]
+    """Its own options."""
+    first: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Heading -> fields, of its own and of the configuration, that one sets first; none: its own options."""
+    takes_configuration: bool = False
+    """Whether the fields of `klamp train` are flags of it too."""
+    hidden: Sequence[str] = ()
+    """Those of them that it does not take."""
+    lists: Mapping[str, Callable[[], Rows]] = field(default_factory=dict)
+    """Heading -> names that it knows, in the order of the page."""
+
+
+def list_presets() -> Rows:
+    """What `klamp explain` explains by name."""
+    from klamp.config import PRESETS
+    from klamp.verify.printed import FORMS
+
+    return [
+        ("a preset", ", ".join(name for name in PRESETS if name not in FORMS)),
+        ("a printed form", ", ".join(FORMS)),
+        ("a YAML file", "as `klamp train --config` takes it"),
+        ("or flags alone", "those of `klamp train`, all in `klamp train --help kl` and `--help loss`"),
+    ]
+
+
+def list_hosts() -> Rows:
+    """What `klamp audit` audits, and which of it is installed here."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    from klamp.audit import HOSTS
+    from klamp.audit.function import CONTRACT
+
+    def installed(package: str) -> str:
+        try:
+            return f"{version(package)} is installed"
+        except PackageNotFoundError:
+            return "not installed here"
+
+    hosts = [(name, f"{host.what} ({installed(host.package)})") for name, host in HOSTS.items()]
+    return [*hosts, ("module:function", CONTRACT)]
+
+
+def list_alarms() -> Rows:
+    """The alarms and notes of `klamp doctor`."""
+    from klamp.diagnostics.alarms import ALARMS
+
+    return [(alarm.name, alarm.text + ("" if alarm.level == "alarm" else " (a note)")) for alarm in ALARMS.values()]
+
+
+PAGES: Mapping[str, Page] = {
+    "train": Page(
+        usage="[flags]",
+        about="Trains a language model with GRPO, its KL to a reference held where you want it. Without flags the "
+        "built-in arithmetic task: a small model, minutes on a CPU, no download. What stands further right wins: "
+        "defaults < --preset < --config < flags.",
+        examples=(
+            "klamp train",
+            "klamp train --config config_demo.yaml --kl_penalty 0.01 --output_dir out --max_steps 500",
+            "klamp train --model DIR_OR_HUB_ID --task data.jsonl --reward math_verify --lora_r 16 --dry_run",
+        ),
+        options=options.TrainOptions,
+        takes_configuration=True,
+        first={
+            "the run": ("model", "task", "reward", "lora_r", "max_steps", "output_dir", "resume", "config", "dry_run"),
+            "the KL": ("beta", "preset", "target_kl", "kl_gradient", "kl_placement", "kl_clip_method"),
+            "a step": ("prompts_per_step", "num_generations", "max_completion_length", "learning_rate", "loss_type"),
+        },
+    ),
+    "ablate": Page(
+        usage="[STUDY] [flags]",
+        about="Trains the same thing in several ways, several seeds each, and compares what came out. A flag of klamp "
+        "train with one value holds for all arms; with several it is compared, and several such flags make a grid "
+        "(fields that hold several values themselves: in a YAML plan only). The same command again goes on where it "
+        "stopped: what is done is kept, what failed is tried again.",
+        examples=(
+            "klamp ablate --beta 0 0.001 0.01 0.1 --seeds 3",
+            "klamp ablate --kl_clip_method none hard --kl_clip_threshold 0.05 0.1 --seeds 5 7 11 --dry_run",
+            "klamp ablate --plan plan.yaml --output_dir out --ray auto",
+            "klamp ablate clipping",
+        ),
+        options=options.AblateOptions,
+        takes_configuration=True,
+        first={
+            "the ablation": ("study", "seeds", "plan", "output_dir", "workers", "ray", "dry_run"),
+            "often compared": ("beta", "target_kl", "kl_gradient", "kl_placement", "kl_clip_method", "loss_type"),
+            "for all arms": ("config", "preset", "model", "task", "max_steps", "learning_rate"),
+        },
+        hidden=("seed", "output_dir", "resume"),
+    ),
+    "verify": Page(
+        usage="[QUESTION] [flags]",
+        about="Proves klamp's claims about values, gradients, placements, clips, controllers and number types by "
+        "enumerating small worlds in float64; some seconds on one core. The exit code is 1 if a claim fails.",
+        examples=(
+            "klamp verify                       # every claim",
+            "klamp verify direction             # is GRPO's k3 formula backwards? exact, sampled, reversed",
+            "klamp verify importance-sampling   # does it matter whose tokens they are?",
+            "klamp verify --model DIR           # the estimators on a real model's own distributions",
+        ),
+        options=options.VerifyOptions,
+    ),
+    "explain": Page(
+        usage="CONFIG [CONFIG ...] [flags]",
+        about="Says what a KL term does: which divergence it pulls towards, which share of the sequence's gradient it "
+        "keeps, where it clips, its units, its cost, its cautions. Nothing is loaded or trained; gradients are "
+        "measured by enumeration.",
+        examples=(
+            "klamp explain recommended",
+            "klamp explain config_demo.yaml --length 2000",
+            "klamp explain --kl_estimator k3 --kl_gradient own --beta 0.04",
+        ),
+        options=options.ExplainOptions,
+        takes_configuration=True,
+        lists={"CONFIG is": list_presets},
+    ),
+    "audit": Page(
+        usage="NAME [NAME ...]",
+        about="Runs the KL of what is installed here through the enumeration oracle: the bias of its value, the "
+        "divergence whose gradient it follows, where that gradient stops, how far out it is right in each "
+        "floating-point type.",
+        examples=("klamp audit trl", "klamp audit my_losses:kl"),
+        options=options.AuditOptions,
+        lists={"names": list_hosts},
+    ),
+    "doctor": Page(
+        usage="PATH [flags]",
+        about="Says what is wrong with a run, with the evidence and the next step. PATH is what the run left behind: a "
+        "klamp run folder, TRL's trainer_state.json (or the folder of its checkpoints), a TensorBoard folder, a W&B "
+        "offline run, JSONL of metrics, or JSONL of completions with token log-probabilities (klamp's, prime-rl's and "
+        "verl's names). The exit code is 0 for a healthy run, 1 where an alarm rose, 2 where the record cannot be read "
+        "or holds nothing to check.",
+        examples=(
+            "klamp doctor runs/arithmetic-001",
+            "klamp doctor outputs/checkpoint-500/trainer_state.json --loss_type dr_grpo --verifier rules",
+            "klamp doctor outputs --json --fail-on huge-values kl-spike",
+        ),
+        options=options.DoctorOptions,
+        lists={"alarms": list_alarms},
+    ),
+    "report": Page(
+        usage="RUN [RUN ...] [flags]",
+        about="Writes one self-contained HTML file: headline numbers, alarms, curves over steps, the KL by position, "
+        "completions with every token shaded by its log-ratio, configuration and versions. Several runs are compared: "
+        "their curves in the same charts, their numbers side by side, what differs in configuration.",
+        examples=(
+            "klamp report runs/arithmetic-001",
+            "klamp report runs/arithmetic-001 runs/arithmetic-002 --output compared.html",
+            "klamp report sweeps/beta",
+        ),
+        options=options.ReportOptions,
+    ),
+    "completion": Page(
+        usage="SHELL",
+        about="Prints a script with which a shell completes klamp's commands, flags and choices at the Tab key. Write "
+        "it where the shell looks for it, once; it holds the flags of this version.",
+        examples=(
+            "klamp completion bash > ~/.local/share/bash-completion/completions/klamp",
+            "klamp completion zsh > ~/.zfunc/_klamp          # a folder of $fpath",
+            "klamp completion fish > ~/.config/fish/completions/klamp.fish",
+        ),
+        options=options.CompletionOptions,
+    ),
+}
+"""Command -> its help."""
