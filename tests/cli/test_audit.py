@@ -110,7 +110,10 @@ def test_what_cannot_be_audited(argv: list[str], code: int, text: str, capsys: p
 
 @pytest.mark.usefixtures("nothing_installed")
 @pytest.mark.parametrize("argv", [[], ["-h"], ["trl", "--help"]])
-def test_help_lists_what_there_is(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_what_there_is(
+    argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     assert main(["audit", *argv]) == 0
     out = capsys.readouterr().out
     assert out.startswith("usage: klamp audit NAME")

@@ -15,12 +15,6 @@ ENGINES = {"hosts/unsloth": "engines/unsloth", "hosts/verl": "engines/verl", "ve
 
 MISSING = frozenset(
     {
-        "cli/ablate_help",
-        "cli/ablate_text",
-        "cli/audit_table",
-        "cli/options",
-        "cli/verify_model",
-        "cli/verify_options",
         "config/kl",
         "hosts/common/effective",
         "hosts/common/fields",

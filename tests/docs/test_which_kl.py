@@ -35,7 +35,7 @@ def test_a_train_command_is_understood(command: str) -> None:
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("klamp explain ")])
 def test_an_explain_command_names_what_exists(command: str) -> None:
     request = read_request(shlex.split(command)[2:])
-    names = [name for name in request.names if not name.endswith(".yaml")]
+    names = [name for name in request.options.names if not name.endswith(".yaml")]
     assert set(names) <= {*PRESETS, *FORMS}
     assert parse_train(request.flags).config
 

@@ -1,0 +1,49 @@
+"""What `klamp ablate` says before the runs and after them, written from plans and results alone."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from rich.console import Console
+
+from klamp.ablation.outcome import Outcome, write_outcome
+from klamp.ablation.plan import Plan, grid, run_folder, runs
+from klamp.cli.ablate_text import show_plan
+
+PLAN = Plan(base={"max_steps": 8, "report_to": ()}, arms=grid({"beta": [0.0, 0.1]}), seeds=(3, 5))
+
+
+class Nowhere:
+    """An executor that runs nothing."""
+
+    def describe(self) -> str:
+        return "nowhere"
+
+    def run(self, runs, folder, tell) -> None:
+        raise AssertionError("nothing is started")
+
+
+def plan_text(folder: Path) -> str:
+    out = io.StringIO()
+    show_plan(Console(file=out), PLAN, runs(PLAN), folder=folder, executor=Nowhere())
+    return " ".join(out.getvalue().split())
+
+
+def test_a_plan_is_counted_and_its_arms_are_listed(tmp_path: Path) -> None:
+    text = plan_text(tmp_path / "new")
+    assert "runs 4: 2 arms x 2 seeds (3, 5) steps 32 in all" in text
+    assert f"folder {tmp_path}/new (4 to run) where nowhere" in text
+    assert "common max_steps=8, report_to=none" in text
+    assert "arm beta beta=0 0 beta=0.1 0.1" in text
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_is_there_is_told_apart(tmp_path: Path) -> None:
+    done, failed, begun, _ = runs(PLAN)
+    for run, state in ((done, "done"), (failed, "failed")):
+        own = run_folder(tmp_path, run)
+        own.mkdir(parents=True)
+        write_outcome(own, Outcome(run=run.name, arm=run.arm.name, seed=run.seed, values=run.arm.values, state=state))
+    (run_folder(tmp_path, begun) / "checkpoints" / "step-000002").mkdir(parents=True)
+    assert "(1 done, 1 failed, to try again, 1 to continue, 1 to run)" in plan_text(tmp_path)
