@@ -111,6 +111,8 @@ def client(connection, tiny):
 @pytest.fixture
 def context(run_of):
     """What sampling reads of a run."""
+    from klamp.config import build_objective
+    from klamp.hosts.common.control import KLControl
     from klamp.tasks import arithmetic_tokenizer, load_task
 
     config, tokenizer = run_of(kl_clip_method="hard"), arithmetic_tokenizer()
@@ -120,7 +122,8 @@ def context(run_of):
         task=load_task(config.task, tokenizer),
         pad=tokenizer.pad_token_id,
         reference=None,
-        reference_length=None,
+        objective=build_objective(config.kl, config.loss, max_length=config.rollout.max_completion_length),
+        control=KLControl(config.kl),
     )
 
 

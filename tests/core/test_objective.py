@@ -161,7 +161,7 @@ def test_tokens_without_a_kl_still_count_in_the_prefix_and_still_cause_the_kl_of
 
 def test_a_shut_gate_silences_the_gradient_and_an_open_one_leaves_it_whole():
     chain = random_chain(6, vocab=3, length=2)
-    choices = {"clip_method": "hard", "clip_per_token": False, "clip_level": "batch", "value": "exact"}
+    choices = {"clip_method": "hard", "clip_unit": "sequence", "clip_level": "batch", "value": "exact"}
     shut = examine(chain, kl_only(KLTerm(clip_threshold=1e3, **choices)))
     assert shut.names == ["zero"]
     assert shut.value == 0.0
@@ -232,7 +232,7 @@ def test_a_soft_gate_scales_each_sequences_kl_gradient_by_its_sigmoid(placement,
     batch = random_batch(6, gate_kl=gate_kl)
     choices = {"surrogate": "score_function", "reduction": "sequence_sum", "beta": 1.0}
     batch = replace(batch, advantages=torch.zeros(ROWS, dtype=torch.float64))
-    clip = {"clip_method": "soft", "clip_threshold": 0.5, "clip_temperature": 0.1, "clip_per_token": False}
+    clip = {"clip_method": "soft", "clip_threshold": 0.5, "clip_temperature": 0.1, "clip_unit": "sequence"}
     term = KLTerm(placement=placement, value=value)
     _, clipped = loss_and_slope(batch, Objective(kl=replace(term, **clip), **choices))
     _, free = loss_and_slope(batch, Objective(kl=term, **choices))
@@ -245,7 +245,7 @@ def test_a_clipped_sequence_is_worth_its_clipped_kl():
     gate_kl = torch.tensor([0.0, 0.4, 0.6, 3.0], dtype=torch.float64)
     batch = random_batch(7, gate_kl=gate_kl, reference_length=5.0)
     batch = replace(batch, advantages=torch.zeros(ROWS, dtype=torch.float64))
-    term = KLTerm(clip_method="hard", clip_threshold=0.1, clip_per_token=True, value="k1")
+    term = KLTerm(clip_method="hard", clip_threshold=0.1, clip_unit="token", value="k1")
     choices = {"surrogate": "score_function", "reduction": "sequence_sum", "beta": 1.0}
     output = grpo_loss(batch, Objective(kl=term, **choices))
     k1 = torch.where(batch.mask, batch.policy_logprobs - batch.ref_logprobs, 0.0).sum(-1)
@@ -291,7 +291,7 @@ EVERY_TERM = [
         ("reverse", "forward"),
         (("token", "none"), ("token", "token"), ("sequence", "sequence")),
         ("loss", "advantage"),
-        ({}, {"clip_method": "soft", "clip_per_token": False}),
+        ({}, {"clip_method": "soft", "clip_unit": "sequence"}),
     )
 ]
 

@@ -23,8 +23,8 @@ TERMS = [
     KLTerm(gradient="forward", horizon="sequence"),
     KLTerm(off_policy="sequence", horizon="sequence"),
     KLTerm(value="exact"),
-    KLTerm(clip_method="hard", clip_threshold=0.3, clip_per_token=False),
-    KLTerm(clip_method="soft", clip_threshold=0.3, clip_per_token=False, clip_temperature=0.1),
+    KLTerm(clip_method="hard", clip_threshold=0.3, clip_unit="sequence"),
+    KLTerm(clip_method="soft", clip_threshold=0.3, clip_unit="sequence", clip_temperature=0.1),
 ]
 
 
@@ -96,7 +96,7 @@ def test_a_weight_that_is_negative_or_nan_is_refused(weight):
 
 def test_rewards_are_shifted_by_the_summed_k1_times_gate_and_weight():
     batch, term = random_batch(kl_weight=torch.tensor([1.0, 2.0, 0.0, 1.0])), KLTerm(placement="reward")
-    gated = replace(term, clip_method="hard", clip_threshold=0.93, clip_per_token=False)
+    gated = replace(term, clip_method="hard", clip_threshold=0.93, clip_unit="sequence")
     gate = Gate.of(batch, gated)
     assert gate is not None
     assert 0 < gate.factor.sum() < 4, "a gate that is open for some only"
@@ -147,14 +147,14 @@ def test_the_gate_takes_the_exact_kl_at_its_level_and_k3_at_least_over_the_group
 def test_the_gate_bounds_the_log_ratio_as_the_penalty_does():
     batch = random_batch()
     batch = replace(batch, ref_logprobs=batch.policy_logprobs.detach() - 9)
-    term = KLTerm(clip_method="hard", clip_threshold=0.1, clip_per_token=False, max_log_ratio=2.0)
+    term = KLTerm(clip_method="hard", clip_threshold=0.1, clip_unit="sequence", max_log_ratio=2.0)
     k3 = ESTIMATORS["k3"].value(torch.tensor(2.0, dtype=torch.float64))
     counts = batch.mask.sum(-1).view(2, 2).double().mean(-1).repeat_interleave(2)
     torch.testing.assert_close(sequence_gate_kl(batch, term), k3 * counts)
 
 
 def test_a_gate_of_factor_zero_leaves_neither_value_nor_gradient():
-    batch, term = random_batch(), KLTerm(clip_method="hard", clip_threshold=1e6, clip_per_token=False)
+    batch, term = random_batch(), KLTerm(clip_method="hard", clip_threshold=1e6, clip_unit="sequence")
     gate = Gate.of(batch, term)
     assert gate is not None
     assert torch.equal(gate.factor, clip_gate(gate.kl, gate.budget, method="hard"))

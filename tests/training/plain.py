@@ -129,7 +129,7 @@ def loss_of(context: Context, rollout: Rollout, *, beta: float, old: list[Tensor
     """The loss of the whole step, with gradient."""
     rows, objective = rows_of(context, rollout), context.objective
     before = [row.policy.detach() for row in rows] if old is None else old
-    gates = gates_of(context, rows, context.reference_length)
+    gates = gates_of(context, rows, context.control.reference_length)
     surrogate, penalty = [], []
     for row, a, was, gate in zip(rows, advantages_of(context, rows, beta), before, gates, strict=True):
         advantage = torch.full_like(row.policy.detach(), a)

@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from klamp.training.measurement import beta_metrics, completion_row, gather_record
+from klamp.training.measurement import completion_row, control_metrics, gather_record
 from klamp.training.rollouts import collect
 from klamp.training.updates import update
 
 SEEN = {"length/mean": 5.0, "reward": 0.7, "kl/k1_sequence": 2.0}
 
 
-@pytest.mark.parametrize(
-    ("reduction", "placement", "per_sequence"),
-    [
-        ("token_mean", "loss", 0.06 / 5),
-        ("sequence_mean", "loss", 0.06 / 5),
-        ("sequence_sum", "loss", 0.06),
-        ("fixed_length", "loss", 0.06 / 6),
-        ("token_mean", "advantage", 0.06),
-        ("fixed_length", "reward", 0.06),
-    ],
-)
-def test_beta_is_given_per_token_and_per_sequence(context_of, reduction, placement, per_sequence):
-    context = context_of()
-    term = replace(context.objective.kl, placement=placement)
-    context.objective = replace(context.objective, kl=term)
-    found = beta_metrics(reduction, 0.06, SEEN, context)
-    assert found == {
+def test_beta_is_given_per_token_and_per_sequence_and_taken_from_the_reward(context_of):
+    context = context_of(loss_type="dapo")
+    assert control_metrics(context, 0.06, SEEN) == {
         "beta": 0.06,
-        "beta/per_sequence": pytest.approx(per_sequence),
-        "reward/penalized": pytest.approx(0.7 - per_sequence * 2.0),
+        "beta/per_sequence": pytest.approx(0.06 / 5),
+        "reward/penalized": pytest.approx(0.7 - 0.06 / 5 * 2.0),
     }
-    without = beta_metrics(reduction, 0.0, {"length/mean": 5.0, "reward": 0.7}, context)
+    without = control_metrics(context, 0.0, {"length/mean": 5.0, "reward": 0.7})
     assert without == {"beta": 0.0, "beta/per_sequence": 0.0}
+    summed = context_of(kl_normalizer="fixed_length", max_completion_length=8)
+    assert control_metrics(summed, 0.06, SEEN)["beta/per_sequence"] == pytest.approx(0.06 / 8)
 
 
 def test_a_record_holds_the_step_as_it_was_before_the_update(context_of):

@@ -33,15 +33,17 @@ def test_it_is_the_mean_length_of_the_reference_not_of_the_policy(context_of, ch
     measure_reference_length(context)
     with context.reference.sampling_model() as model:
         expected = by_hand(context, model)
-    assert context.reference_length == pytest.approx(expected)
-    assert context.reference_length != pytest.approx(by_hand(context, context.policy)), "the policy writes otherwise"
+    assert context.control.reference_length == pytest.approx(expected)
+    assert context.control.reference_length != pytest.approx(by_hand(context, context.policy)), (
+        "the policy writes otherwise"
+    )
 
 
 def test_it_is_measured_once(context_of):
     context = context_of(**CLIP)
-    context.reference_length = 3.25
+    context.control.reference_length = 3.25
     measure_reference_length(context)
-    assert context.reference_length == 3.25
+    assert context.control.reference_length == 3.25
 
 
 @pytest.mark.parametrize(
@@ -56,7 +58,7 @@ def test_it_is_measured_once(context_of):
 def test_it_is_measured_only_where_a_budget_needs_it(context_of, changes, expected):
     context = context_of(**changes)
     measure_reference_length(context)
-    assert context.reference_length == expected
+    assert context.control.reference_length == expected
 
 
 def test_it_is_not_measured_where_every_row_brings_its_own(context_of, tmp_path):
@@ -65,4 +67,4 @@ def test_it_is_not_measured_where_every_row_brings_its_own(context_of, tmp_path)
     settings = {"task": str(file), "eval_split": str(file), "reference_length_column": "n"}
     context = context_of(**settings, **CLIP)
     measure_reference_length(context)
-    assert context.reference_length is None
+    assert context.control.reference_length is None

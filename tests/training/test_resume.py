@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -217,6 +218,62 @@ def test_a_loss_that_turns_nan_leaves_the_last_whole_step(whole_and, tmp_path, m
     assert f"the state after step {kept} is saved in" in caught.value.__notes__[0]
     assert checkpoint.newest(tmp_path / "parts").name == f"step-{kept:06d}"
     monkeypatch.undo()
+    train_run(parts(resume=True))
+    assert_same_run(whole, tmp_path / "parts")
+
+
+def in_update(monkeypatch, number, name, spoil):
+    """Spoils what `updates.NAME` is given or returns in one update of the run."""
+    usual, seen = getattr(updates, name), {"calls": 0}
+
+    def call(*args, **kwargs):
+        seen["calls"] += 1
+        return spoil(usual, *args, **kwargs) if seen["calls"] == number else usual(*args, **kwargs)
+
+    monkeypatch.setattr(updates, name, call)
+
+
+def with_a_far_token(usual, batch, *args, **kwargs):
+    """The loss of a batch with one token of the policy's 95 nats lower."""
+    nats = torch.zeros_like(batch.policy_logprobs)
+    nats[0, 0] = 95.0
+    return usual(replace(batch, policy_logprobs=batch.policy_logprobs - nats, old_logprobs=None), *args, **kwargs)
+
+
+def with_an_exact_nan(usual, *args, **kwargs):
+    found = usual(*args, **kwargs)
+    found.exact[0, 0] = float("nan")
+    return found
+
+
+@pytest.mark.parametrize(("name", "spoil"), [("grpo_loss", with_a_far_token), ("joined", with_an_exact_nan)])
+@pytest.mark.parametrize(("iterations", "kept"), [(1, 3), (2, 2)])
+def test_a_kl_that_is_not_finite_leaves_the_last_whole_step(
+    whole_and, tmp_path, monkeypatch, name, spoil, iterations, kept
+):
+    """The loss is finite, and so is its gradient; the controller could not go by the KL, and no step is taken."""
+    measured = {"exact_kl_completions": 1} if name == "grpo_loss" else {}
+    whole, parts = whole_and(num_iterations=iterations, kl_estimator="k1", **measured)
+    in_update(monkeypatch, 4 * iterations, name, spoil)
+    with pytest.raises(NonFiniteError, match="KL of this step is not finite") as caught:
+        train_run(parts())
+    assert f"the state after step {kept} is saved in" in caught.value.__notes__[0]
+    assert checkpoint.newest(tmp_path / "parts").name == f"step-{kept:06d}"
+    monkeypatch.undo()
+    train_run(parts(resume=True))
+    assert_same_run(whole, tmp_path / "parts")
+
+
+@pytest.mark.parametrize("name", ["fixed", "step, measured budget", "pid, soft"])
+def test_a_checkpoint_from_before_last_kl_was_saved_resumes_with_the_same_numbers(whole_and, tmp_path, name):
+    """Its learning-rate guard goes by the KL among the metrics of the last step."""
+    whole, parts = whole_and(**CASES[name], kl_lr_guard=1e-5)
+    with pytest.raises(TrainingStopped):
+        train_run(parts(), [StopAfter(3)])
+    file = checkpoint.newest(tmp_path / "parts") / "state.json"
+    state = json.loads(file.read_text())
+    assert state["last_kl"] == state["metrics"]["kl/exact"] > 1e-5
+    file.write_text(json.dumps({name: value for name, value in state.items() if name != "last_kl"}))
     train_run(parts(resume=True))
     assert_same_run(whole, tmp_path / "parts")
 

@@ -122,10 +122,13 @@ def test_the_policy_scores_before_the_update_only_where_something_depends_on_it(
 
 def test_reference_lengths_come_with_the_prompts_or_from_the_run(context_of):
     context = context_of(kl_clip_method="hard", kl_clip_threshold=0.1)
-    context.reference_length = 9.0
+    context.control.reference_length = 9.0
     examples = [replace(e, reference_length=n) for e, n in zip(context.task.train, (None, 1, 2), strict=False)]
     rollout = collect(context, examples, step=0, beta=0.1)
     assert rollout.reference_length.tolist() == [9.0] * 4 + [1.0] * 4 + [2.0] * 4
+    context = context_of(kl_clip_method="hard", kl_clip_threshold=0.1, kl_reference_length=7)
+    rollout = collect(context, examples, step=0, beta=0.1)
+    assert rollout.reference_length.tolist() == [7.0] * 12, "the user's number comes first, as in every host"
 
 
 def test_a_reward_that_raises_stops_the_step(context_of):

@@ -217,6 +217,43 @@ def test_everything_learns_a_reward_that_is_easy(config_of, tmp_path):
     assert all(math.isfinite(x) for row in rows for x in row.values())
 
 
+def test_a_policy_that_is_not_the_reference_is_told_before_anything_moves(context_of):
+    context, recorder = context_of(learning_rate=1e-2), Recorder()
+    disturb(context.policy)
+    trainer = Trainer(context, [recorder])
+    trainer.train_step()
+    ((_, text),) = [call for call in recorder.calls if call[0] == "warning"]
+    assert text.startswith("The KL before the first update is ") and "should be about 0" in text
+    trainer.train_step()
+    assert sum(call[0] == "warning" for call in recorder.calls) == 1, "later it may be anything"
+
+
+def test_a_reference_in_another_precision_is_named_as_the_reason(context_of):
+    context, recorder = context_of(reference_dtype="bfloat16"), Recorder()
+    trainer = Trainer(context, [recorder])
+    trainer.step_zero_kl = 0.0
+    trainer.train_step()
+    ((_, text),) = [call for call in recorder.calls if call[0] == "warning"]
+    assert "data types: the policy is torch.float32, the reference torch.bfloat16" in text
+
+
+def test_a_reference_that_was_chosen_may_be_another_model(context_of, llama):
+    context, recorder = context_of(ref_model=llama), Recorder()
+    disturb(context.policy)
+    Trainer(context, [recorder]).train_step()
+    assert not [call for call in recorder.calls if call[0] == "warning"]
+
+
+def test_a_step_without_a_token_that_carries_the_kl_measures_none(context_of):
+    """No KL is no KL of 0, which would have lowered beta."""
+    context = context_of(kl_exclude_prefix=100, kl_controller="dual", target_kl=0.1, kl_controller_lr=1.0, beta=0.2)
+    trainer = Trainer(context, [])
+    metrics = [trainer.train_step() for _ in range(2)]
+    assert [row["beta"] for row in metrics] == [0.2, 0.2]
+    assert not [name for name in metrics[1] if name.startswith("kl/")]
+    assert metrics[1]["train/kl_penalty"] == 0.0 and "policy/logp_mean" in metrics[1]
+
+
 def test_what_the_trainer_is_given_stays_as_it_is(context_of):
     context = context_of()
     config, objective = context.config, context.objective

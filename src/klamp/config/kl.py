@@ -130,7 +130,7 @@ class KLConfig(KLChoices, _OtherNames):
             clip_threshold=self.kl_clip_threshold,
             clip_temperature=self.kl_clip_temperature,
             clip_level=self.kl_clip_level,
-            clip_per_token=self.use_per_token_kl_threshold,
+            clip_unit="token" if self.use_per_token_kl_threshold else "sequence",
             normalizer=self.kl_normalizer,
         )
 

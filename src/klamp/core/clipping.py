@@ -20,6 +20,7 @@ from klamp.core.types import ClipMethod
 from klamp.errors import ConfigError, ShapeError, check_name
 
 ClipLevel: TypeAlias = Literal["sequence", "group", "batch"]
+ClipUnit: TypeAlias = Literal["token", "sequence"]
 
 
 def _check(method: str, temperature: float) -> None:

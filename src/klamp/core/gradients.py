@@ -72,19 +72,19 @@ def log_weights(
     behavior_logprobs: LogProbs | None,
     mask: Mask,
     *,
-    prefix: bool,
+    horizon: Horizon,
     max_weight: float | None = None,
 ) -> TokenValues:
     """The logarithm of each token's off-policy weight, policy / sampler, detached, in nats.
 
-    Equation: log w_t = log policy_t - log behavior_t; with `prefix` the sum over j <= t: the ratio of the whole
+    Equation: `token` log w_t = log policy_t - log behavior_t; `sequence` the sum over j <= t: the ratio of the whole
     prefix, which is what makes an off-policy sum over tokens exact. Without behaviour log-probabilities it is 0.
     `max_weight` truncates the weight (biased, bounded variance; count how often with `truncated_share`).
     """
     if behavior_logprobs is None:
         return torch.zeros_like(masked(policy_logprobs.detach(), mask))
     log_w = masked(log_ratio(policy_logprobs.detach(), behavior_logprobs.detach()), mask)
-    if prefix:
+    if horizon == "sequence":
         log_w = log_w.cumsum(-1)
     return log_w if max_weight is None else log_w.clamp(max=math.log(max_weight))
 
@@ -267,7 +267,7 @@ def kl_penalty(
             "policy_logprobs has no dimension of tokens", got="a single number", fix="pass [B, T], also for one token"
         )
     delta = masked_log_ratio(policy_logprobs, ref_logprobs, mask, max_log_ratio=max_log_ratio)
-    log_w = log_weights(policy_logprobs, behavior_logprobs, mask, prefix=horizon == "sequence", max_weight=max_weight)
+    log_w = log_weights(policy_logprobs, behavior_logprobs, mask, horizon=horizon, max_weight=max_weight)
     return penalty_from_weights(policy_logprobs, delta, log_w, mask, value=value, gradient=gradient, horizon=horizon)
 
 
@@ -329,10 +329,10 @@ def exact_penalty(
 
 
 def truncated_share(
-    policy_logprobs: LogProbs, behavior_logprobs: LogProbs, mask: Mask, *, prefix: bool, max_weight: float
+    policy_logprobs: LogProbs, behavior_logprobs: LogProbs, mask: Mask, *, horizon: Horizon, max_weight: float
 ) -> Tensor:
     """The share of unmasked tokens whose off-policy weight exceeds `max_weight`, in [0, 1]."""
-    over = log_weights(policy_logprobs, behavior_logprobs, mask, prefix=prefix) > math.log(max_weight)
+    over = log_weights(policy_logprobs, behavior_logprobs, mask, horizon=horizon) > math.log(max_weight)
     return (over & mask).sum() / mask.sum().clamp(min=1)
 
 

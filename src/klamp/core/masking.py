@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from klamp.core.types import Mask, Reduction, TokenValues
+from klamp.core.types import LossPart, Mask, Reduction, TokenValues
 from klamp.errors import ConfigError, ShapeError, check_name
 
 
@@ -151,7 +151,7 @@ def reduce_tokens(
 
 
 def total_denominator(
-    totals: Totals, reduction: Reduction, *, length: int | None = None, kl: bool = False
+    totals: Totals, reduction: Reduction, *, length: int | None = None, part: LossPart = "policy"
 ) -> float | Tensor:
     """The denominator of a reduction over the whole batch that `totals` describes.
 
@@ -159,10 +159,10 @@ def total_denominator(
         totals: size of the whole batch.
         reduction: which reduction.
         length: L of `fixed_length`.
-        kl: count the tokens that carry the KL instead of the tokens that are trained on.
+        part: of the loss: `policy` counts the tokens that are trained on, `kl` those that carry the KL.
     """
     if reduction == "token_mean":
-        return totals.kl_tokens if kl else totals.tokens
+        return totals.kl_tokens if part == "kl" else totals.tokens
     if reduction == "fixed_length":
         if length is None:
             raise ConfigError("reduction 'fixed_length' needs a length", fix="pass length=max_completion_length")

@@ -23,7 +23,7 @@ from klamp.core.masking import (
     total_denominator,
 )
 from klamp.core.term import Gate, KLTerm, carries_kl, kl_metrics, shifted_advantages, token_penalty
-from klamp.core.types import Advantages, Batch, LossOutput, Mask, Reduction, TokenValues
+from klamp.core.types import Advantages, Batch, LossOutput, LossPart, Mask, Reduction, TokenValues
 from klamp.errors import check_name
 
 SurrogateName: TypeAlias = Literal["ppo_clip", "cispo", "score_function"]
@@ -116,7 +116,7 @@ def grpo_loss(batch: Batch, objective: Objective, *, totals: Totals | None = Non
     if objective.beta > 0 and objective.kl.placement == "loss":
         penalty = token_penalty(batch, objective.kl, gate)
         reduction = objective.kl.normalizer or objective.reduction
-        kl_loss = objective.beta * _reduce(penalty, batch.mask, kl_mask, reduction, objective, totals, kl=True)
+        kl_loss = objective.beta * _reduce(penalty, batch.mask, kl_mask, reduction, objective, totals, part="kl")
         metrics["loss/kl"] = kl_loss.detach()
         loss = loss + kl_loss
     metrics["beta"] = torch.as_tensor(objective.beta, dtype=policy.dtype)
@@ -169,11 +169,11 @@ def _reduce(
     objective: Objective,
     totals: Totals | None,
     *,
-    kl: bool = False,
+    part: LossPart = "policy",
 ) -> Float[Tensor, ""]:
     length = objective.max_length
     if totals is None:
         denominator = natural_denominator(counted, reduction, length=length)
     else:
-        denominator = total_denominator(totals, reduction, length=length, kl=kl)
+        denominator = total_denominator(totals, reduction, length=length, part=part)
     return reduce_tokens(x, mask, reduction, denominator=denominator, counted=counted)

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from klamp.core.arguments import AT_LEAST_0, POSITIVE
-from klamp.core.clipping import ClipLevel, clip_gate, clip_kl, gate_kl, kl_budget
+from klamp.core.clipping import ClipLevel, ClipUnit, clip_gate, clip_kl, gate_kl, kl_budget
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.fields import check_fields
 from klamp.core.gradients import (
@@ -84,13 +84,23 @@ class KLTerm:
     """Width of the soft clip, in nats."""
     clip_level: ClipLevel = "sequence"
     """Whose KL opens the gate."""
-    clip_per_token: bool = True
-    """Whether the threshold is per token (times the reference length)."""
+    clip_unit: ClipUnit = "token"
+    """What the threshold is for: a token (times the reference length), or the whole sequence."""
     normalizer: Reduction | None = None
     """Reduction of the KL; None: that of the surrogate."""
 
     def __post_init__(self) -> None:
         check_fields(self, TERM_NUMBERS)
+
+    @property
+    def weight_horizon(self) -> Horizon:
+        """Whether a token's off-policy weight is its own ratio, or that of the prefix up to it."""
+        return "sequence" if self.off_policy == "sequence" else "token"
+
+    @property
+    def needs_reference_length(self) -> bool:
+        """Whether a budget is made of a threshold per token and a length."""
+        return self.clip_method != "none" and self.clip_unit == "token"
 
 
 def carries_kl(batch: Batch) -> Mask:
@@ -141,8 +151,8 @@ class Gate:
         if term.clip_method == "none":
             return None
         kl = batch.gate_kl if batch.gate_kl is not None else sequence_gate_kl(batch, term)
-        length = batch.reference_length
-        budget = kl_budget(term.clip_threshold, per_token=term.clip_per_token, reference_length=length)
+        length, per_token = batch.reference_length, term.clip_unit == "token"
+        budget = kl_budget(term.clip_threshold, per_token=per_token, reference_length=length)
         limit = torch.as_tensor(budget, dtype=kl.dtype, device=kl.device).expand_as(kl)
         factor = clip_gate(kl, limit, method=term.clip_method, temperature=term.clip_temperature)
         clipped = clip_kl(kl, limit, method=term.clip_method, temperature=term.clip_temperature)
@@ -171,22 +181,28 @@ def sequence_gate_kl(
 ) -> Float[Tensor, " batch"]:
     """The KL (nats per sequence) that decides the clip, with little noise; the batch must hold whole groups.
 
-    The exact KL where it is at hand, at the level asked for; otherwise k3, averaged at least over the group.
-
     Args:
         batch: with `exact_kl` only where every sequence has it.
         term: says the level.
         mean: of the level `batch`; one over all processes makes the gate independent of how the batch is split.
     """
-    kl_mask, level = carries_kl(batch), term.clip_level
-    if batch.exact_kl is not None:
-        per_sequence = masked_sum(batch.exact_kl.detach(), kl_mask, -1)
-    else:
-        per_sequence = masked_sum(ESTIMATORS["k3"].value(_log_ratio(batch, term, kl_mask)), kl_mask, -1)
-        level = "group" if level == "sequence" else level
+    per_sequence, level = sequence_kl(batch, term), gate_level(batch, term)
     if level == "batch":
         return mean(per_sequence).expand_as(per_sequence)
     return gate_kl(per_sequence, level=level, group_size=batch.group_size)
+
+
+def sequence_kl(batch: Batch, term: KLTerm) -> Float[Tensor, " batch"]:
+    """What a clip is gated on, before any mean: each sequence's exact KL where it is at hand, else its k3, in nats."""
+    kl_mask = carries_kl(batch)
+    if batch.exact_kl is not None:
+        return masked_sum(batch.exact_kl.detach(), kl_mask, -1)
+    return masked_sum(ESTIMATORS["k3"].value(_log_ratio(batch, term, kl_mask)), kl_mask, -1)
+
+
+def gate_level(batch: Batch, term: KLTerm) -> ClipLevel:
+    """Whose mean KL gates the clip: as asked, but a sampled KL is too noisy to gate less than its group."""
+    return "group" if batch.exact_kl is None and term.clip_level == "sequence" else term.clip_level
 
 
 def _log_ratio(batch: Batch, term: KLTerm, kl_mask: Mask) -> TokenValues:
@@ -209,7 +225,7 @@ def _log_weights(batch: Batch, term: KLTerm) -> Tensor:
         batch.policy_logprobs,
         batch.sampler_logprobs,
         batch.mask,
-        prefix=term.off_policy == "sequence",
+        horizon=term.weight_horizon,
         max_weight=term.max_weight,
     )
 
@@ -329,7 +345,7 @@ def kl_metrics(batch: Batch, term: KLTerm) -> dict[str, Tensor]:
             batch.policy_logprobs,
             batch.sampler_logprobs,
             batch.mask,
-            prefix=term.off_policy == "sequence",
+            horizon=term.weight_horizon,
             max_weight=term.max_weight,
         )
     return metrics

@@ -29,6 +29,7 @@ Gradient: TypeAlias = Literal["reverse", "forward", "own", "none"]
 Horizon: TypeAlias = Literal["token", "sequence"]
 ClipMethod: TypeAlias = Literal["none", "hard", "soft"]
 Reduction: TypeAlias = Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length"]
+LossPart: TypeAlias = Literal["policy", "kl"]
 
 TokenValues: TypeAlias = Float[Tensor, "batch tokens"]
 LogProbs: TypeAlias = Float[Tensor, "batch tokens"]

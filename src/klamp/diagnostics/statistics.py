@@ -53,7 +53,7 @@ class StepRecord:
 
 
 def step_metrics(record: StepRecord, *, group_size: int, max_length: int) -> dict[str, float]:
-    """All metrics of a step that its tokens give; names as in `METRICS`.
+    """All metrics of a step that its tokens give; names as in `METRICS`. No KL where no token carries one.
 
     Args:
         record: the whole global batch.
@@ -103,17 +103,22 @@ def _kl_metrics(record: StepRecord, ref: Tensor, max_length: int) -> dict[str, T
     scored = _scored(record)
     mask = record.kl_mask & scored[:, None]
     delta = masked_log_ratio(record.policy, ref, mask)
-    size = delta[mask].abs()
     found = {"ref/logp_mean": masked_mean(ref, record.mask & scored[:, None])}
+    if not bool(mask.any()):
+        return found
     for name in ("k1", "k3"):
         value = ESTIMATORS[name].value(delta)
         found[f"kl/{name}"] = masked_mean(value, mask)
         found[f"kl/{name}_sequence"] = masked_sum(value, mask, -1)[scored].mean()
-    if size.numel():
-        found["kl/log_ratio_max"] = size.max()
-        found["kl/log_ratio_p99"] = size.sort().values[min(size.numel() - 1, int(0.99 * size.numel()))]
+    found |= largest_log_ratios(delta[mask])
     by_position = means_by_position(ESTIMATORS["k3"].value(delta), mask, max_length=max_length)
     return found | {name: mean for name, (mean, count) in by_position.items() if count > 0}
+
+
+def largest_log_ratios(log_ratios: Tensor) -> dict[str, Tensor]:
+    """The largest |log-ratio| of single tokens and the 99th percentile, in nats; `log_ratios` [n], at least one."""
+    sizes = log_ratios.abs().sort().values
+    return {"kl/log_ratio_max": sizes[-1], "kl/log_ratio_p99": sizes[min(len(sizes) - 1, int(0.99 * len(sizes)))]}
 
 
 def means_by_position(values: Tensor, mask: Tensor, *, max_length: int) -> dict[str, tuple[Tensor, Tensor]]:
@@ -135,8 +140,10 @@ def means_by_position(values: Tensor, mask: Tensor, *, max_length: int) -> dict[
 def _exact_metrics(record: StepRecord, rows: Tensor) -> dict[str, Tensor]:
     mask = record.kl_mask[rows]
     found: dict[str, Tensor] = {}
+    if not bool(mask.any()):
+        return found
     for name, value in (("exact", record.exact), ("exact_forward", record.exact_forward)):
-        if value is not None and bool(rows.any()):
+        if value is not None:
             found[f"kl/{name}"] = masked_mean(value[rows], mask)
             found[f"kl/{name}_sequence"] = masked_sum(value[rows], mask, -1).mean()
     found.pop("kl/exact_forward_sequence", None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from klamp.core.objective import Objective
 from klamp.core.types import Direction
+from klamp.hosts.common.control import KLControl
 from klamp.tasks.base import Task
 from klamp.training.config import TrainConfig
 from klamp.training.references import Reference
@@ -57,8 +58,11 @@ class Context:
     """The number of entries that the policy gives a logit to."""
     scorer: Scorer | None = None
     """The policy's scorer without wrappers; None where the weights are at a service."""
-    reference_length: float | None = None
-    """The reference length in tokens for prompts whose data gives none."""
+    control: KLControl = field(init=False)
+    """beta, the guard of the learning rate and the reference length, as in every host."""
+
+    def __post_init__(self) -> None:
+        self.control = KLControl(self.config.kl)
 
     @property
     def device(self) -> torch.device:
@@ -89,6 +93,11 @@ class Context:
         if asked is not None:
             return min(asked, size)
         return size if self.vocabulary <= SMALL_VOCABULARY else 1
+
+    @property
+    def exact_everywhere(self) -> bool:
+        """Whether those are all completions."""
+        return self.exact_completions >= self.config.rollout.num_generations
 
     @property
     def exact_directions(self) -> tuple[Direction, ...]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from klamp.config.describe import beta_units
-from klamp.core.types import Reduction
 from klamp.diagnostics.statistics import StepRecord, pad_tokens
 from klamp.training.context import Context
 from klamp.training.rollouts import Rollout
@@ -41,18 +41,15 @@ def gather_record(context: Context, rollout: Rollout, output: UpdateOutput) -> S
     )
 
 
-def beta_metrics(reduction: Reduction, beta: float, metrics: dict[str, float], context: Context) -> dict[str, float]:
-    """beta in force, also as the coefficient of a whole completion's KL."""
-    units = beta_units(
+def control_metrics(context: Context, beta: float, metrics: Mapping[str, float]) -> dict[str, float]:
+    """beta in force, also as the coefficient of a whole completion's KL; what it takes from the reward."""
+    objective = context.objective
+    found = context.control.metrics(
         beta,
-        reduction,
-        placement=context.objective.kl.placement,
-        length=metrics["length/mean"],
+        reduction=objective.kl.normalizer or objective.reduction,
+        mean_length=metrics["length/mean"],
         max_length=context.config.rollout.max_completion_length,
     )
-    found = {"beta": beta, "beta/per_sequence": units.sequence}
-    if context.objective.kl.clip_method != "none" and context.reference_length is not None:
-        found["kl/reference_length"] = context.reference_length
     if "kl/k1_sequence" in metrics:
         found["reward/penalized"] = metrics["reward"] - found["beta/per_sequence"] * metrics["kl/k1_sequence"]
     return found

@@ -13,10 +13,9 @@ PROMPTS = 64
 
 def is_needed(context: Context) -> bool:
     """Whether a clip needs a reference length that neither the user nor the data gives."""
-    kl = context.config.kl
-    wanted = kl.kl_clip_method != "none" and kl.use_per_token_kl_threshold and context.reference is not None
-    known = context.reference_length is not None or all(example.reference_length for example in context.task.train)
-    return wanted and not known
+    wanted = context.reference is not None and context.objective.kl.needs_reference_length
+    column = [example.reference_length for example in context.task.train]
+    return wanted and None in context.control.reference_lengths(column)
 
 
 def measure_reference_length(context: Context) -> None:
@@ -41,4 +40,4 @@ def measure_reference_length(context: Context) -> None:
             uniforms=uniform_numbers(context.config.run.seed, -1, len(prompts), rollout.max_completion_length),
             traits=context.reference.scorer.traits if isinstance(context.reference, LocalReference) else None,
         )
-    context.reference_length = float(completions.mask.sum(-1).to(torch.float64).mean())
+    context.control.reference_length = float(completions.mask.sum(-1).to(torch.float64).mean())

@@ -177,10 +177,8 @@ def _totals(context: Context, mask: Tensor, kl_mask: Tensor) -> Totals:
 
 
 def _reference_length(context: Context, examples: Sequence[Example]) -> Tensor | None:
-    given = [e.reference_length or context.reference_length for e in examples]
-    if any(length is None for length in given):
-        return None
-    return torch.tensor(given, dtype=torch.float32, device=context.device)
+    lengths = context.control.reference_lengths([e.reference_length for e in examples])
+    return None if None in lengths else torch.tensor(lengths, dtype=torch.float32, device=context.device)
 
 
 def _exact_rows(context: Context, rows: int) -> Tensor:

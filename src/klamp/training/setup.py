@@ -165,7 +165,6 @@ def build(config: TrainConfig, accelerator: Accelerator, folder: Path, observers
         objective=build_objective(config.kl, config.loss, max_length=config.rollout.max_completion_length),
         stop=stop,
         vocabulary=vocabulary,
-        reference_length=config.kl.kl_reference_length,
     )
 
 

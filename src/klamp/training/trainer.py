@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,30 +14,27 @@ from typing import Any
 
 import torch
 
-from klamp.core.controllers import Controller
 from klamp.core.objective import Objective
-from klamp.core.schedules import kl_schedule_factor
-from klamp.diagnostics.alarms_kl import STEP_ZERO
 from klamp.diagnostics.statistics import step_metrics
 from klamp.errors import KlampError, TrainingStopped
+from klamp.hosts.common.control import held_kl
+from klamp.hosts.common.step_zero import STEP_ZERO_KL, likely_reasons, step_zero_text
 from klamp.tasks.base import Example
 from klamp.training import checkpoint
 from klamp.training.alarms import AlarmWatch
 from klamp.training.config import TrainConfig
 from klamp.training.context import Context
 from klamp.training.evaluation import evaluate
-from klamp.training.measurement import beta_metrics, completion_row, gather_record
+from klamp.training.measurement import completion_row, control_metrics, gather_record
 from klamp.training.observers import Observer, RunInfo, RunSummary
 from klamp.training.probe import notes
 from klamp.training.reference_length import measure_reference_length
+from klamp.training.references import FrozenReference
 from klamp.training.rollouts import Rollout, collect
 from klamp.training.runlog import RunLog, plain
 from klamp.training.setup import build, choose_folder, make_accelerator, make_optimizer
 from klamp.training.sharding import is_sharded, prepare, put_together
 from klamp.training.updates import UpdateOutput, update, with_old_logprobs
-
-STEP_ZERO_KL = STEP_ZERO.value
-"""KL per token before the first update above which policy and reference are not the same model."""
 
 
 class Trainer:
@@ -54,7 +51,7 @@ class Trainer:
         self.optimizer, self.schedule = make_optimizer(context)
         self.whole, self.agreed = True, False
         self.optimizer.register_step_pre_hook(self._between_steps)
-        self.controller: Controller = context.config.kl.build_controller()
+        self.control = context.control
         self.step = 0
         self.before: dict[str, float] = {}
         self.metrics: dict[str, float] = {}
@@ -84,9 +81,8 @@ class Trainer:
     def load(self, state: dict[str, Any]) -> None:
         """Go on from the plain state of a checkpoint: all but weights, moments and reference."""
         self.schedule.load_state_dict({**state["schedule"], "lr_lambdas": [None]})  # the function is not saved
-        self.controller.load_state_dict(state["controller"])
-        self.context.reference_length = state["reference_length"]
         self.before, self.metrics, self.step = state["before"], state["metrics"], state["step"]
+        self.control.load_state_dict({"last_kl": self._held_kl(self.metrics), **state})  # older ones have no last_kl
 
     def save(self) -> Path | None:
         """Write a checkpoint of the last step done: the main process, with what others have of sharded weights."""
@@ -111,10 +107,8 @@ class Trainer:
 
     def _state(self) -> dict[str, Any]:
         return {
-            "controller": self.controller.state_dict(),
-            "controller_name": self.context.config.kl.controller_name,
+            **self.control.state_dict(),
             "schedule": {k: v for k, v in self.schedule.state_dict().items() if k != "lr_lambdas"},
-            "reference_length": self.context.reference_length,
             "before": self.before,
             "metrics": self.metrics,
         }
@@ -134,7 +128,7 @@ class Trainer:
     def train_step(self) -> dict[str, float]:
         """One rollout and its updates; returns the step's metrics."""
         started = time.perf_counter()
-        beta = self.controller.value * self._beta_factor()
+        beta = self.control.beta(self.step, self.context.config.run.max_steps)
         objective = replace(self.context.objective, beta=beta)
         rollout = self.collect(beta)
         outputs: list[UpdateOutput] = []
@@ -146,10 +140,11 @@ class Trainer:
             rollout = with_old_logprobs(rollout, outputs[0])
         self.schedule.step()
         metrics = self._measure(rollout, outputs) | {"train/learning_rate": float(rate)}
-        metrics |= beta_metrics(objective.kl.normalizer or objective.reduction, beta, metrics, self.context)
-        if rollout.ref_logprobs is not None:
-            self._check_step_zero(metrics)
-            self.controller.update(self._controlled_kl(metrics))
+        metrics |= control_metrics(self.context, beta, metrics)
+        kl = self._held_kl(metrics)
+        if kl is not None:
+            self._check_step_zero(metrics["kl/k3"])
+            self.control.update(kl)
         seconds = time.perf_counter() - started
         metrics |= {"speed/step_seconds": seconds, "speed/tokens_per_second": float(rollout.totals.tokens) / seconds}
         self._show_completions(rollout, outputs[0])
@@ -175,22 +170,9 @@ class Trainer:
         with self.context.gathered():
             return evaluate(self.context)
 
-    def _beta_factor(self) -> float:
-        """The KL schedule's factor on the controller's beta."""
-        kl = self.context.config.kl
-        return kl_schedule_factor(
-            self.step,
-            self.context.config.run.max_steps,
-            schedule=kl.kl_schedule,
-            warmup_steps=kl.kl_warmup_steps,
-            end=kl.kl_schedule_end,
-        )
-
     def _guarded_rate(self) -> float:
         """The learning rate of this step, lowered while the last step's KL was above the guard."""
-        rate, guard = float(self.schedule.get_last_lr()[0]), self.context.config.kl.kl_lr_guard
-        if guard is not None and "kl/k3" in self.metrics:
-            rate *= guard / max(guard, self._controlled_kl(self.metrics))
+        rate = float(self.schedule.get_last_lr()[0]) * self.control.next_rate_factor()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         return rate
@@ -211,19 +193,16 @@ class Trainer:
             metrics["policy/ratio_clipped"] = outputs[-1].losses["policy/ratio_clipped"]
         return metrics
 
-    def _controlled_kl(self, metrics: dict[str, float]) -> float:
-        """What the controller holds: the exact KL where every completion has it, else k3; nats per token."""
-        everywhere = self.context.exact_completions >= self.context.config.rollout.num_generations
-        return metrics["kl/exact"] if everywhere and "kl/exact" in metrics else metrics["kl/k3"]
+    def _held_kl(self, metrics: Mapping[str, float]) -> float | None:
+        return held_kl(metrics, exact_everywhere=self.context.exact_everywhere)
 
-    def _check_step_zero(self, metrics: dict[str, float]) -> None:
-        if self.step or metrics["kl/k3"] <= self.step_zero_kl or self.context.config.model.ref_model:
+    def _check_step_zero(self, kl: float) -> None:
+        context = self.context
+        if self.step or kl <= self.step_zero_kl or context.config.model.ref_model:
             return
-        text = (
-            f"The KL before the first update is {metrics['kl/k3']:.2e} nats per token and should be about 0: policy "
-            "and reference differ already. Usual reasons: dropout, an adapter that is not zero at the start, another "
-            "data type, or a mask that covers the prompt."
-        )
+        reference = context.reference.model if isinstance(context.reference, FrozenReference) else None
+        adapter = context.config.model.lora_r > 0
+        text = step_zero_text(kl, likely_reasons(context.policy, reference, adapter=adapter, loaded=False))
         self.tell(lambda o: o.on_warning(text))
 
     def _show_completions(self, rollout: Rollout, output: UpdateOutput) -> None:

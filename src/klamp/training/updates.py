@@ -16,6 +16,7 @@ from klamp.core.masking import masked_sum
 from klamp.core.objective import Objective, grpo_loss, without_gradient
 from klamp.core.types import Batch, Direction
 from klamp.errors import NonFiniteError
+from klamp.hosts.common.control import check_kl, held_kl
 from klamp.training.completions import select
 from klamp.training.context import Context
 from klamp.training.rollouts import Rollout, exact_of
@@ -85,7 +86,7 @@ def update(context: Context, optimizer: Optimizer, rollout: Rollout, objective: 
     average that data parallelism takes over processes is undone.
 
     Raises:
-        NonFiniteError: the loss or the gradient is NaN or infinite; the weights are as they were before.
+        NonFiniteError: the loss, the gradient or the KL is NaN or infinite; the weights are as they were before.
     """
     parts = list(context.parts(len(rollout.texts)))
     learns = learning_rows(context, rollout, objective)
@@ -104,7 +105,8 @@ def update(context: Context, optimizer: Optimizer, rollout: Rollout, objective: 
         for name, value in (output.metrics | {"loss": output.loss.detach()}).items():
             sums[name] = sums.get(name, 0.0) + value.double() * share_of(name, rollout, part)
     found = joined(seen, rollout.mask.shape[1])
-    losses = _over_processes(context, sums)
+    losses = _over_processes(context, sums | _exact_mean(context, rollout, found))
+    check_held(context, losses)
     kl_old = kl_from_old(context, rollout, found.logprobs)
     bound = context.config.kl.kl_early_stop
     stopped = bound is not None and kl_old > bound
@@ -130,6 +132,25 @@ def named_losses(losses: Mapping[str, float]) -> dict[str, float]:
     named = {"train/loss": losses["loss"], "train/policy_loss": losses["loss/policy"]}
     named["train/kl_penalty"] = losses.get("loss/kl", 0.0)
     return named | {name: losses[name] for name in _KEPT if name in losses}
+
+
+def _exact_mean(context: Context, rollout: Rollout, found: Scores) -> dict[str, Tensor]:
+    """This process's part of the mean exact KL in nats per token, where every completion has it."""
+    if found.exact is None or rollout.exact_rows is None or not context.exact_everywhere:
+        return {}
+    measured = rollout.kl_mask & rollout.exact_rows[:, None]
+    return {"kl/exact": masked_sum(found.exact.detach(), measured).double() / rollout.totals.kl_tokens}
+
+
+def check_held(context: Context, sums: Mapping[str, float]) -> None:
+    """Refuse to take an optimizer step whose KL the controller could not go by.
+
+    Raises:
+        NonFiniteError: see `klamp.hosts.common.control.check_kl`.
+    """
+    kl = held_kl(sums, exact_everywhere=context.exact_everywhere)
+    if kl is not None:
+        check_kl(kl)
 
 
 def share_of(name: str, rollout: Rollout, part: slice) -> float:
@@ -181,15 +202,20 @@ def _step(context: Context, optimizer: Optimizer, loss: float) -> float:
     grad_norm = float(norm) if norm is not None else 0.0
     if not (torch.isfinite(torch.tensor(loss)) and torch.isfinite(torch.tensor(grad_norm))):
         optimizer.zero_grad()
-        raise NonFiniteError(
-            "the loss or its gradient is not finite",
-            got=f"loss {loss}, gradient norm {grad_norm}",
-            why="an optimizer step with it would destroy the weights",
-            fix="look at kl/log_ratio_max and policy/ratio_clipped of the last steps; lower the learning rate, or set "
-            "kl_max_log_ratio",
-        )
+        raise not_finite("the loss or its gradient is not finite", f"loss {loss}, gradient norm {grad_norm}")
     optimizer.step()
     return grad_norm
+
+
+def not_finite(what: str, got: str) -> NonFiniteError:
+    """The error for a loss that no optimizer step may be taken with."""
+    return NonFiniteError(
+        what,
+        got=got,
+        why="an optimizer step with it would destroy the weights",
+        fix="look at kl/log_ratio_max and policy/ratio_clipped of the last steps; lower the learning rate, or set "
+        "kl_max_log_ratio",
+    )
 
 
 def with_old_logprobs(rollout: Rollout, output: UpdateOutput) -> Rollout:

@@ -16,7 +16,7 @@ import klamp.trl
 from klamp.config import KLConfig
 from klamp.core.objective import Objective, grpo_loss
 from klamp.core.types import Batch
-from klamp.errors import ConfigError, UnsupportedVersion
+from klamp.errors import ConfigError, NonFiniteError, UnsupportedVersion
 from klamp.hosts.common.exclusions import excluded_ids, kl_tokens
 
 BETA = 0.4
@@ -194,6 +194,17 @@ def test_the_kl_before_the_first_update_is_0(tmp_path: Path, recwarn: pytest.War
     host.train()
     assert host.state.log_history[0]["kl/k3"] < 1e-9
     assert not [w for w in recwarn if "before the first update" in str(w.message)]
+
+
+def test_a_kl_that_is_not_finite_stops_the_run_before_the_step(tmp_path: Path) -> None:
+    broken = model(seed=7)
+    with torch.no_grad():
+        broken.model.norm.weight.fill_(torch.nan)
+    host = attached(tmp_path, KLConfig(beta=BETA), ref_model=broken, learning_rate=1e-2)
+    kept = [parameter.detach().clone() for parameter in host.model.parameters()]
+    with pytest.raises(NonFiniteError, match="KL of this step is not finite"):
+        host.train()
+    assert all(torch.equal(a, b) for a, b in zip(kept, host.model.parameters(), strict=True))
 
 
 def test_monitoring_at_beta_0_is_unsloth_without_kl(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from verl.workers.utils import losses
 
 from klamp.config import KLConfig
 from klamp.core.objective import Objective, grpo_loss
-from klamp.errors import ConfigError, UnknownNameError, UnsupportedVersion
+from klamp.errors import ConfigError, NonFiniteError, UnknownNameError, UnsupportedVersion
 from klamp.hosts.verl import hooks
 from klamp.verl import register
 
@@ -287,7 +287,8 @@ def test_the_controller_is_klamps_own(rule: str) -> None:
         assert control.value == alone.update(kl)
     before = control.value
     for kl in (math.nan, math.inf):
-        control.update(current_kl=kl, n_steps=1024)
+        with pytest.raises(NonFiniteError, match="KL of this step is not finite"):
+            control.update(current_kl=kl, n_steps=1024)
     assert control.value == before
     control.update(current_kl=-0.3, n_steps=1024)  # noise of k1
     assert control.value == alone.update(0.0)
@@ -307,7 +308,7 @@ def test_beta_never_turns_negative_where_verls_own_does() -> None:
 def test_bounds_and_gains_of_a_controller() -> None:
     name = "klamp:kl_controller=pid,kl_controller_gains=(1.0, 0.5, 0.0),beta_max=0.3"
     control = algorithms.get_kl_controller(KLControlConfig(type=name, kl_coef=0.2, target_kl=0.05))
-    rule = control.controller.rule
+    rule = control.control.controller.rule
     assert (rule.kp, rule.ki, rule.kd) == (1.0, 0.5, 0.0)
     control.update(current_kl=9.0, n_steps=1)
     assert control.value == 0.3

@@ -1,15 +1,34 @@
-"""beta in a host's loop: never 0 while the reference is wanted, the same after a checkpoint."""
+"""beta and the learning rate in every trainer: which KL they go by, when it stops a run, what a checkpoint holds."""
 
 from __future__ import annotations
 
 import json
+import math
+from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from klamp.config import KLConfig
-from klamp.errors import RunFolderError
-from klamp.hosts.common.control import NEVER_ZERO, KLControl
-from klamp.hosts.common.lr_guard import LearningRateGuard
+from klamp.core.schedules import kl_schedule_factor
+from klamp.errors import ConfigError, NonFiniteError, RunFolderError
+from klamp.hosts.common.control import NEVER_ZERO, KLControl, beta_metrics, check_kl, held_kl
+
+CONTROLLERS = ("fixed", "step", "proportional", "dual", "pid")
+
+
+def control_of(name: str, **changes: object) -> KLControl:
+    target = {} if name == "fixed" else {"target_kl": 0.1}
+    return KLControl(KLConfig(**{"beta": 0.2, "kl_controller": name, "kl_controller_lr": 1.0, **target, **changes}))
+
+
+def test_what_is_held_is_the_exact_kl_where_every_completion_has_it() -> None:
+    both = {"kl/k3": 0.2, "kl/exact": 0.1}
+    assert held_kl(both, exact_everywhere=True) == 0.1
+    assert held_kl(both, exact_everywhere=False) == 0.2
+    assert held_kl({"kl/k3": 0.2}, exact_everywhere=True) == 0.2
+    assert held_kl({"kl/k1": 0.2}, exact_everywhere=True) is None
 
 
 def test_a_host_never_sees_zero_while_the_reference_is_wanted() -> None:
@@ -23,39 +42,124 @@ def test_a_host_never_sees_zero_while_the_reference_is_wanted() -> None:
     assert (dual.beta(1, 10), dual.host_beta(1, 10)) == (0.0, NEVER_ZERO)
 
 
-def test_a_checkpoint_continues_where_it_was() -> None:
-    kl = KLConfig(beta=0.2, kl_controller="pid", target_kl=0.1, kl_lr_guard=0.05)
-    whole, first, second = KLControl(kl), KLControl(kl), KLControl(kl)
-    for value in (0.2, 0.3):
-        whole.update(value)
-        first.update(value)
-    first.reference_length = 12.5
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    for value in (0.05, 0.4):
-        whole.update(value)
-        second.update(value)
-    assert second.beta(5, 10) == whole.beta(5, 10) != 0.2
-    assert second.rate_factor == whole.rate_factor == 1.0  # the KL before was 0.05
-    assert second.reference_length == 12.5
-    with pytest.raises(RunFolderError, match="saved 'pid', configured 'fixed'"):
-        KLControl(KLConfig(beta=0.2)).load_state_dict(first.state_dict())
+def test_beta_is_the_controllers_times_the_schedules() -> None:
+    control = control_of("step", kl_schedule="cosine", kl_warmup_steps=2, kl_schedule_end=0.25)
+    control.update(0.5)
+    for step in range(10):
+        factor = kl_schedule_factor(step, 10, schedule="cosine", warmup_steps=2, end=0.25)
+        assert control.beta(step, 10) == pytest.approx(0.3 * factor)
+
+
+@pytest.mark.parametrize("kl", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", CONTROLLERS)
+def test_a_kl_that_is_not_finite_stops_the_run_and_changes_nothing(name: str, kl: float) -> None:
+    control = control_of(name, kl_lr_guard=0.05)
+    control.update(0.3)
+    control.update(0.2)
+    before = json.dumps(control.state_dict()), control.rate_factor
+    with pytest.raises(NonFiniteError) as caught:
+        control.update(kl)
+    assert (json.dumps(control.state_dict()), control.rate_factor) == before
+    error = caught.value
+    assert str(kl) in str(error.got) and "before the optimizer step" in str(error.got)
+    assert error.why and "newest checkpoint" in error.fix
+
+
+def test_a_kl_of_a_number_is_fine() -> None:
+    for kl in (0.0, 1e-12, 3.0, 1e300):
+        check_kl(kl)
 
 
 def test_the_rate_of_a_step_goes_by_the_kl_of_the_step_before() -> None:
+    """`next_rate_factor` is asked before the step, `rate_factor` after its KL is known: they are the same number."""
     control = KLControl(KLConfig(beta=0.2, kl_lr_guard=0.1))
-    factors = []
-    for kl in (0.4, 0.2, 0.01, float("nan"), 0.5):
+    before, after = [], []
+    for kl in (0.4, 0.2, 0.01, 0.5):
+        before.append(control.next_rate_factor())
         control.update(kl)
-        factors.append(control.rate_factor)
-    assert factors == [1.0, 0.25, 0.5, 1.0, 1.0]
+        after.append(control.rate_factor)
+    assert before == after == [1.0, 0.25, 0.5, 1.0]
+    free = KLControl(KLConfig(beta=0.2))
+    free.update(9.0)
+    assert free.next_rate_factor() == 1.0
 
 
-def test_the_guard_puts_the_rate_back() -> None:
-    class Optimizer:
-        param_groups = ({"lr": 0.4}, {"lr": 0.2})
+@pytest.mark.parametrize("name", CONTROLLERS)
+@given(kls=st.lists(st.floats(0, 2), min_size=1, max_size=8), cut=st.integers(0, 7))
+def test_a_checkpoint_continues_where_it_was(name: str, kls: list[float], cut: int) -> None:
+    whole, first, second = (control_of(name, kl_lr_guard=0.05) for _ in range(3))
+    for kl in kls:
+        whole.update(kl)
+    for kl in kls[:cut]:
+        first.update(kl)
+    first.reference_length = 12.5
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.next_rate_factor() == first.next_rate_factor()
+    assert second.reference_length == 12.5
+    for kl in kls[cut:]:
+        second.update(kl)
+    assert second.beta(5, 10) == whole.beta(5, 10)
+    assert second.next_rate_factor() == whole.next_rate_factor()
+    assert second.last_kl == whole.last_kl
 
-    optimizer, guard = Optimizer(), LearningRateGuard(lambda: 0.25)
-    guard.on_pre_optimizer_step(None, None, None, optimizer=optimizer)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.05]
-    guard.on_optimizer_step(None, None, None, optimizer=optimizer)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.4, 0.2]
+
+def test_the_state_is_what_older_checkpoints_hold_too() -> None:
+    """The names are a file format: klamp_state.json of TRL's checkpoints, state.json of klamp train's."""
+    control = control_of("pid")
+    control.update(0.3)
+    assert control.state_dict().keys() == {"controller_name", "controller", "reference_length", "last_kl"}
+    assert control.state_dict()["controller"].keys() == {"value", "integral", "previous_kl"}
+
+
+def test_the_state_of_another_controller_is_refused() -> None:
+    with pytest.raises(RunFolderError, match="saved 'pid', configured 'fixed'"):
+        KLControl(KLConfig(beta=0.2)).load_state_dict(control_of("pid").state_dict())
+    broken = control_of("pid").state_dict() | {"controller": {"value": 0.2}}
+    with pytest.raises(ConfigError, match="integral"):
+        control_of("pid").load_state_dict(broken)
+
+
+def test_the_users_length_comes_before_the_datas_and_that_before_the_measured_one() -> None:
+    measured, given_ = KLControl(KLConfig()), KLControl(KLConfig(kl_reference_length=7))
+    assert measured.reference_lengths([None, 3]) == [None, 3]
+    measured.reference_length = 4.5
+    assert measured.reference_lengths([None, 3]) == [4.5, 3]
+    assert given_.reference_lengths([None, 3]) == [7, 7]
+    assert given_.reference_length == 7
+
+
+@pytest.mark.parametrize(
+    ("reduction", "placement", "per_sequence"),
+    [
+        ("token_mean", "loss", 0.06 / 5),
+        ("sequence_mean", "loss", 0.06 / 5),
+        (None, "loss", 0.06 / 5),
+        ("sequence_sum", "loss", 0.06),
+        ("fixed_length", "loss", 0.06 / 8),
+        ("token_mean", "advantage", 0.06),
+        ("fixed_length", "reward", 0.06),
+    ],
+)
+def test_beta_is_given_per_token_and_per_sequence(reduction, placement, per_sequence) -> None:
+    found = beta_metrics(0.06, placement, reduction=reduction, mean_length=5.0, max_length=8)
+    assert found == {"beta": 0.06, "beta/per_sequence": pytest.approx(per_sequence)}
+
+
+def test_the_reference_length_is_logged_where_a_clip_may_need_it() -> None:
+    sizes = {"reduction": "token_mean", "mean_length": 5.0, "max_length": 8}
+    clipped = KLControl(KLConfig(kl_clip_method="hard"))
+    assert "kl/reference_length" not in clipped.metrics(0.1, **sizes)
+    clipped.reference_length = 6.5
+    assert clipped.metrics(0.1, **sizes)["kl/reference_length"] == 6.5
+    unclipped = KLControl(KLConfig(kl_reference_length=7))
+    assert "kl/reference_length" not in unclipped.metrics(0.1, **sizes)
+
+
+def test_a_controller_moves_beta_the_way_of_its_kl() -> None:
+    for name in CONTROLLERS[1:]:
+        control = control_of(name, kl_controller_gains=(1.0, 0.5, 0.0))
+        betas = [control.beta(0, 1)]
+        for _ in range(3):
+            control.update(1.0)
+            betas.append(control.beta(0, 1))
+        assert all(a < b for a, b in pairwise(betas)), name

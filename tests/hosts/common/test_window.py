@@ -9,8 +9,6 @@ from tests.hosts.common.single import Single
 from klamp.core.estimators import kl_estimate
 from klamp.core.term import KLTerm
 from klamp.core.types import Batch
-from klamp.hosts.common.rollout import exclusion_scale
-from klamp.hosts.common.step_zero import likely_reasons, step_zero_text
 from klamp.hosts.common.window import Window
 
 
@@ -58,24 +56,3 @@ def test_a_step_without_a_token_has_no_kl() -> None:
     found = window.emit(Single())
     assert "kl/k3" not in found
     assert "kl/log_ratio_max" not in found
-
-
-@pytest.mark.parametrize(
-    ("reduction", "expected"),
-    [("sequence_mean", [1.5, 2.0]), ("token_mean", [5 / 3] * 2), ("fixed_length", [1, 1]), ("sequence_sum", [1, 1])],
-)
-def test_what_a_host_divides_by_and_what_klamp_does(reduction: str, expected: list[float]) -> None:
-    mask = torch.tensor([[True, True, True], [True, True, False]])
-    carried = torch.tensor([[False, True, True], [False, True, False]])
-    assert exclusion_scale(mask, carried, reduction, Single()).tolist() == pytest.approx(expected)
-
-
-def test_why_the_kl_is_not_zero_at_the_start() -> None:
-    plain = torch.nn.Linear(2, 2)
-    dropping = torch.nn.Sequential(plain, torch.nn.Dropout(0.1))
-    assert likely_reasons(plain, None, adapter=False) == []
-    assert "dropout (1 layers" in likely_reasons(dropping, plain, adapter=True)[0]
-    assert likely_reasons(dropping.eval(), plain, adapter=True) == []
-    assert "torch.float64" in likely_reasons(plain, torch.nn.Linear(2, 2).double(), adapter=False)[0]
-    assert "adapter that is not zero" in likely_reasons(plain, None, adapter=True)[0]
-    assert "mask that covers the prompt" in step_zero_text(0.1, [])

@@ -27,7 +27,7 @@ from tests.hosts.trl.hosts import (
 from klamp.config import KLConfig
 from klamp.core.clipping import kl_budget
 from klamp.core.estimators import exact_kl, kl_estimate
-from klamp.errors import ConfigError, KLWarning, UnsupportedVersion
+from klamp.errors import ConfigError, KLWarning, NonFiniteError, UnsupportedVersion
 from klamp.hosts.trl.refusals import liger_bypasses
 from klamp.hosts.trl.versions import check_version
 from klamp.trl import GRPOTrainer, attach
@@ -205,6 +205,31 @@ def test_the_kl_before_the_first_update_is_checked(base: Any, tmp_path: Any) -> 
     half = klamp_trainer(copy.deepcopy(base), tmp_path, beta=0.1, reference_dtype="bfloat16")
     with pytest.warns(KLWarning, match=r"data types: the policy is torch.float32, the reference torch.bfloat16"):
         half.train()
+
+
+def test_a_step_without_a_token_that_carries_the_kl_measures_none(base: Any, tmp_path: Any) -> None:
+    dual = {"kl_controller": "dual", "target_kl": 0.1, "kl_controller_lr": 1.0}
+    trainer = klamp_trainer(copy.deepcopy(base), tmp_path, beta=0.2, kl_exclude_prefix=100, **dual)
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "beta" in row]
+    assert [row["beta"] for row in rows] == [0.2, 0.2] and not any("kl/k3" in row for row in rows)
+
+
+@pytest.mark.parametrize("options", [{}, {"beta": 0.0, "kl_monitor": True}, {"target_kl": 0.1}])
+def test_a_kl_that_is_not_finite_stops_the_run_before_it_is_in_the_weights(
+    base: Any, tmp_path: Any, options: Any
+) -> None:
+    """A reference without a number to say: at the end of the accumulation, before the optimizer step."""
+    broken = copy.deepcopy(base)
+    with torch.no_grad():
+        broken.model.norm.weight.fill_(torch.nan)
+    options = {"beta": 0.1, "gradient_accumulation_steps": 2, "kl_estimator": "k3", **options}
+    trainer = klamp_trainer(copy.deepcopy(base), tmp_path, trainer={"ref_model": broken}, **options)
+    with pytest.raises(NonFiniteError, match=r"KL of this step is not finite[\s\S]*newest checkpoint"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    assert all(torch.equal(a, b) for a, b in zip(base.parameters(), trainer.model.parameters(), strict=True))
+    assert trainer._klamp.control.last_kl is None
 
 
 class Elsewhere(trl.GRPOTrainer):

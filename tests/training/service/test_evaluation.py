@@ -24,11 +24,11 @@ def test_scores_are_those_of_greedy_completions(context, connection, client):
 def test_the_reference_length_is_the_mean_of_its_completions(context, connection, client):
     context.reference = rollout.TinkerReference(connection, client, "the base model")
     evaluation.measure_length(context, connection)
-    assert context.reference_length is not None
-    assert 1.0 < context.reference_length < 6.0
-    kept, context.reference_length = context.reference_length, 4.5
+    assert context.control.reference_length is not None
+    assert 1.0 < context.control.reference_length < 6.0
+    kept, context.control.reference_length = context.control.reference_length, 4.5
     evaluation.measure_length(context, connection)
-    assert context.reference_length == 4.5
-    context.reference_length = None
+    assert context.control.reference_length == 4.5
+    context.control.reference_length = None
     evaluation.measure_length(context, connection)
-    assert context.reference_length == kept
+    assert context.control.reference_length == kept

@@ -16,6 +16,7 @@ from klamp.training import updates
 from klamp.training.config import TrainConfig
 from klamp.training.rollouts import rate
 from klamp.training.service import rollout as rollouts
+from klamp.training.service import update as service_update
 from klamp.training.service.connection import Connection
 from klamp.training.service.update import update
 from klamp.training.setup import build, make_accelerator
@@ -141,6 +142,16 @@ def test_nan_stops_before_the_step_and_leaves_the_client_usable(tiny, tmp_path):
     path = both.connection.ask("save", lambda: both.client.save_state(f"after-{id(both)}")).path
     assert path.startswith("tinker://")
     assert update(both.connection, both.client, both.there, rollout, objective, **options).grad_norm > 0
+
+
+def test_an_infinite_kl_stops_before_the_step_although_the_loss_is_finite(tiny, tmp_path, monkeypatch):
+    both, stepped = Both(tiny, tmp_path, kl_estimator="k1", kl_max_log_ratio=5.0), []
+    rollout, scored = both.rated(both.there), service_update.PartLoss._response_part
+    monkeypatch.setattr(service_update.PartLoss, "_response_part", lambda *args: scored(*args) - 95.0)
+    options = {"rate": 0.01, "before_step": lambda: stepped.append(1)}
+    with pytest.raises(NonFiniteError, match="KL of this step is not finite"):
+        update(both.connection, both.client, both.there, rollout, both.there.objective, **options)
+    assert not stepped
 
 
 def test_a_completion_without_a_token_is_left_out(tiny, tmp_path):

@@ -1,29 +1,96 @@
-"""beta from one optimizer step to the next in a host's loop, and what a checkpoint must hold of it."""
+"""beta and the learning rate from one optimizer step to the next, by the KL that was measured: for every trainer.
+
+klamp's own trainers, TRL, Unsloth and verl's controller all go by this; what a checkpoint must hold of it is here too.
+"""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from klamp.config import KLConfig
+from klamp.config.describe import beta_units
 from klamp.core.schedules import kl_schedule_factor
-from klamp.errors import RunFolderError
+from klamp.core.term import Placement
+from klamp.core.types import Reduction
+from klamp.errors import NonFiniteError, RunFolderError
 
 NEVER_ZERO = sys.float_info.min
 """What a host sees in place of a beta of 0 while klamp wants the reference scored: hosts drop it at exactly 0."""
 
 
+def held_kl(metrics: Mapping[str, float], *, exact_everywhere: bool) -> float | None:
+    """The KL of a step that the controller holds and the guards look at, in nats per token.
+
+    The exact KL where every completion has it, else k3; None where no token carried a KL, so that none was measured.
+
+    Args:
+        metrics: of the whole step, names as in `klamp.diagnostics.metrics`.
+        exact_everywhere: whether the exact KL of every completion is measured.
+    """
+    if exact_everywhere and "kl/exact" in metrics:
+        return metrics["kl/exact"]
+    return metrics.get("kl/k3")
+
+
+def check_kl(kl: float) -> None:
+    """Stop a run whose measured KL (nats per token) is NaN or infinite, in every trainer.
+
+    It is an error, not a step that is left out, because it never comes alone. A NaN is a NaN in the log-probabilities
+    that the loss is made of too. An infinite k3 is a sampled token to which the policy gives 89 nats less than the
+    reference: so it is not a token of this policy, and sampler, weights or mask are not what they seem. Leaving beta as
+    it is and training on would hide either.
+
+    Trainers call it before the optimizer step, so that weights, moments and beta are those of the step before.
+    `klamp train` saves that state and says where; a host's own loop ends with what its newest checkpoint holds.
+
+    Raises:
+        NonFiniteError: it is one of the two.
+    """
+    if not math.isfinite(kl):
+        raise NonFiniteError(
+            "the KL of this step is not finite",
+            got=f"{kl} nats per token, before the optimizer step was taken",
+            why="a NaN is in the loss too, and would be in the weights next; an infinite KL is that of a token which "
+            "the policy cannot have sampled. beta cannot follow either",
+            fix="continue from the newest checkpoint; look at kl/log_ratio_max and the sampler against the trainer in "
+            "the steps before, compare weights, tokens, mask and data types of sampler, policy and reference, or lower "
+            "the learning rate",
+        )
+
+
+def beta_metrics(
+    beta: float, placement: Placement, *, reduction: Reduction | None, mean_length: float, max_length: int
+) -> dict[str, float]:
+    """beta in force: as it multiplies the KL, and as the coefficient of a whole completion's KL in nats.
+
+    Args:
+        beta: in force.
+        placement: where the KL enters.
+        reduction: of the KL over tokens; None: over the tokens of each micro-batch.
+        mean_length: mean length of the completions in tokens.
+        max_length: the longest completion that is allowed.
+    """
+    units = beta_units(
+        beta, reduction or "token_mean", placement=placement, length=mean_length, max_length=max_length
+    )
+    return {"beta": beta, "beta/per_sequence": units.sequence}
+
+
 class KLControl:
-    """The coefficient of a run: the controller, times its schedule; and the frozen reference length."""
+    """The coefficient of a run: the controller, times its schedule; the guard of the rate; the frozen length."""
 
     def __init__(self, kl: KLConfig) -> None:
         self.kl = kl
         self.controller = kl.build_controller()
         self.reference_length: float | None = kl.kl_reference_length
+        """Reference length in tokens where the data gives none; None: not measured yet."""
         self.last_kl: float | None = None
+        """The KL that was taken in last."""
         self.rate_factor = 1.0
+        """What the learning rate of the step that was taken in last is multiplied by, in (0, 1]."""
 
     def beta(self, step: int, total_steps: int) -> float:
         """The coefficient in force at a step (from 0) of a run of `total_steps`."""
@@ -38,17 +105,41 @@ class KLControl:
         beta = self.beta(step, total_steps)
         return max(beta, NEVER_ZERO) if self.kl.needs_reference else beta
 
-    def update(self, kl: float) -> None:
-        """Take in the KL of an optimizer step, in nats per token; a KL that is no number leaves beta as it is.
-
-        To be called before the step is taken: `rate_factor`, what kl_lr_guard makes of its learning rate, goes by the
-        KL of the step before.
-        """
+    def next_rate_factor(self) -> float:
+        """What kl_lr_guard multiplies the learning rate of the coming step by: guard / KL of the step before, or 1."""
         guard = self.kl.kl_lr_guard
-        self.rate_factor = 1.0 if guard is None or self.last_kl is None else guard / max(guard, self.last_kl)
-        if math.isfinite(kl):
-            self.controller.update(kl)
-            self.last_kl = kl
+        return 1.0 if guard is None or self.last_kl is None else guard / max(guard, self.last_kl)
+
+    def update(self, kl: float) -> None:
+        """Take in the KL of an optimizer step, in nats per token; the next step's beta and rate go by it.
+
+        Raises:
+            NonFiniteError: see `check_kl`; nothing has changed then.
+        """
+        check_kl(kl)
+        self.controller.update(kl)
+        self.rate_factor, self.last_kl = self.next_rate_factor(), kl
+
+    def reference_lengths(self, column: Sequence[float | None]) -> list[float | None]:
+        """The reference length of each row in tokens: the user's number, else the row's own, else the measured one.
+
+        Args:
+            column: what the data says of each row.
+        """
+        if self.kl.kl_reference_length is not None:
+            return [self.kl.kl_reference_length] * len(column)
+        return [self.reference_length if length is None else length for length in column]
+
+    def metrics(
+        self, beta: float, *, reduction: Reduction | None, mean_length: float, max_length: int
+    ) -> dict[str, float]:
+        """What there is to log of it: see `beta_metrics`; the reference length where a clip may need one."""
+        found = beta_metrics(
+            beta, self.kl.kl_placement, reduction=reduction, mean_length=mean_length, max_length=max_length
+        )
+        if self.kl.kl_clip_method != "none" and self.reference_length is not None:
+            found["kl/reference_length"] = self.reference_length
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that changes during a run, as JSON can hold it."""

@@ -17,16 +17,13 @@ from klamp.core.clipping import gate_kl
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import masked_log_ratio
 from klamp.core.masking import masked_sum
-from klamp.core.term import Gate, KLTerm, sequence_gate_kl, shifted_advantages, shifted_rewards
+from klamp.core.term import Gate, KLTerm, gate_level, sequence_kl, shifted_advantages, shifted_rewards
 from klamp.core.types import Batch, Reduction
-from klamp.diagnostics.alarms_kl import STEP_ZERO
 from klamp.errors import ConfigError
 from klamp.hosts.common.control import KLControl
 from klamp.hosts.common.exclusions import excluded_ids, kl_tokens
 from klamp.hosts.common.loss import GATE_KL, KL_MASK, KL_SCALE, REFERENCE_LENGTH, batch_of
-
-STEP_ZERO_KL = STEP_ZERO.value
-"""KL in nats per token above which a policy that has not been updated and its reference are not the same model."""
+from klamp.hosts.common.step_zero import STEP_ZERO_KL
 
 LENGTH_COLUMN = "reference_length"
 """The data column that gives a prompt's reference length in tokens."""
@@ -96,7 +93,7 @@ def prepared(
             added[KL_SCALE] = exclusion_scale(mask, added[KL_MASK], reduction, generation.accelerator)
         generation = replace(generation, inputs=added)
     if term.clip_method != "none":
-        if term.clip_per_token:
+        if term.needs_reference_length:
             added[REFERENCE_LENGTH] = reference_lengths(generation, control)
         added[GATE_KL] = gate_over_processes(generation, term)
         generation = replace(generation, inputs=added)
@@ -122,13 +119,9 @@ def exclusion_scale(mask: Tensor, kl_mask: Tensor, reduction: Reduction, acceler
 
 def gate_over_processes(generation: Generation, term: KLTerm) -> Tensor:
     """The KL that gates each of this process's sequences, in nats; groups and batches run over all processes. [B]"""
-    single = replace(generation.batch(), group_size=1)
-    per_sequence = sequence_gate_kl(single, replace(term, clip_level="sequence"))
-    everywhere = generation.accelerator.gather(per_sequence)
-    # A sampled KL is too noisy to gate its own sequence: without the exact KL the level is at least the group.
-    sampled = generation.exact_kl is None
-    level = "group" if sampled and term.clip_level == "sequence" else term.clip_level
-    return generation.local(gate_kl(everywhere, level=level, group_size=generation.group_size))
+    batch = generation.batch()
+    everywhere = generation.accelerator.gather(sequence_kl(batch, term))
+    return generation.local(gate_kl(everywhere, level=gate_level(batch, term), group_size=generation.group_size))
 
 
 def shifted(generation: Generation, term: KLTerm, *, beta: float) -> Tensor:
@@ -159,12 +152,11 @@ def reference_lengths(generation: Generation, control: KLControl) -> Tensor:
     Raises:
         ConfigError: it would have to be measured, and the policy is not the reference any more.
     """
-    given = [None if control.kl.kl_reference_length else row.get(LENGTH_COLUMN) for row in generation.rows]
-    unknown = torch.tensor([float(length is None) for length in given]).sum().to(generation.lengths.device)
-    if control.reference_length is None and float(generation.accelerator.reduce(unknown, reduction="sum")) > 0:
+    column = [row.get(LENGTH_COLUMN) for row in generation.rows]
+    unknown = torch.tensor(float(control.reference_lengths(column).count(None))).to(generation.lengths.device)
+    if float(generation.accelerator.reduce(unknown, reduction="sum")) > 0:
         control.reference_length = _measured(generation)
-    filled = [control.reference_length if length is None else length for length in given]
-    return torch.tensor(filled, dtype=torch.float32, device=generation.lengths.device)
+    return torch.tensor(control.reference_lengths(column), dtype=torch.float32, device=generation.lengths.device)
 
 
 def _measured(generation: Generation) -> float:

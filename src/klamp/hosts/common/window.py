@@ -12,7 +12,7 @@ from klamp.core.gradients import masked_log_ratio
 from klamp.core.masking import masked_mean
 from klamp.core.term import Gate, KLTerm, carries_kl, kl_metrics, require_reference
 from klamp.core.types import Batch
-from klamp.diagnostics.statistics import means_by_position
+from klamp.diagnostics.statistics import largest_log_ratios, means_by_position
 
 _SEQUENCES = ("kl/k3_sequence", "kl/budget", "kl/before_clip", "kl/after_clip", "kl/over_budget", "length/mean")
 _TRAINED = ("kl/weights_truncated", "policy/logp_mean", "ref/logp_mean")
@@ -72,9 +72,8 @@ class Window:
         log_ratios = accelerator.gather(log_ratios)
         log_ratios = log_ratios[~log_ratios.isnan()]
         if len(log_ratios):
-            sizes, k3 = log_ratios.abs().sort().values, ESTIMATORS["k3"].value(log_ratios)
-            found["kl/log_ratio_max"] = float(sizes[-1])
-            found["kl/log_ratio_p99"] = float(sizes[min(len(sizes) - 1, int(0.99 * len(sizes)))])
+            found |= {name: float(size) for name, size in largest_log_ratios(log_ratios).items()}
+            k3 = ESTIMATORS["k3"].value(log_ratios)
             found["kl/k3_max"], found["kl/k3_min"] = float(k3.max()), float(k3.min())
         self._clear()
         return found

@@ -11,6 +11,7 @@ from torch import Tensor
 from klamp.config import KLConfig
 from klamp.core.masking import Totals, natural_denominator, total_denominator
 from klamp.core.objective import grpo_loss
+from klamp.core.types import LossPart
 from klamp.errors import NonFiniteError
 from klamp.hosts.tinker.mismatch import mismatch_metrics
 from klamp.hosts.tinker.options import KL_COEF, LossOptions, Settings, make_settings
@@ -71,7 +72,7 @@ def loss_of_rows(rows: Rows, logprobs_list: Sequence[Tensor], settings: Settings
     metrics |= {"beta": objective.beta, "loss": float(output.loss.detach())}
     metrics["loss/denominator"] = _denominator(rows, settings)
     if "loss/kl" in metrics:
-        metrics["loss/kl_denominator"] = _denominator(rows, settings, kl=True)
+        metrics["loss/kl_denominator"] = _denominator(rows, settings, part="kl")
     return output.loss, metrics | mismatch_metrics(rows, policy.detach())
 
 
@@ -97,10 +98,11 @@ def count_tokens(data: Sequence[Any]) -> Totals:
     return read_rows(data).totals
 
 
-def _denominator(rows: Rows, settings: Settings, *, kl: bool = False) -> float:
+def _denominator(rows: Rows, settings: Settings, *, part: LossPart = "policy") -> float:
     objective = settings.objective
+    kl = part == "kl"
     reduction = (objective.kl.normalizer if kl else None) or objective.reduction
     if settings.totals is not None:
-        return float(total_denominator(settings.totals, reduction, length=objective.max_length, kl=kl))
+        return float(total_denominator(settings.totals, reduction, length=objective.max_length, part=part))
     counted = rows.mask & rows.kl_mask if kl and rows.kl_mask is not None else rows.mask
     return float(natural_denominator(counted, reduction, length=objective.max_length))

@@ -18,7 +18,7 @@ from klamp.core.gradients import COEFFICIENTS, weighted_value
 from klamp.core.masking import masked, reduce_tokens, total_denominator
 from klamp.core.objective import Objective
 from klamp.core.term import KLTerm, shifted_advantages
-from klamp.core.types import Reduction
+from klamp.core.types import LossPart, Reduction
 from klamp.hosts.tinker.options import Settings
 from klamp.hosts.tinker.padded import Rows
 
@@ -76,7 +76,7 @@ def input_rows(rows: Rows, settings: Settings) -> dict[str, Tensor]:
     objective = settings.objective
     carried = rows.mask if rows.kl_mask is None else rows.mask & rows.kl_mask
     weights = _weights(rows.mask, rows.mask, objective.reduction, settings)
-    kl_weights = _weights(rows.mask, carried, objective.kl.normalizer or objective.reduction, settings, kl=True)
+    kl_weights = _weights(rows.mask, carried, objective.kl.normalizer or objective.reduction, settings, part="kl")
     advantages, beta = rows.advantages, objective.beta
     if objective.kl.placement != "loss":
         if objective.kl.placement == "advantage" and beta > 0:
@@ -95,12 +95,14 @@ def input_rows(rows: Rows, settings: Settings) -> dict[str, Tensor]:
     return dict(zip(INPUTS, columns, strict=True))
 
 
-def _weights(mask: Tensor, counted: Tensor, reduction: Reduction, settings: Settings, *, kl: bool = False) -> Tensor:
+def _weights(
+    mask: Tensor, counted: Tensor, reduction: Reduction, settings: Settings, *, part: LossPart = "policy"
+) -> Tensor:
     """What each token is multiplied with: a reduction is linear, so its gradient at zero. [B, N]"""
     length = settings.objective.max_length
     denominator = None
     if settings.totals is not None:
-        denominator = total_denominator(settings.totals, reduction, length=length, kl=kl)
+        denominator = total_denominator(settings.totals, reduction, length=length, part=part)
     tokens = torch.zeros(mask.shape, requires_grad=True)
     total = reduce_tokens(tokens, mask, reduction, length=length, denominator=denominator, counted=counted)
     return torch.autograd.grad(total, tokens)[0]

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from klamp.config import TRL_LOSS_TYPES
-from klamp.config.describe import beta_units
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import masked_log_ratio
 from klamp.core.masking import masked_sum
 from klamp.core.term import Gate, carries_kl
 from klamp.errors import KLWarning
+from klamp.hosts.common.control import KLControl, beta_metrics, held_kl
 from klamp.hosts.common.loss import batch_of
-from klamp.hosts.common.rollout import STEP_ZERO_KL, Generation
-from klamp.hosts.common.step_zero import likely_reasons, step_zero_text
+from klamp.hosts.common.rollout import Generation
+from klamp.hosts.common.step_zero import STEP_ZERO_KL, likely_reasons, step_zero_text
 from klamp.hosts.trl.exact import exact_kl_of
 from klamp.hosts.trl.session import Scoring
 
@@ -36,7 +36,11 @@ def exact_for_gate(trainer: Any, inputs: Any, hidden: Tensor | None) -> Tensor |
 
 
 def after_loss(trainer: Any, inputs: Any, scored: Scoring, beta: float) -> None:
-    """Add a micro-batch to the measurements; at the end of an optimizer step log, check, and adjust beta."""
+    """Add a micro-batch to the measurements; at the end of an optimizer step log, check, and adjust beta.
+
+    Raises:
+        NonFiniteError: the KL of an optimizer step is NaN or infinite; the host has not taken the step yet.
+    """
     session, mode = trainer._klamp, "train" if trainer.model.training else "eval"
     batch, window = batch_of(inputs, scored.logprobs.detach()), session.windows[mode]
     window.add(batch, session.term, Gate.of(batch, session.term))
@@ -47,31 +51,27 @@ def after_loss(trainer: Any, inputs: Any, scored: Scoring, beta: float) -> None:
     if mode == "train" and not trainer.accelerator.sync_gradients:
         return
     found = window.emit(trainer.accelerator)
-    found |= beta_metrics(trainer, beta, found)
-    if mode == "train" and "kl/k3" in found:  # a step may hold no token that carries the KL
+    found |= _beta_metrics(trainer, beta, found.get("length/mean", 1.0))
+    kl = held_kl(found, exact_everywhere=session.exact_everywhere)
+    if mode == "train" and kl is not None:
         _check_step_zero(trainer, found["kl/k3"])
         if session.control is not None:
-            session.control.update(found["kl/exact" if session.exact_everywhere else "kl/k3"])
+            session.control.update(kl)
             if session.control.kl.kl_lr_guard is not None:
                 found["kl/lr_factor"] = session.control.rate_factor
     for name, value in found.items():
         trainer._metrics[mode][name].append(value)
 
 
-def beta_metrics(trainer: Any, beta: float, found: dict[str, float]) -> dict[str, float]:
-    """beta in force, also as the coefficient of a whole completion's KL."""
-    term, control = trainer._klamp.term, trainer._klamp.control
-    units = beta_units(
+def _beta_metrics(trainer: Any, beta: float, mean_length: float) -> dict[str, float]:
+    control: KLControl | None = trainer._klamp.control
+    of_beta = partial(beta_metrics, placement="loss") if control is None else control.metrics
+    return of_beta(
         beta,
-        TRL_LOSS_TYPES.get(trainer.loss_type) or "token_mean",
-        placement=term.placement,
-        length=max(found.get("length/mean", 1.0), 1.0),
+        reduction=trainer._loss_types.get(trainer.loss_type),
+        mean_length=max(mean_length, 1.0),
         max_length=trainer.max_completion_length,
     )
-    named = {"beta": beta, "beta/per_sequence": units.sequence}
-    if control is not None and term.clip_method != "none" and control.reference_length is not None:
-        named["kl/reference_length"] = control.reference_length
-    return named
 
 
 def _check_step_zero(trainer: Any, kl: float) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import math
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
@@ -21,6 +20,7 @@ from klamp.core.gradients import masked_log_ratio
 from klamp.core.term import token_penalty
 from klamp.core.types import Batch
 from klamp.errors import ConfigError
+from klamp.hosts.common.control import KLControl, check_kl
 from klamp.hosts.common.versions import check_installed, out_of_range
 from klamp.hosts.verl import names
 
@@ -138,8 +138,7 @@ def penalty_in_reward(logprob: Tensor, ref_logprob: Tensor, name: str) -> Tensor
 class RewardController:
     """A controller of klamp's for a KL in the reward, as verl's `apply_kl_penalty` calls it.
 
-    verl measures k1, a mean over tokens, then over completions. Where noise makes it negative, it counts as 0; where it
-    is no number, beta stays.
+    verl measures k1, a mean over tokens, then over completions. Where noise makes it negative, it counts as 0.
 
     Args:
         name: of the controller.
@@ -151,17 +150,21 @@ class RewardController:
 
     def __init__(self, name: str, kl_ctrl: Any) -> None:
         kl = names.controlled(name, beta=kl_ctrl.kl_coef, target_kl=kl_ctrl.target_kl)
-        self.controller = kl.build_controller()
+        self.control = KLControl(kl)
 
     @property
     def value(self) -> float:
         """The beta in force."""
-        return self.controller.value
+        return self.control.controller.value
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Adjust beta to the KL of a step; verl's `n_steps` (a number of completions) is not used."""
-        if math.isfinite(current_kl):
-            self.controller.update(max(current_kl, 0.0))
+        """Adjust beta to the KL of a step; verl's `n_steps` (a number of completions) is not used.
+
+        Raises:
+            NonFiniteError: a KL that is NaN or infinite, as in every host: see `klamp.hosts.common.control.check_kl`.
+        """
+        check_kl(current_kl)
+        self.control.update(max(current_kl, 0.0))
 
 
 def _by_name(original: Penalty, ours: Penalty) -> Penalty:

@@ -33,7 +33,7 @@ def measure_length(context: Context, connection: Connection) -> None:
     if not isinstance(reference, TinkerReference) or not is_needed(context):
         return
     groups = _answers(context, connection, reference.client, context.task.train[:PROMPTS], temperature=1.0)
-    context.reference_length = sum(len(row.tokens) for (row,) in groups) / len(groups)
+    context.control.reference_length = sum(len(row.tokens) for (row,) in groups) / len(groups)
 
 
 def _answers(

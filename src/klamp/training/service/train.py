@@ -141,5 +141,4 @@ def _context(config: TrainConfig, folder: Path, accelerator: Any, connection: Co
         objective=build_objective(config.kl, config.loss, max_length=config.rollout.max_completion_length),
         stop=[],
         vocabulary=len(tokenizer),
-        reference_length=config.kl.kl_reference_length,
     )

@@ -10,13 +10,21 @@ from torch import Tensor
 
 from klamp.core.objective import Objective, grpo_loss
 from klamp.diagnostics.statistics import pad_tokens
-from klamp.errors import KlampError, NonFiniteError
+from klamp.errors import KlampError
 from klamp.training.context import Context
 from klamp.training.rollouts import Rollout
 from klamp.training.scoring import Scores
 from klamp.training.service.connection import Connection
 from klamp.training.service.rollout import token_lists
-from klamp.training.updates import UpdateOutput, batch_of, kl_from_old, named_losses, share_of
+from klamp.training.updates import (
+    UpdateOutput,
+    batch_of,
+    check_held,
+    kl_from_old,
+    named_losses,
+    not_finite,
+    share_of,
+)
 
 EPS = 1e-8
 """AdamW's epsilon, that of klamp's own trainer; the SDK's default is 1e-12."""
@@ -61,7 +69,7 @@ class PartLoss:
             loss, metrics = grpo_loss(batch, self.objective, totals=self.rollout.totals)
             self.metrics = {name: float(value) for name, value in metrics.items()} | {"loss": float(loss.detach())}
             if not torch.isfinite(loss):
-                raise _not_finite(f"loss {float(loss.detach())}")
+                raise not_finite("the loss is not finite", f"loss {float(loss.detach())}")
         except KlampError as error:
             self.error = error
             loss = torch.stack([torch.where(torch.zeros_like(x).bool(), x, 0.0).sum() for x in logprobs_list]).sum()
@@ -98,7 +106,7 @@ def update(
         before_step: called when the gradients are there and the weights are about to move.
 
     Raises:
-        NonFiniteError: the loss or its log-probabilities are NaN or infinite; the weights are as they were before.
+        NonFiniteError: the loss, the KL or the log-probabilities are NaN or infinite; the weights are as before.
         ModelError: the service fails.
     """
     seen: list[Tensor] = []
@@ -114,6 +122,7 @@ def update(
         for name, value in loss.metrics.items():
             sums[name] = sums.get(name, 0.0) + value * share_of(name, rollout, part)
     policy = torch.cat(seen)
+    check_held(context, sums)
     before_step()
     return UpdateOutput(
         policy_logprobs=policy,
@@ -141,13 +150,3 @@ def _step(connection: Connection, client: Any, context: Context, rate: float) ->
     answer = connection.ask("take an optimizer step", lambda: client.optim_step(params))
     norms = [value for name, value in (answer.metrics or {}).items() if "grad_norm" in name]
     return norms[0] if norms else None
-
-
-def _not_finite(got: str) -> NonFiniteError:
-    return NonFiniteError(
-        "the loss is not finite",
-        got=got,
-        why="an optimizer step with it would destroy the weights",
-        fix="look at kl/log_ratio_max and policy/ratio_clipped of the last steps; lower the learning rate, or set "
-        "kl_max_log_ratio",
-    )

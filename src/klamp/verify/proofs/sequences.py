@@ -64,7 +64,7 @@ def _penalty(value: Estimator, gradient: Gradient, horizon: Horizon, *, weigh: b
 def _exact(horizon: Horizon, *, weigh: bool = False) -> Loss:
     def loss(y: Outcomes) -> Tensor:
         behavior = y.sampler_logprobs if weigh else None
-        log_w = log_weights(y.policy_logprobs, behavior, y.mask, prefix=True)
+        log_w = log_weights(y.policy_logprobs, behavior, y.mask, horizon="sequence")
         exact = exact_kl(y.policy_logits, y.ref_logits)
         return exact_penalty(y.policy_logprobs, exact, log_w, y.mask, gradient="reverse", horizon=horizon)
 

@@ -1,0 +1,113 @@
+"""klamp's options in a host's arguments: all of them, none set by itself, each with its help."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from klamp.config import KLConfig
+from klamp.config.kl import ALIASES
+from klamp.errors import ConfigError
+from klamp.hosts.common.fields import KLFields, field_texts, kl_config, settle_fields, touched
+
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(KLConfig)}
+
+
+@dataclass
+class Arguments(KLFields):
+    """A host's, with the one field of its own that says how much."""
+
+    beta: float = 0.0
+
+
+def arguments(**changes: Any) -> Arguments:
+    made = Arguments(**changes)
+    settle_fields(made)
+    return made
+
+
+def test_every_field_of_the_configuration_is_there_but_beta() -> None:
+    names = {field.name for field in dataclasses.fields(KLFields)}
+    assert names == (DEFAULTS.keys() - {"beta"}) | ALIASES.keys()
+    assert all(field.default is None for field in dataclasses.fields(KLFields))
+
+
+def test_untouched_it_is_the_hosts_own_kl() -> None:
+    assert kl_config(arguments()) is None
+    assert kl_config(arguments(beta=0.3)) is None, "beta is the host's own field"
+    assert touched(arguments(kl_coef=0.3)) == {}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("kl_estimator", "k1"),
+        ("kl_gradient", "forward"),
+        ("kl_horizon", "sequence"),
+        ("kl_clip_method", "soft"),
+        ("use_per_token_kl_threshold", False),
+        ("kl_reference_length", 12),
+        ("target_kl", 0.1),
+        ("beta_max", 2.0),
+        ("kl_monitor", True),
+        ("kl_schedule", "linear"),
+        ("kl_lr_guard", 0.2),
+    ],
+)
+def test_one_that_is_set_makes_it_klamps_with_klamps_defaults(name: str, value: object) -> None:
+    found = kl_config(arguments(beta=0.3, **{name: value}))
+    assert found == KLConfig(beta=0.3, **{name: value})
+
+
+def test_a_field_set_to_its_default_counts_as_set() -> None:
+    """The one way to ask for klamp's KL with all of klamp's defaults."""
+    assert kl_config(arguments(beta=0.3, kl_estimator="k3")) == KLConfig(beta=0.3)
+    assert kl_config(arguments(beta=0.3, kl_monitor=False)) == KLConfig(beta=0.3)
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_another_name_of_beta_sets_beta(alias: str) -> None:
+    made = arguments(**{alias: 0.25})
+    assert made.beta == 0.25 and getattr(made, alias) is None
+    assert arguments(beta=0.25, **{alias: 0.25}).beta == 0.25
+    with pytest.raises(ConfigError, match="beta is given twice") as caught:
+        arguments(beta=0.3, **{alias: 0.25})
+    assert f"{alias}=0.25" in str(caught.value.got) and "beta=0.3" in str(caught.value.got)
+
+
+@pytest.mark.parametrize("beta", [-0.1, float("nan"), float("inf")])
+def test_a_beta_that_is_none_is_refused(beta: float) -> None:
+    with pytest.raises(ConfigError, match="beta"):
+        arguments(kl_coef=beta)
+
+
+def test_lists_are_what_json_holds_and_tuples_what_the_configuration_takes() -> None:
+    given: dict[str, Any] = {
+        "kl_controller_gains": (1.0, 0.5, 0.5),
+        "kl_exclude_tokens": ("special",),
+        "kl_exclude_between": ("<t>", "</t>"),
+    }
+    made = arguments(beta=0.1, kl_controller="pid", target_kl=0.1, **given)
+    assert json.loads(json.dumps(dataclasses.asdict(made)))["kl_exclude_between"] == ["<t>", "</t>"]
+    found = kl_config(made)
+    assert found is not None
+    assert {name: getattr(found, name) for name in given} == given
+
+
+def test_the_help_is_what_the_configuration_says_under_its_fields() -> None:
+    texts = field_texts()
+    assert texts.keys() == DEFAULTS.keys()
+    for field in dataclasses.fields(KLFields):
+        shown = field.metadata["help"] % ()
+        if field.name in ALIASES:
+            assert shown == "Another name of beta."
+        else:
+            assert shown.startswith(texts[field.name]) and repr(DEFAULTS[field.name]) in shown
+    assert texts["kl_horizon"] == (
+        "token: each position for itself; sequence: with what a token does to the KL of later ones."
+    )

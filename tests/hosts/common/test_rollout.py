@@ -1,0 +1,231 @@
+"""What is settled of a whole generation batch: the same however it lies over processes, before it is split further."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tests.hosts.common.several import in_processes
+from tests.hosts.common.single import Single
+from torch import Tensor
+
+from klamp.config import KLConfig
+from klamp.core.advantages import group_advantages
+from klamp.core.estimators import kl_estimate
+from klamp.core.term import Gate, KLTerm, sequence_gate_kl, shifted_advantages, shifted_rewards
+from klamp.errors import ConfigError
+from klamp.hosts.common.control import KLControl
+from klamp.hosts.common.rollout import (
+    Generation,
+    exclusion_scale,
+    gate_over_processes,
+    needs_old_logprobs,
+    prepared,
+    reference_lengths,
+    shifted,
+)
+from klamp.tasks.arithmetic import arithmetic_tokenizer
+
+ROWS, LENGTH, GROUP = 8, 5, 4
+TOKENIZER = arithmetic_tokenizer()
+REWARD: dict[str, Any] = {"kl_estimator": "k1", "kl_placement": "reward", "kl_horizon": "sequence"}
+CLIP: dict[str, Any] = {"kl_clip_method": "hard", "kl_clip_threshold": 0.05}
+
+
+def batch_tensors(*, apart: float = 0.5) -> tuple[dict[str, Tensor], Tensor]:
+    """Two groups of four completions, and the policy's log-probabilities before the first update."""
+    generator = torch.Generator().manual_seed(3)
+    old = -torch.rand(ROWS, LENGTH, generator=generator) - 0.1
+    inputs = {
+        "completion_ids": torch.randint(3, 20, (ROWS, LENGTH), generator=generator),
+        "completion_mask": (torch.arange(LENGTH) < torch.tensor([5, 4, 3, 5, 2, 5, 1, 4])[:, None]).long(),
+        "advantages": torch.randn(ROWS, generator=generator),
+        "ref_per_token_logps": old - apart * torch.rand(ROWS, LENGTH, generator=generator),
+    }
+    return inputs, old
+
+
+def generation(
+    accelerator: Any = None, *, processes: int = 1, exact: Tensor | None = None, apart: float = 0.5, **changes: Any
+) -> Generation:
+    """This process's share of the batch; 0.5: how far policy and reference are apart at most."""
+    inputs, old = batch_tensors(apart=apart)
+    accelerator = accelerator or Single()
+    size = ROWS // processes
+    mine = slice(accelerator.process_index * size, (accelerator.process_index + 1) * size)
+    given = {"rows": [{}] * size, "lengths": inputs["completion_mask"].sum(-1)[mine], "group_size": GROUP, **changes}
+    return Generation(
+        inputs={name: x[mine] for name, x in inputs.items()},
+        old_logprobs=old[mine],
+        accelerator=accelerator,
+        exact_kl=None if exact is None else exact[mine],
+        **given,
+    )
+
+
+@pytest.mark.parametrize("level", ["sequence", "group", "batch"])
+@pytest.mark.parametrize("exact", [None, torch.arange(1.0, 41.0).view(ROWS, LENGTH)])
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_a_gate_is_that_of_the_whole_batch_at_once(level: Any, exact: Tensor | None, processes: int) -> None:
+    """With four processes each holds half a group."""
+    term = KLTerm(clip_method="hard", clip_threshold=0.1, clip_level=level)
+    found = in_processes(
+        processes, lambda member: gate_over_processes(generation(member, processes=processes, exact=exact), term)
+    )
+    whole = replace(generation(exact=exact).batch(), group_size=GROUP)
+    torch.testing.assert_close(torch.cat(found), sequence_gate_kl(whole, term))
+
+
+def test_a_sampled_kl_gates_no_less_than_its_group() -> None:
+    term, made = KLTerm(clip_method="hard", clip_level="sequence"), generation()
+    inputs, old = batch_tensors()
+    k3 = kl_estimate(old, inputs["ref_per_token_logps"], estimator="k3") * inputs["completion_mask"]
+    mean = k3.sum(-1).view(2, GROUP).mean(-1).repeat_interleave(GROUP)
+    torch.testing.assert_close(gate_over_processes(made, term), mean)
+    exact = torch.rand(ROWS, LENGTH)
+    own = (exact * inputs["completion_mask"]).sum(-1)
+    torch.testing.assert_close(gate_over_processes(generation(exact=exact), term), own)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "expected"),
+    [("sequence_mean", [1.5, 2.0]), ("token_mean", [5 / 3] * 2), ("fixed_length", [1, 1]), ("sequence_sum", [1, 1])],
+)
+def test_what_a_host_divides_by_and_what_klamp_does(reduction: Any, expected: list[float]) -> None:
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    carried = torch.tensor([[False, True, True], [False, True, False]])
+    assert exclusion_scale(mask, carried, reduction, Single()).tolist() == pytest.approx(expected)
+
+
+def test_tokens_are_counted_over_all_processes() -> None:
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    carried = torch.tensor([[False, True, True], [False, True, False]])
+
+    def scale(member: Any) -> list[float]:
+        mine = slice(member.process_index, member.process_index + 1)
+        return exclusion_scale(mask[mine], carried[mine], "token_mean", member).tolist()
+
+    assert in_processes(2, scale) == [[pytest.approx(5 / 3)], [pytest.approx(5 / 3)]]
+
+
+def test_the_length_is_the_users_else_the_columns_else_measured() -> None:
+    column: Any = [{"reference_length": 3}, {}] * 4
+    users = KLControl(KLConfig(kl_reference_length=7, **CLIP))
+    assert reference_lengths(generation(rows=column), users).tolist() == [7.0] * ROWS
+    mixed = KLControl(KLConfig(**CLIP))
+    near = generation(rows=column, apart=1e-4)
+    mean = float(near.lengths.float().mean())
+    assert reference_lengths(near, mixed).tolist() == pytest.approx([3.0, mean] * 4)
+    assert mixed.reference_length == pytest.approx(mean)
+
+
+def test_a_measured_length_is_that_of_all_processes_and_frozen() -> None:
+    control = [KLControl(KLConfig(**CLIP)) for _ in range(4)]
+
+    def measure(member: Any) -> list[float]:
+        made = generation(member, processes=4, apart=1e-4)
+        return reference_lengths(made, control[member.process_index]).tolist()
+
+    mean = 29 / ROWS
+    assert in_processes(4, measure) == [pytest.approx([mean] * 2)] * 4
+    longer = generation(apart=1e-4, lengths=torch.full((ROWS,), 50))
+    assert reference_lengths(longer, control[0]).tolist() == pytest.approx([mean] * ROWS)
+
+
+def test_a_column_that_one_process_lacks_is_measured_on_all() -> None:
+    """Or the one would wait for the others for ever."""
+
+    def measure(member: Any) -> list[float]:
+        rows: Any = [{"reference_length": 3}] * 4 if member.process_index == 0 else [{}] * 4
+        return reference_lengths(
+            generation(member, processes=2, rows=rows, apart=1e-4), KLControl(KLConfig(**CLIP))
+        ).tolist()
+
+    assert in_processes(2, measure) == [[3.0] * 4, pytest.approx([29 / ROWS] * 4)]
+
+
+def test_a_policy_that_has_moved_is_no_sample_of_the_reference() -> None:
+    with pytest.raises(ConfigError, match="reference length cannot be measured"):
+        reference_lengths(generation(apart=0.5), KLControl(KLConfig(**CLIP)))
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+@pytest.mark.parametrize("clip", [{}, {**CLIP, "kl_reference_length": 2}])
+def test_the_kl_in_the_reward_is_the_advantage_of_lower_rewards(processes: int, clip: dict[str, Any]) -> None:
+    """The host has formed its advantages already; what it would have formed from the lower rewards comes out."""
+    term = KLConfig(beta=0.3, **REWARD, **clip).build_term()
+    rewards = torch.randn(ROWS, generator=torch.Generator().manual_seed(8))
+    formed = group_advantages(rewards, GROUP, scale="none")
+
+    def shift(member: Any) -> Tensor:
+        made = generation(member, processes=processes)
+        mine = made.local(formed)
+        extra = {"klamp_gate_kl": gate_over_processes(made, term), "klamp_reference_length": torch.full_like(mine, 2)}
+        made = replace(made, inputs={**made.inputs, "advantages": mine, **(extra if clip else {})})
+        return shifted(made, term, beta=0.3)
+
+    batch = replace(generation().batch(), group_size=GROUP, reference_length=2.0)
+    gate = Gate.of(batch, term)
+    assert gate is None or 0 < float(gate.factor.mean()) < 1, "one group is over budget, one is not"
+    lower = shifted_rewards(rewards, batch, term, beta=0.3, gate=gate)
+    expected = group_advantages(lower, GROUP, scale="none")
+    torch.testing.assert_close(torch.cat(in_processes(processes, shift)), expected)
+    assert (expected - formed).abs().max() > 0.01
+
+
+def test_a_completion_without_a_reward_has_no_say() -> None:
+    term = KLConfig(beta=0.3, **REWARD).build_term()
+    scorable = torch.tensor([True, True, True, False] + [False] * 4)
+    made = generation(scorable=scorable)
+    found = shifted(made, term, beta=0.3) - made.inputs["advantages"]
+    spent = (made.old_logprobs - made.inputs["ref_per_token_logps"]) * made.inputs["completion_mask"]  # pyright: ignore
+    taken = 0.3 * spent.sum(-1)[:3]
+    torch.testing.assert_close(found[:3], taken.mean() - taken)
+    assert found[3:].tolist() == [0.0] * 5
+
+
+def test_the_kl_in_the_advantage_is_the_cores() -> None:
+    kl = KLConfig(beta=0.3, kl_estimator="k1", kl_placement="advantage", kl_horizon="sequence")
+    made = generation()
+    expected = shifted_advantages(made.batch(), kl.build_term(), beta=0.3)
+    torch.testing.assert_close(shifted(made, kl.build_term(), beta=0.3), expected)
+    added = prepared(made, KLControl(kl), TOKENIZER, beta=0.3, reduction="token_mean")
+    torch.testing.assert_close(added["advantages"], expected)
+    unshifted = prepared(made, KLControl(kl), TOKENIZER, beta=0.0, reduction="token_mean")
+    assert torch.equal(unshifted["advantages"], made.inputs["advantages"]), "a schedule that starts at 0"
+
+
+def test_a_plain_kl_in_the_loss_adds_nothing() -> None:
+    made = generation()
+    assert prepared(made, KLControl(KLConfig(beta=0.3)), TOKENIZER, beta=0.3, reduction="token_mean") == made.inputs
+
+
+def test_exclusions_are_settled_before_the_gate() -> None:
+    kl = KLConfig(beta=0.3, kl_exclude_prefix=2, kl_reference_length=2, **CLIP)
+    made = generation()
+    added = prepared(made, KLControl(kl), TOKENIZER, beta=0.3, reduction="sequence_mean")
+    mask = made.inputs["completion_mask"].bool()
+    assert torch.equal(added["klamp_kl_mask"], mask & (torch.arange(LENGTH) >= 2))
+    assert added["klamp_kl_scale"][0] == pytest.approx(5 / 3)
+    k3 = kl_estimate(made.old_logprobs, made.inputs["ref_per_token_logps"], estimator="k3")  # pyright: ignore
+    kept = (k3 * added["klamp_kl_mask"]).sum(-1).view(2, GROUP).mean(-1).repeat_interleave(GROUP)
+    torch.testing.assert_close(added["klamp_gate_kl"], kept)
+    assert added["klamp_reference_length"].tolist() == [2.0] * ROWS
+    by_part = prepared(made, KLControl(kl), TOKENIZER, beta=0.3, reduction=None)
+    assert "klamp_kl_scale" not in by_part
+
+
+def test_a_budget_in_total_asks_for_no_length() -> None:
+    kl = KLConfig(beta=0.3, use_per_token_kl_threshold=False, **CLIP)
+    added = prepared(generation(), KLControl(kl), TOKENIZER, beta=0.3, reduction="token_mean")
+    assert "klamp_gate_kl" in added and "klamp_reference_length" not in added
+
+
+@pytest.mark.parametrize(
+    ("fields", "needed"),
+    [({}, False), (CLIP, True), (REWARD, True), ({"kl_estimator": "k1", "kl_placement": "advantage"}, True)],
+)
+def test_when_the_policy_has_to_be_scored_before_its_first_update(fields: dict[str, Any], needed: bool) -> None:
+    assert needs_old_logprobs(KLConfig(**fields).build_term()) is needed

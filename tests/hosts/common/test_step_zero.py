@@ -1,0 +1,46 @@
+"""The KL before the first update: what it is held against, and what usually makes it other than 0."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from klamp.diagnostics.alarms_kl import STEP_ZERO
+from klamp.hosts.common.step_zero import STEP_ZERO_KL, likely_reasons, step_zero_text
+
+
+def test_the_limit_is_that_of_the_alarm() -> None:
+    assert STEP_ZERO_KL == STEP_ZERO.value == 1e-4
+
+
+def test_why_the_kl_is_not_zero_at_the_start() -> None:
+    plain = nn.Linear(2, 2)
+    dropping = nn.Sequential(plain, nn.Dropout(0.1))
+    assert likely_reasons(plain, None, adapter=False) == []
+    assert "dropout (1 layers" in likely_reasons(dropping, plain, adapter=True)[0]
+    assert likely_reasons(dropping.eval(), plain, adapter=True) == []
+    assert "torch.float64" in likely_reasons(plain, nn.Linear(2, 2).double(), adapter=False)[0]
+    assert "adapter that is not zero" in likely_reasons(plain, None, adapter=True)[0]
+
+
+def test_dropout_of_nothing_is_no_reason() -> None:
+    assert likely_reasons(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)), None, adapter=False) == []
+
+
+def test_weights_are_suspected_only_where_they_were_loaded() -> None:
+    policy, reference = nn.Linear(2, 2), nn.Linear(2, 2)
+    assert "loaded from a path" in likely_reasons(policy, reference, adapter=False)[0]
+    assert likely_reasons(policy, reference, adapter=False, loaded=False) == []
+    assert likely_reasons(policy, reference, adapter=True) == []
+
+
+def test_every_reason_that_is_seen_is_said() -> None:
+    policy = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
+    found = likely_reasons(policy, nn.Linear(2, 2).to(torch.bfloat16), adapter=False)
+    assert ["dropout" in found[0], "torch.bfloat16" in found[1]] == [True, True]
+    text = step_zero_text(0.0123, found)
+    assert "1.23e-02 nats per token" in text and found[0] in text and found[1] in text
+
+
+def test_without_a_reason_it_says_where_to_look() -> None:
+    assert "mask that covers the prompt" in step_zero_text(0.1, [])
