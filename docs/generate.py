@@ -15,7 +15,7 @@ from klamp.config import KLConfig, KLWarning, LossConfig
 from klamp.core.estimators import ESTIMATORS
 from klamp.diagnostics.alarm import Alarm
 from klamp.diagnostics.alarms import ALARMS
-from klamp.diagnostics.metrics import METRICS, MetricRow
+from klamp.diagnostics.metrics import METRICS, OWN_INTERFACES, RECORDED_NAMES, MetricRow
 from klamp.verify.config_facts import LENGTH, ConfigFacts, measure_config
 from klamp.verify.estimator_facts import EstimatorFacts, measure_estimators
 from klamp.verify.gradient_names import IN_WORDS
@@ -52,6 +52,7 @@ FAMILIES: Mapping[str, str] = {
     "beta": "Beta",
     "train": "Training",
     "policy": "Policy",
+    "advantage": "Advantage",
     "ref": "Reference",
     "length": "Length",
     "speed": "Speed",
@@ -125,7 +126,8 @@ def metrics_page() -> str:
         NOTICE,
         "What a run logs to `metrics.jsonl` and to the trackers, over the whole global batch of a step whichever way",
         "it was split. *Better* says which direction is good, where there is one. Evaluations are logged as",
-        "`eval/SKILL`.",
+        "`eval/SKILL`. `grpo_loss`, `klamp.tinker`, `klamp.trl`, `klamp train` and the reports all use these names;",
+        "what others call the same is [at the end](#other-names).",
         "",
     ]
     for family in dict.fromkeys(_family(row) for row in METRICS.values()):
@@ -139,6 +141,16 @@ def metrics_page() -> str:
             ),
             "",
         ]
+    parts += [
+        "## Other names",
+        "",
+        "What `klamp doctor` and `klamp report` read in other trainers' logs, and the places where klamp itself keeps",
+        "names that were given to it.",
+        "",
+    ]
+    for host, names in {**RECORDED_NAMES, **OWN_INTERFACES}.items():
+        rows = [(f"`{theirs}`", f"`{ours}`") for theirs, ours in names.items()]
+        parts += [f"### {host}", "", *_table(("there", "here"), rows), ""]
     return "\n".join(parts)
 
 

@@ -273,7 +273,7 @@ def custom(trial: Trial, kl_coef: float) -> tuple[Any, list[Any], float, float]:
     expected, _ = compute_grpo_kl_loss(trial.data, rows, kl_coef=kl_coef)
     slopes = list(torch.autograd.grad(expected, rows, retain_graph=True))
     metrics = forward_backward_kl(trial.client, trial.data, kl_coef=kl_coef).result(timeout=WAIT).metrics
-    return expected, slopes, metrics["loss"], trial.gradient_norm()
+    return expected, slopes, metrics["train/loss"], trial.gradient_norm()
 
 
 def check_custom_value(trial: Trial) -> Result:

@@ -81,7 +81,7 @@ class Step:
     def through_tinker(self, kl, loss_type):
         options = {"normalizer": NORMALIZERS[loss_type], "max_length": LENGTH}
         result = forward_backward_kl(self.client, self.data, kl=kl, **options).result()
-        return result.metrics["loss"], {name: x.grad for name, x in self.standin.weights().items()}
+        return result.metrics["train/loss"], {name: x.grad for name, x in self.standin.weights().items()}
 
     def through_klamp(self, kl, loss_type):
         model = self.local_model()

@@ -218,7 +218,7 @@ def test_metrics_are_detached_scalars_that_say_what_the_loss_is_made_of():
     batch = random_batch(5)
     output = grpo_loss(batch, Objective(beta=0.3))
     assert all(not m.requires_grad and m.ndim == 0 for m in output.metrics.values())
-    parts = output.metrics["loss/policy"] + output.metrics["loss/kl"]
+    parts = output.metrics["train/policy_loss"] + output.metrics["train/kl_penalty"]
     assert parts.item() == pytest.approx(output.loss.item(), abs=1e-14)
     delta = (batch.policy_logprobs - batch.ref_logprobs).detach()
     k3 = (torch.exp(-delta) - 1 + delta)[batch.mask].mean()

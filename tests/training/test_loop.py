@@ -13,6 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from klamp.config import KLConfig
 from klamp.core.masking import Totals
+from klamp.diagnostics.metrics import METRICS, OWN_INTERFACES
 from klamp.errors import ConfigError, DataError, EmptyMaskError, NonFiniteError, RewardError, ShapeError
 from klamp.tasks.arithmetic import arithmetic_tokenizer
 from klamp.training.completions import select
@@ -238,7 +239,8 @@ def test_the_loop_learns_and_writes_to_tensorboard(tmp_path):
         _, history = trained(steps=20, writer=writer)
     start, end = (sum(row["reward"] for row in part) / 4 for part in (history[:4], history[-4:]))
     assert end > start + 1.5
-    assert history[0]["kl"] == pytest.approx(0, abs=1e-6) and abs(history[-1]["kl"]) > 0.01
+    assert history[0].keys() <= METRICS.keys() | OWN_INTERFACES["klamp.training.loop, as its guide has it"].keys()
+    assert history[0]["kl/k1"] == pytest.approx(0, abs=1e-6) and abs(history[-1]["kl/k1"]) > 0.01
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert {"train/kl_penalty", "train/loss", "train/reward", "train/grad_norm"} <= set(events.Tags()["scalars"])
@@ -246,7 +248,7 @@ def test_the_loop_learns_and_writes_to_tensorboard(tmp_path):
         seen = [(e.step, e.value) for e in events.Scalars(f"train/{name}")]
         assert seen == [(i, pytest.approx(row[name], rel=1e-5)) for i, row in enumerate(history, start=1)]
     for row in history:
-        assert row["kl_penalty"] == pytest.approx(0.05 * row["kl"], abs=1e-7)
+        assert row["kl_penalty"] == pytest.approx(0.05 * row["kl/k1"], abs=1e-7)
 
 
 def test_the_loop_gives_the_same_numbers_in_any_number_of_parts():
@@ -278,7 +280,7 @@ def test_the_loop_bounds_the_gradient_unless_told_not_to():
 
 def test_the_loop_without_a_kl_needs_no_reference():
     _, history = trained(steps=1, kl_coef=0.0, ref_model=Untouched())
-    assert history[0]["kl_penalty"] == history[0]["kl"] == 0.0
+    assert history[0]["kl_penalty"] == history[0]["kl/k1"] == 0.0
 
 
 def test_the_loop_refuses_what_it_cannot_use():
@@ -293,7 +295,7 @@ def test_the_loop_refuses_what_it_cannot_use():
 
 
 def test_a_steps_line_reads_as_documented(caplog):
-    metrics = {"kl_penalty": 0.00123, "reward": 0.5, "length": 4.0, "loss": 0.12341, "grad_norm": 0.5678}
+    metrics = {"kl_penalty": 0.00123, "reward": 0.5, "length/mean": 4.0, "loss": 0.12341, "grad_norm": 0.5678}
     expected = "Step 1 | Loss: 0.1234 | Grad norm: 0.5678 | Reward: 0.5000 | KL penalty: 0.0012"
     with caplog.at_level(logging.INFO, logger="klamp.training.loop"):
         assert log_train(1, metrics) == expected

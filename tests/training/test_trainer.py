@@ -156,7 +156,8 @@ def test_a_reference_that_is_not_the_policy_is_pointed_out_once(context_of):
     trainer.train_step()
     trainer.train_step()
     ((_, text),) = [call for call in recorder.calls if call[0] == "warning"]
-    assert "policy and reference differ" in text and "dropout" in text
+    assert text.startswith("The KL before the first update is ") and "policy and reference differ" in text
+    assert "other kernels, or a mask that covers the prompt" in text, "no reason can be seen"
 
 
 def test_an_epoch_takes_every_prompt_once_in_a_fresh_order(context_of):
@@ -215,17 +216,6 @@ def test_everything_learns_a_reward_that_is_easy(config_of, tmp_path):
     start, end = (sum(r["length/mean"] for r in part) / 5 for part in (rows[:5], rows[-5:]))
     assert end < start - 1.5
     assert all(math.isfinite(x) for row in rows for x in row.values())
-
-
-def test_a_policy_that_is_not_the_reference_is_told_before_anything_moves(context_of):
-    context, recorder = context_of(learning_rate=1e-2), Recorder()
-    disturb(context.policy)
-    trainer = Trainer(context, [recorder])
-    trainer.train_step()
-    ((_, text),) = [call for call in recorder.calls if call[0] == "warning"]
-    assert text.startswith("The KL before the first update is ") and "should be about 0" in text
-    trainer.train_step()
-    assert sum(call[0] == "warning" for call in recorder.calls) == 1, "later it may be anything"
 
 
 def test_a_reference_in_another_precision_is_named_as_the_reason(context_of):

@@ -76,7 +76,7 @@ class KLChoices:
     """none, hard (no pull below the budget), or soft."""
     kl_clip_threshold: float = KLTerm.clip_threshold
     """KL budget: nats per token of the reference length, or nats in total."""
-    use_per_token_kl_threshold: bool = KLTerm.clip_per_token
+    use_per_token_kl_threshold: bool = KLTerm.clip_unit == "token"
     """Whether the threshold is per token (multiplied by the reference length)."""
     kl_clip_temperature: float = KLTerm.clip_temperature
     """Width of the soft clip in nats of the total."""

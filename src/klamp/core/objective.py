@@ -112,12 +112,12 @@ def grpo_loss(batch: Batch, objective: Objective, *, totals: Totals | None = Non
     check_name("surrogate", objective.surrogate, SURROGATES)
     tokens = SURROGATES[objective.surrogate](objective, policy, old, advantages)
     loss = _reduce(tokens, batch.mask, batch.mask, objective.reduction, objective, totals)
-    metrics["loss/policy"] = loss.detach()
+    metrics["train/policy_loss"] = loss.detach()
     if objective.beta > 0 and objective.kl.placement == "loss":
         penalty = token_penalty(batch, objective.kl, gate)
         reduction = objective.kl.normalizer or objective.reduction
         kl_loss = objective.beta * _reduce(penalty, batch.mask, kl_mask, reduction, objective, totals, part="kl")
-        metrics["loss/kl"] = kl_loss.detach()
+        metrics["train/kl_penalty"] = kl_loss.detach()
         loss = loss + kl_loss
     metrics["beta"] = torch.as_tensor(objective.beta, dtype=policy.dtype)
     if objective.surrogate == "ppo_clip":

@@ -84,7 +84,7 @@ class LossOutput(NamedTuple):
 
     Attributes:
         loss: scalar with gradient.
-        metrics: name -> detached scalar tensor; the names are documented in the metrics table.
+        metrics: name -> detached scalar tensor; names as in `klamp.diagnostics.metrics.METRICS` (docs/metrics.md).
     """
 
     loss: Float[Tensor, ""]

@@ -1,7 +1,8 @@
-"""The table of all metrics: name, unit, direction, how it is averaged, what it says."""
+"""The table of all metrics: name, unit, direction, how it is averaged, what it says; and what others call the same."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -98,11 +99,21 @@ METRICS: dict[str, MetricRow] = {
         _row(
             "sampler/k3", "nats/token", "lower", "mean over tokens", "k3 of the same; one bad token shows here first."
         ),
+        _row(
+            "sampler/abs",
+            "nats/token",
+            "lower",
+            "mean over tokens",
+            "Mean |log-ratio| of the same, in logs of TRL.",
+        ),
+        _row("sampler/log_ratio_max", "nats", "lower", "maximum over tokens", "Largest |log-ratio| of the same."),
         _row("beta", "reward/nat", "neither", "value", "Coefficient of the KL in force in this step, per token."),
         _row("beta/per_sequence", "reward/nat", "neither", "value", "The same as a coefficient of the sequence's KL."),
         _row("train/loss", "loss", "neither", "value", "The loss of the step's first update: policy loss plus KL."),
         _row("train/policy_loss", "loss", "neither", "value", "The part of the policy surrogate."),
         _row("train/kl_penalty", "loss", "neither", "value", "The part of the KL: beta times its reduced penalty."),
+        _row("train/denominator", "1", "neither", "value", "What klamp.tinker divided the policy loss by."),
+        _row("train/kl_denominator", "1", "neither", "value", "What klamp.tinker divided the KL by."),
         _row("train/grad_norm", "norm", "neither", "mean over updates", "Norm of the gradient before clipping."),
         _row("train/learning_rate", "1", "neither", "value", "Learning rate in force."),
         _row(
@@ -120,6 +131,8 @@ METRICS: dict[str, MetricRow] = {
         _row("policy/kl_old", "nats/token", "neither", "mean over tokens", "k3 of KL(old||policy), last update."),
         _row("policy/logp_mean", "nats/token", "neither", "mean over tokens", "Mean log-probability under the policy."),
         _row("ref/logp_mean", "nats/token", "neither", "mean over tokens", "Mean log-probability under the reference."),
+        _row("advantage/max", "reward", "neither", "maximum over tokens", "Largest advantage, in logs of verl."),
+        _row("advantage/min", "reward", "neither", "minimum over tokens", "Smallest advantage, in logs of verl."),
         _row("length/mean", "tokens", "neither", "mean over completions", "Completion length, end token included."),
         _row("length/truncated", "share", "lower", "mean over completions", "Completions cut at the length limit."),
         _row("speed/tokens_per_second", "tokens/s", "higher", "value", "Sampled and trained tokens per second."),
@@ -127,3 +140,83 @@ METRICS: dict[str, MetricRow] = {
     )
 }
 """Name -> row. Evaluations are logged as `eval/SKILL`, the mean score of a skill on held-out prompts."""
+
+RECORDED_NAMES: Mapping[str, Mapping[str, str]] = {
+    "TRL, Unsloth, verifiers": {
+        "kl": "kl/k3",
+        "entropy": "policy/entropy",
+        "completions/mean_length": "length/mean",
+        "completion_length": "length/mean",
+        "completions/clipped_ratio": "length/truncated",
+        "clip_ratio/region_mean": "policy/ratio_clipped",
+        "frac_reward_zero_std": "groups/saturated",
+        "sampling/sampling_logp_difference/mean": "sampler/abs",
+        "grad_norm": "train/grad_norm",
+        "loss": "train/loss",
+        "policy_loss": "train/policy_loss",
+        "learning_rate": "train/learning_rate",
+    },
+    "verl": {
+        "actor/kl_loss": "kl/k3",
+        "actor/reward_kl_penalty": "kl/k1",
+        "actor/kl_coef": "beta",
+        "actor/reward_kl_penalty_coeff": "beta",
+        "actor/entropy": "policy/entropy",
+        "actor/grad_norm": "train/grad_norm",
+        "actor/pg_loss": "train/policy_loss",
+        "actor/pg_clipfrac": "policy/ratio_clipped",
+        "actor/lr": "train/learning_rate",
+        "critic/score/mean": "reward",
+        "critic/advantages/max": "advantage/max",
+        "critic/advantages/min": "advantage/min",
+        "response_length/mean": "length/mean",
+        "response_length/clip_ratio": "length/truncated",
+        "rollout_corr/kl": "sampler/k1",
+        "rollout_corr/k3_kl": "sampler/k3",
+    },
+    "prime-rl": {
+        "mismatch_kl/mean": "sampler/k3",
+        "entropy/mean": "policy/entropy",
+        "optim/grad_norm": "train/grad_norm",
+        "optim/lr": "train/learning_rate",
+        "loss/mean": "train/loss",
+        "reward/mean": "reward",
+        "reward/all/mean": "reward",
+        "is_truncated/mean": "length/truncated",
+        "is_truncated/all/mean": "length/truncated",
+        "seq_len/mean": "length/mean",
+        "seq_len/all/mean": "length/mean",
+    },
+    "tinker-cookbook": {
+        "env/all/reward/total": "reward",
+        "optim/kl_sample_train_v1": "sampler/k1",
+        "optim/entropy": "policy/entropy",
+    },
+    "OpenRLHF, and the scripts of two guides": {
+        "response_length": "length/mean",
+        "truncated": "length/truncated",
+        "kl_penalty": "kl/k1",
+        "kl_divergence": "kl/k1",
+    },
+}
+"""Trainer -> the name in its logs -> klamp's name."""
+
+OWN_INTERFACES: Mapping[str, Mapping[str, str]] = {
+    "klamp.training.loop, as its guide has it": {
+        "loss": "train/loss",
+        "policy_loss": "train/policy_loss",
+        "kl_penalty": "train/kl_penalty",
+        "kl_penalty_mean": "train/kl_penalty",
+        "kl_mean": "kl/k1",
+        "clip_fraction": "policy/ratio_clipped",
+        "log_prob_mean": "policy/logp_mean",
+        "grad_norm": "train/grad_norm",
+    },
+    "klamp.tinker, on the server": {
+        "custom/train_policy_loss:sum": "train/policy_loss",
+        "custom/train_kl_penalty:sum": "train/kl_penalty",
+        "custom/kl_k1:sum": "kl/k1",
+        "custom/kl_k3:sum": "kl/k3",
+    },
+}
+"""The parts of klamp whose names were given -> the name there -> that of `METRICS`."""

@@ -63,8 +63,8 @@ def step_metrics(record: StepRecord, *, group_size: int, max_length: int) -> dic
     found = _reward_metrics(record, group_size) | _policy_metrics(record)
     if record.ref is not None:
         found |= _kl_metrics(record, record.ref, max_length)
-    if record.original is not None:
-        mask = record.kl_mask & _scored(record)[:, None]
+    mask = record.kl_mask & _scored(record)[:, None]
+    if record.original is not None and bool(mask.any()):
         delta = masked_log_ratio(record.policy, record.original, mask)
         for name in ("k1", "k3"):
             found[f"kl/{name}_original"] = masked_mean(ESTIMATORS[name].value(delta), mask)
@@ -145,8 +145,8 @@ def _exact_metrics(record: StepRecord, rows: Tensor) -> dict[str, Tensor]:
     for name, value in (("exact", record.exact), ("exact_forward", record.exact_forward)):
         if value is not None:
             found[f"kl/{name}"] = masked_mean(value[rows], mask)
-            found[f"kl/{name}_sequence"] = masked_sum(value[rows], mask, -1).mean()
-    found.pop("kl/exact_forward_sequence", None)
+    if record.exact is not None:
+        found["kl/exact_sequence"] = masked_sum(record.exact[rows], mask, -1).mean()
     return found
 
 

@@ -8,61 +8,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from klamp.diagnostics.history import Settings, Verifier
-from klamp.diagnostics.metrics import METRICS
+from klamp.diagnostics.metrics import METRICS, RECORDED_NAMES
 
-NAMES: Mapping[str, str] = {
-    # TRL, Unsloth, verifiers
-    "kl": "kl/k3",
-    "entropy": "policy/entropy",
-    "completions/mean_length": "length/mean",
-    "completion_length": "length/mean",
-    "completions/clipped_ratio": "length/truncated",
-    "clip_ratio/region_mean": "policy/ratio_clipped",
-    "frac_reward_zero_std": "groups/saturated",
-    "sampling/sampling_logp_difference/mean": "sampler/abs",
-    "grad_norm": "train/grad_norm",
-    "loss": "train/loss",
-    "policy_loss": "train/policy_loss",
-    "learning_rate": "train/learning_rate",
-    # verl
-    "actor/kl_loss": "kl/k3",
-    "actor/reward_kl_penalty": "kl/k1",
-    "actor/kl_coef": "beta",
-    "actor/reward_kl_penalty_coeff": "beta",
-    "actor/entropy": "policy/entropy",
-    "actor/grad_norm": "train/grad_norm",
-    "actor/pg_loss": "train/policy_loss",
-    "actor/pg_clipfrac": "policy/ratio_clipped",
-    "actor/lr": "train/learning_rate",
-    "critic/score/mean": "reward",
-    "critic/advantages/max": "advantage/max",
-    "critic/advantages/min": "advantage/min",
-    "response_length/mean": "length/mean",
-    "response_length/clip_ratio": "length/truncated",
-    "rollout_corr/kl": "sampler/k1",
-    "rollout_corr/k3_kl": "sampler/k3",
-    # prime-rl
-    "mismatch_kl/mean": "sampler/k3",
-    "entropy/mean": "policy/entropy",
-    "optim/grad_norm": "train/grad_norm",
-    "optim/lr": "train/learning_rate",
-    "loss/mean": "train/loss",
-    "reward/mean": "reward",
-    "reward/all/mean": "reward",
-    "is_truncated/mean": "length/truncated",
-    "is_truncated/all/mean": "length/truncated",
-    "seq_len/mean": "length/mean",
-    "seq_len/all/mean": "length/mean",
-    # tinker-cookbook
-    "env/all/reward/total": "reward",
-    "optim/kl_sample_train_v1": "sampler/k1",
-    "optim/entropy": "policy/entropy",
-    # OpenRLHF, and the scripts of two guides (docs/sources.md)
-    "response_length": "length/mean",
-    "truncated": "length/truncated",
-    "kl_penalty": "kl/k1",
-    "kl_divergence": "kl/k1",
-}
+NAMES: Mapping[str, str] = {theirs: ours for names in RECORDED_NAMES.values() for theirs, ours in names.items()}
 """The name that another trainer uses -> klamp's name."""
 
 STEP_NAMES = ("train/global_step", "global_step", "training/global_step", "step", "progress/batch", "_step")

@@ -126,8 +126,8 @@ def compute_loss(
     output = grpo_loss(batch, objective, totals=totals)
     nothing = torch.zeros_like(output.loss.detach())
     metadata = {
-        "policy_loss": output.metrics["loss/policy"],
-        "kl_penalty_mean": output.metrics.get("loss/kl", nothing),
+        "policy_loss": output.metrics["train/policy_loss"],
+        "kl_penalty_mean": output.metrics.get("train/kl_penalty", nothing),
         "kl_mean": output.metrics.get("kl/k1", nothing),
         "clip_fraction": output.metrics["policy/ratio_clipped"],
         "log_prob_mean": masked_mean(policy_log_probs.detach(), mask),
@@ -262,13 +262,13 @@ def train(
                 totals=totals,
             )
             share = float(part.mask.sum()) / tokens
-            found = {"loss": loss, "kl_penalty": seen["kl_penalty_mean"], "kl": seen["kl_mean"] * share}
+            found = {"loss": loss, "kl_penalty": seen["kl_penalty_mean"], "kl/k1": seen["kl_mean"] * share}
             for name, value in found.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optim.max_grad_norm or float("inf"))
         optimizer.step()
-        length = tokens / len(rewards)
-        metrics = sums | {"reward": float(rewards.mean()), "grad_norm": float(norm), "length": length}
+        seen = {"reward": float(rewards.mean()), "grad_norm": float(norm), "length/mean": tokens / len(rewards)}
+        metrics = sums | seen
         log_train(step + 1, metrics, writer=writer)
         history.append(metrics)
     return history

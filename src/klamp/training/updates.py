@@ -102,7 +102,7 @@ def update(context: Context, optimizer: Optimizer, rollout: Rollout, objective: 
             output = grpo_loss(batch_of(context, rollout, part, scores, objective), objective, totals=rollout.totals)
             context.accelerator.backward(output.loss * context.processes)
         seen.append(scores)
-        for name, value in (output.metrics | {"loss": output.loss.detach()}).items():
+        for name, value in (output.metrics | {"train/loss": output.loss.detach()}).items():
             sums[name] = sums.get(name, 0.0) + value.double() * share_of(name, rollout, part)
     found = joined(seen, rollout.mask.shape[1])
     losses = _over_processes(context, sums | _exact_mean(context, rollout, found))
@@ -110,7 +110,7 @@ def update(context: Context, optimizer: Optimizer, rollout: Rollout, objective: 
     kl_old = kl_from_old(context, rollout, found.logprobs)
     bound = context.config.kl.kl_early_stop
     stopped = bound is not None and kl_old > bound
-    grad_norm = 0.0 if stopped else _step(context, optimizer, losses["loss"])
+    grad_norm = 0.0 if stopped else _step(context, optimizer, losses["train/loss"])
     return UpdateOutput(
         policy_logprobs=found.logprobs,
         entropy=found.entropy,
@@ -124,14 +124,13 @@ def update(context: Context, optimizer: Optimizer, rollout: Rollout, objective: 
 
 
 _PER_TOKEN = ("policy/ratio_clipped", "kl/weights_truncated", "kl/log_ratio_clamped")
-_KEPT = (*_PER_TOKEN, "kl/budget", "kl/before_clip", "kl/after_clip", "kl/over_budget", "policy/skipped")
+_SUMMED = ("train/loss", "train/policy_loss", "train/kl_penalty")
+_KEPT = (*_SUMMED, *_PER_TOKEN, "kl/budget", "kl/before_clip", "kl/after_clip", "kl/over_budget", "policy/skipped")
 
 
 def named_losses(losses: Mapping[str, float]) -> dict[str, float]:
-    """The sums of a step, under the names that are logged."""
-    named = {"train/loss": losses["loss"], "train/policy_loss": losses["loss/policy"]}
-    named["train/kl_penalty"] = losses.get("loss/kl", 0.0)
-    return named | {name: losses[name] for name in _KEPT if name in losses}
+    """What is logged of the sums of a step."""
+    return {"train/kl_penalty": 0.0} | {name: losses[name] for name in _KEPT if name in losses}
 
 
 def _exact_mean(context: Context, rollout: Rollout, found: Scores) -> dict[str, Tensor]:
@@ -155,7 +154,7 @@ def check_held(context: Context, sums: Mapping[str, float]) -> None:
 
 def share_of(name: str, rollout: Rollout, part: slice) -> float:
     """The weight with which this part's metric enters that of the step; parts of a loss are just added."""
-    if name.startswith("loss"):
+    if name in _SUMMED:
         return 1.0
     if name not in _PER_TOKEN:
         return (part.stop - part.start) / float(rollout.totals.sequences)

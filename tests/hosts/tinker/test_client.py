@@ -41,7 +41,7 @@ def test_the_gradient_over_the_wire_is_that_of_autograd(trainer, reference, stan
     found = over_the_wire(standin)
     value, expected = by_autograd(standin, data, functools.partial(compute_grpo_kl_loss, **options))
     assert_same_gradient(found, expected)
-    assert result.metrics["loss"] == pytest.approx(value, abs=1e-6)
+    assert result.metrics["train/loss"] == pytest.approx(value, abs=1e-6)
     assert result.metrics["kl/k3"] > 1e-3
 
 
@@ -53,10 +53,10 @@ def test_at_coefficient_0_it_is_the_built_in_ppo(trainer, service, reference, st
     clear(standin)
     summed = forward_backward_kl(trainer, data, 0.0, 0.1, normalizer="token_sum").result()
     assert_same_gradient(over_the_wire(standin), expected)
-    assert summed.metrics["loss"] == pytest.approx(built_in.metrics["loss:sum"], abs=1e-6)
+    assert summed.metrics["train/loss"] == pytest.approx(built_in.metrics["loss:sum"], abs=1e-6)
     clear(standin)
     mean = forward_backward_kl(trainer, data, 0.0, 0.1).result()
-    assert mean.metrics["loss/denominator"] == 10
+    assert mean.metrics["train/denominator"] == 10
     assert_same_gradient(over_the_wire(standin), expected, times=1 / 10)
     assert summed.metrics["policy/ratio_clipped"] > 0
 
@@ -78,7 +78,7 @@ def test_a_datum_without_a_token_to_train_on_leaves_the_client_usable(trainer, r
     for _ in range(2):
         result = forward_backward_kl(trainer, data, 0.3).result()
         trainer.optim_step(tinker.AdamParams(learning_rate=1e-2)).result()
-    assert result.metrics["loss/denominator"] == 9
+    assert result.metrics["train/denominator"] == 9
 
 
 def test_bad_data_is_refused_before_anything_is_sent(trainer, reference, standin):
@@ -94,7 +94,7 @@ def test_bad_data_is_refused_before_anything_is_sent(trainer, reference, standin
         forward_backward_kl(trainer, broken, 0.3)
     assert standin.requests["forward_backward"] == asked
     assert requests > 0
-    assert forward_backward_kl(trainer, data, 0.3).result().metrics["loss/denominator"] == 10
+    assert forward_backward_kl(trainer, data, 0.3).result().metrics["train/denominator"] == 10
 
 
 def test_nan_from_the_service_ends_the_step_and_names_the_datum(trainer, reference, standin):
@@ -111,7 +111,7 @@ def test_inside_a_running_loop(trainer, reference):
     async def step():
         return await forward_backward_kl(trainer, data, 0.3)
 
-    assert asyncio.run(step()).metrics["loss/denominator"] == 10
+    assert asyncio.run(step()).metrics["train/denominator"] == 10
 
 
 def test_what_a_client_is_handed_and_hands_back(reference):
@@ -124,7 +124,7 @@ def test_what_a_client_is_handed_and_hands_back(reference):
     client, data = Client(), datums(reference)
     loss, metrics = forward_backward_kl(client, data, 0.3)
     assert client.keys == [["target_tokens"]] * 4
-    assert metrics["loss"] == loss.item()
+    assert metrics["train/loss"] == loss.item()
 
 
 def clear(standin):

@@ -73,7 +73,7 @@ def test_equals_the_formula_token_by_token(kl_coef, cliprange, advantage):
     total, slope, tokens = by_hand(data, policies, beta=kl_coef, low=low, high=high)
     assert loss.item() == pytest.approx(total / tokens, rel=1e-12)
     torch.testing.assert_close(slopes(loss, policies), slope / tokens, rtol=1e-12, atol=1e-15)
-    assert metrics["loss/denominator"] == tokens == 12
+    assert metrics["train/denominator"] == tokens == 12
     assert 0 < metrics["policy/ratio_clipped"] < 1  # each bound leaves tokens on both of its sides
 
 
@@ -86,7 +86,7 @@ def test_the_plain_sum_at_coefficient_0_is_the_built_in_ppo():
     loss, metrics = compute_grpo_kl_loss(data, policies, kl_coef=0.0, normalizer="token_sum")
     assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
     torch.testing.assert_close(slopes(loss, policies), slopes(expected, policies), rtol=1e-12, atol=1e-15)
-    assert metrics["loss/denominator"] == 1
+    assert metrics["train/denominator"] == 1
 
 
 CONFIGURATIONS = {
@@ -143,7 +143,7 @@ def test_normalizers_are_those_of_the_loss_types(normalizer, loss_type, denomina
     loss, metrics = compute_grpo_kl_loss(data, policies, kl=kl, normalizer=normalizer, max_length=8)
     torch.testing.assert_close(loss, expected.loss, rtol=1e-13, atol=0)
     torch.testing.assert_close(slopes(loss, policies), slopes(expected.loss, policies), rtol=1e-12, atol=1e-15)
-    assert metrics["loss/denominator"] == metrics["loss/kl_denominator"] == denominator
+    assert metrics["train/denominator"] == metrics["train/kl_denominator"] == denominator
 
 
 def test_surrogates_by_name():
@@ -164,7 +164,7 @@ def test_calls_that_share_an_optimizer_step_add_up_with_totals():
     both = parts[0][0] + parts[1][0]
     torch.testing.assert_close(both, whole, rtol=1e-13, atol=0)
     torch.testing.assert_close(slopes(both, policies), slopes(whole, policies), rtol=1e-12, atol=1e-15)
-    assert parts[0][1]["loss/denominator"] == 12
+    assert parts[0][1]["train/denominator"] == 12
 
 
 def test_a_datum_without_a_token_to_train_on_gets_zeros_and_no_nan():
@@ -175,7 +175,7 @@ def test_a_datum_without_a_token_to_train_on_gets_zeros_and_no_nan():
     loss.backward()
     assert torch.equal(policies[1].grad, torch.zeros_like(policies[1]))
     assert all(policy.grad is not None and bool(policy.grad.isfinite().all()) for policy in policies)
-    assert metrics["loss/denominator"] == 10
+    assert metrics["train/denominator"] == 10
 
 
 def test_what_stands_where_the_mask_is_0_does_not_matter():
@@ -200,7 +200,7 @@ def test_without_masks_the_zeros_of_the_prompt_are_left_out():
     bare = [FakeDatum({k: v for k, v in datum.loss_fn_inputs.items() if k != "mask"}) for datum in data]
     loss, metrics = compute_grpo_kl_loss(bare, policies, kl_coef=0.5)
     assert loss.item() == expected.item()
-    assert metrics["loss/denominator"] == 12
+    assert metrics["train/denominator"] == 12
 
 
 def test_a_token_without_advantage_still_carries_the_kl_where_there_is_no_mask():
@@ -208,7 +208,7 @@ def test_a_token_without_advantage_still_carries_the_kl_where_there_is_no_mask()
     bare = [FakeDatum({k: v for k, v in datum.loss_fn_inputs.items() if k != "mask"}) for datum in data]
     loss, metrics = compute_grpo_kl_loss(bare, policies, kl_coef=0.5)
     assert loss.item() == pytest.approx(0.5 * metrics["kl/k3"], rel=1e-6)
-    assert metrics["loss/denominator"] == 12
+    assert metrics["train/denominator"] == 12
 
 
 def test_a_token_that_the_sampler_was_certain_of_counts_where_there_is_no_mask():
@@ -216,7 +216,7 @@ def test_a_token_that_the_sampler_was_certain_of_counts_where_there_is_no_mask()
     bare = [FakeDatum({k: v for k, v in datum.loss_fn_inputs.items() if k != "mask"}) for datum in data]
     for datum in bare:
         datum.loss_fn_inputs["logprobs"] = put(0.0)(datum.loss_fn_inputs["logprobs"])
-    assert compute_grpo_kl_loss(bare, policies)[1]["loss/denominator"] == 12
+    assert compute_grpo_kl_loss(bare, policies)[1]["train/denominator"] == 12
 
 
 def test_excluded_tokens_carry_no_kl_and_all_of_the_surrogate():
@@ -229,7 +229,7 @@ def test_excluded_tokens_carry_no_kl_and_all_of_the_surrogate():
     objective = build_objective(kl, LossConfig(loss_type="bnpo"), max_length=8)
     expected = directly(data, policies, objective, kl_mask=column(data, "kl_mask", boolean=True))
     torch.testing.assert_close(slopes(loss, policies), slopes(expected.loss, policies), rtol=1e-12, atol=1e-15)
-    assert (metrics["loss/denominator"], metrics["loss/kl_denominator"]) == (12, 8)
+    assert (metrics["train/denominator"], metrics["train/kl_denominator"]) == (12, 8)
 
 
 def test_exclusions_without_masks_are_refused():
@@ -263,8 +263,8 @@ def test_metrics_are_numbers_without_a_graph_and_say_what_was_done():
     data, policies = fake_batch()
     loss, metrics = compute_grpo_kl_loss(data, policies, kl_coef=0.5)
     assert {type(value) for value in metrics.values()} == {float}
-    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-12)
-    assert metrics["loss/policy"] + metrics["loss/kl"] == pytest.approx(metrics["loss"], rel=1e-12)
+    assert metrics["train/loss"] == pytest.approx(loss.item(), rel=1e-12)
+    assert metrics["train/policy_loss"] + metrics["train/kl_penalty"] == pytest.approx(metrics["train/loss"], rel=1e-12)
     sampler = torch.cat([d.loss_fn_inputs["logprobs"] for d in data])
     mask = torch.cat([d.loss_fn_inputs["mask"] for d in data]) != 0
     delta = (sampler - torch.cat(policies).detach())[mask]
@@ -289,7 +289,7 @@ def test_the_reference_is_watched_at_coefficient_0_where_there_is_one():
     data, policies = fake_batch()
     _, metrics = compute_grpo_kl_loss(data, policies, kl_coef=0.0)
     assert metrics["kl/k3"] > 0
-    assert "loss/kl" not in metrics
+    assert "train/kl_penalty" not in metrics
 
 
 def test_another_thread_gives_the_same():

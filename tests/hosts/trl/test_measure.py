@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tests.hosts.trl.hosts import dataset, klamp_trainer, model
+from tests.hosts.trl.hosts import dataset, klamp_trainer, model, saved, stock_trainer
 
 from klamp.diagnostics.metrics import METRICS
 from klamp.records.wandb import frames
@@ -47,8 +47,19 @@ EXPECTED = {
 POSITIONS = {f"kl/position/{i}_of_8" for i in range(1, 9)}
 
 
-def test_the_names_are_those_of_the_table() -> None:
-    assert METRICS.keys() >= EXPECTED
+def test_every_name_that_klamp_adds_to_trls_log_is_in_the_table(tmp_path: Path) -> None:
+    """Those that a stock run of the same kind does not have, whatever is switched on."""
+    more = {"kl_off_policy": "token", "kl_max_weight": 2.0, "kl_lr_guard": 1e-9, "log_completions": True}
+    options = {name: value for name, value in OPTIONS.items() if not name.startswith("kl_")}
+    base = saved(model(), tmp_path / "base")  # TRL loads its own reference from there
+    stock = stock_trainer(base, tmp_path, **options, log_completions=True)
+    ours = klamp_trainer(base, tmp_path, **OPTIONS, **more)
+    for trainer in (stock, ours):
+        trainer.train()
+    added, own = ({name for row in t.state.log_history for name in row} for t in (ours, stock))
+    names = {name.removeprefix("eval_") for name in added - own}
+    assert names <= METRICS.keys()
+    assert names >= EXPECTED | POSITIONS | {"kl/lr_factor", "kl/weights_truncated", "kl/k3_max"}
 
 
 def test_they_are_in_the_event_files_of_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ def compute_grpo_kl_loss(
     Equation: R[-min(r A, clip(r, 1 - low, 1 + high) A)] + beta R_kl[penalty], r = policy / sampler, penalty as in
     `kl_penalty`. `token_mean` is 1/n sum over the n trained tokens of `data`; the service's built-in losses are plain
     sums: at kl_coef 0 the built-in `ppo` gives n times this loss and gradient, and exactly this one with
-    `normalizer="token_sum"`. What was divided by is in the metrics (`loss/denominator`, `loss/kl_denominator`).
+    `normalizer="token_sum"`. What was divided by is in the metrics (`train/denominator`, `train/kl_denominator`).
 
     Sampler: whoever `logprobs` belong to; it is the old policy of the ratio and the sampler of `kl_off_policy`.
     Gradient: that of `grpo_loss`. Every datum gets one, zeros where nothing of it is trained on.
@@ -46,7 +46,7 @@ def compute_grpo_kl_loss(
         options: beta, normalizer, surrogate, max_length, group_size, reference_length, totals: see `LossOptions`.
 
     Returns:
-        The loss, and metrics as floats: names as in the metrics table, `loss`, `loss/policy`, `loss/kl` besides.
+        The loss, and metrics as floats, names as in docs/metrics.md: `train/loss`, `train/kl_penalty`, `kl/k3`, ...
 
     Raises:
         UnknownNameError: an option or a choice that there is not; names the nearest.
@@ -69,10 +69,10 @@ def loss_of_rows(rows: Rows, logprobs_list: Sequence[Tensor], settings: Settings
     output = grpo_loss(batch, objective, totals=settings.totals)
     _check_finite(output.loss, policy)
     metrics = {name: float(value) for name, value in output.metrics.items()}
-    metrics |= {"beta": objective.beta, "loss": float(output.loss.detach())}
-    metrics["loss/denominator"] = _denominator(rows, settings)
-    if "loss/kl" in metrics:
-        metrics["loss/kl_denominator"] = _denominator(rows, settings, part="kl")
+    metrics |= {"beta": objective.beta, "train/loss": float(output.loss.detach())}
+    metrics["train/denominator"] = _denominator(rows, settings)
+    if "train/kl_penalty" in metrics:
+        metrics["train/kl_denominator"] = _denominator(rows, settings, part="kl")
     return output.loss, metrics | mismatch_metrics(rows, policy.detach())
 
 

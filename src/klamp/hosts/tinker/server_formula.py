@@ -26,6 +26,11 @@ INPUTS = ("behavior_logprobs", "ref_logprobs", "advantages", "policy_weights", "
 """Rows of a datum that the traced loss reads; its first parameter must be `logprobs`, the policy's."""
 
 
+def on_server(metric: str) -> str:
+    """What the SDK lets the server call a metric: `custom/`, the name without its slash, and how datums add up."""
+    return f"custom/{metric.replace('/', '_')}:sum"
+
+
 def datum_loss(objective: Objective) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
     """The loss of one datum as a function that torch.fx can trace: torch calls only, numbers as constants."""
     low, high, term = 1 - objective.clip_low, 1 + objective.clip_high, objective.kl
@@ -45,15 +50,16 @@ def datum_loss(objective: Objective) -> Callable[..., tuple[Tensor, dict[str, Te
         surrogate = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
         policy = (policy_weights * surrogate).sum()
         seen = torch.where(kl_shares != 0, (logprobs - ref_logprobs).detach(), zeros)
-        metrics = {f"custom/kl_{name}:sum": (kl_shares * ESTIMATORS[name].value(seen)).sum() for name in ("k1", "k3")}
-        metrics["custom/loss_policy:sum"] = policy.detach()
+        names = {f"kl/{name}": name for name in ("k1", "k3")}
+        metrics = {on_server(ours): (kl_shares * ESTIMATORS[name].value(seen)).sum() for ours, name in names.items()}
+        metrics[on_server("train/policy_loss")] = policy.detach()
         if not in_loss:
             return policy, metrics
         delta = torch.where(kl_weights != 0, (logprobs - ref_logprobs).detach(), zeros)
         log_w = torch.where(kl_weights != 0, (logprobs - behavior_logprobs).detach(), zeros)
         value, coefficient = _penalty(term, delta, log_w)
         kl = (kl_weights * (value + coefficient * (logprobs - logprobs.detach()))).sum()
-        metrics["custom/loss_kl:sum"] = kl.detach()
+        metrics[on_server("train/kl_penalty")] = kl.detach()
         return policy + kl, metrics
 
     return klamp_grpo_kl

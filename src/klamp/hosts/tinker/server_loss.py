@@ -68,8 +68,9 @@ def create_kl_loss(
     `token`, kl_off_policy `none` or `token`; and every horizon with kl_placement `advantage`. A clip of the KL and
     the sequence horizon in the loss need more than one token at a time, and stay with the usual route.
 
-    Metrics come back under the names that the SDK asks for: `custom/loss_policy:sum`, `custom/loss_kl:sum`,
-    `custom/kl_k1:sum`, `custom/kl_k3:sum` (means over the KL's tokens, summed over datums).
+    Metrics come back under the names that the SDK asks for: `custom/train_policy_loss:sum`,
+    `custom/train_kl_penalty:sum`, `custom/kl_k1:sum`, `custom/kl_k3:sum` (means over the KL's tokens, summed over
+    datums).
 
     Whether a service takes uploads is its own choice (`ServerLoss.on_server` says what it chose); a function that a
     server refuses raises what the SDK raises.

@@ -67,7 +67,8 @@ class PartLoss:
                 self.context, self.rollout, self.part, Scores(logits=None, logprobs=policy), self.objective
             )
             loss, metrics = grpo_loss(batch, self.objective, totals=self.rollout.totals)
-            self.metrics = {name: float(value) for name, value in metrics.items()} | {"loss": float(loss.detach())}
+            metrics["train/loss"] = loss.detach()
+            self.metrics = {name: float(value) for name, value in metrics.items()}
             if not torch.isfinite(loss):
                 raise not_finite("the loss is not finite", f"loss {float(loss.detach())}")
         except KlampError as error:

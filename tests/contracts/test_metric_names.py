@@ -1,0 +1,120 @@
+"""Every metric that anything in klamp logs or reads is in the one table, by one name."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.hosts.tinker.fakes import fake_batch
+
+import klamp
+from klamp.config import KLConfig
+from klamp.core.objective import Objective, grpo_loss
+from klamp.core.term import KLTerm
+from klamp.core.types import Batch
+from klamp.diagnostics.metrics import METRICS, OWN_INTERFACES, RECORDED_NAMES
+from klamp.hosts.tinker.loss import compute_grpo_kl_loss
+from klamp.hosts.tinker.mismatch import sampler_mismatch
+from klamp.hosts.tinker.server_formula import INPUTS, datum_loss, on_server
+from klamp.training.loop import compute_loss
+
+FAMILIES = sorted({name.partition("/")[0] for name in METRICS if "/" in name})
+NAME = re.compile(rf"({'|'.join(FAMILIES)})/[a-z0-9_]+(/[a-z0-9_]+)?")
+SOURCE = Path(klamp.__file__).parent
+LOGGING = ("core", "diagnostics", "hosts", "records", "report", "tinker", "training")
+"""The rooms that log a run or read its log; the columns of an ablation's table are those of `klamp.ablation`."""
+
+
+def test_each_row_is_under_its_own_name_and_says_something() -> None:
+    assert all(name == row.name for name, row in METRICS.items())
+    assert all(row.unit and row.reduction and row.text.endswith(".") for row in METRICS.values())
+
+
+@pytest.mark.parametrize("host", [*RECORDED_NAMES, *OWN_INTERFACES])
+def test_other_names_stand_for_a_row(host: str) -> None:
+    names = {**RECORDED_NAMES, **OWN_INTERFACES}[host]
+    assert set(names.values()) <= METRICS.keys()
+    assert not names.keys() & METRICS.keys(), "a name of the table means itself"
+
+
+def test_no_two_logs_use_one_name_for_two_things() -> None:
+    """They are read without knowing whose they are."""
+    pairs = [pair for names in RECORDED_NAMES.values() for pair in names.items()]
+    assert len({theirs for theirs, _ in pairs}) == len(pairs)
+
+
+def written(file: Path) -> Iterator[str]:
+    """The strings of a file that look like a metric's name; pieces of an f-string are none."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    pieces = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in pieces:
+            yield from (part for part in node.value.split("|") if NAME.fullmatch(part))
+
+
+def test_every_name_that_is_written_anywhere_in_the_source_is_documented() -> None:
+    known = METRICS.keys() | {theirs for names in RECORDED_NAMES.values() for theirs in names} | NO_METRICS
+    files = [file for room in LOGGING for file in (SOURCE / room).rglob("*.py")]
+    found = {name: file.name for file in files for name in written(file)}
+    assert {name: file for name, file in found.items() if name not in known} == {}
+    assert len(found) > 50, "else the walk finds nothing"
+
+
+NO_METRICS = {"train/global_step", "reward/nat"}
+"""Where others' logs say which step a row is of; the unit of beta."""
+
+
+def batch() -> Batch:
+    generator = torch.Generator().manual_seed(1)
+    policy, ref, sampler = (-torch.rand(4, 5, generator=generator) for _ in range(3))
+    return Batch(
+        policy_logprobs=policy.requires_grad_(),
+        mask=torch.ones(4, 5, dtype=torch.bool),
+        advantages=torch.randn(4, generator=generator),
+        ref_logprobs=ref,
+        sampler_logprobs=sampler,
+        old_logprobs=sampler,
+        exact_kl=torch.rand(4, 5, generator=generator),
+        group_size=2,
+        reference_length=3.0,
+    )
+
+
+def test_what_grpo_loss_gives() -> None:
+    seen: set[str] = set()
+    for placement, clip, beta in product(("loss", "advantage", "reward"), ("none", "hard"), (0.0, 0.3)):
+        bounds: Mapping[str, Any] = {"max_weight": 1.1, "max_log_ratio": 0.5, "off_policy": "token"}
+        term = KLTerm(value="k1", placement=placement, clip_method=clip, **bounds)  # pyright: ignore[reportArgumentType]
+        seen |= grpo_loss(batch(), Objective(beta=beta, kl=term)).metrics.keys()
+    assert seen <= METRICS.keys()
+    assert {"train/policy_loss", "train/kl_penalty", "kl/after_clip", "kl/weights_truncated"} <= seen
+
+
+def test_what_klamp_tinker_gives() -> None:
+    data, policies = fake_batch()
+    kl = KLConfig(beta=0.3, kl_clip_method="hard", kl_max_log_ratio=0.3, kl_reference_length=3)
+    _, metrics = compute_grpo_kl_loss(data, policies, kl=kl, group_size=2)
+    assert metrics.keys() <= METRICS.keys() and {"train/loss", "train/denominator"} <= metrics.keys()
+    assert sampler_mismatch(data, policies).keys() <= METRICS.keys()
+
+
+def test_what_its_loss_on_the_server_gives() -> None:
+    rows = {name: torch.rand(3) for name in INPUTS}
+    _, metrics = datum_loss(Objective(beta=0.3))(-torch.rand(3), *rows.values())
+    documented = OWN_INTERFACES["klamp.tinker, on the server"]
+    assert metrics.keys() == documented.keys()
+    assert all(on_server(ours) == theirs for theirs, ours in documented.items())
+
+
+def test_what_the_loop_of_the_guide_gives() -> None:
+    tensors = batch()
+    _, metadata = compute_loss(
+        tensors.policy_logprobs, None, tensors.advantages, tensors.mask, ref_log_probs=tensors.ref_logprobs, kl_coef=0.1
+    )
+    assert metadata.keys() <= OWN_INTERFACES["klamp.training.loop, as its guide has it"].keys()
