@@ -17,12 +17,6 @@ MISSING = frozenset(
     {
         "config/kl",
         "hosts/common/effective",
-        "hosts/common/fields",
-        "hosts/common/lr_guard",
-        "hosts/common/refusals",
-        "hosts/common/rollout",
-        "hosts/common/step_zero",
-        "hosts/common/versions",
         "hosts/tinker/options",
         "hosts/tinker/padded",
         "hosts/tinker/retrying",

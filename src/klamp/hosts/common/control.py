@@ -73,9 +73,7 @@ def beta_metrics(
         mean_length: mean length of the completions in tokens.
         max_length: the longest completion that is allowed.
     """
-    units = beta_units(
-        beta, reduction or "token_mean", placement=placement, length=mean_length, max_length=max_length
-    )
+    units = beta_units(beta, reduction or "token_mean", placement=placement, length=mean_length, max_length=max_length)
     return {"beta": beta, "beta/per_sequence": units.sequence}
 
 
