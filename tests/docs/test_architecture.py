@@ -17,6 +17,8 @@ from tests.docs.pages import DOCS, ROOT, load
 from tests.hosts.trl import hosts
 from tests.training.conftest import TINY, stored, tiny_llama
 
+from klamp.cli.report import read_runs
+from klamp.report.page import render
 from klamp.training.config import TrainConfig
 from klamp.training.trainer import train_run
 
@@ -103,7 +105,7 @@ def missing_from(walk: list[Call], calls: list[Call]) -> list[Call]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> list[Call]:
-    """What a run of klamp's trainer calls: a clip, a schedule, a guard, a controller."""
+    """What a run of klamp's trainer calls, and its report: a clip, a schedule, a guard, a controller."""
     folder = tmp_path_factory.mktemp("walk")
     kl = {"beta": 0.1, "target_kl": 0.05, "kl_schedule": "linear", "kl_lr_guard": 0.1, "kl_clip_method": "hard"}
     kl |= {"kl_clip_threshold": 0.01, "max_steps": 2}
@@ -112,6 +114,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> list[Call]:
     )
     with noted_calls() as calls:
         train_run(config)
+        render(read_runs([folder / "run"]))
     return calls
 
 
@@ -126,12 +129,12 @@ def hosted(tmp_path_factory: pytest.TempPathFactory) -> list[Call]:
     return calls
 
 
-@pytest.mark.parametrize("part", ["a token"])
+@pytest.mark.parametrize("part", ["a token", "beta"])
 def test_a_walk_in_klamp_train_is_the_one_that_is_taken(part: str, trained: list[Call]) -> None:
     assert missing_from(walk(part, "In klamp train"), trained) == []
 
 
-@pytest.mark.parametrize("part", ["a token"])
+@pytest.mark.parametrize("part", ["a token", "beta"])
 def test_a_walk_in_trl_is_the_one_that_is_taken(part: str, hosted: list[Call]) -> None:
     assert missing_from(walk(part, "In TRL"), hosted) == []
 
