@@ -97,10 +97,15 @@ def noted_calls() -> Iterator[list[Call]]:
 
 
 def missing_from(walk: list[Call], calls: list[Call]) -> list[Call]:
-    """The rest of a walk from the first call on that is not made after the one before it; its last round counts."""
+    """The rest of a walk, from the first call on that is not made after the one before it."""
     assert len(walk) > 3
-    later = iter(calls[len(calls) - 1 - calls[::-1].index(walk[0]) :] if walk[0] in calls else [])
+    later = iter(calls)
     return [call for call in walk if call not in later]
+
+
+def last_round(walk: list[Call], calls: list[Call]) -> list[Call]:
+    """The calls from the last time on that the walk's first one is made."""
+    return calls[len(calls) - 1 - calls[::-1].index(walk[0]) :]
 
 
 @pytest.fixture(scope="module")
@@ -129,17 +134,26 @@ def hosted(tmp_path_factory: pytest.TempPathFactory) -> list[Call]:
     return calls
 
 
-@pytest.mark.parametrize("part", ["a token", "beta"])
-def test_a_walk_in_klamp_train_is_the_one_that_is_taken(part: str, trained: list[Call]) -> None:
-    assert missing_from(walk(part, "In klamp train"), trained) == []
+def test_the_walk_of_a_token_in_klamp_train_is_the_one_that_a_step_takes(trained: list[Call]) -> None:
+    path = walk("a token", "In klamp train")
+    assert missing_from(path, last_round(path, trained)) == []
 
 
-@pytest.mark.parametrize("part", ["a token", "beta"])
-def test_a_walk_in_trl_is_the_one_that_is_taken(part: str, hosted: list[Call]) -> None:
-    assert missing_from(walk(part, "In TRL"), hosted) == []
+def test_the_walk_of_a_token_in_trl_is_the_one_that_a_step_takes(hosted: list[Call]) -> None:
+    path = walk("a token", "In TRL")
+    assert missing_from(path, last_round(path, hosted)) == []
+
+
+def test_the_walk_of_beta_in_klamp_train_is_the_one_that_a_run_takes(trained: list[Call]) -> None:
+    assert missing_from(walk("beta", "In klamp train"), trained) == []
+
+
+def test_the_walk_of_beta_in_trl_is_the_one_that_a_run_takes(hosted: list[Call]) -> None:
+    assert missing_from(walk("beta", "In TRL"), hosted) == []
 
 
 def test_a_walk_in_another_order_is_not_taken(trained: list[Call]) -> None:
     first, second, *rest = walk("a token", "In klamp train")
-    assert missing_from([second, first, *rest], trained) != []
-    assert missing_from([first, second, ("core/term.py", "KLTerm.nowhere"), *rest], trained) != []
+    turned, longer = [second, first, *rest], [first, second, ("core/term.py", "KLTerm.nowhere"), *rest]
+    assert missing_from(turned, last_round(turned, trained)) != []
+    assert missing_from(longer, last_round(longer, trained)) != []
