@@ -114,11 +114,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> list[Call]:
     folder = tmp_path_factory.mktemp("walk")
     kl = {"beta": 0.1, "target_kl": 0.05, "kl_schedule": "linear", "kl_lr_guard": 0.1, "kl_clip_method": "hard"}
     kl |= {"kl_clip_threshold": 0.01, "max_steps": 2}
-    config = TrainConfig.from_flat(
-        {**TINY, "model": stored(tiny_llama(), folder / "model"), "output_dir": str(folder / "run"), **kl}
-    )
+    rest = {"model": stored(tiny_llama(), folder / "model"), "output_dir": str(folder / "run")}
     with noted_calls() as calls:
-        train_run(config)
+        train_run(TrainConfig.from_flat({**TINY, **rest, **kl}))
         render(read_runs([folder / "run"]))
     return calls
 
