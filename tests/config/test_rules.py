@@ -1,13 +1,19 @@
-"""Settings that another setting switches off are said, each with what it needs; settings that work are not."""
+"""What is refused, with the way out; what is warned of, and that nothing else is."""
 
 from __future__ import annotations
 
+import math
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from klamp.config import KLConfig, KLWarning
+from klamp.config.choices import KLChoices
+from klamp.config.rules import cautions, check_beta, refusals
 from klamp.errors import ConfigError
 
 
@@ -79,6 +85,123 @@ def test_a_kl_without_a_gradient_is_warned_of() -> None:
         KLConfig(kl_gradient="none", beta=0.0, kl_monitor=True)
 
 
-def test_a_reference_url_that_is_no_address_is_refused() -> None:
-    with pytest.raises(ConfigError, match="(?s)'host:1' is no address.*fix: write http://"):
-        KLConfig(reference="remote", reference_url="host:1")
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"kl_placement": "reward", "kl_horizon": "sequence"}, "takes kl_estimator='k1' only, not 'k3'"),
+    ({"kl_placement": "advantage", "kl_estimator": "k2"}, "takes kl_estimator='k1' only, not 'k2'"),
+    (
+        {"kl_placement": "advantage", "kl_estimator": "k1", "kl_gradient": "forward"},
+        "kl_gradient='forward' has no meaning with kl_placement='advantage'",
+    ),
+    ({"kl_placement": "reward", "kl_estimator": "k1"}, "kl_placement='reward' has kl_horizon='sequence'"),
+    (
+        {"kl_placement": "advantage", "kl_estimator": "k1", "kl_off_policy": "token"},
+        "kl_off_policy has no meaning with kl_placement='advantage'",
+    ),
+    ({"kl_estimator": "k1", "kl_gradient": "own", "kl_clip_method": "hard"}, "a clipped k1-as-loss is refused"),
+    (
+        {"kl_horizon": "sequence", "kl_off_policy": "token"},
+        "kl_horizon='sequence' needs kl_off_policy='sequence' (or 'none')",
+    ),
+    (
+        {"kl_estimator": "exact", "kl_gradient": "forward", "kl_horizon": "sequence"},
+        "the exact forward KL has no sequence horizon",
+    ),
+    ({"kl_controller": "pid"}, "kl_controller='pid' needs target_kl"),
+    ({"beta": 0.0, "kl_controller": "step", "target_kl": 0.1}, "beta=0 can never grow under kl_controller='step'"),
+    ({"reference": "remote"}, "reference='remote' needs reference_url"),
+    ({"reference": "remote", "reference_url": "host:1"}, "reference_url='host:1' is no address"),
+    (
+        {"reference": "remote", "reference_url": "http://h", "kl_estimator": "exact"},
+        "kl_estimator='exact' cannot use a remote reference",
+    ),
+    ({"reference_share": 0.5, "kl_clip_method": "hard"}, "reference_share=0.5 cannot be combined with a clip"),
+    (
+        {"reference_share": 0.5, "kl_placement": "advantage", "kl_estimator": "k1"},
+        "reference_share=0.5 needs kl_placement='loss'",
+    ),
+    ({"kl_exclude_between": ("<a>",)}, "kl_exclude_between takes two markers, not 1"),
+    (
+        {"kl_exclude_prefix": 1, "kl_gradient": "forward", "kl_horizon": "sequence"},
+        "the forward KL over sequences cannot leave tokens out",
+    ),
+]
+
+
+@pytest.mark.filterwarnings("ignore::klamp.KLWarning")
+@pytest.mark.parametrize(("fields", "what"), REFUSED, ids=[what for _, what in REFUSED])
+def test_what_cannot_work_is_refused_with_the_reason_and_the_way_out(fields: dict[str, Any], what: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        KLConfig(**fields)
+    assert what in caught.value.what and caught.value.why and caught.value.fix
+
+
+def test_every_row_of_the_table_is_among_these() -> None:
+    """A row that is added is told to add its case; one whose condition can never hold has none."""
+    reached = set()
+    for fields, _ in REFUSED:
+        choices = KLChoices(**fields)
+        reached |= {i for i, row in enumerate(refusals(choices)) if row.applies}
+    assert reached == set(range(len(refusals(KLChoices()))))
+
+
+@pytest.mark.parametrize("fields", [fields for fields, _ in REFUSED], ids=[what for _, what in REFUSED])
+def test_without_one_of_its_fields_it_is_another_combination(fields: dict[str, Any]) -> None:
+    """Some field of each refused combination decides: changed back to its default, that row no longer applies."""
+    row = next(i for i, row in enumerate(refusals(KLChoices(**fields))) if row.applies)
+    fewer = [{name: value for name, value in fields.items() if name != dropped} for dropped in fields]
+    assert not all(refusals(KLChoices(**each))[row].applies for each in fewer)
+
+
+def test_the_default_is_neither_refused_nor_warned_of() -> None:
+    assert not [row.what for row in refusals(KLChoices()) if row.applies] and cautions(KLChoices()) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"kl_estimator": "k1", "kl_gradient": "own"}, "expected gradient of exactly zero"),
+        ({"kl_estimator": "k3", "kl_gradient": "own"}, "follows the gradient of KL(ref||policy)"),
+        ({"kl_estimator": "abs", "kl_gradient": "own"}, "pulls down the L1 distance"),
+        ({"target_kl": 0.05, "kl_clip_method": "hard"}, "lies within the clip's free budget of 0.5 nats"),
+        (
+            {"kl_clip_method": "soft", "kl_clip_threshold": 0.1, "kl_reference_length": 50},
+            "kl_clip_temperature=1 is wide against the budget of 5 nats",
+        ),
+        (
+            {"kl_clip_method": "soft", "use_per_token_kl_threshold": False, "kl_clip_threshold": 2.0},
+            "kl_clip_temperature=1 is wide against the budget of 2 nats",
+        ),
+    ],
+)
+def test_what_does_not_do_what_its_name_says_is_warned_of(fields: dict[str, Any], text: str) -> None:
+    (caution,) = cautions(KLChoices(**fields))
+    assert text in caution
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3", "abs"])
+def test_a_gradient_that_is_not_the_kls_is_no_matter_at_beta_0(estimator: Any) -> None:
+    assert cautions(KLChoices(kl_estimator=estimator, kl_gradient="own", beta=0.0)) == []
+    assert cautions(KLChoices(kl_estimator="k2", kl_gradient="own")) == [], "k2's own gradient is the KL's"
+
+
+@given(threshold=st.floats(0.01, 2), length=st.integers(1, 200), temperature=st.floats(0.001, 5))
+def test_a_soft_clip_is_warned_of_from_a_tenth_of_the_budget_on(
+    threshold: float, length: int, temperature: float
+) -> None:
+    soft = KLChoices(
+        kl_clip_method="soft",
+        kl_clip_threshold=threshold,
+        kl_reference_length=length,
+        kl_clip_temperature=temperature,
+    )
+    warned = any("half open everywhere" in text for text in cautions(soft))
+    assert warned == (temperature > threshold * length / 10)
+    assert not any("half open" in text for text in cautions(replace(soft, kl_clip_method="hard")))
+
+
+@pytest.mark.parametrize("beta", [-0.1, math.nan, math.inf])
+def test_a_coefficient_that_is_none_is_refused(beta: float) -> None:
+    with pytest.raises(ConfigError, match="beta must be a number >= 0(?s:.*)fix: mine"):
+        check_beta(beta, fix="mine")
+    check_beta(0.0)
+    check_beta(3)

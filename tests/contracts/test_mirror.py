@@ -15,7 +15,6 @@ ENGINES = {"hosts/unsloth": "engines/unsloth", "hosts/verl": "engines/verl", "ve
 
 MISSING = frozenset(
     {
-        "config/kl",
         "hosts/common/effective",
         "hosts/tinker/options",
         "hosts/tinker/padded",

@@ -100,7 +100,7 @@ def test_lists_are_what_json_holds_and_tuples_what_the_configuration_takes() -> 
 
 
 def test_the_help_is_what_the_configuration_says_under_its_fields() -> None:
-    texts = field_texts()
+    texts = field_texts(KLConfig)
     assert texts.keys() == DEFAULTS.keys()
     for field in dataclasses.fields(KLFields):
         shown = field.metadata["help"] % ()

@@ -1,0 +1,174 @@
+"""One configuration: its other names, what it refuses, what it warns of, and what it builds."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import warnings
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from klamp.config import ALIASES, KLConfig, KLWarning
+from klamp.config.choices import ControllerName
+from klamp.config.kl import resolve_aliases
+from klamp.core import controllers
+from klamp.core.clipping import ClipLevel
+from klamp.core.term import OffPolicy, Placement
+from klamp.core.types import ClipMethod, Gradient, Horizon, Value
+from klamp.errors import ConfigError, UnknownNameError
+
+COMBINATIONS = st.fixed_dictionaries(
+    {
+        "beta": st.sampled_from([0.0, 0.1]),
+        "kl_estimator": st.sampled_from(get_args(Value)),
+        "kl_gradient": st.sampled_from(get_args(Gradient)),
+        "kl_horizon": st.sampled_from(get_args(Horizon)),
+        "kl_placement": st.sampled_from(get_args(Placement)),
+        "kl_off_policy": st.sampled_from(get_args(OffPolicy)),
+        "kl_clip_method": st.sampled_from(get_args(ClipMethod)),
+        "kl_clip_level": st.sampled_from(get_args(ClipLevel)),
+        "kl_controller": st.sampled_from([None, *get_args(ControllerName)]),
+        "target_kl": st.sampled_from([None, 0.05]),
+        "kl_exclude_prefix": st.sampled_from([0, 2]),
+        "reference_share": st.sampled_from([0.5, 1.0]),
+    }
+)
+
+
+def quiet(**fields: Any) -> KLConfig:
+    """A configuration, cautions unsaid."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", KLWarning)
+        return KLConfig(**fields)
+
+
+def made_or_refused(fields: dict[str, Any]) -> KLConfig | ConfigError:
+    """The configuration, or why there is none; any other error is one of klamp's."""
+    try:
+        return quiet(**fields)
+    except ConfigError as error:
+        return error
+
+
+# other names -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_another_name_of_beta_is_beta_and_no_field(name: str) -> None:
+    assert KLConfig(**{name: 0.3}) == KLConfig(beta=0.3)
+    assert not hasattr(KLConfig(), name) and name not in {each.name for each in dataclasses.fields(KLConfig)}
+
+
+@given(beta=st.floats(0, 1), other=st.floats(0, 1), name=st.sampled_from(sorted(ALIASES)))
+def test_two_names_of_one_field_may_only_agree(beta: float, other: float, name: str) -> None:
+    given = {"beta": beta, name: other}
+    if beta == other:
+        assert resolve_aliases(given, {"beta"}) == {"beta": beta}
+        return
+    with pytest.raises(ConfigError, match="beta is given twice") as caught:
+        resolve_aliases(given, {"beta"})
+    assert all(alias in caught.value.why for alias in ALIASES)
+
+
+@pytest.mark.parametrize(("name", "nearest"), [("kl_estimater", "kl_estimator"), ("kl_coeff", "kl_coef")])
+def test_an_unknown_field_is_told_the_nearest_one_aliases_included(name: str, nearest: str) -> None:
+    with pytest.raises(UnknownNameError) as caught:
+        KLConfig(**{name: 1})  # pyright: ignore[reportArgumentType]
+    assert caught.value.fix == f"did you mean {nearest!r}?"
+
+
+# a value ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_configuration_is_a_value() -> None:
+    kl = KLConfig(beta=0.2, kl_estimator="k2")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        kl.beta = 0.3  # pyright: ignore[reportAttributeAccessIssue]
+    assert hash(kl) == hash(KLConfig(kl_estimator="k2", kl_coef=0.2))
+    assert pickle.loads(pickle.dumps(kl)) == kl
+    assert dataclasses.replace(kl, beta=0.4) == KLConfig(beta=0.4, kl_estimator="k2")
+    with pytest.raises(TypeError):
+        KLConfig(0.1)  # pyright: ignore[reportCallIssue]
+
+
+def test_replacing_a_field_checks_the_whole_again() -> None:
+    with pytest.raises(ConfigError, match="takes kl_estimator='k1' only"):
+        dataclasses.replace(KLConfig(), kl_placement="reward")
+
+
+def test_a_caution_is_said_once_where_the_configuration_is_made() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        kl = KLConfig(kl_estimator="k1", kl_gradient="own")
+    assert [str(each.message) for each in caught] == kl.cautions()
+    assert all(each.category is KLWarning and each.filename == __file__ for each in caught)
+    assert KLConfig().cautions() == []
+
+
+# every combination -----------------------------------------------------------------------------------------------
+
+
+@given(COMBINATIONS)
+def test_a_combination_either_builds_everything_or_is_refused_with_a_reason(fields: dict[str, Any]) -> None:
+    kl = made_or_refused(fields)
+    if isinstance(kl, ConfigError):
+        assert kl.what and kl.why and kl.fix
+        return
+    term = kl.build_term()
+    assert (term.value, term.gradient, term.horizon) == (kl.kl_estimator, kl.kl_gradient, kl.kl_horizon)
+    assert (term.placement, term.off_policy) == (kl.kl_placement, kl.kl_off_policy)
+    assert kl.build_controller().value == kl.beta
+    assert all(isinstance(text, str) and text.endswith(".") for text in kl.cautions())
+
+
+# what it builds --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, controllers.FixedController(0.2)),
+        ({"target_kl": 0.05}, controllers.StepController(0.2, target=0.05)),
+        (
+            {"target_kl": 0.05, "kl_controller": "proportional", "kl_controller_horizon": 7},
+            controllers.ProportionalController(0.2, target=0.05, horizon=7),
+        ),
+        (
+            {"target_kl": 0.05, "kl_controller": "dual", "kl_controller_lr": 0.3},
+            controllers.DualController(0.2, target=0.05, lr=0.3),
+        ),
+        (
+            {"target_kl": 0.05, "kl_controller": "pid", "kl_controller_gains": (0.4, 0.5, 0.6)},
+            controllers.PIDController(0.2, target=0.05, kp=0.4, ki=0.5, kd=0.6),
+        ),
+    ],
+    ids=lambda each: getattr(each, "get", lambda *_: "")("kl_controller", "") if isinstance(each, dict) else "",
+)
+def test_the_controller_is_the_one_that_is_named_with_its_parameters(
+    fields: dict[str, Any], expected: controllers.Controller
+) -> None:
+    found = quiet(beta=0.2, **fields).build_controller()
+    assert type(found) is type(expected)
+    for kl in (0.0, 0.02, 0.05, 0.3, 0.3, 0.01):
+        assert found.update(kl) == expected.update(kl)
+
+
+@pytest.mark.parametrize("name", get_args(ControllerName))
+def test_the_bounds_of_beta_are_the_controllers(name: ControllerName) -> None:
+    fast = {"kl_controller_horizon": 1, "kl_controller_lr": 5.0, "kl_controller_gains": (1.0, 1.0, 1.0)}
+    kl = quiet(beta=0.2, target_kl=0.05, kl_controller=name, beta_min=0.15, beta_max=0.25, **fast)
+    low, high = kl.build_controller(), kl.build_controller()
+    for _ in range(40):
+        low.update(0.0)
+        high.update(5.0)
+    moves = name != "fixed"
+    assert (low.value, high.value) == ((0.15, 0.25) if moves else (0.2, 0.2))
+
+
+def test_each_controller_starts_afresh() -> None:
+    kl = KLConfig(beta=0.2, target_kl=0.05)
+    kl.build_controller().update(5.0)
+    assert kl.build_controller().value == 0.2
