@@ -93,7 +93,7 @@ test-report: $(READY)
 test-verl: SUITE := tests/engines/verl
 test-unsloth: SUITE := tests/engines/unsloth
 test-tinker-oldest: SUITE := tests/hosts/tinker tests/tinker tests/training/service
-test-trl-oldest: SUITE := tests/hosts/trl
+test-trl-oldest: SUITE := tests/hosts/trl tests/test_trl.py
 
 test-verl test-unsloth test-tinker-oldest test-trl-oldest: test-%: .venv-%/.installed-for-klamp
 	OMP_NUM_THREADS=1 .venv-$*/bin/pytest $(SUITE) $(PYTEST_ARGS)

@@ -113,6 +113,26 @@ def stock_trainer(made: Any, folder: Any = "unused", *, trainer: dict[str, Any] 
     return build(trl.GRPOTrainer, made, arguments(trl.GRPOConfig, folder=folder, **options), **(trainer or {}))
 
 
+def run(make: Any, folder: Path, path: str, base: Any, **options: Any) -> tuple[list[float], Any]:
+    """The losses of every micro-batch, and the trainer."""
+    extra = {"eval_dataset": dataset()} if "eval_strategy" in options else {}
+    given = {**options.pop("trainer", {}), **extra}
+    policy = copy.deepcopy(base)
+    policy.config._name_or_path = path
+    torch.manual_seed(7)  # TRL 1.10 draws an adapter's weights before it sets its seed
+    trainer = make(policy, folder, trainer=given, **({"beta": 0.3, "max_steps": 3} | options))
+    inner, losses = trainer.compute_loss, []
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        losses.append(inner(*args, **kwargs))
+        return losses[-1]
+
+    trainer.compute_loss = noting
+    torch.manual_seed(11)
+    trainer.train()
+    return [loss.item() for loss in losses], trainer
+
+
 def with_kl(trainer: Any, kl: KLConfig | None, **args: Any) -> Any:
     """A klamp trainer given another KL (None: TRL's own), as if it had been built with it; its reference stays."""
     for name, value in args.items():

@@ -1,0 +1,79 @@
+"""What a TRL trainer's KL will really do, read from the trainer: TRL's own, klamp's, and what may surprise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import trl
+from tests.hosts.trl.hosts import arguments, build, klamp_trainer, model, with_kl
+
+from klamp.config import KLConfig
+from klamp.hosts.common.control import NEVER_ZERO
+from klamp.trl import effective
+
+
+def test_effective_reads_the_trainer_not_the_wish(tmp_path: Path) -> None:
+    stock = build(trl.GRPOTrainer, model(), arguments(trl.GRPOConfig, tmp_path))
+    assert effective(stock).terms == () and effective(stock).reference == "none: beta is 0"
+    trainer = klamp_trainer(model(), tmp_path, beta=0.1, importance_sampling_level="sequence", loss_type="bnpo")
+    found = effective(trainer)
+    assert (found.terms[0].value, found.reference) == ("k3 times the policy ratio", "a frozen copy in memory")
+    assert found.normalizer == "mean over the tokens of each micro-batch (TRL's own, loss_type='bnpo')"
+    assert any("broadcasts" in note for note in found.notes)
+    assert any("micro-batch" in note for note in found.notes)
+    with_kl(trainer, KLConfig(beta=0.2, target_kl=0.05, kl_clip_method="hard", kl_reference_length=9))
+    found = effective(trainer)
+    (term,) = found.terms
+    assert (term.term, term.beta, term.value, term.placement) == ("klamp's", 0.2, "k3", "in the loss")
+    assert term.gradient == "reverse per token: KL(policy||ref)"
+    assert term.controller == "step controller from 0.2, towards 0.05 nats per token"
+    assert term.clip == "hard clip at 0.5 nats x 9 tokens"
+    assert "beta       0.2" in str(found).splitlines()
+    with_kl(trainer, KLConfig(beta=0.2, kl_clip_method="hard"))
+    assert effective(trainer).terms[0].clip.endswith("length (the data's column, or measured at the start)")
+
+
+def test_the_page_shows_what_effective_prints(tmp_path: Path) -> None:
+    kl = {"kl_clip_method": "hard", "kl_clip_threshold": 0.1}
+    lines = str(effective(klamp_trainer(model(), tmp_path, beta=0.02, loss_type="dapo", **kl))).splitlines()
+    page = (Path(__file__).resolve().parents[3] / "docs" / "trl.md").read_text(encoding="utf-8")
+    assert "\n".join(lines[1:]) in page, "but for the version installed and the class of the tests"
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "words"),
+    [
+        ("grpo", "mean over"),
+        ("bnpo", "each micro-batch"),
+        ("dr_grpo", "max_completion_length"),
+        ("unheard of", "unknown"),
+    ],
+)
+def test_how_tokens_become_one_number(tmp_path: Path, loss_type: str, words: str) -> None:
+    trainer = build(trl.GRPOTrainer, model(), arguments(trl.GRPOConfig, tmp_path))
+    trainer.loss_type = loss_type
+    found = effective(trainer).normalizer
+    assert words in found
+    assert found.endswith(f"(TRL's own, loss_type={loss_type!r})")
+
+
+def test_trls_own_term_with_and_without_the_ratio(tmp_path: Path) -> None:
+    trainer = build(trl.GRPOTrainer, model(), arguments(trl.GRPOConfig, tmp_path))
+    trainer.beta = 0.2
+    for weighted, value, gradient in (
+        (True, "k3 times the policy ratio", "reverse, on-policy that of k2 (ratio not detached)"),
+        (False, "k3", "forward: KL(ref||policy)"),
+    ):
+        trainer.args.use_bias_correction_kl = weighted
+        (term,) = effective(trainer).terms
+        assert (term.term, term.beta, term.value, term.gradient) == ("TRL's own", 0.2, value, gradient)
+
+
+def test_what_may_surprise_is_noted(tmp_path: Path) -> None:
+    moving = klamp_trainer(model(), tmp_path, beta=0.1, reference="ema")
+    assert any("checkpoints of TRL do not hold it" in note for note in effective(moving).notes)
+    monitored = klamp_trainer(model(), tmp_path, kl_monitor=True)
+    assert monitored.beta == NEVER_ZERO
+    assert any("smallest number" in note for note in effective(monitored).notes)
+    assert effective(klamp_trainer(model(), tmp_path, beta=0.1, kl_gradient="reverse")).notes == ()

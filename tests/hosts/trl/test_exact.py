@@ -1,0 +1,111 @@
+"""The exact KL inside TRL: which models allow it, which rows it is measured in, and what it is the sum of."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.hosts.trl.hosts import generated, klamp_trainer, model, noisy, plain_logits, with_kl
+
+from klamp.config import KLConfig
+from klamp.core.estimators import exact_kl
+from klamp.errors import ConfigError
+from klamp.hosts.trl.exact import REF_HIDDEN, check_exact, hidden_states, keep_reference, of_completions, why_not_exact
+
+
+@pytest.fixture(scope="module")
+def base() -> Any:
+    return model()
+
+
+@pytest.fixture(scope="module")
+def trainer(base: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("exact")
+    return klamp_trainer(noisy(base), folder, trainer={"ref_model": copy.deepcopy(base)}, beta=0.4, kl_monitor=True)
+
+
+def test_the_exact_kl_of_a_sample_is_the_sum_over_the_vocabulary(trainer: Any, base: Any) -> None:
+    with_kl(trainer, KLConfig(beta=0.4), loss_type="grpo")
+    inputs = generated(trainer)
+    assert [kept is None for kept in inputs["klamp_ref_hidden"]] == [False, True, False, True]  # one of each group
+    trainer._metrics["train"].clear()
+    trainer.compute_loss(trainer.model, inputs)
+    with torch.no_grad():
+        exact = exact_kl(plain_logits(trainer.model, inputs), plain_logits(base, inputs))[::2]
+    mask = inputs["completion_mask"][::2]
+    expected = (exact * mask).sum() / mask.sum()
+    assert trainer._metrics["train"]["kl/exact"] == [pytest.approx(expected.item(), rel=1e-4)]
+    with_kl(trainer, KLConfig(beta=0.4), exact_kl_completions=0)
+    assert "klamp_ref_hidden" not in generated(trainer)
+    trainer.args.exact_kl_completions = None
+
+
+def test_hidden_states_are_collected_while_somebody_wants_them(trainer: Any) -> None:
+    ids = torch.tensor([[1, 2, 3, 4]])
+    with hidden_states(trainer, trainer.model, wanted=True) as kept:
+        logits = trainer.model(input_ids=ids).logits
+        trainer.model(input_ids=ids)
+    trainer.model(input_ids=ids)
+    assert len(kept) == 2, "not any more after the context"
+    with hidden_states(trainer, trainer.model, wanted=False) as none:
+        trainer.model(input_ids=ids)
+    assert none == []
+    head = trainer.model.get_output_embeddings()
+    assert torch.allclose(head(kept[0]), logits, atol=1e-5)
+
+
+def test_completions_are_predicted_from_the_places_before_them() -> None:
+    kept = [torch.arange(5.0).view(1, 5, 1), 10 + torch.arange(5.0).view(1, 5, 1)]
+    found = of_completions(kept, 2)
+    assert found is not None
+    assert found[..., 0].tolist() == [[2.0, 3.0], [12.0, 13.0]]
+    assert of_completions([], 2) is None
+
+
+def test_the_first_rows_of_each_group_are_kept_as_copies(trainer: Any) -> None:
+    with_kl(trainer, KLConfig(beta=0.4))
+    hidden = torch.arange(8.0).view(4, 2, 1)
+    output: dict[str, Any] = {}
+    keep_reference(trainer, output, hidden)
+    kept = output[REF_HIDDEN]
+    assert [row is None for row in kept] == [False, True, False, True], "one of each group of two"
+    hidden += 1
+    assert kept[2][..., 0].tolist() == [4.0, 5.0]
+    keep_reference(trainer, other := {}, None)
+    assert other == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("_never_exact", "for its own reasons", "for its own reasons"),
+        ("is_fsdp_enabled", True, "spread over processes"),
+        ("is_deepspeed_enabled", True, "spread over processes"),
+    ],
+)
+def test_what_keeps_a_trainer_from_it(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch, name: str, value: object, reason: str
+) -> None:
+    assert why_not_exact(trainer) == ""
+    check_exact(trainer)
+    monkeypatch.setattr(trainer, name, value)
+    assert reason in why_not_exact(trainer)
+    with pytest.raises(ConfigError, match="kl_estimator='exact' cannot be honoured") as caught:
+        check_exact(trainer)
+    assert reason in caught.value.why
+
+
+def test_a_model_that_scales_its_logits_or_has_no_head_is_told(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(trainer.model.config, "logits_scaling", 8.0, raising=False)
+    assert why_not_exact(trainer) == "the model multiplies its logits (logits_scaling)"
+    monkeypatch.undo()
+    monkeypatch.setattr(type(trainer.model), "get_output_embeddings", lambda self: None)
+    assert "no backbone and output head" in why_not_exact(trainer)
+    monkeypatch.undo()
+    monkeypatch.setattr(trainer.args, "sync_ref_model", True)
+    assert "the reference moves" in why_not_exact(trainer)

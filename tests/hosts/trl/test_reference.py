@@ -1,0 +1,118 @@
+"""Where the reference comes from: passed, loaded, copied in memory, following the policy."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+
+import peft
+import pytest
+import torch
+import trl
+from tests.hosts.trl.hosts import arguments, build, klamp_trainer, model, noisy, saved, tokenizer
+
+from klamp.config import KLConfig
+from klamp.errors import KLWarning, ModelError
+from klamp.hosts.trl.reference import follow_policy, fresh_copy, frozen_copy, own_reference
+from klamp.trl import attach, effective
+
+LORA = {"peft_config": peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)}
+
+
+def test_the_reference_may_be_passed(tmp_path: Path) -> None:
+    base = model()
+    other = noisy(base)
+    with pytest.raises(ModelError, match="the reference is the policy itself"):
+        klamp_trainer(base, tmp_path, beta=0.1, trainer={"ref_model": base})
+    path = saved(other, tmp_path / "other")
+    passed = klamp_trainer(copy.deepcopy(base), tmp_path, beta=0.1, trainer={"ref_model": other})
+    named = klamp_trainer(copy.deepcopy(base), tmp_path, beta=0.1, trainer={"ref_model": path})
+    for trainer in (passed, named):
+        for mine, theirs in zip(trainer.ref_model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+            assert not mine.requires_grad
+    adapter = klamp_trainer(copy.deepcopy(base), tmp_path, beta=0.1, trainer={"ref_model": noisy(base), **LORA})
+    assert adapter.ref_model is not None
+    adapter.train()
+    assert adapter.state.log_history[0]["kl"] > 0.01
+
+
+def test_a_model_in_memory_is_copied(tmp_path: Path) -> None:
+    base = model()
+    base.config._name_or_path = str(tmp_path / "gone" / "away")
+    trainer = klamp_trainer(base, tmp_path, beta=0.1)
+    trainer.train()
+    assert trainer.state.log_history[0]["kl/k3"] == 0.0
+    assert trainer.state.log_history[1]["kl/k3"] > 1e-3
+    assert effective(trainer).reference == "a frozen copy in memory"
+    assert tokenizer() is not None
+
+
+def test_a_moving_reference_follows_the_policy(tmp_path: Path) -> None:
+    """`ema` is TRL's own callback on whichever reference there is: here a copy in memory, and one that attach makes."""
+    base = model()
+    options = {"reference": "ema", "reference_decay": 0.5, "max_steps": 1}
+    built = klamp_trainer(copy.deepcopy(base), tmp_path, beta=0.1, **options)
+    stock = build(trl.GRPOTrainer, copy.deepcopy(base), arguments(trl.GRPOConfig, tmp_path, max_steps=1))
+    attached = attach(stock, KLConfig(beta=0.1, reference="ema", reference_decay=0.5))
+    for trainer in (built, attached):
+        trainer.train()
+        start, moved, ref = (next(m.parameters()) for m in (base, trainer.model, trainer.ref_model))
+        assert not torch.equal(start, moved)
+        assert torch.allclose(ref, (start + moved) / 2, atol=1e-6)
+        assert "moved by a share of 0.5" in effective(trainer).reference
+
+
+def test_a_reference_without_a_beta_is_said_to_be_unused(tmp_path: Path) -> None:
+    with pytest.warns(KLWarning, match="it is not used"):
+        klamp_trainer(model(), tmp_path, trainer={"ref_model": model(seed=3)})
+
+
+def test_a_copy_carries_nothing_that_a_trainer_bound_to_the_original() -> None:
+    base = model()
+    base.forward = lambda *_, **__: None  # as TRL's fused head does, by a closure over the original
+    made = frozen_copy(base)
+    assert "forward" not in made.__dict__
+    assert made.forward.__func__ is type(base).forward
+    assert all(torch.equal(a, b) for a, b in zip(made.parameters(), base.parameters(), strict=True))
+
+
+def test_what_trl_can_load_again_is_left_to_it(tmp_path: Path) -> None:
+    """A folder, or a name that looks like one of the Hub; what exists in memory only is copied."""
+    args = SimpleNamespace(trust_remote_code=False, model_init_kwargs=None)
+    base = model()
+    for name, copied in (
+        ("someone/model", False),
+        (saved(base, tmp_path / "here"), False),
+        ("", True),
+        ("./away", True),
+    ):
+        base.config._name_or_path = name
+        made = own_reference(base, None, args, peft=False)
+        assert (made is not None) == copied, name
+        assert made is not base
+    base.config._name_or_path = "./away"
+    assert own_reference(base, None, args, peft=True) is None, "an adapter that is off is the reference"
+    assert own_reference("someone/model", None, args, peft=False) is None
+
+
+def test_a_fresh_copy_has_the_weights_and_moves_nobodys_seeds() -> None:
+    base = noisy(model()).to(torch.bfloat16)
+    base.forward = lambda *_, **__: None
+    state = torch.get_rng_state()
+    made = fresh_copy(base)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert {x.dtype for x in made.parameters()} == {torch.bfloat16}
+    assert all(torch.equal(a, b) for a, b in zip(made.parameters(), base.parameters(), strict=True))
+    assert made.forward.__func__ is type(base).forward
+
+
+def test_one_callback_moves_the_reference_however_often_it_is_asked_for(tmp_path: Path) -> None:
+    trainer = klamp_trainer(model(), tmp_path, beta=0.1, reference="ema")
+    kind = trl.trainer.callbacks.SyncRefModelCallback
+    follow_policy(trainer)
+    assert [type(each) for each in trainer.callback_handler.callbacks].count(kind) == 1
+    still = klamp_trainer(model(), tmp_path, beta=0.1)
+    follow_policy(still)
+    assert [type(each) for each in still.callback_handler.callbacks].count(kind) == 0
