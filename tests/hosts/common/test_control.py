@@ -19,8 +19,9 @@ CONTROLLERS = ("fixed", "step", "proportional", "dual", "pid")
 
 
 def control_of(name: str, **changes: object) -> KLControl:
+    rate = {"dual": {"kl_controller_lr": 1.0}, "pid": {"kl_controller_gains": (1.0, 0.5, 0.0)}}.get(name, {})
     target = {} if name == "fixed" else {"target_kl": 0.1}
-    return KLControl(KLConfig(**{"beta": 0.2, "kl_controller": name, "kl_controller_lr": 1.0, **target, **changes}))
+    return KLControl(KLConfig(**{"beta": 0.2, "kl_controller": name, **target, **rate, **changes}))
 
 
 def test_what_is_held_is_the_exact_kl_where_every_completion_has_it() -> None:
@@ -120,7 +121,7 @@ def test_the_state_of_another_controller_is_refused() -> None:
 
 
 def test_the_users_length_comes_before_the_datas_and_that_before_the_measured_one() -> None:
-    measured, given_ = KLControl(KLConfig()), KLControl(KLConfig(kl_reference_length=7))
+    measured, given_ = KLControl(KLConfig()), KLControl(KLConfig(kl_reference_length=7, kl_clip_method="hard"))
     assert measured.reference_lengths([None, 3]) == [None, 3]
     measured.reference_length = 4.5
     assert measured.reference_lengths([None, 3]) == [4.5, 3]
@@ -151,13 +152,14 @@ def test_the_reference_length_is_logged_where_a_clip_may_need_it() -> None:
     assert "kl/reference_length" not in clipped.metrics(0.1, **sizes)
     clipped.reference_length = 6.5
     assert clipped.metrics(0.1, **sizes)["kl/reference_length"] == 6.5
-    unclipped = KLControl(KLConfig(kl_reference_length=7))
+    unclipped = KLControl(KLConfig())
+    unclipped.reference_length = 6.5
     assert "kl/reference_length" not in unclipped.metrics(0.1, **sizes)
 
 
 def test_a_controller_moves_beta_the_way_of_its_kl() -> None:
     for name in CONTROLLERS[1:]:
-        control = control_of(name, kl_controller_gains=(1.0, 0.5, 0.0))
+        control = control_of(name)
         betas = [control.beta(0, 1)]
         for _ in range(3):
             control.update(1.0)
