@@ -197,7 +197,7 @@ def run(mode: str) -> dict:
 def compile_for(architecture: int, dtype: str, size: int) -> dict:
     """Bytes of shared memory of each kernel, with everything switched on, compiled for a GPU that need not be there."""
     import triton
-    from triton.backends.compiler import GPUTarget
+    from triton.backends import compiler
     from triton.compiler import ASTSource
 
     from klamp.core import _linear_triton as kernels
@@ -214,9 +214,12 @@ def compile_for(architecture: int, dtype: str, size: int) -> dict:
         signature = {x: "constexpr" if x in constants else given.get(x, "i32") for x in kernel.arg_names}
         aligned = {(i,): [["tt.divisibility", 16]] for i, x in enumerate(kernel.arg_names) if x not in constants}
         aligned = {i: x for i, x in aligned.items() if signature[kernel.arg_names[i[0]]] != "fp32"}
+        if hasattr(compiler, "AttrsDescriptor"):  # before Triton 3.3
+            aligned = compiler.AttrsDescriptor.from_hints({i: 16 for (i,) in aligned})
+            signature = {name: kind for name, kind in signature.items() if kind != "constexpr"}
         source = ASTSource(kernel, signature, constants, aligned)
         options = {"num_warps": warps, "num_stages": stages}
-        built = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+        built = triton.compile(source, target=compiler.GPUTarget("cuda", architecture, 32), options=options)
         found[kernel.__name__] = [built.metadata.shared if built.asm["cubin"] else float("inf"), 99 * 1024]
     return found
 

@@ -28,9 +28,6 @@ PROGRAMS = 1024
 """About how many programs the forward pass is split into."""
 BLOCKS = {4: (64, 64, 32, 4, 2), 2: (128, 128, 32, 8, 3)}
 """Bytes per number -> rows, vocabulary entries and width of a block; warps and stages."""
-# The interpreter multiplies the bits of bfloat16 numbers, not the numbers, and rounds to them by truncation. So there
-# blocks are multiplied in float32 (the same products), and torch rounds the gradient.
-WIDEN = bool(triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -118,6 +115,12 @@ def _gradient_kernel(
     d = tl.where(columns[None, :] == target[:, None], d + g, d) * slope
     place = out + rows[:, None] * (end - begin) + (columns - begin)[None, :]
     tl.store(place, d, mask=live[:, None] & (columns[None, :] < end))
+
+
+# The interpreter multiplies the bits of bfloat16 numbers, not the numbers, and rounds to them by truncation. So there
+# blocks are multiplied in float32 (the same products), and torch rounds the gradient. Every version of Triton tells
+# the two apart by what its decorator makes of a kernel.
+WIDEN = not isinstance(_score_kernel, triton.JITFunction)
 
 
 def _options(head: Head) -> tuple[tuple[float, float], dict[str, Any]]:
