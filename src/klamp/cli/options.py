@@ -16,7 +16,7 @@ from typing import Literal
 
 from klamp.diagnostics.history import Verifier
 
-Question = Literal["direction", "importance-sampling"]
+Question = Literal["direction", "importance-sampling", "convergence"]
 Study = Literal["clipping"]
 Shell = Literal["bash", "zsh", "fish"]
 
@@ -65,7 +65,8 @@ class VerifyOptions:
     """What is verified: klamp's claims, one question, or a real model."""
 
     question: Question | None = field(default=None, metadata={"word": "QUESTION"})
-    """direction: is GRPO's k3 formula backwards? importance-sampling: does it matter whose tokens they are?"""
+    """direction: is GRPO's k3 formula backwards? importance-sampling: does it matter whose tokens they are?
+    convergence: which settings reach the optimum that they claim?"""
     samples: int = field(default=100_000, metadata={"least": 1000})
     """Draws per sampled number of a question."""
     seed: int = field(default=0, metadata={"least": 0})

@@ -119,6 +119,7 @@ PAGES: Mapping[str, Page] = {
             "klamp verify                       # every claim",
             "klamp verify direction             # is GRPO's k3 formula backwards? exact, sampled, reversed",
             "klamp verify importance-sampling   # does it matter whose tokens they are?",
+            "klamp verify convergence           # which settings reach the optimum that they claim?",
             "klamp verify --model DIR           # the estimators on a real model's own distributions",
         ),
         options=options.VerifyOptions,

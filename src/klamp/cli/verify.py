@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from klamp.cli.errors import FAILED
@@ -14,11 +14,16 @@ from klamp.cli.options import VerifyOptions
 from klamp.cli.tables import show_paragraph, show_table
 from klamp.errors import ConfigError
 from klamp.verify.answers import Answer, answer_direction
+from klamp.verify.answers_convergence import answer_convergence
 from klamp.verify.answers_sampling import answer_importance_sampling
 from klamp.verify.estimator_facts import EstimatorFacts, measure_estimators
 from klamp.verify.proofs import PROOFS, Check, run_section
 
-QUESTIONS = {"direction": answer_direction, "importance-sampling": answer_importance_sampling}
+QUESTIONS: dict[str, Callable[..., Answer]] = {
+    "direction": answer_direction,
+    "importance-sampling": answer_importance_sampling,
+    "convergence": lambda **_: answer_convergence(),  # nothing is drawn
+}
 STYLES = {"ok": "green", "FAIL": "bold red"}
 
 
