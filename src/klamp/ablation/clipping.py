@@ -53,7 +53,7 @@ CLIPS: Mapping[str, Mapping[str, Any]] = {
         "kl_clip_method": method,
         "kl_clip_threshold": threshold,
         "use_per_token_kl_threshold": kind == "per token",
-        "kl_clip_temperature": temperature,
+        **({"kl_clip_temperature": temperature} if method == "soft" else {}),
     }
     for method in ("hard", "soft")
     for kind, threshold, temperature in (("per token", PER_TOKEN, 0.02), ("total", TOTAL, 0.05))
