@@ -58,7 +58,8 @@ def _gated() -> list[Check]:
     known = [truths(world.chain)]
 
     def gradient(threshold: float, method: str = "hard", **choices: Any) -> Tensor:
-        clip = {"kl_clip_method": method, "kl_clip_threshold": threshold, "kl_clip_temperature": 1e-4}
+        clip = {"kl_clip_method": method, "kl_clip_threshold": threshold}
+        clip |= {"kl_clip_temperature": 1e-4} if method == "soft" else {}
         kl = KLConfig(**{"kl_estimator": "exact", "use_per_token_kl_threshold": False, **clip, **choices})
         return examine_config(kl, scene=world).kl.gradient
 
