@@ -35,7 +35,7 @@ def test_the_exact_kl_reversed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_weights_of_single_tokens_instead_of_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def of_tokens(policy, behavior, mask, *, prefix, max_weight=None):
+    def of_tokens(policy, behavior, mask, *, horizon, max_weight=None):
         return torch.zeros_like(policy) if behavior is None else (policy - behavior).detach()
 
     monkeypatch.setattr(sequences, "log_weights", of_tokens)
