@@ -15,7 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import klamp.trl
 from klamp.config import KLConfig
-from klamp.hosts.unsloth.host import host_class, in_place, loss_function
+from klamp.hosts.trl.patched import host_class
+from klamp.hosts.unsloth.host import in_place, loss_function
 from klamp.hosts.unsloth.loss import Call
 from klamp.hosts.unsloth.trainer import Step
 

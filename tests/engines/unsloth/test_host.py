@@ -11,8 +11,9 @@ import trl
 from tests.engines.unsloth.hosts import HOST
 
 from klamp.errors import UnsupportedVersion
+from klamp.hosts.trl.patched import host_class
 from klamp.hosts.unsloth import host
-from klamp.hosts.unsloth.host import check_version, host_class, in_place, loss_function, silent_clamps
+from klamp.hosts.unsloth.host import check_version, in_place, loss_function, silent_clamps
 from klamp.hosts.unsloth.loss import LossWithKL
 
 
