@@ -24,7 +24,7 @@ case "$name" in
   verl)
     packages=(
       packaging cloudpickle orjson pyvers importlib_metadata hydra-core omegaconf codetiming pandas pyarrow ray
-      transformers datasets pillow torchdata peft cachetools uvicorn fastapi
+      transformers datasets pillow torchdata peft cachetools uvicorn fastapi pyyaml rich tyro
     )
     without_dependencies=(verl tensordict)
     ;;
