@@ -20,14 +20,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 import tinker
+import torch
+from tinker import types
+
 from klamp import KLConfig, group_advantages
 from klamp.tasks import BaseModelConfig, Example, Task, TaskConfig, arithmetic_task, load_base_model
 from klamp.tinker import build_datum, compute_reference_logprobs, forward_backward_kl, strip_for_builtin
 from klamp.tinker.testing import Standin, serve
-from tinker import types
 
 
 @dataclass(frozen=True, kw_only=True)

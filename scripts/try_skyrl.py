@@ -48,6 +48,7 @@ class Trial:
 
     def __init__(self, url: str, model: Path, folder: Path) -> None:
         import tinker
+
         from klamp.tinker.testing import tiny_model
         from klamp.tinker.testing.model import BaseModel
 

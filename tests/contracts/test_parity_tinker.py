@@ -8,10 +8,10 @@ hold a LoRA adapter that has moved away from the reference, and datums whose sam
 from __future__ import annotations
 
 import pytest
+import tinker
 import torch
 from tests.hosts.tinker.wire import ADVANTAGES, PROMPTS, RESPONSES, datums, move
 
-import tinker
 from klamp import KLConfig
 from klamp.audit.trl import build_trainer
 from klamp.config.loss import LossConfig, build_objective

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from klamp.config import KLConfig, LossConfig, build_objective
+from klamp.config import KLConfig, LossConfig
 from klamp.config.price import price_of
+from klamp.errors import ConfigError
 from klamp.verify.convergence import (
     REACHED,
     World,
@@ -44,8 +45,7 @@ def test_the_expected_step_is_the_mean_over_all_groups(placement, baseline, loss
     term = {} if placement == "loss" else {"kl_estimator": "k1", "kl_placement": placement}
     kl = KLConfig(beta=0.3, kl_horizon="sequence", **term)
     loss = LossConfig(loss_type=loss_type, scale_rewards=scale, advantage_baseline=baseline)
-    objective = build_objective(kl, loss, max_length=world.chain.length)
-    found, _ = expected_step(objective, loss, world.chain, world)
+    found, _ = expected_step(kl, loss, world.chain, world)
     step = examine_config(kl, loss, scene=Scene(chain=world.chain, rewards=world.rewards, group_size=2))
     expected = step.policy_gradient + kl.beta * step.kl.gradient
     assert (found - expected).abs().max() < 1e-12
@@ -92,6 +92,11 @@ def test_a_kl_in_the_reward_is_exact_under_the_completions_own_length_too():
     own_length = LossConfig(loss_type="grpo", scale_rewards="none")
     assert follow(kl, own_length, worlds()[1]).exact
     assert follow(SEQUENCE, own_length, worlds()[1]).distance > 10 * REACHED
+
+
+def test_tokens_without_a_kl_are_refused_not_passed_over():
+    with pytest.raises(ConfigError, match="cannot be followed"):
+        follow(KLConfig(beta=0.2, kl_horizon="sequence", kl_exclude_prefix=1), EXACT, world_at(1))
 
 
 def test_the_optimum_is_the_best_policy():

@@ -77,10 +77,9 @@ def ppo_loss(policy: Tensor, ref: Tensor, mask: Tensor, **options: Any) -> Tenso
 
 def reward_kl(policy: Tensor, ref: Tensor, *, kind: str) -> Tensor:
     """The number that verl's `apply_kl_penalty` takes from each token's reward at coefficient 1, without gradient."""
+    from verl import DataProto  # pyright: ignore[reportAttributeAccessIssue]  (this file has the package's name)
     from verl.trainer.ppo.core_algos import FixedKLController
     from verl.trainer.ppo.ray_trainer import apply_kl_penalty
-
-    from verl import DataProto  # pyright: ignore[reportAttributeAccessIssue]  (this file has the package's name)
 
     tensors = {
         "response_mask": torch.ones_like(policy, dtype=torch.long),

@@ -1,6 +1,6 @@
 """`klamp audit NAME`: what the KL of an installed trainer, or of any function, really does; one table.
 
-It runs where the trainer is installed, so it asks for no library of its own: without rich the table is plain text.
+It runs where the trainer is installed, and asks for nothing beyond klamp's base dependencies.
 """
 
 from __future__ import annotations

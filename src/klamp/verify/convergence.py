@@ -19,12 +19,14 @@ import torch
 from torch import Tensor
 
 from klamp.config import KLConfig, LossConfig, build_objective
+from klamp.config.loss import divisor, kl_reduction
 from klamp.config.price import price_of
 from klamp.core.advantages import group_advantages
 from klamp.core.estimators import exact_kl
-from klamp.core.objective import Objective, grpo_loss
+from klamp.core.objective import grpo_loss
 from klamp.core.term import KLTerm, shifted_rewards
 from klamp.core.types import Batch, Reduction
+from klamp.errors import ConfigError
 from klamp.verify.oracle import gradient_of
 from klamp.verify.worlds import Chain, Outcomes, count_prefixes, enumerate_outcomes, prefix_probs
 
@@ -36,7 +38,7 @@ STILL = 1e-7
 """Size of an update, in nats of a logit, at which the policy stands still."""
 SLOWEST = 0.02
 """Least share of an update that is taken; less is taken while updates grow, more while they shrink."""
-FARTHEST = 1.0
+LARGEST_MOVE = 1.0
 """Most that a logit is moved at once, in nats."""
 FAR = 50.0
 """A log-ratio to the reference, in nats, past which a policy is not coming back."""
@@ -117,8 +119,17 @@ def follow(kl: KLConfig, loss: LossConfig, world: World) -> End:
         kl: the KL term, with a beta above 0.
         loss: the policy loss around it.
         world: where.
+
+    Raises:
+        ConfigError: tokens that carry no KL; the worlds here have none.
     """
-    objective = build_objective(kl, loss, max_length=world.chain.length)
+    if kl.excludes:
+        raise ConfigError(
+            "tokens without a KL cannot be followed to where they end",
+            got="a kl_exclude_* field",
+            why="the optimum of a KL over some of the tokens is another one",
+            fix="leave kl_exclude_tokens, kl_exclude_prefix and kl_exclude_between out",
+        )
     length = _mean_length(enumerate_outcomes(world.chain))
     price = price_of(
         kl, loss, group_size=world.group_size, mean_length=length, max_length=world.chain.length
@@ -127,53 +138,52 @@ def follow(kl: KLConfig, loss: LossConfig, world: World) -> End:
     rate, before, size, updates = 0.5, math.inf, math.inf, 0
     for updates in range(1, UPDATES + 1):  # noqa: B007  (it is reported)
         chain = replace(world.chain, policy_logits=logits)
-        update, divisor = natural_update(objective, loss, chain, world)
-        pull = divisor / kl.beta * update
+        update, divided_by = natural_update(kl, loss, chain, world)
+        pull = divided_by / kl.beta * update
         # Not of what is taken of it, so that a small rate is not a standstill; a shift of a whole row changes nothing.
         size = (pull - (logits.exp() * pull).sum(-1, keepdim=True)).abs().amax().item()
         if size < STILL or not math.isfinite(size) or (logits - start).abs().amax() > FAR:
             break
-        logits = (logits - min(rate, FARTHEST / size) * pull).log_softmax(-1)
+        logits = (logits - min(rate, LARGEST_MOVE / size) * pull).log_softmax(-1)
         rate = min(1.0, 1.25 * rate) if size < before else max(SLOWEST, 0.5 * rate)
         before = size
     stands = size < STILL
     return _describe(replace(world.chain, policy_logits=logits), world, price, stands=stands, updates=updates)
 
 
-def natural_update(objective: Objective, loss: LossConfig, chain: Chain, world: World) -> tuple[Tensor, float]:
+def natural_update(kl: KLConfig, loss: LossConfig, chain: Chain, world: World) -> tuple[Tensor, float]:
     """The expected gradient of a step in the metric of the policy's own probabilities, and what the KL is divided by.
 
     Equation: grad_{s,v} / (P(s) policy(v|s)).
     """
-    gradient, divisor = expected_step(objective, loss, chain, world)
+    gradient, divided_by = expected_step(kl, loss, chain, world)
     probs = chain.logprobs("policy").detach().exp()
-    return gradient / (prefix_probs(chain, "policy").detach()[:, None] * probs), divisor
+    return gradient / (prefix_probs(chain, "policy").detach()[:, None] * probs), divided_by
 
 
-def expected_step(objective: Objective, loss: LossConfig, chain: Chain, world: World) -> tuple[Tensor, float]:
+def expected_step(kl: KLConfig, loss: LossConfig, chain: Chain, world: World) -> tuple[Tensor, float]:
     """The gradient of a step in expectation over all groups, [prefixes, vocab], and the divisor of its KL.
 
     The batch is large: means over tokens divide by the expected length. Every completion stands in it once; how much of
     it reaches the update, in the mean over the groups that it may be in, is its weight.
     """
-    outcomes = enumerate_outcomes(chain)
-    batch, count, length = _batch(outcomes, objective.kl), float(len(outcomes.probs)), _mean_length(outcomes)
-    own, of_kl = objective.reduction, objective.kl.normalizer or objective.reduction
-    if objective.kl.placement == "advantage":
-        of_kl = own  # it is a part of the policy loss
-    divisors = {"token_mean": length, "fixed_length": float(chain.length)}
-    rewards = world.rewards
+    outcomes, objective = enumerate_outcomes(chain), build_objective(kl, loss, max_length=chain.length)
+    batch, count = _batch(outcomes, objective.kl), float(len(outcomes.probs))
+    own, of_kl, rewards = objective.reduction, kl_reduction(kl, loss), world.rewards
+    divided_by = {
+        each: divisor(each, mean_length=_mean_length(outcomes), max_length=chain.length) for each in (own, of_kl)
+    }
+    outside = divided_by | {"sequence_mean": 1.0}  # that one divides each completion by its own length, in the loss
     if objective.beta > 0 and objective.kl.placement == "reward":
         rewards = shifted_rewards(rewards, batch, objective.kl, beta=objective.beta)
     advantages = expected_advantages(rewards, outcomes.probs, loss, world.group_size)
     weighted = replace(
         batch,
-        advantages=count * outcomes.probs * advantages / divisors.get(own, 1.0),
-        kl_weight=count * outcomes.probs / divisors.get(of_kl, 1.0),
+        advantages=count * outcomes.probs * advantages / outside[own],
+        kl_weight=count * outcomes.probs / outside[of_kl],
     )
     whole = replace(objective, reduction=_summed(own), kl=replace(objective.kl, normalizer=_summed(of_kl)))
-    found = gradient_of(grpo_loss(weighted, whole).loss, chain)
-    return found, length if of_kl == "sequence_mean" else divisors.get(of_kl, 1.0)
+    return gradient_of(grpo_loss(weighted, whole).loss, chain), divided_by[of_kl]
 
 
 def _summed(reduction: Reduction) -> Reduction:
@@ -207,8 +217,8 @@ def _batch(outcomes: Outcomes, term: KLTerm) -> Batch:
     )
     if term.value != "exact":
         return batch
-    policy, ref = outcomes.policy_logits.log_softmax(-1), outcomes.ref_logits.log_softmax(-1)
-    return replace(batch, exact_kl=exact_kl(policy, ref), exact_kl_forward=exact_kl(policy, ref, direction="forward"))
+    rows = outcomes.policy_logits, outcomes.ref_logits
+    return replace(batch, exact_kl=exact_kl(*rows), exact_kl_forward=exact_kl(*rows, direction="forward"))
 
 
 def _mean_length(outcomes: Outcomes) -> float:

@@ -10,6 +10,7 @@ import torch
 import verl.trainer.ppo.core_algos as algorithms
 from tests.engines.enumeration import assert_follows, expected_loss, make_world
 from tests.engines.verl.actor import Step, actor_loss, gradient
+from verl import DataProto
 from verl.trainer.config import KLControlConfig
 from verl.trainer.ppo.ray_trainer import apply_kl_penalty
 from verl.workers.utils import losses
@@ -19,7 +20,6 @@ from klamp.core.objective import Objective, grpo_loss
 from klamp.errors import ConfigError, NonFiniteError, UnknownNameError, UnsupportedVersion
 from klamp.hosts.verl import hooks
 from klamp.verl import register
-from verl import DataProto
 
 OWN_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "abs+", "mse+", "low_var_kl+", "k3+")
 AVERAGES = {

@@ -8,10 +8,10 @@ import math
 import warnings
 
 import pytest
+import tinker
 import torch
 from tests.hosts.tinker.wire import assert_same_gradient, by_autograd, datums, move, over_the_wire
 
-import tinker
 from klamp import KLConfig
 from klamp.errors import DataError, NonFiniteError
 from klamp.tinker import build_datum, compute_grpo_kl_loss, forward_backward_kl, shift_advantages, strip_for_builtin

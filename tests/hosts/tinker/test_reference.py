@@ -82,7 +82,6 @@ def test_answers_of_another_length_are_refused(count):
 
 def transient():
     import httpx
-
     import tinker
 
     request = httpx.Request("POST", "http://127.0.0.1/asample")
@@ -128,7 +127,6 @@ def test_after_all_attempts_the_sequence_is_named():
 
 def test_what_will_not_pass_ends_it_at_once_and_leaves_nothing_behind():
     import httpx
-
     import tinker
 
     response = httpx.Response(400, request=httpx.Request("POST", "http://127.0.0.1/asample"))

@@ -6,9 +6,9 @@ import dataclasses
 import functools
 
 import pytest
+import tinker
 from tests.hosts.tinker.wire import assert_same_gradient, by_autograd, datums, move, over_the_wire
 
-import tinker
 from klamp import KLConfig
 from klamp.diagnostics.metrics import OWN_INTERFACES
 from klamp.errors import ConfigError, UnsupportedVersion

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import functools
 
+import tinker
 import torch
 
-import tinker
 from klamp.tinker import build_datum, compute_reference_logprobs
 from klamp.tinker.testing import tiny_model
 from klamp.tinker.testing.model import BaseModel, LoraShape, Weights

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 
 from klamp.tinker.testing import tiny_model
 from klamp.tinker.testing.service import Service
 from klamp.tinker.testing.training import create_model
-from tinker import types
 
 
 @contextmanager

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import tinker
 import torch
 from tests.standin import ready
+from tinker import types
 
-import tinker
 from klamp.tinker.testing import serve
 from klamp.tinker.testing.checkpoints import Checkpoints
 from klamp.tinker.testing.protocol import Refused
-from tinker import types
 
 DATA = [
     types.Datum(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
-
 import tinker
+import torch
+from tinker import types
+
 from klamp.tinker.testing.custom import CustomLoss
 from klamp.tinker.testing.protocol import Refused
-from tinker import types
 
 pytestmark = pytest.mark.skipif(
     not hasattr(tinker.ServiceClient, "create_custom_loss"), reason="custom losses came with SDK 0.36"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
-
 import tinker
+import torch
+from tinker import types
+
 from klamp.tinker.testing import serve
 from klamp.tinker.testing.faults import Fault, FaultPlan
-from tinker import types
 
 PROMPT = types.ModelInput.from_ints([1, 2, 3, 4])
 

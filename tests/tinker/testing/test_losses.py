@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
-
 import tinker
+import torch
+from tinker import types
+
 from klamp.tinker.testing import losses
 from klamp.tinker.testing.protocol import Refused, TrainingRequest
-from tinker import types
 
 LOGPROBS = [torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64), torch.tensor([-0.1, -3.0], dtype=torch.float64)]
 OLD = [torch.tensor([-1.5, -2.0, -0.1]), torch.tensor([-0.1, -2.0])]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 
 import pytest
+import tinker
 import torch
 from peft import LoraConfig, get_peft_model
 from tests.standin import ready
+from tinker import types
 
-import tinker
 from klamp.tinker.testing import serve, tiny_model
 from klamp.tinker.testing.model import BaseModel, LoraShape, Trained
-from tinker import types
 
 SEQUENCES = [[1, 2, 3, 4, 5, 6], [7, 8, 9], [10, 11, 12, 13]]
 

@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
+from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_proto_response
 
 from klamp.tinker.testing import protocol
 from klamp.tinker.testing.protocol import Refused
-from tinker import types
 
 
 def encoded(loss_fn_config=None, **inputs):

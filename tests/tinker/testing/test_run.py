@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from tests.standin import ready
-
 import tinker
+from tests.standin import ready
+from tinker import types
+
 from klamp.tasks import arithmetic_tokenizer
 from klamp.tinker.testing import serve, tiny_model
-from tinker import types
 
 
 def test_it_serves_a_model_and_tokenizer_of_ones_own():

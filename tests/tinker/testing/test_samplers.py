@@ -6,16 +6,16 @@ import inspect
 import math
 
 import pytest
+import tinker
 import torch
 from tests.tinker.testing.routes import in_process, new_run, result
+from tinker import types
 from tinker.proto.response_conv import deserialize_proto_response
 
-import tinker
 from klamp.tinker.testing import samplers
 from klamp.tinker.testing.faults import Fault
 from klamp.tinker.testing.protocol import Refused
 from klamp.tinker.testing.training import save_weights_for_sampler
-from tinker import types
 
 PROMPT = [1, 2, 3]
 

@@ -8,7 +8,6 @@ import urllib.error
 import urllib.request
 
 import pytest
-
 import tinker
 from tinker import types
 

@@ -52,6 +52,7 @@ def test_a_promise_is_kept_and_a_failing_one_says_so(service):
 def test_a_slow_answer_is_held_back(service):
     start = time.monotonic()
     answer = service.promise("slow", lambda: {"found": 1}, [Fault(kind="slow", route="asample", seconds=0.3)])
+    assert service.worker.wait(answer["request_id"], 0.05) is None
     assert result(service, answer) == {"found": 1}
     assert time.monotonic() - start >= 0.3
 
