@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from klamp.config.loss import kl_reduction
 from klamp.diagnostics.statistics import StepRecord, pad_tokens
 from klamp.training.context import Context
 from klamp.training.rollouts import Rollout
@@ -43,10 +44,9 @@ def gather_record(context: Context, rollout: Rollout, output: UpdateOutput) -> S
 
 def control_metrics(context: Context, beta: float, metrics: Mapping[str, float]) -> dict[str, float]:
     """beta in force, also as the coefficient of a whole completion's KL; what it takes from the reward."""
-    objective = context.objective
     found = context.control.metrics(
         beta,
-        reduction=objective.kl.normalizer or objective.reduction,
+        reduction=kl_reduction(context.config.kl, context.config.loss),
         mean_length=metrics["length/mean"],
         max_length=context.config.rollout.max_completion_length,
     )
