@@ -68,7 +68,7 @@ def _numbers(kl: float, draw: random.Random) -> dict[str, float]:
         "kl/forward_sequence": 1.4 * kl * length,
         "length": length,
         "entropy": draw.uniform(0.1, 0.2),
-        "beta_effective": 0.0025,
+        "price": 0.0025,
         "seconds": draw.uniform(20, 30),
     }
 

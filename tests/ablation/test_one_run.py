@@ -56,7 +56,7 @@ def test_a_run_leaves_its_files_and_its_outcome(run, tmp_path) -> None:
     assert outcome.numbers.keys() == NUMBERS.keys()
     assert numbers_of(outcome) == {
         **measure(run.config, own),
-        "beta_effective": summary["final_metrics"]["beta/per_sequence"],
+        "price": summary["final_metrics"]["beta/price"],
     }
     steps = [row for row in rows if "reward" in row]
     assert outcome.numbers["seconds"] == pytest.approx(sum(row["speed/step_seconds"] for row in steps))
@@ -77,7 +77,7 @@ def test_without_kl_the_distance_is_measured_all_the_same(plan_with, tmp_path) -
     (run,) = runs(plan_with(sweep={"beta": [0.0]}, seeds=(0,)))
     outcome = perform(run, tmp_path, Told())
     assert outcome.numbers["kl/reverse"] > 1e-5 and outcome.numbers["kl/forward"] > 1e-5
-    assert outcome.numbers["beta_effective"] == 0 and "kl/k3" not in outcome.by_step
+    assert outcome.numbers["price"] == 0 and "kl/k3" not in outcome.by_step
     assert "kl/k3" not in steps_of(run_folder(tmp_path, run))[0], "no reference was loaded"
 
 

@@ -26,7 +26,7 @@ def metrics_at(step: int, config: TrainConfig) -> dict[str, float]:
     found = {
         "reward": 0.752 + 0.18 * done,
         "beta": config.kl.beta,
-        "beta/per_sequence": config.kl.beta / 4.8,
+        "beta/price": config.kl.beta,
         "policy/entropy": 0.31 - 0.1 * done,
         "policy/ratio_clipped": 0.0123,
         "length/mean": 4.8,

@@ -52,9 +52,9 @@ def test_what_differs_is_marked_with_who_set_it(empty_folder: Path) -> None:
     assert text.count("#* ") == 1 + 4  # the legend, and learning_rate, eval_every, beta, kl_gradient
 
 
-def test_betas_units_controller_and_reference_are_said() -> None:
-    text = plan("--target_kl", "0.05", "--max_completion_length", "100")
-    assert "beta        0.01 loss per nat of KL per token = 0.0001 per nat of a whole completion of 100" in text
+def test_the_price_controller_and_reference_are_said() -> None:
+    text = plan("--target_kl", "0.05", "--scale_rewards", "none", "--advantage_baseline", "leave_one_out")
+    assert "price       0.01 reward per nat of a whole completion" in text
     assert "controller  step controller from 0.01, towards 0.05" in text
     assert "reference   a frozen copy of the starting policy" in text
 

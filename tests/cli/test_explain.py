@@ -57,7 +57,7 @@ def test_a_printed_form_answers_to_its_old_name() -> None:
 def test_flags_and_aliases_alone() -> None:
     text = shown("--kl_penalty", "0.04", "--kl-gradient", "own", "--kl_estimator", "k3", "--length", "1000")
     assert text.startswith("these flags: Pulls the policy along the gradient of KL(ref||policy)")
-    assert "0.04 loss per nat of KL per token = 4e-05 per nat" in text
+    assert "per nat of a whole completion" in text and "beta 0.04" in text
     assert "caution kl_estimator='k3' with kl_gradient='own' follows the gradient" in text
 
 
@@ -66,8 +66,8 @@ def test_a_file_and_flags_on_top_of_it(tmp_path: Path) -> None:
     file.write_text("preset: grpo\nmax_completion_length: 200\n", encoding="utf-8")
     text = shown(str(file), "--beta", "0.1")
     assert "gradient of KL(ref||policy)" in text
-    assert "of a whole completion of 200 tokens" in text
-    assert "beta 0.1:" in text
+    assert "0.781 KiB of reference" in text, "4 bytes for each of 200 tokens"
+    assert "per nat of a whole completion" in text and "beta 0.1 x 1.14" in text
     assert "DeepSeekMath" in text
 
 
@@ -86,7 +86,7 @@ def test_flags_on_top_of_a_preset() -> None:
 )
 def test_the_expected_length(argv: list[str], length: int) -> None:
     (found,) = explain(read_request(["--kl_estimator", "k3", *argv]))
-    assert f"whole completion of {length:,} tokens" in dict(found.lines)["units"]
+    assert f"{4 * length / 1024:.3g} KiB of reference" in dict(found.lines)["cost"]
 
 
 def test_the_vocabulary_counts_in_the_memory_of_logits() -> None:

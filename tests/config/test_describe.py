@@ -1,4 +1,4 @@
-"""A KL in words and in units."""
+"""A KL in words, and its price."""
 
 from __future__ import annotations
 
@@ -6,28 +6,23 @@ import warnings
 from typing import Any, get_args
 
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from klamp.config import KLConfig, KLWarning, preset
 from klamp.config.choices import ControllerName
 from klamp.config.describe import (
     DIVERGENCES,
     PLACEMENTS,
-    Units,
-    beta_units,
     describe_average,
     describe_clip,
     describe_controller,
     describe_gradient,
     describe_kl,
     describe_movement,
+    describe_price,
     describe_rule,
-    describe_units,
     describe_value,
 )
-from klamp.core.masking import reduce_tokens
+from klamp.config.price import Price
 from klamp.core.term import Placement
 from klamp.core.types import Gradient, Reduction
 
@@ -152,44 +147,13 @@ def test_there_are_words_for_every_choice() -> None:
     assert describe_value(KLConfig(kl_estimator="exact")) == "exact"
 
 
-@pytest.mark.parametrize(
-    ("reduction", "placement", "expected"),
-    [
-        ("token_mean", "loss", Units(0.04, 0.04 / 1000)),
-        ("sequence_mean", "loss", Units(0.04, 0.04 / 1000)),
-        ("fixed_length", "loss", Units(0.04 * 1000 / 2000, 0.04 / 2000)),
-        ("sequence_sum", "loss", Units(40.0, 0.04)),
-        ("token_mean", "reward", Units(40.0, 0.04)),
-        ("sequence_mean", "advantage", Units(40.0, 0.04)),
-    ],
-)
-def test_betas_units(reduction: Reduction, placement: Placement, expected: Units) -> None:
-    found = beta_units(0.04, reduction, placement=placement, length=1000, max_length=2000)
-    assert found == pytest.approx(expected)
-
-
-@given(
-    beta=st.floats(0, 10),
-    reduction=st.sampled_from(get_args(Reduction)),
-    length=st.integers(1, 9),
-    spare=st.integers(0, 5),
-    kl=st.floats(0, 5),
-)
-def test_the_units_are_those_of_klamps_own_reductions(
-    beta: float, reduction: Reduction, length: int, spare: int, kl: float
-) -> None:
-    """Three completions of one length, a KL of `kl` nats in each token: what beta times the reduced KL comes to."""
-    tokens = torch.full((3, length + spare), kl, dtype=torch.float64)
-    mask = torch.arange(length + spare).expand(3, -1) < length
-    charged = beta * reduce_tokens(tokens, mask, reduction, length=length + spare).item()
-    units = beta_units(beta, reduction, placement="loss", length=length, max_length=length + spare)
-    assert units.token * kl == pytest.approx(charged) and units.sequence * kl * length == pytest.approx(charged)
-
-
-def test_the_units_in_words() -> None:
-    units = beta_units(0.04, "token_mean", placement="loss", length=1000)
-    assert describe_units(units, placement="loss", length=1000) == (
-        "0.04 loss per nat of KL per token = 4e-05 per nat of a whole completion of 1,000 tokens"
+def test_a_price_in_words() -> None:
+    assert describe_price(Price(beta=0.04), group_size=8) == "0.04 reward per nat of a whole completion"
+    whole = describe_price(Price(beta=0.04, length_ratio=2.0, baseline_ratio=8 / 7), group_size=8)
+    assert whole.startswith("0.0914 reward per nat of a whole completion = beta 0.04 x 2 (the policy loss is divided")
+    assert whole.endswith(" x 1.14 (the mean of 8 holds the own reward)")
+    scaled = describe_price(Price(beta=0.04, scaled=True), group_size=8)
+    assert scaled == (
+        "0.04 x the standard deviation of a group's rewards per nat of a whole completion; no single number is the "
+        "price: 0.0141 to 0.0214 for rewards of 0 and 1 in groups of 8"
     )
-    assert describe_units(Units(1.0, 0.02), placement="reward").startswith("1 reward per nat of KL per token = 0.02 ")
-    assert describe_units(units, placement="loss").endswith("per nat of a whole completion")

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from klamp.config import KLConfig, LossConfig
-from klamp.config.price import price_of
+from klamp.config.price import configured_price, price_of, spread_of_group, spreads_of_right_or_wrong
 from klamp.errors import ConfigError
 
 PLACED = {"kl_estimator": "k1", "kl_horizon": "sequence"}
 
 
 def price(kl: KLConfig, loss: LossConfig, **changes):
-    return price_of(kl, loss, **{"group_size": 4, "mean_length": 10.0, "max_length": 50, **changes})
+    return configured_price(kl, loss, **{"group_size": 4, "mean_length": 10.0, "max_length": 50, **changes})
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "bnpo", "dr_grpo"])
@@ -55,3 +58,25 @@ def test_the_beta_in_force_can_be_another_one():
 def test_no_price_without_a_group_or_a_length(wrong):
     with pytest.raises(ConfigError, match="needs a group and lengths"):
         price(KLConfig(), LossConfig(), **wrong)
+
+
+def test_a_host_may_reduce_both_in_a_way_that_has_no_name():
+    sizes = {"group_size": 4, "mean_length": 10.0, "max_length": 50, "baseline": "leave_one_out", "scale": "none"}
+    for policy, kl in ((None, None), (None, "token_mean"), ("sequence_sum", None)):
+        assert price_of(0.04, placement="loss", policy=policy, kl=kl, **sizes).per_completion == 0.04
+    summed = price_of(0.04, placement="loss", policy="token_mean", kl="sequence_sum", **sizes)
+    assert summed.per_completion == pytest.approx(0.4)
+
+
+@given(right=st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=1, max_size=5))
+def test_the_spread_is_that_of_the_groups_that_teach_something(right):
+    rewards = torch.tensor(right, dtype=torch.float64)
+    spreads = rewards.std(-1)
+    saturated = (rewards == rewards[:, :1]).all(-1)
+    found = spread_of_group(float(spreads.mean()), float(saturated.double().mean()))
+    least, most = spreads_of_right_or_wrong(6)
+    if saturated.all():
+        assert found is None
+    else:
+        assert found == pytest.approx(float(spreads[~saturated].mean()))
+        assert least - 1e-9 <= found <= most + 1e-9

@@ -63,7 +63,7 @@ def test_every_name_that_is_written_anywhere_in_the_source_is_documented() -> No
     files = [file for room in LOGGING for file in (SOURCE / room).rglob("*.py")]
     found = {name: file.name for file in files for name in written(file)}
     assert {name: file for name, file in found.items() if name not in known} == {}
-    assert len(found) > 50, "else the walk finds nothing"
+    assert len(found) > 40, "else the walk finds nothing"
 
 
 NO_METRICS = {"train/global_step", "reward/nat"}

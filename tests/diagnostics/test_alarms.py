@@ -50,7 +50,7 @@ def test_an_empty_run_raises_nothing() -> None:
 
 
 VALUES = st.one_of(st.floats(), st.sampled_from([0.0, 1e308, -1e308, math.nan, math.inf, -math.inf]))
-NAMED = ("k1", "k3", "exact", "reward", "length", "reward_std", "beta", "beta__per_sequence", "kl__k3_sequence")
+NAMED = ("k1", "k3", "exact", "reward", "length", "reward_std", "beta", "beta__price", "kl__k3_sequence")
 WATCHED = (*NAMED, "sampler__abs", "sampler__k3", "length__truncated")
 
 

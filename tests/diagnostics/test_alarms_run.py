@@ -71,7 +71,7 @@ def test_a_beta_that_ran_away() -> None:
     curves = {"beta": [0.0, *[0.1] * 10, *[3.0] * 10], "kl__k3_sequence": [2.0] * 21, "reward": [0.9] * 21}
 
     def raised(price: float, **changes: list[float]) -> bool:
-        history = history_of(**{**curves, "beta__per_sequence": [price] * 21, **changes})
+        history = history_of(**{**curves, "beta__price": [price] * 21, **changes})
         return look("beta-runaway", history) is not None
 
     assert raised(0.46) and not raised(0.44), "0.92 and 0.88 against a reward of 0.9"

@@ -1,4 +1,4 @@
-"""What is measured of a step beside its tokens: beta in both units, and completions to look at."""
+"""What is measured of a step beside its tokens: beta and its price, and completions to look at."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from klamp.training.measurement import completion_row, control_metrics, gather_r
 from klamp.training.rollouts import collect
 from klamp.training.updates import update
 
-SEEN = {"length/mean": 5.0, "reward": 0.7, "kl/k1_sequence": 2.0}
+SEEN = {"length/mean": 5.0, "reward_std": 0.3, "groups/saturated": 0.25}
 
 
-def test_beta_is_given_per_token_and_per_sequence_and_taken_from_the_reward(context_of):
-    context = context_of(loss_type="dapo")
-    assert control_metrics(context, 0.06, SEEN) == {
-        "beta": 0.06,
-        "beta/per_sequence": pytest.approx(0.06 / 5),
-        "reward/penalized": pytest.approx(0.7 - 0.06 / 5 * 2.0),
-    }
-    without = control_metrics(context, 0.0, {"length/mean": 5.0, "reward": 0.7})
-    assert without == {"beta": 0.0, "beta/per_sequence": 0.0}
-    summed = context_of(kl_normalizer="fixed_length", max_completion_length=8)
-    assert control_metrics(summed, 0.06, SEEN)["beta/per_sequence"] == pytest.approx(0.06 / 8)
+def test_beta_and_its_price(context_of):
+    exact = {"loss_type": "dr_grpo", "advantage_baseline": "leave_one_out"}
+    context = context_of(**exact)
+    assert control_metrics(context, 0.06, SEEN) == {"beta": 0.06, "beta/price": 0.06}
+    assert control_metrics(context, 0.0, SEEN) == {"beta": 0.0, "beta/price": 0.0}
+    averaged = context_of(**exact, kl_normalizer="token_mean", max_completion_length=8)
+    assert control_metrics(averaged, 0.06, SEEN)["beta/price"] == pytest.approx(0.06 * 8 / 5)
+
+
+def test_divided_by_the_std_the_price_is_that_of_the_groups_that_teach_something(context_of):
+    context = context_of(scale_rewards="std", advantage_baseline="leave_one_out")
+    assert control_metrics(context, 0.06, SEEN)["beta/price"] == pytest.approx(0.06 * 0.4)
+    assert control_metrics(context, 0.06, SEEN | {"reward_std": 0.0, "groups/saturated": 1.0}) == {"beta": 0.06}
 
 
 def test_a_record_holds_the_step_as_it_was_before_the_update(context_of):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from klamp.config import KLConfig, LossConfig
-from klamp.config.price import price_of
+from klamp.config.price import configured_price
 from klamp.errors import ConfigError
 from klamp.verify.convergence import (
     REACHED,
@@ -58,7 +58,7 @@ def test_an_exact_objective_ends_at_the_optimum_of_its_price(group_size, baselin
     world = world_at(7, group_size=group_size)
     loss = replace(EXACT, advantage_baseline=baseline)
     end = follow(SEQUENCE, loss, world)
-    price = price_of(SEQUENCE, loss, group_size=group_size, mean_length=1.0, max_length=2).per_completion
+    price = configured_price(SEQUENCE, loss, group_size=group_size, mean_length=1.0, max_length=2).per_completion
     assert end.stands
     assert end.distance < 1e-12
     assert end.price == pytest.approx(price, rel=1e-9)

@@ -56,20 +56,15 @@ def test_the_verdict_is_measured_not_looked_up(monkeypatch: pytest.MonkeyPatch) 
     assert "pushes away" in line(found, "at 30 nats")
 
 
-def test_units_of_a_mean_and_of_a_sum() -> None:
-    mean = explain(beta=0.04, setting=Setting(length=1000))
-    assert "0.04 loss per nat of KL per token = 4e-05 per nat of a whole completion of 1,000" in line(mean, "units")
-    summed = explain(beta=4e-5, kl_normalizer="sequence_sum", setting=Setting(length=1000))
-    assert "0.04 loss per nat of KL per token = 4e-05" in line(summed, "units")
-    reward = explain(
-        LossConfig(scale_rewards="none"),
-        beta=0.02,
-        kl_estimator="k1",
-        kl_placement="reward",
-        kl_horizon="sequence",
-        setting=Setting(length=50),
-    )
-    assert "1 reward per nat of KL per token = 0.02 per nat of a whole completion of 50" in line(reward, "units")
+def test_the_price_is_that_of_the_reduction_the_baseline_the_scale_and_the_group() -> None:
+    exact = LossConfig(loss_type="dr_grpo", advantage_baseline="leave_one_out")
+    assert line(explain(exact, beta=0.04), "price") == "0.04 reward per nat of a whole completion"
+    summed = explain(exact, beta=0.04, kl_normalizer="sequence_sum", setting=Setting(length=50))
+    assert line(summed, "price").startswith("2 reward per nat of a whole completion = beta 0.04 x 50 ")
+    mean = explain(LossConfig(loss_type="dr_grpo"), beta=0.04, setting=Setting(group_size=5))
+    assert line(mean, "price").startswith("0.05 reward per nat of a whole completion = beta 0.04 x 1.25 ")
+    scaled = line(explain(LossConfig(scale_rewards="std"), beta=0.04), "price")
+    assert "x the standard deviation of a group's rewards" in scaled and "no single number is the price" in scaled
 
 
 def test_costs_name_what_is_loaded_run_and_kept() -> None:

@@ -116,7 +116,7 @@ COLUMNS: tuple[Column, ...] = (
     _number("kl_retained/forward", "KL(start‖policy), retained prompts", "nats/token", "distance"),
     _number("length", "length", "tokens", "run"),
     _number("entropy", "entropy", "nats/token", "run"),
-    _number("beta_effective", "effective beta", "reward/nat, per sequence", "run"),
+    _number("price", "price of KL", "reward/nat, per completion", "run"),
     _number("seconds", "wall time", "s", "run"),
 )
 """All columns, in the order of the tables."""

@@ -97,8 +97,8 @@ def _trained_and_measured(run: Run, own: Path, told: _Told) -> Outcome:
     numbers = measure(run.config, own, told=lambda: told.tell("measuring"))
     rows = _rows(own / METRICS_FILE)
     numbers["seconds"] = sum(row.get("speed/step_seconds", 0.0) for row in rows)
-    if "beta/per_sequence" in summary["final_metrics"]:
-        numbers["beta_effective"] = summary["final_metrics"]["beta/per_sequence"]
+    if "beta/price" in summary["final_metrics"]:
+        numbers["price"] = summary["final_metrics"]["beta/price"]
     return Outcome(
         run=run.name,
         arm=run.arm.name,

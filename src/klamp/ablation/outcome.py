@@ -60,7 +60,7 @@ NUMBERS: Mapping[str, str] = {
     "kl_retained/forward_sequence": "the same, nats per completion",
     "length": "mean tokens of the policy's completions, RL skill, end token included",
     "entropy": "mean entropy of the policy on its own completions, RL skill, nats per token",
-    "beta_effective": "beta in the last step, per nat of a whole completion",
+    "price": "reward that beta takes for one nat of a whole completion, last step (beta/price)",
     "seconds": "wall time of the training steps, without evaluation, saving and measuring",
 }
 """Name of a number -> what it says; a run without other skills has no kl_retained."""

@@ -11,13 +11,12 @@ import yaml
 from klamp.cli.arguments import TrainRequest
 from klamp.cli.describe import describe_model, describe_reference, describe_task
 from klamp.config.describe import (
-    beta_units,
     describe_controller,
     describe_kl,
+    describe_price,
     describe_rule,
-    describe_units,
 )
-from klamp.config.loss import kl_reduction
+from klamp.config.price import configured_price
 from klamp.training.config import TrainConfig, section_classes
 from klamp.training.folders import run_folder
 
@@ -72,12 +71,13 @@ def _in_words(config: TrainConfig) -> list[tuple[str, str]]:
 
 
 def _beta_lines(config: TrainConfig) -> list[tuple[str, str]]:
-    kl, length = config.kl, config.rollout.max_completion_length
+    kl, rollout = config.kl, config.rollout
     if not kl.needs_reference:
         return [("beta", "0: trains without KL")]
-    units = beta_units(kl.beta, kl_reduction(kl, config.loss), placement=kl.kl_placement, length=length)
+    length = rollout.max_completion_length
+    price = configured_price(kl, config.loss, group_size=rollout.num_generations, mean_length=length, max_length=length)
     controller = "; ".join(text for text in (describe_controller(kl), describe_rule(kl)) if text)
-    return [("controller", controller), ("beta", describe_units(units, placement=kl.kl_placement, length=length))]
+    return [("controller", controller), ("price", describe_price(price, group_size=rollout.num_generations))]
 
 
 def _loss(config: TrainConfig) -> str:

@@ -109,7 +109,15 @@ def _explain_flags(request: ExplainRequest, name: str, source: list[str]) -> Exp
         warnings.simplefilter("ignore", KLWarning)  # the explanation says the same, in its place
         parsed = parse_train([*source, *request.flags])
         paper = find_preset(parsed.options.preset).paper if parsed.options.preset else ""
-        setting = Setting(length=_length(request, parsed), vocab=request.options.vocab, paper=paper)
+        setting = Setting(
+            length=_length(request, parsed),
+            max_length=parsed.config.rollout.max_completion_length
+            if "max_completion_length" in parsed.sources
+            else None,
+            group_size=parsed.config.rollout.num_generations,
+            vocab=request.options.vocab,
+            paper=paper,
+        )
         return explain_config(parsed.config.kl, parsed.config.loss, name=name, setting=setting)
 
 

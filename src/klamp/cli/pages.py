@@ -127,7 +127,7 @@ PAGES: Mapping[str, Page] = {
     "explain": Page(
         usage="CONFIG [CONFIG ...] [flags]",
         about="Says what a KL term does: which divergence it pulls towards, which share of the sequence's gradient it "
-        "keeps, where it clips, its units, its cost, its cautions. Nothing is loaded or trained; gradients are "
+        "keeps, where it clips, its price, its cost, its cautions. Nothing is loaded or trained; gradients are "
         "measured by enumeration.",
         examples=(
             "klamp explain recommended",

@@ -12,8 +12,8 @@ from rich.text import Text
 from klamp.cli.columns import GAP, Scale, fixed, short, spoken
 from klamp.cli.describe import resume_command, tool
 from klamp.cli.live import skills_table
-from klamp.config.describe import beta_units, describe_controller, describe_units
-from klamp.config.loss import kl_reduction
+from klamp.config.describe import describe_controller, describe_price
+from klamp.config.price import configured_price
 from klamp.training.config import TrainConfig
 from klamp.training.observers import RunSummary
 
@@ -62,14 +62,15 @@ def _beta_text(config: TrainConfig, metrics: Mapping[str, float]) -> str:
     held = "fixed" if kl.controller_name == "fixed" else describe_controller(kl)
     if "length/mean" not in metrics:
         return f"beta: {short(beta)} ({held})"
-    units = beta_units(
-        beta,
-        kl_reduction(kl, config.loss),
-        placement=kl.kl_placement,
-        length=metrics["length/mean"],
+    price = configured_price(
+        kl,
+        config.loss,
+        group_size=config.rollout.num_generations,
+        mean_length=metrics["length/mean"],
         max_length=config.rollout.max_completion_length,
+        beta=beta,
     )
-    return f"beta: {describe_units(units, placement=kl.kl_placement)} ({held})"
+    return f"beta: {held}; price: {describe_price(price, group_size=config.rollout.num_generations)}"
 
 
 def _files(config: TrainConfig, summary: RunSummary) -> list[tuple[str, str]]:

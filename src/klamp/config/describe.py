@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from klamp.config.kl import KLConfig
-from klamp.config.loss import divisor
+from klamp.config.price import Price, spreads_of_right_or_wrong
 from klamp.core.beta_rules import DualRule, PIDRule, ProportionalRule, StepRule
 from klamp.core.term import Placement
 from klamp.core.types import Gradient, Reduction
@@ -124,39 +123,23 @@ def describe_average(
     return words[reduction]
 
 
-class Units(NamedTuple):
-    """beta as a coefficient of the KL, in loss (or reward) per nat.
-
-    Attributes:
-        token: of the mean token's KL.
-        sequence: of a whole completion's KL.
-    """
-
-    token: float
-    sequence: float
-
-
-def beta_units(
-    beta: float, reduction: Reduction, *, placement: Placement, length: float, max_length: float | None = None
-) -> Units:
-    """beta in loss (or reward) per nat of the mean token's KL, and per nat of a whole completion's: the only statement.
-
-    Equation: token = beta * length / d, sequence = beta / d; d is the reduction's `divisor`, and 1 for a KL in reward
-    or advantage.
+def describe_price(price: Price, *, group_size: int) -> str:
+    """What one nat of a whole completion costs, in reward, and what makes it so.
 
     Args:
-        beta: the coefficient.
-        reduction: of the KL.
-        placement: where the KL enters.
-        length: mean length of the completions in tokens.
-        max_length: L of `fixed_length`; None: the same as `length`.
+        price: from `price_of`.
+        group_size: completions per prompt.
     """
-    divided_by = divisor(reduction, mean_length=length, max_length=max_length) if placement == "loss" else 1.0
-    return Units(token=beta * (length / divided_by), sequence=beta / divided_by)
-
-
-def describe_units(units: Units, *, placement: Placement, length: int | None = None) -> str:
-    """Units of beta in words; with a length, of completions that are so long."""
-    unit = "loss" if placement == "loss" else "reward"
-    of = "" if length is None else f" of {length:,} tokens"
-    return f"{units.token:.3g} {unit} per nat of KL per token = {units.sequence:.3g} per nat of a whole completion{of}"
+    parts = [f"beta {price.beta:g}"]
+    if price.length_ratio != 1:
+        parts.append(f"{price.length_ratio:.4g} (the policy loss is divided by more tokens than the KL)")
+    if price.baseline_ratio != 1:
+        parts.append(f"{price.baseline_ratio:.3g} (the mean of {group_size} holds the own reward)")
+    why = f" = {' x '.join(parts)}" if len(parts) > 1 else ""
+    if not price.scaled:
+        return f"{price.per_completion:.3g} reward per nat of a whole completion{why}"
+    least, most = (price.at(std) for std in spreads_of_right_or_wrong(group_size))
+    return (
+        f"{price.per_completion:.3g} x the standard deviation of a group's rewards per nat of a whole completion{why}; "
+        f"no single number is the price: {least:.3g} to {most:.3g} for rewards of 0 and 1 in groups of {group_size}"
+    )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from klamp.config.kl import KLConfig
 from klamp.config.loss import LOSS_TYPES, LossConfig, divisor, kl_reduction
+from klamp.core.advantages import Baseline, Scale
+from klamp.core.term import Placement
+from klamp.core.types import Reduction
 from klamp.errors import ConfigError
 
 
@@ -14,19 +18,21 @@ class Price:
     """The exchange rate between reward and KL that a configuration trains at.
 
     Attributes:
-        per_completion: reward per nat of a whole completion; where advantages are divided by the group's standard
-            deviation, per nat and per unit of that deviation.
-        scaled: whether advantages are divided by it, so that no single number is the price.
         beta: the coefficient.
         length_ratio: the divisor of the policy loss over that of the KL; 1 where both are reduced alike.
         baseline_ratio: G / (G - 1) where a group's mean, own reward included, is the baseline; else 1.
+        scaled: whether advantages are divided by the group's standard deviation, so that no single number is the price.
     """
 
-    per_completion: float
-    scaled: bool
     beta: float
-    length_ratio: float
-    baseline_ratio: float
+    length_ratio: float = 1.0
+    baseline_ratio: float = 1.0
+    scaled: bool = False
+
+    @property
+    def per_completion(self) -> float:
+        """Reward per nat of a whole completion; where advantages are scaled, per unit of the group's deviation too."""
+        return self.beta * self.length_ratio * self.baseline_ratio
 
     def at(self, reward_std: float) -> float:
         """The price in a group whose rewards have this standard deviation, in reward per nat of a completion."""
@@ -34,7 +40,16 @@ class Price:
 
 
 def price_of(
-    kl: KLConfig, loss: LossConfig, *, group_size: int, mean_length: float, max_length: int, beta: float | None = None
+    beta: float,
+    *,
+    placement: Placement,
+    policy: Reduction | None,
+    kl: Reduction | None,
+    baseline: Baseline,
+    scale: Scale,
+    group_size: int,
+    mean_length: float,
+    max_length: int,
 ) -> Price:
     """The price of one nat of KL of a whole completion, in reward.
 
@@ -47,12 +62,15 @@ def price_of(
     `klamp.verify.convergence` finds it.
 
     Args:
-        kl: the KL term.
-        loss: the policy loss.
+        beta: the coefficient in force.
+        placement: where the KL enters.
+        policy: how the tokens of the policy loss become a number; None: as those of the KL do.
+        kl: how the KL's do; None: as those of the policy loss.
+        baseline: of the advantages.
+        scale: of the advantages.
         group_size: completions per prompt, G.
         mean_length: mean length of the completions, in tokens.
         max_length: longest completion, in tokens; the divisor of `fixed_length`.
-        beta: the coefficient in force; None: the configuration's.
 
     Raises:
         ConfigError: a group of one, or lengths below one token.
@@ -64,19 +82,64 @@ def price_of(
             why="the baseline is taken over the group, and a mean is taken over tokens",
             fix="group_size >= 2, lengths >= 1",
         )
-    coefficient = kl.beta if beta is None else beta
-    inside = kl.kl_placement == "reward"
-    own, other = (
-        divisor(reduction, mean_length=mean_length, max_length=max_length)
-        for reduction in (LOSS_TYPES[loss.loss_type].reduction, kl_reduction(kl, loss))
-    )
-    length_ratio = own / other
-    centred = not inside and loss.advantage_baseline == "mean"
-    baseline_ratio = group_size / (group_size - 1) if centred else 1.0
+    inside = placement == "reward"
+    ratio = 1.0
+    if policy is not None and kl is not None and policy != kl:
+        own, of_kl = (divisor(each, mean_length=mean_length, max_length=max_length) for each in (policy, kl))
+        ratio = own / of_kl
+    centred = not inside and baseline == "mean"
     return Price(
-        per_completion=coefficient * length_ratio * baseline_ratio,
-        scaled=not inside and loss.scale == "std",
-        beta=coefficient,
-        length_ratio=length_ratio,
-        baseline_ratio=baseline_ratio,
+        beta=beta,
+        length_ratio=ratio,
+        baseline_ratio=group_size / (group_size - 1) if centred else 1.0,
+        scaled=not inside and scale == "std",
     )
+
+
+def configured_price(
+    kl: KLConfig, loss: LossConfig, *, group_size: int, mean_length: float, max_length: int, beta: float | None = None
+) -> Price:
+    """The price that a configuration trains at; see `price_of`.
+
+    Args:
+        kl: the KL term.
+        loss: the policy loss.
+        group_size: completions per prompt.
+        mean_length: mean length of the completions, in tokens.
+        max_length: longest completion, in tokens.
+        beta: the coefficient in force; None: the configuration's.
+
+    Raises:
+        ConfigError: a group of one, or lengths below one token.
+    """
+    return price_of(
+        kl.beta if beta is None else beta,
+        placement=kl.kl_placement,
+        policy=LOSS_TYPES[loss.loss_type].reduction,
+        kl=kl_reduction(kl, loss),
+        baseline=loss.advantage_baseline,
+        scale=loss.scale,
+        group_size=group_size,
+        mean_length=mean_length,
+        max_length=max_length,
+    )
+
+
+def spread_of_group(reward_std: float, saturated: float) -> float | None:
+    """The mean standard deviation of the rewards in groups that are not saturated; None where all are.
+
+    Args:
+        reward_std: mean over all groups, in which the saturated ones are 0.
+        saturated: share of the groups whose rewards are all equal.
+    """
+    return reward_std / (1 - saturated) if saturated < 1 else None
+
+
+def spreads_of_right_or_wrong(group_size: int) -> tuple[float, float]:
+    """The least and the largest standard deviation of a group of rewards 0 and 1 that are not all equal.
+
+    Equation: sqrt(k (G - k) / (G (G - 1))), k = 1 and k = G / 2.
+    """
+    pairs = group_size * (group_size - 1)
+    least, most = (math.sqrt(k * (group_size - k) / pairs) for k in (1, group_size // 2))
+    return least, most

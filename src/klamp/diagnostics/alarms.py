@@ -155,7 +155,7 @@ ALARMS: dict[str, Alarm] = {
             next_step="Raise target_kl to the KL at which the reward had risen, take a fixed beta, or bound it "
             "(beta_max); `klamp explain` says whether the configuration's KL can reach its target.",
             rule=run.beta_runaway,
-            needs=("beta", "beta/per_sequence", "kl/k3_sequence", "reward"),
+            needs=("beta", "beta/price", "kl/k3_sequence", "reward"),
             limits=(run.RUNAWAY,),
         ),
         Alarm(

@@ -46,7 +46,7 @@ RUNAWAY = Limit(
 
 def beta_runaway(history: History) -> Evidence | None:
     """Finds a controller that raised beta until the KL costs more than the reward gives."""
-    names = ("beta", "beta/per_sequence", "kl/k3_sequence", "reward")
+    names = ("beta", "beta/price", "kl/k3_sequence", "reward")
     betas, prices, kls, rewards = (history.last(name, RUNAWAY_WINDOW) for name in names)
     start = next((value for value in history.first("beta", EARLY) if value > 0), None)
     if min(map(len, (betas, prices, kls, rewards))) < RUNAWAY_WINDOW or start is None:

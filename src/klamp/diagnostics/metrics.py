@@ -40,9 +40,6 @@ METRICS: dict[str, MetricRow] = {
         ),
         _row("reward_std", "reward", "neither", "mean over groups", "Standard deviation of the reward within a group."),
         _row(
-            "reward/penalized", "reward", "higher", "mean over completions", "Reward minus beta times k1 per sequence."
-        ),
-        _row(
             "groups/saturated", "share", "lower", "mean over groups", "Groups whose rewards are all equal: no signal."
         ),
         _row(
@@ -107,8 +104,15 @@ METRICS: dict[str, MetricRow] = {
             "Mean |log-ratio| of the same, in logs of TRL.",
         ),
         _row("sampler/log_ratio_max", "nats", "lower", "maximum over tokens", "Largest |log-ratio| of the same."),
-        _row("beta", "reward/nat", "neither", "value", "Coefficient of the KL in force in this step, per token."),
-        _row("beta/per_sequence", "reward/nat", "neither", "value", "The same as a coefficient of the sequence's KL."),
+        _row("beta", "reward/nat", "neither", "value", "Coefficient of the KL in force in this step."),
+        _row(
+            "beta/price",
+            "reward/nat",
+            "neither",
+            "value",
+            "Reward that it takes for one nat of a whole completion; where advantages are divided by the group's "
+            "standard deviation, at the mean of the groups that are not saturated.",
+        ),
         _row("train/loss", "loss", "neither", "value", "The loss of the step's first update: policy loss plus KL."),
         _row("train/policy_loss", "loss", "neither", "value", "The part of the policy surrogate."),
         _row("train/kl_penalty", "loss", "neither", "value", "The part of the KL: beta times its reduced penalty."),

@@ -37,8 +37,8 @@ PLANS: tuple[Plan, ...] = (
         name="reward",
         title="Reward",
         unit="reward",
-        text="Reward of the task; penalized: less beta times k1 per completion.",
-        curves={"reward": "reward", "reward/penalized": "penalized"},
+        text="Reward of the task.",
+        curves={"reward": "reward"},
     ),
     Plan(
         name="kl",

@@ -1,4 +1,4 @@
-"""What the trainer measures of a step: the tokens of all processes, beta in both units, completions to look at."""
+"""What the trainer measures of a step: the tokens of all processes, beta and its price, completions to look at."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from klamp.config.loss import kl_reduction
+from klamp.config.price import configured_price, spread_of_group
 from klamp.diagnostics.statistics import StepRecord, pad_tokens
 from klamp.training.context import Context
 from klamp.training.rollouts import Rollout
@@ -43,16 +43,17 @@ def gather_record(context: Context, rollout: Rollout, output: UpdateOutput) -> S
 
 
 def control_metrics(context: Context, beta: float, metrics: Mapping[str, float]) -> dict[str, float]:
-    """beta in force, also as the coefficient of a whole completion's KL; what it takes from the reward."""
-    found = context.control.metrics(
-        beta,
-        reduction=kl_reduction(context.config.kl, context.config.loss),
+    """beta in force, its price, and what the controller logs."""
+    config = context.config
+    price = configured_price(
+        config.kl,
+        config.loss,
+        group_size=config.rollout.num_generations,
         mean_length=metrics["length/mean"],
-        max_length=context.config.rollout.max_completion_length,
+        max_length=config.rollout.max_completion_length,
+        beta=beta,
     )
-    if "kl/k1_sequence" in metrics:
-        found["reward/penalized"] = metrics["reward"] - found["beta/per_sequence"] * metrics["kl/k1_sequence"]
-    return found
+    return context.control.metrics(price, spread_of_group(metrics["reward_std"], metrics["groups/saturated"]))
 
 
 def completion_row(context: Context, rollout: Rollout, output: UpdateOutput, i: int) -> dict[str, object]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache
 
 from klamp.config import KLConfig, KLWarning, LossConfig
-from klamp.config.price import price_of
+from klamp.config.price import configured_price
 from klamp.verify.answers import Answer, TextTable
 from klamp.verify.convergence import REACHED, End, follow, worlds
 from klamp.verify.proofs.check import Check, is_equal, is_true
@@ -163,7 +163,7 @@ def _baselines() -> Iterator[Check]:
     for term in ("loss, k3, sequence", "advantage, k1, sequence", "reward, k1"):
         kl = terms()[term]
         end = follow(kl, loss, world)
-        price = price_of(kl, loss, group_size=world.group_size, mean_length=1.0, max_length=world.chain.length)
+        price = configured_price(kl, loss, group_size=world.group_size, mean_length=1.0, max_length=world.chain.length)
         times = price.per_completion / BETA
         claim = f"{term}; against the group's mean of {world.group_size}: the price is {times:g} beta"
         yield is_equal(claim, end.price, price.per_completion, tolerance=1e-6)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from klamp.config import KLConfig, LossConfig, build_objective
 from klamp.config.loss import divisor, kl_reduction
-from klamp.config.price import price_of
+from klamp.config.price import configured_price
 from klamp.core.advantages import group_advantages
 from klamp.core.estimators import exact_kl
 from klamp.core.objective import grpo_loss
@@ -131,7 +131,7 @@ def follow(kl: KLConfig, loss: LossConfig, world: World) -> End:
             fix="leave kl_exclude_tokens, kl_exclude_prefix and kl_exclude_between out",
         )
     length = _mean_length(enumerate_outcomes(world.chain))
-    price = price_of(
+    price = configured_price(
         kl, loss, group_size=world.group_size, mean_length=length, max_length=world.chain.length
     ).per_completion
     start = logits = world.chain.logprobs("policy").detach()

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 from klamp.config import KLConfig, LossConfig
 from klamp.config.describe import (
-    beta_units,
     describe_clip,
     describe_controller,
     describe_movement,
-    describe_units,
+    describe_price,
 )
 from klamp.config.loss import kl_reduction
+from klamp.config.price import configured_price
 from klamp.verify.config_facts import LENGTH, ConfigFacts, Gate, Pull, measure_config
 from klamp.verify.equations import equations
 
@@ -45,10 +45,14 @@ class Explanation:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The completion length, vocabulary and paper that the numbers of an explanation depend on."""
+    """The lengths, group, vocabulary and paper that the numbers of an explanation depend on."""
 
     length: int = 1000
     """Expected completion length in tokens."""
+    max_length: int | None = None
+    """Longest completion in tokens; None: the expected one."""
+    group_size: int = 8
+    """Completions per prompt."""
     vocab: int = VOCAB
     """Vocabulary entries of the model."""
     paper: str = ""
@@ -83,7 +87,7 @@ def explain_config(kl: KLConfig, loss: LossConfig, *, name: str, setting: Settin
         ("noise", _noise(facts)),
         ("limits", _limits(kl, facts, setting)),
         *_numbers(facts),
-        ("units", _units(kl, loss, setting)),
+        ("price", _price(kl, loss, setting)),
         ("control", f"beta {describe_controller(kl)}"),
         *_moving(kl),
         ("cost", _cost(kl, setting)),
@@ -222,10 +226,10 @@ def _numbers(facts: ConfigFacts) -> list[Line]:
     return [("at 30 nats", text)]
 
 
-def _units(kl: KLConfig, loss: LossConfig, setting: Setting) -> str:
-    placement, length = kl.kl_placement, setting.length
-    units = beta_units(kl.beta, kl_reduction(kl, loss), placement=placement, length=length)
-    return f"beta {kl.beta:g}: {describe_units(units, placement=placement, length=length)}"
+def _price(kl: KLConfig, loss: LossConfig, setting: Setting) -> str:
+    size, length = setting.group_size, setting.length
+    price = configured_price(kl, loss, group_size=size, mean_length=length, max_length=setting.max_length or length)
+    return describe_price(price, group_size=size)
 
 
 def _moving(kl: KLConfig) -> list[Line]:

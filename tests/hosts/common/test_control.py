@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from klamp.config import KLConfig
+from klamp.config.price import Price
 from klamp.core.schedules import kl_schedule_factor
 from klamp.errors import ConfigError, NonFiniteError, RunFolderError
 from klamp.hosts.common.control import NEVER_ZERO, KLControl, beta_metrics, check_kl, held_kl
@@ -129,32 +130,22 @@ def test_the_users_length_comes_before_the_datas_and_that_before_the_measured_on
     assert given_.reference_length == 7
 
 
-@pytest.mark.parametrize(
-    ("reduction", "placement", "per_sequence"),
-    [
-        ("token_mean", "loss", 0.06 / 5),
-        ("sequence_mean", "loss", 0.06 / 5),
-        (None, "loss", 0.06 / 5),
-        ("sequence_sum", "loss", 0.06),
-        ("fixed_length", "loss", 0.06 / 8),
-        ("token_mean", "advantage", 0.06),
-        ("fixed_length", "reward", 0.06),
-    ],
-)
-def test_beta_is_given_per_token_and_per_sequence(reduction, placement, per_sequence) -> None:
-    found = beta_metrics(0.06, placement, reduction=reduction, mean_length=5.0, max_length=8)
-    assert found == {"beta": 0.06, "beta/per_sequence": pytest.approx(per_sequence)}
+def test_beta_is_logged_with_its_price() -> None:
+    assert beta_metrics(Price(beta=0.06, length_ratio=2.0), None) == {"beta": 0.06, "beta/price": 0.12}
+    scaled = Price(beta=0.06, scaled=True)
+    assert beta_metrics(scaled, 0.5) == {"beta": 0.06, "beta/price": 0.03}
+    assert beta_metrics(scaled, None) == {"beta": 0.06}, "all groups are saturated: nothing has a price"
 
 
 def test_the_reference_length_is_logged_where_a_clip_may_need_it() -> None:
-    sizes = {"reduction": "token_mean", "mean_length": 5.0, "max_length": 8}
+    price = Price(beta=0.1)
     clipped = KLControl(KLConfig(kl_clip_method="hard"))
-    assert "kl/reference_length" not in clipped.metrics(0.1, **sizes)
+    assert "kl/reference_length" not in clipped.metrics(price, None)
     clipped.reference_length = 6.5
-    assert clipped.metrics(0.1, **sizes)["kl/reference_length"] == 6.5
+    assert clipped.metrics(price, None)["kl/reference_length"] == 6.5
     unclipped = KLControl(KLConfig())
     unclipped.reference_length = 6.5
-    assert "kl/reference_length" not in unclipped.metrics(0.1, **sizes)
+    assert "kl/reference_length" not in unclipped.metrics(price, None)
 
 
 def test_a_controller_moves_beta_the_way_of_its_kl() -> None:

@@ -27,7 +27,7 @@ OPTIONS: dict[str, Any] = {
 }
 EXPECTED = {
     "beta",
-    "beta/per_sequence",
+    "beta/price",
     "kl/after_clip",
     "kl/before_clip",
     "kl/budget",

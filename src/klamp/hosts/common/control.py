@@ -11,10 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from klamp.config import KLConfig
-from klamp.config.describe import beta_units
+from klamp.config.price import Price
 from klamp.core.schedules import kl_schedule_factor
-from klamp.core.term import Placement
-from klamp.core.types import Reduction
 from klamp.errors import NonFiniteError, RunFolderError
 
 NEVER_ZERO = sys.float_info.min
@@ -61,20 +59,19 @@ def check_kl(kl: float) -> None:
         )
 
 
-def beta_metrics(
-    beta: float, placement: Placement, *, reduction: Reduction | None, mean_length: float, max_length: int
-) -> dict[str, float]:
-    """beta in force: as it multiplies the KL, and as the coefficient of a whole completion's KL in nats.
+def beta_metrics(price: Price, spread: float | None) -> dict[str, float]:
+    """beta in force, and the reward that it takes for one nat of a whole completion.
+
+    Where advantages are divided by a group's standard deviation, each group has a price of its own; logged is the one
+    at the mean of those deviations, and none where all groups are saturated.
 
     Args:
-        beta: in force.
-        placement: where the KL enters.
-        reduction: of the KL over tokens; None: over the tokens of each micro-batch.
-        mean_length: mean length of the completions in tokens.
-        max_length: the longest completion that is allowed.
+        price: at the beta in force.
+        spread: mean standard deviation of the rewards within groups that are not saturated; None: there is none.
     """
-    units = beta_units(beta, reduction or "token_mean", placement=placement, length=mean_length, max_length=max_length)
-    return {"beta": beta, "beta/per_sequence": units.sequence}
+    if price.scaled and spread is None:
+        return {"beta": price.beta}
+    return {"beta": price.beta, "beta/price": price.at(spread or 0.0)}
 
 
 class KLControl:
@@ -128,13 +125,9 @@ class KLControl:
             return [self.kl.kl_reference_length] * len(column)
         return [self.reference_length if length is None else length for length in column]
 
-    def metrics(
-        self, beta: float, *, reduction: Reduction | None, mean_length: float, max_length: int
-    ) -> dict[str, float]:
+    def metrics(self, price: Price, spread: float | None) -> dict[str, float]:
         """What there is to log of it: see `beta_metrics`; the reference length where a clip may need one."""
-        found = beta_metrics(
-            beta, self.kl.kl_placement, reduction=reduction, mean_length=mean_length, max_length=max_length
-        )
+        found = beta_metrics(price, spread)
         if self.kl.kl_clip_method != "none" and self.reference_length is not None:
             found["kl/reference_length"] = self.reference_length
         return found

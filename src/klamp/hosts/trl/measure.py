@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import warnings
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from klamp.config import KLConfig
+from klamp.config.price import price_of
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import masked_log_ratio
 from klamp.core.masking import masked_sum
 from klamp.core.term import Gate, carries_kl
 from klamp.errors import KLWarning
-from klamp.hosts.common.control import KLControl, beta_metrics, held_kl
+from klamp.hosts.common.control import beta_metrics, held_kl
 from klamp.hosts.common.loss import batch_of
 from klamp.hosts.common.rollout import Generation
 from klamp.hosts.common.step_zero import STEP_ZERO_KL, likely_reasons, step_zero_text
 from klamp.hosts.trl.exact import exact_kl_of
+from klamp.hosts.trl.refusals import reward_scale
 from klamp.hosts.trl.session import Scoring
 
 
@@ -51,7 +54,7 @@ def after_loss(trainer: Any, inputs: Any, scored: Scoring, beta: float) -> None:
     if mode == "train" and not trainer.accelerator.sync_gradients:
         return
     found = window.emit(trainer.accelerator)
-    found |= _beta_metrics(trainer, beta, found.get("length/mean", 1.0))
+    found |= _beta_metrics(trainer, beta, found)
     kl = held_kl(found, exact_everywhere=session.exact_everywhere)
     if mode == "train" and kl is not None:
         _check_step_zero(trainer, found["kl/k3"])
@@ -63,15 +66,42 @@ def after_loss(trainer: Any, inputs: Any, scored: Scoring, beta: float) -> None:
         trainer._metrics[mode][name].append(value)
 
 
-def _beta_metrics(trainer: Any, beta: float, mean_length: float) -> dict[str, float]:
-    control: KLControl | None = trainer._klamp.control
-    of_beta = partial(beta_metrics, placement="loss") if control is None else control.metrics
-    return of_beta(
+def _beta_metrics(trainer: Any, beta: float, metrics: Mapping[str, float]) -> dict[str, float]:
+    session = trainer._klamp
+    kl = session.kl or KLConfig()
+    reduction = trainer._loss_types.get(trainer.loss_type)
+    price = price_of(
         beta,
-        reduction=trainer._loss_types.get(trainer.loss_type),
-        mean_length=max(mean_length, 1.0),
+        placement=kl.kl_placement,
+        policy=reduction,
+        kl=kl.kl_normalizer if kl.kl_placement == "loss" and kl.kl_normalizer else reduction,
+        baseline="mean",
+        scale="none" if reward_scale(trainer.args) == "none" else "std",
+        group_size=max(group_size(trainer), 2),
+        mean_length=max(metrics.get("length/mean", 1.0), 1.0),
         max_length=trainer.max_completion_length,
     )
+    of_beta = beta_metrics if session.control is None else session.control.metrics
+    return of_beta(price, session.spread)
+
+
+def spread_of_rewards(trainer: Any, rewards: Tensor) -> float | None:
+    """The standard deviation that TRL divides advantages by: of the batch, or the mean over groups not saturated.
+
+    Args:
+        trainer: whose options say which.
+        rewards: of each completion by each function, of all processes; NaN where there is none. [B, functions]
+
+    Returns:
+        In units of reward; None where no group has one, or where every function is divided by one of its own.
+    """
+    if getattr(trainer, "multi_objective_aggregation", "sum_then_normalize") != "sum_then_normalize":
+        return None
+    total = (rewards * trainer.reward_weights.to(rewards.device)).nansum(-1)
+    size = total.numel() if reward_scale(trainer.args) == "batch" else group_size(trainer)
+    spreads = total.view(-1, size).std(-1)
+    spreads = spreads[spreads > 0]
+    return float(spreads.mean()) if spreads.numel() else None
 
 
 def _check_step_zero(trainer: Any, kl: float) -> None:

@@ -30,11 +30,16 @@ def settle_reference(kl: KLConfig, args: Any) -> None:
         args.ref_model_sync_steps = 1 if averaged else kl.reference_reset_steps
 
 
+def reward_scale(args: Any) -> str:
+    """What TRL divides advantages by the standard deviation of: group, batch or none."""
+    return {True: "group", False: "none"}.get(args.scale_rewards) or str(args.scale_rewards)
+
+
 def placement_refusals(kl: KLConfig, args: Any) -> list[Refusal]:
     """Refusals of a KL in the reward or advantage beside options that undo it."""
     used = kl.beta > 0 or kl.controller_name != "fixed"
     in_reward, in_advantage = used and kl.kl_placement == "reward", used and kl.kl_placement == "advantage"
-    scale = {True: "group", False: "none"}.get(args.scale_rewards, args.scale_rewards)
+    scale = reward_scale(args)
     return [
         Refusal(
             in_reward and scale != "none",

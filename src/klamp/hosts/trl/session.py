@@ -55,6 +55,8 @@ class Session:
     """The lengths of this process's last completions, in tokens."""
     scorable: Tensor | None = None
     """Which of the last completions (of all processes) any reward function gave a reward to."""
+    spread: float | None = None
+    """The standard deviation that the last advantages were divided by, in reward; None: there was none."""
     seen: list[Scoring] | None = None
     """The calls of TRL's scoring method that were collected; None while nobody collects."""
 

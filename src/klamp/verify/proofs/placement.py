@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import get_args
+
 import torch
 from torch import Tensor
 
 from klamp.config import KLConfig, LossConfig, build_objective
-from klamp.core.advantages import group_advantages
-from klamp.core.masking import reduce_tokens
+from klamp.config.price import configured_price
+from klamp.core.advantages import Baseline, group_advantages
 from klamp.core.placement import kl_in_advantage, kl_in_reward
 from klamp.errors import ConfigError
 from klamp.verify.one_step import StepReport, examine_config, scene
-from klamp.verify.oracle import truths
+from klamp.verify.oracle import gradient_of, truths
 from klamp.verify.proofs.check import Check, follows, is_equal, is_true
 
 NOT_SCALED = LossConfig(scale_rewards="none", advantage_baseline="leave_one_out")
@@ -19,7 +22,7 @@ NOT_SCALED = LossConfig(scale_rewards="none", advantage_baseline="leave_one_out"
 
 def prove_placement() -> list[Check]:
     """Checks every place of the KL through a whole step, with groups of two, saturated and mixed."""
-    return [*_gradients(), *_saturated(), *_lengths()]
+    return [*_gradients(), *_saturated(), *_lengths(), *_prices()]
 
 
 def _gradients() -> list[Check]:
@@ -90,10 +93,6 @@ def _lengths() -> list[Check]:
     by_mean = group_advantages(kl_in_reward(torch.ones(2).double(), means, beta=0.1), 2, scale="std")
     by_sum = group_advantages(kl_in_reward(torch.ones(2).double(), delta.sum(-1), beta=0.1), 2, scale="none")
     shifted = kl_in_advantage(torch.zeros(2).double(), delta, torch.zeros_like(delta), mask, beta=0.1)
-    ones = torch.ones(1, 1000, dtype=torch.float64)
-    everywhere = torch.ones(1, 1000, dtype=torch.bool)
-    token_mean = 0.04 * reduce_tokens(ones, everywhere, "token_mean")
-    sequence_sum = 4e-5 * reduce_tokens(ones, everywhere, "sequence_sum")
     return [
         is_true(
             "a mean over the own length in the reward: the longest completion wins",
@@ -102,5 +101,41 @@ def _lengths() -> list[Check]:
         ),
         is_equal("a sum over the completion: equal nats, equal advantages", (by_sum[1] - by_sum[0]).abs(), 0.0),
         is_equal("in the advantage: equal nats, equal shift of the first token", shifted[0, 0] - shifted[1, 0], 0.0),
-        is_equal("1,000 tokens: beta .04 of the token mean is 4e-5 of the sum", token_mean - sequence_sum, 0.0),
     ]
+
+
+def _prices() -> list[Check]:
+    """Checks what a nat of a whole completion costs in reward, from the two halves of the expected update.
+
+    The half without a KL is -a grad E[reward], the half of the KL is b grad KL(policy||ref): the price is b / a.
+    """
+    k3 = KLConfig(beta=0.1, kl_horizon="sequence")
+    k1 = replace(k3, kl_estimator="k1")
+    terms = {
+        "loss, k3": k3,
+        "loss, k1": k1,
+        "advantage, k1": replace(k1, kl_placement="advantage"),
+        "reward, k1": replace(k1, kl_placement="reward"),
+        "loss, k3, a sum beside a fixed length": replace(k3, kl_normalizer="sequence_sum"),
+        "loss, k3, a token mean beside a fixed length": replace(k3, kl_normalizer="token_mean"),
+    }
+    world = scene(0, length=2, saturated=False, group_size=3, denominators="expected")
+    outcomes, rewards = world.outcomes, world.rewards
+    assert rewards is not None
+    reward = gradient_of((outcomes.policy_logprobs.sum(-1).exp() * rewards).sum(), world.chain)
+    reverse = truths(world.chain)["reverse"]
+    length = float((outcomes.probs * world.lengths).sum())
+    checks: list[Check] = []
+    for name, kl in terms.items():
+        for baseline in get_args(Baseline):
+            loss = LossConfig(loss_type="dr_grpo", advantage_baseline=baseline)
+            price = configured_price(kl, loss, group_size=3, mean_length=length, max_length=2).per_completion
+            step = examine_config(kl, loss, scene=world)
+            earned, paid = _multiple(-step.policy_gradient, reward), _multiple(kl.beta * step.kl.gradient, reverse)
+            claim = f"{name}; {baseline} of 3: {price:.4g} reward per nat of a completion at beta {kl.beta:g}"
+            checks.append(is_equal(claim, paid / earned, price))
+    return checks
+
+
+def _multiple(gradient: Tensor, of: Tensor) -> Tensor:
+    return (gradient * of).sum() / of.square().sum()
