@@ -22,6 +22,7 @@ BASE: Mapping[str, Any] = {
     "beta": 0.1,
     "loss_type": "grpo",
     "scale_rewards": "none",
+    "advantage_baseline": "mean",
     "prompts_per_step": 16,
     "num_generations": 8,
     "max_completion_length": 24,

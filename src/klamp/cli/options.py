@@ -90,8 +90,8 @@ class ExplainOptions:
     names: tuple[str, ...] = field(default=(), metadata={"word": "CONFIG"})
     """Presets, printed forms and YAML files; none: the flags alone."""
     length: int | None = field(default=None, metadata={"least": 1})
-    """Expected completion length in tokens, for prices, budgets and costs; None: kl_reference_length, or max_completion_length
-    where it is given, else 1000."""
+    """Expected completion length in tokens, for prices, budgets and costs; None: kl_reference_length, or
+    max_completion_length where it is given, else 1000."""
     vocab: int = field(default=151_936, metadata={"least": 1})
     """Vocabulary entries of the model, for the memory of its logits."""
 

@@ -55,24 +55,27 @@ class LossConfig:
     (micro-batches and processes add up exactly), so that here they are the same. TRL's `bnpo`
     divides each micro-batch by itself.
 
+    The defaults are those under which klamp's sentences about gradients hold without an "about": a fixed length divides
+    every completion alike, and the mean of the others is a baseline that shrinks nothing. The papers' own are presets.
+
     Raises:
         UnknownNameError, ConfigError: unknown or impossible choices.
 
     Source: GRPO arXiv:2402.03300, Dr. GRPO arXiv:2503.20783 (dr_grpo), DAPO arXiv:2503.14476 (dapo)
     """
 
-    loss_type: LossType = "grpo"
-    """grpo (mean of sequence means), bnpo and dapo (token mean), dr_grpo (fixed length, advantages not scaled)."""
+    loss_type: LossType = "dr_grpo"
+    """dr_grpo (fixed length, advantages not scaled), grpo (mean of sequence means), bnpo and dapo (token mean)."""
     surrogate: SurrogateName = Objective.surrogate
     """ppo_clip, cispo or score_function."""
     epsilon: float = Objective.clip_low
-    """Ratio bound below 1."""
+    """Ratio bound below 1; cispo's paper has none, which is 1."""
     epsilon_high: float | None = None
     """Ratio bound above 1; None: the same as epsilon."""
     scale_rewards: Scale | None = None
     """Divide advantages by the group's standard deviation (std) or not (none); None: what the loss type says."""
-    advantage_baseline: Baseline = "mean"
-    """mean of the group, or leave_one_out."""
+    advantage_baseline: Baseline = "leave_one_out"
+    """leave_one_out (the mean of the others in the group), or mean (of the whole group, as GRPO's paper has it)."""
 
     def __post_init__(self) -> None:
         check_fields(self, {"epsilon": CLIP_LOW, "epsilon_high": CLIP_HIGH})

@@ -64,65 +64,82 @@ PRESETS: Mapping[str, Preset] = _Recipes(
             kl=KLConfig(),
             loss=LossConfig(),
             paper="docs/concepts",
-            remark="value k3, gradient of KL(policy||ref), in the loss",
+            remark="value k3, gradient of KL(policy||ref) token by token, in the loss; nothing is divided by a length "
+            "that depends on the tokens",
+        ),
+        "exact-objective": lambda: Preset(
+            kl=KLConfig(beta=0.01, kl_estimator="k1", kl_placement="reward", kl_horizon="sequence"),
+            loss=LossConfig(),
+            paper="docs/where-it-ends",
+            remark="ends at the optimum of E[reward] - beta KL(policy||ref); beta is the price of a nat",
+        ),
+        "exact-objective-loss": lambda: Preset(
+            kl=KLConfig(beta=0.01, kl_horizon="sequence"),
+            loss=LossConfig(),
+            paper="docs/where-it-ends",
+            remark="the same optimum with the KL in the loss: k3 over the sequence. Add kl_off_policy='sequence' for "
+            "several updates per rollout",
         ),
         "grpo": lambda: Preset(
             # The paper differentiates k3 itself; the gradient that this has is named here: forward.
             kl=KLConfig(beta=0.04, kl_estimator="k3", kl_gradient="forward"),
-            loss=LossConfig(loss_type="grpo", epsilon=0.2),
+            loss=LossConfig(advantage_baseline="mean", loss_type="grpo", epsilon=0.2),
             paper="DeepSeekMath, arXiv:2402.03300",
-            remark="its k3 loss follows the gradient of KL(ref||policy)",
+            remark="its k3 loss follows, at each position, the gradient of KL(ref||policy)",
         ),
         "dr_grpo": lambda: Preset(
             kl=KLConfig(beta=0.0),
-            loss=LossConfig(loss_type="dr_grpo"),
+            loss=LossConfig(advantage_baseline="mean", loss_type="dr_grpo"),
             paper="Dr. GRPO, arXiv:2503.20783",
             remark="no KL; meant for rule-based verifiers",
         ),
         "dapo": lambda: Preset(
             kl=KLConfig(beta=0.0),
-            loss=LossConfig(loss_type="dapo", epsilon=0.2, epsilon_high=0.28),
+            loss=LossConfig(advantage_baseline="mean", loss_type="dapo", epsilon=0.2, epsilon_high=0.28),
             paper="DAPO, arXiv:2503.14476",
             remark="no KL; token mean, wider upper ratio bound",
         ),
         "ppo": lambda: Preset(
             kl=KLConfig(beta=0.02, kl_estimator="k1", kl_placement="reward", kl_horizon="sequence"),
-            loss=LossConfig(loss_type="grpo", scale_rewards="none", epsilon=0.2),
+            loss=LossConfig(advantage_baseline="mean", loss_type="grpo", scale_rewards="none", epsilon=0.2),
             paper="arXiv:1909.08593 and InstructGPT, arXiv:2203.02155",
             remark="k1 summed over the sequence, taken from the reward; advantages must not be divided by the group's "
             "std",
         ),
         "deepseek-v3.2": lambda: Preset(
             kl=KLConfig(beta=0.001, kl_estimator="k3", kl_gradient="reverse", kl_off_policy="token"),
-            loss=LossConfig(loss_type="grpo", scale_rewards="none"),
+            loss=LossConfig(advantage_baseline="mean", loss_type="grpo", scale_rewards="none"),
             paper="DeepSeek-V3.2, arXiv:2512.02556",
-            remark="k3 weighted by the token ratio: gradient of KL(policy||ref); advantages are not divided by the "
-            "std. The paper names no beta (it varies with the domain), and also masks off-policy sequences, which "
-            "this does not",
+            remark="k3 weighted by the token ratio: at each position the gradient of KL(policy||ref), also off-policy; "
+            "advantages are not divided by the std. The paper names no beta (it varies with the domain); it also masks "
+            "off-policy sequences, which this does not",
         ),
         "frpo": lambda: Preset(
             kl=KLConfig(beta=0.01, kl_estimator="k1", kl_placement="advantage", kl_horizon="sequence"),
-            loss=LossConfig(loss_type="grpo"),
+            loss=LossConfig(advantage_baseline="mean", loss_type="grpo"),
             paper="FRPO, arXiv:2601.10201",
             remark="k1 reward-to-go, taken from the advantage after its normalisation: the exact gradient over "
-            "sequences",
+            "sequences if summed or over a fixed length (loss_type='dr_grpo'); under the sequence means here its "
+            "cosine with that is about .95",
         ),
         "rpg": lambda: Preset(
             kl=KLConfig(beta=1e-4, kl_estimator="k3", kl_gradient="reverse", kl_off_policy="token"),
-            loss=LossConfig(loss_type="dapo", scale_rewards="none", epsilon=0.2, epsilon_high=0.28),
+            loss=LossConfig(
+                advantage_baseline="mean", loss_type="dapo", scale_rewards="none", epsilon=0.2, epsilon_high=0.28
+            ),
             paper="RPG, arXiv:2505.17508",
             remark="the unnormalised reverse KL (k3), corrected off-policy. The paper's reference is the previous "
             "policy (reference='periodic'), and its ratio bounds hold for reward and KL together",
         ),
         "k1-as-loss": lambda: Preset(
             kl=KLConfig(beta=0.01, kl_estimator="k1", kl_gradient="own"),
-            loss=LossConfig(loss_type="bnpo"),
+            loss=LossConfig(advantage_baseline="mean", loss_type="bnpo"),
             paper="the from-scratch guide, as printed (docs/sources.md)",
-            remark="k1 as a loss: expected gradient zero; see klamp explain k1-as-loss",
+            remark="k1 as a loss: expected gradient zero, summed over tokens; see klamp explain k1-as-loss",
         ),
         "k3-as-loss": lambda: Preset(
             kl=KLConfig(beta=0.04, kl_estimator="k3", kl_gradient="own"),
-            loss=LossConfig(loss_type="dr_grpo"),
+            loss=LossConfig(advantage_baseline="mean", loss_type="dr_grpo"),
             paper="the k3 bug report, as printed (docs/sources.md)",
             remark="k3 as a loss: gradient of KL(ref||policy); see klamp explain k3-as-loss",
         ),

@@ -152,13 +152,14 @@ def cautions(c: KLChoices) -> list[str]:
     found: list[str] = []
     if in_loss and own and c.kl_estimator == "k1":
         found.append(
-            "kl_estimator='k1' with kl_gradient='own' has an expected gradient of exactly zero: it regularises "
-            "nothing. Use kl_gradient='reverse'."
+            "kl_estimator='k1' with kl_gradient='own' has an expected gradient of exactly zero, summed over tokens or "
+            "over a fixed length: it regularises nothing (a mean over each completion's own length leaves a pull on "
+            "the length, and nothing else). Use kl_gradient='reverse'."
         )
     if in_loss and own and c.kl_estimator == "k3":
         found.append(
-            "kl_estimator='k3' with kl_gradient='own' follows the gradient of KL(ref||policy), not of the "
-            "KL(policy||ref) that its value estimates. Use kl_gradient='reverse', or name it: 'forward'."
+            "kl_estimator='k3' with kl_gradient='own' follows, at each position, the gradient of KL(ref||policy), not "
+            "of the KL(policy||ref) that its value estimates. Use kl_gradient='reverse', or name it: 'forward'."
         )
     if in_loss and own and c.kl_estimator == "abs":
         found.append(

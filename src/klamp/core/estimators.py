@@ -90,7 +90,7 @@ ESTIMATORS: dict[str, EstimatorRow] = {
             bias="unbiased where the reference's support lies within the sampler's",
             non_negative=True,
             gradient_as_loss="forward KL",
-            remark="low noise near the reference; noisier than k1 past about 0.63 nats",
+            remark="low noise near the reference; far away noisier than k1 (Gaussian log-ratios: past 0.63 nats)",
         ),
         EstimatorRow(
             name="abs",

@@ -87,7 +87,8 @@ def cispo(
     Equation: -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log policy.
 
     Sampler: the old policy.
-    Gradient: -clip(r) A grad log policy: every token keeps a gradient, the weight is bounded.
+    Gradient: -clip(r) A grad log policy: every token keeps a gradient, the weight is bounded. The paper has no lower
+    bound, which is clip_low = 1; LossConfig's epsilon of 0.2 cuts weights below 0.8.
 
     Raises:
         ConfigError: bounds that are not distances from 1.

@@ -53,7 +53,7 @@ class RolloutConfig:
     temperature: float = 1.0
     """Sampling temperature; log-probabilities and the KL are those at this temperature."""
     top_p: float = 1.0
-    """Nucleus sampling; below 1 the support is cut and k3 is low by the lost reference mass."""
+    """Nucleus sampling; below 1 the support is cut, and k1 and k3 of the uncut models are biased alike."""
     top_k: int = 0
     """Top-k sampling; 0: off."""
     mask_truncated_completions: bool = False

@@ -10,11 +10,8 @@ from functools import cache
 from klamp.config import KLConfig, KLWarning, LossConfig
 from klamp.config.price import configured_price
 from klamp.verify.answers import Answer, TextTable
-from klamp.verify.convergence import REACHED, End, follow, worlds
+from klamp.verify.convergence import BETA, REACHED, End, follow, worlds
 from klamp.verify.proofs.check import Check, is_equal, is_true
-
-BETA = 0.2
-"""Of every configuration here; the price of a nat follows from it."""
 
 
 def terms() -> Mapping[str, KLConfig]:

@@ -69,6 +69,9 @@ class ConfigFacts:
     """The gradient over whole completions of up to three tokens, summed."""
     in_loss: Pull
     """The gradient over whole completions, with the reduction and the advantages of the policy loss."""
+    kept: float
+    """Cosine of that gradient with the summed one: 1 where the reduction only scales it, 0 where it makes one of
+    nothing."""
     off_policy: Pull
     """The gradient at one position for tokens of an older policy, as in the second update of a rollout."""
     value: float
@@ -92,18 +95,21 @@ def measure_config(kl: KLConfig, loss: LossConfig, *, length: float) -> ConfigFa
     Raises:
         ConfigError: a combination that `build_objective` refuses.
     """
-    bare = _bare(kl)
+    bare = bare_term(kl)
     positions = [_world(seed, length=1) for seed in SEEDS]
     chains = [_world(seed, length=LENGTH) for seed in SEEDS]
     older = [_world(seed, length=1, off_policy=True) for seed in SEEDS]
     found = [examine_config(bare, scene=each) for each in chains]
+    reduced = [examine_config(bare, loss, scene=each) for each in chains]
+    whole, averaged = _pull(chains, found), _pull(chains, reduced)
     in_loss = kl.kl_placement == "loss"
     target = sum(_reverse_kl(report) for report in found)
     value = sum(report.kl.value for report in found)
     return ConfigFacts(
         position=_pull(positions, [examine_config(bare, scene=each) for each in positions]),
-        sequence=_pull(chains, found),
-        in_loss=_pull(chains, [examine_config(bare, loss, scene=each) for each in chains]),
+        sequence=whole,
+        in_loss=averaged,
+        kept=_kept(whole, averaged, found, reduced),
         off_policy=_pull(older, [examine_config(bare, _unbounded(loss), scene=each) for each in older]),
         value=value / len(found) if in_loss else math.nan,
         value_bias=value / target - 1 if in_loss else math.nan,
@@ -123,7 +129,7 @@ def _world(seed: int, *, length: int, off_policy: bool = False) -> Scene:
     return scene(seed, vocab=3, length=length, off_policy=off_policy, group_size=1, denominators="expected")
 
 
-def _bare(kl: KLConfig) -> KLConfig:
+def bare_term(kl: KLConfig) -> KLConfig:
     """The KL term alone: beta 1, no clip, no controller, no excluded tokens."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KLWarning)
@@ -165,6 +171,13 @@ def _pull(scenes: list[Scene], reports: list[StepReport]) -> Pull:
         share=share(gradients, reverse),
         noise=spread / size,
     )
+
+
+def _kept(whole: Pull, averaged: Pull, found: list[StepReport], reduced: list[StepReport]) -> float:
+    """How well the reduced gradient points where the summed one does."""
+    if "zero" in (whole.follows.name, averaged.follows.name):
+        return float(whole.follows.name == averaged.follows.name)
+    return cosine([report.kl.gradient for report in reduced], [report.kl.gradient for report in found])
 
 
 def _gate(kl: KLConfig, *, length: float) -> Gate:

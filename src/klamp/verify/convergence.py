@@ -30,6 +30,8 @@ from klamp.errors import ConfigError
 from klamp.verify.oracle import gradient_of
 from klamp.verify.worlds import Chain, Outcomes, count_prefixes, enumerate_outcomes, prefix_probs
 
+BETA = 0.2
+"""Of the configurations whose end is shown; the price of a nat follows from it."""
 REACHED = 1e-4
 """Distance to the optimum, in nats, below which a configuration has reached it."""
 UPDATES = 600

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from klamp.config import KLConfig, LossConfig
 from klamp.config.describe import (
@@ -19,11 +19,15 @@ from klamp.config.describe import (
 )
 from klamp.config.loss import kl_reduction
 from klamp.config.price import configured_price
-from klamp.verify.config_facts import LENGTH, ConfigFacts, Gate, Pull, measure_config
+from klamp.verify.config_facts import LENGTH, ConfigFacts, Gate, Pull, bare_term, measure_config
+from klamp.verify.convergence import BETA, follow, worlds
 from klamp.verify.equations import equations
 
 Line = tuple[str, str]
 """A label and a text."""
+
+STRAIGHT = 0.9999
+"""Cosine from which a reduction is said to scale a gradient, and not to turn it."""
 
 VOCAB = 151_936
 """Vocabulary entries for the memory of logits, where none are given."""
@@ -88,25 +92,30 @@ def explain_config(kl: KLConfig, loss: LossConfig, *, name: str, setting: Settin
         ("limits", _limits(kl, facts, setting)),
         *_numbers(facts),
         ("price", _price(kl, loss, setting)),
+        *_where_it_ends(kl, loss),
         ("control", f"beta {describe_controller(kl)}"),
         *_moving(kl),
         ("cost", _cost(kl, setting)),
         *paper,
     ]
     cautions = (*kl.cautions(), *_not_measured(kl))
-    return Explanation(name=name, verdict=_verdict(kl, facts), lines=tuple(lines), cautions=cautions)
+    return Explanation(name=name, verdict=_verdict(kl, loss, facts), lines=tuple(lines), cautions=cautions)
 
 
-def _verdict(kl: KLConfig, facts: ConfigFacts) -> str:
+def _verdict(kl: KLConfig, loss: LossConfig, facts: ConfigFacts) -> str:
+    """What it does, with the reduction in force: a mean over each completion's own length bends most gradients."""
     if kl.beta == 0 and kl.controller_name == "fixed":
         return "No pull: beta is 0; the KL is only measured and logged."
-    one, whole = facts.position.follows, facts.sequence.follows
+    one, whole, reduction = facts.position.follows, facts.sequence.follows, kl_reduction(kl, loss)
     if one.name == "zero":
-        return "Regularises nothing: its expected gradient is zero."
+        rest = f"; under {reduction} what is left pulls on the length of completions alone" if facts.kept < 1 else ""
+        return f"Regularises nothing: its expected gradient, summed over tokens, is zero{rest}."
     if one.name not in ("reverse", "forward") or one.factor < 0:
         return f"Follows neither KL: cosine {facts.position.cosine_reverse:.3f} with KL(policy||ref)."
     reach = "over whole completions" if whole.name == one.name else "token by token"
-    return f"Pulls the policy along the gradient of {one.in_words}, {reach}."
+    bent = facts.kept < STRAIGHT
+    under = f", bent by {reduction} (cosine {facts.kept:.3f} with the sum over tokens)" if bent else ""
+    return f"Pulls the policy along the gradient of {one.in_words}, {reach}{under}."
 
 
 def _value(kl: KLConfig, facts: ConfigFacts) -> str:
@@ -230,6 +239,24 @@ def _price(kl: KLConfig, loss: LossConfig, setting: Setting) -> str:
     size, length = setting.group_size, setting.length
     price = configured_price(kl, loss, group_size=size, mean_length=length, max_length=setting.max_length or length)
     return describe_price(price, group_size=size)
+
+
+def _where_it_ends(kl: KLConfig, loss: LossConfig) -> list[Line]:
+    """The fixed point of the expected update in the largest world of `klamp verify convergence`."""
+    if kl.kl_clip_method != "none" or kl.excludes:
+        return []
+    world = worlds()[-1]
+    end = follow(replace(bare_term(kl), beta=BETA), loss, world)
+    at = f"completions of up to {world.chain.length} tokens, all counted, beta {BETA:g}"
+    if not end.stands:
+        return [("ends", f"nowhere: {end.kl:.2g} nats from the reference it is still moving ({at})")]
+    if end.exact:
+        return [("ends", f"at the optimum of E[reward] - price KL(policy||ref): ref exp(reward / price) ({at})")]
+    away = f"{end.distance:.2g} nats from the optimum ref exp(reward / price)"
+    if loss.scale == "std":
+        away = f"{end.nearest:.2g} nats from the nearest optimum ref exp(reward / price), price {end.price:.2g}"
+    against = f"KL {end.kl:.2f} against {end.optimal_kl:.2f}, length {end.length:.2f} against {end.optimal_length:.2f}"
+    return [("ends", f"{away}: {against} ({at})")]
 
 
 def _moving(kl: KLConfig) -> list[Line]:

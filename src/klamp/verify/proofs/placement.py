@@ -29,7 +29,7 @@ def _gradients() -> list[Check]:
     reward = KLConfig(kl_estimator="k1", kl_placement="reward", kl_horizon="sequence")
     to_go = KLConfig(kl_estimator="k1", kl_placement="advantage", kl_horizon="sequence")
     token = KLConfig(kl_estimator="k1", kl_placement="advantage", kl_horizon="token")
-    mean_baseline = LossConfig(loss_type="dr_grpo")
+    mean_baseline = LossConfig(advantage_baseline="mean")
     rows = [
         ("in the reward, against the mean of the others", reward, None, "reverse", 1.0),
         ("in the advantage, reward-to-go", to_go, None, "reverse", 1.0),
@@ -58,7 +58,9 @@ def _saturated() -> list[Check]:
     refused = ""
     try:
         build_objective(
-            KLConfig(kl_estimator="k1", kl_placement="reward", kl_horizon="sequence"), LossConfig(), max_length=1
+            KLConfig(kl_estimator="k1", kl_placement="reward", kl_horizon="sequence"),
+            LossConfig(scale_rewards="std"),
+            max_length=1,
         )
     except ConfigError as error:
         refused = error.what
@@ -80,7 +82,7 @@ def _guarded_ratio() -> float:
     sizes: list[Tensor] = []
     for beta in (0.01, 1.0):
         kl = KLConfig(beta=beta, kl_estimator="k1", kl_placement="advantage", kl_horizon="sequence")
-        found: StepReport = examine_config(kl, LossConfig(), scene=world)
+        found: StepReport = examine_config(kl, LossConfig(scale_rewards="std"), scene=world)
         sizes.append(beta * found.kl.gradient.norm())
     return (sizes[1] / sizes[0]).item()
 

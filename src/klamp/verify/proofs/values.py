@@ -44,7 +44,14 @@ def prove_gaussians() -> list[Check]:
     noise = {kl: [_moments(name, math.sqrt(2 * kl))[1] for name in ("k1", "k3")] for kl in (0.62, 0.64)}
     crossed = noise[0.62][1] < noise[0.62][0] and noise[0.64][1] > noise[0.64][0]
     ratios = f"Var k3/Var k1 = {noise[0.62][1] / noise[0.62][0]:.3f}, then {noise[0.64][1] / noise[0.64][0]:.3f}"
-    checks.append(is_true("k3 is noisier than k1 beyond 0.63 nats", crossed, ratios, expected="crossed at 0.62..0.64"))
+    checks.append(
+        is_true(
+            "Gaussian log-ratios: k3 is noisier than k1 beyond 0.63 nats",
+            crossed,
+            ratios,
+            expected="crossed at 0.62..0.64",
+        )
+    )
     return checks
 
 
