@@ -10,10 +10,11 @@ from klamp.core.advantages import group_advantages
 from klamp.core.masking import reduce_tokens
 from klamp.core.placement import kl_in_advantage, kl_in_reward
 from klamp.errors import ConfigError
-from klamp.verify.one_step import StepReport, examine_config, scene
+from klamp.verify.one_step import Rewards, StepReport, examine_config, scene
 from klamp.verify.oracle import truths
 from klamp.verify.proofs.check import Check, follows, is_equal, is_true
 
+KINDS: dict[Rewards, str] = {"equal": "saturated groups", "mixed": "mixed groups"}
 NOT_SCALED = LossConfig(scale_rewards="none", advantage_baseline="leave_one_out")
 
 
@@ -36,9 +37,8 @@ def _gradients() -> list[Check]:
     ]
     checks: list[Check] = []
     for claim, kl, loss, name, factor in rows:
-        for saturated in (True, False):
-            kind = "saturated groups" if saturated else "mixed groups"
-            world = scene(0, length=2, saturated=saturated)
+        for rewards, kind in KINDS.items():
+            world = scene(0, length=2, rewards=rewards)
             found = examine_config(kl, loss, scene=world)
             known = [truths(world.chain)]
             checks.append(follows(f"{claim}; {kind}", [found.kl.gradient], known, name, factor=factor))
