@@ -14,7 +14,11 @@ from klamp.hosts.trl.versions import check_version
 
 check_version()
 
+import trl  # noqa: E402
+
 from klamp.config import KLConfig  # noqa: E402  (the version is checked before TRL is opened up)
+from klamp.core.arguments import check_instance, describe  # noqa: E402
+from klamp.errors import ConfigError  # noqa: E402
 from klamp.hosts.common.effective import Effective, EffectiveTerm  # noqa: E402
 from klamp.hosts.trl.config import GRPOConfig  # noqa: E402
 from klamp.hosts.trl.effective import read_effective  # noqa: E402
@@ -44,6 +48,7 @@ def attach(trainer: Trainer, kl: KLConfig, *, ref_model: Any = None) -> Trainer:
         ConfigError: no TRL trainer, one that has trained already, or an option that cannot work in it.
         UnsupportedVersion: an Unsloth that was not tried, or whose loss is not where it was.
     """
+    check_instance("kl", kl, KLConfig)
     give = attach_to_trl if host_class(type(trainer)) is None else attach_to_unsloth
     return give(trainer, kl, ref_model=ref_model)
 
@@ -52,5 +57,17 @@ def effective(trainer: Any) -> Effective:
     """What the KL of a TRL trainer will really do: klamp's, an attached one, or a stock trainer; on Unsloth too.
 
     Read from the trainer, not from what it was asked for. Changes nothing.
+
+    Raises:
+        ConfigError: no trainer of TRL's GRPO.
     """
-    return read_effective(trainer) if host_class(type(trainer)) is None else read_effective_on_unsloth(trainer)
+    if host_class(type(trainer)) is not None:
+        return read_effective_on_unsloth(trainer)
+    if not isinstance(trainer, trl.GRPOTrainer):
+        raise ConfigError(
+            "effective takes a trl.GRPOTrainer, built already",
+            got=describe(trainer),
+            why="what is in force is read from the trainer itself: its arguments, its reference, an attached KL",
+            fix="effective(trainer), with trainer = klamp.trl.GRPOTrainer(...)",
+        )
+    return read_effective(trainer)

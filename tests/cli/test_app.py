@@ -112,17 +112,20 @@ HEAVY = (
     "scipy",
     "tensorboard",
     "transformers",
+    "tyro",
     "yaml",
 )
-"""Libraries that no help needs; torch and tyro come on top for some."""
-WITHOUT_TYRO = (["--help"], ["--version"], [])
-WITHOUT_TORCH = (["verify", "-h"], ["doctor", "-h"], ["report", "-h"], ["completion", "-h"])
-WITH_BOTH = (["explain", "-h"], ["train", "-h"], ["ablate", "--help", "all"])
+"""Libraries that no help needs; for some torch comes on top."""
+WITHOUT_TORCH = (
+    *(["--help"], ["--version"], []),
+    *([name, "-h"] for name in app.COMMANDS if name not in ("explain", "train", "ablate")),
+)
+WITH_TORCH = (["explain", "-h"], ["train", "-h"], ["ablate", "--help"], ["ablate", "--help", "all"])
 
 
 def test_help_loads_only_what_it_shows() -> None:
     """`klamp --help` is there in a tenth of a second; the help of a run needs the classes of its configuration."""
-    calls = [*WITHOUT_TYRO, *WITHOUT_TORCH, *WITH_BOTH]
+    calls = [*WITHOUT_TORCH, *WITH_TORCH]
     code = (
         "import sys\nfrom klamp.cli import main\n"
         f"for argv in {calls!r}:\n"
@@ -132,9 +135,7 @@ def test_help_loads_only_what_it_shows() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     lines = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("LOADED")]
     for argv, loaded in zip(calls, map(set, lines), strict=True):
-        unwanted = {*HEAVY, *(["torch"] if argv not in WITH_BOTH else ()), *(["tyro"] if argv in WITHOUT_TYRO else ())}
-        if argv in WITH_BOTH:
-            unwanted -= {"numpy"}  # torch brings it
+        unwanted = {*HEAVY} - {"numpy"} if argv in WITH_TORCH else {*HEAVY, "torch"}  # torch brings numpy
         assert not loaded & unwanted, argv
 
 

@@ -11,6 +11,8 @@ import pytest
 from klamp.cli import main
 from klamp.cli.app import COMMANDS
 from klamp.cli.completion import PATHS_ELSE, completion_script
+from klamp.cli.fields import fields_of
+from klamp.cli.options import AblateOptions, VerifyOptions
 from klamp.cli.train_fields import every_flag
 
 BASH = shutil.which("bash")
@@ -82,12 +84,21 @@ def test_flags_of_every_kind_of_command(offered) -> None:
         (["train", "--preset", "da"], {"dapo"}),
         (["doctor", "x", "--verifier", ""], {"rules", "model", "None"}),
         (["verify", "dir"], {"direction"}),
+        (["ablate", "cl"], {"clipping"}),
+        (["ablate", "clipping", "--kl_clip_m"], {"--kl_clip_method"}),
         (["verify", "direction", "--sam"], {"--samples"}),
         (["completion", ""], {"bash", "zsh", "fish", "-h", "--help"}),
     ],
 )
 def test_choices(offered, words: list[str], choices: set[str]) -> None:
     assert offered(*words) == choices
+
+
+@needs_bash
+@pytest.mark.parametrize(("command", "options"), [("verify", VerifyOptions), ("ablate", AblateOptions)])
+def test_every_name_that_may_follow_a_command_and_no_other(offered, command: str, options: type) -> None:
+    named = {name for field in fields_of(options).values() if field.word for name in field.choices}
+    assert {word for word in offered(command, "") if not word.startswith("-")} == named
 
 
 @needs_bash

@@ -114,7 +114,7 @@ class Example(Base):
 def test_the_fields_of_a_class_and_of_its_base() -> None:
     path, names, kind, count = fields_of(Example, "part").values()
     assert (path.default, path.text, path.kind, path.section) == (MISSING, "Where it is.", "PATH", "part")
-    assert (names.word, names.text, names.takes_many, names.takes_none) == ("NAME", "Words, in two lines.", True, False)
+    assert (names.word, names.text, names.count, names.takes_none) == ("NAME", "Words, in two lines.", None, False)
     assert (kind.choices, kind.takes_none, kind.in_words) == (("b", "a"), True, "one of b, a, or None")
     assert (count.least, count.bare, count.kind, count.in_words) == (2, 7, "INT", "a whole number, or None")
 

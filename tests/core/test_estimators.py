@@ -105,7 +105,7 @@ def test_k3_is_low_by_the_reference_mass_that_truncated_sampling_loses():
 
 
 def test_no_estimator_is_unbiased_under_somebody_elses_samples():
-    chain = random_chain(1, vocab=4, length=2, off_policy=True)
+    chain = random_chain(1, vocab=4, length=2, sampler="other")
     for estimator in SAMPLED:
         assert abs((expected(chain, per_token(estimator)) - reverse_kl(chain)).item()) > 1e-2
 

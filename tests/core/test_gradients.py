@@ -19,7 +19,7 @@ def on_policy(seed=0):
 
 
 def off_policy(seed=0):
-    return random_chain(seed, vocab=5, length=1, eos=None, off_policy=True)
+    return random_chain(seed, vocab=5, length=1, eos=None, sampler="other")
 
 
 def delta(y):

@@ -17,8 +17,8 @@ VALUES = ("k1", "k2", "k3", "abs")
 SEEDS = (0, 1)
 
 
-def chain_of(seed, *, off_policy=False):
-    return random_chain(seed, vocab=3, length=4, off_policy=off_policy)
+def chain_of(seed, *, sampler="policy"):
+    return random_chain(seed, vocab=3, length=4, sampler=sampler)
 
 
 def delta(y):
@@ -61,12 +61,12 @@ def test_the_sequence_horizon_gives_the_true_gradient_on_policy(seed, value, gra
 @pytest.mark.parametrize("gradient", ["reverse", "forward"])
 def test_the_sequence_horizon_gives_the_true_gradient_under_foreign_samples(seed, value, gradient):
     choices = {"value": value, "gradient": gradient, "horizon": "sequence", "corrected": True}
-    assert examine(chain_of(seed, off_policy=True), penalty(**choices)).names == [gradient]
+    assert examine(chain_of(seed, sampler="other"), penalty(**choices)).names == [gradient]
 
 
 @pytest.mark.parametrize("value", ["k1", "k3"])
 def test_the_sequence_horizon_has_an_unbiased_value_under_foreign_samples(value):
-    chain = chain_of(2, off_policy=True)
+    chain = chain_of(2, sampler="other")
     report = examine(chain, penalty(value=value, horizon="sequence", corrected=True))
     assert report.value_bias == pytest.approx(0.0, abs=1e-12)
 
@@ -83,12 +83,12 @@ def test_the_token_horizon_gives_the_local_gradient_on_policy(value, gradient, n
 @pytest.mark.parametrize(("gradient", "name"), [("reverse", "local_sampled"), ("forward", "local_sampled_forward")])
 def test_off_policy_the_token_ratio_reaches_only_the_samplers_prefixes(value, gradient, name):
     choices = {"value": value, "gradient": gradient, "horizon": "token", "corrected": True}
-    report = examine(chain_of(4, off_policy=True), penalty(**choices))
+    report = examine(chain_of(4, sampler="other"), penalty(**choices))
     assert report.names == [name]
 
 
 def test_off_policy_the_token_ratio_values_the_samplers_prefixes():
-    chain = chain_of(4, off_policy=True)
+    chain = chain_of(4, sampler="other")
     value = expected(chain, penalty(value="k3", horizon="token", corrected=True))
     assert value.item() == pytest.approx(local_kl(chain, prefixes="sampler").item(), abs=1e-13)
     assert abs((value - reverse_kl(chain)).item()) > 0.05
@@ -106,7 +106,7 @@ def test_own_with_the_sequence_horizon_is_refused():
 
 
 def test_both_horizons_agree_on_one_token():
-    chain = random_chain(6, vocab=4, length=1, eos=None, off_policy=True)
+    chain = random_chain(6, vocab=4, length=1, eos=None, sampler="other")
     for gradient in ("reverse", "forward"):
         choices = {"gradient": gradient, "corrected": True}
         token, sequence = (examine(chain, penalty(horizon=h, **choices)) for h in ("token", "sequence"))
@@ -161,21 +161,21 @@ def test_half_the_squared_sequence_log_ratio_is_exact(seed):
     assert examine(chain_of(seed), lambda y: delta(y).sum(dim=-1) ** 2 / 2).names == ["reverse"]
 
 
-@pytest.mark.parametrize("off_policy", [False, True])
-def test_prefix_product_k3_is_exact_also_off_policy(off_policy):
-    report = examine(chain_of(9, off_policy=off_policy), lambda y: prefix_product(y) * k3(y))
+@pytest.mark.parametrize("sampler", ["policy", "other"])
+def test_prefix_product_k3_is_exact_also_off_policy(sampler):
+    report = examine(chain_of(9, sampler=sampler), lambda y: prefix_product(y) * k3(y))
     assert report.names == ["reverse"]
     assert report.value_bias == pytest.approx(0.0, abs=1e-12)
 
 
 def test_the_exact_remedies_of_one_policy_are_not_enough_under_foreign_samples():
-    chain = chain_of(10, off_policy=True)
+    chain = chain_of(10, sampler="other")
     assert examine(chain, lambda y: delta(y).sum(dim=-1) ** 2 / 2).names == []
     assert examine(chain, penalty(value="k1", horizon="sequence")).names == []
 
 
 def test_the_token_ratio_is_not_enough_off_policy():
-    report = examine(chain_of(11, off_policy=True), lambda y: log_weight(y).exp() * k3(y))
+    report = examine(chain_of(11, sampler="other"), lambda y: log_weight(y).exp() * k3(y))
     assert report.names == ["local_sampled"]
     assert report.matches["reverse"].distance > 0.05
     assert report.matches["local"].distance > 0.05
@@ -186,7 +186,7 @@ def test_a_geometric_mean_ratio_is_wrong_in_value_and_gradient():
     def geometric(y):
         return (log_weight(y).sum(dim=-1) / y.mask.sum(dim=-1)).exp()
 
-    chain = chain_of(12, off_policy=True)
+    chain = chain_of(12, sampler="other")
     detached = examine(chain, lambda y: geometric(y).detach() * delta(y).sum(dim=-1) ** 2 / 2)
     attached = examine(chain, lambda y: geometric(y) * k3(y).sum(dim=-1))
     for report in (detached, attached):

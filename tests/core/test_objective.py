@@ -97,7 +97,7 @@ def test_on_policy_the_kl_of_the_loss_follows_the_gradient_of_its_horizon(value,
 
 @pytest.mark.parametrize("value", ["k1", "k3", "exact"])
 def test_off_policy_the_prefix_ratio_with_the_sequence_horizon_is_exact(value):
-    chain = random_chain(1, vocab=3, length=3, off_policy=True)
+    chain = random_chain(1, vocab=3, length=3, sampler="other")
     report = examine(chain, kl_only(KLTerm(value=value, horizon="sequence", off_policy="sequence")))
     assert report.names == ["reverse"]
     assert report.value_bias == pytest.approx(0.0, abs=1e-12)
@@ -106,12 +106,12 @@ def test_off_policy_the_prefix_ratio_with_the_sequence_horizon_is_exact(value):
 @pytest.mark.parametrize("value", ["k1", "k3", "exact"])
 @pytest.mark.parametrize(("off_policy", "name"), [("token", "local_sampled"), ("sequence", "local")])
 def test_off_policy_with_the_token_horizon_the_ratio_decides_whose_prefixes_count(value, off_policy, name):
-    chain = random_chain(2, vocab=3, length=3, off_policy=True)
+    chain = random_chain(2, vocab=3, length=3, sampler="other")
     assert examine(chain, kl_only(KLTerm(value=value, horizon="token", off_policy=off_policy))).names == [name]
 
 
 def test_off_policy_the_exact_kl_is_not_weighted_by_the_token_that_it_sums_over():
-    chain = random_chain(2, vocab=4, length=1, eos=None, off_policy=True)
+    chain = random_chain(2, vocab=4, length=1, eos=None, sampler="other")
     report = examine(chain, kl_only(KLTerm(value="exact", off_policy="sequence")))
     assert report.value_bias == pytest.approx(0.0, abs=1e-13)
     assert report.value_variance == pytest.approx(0.0, abs=1e-26)
@@ -151,7 +151,7 @@ def kl_after_the_first_token(chain, *, frozen):
 @pytest.mark.parametrize("off_policy", ["none", "sequence"])
 @pytest.mark.parametrize("horizon", ["token", "sequence"])
 def test_tokens_without_a_kl_still_count_in_the_prefix_and_still_cause_the_kl_of_later_ones(value, off_policy, horizon):
-    chain = random_chain(7, vocab=3, length=3, off_policy=off_policy == "sequence")
+    chain = random_chain(7, vocab=3, length=3, sampler="policy" if off_policy == "none" else "other")
     truth = kl_after_the_first_token(chain, frozen=horizon == "token")
     (gradient,) = torch.autograd.grad(truth, chain.policy_logits)
     report = examine(chain, kl_only(KLTerm(value=value, horizon=horizon, off_policy=off_policy), skip=1))

@@ -133,7 +133,7 @@ def test_on_policy_the_expected_gradient_is_minus_the_gradient_of_the_expected_r
 
 
 def test_one_token_off_policy_only_the_ratio_gives_the_policy_gradient():
-    chain = random_chain(3, vocab=4, length=1, eos=None, off_policy=True)
+    chain = random_chain(3, vocab=4, length=1, eos=None, sampler="other")
     y = enumerate_outcomes(chain)
     rewards = double([0.0, 1.0, 0.3, -0.4])
     (truth,) = torch.autograd.grad((y.policy_logprobs[:, 0].exp() * rewards).sum(), chain.policy_logits)

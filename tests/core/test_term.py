@@ -14,7 +14,7 @@ from klamp.core.masking import reduce_tokens
 from klamp.core.objective import Objective, grpo_loss
 from klamp.core.placement import kl_in_advantage
 from klamp.core.term import Gate, KLTerm, sequence_gate_kl, shifted_advantages, shifted_rewards, token_penalty
-from klamp.errors import ConfigError, ShapeError
+from klamp.errors import ConfigError, DataError
 
 TERMS = [
     KLTerm(),
@@ -90,7 +90,7 @@ def test_the_metrics_are_means_over_the_sequences_with_a_weight():
 
 @pytest.mark.parametrize("weight", [torch.tensor([1.0, -1.0, 1.0, 1.0]), torch.full((4,), float("nan"))], ids=str)
 def test_a_weight_that_is_negative_or_nan_is_refused(weight):
-    with pytest.raises(ShapeError, match="kl_weight"):
+    with pytest.raises(DataError, match="kl_weight"):
         grpo_loss(random_batch(kl_weight=weight.double()), Objective(beta=0.1))
 
 

@@ -14,7 +14,7 @@ from klamp.core.clipping import clip_kl
 from klamp.core.estimators import DIRECTIONS, ESTIMATORS
 from klamp.core.gradients import COEFFICIENTS, kl_penalty
 from klamp.core.types import Batch, LossOutput
-from klamp.errors import UnknownNameError
+from klamp.errors import ShapeError, UnknownNameError
 
 ONE = torch.zeros(1, 1)
 TRUE = torch.ones(1, 1, dtype=torch.bool)
@@ -59,6 +59,35 @@ def test_a_batch_is_read_only_and_takes_names_only() -> None:
         Batch(ONE, TRUE, torch.zeros(1))  # pyright: ignore[reportCallIssue]
     given = {field.name for field in dataclasses.fields(Batch) if field.default is dataclasses.MISSING}
     assert given == {"policy_logprobs", "mask", "advantages"}, "all else may be left out"
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize(
+    "name", ["mask", "kl_mask", "old_logprobs", "ref_logprobs", "sampler_logprobs", "exact_kl", "exact_kl_forward"]
+)
+def test_a_tensor_of_another_shape_is_refused_by_name_when_the_batch_is_built(name: str) -> None:
+    columns: dict[str, Any] = {"policy_logprobs": ONE, "mask": TRUE, "advantages": torch.zeros(1)}
+    wrong: Any = torch.zeros(1, 2, dtype=torch.bool) if "mask" in name else torch.zeros(1, 2)
+    with pytest.raises(ShapeError, match=rf"^{name} does not have the shape of policy_logprobs"):
+        Batch(**(columns | {name: wrong}))
+    with pytest.raises(ShapeError, match=name):
+        dataclasses.replace(Batch(**columns), **{name: wrong})
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize("name", ["kl_weight", "gate_kl", "reference_length"])
+def test_one_number_per_completion_is_asked_for_by_name(name: str) -> None:
+    columns: dict[str, Any] = {"policy_logprobs": ONE, "mask": TRUE, "advantages": torch.zeros(1), name: torch.ones(3)}
+    with pytest.raises(ShapeError, match=f"^{name} does not have one number per completion"):
+        Batch(**columns)
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize("shape", [(3,), (2, 1), (1, 3)])
+def test_advantages_that_fit_neither_completions_nor_tokens_are_refused(shape: tuple[int, ...]) -> None:
+    two = torch.zeros(2, 3)
+    with pytest.raises(ShapeError, match="advantages"):
+        Batch(policy_logprobs=two, mask=two == 0, advantages=torch.zeros(shape))
 
 
 def test_a_loss_can_be_taken_apart() -> None:

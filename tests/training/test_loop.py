@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,16 @@ from torch.utils.tensorboard import SummaryWriter
 from klamp.config import KLConfig
 from klamp.core.masking import Totals
 from klamp.diagnostics.metrics import METRICS, OWN_INTERFACES
-from klamp.errors import ConfigError, DataError, EmptyMaskError, NonFiniteError, RewardError, ShapeError
+from klamp.errors import (
+    ConfigError,
+    DataError,
+    EmptyMaskError,
+    KlampError,
+    NonFiniteError,
+    RewardError,
+    ShapeError,
+    TensorError,
+)
 from klamp.tasks.arithmetic import arithmetic_tokenizer
 from klamp.training.completions import select
 from klamp.training.config import OptimConfig, RolloutConfig
@@ -151,12 +161,44 @@ def test_what_cannot_work_is_refused():
         compute_loss(policy, old, advantages, mask, kl_coef=0.1)
     with pytest.raises(ConfigError, match="both given"):
         compute_loss(policy, old, advantages, mask, ref_log_probs=ref, kl_coef=0.1, kl=KLConfig())
-    with pytest.raises(ConfigError, match="beta must be"):
+    with pytest.raises(ConfigError, match="kl_coef must be"):
         compute_loss(policy, old, advantages, mask, ref_log_probs=ref, kl_coef=-0.1)
     with pytest.raises(EmptyMaskError):
         compute_loss(policy, old, advantages, torch.zeros_like(mask))
     with pytest.raises(NonFiniteError):
         compute_loss(policy, old, advantages, mask, ref_log_probs=ref * float("nan"), kl_coef=0.1)
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"response_mask": [[1.0, 0.0]]}, "response_mask must be a torch.Tensor"),
+        ({"response_mask": torch.full((4, 5), 0.5)}, "response_mask must hold booleans"),
+        ({"response_mask": torch.ones(4, 5, dtype=torch.long)}, "response_mask must hold booleans"),
+        ({"policy_log_probs": [[-1.0]]}, "policy_logprobs must be a torch.Tensor"),
+        ({"kl_coef": "0.1"}, "kl_coef must be a number"),
+        ({"kl_coef": True}, "kl_coef must be a number"),
+        ({"cliprange": "0.2"}, "epsilon must be a number"),
+        ({"kl": {"beta": 0.1}}, "kl must be a KLConfig"),
+        ({"totals": (4, 20, 20)}, "totals must be a Totals"),
+    ],
+)
+def test_a_bad_argument_is_refused_in_words(changes: dict[str, Any], words: str) -> None:
+    policy, old, ref, advantages, mask = data()
+    good: dict[str, Any] = {"policy_log_probs": policy, "old_log_probs": old, "ref_log_probs": ref}
+    good |= {"advantages": advantages, "response_mask": mask}
+    with pytest.raises(KlampError, match=f"^{words}") as caught:
+        compute_loss(**good | changes)
+    assert caught.value.got is not None and caught.value.why and caught.value.fix
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_the_divergence_and_a_step_refuse_in_words_too() -> None:
+    with pytest.raises(TensorError, match="ref_log_probs must be a torch.Tensor"):
+        compute_kl_divergence(torch.zeros(2, 3), [[0.0]])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="kl_coef must be a number"):
+        grpo_microbatch_step(Untouched(), None, torch.zeros(1), kl_coef="0.1")  # pyright: ignore[reportArgumentType]
 
 
 class Untouched(torch.nn.Module):

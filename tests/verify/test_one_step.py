@@ -44,8 +44,8 @@ pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # checked in tests/cor
 )
 @pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 def test_on_policy_configurations_follow_what_they_should(choices: dict, follows: str) -> None:
-    for saturated in (True, False):
-        found = examine_config(KLConfig(**choices), scene=scene(1, length=2, saturated=saturated))
+    for rewards in ("equal", "mixed"):
+        found = examine_config(KLConfig(**choices), scene=scene(1, length=2, rewards=rewards))
         assert found.follows.name == follows
         assert found.follows.factor == pytest.approx(0.0 if follows == "zero" else 1.0, abs=1e-9)
 
@@ -62,7 +62,7 @@ def test_on_policy_configurations_follow_what_they_should(choices: dict, follows
     ],
 )
 def test_off_policy_configurations(choices: dict, follows: str) -> None:
-    found = examine_config(KLConfig(**choices), scene=scene(1, length=2, off_policy=True))
+    found = examine_config(KLConfig(**choices), scene=scene(1, length=2, sampler="other"))
     assert found.follows.name == follows
 
 
@@ -98,7 +98,7 @@ def test_a_group_of_one_agrees_with_the_oracle_itself() -> None:
 def test_the_expected_step_is_the_mean_of_sampled_steps() -> None:
     """Monte Carlo over groups, formed here: enumeration weighs the groups rightly."""
     kl, loss = KLConfig(beta=0.5), LossConfig(loss_type="dapo")
-    world = scene(4, length=2, saturated=False)
+    world = scene(4, length=2, rewards="mixed")
     assert world.rewards is not None
     found = examine_config(kl, loss, scene=world)
     objective = build_objective(kl, loss, max_length=2)
@@ -218,8 +218,8 @@ def pull_of_core(kl: KLConfig, chain: Chain) -> torch.Tensor:
 def test_every_placement_and_clip_is_examined_as_a_trainer_does_it(placed: str, method: str, level: str) -> None:
     clip = {"kl_clip_method": method, "kl_clip_level": level, "kl_clip_threshold": 0.1, "kl_clip_temperature": 0.1}
     kl = KLConfig(beta=0.7, **clip, **PLACED[placed])
-    for off_policy in (False, True):
-        world = Scene(chain=random_chain(3, length=2, off_policy=off_policy), reference_length=3.0)
+    for sampler in ("policy", "other"):
+        world = Scene(chain=random_chain(3, length=2, sampler=sampler), reference_length=3.0)
         expected = pull_of_core(kl, world.chain)
         assert torch.allclose(examine_config(kl, scene=world).kl.gradient, expected, rtol=0, atol=1e-12)
         unclipped = pull_of_core(KLConfig(beta=0.7, **PLACED[placed]), world.chain)

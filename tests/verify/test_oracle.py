@@ -124,7 +124,7 @@ def test_at_the_last_position_the_local_gradient_is_complete():
 
 
 def test_off_policy_the_sampled_local_truth_weighs_prefixes_by_the_sampler():
-    chain = random_chain(7, off_policy=True)
+    chain = random_chain(7, sampler="other")
     exact = truths(chain)
     assert (exact["local"] - exact["local_sampled"]).norm() > 0.05 * exact["local"].norm()
     assert close(exact["local"][0], exact["local_sampled"][0])
@@ -132,7 +132,7 @@ def test_off_policy_the_sampled_local_truth_weighs_prefixes_by_the_sampler():
 
 
 def test_expectation_and_variance_match_a_long_simulation():
-    chain = random_chain(8, off_policy=True)
+    chain = random_chain(8, sampler="other")
     y = enumerate_outcomes(chain)
     values = log_ratio(y).sum(dim=-1).detach()
     drawn = values[torch.multinomial(y.probs, 400_000, True, generator=torch.Generator().manual_seed(0))]
@@ -159,7 +159,7 @@ def test_the_gradient_variance_of_a_coin_flip_is_known():
 
 
 def test_outcome_gradients_average_to_the_expected_gradient():
-    chain = random_chain(11, off_policy=True)
+    chain = random_chain(11, sampler="other")
     probs = enumerate_outcomes(chain).probs
     average = torch.einsum("n,npv->pv", probs, outcome_gradients(chain, log_ratio))
     assert close(average, expected_gradient(chain, log_ratio))

@@ -22,9 +22,9 @@ from klamp.verify.worlds import (
 
 
 @pytest.mark.parametrize("eos", [None, 0, 2])
-@pytest.mark.parametrize("off_policy", [False, True])
-def test_the_probabilities_of_all_completions_sum_to_one(eos, off_policy):
-    outcomes = enumerate_outcomes(random_chain(1, vocab=3, length=4, eos=eos, off_policy=off_policy))
+@pytest.mark.parametrize("sampler", ["policy", "other"])
+def test_the_probabilities_of_all_completions_sum_to_one(eos, sampler):
+    outcomes = enumerate_outcomes(random_chain(1, vocab=3, length=4, eos=eos, sampler=sampler))
     assert outcomes.probs.sum().item() == pytest.approx(1.0, abs=1e-14)
     assert (outcomes.probs > 0).all()
 
@@ -44,7 +44,7 @@ def test_the_mask_covers_each_completion_up_to_and_including_eos():
 
 
 def test_padding_holds_zero_logprobs_in_every_column():
-    outcomes = enumerate_outcomes(random_chain(0, vocab=3, length=3, off_policy=True))
+    outcomes = enumerate_outcomes(random_chain(0, vocab=3, length=3, sampler="other"))
     padding = ~outcomes.mask
     assert padding.any()
     for field in (outcomes.policy_logprobs, outcomes.ref_logprobs, outcomes.sampler_logprobs):
@@ -53,7 +53,7 @@ def test_padding_holds_zero_logprobs_in_every_column():
 
 
 def test_each_logprob_is_read_from_the_row_of_its_own_prefix():
-    chain = random_chain(3, vocab=3, length=3, eos=0, off_policy=True)
+    chain = random_chain(3, vocab=3, length=3, eos=0, sampler="other")
     rows = {prefix: i for i, prefix in enumerate(list_prefixes(3, 3, eos=0))}
     outcomes = enumerate_outcomes(chain)
     for n, completion in enumerate(list_completions(chain)):
@@ -75,7 +75,7 @@ def test_on_policy_the_sampler_is_the_detached_policy():
 
 
 def test_prefix_probabilities_are_sums_over_the_completions_that_pass_through():
-    chain = random_chain(4, vocab=3, length=3, off_policy=True)
+    chain = random_chain(4, vocab=3, length=3, sampler="other")
     outcomes, completions = enumerate_outcomes(chain), list_completions(chain)
     for prefix, prob in zip(list_prefixes(3, 3, eos=0), prefix_probs(chain, "sampler"), strict=True):
         through = [i for i, c in enumerate(completions) if len(c) > len(prefix) and c[: len(prefix)] == prefix]

@@ -6,12 +6,14 @@ import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from klamp.errors import ConfigError
-from klamp.verify.audit import Subject, Term
+
+if TYPE_CHECKING:  # torch is loaded with the first subject: the help needs the names alone
+    from torch import Tensor
+
+    from klamp.verify.audit import Subject
 
 CONTRACT = "function(policy_logprobs [B, T], ref_logprobs [B, T]) -> [B, T]"
 
@@ -25,6 +27,8 @@ def function_subject(path: str) -> Subject:
     Raises:
         ConfigError: it cannot be imported, or is not callable.
     """
+    from klamp.verify.audit import Subject, Term
+
     function = load_function(path)
 
     def call(policy: Tensor, ref: Tensor) -> Tensor:

@@ -6,16 +6,15 @@ import importlib
 import logging
 import re
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import TypeAlias
+from typing import TYPE_CHECKING
 
 from klamp.audit.function import function_subject
 from klamp.errors import KlampError, MissingLibrary, UnsupportedVersion, unknown_name
-from klamp.verify.audit import Subject, kl_of_one_token
 
-Loader: TypeAlias = Callable[[], Subject]
+if TYPE_CHECKING:  # torch is loaded with the first subject: the help needs the names alone
+    from klamp.verify.audit import Subject
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +107,8 @@ def version_caution(host: Host, installed: str) -> str:
 
 
 def _load(host: Host, installed: str) -> Subject:
+    from klamp.verify.audit import kl_of_one_token
+
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # theirs, on import and on deprecated options; not about the KL

@@ -97,7 +97,7 @@ def _read(argv: Sequence[str]) -> _Given:
     given = _Given(options=options)
     for flag, texts in others:
         known = fields_by_any_name().get(field_name(flag))
-        if known is not None and known.spec.nargs == 1 and len(texts) > 1:
+        if known is not None and known.count == 1 and len(texts) > 1:
             given.sweep[known.name] = _several(known, texts, flag)
         else:
             name, value = read_train_flag(flag, texts)

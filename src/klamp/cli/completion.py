@@ -61,9 +61,7 @@ def _command(name: str) -> type[Any]:
     every = {key: field for key, field in (own | configured).items() if key in own or key not in page.hidden}
     flags = {key: field for key, field in every.items() if not field.word}
     words = [word for field in own.values() if field.word for word in field.choices]
-    return _as_class(
-        flags, {word: _as_class(flags, {}) for word in words if len(words) > 1}
-    )  # tyro passes over a single one
+    return _as_class(flags, {word: _as_class(flags, {}) for word in words})
 
 
 def _as_class(flags: Mapping[str, Field], commands: Mapping[str, type[Any]]) -> type[Any]:
@@ -72,8 +70,9 @@ def _as_class(flags: Mapping[str, Field], commands: Mapping[str, type[Any]]) -> 
         (name, _hint(field), dataclasses.field(default=_default(field))) for name, field in flags.items()
     ]
     if commands:
-        each = tuple(Annotated[cls, tyro.conf.subcommand(name)] for name, cls in commands.items())
-        shown.append(("command", tyro.conf.OmitSubcommandPrefixes[Union[each]]))  # noqa: UP007  (made at run time)
+        each = [Annotated[cls, tyro.conf.subcommand(name)] for name, cls in commands.items()]
+        each.append(Annotated[None, tyro.conf.Suppress])  # never shown; tyro takes a union of one for no union
+        shown.append(("command", tyro.conf.OmitSubcommandPrefixes[Union[tuple(each)]]))  # noqa: UP007  (made at run time)
     return dataclasses.make_dataclass("Flags", shown, kw_only=True)
 
 

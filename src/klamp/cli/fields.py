@@ -1,6 +1,7 @@
 """From text to a field's value: one set of rules for the flags of every command and for YAML files.
 
-The types come from the dataclasses of options, the conversion from tyro; klamp adds the words around it.
+The types come from the dataclasses of options, the conversion from tyro, which is loaded with the first text that is
+read: help needs none of it. klamp adds the words around it.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass
+from pathlib import Path
+from types import NoneType
 from typing import Any, Literal
-
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from klamp._field_texts import field_texts
 from klamp.errors import ConfigError, unknown_name
@@ -21,8 +22,9 @@ from klamp.errors import ConfigError, unknown_name
 TRUE_WORDS, FALSE_WORDS = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 NONE_WORDS = ("none", "null", "~")
 
-IN_WORDS = {"INT": "a whole number", "FLOAT": "a number", "STR": "a text", "PATH": "a path"}
-"""tyro's name of a type -> what a person calls it."""
+KINDS: Mapping[Any, str] = {int: "INT", float: "FLOAT", str: "STR", Path: "PATH", bool: "BOOL"}
+IN_WORDS = {"INT": "a whole number", "FLOAT": "a number", "STR": "a text", "PATH": "a path", "BOOL": "true or false"}
+"""What help calls a type -> what a sentence calls it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +37,6 @@ class Field:
     """The section of the configuration that holds it; "" for a command's own."""
     hint: Any
     """Its type."""
-    spec: PrimitiveConstructorSpec[Any]
-    """tyro's rules for its type."""
     default: Any
     """Its default; `dataclasses.MISSING`: it has to be given."""
     text: str
@@ -53,46 +53,61 @@ class Field:
     """Names worth offering where it takes any text."""
 
     @property
+    def members(self) -> tuple[Any, ...]:
+        """Its type, or those of which it is a union; without None."""
+        union = typing.get_origin(self.hint) in (typing.Union, types.UnionType)
+        return tuple(each for each in (typing.get_args(self.hint) if union else (self.hint,)) if each is not NoneType)
+
+    @property
     def choices(self) -> tuple[str, ...]:
         """The names it may take, if it takes names."""
-        kinds = (self.hint, *typing.get_args(self.hint))
-        return tuple(
-            str(name) for kind in kinds if typing.get_origin(kind) is Literal for name in typing.get_args(kind)
-        )
+        named = (each for each in self.members if typing.get_origin(each) is Literal)
+        return tuple(str(name) for each in named for name in typing.get_args(each))
 
     @property
     def is_switch(self) -> bool:
         """Whether `--name` and `--no-name` need no value."""
-        return set(self.spec.choices or ()) - {"None"} == {"True", "False"}
+        return self.members == (bool,)
 
     @property
     def takes_none(self) -> bool:
         """Whether None is a value of it."""
-        return typing.get_origin(self.hint) in (typing.Union, types.UnionType) and type(None) in typing.get_args(
-            self.hint
-        )
+        return NoneType in typing.get_args(self.hint)
 
     @property
-    def takes_many(self) -> bool:
-        """Whether it takes any number of values."""
-        return self.spec.nargs == "*"
+    def count(self) -> int | None:
+        """How many values it takes; None: any number."""
+        parts = typing.get_args(self.hint) if typing.get_origin(self.hint) is tuple else (self.hint,)
+        return None if parts[-1] is ... else len(parts)
 
     @property
     def kind(self) -> str:
-        """tyro's name of the type of one value: INT, FLOAT, STR, PATH, or several with | between."""
-        return self.spec.metavar.removeprefix("{None}|").strip("[").split()[0]
+        """What the help calls one value: INT, FLOAT, STR, PATH, or several with | between."""
+        one = typing.get_args(self.hint)[0] if typing.get_origin(self.hint) is tuple else None
+        each = typing.get_args(one) or (one,) if one else self.members
+        return "NAME" if self.choices else "|".join(KINDS[member] for member in each)
 
     @property
     def in_words(self) -> str:
         """What its value has to be."""
-        kind = " or ".join(IN_WORDS.get(each, each) for each in self.kind.split("|"))
-        if self.is_switch:
-            kind = "true or false"
-        elif self.choices:
-            kind = f"one of {', '.join(self.choices)}"
-        elif self.spec.nargs != 1:
-            kind = f"{'any number of' if self.takes_many else self.spec.nargs} values, each {kind}"
+        kind = f"one of {', '.join(self.choices)}"
+        if not self.choices:
+            kind = " or ".join(IN_WORDS[each] for each in self.kind.split("|"))
+        if self.count != 1:
+            kind = f"{'any number of' if self.count is None else self.count} values, each {kind}"
         return f"{kind}, or None" if self.takes_none else kind
+
+    def convert(self, texts: Sequence[str]) -> Any:
+        """Its value from texts that fit in number and name, as tyro reads them.
+
+        Raises:
+            ValueError: a text that is no value of its type.
+        """
+        from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+        spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(self.hint, set()))
+        assert isinstance(spec, PrimitiveConstructorSpec), f"{self.name}: {self.hint} cannot be a flag"
+        return spec.instance_from_str(list(texts))
 
 
 def fields_of(cls: Any, section: str = "") -> dict[str, Field]:
@@ -103,16 +118,13 @@ def fields_of(cls: Any, section: str = "") -> dict[str, Field]:
         section: the section of the configuration that it is; "" for a command's own.
     """
     hints, texts = typing.get_type_hints(cls), field_texts(cls)
-    return {each.name: _field(each, section, hints[each.name], texts[each.name]) for each in dataclasses.fields(cls)}
-
-
-def _field(each: dataclasses.Field[Any], section: str, hint: Any, text: str) -> Field:
-    spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(hint, set()))
-    if not isinstance(spec, PrimitiveConstructorSpec):
-        raise TypeError(f"{section}.{each.name}: {hint} cannot be a flag")
-    return Field(
-        name=each.name, section=section, hint=hint, spec=spec, default=each.default, text=text, **each.metadata
-    )
+    return {
+        each.name: Field(
+            name=each.name, section=section, hint=hints[each.name], default=each.default, text=texts[each.name],
+            **each.metadata,
+        )
+        for each in dataclasses.fields(cls)
+    }  # fmt: skip
 
 
 def read_value(field: Field, texts: Sequence[str], *, shown: str) -> Any:
@@ -128,14 +140,15 @@ def read_value(field: Field, texts: Sequence[str], *, shown: str) -> Any:
         ConfigError: a text that is no value of the field's type, or a number below its least.
     """
     texts = [_usual_spelling(field, text) for text in texts]
-    fitting = len(texts) == field.spec.nargs or field.takes_many
-    named = not (fitting and field.spec.choices) or texts[0] in field.spec.choices
+    known = field.choices or (("True", "False") if field.is_switch else ())
+    fitting = field.count in (None, len(texts))
+    named = not (fitting and known) or texts[0] in (*known, *(["None"] if field.takes_none else []))
     if not named and field.choices:
         raise unknown_name(shown, texts[0], field.choices)
     try:
         if not (fitting and named):
             raise ValueError
-        value = field.spec.instance_from_str(texts)
+        value = field.convert(texts)
     except ValueError:
         has_default = field.default not in (MISSING, None)
         raise ConfigError(
@@ -145,7 +158,7 @@ def read_value(field: Field, texts: Sequence[str], *, shown: str) -> Any:
             fix=f"for example {' '.join(_texts(field))} (the default)" if has_default else "",
         ) from None
     if field.least is not None and value is not None:
-        size, noun = (len(value), " values") if field.takes_many else (value, "")
+        size, noun = (len(value), " values") if field.count is None else (value, "")
         if not field.least <= size < math.inf:
             raise ConfigError(f"{shown} takes {field.least} or more{noun}", got=value, why=field.text)
     return value

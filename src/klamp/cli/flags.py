@@ -62,7 +62,7 @@ def read_own(
         found = read_flag(flag, texts, flagged)
         if found is not None:
             name, value = found
-            repeated = field is not None and field.takes_many and name in given
+            repeated = field is not None and field.count is None and name in given
             given[name] = given[name] + value if repeated else value
         elif f"--{field_name(flag)}" in others:
             left.append((flag, texts))
@@ -152,7 +152,7 @@ def _count_taken(field: Field, texts: Sequence[str]) -> int:
     """How many of the words after a flag are its values."""
     if field.is_switch:
         return int(bool(texts) and texts[0].lower() in (*TRUE_WORDS, *FALSE_WORDS))
-    return len(texts) if field.takes_many else int(field.spec.nargs)  # pyright: ignore[reportArgumentType]
+    return len(texts) if field.count is None else field.count
 
 
 def _read_words(own: Mapping[str, Field], words: Sequence[str], command: str) -> dict[str, Any]:
@@ -165,7 +165,7 @@ def _read_words(own: Mapping[str, Field], words: Sequence[str], command: str) ->
     for name, field in own.items():
         if not field.word:
             continue
-        taken = left if field.takes_many else left[:1]
+        taken = left if field.count is None else left[:1]
         if taken and field.choices and taken[0].endswith(YAML):
             raise _stray_word(taken[0], command)
         if taken:

@@ -139,7 +139,7 @@ def _rows(rows: Iterable[tuple[str, str]]) -> list[str]:
 
 def _short(field: Field) -> str:
     """A field in a line: its name, as much of its text as fits, its default."""
-    left = field.word or f"--{field.name} {'' if field.is_switch else 'NAME' if field.choices else field.kind}"
+    left = field.word or f"--{field.name} {'' if field.is_switch else field.kind}"
     default = "" if field.default in (None, "", False, MISSING) else f" ({_written(field.default)})"
     room, text = _width() - COLUMN - len(default), field.text.removesuffix(".")
     clause, names = re.split(r"[.;:](?:\s|$)", text)[0], field.choices or field.suggested
@@ -152,7 +152,7 @@ def _short(field: Field) -> str:
 def _names(field: Field) -> str:
     """Its flags, its own name first."""
     if field.word:
-        return field.word + (" ..." if field.takes_many else "")
+        return field.word + (" ..." if field.count is None else "")
     off = (f"no_{field.name}",) if field.is_switch else ()
     return ", ".join(f"--{name}" for name in (field.name, *field.aliases, *off))
 
@@ -164,7 +164,7 @@ def _values(field: Field) -> str:
     names = field.choices or field.suggested
     if names:
         return f"{{{','.join(names)}}}"
-    return f"{field.kind} ..." if field.takes_many else " ".join([field.kind] * int(field.spec.nargs))  # pyright: ignore
+    return f"{field.kind} ..." if field.count is None else " ".join([field.kind] * field.count)
 
 
 def _default(field: Field) -> str:

@@ -179,10 +179,11 @@ def find_preset(name: str) -> Preset:
         UnknownNameError: an unknown recipe; names the nearest.
         ConfigError: a formula that is passed around as a KL and is no penalty on KL(policy||ref).
     """
-    refuse(_not_a_kl(speaking_name(name)))
-    if name not in PRESETS:
+    text = str(name)
+    refuse(_not_a_kl(speaking_name(text)))
+    if text not in PRESETS:
         raise unknown_name("preset", name, PRESETS)
-    return PRESETS[name]
+    return PRESETS[text]
 
 
 def preset(name: str) -> KLConfig:

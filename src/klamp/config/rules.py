@@ -7,17 +7,18 @@ from klamp.core.arguments import check_number
 from klamp.errors import Refusal
 
 
-def check_beta(beta: float, *, fix: str = BETA.fix) -> None:
+def check_beta(beta: float, *, name: str = "beta", fix: str = "") -> None:
     """Refuse a coefficient of the KL that is negative, not finite, or no number.
 
     Args:
         beta: the coefficient.
-        fix: the way out.
+        name: what it is called there.
+        fix: the way out; "": 0, for no KL.
 
     Raises:
         ConfigError: it is none.
     """
-    check_number("beta", beta, BETA.but(BETA.why, fix))
+    check_number(name, beta, BETA.but(BETA.why, fix or f"use {name}=0 to train without KL"))
 
 
 def refusals(c: KLChoices) -> list[Refusal]:

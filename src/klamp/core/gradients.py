@@ -264,7 +264,10 @@ def kl_penalty(
         check_tensors(FLOATS, like=policy_logprobs, behavior_logprobs=behavior_logprobs)
     if policy_logprobs.ndim == 0:
         raise ShapeError(
-            "policy_logprobs has no dimension of tokens", got="a single number", fix="pass [B, T], also for one token"
+            "policy_logprobs has no dimension of tokens",
+            got="a single number",
+            why="a token's penalty can depend on the tokens before and after it",
+            fix="pass [B, T], also for one token",
         )
     delta = masked_log_ratio(policy_logprobs, ref_logprobs, mask, max_log_ratio=max_log_ratio)
     log_w = log_weights(policy_logprobs, behavior_logprobs, mask, horizon=horizon, max_weight=max_weight)

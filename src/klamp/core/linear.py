@@ -30,7 +30,7 @@ from torch import Tensor
 from klamp.core._linear_autograd import LinearLogprobs
 from klamp.core._linear_kept import owner_of
 from klamp.core._linear_kl import LinearKL
-from klamp.core.arguments import FLOATS, IDS, POSITIVE, check_number, check_tensors, check_values_exist
+from klamp.core.arguments import FLOATS, IDS, POSITIVE, check_flag, check_number, check_tensors, check_values_exist
 from klamp.core.estimators import DIRECTIONS
 from klamp.core.types import Direction
 from klamp.errors import ConfigError, ShapeError, check_name
@@ -196,6 +196,7 @@ def linear_logprobs(
 
     Source: Cut Your Losses in Large-Vocabulary Language Models, arXiv:2411.09009 (tiles, without its gradient filter)
     """
+    check_flag("return_entropy", return_entropy)
     found = _opaque(_logprobs, hidden, weight, bias, targets, temperature, softcap, return_entropy)
     return cast(tuple[Tensor, Tensor], found) if return_entropy else found[0]
 

@@ -22,6 +22,9 @@ from typing import Literal, NamedTuple, TypeAlias
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from klamp.core.arguments import AT_LEAST_1, FLOATS, MASKS, POSITIVE, REALS, check_data, check_number, check_tensors
+from klamp.errors import ShapeError
+
 Estimator: TypeAlias = Literal["k1", "k2", "k3", "abs"]
 Value: TypeAlias = Literal[Estimator, "exact"]
 Direction: TypeAlias = Literal["reverse", "forward", "js"]
@@ -46,6 +49,11 @@ class Batch:
     log-probabilities carry is not followed.
     Shapes: [B, T] throughout, on one device; log-probabilities of any floating type; `advantages` also [B], and
     `kl_weight`, `gate_kl`, `reference_length` one number per completion. Padding is whatever the mask is False for.
+
+    Raises:
+        TensorError: no tensor, another data type, another device, or a gradient where there must be none.
+        ShapeError: shapes that do not fit together.
+        ConfigError: a group size or a reference length that is no positive number.
     """
 
     policy_logprobs: LogProbs
@@ -74,6 +82,68 @@ class Batch:
     """Reference length in tokens that turns a per-token threshold into a budget."""
     group_size: int | None = None
     """Completions per prompt, next to each other; for a gate at group level."""
+
+    def __post_init__(self) -> None:
+        _check_kinds(self)
+        _check_shapes(self)
+
+
+_PER_TOKEN = ("old_logprobs", "ref_logprobs", "sampler_logprobs", "exact_kl", "exact_kl_forward")
+_PER_SEQUENCE = ("kl_weight", "gate_kl")
+
+
+def _given(batch: Batch, *names: str) -> dict[str, Tensor]:
+    """The tensors of a batch that are there."""
+    return {name: x for name in names if (x := getattr(batch, name)) is not None}
+
+
+def _check_kinds(batch: Batch) -> None:
+    policy = batch.policy_logprobs
+    check_tensors(FLOATS, policy_logprobs=policy)
+    check_tensors(FLOATS, like=policy, **_given(batch, *_PER_TOKEN, *_PER_SEQUENCE))
+    check_tensors(MASKS, like=policy, mask=batch.mask, **_given(batch, "kl_mask"))
+    check_tensors(REALS, like=policy, advantages=batch.advantages)
+    check_data(advantages=batch.advantages, **_given(batch, *_PER_SEQUENCE))
+    check_number("group_size", batch.group_size, AT_LEAST_1, whole=True, optional=True)
+    if isinstance(batch.reference_length, Tensor):
+        check_tensors(REALS, reference_length=batch.reference_length)  # moved to the others' device where it is used
+    else:
+        check_number("reference_length", batch.reference_length, POSITIVE, optional=True)
+
+
+def _check_shapes(batch: Batch) -> None:
+    shape = batch.policy_logprobs.shape
+    if len(shape) != 2:
+        raise ShapeError(
+            "policy_logprobs must have the shape [B, T]",
+            got=str(tuple(shape)),
+            why="it holds one number per token of each completion",
+            fix="policy_logprobs[None] for a single completion",
+        )
+    for name, x in {"mask": batch.mask, **_given(batch, *_PER_TOKEN, "kl_mask")}.items():
+        if x.shape != shape:
+            raise ShapeError(
+                f"{name} does not have the shape of policy_logprobs",
+                got=f"{name} {tuple(x.shape)}, policy_logprobs {tuple(shape)}",
+                why="all of them describe the same tokens",
+                fix="score the same completions, padded to the same length",
+            )
+    one_number = isinstance(batch.reference_length, Tensor) and batch.reference_length.ndim > 0
+    for name, x in _given(batch, *_PER_SEQUENCE, *(["reference_length"] if one_number else [])).items():
+        if x.shape != shape[:1]:
+            raise ShapeError(
+                f"{name} does not have one number per completion",
+                got=f"{name} {tuple(x.shape)}, policy_logprobs {tuple(shape)}",
+                why="it says something about each completion as a whole",
+                fix=f"pass {name} as [B]",
+            )
+    if batch.advantages.shape not in (shape, shape[:1]):
+        raise ShapeError(
+            "the advantages fit neither the completions nor the tokens",
+            got=f"advantages {tuple(batch.advantages.shape)}, policy_logprobs {tuple(shape)}",
+            why="an advantage belongs to a completion [B] or to a token [B, T]",
+            fix="pass one advantage per completion, or one per token padded as the log-probabilities are",
+        )
 
 
 class LossOutput(NamedTuple):

@@ -18,7 +18,9 @@ from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from klamp.config import KLConfig, LossConfig, build_objective
+from klamp.config.rules import check_beta
 from klamp.core.advantages import group_advantages
+from klamp.core.arguments import FLOATS, MASKS, check_instance, check_tensors
 from klamp.core.gradients import kl_penalty
 from klamp.core.masking import Totals, masked_mean
 from klamp.core.objective import grpo_loss
@@ -57,10 +59,12 @@ def compute_kl_divergence(policy_log_probs: LogProbs, ref_log_probs: LogProbs) -
     Shapes: [B, T], [B, T] -> [B, T].
 
     Raises:
+        TensorError: no tensors of log-probabilities.
         ShapeError: the two differ in shape.
 
     Source: the from-scratch guide (docs/sources.md); docs/estimators
     """
+    check_tensors(FLOATS, policy_log_probs=policy_log_probs, ref_log_probs=ref_log_probs)
     everywhere = torch.ones_like(policy_log_probs, dtype=torch.bool)
     return kl_penalty(policy_log_probs, ref_log_probs, everywhere, value="k1", gradient="reverse")
 
@@ -101,11 +105,15 @@ def compute_loss(
         token), `policy_loss`, `clip_fraction`.
 
     Raises:
-        ConfigError: kl_coef > 0 without ref_log_probs, or both kl_coef and kl.
-        ShapeError, EmptyMaskError, NonFiniteError: tensors that cannot be used.
+        ConfigError: kl_coef > 0 without ref_log_probs, both kl_coef and kl, or a number that is none.
+        TensorError, ShapeError, EmptyMaskError, NonFiniteError: tensors that cannot be used.
 
     Source: the from-scratch guide (docs/sources.md)
     """
+    check_beta(kl_coef, name="kl_coef")
+    check_tensors(MASKS, response_mask=response_mask)
+    if kl is not None:
+        check_instance("kl", kl, KLConfig)
     if kl is not None and kl_coef:
         raise ConfigError(
             "kl_coef and kl are both given",
@@ -115,10 +123,9 @@ def compute_loss(
         )
     term = kl if kl is not None else KLConfig(beta=kl_coef, kl_estimator="k1", kl_gradient="reverse")
     objective = build_objective(term, LossConfig(loss_type="dapo", epsilon=cliprange), max_length=1)
-    mask = response_mask.bool()
     batch = Batch(
         policy_logprobs=policy_log_probs,
-        mask=mask,
+        mask=response_mask,
         advantages=advantages,
         old_logprobs=old_log_probs,
         ref_logprobs=ref_log_probs,
@@ -130,7 +137,7 @@ def compute_loss(
         "kl_penalty_mean": output.metrics.get("train/kl_penalty", nothing),
         "kl_mean": output.metrics.get("kl/k1", nothing),
         "clip_fraction": output.metrics["policy/ratio_clipped"],
-        "log_prob_mean": masked_mean(policy_log_probs.detach(), mask),
+        "log_prob_mean": masked_mean(policy_log_probs.detach(), response_mask),
     }
     return output.loss, metadata
 
@@ -168,6 +175,7 @@ def grpo_microbatch_step(
     Raises:
         ConfigError: kl_coef > 0 without a reference.
     """
+    check_beta(kl_coef, name="kl_coef")
     ref_log_probs = None
     if kl_coef > 0:
         if ref_model is None:

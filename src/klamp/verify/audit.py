@@ -21,7 +21,7 @@ from klamp.verify.judge import DTYPES, FAR, Judgement, KLFunction, Use, as_loss,
 from klamp.verify.oracle import Loss, expected, expected_gradient, reverse_kl, truths
 from klamp.verify.precision import Reach, measure_reach
 from klamp.verify.reductions import LOG_RATIO, BatchLoss, name_reduction
-from klamp.verify.worlds import Chain, Outcomes, random_chain
+from klamp.verify.worlds import Chain, Outcomes, Sampler, random_chain
 
 CompletionLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(policy_logprobs, ref_logprobs, old_logprobs), each [1, T] -> the KL of the completion: a scalar, coefficient 1."""
@@ -138,8 +138,8 @@ def audit_term(term: Term) -> Finding:
             judgement=judge(function, name=term.name, use=term.use),
             near_bias=near_bias,
             near=near,
-            on_policy=over_completions(term, off_policy=False),
-            off_policy=over_completions(term, off_policy=True),
+            on_policy=over_completions(term, sampler="policy"),
+            off_policy=over_completions(term, sampler="other"),
             reach=tuple(measure_reach(function, dtype, use=term.use, far=FAR) for dtype in DTYPES),
         )
     except ShapeError:
@@ -172,9 +172,9 @@ def near_reference(function: KLFunction, use: Use = "loss") -> tuple[float, Foll
     return values / right - 1, _name(as_loss(function, use), chains)
 
 
-def over_completions(term: Term, *, off_policy: bool) -> Followed:
+def over_completions(term: Term, *, sampler: Sampler) -> Followed:
     """The gradient that a term follows over completions of one and two tokens, in several enumerated worlds."""
-    chains = [random_chain(seed, vocab=3, length=2, off_policy=off_policy) for seed in range(3)]
+    chains = [random_chain(seed, vocab=3, length=2, sampler=sampler) for seed in range(3)]
     return _name(_as_loss(term), chains)
 
 

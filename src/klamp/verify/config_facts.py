@@ -22,7 +22,7 @@ from klamp.verify.gradient_names import Followed, cosine, name_gradient, share
 from klamp.verify.judge import Probe, judge
 from klamp.verify.one_step import Scene, StepReport, examine_config, scene
 from klamp.verify.oracle import truths
-from klamp.verify.worlds import Outcomes
+from klamp.verify.worlds import Outcomes, Sampler
 
 SEEDS = range(4)
 LENGTH = 3
@@ -98,7 +98,7 @@ def measure_config(kl: KLConfig, loss: LossConfig, *, length: float) -> ConfigFa
     bare = bare_term(kl)
     positions = [_world(seed, length=1) for seed in SEEDS]
     chains = [_world(seed, length=LENGTH) for seed in SEEDS]
-    older = [_world(seed, length=1, off_policy=True) for seed in SEEDS]
+    older = [_world(seed, length=1, sampler="other") for seed in SEEDS]
     found = [examine_config(bare, scene=each) for each in chains]
     reduced = [examine_config(bare, loss, scene=each) for each in chains]
     whole, averaged = _pull(chains, found), _pull(chains, reduced)
@@ -124,9 +124,9 @@ def total_budget(kl: KLConfig, *, length: float) -> float:
     return float(kl_budget(kl.kl_clip_threshold, per_token=kl.use_per_token_kl_threshold, reference_length=reference))
 
 
-def _world(seed: int, *, length: int, off_policy: bool = False) -> Scene:
+def _world(seed: int, *, length: int, sampler: Sampler = "policy") -> Scene:
     """A scene with groups of one, each a small part of a large batch."""
-    return scene(seed, vocab=3, length=length, off_policy=off_policy, group_size=1, denominators="expected")
+    return scene(seed, vocab=3, length=length, sampler=sampler, group_size=1, denominators="expected")
 
 
 def bare_term(kl: KLConfig) -> KLConfig:

@@ -34,9 +34,10 @@ from klamp.core.types import Batch, Reduction
 from klamp.errors import ConfigError
 from klamp.verify.gradient_names import Followed, name_gradient
 from klamp.verify.oracle import Report, gradient_of, report, truths
-from klamp.verify.worlds import Chain, Outcomes, enumerate_outcomes, random_chain
+from klamp.verify.worlds import Chain, Outcomes, Sampler, enumerate_outcomes, random_chain
 
 Denominators: TypeAlias = Literal["group", "expected"]
+Rewards: TypeAlias = Literal["equal", "mixed"]
 
 MAX_GROUPS = 5_000
 
@@ -112,16 +113,16 @@ def scene(
     *,
     length: int = 3,
     vocab: int = 3,
-    off_policy: bool = False,
-    saturated: bool = True,
+    sampler: Sampler = "policy",
+    rewards: Rewards = "equal",
     group_size: int = 2,
     denominators: Denominators = "group",
 ) -> Scene:
-    """A random scene; with `saturated=False` half of the completions are rewarded with 1, the others with 0."""
-    chain = random_chain(seed, vocab=vocab, length=length, off_policy=off_policy)
+    """A random scene; with `mixed` rewards half of the completions get 1, the others 0."""
+    chain = random_chain(seed, vocab=vocab, length=length, sampler=sampler)
     count = len(enumerate_outcomes(chain).probs)
-    rewards = None if saturated else (torch.arange(count) % 2).double()
-    return Scene(chain=chain, rewards=rewards, group_size=group_size, denominators=denominators)
+    given = None if rewards == "equal" else (torch.arange(count) % 2).double()
+    return Scene(chain=chain, rewards=given, group_size=group_size, denominators=denominators)
 
 
 def examine_config(kl: KLConfig, loss: LossConfig | None = None, *, scene: Scene) -> StepReport:

@@ -228,7 +228,7 @@ def as_function(form: Form) -> KLFunction:
 
 def _towards_sampler(loss: Loss) -> tuple[float, float]:
     """The share of the gradient that is that of KL(sampler||policy), and the relative size of the rest."""
-    worlds = [random_chain(seed, vocab=5, length=1, eos=None, off_policy=True) for seed in range(3)]
+    worlds = [random_chain(seed, vocab=5, length=1, eos=None, sampler="other") for seed in range(3)]
     gradients = [expected_gradient(world, loss) for world in worlds]
     towards = [_sampler_gradient(world) for world in worlds]
     factor = share(gradients, towards)

@@ -26,6 +26,8 @@ from klamp.errors import ConfigError, ShapeError
 Table: TypeAlias = Float[Tensor, "prefixes vocab"]
 Prefix: TypeAlias = tuple[int, ...]
 Who: TypeAlias = Literal["policy", "ref", "sampler"]
+Sampler: TypeAlias = Literal["policy", "other"]
+"""Who draws the completions: the policy itself, or a distribution of its own."""
 
 MAX_OUTCOMES = 20_000
 
@@ -133,17 +135,17 @@ def random_chain(
     vocab: int = 3,
     length: int = 3,
     eos: int | None = 0,
-    off_policy: bool = False,
+    sampler: Sampler = "policy",
     spread: float = 1.0,
 ) -> Chain:
     """A chain whose tables hold independent normal numbers with standard deviation `spread`."""
     generator = torch.Generator().manual_seed(seed)
     shape = (count_prefixes(vocab, length, eos=eos), vocab)
-    policy, ref, sampler = (spread * torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3))
+    policy, ref, other = (spread * torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3))
     return Chain(
         policy_logits=policy,
         ref_logits=ref,
-        sampler_logits=sampler if off_policy else None,
+        sampler_logits=other if sampler == "other" else None,
         length=length,
         eos=eos,
     )

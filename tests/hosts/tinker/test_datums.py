@@ -96,6 +96,13 @@ def test_stripping_a_mask_takes_the_advantages_that_it_hid():
         ({"advantages": [1.0]}, ShapeError, "advantages does not have one number per token"),
         ({"mask": [1]}, ShapeError, "mask does not have one number per token"),
         ({"logprobs": [-0.5, None]}, DataError, "logprobs is no row of numbers"),
+        ({"prompt": [5, 1.5, 7]}, DataError, r"^prompt must hold token ids\n  got: 1.5 \(float\) at position 1"),
+        ({"response": torch.tensor([8.0, 9.0])}, DataError, r"^response must hold token ids\n  got: 8.0"),
+        ({"response": [8, -100]}, DataError, "got: -100"),
+        ({"response": [True, 9]}, DataError, "got: True"),
+        ({"prompt": "text"}, DataError, "got: 't'"),
+        ({"prompt": 5}, DataError, r"got: 5 \(int\)"),
+        ({"response": None}, DataError, "got: None"),
     ],
 )
 def test_refusals(changes, error, message):

@@ -389,7 +389,7 @@ def test_a_kl_that_overflows_is_refused_and_a_bound_of_the_log_ratio_helps():
 
 def test_the_policys_rows_must_fit_the_datums():
     data, policies = fake_batch()
-    with pytest.raises(ShapeError, match="as many datums as rows"):
+    with pytest.raises(ShapeError, match="one row of log-probabilities per datum"):
         compute_grpo_kl_loss(data, policies[:-1])
     with pytest.raises(ShapeError, match="datum 0: the policy's"):
         compute_grpo_kl_loss(data, [policies[0][1:], *policies[1:]])
@@ -421,7 +421,7 @@ def test_choices_that_cannot_work_are_refused():
         compute_grpo_kl_loss(data, policies, normalizer="fixed_length")
     with pytest.raises(ConfigError, match="beta must be a number >= 0"):
         compute_grpo_kl_loss(data, policies, beta=NAN)
-    with pytest.raises(ConfigError, match="beta must be a number >= 0"):
+    with pytest.raises(ConfigError, match=r"kl_coef must be a number >= 0[\s\S]*use kl_coef=0"):
         compute_grpo_kl_loss(data, policies, kl_coef=-0.1)
 
 

@@ -249,7 +249,7 @@ def test_refusals():
     with pytest.raises(DataError, match="sequence 1: the prompt is empty"):
         compute(FakeSampler(), [[1], []], [[2], [3]])
     for options in ({"concurrency": 0}, {"retries": -1}):
-        with pytest.raises(ConfigError, match="concurrency must be at least 1"):
+        with pytest.raises(ConfigError, match="must be a whole number >= "):
             compute(FakeSampler(), **options)
 
 

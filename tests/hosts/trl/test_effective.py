@@ -9,8 +9,9 @@ import trl
 from tests.hosts.trl.hosts import arguments, build, klamp_trainer, model, with_kl
 
 from klamp.config import KLConfig
+from klamp.errors import ConfigError
 from klamp.hosts.common.control import NEVER_ZERO
-from klamp.trl import effective
+from klamp.trl import attach, effective
 
 
 def test_effective_reads_the_trainer_not_the_wish(tmp_path: Path) -> None:
@@ -32,6 +33,19 @@ def test_effective_reads_the_trainer_not_the_wish(tmp_path: Path) -> None:
     assert "beta       0.2" in str(found).splitlines()
     with_kl(trainer, KLConfig(beta=0.2, kl_clip_method="hard"))
     assert effective(trainer).terms[0].clip.endswith("length (the data's column, or measured at the start)")
+
+
+@pytest.mark.parametrize("other", [None, {}, trl.GRPOTrainer, KLConfig()], ids=["None", "dict", "class", "config"])
+def test_what_is_no_trainer_is_refused_in_words(other: object) -> None:
+    with pytest.raises(ConfigError, match=r"^effective takes a trl\.GRPOTrainer") as caught:
+        effective(other)
+    assert caught.value.got and caught.value.why and caught.value.fix
+
+
+def test_attach_refuses_what_is_no_configuration(tmp_path: Path) -> None:
+    stock = build(trl.GRPOTrainer, model(), arguments(trl.GRPOConfig, tmp_path))
+    with pytest.raises(ConfigError, match=r"kl must be a KLConfig[\s\S]*KLConfig\(\*\*kl\)"):
+        attach(stock, {"beta": 0.1})  # pyright: ignore[reportArgumentType]
 
 
 def test_the_page_shows_what_effective_prints(tmp_path: Path) -> None:

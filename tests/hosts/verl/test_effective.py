@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from klamp.errors import ConfigError
 from klamp.verl import effective
 
 CONFIG: dict[str, Any] = {
@@ -41,6 +42,22 @@ def config(**changes: Any) -> dict[str, Any]:
             if name in section:
                 section[name] = value
     return made
+
+
+@pytest.mark.parametrize("part", [{}, None, "config.yaml", CONFIG["actor_rollout_ref"], {"actor_rollout_ref": None}])
+def test_a_part_of_a_configuration_is_refused_in_words(part: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"no whole configuration of verl: it has no actor_rollout_ref\.actor"
+    ) as caught:
+        effective(part)
+    assert caught.value.got and caught.value.why and caught.value.fix
+
+
+def test_a_key_that_is_missing_is_named() -> None:
+    without = config()
+    del without["algorithm"]["kl_ctrl"]["horizon"]
+    with pytest.raises(ConfigError, match=r"it has no algorithm\.kl_ctrl\.horizon"):
+        effective(without)
 
 
 def test_the_words_of_a_configuration() -> None:

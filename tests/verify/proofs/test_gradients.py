@@ -49,8 +49,8 @@ def test_a_plain_formula(part: str, broken: Callable[..., object], claim: str, m
 
 
 def test_the_weight_enters_off_policy_only() -> None:
-    y = enumerate_outcomes(random_chain(0, length=1, off_policy=True))
-    plain, weighted = (penalty("k1", "reverse", off_policy=off)(y) for off in (False, True))
+    y = enumerate_outcomes(random_chain(0, length=1, sampler="other"))
+    plain, weighted = (penalty("k1", "reverse", sampler=who)(y) for who in ("policy", "other"))
     ratio = (y.policy_logprobs - y.sampler_logprobs).exp()
     assert not torch.allclose(plain, weighted)
     assert torch.allclose(weighted, ratio * plain)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from klamp.core.masking import masked
 from klamp.errors import DataError, ShapeError
-from klamp.hosts.tinker.padded import KLAMP_KEYS, number_row
+from klamp.hosts.tinker.padded import KLAMP_KEYS, number_row, token_ids
 from klamp.hosts.tinker.versions import load_tinker
 
 
@@ -43,11 +43,12 @@ def build_datum(
         kl_mask: 1 = the token carries the KL (`kl_exclude_*`); None: as `mask`.
 
     Raises:
-        DataError: no prompt, no response, or None among the numbers.
+        DataError: no prompt, no response, a token id that is no whole number, or None among the numbers.
         ShapeError: a row that has another length than the response.
         UnsupportedVersion: the SDK is missing or outside the range.
     """
     tinker = load_tinker()
+    prompt, response = token_ids("prompt", prompt), token_ids("response", response)
     if len(prompt) == 0 or len(response) == 0:
         raise DataError(
             "a datum needs at least one token of prompt and one of response",
@@ -66,7 +67,7 @@ def build_datum(
     for name, values in (("ref_logprobs", ref_logprobs), ("kl_mask", kl_mask)):
         if values is not None:
             rows[name] = _row(name, values, len(response))
-    full = [int(token) for token in (*prompt, *response)]
+    full = prompt + response
     inputs = {"target_tokens": torch.tensor(full[1:], dtype=torch.int64)}
     inputs |= {name: torch.cat([torch.zeros(len(prompt) - 1), row]) for name, row in rows.items()}
     return tinker.Datum(

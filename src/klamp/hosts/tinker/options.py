@@ -8,12 +8,14 @@ from typing import Any, Literal, TypeAlias, TypedDict, Unpack, get_args
 
 from klamp.config import KLConfig
 from klamp.config.rules import check_beta
+from klamp.core.arguments import AT_LEAST_1, check_instance, check_number, describe
+from klamp.core.checks import check_totals
 from klamp.core.masking import Totals
 from klamp.core.objective import Objective, SurrogateName
 from klamp.core.surrogates import check_clip_range
 from klamp.core.types import Reduction
 from klamp.errors import ConfigError, check_name
-from klamp.hosts.tinker.padded import Rows, read_rows
+from klamp.hosts.tinker.padded import Rows, as_length, read_rows
 
 Normalizer: TypeAlias = Literal[Reduction, "token_sum"]
 """The core's reductions, and `token_sum`: a plain sum over all tokens, as the service's built-in losses."""
@@ -58,7 +60,9 @@ class Settings:
 
     def read(self, data: Sequence[Any]) -> Rows:
         """Read the datums and check that they hold what this loss needs."""
-        return read_rows(data, reference=self.reads_reference, exclusions=self.reads_exclusions)
+        rows = read_rows(data, reference=self.reads_reference, exclusions=self.reads_exclusions)
+        as_length(self.reference_length, len(rows.lengths))
+        return rows
 
 
 def make_settings(
@@ -72,13 +76,14 @@ def make_settings(
         check_name("argument of compute_grpo_kl_loss", name, LossOptions.__annotations__)
     kl = merge_coefficients(kl_coef, kl)
     now = in_force(kl, options.get("beta"))
-    low, high = (cliprange, cliprange) if isinstance(cliprange, int | float) else cliprange
-    check_clip_range(low, high)
+    low, high = _bounds(cliprange)
+    check_number("group_size", options.get("group_size"), AT_LEAST_1, whole=True, optional=True)
     reduction, totals = _reduction(options.get("normalizer", "token_mean"), kl, options.get("totals"))
     in_use = now > 0
     if in_use and kl.kl_estimator == "exact":
         raise ConfigError(
             "kl_estimator='exact' cannot be computed through Tinker",
+            got=f"beta={now:g}",
             why="the service returns the log-probabilities of chosen tokens, not whole rows of logits",
             fix="use kl_estimator='k3' (its value is unbiased, its gradient the same in expectation)",
         )
@@ -104,14 +109,17 @@ def merge_coefficients(kl_coef: float, kl: KLConfig | None) -> KLConfig:
     """One configuration from a coefficient and a configuration, which may hold another one.
 
     Raises:
-        ConfigError: the two differ.
+        ConfigError: the two differ, or one of them is something else.
     """
+    check_beta(kl_coef, name="kl_coef")
     if kl is None:
         return KLConfig(beta=float(kl_coef))
+    check_instance("kl", kl, KLConfig)
     if not isinstance(kl_coef, _Unset) and kl_coef != kl.beta:
         raise ConfigError(
             "kl_coef and kl.beta are two names of one coefficient, with different values",
             got=f"kl_coef={kl_coef}, kl.beta={kl.beta}",
+            why="only one of them can be in force",
             fix="leave kl_coef out; for the value of a controller pass beta=controller.value",
         )
     return kl
@@ -133,8 +141,24 @@ def reference_length_of(kl: KLConfig, given: float | Sequence[float] | None) -> 
     return kl.kl_reference_length if given is None else given
 
 
+def _bounds(cliprange: float | tuple[float, float]) -> tuple[float, float]:
+    """The bounds of the ratio below and above 1."""
+    low_high = (cliprange, cliprange) if isinstance(cliprange, int | float) else cliprange
+    if not isinstance(low_high, tuple | list) or len(low_high) != 2:
+        raise ConfigError(
+            "cliprange must be a number, or two: below 1 and above 1",
+            got=describe(cliprange),
+            why="the ratio of policy and sampler is clipped to [1 - below, 1 + above]",
+            fix="cliprange=0.2 is the default, cliprange=(0.2, 0.28) that of DAPO",
+        )
+    check_clip_range(*low_high)
+    return low_high[0], low_high[1]
+
+
 def _reduction(normalizer: Normalizer, kl: KLConfig, totals: Totals | None) -> tuple[Reduction, Totals | None]:
     check_name("normalizer", normalizer, get_args(Normalizer))
+    if totals is not None:
+        check_totals(totals)
     if normalizer != "token_sum":
         return normalizer, totals
     if kl.kl_normalizer is not None:

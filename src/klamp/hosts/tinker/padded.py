@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from klamp.core.arguments import FLOATS, POSITIVE, check_number, check_tensors, describe
 from klamp.core.checks import check_logprobs
 from klamp.core.masking import Totals
 from klamp.core.types import Batch
@@ -64,15 +66,18 @@ class Rows:
         """The policy's log-probabilities padded to [B, N], with gradient; each checked.
 
         Raises:
-            ShapeError, NonFiniteError: rows that do not fit the datums; the datum is named.
+            TensorError, ShapeError, NonFiniteError: rows that do not fit the datums; the datum is named.
         """
-        if len(logprobs_list) != len(self.lengths):
+        if not isinstance(logprobs_list, Sequence) or len(logprobs_list) != len(self.lengths):
+            found = f"{len(logprobs_list)} rows" if isinstance(logprobs_list, Sequence) else describe(logprobs_list)
             raise ShapeError(
-                "there are as many datums as rows of log-probabilities",
-                got=f"{len(self.lengths)} datums, {len(logprobs_list)} rows",
+                "logprobs_list does not hold one row of log-probabilities per datum",
+                got=f"{len(self.lengths)} datums, {found}",
+                why="the row at position i is that of the datum at position i",
                 fix="pass both as forward_backward_custom hands them to the loss",
             )
         for i, (row, length) in enumerate(zip(logprobs_list, self.lengths, strict=True)):
+            check_tensors(FLOATS, **{f"logprobs_list[{i}]": row})
             if row.shape != (length,):
                 raise ShapeError(
                     f"datum {i}: the policy's log-probabilities do not have the length of target_tokens",
@@ -102,8 +107,7 @@ def read_rows(data: Sequence[Any], *, reference: bool = False, exclusions: bool 
         NonFiniteError: NaN or infinities, or positive log-probabilities, at a position that counts.
         EmptyMaskError: no datum has a token to train on.
     """
-    if not data:
-        raise DataError("there are no datums", got="an empty list", fix="pass the datums of one step")
+    _check_datums(data)
     has_ref = reference or all("ref_logprobs" in datum.loss_fn_inputs for datum in data)
     has_kl_mask = exclusions or any("kl_mask" in datum.loss_fn_inputs for datum in data)
     rows = [_read(i, datum.loss_fn_inputs, has_ref, has_kl_mask) for i, datum in enumerate(data)]
@@ -123,6 +127,24 @@ def read_rows(data: Sequence[Any], *, reference: bool = False, exclusions: bool 
         kl_mask=pad([row["kl_mask"] for row in rows]) if has_kl_mask else None,
         lengths=tuple(len(row["mask"]) for row in rows),
     )
+
+
+def _check_datums(data: object) -> None:
+    if not isinstance(data, Sequence) or len(data) == 0:
+        raise DataError(
+            "there are no datums",
+            got=describe(data),
+            why="a loss is taken over the datums of one step, a list of them",
+            fix="pass a list of what klamp.tinker.build_datum makes",
+        )
+    for i, datum in enumerate(data):
+        if not isinstance(getattr(datum, "loss_fn_inputs", None), Mapping):
+            raise DataError(
+                f"datum {i} has no loss_fn_inputs",
+                got=describe(datum),
+                why="a datum holds its rows of numbers there, by name",
+                fix="build datums with klamp.tinker.build_datum",
+            )
 
 
 def pad(rows: Iterable[Tensor]) -> Tensor:
@@ -145,6 +167,7 @@ def _read(i: int, inputs: Mapping[str, Any], has_ref: bool, has_kl_mask: bool) -
     if not bool((rows["advantages"].isfinite() | ~rows["mask"]).all()):
         raise NonFiniteError(
             f"datum {i}: an advantage is NaN or infinite",
+            got=f"{int((~rows['advantages'].isfinite()).sum())} of {len(rows['advantages'])}",
             why="it would turn the whole update into NaN",
             fix="check the rewards; group_advantages never returns NaN for finite rewards",
         )
@@ -192,14 +215,49 @@ def number_row(name: str, values: Any) -> Tensor:
     return row.detach()
 
 
+def token_ids(name: str, tokens: Any) -> list[int]:
+    """Token ids as a list of ints; a list, an array or a tensor of whole numbers.
+
+    Raises:
+        DataError: something among them is no whole number >= 0.
+    """
+    found = tokens.tolist() if hasattr(tokens, "tolist") else tokens
+    listed = list(found) if isinstance(found, Iterable) else None
+    bad = [i for i, token in enumerate(listed or ()) if not _is_id(token)]
+    if listed is None or bad:
+        raise DataError(
+            f"{name} must hold token ids",
+            got=describe(tokens) if listed is None else f"{describe(listed[bad[0]])} at position {bad[0]}",
+            why="a token id is a whole number >= 0; anything else would become another token without a word",
+            fix=f"pass {name} as a list of ints, as tokenizer.encode gives them",
+        )
+    return [index(token) for token in listed]
+
+
+def _is_id(token: Any) -> bool:
+    try:
+        return not isinstance(token, bool) and index(token) >= 0
+    except TypeError:
+        return False
+
+
 def as_length(length: float | Sequence[float] | None, count: int) -> Tensor | float | None:
     """A reference length as the core takes it: one number for all, or one per datum.
 
     Raises:
+        ConfigError: no positive number.
+        DataError: no row of numbers.
         ShapeError: another number of lengths than datums.
     """
     if length is None or isinstance(length, int | float):
+        check_number("reference_length", length, POSITIVE, optional=True)
         return None if length is None else float(length)
-    if len(length) != count:
-        raise ShapeError("reference_length holds one number, or one per datum", got=f"{len(length)} for {count}")
-    return torch.tensor(list(length), dtype=torch.float32)
+    lengths = number_row("reference_length", length)
+    if lengths.shape != (count,):
+        raise ShapeError(
+            "reference_length holds neither one number nor one per datum",
+            got=f"{tuple(lengths.shape)} for {count}",
+            why="each length turns the threshold per token of one completion into its budget",
+            fix="pass one number, or one per datum",
+        )
+    return lengths.float()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from klamp.config import KLConfig
+from klamp.core.arguments import check_instance
 from klamp.core.checks import check_logprobs
 from klamp.core.masking import masked, masked_mean
 from klamp.core.term import Gate, shifted_advantages, shifted_rewards
@@ -129,15 +130,16 @@ def penalize_rewards(
     batch = _responses(logprobs, ref_logprobs, kl_masks)
     if len(rewards) != len(logprobs):
         raise ShapeError(
-            "there is one reward per response", got=f"{len(rewards)} rewards, {len(logprobs)} rows of log-probabilities"
+            "rewards does not hold one number per response",
+            got=f"{len(rewards)} rewards, {len(logprobs)} rows of log-probabilities",
+            why="a reward belongs to a completion as a whole",
+            fix="pass one reward per response, in the same order",
         )
     length = as_length(reference_length_of(kl, reference_length), len(logprobs))
     batch = replace(batch, group_size=group_size, reference_length=length)
     term = kl.build_term()
     now = in_force(kl, beta)
-    found = shifted_rewards(
-        torch.tensor(list(rewards), dtype=torch.float32), batch, term, beta=now, gate=Gate.of(batch, term)
-    )
+    found = shifted_rewards(number_row("rewards", rewards).float(), batch, term, beta=now, gate=Gate.of(batch, term))
     return found.tolist()
 
 
@@ -175,6 +177,7 @@ def _tensors(name: str, rows: Sequence[Sequence[float]]) -> list[Tensor]:
 
 
 def _check_placement(kl: KLConfig, placement: str, function: str) -> None:
+    check_instance("kl", kl, KLConfig)
     if kl.kl_placement != placement:
         raise ConfigError(
             f"{function} is for kl_placement={placement!r}",

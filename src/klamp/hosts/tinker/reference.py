@@ -7,7 +7,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from klamp.errors import ConfigError, DataError, NonFiniteError, ShapeError
+from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, POSITIVE, check_number
+from klamp.errors import DataError, NonFiniteError, ShapeError
+from klamp.hosts.tinker.padded import token_ids
 from klamp.hosts.tinker.retrying import Asker
 from klamp.hosts.tinker.versions import load_tinker
 
@@ -51,18 +53,24 @@ async def compute_reference_logprobs(
     Source: the Tinker guide (docs/sources.md)
     """
     load_tinker()
-    _check_arguments(prompt_tokens, response_tokens, concurrency, retries)
+    check_number("concurrency", concurrency, AT_LEAST_1, whole=True)
+    check_number("retries", retries, AT_LEAST_0, whole=True)
+    check_number("backoff", backoff, AT_LEAST_0)
+    check_number("timeout", timeout, POSITIVE)
+    prompts = [token_ids(f"prompt_tokens[{i}]", tokens) for i, tokens in enumerate(prompt_tokens)]
+    responses = [token_ids(f"response_tokens[{i}]", tokens) for i, tokens in enumerate(response_tokens)]
+    _check_sequences(prompts, responses)
     asker = Asker(ref_client, retries=retries, backoff=backoff, timeout=timeout)
     free = asyncio.Semaphore(concurrency)
 
-    async def one(i: int, prompt: Sequence[int], response: Sequence[int]) -> list[float]:
+    async def one(i: int, prompt: list[int], response: list[int]) -> list[float]:
         if len(response) == 0:
             return []
         async with free:
-            answer = await asker.ask(i, [int(token) for token in (*prompt, *response)], len(response))
+            answer = await asker.ask(i, prompt + response, len(response))
         return response_part(i, answer, len(prompt), len(response))
 
-    pairs = zip(prompt_tokens, response_tokens, strict=True)
+    pairs = zip(prompts, responses, strict=True)
     tasks = [asyncio.ensure_future(one(i, *pair)) for i, pair in enumerate(pairs)]
     try:
         return await asyncio.gather(*tasks)
@@ -104,23 +112,19 @@ def response_part(i: int, answer: Sequence[float | None] | None, prompt: int, re
     return [float(value) for value in values if value is not None]
 
 
-def _check_arguments(
-    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], concurrency: int, retries: int
-) -> None:
+def _check_sequences(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> None:
     if len(prompts) != len(responses):
         raise DataError(
             "prompts and responses differ in number",
             got=f"{len(prompts)} prompts, {len(responses)} responses",
+            why="each response is scored behind its own prompt",
             fix="repeat each prompt for every response of its group",
         )
     for i, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise DataError(
                 f"sequence {i}: the prompt is empty",
+                got="no tokens",
                 why="the first token of a sequence has no log-probability",
                 fix="start the prompt with the beginning-of-sequence token",
             )
-    if concurrency < 1 or retries < 0:
-        raise ConfigError(
-            "concurrency must be at least 1 and retries at least 0", got=f"concurrency={concurrency}, retries={retries}"
-        )

@@ -7,7 +7,9 @@ from importlib import metadata
 from typing import Any
 
 from klamp.config.describe import DIVERGENCES, PLACEMENTS, describe_average, describe_controller
+from klamp.core.arguments import describe
 from klamp.core.term import Placement
+from klamp.errors import ConfigError
 from klamp.hosts.common.effective import Effective, EffectiveTerm, that_apply
 from klamp.hosts.verl import names
 
@@ -29,6 +31,20 @@ AVERAGES: Mapping[str, str] = {
 }
 
 
+READ = (
+    "actor_rollout_ref.actor.use_kl_loss",
+    "actor_rollout_ref.actor.loss_agg_mode",
+    "actor_rollout_ref.model",
+    "actor_rollout_ref.rollout.n",
+    "algorithm.use_kl_in_reward",
+    "algorithm.adv_estimator",
+    "algorithm.kl_penalty",
+    "algorithm.kl_ctrl.horizon",
+    "data.train_batch_size",
+)
+"""Keys that every whole configuration of verl has, and that are read here whatever they say."""
+
+
 def effective(config: Any) -> Effective:
     """What the KL of a composed verl configuration will really do; changes nothing, needs no verl.
 
@@ -36,8 +52,10 @@ def effective(config: Any) -> Effective:
         config: verl's whole configuration, as its trainers get it: a DictConfig, or nested mappings.
 
     Raises:
-        ConfigError: a name of klamp's that cannot be read, or that asks for what is refused.
+        ConfigError: no whole configuration; a name of klamp's that cannot be read, or that asks for what is refused.
     """
+    for path in READ:
+        _check_has(config, path)
     actor, algorithm = config["actor_rollout_ref"]["actor"], config["algorithm"]
     in_loss, in_reward = bool(actor["use_kl_loss"]), bool(algorithm["use_kl_in_reward"])
     mode = actor["loss_agg_mode"]
@@ -50,6 +68,21 @@ def effective(config: Any) -> Effective:
         else "none: use_kl_loss and use_kl_in_reward are off",
         notes=_notes(config, in_loss, in_reward),
     )
+
+
+def _check_has(config: Any, path: str) -> None:
+    """Refuse a configuration without a key."""
+    inner = config
+    for key in path.split("."):
+        try:
+            inner = inner[key]
+        except (KeyError, TypeError, IndexError, AttributeError) as error:
+            raise ConfigError(
+                f"this is no whole configuration of verl: it has no {path}",
+                got=describe(config),
+                why="actor, algorithm, model, rollout and data decide together what the KL does",
+                fix="pass the configuration that verl's trainer gets, composed by Hydra: its parts and all defaults",
+            ) from error
 
 
 def _host() -> str:

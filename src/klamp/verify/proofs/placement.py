@@ -13,10 +13,11 @@ from klamp.config.price import configured_price
 from klamp.core.advantages import Baseline, group_advantages
 from klamp.core.placement import kl_in_advantage, kl_in_reward
 from klamp.errors import ConfigError
-from klamp.verify.one_step import StepReport, examine_config, scene
+from klamp.verify.one_step import Rewards, StepReport, examine_config, scene
 from klamp.verify.oracle import gradient_of, truths
 from klamp.verify.proofs.check import Check, follows, is_equal, is_true
 
+KINDS: dict[Rewards, str] = {"equal": "saturated groups", "mixed": "mixed groups"}
 NOT_SCALED = LossConfig(scale_rewards="none", advantage_baseline="leave_one_out")
 
 
@@ -39,9 +40,8 @@ def _gradients() -> list[Check]:
     ]
     checks: list[Check] = []
     for claim, kl, loss, name, factor in rows:
-        for saturated in (True, False):
-            kind = "saturated groups" if saturated else "mixed groups"
-            world = scene(0, length=2, saturated=saturated)
+        for rewards, kind in KINDS.items():
+            world = scene(0, length=2, rewards=rewards)
             found = examine_config(kl, loss, scene=world)
             known = [truths(world.chain)]
             checks.append(follows(f"{claim}; {kind}", [found.kl.gradient], known, name, factor=factor))
@@ -121,7 +121,7 @@ def _prices() -> list[Check]:
         "loss, k3, a sum beside a fixed length": replace(k3, kl_normalizer="sequence_sum"),
         "loss, k3, a token mean beside a fixed length": replace(k3, kl_normalizer="token_mean"),
     }
-    world = scene(0, length=2, saturated=False, group_size=3, denominators="expected")
+    world = scene(0, length=2, rewards="mixed", group_size=3, denominators="expected")
     outcomes, rewards = world.outcomes, world.rewards
     assert rewards is not None
     reward = gradient_of((outcomes.policy_logprobs.sum(-1).exp() * rewards).sum(), world.chain)

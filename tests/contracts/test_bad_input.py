@@ -1,0 +1,309 @@
+"""Whatever is handed to a public function, the answer is a result or a KlampError that one can act on.
+
+CALLS has a good call of every public function, and says of each argument what kind of thing it is. WRONG has, for each
+kind, things that people pass by mistake: each of them in each place must be refused with what, got, why and fix, never
+by an error from inside torch or Python, or be listed in ACCEPTED.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import klamp
+from klamp.errors import KlampError
+
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")
+
+P = torch.tensor([[-1.0, -2.0, -0.5], [-0.3, -1.5, -2.5]])
+MASK = torch.tensor([[True, True, False], [True, True, True]])
+CHOSEN = torch.tensor([0, 3, 1])
+HIDDEN, WEIGHT = torch.ones(3, 4), torch.ones(5, 4)
+
+
+def batch(**changes: Any) -> Any:
+    columns = {"policy_logprobs": P, "ref_logprobs": P - 0.1, "mask": MASK, "advantages": torch.tensor([1.0, -1.0])}
+    return klamp.Batch(**(columns | changes))
+
+
+OBJECTIVE = klamp.build_objective(klamp.KLConfig(), klamp.LossConfig(), max_length=3)
+ALL_OF_THE_BATCH = partial(
+    lambda **columns: klamp.grpo_loss(batch(**columns), OBJECTIVE),
+    old_logprobs=P,
+    sampler_logprobs=P,
+    exact_kl=P.abs(),
+    exact_kl_forward=P.abs(),
+    kl_mask=MASK,
+    kl_weight=torch.ones(2),
+    gate_kl=torch.ones(2),
+    reference_length=5.0,
+    group_size=2,
+)
+
+
+def on_meta(like: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(like, device="meta")
+
+
+NOT_A_TENSOR = {
+    "a list": [[-1.0, -2.0, -0.5], [-0.3, -1.5, -2.5]],
+    "an array": P.numpy(),
+    "a number": -1.0,
+    "text": "-1.0",
+    "a dict": {},
+}
+NOT_A_NUMBER = {
+    "text": "0.1",
+    "a word": "much",
+    "True": True,
+    "NaN": math.nan,
+    "infinity": math.inf,
+    "a list": [0.1],
+    "a dict": {},
+    "a tensor": torch.tensor(0.1),
+    "an array": np.zeros(2),
+}
+NOT_A_NAME = {
+    "a typo": "k33",
+    "empty": "",
+    "a number": 3,
+    "True": True,
+    "a list": ["k3"],
+    "a tensor": P,
+    "an array": NOT_A_TENSOR["an array"],
+}
+NOTHING = {"None": None}
+NOT_A_CONFIG = {"a dict": {"beta": 0.1}, "text": "k3", "a number": 0.1, "the class": klamp.KLConfig}
+
+WRONG: Mapping[str, Mapping[str, Any]] = {
+    "logprobs": NOT_A_TENSOR | {
+        "ids": P.long(), "booleans": MASK, "complex": P + 0j, "another shape": P[:, :2], "one number": P[0, 0],
+        "another device": on_meta(P),
+    },
+    "mask": NOT_A_TENSOR | {
+        "ints": MASK.long(), "floats": MASK.float(), "another shape": MASK[:, :2], "another device": on_meta(MASK),
+    },
+    "per sequence": NOT_A_TENSOR | {
+        "another shape": torch.ones(3), "booleans": MASK[:, 0], "another device": on_meta(P[:, 0]),
+        "a gradient": torch.ones(2, requires_grad=True), "complex": torch.ones(2) + 0j,
+    },
+    "hidden": NOT_A_TENSOR | {
+        "ids": HIDDEN.long(), "another shape": HIDDEN[:, :2], "one row": HIDDEN[0], "another device": on_meta(HIDDEN),
+        "half the precision": HIDDEN.bfloat16(), "one number": P[0, 0],
+    },
+    "ids": NOT_A_TENSOR | {
+        "floats": CHOSEN.float(), "booleans": CHOSEN.bool(), "another shape": CHOSEN[:2],
+        "another device": on_meta(CHOSEN), "outside": CHOSEN + 2, "negative": CHOSEN - 1,
+    },
+    "share": NOT_A_NUMBER | {"negative": -0.1},
+    "positive": NOT_A_NUMBER | {"negative": -0.1, "zero": 0},
+    "whole": NOT_A_NUMBER | {"negative": -1, "zero": 0, "a fraction": 1.5},
+    "flag": {"text": "yes", "a number": 1, "a list": []} | NOTHING,
+    "name": NOT_A_NAME,
+    "config": NOT_A_CONFIG,
+}  # fmt: skip
+WRONG |= {"number": NOT_A_NUMBER}
+WRONG |= {f"{kind}, needed": wrong | NOTHING for kind, wrong in WRONG.items()}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A good call of a function, and what its arguments are."""
+
+    function: Callable[..., Any]
+    good: Mapping[str, Any]
+    kinds: Mapping[str, str]
+
+    def __call__(self, **changes: Any) -> Any:
+        return self.function(**{**self.good, **changes})
+
+
+LOGPROBS = "logprobs, needed"
+HEAD = {"hidden": HIDDEN, "weight": WEIGHT}
+BOUNDED = {"value": "share, needed", "min_value": "share, needed", "max_value": "share"}
+CONTROLLER = BOUNDED | {"target": "positive, needed"}
+
+CALLS: Mapping[str, Call] = {
+    "kl_estimate": Call(
+        klamp.kl_estimate,
+        {"policy_logprobs": P, "ref_logprobs": P},
+        {"policy_logprobs": LOGPROBS, "ref_logprobs": LOGPROBS, "estimator": "name, needed"},
+    ),
+    "exact_kl": Call(
+        klamp.exact_kl,
+        {"policy_logits": P, "ref_logits": P},
+        {"policy_logits": LOGPROBS, "ref_logits": LOGPROBS, "direction": "name, needed"},
+    ),
+    "kl_penalty": Call(
+        klamp.kl_penalty,
+        {"policy_logprobs": P, "ref_logprobs": P, "mask": MASK, "behavior_logprobs": P},
+        {
+            "policy_logprobs": LOGPROBS, "ref_logprobs": LOGPROBS, "mask": "mask, needed",
+            "behavior_logprobs": "logprobs",
+            "value": "name, needed", "gradient": "name, needed", "horizon": "name, needed",
+            "max_weight": "positive", "max_log_ratio": "positive",
+        },
+    ),
+    "linear_logprobs": Call(
+        klamp.linear_logprobs,
+        HEAD | {"targets": CHOSEN, "bias": torch.ones(5)},
+        {
+            "hidden": "hidden, needed", "weight": "hidden, needed", "targets": "ids, needed", "bias": "hidden",
+            "temperature": "positive, needed", "softcap": "positive", "return_entropy": "flag",
+        },
+    ),
+    "linear_kl": Call(
+        klamp.linear_kl,
+        {"policy_hidden": HIDDEN, "policy_weight": WEIGHT, "ref_hidden": HIDDEN, "ref_weight": WEIGHT}
+        | {"policy_bias": torch.ones(5), "ref_bias": torch.ones(5)},
+        dict.fromkeys(("policy_hidden", "policy_weight", "ref_hidden", "ref_weight"), "hidden, needed")
+        | dict.fromkeys(("policy_bias", "ref_bias"), "hidden")
+        | {"direction": "name, needed", "temperature": "positive, needed", "softcap": "positive"},
+    ),
+    "clip_kl": Call(
+        klamp.clip_kl,
+        {"kl": P.abs(), "threshold": 0.5, "method": "soft"},
+        {"kl": LOGPROBS, "threshold": "number, needed", "method": "name, needed", "temperature": "positive, needed"},
+    ),
+    "clip_kl with a threshold for each": Call(
+        klamp.clip_kl, {"kl": P.abs(), "threshold": P.abs(), "method": "soft"}, {"threshold": LOGPROBS}
+    ),
+    "kl_budget": Call(
+        klamp.kl_budget,
+        {"threshold": 0.5, "per_token": True, "reference_length": 50},
+        {"threshold": "share, needed", "per_token": "flag", "reference_length": "positive, needed"},
+    ),
+    "group_advantages": Call(
+        klamp.group_advantages,
+        {"rewards": torch.tensor([1.0, 0.0]), "group_size": 2},
+        {
+            "rewards": "per sequence, needed", "group_size": "whole, needed", "eps": "share, needed",
+            "scale": "name, needed", "baseline": "name, needed",
+        },
+    ),
+    "grpo_loss": Call(
+        klamp.grpo_loss,
+        {"batch": batch(), "objective": OBJECTIVE, "totals": klamp.Totals(2, 5, 5)},
+        {"batch": "config, needed", "objective": "config, needed", "totals": "config"},
+    ),
+    "grpo_loss of a batch": Call(
+        ALL_OF_THE_BATCH,
+        {"policy_logprobs": P, "mask": MASK, "advantages": torch.tensor([1.0, -1.0])},
+        {
+            "policy_logprobs": LOGPROBS, "mask": "mask, needed", "advantages": "per sequence, needed",
+            "old_logprobs": "logprobs", "ref_logprobs": LOGPROBS, "sampler_logprobs": "logprobs",
+            "exact_kl": "logprobs", "exact_kl_forward": "logprobs", "kl_mask": "mask", "kl_weight": "per sequence",
+            "gate_kl": "per sequence", "reference_length": "positive", "group_size": "whole",
+        },
+    ),
+    "grpo_loss with totals": Call(
+        lambda **sizes: klamp.grpo_loss(batch(), OBJECTIVE, totals=klamp.Totals(**sizes)),
+        {"sequences": 2, "tokens": 5, "kl_tokens": 5},
+        dict.fromkeys(("sequences", "tokens", "kl_tokens"), "positive, needed"),
+    ),
+    "build_objective": Call(
+        klamp.build_objective,
+        {"kl": klamp.KLConfig(), "loss": klamp.LossConfig(), "max_length": 8},
+        {"kl": "config, needed", "loss": "config, needed", "max_length": "whole, needed"},
+    ),
+    "preset": Call(klamp.preset, {"name": "grpo"}, {"name": "name, needed"}),
+    "KLTerm": Call(
+        klamp.KLTerm,
+        {},
+        dict.fromkeys(("max_weight", "max_log_ratio"), "positive")
+        | {"clip_threshold": "share, needed", "clip_temperature": "positive, needed", "normalizer": "name"}
+        | dict.fromkeys(
+            ("value", "gradient", "horizon", "placement", "off_policy", "clip_method", "clip_level"), "name, needed"
+        ),
+    ),
+    "Objective": Call(
+        klamp.Objective,
+        {},
+        {
+            "surrogate": "name, needed", "reduction": "name, needed", "max_length": "whole", "kl": "config, needed",
+            "clip_low": "share, needed", "clip_high": "share, needed", "beta": "share, needed",
+        },
+    ),
+    "FixedController": Call(klamp.FixedController, {"value": 0.1}, BOUNDED),
+    "StepController": Call(
+        klamp.StepController,
+        {"value": 0.1, "target": 0.05},
+        CONTROLLER | dict.fromkeys(("up", "down", "high", "low"), "positive, needed"),
+    ),
+    "ProportionalController": Call(
+        klamp.ProportionalController,
+        {"value": 0.1, "target": 0.05, "horizon": 10},
+        CONTROLLER | {"horizon": "whole, needed", "clip": "positive, needed"},
+    ),
+    "DualController": Call(
+        klamp.DualController, {"value": 0.1, "target": 0.05, "lr": 0.1}, CONTROLLER | {"lr": "positive, needed"}
+    ),
+    "PIDController": Call(
+        klamp.PIDController,
+        {"value": 0.1, "target": 0.05, "kp": 0.1, "ki": 0.1, "kd": 0.1},
+        CONTROLLER | dict.fromkeys(("kp", "ki", "kd"), "share, needed"),
+    ),
+    "update": Call(
+        lambda kl, n_steps: klamp.ProportionalController(0.1, target=0.05, horizon=10).update(kl, n_steps),
+        {"kl": 0.1, "n_steps": 1},
+        {"kl": "share, needed", "n_steps": "whole, needed"},
+    ),
+    "load_state_dict": Call(
+        klamp.FixedController(0.1).load_state_dict, {"state": {"value": 0.2}}, {"state": "config, needed"}
+    ),
+    "load_state_dict of a value": Call(
+        lambda value: klamp.FixedController(0.1).load_state_dict({"value": value}),
+        {"value": 0.2},
+        {"value": "number, needed"},
+    ),
+}  # fmt: skip
+
+ACCEPTED: Mapping[tuple[str, str, str], str] = {
+    ("clip_kl", "kl", "another shape"): "a KL of any shape is clipped",
+    ("clip_kl", "kl", "one number"): "a KL of any shape is clipped",
+    ("clip_kl", "kl", "another device"): "the threshold is a number, so that one device is all there is",
+    ("clip_kl", "threshold", "a tensor"): "a threshold for each KL",
+    ("clip_kl with a threshold for each", "threshold", "a number"): "one threshold for all",
+    ("clip_kl with a threshold for each", "threshold", "one number"): "one threshold for all",
+    ("kl_budget", "reference_length", "a tensor"): "a reference length for each completion",
+    ("grpo_loss of a batch", "reference_length", "a tensor"): "a reference length for each completion, or one for all",
+    **{
+        ("grpo_loss with totals", size, "a tensor"): "counts may stay on their device"
+        for size in ("sequences", "tokens", "kl_tokens")
+    },
+}
+"""(call, argument, what looks wrong) -> why it works all the same."""
+
+
+def cases(*, accepted: bool) -> Iterator[Any]:
+    for name, call in CALLS.items():
+        for argument, kind in call.kinds.items():
+            for wrong, value in WRONG[kind].items():
+                if ((name, argument, wrong) in ACCEPTED) == accepted:
+                    yield pytest.param(call, argument, value, id=f"{name}: {argument}: {wrong}")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_good_call_is_good(name: str) -> None:
+    CALLS[name]()
+
+
+@pytest.mark.parametrize(("call", "argument", "value"), cases(accepted=True))
+def test_what_looks_wrong_and_is_documented_works(call: Call, argument: str, value: Any) -> None:
+    call(**{argument: value})
+
+
+@pytest.mark.parametrize(("call", "argument", "value"), cases(accepted=False))
+def test_a_bad_argument_is_refused_in_words(call: Call, argument: str, value: Any) -> None:
+    with pytest.raises(KlampError) as caught:
+        call(**{argument: value})
+    error = caught.value
+    assert error.what and error.got is not None and error.why and error.fix, str(error)
+    assert len(str(error)) < 600, str(error)

@@ -1,0 +1,57 @@
+"""What is in force, in words: one form for every host, a line per field."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from klamp.config import KLConfig
+from klamp.config.describe import PLACEMENTS
+from klamp.hosts.common.effective import Effective, EffectiveTerm, that_apply
+
+pytestmark = pytest.mark.filterwarnings("ignore::klamp.KLWarning")  # some of these configurations are cautioned about
+
+TERM = EffectiveTerm.of(KLConfig(beta=0.1), beta=0.2)
+
+
+def effective(*terms: EffectiveTerm, notes: tuple[str, ...] = ()) -> Effective:
+    return Effective(host="a host 1.0", terms=terms, normalizer="mean", reference="a copy", notes=notes)
+
+
+def test_a_term_says_the_beta_in_force_and_not_the_one_asked_for() -> None:
+    assert (TERM.term, TERM.beta, TERM.value, TERM.clip) == ("klamp's", 0.2, "k3", "none")
+    assert TERM.controller == "fixed at 0.1", "as the configuration has it"
+    assert TERM.gradient == "reverse per token: KL(policy||ref)"
+    assert TERM.placement == PLACEMENTS["loss"]
+
+
+def test_a_host_may_know_the_controller_and_the_clip_better() -> None:
+    kl = KLConfig(beta=0.1, target_kl=0.05, kl_clip_method="hard")
+    told, known = EffectiveTerm.of(kl, beta=0.1), EffectiveTerm.of(kl, beta=0.1, controller="the caller's", clip="mine")
+    assert "towards 0.05" in told.controller and "hard" in told.clip
+    assert (known.controller, known.clip) == ("the caller's", "mine")
+
+
+@pytest.mark.parametrize("gradient", ["reverse", "forward", "own", "none"])
+def test_the_gradient_is_named_by_the_divergence_that_it_has(gradient: str) -> None:
+    kl = KLConfig(beta=0.1, kl_estimator="k3", kl_gradient=gradient)  # pyright: ignore[reportArgumentType]
+    assert EffectiveTerm.of(kl, beta=0.1).gradient.startswith(gradient)
+
+
+def test_its_text_has_a_line_per_field_in_two_columns() -> None:
+    lines = str(effective(TERM, notes=("one", "two"))).splitlines()
+    names = [field.name for field in dataclasses.fields(EffectiveTerm)]
+    assert [line[:11].rstrip() for line in lines] == ["host", *names, "normalizer", "reference", "note", "note"]
+    assert lines[0] == "host       a host 1.0"
+    assert lines[-1] == "note       two"
+
+
+def test_without_a_kl_it_says_so_and_two_are_shown_one_after_the_other() -> None:
+    assert "term       none" in str(effective()).splitlines()
+    both = str(effective(TERM, dataclasses.replace(TERM, term="the host's own"))).splitlines()
+    assert [line for line in both if line.startswith("term")] == ["term       klamp's", "term       the host's own"]
+
+
+def test_notes_that_apply() -> None:
+    assert that_apply([(True, "a"), (False, "b"), (True, "c")]) == ("a", "c")
