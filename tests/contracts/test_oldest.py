@@ -29,7 +29,9 @@ def oldest() -> dict[str, set[Version]]:
 def tried() -> dict[str, Version]:
     """Library -> the version in the environment of `make test-oldest`."""
     text = (ROOT / "constraints-oldest.txt").read_text(encoding="utf-8")
-    return {canonicalize_name(name): Version(version) for name, version in re.findall(r"^([\w.-]+)==(\S+)$", text, re.M)}
+    return {
+        canonicalize_name(name): Version(version) for name, version in re.findall(r"^([\w.-]+)==(\S+)$", text, re.M)
+    }
 
 
 def test_what_is_declared_as_oldest_is_tried() -> None:
