@@ -94,11 +94,8 @@ test-report: $(READY)
 # What clashes with the development environment has one of its own: hosts with other pins, and the oldest versions.
 test-verl: SUITE := tests/engines/verl
 test-unsloth: SUITE := tests/engines/unsloth
-test-oldest: SUITE := tests/core tests/config tests/verify tests/diagnostics tests/hosts/common tests/hosts/trl tests/test_trl.py \
-	tests/hosts/tinker tests/tinker tests/training/service
-
-# The one with tests for several minutes takes both cores.
-test-oldest: PYTEST_ARGS := -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+test-oldest: SUITE := -n $(WORKERS) --dist loadfile tests/core tests/config tests/verify tests/diagnostics \
+	tests/hosts/common tests/hosts/trl tests/test_trl.py tests/hosts/tinker tests/tinker tests/training/service
 
 test-verl test-unsloth test-oldest: test-%: .venv-%/.installed-for-klamp
 	OMP_NUM_THREADS=1 .venv-$*/bin/pytest $(SUITE) $(PYTEST_ARGS)
