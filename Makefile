@@ -15,7 +15,7 @@ DEMO_ARGS   ?=
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install demo test test-slow test-report test-verl test-unsloth test-tinker-oldest test-trl-oldest lint format docs pytest clean distclean
+.PHONY: help install demo test test-slow test-report test-verl test-unsloth test-oldest test-wheel test-pythons lint format docs pytest clean distclean
 
 help:
 	@echo "make demo    make the environment, train on the built-in task, write the run's report"
@@ -24,7 +24,9 @@ help:
 	@echo "make test-report   the HTML report in a real browser (Chromium; installed with apt-get where there is none)"
 	@echo "make test-verl   the tests against a real trainer whose pins clash with ours, in an environment of its own"
 	@echo "make test-unsloth   likewise, against TRL as Unsloth patches it"
-	@echo "make test-tinker-oldest, make test-trl-oldest   likewise, with the oldest versions that klamp supports"
+	@echo "make test-oldest    with the oldest versions of torch, TRL, Tinker and the rest that klamp declares, likewise"
+	@echo "make test-wheel     the wheel as pip installs it, with nothing but what it asks for"
+	@echo "make test-pythons   the wheel on the other Pythons that klamp declares; one that is not here is passed over"
 	@echo "make lint    ruff, spelling, pyright and the import contracts"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make docs    build the documentation into site/; fails on an undocumented public name"
@@ -75,7 +77,7 @@ docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 pytest: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile $(SLOW:%=--ignore=%) --ignore=tests/browser $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile $(SLOW:%=--ignore=%) --ignore=tests/browser --ignore=tests/packaging $(PYTEST_ARGS)
 
 # Whole programs, several processes of them at a time.
 SLOW := tests/examples tests/benchmarks tests/tasks/test_filler_model.py tests/ablation/test_cluster.py tests/ablation/test_execute.py \
@@ -92,14 +94,23 @@ test-report: $(READY)
 # What clashes with the development environment has one of its own: hosts with other pins, and the oldest versions.
 test-verl: SUITE := tests/engines/verl
 test-unsloth: SUITE := tests/engines/unsloth
-test-tinker-oldest: SUITE := tests/hosts/tinker tests/tinker tests/training/service
-test-trl-oldest: SUITE := tests/hosts/trl tests/test_trl.py
+test-oldest: SUITE := -n $(WORKERS) --dist loadfile tests/core tests/config tests/verify tests/diagnostics \
+	tests/hosts/common tests/hosts/trl tests/test_trl.py tests/hosts/tinker tests/tinker tests/training/service
 
-test-verl test-unsloth test-tinker-oldest test-trl-oldest: test-%: .venv-%/.installed-for-klamp
+test-verl test-unsloth test-oldest: test-%: .venv-%/.installed-for-klamp
 	OMP_NUM_THREADS=1 .venv-$*/bin/pytest $(SUITE) $(PYTEST_ARGS)
 
 .venv-%/.installed-for-klamp: constraints-%.txt scripts/environment.sh
 	PYTHON="$(PYTHON)" scripts/environment.sh $*
+
+# What a user has after `pip install klamp`.
+test-wheel: $(READY)
+	PYTHON="$(PYTHON)" scripts/wheel_environments.sh wheel wheel-trl wheel-tinker
+	$(BIN)/pytest tests/packaging/test_wheel.py $(PYTEST_ARGS)
+
+test-pythons: $(READY)
+	scripts/wheel_environments.sh python3.12 python3.13
+	$(BIN)/pytest tests/packaging/test_pythons.py $(PYTEST_ARGS)
 
 clean:
 	rm -rf build dist site .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -3,9 +3,9 @@
 #
 #   scripts/environment.sh verl       verl, as far as it goes without a GPU
 #   scripts/environment.sh unsloth    Unsloth and the TRL that it patches, likewise
-#   scripts/environment.sh tinker-oldest    the oldest Tinker SDK of the range that klamp declares
-#   scripts/environment.sh trl-oldest       the oldest TRL of the range that klamp declares
+#   scripts/environment.sh oldest     the oldest version of every library that pyproject.toml declares, but verl and unsloth
 #
+# What `make test-wheel` and `make test-pythons` install into is made by scripts/wheel_environments.sh.
 # PYTHON names the interpreters to try (default: python3.11 python3), of which the first that is 3.11 or newer is taken.
 # Made once; again when this file or the constraints change.
 # torch goes first and alone (with triton, where the host imports it even on a CPU), so that a CPU build that is at hand
@@ -37,20 +37,15 @@ case "$name" in
     # They ask for bitsandbytes, diffusers, torchao, torchvision and xformers too, none of which GRPO needs on a CPU.
     without_dependencies=(unsloth unsloth_zoo)
     ;;
-  tinker-oldest)
-    packages=(
-      tinker accelerate antlr4-python3-runtime datasets math-verify matplotlib peft pyyaml reasoning-gym rich
-      safetensors tensorboard tokenizers transformers tyro
-    )
-    without_dependencies=()
-    ;;
-  trl-oldest)
-    # jmespath: TRL's own tests of tools (scripts/trl_own_tests.py) skip without it.
-    packages=(trl jmespath pandas peft rich tensorboard transformers wandb)
+  oldest)
+    # All of it as it is listed. The list leaves out what that torch brings for CUDA and does not load at import.
+    foundation=(--no-deps --no-compile --requirement constraints-oldest.txt)
+    packages=()
+    tests=()
     without_dependencies=()
     ;;
   *)
-    echo "usage: scripts/environment.sh verl|unsloth|tinker-oldest|trl-oldest" >&2
+    echo "usage: scripts/environment.sh verl|unsloth|oldest" >&2
     exit 2
     ;;
 esac
@@ -77,7 +72,9 @@ of_torch() { "$python" -m pip --disable-pip-version-check freeze | grep -E '^(to
 
 install "${foundation[@]}"
 before="$(of_torch)"
-install "${packages[@]}" "${tests[@]}"
+if [[ ${#packages[@]} -gt 0 ]]; then
+  install "${packages[@]}" "${tests[@]}"
+fi
 # pip's closing check names what was left out on purpose; what is missing in earnest shows in the tests.
 if [[ ${#without_dependencies[@]} -gt 0 ]]; then
   install --no-deps "${without_dependencies[@]}" 2> "$folder/pip.log" || { cat "$folder/pip.log" >&2; exit 1; }

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """TRL's own tests of GRPO, once with TRL's classes and once with klamp's in their place, compared test by test.
 
-    scripts/trl_own_tests.py CHECKOUT [--python .venv-trl-oldest/bin/python] [-k EXPR]
+    scripts/trl_own_tests.py CHECKOUT [--python .venv-oldest/bin/python] [-k EXPR]
 
 CHECKOUT is TRL's repository: a folder with tests/ in it, or a git directory (a revision of it by --revision). It should
 be of the version that the environment holds; TRL's releases come without tests, so there is nothing to fetch them from.
@@ -141,7 +141,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--revision", default="HEAD", help="of a git directory without a work tree")
-    parser.add_argument("--python", default=str(ROOT / ".venv-trl-oldest" / "bin" / "python"))
+    parser.add_argument("--python", default=str(ROOT / ".venv-oldest" / "bin" / "python"))
     parser.add_argument("-k", default="", metavar="EXPR", help="pytest's own -k")
     parser.add_argument("--timeout", type=int, default=300, help="seconds per test")
     parser.add_argument("--keep", type=Path, help="a new folder for the logs and records; without it they are removed")

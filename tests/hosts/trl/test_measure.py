@@ -66,7 +66,7 @@ def test_they_are_in_the_event_files_of_tensorboard(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
     trainer = klamp_trainer(model(), tmp_path, **(OPTIONS | {"report_to": "tensorboard"}))
     trainer.train()
-    (folder,) = {path.parent for path in (tmp_path / "events").rglob("events.out.tfevents.*")}
+    (folder,) = {path.parent for path in tmp_path.rglob("events.out.tfevents.*")}
     events = EventAccumulator(str(folder)).Reload()
     names = set(events.Tags()["scalars"])
     assert {f"train/{name}" for name in EXPECTED | POSITIONS | {"kl", "entropy"}} <= names  # beside TRL's own
