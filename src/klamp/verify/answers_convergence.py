@@ -89,25 +89,33 @@ def _possible(term: str, loss: str) -> bool:
 
 def _distances() -> TextTable:
     rows = tuple(
-        (term, *(_cell(ends(term, loss)) if _possible(term, loss) else "refused" for loss in LOSSES))
+        (term, *(_cell(term, loss) if _possible(term, loss) else "refused" for loss in LOSSES))
         for term in terms()
     )
     return TextTable(
-        title="distance to the optimum, KL(policy||optimum) in nats, the largest of 1, 3 and 6 tokens",
+        title="distance to the optimum, KL(policy||optimum) in nats, the largest of 1, 3 and 6 tokens; where advantages "
+        "are divided by the std: to the optimum of the price that fits best",
         columns=("KL, beta 0.2", *LOSSES),
         rows=rows,
     )
 
 
-def _cell(found: tuple[End, ...]) -> str:
-    if not all(end.stands for end in found):
+def _cell(term: str, loss: str) -> str:
+    if not all(end.stands for end in ends(term, loss)):
         return "runs away"
-    worst = max(end.distance for end in found)
+    worst = _worst(term, loss)
     return "exact" if worst < REACHED else f"{worst:.2g}"
+
+
+def _worst(term: str, loss: str) -> float:
+    """The largest distance to the optimum, in nats; to that of the best price where no single number is the price."""
+    scaled = LOSSES[loss].scale == "std"
+    return max(end.nearest if scaled else end.distance for end in ends(term, loss))
 
 
 def _longest(loss: str) -> TextTable:
     rows: list[tuple[str, ...]] = []
+    scaled = LOSSES[loss].scale == "std"
     for term in terms():
         if not _possible(term, loss):
             continue
@@ -117,14 +125,15 @@ def _longest(loss: str) -> TextTable:
                 term,
                 f"{end.price:.3g}" if end.stands else "-",
                 f"{end.kl:.3f}",
-                f"{end.kl / end.optimal_kl:.2f}",
+                "-" if scaled else f"{end.kl / end.optimal_kl:.2f}",
                 f"{end.length:.2f}",
                 f"{end.reward:.3f}",
             )
         )
     best = ends("loss, k3, sequence", loss)[-1]
     numbers = (f"{best.optimal_kl:.3f}", "1.00", f"{best.optimal_length:.2f}", f"{best.optimal_reward:.3f}")
-    rows.append(("the optimum", "", *numbers))
+    if not scaled:
+        rows.append(("the optimum", f"{BETA:g}", *numbers))
     return TextTable(
         title=f"6 tokens, {loss}: where it stands, or was given up",
         columns=("KL", "best price", "KL to ref", "/ optimal", "length", "reward"),
@@ -135,7 +144,7 @@ def _longest(loss: str) -> TextTable:
 def _checks(term: str, loss: str) -> Iterator[Check]:
     kl, around = terms()[term], LOSSES[loss]
     found, claimed = ends(term, loss), claims_exact(kl, around)
-    worst = max(end.distance for end in found)
+    worst = _worst(term, loss)
     if claimed:
         yield is_true(
             f"{term}; {loss}: ends at the optimum",

@@ -1,0 +1,59 @@
+"""Where `klamp train` ends, sampled and optimised as it is, on a model whose optimum is known in closed form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.training import tabular
+
+from klamp.training.checkpoint import checkpoints
+from klamp.training.config import TrainConfig
+from klamp.training.trainer import train_run
+
+BETA = 0.3
+RUN: dict[str, Any] = {
+    "reward": "tests.training.tabular:reward",
+    "prompts_per_step": 64,
+    "num_generations": 8,
+    "max_completion_length": tabular.LONGEST,
+    "max_steps": 400,
+    "learning_rate": 0.05,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 0,
+    "beta": BETA,
+    "eval_every": 0,
+    "eval_size": 1,
+    "save_every": 0,
+    "log_completions": 0,
+    "report_to": (),
+    "cpu": True,
+}
+
+
+def ended(folder: Path, **changes: Any) -> tabular.Ended:
+    model, task = tabular.make(folder / "model"), tabular.prompts(folder / "prompts.jsonl")
+    run = folder / "run"
+    train_run(TrainConfig.from_flat(RUN | {"model": model, "task": task, "output_dir": str(run)} | changes))
+    policy = checkpoints(run)[-1] / "policy"
+    return tabular.compare(tabular.logprobs(policy), tabular.logprobs(model), price=BETA)
+
+
+@pytest.mark.parametrize(
+    "kl",
+    [
+        {"kl_horizon": "sequence"},
+        {"kl_estimator": "k1", "kl_placement": "reward", "kl_horizon": "sequence"},
+        {"kl_estimator": "k1", "kl_placement": "advantage", "kl_horizon": "sequence"},
+    ],
+    ids=["loss-k3-sequence", "reward-k1", "advantage-k1-sequence"],
+)
+def test_the_exact_settings_end_at_the_optimum(kl: dict[str, Any], tmp_path: Path) -> None:
+    assert ended(tmp_path, **kl).distance < 1e-3
+
+
+def test_the_token_horizon_ends_further_from_the_reference(tmp_path: Path) -> None:
+    found = ended(tmp_path)
+    assert found.distance > 5e-3
+    assert found.kl > 1.1 * found.optimal_kl
