@@ -14,6 +14,7 @@ from klamp.core.beta_rules import (
     BetaState,
     DualRule,
     FixedRule,
+    HoldRule,
     PIDRule,
     ProportionalRule,
     StepRule,
@@ -87,6 +88,54 @@ class FixedController:
             )
         found = BetaState(**{name: state[name] for name in self._saved})
         self.state = found._replace(value=self.rule.bounded(found.value))
+
+
+class HoldController(FixedController):
+    """Holds the KL at its target: acts in the log domain, on a filtered KL some steps ahead, and slowly.
+
+    The KL lags the weights by some ten steps and jitters by some 15 %, so that what is measured now is neither where
+    the KL is going nor what the last beta did. Level and trend of kl / target are filtered by Holt's exponential
+    smoothing, and beta follows where they lead. Equation, with the error clipped to [-1, 1]::
+
+        error = level + lead * trend - 1        log beta_{n+1} = log beta_n + gain * error
+
+    Before the target was first reached beta is never below its start: a KL of 0 says that nothing was learnt yet, not
+    that there is room. When the KL first comes up fast (foreseen above 1.5 targets), beta lands: it jumps to `landing`,
+    once, since from a small start the slow rule would come too late. Its memory is beta itself, which stays within the
+    bounds, so that nothing winds up while the KL does not answer; and no step of beta is larger than a factor
+    exp(gain), which leaves Adam's second moment as it was. Measured: docs/controllers.md.
+
+    Args:
+        value: starting coefficient.
+        target: the KL to hold, in the unit of the KL that `update` gets.
+        gain: largest change of log beta in a step, in (0, 1).
+        lead: steps ahead that it looks, about the lag of the KL behind the weights.
+        landing: the beta to land at; None: 0.3 / sqrt(target). At 0 it never jumps.
+        min_value, max_value: bounds of the coefficient. From 0 a multiplicative rule never leaves.
+
+    Raises:
+        ConfigError: parameters out of range.
+
+    Source: proportional-derivative control in the log domain, in velocity form; Holt's linear smoothing
+    """
+
+    _saved = ("value", "level", "trend", "start", "since")
+
+    def __init__(
+        self,
+        value: float,
+        *,
+        target: float,
+        gain: float = 0.08,
+        lead: float = 12.0,
+        landing: float | None = None,
+        min_value: float = 0.0,
+        max_value: float | None = None,
+    ) -> None:
+        rule = HoldRule(
+            target=target, gain=gain, lead=lead, landing=landing, min_value=min_value, max_value=max_value
+        )
+        self._start(rule, value)
 
 
 class StepController(FixedController):
