@@ -30,7 +30,7 @@ def test_the_command_line_of_the_grpo_tutorial() -> None:
     argv = ["--config", str(DEMO), "--kl_penalty", "0.04", "--output_dir", "out", "--max_steps", "500"]
     request = parse_train(argv)
     config = request.config
-    assert (config.kl.beta, config.kl.target_kl, config.kl.controller_name) == (0.04, 0.05, "step")
+    assert (config.kl.beta, config.kl.target_kl, config.kl.controller_name) == (0.04, 0.05, "hold")
     assert (config.run.output_dir, config.run.max_steps) == ("out", 500)
     assert request.sources == {
         "beta": "flag",

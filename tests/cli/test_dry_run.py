@@ -55,7 +55,7 @@ def test_what_differs_is_marked_with_who_set_it(empty_folder: Path) -> None:
 def test_betas_units_controller_and_reference_are_said() -> None:
     text = plan("--target_kl", "0.05", "--max_completion_length", "100")
     assert "beta        0.01 loss per nat of KL per token = 0.0001 per nat of a whole completion of 100" in text
-    assert "controller  step controller from 0.01, towards 0.05" in text
+    assert "controller  hold controller from 0.01, towards 0.05" in text
     assert "reference   a frozen copy of the starting policy" in text
 
 

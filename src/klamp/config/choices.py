@@ -38,7 +38,7 @@ NUMBERS: Mapping[str, Numbers] = {
         "give the usual length of a completion of the reference in tokens, or None to have it measured",
     ),
     "target_kl": POSITIVE.but("a KL is never negative, and 0 would mean: never learn", "0.05 is a usual start"),
-    "kl_controller_gain": INSIDE_0_1.but("beta moves by at most this share of itself in a step", "0.08 is the default"),
+    "kl_controller_gain": INSIDE_0_1.but("beta moves by at most this share of itself in a step", "0.05 is the default"),
     "kl_controller_lead": AT_LEAST_0.but("it looks so many steps ahead", "12 is the default"),
     "kl_controller_factors": POSITIVE.but("they multiply beta and the target", "1.5, 0.75, 1.5, 0.5 are the defaults"),
     "kl_controller_clip": ABOVE_0_TO_1.but("it bounds a relative error of the KL", "0.2 is the default"),
@@ -90,10 +90,10 @@ class KLChoices:
     kl_reference_length: int | None = None
     """Reference length in tokens; None: a data column if there is one, else measured once at the start and frozen."""
     kl_controller: ControllerName | None = None
-    """How beta follows the KL: fixed, hold, step, proportional, dual, pid. None: hold if target_kl is set, else fixed."""
+    """How beta follows the KL: fixed, hold, step, proportional, dual, pid; None: hold with a target_kl, else fixed."""
     target_kl: float | None = None
     """KL to hold, in nats per token (the unit of the logged metric kl/k3)."""
-    kl_controller_gain: float = 0.08
+    kl_controller_gain: float = 0.05
     """hold: largest change of log beta in a step."""
     kl_controller_lead: float = 12.0
     """hold: steps ahead that it looks; about the lag of the KL behind the weights."""

@@ -33,7 +33,7 @@ NUMBERS = {
     "kp": _GAIN,
     "ki": _GAIN,
     "kd": _GAIN,
-    "gain": INSIDE_0_1.but("beta moves by at most this share of itself in a step", "0.08 is the default"),
+    "gain": INSIDE_0_1.but("beta moves by at most this share of itself in a step", "0.05 is the default"),
     "lead": _GAIN.but("it looks so many steps ahead", "12 is the default"),
     "landing": AT_LEAST_0.but("a negative coefficient rewards leaving the reference", ""),
 }
@@ -54,6 +54,7 @@ class BetaState(NamedTuple):
         trend: how much the level rises in a step.
         start: the coefficient that the run started from.
         since: steps since the level first reached the target; -1 before.
+        landed: 1 once beta has been raised to where it lands, which happens once; 0 before.
     """
 
     value: float
@@ -63,6 +64,7 @@ class BetaState(NamedTuple):
     trend: float = 0.0
     start: float = 0.0
     since: float = -1.0
+    landed: float = 0.0
 
 
 def _checked_kl(kl: float) -> float:
@@ -153,7 +155,7 @@ class _TargetRule(FixedRule):
 class HoldRule(_TargetRule):
     """log beta moves in proportion to the relative error of the KL some steps ahead; see `HoldController`."""
 
-    gain: float = 0.08
+    gain: float = 0.05
     lead: float = 12.0
     landing: float | None = None
 
@@ -170,12 +172,11 @@ class HoldRule(_TargetRule):
         level, trend = _filtered(state, min(kl / self.target, _CEILING), n_steps)
         error = min(max(level + self.lead * trend - 1, -1.0), 1.0)
         since = _since(state, level, n_steps)
-        if since <= _LANDING_STEPS and error > _ALARM and state.value < self.landing_value:
-            value = min(state.value * math.exp(_URGENCY * error), self.landing_value)
-        else:
-            value = state.value * math.exp(min(self.gain * n_steps, 1.0) * error)
         floor = state.start if since < 0 else 0.0
-        return state._replace(value=max(value, floor), level=level, trend=trend, since=since)
+        value, landed = max(floor, state.value * math.exp(min(self.gain * n_steps, 1.0) * error)), state.landed
+        if not landed and since <= _LANDING_STEPS and error > _ALARM:
+            value, landed = max(value, self.landing_value), 1.0
+        return state._replace(value=value, level=level, trend=trend, since=since, landed=landed)
 
 
 def landing_of(target: float) -> float:
@@ -192,10 +193,8 @@ def landing_of(target: float) -> float:
 _LEVEL, _TREND = 0.5, 0.5
 # A measurement counts as at most so many targets, so that a wild step does not fill the filter.
 _CEILING = 4.0
-# Beta lands until so many steps after the KL first reached its target, while it is foreseen above 1 + alarm targets.
-_LANDING_STEPS, _ALARM = 5, 0.5
-# log beta rises by at most so much in a step while it lands: in practice it jumps.
-_URGENCY = 4.0
+# Beta lands until so many steps after the KL first reached its target, once it is foreseen above 1 + alarm targets.
+_LANDING_STEPS, _ALARM = 5, 0.75
 
 
 def _filtered(state: BetaState, kl: float, n_steps: int) -> tuple[float, float]:
