@@ -24,6 +24,8 @@ RULES: dict[str, dict[str, Any]] = {
 """Name -> fields of `KLConfig`; the first is the default."""
 TARGETS = (0.02, 0.05, 0.15)
 SEEDS = 10
+RATE = 1e-4
+"""The default learning rate."""
 SETTLING = 20
 """Steps after the KL first reached its target from which it is judged, and over which it is averaged."""
 BAND = 0.3
@@ -37,12 +39,12 @@ def run(quick: bool, *, targets: Sequence[float] = TARGETS, seeds: int = SEEDS) 
     middle = targets[len(targets) // 2]
     targets, seeds, steps = ((middle,), 1, 20) if quick else (targets, seeds, 120)
     cases = [{"rule": own, "target": target, "seed": seed} for target in targets for seed in range(seeds)]
-    cases += [{"rule": own, "target": middle, "seed": 0, "rate": 3e-4}]
+    cases += [{"rule": own, "target": middle, "seed": 0, "rate": 3 * RATE}]
     cases += [{"rule": rule, "target": middle, "seed": 0} for rule in published]
     return {"steps": steps, "runs": [isolated("benchmarks.controllers:one", case | {"steps": steps}) for case in cases]}
 
 
-def one(rule: str, target: float, seed: int, steps: int, rate: float = 1e-4) -> dict[str, Any]:
+def one(rule: str, target: float, seed: int, steps: int, rate: float = RATE) -> dict[str, Any]:
     """Train once and judge the run: `klamp train --target_kl ...`, with the evaluation at its end."""
     from klamp.training.config import TrainConfig
     from klamp.training.trainer import train_run
@@ -55,7 +57,7 @@ def one(rule: str, target: float, seed: int, steps: int, rate: float = 1e-4) -> 
     rows = [json.loads(line) for line in text.splitlines()]
     course = [row for row in rows if "reward" in row]
     kl, beta, reward = ([row[name] for row in course] for name in ("kl/exact", "beta", "reward"))
-    found = {"rule": rule, "target": target, "seed": seed, "rate": rate, **judged(kl, beta, target)}
+    found = {"rule": rule, "target": target, "seed": seed, "rate": rate, "steps": steps, **judged(kl, beta, target)}
     found |= {"reward": fmean(reward[-SETTLING:]), "addition": rows[-1]["eval/addition"]}
     return found | {name: _sparse(values) for name, values in {"kl": kl, "beta": beta}.items()}
 
@@ -91,10 +93,11 @@ def text(results: Mapping[str, Any]) -> str:
     """One line per rule, target and learning rate, with the range over seeds."""
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for each in results["runs"]:
-        groups.setdefault((each["rule"], each["target"], each["rate"]), []).append(each)
+        groups.setdefault((each["rule"], each["target"], each["rate"], each["steps"]), []).append(each)
     rows = [
         (
-            name + ("" if rate == 1e-4 else f", {rate * 1e4:g} times the learning rate"),
+            name + ("" if rate == RATE else f", {rate / RATE:g} times the learning rate"),
+            steps,
             f"{target:g}",
             len(runs),
             _range([each["in_band"] for each in runs], "{:.0%}"),
@@ -103,9 +106,9 @@ def text(results: Mapping[str, Any]) -> str:
             _range([each["reward"] for each in runs], "{:.3f}"),
             _range([100 * each["addition"] for each in runs], "{:.1f}"),
         )
-        for (name, target, rate), runs in groups.items()
+        for (name, target, rate, steps), runs in groups.items()
     ]
-    headings = ("rule", "target", "seeds", "in the band", "highest 10", "beta in 5", "last 20", "highest beta")
+    headings = ("rule", "steps", "target", "seeds", "in the band", "highest 10", "beta in 5", "last 20", "highest beta")
     return table((*headings, "reward", "addition"), rows)
 
 
@@ -120,7 +123,7 @@ def _range(values: Sequence[float | None], form: str) -> str:
 
 def plot(results: Mapping[str, Any], file: Path) -> None:
     """KL and beta over the steps, at the target that all rules were run with, and the default at every target."""
-    runs = [each for each in results["runs"] if each["rate"] == 1e-4]
+    runs = [each for each in results["runs"] if each["rate"] == RATE and each["steps"] == results["steps"]]
     firsts = {(each["rule"], each["target"]): each for each in reversed(runs)}
     shared = next((each["target"] for each in runs if each["rule"] != next(iter(RULES))), runs[0]["target"])
     rules = {rule: each for (rule, target), each in firsts.items() if target == shared}
@@ -142,11 +145,11 @@ def _points(each: Mapping[str, Any], key: str) -> list[tuple[float, float]]:
 BENCHMARK = Benchmark(
     name="controllers",
     title="Rules of beta against a target",
-    about="Runs of the built-in task (`klamp train --target_kl`, 120 steps, beta from 0.01), and what each rule did. "
+    about="Runs of the built-in task (`klamp train --target_kl`, beta from 0.01), and what each rule did. "
     "In the band: the share of the steps, from 20 after the KL first reached the target, at which its mean over 20 "
     "steps is within 30 % of the target. Highest 10: the highest mean over 10 steps, in targets. Beta in 5: the "
-    "largest factor of beta within 5 of those steps. Last 20: the mean KL of the last 20 steps, in targets. Reward: their mean "
-    "reward. Addition: the held-out score at the end. Each cell is the range over seeds.",
+    "largest factor of beta within 5 of those steps. Last 20: the mean KL of the last 20 steps, in targets. "
+    "Reward: their mean reward. Addition: the held-out score at the end. Each cell is the range over seeds.",
     run=run,
     text=text,
     plot=plot,

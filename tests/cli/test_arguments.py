@@ -45,7 +45,7 @@ def test_the_ablation_loop_of_the_grpo_tutorial_with_its_beta_of_zero(beta: str)
     argv = ["--config", str(DEMO), "--kl_penalty", beta, "--output_dir", f"output_beta_{beta}", "--max_steps", "5000"]
     kl = parse_train(argv).config.kl
     assert kl.beta == float(beta)
-    assert kl.controller_name == ("fixed" if beta == "0.0" else "step"), "beta 0 means: without KL"
+    assert kl.controller_name == ("fixed" if beta == "0.0" else "hold"), "beta 0 means: without KL"
 
 
 def test_the_flags_of_the_k3_bug_report() -> None:

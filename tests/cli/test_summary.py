@@ -42,7 +42,7 @@ def test_the_kl_per_token_and_per_completion_by_every_estimator(tmp_path: Path) 
     assert after(lines, "nats per completion") == ["0.0626", "0.0616", "0.0620"]
     assert (
         "beta: 0.01 loss per nat of KL per token = 0.00208 per nat of a whole completion "
-        "(step controller from 0.01, towards 0.05 nats per token)" in lines
+        "(hold controller from 0.01, towards 0.05 nats per token)" in lines
     )
 
 
