@@ -11,9 +11,9 @@ from klamp.errors import Refusal
 MEASURED: Mapping[str, str] = {
     "step": "lowers beta before anything was learnt and then overshoots: towards 0.05, without bounds, it took beta "
     "from 8e-4 to 547 and the reward from 0.88 to 0.60",
-    "proportional": "is too slow at its defaults: towards 0.05 the KL stayed at 0.13 for 100 steps",
-    "dual": "is too slow at its defaults: towards 0.05 the KL stayed at 0.13 for 100 steps",
-    "pid": "is too slow at its defaults: towards 0.05 the KL stayed at 0.13 for 100 steps",
+    "proportional": "is too slow at its defaults: towards 0.05 the KL stayed above 0.11 for 90 steps",
+    "dual": "is too slow at its defaults: towards 0.05 the KL stayed above 0.11 for 90 steps",
+    "pid": "is too slow at its defaults: towards 0.05 the KL stayed above 0.11 for 90 steps",
 }
 """What a published rule did with a target of 0.05 on the built-in task."""
 
