@@ -22,7 +22,7 @@ README = ROOT / "README.md"
 RAW = "https://raw.githubusercontent.com/klamp-rl/klamp/main"
 """Where a file of the repository is served as it is: the README is a package page too, which has no files beside it."""
 BEGIN, END = "<!-- benchmarks: written by `python -m benchmarks page` -->", "<!-- end of benchmarks -->"
-PICTURES = ("step", "scale")
+PICTURES = ("step", "scale", "controllers")
 """Records whose picture the documentation shows."""
 
 NOTICE = (
