@@ -127,7 +127,7 @@ def plot(results: Mapping[str, Any], file: Path) -> None:
     firsts = {(each["rule"], each["target"]): each for each in reversed(runs)}
     shared = next((each["target"] for each in runs if each["rule"] != next(iter(RULES))), runs[0]["target"])
     rules = {rule: each for (rule, target), each in firsts.items() if target == shared}
-    own = {f"klamp, target {target:g}": each for (rule, target), each in firsts.items() if rule == next(iter(RULES))}
+    own = {f"target {target:g}": each for (rule, target), each in firsts.items() if rule == next(iter(RULES))}
     panels = []
     for title, chosen in ((f"every rule, target {shared:g}", rules), ("the default rule", own)):
         for key, label in (("kl", "KL in targets"), ("beta", "beta")):
