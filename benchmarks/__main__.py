@@ -9,13 +9,15 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import exact, heads, overhead, page, profiles, references, scale, step
+from benchmarks import controllers, exact, heads, overhead, page, profiles, references, scale, step
 from benchmarks.records import RESULTS, Benchmark, markdown, measure, save
 
-MODULES = (heads, exact, step, overhead, scale, profiles, references)
+MODULES = (heads, exact, step, overhead, scale, profiles, references, controllers)
 BENCHMARKS: dict[str, Benchmark] = {module.BENCHMARK.name: module.BENCHMARK for module in MODULES}
 
 
@@ -28,6 +30,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print the record as JSON instead of Markdown")
     parser.add_argument("--record", metavar="FOLDER", nargs="?", const=str(RESULTS), help="write JSON, Markdown, PNG")
     parser.add_argument("--render", metavar="FILE", help="measure nothing: write Markdown and PNG of this record again")
+    parser.add_argument(
+        "--seeds", metavar="N", type=int, default=controllers.SEEDS, help="controllers: runs per target"
+    )
+    parser.add_argument("--targets", metavar="KL", type=float, nargs="+", default=controllers.TARGETS)
     return parser
 
 
@@ -41,7 +47,9 @@ def main() -> None:
         record: dict[str, Any] = json.loads(Path(given.render).read_text(encoding="utf-8"))
         _say(save(record, BENCHMARKS[record["benchmark"]], Path(given.render).parent))
         return
-    for benchmark in BENCHMARKS.values() if given.name == "all" else [BENCHMARKS[given.name]]:
+    controlled = partial(controllers.run, targets=tuple(given.targets), seeds=given.seeds)
+    chosen = BENCHMARKS | {controllers.BENCHMARK.name: replace(controllers.BENCHMARK, run=controlled)}
+    for benchmark in chosen.values() if given.name == "all" else [chosen[given.name]]:
         record = measure(benchmark, quick=given.quick)
         print(json.dumps(record, indent=1) if given.json else markdown(record, benchmark), flush=True)
         if given.record:

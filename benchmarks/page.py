@@ -22,7 +22,7 @@ README = ROOT / "README.md"
 RAW = "https://raw.githubusercontent.com/klamp-rl/klamp/main"
 """Where a file of the repository is served as it is: the README is a package page too, which has no files beside it."""
 BEGIN, END = "<!-- benchmarks: written by `python -m benchmarks page` -->", "<!-- end of benchmarks -->"
-PICTURES = ("step", "scale")
+PICTURES = ("step", "scale", "controllers")
 """Records whose picture the documentation shows."""
 
 NOTICE = (
@@ -41,7 +41,8 @@ GRPOTrainer and its chunked head, Liger's, the matrix products without which the
 | `scale` | heads against N and V, a step against the group size and the prompt's length |
 | `profile` | where the CPU time of a step goes, phase by phase |
 | `references` | what each kind of reference costs in memory |
-| `all` | all of them; over an hour on two cores |
+| `controllers` | what each rule of beta did with a `target_kl` (`--seeds N`, `--targets KL ...`) |
+| `all` | all of them; over two hours on two cores |
 
 `--quick` takes small sizes and ends within a minute or so each. `--json` prints the record instead of the table.
 `--record` writes JSON, Markdown and a picture to `benchmarks/results/`, named `theme_hardware_yyyymm`, and this page

@@ -24,6 +24,8 @@ class Panel:
     """What is measured, with its unit."""
     over: str = ""
     """The horizontal axis of lines."""
+    linear: bool = False
+    """Whether that axis is linear, and the points are too many for a mark and a tick each."""
     lines: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
     bars: Mapping[str, float] = field(default_factory=dict)
 
@@ -59,10 +61,12 @@ def _lines(place: Any, panel: Panel) -> None:
     for (name, points), mark in zip(panel.lines.items(), MARKS * 2, strict=False):
         own = name.startswith(OWN)
         colour, width = (COLOUR, 2.2) if own else (next(others), 1.2)
-        place.plot(*zip(*points, strict=True), marker=mark, label=name, color=colour, linewidth=width, markersize=4)
-    place.set(xscale="log", yscale="log", xlabel=panel.over, ylabel=panel.label)
-    ticks = sorted({x for points in panel.lines.values() for x, _ in points})
-    place.set_xticks(ticks, [f"{x:,.0f}" for x in ticks], fontsize=7, rotation=30)
+        shown = "" if panel.linear else mark
+        place.plot(*zip(*points, strict=True), marker=shown, label=name, color=colour, linewidth=width, markersize=4)
+    place.set(xscale="linear" if panel.linear else "log", yscale="log", xlabel=panel.over, ylabel=panel.label)
+    if not panel.linear:
+        ticks = sorted({x for points in panel.lines.values() for x, _ in points})
+        place.set_xticks(ticks, [f"{x:,.0f}" for x in ticks], fontsize=7, rotation=30)
     place.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     place.yaxis.set_major_formatter(lambda value, _: _short(value))
     place.minorticks_off()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # what type checkers, editors and the documentation see; _HOM
     from klamp.core.controllers import (
         DualController,
         FixedController,
+        HoldController,
         PIDController,
         ProportionalController,
         StepController,
@@ -36,6 +37,7 @@ __all__ = [
     "Batch",
     "DualController",
     "FixedController",
+    "HoldController",
     "KLConfig",
     "KLTerm",
     "KLWarning",
@@ -64,6 +66,7 @@ _HOMES = {
     "Batch": "core.types",
     "DualController": "core.controllers",
     "FixedController": "core.controllers",
+    "HoldController": "core.controllers",
     "KLConfig": "config",
     "KLTerm": "core.term",
     "KLWarning": "errors",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks import exact, head_cases, heads, phases, references, scale
+from benchmarks import controllers, exact, head_cases, heads, phases, references, scale
 
 
 def seen(seconds: float, mib: float, **more: Any) -> dict[str, Any]:
@@ -89,9 +89,25 @@ def reference_results() -> dict[str, Any]:
     }
 
 
+def controller_results() -> dict[str, Any]:
+    """Two seeds of the default, and one rule whose KL never reached the target."""
+    runs = []
+    for rule, seed, kl in (("klamp: hold", 0, 0.05), ("klamp: hold", 1, 0.06), ("step", 0, 0.01)):
+        kls, betas = [0.0, *[kl] * 59], [0.01 * (1 + step) for step in range(60)]
+        found = controllers.judged(kls, betas, 0.05) | {
+            "reward": 0.9,
+            "addition": 0.99,
+            "kl": kls[::5],
+            "beta": betas[::5],
+        }
+        runs.append({"rule": rule, "target": 0.05, "seed": seed, "rate": controllers.RATE, "steps": 60} | found)
+    return {"steps": 60, "runs": runs}
+
+
 RESULTS = {
     "heads": head_results(),
     "exact": exact_results(),
+    "controllers": controller_results(),
     "step": whole_steps(),
     "overhead": step_results(),
     "scale": scale_results(),

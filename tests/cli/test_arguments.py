@@ -30,7 +30,7 @@ def test_the_command_line_of_the_grpo_tutorial() -> None:
     argv = ["--config", str(DEMO), "--kl_penalty", "0.04", "--output_dir", "out", "--max_steps", "500"]
     request = parse_train(argv)
     config = request.config
-    assert (config.kl.beta, config.kl.target_kl, config.kl.controller_name) == (0.04, 0.05, "step")
+    assert (config.kl.beta, config.kl.target_kl, config.kl.controller_name) == (0.04, 0.05, "hold")
     assert (config.run.output_dir, config.run.max_steps) == ("out", 500)
     assert request.sources == {
         "beta": "flag",
@@ -45,7 +45,7 @@ def test_the_ablation_loop_of_the_grpo_tutorial_with_its_beta_of_zero(beta: str)
     argv = ["--config", str(DEMO), "--kl_penalty", beta, "--output_dir", f"output_beta_{beta}", "--max_steps", "5000"]
     kl = parse_train(argv).config.kl
     assert kl.beta == float(beta)
-    assert kl.controller_name == ("fixed" if beta == "0.0" else "step"), "beta 0 means: without KL"
+    assert kl.controller_name == ("fixed" if beta == "0.0" else "hold"), "beta 0 means: without KL"
 
 
 def test_the_flags_of_the_k3_bug_report() -> None:

@@ -84,7 +84,7 @@ def test_the_heading_says_model_kl_reference_and_folder(watch: Clocked) -> None:
         "arithmetic · builtin, 863k parameters · cpu",
         "KL: k3, gradient reverse per token, in the loss",
         "reference: a frozen copy of the starting policy · "
-        "beta: step controller from 0.01, towards 0.05 nats per token",
+        "beta: hold controller from 0.01, towards 0.05 nats per token",
         "folder: out",
     ]
     start(watch, "--beta", "0")

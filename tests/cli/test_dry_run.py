@@ -55,7 +55,7 @@ def test_what_differs_is_marked_with_who_set_it(empty_folder: Path) -> None:
 def test_the_price_controller_and_reference_are_said() -> None:
     text = plan("--target_kl", "0.05", "--scale_rewards", "none", "--advantage_baseline", "leave_one_out")
     assert "price       0.01 reward per nat of a whole completion" in text
-    assert "controller  step controller from 0.01, towards 0.05" in text
+    assert "controller  hold controller from 0.01, towards 0.05" in text
     assert "reference   a frozen copy of the starting policy" in text
 
 

@@ -41,7 +41,7 @@ def test_the_kl_per_token_and_per_completion_by_every_estimator(tmp_path: Path) 
     assert after(lines, "nats per token") == ["0.0120", "0.0128", "0.0129"]
     assert after(lines, "nats per completion") == ["0.0626", "0.0616", "0.0620"]
     (beta,) = (line for line in lines if line.startswith("beta: "))
-    assert beta.startswith("beta: step controller from 0.01, towards 0.05 nats per token; price: ")
+    assert beta.startswith("beta: hold controller from 0.01, towards 0.05 nats per token; price: ")
     assert "per nat of a whole completion" in beta
 
 

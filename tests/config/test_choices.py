@@ -107,7 +107,7 @@ def test_which_controller_is_in_force_and_whether_a_reference_is_needed(
     if controller is not None:
         assert kl.controller_name == controller
     else:
-        assert kl.controller_name == ("step" if target is not None and beta > 0 else "fixed")
+        assert kl.controller_name == ("hold" if target is not None and beta > 0 else "fixed")
     assert kl.needs_reference == (beta > 0 or monitor or kl.controller_name != "fixed")
 
 

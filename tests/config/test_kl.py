@@ -131,7 +131,19 @@ def test_a_combination_either_builds_everything_or_is_refused_with_a_reason(fiel
     ("fields", "expected"),
     [
         ({}, controllers.FixedController(0.2)),
-        ({"target_kl": 0.05}, controllers.StepController(0.2, target=0.05)),
+        ({"target_kl": 0.05}, controllers.HoldController(0.2, target=0.05, min_value=0.02)),
+        (
+            {"target_kl": 0.05, "kl_controller_gain": 0.02, "kl_controller_lead": 3.0},
+            controllers.HoldController(0.2, target=0.05, gain=0.02, lead=3.0),
+        ),
+        (
+            {"target_kl": 0.05, "kl_controller": "step", "kl_controller_factors": (2.0, 0.5, 1.2, 0.8)},
+            controllers.StepController(0.2, target=0.05, up=2.0, down=0.5, high=1.2, low=0.8),
+        ),
+        (
+            {"target_kl": 0.05, "kl_controller": "proportional", "kl_controller_clip": 0.7},
+            controllers.ProportionalController(0.2, target=0.05, horizon=100, clip=0.7),
+        ),
         (
             {"target_kl": 0.05, "kl_controller": "proportional", "kl_controller_horizon": 7},
             controllers.ProportionalController(0.2, target=0.05, horizon=7),
@@ -164,6 +176,10 @@ def test_the_bounds_of_beta_are_the_controllers(name: ControllerName) -> None:
     for _ in range(40):
         low.update(0.0)
         high.update(5.0)
+    if name == "hold":
+        low.update(0.1)  # before the target was reached beta is not lowered
+        for _ in range(60):
+            low.update(0.0)
     moves = name != "fixed"
     assert (low.value, high.value) == ((0.15, 0.25) if moves else (0.2, 0.2))
 
@@ -172,3 +188,30 @@ def test_each_controller_starts_afresh() -> None:
     kl = KLConfig(beta=0.2, target_kl=0.05)
     kl.build_controller().update(5.0)
     assert kl.build_controller().value == 0.2
+
+
+@pytest.mark.parametrize(
+    ("fields", "bounds"),
+    [
+        ({"target_kl": None}, (0.0, None)),
+        ({}, (0.02, 3 / 0.05**0.5)),
+        ({"beta": 5.0}, (0.5, 50.0)),
+        ({"kl_controller": "step"}, (0.002, 3 / 0.05**0.5)),
+        ({"kl_controller": "pid"}, (0.0, 3 / 0.05**0.5)),
+        ({"beta_min": 0.0, "beta_max": 1.0}, (0.0, 1.0)),
+    ],
+)
+def test_beta_has_bounds_on_both_sides(fields: dict[str, Any], bounds: tuple[float, float | None]) -> None:
+    kl = quiet(**{"beta": 0.2, "target_kl": 0.05, **fields})
+    assert kl.beta_bounds == pytest.approx(bounds) if None not in bounds else kl.beta_bounds == bounds
+
+
+@pytest.mark.parametrize("name", ["hold", "step", "proportional"])
+def test_a_rule_that_multiplies_comes_back_from_a_long_stay_at_a_kl_of_0(name: ControllerName) -> None:
+    kl = quiet(beta=0.01, target_kl=0.05, kl_controller=name, kl_controller_horizon=10, kl_controller_clip=1.0)
+    controller = kl.build_controller()
+    controller.update(0.06)
+    for _ in range(3000):
+        controller.update(0.0)
+    steps = next(step for step in range(100) if controller.update(0.1) > kl.beta)
+    assert steps <= {"hold": 50, "step": 12, "proportional": 60}[name]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from klamp.config import KLConfig, KLWarning
-from klamp.config.choices import KLChoices
+from klamp.config.choices import ControllerName, KLChoices
 from klamp.config.rules import cautions, check_beta, refusals
 from klamp.errors import ConfigError
 
@@ -32,6 +32,10 @@ from klamp.errors import ConfigError
             {"kl_normalizer": "token_mean", "kl_placement": "advantage", "kl_estimator": "k1"},
             {"kl_placement": "loss"},
         ),
+        ({"kl_controller_gain": 0.2}, {"kl_controller": "hold", "target_kl": 0.05}),
+        ({"kl_controller_lead": 2.0}, {"kl_controller": "hold", "target_kl": 0.05}),
+        ({"kl_controller_factors": (2.0, 0.5, 1.5, 0.5), "target_kl": 0.05}, {"kl_controller": "step"}),
+        ({"kl_controller_clip": 0.5, "target_kl": 0.05}, {"kl_controller": "proportional"}),
         ({"kl_controller_horizon": 9, "target_kl": 0.05}, {"kl_controller": "proportional"}),
         ({"kl_controller_lr": 0.1, "target_kl": 0.05}, {"kl_controller": "dual"}),
         ({"kl_controller_gains": (1.0, 0.0, 0.0), "target_kl": 0.05}, {"kl_controller": "pid"}),
@@ -39,7 +43,7 @@ from klamp.errors import ConfigError
         ({"reference_dtype": "bfloat16", "reference": "adapter_off"}, {"reference": "ema"}),
         ({"kl_max_weight": 2.0}, {"kl_off_policy": "token"}),
         ({"kl_schedule_end": 0.5}, {"kl_schedule": "linear"}),
-        ({"target_kl": 0.05, "kl_controller": "fixed"}, {"kl_controller": "step"}),
+        ({"target_kl": 0.05, "kl_controller": "fixed"}, {"kl_controller": "hold"}),
         ({"reference_decay": 0.9}, {"reference": "ema"}),
         ({"reference_reset_steps": 5}, {"reference": "periodic"}),
         ({"reference_url": "http://host:1"}, {"reference": "remote"}),
@@ -50,19 +54,29 @@ def test_a_setting_without_effect_is_warned_of(off: dict[str, Any], on: dict[str
     with pytest.warns(KLWarning, match=f"{name}=.* has no effect: it needs .*{next(iter(on))}="):
         KLConfig(**off)
     with warnings.catch_warnings():
-        warnings.simplefilter("error", KLWarning)
+        warnings.filterwarnings("error", ".* has no effect", category=KLWarning)
         KLConfig(**{**off, **on})
         KLConfig()
+
+
+@pytest.mark.parametrize("name", ["step", "proportional", "dual", "pid"])
+def test_a_published_rule_comes_with_what_it_did_in_the_measurement(name: ControllerName) -> None:
+    with pytest.warns(KLWarning, match=rf"kl_controller='{name}' .*docs/controllers.md(?s:.*)Leave kl_controller out"):
+        KLConfig(target_kl=0.05, kl_controller=name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", KLWarning)
+        KLConfig(target_kl=0.05)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.01])
 def test_a_target_that_beta_0_never_holds_is_warned_of(beta: float) -> None:
     """At beta 0 there is no controller but those that start from nothing: the target would be dropped silently."""
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", KLWarning)
+        warnings.filterwarnings("always", ".* has no effect", category=KLWarning)
+        warnings.filterwarnings("ignore", "kl_controller='dual'", category=KLWarning)
         kl = KLConfig(beta=beta, target_kl=0.05)
         KLConfig(beta=beta, target_kl=0.05, kl_controller="dual")
-    assert kl.controller_name == ("fixed" if beta == 0 else "step")
+    assert kl.controller_name == ("fixed" if beta == 0 else "hold")
     texts = [str(each.message) for each in caught]
     assert len(texts) == (beta == 0), texts
     assert all("target_kl=0.05 has no effect: it needs a beta above 0" in text for text in texts)
@@ -108,6 +122,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"kl_controller": "pid"}, "kl_controller='pid' needs target_kl"),
     ({"beta": 0.0, "kl_controller": "step", "target_kl": 0.1}, "beta=0 can never grow under kl_controller='step'"),
+    ({"beta": 0.0, "kl_controller": "hold", "target_kl": 0.1}, "beta=0 can never grow under kl_controller='hold'"),
+    ({"target_kl": 0.1, "kl_schedule": "linear"}, "a schedule of beta cannot be combined with kl_controller='hold'"),
+    ({"target_kl": 0.1, "kl_warmup_steps": 5}, "a schedule of beta cannot be combined with kl_controller='hold'"),
     ({"reference": "remote"}, "reference='remote' needs reference_url"),
     ({"reference": "remote", "reference_url": "host:1"}, "reference_url='host:1' is no address"),
     (

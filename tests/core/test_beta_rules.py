@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from klamp.core.beta_rules import BetaState, DualRule, FixedRule, PIDRule, ProportionalRule, StepRule
+from klamp.core.beta_rules import BetaState, DualRule, FixedRule, HoldRule, PIDRule, ProportionalRule, StepRule
 from klamp.core.controllers import (
     DualController,
     FixedController,
+    HoldController,
     PIDController,
     ProportionalController,
     StepController,
@@ -20,6 +21,7 @@ from klamp.errors import ConfigError, NonFiniteError
 
 PAIRS = {
     "fixed": (FixedRule, FixedController, {}),
+    "hold": (HoldRule, HoldController, {"target": 0.05, "gain": 0.25, "lead": 4.0, "landing": 2.0}),
     "step": (StepRule, StepController, {"target": 0.05, "up": 1.25, "down": 0.5, "high": 2.0, "low": 0.75}),
     "proportional": (ProportionalRule, ProportionalController, {"target": 0.05, "horizon": 16, "clip": 0.5}),
     "dual": (DualRule, DualController, {"target": 0.05, "lr": 0.5}),
@@ -85,7 +87,7 @@ def test_a_kl_that_is_no_measurement_is_refused(name, kl):
         rule(rule.init(0.1), kl)
 
 
-@pytest.mark.parametrize("name", ["step", "proportional", "dual", "pid"])
+@pytest.mark.parametrize("name", ["hold", "step", "proportional", "dual", "pid"])
 def test_where_beta_would_overflow_the_state_stays(name):
     rule_of, _, parameters = PAIRS[name]
     rule, state = rule_of(**parameters), BetaState(1.7e308, 1.7e308, 0.0)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from klamp.core.controllers import (
     DualController,
     FixedController,
+    HoldController,
     PIDController,
     ProportionalController,
     StepController,
@@ -20,6 +21,7 @@ from klamp.errors import ConfigError, KlampError
 
 MAKERS = {
     "fixed": lambda **b: FixedController(0.1, **b),
+    "hold": lambda **b: HoldController(0.1, target=0.05, **b),
     "step": lambda **b: StepController(0.1, target=0.05, **b),
     "ppo": lambda **b: StepController(0.1, target=0.05, up=2.0, down=0.5, high=1.5, low=1 / 1.5, **b),
     "proportional": lambda **b: ProportionalController(0.1, target=0.05, horizon=10, **b),
@@ -146,7 +148,7 @@ def test_a_saved_controller_continues_as_if_it_had_never_stopped(name, kls, cut)
     assert run(second, *kls[cut:]) == wanted[cut:]
 
 
-@pytest.mark.parametrize("name", ["step", "ppo", "proportional", "dual", "pid"])
+@pytest.mark.parametrize("name", ["hold", "step", "ppo", "proportional", "dual", "pid"])
 def test_in_closed_loop_the_kl_comes_to_its_target(name):
     # A plant in which the KL falls as beta grows: KL = 0.01 / beta, so that beta = 0.2 holds the target 0.05.
     controller = MAKERS[name](min_value=1e-3)
@@ -210,6 +212,7 @@ def test_a_starting_value_that_is_no_coefficient_is_refused(value):
 @pytest.mark.parametrize("target", [0.0, -0.1, float("nan"), float("inf")])
 def test_a_target_that_is_not_positive_is_refused(target):
     for maker in (
+        lambda: HoldController(0.1, target=target),
         lambda: StepController(0.1, target=target),
         lambda: ProportionalController(0.1, target=target, horizon=10),
         lambda: DualController(0.1, target=target, lr=0.1),

@@ -18,15 +18,20 @@ def lines(chart: str, curves: dict[str, list[float]] | None = None, **config: An
 
 
 def test_a_target_with_the_band_of_its_controller() -> None:
-    assert lines("kl", target_kl=0.1) == [(pytest.approx(0.05), pytest.approx(0.15)), (0.1, None)]
+    band = [(pytest.approx(0.05), pytest.approx(0.15)), (0.1, None)]
+    assert lines("kl", target_kl=0.1, kl_controller="step") == band
+    factors = [2.0, 0.5, 1.2, 0.8]
+    own = lines("kl", target_kl=0.1, kl_controller="step", kl_controller_factors=factors)
+    assert own == [(pytest.approx(0.08), pytest.approx(0.12)), (0.1, None)]
+    assert lines("kl", target_kl=0.1) == [(0.1, None)]
     assert lines("kl", target_kl=0.1, kl_controller="dual") == [(0.1, None)]
-    assert lines("kl", target_kl=0.1, beta=0.0) == [(0.1, None)]
+    assert lines("kl", target_kl=0.1, kl_controller="step", beta=0.0) == [(0.1, None)]
     assert lines("kl", target_kl=None) == lines("reward", target_kl=0.1) == []
 
 
 @pytest.mark.parametrize(("kl", "rests"), [(0.051, True), (0.149, True), (0.049, False), (0.151, False)])
 def test_in_the_band_beta_does_rest(kl: float, rests: bool) -> None:
-    run = run_of(details={"config": {"target_kl": 0.1}}, k3=[0.1])
+    run = run_of(details={"config": {"target_kl": 0.1, "kl_controller": "step"}}, k3=[0.1])
     (band,) = [line for line in levels_of(run, "kl") if line.high is not None]
     controller = StepController(1.0, target=0.1)
     assert (controller.update(kl) == 1.0) is rests is (band.low <= kl <= (band.high or 0))

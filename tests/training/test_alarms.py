@@ -195,7 +195,7 @@ def test_advantages_out_of_scale(
 
 @pytest.mark.usefixtures("default_base_model")
 def test_a_target_below_what_the_reward_needs(tmp_path: Path) -> None:
-    changes = {"beta": 0.1, "target_kl": 1e-3, "learning_rate": 3e-4, "max_steps": 28}
+    changes = {"beta": 0.1, "target_kl": 1e-3, "kl_controller": "step", "learning_rate": 3e-4, "max_steps": 28}
     finding = found(trained(tmp_path, **{**ARITHMETIC, **changes}), "beta-runaway")
     assert finding.first_step > 15 and "beta went from 0.1 to" in finding.evidence.text
 

@@ -24,7 +24,9 @@ K1 = {"kl_estimator": "k1"}
 CASES = {
     "fixed": {},
     "no KL": {"beta": 0.0, "weight_decay": 0.1},
+    "hold": {"target_kl": 1e-4},
     "step, measured budget": {
+        "kl_controller": "step",
         "target_kl": 0.002,
         "kl_clip_method": "hard",
         "kl_clip_threshold": 1e-4,

@@ -76,7 +76,7 @@ _ROWS: Mapping[str, Mapping[str, str]] = {
     ),
     "kl_controller": dict.fromkeys(
         ("kl_ctrl", "kl_ctrl_type", "adap_kl_ctrl", "adaptive_kl"),
-        "kl_controller names the rule: fixed, step, proportional (that of PPO and verl), dual or pid",
+        "kl_controller names the rule: fixed, hold, step, proportional (that of Ziegler et al. and verl), dual or pid",
     ),
     "kl_estimator": dict.fromkeys(("kl_loss_type", "kl_type", "kl_penalty_type"), VALUE),
     "epsilon": dict.fromkeys(("clip_range", "cliprange", "clip_ratio", "clip_eps", "eps_clip", "clip_param"), RATIO),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -20,7 +21,7 @@ from klamp.core.schedules import Schedule
 from klamp.core.term import TERM_NUMBERS, KLTerm, OffPolicy, Placement
 from klamp.core.types import ClipMethod, Gradient, Horizon, Reduction, Value
 
-ControllerName: TypeAlias = Literal["fixed", "step", "proportional", "dual", "pid"]
+ControllerName: TypeAlias = Literal["fixed", "hold", "step", "proportional", "dual", "pid"]
 ReferenceName: TypeAlias = Literal["auto", "frozen", "adapter_off", "ema", "periodic", "remote"]
 DType: TypeAlias = Literal["float32", "bfloat16", "float16"]
 
@@ -30,13 +31,17 @@ BETA = AT_LEAST_0.but("a negative coefficient rewards leaving the reference", "u
 NUMBERS: Mapping[str, Numbers] = {
     **{f"kl_{name}": numbers for name, numbers in TERM_NUMBERS.items()},
     "beta": BETA,
-    "beta_min": BETA.but(BETA.why, "use beta_min=0"),
-    "beta_max": BETA.but(BETA.why, "use beta_max=None for no bound"),
+    "beta_min": BETA.but(BETA.why, "leave beta_min out for its default"),
+    "beta_max": BETA.but(BETA.why, "leave beta_max out for its default"),
     "kl_reference_length": AT_LEAST_1.but(
         "the budget of a completion is threshold * reference length",
         "give the usual length of a completion of the reference in tokens, or None to have it measured",
     ),
     "target_kl": POSITIVE.but("a KL is never negative, and 0 would mean: never learn", "0.05 is a usual start"),
+    "kl_controller_gain": INSIDE_0_1.but("beta moves by at most this share of itself in a step", "0.05 is the default"),
+    "kl_controller_lead": AT_LEAST_0.but("it looks so many steps ahead", "12 is the default"),
+    "kl_controller_factors": POSITIVE.but("they multiply beta and the target", "1.5, 0.75, 1.5, 0.5 are the defaults"),
+    "kl_controller_clip": ABOVE_0_TO_1.but("it bounds a relative error of the KL", "0.2 is the default"),
     "kl_controller_horizon": AT_LEAST_1,
     "kl_controller_lr": POSITIVE,
     "kl_controller_gains": AT_LEAST_0.but("a negative gain pushes the KL away from its target", ""),
@@ -85,19 +90,27 @@ class KLChoices:
     kl_reference_length: int | None = None
     """Reference length in tokens; None: a data column if there is one, else measured once at the start and frozen."""
     kl_controller: ControllerName | None = None
-    """How beta follows the KL: fixed, step, proportional, dual, pid. None: step if target_kl is set, else fixed."""
+    """How beta follows the KL: fixed, hold, step, proportional, dual, pid; None: hold with a target_kl, else fixed."""
     target_kl: float | None = None
     """KL to hold, in nats per token (the unit of the logged metric kl/k3)."""
+    kl_controller_gain: float = 0.05
+    """hold: largest change of log beta in a step."""
+    kl_controller_lead: float = 12.0
+    """hold: steps ahead that it looks; about the lag of the KL behind the weights."""
+    kl_controller_factors: tuple[float, float, float, float] = (1.5, 0.75, 1.5, 0.5)
+    """step: factors up and down, and the targets above and below which they act; PPO's are 2 0.5 1.5 0.6667."""
     kl_controller_horizon: int = 100
     """Updates over which the proportional rule takes effect."""
+    kl_controller_clip: float = 0.2
+    """proportional: bound of the relative error."""
     kl_controller_lr: float = 0.01
     """Step size of dual ascent, in beta per nat."""
     kl_controller_gains: tuple[float, float, float] = (0.1, 0.01, 0.1)
     """kp, ki, kd of the PID rule, in beta per nat."""
-    beta_min: float = 0.0
-    """Lower bound of an adaptive beta."""
+    beta_min: float | None = None
+    """Lower bound of an adaptive beta; None: beta / 10 for hold, beta / 100 for step and proportional, else 0."""
     beta_max: float | None = None
-    """Upper bound of an adaptive beta."""
+    """Upper bound of an adaptive beta; None: 3 / sqrt(target_kl), or 10 times beta where that is more."""
     kl_max_log_ratio: float | None = KLTerm.max_log_ratio
     """Straight-through bound of the log-ratio in nats; how often it binds is logged."""
     kl_off_policy: OffPolicy = KLTerm.off_policy
@@ -154,5 +167,19 @@ class KLChoices:
 
     @property
     def controller_name(self) -> ControllerName:
-        """The controller in force: as named, else `step` where a target is set and beta is not 0, else `fixed`."""
-        return self.kl_controller or ("fixed" if self.target_kl is None or self.beta == 0 else "step")
+        """The controller in force: as named, else `hold` where a target is set and beta is not 0, else `fixed`."""
+        return self.kl_controller or ("fixed" if self.target_kl is None or self.beta == 0 else "hold")
+
+    @property
+    def beta_bounds(self) -> tuple[float, float | None]:
+        """The bounds of beta in force: as set, else the defaults of the controller.
+
+        A rule that multiplies needs a lower one above 0, or a long stay at a KL of 0 would leave a beta from which it
+        does not return. The upper one is some ten times what advantages of variance 1 ask for.
+        """
+        name = self.controller_name
+        share = {"hold": 0.1, "step": 0.01, "proportional": 0.01}.get(name, 0.0)
+        low = share * self.beta if self.beta_min is None else self.beta_min
+        if self.beta_max is not None or name == "fixed" or self.target_kl is None:
+            return low, self.beta_max
+        return low, max(3 / math.sqrt(self.target_kl), 10 * self.beta)

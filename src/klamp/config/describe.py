@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from klamp.config.kl import KLConfig
 from klamp.config.price import Price, spreads_of_right_or_wrong
-from klamp.core.beta_rules import DualRule, PIDRule, ProportionalRule, StepRule
+from klamp.core.beta_rules import DualRule, HoldRule, PIDRule, ProportionalRule, StepRule
 from klamp.core.term import Placement
 from klamp.core.types import Gradient, Reduction
 
@@ -80,6 +80,8 @@ def describe_controller(kl: KLConfig) -> str:
 def describe_rule(kl: KLConfig) -> str:
     """How beta moves; empty where it does not."""
     match kl.build_controller().rule:
+        case HoldRule(gain=gain, lead=lead):
+            rule = f"by the KL foreseen {lead:g} steps ahead, log beta by at most {gain:g} a step"
         case StepRule(up=up, down=down, high=high, low=low):
             rule = f"x{up:g} when the KL is above {high:g} targets, x{down:g} when it is below {low:g}"
         case ProportionalRule(horizon=horizon):
@@ -90,7 +92,8 @@ def describe_rule(kl: KLConfig) -> str:
             rule = f"kp, ki, kd = {kp:g}, {ki:g}, {kd:g}"
         case _:
             return ""
-    return f"{rule}; bounds {kl.beta_min:g} to {'no bound' if kl.beta_max is None else f'{kl.beta_max:g}'}"
+    low, high = kl.beta_bounds
+    return f"{rule}; bounds {low:.3g} to {'no bound' if high is None else f'{high:.3g}'}"
 
 
 def describe_movement(kl: KLConfig) -> str:

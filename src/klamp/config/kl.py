@@ -12,7 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from klamp.config.choices import NUMBERS, ControllerName, KLChoices
 from klamp.config.rules import cautions, refusals
@@ -139,22 +139,40 @@ def _target(c: KLConfig) -> float:
     return math.nan if c.target_kl is None else c.target_kl
 
 
+class _Bounds(TypedDict):
+    min_value: float
+    max_value: float | None
+
+
+def _bounds(c: KLConfig) -> _Bounds:
+    low, high = c.beta_bounds
+    return {"min_value": low, "max_value": high}
+
+
 CONTROLLERS: Mapping[ControllerName, Callable[[KLConfig], Controller]] = {
-    "fixed": lambda c: controllers.FixedController(c.beta, min_value=c.beta_min, max_value=c.beta_max),
-    "step": lambda c: controllers.StepController(c.beta, target=_target(c), min_value=c.beta_min, max_value=c.beta_max),
+    "fixed": lambda c: controllers.FixedController(c.beta, **_bounds(c)),
+    "hold": lambda c: controllers.HoldController(
+        c.beta, target=_target(c), gain=c.kl_controller_gain, lead=c.kl_controller_lead, **_bounds(c)
+    ),
+    "step": lambda c: controllers.StepController(
+        c.beta,
+        target=_target(c),
+        up=c.kl_controller_factors[0],
+        down=c.kl_controller_factors[1],
+        high=c.kl_controller_factors[2],
+        low=c.kl_controller_factors[3],
+        **_bounds(c),
+    ),
     "proportional": lambda c: controllers.ProportionalController(
-        c.beta, target=_target(c), horizon=c.kl_controller_horizon, min_value=c.beta_min, max_value=c.beta_max
+        c.beta, target=_target(c), horizon=c.kl_controller_horizon, clip=c.kl_controller_clip, **_bounds(c)
     ),
-    "dual": lambda c: controllers.DualController(
-        c.beta, target=_target(c), lr=c.kl_controller_lr, min_value=c.beta_min, max_value=c.beta_max
-    ),
+    "dual": lambda c: controllers.DualController(c.beta, target=_target(c), lr=c.kl_controller_lr, **_bounds(c)),
     "pid": lambda c: controllers.PIDController(
         c.beta,
         target=_target(c),
         kp=c.kl_controller_gains[0],
         ki=c.kl_controller_gains[1],
         kd=c.kl_controller_gains[2],
-        min_value=c.beta_min,
-        max_value=c.beta_max,
+        **_bounds(c),
     ),
 }

@@ -10,7 +10,15 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from klamp.core.arguments import ABOVE_0_TO_1, AT_LEAST_0, AT_LEAST_1, POSITIVE, check_is_number, check_number
+from klamp.core.arguments import (
+    ABOVE_0_TO_1,
+    AT_LEAST_0,
+    AT_LEAST_1,
+    INSIDE_0_1,
+    POSITIVE,
+    check_is_number,
+    check_number,
+)
 from klamp.core.fields import check_fields
 from klamp.errors import ConfigError, NonFiniteError
 
@@ -25,6 +33,9 @@ NUMBERS = {
     "kp": _GAIN,
     "ki": _GAIN,
     "kd": _GAIN,
+    "gain": INSIDE_0_1.but("beta moves by at most this share of itself in a step", "0.05 is the default"),
+    "lead": _GAIN.but("it looks so many steps ahead", "12 is the default"),
+    "landing": AT_LEAST_0.but("a negative coefficient rewards leaving the reference", ""),
 }
 """Which numbers the parameters of the rules take."""
 
@@ -39,11 +50,21 @@ class BetaState(NamedTuple):
         value: the coefficient in force.
         integral: the summed error, in units of the coefficient; `PIDRule` only.
         previous_kl: the KL before; -1 before the first; `PIDRule` only.
+        level: the filtered KL, in targets; -1 before the first; `HoldRule` only, as all that follow.
+        trend: how much the level rises in a step.
+        start: the coefficient that the run started from.
+        since: steps since the level first reached the target; -1 before.
+        landed: 1 once beta has been raised to where it lands, which happens once; 0 before.
     """
 
     value: float
     integral: float = 0.0
     previous_kl: float = -1.0
+    level: float = -1.0
+    trend: float = 0.0
+    start: float = 0.0
+    since: float = -1.0
+    landed: float = 0.0
 
 
 def _checked_kl(kl: float) -> float:
@@ -128,6 +149,69 @@ class FixedRule:
 @dataclass(frozen=True, kw_only=True)
 class _TargetRule(FixedRule):
     target: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class HoldRule(_TargetRule):
+    """log beta moves in proportion to the relative error of the KL some steps ahead; see `HoldController`."""
+
+    gain: float = 0.05
+    lead: float = 12.0
+    landing: float | None = None
+
+    @property
+    def landing_value(self) -> float:
+        """Up to where beta is raised at once when the KL first comes up fast; see `landing_of` for the default."""
+        return landing_of(self.target) if self.landing is None else self.landing
+
+    def init(self, value: float) -> BetaState:
+        """The state before the first measurement: nothing filtered, the target not reached."""
+        return super().init(value)._replace(start=float(value))
+
+    def _next(self, state: BetaState, kl: float, n_steps: int) -> BetaState:
+        level, trend = _filtered(state, min(kl / self.target, _CEILING), n_steps)
+        error = min(max(level + self.lead * trend - 1, -1.0), 1.0)
+        since = _since(state, level, n_steps)
+        floor = state.start if since < 0 else 0.0
+        value, landed = max(floor, state.value * math.exp(min(self.gain * n_steps, 1.0) * error)), state.landed
+        if not landed and since <= _LANDING_STEPS and error > _ALARM:
+            value, landed = max(value, self.landing_value), 1.0
+        return state._replace(value=value, level=level, trend=trend, since=since, landed=landed)
+
+
+def landing_of(target: float) -> float:
+    """A beta that holds a KL at about `target` (nats per token): 0.3 / sqrt(target).
+
+    The optimum of reward less beta * KL lies, for small steps, at KL = variance of the advantages / (2 beta^2) for a
+    completion. Advantages of variance 1 and a completion of some five tokens give that beta, and longer completions or
+    smaller rewards a lower one, to which the rule comes down by itself.
+    """
+    return 0.3 / math.sqrt(target)
+
+
+# Weights of a new measurement in the filtered KL and in its trend: an average over the last few steps.
+_LEVEL, _TREND = 0.5, 0.5
+# A measurement counts as at most so many targets, so that a wild step does not fill the filter.
+_CEILING = 4.0
+# Beta lands until so many steps after the KL first reached its target, once it is foreseen above 1 + alarm targets.
+_LANDING_STEPS, _ALARM = 5, 0.75
+
+
+def _filtered(state: BetaState, kl: float, n_steps: int) -> tuple[float, float]:
+    """Level and trend of the KL by Holt's exponential smoothing."""
+    if state.level < 0:
+        return kl, 0.0
+    foreseen = state.level + n_steps * state.trend
+    level = max(0.0, foreseen + (1 - (1 - _LEVEL) ** n_steps) * (kl - foreseen))
+    rise = (level - state.level) / n_steps
+    return level, state.trend + (1 - (1 - _TREND) ** n_steps) * (rise - state.trend)
+
+
+def _since(state: BetaState, level: float, n_steps: int) -> float:
+    """Steps since the level first reached the target; -1 before."""
+    if state.since < 0:
+        return 0.0 if level >= 1 else -1.0
+    return state.since + n_steps
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,9 +33,10 @@ def _target(config: Mapping[str, Any]) -> list[Line]:
     if target is None:
         return []
     lines = _level(config, "target_kl", "target")
-    if config.get("kl_controller") in (None, "step") and config.get("beta") != 0:
+    if config.get("kl_controller") == "step" and config.get("beta") != 0:
         rule = StepRule(target=target)
-        low, high = rule.low * target, rule.high * target
+        _, _, above, below = config.get("kl_controller_factors") or (None, None, rule.high, rule.low)
+        low, high = below * target, above * target
         lines.insert(0, Line(label=f"beta rests from {short(low)} to {short(high)}", low=low, high=high))
     return lines
 

@@ -34,7 +34,7 @@ def test_an_attached_one(tmp_path: Path) -> None:
     found = klamp.trl.effective(host)
     (term,) = found.terms
     assert (term.term, term.beta) == ("klamp's", 0.25)
-    assert term.controller == "step controller from 0.25, towards 0.1 nats per token"
+    assert term.controller == "hold controller from 0.25, towards 0.1 nats per token"
     assert found.reference == "a frozen copy in memory"
     assert found.normalizer == ("mean over completions of the mean over tokens (Unsloth's own, loss_type='grpo')")
     assert f"{PAST}; klamp's KL has none of these clamps" in found.notes

@@ -64,6 +64,7 @@ IN_REWARD = {"kl_placement": "reward", "kl_estimator": "k1", "kl_horizon": "sequ
         {},
         {"kl_max_log_ratio": 3.0},
         {"target_kl": 0.05},
+        {"target_kl": 0.05, "kl_controller": "step", "kl_controller_factors": (2.0, 0.5, 1.5, 0.5)},
         {"target_kl": 0.05, "kl_controller": "proportional", "kl_controller_horizon": 40, "beta_max": 0.5},
         {"target_kl": 0.05, "kl_controller": "pid", "kl_controller_gains": (0.5, 0.25, 0.0), "beta_min": 0.001},
     ],

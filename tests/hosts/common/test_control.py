@@ -16,7 +16,7 @@ from klamp.core.schedules import kl_schedule_factor
 from klamp.errors import ConfigError, NonFiniteError, RunFolderError
 from klamp.hosts.common.control import NEVER_ZERO, KLControl, beta_metrics, check_kl, held_kl
 
-CONTROLLERS = ("fixed", "step", "proportional", "dual", "pid")
+CONTROLLERS = ("fixed", "hold", "step", "proportional", "dual", "pid")
 
 
 def control_of(name: str, **changes: object) -> KLControl:
@@ -45,7 +45,7 @@ def test_a_host_never_sees_zero_while_the_reference_is_wanted() -> None:
 
 
 def test_beta_is_the_controllers_times_the_schedules() -> None:
-    control = control_of("step", kl_schedule="cosine", kl_warmup_steps=2, kl_schedule_end=0.25)
+    control = KLControl(KLConfig(beta=0.3, kl_schedule="cosine", kl_warmup_steps=2, kl_schedule_end=0.25))
     control.update(0.5)
     for step in range(10):
         factor = kl_schedule_factor(step, 10, schedule="cosine", warmup_steps=2, end=0.25)

@@ -116,7 +116,9 @@ CHANGED: dict[str, Any] = {
     "reference_url": "http://host:1",
     "reference_share": 0.5,
 }
-OF_THE_CONTROLLER = {"beta_min", "beta_max", "kl_controller_horizon", "kl_controller_lr", "kl_controller_gains"}
+OF_THE_CONTROLLER = {"beta_min", "beta_max"} | {
+    f"kl_controller_{name}" for name in ("gain", "lead", "factors", "horizon", "clip", "lr", "gains")
+}
 
 
 def quiet(**fields: Any) -> KLConfig:

@@ -32,6 +32,10 @@ EVERY: dict[str, Any] = {
     "kl_reference_length": 7,
     "kl_controller": "pid",
     "target_kl": 0.3,
+    "kl_controller_gain": 0.05,
+    "kl_controller_lead": 5.0,
+    "kl_controller_factors": [2.0, 0.5, 1.5, 0.5],
+    "kl_controller_clip": 0.5,
     "kl_controller_horizon": 50,
     "kl_controller_lr": 0.02,
     "kl_controller_gains": [0.2, 0.3, 0.4],
@@ -44,9 +48,6 @@ EVERY: dict[str, Any] = {
     "kl_exclude_tokens": ["special", "5"],
     "kl_exclude_prefix": 2,
     "kl_exclude_between": ["<a>", "</a>"],
-    "kl_schedule": "cosine",
-    "kl_warmup_steps": 3,
-    "kl_schedule_end": 0.1,
     "kl_lr_guard": 0.5,
     "kl_monitor": True,
     "reference": "ema",
@@ -54,6 +55,8 @@ EVERY: dict[str, Any] = {
     "reference_reset_steps": 7,
     "reference_dtype": "bfloat16",
 }
+SCHEDULE: dict[str, Any] = {"kl_schedule": "cosine", "kl_warmup_steps": 3, "kl_schedule_end": 0.1}
+"""What no target goes with."""
 REFUSED: dict[str, Any] = {
     "reference_share": 0.5,
     "kl_early_stop": 0.1,
@@ -67,7 +70,7 @@ def test_every_field_of_the_kl_is_a_field_of_the_arguments() -> None:
     wanted = {field.name for field in dataclasses.fields(KLConfig)}
     assert wanted | ALIASES.keys() <= fields
     assert {field.name for field in dataclasses.fields(KLFields)} == (wanted - {"beta"}) | ALIASES.keys()
-    assert EVERY.keys() | REFUSED.keys() == wanted - {"beta"}
+    assert EVERY.keys() | SCHEDULE.keys() | REFUSED.keys() == wanted - {"beta"}
 
 
 def test_the_fields_and_defaults_of_trl_stay() -> None:
@@ -92,21 +95,26 @@ def test_the_command_line_names_and_explains_every_field(capsys: pytest.CaptureF
             assert meaning.split(";")[0][:40] in text, name
 
 
-def test_the_command_line_reads_every_field() -> None:
+@pytest.mark.parametrize("given", [EVERY, SCHEDULE], ids=["all but a schedule", "a schedule"])
+def test_the_command_line_reads_every_field(given: dict[str, Any]) -> None:
     words = ["--output_dir", "x", "--use_cpu", "--bf16", "false", "--kl_penalty", "0.03", "--loss_type", "dapo"]
-    for name, value in EVERY.items():
+    for name, value in given.items():
         words += [f"--{name}", *(map(str, value) if isinstance(value, list) else [str(value)])]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KLWarning)
         (args,) = trl.TrlParser(GRPOConfig).parse_args_and_config(words)
-    assert touched(args) == EVERY
+    assert touched(args) == given
     assert args.beta == 0.03
 
 
 def test_the_saved_form_is_json_and_makes_the_same_kl() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KLWarning)
-        args = arguments(kl_coef=0.03, loss_type="dapo", **{**EVERY, "kl_controller_gains": (0.2, 0.3, 0.4)})
+        args = arguments(
+            kl_coef=0.03,
+            loss_type="dapo",
+            **{**EVERY, "kl_controller_gains": (0.2, 0.3, 0.4), "kl_controller_factors": (2.0, 0.5, 1.5, 0.5)},
+        )
         saved = json.loads(args.to_json_string())
         again = arguments(loss_type="dapo", **{name: saved[name] for name in (*EVERY, *ALIASES, "beta")})
         assert again.kl_config() == args.kl_config()

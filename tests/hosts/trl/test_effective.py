@@ -28,7 +28,7 @@ def test_effective_reads_the_trainer_not_the_wish(tmp_path: Path) -> None:
     (term,) = found.terms
     assert (term.term, term.beta, term.value, term.placement) == ("klamp's", 0.2, "k3", "in the loss")
     assert term.gradient == "reverse per token: KL(policy||ref)"
-    assert term.controller == "step controller from 0.2, towards 0.05 nats per token"
+    assert term.controller == "hold controller from 0.2, towards 0.05 nats per token"
     assert term.clip == "hard clip at 0.5 nats x 9 tokens"
     assert "beta       0.2" in str(found).splitlines()
     with_kl(trainer, KLConfig(beta=0.2, kl_clip_method="hard"))

@@ -148,7 +148,13 @@ def test_warm_up_starts_at_zero_without_losing_the_reference(base: Any, tmp_path
 
 def test_beta_moves_at_the_end_of_an_optimizer_step_only(base: Any, tmp_path: Any) -> None:
     trainer = klamp_trainer(
-        copy.deepcopy(base), tmp_path, beta=0.4, target_kl=0.001, gradient_accumulation_steps=4, max_steps=3
+        copy.deepcopy(base),
+        tmp_path,
+        beta=0.4,
+        target_kl=0.001,
+        kl_controller="step",
+        gradient_accumulation_steps=4,
+        max_steps=3,
     )
     used: list[float] = []
     inner = trainer._loss_with_penalty

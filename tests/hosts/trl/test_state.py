@@ -17,7 +17,6 @@ OPTIONS: dict[str, Any] = {
     "target_kl": 0.02,
     "kl_clip_method": "hard",
     "kl_clip_threshold": 0.005,
-    "kl_schedule": "linear",
     "max_steps": 4,
     "save_strategy": "steps",
     "save_steps": 2,
@@ -25,7 +24,8 @@ OPTIONS: dict[str, Any] = {
     "lr_scheduler_type": "constant",
 }
 CONTROLLERS: dict[str, dict[str, Any]] = {
-    "step": {},
+    "hold": {"target_kl": 1e-4},
+    "step": {"kl_controller": "step"},
     "pid": {"kl_controller": "pid", "kl_controller_gains": [1.0, 0.5, 0.5]},
 }
 
@@ -47,7 +47,7 @@ def test_a_resumed_run_has_the_same_beta_and_losses(tmp_path: Path, name: str) -
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert logged(resumed) == [pytest.approx(row) for row in logged(whole)]
     betas = [row[1] for row in logged(whole)]
-    assert len(set(betas)) >= 3 and betas[2] != betas[1] * 2 / 3  # the controller moved, not the schedule alone
+    assert len(set(betas)) >= 3  # the controller moved
     assert saved["reference_length"] == logged(whole)[0][3]
     fresh = klamp_trainer(copy.deepcopy(base), tmp_path / "c", **options)
     assert fresh._klamp.control.beta(2, 4) != pytest.approx(betas[2])  # without the state it would be another
@@ -71,4 +71,4 @@ def test_a_checkpoint_without_the_state_says_so(tmp_path: Path) -> None:
     trainer = klamp_trainer(copy.deepcopy(base), tmp_path / "b", **options)
     with pytest.warns(KLWarning, match="holds no klamp_state.json"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert logged(trainer)[2][1] == pytest.approx(0.4 * 0.5)  # the configured beta, times the schedule's factor
+    assert logged(trainer)[2][1] == pytest.approx(0.4)  # the configured beta

@@ -10,7 +10,14 @@ import pytest
 from klamp.errors import NonFiniteError
 from klamp.hosts.verl.hooks import RewardController
 
-RULES = ("", ":kl_controller=proportional", ":kl_controller=dual", ":kl_controller=pid", ":kl_controller=fixed")
+RULES = (
+    "",
+    ":kl_controller=step",
+    ":kl_controller=proportional",
+    ":kl_controller=dual",
+    ":kl_controller=pid",
+    ":kl_controller=fixed",
+)
 
 
 def controller(rule: str) -> RewardController:
@@ -29,8 +36,9 @@ def test_a_kl_that_is_not_finite_stops_the_run_as_in_every_host(rule: str) -> No
     assert control.value == before
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_noise_below_zero_counts_as_zero() -> None:
-    noisy, still = controller(""), controller("")
+    noisy, still = controller(":kl_controller=step"), controller(":kl_controller=step")
     assert [noisy.value, still.value] == [0.2, 0.2]
     noisy.update(current_kl=-0.3, n_steps=1)
     still.update(current_kl=0.0, n_steps=1024)

@@ -42,7 +42,11 @@ class KLFields:
     kl_reference_length: int | None = None
     kl_controller: ControllerName | None = None
     target_kl: float | None = None
+    kl_controller_gain: float | None = None
+    kl_controller_lead: float | None = None
+    kl_controller_factors: list[float] | None = None
     kl_controller_horizon: int | None = None
+    kl_controller_clip: float | None = None
     kl_controller_lr: float | None = None
     kl_controller_gains: list[float] | None = None
     beta_min: float | None = None
@@ -107,7 +111,7 @@ def settle_fields(args: Any) -> None:
         check_beta(args.beta)
     for name in ALIASES:
         setattr(args, name, None)
-    for name in ("kl_controller_gains", "kl_exclude_tokens", "kl_exclude_between"):
+    for name in ("kl_controller_gains", "kl_controller_factors", "kl_exclude_tokens", "kl_exclude_between"):
         value = getattr(args, name)
         setattr(args, name, value if value is None else list(value))
 
@@ -127,7 +131,7 @@ def kl_config(args: Any) -> KLConfig | None:
     given = touched(args)
     if not given:
         return None
-    for name in ("kl_controller_gains", "kl_exclude_tokens", "kl_exclude_between"):
+    for name in ("kl_controller_gains", "kl_controller_factors", "kl_exclude_tokens", "kl_exclude_between"):
         if name in given:
             given[name] = tuple(given[name])
     return KLConfig(beta=args.beta, **given)

@@ -24,7 +24,11 @@ TERM_FIELDS = (
 """The fields that a name in the place of `kl_loss_type` or `kl_penalty` may set."""
 CONTROLLER_FIELDS = (
     "kl_controller",
+    "kl_controller_gain",
+    "kl_controller_lead",
+    "kl_controller_factors",
     "kl_controller_horizon",
+    "kl_controller_clip",
     "kl_controller_lr",
     "kl_controller_gains",
     "beta_min",

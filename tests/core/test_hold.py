@@ -1,0 +1,222 @@
+"""The rule that holds a KL: by hand, what must hold after any measurements, and in closed loop on a tabular world."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from statistics import fmean
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from klamp.core.beta_rules import BetaState, HoldRule, landing_of
+from klamp.core.controllers import (
+    Controller,
+    DualController,
+    HoldController,
+    PIDController,
+    ProportionalController,
+    StepController,
+)
+from klamp.errors import ConfigError
+
+TARGET = 0.05
+KLS = st.lists(st.floats(0, 1e6), max_size=40)
+
+
+def held(value: float = 0.01, **parameters: float) -> HoldController:
+    return HoldController(value, target=TARGET, min_value=value / 10, max_value=13.0, **parameters)
+
+
+def test_the_first_measurement_fills_the_filter_and_the_next_moves_level_and_trend_half_way() -> None:
+    rule = HoldRule(target=0.1, gain=0.1, lead=4.0, landing=0.0)
+    one = rule(rule.init(0.2), 0.05)
+    assert (one.level, one.trend, one.since) == (0.5, 0.0, -1.0)
+    assert one.value == 0.2, "it is below the target, which it has not reached yet"
+    two = rule(one, 0.06)
+    assert (two.level, two.trend) == pytest.approx((0.55, 0.025))
+    three = rule(two, 0.19)
+    level = 0.575 + 0.5 * (1.9 - 0.575)
+    trend = 0.025 + 0.5 * (level - 0.55 - 0.025)
+    assert (three.level, three.trend, three.since) == pytest.approx((level, trend, 0.0))
+    assert three.value == pytest.approx(0.2 * math.exp(0.1 * min(1.0, level + 4 * trend - 1)))
+
+
+def test_it_lands_once_when_the_kl_first_comes_up_fast() -> None:
+    controller = held()
+    betas = [controller.update(kl) for kl in (0.0, 0.002, 0.005, 0.01, 0.02, 0.03)]
+    assert betas[:3] == [0.01, 0.01, 0.01]
+    assert betas[4] < 0.011 and betas[5] == pytest.approx(landing_of(TARGET)), "before the target is reached"
+    for kl in [0.001] * 60 + [0.1] * 3:
+        before, after = controller.value, controller.update(kl)
+        assert after <= before * math.exp(0.05) * (1 + 1e-12)
+
+
+def test_a_kl_that_comes_up_slowly_or_a_landing_of_0_never_makes_it_jump() -> None:
+    for controller, rise in ((held(), 0.0002), (held(landing=0.0), 0.02)):
+        betas = [controller.value, *(controller.update(min(0.06, rise * step)) for step in range(400))]
+        assert all(b <= a * math.exp(0.05) * (1 + 1e-12) for a, b in pairwise(betas))
+
+
+@given(kls=st.lists(st.floats(0, TARGET * 0.99), max_size=60))
+def test_before_the_target_was_reached_beta_is_never_below_its_start(kls: list[float]) -> None:
+    controller = held()
+    for kl in kls:
+        assert controller.update(kl) >= 0.01 or controller.state.since >= 0
+
+
+@given(kls=KLS)
+def test_no_step_but_the_landing_is_larger_than_the_gain(kls: list[float]) -> None:
+    controller = held()
+    for kl in kls:
+        before, had_landed = controller.state, controller.state.landed
+        after = controller.update(kl)
+        assert 0.001 <= after <= 13.0 and math.isfinite(after)
+        if had_landed or before.since > 5:
+            assert abs(math.log(after / before.value)) <= 0.05 + 1e-9
+
+
+@pytest.mark.parametrize(("kl", "bound", "then", "back"), [(0.0, 0.001, 2 * TARGET, 0.01), (9.0, 13.0, 0.0, 6.0)])
+def test_after_1e5_steps_at_a_bound_it_returns_within_some_tens(
+    kl: float, bound: float, then: float, back: float
+) -> None:
+    controller = held()
+    controller.update(0.06)
+    for _ in range(2000):
+        controller.update(kl)
+    state = controller.state
+    assert controller.update(kl) == bound
+    assert controller.state._replace(since=0.0) == state._replace(since=0.0), "so it is the same after 1e5 steps"
+    steps = next(step for step in range(1, 100) if (controller.update(then) - back) * (back - bound) > 0)
+    assert steps <= 50
+
+
+def test_one_wild_measurement_is_forgotten_within_some_steps() -> None:
+    controller = held(0.5, landing=0.0)
+    for _ in range(20):
+        controller.update(TARGET)
+    controller.update(1e6)
+    for _ in range(30):
+        controller.update(TARGET)
+    assert controller.value == pytest.approx(0.5, rel=0.35)
+
+
+@given(kls=KLS, cut=st.integers(0, 40))
+def test_a_resumed_run_equals_one_that_never_stopped(kls: list[float], cut: int) -> None:
+    whole, first, second = held(), held(), held()
+    for kl in kls[:cut]:
+        first.update(kl)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.state == first.state
+    for kl in kls:
+        whole.update(kl)
+    for kl in kls[cut:]:
+        second.update(kl)
+    assert second.state == whole.state
+
+
+@given(kl=st.floats(0, 1), value=st.floats(0.01, 1), n_steps=st.integers(1, 10_000))
+def test_a_measurement_of_many_steps_moves_beta_by_at_most_a_factor_of_e(kl: float, value: float, n_steps: int) -> None:
+    rule = HoldRule(target=TARGET, landing=0.0)
+    state = BetaState(value, level=1.0, since=9.0, start=value)
+    assert abs(math.log(rule(state, kl, n_steps).value / value)) <= 1 + 1e-9
+
+
+@pytest.mark.parametrize("wrong", [{"gain": 0.0}, {"gain": 1.0}, {"lead": -1.0}, {"landing": -0.1}])
+def test_parameters_that_push_the_wrong_way_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError):
+        HoldController(0.1, target=TARGET, **wrong)
+
+
+# --- in closed loop -----------------------------------------------------------------------------------------------
+
+
+class World:
+    """A table of softmax policies, one action each, that a gradient with momentum moves to reward less beta * KL.
+
+    At its optimum the policy is ref * exp(r / beta), so that a higher beta does mean a lower KL; on the way there the
+    KL lags the weights, and what is measured of it jitters by 15 %.
+    """
+
+    def __init__(self, seed: int, rate: float) -> None:
+        world, self.noise = np.random.default_rng(7), np.random.default_rng(seed)
+        self.ref = world.normal(size=(64, 8)) * 1.5
+        self.reward = (world.random((64, 8)) < 0.25) * 1.0
+        self.logits, self.momentum, self.rate = self.ref.copy(), np.zeros_like(self.ref), rate
+
+    def step(self, beta: float) -> float:
+        log_policy = _log_softmax(self.logits)
+        policy, log_ratio = np.exp(log_policy), log_policy - _log_softmax(self.ref)
+        kl = float((policy * log_ratio).sum(1).mean())
+        gain = self.reward - beta * log_ratio
+        gradient = policy * (gain - (policy * gain).sum(1, keepdims=True))
+        self.momentum = 0.9 * self.momentum + 0.1 * gradient
+        self.logits = self.logits + self.rate * self.momentum
+        return kl * math.exp(0.15 * self.noise.normal())
+
+
+def _log_softmax(x: np.ndarray) -> np.ndarray:
+    x = x - x.max(1, keepdims=True)
+    return x - np.log(np.exp(x).sum(1, keepdims=True))
+
+
+def loop(controller: Controller, seed: int, *, rate: float = 1.0, steps: int = 250) -> tuple[list[float], list[float]]:
+    world, kls, betas = World(seed, rate), [], []
+    for _ in range(steps):
+        betas.append(controller.value)
+        kls.append(world.step(controller.value))
+        controller.update(kls[-1])
+    return kls, betas
+
+
+def in_band(kls: list[float], target: float) -> float:
+    """Share of the steps, from 20 after it first reached the target, at which the mean over 20 steps is within 30 %."""
+    begin = next(step for step, kl in enumerate(kls) if kl >= target) + 20
+    means = [fmean(kls[step - 19 : step + 1]) for step in range(begin, len(kls))]
+    return fmean(abs(mean / target - 1) <= 0.3 for mean in means)
+
+
+def highest(kls: list[float], target: float) -> float:
+    """The highest mean over 10 steps, in targets."""
+    return max(fmean(kls[step : step + 10]) for step in range(len(kls) - 9)) / target
+
+
+def test_the_world_has_the_optimum_that_theory_says() -> None:
+    world = World(0, rate=5.0)
+    for _ in range(2000):
+        world.step(0.7)
+    tilted = _log_softmax(_log_softmax(world.ref) + world.reward / 0.7)
+    assert np.abs(np.exp(_log_softmax(world.logits)) - np.exp(tilted)).max() < 1e-2
+
+
+@pytest.mark.parametrize("target", [0.02, 0.05, 0.15])
+@pytest.mark.parametrize("rate", [0.5, 1.0])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_it_holds_the_target_of_a_tabular_world(target: float, rate: float, seed: int) -> None:
+    controller = HoldController(0.01, target=target, min_value=0.001, max_value=3 / target**0.5)
+    kls, betas = loop(controller, seed, rate=rate)
+    begin = next(step for step, kl in enumerate(kls) if kl >= target) + 20
+    assert in_band(kls, target) >= 0.9
+    assert highest(kls, target) < 2
+    assert all(max(betas[i : i + 6]) < 3 * min(betas[i : i + 6]) for i in range(begin, len(betas) - 5))
+
+
+@pytest.mark.parametrize(
+    "controller",
+    [
+        lambda: StepController(0.01, target=TARGET, max_value=1e6),
+        lambda: StepController(0.01, target=TARGET, up=2.0, down=0.5, high=1.5, low=1 / 1.5, max_value=1e6),
+        lambda: ProportionalController(0.01, target=TARGET, horizon=100),
+        lambda: DualController(0.01, target=TARGET, lr=0.01),
+        lambda: PIDController(0.01, target=TARGET, kp=0.1, ki=0.01, kd=0.1),
+    ],
+    ids=["step", "ppo", "proportional", "dual", "pid"],
+)
+def test_the_published_rules_do_not(controller: Callable[[], Controller]) -> None:
+    kls, _ = loop(controller(), 0)
+    assert in_band(kls, TARGET) < 0.5
+    assert highest(kls, TARGET) > 4
