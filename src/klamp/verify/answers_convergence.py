@@ -89,12 +89,11 @@ def _possible(term: str, loss: str) -> bool:
 
 def _distances() -> TextTable:
     rows = tuple(
-        (term, *(_cell(term, loss) if _possible(term, loss) else "refused" for loss in LOSSES))
-        for term in terms()
+        (term, *(_cell(term, loss) if _possible(term, loss) else "refused" for loss in LOSSES)) for term in terms()
     )
     return TextTable(
-        title="distance to the optimum, KL(policy||optimum) in nats, the largest of 1, 3 and 6 tokens; where advantages "
-        "are divided by the std: to the optimum of the price that fits best",
+        title="distance to the optimum, KL(policy||optimum) in nats, the largest of 1, 3 and 6 tokens (with std: "
+        "to that of the price that fits best)",
         columns=("KL, beta 0.2", *LOSSES),
         rows=rows,
     )
