@@ -97,7 +97,7 @@ def test_a_group_of_one_agrees_with_the_oracle_itself() -> None:
 
 def test_the_expected_step_is_the_mean_of_sampled_steps() -> None:
     """Monte Carlo over groups, formed here: enumeration weighs the groups rightly."""
-    kl, loss = KLConfig(beta=0.5), LossConfig(loss_type="dapo")
+    kl, loss = KLConfig(beta=0.5), LossConfig(loss_type="dapo", advantage_baseline="mean")
     world = scene(4, length=2, rewards="mixed")
     assert world.rewards is not None
     found = examine_config(kl, loss, scene=world)
@@ -140,7 +140,7 @@ def test_reductions_change_the_gradient_and_expected_denominators_are_those_of_a
 def test_the_group_mean_keeps_its_share_of_the_kl_in_the_reward() -> None:
     kl = KLConfig(kl_estimator="k1", kl_placement="reward", kl_horizon="sequence")
     world = scene(6, length=1, group_size=3)
-    found = examine_config(kl, LossConfig(loss_type="dr_grpo"), scene=world)
+    found = examine_config(kl, LossConfig(advantage_baseline="mean"), scene=world)
     assert (found.follows.name, found.follows.factor) == ("reverse", pytest.approx(2 / 3))
 
 

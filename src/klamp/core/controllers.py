@@ -8,6 +8,7 @@ k1, which can be negative. The value stays within [min_value, max_value], is nev
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from klamp.core.arguments import check_instance, is_finite_number
 from klamp.core.beta_rules import (
@@ -110,7 +111,8 @@ class HoldController(FixedController):
         target: the KL to hold, in the unit of the KL that `update` gets.
         gain: largest change of log beta in a step, in (0, 1).
         lead: steps ahead that it looks, about the lag of the KL behind the weights.
-        landing: the beta to land at; None: 0.3 / sqrt(target). At 0 it never jumps.
+        landing: the beta to land at; None: 0.3 / sqrt(target), for advantages of variance 1 and some five tokens; a
+            trainer says what its rewards and lengths ask for. At 0 it never jumps.
         min_value, max_value: bounds of the coefficient. From 0 a multiplicative rule never leaves.
 
     Raises:
@@ -134,6 +136,15 @@ class HoldController(FixedController):
     ) -> None:
         rule = HoldRule(target=target, gain=gain, lead=lead, landing=landing, min_value=min_value, max_value=max_value)
         self._start(rule, value)
+
+    def land_at(self, beta: float | None) -> None:
+        """Land there, if it lands in the coming update: what the rewards of that step ask for.
+
+        Args:
+            beta: the coefficient; None: the default.
+        """
+        assert isinstance(self.rule, HoldRule)
+        self.rule = replace(self.rule, landing=beta)
 
 
 class StepController(FixedController):

@@ -7,6 +7,7 @@ import math
 from itertools import pairwise
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +15,7 @@ from klamp.config import KLConfig
 from klamp.config.price import Price
 from klamp.core.schedules import kl_schedule_factor
 from klamp.errors import ConfigError, NonFiniteError, RunFolderError
-from klamp.hosts.common.control import NEVER_ZERO, KLControl, beta_metrics, check_kl, held_kl
+from klamp.hosts.common.control import NEVER_ZERO, KLControl, beta_metrics, check_kl, held_kl, landing_beta
 
 CONTROLLERS = ("fixed", "hold", "step", "proportional", "dual", "pid")
 
@@ -156,3 +157,32 @@ def test_a_controller_moves_beta_the_way_of_its_kl() -> None:
             control.update(1.0)
             betas.append(control.beta(0, 1))
         assert all(a < b for a, b in pairwise(betas)), name
+
+
+def test_it_lands_where_the_optimum_of_the_rewards_has_the_target() -> None:
+    """Against the optimum itself, ref exp(reward / price), of many small rewards."""
+    generator = torch.Generator().manual_seed(0)
+    rewards = 0.1 * torch.randn(4000, generator=generator, dtype=torch.float64)
+    ref = torch.full_like(rewards, 1 / 4000).log()
+    length, target = 5.0, 0.01
+    metrics = {"beta": 0.3, "beta/price": 0.6, "length/mean": length}
+    beta = landing_beta(target, metrics, float(rewards.std()))
+    assert beta is not None
+    best = (ref + rewards / (2 * beta)).log_softmax(-1)
+    assert float((best.exp() * (best - ref)).sum()) == pytest.approx(length * target, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "spread"),
+    [({}, 0.3), ({"beta": 0.1, "beta/price": 0.1, "length/mean": 5.0}, None), ({"beta": 0.1}, 0.3)],
+)
+def test_where_a_step_does_not_tell_the_default_is_kept(metrics: dict[str, float], spread: float | None) -> None:
+    assert landing_beta(0.05, metrics, spread) is None
+
+
+def test_a_controller_lands_there_once() -> None:
+    control = KLControl(KLConfig(beta=0.01, target_kl=0.05))
+    metrics = {"beta": 0.01, "beta/price": 0.01, "length/mean": 4.0}
+    for kl in (0.01, 0.03, 0.06, 0.1):
+        control.update(kl, metrics, 0.2)
+    assert control.beta(0, 1) == pytest.approx(0.2 / math.sqrt(2 * 4 * 0.05), rel=0.2)
