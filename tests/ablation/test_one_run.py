@@ -142,7 +142,7 @@ def test_any_error_is_an_outcome_that_says_what_it_was(run, tmp_path, monkeypatc
 
 def test_a_run_stopped_by_an_alarm_has_failed(plan_with, tmp_path) -> None:
     """Not an interrupt: the same would happen again."""
-    changes = {"stop_on": ("dr-grpo-with-kl",), "loss_type": "dr_grpo", "reward": ""}
+    changes = {"stop_on": ("dr-grpo-with-kl",), "loss_type": "dr_grpo", "advantage_baseline": "mean", "reward": ""}
     (run,) = runs(plan_with(sweep={"beta": [0.05]}, seeds=(0,), **changes))
     outcome = perform(run, tmp_path, Told())
     assert outcome.state == "failed" and "by the alarm dr-grpo-with-kl" in outcome.error

@@ -86,6 +86,11 @@ def centred(rewards: Tensor) -> Tensor:
     return (groups - groups.mean(-1, keepdim=True)).flatten()[:, None]
 
 
+def against_the_others(rewards: Tensor) -> Tensor:
+    groups = rewards.view(-1, GROUP)
+    return (groups - (groups.sum(-1, keepdim=True) - groups) / (GROUP - 1)).flatten()[:, None]
+
+
 def standardised(rewards: Tensor) -> Tensor:
     groups = rewards.view(-1, GROUP)
     return centred(rewards) / (groups.std(-1, keepdim=True) + STD_EPS).repeat_interleave(GROUP, 0)
@@ -111,7 +116,21 @@ def fixed_length(s: Sampled, x: Tensor) -> Tensor:
 def recommended(s: Sampled) -> Tensor:
     """klamp's own: the value is k3, the gradient delta times the score."""
     straight = s.k3.detach() + s.delta.detach() * (s.policy - s.policy.detach())
-    return -mean_of_means(s, clipped(s, standardised(s.rewards)) - 0.01 * straight)
+    return -fixed_length(s, clipped(s, against_the_others(s.rewards)) - 0.01 * straight)
+
+
+def exact_objective(s: Sampled) -> Tensor:
+    """klamp's own: reward less beta log(policy / ref) of the whole completion, against the mean of the others."""
+    spent = torch.where(s.mask, s.old - s.ref, 0.0).sum(-1)
+    return -fixed_length(s, clipped(s, against_the_others(s.rewards - 0.01 * spent)))
+
+
+def exact_objective_loss(s: Sampled) -> Tensor:
+    """klamp's own: the value is k3; the coefficient of a token is its log-ratio and the k3 of all tokens behind it."""
+    k3 = torch.where(s.mask, s.k3, 0.0)
+    behind = torch.stack([k3[:, t + 1 :].sum(-1) for t in range(TOKENS)], dim=-1)
+    straight = s.k3.detach() + (s.delta + behind).detach() * (s.policy - s.policy.detach())
+    return -fixed_length(s, clipped(s, against_the_others(s.rewards)) - 0.01 * straight)
 
 
 def grpo(s: Sampled) -> Tensor:
@@ -167,6 +186,8 @@ def k3_as_loss(s: Sampled) -> Tensor:
 
 PAPERS: dict[str, Callable[[Sampled], Tensor]] = {
     "recommended": recommended,
+    "exact-objective": exact_objective,
+    "exact-objective-loss": exact_objective_loss,
     "grpo": grpo,
     "dr_grpo": dr_grpo,
     "dapo": dapo,

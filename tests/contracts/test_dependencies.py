@@ -36,6 +36,7 @@ EXTRAS_OF = {
     "records/wandb.py": ("wandb",),
     "tasks": ("train",),
     "tinker/testing": ("tinker", "train"),
+    "trl.py": ("trl",),
     "training": ("train",),
 }
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from klamp.training.config import TrainConfig
 from klamp.training.context import Context
 from klamp.training.rollouts import Rollout
 
@@ -79,6 +80,10 @@ def later(x: Tensor) -> Tensor:
     return torch.stack([x[t + 1 :].sum() for t in range(len(x))])
 
 
+def _leaves_out(config: TrainConfig) -> bool:
+    return config.loss.advantage_baseline == "leave_one_out"
+
+
 def advantages_of(context: Context, rows: list[Row], beta: float) -> list[float]:
     """Group by group, by hand."""
     config, size = context.config, context.config.rollout.num_generations
@@ -93,7 +98,8 @@ def advantages_of(context: Context, rows: list[Row], beta: float) -> list[float]
         mean = sum(group) / size
         spread = (sum((r - mean) ** 2 for r in group) / (size - 1)) ** 0.5
         scale = spread + 1e-4 if config.loss.scale == "std" else 1.0
-        found += [(r - mean) / scale if spread else 0.0 for r in group]
+        baselines = [(sum(group) - r) / (size - 1) if _leaves_out(config) else mean for r in group]
+        found += [(r - b) / scale if spread else 0.0 for r, b in zip(group, baselines, strict=True)]
     return found
 
 

@@ -120,6 +120,10 @@ def test_an_adapter_that_is_not_zero_at_the_start(llama: str, tmp_path: Path) ->
     assert finding.first_step == 1 and len(finding.evidence.tokens) == 5
 
 
+SCALED = {"loss_type": "grpo", "advantage_baseline": "mean"}
+"""Advantages of the size 1, with which a few steps of a tiny model go far enough."""
+
+
 @pytest.fixture
 def stale_sampler(monkeypatch: pytest.MonkeyPatch) -> Callable[[Trainer, Told], None]:
     """Completions come from the weights that the run began with: they are never synced."""
@@ -135,7 +139,7 @@ def stale_sampler(monkeypatch: pytest.MonkeyPatch) -> Callable[[Trainer, Told], 
 
 
 def test_an_adapter_that_is_not_synced(llama: str, tmp_path: Path, stale_sampler: Any) -> None:
-    diagnosis = trained(tmp_path, plant=stale_sampler, model=llama, lora_r=4, max_steps=22)
+    diagnosis = trained(tmp_path, plant=stale_sampler, model=llama, lora_r=4, max_steps=22, **SCALED)
     mismatch, negative = found(diagnosis, "sampler-mismatch"), found(diagnosis, "negative-k1")
     assert mismatch.first_step <= 4 and mismatch.evidence.tokens
     assert negative.first_step >= 20
@@ -143,7 +147,7 @@ def test_an_adapter_that_is_not_synced(llama: str, tmp_path: Path, stale_sampler
 
 
 def test_weights_that_are_not_synced_at_a_high_rate_explode(llama: str, tmp_path: Path, stale_sampler: Any) -> None:
-    changes = {"beta": 0.0, "kl_monitor": True, "max_grad_norm": 0.0, "learning_rate": 3e-2, "max_steps": 14}
+    changes = {"beta": 0.0, "kl_monitor": True, "max_grad_norm": 0.0, "learning_rate": 3e-2, "max_steps": 14, **SCALED}
     assert "kl/k3" in found(trained(tmp_path, plant=stale_sampler, model=llama, **changes), "huge-values").evidence.text
 
 
@@ -182,7 +186,7 @@ def test_completions_that_are_cut(tmp_path: Path) -> None:
     ("reward", "changes", "seen"),
     [
         (lambda completion, **_: 100 * rewards.digits(completion), {"scale_rewards": "none"}, "an advantage of"),
-        (lambda completion, **_: 1 + 1e-5 * len(completion), {}, "differ by"),
+        (lambda completion, **_: 1 + 1e-5 * len(completion), {"scale_rewards": "std"}, "differ by"),
     ],
 )
 def test_advantages_out_of_scale(
@@ -195,7 +199,14 @@ def test_advantages_out_of_scale(
 
 @pytest.mark.usefixtures("default_base_model")
 def test_a_target_below_what_the_reward_needs(tmp_path: Path) -> None:
-    changes = {"beta": 0.1, "target_kl": 1e-3, "kl_controller": "step", "learning_rate": 3e-4, "max_steps": 28}
+    changes = {
+        "beta": 0.1,
+        "target_kl": 1e-3,
+        "kl_controller": "step",
+        "learning_rate": 3e-4,
+        "max_steps": 28,
+        **SCALED,
+    }
     finding = found(trained(tmp_path, **{**ARITHMETIC, **changes}), "beta-runaway")
     assert finding.first_step > 15 and "beta went from 0.1 to" in finding.evidence.text
 
@@ -216,7 +227,7 @@ def test_a_mask_that_loses_the_end_token(llama: str, tmp_path: Path, monkeypatch
 
 
 def test_a_kl_under_dr_grpo_with_a_rule(llama: str, tmp_path: Path) -> None:
-    diagnosis = trained(tmp_path, model=llama, reward="", loss_type="dr_grpo", beta=0.04, max_steps=2)
+    diagnosis = trained(tmp_path, model=llama, reward="", advantage_baseline="mean", beta=0.04, max_steps=2)
     assert "dr_grpo, beta 0.04" in found(diagnosis, "dr-grpo-with-kl").evidence.text
 
 

@@ -20,7 +20,7 @@ K1 = {"kl_estimator": "k1"}
 CLIP = {"kl_clip_threshold": 0.2, "kl_reference_length": 6}
 """A budget of 1.2 nats, which some of the completions exceed, two of the three groups, and the batch."""
 VARIANTS = {
-    "grpo": {},
+    "grpo": {"loss_type": "grpo", "advantage_baseline": "mean"},
     "bnpo": {"loss_type": "bnpo"},
     "dr_grpo": {"loss_type": "dr_grpo"},
     "dapo": {"loss_type": "dapo", "epsilon_high": 0.28},

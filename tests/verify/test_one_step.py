@@ -305,6 +305,6 @@ def test_a_truncated_sampler_is_off_policy() -> None:
 def test_refusals() -> None:
     kl = KLConfig(kl_estimator="k1", kl_placement="reward", kl_horizon="sequence")
     with pytest.raises(ConfigError, match="group's std"):
-        examine_config(kl, LossConfig(), scene=scene(0, length=2))
+        examine_config(kl, LossConfig(scale_rewards="std"), scene=scene(0, length=2))
     with pytest.raises(ConfigError, match="too many groups"):
         scene(0, length=3, vocab=4, group_size=4)

@@ -128,8 +128,9 @@ def _rows(rows: Iterable[tuple[str, str]]) -> list[str]:
     for left, text in rows:
         beside = textwrap.wrap(text, _width() - COLUMN, break_on_hyphens=False)
         if len(left) + 4 > COLUMN:
+            apart = re.sub(r",(?=\S)", ", ", left)  # choices are one long word else, and would be cut anywhere
             lines += textwrap.wrap(
-                left, _width(), initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False
+                apart, _width(), initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False
             )
         else:
             lines.append(f"  {left}".ljust(COLUMN) + beside.pop(0))

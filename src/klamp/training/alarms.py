@@ -106,10 +106,11 @@ def settings_of(config: TrainConfig, *, rl_skill: str | None = None) -> Settings
         config: of the run.
         rl_skill: the skill that is trained.
     """
-    kl = config.kl
+    kl, others = config.kl, config.loss.advantage_baseline == "leave_one_out"
     return Settings(
         beta=kl.beta,
-        loss_type=config.loss.loss_type,
+        # The recipe has the group's mean as its baseline; klamp's default shares its average over tokens alone.
+        loss_type=", ".join((config.loss.loss_type, *(["leave_one_out"] if others else []))),
         verifier=_verifier(config),
         scale_rewards=config.loss.scale,
         other_reference=config.model.ref_model is not None,
