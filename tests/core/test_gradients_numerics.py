@@ -249,3 +249,23 @@ def test_the_token_reverse_gradient_is_the_log_ratio_itself(batch):
     mask = torch.tensor(batch[2])
     _, slope = value_and_slope(policy, ref, mask)
     assert torch.equal(slope, torch.where(mask, policy - ref, 0.0))
+
+
+# --- what the reference forbids -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("horizon", ["token", "sequence"])
+def test_a_token_that_the_reference_forbids_costs_infinitely_much_however_small_its_weight(value, horizon):
+    """The weight exp(-199) is 0 in float32, and 0 times infinity is no number; the product is infinite all the same."""
+    policy, ref, behavior = (
+        torch.tensor([[-200.0, -1.0]]),
+        torch.tensor([[-math.inf, -1.5]]),
+        torch.tensor([[-1.0, -1.0]]),
+    )
+    mask = torch.tensor([[True, True]])
+    found, slope = value_and_slope(policy, ref, mask, behavior, value=value, horizon=horizon)
+    assert found[0, 0] == math.inf and slope[0, 0] == math.inf
+    assert found[0, 1].isfinite() and slope[0, 1].isfinite()
+    found, slope = value_and_slope(policy, ref, torch.tensor([[False, True]]), behavior, value=value, horizon=horizon)
+    assert found[0, 0] == 0 and found.isfinite().all() and slope.isfinite().all()

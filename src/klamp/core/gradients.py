@@ -89,19 +89,24 @@ def log_weights(
     return log_w if max_weight is None else log_w.clamp(max=math.log(max_weight))
 
 
+def _weigh(log_w: Tensor, x: Tensor) -> Tensor:
+    """w x; infinite where x is, also where w = exp(log_w) is too small for its type and reads 0: 0 * inf is NaN."""
+    return torch.where(x.isinf(), x, log_w.exp() * x)
+
+
 def _weighted_k3(log_w: Tensor, delta: Tensor) -> Tensor:
     """w (exp(-delta) - 1 + delta) without overflow in the factors."""
     near = delta > _FAR
-    w = log_w.exp()
     safe = torch.where(near, delta, torch.zeros_like(delta))
-    return torch.where(near, w * (torch.expm1(-safe) + safe), (log_w - delta).exp() + w * (delta - 1))
+    far = (log_w - delta).exp() + log_w.exp() * (delta - 1)
+    return torch.where(near, _weigh(log_w, torch.expm1(-safe) + safe), far)
 
 
 def weighted_value(value: Estimator, log_w: Tensor, delta: Tensor) -> Tensor:
     """The off-policy weight times the estimator, in nats, without overflow in the factors: w value(delta)."""
     if value == "k3":
         return _weighted_k3(log_w, delta)
-    return log_w.exp() * ESTIMATORS[value].value(delta)
+    return _weigh(log_w, ESTIMATORS[value].value(delta))
 
 
 def _weighted_one_minus_u(log_w: Tensor, delta: Tensor) -> Tensor:
@@ -113,7 +118,7 @@ def _weighted_one_minus_u(log_w: Tensor, delta: Tensor) -> Tensor:
 
 
 def _token_reverse(value: Estimator, log_w: Tensor, delta: Tensor) -> Tensor:
-    return log_w.exp() * delta
+    return _weigh(log_w, delta)
 
 
 def _token_forward(value: Estimator, log_w: Tensor, delta: Tensor) -> Tensor:
@@ -123,7 +128,7 @@ def _token_forward(value: Estimator, log_w: Tensor, delta: Tensor) -> Tensor:
 def _token_own(value: Estimator, log_w: Tensor, delta: Tensor) -> Tensor:
     if value == "k3":
         return _weighted_one_minus_u(log_w, delta)
-    return log_w.exp() * ESTIMATORS[value].derivative(delta)
+    return _weigh(log_w, ESTIMATORS[value].derivative(delta))
 
 
 def _no_gradient(value: Estimator, log_w: Tensor, delta: Tensor) -> Tensor:
@@ -133,7 +138,7 @@ def _no_gradient(value: Estimator, log_w: Tensor, delta: Tensor) -> Tensor:
 def _sequence_reverse(value: Estimator, log_w: Tensor, delta: Tensor) -> Tensor:
     # The KL of later tokens needs an unbiased value: k3 where it is asked for (less noise), k1 otherwise.
     unbiased: Estimator = "k3" if value == "k3" else "k1"
-    return log_w.exp() * delta + future_sum(weighted_value(unbiased, log_w, delta))
+    return _weigh(log_w, delta) + future_sum(weighted_value(unbiased, log_w, delta))
 
 
 def _sequence_forward(value: Estimator, log_w: Tensor, delta: Tensor) -> Tensor:
