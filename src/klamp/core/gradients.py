@@ -160,6 +160,19 @@ In the rows of the horizon `token`, and in `weighted_value`, there is nothing th
 """
 
 
+def saturation(dtype: torch.dtype) -> float:
+    """The largest value of one token that a loss takes in, in nats: the largest number of the type over 1e8.
+
+    So sums of many tokens stay finite. k3 reaches it where the policy is 70 nats below the reference (float32).
+    """
+    return torch.finfo(dtype).max * 1e-8
+
+
+def saturated(value: Tensor, delta: Tensor) -> Tensor:
+    """The values, none above `saturation`; where the log-ratio itself is infinite or NaN they stay as they are."""
+    return torch.where(delta.isfinite(), value.clamp(max=saturation(value.dtype)), value)
+
+
 def check_gradient_choice(value: str, gradient: str, horizon: str) -> None:
     """Refuse unknown names of estimators, gradients and horizons, and combinations without a meaning.
 
@@ -193,7 +206,8 @@ def penalty_from_weights(
     """The penalty of `kl_penalty` for a log-ratio and log-weight that were computed (and detached) before.
 
     `kl_mask` marks the tokens that carry the KL, and `delta` is 0 elsewhere. The value of the others is 0; with
-    horizon `sequence` they keep a gradient, for what they do to the KL of later tokens.
+    horizon `sequence` they keep a gradient, for what they do to the KL of later tokens. In a sequence whose gradient is
+    finite, values end at `saturation`, so that a loss is finite wherever its gradient is.
 
     Raises:
         ConfigError: gradient `forward` with horizon `sequence` and tokens without a KL.
@@ -207,10 +221,12 @@ def penalty_from_weights(
             fix="use horizon='token', gradient='reverse', or no exclusions",
         )
     carried = mask if kl_mask is None else kl_mask
-    coefficient = COEFFICIENTS[horizon, gradient](value, log_w, delta)
     felt = mask if horizon == "sequence" else carried
+    coefficient = masked(COEFFICIENTS[horizon, gradient](value, log_w, delta), felt)
     weighted = masked(weighted_value(value, log_w, delta), carried)
-    return with_gradient(weighted, masked(coefficient, felt), masked(policy_logprobs, mask))
+    finite = coefficient.isfinite().all(-1, keepdim=True)
+    weighted = torch.where(finite, saturated(weighted, delta), weighted)
+    return with_gradient(weighted, coefficient, masked(policy_logprobs, mask))
 
 
 def kl_penalty(
@@ -231,7 +247,8 @@ def kl_penalty(
 
     Sampler: the policy; with `behavior_logprobs` whoever those belong to, through the token ratio (horizon `token`)
     or the ratio of the whole prefix (horizon `sequence`).
-    Value: the named estimator (times the off-policy weight), 0 where masked.
+    Value: the named estimator (times the off-policy weight), 0 where masked. In a sequence whose gradient is finite it
+    ends at 3e30 (float32; k3 passes that at 70 nats), so that the loss is finite too.
     Gradient: summed over tokens and averaged over samples, `reverse` is the gradient of KL(policy || ref), `forward`
     that of KL(ref || policy), `own` that of the estimator taken as a loss (k1: zero; k2: reverse; k3: forward),
     `none` zero. Horizon `token` holds the sampled prefixes fixed, `sequence` adds what each token does to the KL of
@@ -341,6 +358,17 @@ def truncated_share(
 ) -> Tensor:
     """The share of unmasked tokens whose off-policy weight exceeds `max_weight`, in [0, 1]."""
     over = log_weights(policy_logprobs, behavior_logprobs, mask, horizon=horizon) > math.log(max_weight)
+    return (over & mask).sum() / mask.sum().clamp(min=1)
+
+
+def saturated_share(delta: TokenValues, mask: Mask) -> Tensor:
+    """The share of unmasked tokens whose k3 is past what a loss takes in (see `saturation`), in [0, 1].
+
+    Args:
+        delta: log-ratios, 0 where masked.
+        mask: True = a token that counts.
+    """
+    over = ESTIMATORS["k3"].value(delta) > saturation(delta.dtype)
     return (over & mask).sum() / mask.sum().clamp(min=1)
 
 
