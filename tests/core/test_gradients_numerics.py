@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from klamp.core.estimators import kl_estimate
-from klamp.core.gradients import kl_penalty
+from klamp.core.gradients import kl_penalty, masked_log_ratio, saturated_share, saturation
 
 VALUES = ("k1", "k2", "k3", "abs")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -249,3 +249,54 @@ def test_the_token_reverse_gradient_is_the_log_ratio_itself(batch):
     mask = torch.tensor(batch[2])
     _, slope = value_and_slope(policy, ref, mask)
     assert torch.equal(slope, torch.where(mask, policy - ref, 0.0))
+
+
+# --- what the reference forbids -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("horizon", ["token", "sequence"])
+def test_a_token_that_the_reference_forbids_costs_infinitely_much_however_small_its_weight(value, horizon):
+    """The weight exp(-199) is 0 in float32, and 0 times infinity is no number; the product is infinite all the same."""
+    policy, ref, behavior = (
+        torch.tensor([[-200.0, -1.0]]),
+        torch.tensor([[-math.inf, -1.5]]),
+        torch.tensor([[-1.0, -1.0]]),
+    )
+    mask = torch.tensor([[True, True]])
+    found, slope = value_and_slope(policy, ref, mask, behavior, value=value, horizon=horizon)
+    assert found[0, 0] == math.inf and slope[0, 0] == math.inf
+    assert found[0, 1].isfinite() and slope[0, 1].isfinite()
+    found, slope = value_and_slope(policy, ref, torch.tensor([[False, True]]), behavior, value=value, horizon=horizon)
+    assert found[0, 0] == 0 and found.isfinite().all() and slope.isfinite().all()
+
+
+# --- past the largest number ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "nats"), [(torch.float32, 200.0), (torch.float64, 900.0)])
+@pytest.mark.parametrize("gradient", ["reverse", "none"])
+def test_the_value_is_finite_wherever_the_gradient_is(dtype, nats, gradient):
+    """k3 of a token 89 nats (float64: 710) below the reference is larger than the largest number."""
+    policy, ref = torch.full((4, 500), -nats - 1, dtype=dtype), torch.full((4, 500), -1.0, dtype=dtype)
+    mask = torch.ones(4, 500, dtype=torch.bool)
+    assert kl_estimate(policy, ref).isinf().all(), "the estimator itself is left as it is"
+    found, slope = value_and_slope(policy, ref, mask, gradient=gradient)
+    assert slope.isfinite().all() and found.sum().isfinite()
+    assert (found == saturation(dtype)).all()
+    assert saturated_share(masked_log_ratio(policy, ref, mask), mask) == 1
+
+
+def test_the_value_is_infinite_where_the_gradient_or_the_log_ratio_is():
+    mask = torch.tensor([[True, True]])
+    far, forbidden = torch.tensor([[-0.5, -1.0]]), torch.tensor([[-1.0, -math.inf]])
+    found, slope = value_and_slope(torch.tensor([[-1.0, -200.0]]), far, mask, gradient="forward")
+    assert slope[0, 1].isinf() and found[0, 1] == math.inf
+    found, slope = value_and_slope(torch.tensor([[-1.0, -2.0]]), forbidden, mask, gradient="none")
+    assert found[0, 1] == math.inf and slope.isfinite().all()
+
+
+def test_values_below_the_bound_are_what_they_were():
+    policy, ref = torch.tensor([[-61.0, -1.0]]), torch.tensor([[-1.0, -61.0]])
+    found, _ = value_and_slope(policy, ref, torch.tensor([[True, True]]))
+    assert torch.equal(found, kl_estimate(policy, ref))

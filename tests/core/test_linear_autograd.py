@@ -149,3 +149,16 @@ def test_entries_that_the_bias_forbids_have_no_part(any_tiles):
     truth = naive_logprobs(hidden, weight[:5], targets, bias=shut[:5])
     assert close(logprobs, truth) and entropy.isfinite().all()
     assert close(*(torch.autograd.grad(x.sum(), weight, retain_graph=True)[0] for x in (logprobs, truth)))
+
+
+@pytest.mark.parametrize("size", [30.0, 3000.0])
+def test_a_vocabulary_of_one_entry_has_no_gradient_however_large_its_logit(size):
+    """The backward pass computes the products of some rows again, rounded otherwise: their p must not show it."""
+    hidden, weight, _, _ = head(n=64, h=32, v=1, dtype=torch.float32, scale=size)
+    found = linear_logprobs(hidden, weight, torch.zeros(64, dtype=torch.long))
+    assert (found == 0).all()
+    incoming = torch.ones(64)
+    incoming[::3] = 0
+    found.backward(incoming)
+    assert (hidden.grad == 0).all()
+    assert (weight.grad == 0).all()

@@ -380,3 +380,17 @@ def test_an_empty_mask_is_refused():
     batch = random_batch(16)
     with pytest.raises(KlampError, match="mask"):
         grpo_loss(replace(batch, mask=torch.zeros_like(batch.mask)), Objective())
+
+
+@pytest.mark.parametrize("clip", ["none", "hard", "soft"])
+def test_a_token_too_far_away_for_k3_leaves_the_loss_finite_and_is_counted(clip):
+    batch = random_batch(dtype=torch.float32)
+    policy = batch.policy_logprobs.detach().clone()
+    policy[0, 0] = -150.0
+    batch = replace(batch, policy_logprobs=policy.requires_grad_(True), old_logprobs=None)
+    objective = Objective(beta=0.1, kl=KLTerm(clip_method=clip, clip_unit="sequence"))
+    output = grpo_loss(batch, objective)
+    (slope,) = torch.autograd.grad(output.loss, batch.policy_logprobs)
+    assert slope.isfinite().all() and output.loss.isfinite()
+    assert output.metrics["kl/k3_saturated"] == 1 / batch.mask.sum()
+    assert output.metrics["kl/k3"].isinf(), "what is measured is not bounded: a trainer stops at it"

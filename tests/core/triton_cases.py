@@ -204,7 +204,7 @@ def compile_for(architecture: int, dtype: str, size: int) -> dict:
 
     rows, columns, width, warps, stages = kernels.BLOCKS[size]
     given = dict.fromkeys(("hidden", "weight", "bias", "out"), f"*{dtype}") | {"targets": "*i64"}
-    given |= dict.fromkeys(("normalisers", "entropies", "picked", "grad", "normaliser"), "*fp32")
+    given |= dict.fromkeys(("normalisers", "entropies", "picked", "grad", "normaliser", "rest"), "*fp32")
     given |= dict.fromkeys(("temperature", "softcap"), "fp32")
     found = {}
     for kernel in (kernels._score_kernel, kernels._gradient_kernel):

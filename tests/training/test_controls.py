@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import pairwise
 
 import pytest
 import torch
+from safetensors.torch import save_model
 from tests.training.conftest import disturb, steps_of, tiny_llama
 
+from klamp.training import checkpoint
 from klamp.training.observers import Observer
 from klamp.training.references import MovingReference
 from klamp.training.trainer import train_run
@@ -68,6 +71,39 @@ def test_an_averaging_reference_moves_by_its_share():
     moving.after_step(policy, 1)
     for old, new, target in zip(before, reference.parameters(), policy.parameters(), strict=True):
         assert torch.allclose(new, 0.75 * old + 0.25 * target, atol=1e-6)
+
+
+def distance(reference: torch.nn.Module, policy: torch.nn.Module) -> float:
+    """The norm of the difference of all weights."""
+    pairs = zip(reference.parameters(), policy.parameters(), strict=True)
+    return float(torch.cat([(a.double() - b.double()).flatten() for a, b in pairs]).norm())
+
+
+def test_an_averaging_reference_in_bfloat16_arrives_at_a_policy_that_stands_still(tmp_path):
+    """In bfloat16 alone 97 % of the distance is left: a hundredth of 2 % of a weight is below its last bit."""
+    reference = tiny_llama().bfloat16()
+    policy = copy.deepcopy(reference)
+    with torch.no_grad():
+        for p in policy.parameters():
+            p.mul_(1.02)
+    moving = MovingReference(reference, decay=0.99)
+    start = distance(moving.model, policy)
+    for step in range(1, 1001):
+        moving.after_step(policy, step)
+    assert distance(moving.model, policy) < 1e-3 * start
+    assert {p.dtype for p in moving.model.parameters()} == {torch.bfloat16}
+    save_model(moving.weights(), str(tmp_path / checkpoint.REFERENCE))
+    resumed = MovingReference(tiny_llama().bfloat16(), decay=0.99)
+    checkpoint.load_reference(tmp_path, resumed.weights())
+    for reference in (moving, resumed):
+        reference.after_step(tiny_llama(), 1001)
+    for one, other in ((moving.model, resumed.model), (moving.weights(), resumed.weights())):
+        assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_an_average_of_float32_weights_takes_no_memory_of_its_own():
+    moving = MovingReference(tiny_llama(), decay=0.99)
+    assert moving.weights() is moving.model
 
 
 def test_a_periodic_reference_becomes_the_policy_exactly_and_only_then():

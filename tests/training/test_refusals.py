@@ -18,6 +18,7 @@ def test_what_a_service_can_do_passes():
 REFUSED = {
     "model": "builtin",
     "dtype": "bfloat16",
+    "master_weights": "none",
     "lora_alpha": 16,
     "lora_target_modules": ("q_proj",),
     "gradient_checkpointing": True,

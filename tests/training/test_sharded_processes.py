@@ -127,3 +127,20 @@ def test_an_alarm_stops_both_with_the_state_saved(pair):
     for ends in pair.ends:
         assert ends["stopped"].startswith(f"TrainingStopped: training was stopped after step {step} of 10 by")
     assert [folder.name for folder in (pair.folder / "stopped" / "checkpoints").iterdir()] == [f"step-{step:06d}"]
+
+
+def test_float32_copies_are_split_saved_whole_and_resumed_bit_for_bit(llama, tmp_path):
+    def job(name: str, **changes):
+        return {"model": llama, **COMMON, "dtype": "bfloat16", **changes, "output_dir": str(tmp_path / name)}
+
+    broken = job("parts", reward="tests.training.rewards:breaks") | {"break_at": {1: 6 + 16 + 6 + 3}}
+    jobs = [job("whole"), broken, job("parts", resume=True)]
+    ports, told = children.free_ports(len(jobs)), [str(tmp_path / f"told-{rank}") for rank in range(2)]
+    group = [children.start(sharded.one_of_several, rank, 2, ports, jobs, told[rank]) for rank in (0, 1)]
+    assert children.end(group) == [0, 0]
+    whole, parts = (
+        torch.load(checkpoint.newest(tmp_path / name) / "optimizer.pt", weights_only=True)["masters"]
+        for name in ("whole", "parts")
+    )
+    assert {(type(x), x.dtype) for x in whole} == {(torch.Tensor, torch.float32)}
+    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))

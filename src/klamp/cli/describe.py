@@ -36,6 +36,8 @@ def describe_model(config: TrainConfig) -> str:
         state = "cached" if cached else "not cached yet: taught first, a few minutes"
         name = f"builtin: a small Llama for arithmetic ({state})"
     moves = f"a LoRA adapter of rank {model.lora_r} is trained" if model.lora_r else "all weights are trained"
+    copies = {"float32": "on float32 copies", "none": "without float32 copies"}[model.master_weights]
+    moves += f" {copies}" if model.dtype == "bfloat16" and not model.lora_r else ""
     return f"{name}; {model.dtype}, {moves}"
 
 

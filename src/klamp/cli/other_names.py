@@ -37,7 +37,7 @@ TOKENS = "max_completion_length is the longest completion in tokens, without its
 RATIO = "epsilon bounds the probability ratio to 1 - epsilon and 1 + epsilon; epsilon_high sets the upper bound apart"
 VALUE = "kl_estimator names the value (verl's kl is k1, mse is k2, low_var_kl is k3), kl_gradient the gradient"
 EVERY = "it counts steps; 0 switches it off"
-PRECISION = "dtype is the type of the weights, float32, bfloat16 or float16; there is no switch for each"
+PRECISION = "dtype is the type of the weights, float32, bfloat16 or float16; master_weights is what they are trained on"
 
 _ROWS: Mapping[str, Mapping[str, str]] = {
     "learning_rate": {"lr": SAME, "actor_lr": SAME, "peak_lr": SAME},

@@ -11,8 +11,8 @@ cap and temperature (1 without). The vocabulary is cut into tiles T_1 ... T_c; Z
 The last line is formed in the forward pass where only the hidden states learn (`pull`). The Z in its p_v is not known
 before the last tile, so the sum is kept as sum exp(z_v - peak) s_v w_v, `peak` being the largest logit so far: where a
 tile raises the peak, the sum so far is multiplied by exp(old peak - new peak); after the last tile all of it is
-multiplied by exp(peak - log Z). The target's own term stays apart as 1 - p_t = -expm1(log p_t), exact where p_t is
-nearly 1.
+multiplied by exp(peak - log Z). The target's own term stays apart, in the backward pass too, as
+1 - p_t = -expm1(log p_t), exact where p_t is nearly 1.
 """
 
 from __future__ import annotations
@@ -60,6 +60,11 @@ def _together(normalisers: Tensor, entropies: Tensor | None, picked: Tensor) -> 
     return _Scores((picked - normaliser).clamp_(max=0), normaliser, entropies, None)
 
 
+def _rest(found: _Scores) -> Tensor:
+    """1 - p of each target: exact where p is nearly 1, and 0 in a vocabulary of one entry, however large its logit."""
+    return -torch.expm1(found.logprobs)
+
+
 def _score(products: Products, targets: Tensor, *, entropy: bool, pull: bool) -> _Scores:
     """One walk over the vocabulary: the log-probabilities, and on request the entropy and the gradient of hidden."""
     hidden, head = products.hidden, products.head
@@ -96,18 +101,18 @@ def _score(products: Products, targets: Tensor, *, entropy: bool, pull: bool) ->
     found = _together(normalisers, entropies, picked)
     if others is None:
         return found
-    own = (-torch.expm1(found.logprobs) * steep)[:, None] * head.weight[targets]
+    own = (_rest(found) * steep)[:, None] * head.weight[targets]
     return found._replace(pull=own - others * (peak - found.normaliser).exp()[:, None])
 
 
-def _tile_gradient(products: Products, targets: Tensor, grad: Tensor, normaliser: Tensor) -> TileGradient:
+def _tile_gradient(products: Products, targets: Tensor, grad: Tensor, normaliser: Tensor, rest: Tensor) -> TileGradient:
     """d loss / d product, tile by tile: grad (1 at the target - p), times the slope of cap and temperature."""
 
     def of_tile(rows: slice, entries: slice) -> Tensor:
         z, slope = products.head.logits(products.recall(rows, entries))
         column, inside = find_columns(targets[rows], entries)
         d = z.sub_(normaliser[rows]).exp_().mul_(-grad[rows])
-        d = d.scatter_add_(1, column, torch.where(inside, grad[rows], 0))
+        d = d.scatter_(1, column, torch.where(inside, grad[rows] * rest[rows], d.gather(1, column)))
         return d if slope is None else d.mul_(slope)
 
     return of_tile
@@ -141,8 +146,10 @@ class LinearLogprobs(torch.autograd.Function):
             pull = learns and ctx.needs_input_grad[:3] == (True, False, False)
             ctx.kept = keep(owner, hidden, weight) if learns and ctx.needs_input_grad[1] else None
             found = _score(Products(head, hidden, ctx.kept), targets, entropy=entropy, pull=pull)
-        saved = (found.pull,) if found.pull is not None else (hidden, weight, bias, targets, found.normaliser)
-        ctx.save_for_backward(*saved)
+        if found.pull is not None:
+            ctx.save_for_backward(found.pull)
+        else:
+            ctx.save_for_backward(hidden, weight, bias, targets, found.normaliser, _rest(found))
         if found.entropy is not None:
             ctx.mark_non_differentiable(found.entropy)
         return found.logprobs, found.entropy
@@ -154,16 +161,16 @@ class LinearLogprobs(torch.autograd.Function):
         if len(saved) == 1:
             pulled = torch.where(grad[:, None] == 0, 0, grad[:, None] * saved[0])
             return (pulled.to(ctx.hidden_dtype), *[None] * 7)
-        hidden, weight, bias, targets, normaliser = saved
+        hidden, weight, bias, targets, normaliser, rest = saved
         kept, ctx.kept = ctx.kept, None  # written over here: a second walk computes the products again
         head = Head(weight, bias, *ctx.scale)
         products = Products(head, hidden, kept)
 
         def make(index: Tensor | slice, some: Tensor) -> TileGradient:
-            g, t, norm = grad[index], targets[index], normaliser[index]
+            g, t, norm, left = grad[index], targets[index], normaliser[index], rest[index]
             if ctx.kernels is not None:
-                return ctx.kernels.tile_gradient(some, head, t, g, norm)
-            return _tile_gradient(products.of(index, some), t, g[:, None], norm[:, None])
+                return ctx.kernels.tile_gradient(some, head, t, g, norm, left)
+            return _tile_gradient(products.of(index, some), t, g[:, None], norm[:, None], left[:, None])
 
         with torch.autocast(hidden.device.type, enabled=False):
             place = None if kept is None else kept.place

@@ -95,7 +95,7 @@ def _score_kernel(
 
 @triton.jit
 def _gradient_kernel(
-    hidden, weight, bias, targets, grad, normaliser, out,
+    hidden, weight, bias, targets, grad, normaliser, rest, out,
     n_rows, begin, end, width, temperature, softcap,
     HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, WIDEN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
@@ -111,8 +111,8 @@ def _gradient_kernel(
         hidden, weight, bias, rows, columns, n_rows, end, width, temperature, softcap,
         HAS_BIAS, HAS_CAP, WIDEN, WIDTH,
     )  # fmt: skip
-    d = -g * tl.exp(z - norm)
-    d = tl.where(columns[None, :] == target[:, None], d + g, d) * slope
+    left = tl.load(rest + rows, mask=live, other=0.0)[:, None]
+    d = tl.where(columns[None, :] == target[:, None], g * left, -g * tl.exp(z - norm)) * slope
     place = out + rows[:, None] * (end - begin) + (columns - begin)[None, :]
     tl.store(place, d, mask=live[:, None] & (columns[None, :] < end))
 
@@ -159,16 +159,22 @@ def score(hidden: Tensor, head: Head, targets: Tensor, *, entropy: bool) -> tupl
     return normalisers, entropies, picked
 
 
-def tile_gradient(hidden: Tensor, head: Head, targets: Tensor, grad: Tensor, normaliser: Tensor) -> TileGradient:
-    """The gradient of the log-probabilities with respect to the product of a tile, in the type of the hidden states."""
+def tile_gradient(
+    hidden: Tensor, head: Head, targets: Tensor, grad: Tensor, normaliser: Tensor, rest: Tensor
+) -> TileGradient:
+    """The gradient of the log-probabilities with respect to the product of a tile, in the type of the hidden states.
+
+    `rest` is 1 - p of each target.
+    """
     scale, compiled = _options(head)
-    hidden, weight, bias, targets, grad, normaliser = _packed(hidden, head.weight, head.bias, targets, grad, normaliser)
+    hidden, weight, bias, targets = _packed(hidden, head.weight, head.bias, targets)
+    grad, normaliser, rest = _packed(grad, normaliser, rest)
 
     def of_tile(rows: slice, entries: slice) -> Tensor:
         n, width = rows.stop - rows.start, entries.stop - entries.start
         out = hidden.new_empty(n, width, dtype=torch.float32 if WIDEN else hidden.dtype)
         grid = triton.cdiv(n, compiled["ROWS"]), triton.cdiv(width, compiled["COLUMNS"])
-        tensors = (hidden[rows], weight, bias, targets[rows], grad[rows], normaliser[rows], out)
+        tensors = (hidden[rows], weight, bias, targets[rows], grad[rows], normaliser[rows], rest[rows], out)
         with torch.cuda.device_of(hidden):
             _gradient_kernel[grid](*tensors, n, entries.start, entries.stop, hidden.shape[1], *scale, **compiled)
         return out

@@ -89,19 +89,24 @@ def log_weights(
     return log_w if max_weight is None else log_w.clamp(max=math.log(max_weight))
 
 
+def _weigh(log_w: Tensor, x: Tensor) -> Tensor:
+    """w x; infinite where x is, also where w = exp(log_w) is too small for its type and reads 0: 0 * inf is NaN."""
+    return torch.where(x.isinf(), x, log_w.exp() * x)
+
+
 def _weighted_k3(log_w: Tensor, delta: Tensor) -> Tensor:
     """w (exp(-delta) - 1 + delta) without overflow in the factors."""
     near = delta > _FAR
-    w = log_w.exp()
     safe = torch.where(near, delta, torch.zeros_like(delta))
-    return torch.where(near, w * (torch.expm1(-safe) + safe), (log_w - delta).exp() + w * (delta - 1))
+    far = (log_w - delta).exp() + log_w.exp() * (delta - 1)
+    return torch.where(near, _weigh(log_w, torch.expm1(-safe) + safe), far)
 
 
 def weighted_value(value: Estimator, log_w: Tensor, delta: Tensor) -> Tensor:
     """The off-policy weight times the estimator, in nats, without overflow in the factors: w value(delta)."""
     if value == "k3":
         return _weighted_k3(log_w, delta)
-    return log_w.exp() * ESTIMATORS[value].value(delta)
+    return _weigh(log_w, ESTIMATORS[value].value(delta))
 
 
 def _weighted_one_minus_u(log_w: Tensor, delta: Tensor) -> Tensor:
@@ -113,7 +118,7 @@ def _weighted_one_minus_u(log_w: Tensor, delta: Tensor) -> Tensor:
 
 
 def _token_reverse(value: Estimator, log_w: Tensor, delta: Tensor) -> Tensor:
-    return log_w.exp() * delta
+    return _weigh(log_w, delta)
 
 
 def _token_forward(value: Estimator, log_w: Tensor, delta: Tensor) -> Tensor:
@@ -123,7 +128,7 @@ def _token_forward(value: Estimator, log_w: Tensor, delta: Tensor) -> Tensor:
 def _token_own(value: Estimator, log_w: Tensor, delta: Tensor) -> Tensor:
     if value == "k3":
         return _weighted_one_minus_u(log_w, delta)
-    return log_w.exp() * ESTIMATORS[value].derivative(delta)
+    return _weigh(log_w, ESTIMATORS[value].derivative(delta))
 
 
 def _no_gradient(value: Estimator, log_w: Tensor, delta: Tensor) -> Tensor:
@@ -133,7 +138,7 @@ def _no_gradient(value: Estimator, log_w: Tensor, delta: Tensor) -> Tensor:
 def _sequence_reverse(value: Estimator, log_w: Tensor, delta: Tensor) -> Tensor:
     # The KL of later tokens needs an unbiased value: k3 where it is asked for (less noise), k1 otherwise.
     unbiased: Estimator = "k3" if value == "k3" else "k1"
-    return log_w.exp() * delta + future_sum(weighted_value(unbiased, log_w, delta))
+    return _weigh(log_w, delta) + future_sum(weighted_value(unbiased, log_w, delta))
 
 
 def _sequence_forward(value: Estimator, log_w: Tensor, delta: Tensor) -> Tensor:
@@ -153,6 +158,19 @@ COEFFICIENTS: dict[tuple[str, str], Callable[[Estimator, Tensor, Tensor], Tensor
 
 In the rows of the horizon `token`, and in `weighted_value`, there is nothing that torch.fx could not trace.
 """
+
+
+def saturation(dtype: torch.dtype) -> float:
+    """The largest value of one token that a loss takes in, in nats: the largest number of the type over 1e8.
+
+    So sums of many tokens stay finite. k3 reaches it where the policy is 70 nats below the reference (float32).
+    """
+    return torch.finfo(dtype).max * 1e-8
+
+
+def saturated(value: Tensor, delta: Tensor) -> Tensor:
+    """The values, none above `saturation`; where the log-ratio itself is infinite or NaN they stay as they are."""
+    return torch.where(delta.isfinite(), value.clamp(max=saturation(value.dtype)), value)
 
 
 def check_gradient_choice(value: str, gradient: str, horizon: str) -> None:
@@ -188,7 +206,8 @@ def penalty_from_weights(
     """The penalty of `kl_penalty` for a log-ratio and log-weight that were computed (and detached) before.
 
     `kl_mask` marks the tokens that carry the KL, and `delta` is 0 elsewhere. The value of the others is 0; with
-    horizon `sequence` they keep a gradient, for what they do to the KL of later tokens.
+    horizon `sequence` they keep a gradient, for what they do to the KL of later tokens. In a sequence whose gradient is
+    finite, values end at `saturation`, so that a loss is finite wherever its gradient is.
 
     Raises:
         ConfigError: gradient `forward` with horizon `sequence` and tokens without a KL.
@@ -202,10 +221,12 @@ def penalty_from_weights(
             fix="use horizon='token', gradient='reverse', or no exclusions",
         )
     carried = mask if kl_mask is None else kl_mask
-    coefficient = COEFFICIENTS[horizon, gradient](value, log_w, delta)
     felt = mask if horizon == "sequence" else carried
+    coefficient = masked(COEFFICIENTS[horizon, gradient](value, log_w, delta), felt)
     weighted = masked(weighted_value(value, log_w, delta), carried)
-    return with_gradient(weighted, masked(coefficient, felt), masked(policy_logprobs, mask))
+    finite = coefficient.isfinite().all(-1, keepdim=True)
+    weighted = torch.where(finite, saturated(weighted, delta), weighted)
+    return with_gradient(weighted, coefficient, masked(policy_logprobs, mask))
 
 
 def kl_penalty(
@@ -226,7 +247,8 @@ def kl_penalty(
 
     Sampler: the policy; with `behavior_logprobs` whoever those belong to, through the token ratio (horizon `token`)
     or the ratio of the whole prefix (horizon `sequence`).
-    Value: the named estimator (times the off-policy weight), 0 where masked.
+    Value: the named estimator (times the off-policy weight), 0 where masked. In a sequence whose gradient is finite it
+    ends at 3e30 (float32; k3 passes that at 70 nats), so that the loss is finite too.
     Gradient: summed over tokens and averaged over samples, `reverse` is the gradient of KL(policy || ref), `forward`
     that of KL(ref || policy), `own` that of the estimator taken as a loss (k1: zero; k2: reverse; k3: forward),
     `none` zero. Horizon `token` holds the sampled prefixes fixed, `sequence` adds what each token does to the KL of
@@ -336,6 +358,17 @@ def truncated_share(
 ) -> Tensor:
     """The share of unmasked tokens whose off-policy weight exceeds `max_weight`, in [0, 1]."""
     over = log_weights(policy_logprobs, behavior_logprobs, mask, horizon=horizon) > math.log(max_weight)
+    return (over & mask).sum() / mask.sum().clamp(min=1)
+
+
+def saturated_share(delta: TokenValues, mask: Mask) -> Tensor:
+    """The share of unmasked tokens whose k3 is past what a loss takes in (see `saturation`), in [0, 1].
+
+    Args:
+        delta: log-ratios, 0 where masked.
+        mask: True = a token that counts.
+    """
+    over = ESTIMATORS["k3"].value(delta) > saturation(delta.dtype)
     return (over & mask).sum() / mask.sum().clamp(min=1)
 
 

@@ -24,6 +24,8 @@ from klamp.core.gradients import (
     log_weights,
     masked_log_ratio,
     penalty_from_weights,
+    saturated,
+    saturated_share,
     truncated_share,
 )
 from klamp.core.masking import masked, masked_mean, masked_sum
@@ -197,7 +199,8 @@ def sequence_kl(batch: Batch, term: KLTerm) -> Float[Tensor, " batch"]:
     kl_mask = carries_kl(batch)
     if batch.exact_kl is not None:
         return masked_sum(batch.exact_kl.detach(), kl_mask, -1)
-    return masked_sum(ESTIMATORS["k3"].value(_log_ratio(batch, term, kl_mask)), kl_mask, -1)
+    delta = _log_ratio(batch, term, kl_mask)
+    return masked_sum(saturated(ESTIMATORS["k3"].value(delta), delta), kl_mask, -1)
 
 
 def gate_level(batch: Batch, term: KLTerm) -> ClipLevel:
@@ -335,6 +338,7 @@ def kl_metrics(batch: Batch, term: KLTerm) -> dict[str, Tensor]:
         metrics = {f"kl/{name}": masked_mean(ESTIMATORS[name].value(delta), kl_mask) for name in ("k1", "k3")}
         metrics["kl/k3_sequence"] = _over_sequences(masked_sum(ESTIMATORS["k3"].value(delta), kl_mask, -1), batch)
         metrics["kl/log_ratio_max"] = delta.abs().amax()
+        metrics["kl/k3_saturated"] = saturated_share(_log_ratio(batch, term, kl_mask), kl_mask)
         if term.max_log_ratio is not None:
             bound = term.max_log_ratio
             metrics["kl/log_ratio_clamped"] = clamped_share(batch.policy_logprobs, ref, kl_mask, max_log_ratio=bound)

@@ -73,6 +73,13 @@ METRICS: dict[str, MetricRow] = {
         _row(
             "kl/log_ratio_clamped", "share", "lower", "mean over tokens", "Tokens whose log-ratio hit kl_max_log_ratio."
         ),
+        _row(
+            "kl/k3_saturated",
+            "share",
+            "lower",
+            "mean over tokens",
+            "Tokens whose k3 is past 3e30 (70 nats below the reference): the loss counts it as that, kl/k3 does not.",
+        ),
         _row("kl/lr_factor", "1", "neither", "value", "What kl_lr_guard multiplied the learning rate of the step by."),
         *(
             _row(

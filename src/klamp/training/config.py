@@ -16,7 +16,7 @@ from klamp.config.kl import ALIASES, resolve_aliases
 from klamp.core.fields import check_fields
 from klamp.errors import ConfigError, KLWarning
 from klamp.tasks.config import TaskConfig
-from klamp.training.refusals import check_backend
+from klamp.training.refusals import check_backend, check_precision
 from klamp.training.sections import ModelConfig, OptimConfig, RolloutConfig, RunConfig
 
 
@@ -47,6 +47,7 @@ class TrainConfig:
                 fix="pass the folder of the run: --output_dir runs/NAME --resume",
             )
         check_backend(self.kl, self.model, self.rollout, self.run)
+        check_precision(self.model)
         if self.kl.kl_early_stop is not None and self.optim.num_iterations == 1:
             warnings.warn(
                 f"kl_early_stop={self.kl.kl_early_stop!r} has no effect: it needs num_iterations of 2 or more, since "

@@ -9,6 +9,7 @@ remote        another machine, see `klamp.training.remote`
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -104,6 +105,8 @@ class MovingReference(FrozenReference):
     """A copy of the policy that follows it: by averaging (`decay`), or by copying it every `reset_steps`.
 
     Equation: ema ref <- decay ref + (1 - decay) policy after every step; periodic ref <- policy.
+    The average is kept in float32 beside a model in 16 bits, which is its rounding: in bfloat16 a hundredth of a small
+    distance is rounded away at every step, and most of the distance would stay.
     A KL to a moving reference does not bound the distance from the start; the trainer logs that one as well.
 
     Source: EMA-PG arXiv:2602.04417 (ema)
@@ -117,9 +120,13 @@ class MovingReference(FrozenReference):
         reset_steps: int | None = None,
         traits: Traits | None = None,
     ) -> None:
+        learned = [p for p in model.parameters() if p.requires_grad] or list(model.parameters())
+        wide = decay is None or all(p.dtype in (torch.float32, torch.float64) for p in learned)
         words = f"with decay {decay:g}" if decay is not None else f"reset to it every {reset_steps} steps"
         super().__init__(model, name=f"a copy that follows the policy, {words}", traits=traits)
         self.decay, self.reset_steps = decay, reset_steps
+        self.average = self.model if wide else copy.deepcopy(self.model).float()
+        self.average.register_load_state_dict_post_hook(lambda *_: self._round())  # a checkpoint holds the average
 
     @torch.no_grad()
     def after_step(self, policy: nn.Module, step: int) -> None:
@@ -127,12 +134,20 @@ class MovingReference(FrozenReference):
         if self.decay is None and (self.reset_steps is None or step % self.reset_steps):
             return
         share = 1.0 if self.decay is None else 1.0 - self.decay
-        for mine, theirs in zip(self.model.parameters(), policy.parameters(), strict=True):
+        for mine, theirs in zip(self.average.parameters(), policy.parameters(), strict=True):
             mine.lerp_(theirs.to(mine), share)
+        self._round()
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        """Give the model the average in its own data type."""
+        if self.average is not self.model:
+            for rounded, mine in zip(self.model.parameters(), self.average.parameters(), strict=True):
+                rounded.copy_(mine)
 
     def weights(self) -> nn.Module | None:
-        """The weights of the copy, which are nowhere else."""
-        return self.model
+        """The weights of the copy, which are nowhere else: of ema the average."""
+        return self.average
 
 
 class AdapterOffReference:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 
 from klamp.config import KLConfig
-from klamp.errors import Refusal, refuse
+from klamp.errors import ConfigError, KLWarning, Refusal, refuse
 from klamp.training.sections import ModelConfig, RolloutConfig, RunConfig
 
 _Refused = partial(Refusal, what="backend='tinker' cannot do this")
@@ -21,10 +22,32 @@ def check_backend(kl: KLConfig, model: ModelConfig, rollout: RolloutConfig, run:
         refuse([*_model(kl, model), *_sampling(rollout), *_kl(kl, run)])
 
 
+def check_precision(model: ModelConfig) -> None:
+    """Refuse to train all weights of a float16 model; warn of master_weights where there are none.
+
+    Raises:
+        ConfigError: dtype `float16` without an adapter.
+    """
+    if model.dtype == "float16" and not model.lora_r:
+        raise ConfigError(
+            "dtype='float16' cannot train all weights",
+            got="dtype='float16', lora_r=0",
+            why="its range is too small for gradients and moments, and klamp scales no loss: four steps ruin a model",
+            fix="use dtype='bfloat16', which takes the same memory, or lora_r=16: an adapter is float32 in any case",
+        )
+    if model.master_weights == "none" and (model.dtype == "float32" or model.lora_r):
+        warnings.warn(
+            "master_weights='none' has no effect: float32 weights, which all LoRA adapters are, have no copies.",
+            KLWarning,
+            stacklevel=4,
+        )
+
+
 def _model(kl: KLConfig, model: ModelConfig) -> list[Refusal]:
     """The refusals of options about a model's weights, which are at the service."""
     decided = (
         ("dtype", model.dtype, "float32"),
+        ("master_weights", model.master_weights, "float32"),
         ("lora_alpha", model.lora_alpha, 32),
         ("lora_target_modules", model.lora_target_modules, ("all-linear",)),
         ("gradient_checkpointing", model.gradient_checkpointing, False),

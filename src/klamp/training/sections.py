@@ -13,6 +13,7 @@ from klamp.core.schedules import Schedule
 from klamp.diagnostics.alarms import check_names
 
 Backend: TypeAlias = Literal["local", "tinker"]
+MasterWeights: TypeAlias = Literal["float32", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,9 @@ class ModelConfig:
     tokenizer: str | None = None
     """Folder or hub id of the tokenizer; None: the model's."""
     dtype: DType = "float32"
-    """Data type of the weights."""
+    """Data type of the weights; float16 for the base of a LoRA adapter only."""
+    master_weights: MasterWeights = "float32"
+    """Train all weights of a bfloat16 model on float32 copies, or (none) in bfloat16 alone, where most never move."""
     lora_r: int = 0
     """Rank of a LoRA adapter; 0 trains all weights."""
     lora_alpha: int = 32

@@ -22,6 +22,7 @@ from klamp.training import checkpoint
 from klamp.training.config import ModelConfig, TrainConfig
 from klamp.training.context import Context
 from klamp.training.folders import run_folder
+from klamp.training.master_weights import MasterAdamW
 from klamp.training.models import (
     BUILTIN,
     end_tokens,
@@ -292,10 +293,11 @@ def _fresh_policy(config: TrainConfig, accelerator: Accelerator) -> nn.Module:
 
 
 def make_optimizer(context: Context) -> tuple[AdamW, torch.optim.lr_scheduler.LambdaLR]:
-    """AdamW on the weights that are trained, and its schedule in steps."""
+    """AdamW on the weights that are trained (or on float32 copies of them), and its schedule in steps."""
     optim = context.config.optim
     weights = [p for p in context.policy.parameters() if p.requires_grad]
-    optimizer = AdamW(
+    copies = context.config.model.master_weights == "float32" and any(p.dtype == torch.bfloat16 for p in weights)
+    optimizer = (MasterAdamW if copies else AdamW)(
         weights,
         lr=optim.learning_rate,
         betas=(optim.adam_beta1, optim.adam_beta2),

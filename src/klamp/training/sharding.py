@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.torch_version import TorchVersion
 
 from klamp.errors import ConfigError
+from klamp.training.master_weights import MASTERS
 
 OLDEST_TORCH = "2.13"
 """FSDP2 finds the tensors of a dataclass and takes weights without a gradient; older ones were not tried."""
@@ -172,6 +173,9 @@ def put_together(policy: nn.Module, optimizer: Optimizer, *, keep: bool) -> Whol
         if keep:
             found.optimizer["state"][index] = {n: x.cpu() if isinstance(x, Tensor) else x for n, x in full.items()}
     found.optimizer["param_groups"] = saved["param_groups"]
+    if MASTERS in saved:
+        copies = (whole(x) for x in saved[MASTERS])
+        found.optimizer[MASTERS] = [x.cpu() if keep else x.new_empty(0) for x in copies]
     return found if keep else Whole({}, {})
 
 
@@ -187,4 +191,7 @@ def split_like(saved: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
         return distribute_tensor(x.to(weight.device), weight.device_mesh, weight.placements, src_data_rank=None)
 
     state = {i: {n: split(x, weights[i]) for n, x in moments.items()} for i, moments in saved["state"].items()}
-    return saved | {"state": state}
+    found = saved | {"state": state}
+    if MASTERS in saved:
+        found[MASTERS] = [split(x, weight) for x, weight in zip(saved[MASTERS], weights, strict=True)]
+    return found

@@ -34,7 +34,7 @@ from klamp.training.rollouts import Rollout, collect
 from klamp.training.runlog import RunLog, plain
 from klamp.training.setup import build, choose_folder, make_accelerator, make_optimizer
 from klamp.training.sharding import is_sharded, prepare, put_together
-from klamp.training.updates import UpdateOutput, update, with_old_logprobs
+from klamp.training.updates import CARRIED, UpdateOutput, update, with_old_logprobs
 
 
 class Trainer:
@@ -181,7 +181,8 @@ class Trainer:
         record = gather_record(self.context, rollout, outputs[0])
         asked = self.context.config.rollout
         metrics = step_metrics(record, group_size=asked.num_generations, max_length=asked.max_completion_length)
-        metrics |= outputs[0].losses
+        measured = "kl/k3" in metrics
+        metrics |= {name: x for name, x in outputs[0].losses.items() if measured or name not in CARRIED}
         done = [o for o in outputs if not o.stopped]
         norms = [o.grad_norm for o in done if o.grad_norm is not None]
         if norms or not done:

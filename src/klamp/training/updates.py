@@ -123,7 +123,9 @@ def update(context: Context, optimizer: Optimizer, rollout: Rollout, objective: 
     )
 
 
-_PER_TOKEN = ("policy/ratio_clipped", "kl/weights_truncated", "kl/log_ratio_clamped")
+CARRIED = ("kl/log_ratio_clamped", "kl/k3_saturated")
+"""Means over the tokens that carry the KL; where there are none, none is measured."""
+_PER_TOKEN = ("policy/ratio_clipped", "kl/weights_truncated", *CARRIED)
 _SUMMED = ("train/loss", "train/policy_loss", "train/kl_penalty")
 _KEPT = (*_SUMMED, *_PER_TOKEN, "kl/budget", "kl/before_clip", "kl/after_clip", "kl/over_budget", "policy/skipped")
 
@@ -158,7 +160,7 @@ def share_of(name: str, rollout: Rollout, part: slice) -> float:
         return 1.0
     if name not in _PER_TOKEN:
         return (part.stop - part.start) / float(rollout.totals.sequences)
-    carried = name == "kl/log_ratio_clamped"
+    carried = name in CARRIED
     mask, total = (rollout.kl_mask, rollout.totals.kl_tokens) if carried else (rollout.mask, rollout.totals.tokens)
     if carried and rollout.kl_weight is not None:
         mask = mask * rollout.kl_weight[:, None]

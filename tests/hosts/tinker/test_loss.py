@@ -376,13 +376,18 @@ def test_a_ratio_that_overflows_is_refused_before_it_is_sent():
         compute_grpo_kl_loss(data, policies, kl_coef=0.0)
 
 
-def test_a_kl_that_overflows_is_refused_and_a_bound_of_the_log_ratio_helps():
+def test_a_gradient_that_overflows_is_refused_and_a_bound_of_the_log_ratio_helps():
     data, policies = fake_batch()
     with torch.no_grad():
         policies[1][-1] = -800.0
-    with pytest.raises(NonFiniteError, match="the loss is not finite"):
-        compute_grpo_kl_loss(data, policies, kl_coef=0.1)
+    with pytest.raises(NonFiniteError, match="datum 1: the gradient of the loss is not finite"):
+        compute_grpo_kl_loss(data, policies, kl=KLConfig(beta=0.1, kl_gradient="forward"))
+    loss, metrics = compute_grpo_kl_loss(data, policies, kl=KLConfig(beta=0.1, kl_gradient="reverse"))
+    assert bool(loss.isfinite()) and bool(slopes(loss, policies).isfinite().all())
+    assert metrics["kl/k3_saturated"] == pytest.approx(1 / 12)
+    assert metrics["kl/k3"] == math.inf, "what is measured is not bounded"
     loss, metrics = compute_grpo_kl_loss(data, policies, kl=KLConfig(beta=0.1, kl_max_log_ratio=20))
+    assert metrics["kl/k3_saturated"] == 0
     assert bool(slopes(loss, policies).isfinite().all())
     assert metrics["kl/log_ratio_clamped"] == pytest.approx(1 / 12)
 

@@ -40,7 +40,7 @@ def check_kl(kl: float) -> None:
     It is an error, not a step that is left out, because it never comes alone. A NaN is a NaN in the log-probabilities
     that the loss is made of too. An infinite k3 is a sampled token to which the policy gives 89 nats less than the
     reference: so it is not a token of this policy, and sampler, weights or mask are not what they seem. Leaving beta as
-    it is and training on would hide either.
+    it is and training on would hide either. The loss stays finite where its gradient is, see `kl_penalty`.
 
     Trainers call it before the optimizer step, so that weights, moments and beta are those of the step before.
     `klamp train` saves that state and says where; a host's own loop ends with what its newest checkpoint holds.

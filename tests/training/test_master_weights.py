@@ -1,0 +1,129 @@
+"""Weights in bfloat16 are trained on float32 copies: small steps add up, and a checkpoint holds the copies exactly."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tests.training.conftest import steps_of, tiny_llama
+from tests.training.test_controls import StopAfter
+from torch.optim import AdamW
+
+from klamp.errors import ConfigError, KLWarning, TrainingStopped
+from klamp.training import checkpoint
+from klamp.training.config import TrainConfig
+from klamp.training.master_weights import MASTERS, MasterAdamW
+from klamp.training.setup import make_optimizer
+from klamp.training.sharding import put_together, split_like
+from klamp.training.trainer import train_run
+
+FULL = {"dtype": "bfloat16", "lr_scheduler_type": "constant", "warmup_steps": 0}
+
+
+def weights_of(folder) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(checkpoint.newest(folder) / "policy" / "model.safetensors")
+
+
+def test_at_a_small_rate_the_copies_of_all_weights_move(config_of, tmp_path, llama):
+    """At 1e-6, in bfloat16 alone, a few in a hundred move: those nearest to 0."""
+    train_run(config_of(**FULL, learning_rate=1e-6))
+    optimizer = torch.load(checkpoint.newest(tmp_path / "run") / "optimizer.pt", weights_only=True)
+    masters = optimizer[MASTERS]
+    assert {x.dtype for x in masters} == {torch.float32}
+    assert {x.dtype for state in optimizer["state"].values() for x in state.values()} == {torch.float32}
+    start = [p.bfloat16().float() for p in tiny_llama().parameters()]
+    moved = torch.cat([(a != b).flatten() for a, b in zip(masters, start, strict=True)])
+    assert moved.float().mean() > 0.9
+    saved = weights_of(tmp_path / "run")
+    assert {x.dtype for x in saved.values()} == {torch.bfloat16}
+    names = [name for name, _ in tiny_llama().named_parameters()]
+    for name, master in zip(names, masters, strict=True):
+        assert torch.equal(saved[name], master.bfloat16()), "the model's weights are the copies, rounded"
+
+
+def test_small_steps_add_up_to_those_of_float32():
+    """Two hundred steps of the same size: a fifth of the weight in all, each one below its last bit."""
+    start, pull = torch.full((8,), 1.0), torch.linspace(0.5, 2, 8)
+    found = {}
+    for name, dtype, kind in (("wide", torch.float32, AdamW), ("copies", torch.bfloat16, MasterAdamW)):
+        weight = start.clone().to(dtype).requires_grad_(True)
+        optimizer = kind([weight], lr=1e-3, weight_decay=0.0)
+        for _ in range(200):
+            optimizer.zero_grad()
+            (weight * pull).sum().backward()
+            optimizer.step()
+        found[name] = weight.detach()
+    assert torch.equal(found["copies"], found["wide"].bfloat16())
+    assert (found["wide"] < 0.85).all()
+
+
+def test_without_copies_by_name(context_of):
+    assert type(make_optimizer(context_of(**FULL, master_weights="none"))[0]) is AdamW
+    assert type(make_optimizer(context_of())[0]) is AdamW
+    assert type(make_optimizer(context_of(**FULL))[0]) is MasterAdamW
+
+
+@pytest.mark.parametrize("changes", [{}, {"reference": "ema", "beta": 0.05, "num_iterations": 2}])
+def test_an_interrupted_run_on_copies_resumes_with_the_same_numbers(config_of, tmp_path, changes):
+    given = {**FULL, "learning_rate": 1e-4, **changes}
+    train_run(config_of(output_dir=str(tmp_path / "whole"), **given))
+    with pytest.raises(TrainingStopped):
+        train_run(config_of(output_dir=str(tmp_path / "parts"), **given), [StopAfter(3)])
+    train_run(config_of(output_dir=str(tmp_path / "parts"), resume=True, **given))
+    assert len(steps_of(tmp_path / "whole")) == 4
+    assert steps_of(tmp_path / "whole") == steps_of(tmp_path / "parts")
+    whole, parts = (torch.load(checkpoint.newest(tmp_path / name) / "optimizer.pt") for name in ("whole", "parts"))
+    for a, b in zip(whole[MASTERS], parts[MASTERS], strict=True):
+        assert torch.equal(a, b)
+
+
+def stepped(model):
+    """A model and its optimizer after one step."""
+    optimizer = MasterAdamW(model.parameters(), lr=1e-4)
+    torch.stack([p.float().square().sum() for p in model.parameters()]).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def test_a_state_without_copies_continues_from_the_weights():
+    model = tiny_llama().bfloat16()
+    saved = stepped(model).state_dict()
+    del saved[MASTERS]
+    resumed = MasterAdamW(model.parameters(), lr=1e-4)
+    resumed.load_state_dict(saved)
+    for master, weight in zip(resumed.masters, model.parameters(), strict=True):
+        assert torch.equal(master, weight.float())
+
+
+def test_sharded_runs_put_the_copies_together_and_split_them():
+    model = tiny_llama().bfloat16()
+    optimizer = stepped(model)
+    whole = put_together(model, optimizer, keep=True)
+    assert all(torch.equal(a, b) for a, b in zip(whole.optimizer[MASTERS], optimizer.masters, strict=True))
+    assert split_like(copy.deepcopy(whole.optimizer), optimizer).keys() == whole.optimizer.keys()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_an_adapter_on_16_bits_is_float32_also_after_a_resume(context_of, config_of, tmp_path, dtype):
+    config = {"dtype": dtype, "lora_r": 2}
+    with pytest.raises(TrainingStopped):
+        train_run(config_of(**config), [StopAfter(2)])
+    for context in (context_of(**config), context_of(resume=True, **config)):
+        assert {p.dtype for p in context.policy.parameters() if p.requires_grad} == {torch.float32}
+        assert type(make_optimizer(context)[0]) is AdamW
+
+
+def test_float16_is_for_adapters_only():
+    with pytest.raises(ConfigError, match="float16") as caught:
+        TrainConfig.from_flat({"dtype": "float16"})
+    assert caught.value.why and caught.value.fix
+    assert TrainConfig.from_flat({"dtype": "float16", "lora_r": 4}).model.dtype == "float16"
+
+
+@pytest.mark.parametrize("changes", [{}, {"dtype": "bfloat16", "lora_r": 4}])
+def test_copies_of_nothing_are_not_left_out_in_silence(changes):
+    with pytest.warns(KLWarning, match="master_weights='none' has no effect"):
+        TrainConfig.from_flat({"master_weights": "none", **changes})
