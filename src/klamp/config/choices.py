@@ -17,7 +17,7 @@ from klamp.core.arguments import (
 )
 from klamp.core.clipping import ClipLevel
 from klamp.core.schedules import Schedule
-from klamp.core.term import TERM_NUMBERS, KLTerm, OffPolicy, Placement
+from klamp.core.term import TERM_NUMBERS, KLTerm, OffPolicy, Placement, gates_on_itself
 from klamp.core.types import ClipMethod, Gradient, Horizon, Reduction, Value
 
 ControllerName: TypeAlias = Literal["fixed", "step", "proportional", "dual", "pid"]
@@ -80,8 +80,9 @@ class KLChoices:
     """Whether the threshold is per token (multiplied by the reference length)."""
     kl_clip_temperature: float = KLTerm.clip_temperature
     """Width of the soft clip in nats of the total."""
-    kl_clip_level: ClipLevel = KLTerm.clip_level
-    """Whose KL is held against the budget: each sequence's, its group's mean, or the batch's mean."""
+    kl_clip_level: ClipLevel | None = None
+    """Whose KL is held against the budget: each sequence's, its group's mean, or the batch's. None: each sequence's
+    with kl_estimator='exact', kl_horizon='token', else its group's; a sampled KL leaves the sequence itself out."""
     kl_reference_length: int | None = None
     """Reference length in tokens; None: a data column if there is one, else measured once at the start and frozen."""
     kl_controller: ControllerName | None = None
@@ -146,6 +147,16 @@ class KLChoices:
     def needs_reference(self) -> bool:
         """Whether anything asks for the reference; without it none is loaded and none is scored."""
         return self.beta > 0 or self.kl_monitor or self.controller_name != "fixed"
+
+    @property
+    def gates_on_itself(self) -> bool:
+        """Whether a completion's own KL may decide its clip; see `klamp.core.term.gates_on_itself`."""
+        return gates_on_itself(self.kl_estimator, self.kl_gradient, self.kl_horizon, self.kl_off_policy)
+
+    @property
+    def clip_level(self) -> ClipLevel:
+        """The level in force: as named, else `sequence` where its own KL may decide, else `group`."""
+        return self.kl_clip_level or ("sequence" if self.gates_on_itself else "group")
 
     @property
     def excludes(self) -> bool:

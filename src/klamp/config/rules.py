@@ -68,6 +68,14 @@ def _gradient(c: KLChoices) -> list[Refusal]:
             fix="use kl_gradient='reverse'",
         ),
         Refusal(
+            clipped and c.kl_clip_level == "sequence" and not c.gates_on_itself,
+            "kl_clip_level='sequence' gates sampled tokens by their own KL",
+            why="the gate is then correlated with the tokens whose gradient it multiplies, and their product follows "
+            "no KL; only the exact KL with kl_horizon='token' (no forward gradient, no prefix weights) is right",
+            fix="leave kl_clip_level out or set 'group' (the other completions of the prompt decide), or set "
+            "kl_estimator='exact' with kl_horizon='token'",
+        ),
+        Refusal(
             c.kl_horizon == "sequence" and c.kl_off_policy == "token",
             "kl_horizon='sequence' needs kl_off_policy='sequence' (or 'none')",
             why="the token ratio does not correct the prefix that a later token was sampled from",
