@@ -164,6 +164,11 @@ class KLChoices:
         return bool(self.kl_exclude_tokens or self.kl_exclude_prefix or self.kl_exclude_between)
 
     @property
+    def excludes_by_token(self) -> bool:
+        """Whether what a token is, and not only its position, decides that it carries no KL."""
+        return bool(self.kl_exclude_tokens or self.kl_exclude_between)
+
+    @property
     def controller_name(self) -> ControllerName:
         """The controller in force: as named, else `step` where a target is set and beta is not 0, else `fixed`."""
         return self.kl_controller or ("fixed" if self.target_kl is None or self.beta == 0 else "step")

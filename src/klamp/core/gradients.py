@@ -10,6 +10,13 @@ differentiating w * k3: that loses its gradient to cancellation (float32 from ab
     token      own         w_t d value / d delta                        whatever the estimator's own is
     sequence   reverse     rho_t delta_t + sum_{j > t} rho_j f_j        KL(policy || ref) over sequences, exactly
     sequence   forward     rho_t - prod_{j <= t} ref_j / behavior_j     KL(ref || policy) over sequences, exactly
+
+Tokens that are left out of the KL (`kl_mask`) have c_t 0, with horizon `sequence` delta_t and f_t 0 and f = k3. The KL of
+a position is then the generalised one over the kept tokens v, >= 0 and 0 only where the two agree on them:
+
+    D = sum_v (policy_v delta_v - policy_v + ref_v)        the mean of k3; its gradient is that of delta, as in the table
+
+The mean of k1 over the kept tokens is no such divergence: it lacks their mass, ref - policy, and is lowered by moving it.
 """
 
 from __future__ import annotations
@@ -190,6 +197,10 @@ def penalty_from_weights(
     `kl_mask` marks the tokens that carry the KL, and `delta` is 0 elsewhere. The value of the others is 0; with
     horizon `sequence` they keep a gradient, for what they do to the KL of later tokens.
 
+    Gradient: `reverse` is that of the generalised KL over the kept tokens (top of this module), whatever the value;
+    `forward` that of its counterpart sum_v (ref_v log(ref_v / policy_v) - ref_v + policy_v).
+    Value: with `kl_mask` k3 alone is unbiased for it.
+
     Raises:
         ConfigError: gradient `forward` with horizon `sequence` and tokens without a KL.
     """
@@ -202,7 +213,8 @@ def penalty_from_weights(
             fix="use horizon='token', gradient='reverse', or no exclusions",
         )
     carried = mask if kl_mask is None else kl_mask
-    coefficient = COEFFICIENTS[horizon, gradient](value, log_w, delta)
+    later: Estimator = "k3" if kl_mask is not None and horizon == "sequence" else value
+    coefficient = COEFFICIENTS[horizon, gradient](later, log_w, delta)
     felt = mask if horizon == "sequence" else carried
     weighted = masked(weighted_value(value, log_w, delta), carried)
     return with_gradient(weighted, masked(coefficient, felt), masked(policy_logprobs, mask))
@@ -302,7 +314,9 @@ def exact_penalty(
     Value: w_t * exact_t. Off-policy, the weight of position t is that of the prefix *before* t, since the vocabulary
     at t is summed over, not sampled. `log_w` holds inclusive weights; this function shifts them by one.
     Gradient: `reverse` and `own` differentiate `exact`; `forward` differentiates `surrogate`, the exact forward KL.
-    `kl_mask` marks the tokens that carry the KL; with horizon `sequence` the others keep the gradient of later ones.
+    `kl_mask` marks the positions that carry the KL; with horizon `sequence` the others keep the gradient of later ones.
+    Where it depends on the token that was drawn there, horizon `token` follows sum_s P(s) k(s) KL(s), the prefixes' P
+    and the share k of kept draws held fixed, and horizon `sequence` the gradient of nothing: `KLConfig` refuses that.
     Shapes: all [B, T] -> [B, T].
 
     Source: arXiv:2504.10637

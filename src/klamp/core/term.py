@@ -382,6 +382,7 @@ def shifted_advantages(batch: Batch, term: KLTerm, *, beta: float, gate: Gate | 
         beta=beta * factor.unsqueeze(-1),
         horizon=term.horizon,
         max_log_ratio=term.max_log_ratio,
+        kl_mask=batch.kl_mask,
     )
 
 
