@@ -161,8 +161,8 @@ def _reference_and_tokens(c: KLChoices) -> list[Refusal]:
         Refusal(
             c.excludes_by_token and (c.kl_estimator, c.kl_horizon) == ("exact", "sequence"),
             "the exact KL over sequences cannot leave tokens out by what they are",
-            why="it sums over the whole vocabulary at positions that the drawn tokens choose: the gradient of no KL over "
-            "the tokens that are kept",
+            why="it sums over the whole vocabulary at positions that the drawn tokens choose: the gradient of no KL "
+            "over the tokens that are kept",
             fix="use kl_estimator='k3' (the generalised KL over the kept tokens), or only kl_exclude_prefix",
         ),
     ]

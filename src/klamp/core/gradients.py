@@ -11,12 +11,13 @@ differentiating w * k3: that loses its gradient to cancellation (float32 from ab
     sequence   reverse     rho_t delta_t + sum_{j > t} rho_j f_j        KL(policy || ref) over sequences, exactly
     sequence   forward     rho_t - prod_{j <= t} ref_j / behavior_j     KL(ref || policy) over sequences, exactly
 
-Tokens that are left out of the KL (`kl_mask`) have c_t 0, with horizon `sequence` delta_t and f_t 0 and f = k3. The KL of
-a position is then the generalised one over the kept tokens v, >= 0 and 0 only where the two agree on them:
+f is the estimator of later KL: k3 where that is the value, k1 otherwise. Tokens that are left out of the KL (`kl_mask`)
+have delta_t = f_t = 0, and then f is k3 always: the KL of a position is the generalised one over the kept tokens v,
 
-    D = sum_v (policy_v delta_v - policy_v + ref_v)        the mean of k3; its gradient is that of delta, as in the table
+    D = sum_v (policy_v delta_v - policy_v + ref_v) >= 0, 0 only where the two agree on all of them: the mean of k3,
 
-The mean of k1 over the kept tokens is no such divergence: it lacks their mass, ref - policy, and is lowered by moving it.
+whose gradient is the mean of delta grad log policy, as in the table. The mean of k1 over the kept tokens is no such
+divergence: it lacks their mass, ref - policy, and is lowered by moving it.
 """
 
 from __future__ import annotations

@@ -91,8 +91,8 @@ class KLTerm:
     """Nats per token, or in total."""
     clip_temperature: float = 1.0
     """Width of the soft clip, in nats."""
-    clip_level: ClipLevel = "sequence"
-    """Whose KL opens the gate; without `gates_on_itself` or the exact KL `sequence` is `group`, the others' mean."""
+    clip_level: ClipLevel = "group"
+    """Whose KL opens the gate; `sequence` is `group` where a sampled KL would have to decide on itself."""
     clip_unit: ClipUnit = "token"
     """What the threshold is for: a token (times the reference length), or the whole sequence."""
     normalizer: Reduction | None = None
@@ -175,9 +175,9 @@ class Gate:
     def apply(self, penalty: TokenValues, kl_mask: Mask) -> TokenValues:
         """The penalty with the clip f: its tangent f(m) + f'(m) (K - m) at the KL m that decides it.
 
-        Value: summed over the sequence it is f(m) + f'(m) (K - m), K the sum of `penalty` and f(m) - f'(m) m spread over
-        the tokens that carry the KL. Where m is K itself that is f(K); where m is the others', it is unbiased for the
-        tangent (hard: P(m > budget) (KL - budget)), which lies below f(KL) by what f(m) lies above it.
+        Value: summed over the sequence it is that, K the sum of `penalty`, with f(m) - f'(m) m spread over the tokens
+        that carry the KL. Where m is K itself it is f(K). Where m is the others' it is unbiased for the tangent at m
+        (hard: P(m > budget) (KL - budget)), which is never above f(KL), and f(KL) itself where m has no noise.
         Gradient: f'(m) times the penalty's.
         """
         shift = (self.clipped - self.factor * self.kl) / kl_mask.sum(-1).clamp(min=1)

@@ -208,12 +208,11 @@ def _step(scene: Scene, objective: Objective, loss: LossConfig, kl: KLConfig, gr
 def _batch(scene: Scene, scored: Outcomes, objective: Objective, kl: KLConfig, group: list[int]) -> Batch:
     """A batch of the chosen completions; its advantages are still 0."""
     y = Outcomes(*(field[group] for field in scored))
-    kl_mask = _kl_mask(kl, y)
     exact = objective.beta > 0 and objective.kl.value == "exact"
     return Batch(
         policy_logprobs=y.policy_logprobs,
         mask=y.mask,
-        kl_mask=kl_mask if bool((kl_mask != y.mask).any()) else None,
+        kl_mask=_kl_mask(kl, y) if kl.excludes else None,
         advantages=torch.zeros(len(group), dtype=torch.float64),
         old_logprobs=y.sampler_logprobs,
         ref_logprobs=y.ref_logprobs,
