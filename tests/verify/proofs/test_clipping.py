@@ -35,7 +35,18 @@ def test_a_clip_that_the_reward_does_not_see(monkeypatch: pytest.MonkeyPatch) ->
         return advantages_with_kl(*args, gate=None, **choices)
 
     monkeypatch.setattr(one_step, "advantages_with_kl", without_gate)
-    assert failures(prove_clipping) == ["in the reward, hard clip at 1,000 nats: no pull"]
+    assert failures(prove_clipping) == [
+        "in the reward, hard clip at 1,000 nats: no pull",
+        "in the reward, k1, hard clip at .3 nats: gated by the other of two",
+    ]
+
+
+def test_a_gate_of_sampled_tokens_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("klamp.core.term.gate_kl", lambda kl, **_: kl)
+    assert [claim for claim in failures(prove_clipping) if "gated by the other" in claim] == [
+        "in the loss, k3, hard clip at .3 nats: gated by the other of two",
+        "in the reward, k1, hard clip at .3 nats: gated by the other of two",
+    ]
 
 
 @pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
