@@ -9,10 +9,14 @@ from statistics import fmean
 
 import pytest
 
+from klamp.config import KLConfig, LossConfig
 from klamp.tasks.arithmetic import EOS_TOKEN
 from klamp.tasks.base_model import BaseModelConfig
 from klamp.tasks.corpus import HEAVY_COLUMN
 from klamp.tasks.filler import FillerModelConfig
+from klamp.verify.one_step import Scene, examine_config
+from klamp.verify.oracle import gradient_of
+from klamp.verify.worlds import random_chain
 
 MOST = FillerModelConfig().most_fillers
 STOP = [1 / (MOST + 1 - k) for k in range(MOST + 1)]
@@ -65,6 +69,24 @@ def lowest_mean(answer: float, tokens: float) -> float:
     return min(at(step / 100) for step in range(-100, 200))[1]
 
 
+def rest_of_the_term(answer: float, tokens: float) -> float:
+    """Mean number of fillers where the term itself is at rest: horizon `sequence`, each completion over its length.
+
+    From the last filler backwards: at rest, stopping and going on have the same mean of (KL from here on) / length.
+    """
+    later, inverse, mean = answer / (MOST + tokens), 1 / (MOST + tokens), 0.0
+    for k in reversed(range(MOST)):
+        low, high = 1e-9, 1 - 1e-9
+        for _ in range(100):
+            s = (low + high) / 2
+            now = (math.log(s / STOP[k]) + answer) / (k + tokens)
+            on = math.log((1 - s) / (1 - STOP[k])) * inverse + later
+            low, high = (s, high) if now < on else (low, s)
+        later, inverse = s * now + (1 - s) * on, s / (k + tokens) + (1 - s) * inverse
+        mean = (1 - s) * (1 + mean)
+    return mean
+
+
 def test_what_the_page_counts() -> None:
     every = kls()
     assert len(every) == 8100
@@ -78,3 +100,21 @@ def test_equilibria_of_the_page() -> None:
     assert local_equilibrium(0.0) == pytest.approx(4.0), "nothing to put off: the reference's own number"
     assert fmean(local_equilibrium(first) for first, _, _ in kls()) == pytest.approx(4.8, abs=0.06)
     assert lowest_mean(0.58, 3.6) == pytest.approx(5.2, abs=0.03)
+    assert rest_of_the_term(0.0, 3.6) == pytest.approx(4.0)
+    assert rest_of_the_term(0.58, 3.6) == pytest.approx(4.44, abs=0.01)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3", "exact"])
+def test_the_sequence_horizon_over_the_own_length_is_not_the_gradient_of_that_mean(estimator: str) -> None:
+    """1 / length depends on every token, so the KL of the tokens before one is no baseline of its gradient."""
+    cosines = []
+    for seed in range(5):
+        world = Scene(chain=random_chain(seed, length=3), group_size=1)
+        kl, loss = KLConfig(kl_estimator=estimator, kl_horizon="sequence"), LossConfig(loss_type="grpo")
+        y = world.outcomes
+        spent = (y.policy_logprobs - y.ref_logprobs).sum(-1) / world.lengths
+        honest = gradient_of((y.policy_logprobs.sum(-1).exp() * spent).sum(), world.chain)
+        term = examine_config(kl, loss, scene=world).kl.gradient
+        cosines.append(((term * honest).sum() / term.norm() / honest.norm()).item())
+    assert min(cosines) == pytest.approx({"k1": 0.861, "k3": 0.872, "exact": 0.713}[estimator], abs=1e-3)
+    assert max(cosines) < 0.985

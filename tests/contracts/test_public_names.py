@@ -123,8 +123,7 @@ HOST_SIGNATURES = {
         "create_kl_loss": "(service_client, kl_coef=0.01, cliprange=0.2, kl=None)",
         "effective": "(kl_coef=0.01, cliprange=0.2, kl=None, **options)",
         "forward_backward_kl": "(client, data, kl_coef=0.01, cliprange=0.2, kl=None, *, server_loss=None, **options)",
-        "penalize_rewards": "(rewards, logprobs, ref_logprobs, kl, *, beta=None, kl_masks=None, group_size=None, "
-        "reference_length=None)",
+        "penalize_rewards": "(rewards, logprobs, ref_logprobs, kl, *, beta=None, kl_masks=None)",
         "sampler_mismatch": "(data, logprobs_list)",
         "shift_advantages": "(data, kl, *, beta=None, baseline='none', group_size=None, reference_length=None)",
         "strip_for_builtin": "(datums)",

@@ -8,12 +8,20 @@ import pytest
 import torch
 from tests.core.test_objective import loss_and_slope, random_batch
 
-from klamp.core.clipping import clip_gate
+from klamp.core.clipping import clip_gate, gate_kl
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.masking import reduce_tokens
 from klamp.core.objective import Objective, grpo_loss
 from klamp.core.placement import kl_in_advantage
-from klamp.core.term import Gate, KLTerm, sequence_gate_kl, shifted_advantages, shifted_rewards, token_penalty
+from klamp.core.term import (
+    Gate,
+    KLTerm,
+    advantages_with_kl,
+    sequence_gate_kl,
+    shifted_advantages,
+    shifted_rewards,
+    token_penalty,
+)
 from klamp.errors import ConfigError, DataError
 
 TERMS = [
@@ -94,19 +102,21 @@ def test_a_weight_that_is_negative_or_nan_is_refused(weight):
         grpo_loss(random_batch(kl_weight=weight.double()), Objective(beta=0.1))
 
 
-def test_rewards_are_shifted_by_the_summed_k1_times_gate_and_weight():
+def test_rewards_are_shifted_by_the_summed_k1_times_weight_and_the_gate_comes_after_the_baseline():
     batch, term = random_batch(kl_weight=torch.tensor([1.0, 2.0, 0.0, 1.0])), KLTerm(placement="reward")
-    gated = replace(term, clip_method="hard", clip_threshold=0.93, clip_unit="sequence")
-    gate = Gate.of(batch, gated)
+    gate = Gate.of(batch, replace(term, clip_method="hard", clip_threshold=0.93, clip_unit="sequence"))
     assert gate is not None
     assert 0 < gate.factor.sum() < 4, "a gate that is open for some only"
     rewards = torch.tensor([1.0, 0.0, 1.0, 0.5], dtype=torch.float64)
-    k1 = ((batch.policy_logprobs - batch.ref_logprobs).detach() * batch.mask).sum(-1)
-    found = shifted_rewards(rewards, batch, gated, beta=0.2, gate=gate)
-    torch.testing.assert_close(found, rewards - 0.2 * k1 * gate.factor * batch.kl_weight)
-    torch.testing.assert_close(
-        shifted_rewards(rewards, random_batch(), term, beta=0.2), rewards - 0.2 * k1, msg="without either"
-    )
+    k1 = ((batch.policy_logprobs - batch.ref_logprobs).detach() * batch.mask).sum(-1) * batch.kl_weight
+    torch.testing.assert_close(shifted_rewards(rewards, batch, term, beta=0.2), rewards - 0.2 * k1)
+
+    def centred(x):
+        return (x.view(2, 2) - x.view(2, 2).flip(-1)).view(-1)
+
+    free, gated = (advantages_with_kl(rewards, batch, term, beta=0.2, gate=g, advantages=centred) for g in (None, gate))
+    torch.testing.assert_close(free, centred(rewards - 0.2 * k1))
+    torch.testing.assert_close(gated, centred(rewards) - 0.2 * gate.factor * centred(k1))
 
 
 @pytest.mark.parametrize("horizon", ["token", "sequence"])
@@ -132,16 +142,38 @@ def test_advantages_are_shifted_by_the_old_policys_kl(horizon):
 
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("level", ["sequence", "group", "batch"])
-def test_the_gate_takes_the_exact_kl_at_its_level_and_k3_at_least_over_the_group(exact, level):
+def test_the_gate_takes_the_exact_kl_at_its_level_and_k3_of_the_others(exact, level):
     batch = random_batch()
     per_sequence = (ESTIMATORS["k3"].value((batch.policy_logprobs - batch.ref_logprobs).detach()) * batch.mask).sum(-1)
+    term = KLTerm(clip_level=level)
     if exact:
-        batch = replace(batch, exact_kl=batch.policy_logprobs**2)
+        batch, term = replace(batch, exact_kl=batch.policy_logprobs**2), replace(term, value="exact")
         per_sequence = (batch.exact_kl.detach() * batch.mask).sum(-1)
-    group = per_sequence.view(2, 2).mean(-1).repeat_interleave(2)
-    expected = {"sequence": per_sequence if exact else group, "group": group}
-    found = sequence_gate_kl(batch, KLTerm(clip_level=level), mean=lambda kl: kl.mean() + 7)
-    torch.testing.assert_close(found, expected.get(level, (per_sequence.mean() + 7).expand(4)))
+        expected = {"sequence": per_sequence, "batch": per_sequence.mean().expand(4)}
+        expected["group"] = per_sequence.view(2, 2).mean(-1).repeat_interleave(2)
+    else:
+        other = per_sequence.view(2, 2).flip(-1).reshape(-1)
+        expected = {"sequence": other, "group": other, "batch": (per_sequence.sum() - per_sequence) / 3}
+    torch.testing.assert_close(sequence_gate_kl(batch, term), expected[level])
+    both = sequence_gate_kl(batch, term, gather=lambda x: torch.cat([x + 5, x]), rank=1)
+    assert torch.equal(both, sequence_gate_kl(batch, term)) == (level != "batch")
+
+
+def test_sequences_whose_kl_was_not_measured_count_in_no_gate():
+    """Without a weight, or without a token: a padded row, a truncated completion that is masked."""
+    batch = random_batch()
+    k3 = (ESTIMATORS["k3"].value((batch.policy_logprobs - batch.ref_logprobs).detach()) * batch.mask).sum(-1)
+    mask = batch.mask & torch.tensor([True, True, True, False])[:, None]
+    part = replace(batch, mask=mask, kl_weight=torch.tensor([1.0, 0.0, 1.0, 1.0]), group_size=4)
+    found = sequence_gate_kl(part, KLTerm())
+    torch.testing.assert_close(found, torch.stack([k3[2], (k3[0] + k3[2]) / 2, k3[0], (k3[0] + k3[2]) / 2]))
+    assert sequence_gate_kl(replace(part, group_size=2), KLTerm())[0] == 0, "none of the others was measured"
+
+
+def test_an_infinite_kl_of_ones_own_is_not_in_the_gate():
+    infinite = torch.tensor([float("inf"), 1.0, 3.0])
+    found = gate_kl(infinite, level="group", group_size=3, own=False)
+    assert found.tolist() == [2.0, float("inf"), float("inf")]
 
 
 def test_the_gate_bounds_the_log_ratio_as_the_penalty_does():
@@ -149,7 +181,7 @@ def test_the_gate_bounds_the_log_ratio_as_the_penalty_does():
     batch = replace(batch, ref_logprobs=batch.policy_logprobs.detach() - 9)
     term = KLTerm(clip_method="hard", clip_threshold=0.1, clip_unit="sequence", max_log_ratio=2.0)
     k3 = ESTIMATORS["k3"].value(torch.tensor(2.0, dtype=torch.float64))
-    counts = batch.mask.sum(-1).view(2, 2).double().mean(-1).repeat_interleave(2)
+    counts = batch.mask.sum(-1).view(2, 2).flip(-1).reshape(-1).double()
     torch.testing.assert_close(sequence_gate_kl(batch, term), k3 * counts)
 
 

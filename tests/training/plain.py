@@ -108,15 +108,16 @@ def gates_of(context: Context, rows: list[Row], reference_length: float | None) 
     kl, size = context.config.kl, context.config.rollout.num_generations
     if kl.kl_clip_method == "none":
         return [{"factor": 1.0, "shift": 0.0} for _ in rows]
-    seen = [float(row.exact.detach()[row.carried].sum()) for row in rows]
+    each = [float(row.exact.detach()[row.carried].sum()) for row in rows]
     if context.exact_completions < size:
         deltas = [(row.policy - row.ref).detach()[row.carried] for row in rows]
-        k3 = [float((torch.exp(-d) - 1 + d).sum()) for d in deltas]
-        seen = [sum(k3[i - i % size :][:size]) / size for i in range(len(rows))]
-    elif kl.kl_clip_level == "group":
-        seen = [sum(seen[i - i % size :][:size]) / size for i in range(len(rows))]
-    elif kl.kl_clip_level == "batch":
-        seen = [sum(seen) / len(seen)] * len(rows)
+        each = [float((torch.exp(-d) - 1 + d).sum()) for d in deltas]
+    own = kl.kl_estimator == "exact" and kl.kl_horizon == "token" and context.exact_completions == size
+    seen = []
+    for i in range(len(rows)):
+        group = range(len(rows)) if kl.kl_clip_level == "batch" else range(i - i % size, i - i % size + size)
+        members = [j for j in group if own or j != i]
+        seen.append(each[i] if own and kl.kl_clip_level is None else sum(each[j] for j in members) / len(members))
     budget = kl.kl_clip_threshold * (reference_length if kl.use_per_token_kl_threshold else 1.0)
     found = []
     for row, value in zip(rows, seen, strict=True):
@@ -125,9 +126,8 @@ def gates_of(context: Context, rows: list[Row], reference_length: float | None) 
         factor = float(value > budget) if hard else float(torch.sigmoid(torch.tensor(x)))
         soft = kl.kl_clip_temperature * float(torch.nn.functional.softplus(torch.tensor(x)))
         clipped = max(0.0, value - budget) if hard else soft
-        found.append(
-            {"factor": factor, "shift": (clipped - value) / max(1, int(row.carried.sum())), "over": value > budget}
-        )
+        shift = (clipped - factor * value) / max(1, int(row.carried.sum()))
+        found.append({"factor": factor, "shift": shift, "over": value > budget})
     return found
 
 
@@ -162,8 +162,7 @@ def _delta(context: Context, row: Row) -> Tensor:
 
 
 def _gated(penalty: Tensor, carried: Tensor, gate: dict[str, Any]) -> Tensor:
-    value = penalty.detach() + gate["shift"] * carried if gate["factor"] > 0 else torch.zeros_like(penalty)
-    return value.detach() + gate["factor"] * (penalty - penalty.detach())
+    return gate["factor"] * penalty + gate["shift"] * carried
 
 
 def _penalty(context: Context, row: Row) -> Tensor:

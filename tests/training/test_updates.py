@@ -56,7 +56,7 @@ VARIANTS = {
         "kl_clip_method": "hard",
         **CLIP,
     },
-    "tokens left out, exact": {"kl_exclude_tokens": (5, 9, 20), "kl_horizon": "sequence", "kl_estimator": "exact"},
+    "tokens left out, exact": {"kl_exclude_tokens": (5, 9, 20), "kl_estimator": "exact"},
     "truncated left out": {"mask_truncated_completions": True, "loss_type": "dapo"},
 }
 

@@ -12,7 +12,7 @@ from klamp.config import KLConfig, LossConfig, build_objective
 from klamp.core.advantages import group_advantages
 from klamp.core.estimators import exact_kl
 from klamp.core.objective import grpo_loss
-from klamp.core.term import Gate, sequence_gate_kl, shifted_advantages, shifted_rewards, token_penalty
+from klamp.core.term import Gate, advantages_with_kl, sequence_gate_kl, shifted_advantages, token_penalty
 from klamp.core.types import Batch
 from klamp.errors import ConfigError
 from klamp.verify.one_step import Scene, examine_config, scene
@@ -166,7 +166,7 @@ PLACED = {
 }
 
 
-CLIPS = [("none", "sequence"), *itertools.product(("hard", "soft"), ("sequence", "group", "batch"))]
+CLIPS = [("none", None), *itertools.product(("hard", "soft"), (None, "group", "batch"))]
 
 
 def scored(kl: KLConfig, pair: list[int], *, by: Outcomes, old: Outcomes) -> Batch:
@@ -195,8 +195,10 @@ def kl_share(kl: KLConfig, now: Batch, before: Batch) -> torch.Tensor:
         return token_penalty(now, term, gate)
     if term.placement == "advantage":
         return -shifted_advantages(now, term, beta=kl.beta, gate=gate) * now.policy_logprobs / kl.beta
-    shifts = shifted_rewards(torch.zeros(2, dtype=torch.float64), before, term, beta=kl.beta, gate=gate)
-    against_the_other = (shifts - shifts.flip(0)).unsqueeze(-1)
+    none = torch.zeros(2, dtype=torch.float64)
+    against_the_other = advantages_with_kl(
+        none, before, term, beta=kl.beta, gate=gate, advantages=lambda x: x - x.flip(0)
+    ).unsqueeze(-1)
     return -against_the_other * now.policy_logprobs / kl.beta
 
 
@@ -215,7 +217,7 @@ def pull_of_core(kl: KLConfig, chain: Chain) -> torch.Tensor:
 @pytest.mark.parametrize(("method", "level"), CLIPS)
 @pytest.mark.parametrize("placed", PLACED)
 @pytest.mark.filterwarnings("ignore::klamp.config.KLWarning")
-def test_every_placement_and_clip_is_examined_as_a_trainer_does_it(placed: str, method: str, level: str) -> None:
+def test_every_placement_and_clip_is_examined_as_a_trainer_does_it(placed: str, method: str, level: str | None) -> None:
     clip = {"kl_clip_method": method, "kl_clip_level": level, "kl_clip_threshold": 0.1, "kl_clip_temperature": 0.1}
     kl = KLConfig(beta=0.7, **clip, **PLACED[placed])
     for sampler in ("policy", "other"):
@@ -229,7 +231,7 @@ def test_every_placement_and_clip_is_examined_as_a_trainer_does_it(placed: str, 
 
 @pytest.mark.parametrize("placed", PLACED)
 def test_a_budget_that_is_never_reached_takes_the_kl_away(placed: str) -> None:
-    for level in ("sequence", "group", "batch"):
+    for level in (None, "group", "batch"):
         kl = KLConfig(kl_clip_method="hard", kl_clip_threshold=50.0, kl_clip_level=level, **PLACED[placed])
         found = examine_config(kl, scene=scene(0, length=2))
         assert (found.follows.name, found.gate) == ("zero", 0.0)

@@ -18,7 +18,7 @@ from klamp.core.arguments import (
 )
 from klamp.core.clipping import ClipLevel
 from klamp.core.schedules import Schedule
-from klamp.core.term import TERM_NUMBERS, KLTerm, OffPolicy, Placement
+from klamp.core.term import TERM_NUMBERS, KLTerm, OffPolicy, Placement, gates_on_itself
 from klamp.core.types import ClipMethod, Gradient, Horizon, Reduction, Value
 
 ControllerName: TypeAlias = Literal["fixed", "hold", "step", "proportional", "dual", "pid"]
@@ -85,8 +85,9 @@ class KLChoices:
     """Whether the threshold is per token (multiplied by the reference length)."""
     kl_clip_temperature: float = KLTerm.clip_temperature
     """Width of the soft clip in nats of the total."""
-    kl_clip_level: ClipLevel = KLTerm.clip_level
-    """Whose KL is held against the budget: each sequence's, its group's mean, or the batch's mean."""
+    kl_clip_level: ClipLevel | None = None
+    """Whose KL is held against the budget: each sequence's, its group's mean, or the batch's. None: each sequence's
+    with kl_estimator='exact', kl_horizon='token', else its group's; a sampled KL leaves the sequence itself out."""
     kl_reference_length: int | None = None
     """Reference length in tokens; None: a data column if there is one, else measured once at the start and frozen."""
     kl_controller: ControllerName | None = None
@@ -161,9 +162,24 @@ class KLChoices:
         return self.beta > 0 or self.kl_monitor or self.controller_name != "fixed"
 
     @property
+    def gates_on_itself(self) -> bool:
+        """Whether a completion's own KL may decide its clip; see `klamp.core.term.gates_on_itself`."""
+        return gates_on_itself(self.kl_estimator, self.kl_gradient, self.kl_horizon, self.kl_off_policy)
+
+    @property
+    def clip_level(self) -> ClipLevel:
+        """The level in force: as named, else `sequence` where its own KL may decide, else `group`."""
+        return self.kl_clip_level or ("sequence" if self.gates_on_itself else "group")
+
+    @property
     def excludes(self) -> bool:
         """Whether some tokens carry no KL."""
         return bool(self.kl_exclude_tokens or self.kl_exclude_prefix or self.kl_exclude_between)
+
+    @property
+    def excludes_by_token(self) -> bool:
+        """Whether what a token is, and not only its position, decides that it carries no KL."""
+        return bool(self.kl_exclude_tokens or self.kl_exclude_between)
 
     @property
     def controller_name(self) -> ControllerName:

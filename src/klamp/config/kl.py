@@ -129,7 +129,7 @@ class KLConfig(KLChoices, _OtherNames):
             clip_method=self.kl_clip_method,
             clip_threshold=self.kl_clip_threshold,
             clip_temperature=self.kl_clip_temperature,
-            clip_level=self.kl_clip_level,
+            clip_level=self.clip_level,
             clip_unit="token" if self.use_per_token_kl_threshold else "sequence",
             normalizer=self.kl_normalizer,
         )

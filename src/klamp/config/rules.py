@@ -79,6 +79,14 @@ def _gradient(c: KLChoices) -> list[Refusal]:
             fix="use kl_gradient='reverse'",
         ),
         Refusal(
+            clipped and c.kl_clip_level == "sequence" and not c.gates_on_itself,
+            "kl_clip_level='sequence' gates sampled tokens by their own KL",
+            why="the gate is then correlated with the tokens whose gradient it multiplies, and their product follows "
+            "no KL; only the exact KL with kl_horizon='token' (no forward gradient, no prefix weights) is right",
+            fix="leave kl_clip_level out or set 'group' (the other completions of the prompt decide), or set "
+            "kl_estimator='exact' with kl_horizon='token'",
+        ),
+        Refusal(
             c.kl_horizon == "sequence" and c.kl_off_policy == "token",
             "kl_horizon='sequence' needs kl_off_policy='sequence' (or 'none')",
             why="the token ratio does not correct the prefix that a later token was sampled from",
@@ -162,6 +170,19 @@ def _reference_and_tokens(c: KLChoices) -> list[Refusal]:
             why="its weight is the reference's probability of the whole prefix",
             fix="use kl_horizon='token', kl_gradient='reverse', or no kl_exclude_* field",
         ),
+        Refusal(
+            c.excludes_by_token and c.kl_placement == "reward",
+            "kl_placement='reward' cannot leave tokens out by what they are",
+            why="one number per completion is the gradient of no KL over the tokens that are kept",
+            fix="use kl_placement='advantage' with kl_horizon='sequence', or only kl_exclude_prefix",
+        ),
+        Refusal(
+            c.excludes_by_token and (c.kl_estimator, c.kl_horizon) == ("exact", "sequence"),
+            "the exact KL over sequences cannot leave tokens out by what they are",
+            why="it sums over the whole vocabulary at positions that the drawn tokens choose: the gradient of no KL "
+            "over the tokens that are kept",
+            fix="use kl_estimator='k3' (the generalised KL over the kept tokens), or only kl_exclude_prefix",
+        ),
     ]
 
 
@@ -173,7 +194,9 @@ def cautions(c: KLChoices) -> list[str]:
         found.append(
             "kl_estimator='k1' with kl_gradient='own' has an expected gradient of exactly zero, summed over tokens or "
             "over a fixed length: it regularises nothing (a mean over each completion's own length leaves a pull on "
-            "the length, and nothing else). Use kl_gradient='reverse'."
+            "the length, and nothing else"
+            + ("; with tokens left out it only makes the kept ones less likely" if c.excludes_by_token else "")
+            + "). Use kl_gradient='reverse'."
         )
     if in_loss and own and c.kl_estimator == "k3":
         found.append(

@@ -2,7 +2,8 @@
 
 A clip acts on a total: the KL of one completion in nats. Taking relu of a *sampled* KL leaks (at KL .05, threshold .1
 and noise .5 the gate is open 46 % of the time), so klamp gates: the derivative of the clip, at a detached low-noise KL,
-multiplies a correct gradient.
+multiplies a correct gradient. A gate computed from the same sampled tokens is correlated with them and follows no KL
+(cosine .6 to .9 with what it stands for): it is computed from the other completions, see `gate_kl`.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from __future__ import annotations
 from typing import Literal, TypeAlias, get_args, overload
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import softplus
 
 from klamp.core.arguments import AT_LEAST_0, FLOATS, POSITIVE, REALS, check_flag, check_number, check_tensors, describe
-from klamp.core.masking import upcast
+from klamp.core.masking import future_sum, upcast
 from klamp.core.types import ClipMethod
 from klamp.errors import ConfigError, ShapeError, check_name
 
@@ -165,28 +166,59 @@ def kl_budget(threshold: float, *, per_token: bool, reference_length: float | Te
 
 
 def gate_kl(
-    sequence_kl: Float[Tensor, " batch"], *, level: ClipLevel, group_size: int | None = None
+    sequence_kl: Float[Tensor, " batch"],
+    *,
+    level: ClipLevel,
+    group_size: int | None = None,
+    own: bool,
+    measured: Bool[Tensor, " batch"] | None = None,
 ) -> Float[Tensor, " batch"]:
-    """The KL (in nats per sequence, detached) that a clip is decided by: the sequence's own, its group's, the batch's.
+    """The KL m (in nats per sequence, detached) that the clip of each sequence is decided by.
 
-    Equation: `sequence` the sequence's own; `group` the mean over its group; `batch` the mean over the batch.
-    Averaging is what takes the noise out of a sampled KL before the threshold is applied.
+    Equation: `sequence` the sequence's own; `group` and `batch` a mean, with `own` over all members, without it over
+    the others (leave-one-out). f being the clip and K the sequence's KL, the tangent f(m) + f'(m) (K - m) is charged.
+
+    Bias: without `own`, m does not depend on the tokens that the gate f'(m) multiplies, so that the expected gradient
+    is E_others[f'(m)] grad KL, whatever the estimator of K. With `own` the two are correlated: right only where the
+    gradient is that of the exact KL with the prefixes held fixed, and then that of f(mean of the members).
+
+    Args:
+        sequence_kl: of each sequence, in nats.
+        level: whose KL decides.
+        group_size: completions per prompt, next to each other; for `group`.
+        own: whether a sequence's own KL counts in its mean.
+        measured: sequences whose KL was measured, the others count in no mean; None: all. Where none is left, m is 0.
 
     Raises:
         UnknownNameError: an unknown level.
         ShapeError: the batch is not a whole number of groups.
+        ConfigError: the mean of the others, and there are none; or level `sequence` without `own`.
     """
     check_name("KL clip level", level, get_args(ClipLevel))
     kl = upcast(sequence_kl.detach())
-    if level == "sequence":
+    if level == "sequence" and own:
         return kl
-    if level == "batch":
-        return kl.mean().expand_as(kl)
-    if group_size is None or kl.shape[0] % group_size:
+    size = kl.shape[0] if level == "batch" else group_size
+    if size is None or (size and kl.shape[0] % size):
         raise ShapeError(
             "the batch is not a whole number of groups",
             got=f"{kl.shape[0]} sequences, group size {group_size}",
             why="the gate of a sequence is the mean KL of its group",
             fix="keep the completions of a prompt together and pass their number as group_size",
         )
-    return kl.view(-1, group_size).mean(-1).repeat_interleave(group_size)
+    if not own and (size == 1 or level == "sequence"):
+        raise ConfigError(
+            "a completion cannot be gated by a KL of its own tokens",
+            got=f"level={level!r}, {size} completion(s) to take the mean of",
+            why="the gate multiplies those tokens' gradient: the two are correlated, and the product follows no KL",
+            fix="use two or more completions per prompt, or kl_estimator='exact' (kl_horizon='token')",
+        )
+    counts = torch.ones_like(kl) if measured is None else measured.to(kl.dtype)
+    groups = (x.view(-1, max(size, 1)) for x in (torch.where(counts > 0, kl, torch.zeros_like(kl)), counts))
+    total, n = (x.sum(-1, keepdim=True).expand_as(x) if own else _sum_of_others(x) for x in groups)
+    return (total / n.clamp(min=1)).reshape(-1)
+
+
+def _sum_of_others(x: Float[Tensor, "groups size"]) -> Float[Tensor, "groups size"]:
+    """The sum over the other members of each group, without a subtraction, in which an infinite KL would be NaN."""
+    return future_sum(x) + future_sum(x.flip(-1)).flip(-1)

@@ -10,6 +10,14 @@ differentiating w * k3: that loses its gradient to cancellation (float32 from ab
     token      own         w_t d value / d delta                        whatever the estimator's own is
     sequence   reverse     rho_t delta_t + sum_{j > t} rho_j f_j        KL(policy || ref) over sequences, exactly
     sequence   forward     rho_t - prod_{j <= t} ref_j / behavior_j     KL(ref || policy) over sequences, exactly
+
+f is the estimator of later KL: k3 where that is the value, k1 otherwise. Tokens that are left out of the KL (`kl_mask`)
+have delta_t = f_t = 0, and then f is k3 always: the KL of a position is the generalised one over the kept tokens v,
+
+    D = sum_v (policy_v delta_v - policy_v + ref_v) >= 0, 0 only where the two agree on all of them: the mean of k3,
+
+whose gradient is the mean of delta grad log policy, as in the table. The mean of k1 over the kept tokens is no such
+divergence: it lacks their mass, ref - policy, and is lowered by moving it.
 """
 
 from __future__ import annotations
@@ -209,6 +217,10 @@ def penalty_from_weights(
     horizon `sequence` they keep a gradient, for what they do to the KL of later tokens. In a sequence whose gradient is
     finite, values end at `saturation`, so that a loss is finite wherever its gradient is.
 
+    Gradient: `reverse` is that of the generalised KL over the kept tokens (top of this module), whatever the value;
+    `forward` that of its counterpart sum_v (ref_v log(ref_v / policy_v) - ref_v + policy_v).
+    Value: with `kl_mask` k3 alone is unbiased for it.
+
     Raises:
         ConfigError: gradient `forward` with horizon `sequence` and tokens without a KL.
     """
@@ -221,8 +233,9 @@ def penalty_from_weights(
             fix="use horizon='token', gradient='reverse', or no exclusions",
         )
     carried = mask if kl_mask is None else kl_mask
+    later: Estimator = "k3" if kl_mask is not None and horizon == "sequence" else value
     felt = mask if horizon == "sequence" else carried
-    coefficient = masked(COEFFICIENTS[horizon, gradient](value, log_w, delta), felt)
+    coefficient = masked(COEFFICIENTS[horizon, gradient](later, log_w, delta), felt)
     weighted = masked(weighted_value(value, log_w, delta), carried)
     finite = coefficient.isfinite().all(-1, keepdim=True)
     weighted = torch.where(finite, saturated(weighted, delta), weighted)
@@ -324,7 +337,9 @@ def exact_penalty(
     Value: w_t * exact_t. Off-policy, the weight of position t is that of the prefix *before* t, since the vocabulary
     at t is summed over, not sampled. `log_w` holds inclusive weights; this function shifts them by one.
     Gradient: `reverse` and `own` differentiate `exact`; `forward` differentiates `surrogate`, the exact forward KL.
-    `kl_mask` marks the tokens that carry the KL; with horizon `sequence` the others keep the gradient of later ones.
+    `kl_mask` marks the positions that carry the KL; with horizon `sequence` the others keep the gradient of later ones.
+    Where it depends on the token that was drawn there, horizon `token` follows sum_s P(s) k(s) KL(s), the prefixes' P
+    and the share k of kept draws held fixed, and horizon `sequence` the gradient of nothing: `KLConfig` refuses that.
     Shapes: all [B, T] -> [B, T].
 
     Source: arXiv:2504.10637

@@ -9,8 +9,9 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor
 
+from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import masked_log_ratio
-from klamp.core.masking import masked_sum, suffix_sum, upcast
+from klamp.core.masking import future_sum, masked_sum, upcast
 from klamp.core.surrogates import per_token
 from klamp.core.types import Advantages, Horizon, LogProbs, Mask, TokenValues
 from klamp.errors import ShapeError
@@ -39,7 +40,8 @@ def kl_in_reward(
     Sampler: the policy.
     Gradient: none here; through the score function it is the gradient of KL(policy || ref) over sequences, provided
     that the advantages are not divided by the group's standard deviation: in a saturated group that division makes
-    beta drop out.
+    beta drop out. Tokens can be left out of k_i by their position only: left out by what they are, the gradient is
+    that of no KL (one number per completion cannot hold delta_t for its own token and k3_j for the later ones).
     Shapes: [B], [B] -> [B].
 
     Raises:
@@ -66,14 +68,17 @@ def kl_in_advantage(
     beta: float | Tensor,
     horizon: Horizon = "sequence",
     max_log_ratio: float | None = None,
+    kl_mask: Mask | None = None,
 ) -> TokenValues:
     """The advantages minus beta times the KL, after they were normalised: beta keeps its meaning in every group.
 
-    Equation: token A_t - beta delta_t; sequence A_t - beta sum_{j >= t} delta_j (reward-to-go).
+    Equation: token A_t - beta delta_t; sequence A_t - beta sum_{j >= t} delta_j (reward-to-go). With `kl_mask` delta is
+    0 outside of it and the later terms are k3: A_t - beta (delta_t + sum_{j > t} k3_j).
 
     Sampler: the policy that `policy_logprobs` belong to.
     Gradient: none here; through the score function `sequence` gives the gradient of KL(policy || ref) over sequences,
-    `token` that of the KL at each sampled prefix.
+    `token` that of the KL at each sampled prefix; with `kl_mask` of the generalised KL over the kept tokens, see
+    `klamp.core.gradients`.
     Shapes: advantages [B] or [B, T], the others [B, T] -> [B, T]. `beta` may be a tensor that broadcasts over [B, T].
 
     Raises:
@@ -81,6 +86,10 @@ def kl_in_advantage(
 
     Source: FRPO arXiv:2601.10201 (reward-to-go)
     """
-    delta = masked_log_ratio(policy_logprobs, ref_logprobs, mask, max_log_ratio=max_log_ratio)
-    shift = suffix_sum(delta) if horizon == "sequence" else delta
+    carried = mask if kl_mask is None else mask & kl_mask
+    delta = masked_log_ratio(policy_logprobs, ref_logprobs, carried, max_log_ratio=max_log_ratio)
+    shift = delta
+    if horizon == "sequence":
+        later = delta if kl_mask is None else ESTIMATORS["k3"].value(delta)
+        shift = delta + future_sum(later)
     return per_token(advantages, delta) - beta * shift

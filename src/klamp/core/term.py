@@ -56,6 +56,15 @@ TERM_NUMBERS = {
 """Which numbers the fields of `KLTerm` take; those of `KLConfig` that they come from take the same."""
 
 
+def gates_on_itself(value: Value, gradient: Gradient, horizon: Horizon, off_policy: OffPolicy) -> bool:
+    """Whether a completion's own KL may decide its clip: where the gradient is that of this KL, prefixes held fixed.
+
+    That is the exact KL with horizon `token`: f'(K) grad K is then the gradient of f(K) at the sampled prefixes. Any
+    other gradient holds a sampled token (or another divergence) that the gate would be correlated with.
+    """
+    return value == "exact" and gradient != "forward" and horizon == "token" and off_policy != "sequence"
+
+
 @dataclass(frozen=True, kw_only=True)
 class KLTerm:
     """The KL of an objective, in nats: its value, its gradient, where it enters, how it is clipped; all but beta.
@@ -84,8 +93,8 @@ class KLTerm:
     """Nats per token, or in total."""
     clip_temperature: float = 1.0
     """Width of the soft clip, in nats."""
-    clip_level: ClipLevel = "sequence"
-    """Whose KL opens the gate."""
+    clip_level: ClipLevel = "group"
+    """Whose KL opens the gate; `sequence` is `group` where a sampled KL would have to decide on itself."""
     clip_unit: ClipUnit = "token"
     """What the threshold is for: a token (times the reference length), or the whole sequence."""
     normalizer: Reduction | None = None
@@ -93,6 +102,11 @@ class KLTerm:
 
     def __post_init__(self) -> None:
         check_fields(self, TERM_NUMBERS)
+
+    @property
+    def gates_on_itself(self) -> bool:
+        """Whether a completion's own KL may decide its clip."""
+        return gates_on_itself(self.value, self.gradient, self.horizon, self.off_policy)
 
     @property
     def weight_horizon(self) -> Horizon:
@@ -161,12 +175,17 @@ class Gate:
         return cls(kl, limit, factor, clipped)
 
     def apply(self, penalty: TokenValues, kl_mask: Mask) -> TokenValues:
-        """The penalty with the clip: its value is lowered to the clipped KL, its gradient multiplied by the factor."""
-        shift = (self.clipped - self.kl) / kl_mask.sum(-1).clamp(min=1)
+        """The penalty with the clip f: its tangent f(m) + f'(m) (K - m) at the KL m that decides it.
+
+        Value: summed over the sequence it is that, K the sum of `penalty`, with f(m) - f'(m) m spread over the tokens
+        that carry the KL. Where m is K itself it is f(K). Where m is the others' it is unbiased for the tangent at m
+        (hard: P(m > budget) (KL - budget)), which is never above f(KL), and f(KL) itself where m has no noise.
+        Gradient: f'(m) times the penalty's.
+        """
+        shift = (self.clipped - self.factor * self.kl) / kl_mask.sum(-1).clamp(min=1)
         factor = self.factor.unsqueeze(-1)
-        open_here = (factor > 0) & kl_mask
-        value = torch.where(open_here, penalty.detach() + shift.unsqueeze(-1), torch.zeros_like(penalty))
-        return value + factor * (penalty - penalty.detach())
+        value = factor * penalty + torch.where(kl_mask, shift.unsqueeze(-1), torch.zeros_like(penalty))
+        return torch.where(factor > 0, value, torch.zeros_like(penalty))
 
     def metrics(self) -> dict[str, Tensor]:
         """The mean budget and KL in nats per sequence, and the share of sequences over budget."""
@@ -179,33 +198,47 @@ class Gate:
 
 
 def sequence_gate_kl(
-    batch: Batch, term: KLTerm, *, mean: Callable[[Tensor], Tensor] = torch.mean
+    batch: Batch, term: KLTerm, *, gather: Callable[[Tensor], Tensor] | None = None, rank: int = 0
 ) -> Float[Tensor, " batch"]:
-    """The KL (nats per sequence) that decides the clip, with little noise; the batch must hold whole groups.
+    """The KL (nats per sequence) that decides the clip of each sequence of a batch, see `gate_kl`.
+
+    Equation: of `sequence_kl`, the sequence's own or a mean over its group or batch, which holds the sequence itself
+    only where `gates_on_itself` and the KL is exact.
 
     Args:
-        batch: with `exact_kl` only where every sequence has it.
+        batch: whole groups, or parts of them that `gather` puts together; with `exact_kl` only where every sequence
+            has it. Sequences without a trained token, or with `kl_weight` 0, count in no mean.
         term: says the level.
-        mean: of the level `batch`; one over all processes makes the gate independent of how the batch is split.
+        gather: the tensors of all processes, one after the other; None: this batch is all.
+        rank: the place of this process among them.
+
+    Raises:
+        ConfigError: no reference; or a group (or batch) of one, whose KL is a sampled one.
+        ShapeError: the batch is not a whole number of groups.
     """
-    per_sequence, level = sequence_kl(batch, term), gate_level(batch, term)
-    if level == "batch":
-        return mean(per_sequence).expand_as(per_sequence)
-    return gate_kl(per_sequence, level=level, group_size=batch.group_size)
+    kl, measured = sequence_kl(batch, term), batch.mask.any(-1)
+    if batch.kl_weight is not None:
+        measured = measured & (batch.kl_weight > 0)
+    everywhere = torch.stack([kl, measured.to(kl.dtype)], -1)
+    everywhere = everywhere if gather is None else gather(everywhere)
+    own = batch.exact_kl is not None and term.gates_on_itself
+    found = gate_kl(
+        everywhere[:, 0],
+        level="group" if term.clip_level == "sequence" and not own else term.clip_level,
+        group_size=batch.group_size,
+        own=own,
+        measured=everywhere[:, 1] > 0,
+    )
+    return found[rank * len(kl) :][: len(kl)]
 
 
 def sequence_kl(batch: Batch, term: KLTerm) -> Float[Tensor, " batch"]:
-    """What a clip is gated on, before any mean: each sequence's exact KL where it is at hand, else its k3, in nats."""
+    """The KL of each sequence over the tokens that carry it, in nats: exact where every sequence has that, else k3."""
     kl_mask = carries_kl(batch)
     if batch.exact_kl is not None:
         return masked_sum(batch.exact_kl.detach(), kl_mask, -1)
     delta = _log_ratio(batch, term, kl_mask)
     return masked_sum(saturated(ESTIMATORS["k3"].value(delta), delta), kl_mask, -1)
-
-
-def gate_level(batch: Batch, term: KLTerm) -> ClipLevel:
-    """Whose mean KL gates the clip: as asked, but a sampled KL is too noisy to gate less than its group."""
-    return "group" if batch.exact_kl is None and term.clip_level == "sequence" else term.clip_level
 
 
 def _log_ratio(batch: Batch, term: KLTerm, kl_mask: Mask) -> TokenValues:
@@ -286,22 +319,49 @@ def token_penalty(batch: Batch, term: KLTerm, gate: Gate | None = None) -> Token
 
 
 def shifted_rewards(
-    rewards: Float[Tensor, " batch"], batch: Batch, term: KLTerm, *, beta: float, gate: Gate | None = None
+    rewards: Float[Tensor, " batch"], batch: Batch, term: KLTerm, *, beta: float
 ) -> Float[Tensor, " batch"]:
     """The rewards minus beta times the KL of each completion (k1 summed over it), before advantages are formed. [B]
 
-    As `kl_in_reward`, with the clip's factor and the sequence's `kl_weight` on beta. `batch.policy_logprobs` are those
-    of the policy that sampled the tokens.
+    As `kl_in_reward`, with the sequence's `kl_weight` on beta and without a clip, for which see `advantages_with_kl`.
+    `batch.policy_logprobs` are those of the policy that sampled the tokens.
 
     Raises:
         ConfigError: the batch has no reference log-probabilities.
     """
+    return kl_in_reward(rewards, _spent(batch, term), beta=beta)
+
+
+def _spent(batch: Batch, term: KLTerm) -> Float[Tensor, " batch"]:
     spent = sequence_log_ratio(
         batch.policy_logprobs, require_reference(batch), carries_kl(batch), max_log_ratio=term.max_log_ratio
     )
-    for factor in (None if gate is None else gate.factor, batch.kl_weight):
-        spent = spent if factor is None else spent * factor
-    return kl_in_reward(rewards, spent, beta=beta)
+    return spent if batch.kl_weight is None else spent * batch.kl_weight
+
+
+def advantages_with_kl(
+    rewards: Float[Tensor, " batch"],
+    batch: Batch,
+    term: KLTerm,
+    *,
+    beta: float,
+    gate: Gate | None,
+    advantages: Callable[[Tensor], Tensor],
+) -> Float[Tensor, " batch"]:
+    """The advantages of rewards from which the KL of each completion was taken, clipped where a gate is given. [B]
+
+    Equation: A(r) - beta g_i A(k)_i, A = `advantages`, g the gate's factor, k as in `shifted_rewards`; without a gate
+    A(r - beta k), the same wherever A is linear (scale `none`).
+
+    Gradient: through the score function E[g_i] grad KL(policy || ref). The gate comes after the baseline: that of
+    r - beta g k would hold the others' gates, which depend on this completion's tokens.
+
+    Raises:
+        ConfigError: the batch has no reference log-probabilities.
+    """
+    if gate is None:
+        return advantages(shifted_rewards(rewards, batch, term, beta=beta))
+    return advantages(rewards) - beta * gate.factor * advantages(_spent(batch, term))
 
 
 def shifted_advantages(batch: Batch, term: KLTerm, *, beta: float, gate: Gate | None = None) -> TokenValues:
@@ -325,6 +385,7 @@ def shifted_advantages(batch: Batch, term: KLTerm, *, beta: float, gate: Gate | 
         beta=beta * factor.unsqueeze(-1),
         horizon=term.horizon,
         max_log_ratio=term.max_log_ratio,
+        kl_mask=batch.kl_mask,
     )
 
 

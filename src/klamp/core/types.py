@@ -73,7 +73,8 @@ class Batch:
     exact_kl_forward: TokenValues | None = None
     """Exact KL(ref || policy) at each prefix, with gradient; for kl_estimator='exact' with kl_gradient='forward'."""
     kl_mask: Mask | None = None
-    """True = the token carries the KL; None: the same as `mask`."""
+    """True = the token carries the KL; None: the same as `mask`, and all of the tokens carry it in every other part of
+    the step too (k1 over sequences counts later tokens by k3 where some may be left out)."""
     kl_weight: Float[Tensor, " batch"] | None = None
     """Factor >= 0 on each sequence's KL; 0: its reference log-probabilities are not looked at. None: 1 for all."""
     gate_kl: Float[Tensor, " batch"] | None = None

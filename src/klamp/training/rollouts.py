@@ -11,7 +11,7 @@ from torch import Tensor
 from klamp.core.advantages import group_advantages
 from klamp.core.masking import Totals
 from klamp.core.subsample import sequence_sample
-from klamp.core.term import Gate, sequence_gate_kl, shifted_rewards
+from klamp.core.term import Gate, advantages_with_kl, sequence_gate_kl
 from klamp.core.types import Batch, Direction
 from klamp.diagnostics.statistics import pad_tokens
 from klamp.errors import RewardError
@@ -250,7 +250,8 @@ def _with_policy_pass(context: Context, rollout: Rollout, beta: float) -> Rollou
     everywhere = rollout.before is not None and rollout.exact_rows is not None and bool(rollout.exact_rows.all())
     exact = rollout.before.exact if everywhere and rollout.before is not None else None
     batch = replace(_before_updates(context, rollout), exact_kl=exact)
-    return replace(rollout, gate_kl=sequence_gate_kl(batch, term, mean=lambda kl: context.gather(kl).mean()))
+    rank = context.process
+    return replace(rollout, gate_kl=sequence_gate_kl(batch, term, gather=context.gather, rank=rank))
 
 
 @torch.no_grad()
@@ -280,10 +281,14 @@ def _before_updates(context: Context, rollout: Rollout) -> Batch:
 
 def _with_advantages(context: Context, rollout: Rollout, beta: float) -> Rollout:
     rewards, loss, term = rollout.rewards, context.config.loss, context.objective.kl
-    if beta > 0 and term.placement == "reward":
-        batch = _before_updates(context, rollout)
-        rewards = shifted_rewards(rewards, batch, term, beta=beta, gate=Gate.of(batch, term))
-    advantages = group_advantages(
-        rewards, context.config.rollout.num_generations, scale=loss.scale, baseline=loss.advantage_baseline
-    )
-    return replace(rollout, advantages=advantages)
+
+    def advantages(rewards: Tensor) -> Tensor:
+        size = context.config.rollout.num_generations
+        return group_advantages(rewards, size, scale=loss.scale, baseline=loss.advantage_baseline)
+
+    if beta == 0 or term.placement != "reward":
+        return replace(rollout, advantages=advantages(rewards))
+    batch = _before_updates(context, rollout)
+    gate = Gate.of(batch, term)
+    shifted = advantages_with_kl(rewards, batch, term, beta=beta, gate=gate, advantages=advantages)
+    return replace(rollout, advantages=shifted)

@@ -29,7 +29,7 @@ from klamp.core.advantages import group_advantages
 from klamp.core.estimators import exact_kl
 from klamp.core.masking import Totals
 from klamp.core.objective import Objective, grpo_loss
-from klamp.core.term import Gate, sequence_gate_kl, shifted_rewards
+from klamp.core.term import Gate, advantages_with_kl, sequence_gate_kl, sequence_kl
 from klamp.core.types import Batch, Reduction
 from klamp.errors import ConfigError
 from klamp.verify.gradient_names import Followed, name_gradient
@@ -208,12 +208,11 @@ def _step(scene: Scene, objective: Objective, loss: LossConfig, kl: KLConfig, gr
 def _batch(scene: Scene, scored: Outcomes, objective: Objective, kl: KLConfig, group: list[int]) -> Batch:
     """A batch of the chosen completions; its advantages are still 0."""
     y = Outcomes(*(field[group] for field in scored))
-    kl_mask = _kl_mask(kl, y)
     exact = objective.beta > 0 and objective.kl.value == "exact"
     return Batch(
         policy_logprobs=y.policy_logprobs,
         mask=y.mask,
-        kl_mask=kl_mask if bool((kl_mask != y.mask).any()) else None,
+        kl_mask=_kl_mask(kl, y) if kl.excludes else None,
         advantages=torch.zeros(len(group), dtype=torch.float64),
         old_logprobs=y.sampler_logprobs,
         ref_logprobs=y.ref_logprobs,
@@ -227,14 +226,11 @@ def _batch(scene: Scene, scored: Outcomes, objective: Objective, kl: KLConfig, g
 
 def _gate_kl(scene: Scene, before: Batch, objective: Objective, kl: KLConfig) -> Tensor:
     """The KL that gates the clip, in nats per completion; the mean of a large batch is the expected KL."""
-
-    def expected(_: Tensor) -> Tensor:
-        everyone = _batch(scene, scene.before, objective, kl, list(range(len(scene.outcomes.probs))))
-        alone = dataclasses.replace(objective.kl, clip_level="sequence")
-        return (scene.outcomes.probs * sequence_gate_kl(dataclasses.replace(everyone, group_size=1), alone)).sum()
-
-    mean = torch.mean if scene.denominators == "group" else expected
-    return sequence_gate_kl(before, objective.kl, mean=mean)
+    if scene.denominators == "group" or objective.kl.clip_level != "batch":
+        return sequence_gate_kl(before, objective.kl)
+    everyone = _batch(scene, scene.before, objective, kl, list(range(len(scene.outcomes.probs))))
+    each = sequence_kl(everyone, objective.kl)
+    return (scene.outcomes.probs * each).sum().expand(len(before.mask))
 
 
 def _check_exclusions(kl: KLConfig, vocab: int) -> None:
@@ -266,9 +262,13 @@ def _totals(scene: Scene, kl: KLConfig) -> Totals:
 
 def _advantages(scene: Scene, objective: Objective, loss: LossConfig, before: Batch, group: list[int]) -> Tensor:
     rewards = torch.zeros(len(group), dtype=torch.float64) if scene.rewards is None else scene.rewards[group]
-    if objective.beta > 0 and objective.kl.placement == "reward":
-        gate = Gate.of(before, objective.kl)
-        rewards = shifted_rewards(rewards, before, objective.kl, beta=objective.beta, gate=gate)
-    if scene.group_size == 1:
-        return rewards
-    return group_advantages(rewards, scene.group_size, scale=loss.scale, baseline=loss.advantage_baseline)
+
+    def advantages(rewards: Tensor) -> Tensor:
+        if scene.group_size == 1:
+            return rewards
+        return group_advantages(rewards, scene.group_size, scale=loss.scale, baseline=loss.advantage_baseline)
+
+    if objective.beta == 0 or objective.kl.placement != "reward":
+        return advantages(rewards)
+    gate, beta = Gate.of(before, objective.kl), objective.beta
+    return advantages_with_kl(rewards, before, objective.kl, beta=beta, gate=gate, advantages=advantages)

@@ -68,18 +68,19 @@ def expected(host: Any, kl: KLConfig, inputs: dict[str, Any]) -> Tensor:
     advantages = torch.tensor(list(host._logs["advantages"])[-len(mask) :])
     length = float(kl.kl_reference_length or 1)
     batch = Batch(
-        policy_logprobs=policy, mask=mask, advantages=advantages, ref_logprobs=ref, kl_mask=carries,
+        policy_logprobs=policy, mask=mask, advantages=advantages, ref_logprobs=ref,
+        kl_mask=carries if kl.excludes else None,
         group_size=4, reference_length=length, sampler_logprobs=policy.detach(),
     )  # fmt: skip
     term = kl.build_term()
     if kl.kl_placement == "reward":
-        spent = ((policy - ref) * mask).sum(-1).detach()
+        spent = ((policy - ref) * mask).sum(-1).detach().view(-1, 4)
+        taken = kl.beta * (spent - spent.mean(-1, keepdim=True))
         if kl.kl_clip_method == "hard":
             ratio = (policy - ref).detach()
-            k3 = ((torch.exp(-ratio) - 1 + ratio) * mask).sum(-1).view(-1, 4).mean(-1).repeat_interleave(4)
-            spent = spent * (k3 > kl.kl_clip_threshold * length)
-        taken = (kl.beta * spent).view(-1, 4)
-        batch = Batch(**{**vars(batch), "advantages": advantages - (taken - taken.mean(-1, keepdim=True)).view(-1)})
+            k3 = ((torch.exp(-ratio) - 1 + ratio) * mask).sum(-1).view(-1, 4)
+            taken = taken * ((k3.sum(-1, keepdim=True) - k3) / 3 > kl.kl_clip_threshold * length)
+        batch = Batch(**{**vars(batch), "advantages": advantages - taken.view(-1)})
     objective = Objective(
         reduction=AVERAGES[host.loss_type], max_length=host.max_completion_length, beta=kl.beta, kl=term
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 from klamp.config import KLConfig
 from klamp.core.advantages import group_advantages
 from klamp.core.estimators import kl_estimate
-from klamp.core.term import Gate, KLTerm, sequence_gate_kl, shifted_advantages, shifted_rewards
+from klamp.core.term import Gate, KLTerm, advantages_with_kl, sequence_gate_kl, shifted_advantages
 from klamp.errors import ConfigError
 from klamp.hosts.common.control import KLControl
 from klamp.hosts.common.rollout import (
@@ -70,7 +70,8 @@ def generation(
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_a_gate_is_that_of_the_whole_batch_at_once(level: Any, exact: Tensor | None, processes: int) -> None:
     """With four processes each holds half a group."""
-    term = KLTerm(clip_method="hard", clip_threshold=0.1, clip_level=level)
+    value = "k3" if exact is None else "exact"
+    term = KLTerm(value=value, clip_method="hard", clip_threshold=0.1, clip_level=level)
     found = in_processes(
         processes, lambda member: gate_over_processes(generation(member, processes=processes, exact=exact), term)
     )
@@ -78,12 +79,16 @@ def test_a_gate_is_that_of_the_whole_batch_at_once(level: Any, exact: Tensor | N
     torch.testing.assert_close(torch.cat(found), sequence_gate_kl(whole, term))
 
 
-def test_a_sampled_kl_gates_no_less_than_its_group() -> None:
-    term, made = KLTerm(clip_method="hard", clip_level="sequence"), generation()
+def mean_of_others(x: Tensor) -> Tensor:
+    groups = x.view(2, GROUP)
+    return ((groups.sum(-1, keepdim=True) - groups) / (GROUP - 1)).view(-1)
+
+
+def test_a_sampled_kl_is_gated_by_the_others_of_its_group() -> None:
+    term, made = KLTerm(value="exact", clip_method="hard", clip_level="sequence"), generation()
     inputs, old = batch_tensors()
     k3 = kl_estimate(old, inputs["ref_per_token_logps"], estimator="k3") * inputs["completion_mask"]
-    mean = k3.sum(-1).view(2, GROUP).mean(-1).repeat_interleave(GROUP)
-    torch.testing.assert_close(gate_over_processes(made, term), mean)
+    torch.testing.assert_close(gate_over_processes(made, term), mean_of_others(k3.sum(-1)))
     exact = torch.rand(ROWS, LENGTH)
     own = (exact * inputs["completion_mask"]).sum(-1)
     torch.testing.assert_close(gate_over_processes(generation(exact=exact), term), own)
@@ -168,9 +173,10 @@ def test_the_kl_in_the_reward_is_the_advantage_of_lower_rewards(processes: int, 
 
     batch = replace(generation().batch(), group_size=GROUP, reference_length=2.0)
     gate = Gate.of(batch, term)
-    assert gate is None or 0 < float(gate.factor.mean()) < 1, "one group is over budget, one is not"
-    lower = shifted_rewards(rewards, batch, term, beta=0.3, gate=gate)
-    expected = group_advantages(lower, GROUP, scale="none")
+    assert gate is None or 0 < float(gate.factor.mean()) < 1, "some are over budget, some are not"
+    expected = advantages_with_kl(
+        rewards, batch, term, beta=0.3, gate=gate, advantages=lambda r: group_advantages(r, GROUP, scale="none")
+    )
     torch.testing.assert_close(torch.cat(in_processes(processes, shift)), expected)
     assert (expected - formed).abs().max() > 0.01
 
@@ -210,8 +216,8 @@ def test_exclusions_are_settled_before_the_gate() -> None:
     assert torch.equal(added["klamp_kl_mask"], mask & (torch.arange(LENGTH) >= 2))
     assert added["klamp_kl_scale"][0] == pytest.approx(5 / 3)
     k3 = kl_estimate(made.old_logprobs, made.inputs["ref_per_token_logps"], estimator="k3")  # pyright: ignore
-    kept = (k3 * added["klamp_kl_mask"]).sum(-1).view(2, GROUP).mean(-1).repeat_interleave(GROUP)
-    torch.testing.assert_close(added["klamp_gate_kl"], kept)
+    kept = (k3 * added["klamp_kl_mask"]).sum(-1)
+    torch.testing.assert_close(added["klamp_gate_kl"], mean_of_others(kept))
     assert added["klamp_reference_length"].tolist() == [2.0] * ROWS
     by_part = prepared(made, KLControl(kl), TOKENIZER, beta=0.3, reduction=None)
     assert "klamp_kl_scale" not in by_part

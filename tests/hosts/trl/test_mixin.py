@@ -44,8 +44,8 @@ def trainer(base: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return klamp_trainer(noisy(base), folder, trainer={"ref_model": copy.deepcopy(base)}, beta=0.4, kl_monitor=True)
 
 
-@pytest.mark.parametrize("level", ["group", "batch", "sequence"])
-def test_the_gate_does_not_depend_on_how_the_batch_is_split(trainer: Any, level: str) -> None:
+@pytest.mark.parametrize("level", ["group", "batch", None])
+def test_the_gate_does_not_depend_on_how_the_batch_is_split(trainer: Any, level: str | None) -> None:
     """Every micro-batch of one row, added up, is the whole: the gate was settled before the split."""
     with_kl(trainer, KLConfig(beta=0.4, kl_clip_level=level, kl_reference_length=6, **CLIP), loss_type="luspo")
     inputs = generated(trainer)
@@ -55,16 +55,16 @@ def test_the_gate_does_not_depend_on_how_the_batch_is_split(trainer: Any, level:
     summed = sum(gradient_of(trainer, trainer.compute_loss(trainer.model, part)) for part in parts) / 4
     assert (summed - whole).abs().max() < 1e-6
     delta = inputs["klamp_gate_kl"]
-    assert len(delta.unique()) == {"group": 2, "batch": 1, "sequence": 2}[level]  # a sampled KL gates by group at least
+    assert len(delta.unique()) == 4, "each is gated by the others"
 
 
-def test_the_gate_is_the_kl_of_the_group_in_nats(trainer: Any, base: Any) -> None:
+def test_the_gate_is_the_kl_of_the_others_in_nats(trainer: Any, base: Any) -> None:
     with_kl(trainer, KLConfig(beta=0.4, kl_reference_length=6, **CLIP), loss_type="grpo")
     inputs = generated(trainer)
     with torch.no_grad():
         policy, ref = (plain_logprobs(plain_logits(m, inputs), inputs) for m in (trainer.model, base))
     sums = (kl_estimate(policy, ref, estimator="k3") * inputs["completion_mask"]).sum(-1)
-    expected = sums.view(2, 2).mean(-1).repeat_interleave(2)
+    expected = sums.view(2, 2).flip(-1).reshape(-1)
     assert torch.allclose(inputs["klamp_gate_kl"], expected, atol=1e-5)
     assert inputs["klamp_reference_length"].tolist() == [6.0] * 4
 

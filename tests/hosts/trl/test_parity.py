@@ -25,7 +25,7 @@ from klamp.config import KLConfig
 from klamp.core.advantages import group_advantages
 from klamp.core.estimators import exact_kl
 from klamp.core.objective import Objective, grpo_loss
-from klamp.core.term import Gate, sequence_gate_kl, shifted_rewards
+from klamp.core.term import Gate, advantages_with_kl, sequence_gate_kl
 from klamp.core.types import Batch
 from klamp.hosts.common.exclusions import excluded_ids, kl_tokens
 
@@ -100,8 +100,15 @@ def own_loss(trainer: Any, base: Any, inputs: dict[str, Any], rewards: torch.Ten
     if kl.kl_clip_method != "none":
         batch = replace(batch, gate_kl=sequence_gate_kl(batch, term))
     if kl.kl_placement == "reward":
-        taken = shifted_rewards(rewards, batch, term, beta=kl.beta, gate=Gate.of(batch, term))
-        batch = replace(batch, advantages=group_advantages(taken, 2, scale="none", baseline="mean"))
+        found = advantages_with_kl(
+            rewards,
+            batch,
+            term,
+            beta=kl.beta,
+            gate=Gate.of(batch, term),
+            advantages=lambda r: group_advantages(r, 2, scale="none", baseline="mean"),
+        )
+        batch = replace(batch, advantages=found)
     objective = Objective(reduction=REDUCTIONS[loss_type], max_length=LENGTH, beta=kl.beta, kl=term)
     return grpo_loss(batch, objective).loss
 

@@ -7,7 +7,7 @@ import torch
 from tests.verify.proofs.broken import failures
 
 from klamp.core.clipping import clip_gate, clip_kl
-from klamp.core.term import shifted_rewards
+from klamp.core.term import advantages_with_kl
 from klamp.verify import one_step
 from klamp.verify.proofs import clipping
 from klamp.verify.proofs.clipping import prove_clipping
@@ -32,10 +32,21 @@ def test_a_gate_that_opens_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_clip_that_the_reward_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
     def without_gate(*args, gate, **choices):
-        return shifted_rewards(*args, **choices)
+        return advantages_with_kl(*args, gate=None, **choices)
 
-    monkeypatch.setattr(one_step, "shifted_rewards", without_gate)
-    assert failures(prove_clipping) == ["in the reward, hard clip at 1,000 nats: no pull"]
+    monkeypatch.setattr(one_step, "advantages_with_kl", without_gate)
+    assert failures(prove_clipping) == [
+        "in the reward, hard clip at 1,000 nats: no pull",
+        "in the reward, k1, hard clip at .3 nats: gated by the other of two",
+    ]
+
+
+def test_a_gate_of_sampled_tokens_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("klamp.core.term.gate_kl", lambda kl, **_: kl)
+    assert [claim for claim in failures(prove_clipping) if "gated by the other" in claim] == [
+        "in the loss, k3, hard clip at .3 nats: gated by the other of two",
+        "in the reward, k1, hard clip at .3 nats: gated by the other of two",
+    ]
 
 
 @pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klamp.core.clipping import gate_kl
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import masked_log_ratio
 from klamp.core.masking import masked_sum
-from klamp.core.term import Gate, KLTerm, gate_level, sequence_kl, shifted_advantages, shifted_rewards
+from klamp.core.term import Gate, KLTerm, advantages_with_kl, sequence_gate_kl, shifted_advantages
 from klamp.core.types import Batch, Reduction
 from klamp.errors import ConfigError
 from klamp.hosts.common.control import KLControl
@@ -119,9 +118,9 @@ def exclusion_scale(mask: Tensor, kl_mask: Tensor, reduction: Reduction, acceler
 
 def gate_over_processes(generation: Generation, term: KLTerm) -> Tensor:
     """The KL that gates each of this process's sequences, in nats; groups and batches run over all processes. [B]"""
-    batch = generation.batch()
-    everywhere = generation.accelerator.gather(sequence_kl(batch, term))
-    return generation.local(gate_kl(everywhere, level=gate_level(batch, term), group_size=generation.group_size))
+    batch = replace(generation.batch(), group_size=generation.group_size)
+    accelerator = generation.accelerator
+    return sequence_gate_kl(batch, term, gather=accelerator.gather, rank=accelerator.process_index)
 
 
 def shifted(generation: Generation, term: KLTerm, *, beta: float) -> Tensor:
@@ -134,13 +133,16 @@ def shifted(generation: Generation, term: KLTerm, *, beta: float) -> Tensor:
     gate = Gate.of(batch, term)
     if term.placement == "advantage":
         return shifted_advantages(batch, term, beta=beta, gate=gate)
-    taken = shifted_rewards(torch.zeros_like(batch.advantages), batch, term, beta=beta, gate=gate)
-    everywhere = generation.accelerator.gather(taken)
-    if generation.scorable is not None:
-        everywhere = everywhere.masked_fill(~generation.scorable, torch.nan)
-    groups = everywhere.view(-1, generation.group_size)
-    centred = (groups - groups.nanmean(-1, keepdim=True)).view(-1).nan_to_num(nan=0.0)
-    return batch.advantages + generation.local(centred)
+
+    def centred(taken: Tensor) -> Tensor:
+        everywhere = generation.accelerator.gather(taken)
+        if generation.scorable is not None:
+            everywhere = everywhere.masked_fill(~generation.scorable, torch.nan)
+        groups = everywhere.view(-1, generation.group_size)
+        return generation.local((groups - groups.nanmean(-1, keepdim=True)).view(-1).nan_to_num(nan=0.0))
+
+    none = torch.zeros_like(batch.advantages)
+    return batch.advantages + advantages_with_kl(none, batch, term, beta=beta, gate=gate, advantages=centred)
 
 
 def reference_lengths(generation: Generation, control: KLControl) -> Tensor:

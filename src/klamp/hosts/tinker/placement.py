@@ -6,7 +6,6 @@ Then the service's built-in losses will do, in one pass instead of two. Only k1 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -100,8 +99,6 @@ def penalize_rewards(
     *,
     beta: float | None = None,
     kl_masks: Sequence[Sequence[float]] | None = None,
-    group_size: int | None = None,
-    reference_length: float | Sequence[float] | None = None,
 ) -> list[float]:
     """Rewards minus beta times the KL of each response: kl_placement `reward`, before advantages are formed.
 
@@ -117,16 +114,22 @@ def penalize_rewards(
         ref_logprobs: of the reference, likewise (`compute_reference_logprobs`).
         kl: with kl_placement="reward".
         beta: coefficient in force instead of `kl.beta`.
-        kl_masks: 1 = the token carries the KL; None: every token.
-        group_size: responses per prompt, next to each other, for a clip of the KL.
-        reference_length: tokens that turn a threshold per token into a budget.
+        kl_masks: 1 = the token carries the KL; None: every token. Leave tokens out by their position only.
 
     Raises:
-        ConfigError: another placement.
+        ConfigError: another placement, or a clip.
         ShapeError: rows of different lengths.
         NonFiniteError: a log-probability that is NaN, infinite or positive.
     """
     _check_placement(kl, "reward", "penalize_rewards")
+    if kl.kl_clip_method != "none":
+        raise ConfigError(
+            "penalize_rewards cannot clip the KL",
+            got=f"kl_clip_method={kl.kl_clip_method!r}",
+            why="the gate has to come after the baseline: in the rewards the gates of the others, which depend on this "
+            "response, would enter its baseline",
+            fix="set kl_clip_method='none', or kl_placement='advantage' (shift_advantages)",
+        )
     batch = _responses(logprobs, ref_logprobs, kl_masks)
     if len(rewards) != len(logprobs):
         raise ShapeError(
@@ -135,12 +138,8 @@ def penalize_rewards(
             why="a reward belongs to a completion as a whole",
             fix="pass one reward per response, in the same order",
         )
-    length = as_length(reference_length_of(kl, reference_length), len(logprobs))
-    batch = replace(batch, group_size=group_size, reference_length=length)
-    term = kl.build_term()
     now = in_force(kl, beta)
-    found = shifted_rewards(number_row("rewards", rewards).float(), batch, term, beta=now, gate=Gate.of(batch, term))
-    return found.tolist()
+    return shifted_rewards(number_row("rewards", rewards).float(), batch, kl.build_term(), beta=now).tolist()
 
 
 def _responses(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from klamp.config import KLConfig
 from klamp.core.clipping import clip_gate, clip_kl, kl_budget
+from klamp.core.estimators import kl_estimate
 from klamp.errors import ConfigError
 from klamp.verify.one_step import examine_config, scene
 from klamp.verify.oracle import truths
@@ -71,7 +72,24 @@ def _gated() -> list[Check]:
         follows("soft clip far below the KL: no clip", [gradient(1e-3, "soft")], known, "local"),
         follows("in the reward, hard clip at 0: no clip", [gradient(0.0, **reward)], known, "reverse"),
         follows("in the reward, hard clip at 1,000 nats: no pull", [gradient(1000.0, **reward)], known, "zero"),
+        *_gated_by_the_other(),
     ]
+
+
+def _gated_by_the_other() -> list[Check]:
+    """Checks sampled KLs in groups of two: the gate is how often the other one is over budget, times the gradient."""
+    world = scene(1, length=2)
+    y, known = world.outcomes, [truths(world.chain)]
+    k3 = kl_estimate(y.policy_logprobs, y.ref_logprobs, estimator="k3").sum(-1).detach()
+    over = float(y.probs[k3 > 0.3].sum())
+    in_reward = {"kl_estimator": "k1", "kl_placement": "reward", "kl_horizon": "sequence"}
+    checks: list[Check] = []
+    for name, choices, target in (("in the loss, k3", {}, "local"), ("in the reward, k1", in_reward, "reverse")):
+        clip = {"kl_clip_method": "hard", "kl_clip_threshold": 0.3, "use_per_token_kl_threshold": False}
+        found = examine_config(KLConfig(**{**clip, **choices}), scene=world).kl.gradient
+        claim = f"{name}, hard clip at .3 nats: gated by the other of two"
+        checks.append(follows(claim, [found], known, target, factor=over))
+    return checks
 
 
 def _refused() -> Check:

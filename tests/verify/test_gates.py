@@ -1,0 +1,159 @@
+"""Every gate of a clip, over every group of completions: the gradient and the charge of the functional that is named.
+
+f is the clip, K a completion's KL, m the KL that decides its clip. By hand here, without klamp's clip:
+
+    the mean of the others    E_others[f(m) + f'(m) (K - m)], whose gradient is E_others[f'(m)] grad KL
+    exact, sequence           E[f(X)], X the exact KL of the sampled prefixes, which are held fixed
+    exact, group or batch     E[f(mean of the group's X)], likewise
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from klamp.config import KLConfig, LossConfig
+from klamp.core.estimators import exact_kl
+from klamp.errors import ConfigError
+from klamp.verify.one_step import Scene, examine_config
+from klamp.verify.oracle import gradient_of, reverse_kl, truths
+from klamp.verify.worlds import enumerate_outcomes, random_chain
+
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")
+
+BUDGET, WIDTH = 0.3, 0.03
+CLIPS: dict[str, dict[str, Any]] = {
+    method: {
+        "kl_clip_method": method,
+        "kl_clip_threshold": BUDGET,
+        "use_per_token_kl_threshold": False,
+        **({"kl_clip_temperature": WIDTH} if method == "soft" else {}),
+    }
+    for method in ("hard", "soft")
+}
+SAMPLED: dict[str, tuple[dict[str, Any], str]] = {
+    "k3": ({}, "local"),
+    "k3, sequence": ({"kl_horizon": "sequence"}, "reverse"),
+    "k3, forward": ({"kl_gradient": "forward"}, "local_forward"),
+    "k2, own": ({"kl_estimator": "k2", "kl_gradient": "own"}, "local"),
+    "exact, sequence": ({"kl_estimator": "exact", "kl_horizon": "sequence"}, "reverse"),
+    "exact, forward": ({"kl_estimator": "exact", "kl_gradient": "forward"}, "local_forward"),
+    "advantage": ({"kl_estimator": "k1", "kl_placement": "advantage"}, "local"),
+    "advantage, sequence": ({"kl_estimator": "k1", "kl_placement": "advantage", "kl_horizon": "sequence"}, "reverse"),
+    "reward": ({"kl_estimator": "k1", "kl_placement": "reward", "kl_horizon": "sequence"}, "reverse"),
+}
+WORLDS = [(1, 2), (5, 3)]
+
+
+def clip(x: Tensor, method: str) -> tuple[Tensor, Tensor]:
+    """f and f'."""
+    over = x - BUDGET
+    if method == "hard":
+        return over.clamp(min=0), (over > 0).double()
+    return WIDTH * torch.log1p((over / WIDTH).exp()), 1 / (1 + (-over / WIDTH).exp())
+
+
+def world_of(seed: int, size: int) -> Scene:
+    return Scene(chain=random_chain(seed, length=2), group_size=size)
+
+
+def kl_of_each(scene: Scene, kl: KLConfig) -> Tensor:
+    """What a gate reads of each completion, detached: the exact KL of its prefixes, or k3."""
+    y = enumerate_outcomes(scene.chain)
+    delta = y.policy_logprobs - y.ref_logprobs
+    exact = exact_kl(y.policy_logits, y.ref_logits) if kl.kl_estimator == "exact" else (-delta).exp() - 1 + delta
+    return torch.where(y.mask, exact, 0.0).sum(-1).detach()
+
+
+def others(scene: Scene, each: Tensor, method: str) -> tuple[float, float]:
+    """E[f'(m)] and E[f(m) - f'(m) m], m the mean of group_size - 1 other completions."""
+    probs = enumerate_outcomes(scene.chain).probs.tolist()
+    slope = rest = 0.0
+    for group in itertools.product(range(len(probs)), repeat=scene.group_size - 1):
+        p = math.prod(probs[i] for i in group)
+        m = each[list(group)].mean()
+        f, g = (x.item() for x in clip(m, method))
+        slope, rest = slope + p * g, rest + p * (f - g * m.item())
+    return slope, rest
+
+
+@pytest.mark.parametrize("level", ["group", "batch"])
+@pytest.mark.parametrize("method", CLIPS)
+@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
+def test_the_others_gate_a_sampled_kl(name: str, method: str, level: str) -> None:
+    """The group is the whole batch here, so that both levels are the mean of its other members."""
+    choices, follows = SAMPLED[name]
+    for seed, size in WORLDS:
+        scene = world_of(seed, size)
+        kl = KLConfig(**choices, **CLIPS[method], kl_clip_level=level)
+        slope, rest = others(scene, kl_of_each(scene, kl), method)
+        assert 0.1 < slope < 0.9, "the gate is open for some and closed for others"
+        found = examine_config(kl, scene=scene).kl
+        torch.testing.assert_close(found.gradient, slope * truths(scene.chain)[follows], rtol=0, atol=1e-12)
+        if kl.kl_placement == "loss" and kl.kl_estimator != "k2":
+            charged = rest + slope * reverse_kl(scene.chain).item()
+            assert found.value == pytest.approx(charged, abs=1e-12)
+
+
+@pytest.mark.parametrize("level", ["sequence", "group", "batch"])
+@pytest.mark.parametrize("method", CLIPS)
+def test_the_exact_kl_of_the_sampled_prefixes_gates_itself(method: str, level: str) -> None:
+    for seed, size in WORLDS:
+        scene = world_of(seed, size)
+        kl = KLConfig(kl_estimator="exact", kl_clip_level=level, **CLIPS[method])
+        y = enumerate_outcomes(scene.chain)
+        each = torch.where(y.mask, exact_kl(y.policy_logits, y.ref_logits), 0.0).sum(-1)
+        charged = torch.zeros((), dtype=torch.float64)
+        for group in itertools.product(range(len(y.probs)), repeat=1 if level == "sequence" else size):
+            charged = charged + y.probs[list(group)].prod().detach() * clip(each[list(group)].mean(), method)[0]
+        found = examine_config(kl, scene=scene).kl
+        torch.testing.assert_close(found.gradient, gradient_of(charged, scene.chain), rtol=0, atol=1e-12)
+        assert found.value == pytest.approx(charged.item(), abs=1e-12)
+
+
+def test_the_group_mean_as_baseline_keeps_its_share_of_a_clipped_kl_in_the_reward() -> None:
+    kl = KLConfig(**SAMPLED["reward"][0], **CLIPS["hard"])
+    loss = LossConfig(loss_type="dr_grpo", advantage_baseline="mean")
+    scene = world_of(5, 3)
+    slope, _ = others(scene, kl_of_each(scene, kl), "hard")
+    found = examine_config(kl, loss, scene=scene).kl.gradient
+    share = slope * 2 / 3 / scene.chain.length  # dr_grpo divides by the longest length
+    torch.testing.assert_close(found, share * truths(scene.chain)["reverse"], rtol=0, atol=1e-12)
+
+
+def test_alone_only_an_exact_kl_can_be_gated() -> None:
+    alone = world_of(0, 1)
+    for choices in ({}, {"kl_clip_level": "batch"}, {"kl_estimator": "exact", "kl_horizon": "sequence"}):
+        with pytest.raises(ConfigError, match="cannot be gated by a KL of its own tokens") as caught:
+            examine_config(KLConfig(**choices, **CLIPS["hard"]), scene=alone)
+        assert "two or more completions" in caught.value.fix
+    assert examine_config(KLConfig(kl_estimator="exact", **CLIPS["hard"]), scene=alone).gate is not None
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {},
+        {"kl_estimator": "k1"},
+        {"kl_estimator": "exact", "kl_horizon": "sequence"},
+        {"kl_estimator": "exact", "kl_gradient": "forward"},
+        {"kl_estimator": "exact", "kl_off_policy": "sequence"},
+        {"kl_estimator": "k1", "kl_placement": "advantage"},
+    ],
+)
+@pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
+def test_a_gate_of_the_sequence_itself_is_refused_for_sampled_tokens(choices: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="gates sampled tokens by their own KL"):
+        KLConfig(**choices, **CLIPS["hard"], kl_clip_level="sequence")
+    assert KLConfig(**choices, **CLIPS["hard"]).build_term().clip_level == "group"
+
+
+def test_without_a_name_the_exact_kl_is_gated_by_itself() -> None:
+    assert KLConfig(kl_estimator="exact").build_term().clip_level == "sequence"
+    assert KLConfig(kl_estimator="exact", kl_horizon="sequence").build_term().clip_level == "group"
