@@ -65,6 +65,8 @@ def test_flags_win_over_the_file_and_the_file_over_the_preset(file: Path) -> Non
     assert request.sources == {
         "beta": "preset grpo",
         "kl_gradient": f"file {file}",
+        "loss_type": "preset grpo",
+        "advantage_baseline": "preset grpo",
         "epsilon": "flag",
         "max_steps": f"file {file}",
     }
@@ -84,8 +86,8 @@ def test_every_preset_gives_its_recipe(name: str) -> None:
 def test_a_preset_may_stand_in_the_file_and_a_flag_replaces_it(file: Path) -> None:
     file.write_text("preset: dapo\n", encoding="utf-8")
     assert parse_train(["--config", str(file)]).config.loss.loss_type == "dapo"
-    assert parse_train(["--config", str(file), "--preset", "dr_grpo"]).config.loss.loss_type == "dr_grpo"
-    assert parse_train(["--config", str(file), "--preset", "None"]).config.loss.loss_type == "grpo"
+    assert parse_train(["--config", str(file), "--preset", "grpo"]).config.loss.loss_type == "grpo"
+    assert parse_train(["--config", str(file), "--preset", "None"]).config.loss.loss_type == "dr_grpo"
 
 
 def test_an_unknown_preset_names_the_nearest() -> None:

@@ -328,7 +328,7 @@ def test_names_to_stop_on_are_checked() -> None:
     ],
 )
 def test_what_the_alarms_know_of_a_configuration(changes: dict[str, str], verifier: str | None) -> None:
-    settings = settings_of(TrainConfig.from_flat({"beta": 0.02, "loss_type": "dr_grpo", **changes}), rl_skill="a")
+    settings = settings_of(TrainConfig.from_flat({"beta": 0.02, "advantage_baseline": "mean", **changes}), rl_skill="a")
     assert settings.verifier == verifier
     assert (settings.beta, settings.loss_type, settings.scale_rewards, settings.rl_skill) == (
         0.02,
@@ -336,3 +336,5 @@ def test_what_the_alarms_know_of_a_configuration(changes: dict[str, str], verifi
         "none",
         "a",
     )
+    others = settings_of(TrainConfig.from_flat({"beta": 0.02, **changes}))
+    assert others.loss_type == "dr_grpo, leave_one_out", "its average alone is not the recipe"

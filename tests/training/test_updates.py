@@ -35,7 +35,7 @@ VARIANTS = {
     "hard batch, closed": {"kl_clip_method": "hard", "kl_clip_level": "batch", **CLIP, "kl_clip_threshold": 0.3},
     "soft": {"kl_clip_method": "soft", **CLIP, "kl_clip_temperature": 0.12, "kl_estimator": "exact"},
     "soft group": {"kl_clip_method": "soft", "kl_clip_level": "group", **CLIP, "kl_clip_temperature": 0.12},
-    "hard, one exact KL in a group": {"kl_clip_method": "hard", **CLIP, "exact_kl_completions": 1},
+    "hard, one exact KL in a group": {"kl_clip_method": "hard", **CLIP, "exact_kl_completions": 1, "loss_type": "grpo"},
     "hard in total": {
         "kl_clip_method": "hard",
         "kl_clip_threshold": 0.7,

@@ -28,8 +28,11 @@ def line(explanation: Explanation, label: str) -> str:
         ({}, "Pulls the policy along the gradient of KL(policy||ref), token by token."),
         ({"kl_horizon": "sequence"}, "Pulls the policy along the gradient of KL(policy||ref), over whole completions."),
         ({"kl_gradient": "own"}, "Pulls the policy along the gradient of KL(ref||policy), token by token."),
-        ({"kl_estimator": "k1", "kl_gradient": "own"}, "Regularises nothing: its expected gradient is zero."),
-        ({"kl_gradient": "none"}, "Regularises nothing: its expected gradient is zero."),
+        (
+            {"kl_estimator": "k1", "kl_gradient": "own"},
+            "Regularises nothing: its expected gradient, summed over tokens, is zero.",
+        ),
+        ({"kl_gradient": "none"}, "Regularises nothing: its expected gradient, summed over tokens, is zero."),
         ({"beta": 0.0}, "No KL: beta is 0, no reference is loaded, and it costs nothing."),
         ({"beta": 0.0, "kl_monitor": True}, "No pull: beta is 0; the KL is only measured and logged."),
     ],
@@ -61,7 +64,7 @@ def test_the_price_is_that_of_the_reduction_the_baseline_the_scale_and_the_group
     assert line(explain(exact, beta=0.04), "price") == "0.04 reward per nat of a whole completion"
     summed = explain(exact, beta=0.04, kl_normalizer="sequence_sum", setting=Setting(length=50))
     assert line(summed, "price").startswith("2 reward per nat of a whole completion = beta 0.04 x 50 ")
-    mean = explain(LossConfig(loss_type="dr_grpo"), beta=0.04, setting=Setting(group_size=5))
+    mean = explain(LossConfig(advantage_baseline="mean"), beta=0.04, setting=Setting(group_size=5))
     assert line(mean, "price").startswith("0.05 reward per nat of a whole completion = beta 0.04 x 1.25 ")
     scaled = line(explain(LossConfig(scale_rewards="std"), beta=0.04), "price")
     assert "x the standard deviation of a group's rewards" in scaled and "no single number is the price" in scaled
