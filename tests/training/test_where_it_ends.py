@@ -46,8 +46,9 @@ def ended(folder: Path, **changes: Any) -> tabular.Ended:
         {"kl_horizon": "sequence"},
         {"kl_estimator": "k1", "kl_placement": "reward", "kl_horizon": "sequence"},
         {"kl_estimator": "k1", "kl_placement": "advantage", "kl_horizon": "sequence"},
+        {"kl_horizon": "sequence", "kl_off_policy": "sequence", "num_iterations": 4},
     ],
-    ids=["loss-k3-sequence", "reward-k1", "advantage-k1-sequence"],
+    ids=["loss-k3-sequence", "reward-k1", "advantage-k1-sequence", "loss-k3-sequence-four-updates"],
 )
 def test_the_exact_settings_end_at_the_optimum(kl: dict[str, Any], tmp_path: Path) -> None:
     assert ended(tmp_path, **kl).distance < 1e-3
