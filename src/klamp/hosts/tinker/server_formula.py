@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from klamp.core.estimators import ESTIMATORS
-from klamp.core.gradients import COEFFICIENTS, weighted_value
+from klamp.core.gradients import COEFFICIENTS, saturation, weighted_value
 from klamp.core.masking import masked, reduce_tokens, total_denominator
 from klamp.core.objective import Objective
 from klamp.core.term import KLTerm, shifted_advantages
@@ -74,7 +74,11 @@ def _penalty(term: KLTerm, delta: Tensor, log_w: Tensor) -> tuple[Tensor, Tensor
     elif term.max_weight is not None:
         log_w = log_w.clamp(max=math.log(term.max_weight))
     value: Any = term.value  # never `exact`, which is refused before
-    return weighted_value(value, log_w, delta), COEFFICIENTS["token", term.gradient](value, log_w, delta)
+    found = weighted_value(value, log_w, delta)
+    coefficient = COEFFICIENTS["token", term.gradient](value, log_w, delta)
+    # A datum is a sequence, and the server computes in float32; see `penalty_from_weights`.
+    finite = coefficient.isfinite().all() & delta.isfinite()
+    return torch.where(finite, found.clamp(max=saturation(torch.float32)), found), coefficient
 
 
 def input_rows(rows: Rows, settings: Settings) -> dict[str, Tensor]:
