@@ -57,7 +57,7 @@ def test_a_printed_form_answers_to_its_old_name() -> None:
 def test_flags_and_aliases_alone() -> None:
     text = shown("--kl_penalty", "0.04", "--kl-gradient", "own", "--kl_estimator", "k3", "--length", "1000")
     assert text.startswith("these flags: Pulls the policy along the gradient of KL(ref||policy)")
-    assert "per nat of a whole completion" in text and "beta 0.04" in text
+    assert "0.04 reward per nat of a whole completion" in text
     assert "caution kl_estimator='k3' with kl_gradient='own' follows the gradient" in text
 
 
