@@ -49,7 +49,8 @@ def test_what_differs_is_marked_with_who_set_it(empty_folder: Path) -> None:
     assert lines["kl_gradient"] == "kl_gradient: forward #* by preset grpo, default reverse"
     assert lines["seed"] == "seed: 0 # by file run.yaml"
     assert lines["max_steps"] == "max_steps: 120"
-    assert text.count("#* ") == 1 + 4  # the legend, and learning_rate, eval_every, beta, kl_gradient
+    marked = ("learning_rate", "eval_every", "beta", "kl_gradient", "loss_type", "advantage_baseline")
+    assert text.count("#* ") == 1 + len(marked) and all("#* " in lines[name] for name in marked)
 
 
 def test_the_price_controller_and_reference_are_said() -> None:

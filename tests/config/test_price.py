@@ -36,7 +36,7 @@ def test_another_reduction_of_the_kl_is_the_ratio_of_the_divisors():
 
 
 def test_a_mean_that_holds_the_own_reward_shrinks_the_policy_gradient():
-    loss = LossConfig(loss_type="dr_grpo")
+    loss = LossConfig(advantage_baseline="mean")
     for placed, expected in (({}, 4 / 3), ({**PLACED, "kl_placement": "advantage"}, 4 / 3)):
         assert price(KLConfig(beta=0.3, **placed), loss).per_completion == pytest.approx(0.3 * expected)
     in_reward = KLConfig(beta=0.3, **PLACED, kl_placement="reward")
@@ -44,14 +44,16 @@ def test_a_mean_that_holds_the_own_reward_shrinks_the_policy_gradient():
 
 
 def test_division_by_the_std_leaves_no_single_price():
-    found = price(KLConfig(beta=0.04), LossConfig())
+    found = price(KLConfig(beta=0.04), LossConfig(loss_type="grpo", advantage_baseline="mean"))
     assert found.scaled
     assert [found.at(std) for std in (0.1, 0.5)] == pytest.approx([0.04 * 4 / 3 * 0.1, 0.04 * 4 / 3 * 0.5])
-    assert price(KLConfig(beta=0.04), LossConfig(loss_type="dr_grpo")).at(0.1) == pytest.approx(0.04 * 4 / 3)
+    assert price(KLConfig(beta=0.04), LossConfig(advantage_baseline="mean")).at(0.1) == pytest.approx(0.04 * 4 / 3)
 
 
 def test_the_beta_in_force_can_be_another_one():
-    assert price(KLConfig(beta=0.04), LossConfig(loss_type="dr_grpo"), beta=3.0).per_completion == pytest.approx(4.0)
+    assert price(KLConfig(beta=0.04), LossConfig(advantage_baseline="mean"), beta=3.0).per_completion == pytest.approx(
+        4.0
+    )
 
 
 @pytest.mark.parametrize("wrong", [{"group_size": 1}, {"mean_length": 0.0}, {"max_length": 0}])

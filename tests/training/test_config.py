@@ -41,7 +41,7 @@ def test_an_unknown_key_names_the_nearest():
     [
         ({"resume": True}, "resume needs output_dir"),
         (
-            {"kl_placement": "reward", "kl_estimator": "k1", "kl_horizon": "sequence"},
+            {"kl_placement": "reward", "kl_estimator": "k1", "kl_horizon": "sequence", "scale_rewards": "std"},
             "cannot be combined with advantages divided",
         ),
     ],

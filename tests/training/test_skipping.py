@@ -68,7 +68,7 @@ def without_skipping(context, rollout, beta, monkeypatch):
         (0.0, {"kl_monitor": True, "gradient_accumulation_steps": 5}),
         (BETA, {"kl_clip_method": "hard", **CLIP}),
         (BETA, {"kl_clip_method": "hard", **CLIP, "kl_estimator": "exact", "gradient_accumulation_steps": 7}),
-        (BETA, {"kl_clip_method": "hard", **CLIP, "lora_r": 2, "kl_horizon": "sequence"}),
+        (BETA, {"kl_clip_method": "hard", **CLIP, "kl_clip_threshold": 0.6, "lora_r": 2, "kl_horizon": "sequence"}),
         (BETA, {"kl_estimator": "k1", "kl_placement": "advantage", "kl_clip_method": "hard", **CLIP}),
         (BETA, {"mask_truncated_completions": True}),
     ],
