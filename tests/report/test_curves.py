@@ -62,7 +62,10 @@ def test_several_runs_have_a_chart_per_metric_and_a_curve_per_run() -> None:
 
 def test_a_target_is_drawn_where_all_runs_have_it() -> None:
     def both(other: float) -> list[list[str]]:
-        runs = [run_of(name=n, k3=[0.1], details={"config": {"target_kl": t}}) for n, t in (("a", 0.1), ("b", other))]
+        runs = [
+            run_of(name=n, k3=[0.1], details={"config": {"target_kl": t, "kl_controller": "step"}})
+            for n, t in (("a", 0.1), ("b", other))
+        ]
         return [[line.label for line in chart.lines] for chart in charts(runs, {})]
 
     assert both(0.1) == [["beta rests from 0.05 to 0.15", "target 0.1"]]

@@ -40,11 +40,14 @@ def test_untouched_every_process_has_the_losses_of_the_stock_class(ranks: list[d
 
 
 @pytest.mark.slow
-def test_a_group_on_two_processes_has_one_gate(ranks: list[dict[str, Any]]) -> None:
+def test_a_group_on_two_processes_is_gated_as_one(ranks: list[dict[str, Any]]) -> None:
     assert all(len(batch) == 2 for found in ranks for batch in found["gates"])  # half of four completions
-    assert ranks[0]["gates"] == ranks[1]["gates"]
-    assert all(len(set(batch)) == 1 for batch in ranks[0]["gates"])
-    assert ranks[0]["gates"][-1][0] > 0
+    for here, there in zip(ranks[0]["gates"], ranks[1]["gates"], strict=True):
+        # Each is the mean k3 of the three others, so that the own one is the sum of all four gates less three times it;
+        # over the completions of one process alone some of these would be negative.
+        gates = [*here, *there]
+        assert all(sum(gates) - 3 * gate >= -1e-6 for gate in gates)
+    assert len(set(gates)) == 4 and min(gates) > 0
 
 
 @pytest.mark.slow
