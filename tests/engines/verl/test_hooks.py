@@ -277,10 +277,12 @@ def test_the_kl_in_the_reward_is_no_loss() -> None:
 
 
 @pytest.mark.usefixtures("registered")
-@pytest.mark.parametrize("rule", ["", ":kl_controller=proportional", ":kl_controller=dual", ":kl_controller=pid"])
+@pytest.mark.parametrize(
+    "rule", ["", ":kl_controller=step", ":kl_controller=proportional", ":kl_controller=dual", ":kl_controller=pid"]
+)
 def test_the_controller_is_klamps_own(rule: str) -> None:
     control = algorithms.get_kl_controller(KLControlConfig(type=f"klamp{rule}", kl_coef=0.2, target_kl=0.05))
-    name = rule.partition("=")[2] or "step"
+    name = rule.partition("=")[2] or "hold"
     alone = KLConfig(beta=0.2, target_kl=0.05, kl_controller=name).build_controller()  # pyright: ignore[reportArgumentType]
     for kl in (0.2, 0.01, 0.5, 0.06, 0.0):
         control.update(current_kl=kl, n_steps=1024)
