@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ SCAN_TO, SCAN_STEP = 60.0, 0.25
 
 Use: TypeAlias = Literal["loss", "reward"]
 
-USES: tuple[Use, ...] = ("loss", "reward")
+USES: tuple[Use, ...] = get_args(Use)
 
 
 @dataclass(frozen=True, kw_only=True)
