@@ -58,7 +58,7 @@ def test_flags_and_aliases_alone() -> None:
     text = shown("--kl_penalty", "0.04", "--kl-gradient", "own", "--kl_estimator", "k3", "--length", "1000")
     assert text.startswith("these flags: Pulls the policy along the gradient of KL(ref||policy)")
     assert "0.04 reward per nat of a whole completion" in text
-    assert "caution kl_estimator='k3' with kl_gradient='own' follows, at each position, the gradient" in text
+    assert "caution kl_estimator='k3' with kl_gradient='own' follows the gradient" in text
 
 
 def test_a_file_and_flags_on_top_of_it(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ PRESETS: Mapping[str, Preset] = _Recipes(
             kl=KLConfig(beta=0.04, kl_estimator="k3", kl_gradient="forward"),
             loss=LossConfig(advantage_baseline="mean", loss_type="grpo", epsilon=0.2),
             paper="DeepSeekMath, arXiv:2402.03300",
-            remark="its k3 loss follows, at each position, the gradient of KL(ref||policy)",
+            remark="its k3 loss follows the gradient of KL(ref||policy) at each position",
         ),
         "dr_grpo": lambda: Preset(
             kl=KLConfig(beta=0.0),

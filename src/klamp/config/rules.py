@@ -200,8 +200,8 @@ def cautions(c: KLChoices) -> list[str]:
         )
     if in_loss and own and c.kl_estimator == "k3":
         found.append(
-            "kl_estimator='k3' with kl_gradient='own' follows, at each position, the gradient of KL(ref||policy), not "
-            "of the KL(policy||ref) that its value estimates. Use kl_gradient='reverse', or name it: 'forward'."
+            "kl_estimator='k3' with kl_gradient='own' follows the gradient of KL(ref||policy) at each position, not "
+            "that of the KL(policy||ref) that its value estimates. Use kl_gradient='reverse', or name it: 'forward'."
         )
     if in_loss and own and c.kl_estimator == "abs":
         found.append(

@@ -235,15 +235,15 @@ def test_an_evaluation_has_metrics_of_its_own_and_no_say_in_beta(tmp_path: Path)
 
 def test_the_controller_follows_and_is_saved(tmp_path: Path) -> None:
     kl = KLConfig(beta=BETA, target_kl=1e-6)
-    options: dict[str, Any] = {"learning_rate": 1e-2, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    options: dict[str, Any] = {"learning_rate": 1e-2, "save_strategy": "steps", "save_steps": 4, "max_steps": 6}
     host = attached(tmp_path, kl, **options)
     host.train()
     betas = [entry["beta"] for entry in host.state.log_history if "beta" in entry]
-    assert betas[0] == BETA and betas[2] != BETA
+    assert betas[0] == BETA and betas[4] != BETA
     again = attached(tmp_path, kl, **options)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     resumed = [entry["beta"] for entry in again.state.log_history if "beta" in entry]
-    assert resumed[2] == betas[2]  # the first two are the saved log's
+    assert resumed[4] == betas[4]  # the first four are the saved log's
 
 
 def test_tokens_past_unsloths_clamps_are_counted(tmp_path: Path) -> None:
