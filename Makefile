@@ -94,7 +94,7 @@ test-report: $(READY)
 # What clashes with the development environment has one of its own: hosts with other pins, and the oldest versions.
 test-verl: SUITE := tests/engines/verl
 test-unsloth: SUITE := tests/engines/unsloth
-test-oldest: SUITE := -n $(WORKERS) --dist loadfile tests/core tests/config tests/verify tests/diagnostics \
+test-oldest: SUITE := -n $(WORKERS) --dist loadfile tests/core tests/config tests/verify/proofs tests/diagnostics \
 	tests/hosts/common tests/hosts/trl tests/test_trl.py tests/hosts/tinker tests/tinker tests/training/service
 
 test-verl test-unsloth test-oldest: test-%: .venv-%/.installed-for-klamp
