@@ -70,7 +70,7 @@ def _beta_text(config: TrainConfig, metrics: Mapping[str, float]) -> str:
         max_length=config.rollout.max_completion_length,
         beta=beta,
     )
-    return f"beta: {held}; price: {describe_price(price, group_size=config.rollout.num_generations)}"
+    return f"beta: {describe_controller(kl)}; price: {describe_price(price, group_size=config.rollout.num_generations)}"
 
 
 def _files(config: TrainConfig, summary: RunSummary) -> list[tuple[str, str]]:
