@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from klamp.diagnostics.alarm import Evidence
 from klamp.diagnostics.alarms import ALARMS
 from klamp.diagnostics.history import Completion, History, Row, Settings
@@ -23,6 +25,12 @@ def history_of(*, first: int = 1, settings: Settings | None = None, **curves: Se
         for i in range(steps)
     ]
     return History(settings=settings or Settings(), rows=rows)
+
+
+def noisy(level: float, steps: int, *, scale: float, seed: int = 0) -> list[float]:
+    """A curve with normal noise around a level."""
+    generator = torch.Generator().manual_seed(seed)
+    return (level + scale * torch.randn(steps, generator=generator, dtype=torch.float64)).tolist()
 
 
 def look(name: str, history: History) -> Evidence | None:

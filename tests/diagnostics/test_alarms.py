@@ -51,7 +51,8 @@ def test_an_empty_run_raises_nothing() -> None:
 
 VALUES = st.one_of(st.floats(), st.sampled_from([0.0, 1e308, -1e308, math.nan, math.inf, -math.inf]))
 NAMED = ("k1", "k3", "exact", "reward", "length", "reward_std", "beta", "beta__price", "kl__k3_sequence")
-WATCHED = (*NAMED, "sampler__abs", "sampler__k3", "length__truncated")
+NEW = ("groups__saturated", "length__repeated", "length__reward_correlation", "policy__entropy", "kl__over_budget")
+WATCHED = (*NAMED, "sampler__abs", "sampler__k3", "length__truncated", *NEW)
 
 
 @settings(max_examples=60)

@@ -1,4 +1,4 @@
-"""Rules over sampler, advantages, lengths, evaluations and settings: where each threshold lies."""
+"""Rules over sampler, advantages, evaluations and settings: where each threshold lies."""
 
 from __future__ import annotations
 
@@ -65,26 +65,6 @@ def test_trained_tokens_without_a_log_probability(policy: tuple, trained: tuple 
     history.add_completions([completion(policy=policy, trained=trained)])
     found = look("huge-values", history)
     assert (None if found is None else found.text) == text
-
-
-def test_a_beta_that_ran_away() -> None:
-    curves = {"beta": [0.0, *[0.1] * 10, *[3.0] * 10], "kl__k3_sequence": [2.0] * 21, "reward": [0.9] * 21}
-
-    def raised(price: float, **changes: list[float]) -> bool:
-        history = history_of(**{**curves, "beta__price": [price] * 21, **changes})
-        return look("beta-runaway", history) is not None
-
-    assert raised(0.46) and not raised(0.44), "0.92 and 0.88 against a reward of 0.9"
-    assert not raised(0.46, beta=[0.0, *[0.1] * 10, *[2.9] * 10]), "29 times"
-    assert not raised(0.46, reward=[-0.95] * 21), "the size of the reward counts"
-    assert not raised(0.46, beta=[0.0] * 21)
-    assert not raised(0.46, beta=[0.1, *[3.0] * 8])
-
-
-def test_truncated() -> None:
-    assert look("truncated", history_of(length__truncated=[0.26] * 5)) is not None
-    assert look("truncated", history_of(length__truncated=[0.24] * 5)) is None
-    assert look("truncated", history_of(length__truncated=[0.9] * 4)) is None
 
 
 def test_advantages_that_are_too_large() -> None:

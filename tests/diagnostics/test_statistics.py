@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields, replace
+from itertools import pairwise
 
 import pytest
 import torch
 
 from klamp.diagnostics.metrics import METRICS
-from klamp.diagnostics.statistics import StepRecord, means_by_position, pad_tokens, step_metrics
+from klamp.diagnostics.statistics import (
+    StepRecord,
+    means_by_position,
+    pad_tokens,
+    repeated_pairs,
+    reward_length_correlation,
+    step_metrics,
+)
 
 ROWS, TOKENS, GROUP = 12, 7, 4
 
@@ -41,6 +49,7 @@ def record_of(seed: int = 0, *, rows: int = ROWS) -> StepRecord:
         exact=drawn(rows, TOKENS).abs(),
         exact_forward=drawn(rows, TOKENS).abs(),
         exact_rows=torch.arange(rows) % GROUP < 2,
+        repeated=torch.arange(rows) % 3,
     )
 
 
@@ -73,12 +82,19 @@ def plainly(record: StepRecord) -> dict[str, float]:
     spreads = [math.sqrt(sum((x - mean(g)) ** 2 for x in g) / (GROUP - 1)) for g in groups]
     mismatch = [float(record.sampler[p]) - float(record.policy[p]) for p in trained]
     sizes = sorted(abs(delta(record.ref, p)) for p in carried)
+    lengths = [[float(record.lengths[i]) for i in range(g, g + GROUP)] for g in range(0, len(record.rewards), GROUP)]
+    pairs = [
+        (r - mean(a), n - mean(b)) for a, b in zip(groups, lengths, strict=True) for r, n in zip(a, b, strict=True)
+    ]
+    correlation = sum(r * n for r, n in pairs) / math.sqrt(sum(r * r for r, _ in pairs) * sum(n * n for _, n in pairs))
     return {
         "reward": mean(x for g in groups for x in g),
         "reward_std": mean(spreads),
         "groups/saturated": mean(float(len(set(g)) == 1) for g in groups),
         "length/mean": mean(float(n) for n in record.lengths),
+        "length/repeated": float(sum(record.repeated)) / float(sum(record.lengths)),
         "length/truncated": mean(float(not ended) for ended in record.ended),
+        "length/reward_correlation": correlation,
         "policy/entropy": over(record.entropy, trained),
         "policy/logp_mean": over(record.policy, trained),
         "ref/logp_mean": over(record.ref, trained),
@@ -100,6 +116,27 @@ def plainly(record: StepRecord) -> dict[str, float]:
             for t in range(TOKENS)  # fewer than eight: one each
         },
     }
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_repeated_pairs_are_counted_as_one_would_by_hand(seed):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 3, (6, 9), generator=generator)
+    mask = torch.arange(9) < torch.tensor([9, 5, 2, 1, 0, 7])[:, None]
+    expected = []
+    for row, on in zip(ids, mask, strict=True):
+        tokens = row[on].tolist()
+        pairs = list(pairwise(tokens))
+        expected.append(sum(pair in pairs[:i] for i, pair in enumerate(pairs)))
+    assert repeated_pairs(ids, mask).tolist() == expected
+    assert repeated_pairs(ids[:, :1], mask[:, :1]).tolist() == [0] * 6
+
+
+def test_a_correlation_needs_a_spread_within_groups():
+    rewards, lengths = torch.tensor([0.0, 0, 1, 1]), torch.tensor([3, 4, 5, 6])
+    assert reward_length_correlation(rewards, lengths, 2) is None, "between groups alone"
+    assert float(reward_length_correlation(rewards, lengths, 4)) == pytest.approx(2 / math.sqrt(5))
+    assert reward_length_correlation(torch.rand(4), torch.ones(4), 4) is None
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -145,7 +182,8 @@ def test_more_padding_changes_nothing():
 def test_whole_groups_in_another_order_change_nothing():
     record = replace(record_of(), ref_rows=torch.arange(12) % 3 > 0)
     order = torch.tensor([8, 9, 10, 11, 0, 1, 2, 3, 4, 5, 6, 7])
-    moved = replace(record, **{f.name: getattr(record, f.name)[order] for f in fields(record)})
+    given = {f.name: getattr(record, f.name) for f in fields(record)}
+    moved = replace(record, **{name: value[order] for name, value in given.items() if value is not None})
     found = step_metrics(moved, group_size=GROUP, max_length=TOKENS)
     assert found == pytest.approx(step_metrics(record, group_size=GROUP, max_length=TOKENS), rel=1e-5, abs=1e-7)
 
@@ -178,9 +216,8 @@ def test_the_99th_percentile_has_99_in_100_at_or_below_it_and_is_one_of_the_valu
         lengths=torch.tensor([count]),
         ref=size[None] * torch.where(size % 2 > 0, 1e-3, -1e-3),
     )
-    found = (
-        step_metrics(replace(record, rewards=torch.zeros(2)), group_size=2, max_length=count)["kl/log_ratio_p99"] * 1e3
-    )
+    pair = replace(record, rewards=torch.zeros(2), lengths=torch.tensor([count, count]))
+    found = step_metrics(pair, group_size=2, max_length=count)["kl/log_ratio_p99"] * 1e3
     assert round(found) == pytest.approx(found, abs=1e-3)
     at_or_below, above = round(found), count - round(found)
     assert at_or_below >= 0.99 * count and above <= 0.01 * count

@@ -140,7 +140,8 @@ def is_shown(finding: Finding) -> bool:
 def alarm_text(finding: Finding) -> str:
     """An alarm in a line."""
     alarm = finding.alarm
-    return f"alarm after step {finding.first_step}: {alarm.name}: {alarm.text} ({finding.evidence.text})"
+    likely = "".join(f"; likely {cause}" for cause in finding.evidence.causes[:1])
+    return f"alarm after step {finding.first_step}: {alarm.name}: {alarm.text} ({finding.evidence.text}{likely})"
 
 
 def _count(parameters: int) -> str:

@@ -96,6 +96,8 @@ def _show_finding(finding: Finding, out: TextIO) -> None:
     since = f"step {finding.first_step}" + (f", and {finding.steps - 1} more" if finding.steps > 1 else "")
     print(f"\n{alarm.level}: {alarm.name}: {alarm.text} ({since})", file=out)
     show_paragraph(out, finding.evidence.text, label="seen")
+    for rank, cause in enumerate(finding.evidence.causes, start=1):
+        show_paragraph(out, cause, label=f"likely {rank}" if len(finding.evidence.causes) > 1 else "likely")
     show_paragraph(out, alarm.means, label="means")
     show_paragraph(out, alarm.next_step, label="next step")
     if finding.evidence.tokens:

@@ -56,6 +56,8 @@ class Evidence:
     """One sentence with the numbers."""
     tokens: Sequence[Blamed] = ()
     """The tokens to blame, the worst first."""
+    causes: Sequence[str] = ()
+    """What the run itself shows of why, with a remedy each; the likeliest first."""
 
 
 Rule: TypeAlias = Callable[[History], Evidence | None]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from klamp.diagnostics import alarms_beta as beta
+from klamp.diagnostics import alarms_distance as distance
 from klamp.diagnostics import alarms_kl as kl
+from klamp.diagnostics import alarms_reward as reward
 from klamp.diagnostics import alarms_run as run
 from klamp.diagnostics import alarms_tokens as tokens
 from klamp.diagnostics.alarm import Alarm
@@ -22,9 +25,21 @@ ALARMS: dict[str, Alarm] = {
             "zero at the start, another data type or kernel, other weights, or a mask that covers the prompt.",
             next_step="Score one batch twice with the policy (the two must agree), then once with the reference; put "
             "both into eval(), load both in one dtype, and compare tokens, mask and temperature.",
-            rule=kl.step_zero,
+            rule=distance.step_zero,
             needs=(KL,),
-            limits=(kl.STEP_ZERO,),
+            limits=(distance.STEP_ZERO,),
+        ),
+        Alarm(
+            name="reference-differs",
+            text="the chosen reference is far from the model that is trained",
+            means="The reference is another model than the one that training starts from: an older checkpoint, a wrong "
+            "path, another chat template or precision. The KL then pulls the policy away from its own start, from the "
+            "first step on.",
+            next_step="Check that path. Leave the reference out to hold the policy where it starts; if the distance is "
+            "meant, set target_kl above it.",
+            rule=distance.reference_differs,
+            needs=("kl/k3|kl/exact",),
+            limits=(distance.REFERENCE_DIFFERS,),
         ),
         Alarm(
             name="negative-k1",
@@ -71,6 +86,71 @@ ALARMS: dict[str, Alarm] = {
             limits=(kl.SPIKE, kl.SPIKE_FLOOR, kl.DROP),
         ),
         Alarm(
+            name="reward-collapse",
+            text="the reward collapsed",
+            means="The policy has lost what earned it the reward. Mostly the learning rate is too high: the policy "
+            "left what it knew within a few steps, and where no completion earns anything, nothing brings it back.",
+            next_step="Go back to a checkpoint from before the fall. Lower the learning rate first; then hold the KL "
+            "(target_kl, kl_lr_guard).",
+            rule=reward.reward_collapse,
+            needs=("reward",),
+            limits=(reward.COLLAPSE,),
+        ),
+        Alarm(
+            name="kl-far",
+            text="the policy is far from its reference",
+            means="Each token is e times likelier than the reference finds it, or more. At that distance a policy has "
+            "mostly given up its language for the reward: words repeat, other skills go.",
+            next_step="Read completions, and ask the policy something else than the task. Lower the learning rate, "
+            "raise beta, or hold a target_kl.",
+            rule=distance.kl_far,
+            needs=(KL, "length/mean"),
+            limits=(distance.FAR, distance.FAR_COMPLETION),
+        ),
+        Alarm(
+            name="kl-growing",
+            text="the KL goes on growing, and the reward does not",
+            means="The policy moves away from its reference without being paid for it: noise that the optimizer adds "
+            "up, or a reward that is full already.",
+            next_step="End the run at the step where the reward stopped rising, lower the learning rate, or hold a "
+            "target_kl.",
+            rule=distance.kl_growing,
+            needs=(KL, "reward"),
+            limits=(distance.GROWING,),
+        ),
+        Alarm(
+            name="length-exploited",
+            text="completions grow because the reward pays for length",
+            means="Within a group the longer completions earn more, so length is learned: filler, repetition, lists. "
+            "A higher limit only gives it more room.",
+            next_step="Read the longest completions. Score the answer alone, take something off for length, or hold "
+            "the KL of a whole completion (a budget with a frozen reference length).",
+            rule=reward.length_exploited,
+            needs=("length/mean", "length/reward_correlation"),
+            limits=(reward.LONGER, reward.PAYS),
+        ),
+        Alarm(
+            name="repetition",
+            text="completions repeat themselves",
+            means="The policy has fallen into a word or a phrase that the reward likes, and says it over and over; "
+            "its entropy is gone, so sampling finds no way out.",
+            next_step="Go back to a checkpoint from before. Let the reward count a thing once, raise beta or hold a "
+            "target_kl, and watch prompts that are not of the task.",
+            rule=reward.repetition,
+            needs=("length/repeated",),
+            limits=(reward.REPEATED, reward.MORE_REPEATED),
+        ),
+        Alarm(
+            name="saturated",
+            text="nothing is left to learn: groups have equal rewards",
+            means="Advantages are 0, so the reward has no gradient: what still moves the policy is the KL, and noise.",
+            next_step="If the task is learned, end here. If all fail, make it easier or mend the reward; if all say "
+            "the same, go back and hold the KL.",
+            rule=reward.saturated,
+            needs=("groups/saturated",),
+            limits=(reward.SATURATED,),
+        ),
+        Alarm(
             name="dilution",
             text="the KL per token falls while completions grow",
             means="Completions got longer with tokens that cost no KL: the mean per token falls, the KL of a whole "
@@ -89,9 +169,9 @@ ALARMS: dict[str, Alarm] = {
             "from another model than the one that samples (an adapter that is not synced).",
             next_step="Change one weight of the policy by hand: the reference's log-probabilities must not move, the "
             "policy's and the sampler's must.",
-            rule=kl.detached_reference,
+            rule=distance.detached_reference,
             needs=(KL, "reward"),
-            limits=(kl.DETACHED,),
+            limits=(distance.DETACHED,),
         ),
         Alarm(
             name="advantage-scale",
@@ -128,11 +208,13 @@ ALARMS: dict[str, Alarm] = {
         Alarm(
             name="truncated",
             text="many completions are cut at the length limit",
-            means="The reward judges answers that were not finished, and the KL misses what would have followed.",
-            next_step="Raise max_completion_length, or leave such completions out (mask_truncated_completions).",
-            rule=run.truncated,
+            means="The reward judges answers that were not finished, and the KL misses what would have followed. They "
+            "grew, or the limit was too low from the start.",
+            next_step="Read some. If they grow by filler, mend the reward; if answers need the room, raise "
+            "max_completion_length, or leave such completions out (mask_truncated_completions).",
+            rule=reward.truncated,
             needs=("length/truncated",),
-            limits=(run.TRUNCATED,),
+            limits=(reward.TRUNCATED, reward.MORE_TRUNCATED),
         ),
         Alarm(
             name="sampler-mismatch",
@@ -154,9 +236,31 @@ ALARMS: dict[str, Alarm] = {
             "Every advantage is then small against the pull to the reference, and what was learned is given up.",
             next_step="Raise target_kl to the KL at which the reward had risen, take a fixed beta, or bound it "
             "(beta_max); `klamp explain` says whether the configuration's KL can reach its target.",
-            rule=run.beta_runaway,
+            rule=beta.beta_runaway,
             needs=("beta", "beta/price", "kl/k3_sequence", "reward"),
-            limits=(run.RUNAWAY,),
+            limits=(beta.RUNAWAY,),
+        ),
+        Alarm(
+            name="kl-dominates",
+            text="the KL outweighs the reward",
+            means="beta is so high that even the best policy stays at the reference: nothing can be learned. Often the "
+            "reward is smaller than it was thought to be, or beta was taken from a loss that divides differently.",
+            next_step="Lower beta until its price is below the spread of the rewards within groups, or set target_kl, "
+            "which finds it.",
+            rule=beta.kl_dominates,
+            needs=("beta/price", "reward_std"),
+            limits=(beta.DOMINATES,),
+        ),
+        Alarm(
+            name="kl-inert",
+            text="the KL does nothing",
+            means="A reference is scored and nothing comes of it: beta is too low to matter beside the reward, or the "
+            "clip's free budget is larger than any completion's KL.",
+            next_step="Raise beta, lower kl_clip_threshold, or hold a target_kl; or set beta=0 and save the "
+            "reference's pass (kl_monitor still measures it).",
+            rule=beta.kl_inert,
+            needs=("beta/price|kl/over_budget", "reward_std|kl/over_budget"),
+            limits=(beta.INERT,),
         ),
         Alarm(
             name="huge-values",
@@ -191,22 +295,23 @@ ALARMS: dict[str, Alarm] = {
         ),
         Alarm(
             name="kl-high",
-            text="KL above 0.2: policy drifting too much",
-            means="Far from the reference; whether that is bad, the retained skills and the samples say.",
-            next_step="Read completions, look at the retained skills; raise beta, or hold a target_kl (0.05 to 0.10).",
-            rule=kl.kl_high,
+            text="KL above 0.2, a tutorial's warning sign",
+            means="The GRPO tutorial takes it for drifting too much (docs/sources.md). By itself it is not: a language "
+            "model was best at 0.5, its other skills kept; digits are learned at 0.1.",
+            next_step="Read completions and look at the retained skills. If both are well, leave it.",
+            rule=distance.kl_high,
             needs=(KL,),
-            limits=(kl.HIGH,),
+            limits=(distance.HIGH,),
             level="note",
         ),
         Alarm(
             name="kl-low",
-            text="KL below 0.01: not learning enough",
+            text="KL below 0.01, a tutorial's sign of not learning enough",
             means="Near the reference after 20 steps; right where the reward is high, else the updates are small.",
             next_step="Look at the reward. If it stands still, raise the learning rate or lower beta.",
-            rule=kl.kl_low,
+            rule=distance.kl_low,
             needs=(KL,),
-            limits=(kl.LOW,),
+            limits=(distance.LOW,),
             level="note",
         ),
     )

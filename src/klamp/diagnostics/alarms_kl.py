@@ -1,19 +1,14 @@
-"""The rules about the KL to the reference; what each finding means is written in `klamp.diagnostics.alarms`."""
+"""The rules about the estimates of the KL, its jumps and its dilution; what each finding means: `alarms`."""
 
 from __future__ import annotations
 
-import math
 from statistics import fmean, stdev
 
+from klamp.diagnostics import causes
 from klamp.diagnostics.alarm import Evidence, Limit, is_apart, number
 from klamp.diagnostics.alarms_tokens import blame, improbable_k1
 from klamp.diagnostics.history import History
 
-STEP_ZERO = Limit(
-    value=1e-4,
-    unit="nats per token before the first update",
-    source="equal kernels give about 1e-6; a hundred times that leaves room for two implementations of one model",
-)
 NEGATIVE_STEPS = Limit(
     value=20, unit="steps in a row", source="by chance alone, one in a million: KL is never negative, k1 is unbiased"
 )
@@ -46,34 +41,9 @@ DILUTION = Limit(
     unit="times longer and as much less KL per token, last 10 steps against the 10 before",
     source="klamp's choice; each change must exceed 3 standard errors",
 )
+DILUTION_FLOOR = 1e-3
+"""Nats per token below which a falling KL is noise."""
 DILUTION_KEPT = Limit(value=0.9, unit="of the KL per completion is still there", source="else it is no dilution")
-DETACHED_WINDOW, DETACHED_ERRORS = 5, 4.0
-DETACHED = Limit(
-    value=0.01,
-    unit="of the KL that the reward's change proves; after 20 steps, a change of 4 standard errors",
-    source="Pinsker: a reward of range R that changed by d needs 2 (d / R)^2 nats per completion",
-)
-HIGH = Limit(
-    value=0.2, unit="nats per token, mean of 5 steps", source="the GRPO tutorial's warning signs (docs/sources.md)"
-)
-LOW = Limit(
-    value=0.01,
-    unit="nats per token, mean of 5 steps after 20",
-    source="the GRPO tutorial's warning signs (docs/sources.md)",
-)
-
-
-def step_zero(history: History) -> Evidence | None:
-    """Finds a KL in the first step, before anything was updated."""
-    if len(history.rows) != 1 or history.rows[0].step > 1 or history.settings.other_reference:
-        return None
-    metrics = history.rows[0].metrics
-    names = ("kl/exact", "kl/k1") if history.settings.k3_over_updates else ("kl/k3", "kl/exact", "kl/k1")
-    name = next((name for name in names if name in metrics), None)
-    if name is None or not abs(metrics[name]) > STEP_ZERO.value:
-        return None
-    text = f"{name} is {metrics[name]:.2e} nats per token before the first update and should be about 0"
-    return Evidence(text, blame(history, history.step))
 
 
 def negative_k1(history: History) -> Evidence | None:
@@ -119,7 +89,11 @@ def kl_spike(history: History) -> Evidence | None:
     if found is None:
         return None
     text = f"{history.kl_name()} jumped to {number(found[0])} nats per token, {number(found[1])} was the highest before"
-    return Evidence(text, blame(history, history.step))
+    return Evidence(text, blame(history, history.step), _why(history))
+
+
+def _why(history: History) -> list[str]:
+    return causes.likely_causes(history, causes.learning_rate, causes.stale_sampler)
 
 
 def spike_with_reward_drop(history: History) -> Evidence | None:
@@ -136,7 +110,7 @@ def spike_with_reward_drop(history: History) -> Evidence | None:
                 f"{history.kl_name()} jumped to {number(found[0])} nats per token and the reward fell from "
                 f"{number(fmean(before))} to {number(now)}"
             )
-            return Evidence(text, blame(history, history.rows[-1 - ago].step))
+            return Evidence(text, blame(history, history.rows[-1 - ago].step), _why(history))
     return None
 
 
@@ -146,7 +120,7 @@ def dilution(history: History) -> Evidence | None:
     if name is None:
         return None
     kl, length = history.last(name, 20), history.last("length/mean", 20)
-    if min(len(kl), len(length)) < 20 or fmean(kl[:10]) < LOW.value / 10:
+    if min(len(kl), len(length)) < 20 or fmean(kl[:10]) < DILUTION_FLOOR:
         return None
     kl_ratio, length_ratio = (fmean(x[10:]) / max(fmean(x[:10]), 1e-12) for x in (kl, length))
     changed = all(is_apart(x[:10], x[10:], errors=3) for x in (kl, length))
@@ -158,54 +132,3 @@ def dilution(history: History) -> Evidence | None:
         f"completions grew from {number(fmean(length[:10]))} to {number(fmean(length[10:]))} tokens: the KL of a whole "
         f"completion is {number(kl_ratio * length_ratio)} times what it was"
     )
-
-
-def detached_reference(history: History) -> Evidence | None:
-    """Finds a reward that changed by more than a policy so near to its reference could have changed it."""
-    window = DETACHED_WINDOW
-    name = _kl_to_the_start(history)
-    if name is None or not history.penalized or len(history.rows) < 20:
-        return None
-    before, now = history.first("reward", window), history.last("reward", window)
-    kl, length = history.last(name, window), history.last("length/mean", window)
-    if min(map(len, (before, now, kl))) < window or not is_apart(before, now, errors=DETACHED_ERRORS):
-        return None
-    reward_range = max(1.0, 2 * max(map(abs, (*before, *now))))
-    least = 2 * ((fmean(now) - fmean(before)) / reward_range) ** 2
-    seen = max(fmean(kl), 0.0) * (fmean(length) if length else 1.0)
-    if seen >= DETACHED.value * least:
-        return None
-    return Evidence(
-        f"the reward went from {number(fmean(before))} to {number(fmean(now))}, which takes at least "
-        f"{number(least)} nats per completion; the KL says {number(seen)}"
-    )
-
-
-def _kl_to_the_start(history: History) -> str | None:
-    """The KL to the model that training started from, where the run logs it."""
-    if history.settings.moving_reference:
-        return "kl/k3_original" if history.rows and "kl/k3_original" in history.rows[-1].metrics else None
-    return None if history.settings.other_reference else history.kl_name()
-
-
-def kl_high(history: History) -> Evidence | None:
-    """Finds a policy that is far from its reference."""
-    values = _settled(history, 5)
-    if values is None or fmean(values) <= HIGH.value:
-        return None
-    return Evidence(f"the KL is {number(fmean(values))} nats per token: policy drifting too much")
-
-
-def kl_low(history: History) -> Evidence | None:
-    """Finds a policy that is still near to its reference after the first steps."""
-    values = _settled(history, 20)
-    if values is None or fmean(values) >= LOW.value:
-        return None
-    return Evidence(f"the KL is {number(fmean(values))} nats per token: not learning enough")
-
-
-def _settled(history: History, steps: int) -> list[float] | None:
-    """The mean KL of the last 5 steps, once there are so many."""
-    name = history.kl_name()
-    values = history.last(name, 5) if name and len(history.rows) >= steps else []
-    return values if len(values) == 5 and all(map(math.isfinite, values)) else None

@@ -1,9 +1,8 @@
-"""The rules about everything but the KL to the reference: sampler, advantages, lengths, scores, settings."""
+"""The rules about the sampler, the advantages, values out of range, retained skills and settings."""
 
 from __future__ import annotations
 
 import math
-from statistics import fmean
 
 from klamp.diagnostics.alarm import Evidence, Limit, number
 from klamp.diagnostics.alarms_tokens import blame
@@ -16,9 +15,6 @@ HUGE = Limit(
     source="the k3 bug report (docs/sources.md): 1e5 was '100,000x normal'",
 )
 WATCHED = ("kl/k1", "kl/k3", "kl/exact", "sampler/k3", "train/grad_norm", "train/loss", "train/kl_penalty")
-TRUNCATED = Limit(value=0.25, unit="of the completions, mean over 5 steps", source="klamp's choice")
-EARLY = 50
-"""The first beta is taken within this many steps: a schedule may begin at 0."""
 NOISE = Limit(
     value=1e-3,
     unit="of the reward's size, as the standard deviation within groups that have one",
@@ -34,30 +30,6 @@ DROPPED = Limit(
     unit="of the score before training, and 3 standard errors where the number of examples is known",
     source="klamp's choice; falling scores are a warning sign of the GRPO tutorial (docs/sources.md)",
 )
-
-
-RUNAWAY_WINDOW = 10
-RUNAWAY = Limit(
-    value=30,
-    unit=f"times the first beta, while beta times the KL per completion outweighs the reward, {RUNAWAY_WINDOW} steps",
-    source="klamp's choice; seen: from 0.03 to 32 at a target of 0.08 nats per token, the score from 99 to 87",
-)
-
-
-def beta_runaway(history: History) -> Evidence | None:
-    """Finds a controller that raised beta until the KL costs more than the reward gives."""
-    names = ("beta", "beta/price", "kl/k3_sequence", "reward")
-    betas, prices, kls, rewards = (history.last(name, RUNAWAY_WINDOW) for name in names)
-    start = next((value for value in history.first("beta", EARLY) if value > 0), None)
-    if min(map(len, (betas, prices, kls, rewards))) < RUNAWAY_WINDOW or start is None:
-        return None
-    cost, gain = fmean(price * kl for price, kl in zip(prices, kls, strict=True)), fmean(map(abs, rewards))
-    if fmean(betas) < RUNAWAY.value * start or cost <= gain:
-        return None
-    return Evidence(
-        f"beta went from {number(start)} to {number(betas[-1])}; times the KL it takes {number(cost)} of a completion "
-        f"whose reward is {number(fmean(rewards))}, over {RUNAWAY_WINDOW} steps"
-    )
 
 
 def sampler_mismatch(history: History) -> Evidence | None:
@@ -90,14 +62,6 @@ def huge_values(history: History) -> Evidence | None:
     if lost:
         said.append(f"{lost} trained {'token has' if lost == 1 else 'tokens have'} no finite log-probability")
     return Evidence(", ".join(said)) if said else None
-
-
-def truncated(history: History) -> Evidence | None:
-    """Finds many completions that end at the length limit."""
-    values = history.last("length/truncated", 5)
-    if len(values) < 5 or fmean(values) <= TRUNCATED.value:
-        return None
-    return Evidence(f"{100 * fmean(values):.0f} % of the completions were cut at the length limit, over 5 steps")
 
 
 def advantage_scale(history: History) -> Evidence | None:

@@ -36,6 +36,7 @@ class Finding:
             "last_step": self.last_step,
             "steps": self.steps,
             "evidence": self.evidence.text,
+            "causes": list(self.evidence.causes),
             "means": self.alarm.means,
             "next_step": self.alarm.next_step,
             "tokens": [asdict(token) for token in self.evidence.tokens],

@@ -14,6 +14,9 @@ from typing import Any, Literal, TypeAlias
 Verifier: TypeAlias = Literal["rules", "model"]
 Side: TypeAlias = Literal["ref", "sampler"]
 
+EARLY = 50
+"""Steps at the beginning of a run that rules may look back to."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -21,6 +24,8 @@ class Settings:
 
     beta: float | None = None
     """Coefficient of the KL at the start."""
+    target_kl: float | None = None
+    """The KL that a controller holds by setting beta, in nats per token."""
     loss_type: str | None = None
     """grpo, dr_grpo, ..., as in TRL."""
     verifier: Verifier | None = None

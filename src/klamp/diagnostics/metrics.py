@@ -146,6 +146,20 @@ METRICS: dict[str, MetricRow] = {
         _row("advantage/min", "reward", "neither", "minimum over tokens", "Smallest advantage, in logs of verl."),
         _row("length/mean", "tokens", "neither", "mean over completions", "Completion length, end token included."),
         _row("length/truncated", "share", "lower", "mean over completions", "Completions cut at the length limit."),
+        _row(
+            "length/repeated",
+            "share",
+            "lower",
+            "mean over tokens",
+            "Tokens that stand in a pair of tokens which was in their completion before.",
+        ),
+        _row(
+            "length/reward_correlation",
+            "1",
+            "neither",
+            "over completions",
+            "Correlation of a completion's length and reward, within groups; absent where one has no spread.",
+        ),
         _row("speed/tokens_per_second", "tokens/s", "higher", "value", "Sampled and trained tokens per second."),
         _row("speed/step_seconds", "s", "lower", "value", "Wall time of the step."),
     )

@@ -36,6 +36,8 @@ class StepRecord:
     """[B] bool: whether the completion has an end token."""
     lengths: Tensor
     """[B] tokens, end token included, before any masking."""
+    repeated: Tensor | None = None
+    """[B] tokens that stand in a pair which was in their completion before; see `repeated_pairs`."""
     entropy: Tensor | None = None
     """[B, T] entropy of the policy, in nats; None where a service keeps the logits."""
     ref: Tensor | None = None
@@ -60,7 +62,7 @@ def step_metrics(record: StepRecord, *, group_size: int, max_length: int) -> dic
         group_size: completions per prompt.
         max_length: the longest completion that is allowed, in tokens.
     """
-    found = _reward_metrics(record, group_size) | _policy_metrics(record)
+    found = _reward_metrics(record, group_size) | _length_metrics(record, group_size) | _policy_metrics(record)
     if record.ref is not None:
         found |= _kl_metrics(record, record.ref, max_length)
     mask = record.kl_mask & _scored(record)[:, None]
@@ -79,9 +81,45 @@ def _reward_metrics(record: StepRecord, group_size: int) -> dict[str, Tensor]:
         "reward": record.rewards.mean(),
         "reward_std": groups.std(-1).mean(),
         "groups/saturated": saturated_share(record.rewards, group_size),
-        "length/mean": record.lengths.float().mean(),
-        "length/truncated": 1 - record.ended.float().mean(),
     }
+
+
+def _length_metrics(record: StepRecord, group_size: int) -> dict[str, Tensor]:
+    found = {"length/mean": record.lengths.float().mean(), "length/truncated": 1 - record.ended.float().mean()}
+    if record.repeated is not None:
+        found["length/repeated"] = record.repeated.sum() / record.lengths.sum().clamp(min=1)
+    correlation = reward_length_correlation(record.rewards, record.lengths, group_size)
+    return found if correlation is None else found | {"length/reward_correlation": correlation}
+
+
+def repeated_pairs(ids: Tensor, mask: Tensor) -> Tensor:
+    """How many tokens of each completion stand in a pair of neighbours that was in it before.
+
+    Args:
+        ids: [B, T] token ids.
+        mask: [B, T] bool: the completions' tokens, from the left.
+
+    Returns:
+        [B] counts, as floats.
+    """
+    pairs = ids[:, :-1].long() * (int(ids.max()) + 1) + ids[:, 1:].long() if ids.numel() else ids[:, :-1].long()
+    outside = -1 - torch.arange(pairs.shape[1], device=ids.device)  # no two alike: what is no pair repeats nothing
+    ordered = torch.where(mask[:, 1:] & mask[:, :-1], pairs, outside).sort(-1).values
+    return (ordered[:, 1:] == ordered[:, :-1]).sum(-1).float()
+
+
+def reward_length_correlation(rewards: Tensor, lengths: Tensor, group_size: int) -> Tensor | None:
+    """The correlation of reward and length within groups; None where one of them is the same in every group.
+
+    Args:
+        rewards: [B]
+        lengths: [B] tokens.
+        group_size: completions per prompt, which stand together.
+    """
+    reward, length = (x.double().view(-1, group_size) for x in (rewards, lengths))
+    reward, length = reward - reward.mean(-1, keepdim=True), length - length.mean(-1, keepdim=True)
+    sizes = reward.square().sum() * length.square().sum()
+    return (reward * length).sum() / sizes.sqrt() if bool(sizes > 1e-12) else None
 
 
 def _policy_metrics(record: StepRecord) -> dict[str, Tensor]:

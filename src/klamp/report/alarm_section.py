@@ -100,7 +100,14 @@ def _finding(runs: Sequence[ReportRun], number: int, findings: Mapping[int, Find
     sign = element("span", symbol, f" {number}", class_="sign")
     where = f"in {len(findings)} of {len(runs)} runs" if several else _since(next(iter(findings.values())))
     seen = [_seen(runs[run].name if several else "", finding) for run, finding in findings.items()]
-    facts = [("Seen", seen), ("Means", [element("dd", alarm.means)]), ("Next step", [element("dd", alarm.next_step)])]
+    causes = dict.fromkeys(cause for finding in findings.values() for cause in finding.evidence.causes)
+    likely = [("Likely", [element("dd", cause) for cause in causes])] if causes else []
+    facts = [
+        ("Seen", seen),
+        *likely,
+        ("Means", [element("dd", alarm.means)]),
+        ("Next step", [element("dd", alarm.next_step)]),
+    ]
     return element(
         "article",
         element(

@@ -7,11 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from klamp.diagnostics.alarm import Alarm, Evidence
-from klamp.diagnostics.alarms import ALARMS
-from klamp.diagnostics.alarms_run import EARLY
 from klamp.diagnostics.doctor import Finding
-from klamp.diagnostics.history import Completion, History, Row, Settings, Verifier
+from klamp.diagnostics.history import Completion, Settings, Verifier
+from klamp.diagnostics.watch import AlarmWatch
 from klamp.errors import TrainingStopped
 from klamp.tasks.config import BUILT_IN_TASKS
 from klamp.training.config import TrainConfig
@@ -21,60 +19,44 @@ from klamp.training.observers import Observer, RunInfo
 RULES = ("exact_match", "math_verify", "format_regex")
 """klamp's reward functions that are rules."""
 
-LATE, WRITTEN = 150, 3
-"""Steps at the end of a run (at its beginning `EARLY`), and steps with completions, that are kept: no rule looks at
-more."""
-
 SAID_ELSEWHERE = ("step-zero-kl",)
 """Alarms that the trainer words itself, as a caution; they are written down and can stop a run."""
 
 
-class AlarmWatch(Observer):
-    """An observer that lets every alarm examine the run after each step and evaluation; each alarm is reported once."""
+class AlarmObserver(Observer):
+    """An observer that lets every alarm examine the run after each step and evaluation, and tells the others of it."""
 
     def __init__(
         self, tell: Callable[[Callable[[Observer], None]], None], *, rl_skill: str, stop_on: Sequence[str] = ()
     ) -> None:
         self.tell, self.rl_skill, self.stop_on = tell, rl_skill, tuple(stop_on)
-        self.history = History()
-        self.told: set[str] = set()
-        self.stopped_by: Finding | None = None
+        self.watch = AlarmWatch(Settings(), stop_on=stop_on)
+
+    @property
+    def stopped_by(self) -> Finding | None:
+        """The alarm of stop_on that rose first."""
+        return self.watch.stopped_by
 
     def on_start(self, info: RunInfo) -> None:
         """Keep the configuration; alarms that were reported before a checkpoint are not reported again."""
-        self.history = History(settings=settings_of(info.config, rl_skill=self.rl_skill))
-        self.told = names_in(info.output_dir / ALARMS_FILE)
+        settings = settings_of(info.config, rl_skill=self.rl_skill)
+        self.watch = AlarmWatch(settings, told=names_in(info.output_dir / ALARMS_FILE), stop_on=self.stop_on)
 
     def on_completions(self, step: int, rows: list[dict[str, object]]) -> None:
         """Keep the completions of the step, which come before its metrics."""
-        self.history.add_completions([completion_of(step, row) for row in rows])
-        for old in sorted(self.history.completions)[:-WRITTEN]:
-            del self.history.completions[old]
+        self.watch.completions([completion_of(step, row) for row in rows])
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Examine the run with the metrics of this step."""
-        self.history.rows.append(Row(step=step, metrics=metrics))
-        del self.history.rows[EARLY:-LATE]
-        self._look(step)
+        self._report(self.watch.step(step, metrics))
 
     def on_evaluation(self, step: int, scores: Mapping[str, float]) -> None:
         """Examine the run with these scores."""
-        self.history.evaluations.append(Row(step=step, metrics=scores))
-        self._look(step)
+        self._report(self.watch.evaluation(step, scores))
 
-    def _look(self, step: int) -> None:
-        for alarm in ALARMS.values():
-            evidence = alarm.rule(self.history)
-            if evidence is not None:
-                self._raise(_finding(alarm, step, evidence))
-
-    def _raise(self, finding: Finding) -> None:
-        name = finding.alarm.name
-        if name in self.stop_on and self.stopped_by is None:
-            self.stopped_by = finding
-        if name not in self.told:
-            self.told.add(name)
-            self.tell(lambda observer: observer.on_alarm(finding))
+    def _report(self, findings: Sequence[Finding]) -> None:
+        for finding in findings:
+            self.tell(lambda observer, finding=finding: observer.on_alarm(finding))
 
     def stop(self, step: int, max_steps: int) -> TrainingStopped:
         """The error that ends a run at an alarm of stop_on; only processes that saw the alarm give the reason."""
@@ -83,13 +65,11 @@ class AlarmWatch(Observer):
         return TrainingStopped(
             f"training was stopped after step {step} of {max_steps} by {name}",
             got="" if finding is None else finding.evidence.text,
-            why="" if finding is None else f"{finding.alarm.means} {finding.alarm.next_step}",
+            why=""
+            if finding is None
+            else " ".join((*finding.evidence.causes[:1], finding.alarm.means, finding.alarm.next_step)),
             fix="mend that and start again, or leave the name out of stop_on and continue with --resume",
         )
-
-
-def _finding(alarm: Alarm, step: int, evidence: Evidence) -> Finding:
-    return Finding(alarm=alarm, first_step=step, last_step=step, steps=1, evidence=evidence)
 
 
 def names_in(file: Path) -> set[str]:
@@ -109,6 +89,7 @@ def settings_of(config: TrainConfig, *, rl_skill: str | None = None) -> Settings
     kl, others = config.kl, config.loss.advantage_baseline == "leave_one_out"
     return Settings(
         beta=kl.beta,
+        target_kl=kl.target_kl,
         # The recipe has the group's mean as its baseline; klamp's default shares its average over tokens alone.
         loss_type=", ".join((config.loss.loss_type, *(["leave_one_out"] if others else []))),
         verifier=_verifier(config),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from klamp.config.price import configured_price, spread_of_group
-from klamp.diagnostics.statistics import StepRecord, pad_tokens
+from klamp.diagnostics.statistics import StepRecord, pad_tokens, repeated_pairs
 from klamp.training.context import Context
 from klamp.training.rollouts import Rollout
 from klamp.training.updates import UpdateOutput
@@ -33,6 +33,7 @@ def gather_record(context: Context, rollout: Rollout, output: UpdateOutput) -> S
         rewards=certain(rollout.rewards),
         ended=certain(rollout.completions.ended),
         lengths=certain(rollout.completions.mask.sum(-1)),
+        repeated=certain(repeated_pairs(rollout.completions.ids, rollout.completions.mask)),
         ref=whole(rollout.ref_logprobs),
         ref_rows=None if rollout.kl_weight is None else context.gather(rollout.kl_weight > 0),
         original=whole(rollout.original_logprobs),

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from klamp.errors import ModelError
+from klamp.hosts.common.step_zero import active_dropouts
 from klamp.tasks.base_model import load_base_model
 from klamp.tasks.config import ARITHMETIC_TASK
 from klamp.tasks.filler import builtin_model
@@ -42,22 +43,9 @@ def load_model(
         model = model.to(getattr(torch, dtype))
     else:
         model = _pretrained(AutoModelForCausalLM, spec, "a causal language model", dtype=getattr(torch, dtype))
-    _switch_off_dropout(model)
+    for dropout in active_dropouts(model):
+        dropout.switch_off()
     return model.eval()
-
-
-def _switch_off_dropout(model: nn.Module) -> None:
-    """Set every dropout (and every noise of a router) to 0, in the modules and in their settings.
-
-    Some architectures keep it in nn.Dropout, others as a number of a layer's own, others read it from the settings.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for holder in (module, getattr(module, "config", None)):
-            for name, value in getattr(holder, "__dict__", {}).items():
-                if isinstance(value, float) and ("drop" in name or name in ("jitter_noise", "input_jitter_noise")):
-                    setattr(holder, name, 0.0)
 
 
 def load_tokenizer(spec: str, *, task: str = ARITHMETIC_TASK) -> PreTrainedTokenizerBase:

@@ -21,7 +21,7 @@ from klamp.hosts.common.control import held_kl
 from klamp.hosts.common.step_zero import STEP_ZERO_KL, likely_reasons, step_zero_text
 from klamp.tasks.base import Example
 from klamp.training import checkpoint
-from klamp.training.alarms import AlarmWatch
+from klamp.training.alarms import AlarmObserver
 from klamp.training.config import TrainConfig
 from klamp.training.context import Context
 from klamp.training.evaluation import evaluate
@@ -45,7 +45,7 @@ class Trainer:
 
     def __init__(self, context: Context, observers: Sequence[Observer]) -> None:
         self.context = context
-        self.alarms = AlarmWatch(self.tell, rl_skill=context.task.rl_skill, stop_on=context.config.run.stop_on)
+        self.alarms = AlarmObserver(self.tell, rl_skill=context.task.rl_skill, stop_on=context.config.run.stop_on)
         self.observers = [*observers, self.alarms] if context.accelerator.is_main_process else []
         context.wrapped = prepare(context.wrapped, context.accelerator)
         self.optimizer, self.schedule = make_optimizer(context)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from klamp.diagnostics.alarms_kl import STEP_ZERO
-from klamp.hosts.common.step_zero import STEP_ZERO_KL, likely_reasons, step_zero_text
+from klamp.diagnostics.alarms_distance import STEP_ZERO
+from klamp.hosts.common.step_zero import STEP_ZERO_KL, active_dropouts, likely_reasons, step_zero_text
 
 
 def test_the_limit_is_that_of_the_alarm() -> None:
@@ -25,6 +28,31 @@ def test_why_the_kl_is_not_zero_at_the_start() -> None:
 
 def test_dropout_of_nothing_is_no_reason() -> None:
     assert likely_reasons(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)), None, adapter=False) == []
+
+
+def test_dropout_that_a_layer_keeps_as_a_number_is_named() -> None:
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 9,
+    }
+    policy = LlamaForCausalLM(LlamaConfig(**sizes, attention_dropout=0.1)).train()
+    (reason,) = likely_reasons(policy, None, adapter=False)
+    assert "attention_dropout above 0" in reason and "disable_dropout does not" in reason
+    for dropout in active_dropouts(policy):
+        dropout.switch_off()
+    assert likely_reasons(policy, None, adapter=False) == []
+
+
+def test_a_number_in_the_settings_alone_is_the_last_guess() -> None:
+    policy = nn.Linear(2, 2)
+    policy.config = SimpleNamespace(attn_pdrop=0.1)  # pyright: ignore[reportAttributeAccessIssue]
+    assert "if a layer reads it" in likely_reasons(policy, None, adapter=False)[0]
+    assert likely_reasons(policy, nn.Linear(2, 2).double(), adapter=False) == [
+        "data types: the policy is torch.float32, the reference torch.float64"
+    ]
 
 
 def test_weights_are_suspected_only_where_they_were_loaded() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
-from klamp.diagnostics.alarms_kl import STEP_ZERO
+from klamp.diagnostics.alarms_distance import STEP_ZERO
 
 STEP_ZERO_KL = STEP_ZERO.value
 """KL in nats per token above which a policy that has not been updated and its reference are not the same model."""
@@ -21,6 +23,40 @@ def step_zero_text(kl: float, reasons: Sequence[str]) -> str:
     )
 
 
+@dataclass(frozen=True)
+class ActiveDropout:
+    """A dropout, or a noise of a router, that is above 0."""
+
+    holder: Any
+    """The layer or the settings that hold the number."""
+    name: str
+    """The attribute: `p` of an nn.Dropout, `attention_dropout`, `attn_pdrop`, ..."""
+
+    def switch_off(self) -> None:
+        """Set it to 0."""
+        setattr(self.holder, self.name, 0.0)
+
+
+def active_dropouts(model: nn.Module) -> list[ActiveDropout]:
+    """Every dropout of a model that is above 0, wherever its number is kept.
+
+    Some architectures keep it in nn.Dropout, others as a number of a layer's own, others read it from the settings.
+    """
+    found: dict[tuple[int, str], ActiveDropout] = {}
+    for module in model.modules():
+        for holder in (module, getattr(module, "config", None)):
+            for name, value in getattr(holder, "__dict__", {}).items():
+                if isinstance(value, float) and value > 0 and _is_dropout(holder, name):
+                    found[id(holder), name] = ActiveDropout(holder, name)
+    return list(found.values())
+
+
+def _is_dropout(holder: object, name: str) -> bool:
+    if isinstance(holder, nn.Dropout):
+        return name == "p"
+    return "drop" in name or name in ("jitter_noise", "input_jitter_noise")
+
+
 def likely_reasons(policy: nn.Module, reference: nn.Module | None, *, adapter: bool, loaded: bool = True) -> list[str]:
     """What usually makes policy and reference differ before the first update, as far as it can be seen.
 
@@ -30,10 +66,19 @@ def likely_reasons(policy: nn.Module, reference: nn.Module | None, *, adapter: b
         adapter: whether the policy has a PEFT adapter.
         loaded: whether the reference's weights were loaded, and not copied from the policy.
     """
-    dropping = [m for m in policy.modules() if isinstance(m, nn.Dropout) and m.p > 0]
+    dropouts = active_dropouts(policy) if policy.training else []
+    layers = [each for each in dropouts if isinstance(each.holder, nn.Dropout)]
+    others = [each for each in dropouts if not isinstance(each.holder, nn.Dropout)]
+    inside = sorted({each.name for each in others if isinstance(each.holder, nn.Module)})
+    settings = sorted({each.name for each in others if not isinstance(each.holder, nn.Module)})
     found: list[str] = []
-    if dropping and policy.training:
-        found.append(f"dropout ({len(dropping)} layers with p > 0); set disable_dropout=True, or lora_dropout=0")
+    if layers:
+        found.append(f"dropout ({len(layers)} layers with p > 0); set disable_dropout=True, or lora_dropout=0")
+    elif inside:
+        found.append(
+            f"dropout inside a layer ({', '.join(inside)} above 0), which disable_dropout does not switch off; load "
+            f"the model with {inside[0]}=0.0"
+        )
     if adapter and reference is None:
         found.append("an adapter that is not zero at the start, while the reference is the model without it")
     if reference is not None:
@@ -45,4 +90,6 @@ def likely_reasons(policy: nn.Module, reference: nn.Module | None, *, adapter: b
                 "weights: the reference was loaded from a path or the Hub and the policy has been changed since; pass "
                 "ref_model=copy.deepcopy(model)"
             )
+    if settings and not found:
+        found.append(f"dropout, if a layer reads it in the model's settings ({', '.join(settings)} above 0)")
     return found

@@ -1,0 +1,140 @@
+"""What a run itself shows of why something went wrong, with a remedy each, the likeliest first.
+
+A cause is looked for in the steps up to the alarm and comes with the number that shows it. What shows nothing is not
+named: a run whose curves point nowhere has no cause here, only what the alarm says in general.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from statistics import fmean
+from typing import TypeAlias
+
+from klamp.diagnostics.alarm import number
+from klamp.diagnostics.history import History
+
+Cause: TypeAlias = Callable[[History], tuple[float, str] | None]
+"""Looks for one cause: how many times its threshold the run shows it, and the text; None: not at all."""
+
+WINDOW = 30
+"""Steps that are searched for a cause."""
+JUMP = 0.15
+"""Nats per token that one step moves a policy by where its learning rate is too high; healthy runs stay below 0.05."""
+WEAK_PULL = 0.05
+"""The KL's pull, as a share of the reward's, below which it holds nothing back."""
+PAYS = 0.3
+"""Correlation of reward and length within groups from which the reward pays for length."""
+LARGEST = 1e100
+"""No arithmetic on values below this overflows."""
+REPEATED = 0.5
+"""Share of tokens that repeat a pair of tokens, from which a text is a repetition."""
+
+
+def likely_causes(history: History, *looked_for: Cause) -> list[str]:
+    """The texts of the causes that the run shows, the most strongly shown first.
+
+    Args:
+        history: the run up to the alarm.
+        looked_for: the causes that can lead to this alarm.
+    """
+    found = [each for each in (cause(history) for cause in looked_for) if each is not None]
+    return [text for _, text in sorted(found, key=lambda each: -each[0])]
+
+
+def learning_rate(history: History) -> tuple[float, str] | None:
+    """Shows where single steps move the policy far: the learning rate is too high."""
+    name = history.kl_name()
+    values = history.last(name, WINDOW) if name else []
+    largest = max((b - a for a, b in pairwise(values)), default=0.0)
+    if largest <= JUMP:
+        return None
+    rates = history.last("train/learning_rate", WINDOW)
+    rate = f" (up to {number(max(rates))})" if rates else ""
+    text = (
+        f"the learning rate{rate}: one step moved the policy by {number(largest)} nats per token. Take a tenth of it, "
+        "or set kl_lr_guard"
+    )
+    return largest / JUMP, text
+
+
+def weak_kl(history: History) -> tuple[float, str] | None:
+    """Shows where the KL pulls with a small part of the reward's strength, or there is none."""
+    if not history.penalized:
+        return 1.0, "no KL holds the policy (beta is 0). Set beta, or target_kl, which finds one"
+    found = kl_pull(history, WINDOW)
+    if found is None or found >= WEAK_PULL:
+        return None
+    beta = history.last("beta", 1)
+    at = f" at beta {number(beta[0])}" if beta else ""
+    text = f"the KL hardly holds the policy: it pulls with {100 * found:.2g} % of the reward's strength{at}. Raise beta"
+    return min(WEAK_PULL / max(found, 1e-12), 3.0), text
+
+
+def pays_for_length(history: History) -> tuple[float, str] | None:
+    """Shows where longer completions of a prompt earn more."""
+    values = history.last("length/reward_correlation", WINDOW)
+    if not values or fmean(values) < PAYS:
+        return None
+    text = (
+        f"the reward pays for length: within groups the two correlate by {fmean(values):.2f}. Score the answer alone, "
+        "or let length cost something"
+    )
+    return fmean(values) / PAYS, text
+
+
+def repeats(history: History) -> tuple[float, str] | None:
+    """Shows where completions say the same words over and over."""
+    values = history.last("length/repeated", 5)
+    if not values or fmean(values) < REPEATED:
+        return None
+    text = (
+        f"completions repeat themselves ({100 * fmean(values):.0f} % of their tokens stand in a pair that was there "
+        "before): the reward does not see it. Count each word once, or hold the KL"
+    )
+    return fmean(values) / REPEATED, text
+
+
+def stale_sampler(history: History) -> tuple[float, str] | None:
+    """Shows where the tokens are not the policy's own."""
+    values = history.last("sampler/k3", 5)
+    if not values or fmean(values) <= 0.01:
+        return None
+    text = (
+        f"the sampler is not the policy ({number(fmean(values))} nats per token apart). Sync its weights before each "
+        "rollout"
+    )
+    return min(fmean(values) / 0.01, 5.0), text
+
+
+def kl_pull(history: History, steps: int) -> float | None:
+    """How strongly the KL pulls back, as a share of the reward's pull: 1 at the optimum. None where that is not known.
+
+    Equation: price * sqrt(2 * KL) / s, for a policy ref * exp(t * reward) to second order in t: its KL is t^2 s^2 / 2
+    nats per completion (s: standard deviation of the reward within groups), and the KL's gradient is price * t times
+    that of the reward.
+    """
+    kl = _mean_of(history, steps, "kl/exact_sequence", "kl/k3_sequence")
+    price, spread = _mean_of(history, steps, "beta/price"), spread_within_groups(history, steps)
+    if kl is None or price is None or spread is None:
+        return None
+    return price * (2 * max(kl, 0.0)) ** 0.5 / spread
+
+
+def spread_within_groups(history: History, steps: int) -> float | None:
+    """The standard deviation of the reward within the groups that have one, mean over steps; None: none has, or it is
+    not logged."""
+    found: list[float] = []
+    for row in history.rows[-steps:]:
+        spread, active = row.metrics.get("reward_std", 0.0), 1 - row.metrics.get("groups/saturated", 0.0)
+        if 0 < spread < LARGEST and 0 < active <= 1:
+            found.append(spread / active)
+    return fmean(found) if found else None
+
+
+def _mean_of(history: History, steps: int, *names: str) -> float | None:
+    """The mean of the first of these metrics that the latest step has, over the last steps."""
+    last = history.rows[-1].metrics if history.rows else {}
+    name = next((name for name in names if name in last), None)
+    values = history.last(name, steps) if name else []
+    return fmean(values) if values else None

@@ -1,0 +1,49 @@
+"""Alarms while a run happens: each is told once, old rows go, and one that is named stops it."""
+
+from __future__ import annotations
+
+import pytest
+from tests.diagnostics.histories import completion, history_of
+
+from klamp.diagnostics.doctor import examine
+from klamp.diagnostics.history import EARLY, Settings
+from klamp.diagnostics.watch import LATE, WRITTEN, AlarmWatch
+from klamp.errors import UnknownNameError
+
+
+def test_an_alarm_is_told_once_and_at_the_step_where_the_doctor_finds_it() -> None:
+    curves = {"k3": [0.01] * 8 + [2.0] * 6, "length": [10.0] * 14, "reward": [0.5] * 14}
+    history, watch = history_of(**curves), AlarmWatch(Settings())
+    told = [finding for row in history.rows for finding in watch.step(row.step, row.metrics)]
+    found = examine(history).findings
+    assert {(each.alarm.name, each.first_step) for each in told} == {
+        (each.alarm.name, each.first_step) for each in found
+    }
+    assert len(told) == len({each.alarm.name for each in told}) > 1
+
+
+def test_what_was_told_before_is_not_told_again_and_stops_all_the_same() -> None:
+    watch = AlarmWatch(Settings(), told=("kl-spike",), stop_on=("kl-spike",))
+    assert watch.step(4, {"kl/k3": 0.01}) == [] and watch.stopped_by is None
+    assert watch.step(5, {"kl/k3": 5.0}) == []
+    assert watch.stopped_by is not None and watch.stopped_by.alarm.name == "kl-spike"
+
+
+def test_evaluations_are_looked_at() -> None:
+    watch = AlarmWatch(Settings(rl_skill="a", eval_size=1000))
+    assert watch.evaluation(0, {"a": 0.1, "b": 0.9}) == []
+    assert [finding.alarm.name for finding in watch.evaluation(5, {"a": 0.9, "b": 0.5})] == ["retention"]
+
+
+def test_a_long_run_is_not_kept_whole() -> None:
+    watch = AlarmWatch(Settings())
+    for step in range(1, EARLY + LATE + 30):
+        watch.completions([completion(step)])
+        watch.step(step, {"reward": 0.5})
+    steps = [row.step for row in watch.history.rows]
+    assert len(steps) == EARLY + LATE and steps[0] == 1 and len(watch.history.completions) == WRITTEN
+
+
+def test_a_name_that_no_alarm_has_is_refused() -> None:
+    with pytest.raises(UnknownNameError, match="did you mean 'kl-far'"):
+        AlarmWatch(Settings(), stop_on=("kl-fat",))
