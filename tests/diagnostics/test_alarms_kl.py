@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.diagnostics.histories import history_of, look
+from tests.diagnostics.histories import history_of, look, noisy
 
 
 def test_negative_k1_takes_twenty_steps_in_a_row() -> None:
