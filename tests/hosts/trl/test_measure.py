@@ -41,6 +41,7 @@ EXPECTED = {
     "kl/over_budget",
     "kl/reference_length",
     "length/mean",
+    "length/repeated",
     "policy/logp_mean",
     "ref/logp_mean",
 }

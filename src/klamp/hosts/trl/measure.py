@@ -16,6 +16,7 @@ from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import masked_log_ratio
 from klamp.core.masking import masked_sum
 from klamp.core.term import Gate, carries_kl
+from klamp.diagnostics.statistics import repeated_pairs, reward_length_correlation
 from klamp.errors import KLWarning
 from klamp.hosts.common.control import beta_metrics, held_kl
 from klamp.hosts.common.loss import batch_of
@@ -85,6 +86,34 @@ def _beta_metrics(trainer: Any, beta: float, metrics: Mapping[str, float]) -> di
     return of_beta(price, session.spread)
 
 
+def after_rewards(trainer: Any, completion_ids: list[Any], rewards: Tensor) -> None:
+    """Log how far the completions of all processes repeat themselves, and whether the longer ones earn more.
+
+    Args:
+        trainer: whose log it is.
+        completion_ids: the token ids of this process's completions.
+        rewards: of each completion by each function, of all processes; NaN where there is none. [B, functions]
+    """
+    rows = [torch.as_tensor(ids, dtype=torch.long) for ids in completion_ids]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    lengths = torch.tensor([len(row) for row in rows])
+    repeated = repeated_pairs(ids, torch.arange(ids.shape[1]) < lengths[:, None])
+    lengths, repeated = trainer.accelerator.gather(torch.stack([lengths.float(), repeated]).T.to(rewards.device)).T
+    total = _total(trainer, rewards)
+    found = {"length/repeated": repeated.sum() / lengths.sum().clamp(min=1)}
+    correlation = reward_length_correlation(total, lengths, group_size(trainer))
+    if correlation is not None:
+        found["length/reward_correlation"] = correlation
+    metrics = trainer._metrics["train" if trainer.model.training else "eval"]
+    for name, value in found.items():
+        metrics[name].append(float(value))
+
+
+def _total(trainer: Any, rewards: Tensor) -> Tensor:
+    """The reward of each completion. [B]"""
+    return (rewards * trainer.reward_weights.to(rewards.device)).nansum(-1)
+
+
 def spread_of_rewards(trainer: Any, rewards: Tensor) -> float | None:
     """The standard deviation that TRL divides advantages by: of the batch, or the mean over groups not saturated.
 
@@ -97,7 +126,7 @@ def spread_of_rewards(trainer: Any, rewards: Tensor) -> float | None:
     """
     if getattr(trainer, "multi_objective_aggregation", "sum_then_normalize") != "sum_then_normalize":
         return None
-    total = (rewards * trainer.reward_weights.to(rewards.device)).nansum(-1)
+    total = _total(trainer, rewards)
     size = total.numel() if reward_scale(trainer.args) == "batch" else group_size(trainer)
     spreads = total.view(-1, size).std(-1)
     spreads = spreads[spreads > 0]

@@ -59,6 +59,7 @@ class KLMixin(Host):
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._klamp.note_rewards(completion_ids_list, rewards)
         self._klamp.spread = measure.spread_of_rewards(self, rewards)
+        measure.after_rewards(self, completion_ids_list, rewards)
         return rewards
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
