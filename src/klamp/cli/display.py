@@ -82,7 +82,7 @@ class Watch(Observer):
         """Keep the alarm."""
         self.raised.add(finding.alarm.name)
         if is_shown(finding):
-            self.alarms.append(alarm_text(finding))
+            self.alarms.append(finding.in_a_line)
 
     def curves(self) -> list[tuple[str, list[float]]]:
         """What is drawn over the whole run: the reward, and the KL by its best estimate."""
@@ -135,13 +135,6 @@ class Watch(Observer):
 def is_shown(finding: Finding) -> bool:
     """Whether a display shows it: notes are only written down, and some alarms are worded as cautions already."""
     return finding.alarm.level == "alarm" and finding.alarm.name not in SAID_ELSEWHERE
-
-
-def alarm_text(finding: Finding) -> str:
-    """An alarm in a line."""
-    alarm = finding.alarm
-    likely = "".join(f"; likely {cause}" for cause in finding.evidence.causes[:1])
-    return f"alarm after step {finding.first_step}: {alarm.name}: {alarm.text} ({finding.evidence.text}{likely})"
 
 
 def _count(parameters: int) -> str:

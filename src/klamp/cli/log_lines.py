@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from rich.console import Console
 
 from klamp.cli.columns import GAP, STEP_WIDTH, Column, Scale, columns_for, legend_for
-from klamp.cli.display import Watch, alarm_text, is_shown
+from klamp.cli.display import Watch, is_shown
 from klamp.diagnostics.doctor import Finding
 from klamp.training.observers import RunInfo
 
@@ -73,7 +73,7 @@ class PlainLines(Watch):
         """The alarm, and what to do."""
         super().on_alarm(finding)
         if is_shown(finding):
-            self._say(f"  {alarm_text(finding)}\n    next step: {finding.alarm.next_step}")
+            self._say(f"  {finding.in_a_line}\n    next step: {finding.alarm.next_step}")
 
     def _say(self, text: str) -> None:
         if self.readers_left:

@@ -26,6 +26,13 @@ class Finding:
     evidence: Evidence
     """What was seen when it rose."""
 
+    @property
+    def in_a_line(self) -> str:
+        """The step, the name, what was seen, and the likeliest cause."""
+        likely = "".join(f"; likely {cause}" for cause in self.evidence.causes[:1])
+        name, text = self.alarm.name, self.alarm.text
+        return f"alarm after step {self.first_step}: {name}: {text} ({self.evidence.text}{likely})"
+
     def plain(self) -> dict[str, Any]:
         """The finding as plain data for JSON."""
         return {

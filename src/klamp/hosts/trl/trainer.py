@@ -17,6 +17,7 @@ from klamp.hosts.common.control import NEVER_ZERO
 from klamp.hosts.common.fields import kl_config
 from klamp.hosts.common.lr_guard import LearningRateGuard
 from klamp.hosts.common.refusals import warn_without_kl
+from klamp.hosts.trl.doctor import DoctorCallback
 from klamp.hosts.trl.exact import check_exact, why_not_exact
 from klamp.hosts.trl.mixin import KLMixin
 from klamp.hosts.trl.patched import refuse_classes
@@ -100,6 +101,9 @@ def _join(trainer: Any, kl: KLConfig | None, own: Any, *, chosen: bool) -> None:
     if trainer.ref_model is not None:
         follow_policy(trainer)
     session.expected_zero = not chosen
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, DoctorCallback):
+            callback.other_reference = callback.other_reference or chosen
     session.reference = _described(trainer, peft=peft, copied=own is not None, chosen=chosen)
     _choose_exact(trainer, kl)
     if session.control is not None and session.control.kl.kl_lr_guard is not None:
