@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from klamp.diagnostics.history import History, Row
+from klamp.diagnostics.names import evaluations, settings_of, step_of, translate
 from klamp.records.files import json_lines, unreadable
-from klamp.records.names import evaluations, settings_of, step_of, translate
 
 
 def read_metrics(path: Path) -> History:

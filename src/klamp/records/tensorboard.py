@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from klamp.diagnostics.history import History, Row
+from klamp.diagnostics.names import OURS, evaluations, settings_of, translate
 from klamp.errors import missing_library
 from klamp.records.files import unreadable
-from klamp.records.names import OURS, evaluations, settings_of, translate
 
 EVENTS = "events.out.tfevents*"
 

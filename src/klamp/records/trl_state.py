@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from klamp.diagnostics.history import History, Row
+from klamp.diagnostics.names import evaluations, settings_of, translate
 from klamp.records.files import json_object, unreadable
-from klamp.records.names import evaluations, settings_of, translate
 
 STATE = "trainer_state.json"
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from klamp.diagnostics.history import History, Row
+from klamp.diagnostics.names import OURS, evaluations, settings_of, step_of, translate
 from klamp.errors import missing_library
 from klamp.records.files import unreadable
-from klamp.records.names import OURS, evaluations, settings_of, step_of, translate
 
 MAGIC, BLOCK = b":W&B", 32768
 FILE_HEADER, FRAME = 7, struct.Struct("<IHB")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from klamp.records.names import (
+from klamp.diagnostics.names import (
     evaluations,
     known,
     reward_functions,
