@@ -144,3 +144,37 @@ def test_a_flag_that_cannot_be_read(
     err = capsys.readouterr().err
     assert says in err
     assert "did you mean --beta" not in err
+
+
+def test_names_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"step": i + 1, "my_kl": kl, "kl": 0.0, "my_reward": 0.5} for i, kl in enumerate(SPIKE)]
+    file = tmp_path / "log.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    assert main(["doctor", str(file)]) == 0
+    for flags in (["--map", "kl=my_kl", "reward=my_reward"], ["--map=kl=my_kl", "--map", "reward=my_reward"]):
+        capsys.readouterr()
+        assert main(["doctor", str(file), *flags]) == 1
+        out = capsys.readouterr().out
+        assert "alarm: kl-spike: the KL jumped (step 7)" in out
+        assert "detached-reference" not in out, "it was checked: there is a reward"
+    assert main(["doctor", str(tmp_path), "--map", "kl=your_kl"]) == 2
+    err = capsys.readouterr().err
+    assert "no row of the record has a number called 'your_kl'" in err
+    assert "it has kl, my_kl, my_reward, step" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--map"], "--map takes 1 or more values"),
+        (["--map", "kl"], "has no = with a name on either side"),
+        (["--map", "rewrd=x"], "did you mean 'reward'"),
+        (["--map", "kl=a", "--map", "kl/k3=b"], "a metric is given two names"),
+    ],
+)
+def test_names_are_refused_before_anything_is_read(
+    flags: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "missing", *flags]) == 2
+    captured = capsys.readouterr()
+    assert text in captured.err and "nothing to examine" not in captured.err and captured.out == ""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from klamp.diagnostics.doctor import examine
-from klamp.errors import DataError
+from klamp.errors import ConfigError, DataError
 from klamp.records import read_record
 
 
@@ -98,3 +98,49 @@ def test_what_cannot_be_read(tmp_path: Path, name: str, text: str | bytes | None
 def test_an_empty_folder(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no record of a run"):
         read_record(tmp_path)
+
+
+def test_the_only_jsonl_of_a_folder_is_its_record(tmp_path: Path) -> None:
+    verls = lines(tmp_path / "verl" / "gsm8k.jsonl", {"step": 0, "data": {"val-core/x/acc/mean@1": 1.0}},
+                  {"step": 1, "data": {"actor/kl_loss": 0.0}})  # fmt: skip
+    for path in (verls, verls.parent):
+        history = read_record(path)
+        assert (history.source, history.rows[0].metrics) == ("verl file log", {"kl/k3": 0.0})
+    tokens = lines(tmp_path / "tokens" / "all.jsonl", {"policy_logprobs": [-0.1], "ref_logprobs": [-0.1]})
+    assert read_record(tokens.parent).source == "JSONL rollouts"
+    lines(verls.parent / "other.jsonl", {"step": 1, "kl": 0.0})
+    with pytest.raises(DataError, match="several JSONL files") as caught:
+        read_record(verls.parent)
+    assert caught.value.why == "gsm8k.jsonl, other.jsonl"
+    lines(verls.parent / "metrics.jsonl", {"step": 1, "kl": 0.5})
+    assert read_record(verls.parent).rows[0].metrics == {"kl/k3": 0.5}
+
+
+def test_names_of_ones_own_in_a_trainer_state(tmp_path: Path) -> None:
+    log = [{"step": 1, "my_kl": 0.5, "kl": 7.0}, {"step": 1, "train_runtime": 1.0, "train_loss": 0.2}]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": log}))
+    history = read_record(tmp_path, {"kl/k3": "my_kl"})
+    assert [dict(row.metrics) for row in history.rows] == [{"kl/k3": 0.5}]
+    for theirs in ("your_kl", "train_loss"):
+        with pytest.raises(DataError, match="no row of the record has") as caught:
+            read_record(tmp_path, {"kl/k3": theirs})
+        assert caught.value.why == "it has kl, my_kl, step"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("run/rows.jsonl", "completions"),
+        ("run/12.jsonl", "completions"),
+        ("run/step_1/rank_0.jsonl", "completions"),
+        ("run/metrics.jsonl", "a klamp run"),
+    ],
+)
+def test_names_for_a_record_that_has_none_to_map(tmp_path: Path, name: str, why: str) -> None:
+    lines(tmp_path / name, {"step": 1, "policy_logprobs": [-0.1], "ref_logprobs": [-0.1]})
+    if "klamp" in why:
+        (tmp_path / "run" / "config.yaml").write_text("beta: 0.1")
+    with pytest.raises(ConfigError, match="no names to map") as caught:
+        read_record(tmp_path / "run", {"kl/k3": "my_kl"})
+    assert why in caught.value.why
+    assert "leave --map out" in caught.value.fix

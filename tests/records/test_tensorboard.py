@@ -51,3 +51,13 @@ def test_no_scalars(tmp_path: Path) -> None:
         writer.add_text("note", "hello")
     with pytest.raises(DataError, match="no scalars"):
         read_record(tmp_path)
+
+
+def test_names_of_ones_own(tmp_path: Path) -> None:
+    write(tmp_path, mine__kl=[0.0, 0.25], kl=[7.0, 7.0])
+    for path in (tmp_path, next(tmp_path.glob("events*"))):
+        history = read_record(path, {"kl/k3": "mine/kl"})
+        assert [dict(row.metrics) for row in history.rows] == [{"kl/k3": 0.0}, {"kl/k3": 0.25}]
+        with pytest.raises(DataError, match="no row of the record has a number called 'kl/mine'") as caught:
+            read_record(path, {"kl/k3": "kl/mine"})
+        assert caught.value.why == "it has kl, mine/kl"

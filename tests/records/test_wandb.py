@@ -47,6 +47,14 @@ def test_an_offline_run(wandb_folder: Path) -> None:
     assert alarms == {"step-zero-kl": 1, "dr-grpo-with-kl": 1, "huge-values": 30}
 
 
+def test_names_of_ones_own(wandb_folder: Path) -> None:
+    rows = read_record(wandb_folder, {"kl/k1": "train/kl"}).rows
+    assert [row.metrics["kl/k1"] for row in rows] == pytest.approx([0.001 * i for i in range(1, 61)])
+    assert not any("kl/k3" in row.metrics for row in rows)
+    with pytest.raises(DataError, match="no row of the record has a number called 'note'"):
+        read_record(wandb_folder, {"kl/k1": "note"})
+
+
 def test_a_run_that_was_killed_reads_up_to_there(wandb_folder: Path, tmp_path: Path) -> None:
     (file,) = wandb_folder.glob("wandb/offline-run-*/*.wandb")
     data = file.read_bytes()

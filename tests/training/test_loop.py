@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from klamp.config import KLConfig
 from klamp.core.masking import Totals
+from klamp.diagnostics.doctor import examine
 from klamp.diagnostics.metrics import METRICS, OWN_INTERFACES
 from klamp.errors import (
     ConfigError,
@@ -25,10 +28,12 @@ from klamp.errors import (
     ShapeError,
     TensorError,
 )
+from klamp.records import read_record
 from klamp.tasks.arithmetic import arithmetic_tokenizer
-from klamp.training.completions import select
+from klamp.training.completions import Completions, select
 from klamp.training.config import OptimConfig, RolloutConfig
 from klamp.training.loop import compute_kl_divergence, compute_loss, grpo_microbatch_step, log_train, train
+from klamp.training.sampling import generate
 from klamp.training.scoring import score
 
 V = 6
@@ -293,6 +298,87 @@ def test_the_loop_learns_and_writes_to_tensorboard(tmp_path):
         assert row["kl_penalty"] == pytest.approx(0.05 * row["kl/k1"], abs=1e-7)
 
 
+def test_doctor_reads_as_much_of_the_loop_as_of_the_trainer(tmp_path):
+    with SummaryWriter(str(tmp_path)) as writer:
+        _, history = trained(steps=3, writer=writer)
+    record = read_record(tmp_path)
+    theirs = OWN_INTERFACES["klamp.training.loop, as its guide has it"]
+    for row, logged in zip(record.rows, history, strict=True):
+        assert row.metrics == {theirs.get(name, name): pytest.approx(value, rel=1e-5) for name, value in logged.items()}
+    assert record.names >= {
+        "kl/k1", "kl/k3", "kl/k1_sequence", "kl/k3_sequence", "kl/log_ratio_max", "kl/position/1_of_8", "ref/logp_mean",
+        "reward", "reward_std", "groups/saturated", "length/mean", "length/truncated", "policy/logp_mean",
+        "policy/entropy", "sampler/k1", "sampler/k3", "beta", "beta/price", "train/loss", "train/policy_loss",
+        "train/kl_penalty", "train/grad_norm", "train/learning_rate",
+    }  # fmt: skip
+    diagnosis = examine(record)
+    assert set(diagnosis.unchecked.values()) <= {"completions", "evaluations", "settings.loss_type, settings.verifier"}
+    assert not diagnosis.failed(["step-zero-kl", "sampler-mismatch", "huge-values", "negative-k1"])
+
+
+def test_what_the_loop_records_is_that_of_all_tokens_before_the_update():
+    model, ref, optim = tiny_llama(), tiny_llama(), OptimConfig(gradient_accumulation_steps=5)
+    disturb(model, size=0.03)
+    before = copy.deepcopy(model)
+    drawn: list[Completions] = []
+
+    def keep(*args, **kwargs) -> Completions:
+        drawn.append(generate(*args, **kwargs))
+        return drawn[-1]
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("klamp.training.loop.generate", keep)
+        (row,) = train(
+            model, arithmetic_tokenizer(), ["1+1=", "rev ab="], short, optimizer, ref_model=ref, kl_coef=0.5, steps=1,
+            rollout=replace(ROLLOUT, temperature=0.9), optim=optim,
+        )  # fmt: skip
+    (completions,) = drawn
+    mask, scores = completions.mask, score(before, completions, temperature=0.9)
+    assert scores.logits is not None
+    delta = (scores.logprobs - score(ref, completions, temperature=0.9).logprobs)[mask].detach()
+    entropy = -(scores.logits.softmax(-1) * scores.logits.log_softmax(-1)).sum(-1)[mask]
+    expected = {
+        "kl/k1": delta.mean(),
+        "kl/k3": (torch.expm1(-delta) + delta).mean(),
+        "kl/k1_sequence": delta.sum() / len(mask),
+        "policy/entropy": entropy.mean(),
+        "policy/logp_mean": scores.logprobs[mask].mean(),
+        "length/truncated": 1 - completions.ended.float().mean(),
+        "kl_penalty": 0.5 * delta.mean(),
+        "sampler/k1": torch.zeros(()),
+        "learning_rate": torch.tensor(0.25),
+    }
+    assert {name: row[name] for name in expected} == {
+        name: pytest.approx(float(value.detach()), rel=1e-4, abs=1e-5) for name, value in expected.items()
+    }
+    assert row["loss"] == pytest.approx(row["policy_loss"] + row["kl_penalty"], abs=1e-6)
+
+
+def test_the_loops_price_is_that_of_its_loss_and_its_advantages():
+    _, history = trained(steps=3, kl_coef=0.5)
+    for row in history:
+        spread = row["reward_std"] / (1 - row["groups/saturated"])
+        assert row["beta"] == 0.5
+        assert row["beta/price"] == pytest.approx(0.5 * 6 / 5 * spread), "a token mean on both sides, groups of 6"
+    _, (row, *_) = trained(steps=1, kl_coef=0.5, reward=lambda prompt, completion: 1.0)
+    assert row["groups/saturated"] == 1.0
+    assert "beta/price" not in row, "no group says what a nat costs"
+
+
+def test_what_is_recorded_costs_no_forward_pass():
+    model, ref = tiny_llama(), tiny_llama()
+    passes = []
+    ref.register_forward_hook(lambda *_: passes.append("ref"))
+    model.register_forward_hook(lambda *_: passes.append("policy" if torch.is_grad_enabled() else "sampling"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(
+        model, arithmetic_tokenizer(), ["1+1="], short, optimizer, ref_model=ref, kl_coef=0.1, steps=2,
+        rollout=ROLLOUT, optim=OptimConfig(gradient_accumulation_steps=3),
+    )  # fmt: skip
+    assert (passes.count("policy"), passes.count("ref")) == (6, 6)
+
+
 def test_the_loop_gives_the_same_numbers_in_any_number_of_parts():
     _, history = trained(steps=2)
     for parts in (5, 99):
@@ -322,7 +408,8 @@ def test_the_loop_bounds_the_gradient_unless_told_not_to():
 
 def test_the_loop_without_a_kl_needs_no_reference():
     _, history = trained(steps=1, kl_coef=0.0, ref_model=Untouched())
-    assert history[0]["kl_penalty"] == history[0]["kl/k1"] == 0.0
+    assert history[0]["kl_penalty"] == history[0]["beta"] == 0.0
+    assert not any(name.startswith(("kl/", "ref/")) for name in history[0]), "a KL of 0 would be one that was measured"
 
 
 def test_the_loop_refuses_what_it_cannot_use():

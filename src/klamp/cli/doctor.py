@@ -17,6 +17,7 @@ from klamp.diagnostics.alarm import Blamed
 from klamp.diagnostics.alarms import ALARMS, check_names
 from klamp.diagnostics.doctor import Diagnosis, Finding, examine
 from klamp.diagnostics.history import History
+from klamp.diagnostics.names import read_pairs
 from klamp.errors import DataError, KlampError
 
 HEALTHY, ALARMED, UNREADABLE = 0, 1, 2
@@ -35,10 +36,11 @@ def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
     out = sys.stdout if stream is None else stream
     options = read_options(DoctorOptions, argv, command="klamp doctor")
     check_names(options.fail_on)
+    names = read_pairs(options.map)
     try:
         from klamp.records import read_record
 
-        history = read_record(options.path)
+        history = read_record(options.path, names)
     except KlampError as error:
         show_error(error)
         return UNREADABLE
@@ -67,7 +69,8 @@ def _nothing_to_check(path: Path, history: History) -> DataError:
         "nothing in the record can be checked",
         got=str(path),
         why=f"it has only {', '.join(logged[:8])}" if history.rows and logged else "no step was logged",
-        fix="log a KL, a gradient norm or a loss at every step (TRL: logging_steps=1)",
+        fix="log a KL, a gradient norm or a loss at every step (TRL: logging_steps=1), or say with --map what "
+        "the record calls them",
     )
 
 

@@ -120,6 +120,8 @@ class DoctorOptions:
     """Likewise the loss (grpo, dr_grpo, ...)."""
     verifier: Verifier | None = None
     """And what gives the reward."""
+    map: tuple[str, ...] = field(default=(), metadata={"least": 1})
+    """OURS=THEIRS: klamp's name of a metric (or kl, reward, length, ...), and its name in the record."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -151,13 +151,14 @@ PAGES: Mapping[str, Page] = {
         usage="PATH [flags]",
         about="Says what is wrong with a run, with the evidence and the next step. PATH is what the run left behind: a "
         "klamp run folder, TRL's trainer_state.json (or the folder of its checkpoints), a TensorBoard folder, a W&B "
-        "offline run, JSONL of metrics, or JSONL of completions with token log-probabilities (klamp's, prime-rl's and "
-        "verl's names). The exit code is 0 for a healthy run, 1 where an alarm rose, 2 where the record cannot be read "
-        "or holds nothing to check.",
+        "offline run, JSONL of metrics (verl's file log too), or JSONL of completions with token "
+        "log-probabilities (klamp's, prime-rl's and verl's names). The exit code is 0 for a healthy run, 1 where an "
+        "alarm rose, 2 where the record cannot be read or holds nothing to check.",
         examples=(
             "klamp doctor runs/arithmetic-001",
             "klamp doctor outputs/checkpoint-500/trainer_state.json --loss_type dr_grpo --verifier rules",
             "klamp doctor outputs --json --fail-on huge-values kl-spike",
+            "klamp doctor log.jsonl --map kl=my_kl reward=my_reward",
         ),
         options=options.DoctorOptions,
         lists={"alarms": list_alarms},

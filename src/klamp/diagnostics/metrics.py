@@ -236,6 +236,7 @@ OWN_INTERFACES: Mapping[str, Mapping[str, str]] = {
         "clip_fraction": "policy/ratio_clipped",
         "log_prob_mean": "policy/logp_mean",
         "grad_norm": "train/grad_norm",
+        "learning_rate": "train/learning_rate",
     },
     "klamp.tinker, on the server": {
         "custom/train_policy_loss:sum": "train/policy_loss",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from klamp.diagnostics.history import History
 from klamp.errors import KlampError
 from klamp.records.files import json_lines, unreadable
 from klamp.records.klamp_run import is_klamp_run, read_klamp_run
+from klamp.records.mapped import refuse_names
 from klamp.records.metrics_lines import read_metrics
 from klamp.records.rollouts import is_rollout, read_rollouts
 from klamp.records.tensorboard import EVENTS, event_folders, read_tensorboard
@@ -16,48 +18,55 @@ from klamp.records.trl_state import find_state, read_trl_state
 from klamp.records.wandb import find_offline_run, read_wandb
 
 TOKEN_EXPORT = "step_*/rank_*.jsonl"
+COMPUTED = "it holds completions, and the metrics are computed from their tokens"
 
 
-def read_record(path: Path) -> History:
+def read_record(path: Path, names: Mapping[str, str] | None = None) -> History:
     """Read the history of a run from a file or folder in any of the known formats.
 
     Args:
         path: what was written.
+        names: klamp's name of a metric -> that in the record, before the names that klamp knows.
 
     Raises:
-        DataError: there is nothing there, or nothing that can be read.
+        DataError: there is nothing there, nothing that can be read, or no row with one of `names`.
+        ConfigError: `names` for a record whose metrics have klamp's names already.
         MissingLibrary: the library that reads the format is not installed.
     """
     if not path.exists():
         raise unreadable("there is nothing to examine", path, why="the path does not exist")
-    return _read_folder(path) if path.is_dir() else _read_file(path)
+    return _read_folder(path, names) if path.is_dir() else _read_file(path, names)
 
 
-def _read_file(path: Path) -> History:
+def _read_file(path: Path, names: Mapping[str, str] | None) -> History:
     if path.match(EVENTS):
-        return read_tensorboard(path)
+        return read_tensorboard(path, names)
     if path.suffix == ".wandb":
-        return read_wandb(path)
+        return read_wandb(path, names)
     if path.suffix == ".json":
-        return read_trl_state(path)
+        return read_trl_state(path, names)
     if path.suffix != ".jsonl":
         raise unreadable("a file of no known kind", path, why="its name ends in none of .jsonl, .json, .wandb")
     lines = json_lines(path)
-    return read_rollouts([path]) if lines and is_rollout(lines[0]) else read_metrics(path)
+    if not (lines and is_rollout(lines[0])):
+        return read_metrics(path, names)
+    refuse_names(names, path, why=COMPUTED)
+    return read_rollouts([path])
 
 
-def _read_folder(path: Path) -> History:
+def _read_folder(path: Path, names: Mapping[str, str] | None) -> History:
     if is_klamp_run(path):
+        refuse_names(names, path, why="it is the folder of a klamp run, whose metrics have klamp's names")
         return read_klamp_run(path)
     state, runs = find_state(path), find_offline_run(path)
     if state is not None:
-        return _with_arguments(read_trl_state(state), path)
+        return _with_arguments(read_trl_state(state, names), path)
     if len(runs) > 1:
-        names = ", ".join(run.parent.name for run in runs)
-        raise unreadable("several W&B runs lie in one folder", path, why=names, fix="name one of them")
+        folders = ", ".join(run.parent.name for run in runs)
+        raise unreadable("several W&B runs lie in one folder", path, why=folders, fix="name one of them")
     if runs:
-        return read_wandb(runs[0])
-    return _read_lines(path) if not event_folders(path) else read_tensorboard(path)
+        return read_wandb(runs[0], names)
+    return _read_lines(path, names) if not event_folders(path) else read_tensorboard(path, names)
 
 
 def _with_arguments(history: History, path: Path) -> History:
@@ -75,14 +84,20 @@ def _with_arguments(history: History, path: Path) -> History:
     return history
 
 
-def _read_lines(path: Path) -> History:
+def _read_lines(path: Path, names: Mapping[str, str] | None) -> History:
     """Read the JSONL files of a folder, of metrics or of completions."""
     exported = sorted([*path.glob(TOKEN_EXPORT), *path.glob(f"token_exports/{TOKEN_EXPORT}")])
-    if exported:
-        return read_rollouts(exported, source="prime-rl token export")
-    numbered = sorted((file for file in path.glob("*.jsonl") if file.stem.isdigit()), key=lambda file: int(file.stem))
-    if numbered:
-        return read_rollouts(numbered, source="verl rollouts")
+    files = sorted(path.glob("*.jsonl"))
+    numbered = sorted((file for file in files if file.stem.isdigit()), key=lambda file: int(file.stem))
+    if exported or numbered:
+        refuse_names(names, path, why=COMPUTED)
+        source = "prime-rl token export" if exported else "verl rollouts"
+        return read_rollouts(exported or numbered, source=source)
     if (path / "metrics.jsonl").is_file():
-        return read_metrics(path / "metrics.jsonl")
+        return read_metrics(path / "metrics.jsonl", names)
+    if len(files) == 1:
+        return _read_file(files[0], names)
+    if files:
+        lie = ", ".join(file.name for file in files)
+        raise unreadable("several JSONL files lie in one folder", path, why=lie, fix="name one of them")
     raise unreadable("a folder with no record of a run", path, why="it holds none of the files that klamp knows")

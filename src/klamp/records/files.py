@@ -9,7 +9,7 @@ from typing import Any
 from klamp.errors import DataError
 
 FORMATS = (
-    "a klamp run folder, TRL's trainer_state.json, a TensorBoard folder, a W&B offline run, "
+    "a klamp run folder, TRL's trainer_state.json, a TensorBoard folder, a W&B offline run, verl's file log, "
     "JSONL of metrics or of completions with token log-probabilities"
 )
 

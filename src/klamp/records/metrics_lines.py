@@ -1,35 +1,68 @@
-"""Reads JSONL files with the metrics of one step per line, as many trainers write them."""
+"""Reads JSONL files with the metrics of one step per line, as verl's file logger and many others write them."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from klamp.diagnostics.history import History, Row
+from klamp.diagnostics.names import evaluations, number_names, settings_of, step_of, translate
 from klamp.records.files import json_lines, unreadable
-from klamp.records.names import evaluations, settings_of, step_of, translate
+from klamp.records.mapped import check_logged
 
 
-def read_metrics(path: Path) -> History:
+def read_metrics(path: Path, names: Mapping[str, str] | None = None) -> History:
     """Read the history in a JSONL file of metrics.
 
+    Args:
+        path: the file.
+        names: klamp's name of a metric -> that in the file, before the names that klamp knows.
+
     Raises:
-        DataError: no line has a metric that klamp knows.
+        DataError: no line has a metric that klamp knows, or none has one of `names`.
     """
     lines = json_lines(path)
-    history = History(source="JSONL metrics", settings=settings_of({}, {name for line in lines for name in line}))
+    verls = bool(lines) and is_verl_line(lines[0])
+    lines = [flat(line) for line in lines] if verls else lines
+    check_logged(names, number_names(lines), path)
+    settings = settings_of({}, {name for line in lines for name in line}, names)
+    history = History(source="verl file log" if verls else "JSONL metrics", settings=settings)
     for number, line in enumerate(lines, start=1):
-        step, scores, metrics = step_of(line), evaluations(line), translate(line)
+        step, scores, metrics = step_of(line), evaluations(line), translate(line, names)
         step = number if step is None else step
         if scores:
             history.evaluations.append(Row(step=step, metrics=scores))
         if metrics:
             history.rows.append(Row(step=step, metrics=metrics))
-    if not history.rows:
+    if not (history.rows or (verls and history.evaluations)):
         raise unreadable(
             "no metric and no token log-probabilities were found",
             path,
             why=f"the first line has {', '.join(list(lines[0])[:12])}" if lines else "the file is empty",
-            fix="metrics: a line per step with names as TRL, verl or klamp write them (kl, reward, ...); completions: "
-            "old_log_probs and ref_log_prob (or policy_logprobs and ref_logprobs), one number per token",
+            fix="metrics: a line per step with names as TRL, verl or klamp write them (kl, reward, ...), or --map with "
+            "your own; completions: old_log_probs and ref_log_prob (or policy_logprobs and ref_logprobs), one number "
+            "per token",
         )
     return history
+
+
+def is_verl_line(line: Mapping[str, Any]) -> bool:
+    """Whether a line is one of verl's file logger: a step and its data."""
+    return "step" in line and isinstance(line.get("data"), dict)
+
+
+def flat(line: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of verl's file logger as one row: its data, with the step; null is a NaN, which JSON cannot hold.
+
+    Args:
+        line: as it was read; a line of another kind is returned as it is.
+    """
+    if not is_verl_line(line):
+        return dict(line)
+    found: dict[str, Any] = {}
+    for name, value in line["data"].items():
+        found |= {f"{name}/{part}": each for part, each in value.items()} if isinstance(value, dict) else {name: value}
+    lost = {name: math.nan for name, value in found.items() if value is None}
+    return found | lost | {"step": line["step"]}

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from klamp.diagnostics.history import History, Row
+from klamp.diagnostics.names import OURS, evaluations, settings_of, translate
 from klamp.errors import missing_library
 from klamp.records.files import unreadable
-from klamp.records.names import OURS, evaluations, settings_of, translate
+from klamp.records.mapped import check_logged
 
 EVENTS = "events.out.tfevents*"
 
@@ -19,11 +21,15 @@ def event_folders(path: Path) -> list[Path]:
     return sorted({file.parent for file in path.rglob(EVENTS)})
 
 
-def read_tensorboard(path: Path) -> History:
+def read_tensorboard(path: Path, names: Mapping[str, str] | None = None) -> History:
     """Read the history in a folder of event files, or in a single one.
 
+    Args:
+        path: the folder or file.
+        names: klamp's name of a metric -> the tag of its scalars, before the names that klamp knows.
+
     Raises:
-        DataError: several runs below the folder, or no scalars in it.
+        DataError: several runs below the folder, no scalars in it, or none with one of `names`.
         MissingLibrary: tensorboard is not installed.
     """
     folders = [path] if path.is_file() else _with_scalars(path)
@@ -38,9 +44,10 @@ def read_tensorboard(path: Path) -> History:
     if not scalars:
         raise unreadable("there are no scalars in the event files", path, why="nothing was logged as a scalar")
     logged = {name for row in scalars.values() for name in row}
-    history = History(source="TensorBoard", settings=settings_of(config, logged), config=config)
+    check_logged(names, logged, path)
+    history = History(source="TensorBoard", settings=settings_of(config, logged, names), config=config)
     for step in sorted(scalars):
-        scores, metrics = evaluations(scalars[step], every=OURS in logged), translate(scalars[step])
+        scores, metrics = evaluations(scalars[step], every=OURS in logged), translate(scalars[step], names)
         if scores:
             history.evaluations.append(Row(step=step, metrics=scores))
         if metrics:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from klamp.diagnostics.history import History, Row
+from klamp.diagnostics.names import evaluations, number_names, settings_of, translate
 from klamp.records.files import json_object, unreadable
-from klamp.records.names import evaluations, settings_of, translate
+from klamp.records.mapped import check_logged
 
 STATE = "trainer_state.json"
 
@@ -24,21 +26,31 @@ def _number(name: str) -> int:
     return int(tail) if tail.isdigit() else -1
 
 
-def read_trl_state(path: Path) -> History:
+def read_trl_state(path: Path, names: Mapping[str, str] | None = None) -> History:
     """Read the history in a trainer_state.json.
 
+    Args:
+        path: the file.
+        names: klamp's name of a metric -> that in the file, before the names that klamp knows.
+
     Raises:
-        DataError: it is none.
+        DataError: it is none, or no row has one of `names`.
     """
     rows = json_object(path).get("log_history")
     if not isinstance(rows, list):
         raise unreadable("a trainer state has no log_history", path, why="without logged rows there is no history")
     logged = {name for row in rows for name in row}
-    history = History(source="TRL trainer state", settings=settings_of({}, logged))
+    check_logged(names, number_names(row for row in rows if not _sums_up(row)), path)
+    history = History(source="TRL trainer state", settings=settings_of({}, logged, names))
     for row in rows:
-        scores, metrics, step = evaluations(row), translate(row), int(row.get("step", 0))
+        scores, metrics, step = evaluations(row), translate(row, names), int(row.get("step", 0))
         if scores:
             history.evaluations.append(Row(step=step, metrics=scores))
-        if "train_runtime" not in row and metrics:  # the last row sums up the run
+        if metrics and not _sums_up(row):
             history.rows.append(Row(step=step, metrics=metrics))
     return history
+
+
+def _sums_up(row: Mapping[str, object]) -> bool:
+    """Whether a row is the last one, which sums up the run."""
+    return "train_runtime" in row

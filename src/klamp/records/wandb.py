@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from klamp.diagnostics.history import History, Row
+from klamp.diagnostics.names import OURS, evaluations, number_names, settings_of, step_of, translate
 from klamp.errors import missing_library
 from klamp.records.files import unreadable
-from klamp.records.names import OURS, evaluations, settings_of, step_of, translate
+from klamp.records.mapped import check_logged
 
 MAGIC, BLOCK = b":W&B", 32768
 FILE_HEADER, FRAME = 7, struct.Struct("<IHB")
@@ -28,11 +29,15 @@ def find_offline_run(path: Path) -> list[Path]:
     return sorted(found)
 
 
-def read_wandb(path: Path) -> History:
+def read_wandb(path: Path, names: Mapping[str, str] | None = None) -> History:
     """Read the history in the file of an offline run.
 
+    Args:
+        path: the file.
+        names: klamp's name of a metric -> that in the run, before the names that klamp knows.
+
     Raises:
-        DataError: it is none, or nothing was logged.
+        DataError: it is none, nothing was logged, or no row has one of `names`.
         MissingLibrary: wandb is not installed.
     """
     try:
@@ -55,16 +60,17 @@ def read_wandb(path: Path) -> History:
     if not rows:
         raise unreadable("nothing was logged in the W&B run", path, why="it has no history")
     logged = {name for row in rows for name in row}
-    history = History(source="W&B offline run", settings=settings_of(config, logged), config=config)
+    check_logged(names, number_names(rows), path)
+    history = History(source="W&B offline run", settings=settings_of(config, logged, names), config=config)
     for number, row in enumerate(rows, start=1):
         step = step_of(row)
-        _add(history, number if step is None else step, row, every=OURS in logged)
+        scores, metrics = evaluations(row, every=OURS in logged), translate(row, names)
+        _add(history, number if step is None else step, scores, metrics)
     return history
 
 
-def _add(history: History, step: int, logged: dict[str, Any], *, every: bool) -> None:
+def _add(history: History, step: int, scores: dict[str, float], metrics: dict[str, float]) -> None:
     """Join a row to the step that it belongs to: a step may be logged in several rows."""
-    scores, metrics = evaluations(logged, every=every), translate(logged)
     if scores:
         history.evaluations.append(Row(step=step, metrics=scores))
     if metrics and history.rows and history.rows[-1].step == step:

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
@@ -29,6 +30,7 @@ from klamp.errors import ConfigError, DataError
 from klamp.tasks.base import Example, checked
 from klamp.training.completions import Completions, select
 from klamp.training.config import OptimConfig, RolloutConfig
+from klamp.training.loop_metrics import PartScores, measure_tokens, part_scores
 from klamp.training.models import end_tokens
 from klamp.training.sampling import encode_prompts, generate, uniform_numbers
 from klamp.training.scoring import score
@@ -121,8 +123,8 @@ def compute_loss(
             why="both say how much of the KL enters",
             fix="set kl's beta, and leave kl_coef out",
         )
-    term = kl if kl is not None else KLConfig(beta=kl_coef, kl_estimator="k1", kl_gradient="reverse")
-    objective = build_objective(term, LossConfig(loss_type="dapo", epsilon=cliprange), max_length=1)
+    term = kl if kl is not None else _printed_kl(kl_coef)
+    objective = build_objective(term, _printed_loss(cliprange), max_length=1)
     batch = Batch(
         policy_logprobs=policy_log_probs,
         mask=response_mask,
@@ -140,6 +142,15 @@ def compute_loss(
         "log_prob_mean": masked_mean(policy_log_probs.detach(), response_mask),
     }
     return output.loss, metadata
+
+
+def _printed_kl(kl_coef: float) -> KLConfig:
+    return KLConfig(beta=kl_coef, kl_estimator="k1", kl_gradient="reverse")
+
+
+def _printed_loss(cliprange: float = 0.2) -> LossConfig:
+    """A mean over all tokens; `group_advantages` as they are: less the group's mean, over its deviation."""
+    return LossConfig(loss_type="dapo", advantage_baseline="mean", epsilon=cliprange)
 
 
 def grpo_microbatch_step(
@@ -175,6 +186,33 @@ def grpo_microbatch_step(
     Raises:
         ConfigError: kl_coef > 0 without a reference.
     """
+    loss, metadata, _ = _microbatch_step(
+        model,
+        completions,
+        advantages,
+        old_log_probs=old_log_probs,
+        ref_model=ref_model,
+        kl_coef=kl_coef,
+        cliprange=cliprange,
+        temperature=temperature,
+        totals=totals,
+    )
+    return loss, metadata
+
+
+def _microbatch_step(
+    model: nn.Module,
+    completions: Completions,
+    advantages: Tensor,
+    *,
+    old_log_probs: LogProbs | None = None,
+    ref_model: nn.Module | None,
+    kl_coef: float,
+    cliprange: float = 0.2,
+    temperature: float,
+    totals: Totals | None,
+) -> tuple[Tensor, dict[str, Tensor], PartScores]:
+    """`grpo_microbatch_step`, and what the policy and the reference gave there, without gradient."""
     check_beta(kl_coef, name="kl_coef")
     ref_log_probs = None
     if kl_coef > 0:
@@ -187,9 +225,9 @@ def grpo_microbatch_step(
             )
         with torch.no_grad():
             ref_log_probs = score(ref_model, completions, temperature=temperature).logprobs
-    policy_log_probs = score(model, completions, temperature=temperature).logprobs
+    policy = score(model, completions, temperature=temperature)
     loss, metadata = compute_loss(
-        policy_log_probs,
+        policy.logprobs,
         old_log_probs,
         advantages,
         completions.mask,
@@ -198,8 +236,9 @@ def grpo_microbatch_step(
         cliprange=cliprange,
         totals=totals,
     )
+    seen = part_scores(policy, ref_log_probs)
     loss.backward()
-    return loss.detach(), metadata
+    return loss.detach(), metadata, seen
 
 
 def train(
@@ -220,7 +259,8 @@ def train(
     """The whole GRPO loop on one process, in its plainest form.
 
     Each step takes the next prompts, samples a group of completions for each, scores them, forms advantages, adds up
-    the gradients of the micro-batches and steps the optimizer.
+    the gradients of the micro-batches and steps the optimizer. What is recorded of it is that of its tokens before the
+    update: `klamp doctor` reads the TensorBoard folder as fully as that of `klamp train`.
 
     Args:
         model: the policy, a causal LM; changed in place.
@@ -237,7 +277,9 @@ def train(
         writer: a TensorBoard SummaryWriter.
 
     Returns:
-        One dictionary of numbers per step, as given to `log_train`.
+        One dictionary of numbers per step, as given to `log_train`: `loss`, `policy_loss`, `kl_penalty`, `grad_norm`,
+        `learning_rate`, and under klamp's names (docs/metrics.md) what `step_metrics` finds, `beta` and `beta/price`.
+        Without a reference there is no KL among them.
 
     Raises:
         ConfigError: kl_coef > 0 without a reference.
@@ -256,27 +298,27 @@ def train(
         tokens = float(completions.mask.sum())
         totals = Totals(float(len(rewards)), tokens, tokens)
         optimizer.zero_grad()
-        sums: dict[str, float] = {}
+        metrics = {"loss": 0.0, "kl_penalty": 0.0, "policy_loss": 0.0}
+        scores: list[PartScores] = []
         parts = torch.arange(len(rewards)).tensor_split(optim.gradient_accumulation_steps)
         for rows in filter(len, parts):
-            part = select(completions, rows)
-            loss, seen = grpo_microbatch_step(
+            loss, seen, scored = _microbatch_step(
                 model,
-                part,
+                select(completions, rows),
                 advantages[rows],
                 ref_model=ref_model,
                 kl_coef=kl_coef,
                 temperature=rollout.temperature,
                 totals=totals,
             )
-            share = float(part.mask.sum()) / tokens
-            found = {"loss": loss, "kl_penalty": seen["kl_penalty_mean"], "kl/k1": seen["kl_mean"] * share}
-            for name, value in found.items():
-                sums[name] = sums.get(name, 0.0) + float(value)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optim.max_grad_norm or float("inf"))
+            found = {"loss": loss, "kl_penalty": seen["kl_penalty_mean"], "policy_loss": seen["policy_loss"]}
+            metrics = {name: value + float(found[name]) for name, value in metrics.items()}
+            scores.append(scored)
+        metrics["learning_rate"] = float(optimizer.param_groups[0]["lr"])
+        metrics["grad_norm"] = float(clip_grad_norm_(model.parameters(), optim.max_grad_norm or float("inf")))
         optimizer.step()
-        seen = {"reward": float(rewards.mean()), "grad_norm": float(norm), "length/mean": tokens / len(rewards)}
-        metrics = sums | seen
+        term, policy_loss = _printed_kl(kl_coef), _printed_loss()
+        metrics |= measure_tokens(completions, rewards, scores, rollout=rollout, kl=term, loss=policy_loss)
         log_train(step + 1, metrics, writer=writer)
         history.append(metrics)
     return history

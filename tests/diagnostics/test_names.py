@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from klamp.records.names import (
+from klamp.diagnostics.metrics import METRICS
+from klamp.diagnostics.names import (
+    SHORT_NAMES,
     evaluations,
     known,
+    number_names,
+    read_pairs,
     reward_functions,
     settings_of,
     step_of,
     translate,
     verifier_of,
 )
+from klamp.errors import ConfigError, UnknownNameError
 
 
 @pytest.mark.parametrize(
@@ -41,6 +48,55 @@ def test_known_names(theirs: str, ours: str | None) -> None:
 def test_a_row_is_translated_number_by_number() -> None:
     row = {"kl": 0.25, "train/kl": 9.0, "reward": None, "completions/mean_length": 7, "flag": True, "note": "x"}
     assert translate(row) == {"kl/k3": 0.25, "length/mean": 7.0}
+
+
+def test_klamps_own_name_wins_over_anothers_in_whatever_order() -> None:
+    for row in ({"kl_penalty": 9.0, "kl/k1": 0.5}, {"kl/k1": 0.5, "kl_penalty": 9.0}):
+        assert translate(row) == {"kl/k1": 0.5}, "the loop's kl_penalty is beta times that"
+
+
+def test_names_that_are_given_win_and_mean_nothing_else() -> None:
+    row = {"kl": 0.25, "reward": 1.0, "my_reward": 2, "note": "x", "kl/k1": 3.0}
+    names = {"kl/k1": "kl", "reward": "my_reward", "beta": "note", "train/loss": "kl"}
+    assert translate(row, names) == {"kl/k1": 0.25, "reward": 2.0, "train/loss": 0.25}
+    assert translate({"reward": 1.0, "grad_norm": 3.0}, names) == {"train/grad_norm": 3.0}, "two curves are not mixed"
+    assert translate(row, {}) == translate(row) == {"kl/k3": 0.25, "kl/k1": 3.0, "reward": 1.0}
+
+
+def test_names_of_numbers() -> None:
+    assert number_names([{"a": 1, "b": "x"}, {"c": True, "d": None, "e": float("nan")}]) == {"a", "e"}
+
+
+def test_pairs_of_names() -> None:
+    assert read_pairs([]) == {}
+    assert read_pairs(["kl=my_kl", "reward=a=b", "kl/exact=x y"]) == {
+        "kl/k3": "my_kl",
+        "reward": "a=b",
+        "kl/exact": "x y",
+    }
+    assert set(SHORT_NAMES.values()) <= METRICS.keys()
+    assert not SHORT_NAMES.keys() & METRICS.keys()
+    page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")
+    assert all(f"| `{short}` | `{full}` |" in page for short, full in SHORT_NAMES.items())
+
+
+@pytest.mark.parametrize(
+    ("pairs", "kind", "words"),
+    [
+        (["kl"], ConfigError, "has no = with a name on either side"),
+        (["kl="], ConfigError, "has no ="),
+        (["=my_kl"], ConfigError, "has no ="),
+        (["rewrd=x"], UnknownNameError, "did you mean 'reward'"),
+        (["lenght=x"], UnknownNameError, "did you mean 'length'"),
+        (["kl/k4=x"], UnknownNameError, r"short names: kl \(kl/k3\), k1 \(kl/k1\), length"),
+        (["kl=a", "kl/k3=b"], ConfigError, "a and b for kl/k3"),
+        (["kl=a", "kl=a"], ConfigError, "a metric is given two names"),
+    ],
+)
+def test_pairs_that_cannot_be_used(pairs: list[str], kind: type[ConfigError], words: str) -> None:
+    with pytest.raises(kind, match=words) as caught:
+        read_pairs(pairs)
+    assert caught.value.got and caught.value.why and caught.value.fix
 
 
 def test_evaluations_are_scores() -> None:
@@ -85,3 +141,5 @@ def test_settings(given: object, scale: str | None) -> None:
 def test_a_kl_over_all_updates_of_a_step_is_known_as_one() -> None:
     assert settings_of({}, {"actor/kl_loss", "actor/lr"}).k3_over_updates
     assert not settings_of({}, {"kl", "actor/reward_kl_penalty"}).k3_over_updates
+    assert not settings_of({}, {"actor/kl_loss", "mine"}, {"kl/k3": "mine"}).k3_over_updates
+    assert settings_of({}, {"actor/kl_loss"}, {"kl/k3": "actor/kl_loss"}).k3_over_updates

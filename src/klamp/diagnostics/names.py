@@ -1,0 +1,184 @@
+"""Translates the names of metrics and settings of other trainers into klamp's."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from klamp.diagnostics.history import Settings, Verifier
+from klamp.diagnostics.metrics import METRICS, RECORDED_NAMES
+from klamp.errors import ConfigError, unknown_name
+
+NAMES: Mapping[str, str] = {theirs: ours for names in RECORDED_NAMES.values() for theirs, ours in names.items()}
+"""The name that another trainer uses -> klamp's name."""
+
+SHORT_NAMES: Mapping[str, str] = {
+    "kl": "kl/k3",
+    "k1": "kl/k1",
+    "length": "length/mean",
+    "truncated": "length/truncated",
+    "saturated": "groups/saturated",
+    "entropy": "policy/entropy",
+    "loss": "train/loss",
+    "grad_norm": "train/grad_norm",
+    "lr": "train/learning_rate",
+}
+"""A short name that `--map` takes -> klamp's name; `reward`, `reward_std` and `beta` are short as they are."""
+
+STEP_NAMES = ("train/global_step", "global_step", "training/global_step", "step", "progress/batch", "_step")
+"""The names under which a logged row may hold its step, the best first."""
+
+EVALUATION_PREFIXES = ("eval/", "eval_", "val-core/", "test/")
+
+SCORES = ("reward", "acc", "score", "mean@", "correct", "pass@")
+"""Parts of a metric's name that say that it scores an evaluation."""
+
+BY_POSITION = re.compile(r"kl/position/\d+_of_\d+")
+"""The metrics by position, which have one row together in the table of metrics."""
+
+OVER_UPDATES = "actor/kl_loss"
+"""verl's name of a k3 that is a mean over all mini-batches and epochs of a step (train_mini_batch)."""
+
+OURS = "policy/logp_mean"
+"""A metric that only klamp logs, by which its runs are known."""
+
+RULES = ("accuracy", "exact", "match", "math", "format", "verif", "correct", "rule", "regex", "gsm8k", "unit_test")
+"""Parts of a reward function's name that say that it is a rule."""
+
+
+def known(name: str) -> str | None:
+    """The name that klamp has for a logged metric; None where it has none."""
+    bare = name.removeprefix("train/")
+    for candidate in (name, bare):
+        if candidate in METRICS or BY_POSITION.fullmatch(candidate):
+            return candidate
+    return NAMES.get(name, NAMES.get(bare))
+
+
+def read_pairs(pairs: Iterable[str]) -> dict[str, str]:
+    """What `--map` says: klamp's name of a metric -> its name in the record.
+
+    Args:
+        pairs: OURS=THEIRS; OURS is a name of `METRICS` or of `SHORT_NAMES`, THEIRS is taken as it stands.
+
+    Raises:
+        UnknownNameError: klamp has no such metric; names the nearest.
+        ConfigError: not two names with = between them, or a metric that is given twice.
+    """
+    found: dict[str, str] = {}
+    for pair in pairs:
+        name, _, theirs = pair.partition("=")
+        if not (name and theirs):
+            raise ConfigError(
+                "a pair of names has no = with a name on either side",
+                got=pair,
+                why="it says which metric of klamp a name in the record stands for",
+                fix="write OURS=THEIRS, for example kl=my_kl; the path stands before the flags",
+            )
+        ours = SHORT_NAMES.get(name, name)
+        if ours not in METRICS:
+            short = ", ".join(f"{short} ({full})" for short, full in SHORT_NAMES.items())
+            raise unknown_name(
+                "metric", name, [*SHORT_NAMES, *METRICS], why=f"short names: {short}; else those of klamp's metrics"
+            )
+        if ours in found:
+            raise ConfigError(
+                "a metric is given two names",
+                got=f"{found[ours]} and {theirs} for {ours}",
+                why="a step has one value of it",
+                fix="leave one of the two out",
+            )
+        found[ours] = theirs
+    return found
+
+
+def translate(logged: Mapping[str, object], names: Mapping[str, str] | None = None) -> dict[str, float]:
+    """The known metrics of a logged row under klamp's names; where two mean the same, klamp's own name comes first.
+
+    Args:
+        logged: name -> value.
+        names: klamp's name -> that in the row, which alone then counts for this metric and means nothing else.
+    """
+    names = names or {}
+    numbers = {name: value for name in logged if (value := _number(logged[name])) is not None}
+    found = {ours: numbers[theirs] for ours, theirs in names.items() if theirs in numbers}
+    taken = set(names.values())
+    for name in sorted(numbers, key=lambda name: not _is_own(name)):
+        ours = known(name)
+        if ours is not None and ours not in names and name not in taken:
+            found.setdefault(ours, numbers[name])
+    return found
+
+
+def number_names(rows: Iterable[Mapping[str, object]]) -> set[str]:
+    """The names that hold a number in some row."""
+    return {name for row in rows for name, value in row.items() if _number(value) is not None}
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _is_own(name: str) -> bool:
+    return known(name) in (name, name.removeprefix("train/"))
+
+
+def evaluations(logged: Mapping[str, object], *, every: bool = False) -> dict[str, float]:
+    """The scores of evaluations in a logged row: skill -> score.
+
+    Args:
+        logged: name -> value.
+        every: whether every name is a score, as klamp logs them; else those that speak of rewards, accuracy and so on.
+    """
+    found: dict[str, float] = {}
+    for name, value in logged.items():
+        prefix = next((prefix for prefix in EVALUATION_PREFIXES if name.startswith(prefix)), None)
+        number = _number(value)
+        if prefix is None or number is None or not math.isfinite(number):
+            continue
+        if every or (any(word in name for word in SCORES) and "std" not in name):
+            found[name.removeprefix(prefix)] = number
+    return found
+
+
+def step_of(logged: Mapping[str, object]) -> int | None:
+    """The step that a logged row belongs to."""
+    for name in STEP_NAMES:
+        value = logged.get(name)
+        if isinstance(value, int | float):
+            return int(value)
+    return None
+
+
+def verifier_of(rewards: list[str]) -> Verifier | None:
+    """Whether all reward functions are rules, judged by their names; None where the names do not tell."""
+    rules = [any(word in name.lower() for word in RULES) for name in rewards]
+    return "rules" if rules and all(rules) else None
+
+
+def reward_functions(logged: set[str]) -> list[str]:
+    """Names of the reward functions, from metrics such as TRL's rewards/NAME/mean."""
+    parts = [name.removeprefix("train/").split("/") for name in logged]
+    return sorted(part[1] for part in parts if len(part) == 3 and part[0] == "rewards" and part[2] == "mean")
+
+
+def settings_of(config: Mapping[str, object], logged: set[str], names: Mapping[str, str] | None = None) -> Settings:
+    """The settings of a run, as far as its arguments and the names of its metrics tell.
+
+    Args:
+        config: arguments as TRL or Unsloth name them, or none.
+        logged: names of all metrics.
+        names: as in `translate`.
+    """
+    over_updates = OVER_UPDATES in logged and (names or {}).get("kl/k3", OVER_UPDATES) == OVER_UPDATES
+    beta, loss, scale = config.get("beta"), config.get("loss_type"), config.get("scale_rewards")
+    settings = Settings(verifier=verifier_of(reward_functions(logged)), k3_over_updates=over_updates)
+    if isinstance(beta, int | float):
+        settings = replace(settings, beta=float(beta))
+    if isinstance(loss, str):
+        settings = replace(settings, loss_type=loss)
+    if scale not in (None, "None"):
+        settings = replace(settings, scale_rewards="none" if scale in (False, "none", "False") else "std")
+    return settings
