@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from tests.diagnostics.histories import completion, history_of
@@ -25,7 +26,23 @@ def test_metrics_are_over_trained_tokens() -> None:
 
 
 def test_what_is_not_there_is_not_a_metric() -> None:
-    assert completion_metrics([completion(ref=None)]) == {"length/mean": 3}
+    assert completion_metrics([completion(ref=None)]) == {"length/mean": 3, "length/repeated": 0}
+
+
+def test_groups_and_repetition() -> None:
+    said = completion(tokens=tuple("ababab"), policy=(-1.0,) * 6, ref=None, reward=1.0, group="p")
+    rows = [
+        said,
+        completion(reward=0.0, group="p"),
+        completion(reward=0.5, group="q"),
+        completion(reward=0.5, group="q"),
+    ]
+    found = completion_metrics(rows)
+    assert found["length/repeated"] == pytest.approx(3 / 15), "ab, ba, ab, ba, ab: three were there before"
+    assert found["reward_std"] == pytest.approx(math.sqrt(0.5) / 2) and found["groups/saturated"] == 0.5
+    assert found["length/reward_correlation"] == pytest.approx(1)
+    assert "reward_std" not in completion_metrics(rows[:3]), "a group is not whole"
+    assert completion_metrics([replace(said, tokens=("?",) * 6)])["length/repeated"] == 0, "tokens without a name"
 
 
 def test_rows_are_made_for_steps_that_have_none() -> None:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import fmean
 
 import torch
 
+from klamp.core.advantages import saturated_share
 from klamp.core.estimators import ESTIMATORS
 from klamp.diagnostics.history import Completion, History, Row, Side
+from klamp.diagnostics.statistics import reward_length_correlation
+
+UNKNOWN = "?"
+"""What stands for a token in records that name none."""
 
 
 def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
@@ -33,7 +39,36 @@ def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     lengths = [sum(each.is_sampled) for each in completions]
     if lengths:
         found["length/mean"] = fmean(lengths)
+        found["length/repeated"] = sum(map(_repeated, completions)) / max(sum(lengths), 1)
+    found |= _group_metrics(completions)
     return {name: value for name, value in found.items() if not math.isnan(value)}
+
+
+def _repeated(completion: Completion) -> int:
+    """How many of the tokens that the model wrote stand in a pair of neighbours that was there before."""
+    written = [token for token, sampled in zip(completion.tokens, completion.is_sampled, strict=True) if sampled]
+    pairs = list(pairwise(written)) if any(token != UNKNOWN for token in written) else []
+    return len(pairs) - len(set(pairs))
+
+
+def _group_metrics(completions: Sequence[Completion]) -> dict[str, float]:
+    """What rewards say within groups, where every group is named, is whole, and has two completions or more."""
+    groups: dict[str, list[tuple[float, float]]] = {}
+    for each in completions:
+        if each.reward is None or not each.group:
+            return {}
+        groups.setdefault(each.group, []).append((each.reward, float(sum(each.is_sampled))))
+    sizes = {len(group) for group in groups.values()}
+    if len(sizes) != 1 or min(sizes) < 2:
+        return {}
+    size = sizes.pop()
+    rewards, lengths = torch.tensor([pair for group in groups.values() for pair in group], dtype=torch.float64).unbind(
+        -1
+    )
+    spreads = rewards.view(-1, size).std(-1)
+    found = {"reward_std": float(spreads.mean()), "groups/saturated": float(saturated_share(rewards, size))}
+    correlation = reward_length_correlation(rewards, lengths, size)
+    return found if correlation is None else found | {"length/reward_correlation": float(correlation)}
 
 
 def with_rows(history: History) -> History:

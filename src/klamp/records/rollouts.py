@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from klamp.diagnostics.history import Completion, History
-from klamp.diagnostics.token_metrics import with_rows
+from klamp.diagnostics.token_metrics import UNKNOWN, with_rows
 from klamp.records.files import json_lines, unreadable
 
 LARGEST = 0.01
@@ -68,7 +68,7 @@ def completion_of(row: Mapping[str, Any], *, default_step: int = 1) -> Completio
     sampler, trained = _numbers(_first(row, SAMPLER)), _flags(_first(row, TRAINED))
     tokens = _first(row, TOKENS)
     lists = {"policy": policy, "ref": _numbers(_first(row, REF)), "sampler": sampler, "trained": trained}
-    lists["tokens"] = [str(token) for token in tokens] if isinstance(tokens, list) else ["?"] * len(policy)
+    lists["tokens"] = [str(token) for token in tokens] if isinstance(tokens, list) else [UNKNOWN] * len(policy)
     lengths = {name: len(values) for name, values in lists.items() if values is not None}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"lists of different lengths: {lengths}")

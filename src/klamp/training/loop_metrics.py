@@ -10,7 +10,7 @@ from torch import Tensor
 from klamp.config import KLConfig, LossConfig
 from klamp.config.price import configured_price, spread_of_group
 from klamp.core.types import LogProbs
-from klamp.diagnostics.statistics import StepRecord, step_metrics
+from klamp.diagnostics.statistics import StepRecord, repeated_pairs, step_metrics
 from klamp.hosts.common.control import beta_metrics
 from klamp.training.completions import Completions
 from klamp.training.config import RolloutConfig
@@ -66,6 +66,7 @@ def measure_tokens(
         rewards=rewards,
         ended=completions.ended,
         lengths=completions.mask.sum(-1),
+        repeated=repeated_pairs(completions.ids, completions.mask),
         entropy=policy.entropy,
         ref=joined(refs, length).logprobs if refs else None,
     )

@@ -1,0 +1,104 @@
+"""The alarms inside TRL: what rises in a real run, what it is told with, and how it stops the run."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.hosts.trl.hosts import klamp_trainer, model, noisy, saved, stock_trainer
+
+from klamp.diagnostics.doctor import examine
+from klamp.errors import KLWarning, UnknownNameError
+from klamp.hosts.trl.doctor import settings_of_arguments
+from klamp.records import read_record
+from klamp.trl import DoctorCallback, GRPOConfig
+
+FAST: dict[str, Any] = {"learning_rate": 0.3, "max_steps": 12, "beta": 0.05, "warmup_steps": 0}
+
+
+def run(
+    folder: Path, *, build: Any = klamp_trainer, policy: Any = None, **options: Any
+) -> tuple[Any, DoctorCallback, list[str]]:
+    """A trained trainer, its callback, and what klamp warned of."""
+    callback = options.pop("callback", None) or DoctorCallback(options.pop("stop_on", ()))
+    given = options.pop("trainer", {})
+    trainer = build(policy or model(), folder, trainer={**given, "callbacks": [callback]}, **options)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        trainer.train()
+    return trainer, callback, [str(each.message) for each in seen if issubclass(each.category, KLWarning)]
+
+
+def test_a_run_that_explodes_is_told_once_with_its_cause(tmp_path: Path) -> None:
+    _, callback, told = run(tmp_path, **FAST)
+    (spike,) = [text for text in told if ": kl-spike:" in text]
+    assert "likely the learning rate" in spike and "Next step:" in spike
+    names = [finding.alarm.name for finding in callback.findings]
+    assert len(names) == len(set(names))
+    written = [json.loads(line) for line in (tmp_path / "alarms.jsonl").read_text().splitlines()]
+    assert [row["name"] for row in written] == names and callback.stopped_by is None
+    assert not [text for text in told if "kl-high" in text], "a note is written, not told"
+
+
+def test_the_callback_finds_what_the_doctor_finds_afterwards(tmp_path: Path) -> None:
+    trainer, callback, _ = run(tmp_path, **FAST, save_strategy="no")
+    trainer.save_state()
+    afterwards = examine(read_record(tmp_path))
+    assert {each.alarm.name for each in callback.findings} == {each.alarm.name for each in afterwards.findings}
+
+
+def test_an_alarm_that_is_named_ends_the_run_with_a_checkpoint_and_it_goes_on(tmp_path: Path) -> None:
+    trainer, callback, told = run(tmp_path, stop_on="kl-spike", save_strategy="steps", save_steps=100, **FAST)
+    step = trainer.state.global_step
+    assert step < 12 and callback.stopped_by is not None and callback.stopped_by.first_step == step
+    assert f"training stops after step {step}: stop_on names kl-spike" in told
+    assert (tmp_path / f"checkpoint-{step}").is_dir()
+    again = DoctorCallback()
+    second = klamp_trainer(model(), tmp_path, trainer={"callbacks": [again]}, save_strategy="no", **FAST)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        second.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+    assert second.state.global_step == 12
+    assert not [each for each in seen if ": kl-spike:" in str(each.message)], "it was told before"
+
+
+def test_a_stock_trainer_has_the_alarms_that_its_log_allows(tmp_path: Path) -> None:
+    base = saved(model(), tmp_path / "base")
+    _, callback, told = run(tmp_path, build=stock_trainer, policy=base, **FAST)
+    assert "kl-spike" in {finding.alarm.name for finding in callback.findings} and told
+
+
+def test_a_calm_run_is_quiet(tmp_path: Path) -> None:
+    _, callback, told = run(tmp_path, beta=0.05, learning_rate=1e-4, max_steps=6)
+    assert not [finding.alarm.name for finding in callback.findings if finding.alarm.level == "alarm"]
+    assert not [text for text in told if text.startswith("alarm")]
+
+
+def test_a_chosen_reference_is_no_fault_at_step_0_but_a_far_one_is_named(tmp_path: Path) -> None:
+    _, callback, _ = run(tmp_path, beta=0.05, max_steps=1, trainer={"ref_model": noisy(model(), size=0.3)})
+    names = {finding.alarm.name for finding in callback.findings}
+    assert "reference-differs" in names and "step-zero-kl" not in names
+
+
+def test_attention_dropout_is_named_for_a_kl_at_step_0(tmp_path: Path) -> None:
+    policy = model("llama", attention_dropout=0.3)
+    _, callback, told = run(tmp_path, policy=policy, beta=0.05, max_steps=1)
+    (text,) = [text for text in told if "before the first update" in text and "Likely reason" in text]
+    assert "attention_dropout above 0" in text
+    assert "step-zero-kl" in {finding.alarm.name for finding in callback.findings}
+
+
+def test_what_the_arguments_say() -> None:
+    args = GRPOConfig(output_dir="out", beta=0.1, target_kl=0.2, kl_placement="advantage", use_cpu=True)
+    settings = settings_of_arguments(args)
+    assert (settings.beta, settings.target_kl, settings.kl_in_reward) == (0.1, 0.2, True)
+    plain = settings_of_arguments(GRPOConfig(output_dir="out", beta=0.3, loss_type="dr_grpo", use_cpu=True))
+    assert (plain.beta, plain.loss_type, plain.target_kl, plain.moving_reference) == (0.3, "dr_grpo", None, False)
+
+
+def test_names_are_checked_before_any_work() -> None:
+    with pytest.raises(UnknownNameError, match="did you mean 'kl-far'"):
+        DoctorCallback(stop_on=["kl-fat"])
