@@ -72,7 +72,8 @@ def test_truncated_is_more_than_at_the_start_or_of_no_use() -> None:
 
     assert cut(0.0, 0.26) and not cut(0.0, 0.24)
     assert not cut(1.0, 1.0) and not cut(0.2, 0.29), "by design"
-    assert cut(1.0, 1.0, groups__saturated=[1.0] * 10), "and none is right"
+    assert cut(1.0, 1.0, groups__saturated=[0.7] * 10), "and the answers earn little"
+    assert not cut(1.0, 1.0, groups__saturated=[0.3] * 5 + [1.0] * 5), "they earn, and then all do"
     assert look("truncated", history_of(length__truncated=[0.9] * 4)) is None
 
 

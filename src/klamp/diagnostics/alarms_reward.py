@@ -38,9 +38,11 @@ SATURATED = Limit(
     source="klamp's choice: 99 % right in groups of 8 leaves 92 %",
 )
 TRUNCATED = Limit(value=0.25, unit="of the completions, mean over 5 steps", source="klamp's choice")
+USELESS = 0.6
 MORE_TRUNCATED = Limit(
     value=0.1,
-    unit="more of them than in the first 5 steps; or as many from the start, and 99 % of the groups without a spread",
+    unit="more of them than in the first 5 steps; or as many from the start, and equal rewards in "
+    f"{100 * USELESS:.0f} % of the groups",
     source="answers that are cut by design, and rewarded all the same, are no fault",
 )
 
@@ -134,11 +136,12 @@ def truncated(history: History) -> Evidence | None:
     start, now = history.first("length/truncated", 5), history.last("length/truncated", 5)
     if len(now) < 5 or fmean(now) <= TRUNCATED.value or length_exploited(history) is not None:
         return None
-    equal = history.last("groups/saturated", 5)
-    useless = len(equal) == 5 and fmean(equal) >= SATURATED.value
+    equal = history.first("groups/saturated", 5)
+    useless = len(equal) == 5 and fmean(start) > TRUNCATED.value and fmean(equal) >= USELESS
     if fmean(now) - fmean(start) <= MORE_TRUNCATED.value and not useless:
         return None
-    earlier = f", {100 * fmean(start):.0f} % in the first" if not useless else ", and no group has a spread of rewards"
+    few = f", as from the start, where {100 * fmean(equal):.0f} % of the groups had equal rewards" if useless else ""
+    earlier = few or f", {100 * fmean(start):.0f} % in the first"
     return Evidence(
         f"{100 * fmean(now):.0f} % of the completions were cut at the length limit over 5 steps{earlier}",
         causes=causes.likely_causes(history, causes.pays_for_length, causes.repeats),
