@@ -78,6 +78,7 @@ def test_truncated_is_more_than_at_the_start_or_of_no_use() -> None:
 
 
 def test_the_limit_is_not_blamed_where_the_reward_pays_for_length() -> None:
-    curves = {"length": [10.0] * 10 + [20.0] * 10, "length__reward_correlation": [0.8] * 20}
-    grown = history_of(**curves, length__truncated=[0.0] * 10 + [0.9] * 10)
+    curves = {"length": [10.0] * 10 + [20.0] * 10, "length__truncated": [0.0] * 10 + [0.9] * 10}
+    grown = history_of(**curves, length__reward_correlation=[0.8] * 20)
     assert look("length-exploited", grown) is not None and look("truncated", grown) is None
+    assert look("truncated", history_of(**curves, length__reward_correlation=[0.1] * 20)) is not None

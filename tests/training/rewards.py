@@ -18,6 +18,16 @@ def short(completion: str, **_: Any) -> float:
     return -float(len(completion))
 
 
+def long(completion: str, **_: Any) -> float:
+    """The length, up to 30 characters."""
+    return min(len(completion), 30) / 30
+
+
+def sevens(completion: str, **_: Any) -> float:
+    """The number of sevens, repeats included, up to 8."""
+    return min(completion.count("7"), 8) / 8
+
+
 def constant(completion: str, **_: Any) -> float:
     """No signal at all."""
     return 1.0

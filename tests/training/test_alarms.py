@@ -17,82 +17,16 @@ from typing import Any
 import pytest
 import torch
 from tests.training import rewards
-from tests.training.conftest import TINY, disturb, steps_of
+from tests.training.conftest import disturb, steps_of
+from tests.training.planted import ARITHMETIC, Told, alarms, found, trained
 
 from klamp.diagnostics.alarms import ALARMS
-from klamp.diagnostics.doctor import Diagnosis, Finding, examine
 from klamp.errors import ConfigError, TrainingStopped
 from klamp.records import read_record
 from klamp.training.alarms import settings_of
 from klamp.training.config import TrainConfig
-from klamp.training.observers import Observer
 from klamp.training.references import MovingReference
-from klamp.training.runlog import RunLog
-from klamp.training.setup import build, make_accelerator
 from klamp.training.trainer import Trainer, train_run
-
-ARITHMETIC: dict[str, Any] = {
-    "model": "builtin",
-    "reward": "",
-    "train_size": 0,
-    "max_completion_length": 16,
-    "learning_rate": 1e-4,
-    "num_generations": 8,
-    "prompts_per_step": 3,
-    "warmup_steps": 5,
-}
-"""The built-in task and model: it mostly knows the answers, and ends."""
-
-
-class Told(Observer):
-    """What a run said of itself."""
-
-    def __init__(self, after_step: Callable[[int], None] = lambda step: None) -> None:
-        self.names: list[str] = []
-        self.after_step = after_step
-
-    def on_alarm(self, finding: Finding) -> None:
-        self.names.append(finding.alarm.name)
-
-    def on_step(self, step, metrics) -> None:
-        self.after_step(step)
-
-
-def trained(folder: Path, *, plant: Callable[[Trainer, Told], None] | None = None, **changes: Any) -> Diagnosis:
-    """A run, examined from what it wrote.
-
-    Args:
-        folder: the run's.
-        plant: makes something wrong with it.
-        changes: of the configuration.
-    """
-    every = {"output_dir": str(folder), "eval_every": 0, "save_every": 0, "eval_size": 2, "log_completions_every": 1}
-    config = TrainConfig.from_flat({**TINY, **every, **changes})
-    accelerator = make_accelerator(config, folder)
-    told = Told()
-    trainer = Trainer(build(config, accelerator, folder, ()), [RunLog(accelerator), told])
-    if plant is not None:
-        plant(trainer, told)
-    trainer.tell(lambda observer: observer.on_start(trainer.info()))
-    trainer.run()
-    diagnosis = examine(read_record(folder))
-    found = {finding.alarm.name: finding for finding in diagnosis.findings}
-    assert sorted(told.names) == sorted(found), "told while it ran: each once, and the same as afterwards"
-    unmeasured = {name for name, lacks in diagnosis.unchecked.items() if "kl/" not in lacks}
-    assert unmeasured <= {"dr-grpo-with-kl"}, "a klamp run has all that the alarms need, but may not name its verifier"
-    written = [json.loads(line) for line in (folder / "alarms.jsonl").read_text().splitlines()] if told.names else []
-    assert [(row["name"], row["step"]) for row in written] == [(name, found[name].first_step) for name in told.names]
-    return diagnosis
-
-
-def found(diagnosis: Diagnosis, name: str) -> Finding:
-    findings = {finding.alarm.name: finding for finding in diagnosis.findings}
-    assert name in findings, sorted(findings)
-    return findings[name]
-
-
-def alarms(diagnosis: Diagnosis) -> set[str]:
-    return {finding.alarm.name for finding in diagnosis.findings if finding.alarm.level == "alarm"}
 
 
 @pytest.mark.usefixtures("default_base_model")

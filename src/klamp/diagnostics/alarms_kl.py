@@ -77,10 +77,16 @@ def spike(history: History, *, ago: int = 0) -> tuple[float, float] | None:
     prompts = history.rows[-1 - ago].prompts if len(history.rows) > ago else None
     few = len(values) < 6 or (prompts is not None and prompts < SPIKE_PROMPTS)
     floor = 1.0 if few else SPIKE_FLOOR.value
-    if len(values) < 2 or values[-1] < floor:
+    if len(values) < 2 or values[-1] < floor or not _every_estimate_rose(history, ago):
         return None
     highest = max(map(abs, values[:-1]))
     return (values[-1], highest) if values[-1] > SPIKE.value * highest else None
+
+
+def _every_estimate_rose(history: History, ago: int) -> bool:
+    """Whether k3 rose with the exact KL, which is often measured on a few completions only."""
+    values = history.last("kl/k3", 6, before=ago)
+    return len(values) < 2 or values[-1] > SPIKE.value / 2 * max(map(abs, values[:-1]))
 
 
 def kl_spike(history: History) -> Evidence | None:

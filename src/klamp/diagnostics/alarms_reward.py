@@ -41,8 +41,8 @@ TRUNCATED = Limit(value=0.25, unit="of the completions, mean over 5 steps", sour
 USELESS = 0.6
 MORE_TRUNCATED = Limit(
     value=0.1,
-    unit="more of them than in the first 5 steps; or as many from the start, and equal rewards in "
-    f"{100 * USELESS:.0f} % of the groups",
+    unit="more of them than in the first 5 steps, in which there were fewer; or as many from the start, and equal "
+    f"rewards in {100 * USELESS:.0f} % of the groups; unless the reward pays for length",
     source="answers that are cut by design, and rewarded all the same, are no fault",
 )
 
@@ -134,11 +134,13 @@ def _why_saturated(history: History, rewards: list[float]) -> list[str]:
 def truncated(history: History) -> Evidence | None:
     """Finds many completions that end at the length limit, where that is no part of the task."""
     start, now = history.first("length/truncated", 5), history.last("length/truncated", 5)
-    if len(now) < 5 or fmean(now) <= TRUNCATED.value or length_exploited(history) is not None:
+    pays = history.last("length/reward_correlation", 5)
+    if len(now) < 5 or fmean(now) <= TRUNCATED.value or (pays and fmean(pays) >= PAYS.value):
         return None
     equal = history.first("groups/saturated", 5)
     useless = len(equal) == 5 and fmean(start) > TRUNCATED.value and fmean(equal) >= USELESS
-    if fmean(now) - fmean(start) <= MORE_TRUNCATED.value and not useless:
+    by_design = fmean(start) > TRUNCATED.value or fmean(now) - fmean(start) <= MORE_TRUNCATED.value
+    if by_design and not useless:
         return None
     few = f", as from the start, where {100 * fmean(equal):.0f} % of the groups had equal rewards" if useless else ""
     earlier = few or f", {100 * fmean(start):.0f} % in the first"

@@ -77,8 +77,8 @@ def advantage_scale(history: History) -> Evidence | None:
     scaled = history.settings.scale_rewards != "none" and history.settings.loss_type != "dr_grpo"
     if scaled and active > 0 and 0 < spread / active < NOISE.value * size:
         return Evidence(
-            f"rewards of about {number(last.get('reward', 0.0))} differ by {number(spread / active)} within their groups and "
-            "are divided by that"
+            f"rewards of about {number(last.get('reward', 0.0))} differ by {number(spread / active)} within their "
+            "groups and are divided by that"
         )
     return _signal_from_nothing(history)
 
