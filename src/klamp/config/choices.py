@@ -162,14 +162,10 @@ class KLChoices:
         return self.beta > 0 or self.kl_monitor or self.controller_name != "fixed"
 
     @property
-    def gates_on_itself(self) -> bool:
-        """Whether a completion's own KL may decide its clip; see `klamp.core.term.gates_on_itself`."""
-        return gates_on_itself(self.kl_estimator, self.kl_gradient, self.kl_horizon, self.kl_off_policy)
-
-    @property
     def clip_level(self) -> ClipLevel:
         """The level in force: as named, else `sequence` where its own KL may decide, else `group`."""
-        return self.kl_clip_level or ("sequence" if self.gates_on_itself else "group")
+        own = gates_on_itself(self.kl_estimator, self.kl_gradient, self.kl_horizon, self.kl_off_policy)
+        return self.kl_clip_level or ("sequence" if own else "group")
 
     @property
     def excludes(self) -> bool:

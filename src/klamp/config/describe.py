@@ -135,7 +135,8 @@ def describe_price(price: Price, *, group_size: int) -> str:
     """
     parts = [f"beta {price.beta:g}"]
     if price.length_ratio != 1:
-        parts.append(f"{price.length_ratio:.4g} (the policy loss is divided by more tokens than the KL)")
+        compared = "more" if price.length_ratio > 1 else "fewer"
+        parts.append(f"{price.length_ratio:.4g} (the policy loss is divided by {compared} tokens than the KL)")
     if price.baseline_ratio != 1:
         parts.append(f"{price.baseline_ratio:.3g} (the mean of {group_size} holds the own reward)")
     why = f" = {' x '.join(parts)}" if len(parts) > 1 else ""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from klamp.config.choices import BETA, KLChoices
 from klamp.core.arguments import check_number
+from klamp.core.term import gates_on_itself
 from klamp.errors import Refusal
 
 MEASURED: Mapping[str, str] = {
@@ -71,6 +72,7 @@ def _placement(c: KLChoices) -> list[Refusal]:
 def _gradient(c: KLChoices) -> list[Refusal]:
     in_loss = c.kl_placement == "loss"
     clipped = c.kl_clip_method != "none"
+    own = gates_on_itself(c.kl_estimator, c.kl_gradient, c.kl_horizon, c.kl_off_policy)
     return [
         Refusal(
             clipped and in_loss and (c.kl_estimator, c.kl_gradient) == ("k1", "own"),
@@ -79,7 +81,7 @@ def _gradient(c: KLChoices) -> list[Refusal]:
             fix="use kl_gradient='reverse'",
         ),
         Refusal(
-            clipped and c.kl_clip_level == "sequence" and not c.gates_on_itself,
+            clipped and c.kl_clip_level == "sequence" and not own,
             "kl_clip_level='sequence' gates sampled tokens by their own KL",
             why="the gate is then correlated with the tokens whose gradient it multiplies, and their product follows "
             "no KL; only the exact KL with kl_horizon='token' (no forward gradient, no prefix weights) is right",

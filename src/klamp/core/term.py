@@ -104,11 +104,6 @@ class KLTerm:
         check_fields(self, TERM_NUMBERS)
 
     @property
-    def gates_on_itself(self) -> bool:
-        """Whether a completion's own KL may decide its clip."""
-        return gates_on_itself(self.value, self.gradient, self.horizon, self.off_policy)
-
-    @property
     def weight_horizon(self) -> Horizon:
         """Whether a token's off-policy weight is its own ratio, or that of the prefix up to it."""
         return "sequence" if self.off_policy == "sequence" else "token"
@@ -221,7 +216,8 @@ def sequence_gate_kl(
         measured = measured & (batch.kl_weight > 0)
     everywhere = torch.stack([kl, measured.to(kl.dtype)], -1)
     everywhere = everywhere if gather is None else gather(everywhere)
-    own = batch.exact_kl is not None and term.gates_on_itself
+    alone = gates_on_itself(term.value, term.gradient, term.horizon, term.off_policy)
+    own = batch.exact_kl is not None and alone
     found = gate_kl(
         everywhere[:, 0],
         level="group" if term.clip_level == "sequence" and not own else term.clip_level,

@@ -13,7 +13,6 @@ from tests.hosts.trl.hosts import (
     generated,
     gradient_of,
     klamp_trainer,
-    model,
     noisy,
     plain_logits,
     plain_logprobs,
@@ -59,11 +58,6 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "in the reward": REWARD,
     "in the reward, clipped": REWARD | CLIP,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def base() -> Any:
-    return model()
 
 
 @pytest.fixture(scope="module")
