@@ -126,12 +126,13 @@ def describe_average(
     return words[reduction]
 
 
-def describe_price(price: Price, *, group_size: int) -> str:
+def describe_price(price: Price, *, group_size: int, of_batch: bool = False) -> str:
     """What one nat of a whole completion costs, in reward, and what makes it so.
 
     Args:
         price: from `price_of`.
         group_size: completions per prompt.
+        of_batch: whether advantages that are scaled are divided by the whole batch's standard deviation.
     """
     parts = [f"beta {price.beta:g}"]
     if price.length_ratio != 1:
@@ -142,8 +143,12 @@ def describe_price(price: Price, *, group_size: int) -> str:
     why = f" = {' x '.join(parts)}" if len(parts) > 1 else ""
     if not price.scaled:
         return f"{price.per_completion:.3g} reward per nat of a whole completion{why}"
-    least, most = (price.at(std) for std in spreads_of_right_or_wrong(group_size))
-    return (
-        f"{price.per_completion:.3g} x the standard deviation of a group's rewards per nat of a whole completion{why}; "
-        f"no single number is the price: {least:.3g} to {most:.3g} for rewards of 0 and 1 in groups of {group_size}"
+    whose = "the batch" if of_batch else "a group"
+    text = (
+        f"{price.per_completion:.3g} x the standard deviation of {whose}'s rewards per nat of a whole completion{why}"
     )
+    if of_batch:
+        return text
+    least, most = (price.at(std) for std in spreads_of_right_or_wrong(group_size))
+    span = f"{least:.3g} to {most:.3g} for rewards of 0 and 1 in groups of {group_size}"
+    return f"{text}; no single number is the price: {span}"
