@@ -1,4 +1,4 @@
-"""One KL configuration for every trainer, and the presets that carry a recipe's name.
+"""`KLConfig`, the one KL configuration for every trainer; checks the choices and builds controller and term.
 
 `KLConfig` holds the choices, refuses the ones that cannot work, warns of the ones that do not do what their name says,
 and builds core callables from them.
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 
     @dataclass(frozen=True, kw_only=True)
     class _OtherNames:
-        """`ALIASES`, for type checkers; at run time `_accepts_aliases` takes them, and no such field exists."""
+        """The names of `ALIASES` for type checkers; at run time `_accepts_aliases` takes them instead."""
 
         kl_coef: InitVar[float] = KLChoices.beta
         kl_penalty: InitVar[float] = KLChoices.beta

@@ -63,7 +63,7 @@ class KLTerm:
     off_policy: OffPolicy = "none"
     """Weight by policy / sampler: not at all, per token, or by the ratio of the whole prefix."""
     max_weight: float | None = None
-    """Truncation of that weight."""
+    """Upper bound of the off-policy weight."""
     max_log_ratio: float | None = None
     """Straight-through bound of the log-ratio, in nats."""
     clip_method: ClipMethod = "none"
