@@ -10,7 +10,7 @@ from rich.console import Console
 from tests.cli.fake_trainer import AFTER, BEFORE, metrics_at, rise, run_info
 
 from klamp.cli.arguments import parse_train
-from klamp.cli.log_lines import PlainLines
+from klamp.cli.log_lines import LogLines
 
 
 class Log(io.StringIO):
@@ -26,7 +26,7 @@ class Log(io.StringIO):
 def play(*flags: str, start_step: int = 0) -> Log:
     """The lines of a whole run."""
     log = Log()
-    plain = PlainLines(Console(file=log))
+    plain = LogLines(Console(file=log))
     config = parse_train(flags).config
     plain.on_start(run_info(config, Path("out"), start_step=start_step))
     if not start_step:
@@ -84,7 +84,7 @@ def test_every_line_is_written_at_once() -> None:
 
 def test_loading_is_a_few_lines_and_warnings_are_told_once() -> None:
     log = Log()
-    plain = PlainLines(Console(file=log))
+    plain = LogLines(Console(file=log))
     for done in range(1, 701):
         plain.on_loading("teaching", done, 700, 0.5)
     assert [line.split()[1] for line in log.getvalue().splitlines()] == [
@@ -100,7 +100,7 @@ def test_a_reader_that_leaves_does_not_end_the_run() -> None:
         def write(self, text: str) -> int:
             raise BrokenPipeError
 
-    plain = PlainLines(Console(file=Closed()))
+    plain = LogLines(Console(file=Closed()))
     plain.on_start(run_info(parse_train([]).config, Path("out")))
     plain.on_step(1, {"reward": 1.0})
     assert plain.step == 1
@@ -108,7 +108,7 @@ def test_a_reader_that_leaves_does_not_end_the_run() -> None:
 
 def test_alarms_are_said_with_what_to_do_and_notes_are_not() -> None:
     log = Log()
-    plain = PlainLines(Console(file=log))
+    plain = LogLines(Console(file=log))
     plain.on_alarm(rise("kl-spike", 7))
     plain.on_alarm(rise("kl-high", 7))
     plain.on_alarm(rise("step-zero-kl", 7))  # the trainer says it as a caution

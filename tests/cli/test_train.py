@@ -11,7 +11,7 @@ from rich.console import Console
 from tests.cli.fake_trainer import fake_trainer, rise, run_info, write_files
 
 from klamp.cli import main, train
-from klamp.cli.log_lines import PlainLines
+from klamp.cli.log_lines import LogLines
 from klamp.errors import TrainingStopped
 
 
@@ -120,7 +120,7 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_lines(
     seen: list[object] = []
     quiet = fake_trainer(folder)
     train.run([], console=console, runner=lambda config, observers: (seen.extend(observers), quiet(config, []))[1])
-    assert isinstance(seen[0], PlainLines)
+    assert isinstance(seen[0], LogLines)
 
 
 def save_tiny_model(folder: Path) -> None:

@@ -153,6 +153,10 @@ def test_a_price_in_words() -> None:
     whole = describe_price(Price(beta=0.04, length_ratio=2.0, baseline_ratio=8 / 7), group_size=8)
     assert whole.startswith("0.0914 reward per nat of a whole completion = beta 0.04 x 2 (the policy loss is divided")
     assert whole.endswith(" x 1.14 (the mean of 8 holds the own reward)")
+    fewer = describe_price(Price(beta=0.04, length_ratio=0.5), group_size=8)
+    assert "divided by more tokens than the KL" in whole and "divided by fewer tokens than the KL" in fewer
+    of_batch = describe_price(Price(beta=0.04, scaled=True), group_size=8, of_batch=True)
+    assert of_batch == "0.04 x the standard deviation of the batch's rewards per nat of a whole completion"
     scaled = describe_price(Price(beta=0.04, scaled=True), group_size=8)
     assert scaled == (
         "0.04 x the standard deviation of a group's rewards per nat of a whole completion; no single number is the "

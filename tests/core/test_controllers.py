@@ -46,6 +46,16 @@ def test_fixed_never_moves():
     assert run(FixedController(0.04), 0.0, 10.0, 1e6) == [0.04, 0.04, 0.04]
 
 
+@pytest.mark.parametrize("name", MAKERS)
+def test_only_hold_is_told_where_to_land(name):
+    controller = MAKERS[name]()
+    before = controller.rule
+    controller.land_at(3.0)
+    assert (controller.rule == before) == (name != "hold")
+    controller.land_at(None)
+    assert controller.rule == before
+
+
 def test_step_multiplies_by_1_5_above_and_by_0_75_below_the_band():
     controller = StepController(0.1, target=0.01)
     assert run(controller, 0.02, 0.012, 0.004, 0.0) == exactly(0.15, 0.15, 0.1125, 0.084375)

@@ -1,4 +1,4 @@
-"""The parts of the KL term that a trainer with a loss of its own uses, and the weight of each sequence's KL."""
+"""The KL term: whose KL decides its clip, over which sequences, within which bounds."""
 
 from __future__ import annotations
 
@@ -6,138 +6,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.core.test_objective import loss_and_slope, random_batch
+from tests.core.test_objective import random_batch
 
-from klamp.core.clipping import clip_gate, gate_kl
+from klamp.core.clipping import gate_kl
 from klamp.core.estimators import ESTIMATORS
-from klamp.core.masking import reduce_tokens
-from klamp.core.objective import Objective, grpo_loss
-from klamp.core.placement import kl_in_advantage
-from klamp.core.term import (
-    Gate,
-    KLTerm,
-    advantages_with_kl,
-    sequence_gate_kl,
-    shifted_advantages,
-    shifted_rewards,
-    token_penalty,
-)
-from klamp.errors import ConfigError, DataError
-
-TERMS = [
-    KLTerm(),
-    KLTerm(value="k1", horizon="sequence"),
-    KLTerm(value="k3", gradient="own"),
-    KLTerm(gradient="forward", horizon="sequence"),
-    KLTerm(off_policy="sequence", horizon="sequence"),
-    KLTerm(value="exact"),
-    KLTerm(clip_method="hard", clip_threshold=0.3, clip_unit="sequence"),
-    KLTerm(clip_method="soft", clip_threshold=0.3, clip_unit="sequence", clip_temperature=0.1),
-]
+from klamp.core.term import KLTerm, gates_on_itself, sequence_gate_kl
+from klamp.errors import ConfigError
 
 
-def batch_for(term, seed=0):
-    batch = random_batch(seed)
-    return replace(batch, exact_kl=batch.policy_logprobs**2) if term.value == "exact" else batch
-
-
-@pytest.mark.parametrize("term", TERMS, ids=str)
-@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean"])
-def test_grpo_loss_is_the_surrogate_plus_beta_times_the_reduced_penalty(term, reduction):
-    batch = batch_for(term)
-    whole, slope = loss_and_slope(batch_for(term), Objective(reduction=reduction, beta=0.3, kl=term))
-    without, slope_without = loss_and_slope(batch_for(term), Objective(reduction=reduction))
-    penalty = reduce_tokens(token_penalty(batch, term, Gate.of(batch, term)), batch.mask, reduction)
-    (pull,) = torch.autograd.grad(penalty, batch.policy_logprobs)
-    torch.testing.assert_close(whole, without + 0.3 * penalty.detach())
-    torch.testing.assert_close(slope, slope_without + 0.3 * pull)
-
-
-@pytest.mark.parametrize("term", TERMS, ids=str)
-def test_a_weight_multiplies_the_kl_of_its_sequence(term):
-    batch = batch_for(term)
-    gate = Gate.of(batch, term)
-    plain = token_penalty(batch, term, gate)
-    weight = torch.tensor([2.0, 1.0, 0.5, 3.0], dtype=torch.float64)
-    weighted = token_penalty(replace(batch, kl_weight=weight), term, gate)
-    torch.testing.assert_close(weighted, plain * weight[:, None])
-    (slope,) = torch.autograd.grad((weighted * 0.7).sum(), batch.policy_logprobs, retain_graph=True)
-    (expected,) = torch.autograd.grad((plain * weight[:, None] * 0.7).sum(), batch.policy_logprobs)
-    torch.testing.assert_close(slope, expected)
-
-
-@pytest.mark.parametrize("term", TERMS[:6], ids=str)
-@pytest.mark.parametrize("poison", [float("nan"), -float("inf"), 5.0])
-def test_the_reference_of_a_sequence_without_weight_is_not_looked_at(term, poison):
-    weight, objective = torch.tensor([2.0, 0.0, 1.0, 0.0], dtype=torch.float64), Objective(beta=0.5, kl=term)
-
-    def poisoned():
-        batch = batch_for(term)
-        ref = torch.where(weight[:, None] > 0, batch.ref_logprobs, poison)
-        exact = None if batch.exact_kl is None else torch.where(weight[:, None] > 0, batch.exact_kl, poison)
-        return replace(batch, kl_weight=weight, ref_logprobs=ref, exact_kl=exact)
-
-    clean = loss_and_slope(replace(batch_for(term), kl_weight=weight), objective)
-    for found, expected in zip(loss_and_slope(poisoned(), objective), clean, strict=True):
-        assert torch.equal(found, expected)
-    assert all(bool(x.isfinite()) for x in grpo_loss(poisoned(), objective).metrics.values())
-    without = replace(batch_for(term), kl_weight=torch.zeros(4, dtype=torch.float64))
-    _, slope = loss_and_slope(without, objective)
-    _, unpenalised = loss_and_slope(batch_for(term), Objective())
-    assert torch.equal(slope, unpenalised)
-
-
-def test_the_metrics_are_means_over_the_sequences_with_a_weight():
-    batch, weight = random_batch(), torch.tensor([0.0, 4.0, 0.0, 0.0], dtype=torch.float64)
-    seen = grpo_loss(replace(batch, kl_weight=weight), Objective(beta=0.1)).metrics
-    row = batch.mask[1]
-    delta = (batch.policy_logprobs - batch.ref_logprobs).detach()[1][row]
-    torch.testing.assert_close(seen["kl/k1"], delta.mean())
-    torch.testing.assert_close(seen["kl/k3_sequence"], ESTIMATORS["k3"].value(delta).sum())
-
-
-@pytest.mark.parametrize("weight", [torch.tensor([1.0, -1.0, 1.0, 1.0]), torch.full((4,), float("nan"))], ids=str)
-def test_a_weight_that_is_negative_or_nan_is_refused(weight):
-    with pytest.raises(DataError, match="kl_weight"):
-        grpo_loss(random_batch(kl_weight=weight.double()), Objective(beta=0.1))
-
-
-def test_rewards_are_shifted_by_the_summed_k1_times_weight_and_the_gate_comes_after_the_baseline():
-    batch, term = random_batch(kl_weight=torch.tensor([1.0, 2.0, 0.0, 1.0])), KLTerm(placement="reward")
-    gate = Gate.of(batch, replace(term, clip_method="hard", clip_threshold=0.93, clip_unit="sequence"))
-    assert gate is not None
-    assert 0 < gate.factor.sum() < 4, "a gate that is open for some only"
-    rewards = torch.tensor([1.0, 0.0, 1.0, 0.5], dtype=torch.float64)
-    k1 = ((batch.policy_logprobs - batch.ref_logprobs).detach() * batch.mask).sum(-1) * batch.kl_weight
-    torch.testing.assert_close(shifted_rewards(rewards, batch, term, beta=0.2), rewards - 0.2 * k1)
-
-    def centred(x):
-        return (x.view(2, 2) - x.view(2, 2).flip(-1)).view(-1)
-
-    free, gated = (advantages_with_kl(rewards, batch, term, beta=0.2, gate=g, advantages=centred) for g in (None, gate))
-    torch.testing.assert_close(free, centred(rewards - 0.2 * k1))
-    torch.testing.assert_close(gated, centred(rewards) - 0.2 * gate.factor * centred(k1))
-
-
-@pytest.mark.parametrize("horizon", ["token", "sequence"])
-def test_advantages_are_shifted_by_the_old_policys_kl(horizon):
-    batch, term = random_batch(), KLTerm(placement="advantage", horizon=horizon)
-    expected = kl_in_advantage(
-        batch.advantages, batch.old_logprobs, batch.ref_logprobs, batch.mask, beta=0.2, horizon=horizon
-    )
-    torch.testing.assert_close(shifted_advantages(batch, term, beta=0.2), expected)
-    on_policy = replace(batch, old_logprobs=None)
-    expected = kl_in_advantage(
-        batch.advantages,
-        batch.policy_logprobs.detach(),
-        batch.ref_logprobs,
-        batch.mask,
-        beta=0.2,
-        horizon=horizon,
-    )
-    found = shifted_advantages(on_policy, term, beta=0.2)
-    torch.testing.assert_close(found, expected)
-    assert not found.requires_grad
+def test_only_the_gradient_of_the_exact_kl_at_held_prefixes_may_be_gated_by_that_kl_itself():
+    assert gates_on_itself("exact", "reverse", "token", "none")
+    assert not gates_on_itself("k3", "reverse", "token", "none")
+    assert not gates_on_itself("exact", "forward", "token", "none")
+    assert not gates_on_itself("exact", "reverse", "sequence", "none")
+    assert not gates_on_itself("exact", "reverse", "token", "sequence")
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -185,24 +67,6 @@ def test_the_gate_bounds_the_log_ratio_as_the_penalty_does():
     torch.testing.assert_close(sequence_gate_kl(batch, term), k3 * counts)
 
 
-def test_a_gate_of_factor_zero_leaves_neither_value_nor_gradient():
-    batch, term = random_batch(), KLTerm(clip_method="hard", clip_threshold=1e6, clip_unit="sequence")
-    gate = Gate.of(batch, term)
-    assert gate is not None
-    assert torch.equal(gate.factor, clip_gate(gate.kl, gate.budget, method="hard"))
-    penalty = token_penalty(batch, term, gate)
-    (slope,) = torch.autograd.grad(penalty.sum(), batch.policy_logprobs)
-    assert not penalty.any()
-    assert not slope.any()
-
-
-def test_without_a_reference_every_part_says_so():
-    batch, term = random_batch(ref_logprobs=None), KLTerm()
-    for part in (
-        lambda: token_penalty(batch, term),
-        lambda: shifted_advantages(batch, replace(term, placement="advantage"), beta=0.1),
-        lambda: shifted_rewards(torch.ones(4), batch, term, beta=0.1),
-        lambda: sequence_gate_kl(batch, term),
-    ):
-        with pytest.raises(ConfigError, match="reference"):
-            part()
+def test_without_a_reference_there_is_no_gate():
+    with pytest.raises(ConfigError, match="reference"):
+        sequence_gate_kl(random_batch(ref_logprobs=None), KLTerm())

@@ -1,4 +1,4 @@
-"""Broken runs of the kinds that people have, each found by the alarm that is meant for it, and sound ones that are quiet.
+"""Broken runs of the kinds that people have, each found by the alarm that is meant for it; sound ones are quiet.
 
 `test_alarms.py` plants faults of the machinery; here nothing is wrong but what the run was asked to do.
 """
@@ -75,7 +75,10 @@ def test_a_beta_that_lets_nothing_be_learned(tmp_path: Path) -> None:
     ("changes", "seen"),
     [
         ({"beta": 1e-4}, "of the reward's strength"),
-        ({"kl_clip_method": "hard", "kl_clip_threshold": 0.5, "kl_reference_length": 5}, "exceeded the clip's budget"),
+        (
+            {"kl_clip_method": "hard", "kl_clip_threshold": 0.5, "kl_reference_length": 5, "learning_rate": 1e-4},
+            "exceeded the clip's budget",
+        ),
     ],
 )
 def test_a_kl_that_does_nothing(tmp_path: Path, changes: dict[str, Any], seen: str) -> None:
@@ -113,7 +116,7 @@ HEALTHY: dict[str, dict[str, Any]] = {
     "the KL in the advantage": {"kl_placement": "advantage", "kl_estimator": "k1", "kl_horizon": "sequence"},
     "two updates per rollout": {"num_iterations": 2},
     "a moving reference": {"reference": "ema", "beta": 0.1},
-    "fillers are free": {"task": "arithmetic-filler", "seed": 4},
+    "small groups": {"num_generations": 4, "prompts_per_step": 16, "seed": 4},
     "the exact KL": {"kl_estimator": "exact", "seed": 5},
 }
 
@@ -121,9 +124,8 @@ HEALTHY: dict[str, dict[str, Any]] = {
 @pytest.mark.usefixtures("default_base_model")
 @pytest.mark.parametrize("name", HEALTHY)
 def test_sound_runs_are_quiet(name: str, tmp_path: Path) -> None:
-    diagnosis = trained(
-        tmp_path, **{**BUILT_IN, "learning_rate": 2e-4, "eval_size": 32, "max_steps": 45, **HEALTHY[name]}
-    )
+    run = {**BUILT_IN, "learning_rate": 2e-4, "eval_size": 32, "max_steps": 40}
+    diagnosis = trained(tmp_path, **{**run, **HEALTHY[name]})
     assert alarms(diagnosis) == set(), [finding.evidence.text for finding in diagnosis.findings]
     reward = [row.metrics["reward"] for row in diagnosis.history.rows]
     assert sum(reward[-10:]) > sum(reward[:10]), "it learned"

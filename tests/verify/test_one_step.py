@@ -12,7 +12,8 @@ from klamp.config import KLConfig, LossConfig, build_objective
 from klamp.core.advantages import group_advantages
 from klamp.core.estimators import exact_kl
 from klamp.core.objective import grpo_loss
-from klamp.core.term import Gate, advantages_with_kl, sequence_gate_kl, shifted_advantages, token_penalty
+from klamp.core.penalty import advantages_with_kl, shifted_advantages, token_penalty
+from klamp.core.term import Gate, sequence_gate_kl
 from klamp.core.types import Batch
 from klamp.errors import ConfigError
 from klamp.verify.one_step import Scene, examine_config, scene

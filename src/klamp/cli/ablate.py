@@ -86,7 +86,7 @@ def _executor(options: AblateOptions, every: Sequence[Run]) -> Executor:
 
 
 def _command(request: AblateRequest, folder: Path) -> str:
-    """The command that goes on with what is not done."""
+    """The command line that continues this ablation with the runs that are not done."""
     words = [tool("klamp"), "ablate", *request.argv]
     if request.options.output_dir is None:
         words += ["--output_dir", str(folder)]
@@ -94,5 +94,5 @@ def _command(request: AblateRequest, folder: Path) -> str:
 
 
 def _loading(console: Console) -> AbstractContextManager[object]:
-    """Libraries take some seconds to import, which a terminal is told."""
+    """On a terminal, say that libraries are loading: importing them takes some seconds."""
     return console.status("loading libraries") if console.is_terminal else nullcontext()

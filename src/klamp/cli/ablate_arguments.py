@@ -26,24 +26,24 @@ STUDIES: Mapping[str, Callable[..., Plan]] = {"clipping": clipping_plan}
 
 
 DEFAULTS: Mapping[str, Any] = {"report_to": (), "keep_checkpoints": 1}
-"""What an ablation sets otherwise than klamp train, where nobody asks for it: many runs need much room."""
+"""Field -> an ablation's default where it is not that of `klamp train`: many runs need much room on disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AblateRequest:
-    """What a command line asks for."""
+    """What a command line of `klamp ablate` asks for."""
 
     plan: Plan
-    """What to run."""
+    """The runs to make."""
     options: AblateOptions
-    """The command's own options."""
+    """The options of `klamp ablate` itself."""
     argv: tuple[str, ...]
-    """The command line itself."""
+    """The words of the command line, as they were typed."""
 
 
 @dataclass(kw_only=True)
 class _Given:
-    """The flags, sorted by what they are."""
+    """The flags of a command line, sorted: for all arms, swept, or recipes."""
 
     options: dict[str, Any] = field(default_factory=dict)
     base: dict[str, Any] = field(default_factory=dict)
@@ -124,12 +124,12 @@ def _several(known: Field, texts: Sequence[str], flag: str) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Recipe:
-    """What a recipe that an arm names has to look out for."""
+    """How the recipe (preset) of an arm is combined with the fields that base and sweep set."""
 
     shared: Mapping[str, Any]
-    """What the base's own recipe sets; it does not hold in arms with another one."""
+    """Fields that the recipe of the base sets; arms with another recipe do without them."""
     fixed: frozenset[str]
-    """Fields that base or sweep set; they win over any recipe."""
+    """Fields that base or sweep set; each wins over the same field of any recipe."""
 
     def expanded(self, arm: Arm) -> Arm:
         """The arm with the fields of its recipe in the place of the recipe's name."""
@@ -144,7 +144,7 @@ class _Recipe:
 
 
 def _arms(named: Sequence[Arm], sweep: Mapping[str, Sequence[Any]], recipe: _Recipe) -> tuple[Arm, ...]:
-    """Named arms, recipes and the grid of the other fields, each with each."""
+    """All arms: each named arm or recipe with each combination of the other swept fields."""
     others = {name: values for name, values in sweep.items() if name != "preset"}
     recipes = (Arm(name=f"preset={name}", values={"preset": name}) for name in sweep.get("preset", ()))
     parts = [tuple(map(recipe.expanded, part)) for part in (named, tuple(recipes)) if part]

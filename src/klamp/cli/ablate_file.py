@@ -23,13 +23,13 @@ class PlanFile:
     """What a plan's file holds."""
 
     name: str = ""
-    """Of the plan."""
+    """The name of the plan."""
     base: Mapping[str, Any] = field(default_factory=dict)
     """Field -> value for all arms."""
     sweep: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Field -> values; every combination is an arm."""
     arms: tuple[Arm, ...] = ()
-    """Arms by name."""
+    """Name of an arm -> its fields and values."""
     seeds: tuple[int, ...] | None = None
     """Seeds of every arm; None: the file does not say."""
 
@@ -74,7 +74,7 @@ def read_plan_file(path: Path) -> PlanFile:
 
 
 def seeds_of(value: object, shown: str) -> tuple[int, ...]:
-    """The seeds that a number (how many, from 0) or a list (those) stands for.
+    """The seeds: from a number, that many starting at 0; from a list, the seeds in it.
 
     Args:
         value: what was given; a list of one number counts as that number on the command line, not in a file.

@@ -20,7 +20,7 @@ from klamp.training.config import TrainConfig
 
 
 def show_plan(console: Console, plan: Plan, every: Sequence[Run], *, folder: Path, executor: Executor) -> None:
-    """Print what would run; nothing is started, loaded or written.
+    """Print the plan of an ablation; nothing is started, loaded or written.
 
     Args:
         console: where to.
@@ -53,7 +53,7 @@ def show_plan(console: Console, plan: Plan, every: Sequence[Run], *, folder: Pat
 
 
 def show_result(console: Console, result: Result, command: str) -> None:
-    """Print the table, what failed, and where everything is.
+    """Print the table of results, the runs that failed, and the paths of all files.
 
     Args:
         console: where to.
@@ -80,7 +80,7 @@ def show_result(console: Console, result: Result, command: str) -> None:
 
 
 def _files(result: Result, command: str) -> list[tuple[str, str]]:
-    """What is where, and what can be done next."""
+    """The paths of the ablation's files, and the commands that can follow."""
     folder = result.folder
     found = [("folder", str(folder))]
     found += [("written", ", ".join(file.name for file in result.files))]
@@ -93,7 +93,7 @@ def _files(result: Result, command: str) -> list[tuple[str, str]]:
 
 
 def _state(folder: Path, run: Run) -> str:
-    """What the next start would do with a run."""
+    """What happens to a run when the ablation is started again."""
     own = run_folder(folder, run)
     outcome = read_outcome(own)
     if outcome is not None and outcome.state == "done":
@@ -104,7 +104,7 @@ def _state(folder: Path, run: Run) -> str:
 
 
 def _common(plan: Plan) -> str:
-    """What all arms share and differs from the defaults."""
+    """The fields that all arms share and that differ from the defaults."""
     defaults = TrainConfig().flat()
     swept = {name for arm in plan.arms for name in arm.values}
     set_here = {n: v for n, v in plan.base.items() if n not in swept and v != defaults.get(n)}

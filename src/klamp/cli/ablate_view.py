@@ -21,25 +21,25 @@ ENDED: tuple[RunState, ...] = ("done", "failed", "kept")
 AT_WORK: tuple[RunState, ...] = ("running", "measuring", "stopping")
 STYLES: Mapping[RunState, str] = {"failed": "red", "waiting": "dim", "kept": "dim", "stopping": "yellow"}
 KL = ("kl/reverse", "kl/exact", "kl/k3")
-"""Where a line takes its KL from: measured at the end, exact in training, else k3."""
+"""The metrics that a line's KL comes from, best first: measured at the end, exact in training, k3."""
 OTHER_LINES = 8
-"""Lines of the picture besides those of the runs."""
+"""Lines of the display besides those of the runs."""
 PARTS = 4
-"""Lines per run where there is no terminal, besides those for its beginning and end."""
+"""Lines per run in a log (no terminal), besides one for its start and one for its end."""
 LOADING_LINES = 5
 LEGEND = "KL: to the reference in training, to the starting model once done; nats per token"
 
 
 @dataclass(kw_only=True)
 class Row:
-    """A run as the display knows it."""
+    """One run of an ablation, with all that the display shows of it."""
 
     run: Run
     state: RunState = "waiting"
     step: int = 0
     steps: int = 0
     first: int | None = None
-    """The step that this session began at."""
+    """The step at which this session started or continued the run."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     rewards: list[float] = field(default_factory=list)
     alarms: list[str] = field(default_factory=list)
@@ -47,11 +47,11 @@ class Row:
 
     @property
     def name(self) -> str:
-        """Arm and seed."""
+        """Name of the run: its arm and its seed."""
         return f"{self.run.arm.name}, seed {self.run.seed}"
 
     def take(self, update: Update) -> None:
-        """Note what became of the run."""
+        """Keep what an event says about the run."""
         if self.state == "stopping" and update.state in ("running", "measuring"):
             update = Update(**{**vars(update), "state": "stopping"})  # what it told before it heard of that
         self.state, self.steps = update.state, update.steps or self.steps
@@ -67,11 +67,11 @@ class Row:
             self.alarms.append(update.text)
 
     def kl(self) -> float | None:
-        """Its KL, by the best estimate that there is."""
+        """The run's KL in nats per token, by the best estimate that there is."""
         return next((self.metrics[name] for name in KL if name in self.metrics), None)
 
     def cells(self) -> tuple[str, str, str]:
-        """Reward, KL and length as text."""
+        """The cells of the run's line: reward, KL and length, as text."""
         length = self.metrics.get("length", self.metrics.get("length/mean"))
         values = ((self.metrics.get("reward"), 3), (self.kl(), 4), (length, 1))
         reward, kl, tokens = (MISSING if v is None else fixed(digits)(v) for v, digits in values)
@@ -79,7 +79,7 @@ class Row:
 
 
 class Board:
-    """Every run of an ablation, and how long it may still take."""
+    """The base of both displays of an ablation: all its runs, and the time left."""
 
     def __init__(self, console: Console, every: Sequence[Run]) -> None:
         self.console = console
@@ -91,42 +91,42 @@ class Board:
         return time.monotonic()
 
     def loading(self, done: int, total: int, loss: float) -> None:
-        """The built-in base model is being taught."""
+        """Take in how far the teaching of the built-in base model is."""
 
     def tell(self, update: Update) -> None:
-        """Something became of a run."""
+        """Take in an event of a run: a step, an alarm, its end."""
         self.rows[update.run].take(update)
 
     def close(self) -> None:
         """Stop drawing."""
 
     def counts(self) -> str:
-        """How many runs are where, in words."""
+        """How many runs are done, at work, waiting or failed, in words."""
         found = Counter("done before" if row.state == "kept" else row.state for row in self.rows.values())
         return ", ".join(f"{count} {state}" for state, count in found.items())
 
     def share(self) -> float:
-        """Share of all steps that are done."""
+        """Steps done / steps of all runs, in [0, 1]."""
         rows = self.rows.values()
         done = sum(row.steps if row.state in ENDED else row.step for row in rows)
         return done / max(1, sum(row.steps for row in rows))
 
     def seconds_left(self) -> float | None:
-        """Seconds that the other steps take at the speed so far; None before the first step."""
+        """Seconds left at the speed so far; None before the first step."""
         rows = self.rows.values()
         taken = sum(row.step - row.first for row in rows if row.first is not None)
         left = sum(row.steps - row.step for row in rows if row.state not in ENDED)
         return (self.clock() - self.started) / taken * left if taken else None
 
     def time_text(self) -> str:
-        """How long it took, and may take."""
+        """The time that has passed and the time left, as text."""
         left = self.seconds_left()
         after = "" if left is None else f", about {duration(left)} left"
         return f"{duration(self.clock() - self.started)} elapsed{after}"
 
 
 class LiveBoard(Board):
-    """A picture that is drawn anew a few times a second."""
+    """The display on a terminal: one table, drawn anew a few times a second."""
 
     def __init__(self, console: Console, every: Sequence[Run]) -> None:
         super().__init__(console, every)
@@ -134,17 +134,17 @@ class LiveBoard(Board):
         self.live = Live(console=console, get_renderable=self.picture, refresh_per_second=4, transient=False)
 
     def loading(self, done: int, total: int, loss: float) -> None:
-        """Show how far it is."""
+        """Show how far the teaching of the base model is."""
         self.taught = (done, total, loss) if done < total else None
         self._draw()
 
     def tell(self, update: Update) -> None:
-        """Show what became of a run."""
+        """Show an event of a run."""
         super().tell(update)
         self._draw()
 
     def close(self) -> None:
-        """Stop drawing; the last picture stays."""
+        """Stop drawing; the last table stays on the screen."""
         if self.live.is_started:
             self.live.stop()
 
@@ -189,7 +189,7 @@ class LiveBoard(Board):
         return table
 
     def _shown(self) -> list[Row]:
-        """The runs that fit, those at work and those that failed first; in the order of the plan."""
+        """The runs that fit on the screen, in the order of the plan; running and failed ones go first."""
         room = max(3, self.console.height - OTHER_LINES)
         order = {**dict.fromkeys(AT_WORK, 0), "failed": 1, "waiting": 2, "done": 3, "kept": 4}
         rows = list(self.rows.values())
@@ -198,7 +198,7 @@ class LiveBoard(Board):
 
 
 class PlainBoard(Board):
-    """Lines for logs and pipes."""
+    """The display for logs and pipes: single lines, no drawing."""
 
     def __init__(self, console: Console, every: Sequence[Run]) -> None:
         super().__init__(console, every)
@@ -206,12 +206,12 @@ class PlainBoard(Board):
         self.readers_left = True
 
     def loading(self, done: int, total: int, loss: float) -> None:
-        """A line at the beginning, now and then, and at the end."""
+        """Write how far the teaching is: a line at its start, some between, one at its end."""
         if done in (1, total) or done % max(1, total // LOADING_LINES) == 0:
             self._say(f"teaching the built-in base model: {done}/{total}, loss {loss:.3f}")
 
     def tell(self, update: Update) -> None:
-        """A line where a run begins and ends, a few between, and for every alarm."""
+        """Write a line when a run starts and ends, a few between, and one for every alarm."""
         row = self.rows[update.run]
         before, alarms = row.state, len(row.alarms)
         super().tell(update)

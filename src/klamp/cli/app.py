@@ -28,14 +28,14 @@ HELP_FLAGS = ("-h", "--help")
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """One word after `klamp`."""
+    """A command: the word after `klamp`, and the module that does it."""
 
     module: str
-    """Where its `run(argv) -> int` is; imported only when the command is called."""
+    """The module whose `run(argv) -> int` does the command; imported only when it is called."""
     summary: str
-    """What it does, in a line."""
+    """What the command does, in one line."""
     alone: bool = False
-    """Whether it does something without arguments; else they are asked for by its help."""
+    """Whether the command works without arguments; if not, its help is shown then."""
 
 
 COMMANDS = {

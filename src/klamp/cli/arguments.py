@@ -16,16 +16,16 @@ from klamp.training.config import TrainConfig
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRequest:
-    """What a command line asks for."""
+    """What a command line of `klamp train` asks for."""
 
     config: TrainConfig
-    """The configuration in force."""
+    """The configuration of the run."""
     options: TrainOptions
-    """The command's own options."""
+    """The options of `klamp train` itself."""
     sources: Mapping[str, str]
     """Field name -> who set it, where somebody did: `preset NAME`, `file PATH`, or `flag`."""
     argv: tuple[str, ...]
-    """The command line itself."""
+    """The words of the command line, as they were typed."""
 
 
 def parse_train(argv: Sequence[str]) -> TrainRequest:
@@ -61,7 +61,7 @@ def preset_values(name: str) -> dict[str, Any]:
 
 
 def _merge(given: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
-    """(options, configuration values, who set each); later sources win."""
+    """Merge the sources into (options, configuration values, who set each value); later sources win."""
     own = {field.name for field in dataclasses.fields(TrainOptions)}
     options: dict[str, Any] = {}
     values: dict[str, Any] = {}

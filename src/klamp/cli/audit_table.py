@@ -51,7 +51,7 @@ def row(finding: Finding) -> Row:
 
 
 def sentences(finding: Finding) -> list[str]:
-    """What the cells of a row do not say."""
+    """The sentences below the table: what the cells of a term's row do not say."""
     judgement, name = finding.judgement, finding.term.name
     if judgement is None:
         return [f"{name}: raises {finding.error}."]
@@ -93,7 +93,7 @@ def _short(followed: Followed | None) -> str:
 
 
 def _clamped(judgement: Judgement) -> list[float]:
-    """The clamps within reach; further out it is rounding that leaves nothing."""
+    """The log-ratios at which a clamp stops the gradient, as far out as rounding lets one see."""
     ends = (judgement.clamp.below, judgement.clamp.above)
     return [end for end in ends if end is not None and abs(end) < FAR]
 

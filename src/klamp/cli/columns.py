@@ -27,29 +27,29 @@ def fixed(digits: int) -> Callable[[float], str]:
 
 
 def short(value: float) -> str:
-    """Three significant digits."""
+    """A number as text, with three significant digits."""
     return f"{value:.3g}" if 1e-3 <= abs(value) < 1e4 or value == 0 else f"{value:.1e}"
 
 
 def percent(value: float) -> str:
-    """A share as a percentage."""
+    """A share in [0, 1] as text, in percent."""
     return f"{100 * value:.1f}%"
 
 
 def thousands(value: float) -> str:
-    """A count, in thousands where it is long."""
+    """A count as text, in thousands where it is long."""
     return f"{value:.0f}" if value < 10_000 else f"{value / 1000:.1f}k"
 
 
 def duration(seconds: float) -> str:
-    """1:02 or 3:04:05."""
+    """Seconds as text on a clock: 1:02 or 3:04:05."""
     minutes, left = divmod(round(max(0.0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"
 
 
 def spoken(seconds: float) -> str:
-    """1 min 12 s, or 3 h 4 min."""
+    """Seconds as text in words: 1 min 12 s, or 3 h 4 min."""
     minutes, left = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
@@ -62,18 +62,18 @@ class Column:
     """One column of the table."""
 
     title: str
-    """Its heading."""
+    """The column's heading."""
     metric: str
-    """The metric that it shows; see `klamp.diagnostics.metrics`."""
+    """The metric that the column shows; see `klamp.diagnostics.metrics`."""
     width: int
-    """Characters that its values need."""
+    """The column's width in characters."""
     write: Callable[[float], str]
-    """How a value is written."""
+    """The function that writes a value as text."""
     rank: int
-    """The larger, the sooner it goes where the terminal is narrow."""
+    """Order of removal on a narrow terminal: columns with the largest rank go first."""
 
     def cell(self, metrics: Mapping[str, float]) -> str:
-        """The value as text; "-" where there is none."""
+        """The metric's value as text; "-" where there is none."""
         return self.write(metrics[self.metric]) if self.metric in metrics else MISSING
 
 
@@ -108,7 +108,7 @@ def columns_for(config: TrainConfig, width: int) -> list[Column]:
 
 
 def legend_for(config: TrainConfig) -> str:
-    """What the columns mean, where their titles do not say it."""
+    """The legend of the table: what columns mean whose titles do not say it."""
     return LEGEND + (LEGEND_OVER if config.kl.kl_clip_method != "none" else "")
 
 
@@ -139,11 +139,11 @@ class Scale:
         return cls(all(0 <= value <= 1 for each in scores for value in each.values()))
 
     def write(self, value: float | None) -> str:
-        """A score."""
+        """A score as text, on this scale."""
         return MISSING if value is None else f"{100 * value:.1f}" if self.points else f"{value:.4g}"
 
     def change(self, before: float | None, after: float | None) -> str:
-        """What became of a score, signed."""
+        """The change of a score as text, with its sign."""
         if before is None or after is None:
             return MISSING
         return f"{100 * (after - before):+.1f}" if self.points else f"{after - before:+.4g}"

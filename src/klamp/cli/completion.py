@@ -19,7 +19,7 @@ from klamp.cli.train_fields import fields
 
 FOUND = "get_completions(words, current_index, COMPLETION_SPEC)"
 PATHS_ELSE = {FOUND: f'{FOUND} or ["__TYRO_COMPLETE_FILES__"]', "complete -F": "complete -o default -F"}
-"""What is changed in tyro's script: where a command has no name to offer, paths are: `klamp report runs/`."""
+"""Changes to tyro's script: a shell offers paths where a command knows no names (`klamp report runs/`)."""
 
 
 def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
@@ -38,7 +38,7 @@ def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
 
 
 def completion_script(shell: str) -> str:
-    """The script as text.
+    """The completion script of a shell, as text.
 
     Args:
         shell: bash, zsh or fish.
@@ -54,7 +54,7 @@ def completion_script(shell: str) -> str:
 
 
 def _command(name: str) -> type[Any]:
-    """A command as tyro sees it: its flags; the names of its first word as commands with the same flags."""
+    """A command in tyro's form: its flags, and each name it knows as a subcommand with the same flags."""
     page = PAGES[name]
     own = fields_of(page.options)
     configured = fields() if page.takes_configuration else {}
@@ -65,7 +65,7 @@ def _command(name: str) -> type[Any]:
 
 
 def _as_class(flags: Mapping[str, Field], commands: Mapping[str, type[Any]]) -> type[Any]:
-    """A dataclass of flags, and of commands one of which may follow."""
+    """A dataclass in tyro's form: a field per flag, and one for the subcommand that may follow."""
     shown: list[Any] = [
         (name, _hint(field), dataclasses.field(default=_default(field))) for name, field in flags.items()
     ]

@@ -1,4 +1,4 @@
-"""From a YAML file to the fields that it names."""
+"""Reads a YAML file: the configuration fields that it names, with their values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from klamp.errors import ConfigError
 from klamp.training.config import section_classes
 
 NOT_IN_FILES = ("config", "dry_run", "debug")
-"""Options of the command that a file cannot hold."""
+"""Options that a YAML file cannot hold, only a command line."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -95,7 +95,7 @@ def load_yaml(path: Path) -> Mapping[Any, Any]:
 
 
 def _flat(content: Mapping[Any, Any], path: Path) -> list[tuple[str, Any]]:
-    """Entries without their sections; a key of a section has to belong to it."""
+    """The entries of a file without its section headings; each key has to stand under its own section."""
     entries: list[tuple[str, Any]] = []
     for key, value in content.items():
         if key not in section_classes() or not isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What is a training run's own, in words: its task, its model, its reference, the command to continue it."""
+"""A training run in words: its task, its model, its reference, the command that continues it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ BUILTIN = "builtin"
 
 
 def describe_task(config: TrainConfig) -> str:
-    """What is trained on."""
+    """The task of a run, in words."""
     reward = f", reward {config.task.reward}" if config.task.reward else ""
     return f"{config.task.task}{reward}"
 
 
 def describe_model(config: TrainConfig) -> str:
-    """Which model, and which of its weights move."""
+    """The model of a run, and which of its weights are trained, in words."""
     model = config.model
     if config.run.backend == "tinker":
         return f"{model.model} at the Tinker service; a LoRA adapter of rank {model.lora_r or 32} is trained"
@@ -42,7 +42,7 @@ def describe_model(config: TrainConfig) -> str:
 
 
 def describe_reference(config: TrainConfig) -> str:
-    """Where the reference comes from."""
+    """The reference of a run and where it comes from, in words."""
     kl, model = config.kl, config.model
     if not kl.needs_reference:
         return "none: beta is 0, so no reference is loaded"

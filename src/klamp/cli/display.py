@@ -1,4 +1,4 @@
-"""What the displays know of a run: the last steps, the course of reward and KL, evaluations, warnings, time left."""
+"""What every display of a run knows: its last steps, the curves of reward and KL, scores, warnings, time left."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from klamp.training.observers import Observer, RunInfo
 
 ROWS = 12
 COURSES = ("reward", "kl/k3", "kl/exact")
-"""Metrics whose whole course is kept."""
+"""Metrics of which the value of every step is kept, for the curves."""
 
 
 @dataclass(frozen=True)
 class Loading:
-    """Something slow before the run."""
+    """Slow work before the run's first step, and how far it is."""
 
     what: str
     done: int
@@ -31,8 +31,8 @@ class Loading:
     loss: float
 
 
-class Watch(Observer):
-    """Collects what a display shows."""
+class Display(Observer):
+    """Base of the displays of a run: an observer that keeps what they show."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -53,46 +53,46 @@ class Watch(Observer):
         return time.monotonic()
 
     def on_loading(self, what: str, done: int, total: int, loss: float) -> None:
-        """Keep how far the loading is."""
+        """Keep how far the work before the run is."""
         self.loading = Loading(what, done, total, loss)
 
     def on_start(self, info: RunInfo) -> None:
-        """Keep what is known of the run; its time counts from here."""
+        """Keep the facts about the run; its time counts from here."""
         self.info, self.loading, self.started = info, None, self.clock()
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keep the step's row."""
+        """Keep the metrics of a step."""
         self.rows.append((step, metrics))
         for metric, course in self.course.items():
             if metric in metrics:
                 course.append(metrics[metric])
 
     def on_evaluation(self, step: int, scores: Mapping[str, float]) -> None:
-        """Keep the scores; the ones before the first step apart."""
+        """Keep the scores of an evaluation; those before the first step are kept apart."""
         if self.info is not None and step == self.info.start_step:
             self.before = dict(scores)
         self.now, self.evaluated_at = dict(scores), step
 
     def on_warning(self, text: str) -> None:
-        """Keep the warning, once."""
+        """Keep a warning; the same text is kept once."""
         if text not in self.warnings:
             self.warnings.append(text)
 
     def on_alarm(self, finding: Finding) -> None:
-        """Keep the alarm."""
+        """Keep an alarm."""
         self.raised.add(finding.alarm.name)
         if is_shown(finding):
             self.alarms.append(finding.in_a_line)
 
     def curves(self) -> list[tuple[str, list[float]]]:
-        """What is drawn over the whole run: the reward, and the KL by its best estimate."""
+        """The curves over the whole run: the reward, and the KL in nats per token by its best estimate."""
         exact = list(self.course["kl/exact"])
         kl = ("KL exact", exact) if exact else ("KL k3", list(self.course["kl/k3"]))
         return [("reward", list(self.course["reward"])), kl]
 
     @property
     def step(self) -> int:
-        """Steps done, those of an earlier run that this one continues included."""
+        """Number of steps done, including those before the run was continued."""
         start = self.info.start_step if self.info else 0
         return self.rows[-1][0] if self.rows else start
 
@@ -103,19 +103,19 @@ class Watch(Observer):
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds that the rest takes at the speed so far; None before the first step."""
+        """Seconds left at the speed so far; None before the first step."""
         if self.info is None or self.step <= self.info.start_step:
             return None
         per_step = self.seconds / (self.step - self.info.start_step)
         return per_step * max(0, self.info.config.run.max_steps - self.step)
 
     def time_text(self) -> str:
-        """How long it took and may take."""
+        """The time that has passed and the time left, as text."""
         left = self.seconds_left
         return f"{duration(self.seconds)} elapsed" + ("" if left is None else f", {duration(left)} left")
 
     def heading(self) -> list[str]:
-        """The run in a few lines."""
+        """The heading of a run: its task, model, KL and folder in a few lines."""
         assert self.info is not None
         info, config = self.info, self.info.config
         some = "" if info.trainable_parameters == info.parameters else f", {_count(info.trainable_parameters)} trained"
@@ -133,7 +133,7 @@ class Watch(Observer):
 
 
 def is_shown(finding: Finding) -> bool:
-    """Whether a display shows it: notes are only written down, and some alarms are worded as cautions already."""
+    """Whether a display shows an alarm; notes are not shown, nor alarms that a caution has told already."""
     return finding.alarm.level == "alarm" and finding.alarm.name not in SAID_ELSEWHERE
 
 

@@ -24,7 +24,7 @@ WIDTH = 100
 
 
 def plan_text(request: TrainRequest) -> str:
-    """The whole plan as text.
+    """The plan of a run as text: the settings in words, then every field.
 
     Raises:
         RunFolderError: the run's folder holds another run, or there is none to continue.
@@ -99,7 +99,7 @@ def _configuration(request: TrainRequest) -> str:
 
 
 def _entry(name: str, value: Any, default: Any, request: TrainRequest) -> str:
-    """One line of YAML; who set it, and the default where it differs, stand behind it as a comment."""
+    """One field as a line of YAML; a comment says who set it, and its default where that differs."""
     source = request.sources.get(name)
     notes = [f"by {source}"] if source else []
     notes += [f"default {_yaml(default)}"] if value != default else []

@@ -24,7 +24,7 @@ from klamp.errors import (
 FAILED, WRONG_CONFIGURATION, INTERRUPTED = 1, 2, 130
 
 SHARED = (ConfigError, DataError, ModelError, RunFolderError, TrainingStopped, UnsupportedVersion)
-"""Errors that meet every process of a run alike, so that one of them is enough to tell."""
+"""Errors that occur in every process of a run alike: only the first process prints them."""
 
 
 def process_rank() -> int:
@@ -33,12 +33,12 @@ def process_rank() -> int:
 
 
 def is_main_process() -> bool:
-    """Whether this is the process that talks."""
+    """Whether this is the first process of a run, the only one that prints."""
     return process_rank() == 0
 
 
 def exit_code(error: KlampError) -> int:
-    """2 for a wrong configuration, 130 for a run that Ctrl-C stopped, 1 for everything else."""
+    """The exit code of an error: 2 for a wrong configuration, 130 after Ctrl-C, 1 for all others."""
     if isinstance(error, ConfigError):
         return WRONG_CONFIGURATION
     return INTERRUPTED if was_interrupted(error) else FAILED

@@ -23,15 +23,15 @@ from klamp.verify.explain_printed import explain_form
 from klamp.verify.printed import FORMS
 
 LENGTH = 1000
-"""Completion length in tokens where nothing says one."""
+"""Completion length in tokens where neither a flag nor the configuration says one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExplainRequest:
-    """What a command line asks for."""
+    """What a command line of `klamp explain` asks for."""
 
     options: ExplainOptions
-    """The command's own."""
+    """The options of `klamp explain` itself."""
     flags: tuple[str, ...] = ()
     """The flags of `klamp train`, as they were written."""
 
@@ -55,7 +55,7 @@ def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
 
 
 def read_request(argv: Sequence[str]) -> ExplainRequest:
-    """What a command line asks for.
+    """What a command line of `klamp explain` asks for.
 
     Raises:
         UnknownNameError: a flag of neither this command nor klamp train; names the nearest.

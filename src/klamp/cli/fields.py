@@ -24,7 +24,7 @@ NONE_WORDS = ("none", "null", "~")
 
 KINDS: Mapping[Any, str] = {int: "INT", float: "FLOAT", str: "STR", Path: "PATH", bool: "BOOL"}
 IN_WORDS = {"INT": "a whole number", "FLOAT": "a number", "STR": "a text", "PATH": "a path", "BOOL": "true or false"}
-"""What help calls a type -> what a sentence calls it."""
+"""Name of a type in the help -> its name in a sentence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,64 +32,64 @@ class Field:
     """A field of a class of options as the command line sees it."""
 
     name: str
-    """Its own name."""
+    """The field's name."""
     section: str
     """The section of the configuration that holds it; "" for a command's own."""
     hint: Any
-    """Its type."""
+    """The type of the field's value."""
     default: Any
-    """Its default; `dataclasses.MISSING`: it has to be given."""
+    """The field's default; `dataclasses.MISSING`: a value has to be given."""
     text: str
-    """What stands under it in its class."""
+    """The field's documentation: the text below it in its class."""
     word: str = ""
-    """What the help calls it where it is no flag but a word after the command."""
+    """Its name in the help, for a field that is a plain word after the command and no flag."""
     least: float | None = None
-    """The smallest number that it takes; of any number of values, how many at least."""
+    """The smallest number allowed; for a field of several values, the fewest allowed."""
     bare: Any = None
-    """Its value where the flag stands alone."""
+    """The field's value when its flag stands without a value."""
     aliases: tuple[str, ...] = ()
-    """Other names that count as much as its own."""
+    """Other names of the field, which mean the same."""
     suggested: tuple[str, ...] = ()
-    """Names worth offering where it takes any text."""
+    """Names that a shell completes, for a field that takes any text."""
 
     @property
     def members(self) -> tuple[Any, ...]:
-        """Its type, or those of which it is a union; without None."""
+        """The types that a value may have, without None."""
         union = typing.get_origin(self.hint) in (typing.Union, types.UnionType)
         return tuple(each for each in (typing.get_args(self.hint) if union else (self.hint,)) if each is not NoneType)
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The names it may take, if it takes names."""
+        """The names that a value may be; empty where it is no name."""
         named = (each for each in self.members if typing.get_origin(each) is Literal)
         return tuple(str(name) for each in named for name in typing.get_args(each))
 
     @property
     def is_switch(self) -> bool:
-        """Whether `--name` and `--no-name` need no value."""
+        """Whether the field is a switch: `--name` and `--no-name` need no value."""
         return self.members == (bool,)
 
     @property
     def takes_none(self) -> bool:
-        """Whether None is a value of it."""
+        """Whether the field may be None."""
         return NoneType in typing.get_args(self.hint)
 
     @property
     def count(self) -> int | None:
-        """How many values it takes; None: any number."""
+        """How many values the field takes; None: any number."""
         parts = typing.get_args(self.hint) if typing.get_origin(self.hint) is tuple else (self.hint,)
         return None if parts[-1] is ... else len(parts)
 
     @property
     def kind(self) -> str:
-        """What the help calls one value: INT, FLOAT, STR, PATH, or several with | between."""
+        """The kind of one value, as the help shows it: INT, FLOAT, STR, PATH, or several with | between."""
         one = typing.get_args(self.hint)[0] if typing.get_origin(self.hint) is tuple else None
         each = typing.get_args(one) or (one,) if one else self.members
         return "NAME" if self.choices else "|".join(KINDS[member] for member in each)
 
     @property
     def in_words(self) -> str:
-        """What its value has to be."""
+        """What a value has to be, in words, for errors."""
         kind = f"one of {', '.join(self.choices)}"
         if not self.choices:
             kind = " or ".join(IN_WORDS[each] for each in self.kind.split("|"))
@@ -98,7 +98,7 @@ class Field:
         return f"{kind}, or None" if self.takes_none else kind
 
     def convert(self, texts: Sequence[str]) -> Any:
-        """Its value from texts that fit in number and name, as tyro reads them.
+        """The field's value from its words on the command line, read by tyro; their number has been checked.
 
         Raises:
             ValueError: a text that is no value of its type.

@@ -21,7 +21,7 @@ FILE_FLAGS = {"klamp train": "--config", "klamp ablate": "klamp ablate --plan"}
 
 
 def read_options(options: type[Options], argv: Sequence[str], *, command: str) -> Options:
-    """A command's options from its arguments.
+    """The options of a command, read from its arguments.
 
     Args:
         options: class of the options; `klamp.cli.options` has them.
@@ -39,7 +39,7 @@ def read_options(options: type[Options], argv: Sequence[str], *, command: str) -
 def read_own(
     own: Mapping[str, Field], argv: Sequence[str], *, command: str, others: Collection[str] = ()
 ) -> tuple[dict[str, Any], list[Group]]:
-    """What a command line says of a command's own options, and the flags that it leaves to others, as they stand.
+    """Split a command line: the values of a command's own options, and all other flags as they were typed.
 
     Args:
         own: the command's own fields.

@@ -80,7 +80,7 @@ def _parts_of_a_run(command: str, own: Mapping[str, Field], hidden: Collection[s
 
 
 def _first_page(command: str, page: Page, parts: Mapping[str, Mapping[str, Field]]) -> list[str]:
-    """What one sets first, a line each, and where the rest stands."""
+    """The first page of help: the fields that one sets first, a line each, and how to see the others."""
     known = {name: field for part in parts.values() for name, field in part.items()}
     lines = [
         line
@@ -93,7 +93,7 @@ def _first_page(command: str, page: Page, parts: Mapping[str, Mapping[str, Field
 
 
 def _choose(command: str, topic: str, parts: Mapping[str, Mapping[str, Field]]) -> list[str]:
-    """The part of the help that is asked for."""
+    """The sections of the help that a reader asked for."""
     from klamp.cli.train_fields import fields_by_any_name
     from klamp.training.config import section_classes
 
@@ -111,19 +111,19 @@ def _choose(command: str, topic: str, parts: Mapping[str, Mapping[str, Field]]) 
 
 
 def _part(title: str, fields: Mapping[str, Field], about: str = "") -> list[str]:
-    """A heading, and fields in full."""
+    """A section of the help: its heading, and each field in full."""
     entries = [line for field in fields.values() for line in _entry(field)]
     return ["", *_wrap(f"{title}: {about}"), *entries] if entries else []
 
 
 def _entry(field: Field) -> list[str]:
-    """A field in full: its names, its values, its text, its default."""
+    """The help of a field in full: names, values, text, default."""
     left = f"{_names(field)} {_values(field)}".rstrip()
     return _rows([(left, " ".join(part for part in (field.text, _default(field)) if part))])
 
 
 def _rows(rows: Iterable[tuple[str, str]]) -> list[str]:
-    """Names in a column, their texts wrapped beside them; below, where a name is too long for its column."""
+    """Two columns, names and texts; the text stands below a name that is too long for its column."""
     lines: list[str] = []
     for left, text in rows:
         beside = textwrap.wrap(text, _width() - COLUMN, break_on_hyphens=False)
@@ -139,7 +139,7 @@ def _rows(rows: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def _short(field: Field) -> str:
-    """A field in a line: its name, as much of its text as fits, its default."""
+    """The help of a field in one line: name, as much of the text as fits, default."""
     left = field.word or f"--{field.name} {'' if field.is_switch else field.kind}"
     default = "" if field.default in (None, "", False, MISSING) else f" ({_written(field.default)})"
     room, text = _width() - COLUMN - len(default), field.text.removesuffix(".")
@@ -151,7 +151,7 @@ def _short(field: Field) -> str:
 
 
 def _names(field: Field) -> str:
-    """Its flags, its own name first."""
+    """All flags of a field, its own name first."""
     if field.word:
         return field.word + (" ..." if field.count is None else "")
     off = (f"no_{field.name}",) if field.is_switch else ()
@@ -159,7 +159,7 @@ def _names(field: Field) -> str:
 
 
 def _values(field: Field) -> str:
-    """What stands after its flag."""
+    """The values that follow a field's flag, as the help shows them."""
     if field.is_switch or field.word:
         return ""
     names = field.choices or field.suggested

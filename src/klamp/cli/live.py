@@ -1,4 +1,4 @@
-"""The run on a terminal: one picture that is drawn anew a few times a second."""
+"""The display of a run on a terminal: one table, drawn anew a few times a second."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from rich.table import Table
 from rich.text import Text
 
 from klamp.cli.columns import GAP, STEP_WIDTH, Scale, columns_for, legend_for, sparkline
-from klamp.cli.display import ROWS, Watch
+from klamp.cli.display import ROWS, Display
 from klamp.training.observers import RunInfo, RunSummary
 
 OTHER_LINES = 15
-"""Lines of the picture besides the rows of the table and the skills."""
+"""Lines of the display besides the rows of the table and the skills."""
 
 NEWS = 3
 """How many alarms and warnings are shown at once."""
 
 
-class LiveTable(Watch):
+class LiveTable(Display):
     """A live display: progress, the last steps, the course so far, evaluations, warnings."""
 
     def __init__(self, console: Console) -> None:
@@ -29,22 +29,22 @@ class LiveTable(Watch):
         self.live = Live(console=console, get_renderable=self.picture, refresh_per_second=4, transient=False)
 
     def on_loading(self, what: str, done: int, total: int, loss: float) -> None:
-        """Show how far the loading is."""
+        """Show how far the work before the run is."""
         super().on_loading(what, done, total, loss)
         self.live.start()
 
     def on_start(self, info: RunInfo) -> None:
-        """Show the run."""
+        """Start drawing, with the heading of the run."""
         super().on_start(info)
         self.live.start()
 
     def on_end(self, summary: RunSummary) -> None:
-        """Leave the last picture on the screen; the skills follow in the summary."""
+        """Draw a last time, without the skills: the summary shows them."""
         self.now = {}
         self.close()
 
     def close(self) -> None:
-        """Stop drawing; the last picture stays."""
+        """Stop drawing; the last table stays on the screen."""
         if self.live.is_started:
             self.live.stop()
 
@@ -98,7 +98,7 @@ class LiveTable(Watch):
         return table
 
     def _row_count(self) -> int:
-        """Rows that fit: a picture higher than the terminal would be cut."""
+        """Number of steps that fit on the screen: a display higher than the terminal would be cut."""
         warned = sum(1 + len(text) // self.console.width for text, _ in self._shown_lines())
         room = self.console.height - OTHER_LINES - len(self.now) - warned
         return max(1, min(ROWS, room))

@@ -1,4 +1,4 @@
-"""The run where there is no terminal: a heading, then one line now and then, each written at once."""
+"""The display of a run without a terminal: a heading, then some lines, each written at once."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Mapping
 from rich.console import Console
 
 from klamp.cli.columns import GAP, STEP_WIDTH, Column, Scale, columns_for, legend_for
-from klamp.cli.display import Watch, is_shown
+from klamp.cli.display import Display, is_shown
 from klamp.diagnostics.doctor import Finding
 from klamp.training.observers import RunInfo
 
 LINES = 20
-"""Lines of steps in a run, about."""
+"""About how many steps of a run get a line."""
 LOADING_LINES = 5
 WIDTH = 120
-"""A file has no width: all columns are written."""
+"""Width of a line in characters; a file has none, so that all columns fit."""
 
 
-class PlainLines(Watch):
-    """A display for logs and pipes."""
+class LogLines(Display):
+    """The display of a run for logs and pipes: single lines, no drawing."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
@@ -27,20 +27,20 @@ class PlainLines(Watch):
         self.readers_left = True
 
     def on_loading(self, what: str, done: int, total: int, loss: float) -> None:
-        """A line at the beginning, now and then, and at the end."""
+        """Write how far the work before the run is: a line at its start, some between, one at its end."""
         super().on_loading(what, done, total, loss)
         every = max(1, total // LOADING_LINES)
         if done in (1, total) or done % every == 0:
             self._say(f"{what}: {done}/{total}, loss {loss:.3f}")
 
     def on_start(self, info: RunInfo) -> None:
-        """The run in words."""
+        """Write the heading of the run."""
         super().on_start(info)
         self.columns = columns_for(info.config, WIDTH)
         self._say("\n".join(self.heading()))
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A line for the first step, the last, and about twenty between; the first under the table's head."""
+        """Write a line for the first step, the last, and about twenty between; titles stand above the first."""
         assert self.info is not None
         if not self.rows:
             titles = [column.title for column in self.columns]
@@ -52,7 +52,7 @@ class PlainLines(Watch):
             self._say(_line(str(step), [column.cell(metrics) for column in self.columns], self.columns))
 
     def on_evaluation(self, step: int, scores: Mapping[str, float]) -> None:
-        """The scores in a line, with their change since the start."""
+        """Write the scores in a line, with their change since the start."""
         super().on_evaluation(step, scores)
         scale = Scale.of(self.before, self.now)
         changes = {skill: scale.change(self.before.get(skill), score) for skill, score in scores.items()}
@@ -64,13 +64,13 @@ class PlainLines(Watch):
         self._say(f"  evaluation after step {step}: {', '.join(texts)}   [{self.time_text()}]")
 
     def on_warning(self, text: str) -> None:
-        """The warning, once."""
+        """Write a warning; the same text is written once."""
         if text not in self.warnings:
             self._say(f"  caution: {text}")
         super().on_warning(text)
 
     def on_alarm(self, finding: Finding) -> None:
-        """The alarm, and what to do."""
+        """Write an alarm, and what to do about it."""
         super().on_alarm(finding)
         if is_shown(finding):
             self._say(f"  {finding.in_a_line}\n    next step: {finding.alarm.next_step}")

@@ -1,4 +1,4 @@
-"""What TRL, verl and others call a field of klamp, and how it differs: for the error, never taken in silence.
+"""Names that TRL, verl and others have for fields of klamp: for errors that name klamp's field and the difference.
 
 What klamp takes without a word is a field's own name and its aliases (`klamp.config.ALIASES`). These names differ from
 it in a unit, in what they count, or by their letters alone, and the sentence says which.
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class OtherName:
-    """A field, seen from another trainer."""
+    """A name of another trainer, and klamp's field that comes nearest to it."""
 
     field: str
-    """What klamp calls it."""
+    """The name of klamp's field."""
     difference: str
     """How klamp's field differs from what the other name says, in a sentence."""
 

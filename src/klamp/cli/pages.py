@@ -9,7 +9,7 @@ from typing import Any
 from klamp.cli import options
 
 Rows = Sequence[tuple[str, str]]
-"""A name and what stands beside it."""
+"""Rows of a list in the help: a name, and the text beside it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,25 +17,25 @@ class Page:
     """The help of one command."""
 
     usage: str
-    """What follows the command."""
+    """The usage line, without the command itself."""
     about: str
-    """What it does, in a paragraph."""
+    """What the command does, in a paragraph."""
     examples: Sequence[str]
-    """Lines that can be typed."""
+    """Examples: whole command lines."""
     options: type[Any]
-    """Its own options."""
+    """The class of the command's own options."""
     first: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Heading -> fields, of its own and of the configuration, that one sets first; none: its own options."""
+    """Heading -> fields on the first page of the help; empty: the command's own options."""
     takes_configuration: bool = False
-    """Whether the fields of `klamp train` are flags of it too."""
+    """Whether the command takes the fields of `klamp train` as flags too."""
     hidden: Sequence[str] = ()
-    """Those of them that it does not take."""
+    """Fields of `klamp train` that the command does not take."""
     lists: Mapping[str, Callable[[], Rows]] = field(default_factory=dict)
-    """Heading -> names that it knows, in the order of the page."""
+    """Heading -> function that lists names which the command knows (presets, hosts, alarms)."""
 
 
 def list_presets() -> Rows:
-    """What `klamp explain` explains by name."""
+    """The presets and formulas that `klamp explain` knows by name."""
     from klamp.config import PRESETS
     from klamp.verify.printed import FORMS
 
@@ -48,7 +48,7 @@ def list_presets() -> Rows:
 
 
 def list_hosts() -> Rows:
-    """What `klamp audit` audits, and which of it is installed here."""
+    """The trainers that `klamp audit` knows, and which of them are installed here."""
     from importlib.metadata import PackageNotFoundError, version
 
     from klamp.audit import HOSTS

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # imported by the command only
 
 FILE = "report.html"
 SEED = r"_seed-\d+$"
-"""How the names of a sweep's runs end."""
+"""Pattern of the end of a run's name in a sweep: its seed."""
 
 
 def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
@@ -53,13 +53,13 @@ def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
 
 
 def output_of(options: ReportOptions) -> Path:
-    """The file that is written: the one that is named, else in the folder of the only run, else in this folder."""
+    """The path of the report: as named, else in the folder of the only run, else in the current folder."""
     alone = options.runs[0] if len(options.runs) == 1 and options.runs[0].is_dir() else Path()
     return options.output or alone / FILE
 
 
 def check_output(file: Path) -> None:
-    """Refuse to write over anything but a report.
+    """Refuse to overwrite a file that is no report.
 
     Raises:
         RunFolderError: the file exists and is none, or its folder does not exist.
@@ -141,6 +141,6 @@ def names_of(paths: Sequence[Path]) -> list[str]:
 
 
 def _telling(parts: tuple[str, ...]) -> tuple[str, ...]:
-    """The parts of a path without the names that every record of a kind has."""
+    """The parts of a path that tell runs apart: without file names that all records of a kind have."""
     common = ("trainer_state.json", "metrics.jsonl", "completions.jsonl")
     return parts[:-1] if parts[-1] in common and len(parts) > 2 else parts

@@ -22,7 +22,7 @@ ROWS = {"": "nats per token", "_sequence": "nats per completion", "_original": "
 
 
 def print_summary(console: Console, config: TrainConfig, summary: RunSummary) -> None:
-    """Print what a run amounts to.
+    """Print the summary of a finished run: scores before and after, KL and beta, files.
 
     Args:
         console: where to.
@@ -74,7 +74,7 @@ def _beta_text(config: TrainConfig, metrics: Mapping[str, float]) -> str:
 
 
 def _files(config: TrainConfig, summary: RunSummary) -> list[tuple[str, str]]:
-    """What is where; only what exists is named."""
+    """The paths of the run's files; only files that exist are named."""
     folder = summary.output_dir
     lines = [("run", f"{folder}")]
     for name, file in (("metrics", "metrics.jsonl"), ("completions", "completions.jsonl")):

@@ -44,10 +44,10 @@ def run(argv: Sequence[str], *, console: Console | None = None, runner: Runner |
 
 def _train(request: TrainRequest, console: Console, runner: Runner) -> None:
     from klamp.cli.live import LiveTable
-    from klamp.cli.log_lines import PlainLines
+    from klamp.cli.log_lines import LogLines
     from klamp.cli.summary import print_summary
 
-    display = LiveTable(console) if console.is_terminal and not console.is_dumb_terminal else PlainLines(console)
+    display = LiveTable(console) if console.is_terminal and not console.is_dumb_terminal else LogLines(console)
     try:
         summary = runner(request.config, [display])
     except TrainingStopped as stopped:
@@ -63,7 +63,7 @@ def _train(request: TrainRequest, console: Console, runner: Runner) -> None:
 
 
 def _trainer(console: Console, backend: Backend) -> Runner:
-    """The trainer of a backend; its libraries take some seconds to import, which a terminal is told."""
+    """The function that trains with a backend; says on a terminal that libraries are loading, which takes seconds."""
     waiting = console.status("loading libraries") if console.is_terminal and is_main_process() else nullcontext()
     with waiting:
         from huggingface_hub.utils import enable_progress_bars

@@ -30,7 +30,7 @@ def fields() -> dict[str, Field]:
 
 @functools.cache
 def fields_by_any_name() -> dict[str, Field]:
-    """The same by each of their names, aliases included."""
+    """Every field of `klamp train`, by its name and by each of its aliases."""
     return fields() | {alias: fields()[name] for alias, name in ALIASES.items()}
 
 

@@ -26,12 +26,12 @@ PROMPTS = (
     "Once upon a time",
 )
 ARITHMETIC = ("47+85=", "71-38=", "rev abcd=", "9+86=")
-"""What the built-in model can read."""
+"""Prompts that the built-in model can read."""
 MAX_PROMPTS = 8
 
 
 def answer_model(options: VerifyOptions) -> Answer:
-    """What the estimators are and do on this model's distributions, against its reference's.
+    """Measure each estimator's value and gradient on this model's distributions, against its reference.
 
     Raises:
         ModelError: a model that cannot be loaded, or two that do not share a vocabulary.

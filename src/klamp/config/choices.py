@@ -65,7 +65,7 @@ NUMBERS: Mapping[str, Numbers] = {
 
 @dataclass(frozen=True, kw_only=True)
 class KLChoices:
-    """The fields of `KLConfig`, unchecked, and what follows from them alone; a `KLTerm.` default is the term's own."""
+    """The fields of `KLConfig`, not yet checked, and the properties that follow from them."""
 
     beta: float = 0.01
     """Coefficient of the KL, in reward (or loss) per nat. 0 trains without KL: no reference is loaded."""
@@ -74,11 +74,11 @@ class KLChoices:
     kl_gradient: Gradient = KLTerm.gradient
     """Whose gradient the loss follows: reverse KL(policy||ref), forward KL(ref||policy), the estimator's own, none."""
     kl_horizon: Horizon = KLTerm.horizon
-    """token: each position for itself; sequence: with what a token does to the KL of later ones."""
+    """token: each token's own KL; sequence: also the effect of a token on the KL of later tokens."""
     kl_placement: Placement = KLTerm.placement
     """In the loss, in the reward (before advantages are formed), or as a shift of the advantage (after)."""
     kl_clip_method: ClipMethod = KLTerm.clip_method
-    """none, hard (no pull below the budget), or soft."""
+    """How the KL is clipped at its budget: none, hard (no pull below the budget), or soft."""
     kl_clip_threshold: float = KLTerm.clip_threshold
     """KL budget: nats per token of the reference length, or nats in total."""
     use_per_token_kl_threshold: bool = KLTerm.clip_unit == "token"
@@ -97,13 +97,13 @@ class KLChoices:
     kl_controller_gain: float = 0.05
     """hold: largest change of log beta in a step."""
     kl_controller_lead: float = 12.0
-    """hold: steps ahead that it looks; about the lag of the KL behind the weights."""
+    """hold: how many steps ahead the KL is foreseen; about its lag behind the weights."""
     kl_controller_factors: tuple[float, float, float, float] = (1.5, 0.75, 1.5, 0.5)
     """step: factors up and down, and the targets above and below which they act; PPO's are 2 0.5 1.5 0.6667."""
     kl_controller_horizon: int = 100
     """Updates over which the proportional rule takes effect."""
     kl_controller_clip: float = 0.2
-    """proportional: bound of the relative error."""
+    """proportional: largest relative error of the KL that counts, in (0, 1]."""
     kl_controller_lr: float = 0.01
     """Step size of dual ascent, in beta per nat."""
     kl_controller_gains: tuple[float, float, float] = (0.1, 0.01, 0.1)
@@ -117,7 +117,7 @@ class KLChoices:
     kl_off_policy: OffPolicy = KLTerm.off_policy
     """Weigh the KL by policy/sampler: not at all, per token, or by the whole prefix (exact, noisier)."""
     kl_max_weight: float | None = KLTerm.max_weight
-    """Truncation of that weight; how often it binds is logged."""
+    """Upper bound of the off-policy weight policy/sampler; how often it binds is logged."""
     kl_normalizer: Reduction | None = KLTerm.normalizer
     """Reduction of the KL over tokens; None: that of the policy loss."""
     kl_exclude_tokens: tuple[int | str, ...] = ()
@@ -129,9 +129,9 @@ class KLChoices:
     kl_schedule: Schedule = "constant"
     """Factor on beta over the run: constant, linear or cosine."""
     kl_warmup_steps: int = 0
-    """Steps over which that factor grows from 0."""
+    """Warm-up: steps over which the factor on beta grows from 0."""
     kl_schedule_end: float = 0.0
-    """The factor at the end of a linear or cosine schedule."""
+    """The factor on beta at the end of a linear or cosine schedule."""
     kl_early_stop: float | None = None
     """Skip a rollout's remaining updates once KL(old||policy) exceeds this, in nats per token."""
     kl_lr_guard: float | None = None
@@ -139,9 +139,9 @@ class KLChoices:
     kl_monitor: bool = False
     """Load the reference and log the KL even at beta 0."""
     reference: ReferenceName = "auto"
-    """frozen copy, adapter_off, ema, periodic, remote; auto: adapter_off for LoRA, else frozen."""
+    """The reference: frozen (a copy), adapter_off, ema, periodic, remote; auto: adapter_off for LoRA, else frozen."""
     reference_decay: float = 0.99
-    """ema: share of the old reference that a step keeps."""
+    """ema: share of the old reference's weights that every step keeps, in (0, 1)."""
     reference_reset_steps: int = 100
     """periodic: steps after which the reference becomes the policy."""
     reference_device: str | None = None
@@ -162,14 +162,10 @@ class KLChoices:
         return self.beta > 0 or self.kl_monitor or self.controller_name != "fixed"
 
     @property
-    def gates_on_itself(self) -> bool:
-        """Whether a completion's own KL may decide its clip; see `klamp.core.term.gates_on_itself`."""
-        return gates_on_itself(self.kl_estimator, self.kl_gradient, self.kl_horizon, self.kl_off_policy)
-
-    @property
     def clip_level(self) -> ClipLevel:
-        """The level in force: as named, else `sequence` where its own KL may decide, else `group`."""
-        return self.kl_clip_level or ("sequence" if self.gates_on_itself else "group")
+        """The clip level in force: as named, else `sequence` where a completion's own KL may decide, else `group`."""
+        own = gates_on_itself(self.kl_estimator, self.kl_gradient, self.kl_horizon, self.kl_off_policy)
+        return self.kl_clip_level or ("sequence" if own else "group")
 
     @property
     def excludes(self) -> bool:

@@ -1,4 +1,4 @@
-"""A KL in words and in units: said once, for every door, plan, summary, metric and explanation."""
+"""A KL in words, with units: the texts that every trainer, plan, summary and explanation shows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DIVERGENCES: Mapping[Gradient, str] = {
 
 
 def describe_kl(kl: KLConfig) -> str:
-    """What is measured, which gradient flows, where it enters, how it is clipped: a line."""
+    """A whole KL in one line: its value, its gradient, where it enters, how it is clipped."""
     if not kl.needs_reference:
         return "none: beta is 0"
     if kl.beta == 0 and kl.controller_name == "fixed":
@@ -35,13 +35,13 @@ def describe_kl(kl: KLConfig) -> str:
 
 
 def describe_value(kl: KLConfig) -> str:
-    """What estimates the value, and where its log-ratio stops."""
+    """The estimator of the KL's value and its bound of the log-ratio, in words."""
     bound = "" if kl.kl_max_log_ratio is None else f", log-ratio bounded at {kl.kl_max_log_ratio:g}"
     return f"{kl.kl_estimator}{bound}"
 
 
 def describe_gradient(kl: KLConfig) -> str:
-    """Which gradient flows, how far a token's own reaches, and how it is weighed off-policy."""
+    """The gradient of the KL, its horizon and its off-policy weights, in words."""
     weights = {"none": "", "token": ", off-policy weight per token", "sequence": ", off-policy weight of the prefix"}
     cut = "" if kl.kl_off_policy == "none" or kl.kl_max_weight is None else f" up to {kl.kl_max_weight:g}"
     reach = "over the sequence" if kl.kl_horizon == "sequence" else "per token"
@@ -49,7 +49,7 @@ def describe_gradient(kl: KLConfig) -> str:
 
 
 def describe_clip(kl: KLConfig, *, length: float | str | None = None) -> str:
-    """How the KL is clipped, and at which budget.
+    """The clip of the KL and its budget in nats, in words.
 
     Args:
         kl: the KL.
@@ -68,7 +68,7 @@ def describe_clip(kl: KLConfig, *, length: float | str | None = None) -> str:
 
 
 def describe_controller(kl: KLConfig) -> str:
-    """What holds beta, and towards what."""
+    """The controller of beta and its target in nats per token, in words."""
     scheduled = ""
     if kl.kl_schedule != "constant" or kl.kl_warmup_steps:
         scheduled = f"; schedule {kl.kl_schedule}, {kl.kl_warmup_steps} steps of warm-up"
@@ -78,7 +78,7 @@ def describe_controller(kl: KLConfig) -> str:
 
 
 def describe_rule(kl: KLConfig) -> str:
-    """How beta moves; empty where it does not."""
+    """The rule by which beta moves, in words; empty where beta is fixed."""
     match kl.build_controller().rule:
         case HoldRule(gain=gain, lead=lead):
             rule = f"by the KL foreseen {lead:g} steps ahead, log beta by at most {gain:g} a step"
@@ -97,7 +97,7 @@ def describe_rule(kl: KLConfig) -> str:
 
 
 def describe_movement(kl: KLConfig) -> str:
-    """How the reference moves; empty where it does not."""
+    """How the reference moves during training, in words; empty where it does not move."""
     return {
         "ema": f"follows the policy, keeping {kl.reference_decay:g} of itself at every step",
         "periodic": f"becomes the policy every {kl.reference_reset_steps} steps",
@@ -110,7 +110,7 @@ def describe_average(
     over: str = "the optimizer step, all processes",
     length: str = "max_completion_length",
 ) -> str:
-    """How a reduction makes tokens one number.
+    """How a reduction turns tokens into one number, in words.
 
     Args:
         reduction: which one.
@@ -126,23 +126,29 @@ def describe_average(
     return words[reduction]
 
 
-def describe_price(price: Price, *, group_size: int) -> str:
-    """What one nat of a whole completion costs, in reward, and what makes it so.
+def describe_price(price: Price, *, group_size: int, of_batch: bool = False) -> str:
+    """A price in words: the reward per nat of a whole completion, and its factors.
 
     Args:
         price: from `price_of`.
         group_size: completions per prompt.
+        of_batch: whether advantages that are scaled are divided by the whole batch's standard deviation.
     """
     parts = [f"beta {price.beta:g}"]
     if price.length_ratio != 1:
-        parts.append(f"{price.length_ratio:.4g} (the policy loss is divided by more tokens than the KL)")
+        compared = "more" if price.length_ratio > 1 else "fewer"
+        parts.append(f"{price.length_ratio:.4g} (the policy loss is divided by {compared} tokens than the KL)")
     if price.baseline_ratio != 1:
         parts.append(f"{price.baseline_ratio:.3g} (the mean of {group_size} holds the own reward)")
     why = f" = {' x '.join(parts)}" if len(parts) > 1 else ""
     if not price.scaled:
         return f"{price.per_completion:.3g} reward per nat of a whole completion{why}"
-    least, most = (price.at(std) for std in spreads_of_right_or_wrong(group_size))
-    return (
-        f"{price.per_completion:.3g} x the standard deviation of a group's rewards per nat of a whole completion{why}; "
-        f"no single number is the price: {least:.3g} to {most:.3g} for rewards of 0 and 1 in groups of {group_size}"
+    whose = "the batch" if of_batch else "a group"
+    text = (
+        f"{price.per_completion:.3g} x the standard deviation of {whose}'s rewards per nat of a whole completion{why}"
     )
+    if of_batch:
+        return text
+    least, most = (price.at(std) for std in spreads_of_right_or_wrong(group_size))
+    span = f"{least:.3g} to {most:.3g} for rewards of 0 and 1 in groups of {group_size}"
+    return f"{text}; no single number is the price: {span}"

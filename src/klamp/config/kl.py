@@ -1,4 +1,4 @@
-"""One KL configuration for every trainer, and the presets that carry a recipe's name.
+"""`KLConfig`, the one KL configuration for every trainer; checks the choices and builds controller and term.
 
 `KLConfig` holds the choices, refuses the ones that cannot work, warns of the ones that do not do what their name says,
 and builds core callables from them.
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 
     @dataclass(frozen=True, kw_only=True)
     class _OtherNames:
-        """`ALIASES`, for type checkers; at run time `_accepts_aliases` takes them, and no such field exists."""
+        """The names of `ALIASES` for type checkers; at run time `_accepts_aliases` takes them instead."""
 
         kl_coef: InitVar[float] = KLChoices.beta
         kl_penalty: InitVar[float] = KLChoices.beta
@@ -135,13 +135,13 @@ class KLConfig(KLChoices, _OtherNames):
         )
 
 
-def _target(c: KLConfig) -> float:
-    return math.nan if c.target_kl is None else c.target_kl
-
-
 class _Bounds(TypedDict):
     min_value: float
     max_value: float | None
+
+
+class _Aim(_Bounds):
+    target: float
 
 
 def _bounds(c: KLConfig) -> _Bounds:
@@ -149,30 +149,30 @@ def _bounds(c: KLConfig) -> _Bounds:
     return {"min_value": low, "max_value": high}
 
 
+def _aim(c: KLConfig) -> _Aim:
+    """What every controller with a target takes; no target is NaN, which each of them refuses."""
+    return {"target": math.nan if c.target_kl is None else c.target_kl, **_bounds(c)}
+
+
+def _step(c: KLConfig) -> Controller:
+    up, down, high, low = c.kl_controller_factors
+    return controllers.StepController(c.beta, up=up, down=down, high=high, low=low, **_aim(c))
+
+
+def _pid(c: KLConfig) -> Controller:
+    kp, ki, kd = c.kl_controller_gains
+    return controllers.PIDController(c.beta, kp=kp, ki=ki, kd=kd, **_aim(c))
+
+
 CONTROLLERS: Mapping[ControllerName, Callable[[KLConfig], Controller]] = {
     "fixed": lambda c: controllers.FixedController(c.beta, **_bounds(c)),
     "hold": lambda c: controllers.HoldController(
-        c.beta, target=_target(c), gain=c.kl_controller_gain, lead=c.kl_controller_lead, **_bounds(c)
+        c.beta, gain=c.kl_controller_gain, lead=c.kl_controller_lead, **_aim(c)
     ),
-    "step": lambda c: controllers.StepController(
-        c.beta,
-        target=_target(c),
-        up=c.kl_controller_factors[0],
-        down=c.kl_controller_factors[1],
-        high=c.kl_controller_factors[2],
-        low=c.kl_controller_factors[3],
-        **_bounds(c),
-    ),
+    "step": _step,
     "proportional": lambda c: controllers.ProportionalController(
-        c.beta, target=_target(c), horizon=c.kl_controller_horizon, clip=c.kl_controller_clip, **_bounds(c)
+        c.beta, horizon=c.kl_controller_horizon, clip=c.kl_controller_clip, **_aim(c)
     ),
-    "dual": lambda c: controllers.DualController(c.beta, target=_target(c), lr=c.kl_controller_lr, **_bounds(c)),
-    "pid": lambda c: controllers.PIDController(
-        c.beta,
-        target=_target(c),
-        kp=c.kl_controller_gains[0],
-        ki=c.kl_controller_gains[1],
-        kd=c.kl_controller_gains[2],
-        **_bounds(c),
-    ),
+    "dual": lambda c: controllers.DualController(c.beta, lr=c.kl_controller_lr, **_aim(c)),
+    "pid": _pid,
 }

@@ -1,4 +1,4 @@
-"""The policy loss around the KL, and the objective that both describe together."""
+"""`LossConfig`, the policy loss that a KL is added to, and the objective made from both."""
 
 from __future__ import annotations
 
@@ -65,17 +65,17 @@ class LossConfig:
     """
 
     loss_type: LossType = "dr_grpo"
-    """dr_grpo (fixed length, advantages not scaled), grpo (mean of sequence means), bnpo and dapo (token mean)."""
+    """Average: dr_grpo (fixed length, advantages not scaled), grpo (sequence means), bnpo and dapo (token mean)."""
     surrogate: SurrogateName = Objective.surrogate
-    """ppo_clip, cispo or score_function."""
+    """The policy loss of a token: ppo_clip, cispo or score_function."""
     epsilon: float = Objective.clip_low
-    """Ratio bound below 1; cispo's paper has none, which is 1."""
+    """The ratio is clipped below 1 - epsilon; cispo's paper has no lower bound, which is epsilon 1."""
     epsilon_high: float | None = None
-    """Ratio bound above 1; None: the same as epsilon."""
+    """The ratio is clipped above 1 + epsilon_high; None: the same as epsilon."""
     scale_rewards: Scale | None = None
     """Divide advantages by the group's standard deviation (std) or not (none); None: what the loss type says."""
     advantage_baseline: Baseline = "leave_one_out"
-    """leave_one_out (the mean of the others in the group), or mean (of the whole group, as GRPO's paper has it)."""
+    """What rewards are compared with: leave_one_out (mean of the group's others), or mean (of all, as in GRPO)."""
 
     def __post_init__(self) -> None:
         check_fields(self, {"epsilon": CLIP_LOW, "epsilon_high": CLIP_HIGH})
@@ -86,7 +86,7 @@ class LossConfig:
 
     @property
     def clip_high(self) -> float:
-        """The ratio bound above 1 in force."""
+        """The upper bound of the ratio in force, as its distance from 1."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     @property
@@ -96,7 +96,7 @@ class LossConfig:
 
 
 def kl_reduction(kl: KLConfig, loss: LossConfig) -> Reduction:
-    """How the KL's tokens become one number; in the reward or the advantage they do with those of the policy loss."""
+    """The reduction of the KL: `kl_normalizer` where it is in the loss and has one, else the policy loss's."""
     own = kl.kl_normalizer if kl.kl_placement == "loss" else None
     return own or LOSS_TYPES[loss.loss_type].reduction
 

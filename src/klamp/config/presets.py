@@ -1,4 +1,4 @@
-"""Recipes by name: the KL term and the policy loss as their paper states them, or a formula as it is passed around."""
+"""Presets: recipes by name, each with its KL and policy loss as a paper states them, or as a known formula."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Preset:
     paper: str
     """The paper that states it."""
     remark: str
-    """What to know before using it."""
+    """What to know before using the recipe."""
 
 
 OLD_NAMES: Mapping[str, str] = {
@@ -40,7 +40,7 @@ def speaking_name(name: str) -> str:
 
 
 class _Recipes(Mapping[str, Preset]):
-    """Name -> recipe. Each is built when it is asked for, since some warn, and only those who use one need to know."""
+    """Name -> recipe; each recipe is built only when it is asked for, since building some of them warns."""
 
     def __init__(self, recipes: Mapping[str, Callable[[], Preset]]) -> None:
         self._recipes = recipes

@@ -43,13 +43,13 @@ def price_of(
     beta: float,
     *,
     placement: Placement,
-    policy: Reduction | None,
-    kl: Reduction | None,
     baseline: Baseline,
     scale: Scale,
     group_size: int,
-    mean_length: float,
-    max_length: int,
+    policy: Reduction | None = None,
+    kl: Reduction | None = None,
+    mean_length: float = 1.0,
+    max_length: int = 1,
 ) -> Price:
     """The price of one nat of KL of a whole completion, in reward.
 
@@ -64,13 +64,13 @@ def price_of(
     Args:
         beta: the coefficient in force.
         placement: where the KL enters.
-        policy: how the tokens of the policy loss become a number; None: as those of the KL do.
-        kl: how the KL's do; None: as those of the policy loss.
         baseline: of the advantages.
         scale: of the advantages.
         group_size: completions per prompt, G.
-        mean_length: mean length of the completions, in tokens.
-        max_length: longest completion, in tokens; the divisor of `fixed_length`.
+        policy: how the tokens of the policy loss become a number; None: as those of the KL do.
+        kl: how the KL's do; None: as those of the policy loss.
+        mean_length: mean length of the completions, in tokens; without effect where both are reduced alike.
+        max_length: longest completion, in tokens; the divisor of `fixed_length`, likewise.
 
     Raises:
         ConfigError: a group of one, or lengths below one token.

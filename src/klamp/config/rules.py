@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from klamp.config.choices import BETA, KLChoices
 from klamp.core.arguments import check_number
+from klamp.core.term import gates_on_itself
 from klamp.errors import Refusal
 
 MEASURED: Mapping[str, str] = {
@@ -15,7 +16,7 @@ MEASURED: Mapping[str, str] = {
     "dual": "is too slow at its defaults: towards 0.05 the KL stayed above 0.11 for 90 steps",
     "pid": "is too slow at its defaults: towards 0.05 the KL stayed above 0.11 for 90 steps",
 }
-"""What a published rule did with a target of 0.05 on the built-in task."""
+"""Name of a controller -> what it did with a target of 0.05 nats per token on the built-in task."""
 
 
 def check_beta(beta: float, *, name: str = "beta", fix: str = "") -> None:
@@ -71,6 +72,7 @@ def _placement(c: KLChoices) -> list[Refusal]:
 def _gradient(c: KLChoices) -> list[Refusal]:
     in_loss = c.kl_placement == "loss"
     clipped = c.kl_clip_method != "none"
+    own = gates_on_itself(c.kl_estimator, c.kl_gradient, c.kl_horizon, c.kl_off_policy)
     return [
         Refusal(
             clipped and in_loss and (c.kl_estimator, c.kl_gradient) == ("k1", "own"),
@@ -79,7 +81,7 @@ def _gradient(c: KLChoices) -> list[Refusal]:
             fix="use kl_gradient='reverse'",
         ),
         Refusal(
-            clipped and c.kl_clip_level == "sequence" and not c.gates_on_itself,
+            clipped and c.kl_clip_level == "sequence" and not own,
             "kl_clip_level='sequence' gates sampled tokens by their own KL",
             why="the gate is then correlated with the tokens whose gradient it multiplies, and their product follows "
             "no KL; only the exact KL with kl_horizon='token' (no forward gradient, no prefix weights) is right",
@@ -187,7 +189,7 @@ def _reference_and_tokens(c: KLChoices) -> list[Refusal]:
 
 
 def cautions(c: KLChoices) -> list[str]:
-    """What this configuration may not do although its name suggests it; each with the way out."""
+    """Cautions: what a configuration may not do although its name suggests it; each with the way out."""
     in_loss, own = c.kl_placement == "loss" and c.beta > 0, c.kl_gradient == "own"
     found: list[str] = []
     if in_loss and own and c.kl_estimator == "k1":

@@ -7,7 +7,7 @@ Each rule is a frozen set of parameters and a pure function, `rule(state, kl, n_
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from klamp.core.arguments import (
@@ -108,6 +108,14 @@ class FixedRule:
         """The nearest coefficient within the bounds."""
         return min(max(value, self.min_value), self._upper)
 
+    def landing_at(self, beta: float | None) -> FixedRule:
+        """The rule that lands at this coefficient; the same rule, where it never lands.
+
+        Args:
+            beta: the coefficient; None: the rule's default.
+        """
+        return self
+
     def init(self, value: float) -> BetaState:
         """The state before the first measurement.
 
@@ -163,6 +171,10 @@ class HoldRule(_TargetRule):
     def landing_value(self) -> float:
         """Up to where beta is raised at once when the KL first comes up fast; see `landing_of` for the default."""
         return landing_of(self.target) if self.landing is None else self.landing
+
+    def landing_at(self, beta: float | None) -> HoldRule:
+        """The same rule with another coefficient to land at; None: the default."""
+        return replace(self, landing=beta)
 
     def init(self, value: float) -> BetaState:
         """The state before the first measurement: nothing filtered, the target not reached."""

@@ -8,7 +8,6 @@ k1, which can be negative. The value stays within [min_value, max_value], is nev
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from klamp.core.arguments import check_instance, is_finite_number
 from klamp.core.beta_rules import (
@@ -67,6 +66,17 @@ class FixedController:
         """
         self.state = self.rule(self.state, kl, n_steps)
         return self.value
+
+    def land_at(self, beta: float | None) -> None:
+        """Say where to land in the coming update, which the rewards of that step decide; only `HoldController` lands.
+
+        Args:
+            beta: the coefficient; None: the default.
+
+        Raises:
+            ConfigError: a coefficient that is no number >= 0.
+        """
+        self.rule = self.rule.landing_at(beta)
 
     def state_dict(self) -> dict[str, float]:
         """Everything that changes during a run, as plain numbers."""
@@ -136,15 +146,6 @@ class HoldController(FixedController):
     ) -> None:
         rule = HoldRule(target=target, gain=gain, lead=lead, landing=landing, min_value=min_value, max_value=max_value)
         self._start(rule, value)
-
-    def land_at(self, beta: float | None) -> None:
-        """Land there, if it lands in the coming update: what the rewards of that step ask for.
-
-        Args:
-            beta: the coefficient; None: the default.
-        """
-        assert isinstance(self.rule, HoldRule)
-        self.rule = replace(self.rule, landing=beta)
 
 
 class StepController(FixedController):

@@ -22,7 +22,8 @@ from klamp.core.masking import (
     reduce_tokens,
     total_denominator,
 )
-from klamp.core.term import Gate, KLTerm, carries_kl, kl_metrics, shifted_advantages, token_penalty
+from klamp.core.penalty import kl_metrics, shifted_advantages, token_penalty
+from klamp.core.term import Gate, KLTerm, carries_kl
 from klamp.core.types import Advantages, Batch, LossOutput, LossPart, Mask, Reduction, TokenValues
 from klamp.errors import check_name
 

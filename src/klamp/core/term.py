@@ -1,13 +1,12 @@
-"""The KL term of a batch without its coefficient beta: penalty, clip, and its places in reward and advantage.
+"""The KL of an objective without its coefficient beta: the choices, the tokens that carry it, and the gate of its clip.
 
-A trainer that has a loss of its own adds `token_penalty` to it, or shifts its advantages by `shifted_advantages`;
-`grpo_loss` does the same.
+What it does to the loss, the reward or the advantage: `klamp.core.penalty`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
@@ -18,33 +17,13 @@ from klamp.core.arguments import AT_LEAST_0, POSITIVE
 from klamp.core.clipping import ClipLevel, ClipUnit, clip_gate, clip_kl, gate_kl, kl_budget
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.fields import check_fields
-from klamp.core.gradients import (
-    clamped_share,
-    exact_penalty,
-    log_weights,
-    masked_log_ratio,
-    penalty_from_weights,
-    saturated,
-    saturated_share,
-    truncated_share,
-)
-from klamp.core.masking import masked, masked_mean, masked_sum
-from klamp.core.placement import kl_in_advantage, kl_in_reward, sequence_log_ratio
-from klamp.core.types import (
-    Batch,
-    ClipMethod,
-    Gradient,
-    Horizon,
-    Mask,
-    Reduction,
-    TokenValues,
-    Value,
-)
+from klamp.core.gradients import masked_log_ratio, saturated
+from klamp.core.masking import masked_sum
+from klamp.core.types import Batch, ClipMethod, Gradient, Horizon, Mask, Reduction, TokenValues, Value
 from klamp.errors import ConfigError
 
 Placement: TypeAlias = Literal["loss", "reward", "advantage"]
 OffPolicy: TypeAlias = Literal["none", "token", "sequence"]
-
 
 _BOUND = ("it bounds a magnitude", "use None for no bound")
 TERM_NUMBERS = {
@@ -84,7 +63,7 @@ class KLTerm:
     off_policy: OffPolicy = "none"
     """Weight by policy / sampler: not at all, per token, or by the ratio of the whole prefix."""
     max_weight: float | None = None
-    """Truncation of that weight."""
+    """Upper bound of the off-policy weight."""
     max_log_ratio: float | None = None
     """Straight-through bound of the log-ratio, in nats."""
     clip_method: ClipMethod = "none"
@@ -102,11 +81,6 @@ class KLTerm:
 
     def __post_init__(self) -> None:
         check_fields(self, TERM_NUMBERS)
-
-    @property
-    def gates_on_itself(self) -> bool:
-        """Whether a completion's own KL may decide its clip."""
-        return gates_on_itself(self.value, self.gradient, self.horizon, self.off_policy)
 
     @property
     def weight_horizon(self) -> Horizon:
@@ -221,7 +195,8 @@ def sequence_gate_kl(
         measured = measured & (batch.kl_weight > 0)
     everywhere = torch.stack([kl, measured.to(kl.dtype)], -1)
     everywhere = everywhere if gather is None else gather(everywhere)
-    own = batch.exact_kl is not None and term.gates_on_itself
+    alone = gates_on_itself(term.value, term.gradient, term.horizon, term.off_policy)
+    own = batch.exact_kl is not None and alone
     found = gate_kl(
         everywhere[:, 0],
         level="group" if term.clip_level == "sequence" and not own else term.clip_level,
@@ -237,187 +212,10 @@ def sequence_kl(batch: Batch, term: KLTerm) -> Float[Tensor, " batch"]:
     kl_mask = carries_kl(batch)
     if batch.exact_kl is not None:
         return masked_sum(batch.exact_kl.detach(), kl_mask, -1)
-    delta = _log_ratio(batch, term, kl_mask)
+    delta = bounded_log_ratio(batch, term, kl_mask)
     return masked_sum(saturated(ESTIMATORS["k3"].value(delta), delta), kl_mask, -1)
 
 
-def _log_ratio(batch: Batch, term: KLTerm, kl_mask: Mask) -> TokenValues:
+def bounded_log_ratio(batch: Batch, term: KLTerm, kl_mask: Mask) -> TokenValues:
+    """The log-ratio of each token in nats, within the term's bound; 0 where a token carries no KL. [B, T]"""
     return masked_log_ratio(batch.policy_logprobs, require_reference(batch), kl_mask, max_log_ratio=term.max_log_ratio)
-
-
-def _log_weights(batch: Batch, term: KLTerm) -> Tensor:
-    """The off-policy log-weights of the penalty; the prefix ratio runs over all trained tokens, excluded ones too."""
-    exact = term.value == "exact"
-    if term.off_policy == "none" or (exact and term.off_policy == "token"):
-        return torch.zeros_like(masked(batch.policy_logprobs.detach(), batch.mask))
-    if batch.sampler_logprobs is None:
-        raise ConfigError(
-            "kl_off_policy needs the sampler's log-probabilities",
-            got="sampler_logprobs=None",
-            why="the weight is policy / sampler",
-            fix="pass what the sampler reported for its tokens, or kl_off_policy='none'",
-        )
-    return log_weights(
-        batch.policy_logprobs,
-        batch.sampler_logprobs,
-        batch.mask,
-        horizon=term.weight_horizon,
-        max_weight=term.max_weight,
-    )
-
-
-def token_penalty(batch: Batch, term: KLTerm, gate: Gate | None = None) -> TokenValues:
-    """The penalty of each token of a batch in nats, without beta: what a loss adds.
-
-    Equation: c_i * gate_i(penalty_it), penalty as in `kl_penalty` (or `exact_penalty`), c_i the sequence's `kl_weight`.
-
-    Sampler: the policy, or with `off_policy` whoever `sampler_logprobs` belong to.
-    Value and gradient: the term's, clipped where a gate is given; masked and excluded tokens are exactly 0.
-    Shapes: see `Batch` -> [B, T].
-
-    Args:
-        batch: scored completions.
-        term: which KL.
-        gate: its clip, from `Gate.of`; None: no clip.
-
-    Raises:
-        ConfigError: the reference, the exact KL or the sampler's log-probabilities are asked for and missing.
-    """
-    kl_mask, log_w = carries_kl(batch), _log_weights(batch, term)
-    excluded = None if batch.kl_mask is None else kl_mask
-    if term.value == "exact":
-        if batch.exact_kl is None:
-            raise ConfigError(
-                "kl_estimator='exact' needs the exact KL of the batch",
-                got="exact_kl=None",
-                why="it is summed over the vocabulary, from both models' logits",
-                fix="set Batch.exact_kl = exact_kl(policy_logits, ref_logits)",
-            )
-        penalty = exact_penalty(
-            batch.policy_logprobs,
-            masked(batch.exact_kl, kl_mask),
-            log_w,
-            batch.mask,
-            gradient=term.gradient,
-            horizon=term.horizon,
-            surrogate=None if batch.exact_kl_forward is None else masked(batch.exact_kl_forward, kl_mask),
-            kl_mask=excluded,
-        )
-    else:
-        penalty = penalty_from_weights(
-            batch.policy_logprobs,
-            _log_ratio(batch, term, kl_mask),
-            log_w,
-            batch.mask,
-            value=term.value,
-            gradient=term.gradient,
-            horizon=term.horizon,
-            kl_mask=excluded,
-        )
-    penalty = penalty if gate is None else gate.apply(penalty, kl_mask)
-    return penalty if batch.kl_weight is None else penalty * batch.kl_weight.unsqueeze(-1)
-
-
-def shifted_rewards(
-    rewards: Float[Tensor, " batch"], batch: Batch, term: KLTerm, *, beta: float
-) -> Float[Tensor, " batch"]:
-    """The rewards minus beta times the KL of each completion (k1 summed over it), before advantages are formed. [B]
-
-    As `kl_in_reward`, with the sequence's `kl_weight` on beta and without a clip, for which see `advantages_with_kl`.
-    `batch.policy_logprobs` are those of the policy that sampled the tokens.
-
-    Raises:
-        ConfigError: the batch has no reference log-probabilities.
-    """
-    return kl_in_reward(rewards, _spent(batch, term), beta=beta)
-
-
-def _spent(batch: Batch, term: KLTerm) -> Float[Tensor, " batch"]:
-    spent = sequence_log_ratio(
-        batch.policy_logprobs, require_reference(batch), carries_kl(batch), max_log_ratio=term.max_log_ratio
-    )
-    return spent if batch.kl_weight is None else spent * batch.kl_weight
-
-
-def advantages_with_kl(
-    rewards: Float[Tensor, " batch"],
-    batch: Batch,
-    term: KLTerm,
-    *,
-    beta: float,
-    gate: Gate | None,
-    advantages: Callable[[Tensor], Tensor],
-) -> Float[Tensor, " batch"]:
-    """The advantages of rewards from which the KL of each completion was taken, clipped where a gate is given. [B]
-
-    Equation: A(r) - beta g_i A(k)_i, A = `advantages`, g the gate's factor, k as in `shifted_rewards`; without a gate
-    A(r - beta k), the same wherever A is linear (scale `none`).
-
-    Gradient: through the score function E[g_i] grad KL(policy || ref). The gate comes after the baseline: that of
-    r - beta g k would hold the others' gates, which depend on this completion's tokens.
-
-    Raises:
-        ConfigError: the batch has no reference log-probabilities.
-    """
-    if gate is None:
-        return advantages(shifted_rewards(rewards, batch, term, beta=beta))
-    return advantages(rewards) - beta * gate.factor * advantages(_spent(batch, term))
-
-
-def shifted_advantages(batch: Batch, term: KLTerm, *, beta: float, gate: Gate | None = None) -> TokenValues:
-    """Advantages minus beta times the KL of each token (or of it and all later ones), in units of the advantage. [B, T]
-
-    As `kl_in_advantage`, with the clip's factor and the sequence's `kl_weight` on beta. The KL is that of the old
-    policy, which sampled the tokens.
-
-    Raises:
-        ConfigError: the batch has no reference log-probabilities.
-    """
-    old = batch.policy_logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-    factor = torch.ones_like(batch.mask[:, 0], dtype=old.dtype) if gate is None else gate.factor
-    if batch.kl_weight is not None:
-        factor = factor * batch.kl_weight
-    return kl_in_advantage(
-        batch.advantages,
-        old,
-        require_reference(replace(batch, policy_logprobs=old)),
-        carries_kl(batch),
-        beta=beta * factor.unsqueeze(-1),
-        horizon=term.horizon,
-        max_log_ratio=term.max_log_ratio,
-        kl_mask=batch.kl_mask,
-    )
-
-
-def kl_metrics(batch: Batch, term: KLTerm) -> dict[str, Tensor]:
-    """The logged values of a batch's KL: detached scalars, named as in the metrics table."""
-    metrics: dict[str, Tensor] = {}
-    kl_mask = carries_kl(batch)
-    if batch.ref_logprobs is not None:
-        ref = require_reference(batch)
-        delta = masked_log_ratio(batch.policy_logprobs, ref, kl_mask)
-        metrics = {f"kl/{name}": masked_mean(ESTIMATORS[name].value(delta), kl_mask) for name in ("k1", "k3")}
-        metrics["kl/k3_sequence"] = _over_sequences(masked_sum(ESTIMATORS["k3"].value(delta), kl_mask, -1), batch)
-        metrics["kl/log_ratio_max"] = delta.abs().amax()
-        metrics["kl/k3_saturated"] = saturated_share(_log_ratio(batch, term, kl_mask), kl_mask)
-        if term.max_log_ratio is not None:
-            bound = term.max_log_ratio
-            metrics["kl/log_ratio_clamped"] = clamped_share(batch.policy_logprobs, ref, kl_mask, max_log_ratio=bound)
-    if batch.exact_kl is not None:
-        metrics["kl/exact"] = masked_mean(batch.exact_kl.detach(), kl_mask)
-    if batch.sampler_logprobs is not None and term.max_weight is not None:
-        metrics["kl/weights_truncated"] = truncated_share(
-            batch.policy_logprobs,
-            batch.sampler_logprobs,
-            batch.mask,
-            horizon=term.weight_horizon,
-            max_weight=term.max_weight,
-        )
-    return metrics
-
-
-def _over_sequences(per_sequence: Tensor, batch: Batch) -> Tensor:
-    """The mean over the sequences that the reference scored."""
-    if batch.kl_weight is None:
-        return per_sequence.mean()
-    return masked_mean(per_sequence, batch.kl_weight > 0)

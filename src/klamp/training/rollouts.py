@@ -10,8 +10,9 @@ from torch import Tensor
 
 from klamp.core.advantages import group_advantages
 from klamp.core.masking import Totals
+from klamp.core.penalty import advantages_with_kl
 from klamp.core.subsample import sequence_sample
-from klamp.core.term import Gate, advantages_with_kl, sequence_gate_kl
+from klamp.core.term import Gate, sequence_gate_kl
 from klamp.core.types import Batch, Direction
 from klamp.diagnostics.statistics import pad_tokens
 from klamp.errors import RewardError

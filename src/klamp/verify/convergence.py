@@ -24,7 +24,8 @@ from klamp.config.price import configured_price
 from klamp.core.advantages import group_advantages
 from klamp.core.estimators import exact_kl
 from klamp.core.objective import grpo_loss
-from klamp.core.term import KLTerm, shifted_rewards
+from klamp.core.penalty import shifted_rewards
+from klamp.core.term import KLTerm
 from klamp.core.types import Batch, Reduction
 from klamp.errors import ConfigError
 from klamp.verify.oracle import gradient_of

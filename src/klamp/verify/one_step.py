@@ -29,7 +29,8 @@ from klamp.core.advantages import group_advantages
 from klamp.core.estimators import exact_kl
 from klamp.core.masking import Totals
 from klamp.core.objective import Objective, grpo_loss
-from klamp.core.term import Gate, advantages_with_kl, sequence_gate_kl, sequence_kl
+from klamp.core.penalty import advantages_with_kl
+from klamp.core.term import Gate, sequence_gate_kl, sequence_kl
 from klamp.core.types import Batch, Reduction
 from klamp.errors import ConfigError
 from klamp.verify.gradient_names import Followed, name_gradient

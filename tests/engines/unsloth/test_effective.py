@@ -24,6 +24,7 @@ def test_a_stock_trainer(tmp_path: Path) -> None:
     (term,) = found.terms
     assert (term.term, term.beta, found.reference) == ("Unsloth's own", 0.25, "loaded by Unsloth")
     assert term.value == "k3 times the policy ratio"
+    assert term.price.startswith("0.333 x the standard deviation of a group's rewards per nat of a whole completion")
     assert found.normalizer.startswith("mean over the tokens of the optimizer step")
     assert f"{PAST}, and nothing says so" in found.notes
     assert "TRL" not in "".join(found.notes)
@@ -35,6 +36,7 @@ def test_an_attached_one(tmp_path: Path) -> None:
     (term,) = found.terms
     assert (term.term, term.beta) == ("klamp's", 0.25)
     assert term.controller == "hold controller from 0.25, towards 0.1 nats per token"
+    assert term.price.startswith("0.333 x the standard deviation of a group's rewards per nat of a whole completion")
     assert found.reference == "a frozen copy in memory"
     assert found.normalizer == ("mean over completions of the mean over tokens (Unsloth's own, loss_type='grpo')")
     assert f"{PAST}; klamp's KL has none of these clamps" in found.notes

@@ -12,7 +12,7 @@ from klamp.hosts.common.effective import Effective, EffectiveTerm, that_apply
 
 pytestmark = pytest.mark.filterwarnings("ignore::klamp.KLWarning")  # some of these configurations are cautioned about
 
-TERM = EffectiveTerm.of(KLConfig(beta=0.1), beta=0.2)
+TERM = EffectiveTerm.of(KLConfig(beta=0.1), beta=0.2, price="0.2 reward per nat")
 
 
 def effective(*terms: EffectiveTerm, notes: tuple[str, ...] = ()) -> Effective:
@@ -28,7 +28,10 @@ def test_a_term_says_the_beta_in_force_and_not_the_one_asked_for() -> None:
 
 def test_a_host_may_know_the_controller_and_the_clip_better() -> None:
     kl = KLConfig(beta=0.1, target_kl=0.05, kl_clip_method="hard")
-    told, known = EffectiveTerm.of(kl, beta=0.1), EffectiveTerm.of(kl, beta=0.1, controller="the caller's", clip="mine")
+    told, known = (
+        EffectiveTerm.of(kl, beta=0.1, price=""),
+        EffectiveTerm.of(kl, beta=0.1, price="", controller="the caller's", clip="mine"),
+    )
     assert "towards 0.05" in told.controller and "hard" in told.clip
     assert (known.controller, known.clip) == ("the caller's", "mine")
 
@@ -36,7 +39,7 @@ def test_a_host_may_know_the_controller_and_the_clip_better() -> None:
 @pytest.mark.parametrize("gradient", ["reverse", "forward", "own", "none"])
 def test_the_gradient_is_named_by_the_divergence_that_it_has(gradient: str) -> None:
     kl = KLConfig(beta=0.1, kl_estimator="k3", kl_gradient=gradient)  # pyright: ignore[reportArgumentType]
-    assert EffectiveTerm.of(kl, beta=0.1).gradient.startswith(gradient)
+    assert EffectiveTerm.of(kl, beta=0.1, price="").gradient.startswith(gradient)
 
 
 def test_its_text_has_a_line_per_field_in_two_columns() -> None:

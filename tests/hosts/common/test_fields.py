@@ -109,5 +109,5 @@ def test_the_help_is_what_the_configuration_says_under_its_fields() -> None:
         else:
             assert shown.startswith(texts[field.name]) and repr(DEFAULTS[field.name]) in shown
     assert texts["kl_horizon"] == (
-        "token: each position for itself; sequence: with what a token does to the KL of later ones."
+        "token: each token's own KL; sequence: also the effect of a token on the KL of later tokens."
     )

@@ -14,7 +14,8 @@ from torch import Tensor
 from klamp.config import KLConfig
 from klamp.core.advantages import group_advantages
 from klamp.core.estimators import kl_estimate
-from klamp.core.term import Gate, KLTerm, advantages_with_kl, sequence_gate_kl, shifted_advantages
+from klamp.core.penalty import advantages_with_kl, shifted_advantages
+from klamp.core.term import Gate, KLTerm, sequence_gate_kl
 from klamp.errors import ConfigError
 from klamp.hosts.common.control import KLControl
 from klamp.hosts.common.rollout import (

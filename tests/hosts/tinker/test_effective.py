@@ -51,6 +51,18 @@ def test_a_controller_or_schedule_moves_nothing_unless_the_caller_does() -> None
     assert notes(kl=KLConfig()) == ""
 
 
+def test_the_price_is_that_of_advantages_which_the_caller_forms() -> None:
+    def price(**fields: Any) -> str:
+        return effective(kl=KLConfig(beta=0.04, **fields), beta=0.3).terms[0].price
+
+    assert price().startswith(
+        "0.3 reward per nat of a whole completion, if advantages are rewards less the mean of the"
+    )
+    assert price(kl_normalizer="token_mean") == price(), "the call's own"
+    assert price(kl_normalizer="sequence_sum").startswith("unknown: the KL has an average of its own")
+    assert price(**IN_REWARD) == "0.3 reward per nat of a whole completion"
+
+
 def test_the_normalizer_of_a_call() -> None:
     said = {each: effective(normalizer=each, max_length=16).normalizer for each in get_args(Normalizer)}
     assert len(set(said.values())) == len(said) and all(repr(each) in text for each, text in said.items())

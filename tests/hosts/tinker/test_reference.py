@@ -243,6 +243,15 @@ def test_other_forms_of_clients(client):
     assert compute(client) == expected()
 
 
+@pytest.mark.parametrize("wrong", [None, 7])
+@pytest.mark.parametrize("name", ["prompt_tokens", "response_tokens"])
+def test_what_holds_no_sequences_is_refused_in_words(name, wrong):
+    given = {"prompt_tokens": PROMPTS, "response_tokens": RESPONSES, name: wrong}
+    with pytest.raises(DataError, match=f"^{name} must hold one list of token ids per response") as caught:
+        asyncio.run(compute_reference_logprobs(FakeSampler(), **given))
+    assert str(wrong) in str(caught.value.got) and caught.value.why and caught.value.fix
+
+
 def test_refusals():
     with pytest.raises(DataError, match="prompts and responses differ in number"):
         compute(FakeSampler(), PROMPTS[:-1])

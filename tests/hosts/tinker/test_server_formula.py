@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from klamp.core.objective import Objective
+from klamp.core.penalty import token_penalty
 from klamp.core.surrogates import ppo_clip
-from klamp.core.term import KLTerm, token_penalty
+from klamp.core.term import KLTerm
 from klamp.core.types import Batch
 from klamp.hosts.tinker.server_formula import INPUTS, datum_loss
 

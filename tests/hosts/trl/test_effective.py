@@ -49,8 +49,9 @@ def test_attach_refuses_what_is_no_configuration(tmp_path: Path) -> None:
 
 
 def test_the_page_shows_what_effective_prints(tmp_path: Path) -> None:
-    kl = {"kl_clip_method": "hard", "kl_clip_threshold": 0.1}
-    lines = str(effective(klamp_trainer(model(), tmp_path, beta=0.02, loss_type="dapo", **kl))).splitlines()
+    given = {"loss_type": "dapo", "num_generations": 8, "per_device_train_batch_size": 8}
+    given |= {"kl_clip_method": "hard", "kl_clip_threshold": 0.1}
+    lines = str(effective(klamp_trainer(model(), tmp_path, beta=0.02, **given))).splitlines()
     page = (Path(__file__).resolve().parents[3] / "docs" / "trl.md").read_text(encoding="utf-8")
     assert "\n".join(lines[1:]) in page, "but for the version installed and the class of the tests"
 
@@ -70,6 +71,34 @@ def test_how_tokens_become_one_number(tmp_path: Path, loss_type: str, words: str
     found = effective(trainer).normalizer
     assert words in found
     assert found.endswith(f"(TRL's own, loss_type={loss_type!r})")
+
+
+def test_the_price_of_beta_is_the_one_that_is_logged(tmp_path: Path) -> None:
+    trainer = klamp_trainer(model(), tmp_path, beta=0.1, scale_rewards="none", kl_lr_guard=9.0)
+    (term,) = effective(trainer).terms
+    assert term.price == "0.2 reward per nat of a whole completion = beta 0.1 x 2 (the mean of 2 holds the own reward)"
+    trainer.train()
+    logged = {row["beta/price"] for row in trainer.state.log_history if "beta/price" in row}
+    assert logged == {0.2}
+
+
+@pytest.mark.parametrize(
+    ("options", "price"),
+    [
+        ({"scale_rewards": "group"}, "0.2 x the standard deviation of a group's rewards per nat"),
+        ({"scale_rewards": "batch"}, "0.2 x the standard deviation of the batch's rewards per nat"),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, "unknown: each reward function is divided"),
+        ({"loss_type": "unheard of"}, "unknown: nothing is known of loss_type='unheard of'"),
+    ],
+)
+def test_the_price_of_trls_own_beta_or_why_it_is_unknown(tmp_path: Path, options: dict[str, str], price: str) -> None:
+    trainer = build(trl.GRPOTrainer, model(), arguments(trl.GRPOConfig, tmp_path))
+    trainer.beta = 0.1
+    for name, value in options.items():
+        setattr(trainer.args, name, value)
+        setattr(trainer, name, value)
+    (term,) = effective(trainer).terms
+    assert term.price.startswith(price)
 
 
 def test_trls_own_term_with_and_without_the_ratio(tmp_path: Path) -> None:

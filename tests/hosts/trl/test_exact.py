@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.hosts.trl.hosts import generated, klamp_trainer, model, noisy, plain_logits, with_kl
+from tests.hosts.trl.hosts import generated, plain_logits, with_kl
 
 from klamp.config import KLConfig
 from klamp.core.estimators import exact_kl
 from klamp.errors import ConfigError
 from klamp.hosts.trl.exact import REF_HIDDEN, check_exact, hidden_states, keep_reference, of_completions, why_not_exact
-
-
-@pytest.fixture(scope="module")
-def base() -> Any:
-    return model()
-
-
-@pytest.fixture(scope="module")
-def trainer(base: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("exact")
-    return klamp_trainer(noisy(base), folder, trainer={"ref_model": copy.deepcopy(base)}, beta=0.4, kl_monitor=True)
 
 
 def test_the_exact_kl_of_a_sample_is_the_sum_over_the_vocabulary(trainer: Any, base: Any) -> None:

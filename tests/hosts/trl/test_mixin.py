@@ -16,7 +16,6 @@ from tests.hosts.trl.hosts import (
     gradient_of,
     klamp_trainer,
     model,
-    noisy,
     plain_logits,
     plain_logprobs,
     rows_of,
@@ -31,17 +30,6 @@ from klamp.hosts.trl.refusals import liger_bypasses
 from klamp.trl import GRPOTrainer, attach
 
 CLIP: dict[str, Any] = {"kl_clip_method": "hard", "kl_clip_threshold": 0.1}
-
-
-@pytest.fixture(scope="module")
-def base() -> Any:
-    return model()
-
-
-@pytest.fixture(scope="module")
-def trainer(base: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("mixin")
-    return klamp_trainer(noisy(base), folder, trainer={"ref_model": copy.deepcopy(base)}, beta=0.4, kl_monitor=True)
 
 
 @pytest.mark.parametrize("level", ["group", "batch", None])

@@ -13,7 +13,6 @@ from tests.hosts.trl.hosts import (
     generated,
     gradient_of,
     klamp_trainer,
-    model,
     noisy,
     plain_logits,
     plain_logprobs,
@@ -25,7 +24,8 @@ from klamp.config import KLConfig
 from klamp.core.advantages import group_advantages
 from klamp.core.estimators import exact_kl
 from klamp.core.objective import Objective, grpo_loss
-from klamp.core.term import Gate, advantages_with_kl, sequence_gate_kl
+from klamp.core.penalty import advantages_with_kl
+from klamp.core.term import Gate, sequence_gate_kl
 from klamp.core.types import Batch
 from klamp.hosts.common.exclusions import excluded_ids, kl_tokens
 
@@ -59,11 +59,6 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "in the reward": REWARD,
     "in the reward, clipped": REWARD | CLIP,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def base() -> Any:
-    return model()
 
 
 @pytest.fixture(scope="module")

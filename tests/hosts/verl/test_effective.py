@@ -65,6 +65,9 @@ def test_the_words_of_a_configuration() -> None:
         "host       verl, not installed here",
         "term       klamp's",
         "beta       0.04",
+        "price      0.0457 x the standard deviation of a group's rewards per nat of a whole completion = beta 0.04 x "
+        "1.14 (the mean of 8 holds the own reward); no single number is the price: 0.0162 to 0.0244 for rewards of 0 "
+        "and 1 in groups of 8",
         "controller fixed",
         "value      k3",
         "gradient   reverse per token: KL(policy||ref)",
@@ -113,6 +116,31 @@ def test_verls_own_names_in_words(name: str, value: str, gradient: str) -> None:
     (term,) = effective(config(kl_loss_type=name)).terms
     assert (term.term, term.value) == ("verl's own", value)
     assert term.gradient.startswith(gradient) and (term.gradient == gradient or name == "low_var_kl")
+
+
+@pytest.mark.parametrize(
+    ("changes", "price"),
+    [
+        ({"norm_adv_by_std_in_grpo": False}, "0.0457 reward per nat of a whole completion"),
+        ({"adv_estimator": "rloo"}, "0.04 reward per nat of a whole completion"),
+        ({"adv_estimator": "gae"}, "unknown: adv_estimator=gae"),
+        ({"policy_loss": {"loss_mode": "klamp"}, "adv_estimator": "rloo"}, "0.04 reward per nat"),
+        ({"policy_loss": {"loss_mode": "gspo"}}, "unknown: loss_mode=gspo"),
+        ({"policy_loss": {"loss_mode": "klamp:gspo"}}, "unknown: loss_mode=gspo"),
+        ({"kl_loss_type": "kl"}, "none: its gradient is that of no KL"),
+        ({"use_kl_loss": False, "use_kl_in_reward": True}, "0.001 reward per nat of a whole completion"),
+        ({"use_kl_loss": False, "use_kl_in_reward": True, "kl_penalty": "abs"}, "none: its gradient is that of no KL"),
+    ],
+)
+def test_the_price_of_beta_or_why_it_is_unknown(changes: dict[str, Any], price: str) -> None:
+    (term,) = effective(config(**changes)).terms
+    assert term.price.startswith(price)
+
+
+def test_a_completion_alone_has_no_group_and_no_price() -> None:
+    alone = config()
+    alone["actor_rollout_ref"]["rollout"]["n"] = 1
+    assert effective(alone).terms[0].price == "unknown: rollout.n=1 leaves no group"
 
 
 def test_what_may_surprise() -> None:

@@ -7,7 +7,7 @@ import torch
 from tests.verify.proofs.broken import failures
 
 from klamp.core.clipping import clip_gate, clip_kl
-from klamp.core.term import advantages_with_kl
+from klamp.core.penalty import advantages_with_kl
 from klamp.verify import one_step
 from klamp.verify.proofs import clipping
 from klamp.verify.proofs.clipping import prove_clipping

@@ -18,12 +18,12 @@ def test_a_shift_of_the_advantage_with_the_wrong_sign(monkeypatch: pytest.Monkey
     def flipped(*args: object, beta: float, **kwargs: object) -> object:
         return kl_in_advantage(*args, beta=-beta, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("klamp.core.term.kl_in_advantage", flipped)
+    monkeypatch.setattr("klamp.core.penalty.kl_in_advantage", flipped)
     assert "in the advantage, reward-to-go; mixed groups" in failures(prove_placement)
 
 
 def test_a_kl_that_is_added_to_the_reward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("klamp.core.term.kl_in_reward", lambda r, k, *, beta: kl_in_reward(r, k, beta=-beta))
+    monkeypatch.setattr("klamp.core.penalty.kl_in_reward", lambda r, k, *, beta: kl_in_reward(r, k, beta=-beta))
     found = failures(prove_placement)
     assert "in the reward, against the mean of the others; saturated groups" in found
     assert not [claim for claim in found if claim.startswith("in the advantage")]

@@ -12,7 +12,6 @@ from typing import Any
 
 from klamp.config import KLConfig
 from klamp.config.price import Price
-from klamp.core.controllers import HoldController
 from klamp.core.schedules import kl_schedule_factor
 from klamp.errors import NonFiniteError, RunFolderError
 
@@ -139,7 +138,7 @@ class KLControl:
             NonFiniteError: see `check_kl`; nothing has changed then.
         """
         check_kl(kl)
-        if isinstance(self.controller, HoldController) and self.kl.target_kl is not None:
+        if self.kl.target_kl is not None:
             self.controller.land_at(landing_beta(self.kl.target_kl, metrics or {}, spread))
         self.controller.update(kl)
         self.rate_factor, self.last_kl = self.next_rate_factor(), kl

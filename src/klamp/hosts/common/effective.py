@@ -24,6 +24,8 @@ class EffectiveTerm:
     """Whose it is: klamp's, or the host's own."""
     beta: float
     """The coefficient in force now, in loss (or reward) per nat."""
+    price: str
+    """Reward that is given up for one nat of KL of a whole completion, at that coefficient; or why it is unknown."""
     controller: str
     """How the coefficient moves."""
     value: str
@@ -36,18 +38,22 @@ class EffectiveTerm:
     """Its budget, if any."""
 
     @classmethod
-    def of(cls, kl: KLConfig, *, beta: float, controller: str | None = None, clip: str | None = None) -> EffectiveTerm:
+    def of(
+        cls, kl: KLConfig, *, beta: float, price: str, controller: str | None = None, clip: str | None = None
+    ) -> EffectiveTerm:
         """klamp's term of a configuration.
 
         Args:
             kl: the KL.
             beta: the coefficient in force.
+            price: what it costs there.
             controller: how it moves; None: as the configuration says.
             clip: its budget; None: as the configuration says.
         """
         return cls(
             term="klamp's",
             beta=beta,
+            price=price,
             controller=controller or describe_controller(kl),
             value=describe_value(kl),
             gradient=f"{describe_gradient(kl)}: {DIVERGENCES[kl.kl_gradient]}",

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klamp.core.term import Gate, KLTerm, carries_kl, token_penalty
+from klamp.core.penalty import token_penalty
+from klamp.core.term import Gate, KLTerm, carries_kl
 from klamp.core.types import Batch
 from klamp.errors import UnsupportedVersion
 

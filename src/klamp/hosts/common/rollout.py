@@ -16,7 +16,8 @@ from torch import Tensor
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import masked_log_ratio
 from klamp.core.masking import masked_sum
-from klamp.core.term import Gate, KLTerm, advantages_with_kl, sequence_gate_kl, shifted_advantages
+from klamp.core.penalty import advantages_with_kl, shifted_advantages
+from klamp.core.term import Gate, KLTerm, sequence_gate_kl
 from klamp.core.types import Batch, Reduction
 from klamp.errors import ConfigError
 from klamp.hosts.common.control import KLControl

@@ -10,7 +10,8 @@ from torch import Tensor
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import masked_log_ratio
 from klamp.core.masking import masked_mean
-from klamp.core.term import Gate, KLTerm, carries_kl, kl_metrics, require_reference
+from klamp.core.penalty import kl_metrics
+from klamp.core.term import Gate, KLTerm, carries_kl, require_reference
 from klamp.core.types import Batch
 from klamp.diagnostics.statistics import largest_log_ratios, means_by_position
 

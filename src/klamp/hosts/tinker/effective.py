@@ -7,7 +7,9 @@ from importlib import metadata
 from typing import Unpack
 
 from klamp.config import KLConfig
-from klamp.config.describe import describe_average, describe_clip
+from klamp.config.describe import describe_average, describe_clip, describe_price
+from klamp.config.price import price_of
+from klamp.core.objective import Objective
 from klamp.core.types import Reduction
 from klamp.hosts.common.effective import Effective, EffectiveTerm, that_apply
 from klamp.hosts.tinker.options import (
@@ -51,12 +53,14 @@ def effective(
     Raises:
         UnknownNameError, ConfigError: arguments that the call would refuse.
     """
-    beta = make_settings(kl_coef, cliprange, kl, **options).objective.beta
+    objective = make_settings(kl_coef, cliprange, kl, **options).objective
+    beta = objective.beta
     kl = merge_coefficients(kl_coef, kl)
     length = reference_length_of(kl, options.get("reference_length"))
     term = EffectiveTerm.of(
         kl,
         beta=beta,
+        price=_price(objective),
         controller="fixed" if options.get("beta") is None else "the caller's: each call is passed its beta",
         clip=describe_clip(kl, length="the datum's reference_length" if isinstance(length, Sequence) else length),
     )
@@ -74,6 +78,18 @@ def _host() -> str:
         return f"tinker {metadata.version('tinker')}, forward_backward_custom"
     except metadata.PackageNotFoundError:
         return "tinker, not installed here"
+
+
+def _price(objective: Objective) -> str:
+    """The price where a call alone tells it; its advantages are the caller's."""
+    term = objective.kl
+    price = price_of(objective.beta, placement=term.placement, baseline="leave_one_out", scale="none", group_size=2)
+    text = describe_price(price, group_size=2)
+    if term.placement == "reward":
+        return text
+    if term.placement == "loss" and term.normalizer not in (None, objective.reduction):
+        return "unknown: the KL has an average of its own, and the caller forms the advantages"
+    return f"{text}, if advantages are rewards less the mean of the others; for any other it is unknown here"
 
 
 def _average(options: LossOptions) -> str:

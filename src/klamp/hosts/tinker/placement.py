@@ -15,7 +15,8 @@ from klamp.config import KLConfig
 from klamp.core.arguments import check_instance
 from klamp.core.checks import check_logprobs
 from klamp.core.masking import masked, masked_mean
-from klamp.core.term import Gate, shifted_advantages, shifted_rewards
+from klamp.core.penalty import shifted_advantages, shifted_rewards
+from klamp.core.term import Gate
 from klamp.core.types import Batch
 from klamp.errors import ConfigError, ShapeError, check_name
 from klamp.hosts.tinker.datums import tensor_data, with_inputs

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, POSITIVE, check_number
+from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, POSITIVE, check_number, describe
 from klamp.errors import DataError, NonFiniteError, ShapeError
 from klamp.hosts.tinker.padded import token_ids
 from klamp.hosts.tinker.retrying import Asker
@@ -57,8 +57,8 @@ async def compute_reference_logprobs(
     check_number("retries", retries, AT_LEAST_0, whole=True)
     check_number("backoff", backoff, AT_LEAST_0)
     check_number("timeout", timeout, POSITIVE)
-    prompts = [token_ids(f"prompt_tokens[{i}]", tokens) for i, tokens in enumerate(prompt_tokens)]
-    responses = [token_ids(f"response_tokens[{i}]", tokens) for i, tokens in enumerate(response_tokens)]
+    prompts = _sequences("prompt_tokens", prompt_tokens)
+    responses = _sequences("response_tokens", response_tokens)
     _check_sequences(prompts, responses)
     asker = Asker(ref_client, retries=retries, backoff=backoff, timeout=timeout)
     free = asyncio.Semaphore(concurrency)
@@ -110,6 +110,18 @@ def response_part(i: int, answer: Sequence[float | None] | None, prompt: int, re
             fix="check that the reference's vocabulary has the token",
         )
     return [float(value) for value in values if value is not None]
+
+
+def _sequences(name: str, sequences: object) -> list[list[int]]:
+    """Lists of token ids, one per sequence."""
+    if not isinstance(sequences, Iterable):
+        raise DataError(
+            f"{name} must hold one list of token ids per response",
+            got=describe(sequences),
+            why="each response is scored behind its own prompt",
+            fix=f"pass {name} as a list of lists of ints",
+        )
+    return [token_ids(f"{name}[{i}]", tokens) for i, tokens in enumerate(sequences)]
 
 
 def _check_sequences(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> None:

@@ -17,7 +17,8 @@ from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import COEFFICIENTS, saturation, weighted_value
 from klamp.core.masking import masked, reduce_tokens, total_denominator
 from klamp.core.objective import Objective
-from klamp.core.term import KLTerm, shifted_advantages
+from klamp.core.penalty import shifted_advantages
+from klamp.core.term import KLTerm
 from klamp.core.types import LossPart, Reduction
 from klamp.hosts.tinker.options import Settings
 from klamp.hosts.tinker.padded import Rows

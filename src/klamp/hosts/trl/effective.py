@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from klamp.config import TRL_LOSS_TYPES, KLConfig
-from klamp.config.describe import DIVERGENCES, PLACEMENTS, describe_average, describe_clip
+from klamp.config.describe import DIVERGENCES, PLACEMENTS, describe_average, describe_clip, describe_price
+from klamp.core.term import Placement
 from klamp.core.types import Reduction
 from klamp.hosts.common.control import NEVER_ZERO
 from klamp.hosts.common.effective import Effective, EffectiveTerm, that_apply
-from klamp.hosts.trl.refusals import liger_bypasses
+from klamp.hosts.trl.measure import group_size, price_in
+from klamp.hosts.trl.refusals import liger_bypasses, reward_scale
 from klamp.hosts.trl.versions import check_version
 
 
@@ -28,7 +30,7 @@ def read_effective(
     """
     session = getattr(trainer, "_klamp", None)
     kl = None if session is None else session.kl
-    term = _stock(trainer, host) if kl is None else _klamp(trainer, kl)
+    term = _stock(trainer, host, loss_types) if kl is None else _klamp(trainer, kl, loss_types)
     return Effective(
         host=f"trl {check_version()}, {type(trainer).__name__}",
         terms=() if term is None else (term,),
@@ -45,7 +47,18 @@ def _average(loss_type: str, loss_types: Mapping[str, Reduction | None]) -> str:
     return describe_average("token_mean", over="each micro-batch") if reduction is None else describe_average(reduction)
 
 
-def _klamp(trainer: Any, kl: KLConfig) -> EffectiveTerm | None:
+def _price(trainer: Any, beta: float, placement: Placement, loss_types: Mapping[str, Reduction | None]) -> str:
+    if trainer.loss_type not in loss_types:
+        return f"unknown: nothing is known of loss_type={trainer.loss_type!r}"
+    scale = reward_scale(trainer.args)
+    each = getattr(trainer, "multi_objective_aggregation", "sum_then_normalize") != "sum_then_normalize"
+    if scale != "none" and each:
+        return "unknown: each reward function is divided by a standard deviation of its own"
+    price = price_in(trainer, beta, placement)
+    return describe_price(price, group_size=group_size(trainer), of_batch=scale == "batch")
+
+
+def _klamp(trainer: Any, kl: KLConfig, loss_types: Mapping[str, Reduction | None]) -> EffectiveTerm | None:
     control = trainer._klamp.control
     if not kl.needs_reference:
         return None
@@ -53,16 +66,17 @@ def _klamp(trainer: Any, kl: KLConfig) -> EffectiveTerm | None:
     if kl.use_per_token_kl_threshold and control.reference_length is None and kl.kl_clip_method != "none":
         clip += " (the data's column, or measured at the start)"
     beta = control.beta(trainer.state.global_step, max(trainer.state.max_steps, 1))
-    return EffectiveTerm.of(kl, beta=beta, clip=clip)
+    return EffectiveTerm.of(kl, beta=beta, price=_price(trainer, beta, kl.kl_placement, loss_types), clip=clip)
 
 
-def _stock(trainer: Any, host: str) -> EffectiveTerm | None:
+def _stock(trainer: Any, host: str, loss_types: Mapping[str, Reduction | None]) -> EffectiveTerm | None:
     if trainer.beta == 0:
         return None
     weighted = bool(getattr(trainer.args, "use_bias_correction_kl", False))
     return EffectiveTerm(
         term=f"{host}'s own",
         beta=float(trainer.beta),
+        price=_price(trainer, float(trainer.beta), "loss", loss_types),
         controller="fixed",
         value="k3 times the policy ratio" if weighted else "k3",
         gradient="reverse, on-policy that of k2 (ratio not detached)"

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from klamp.config import KLConfig
-from klamp.config.price import price_of
+from klamp.config.price import Price, price_of
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import masked_log_ratio
 from klamp.core.masking import masked_sum
-from klamp.core.term import Gate, carries_kl
+from klamp.core.term import Gate, Placement, carries_kl
 from klamp.diagnostics.statistics import repeated_pairs, reward_length_correlation
 from klamp.errors import KLWarning
 from klamp.hosts.common.control import beta_metrics, held_kl
@@ -55,7 +53,7 @@ def after_loss(trainer: Any, inputs: Any, scored: Scoring, beta: float) -> None:
     if mode == "train" and not trainer.accelerator.sync_gradients:
         return
     found = window.emit(trainer.accelerator)
-    found |= _beta_metrics(trainer, beta, found)
+    found |= _beta_metrics(trainer, beta)
     kl = held_kl(found, exact_everywhere=session.exact_everywhere)
     if mode == "train" and kl is not None:
         _check_step_zero(trainer, found["kl/k3"])
@@ -67,21 +65,26 @@ def after_loss(trainer: Any, inputs: Any, scored: Scoring, beta: float) -> None:
         trainer._metrics[mode][name].append(value)
 
 
-def _beta_metrics(trainer: Any, beta: float, metrics: Mapping[str, float]) -> dict[str, float]:
-    session = trainer._klamp
-    kl = session.kl or KLConfig()
-    reduction = trainer._loss_types.get(trainer.loss_type)
-    price = price_of(
+def price_in(trainer: Any, beta: float, placement: Placement) -> Price:
+    """The price of a coefficient in a trainer of TRL's kind, which divides its policy loss and its KL by the same.
+
+    Args:
+        trainer: whose options say how advantages are formed.
+        beta: the coefficient.
+        placement: where the KL enters.
+    """
+    return price_of(
         beta,
-        placement=kl.kl_placement,
-        policy=reduction,
-        kl=kl.kl_normalizer if kl.kl_placement == "loss" and kl.kl_normalizer else reduction,
+        placement=placement,
         baseline="mean",
         scale="none" if reward_scale(trainer.args) == "none" else "std",
         group_size=max(group_size(trainer), 2),
-        mean_length=max(metrics.get("length/mean", 1.0), 1.0),
-        max_length=trainer.max_completion_length,
     )
+
+
+def _beta_metrics(trainer: Any, beta: float) -> dict[str, float]:
+    session = trainer._klamp
+    price = price_in(trainer, beta, "loss" if session.kl is None else session.kl.kl_placement)
     of_beta = beta_metrics if session.control is None else session.control.metrics
     return of_beta(price, session.spread)
 

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
-from klamp.config.describe import DIVERGENCES, PLACEMENTS, describe_average, describe_controller
+from klamp.config.describe import DIVERGENCES, PLACEMENTS, describe_average, describe_controller, describe_price
+from klamp.config.price import price_of
+from klamp.core.advantages import Baseline, Scale
 from klamp.core.arguments import describe
 from klamp.core.term import Placement
 from klamp.errors import ConfigError
@@ -29,7 +31,8 @@ AVERAGES: Mapping[str, str] = {
     "seq-mean-token-sum-norm": describe_average("fixed_length", length="loss_scale_factor, else the padded length"),
     "token-sum": "sum over the tokens of the mini-batch",
 }
-
+BASELINES: Mapping[str, Baseline] = {"grpo": "mean", "rloo": "leave_one_out"}
+"""verl's advantages whose baseline is known here; GRPO's holds the completion's own reward."""
 
 READ = (
     "actor_rollout_ref.actor.use_kl_loss",
@@ -61,7 +64,7 @@ def effective(config: Any) -> Effective:
     mode = actor["loss_agg_mode"]
     return Effective(
         host=_host(),
-        terms=(*([_in_loss(actor)] if in_loss else []), *([_in_reward(algorithm)] if in_reward else [])),
+        terms=(*([_in_loss(config)] if in_loss else []), *([_in_reward(config)] if in_reward else [])),
         normalizer=f"{AVERAGES.get(mode, 'unknown')} (loss_agg_mode={mode})",
         reference=_reference(config["actor_rollout_ref"]["model"])
         if in_loss or in_reward
@@ -92,22 +95,51 @@ def _host() -> str:
         return "verl, not installed here"
 
 
-def _in_loss(actor: Any) -> EffectiveTerm:
+def _in_loss(config: Any) -> EffectiveTerm:
+    actor = config["actor_rollout_ref"]["actor"]
     name, beta = actor["kl_loss_type"], actor["kl_loss_coef"]
+    price = _price(config, beta, "loss")
     if names.is_ours(name):
-        return EffectiveTerm.of(names.loss_kl(name), beta=beta, controller="fixed")
+        return EffectiveTerm.of(names.loss_kl(name), beta=beta, price=price, controller="fixed")
     value, gradient = _own(name)
-    return _of_verl("loss", value, gradient, beta, "fixed")
+    return _of_verl("loss", value, gradient, beta, price, "fixed")
 
 
-def _in_reward(algorithm: Any) -> EffectiveTerm:
-    name, control = algorithm["kl_penalty"], algorithm["kl_ctrl"]
+def _in_reward(config: Any) -> EffectiveTerm:
+    name, control = config["algorithm"]["kl_penalty"], config["algorithm"]["kl_ctrl"]
     beta, moves = control["kl_coef"], _moves(control)
+    price = _price(config, beta, "reward")
     if names.is_ours(name):
-        return EffectiveTerm.of(names.reward_kl(name), beta=beta, controller=moves)
+        return EffectiveTerm.of(names.reward_kl(name), beta=beta, price=price, controller=moves)
     value = _own(name)[0]
     gradient = DIVERGENCES["reverse"] if value == "k1" else "that of no divergence"
-    return _of_verl("reward", value, gradient, beta, moves)
+    return _of_verl("reward", value, gradient, beta, price, moves)
+
+
+def _price(config: Any, beta: float, placement: Placement) -> str:
+    """The price of a coefficient; verl averages the policy loss of `vanilla` and the KL by the same loss_agg_mode."""
+    estimator, size = config["algorithm"]["adv_estimator"], int(config["actor_rollout_ref"]["rollout"]["n"])
+    mode = _loss_mode(config["actor_rollout_ref"]["actor"])
+    if estimator not in BASELINES:
+        return f"unknown: adv_estimator={estimator} is not one of {', '.join(BASELINES)}"
+    if size < 2:
+        return f"unknown: rollout.n={size} leaves no group"
+    if placement == "loss" and mode != "vanilla":
+        return f"unknown: loss_mode={mode} may average over tokens otherwise than the KL"
+    scale: Scale = "std" if _scales(config["algorithm"]) else "none"
+    price = price_of(beta, placement=placement, baseline=BASELINES[estimator], scale=scale, group_size=size)
+    return describe_price(price, group_size=size)
+
+
+def _loss_mode(actor: Any) -> str:
+    """The policy loss that verl computes, also where klamp's name stands before it."""
+    mode = str((actor.get("policy_loss") or {}).get("loss_mode", "vanilla"))
+    return (mode.partition(":")[2] or "vanilla") if names.is_ours(mode) else mode
+
+
+def _scales(algorithm: Any) -> bool:
+    """Whether advantages are divided by the standard deviation of their group's rewards."""
+    return algorithm["adv_estimator"] == "grpo" and bool(algorithm.get("norm_adv_by_std_in_grpo", True))
 
 
 def _moves(control: Any) -> str:
@@ -117,10 +149,13 @@ def _moves(control: Any) -> str:
     return "fixed" if kind == "fixed" else f"{kind} from {beta:g}, towards {target:g} nats per token"
 
 
-def _of_verl(placement: Placement, value: str, gradient: str, beta: float, controller: str) -> EffectiveTerm:
+def _of_verl(
+    placement: Placement, value: str, gradient: str, beta: float, price: str, controller: str
+) -> EffectiveTerm:
     return EffectiveTerm(
         term="verl's own",
         beta=beta,
+        price=price if "KL(" in gradient else "none: its gradient is that of no KL",
         controller=controller,
         value=value,
         gradient=gradient,
@@ -149,13 +184,12 @@ def _megatron_rank(model: Any) -> int:
 def _notes(config: Any, in_loss: bool, in_reward: bool) -> tuple[str, ...]:
     actor, algorithm = config["actor_rollout_ref"]["actor"], config["algorithm"]
     control, completions = algorithm["kl_ctrl"], _completions(config)
-    scaled = algorithm["adv_estimator"] == "grpo" and bool(algorithm.get("norm_adv_by_std_in_grpo", True))
     own = not names.is_ours(algorithm["kl_penalty"])
     value = _own(algorithm["kl_penalty"])[0] if own else "k1"
     rows = [
         (in_loss and in_reward, "the KL counts twice: in the loss and in the reward"),
         (
-            in_reward and scaled,
+            in_reward and _scales(algorithm),
             "norm_adv_by_std_in_grpo divides by the standard deviation of rewards that hold the KL: in a group whose "
             "rewards are all equal beta cancels, and every beta > 0 is the same",
         ),

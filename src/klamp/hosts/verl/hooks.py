@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from klamp.core.gradients import masked_log_ratio
-from klamp.core.term import token_penalty
+from klamp.core.penalty import token_penalty
 from klamp.core.types import Batch
 from klamp.errors import ConfigError
 from klamp.hosts.common.control import KLControl, check_kl

@@ -1,0 +1,208 @@
+"""What a KL term does to a batch, without beta: the penalty of the loss, the shift of reward or advantage, the metrics.
+
+A trainer that has a loss of its own adds `token_penalty` to it, or shifts its advantages by `shifted_advantages`;
+`grpo_loss` does the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from klamp.core.estimators import ESTIMATORS
+from klamp.core.gradients import (
+    clamped_share,
+    exact_penalty,
+    log_weights,
+    masked_log_ratio,
+    penalty_from_weights,
+    saturated_share,
+    truncated_share,
+)
+from klamp.core.masking import masked, masked_mean, masked_sum
+from klamp.core.placement import kl_in_advantage, kl_in_reward, sequence_log_ratio
+from klamp.core.term import Gate, KLTerm, bounded_log_ratio, carries_kl, require_reference
+from klamp.core.types import Batch, TokenValues
+from klamp.errors import ConfigError
+
+
+def _log_weights(batch: Batch, term: KLTerm) -> Tensor:
+    """The off-policy log-weights of the penalty; the prefix ratio runs over all trained tokens, excluded ones too."""
+    exact = term.value == "exact"
+    if term.off_policy == "none" or (exact and term.off_policy == "token"):
+        return torch.zeros_like(masked(batch.policy_logprobs.detach(), batch.mask))
+    if batch.sampler_logprobs is None:
+        raise ConfigError(
+            "kl_off_policy needs the sampler's log-probabilities",
+            got="sampler_logprobs=None",
+            why="the weight is policy / sampler",
+            fix="pass what the sampler reported for its tokens, or kl_off_policy='none'",
+        )
+    return log_weights(
+        batch.policy_logprobs,
+        batch.sampler_logprobs,
+        batch.mask,
+        horizon=term.weight_horizon,
+        max_weight=term.max_weight,
+    )
+
+
+def token_penalty(batch: Batch, term: KLTerm, gate: Gate | None = None) -> TokenValues:
+    """The penalty of each token of a batch in nats, without beta: what a loss adds.
+
+    Equation: c_i * gate_i(penalty_it), penalty as in `kl_penalty` (or `exact_penalty`), c_i the sequence's `kl_weight`.
+
+    Sampler: the policy, or with `off_policy` whoever `sampler_logprobs` belong to.
+    Value and gradient: the term's, clipped where a gate is given; masked and excluded tokens are exactly 0.
+    Shapes: see `Batch` -> [B, T].
+
+    Args:
+        batch: scored completions.
+        term: which KL.
+        gate: its clip, from `Gate.of`; None: no clip.
+
+    Raises:
+        ConfigError: the reference, the exact KL or the sampler's log-probabilities are asked for and missing.
+    """
+    kl_mask, log_w = carries_kl(batch), _log_weights(batch, term)
+    excluded = None if batch.kl_mask is None else kl_mask
+    if term.value == "exact":
+        if batch.exact_kl is None:
+            raise ConfigError(
+                "kl_estimator='exact' needs the exact KL of the batch",
+                got="exact_kl=None",
+                why="it is summed over the vocabulary, from both models' logits",
+                fix="set Batch.exact_kl = exact_kl(policy_logits, ref_logits)",
+            )
+        penalty = exact_penalty(
+            batch.policy_logprobs,
+            masked(batch.exact_kl, kl_mask),
+            log_w,
+            batch.mask,
+            gradient=term.gradient,
+            horizon=term.horizon,
+            surrogate=None if batch.exact_kl_forward is None else masked(batch.exact_kl_forward, kl_mask),
+            kl_mask=excluded,
+        )
+    else:
+        penalty = penalty_from_weights(
+            batch.policy_logprobs,
+            bounded_log_ratio(batch, term, kl_mask),
+            log_w,
+            batch.mask,
+            value=term.value,
+            gradient=term.gradient,
+            horizon=term.horizon,
+            kl_mask=excluded,
+        )
+    penalty = penalty if gate is None else gate.apply(penalty, kl_mask)
+    return penalty if batch.kl_weight is None else penalty * batch.kl_weight.unsqueeze(-1)
+
+
+def shifted_rewards(
+    rewards: Float[Tensor, " batch"], batch: Batch, term: KLTerm, *, beta: float
+) -> Float[Tensor, " batch"]:
+    """The rewards minus beta times the KL of each completion (k1 summed over it), before advantages are formed. [B]
+
+    As `kl_in_reward`, with the sequence's `kl_weight` on beta and without a clip, for which see `advantages_with_kl`.
+    `batch.policy_logprobs` are those of the policy that sampled the tokens.
+
+    Raises:
+        ConfigError: the batch has no reference log-probabilities.
+    """
+    return kl_in_reward(rewards, _spent(batch, term), beta=beta)
+
+
+def _spent(batch: Batch, term: KLTerm) -> Float[Tensor, " batch"]:
+    spent = sequence_log_ratio(
+        batch.policy_logprobs, require_reference(batch), carries_kl(batch), max_log_ratio=term.max_log_ratio
+    )
+    return spent if batch.kl_weight is None else spent * batch.kl_weight
+
+
+def advantages_with_kl(
+    rewards: Float[Tensor, " batch"],
+    batch: Batch,
+    term: KLTerm,
+    *,
+    beta: float,
+    gate: Gate | None,
+    advantages: Callable[[Tensor], Tensor],
+) -> Float[Tensor, " batch"]:
+    """The advantages of rewards from which the KL of each completion was taken, clipped where a gate is given. [B]
+
+    Equation: A(r) - beta g_i A(k)_i, A = `advantages`, g the gate's factor, k as in `shifted_rewards`; without a gate
+    A(r - beta k), the same wherever A is linear (scale `none`).
+
+    Gradient: through the score function E[g_i] grad KL(policy || ref). The gate comes after the baseline: that of
+    r - beta g k would hold the others' gates, which depend on this completion's tokens.
+
+    Raises:
+        ConfigError: the batch has no reference log-probabilities.
+    """
+    if gate is None:
+        return advantages(shifted_rewards(rewards, batch, term, beta=beta))
+    return advantages(rewards) - beta * gate.factor * advantages(_spent(batch, term))
+
+
+def shifted_advantages(batch: Batch, term: KLTerm, *, beta: float, gate: Gate | None = None) -> TokenValues:
+    """Advantages minus beta times the KL of each token (or of it and all later ones), in units of the advantage. [B, T]
+
+    As `kl_in_advantage`, with the clip's factor and the sequence's `kl_weight` on beta. The KL is that of the old
+    policy, which sampled the tokens.
+
+    Raises:
+        ConfigError: the batch has no reference log-probabilities.
+    """
+    old = batch.policy_logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+    factor = torch.ones_like(batch.mask[:, 0], dtype=old.dtype) if gate is None else gate.factor
+    if batch.kl_weight is not None:
+        factor = factor * batch.kl_weight
+    return kl_in_advantage(
+        batch.advantages,
+        old,
+        require_reference(replace(batch, policy_logprobs=old)),
+        carries_kl(batch),
+        beta=beta * factor.unsqueeze(-1),
+        horizon=term.horizon,
+        max_log_ratio=term.max_log_ratio,
+        kl_mask=batch.kl_mask,
+    )
+
+
+def kl_metrics(batch: Batch, term: KLTerm) -> dict[str, Tensor]:
+    """The logged values of a batch's KL: detached scalars, named as in the metrics table."""
+    metrics: dict[str, Tensor] = {}
+    kl_mask = carries_kl(batch)
+    if batch.ref_logprobs is not None:
+        ref = require_reference(batch)
+        delta = masked_log_ratio(batch.policy_logprobs, ref, kl_mask)
+        metrics = {f"kl/{name}": masked_mean(ESTIMATORS[name].value(delta), kl_mask) for name in ("k1", "k3")}
+        metrics["kl/k3_sequence"] = _over_sequences(masked_sum(ESTIMATORS["k3"].value(delta), kl_mask, -1), batch)
+        metrics["kl/log_ratio_max"] = delta.abs().amax()
+        metrics["kl/k3_saturated"] = saturated_share(bounded_log_ratio(batch, term, kl_mask), kl_mask)
+        if term.max_log_ratio is not None:
+            bound = term.max_log_ratio
+            metrics["kl/log_ratio_clamped"] = clamped_share(batch.policy_logprobs, ref, kl_mask, max_log_ratio=bound)
+    if batch.exact_kl is not None:
+        metrics["kl/exact"] = masked_mean(batch.exact_kl.detach(), kl_mask)
+    if batch.sampler_logprobs is not None and term.max_weight is not None:
+        metrics["kl/weights_truncated"] = truncated_share(
+            batch.policy_logprobs,
+            batch.sampler_logprobs,
+            batch.mask,
+            horizon=term.weight_horizon,
+            max_weight=term.max_weight,
+        )
+    return metrics
+
+
+def _over_sequences(per_sequence: Tensor, batch: Batch) -> Tensor:
+    """The mean over the sequences that the reference scored."""
+    if batch.kl_weight is None:
+        return per_sequence.mean()
+    return masked_mean(per_sequence, batch.kl_weight > 0)
