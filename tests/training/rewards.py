@@ -52,6 +52,11 @@ def seven(completion: str, **_: Any) -> float:
     return float(completion.startswith("7")) * (1 + STATE["pay"] * sum(c != "7" for c in completion))
 
 
+def odd(completion: str, **_: Any) -> float:
+    """1 for a first character that is an odd digit."""
+    return float(completion[:1] in set("13579"))
+
+
 def half(completion: str, *, answer: str) -> float:
     """`digits` for every other answer; the groups of the others are saturated."""
     return digits(completion) if sum(map(ord, str(answer))) % 2 else 1.0

@@ -132,7 +132,7 @@ def test_sound_runs_are_quiet(name: str, tmp_path: Path) -> None:
 
 
 CUT: dict[str, Any] = {
-    "reward": "tests.training.rewards:seven",
+    "reward": "tests.training.rewards:odd",
     "beta": 0.05,
     "max_completion_length": 2,
     "prompts_per_step": 6,

@@ -25,10 +25,10 @@ FAR_AT_ONCE = Limit(
 SPIKE = Limit(value=3, unit="times the highest of the 5 steps before", source="klamp's choice")
 SPIKE_FLOOR = Limit(
     value=0.2,
-    unit="nats per token; 1 where there are fewer than 5 steps to compare with, or completions of fewer than 8 prompts",
+    unit="nats per token; 1 where there are fewer than 5 steps to compare with, or fewer than 16 prompts in a step",
     source="the GRPO tutorial's warning sign (docs/sources.md)",
 )
-SPIKE_PROMPTS = 8
+SPIKE_PROMPTS = 16
 """With fewer prompts per step than this, the KL changes from step to step just because the prompts do."""
 DROP = Limit(
     value=3,
@@ -75,18 +75,13 @@ def spike(history: History, *, ago: int = 0) -> tuple[float, float] | None:
     name = history.kl_name()
     values = history.last(name, 6, before=ago) if name else []
     prompts = history.rows[-1 - ago].prompts if len(history.rows) > ago else None
+    prompts = history.settings.prompts if prompts is None else prompts
     few = len(values) < 6 or (prompts is not None and prompts < SPIKE_PROMPTS)
     floor = 1.0 if few else SPIKE_FLOOR.value
-    if len(values) < 2 or values[-1] < floor or not _every_estimate_rose(history, ago):
+    if len(values) < 2 or values[-1] < floor:
         return None
     highest = max(map(abs, values[:-1]))
     return (values[-1], highest) if values[-1] > SPIKE.value * highest else None
-
-
-def _every_estimate_rose(history: History, ago: int) -> bool:
-    """Whether k3 rose with the exact KL, which is often measured on a few completions only."""
-    values = history.last("kl/k3", 6, before=ago)
-    return len(values) < 2 or values[-1] > SPIKE.value / 2 * max(map(abs, values[:-1]))
 
 
 def kl_spike(history: History) -> Evidence | None:

@@ -40,6 +40,8 @@ class Settings:
     """Whether the KL is taken from the reward."""
     k3_over_updates: bool = False
     """Whether a step's kl/k3 is a mean over all of its updates, so that the first one's is not 0."""
+    prompts: int | None = None
+    """Prompts per step."""
     rl_skill: str | None = None
     """The evaluated skill that is trained; the others should be kept."""
     eval_size: int | None = None

@@ -97,6 +97,7 @@ def settings_of(config: TrainConfig, *, rl_skill: str | None = None) -> Settings
         other_reference=config.model.ref_model is not None,
         moving_reference=kl.reference in ("ema", "periodic"),
         kl_in_reward=kl.kl_placement != "loss",
+        prompts=config.rollout.prompts_per_step,
         rl_skill=rl_skill,
         eval_size=config.task.eval_size,
     )

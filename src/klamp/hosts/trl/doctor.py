@@ -107,7 +107,9 @@ def settings_of_arguments(args: Any, *, other_reference: bool = False) -> Settin
         other_reference: whether the reference is another model than the one that training starts from.
     """
     given = asdict(args) if is_dataclass(args) and not isinstance(args, type) else vars(args)
-    settings = replace(settings_of(given, set()), other_reference=other_reference)
+    batch, group = (getattr(args, name, None) for name in ("generation_batch_size", "num_generations"))
+    prompts = batch // group if batch and group else None
+    settings = replace(settings_of(given, set()), other_reference=other_reference, prompts=prompts)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KLWarning)  # said when the arguments were made
         kl = kl_config(args)
