@@ -138,7 +138,7 @@ class RunConfig:
     log_completions_every: int = 10
     """Steps between logged completions."""
     report_to: tuple[str, ...] = ("tensorboard",)
-    """Trackers, through accelerate: tensorboard, wandb, and the others that it knows."""
+    """Trackers, through accelerate: tensorboard, wandb, and the others that it knows; none: no tracker."""
     resume: bool = False
     """Continue the run in output_dir from its newest checkpoint."""
     exact_kl_completions: int | None = None
@@ -163,4 +163,6 @@ class RunConfig:
                 "service_timeout": POSITIVE,
             },
         )
+        if self.report_to == ("none",):  # as transformers and TRL have it
+            object.__setattr__(self, "report_to", ())
         check_names(self.stop_on)
