@@ -28,7 +28,7 @@ def test_a_sound_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["doctor", path]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[0] == f"{path}: TRL trainer state, 7 logged steps up to step 7"
-    assert f"no alarm; 5 of {len(ALARMS)} were checked" in out
+    assert f"no alarm; 6 of {len(ALARMS)} were checked" in out
     assert "sampler-mismatch       not checked, the record has no sampler/k3 or" in out
 
 
@@ -38,6 +38,7 @@ def test_a_run_with_a_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "alarm: kl-spike: the KL jumped (step 7)" in out
     assert "seen         kl/k3 jumped to 0.7 nats per token, 0.04" not in out
     assert "seen         kl/k3 jumped to 0.7 nats per token, 0.03 was the highest before" in out
+    assert "likely       the learning rate: one step moved the policy by 0.67 nats per token." in out
     assert "next step    Look at the tokens" in out
     assert "1 alarm;" in out
     assert max(map(len, out.splitlines()[1:])) <= 110
@@ -51,7 +52,7 @@ def test_which_findings_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(["doctor", far]) == 1, "and step zero"
     capsys.readouterr()
     assert main(["doctor", far, "--fail-on", "kl-high"]) == 1
-    assert "note: kl-high: KL above 0.2: policy drifting too much (step 5, and 3 more)" in capsys.readouterr().out
+    assert "note: kl-high: KL above 0.2, a tutorial's warning sign (step 5, and 3 more)" in capsys.readouterr().out
 
 
 def test_what_the_record_does_not_say(tmp_path: Path) -> None:
