@@ -40,10 +40,10 @@ class TrainOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class AblateOptions(TrainOptions):
-    """What is compared, how often, where, and with how many processes."""
+    """What an ablation compares, how often, where, and with how many processes."""
 
     study: Study | None = field(default=None, metadata={"word": "STUDY"})
-    """A plan that klamp brings along."""
+    """Name of a plan that comes with klamp."""
     seeds: tuple[int, ...] = (3,)
     """One number: how many (3 is 0 1 2). Several: those seeds."""
     plan: str | None = None
@@ -74,9 +74,9 @@ class VerifyOptions:
     model: str | None = None
     """A causal language model to verify the estimators on: a folder, a hub id, or `builtin`."""
     ref_model: str | None = None
-    """Its reference; None: a copy of the model with noise on its weights."""
+    """The reference model for --model; None: a copy of that model with noise on its weights."""
     noise: float = field(default=0.05, metadata={"least": 0})
-    """Size of that noise, relative to the spread of each weight matrix."""
+    """Size of the noise on the copy that stands in for a reference, relative to the spread of each weight matrix."""
     prompts: str | None = None
     """A prompt per line, or JSONL with a field `prompt`; None: a few built-in ones."""
     tokens: int = field(default=16, metadata={"least": 1})
@@ -98,7 +98,7 @@ class ExplainOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class AuditOptions:
-    """What is audited."""
+    """The KL implementations that are audited."""
 
     names: tuple[str, ...] = field(metadata={"word": "NAME"})
     """Hosts that are installed here, or any `module:function`."""
@@ -109,17 +109,17 @@ class DoctorOptions:
     """Which record is examined, and which findings count."""
 
     path: Path = field(metadata={"word": "PATH"})
-    """What a run left behind."""
+    """Folder or file that a run left behind."""
     json: bool = False
     """One JSON object instead of text."""
     fail_on: tuple[str, ...] = field(default=(), metadata={"least": 1})
     """Exit with 1 for these alarms and notes only; none: for every alarm."""
     beta: float | None = field(default=None, metadata={"least": 0})
-    """Where the record does not say it: the coefficient of the KL."""
+    """Coefficient of the KL, where the record does not say it."""
     loss_type: str | None = None
-    """Likewise the loss (grpo, dr_grpo, ...)."""
+    """Type of the loss (grpo, dr_grpo, ...), where the record does not say it."""
     verifier: Verifier | None = None
-    """And what gives the reward."""
+    """What gives the reward (rules, or a model), where the record does not say it."""
     map: tuple[str, ...] = field(default=(), metadata={"least": 1})
     """OURS=THEIRS: klamp's name of a metric (or kl, reward, length, ...), and its name in the record."""
 
@@ -136,7 +136,7 @@ class ReportOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionOptions:
-    """For which shell."""
+    """The shell that completion is printed for."""
 
     shell: Shell = field(metadata={"word": "SHELL"})
     """The shell that reads the script."""
