@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from klamp.config import KLConfig, LossConfig
-from klamp.config.price import configured_price, price_of, spread_of_group, spreads_of_right_or_wrong
+from klamp.config.price import configured_price, price_at_distance, price_of, spread_of_group, spreads_of_right_or_wrong
 from klamp.errors import ConfigError
 
 PLACED = {"kl_estimator": "k1", "kl_horizon": "sequence"}
@@ -82,3 +84,20 @@ def test_the_spread_is_that_of_the_groups_that_teach_something(right):
     else:
         assert found == pytest.approx(float(spreads[~saturated].mean()))
         assert least - 1e-9 <= found <= most + 1e-9
+
+
+def test_the_price_of_a_distance_is_to_second_order_that_of_the_mean_variance() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rewards = 0.1 * torch.randn(200, 50, generator=generator, dtype=torch.float64)
+    second = float(rewards.var(-1, correction=0).mean().sqrt()) / math.sqrt(2 * 0.001)
+    assert price_at_distance(rewards, 0.001) == pytest.approx(second, rel=0.02)
+    assert price_at_distance(rewards + 7, 0.001) == pytest.approx(price_at_distance(rewards, 0.001), rel=1e-9)
+    assert price_at_distance(3 * rewards, 0.001) == pytest.approx(3 * price_at_distance(rewards, 0.001), rel=1e-9)
+    halved = torch.cat([rewards, torch.zeros_like(rewards)])
+    assert price_at_distance(halved, 0.001) == pytest.approx(second / math.sqrt(2), rel=0.02), "saturated groups count"
+
+
+def test_beyond_the_best_completions_there_is_no_price() -> None:
+    half = torch.tensor([[0.0, 1.0]])
+    assert price_at_distance(half, 0.69) > 0 and price_at_distance(half, 0.70) == 0.0, "log 2 is as far as it goes"
+    assert price_at_distance(torch.ones(3, 4), 0.01) == 0.0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from klamp.config.kl import KLConfig
 from klamp.config.loss import LOSS_TYPES, LossConfig, divisor, kl_reduction
 from klamp.core.advantages import Baseline, Scale
@@ -123,6 +125,37 @@ def configured_price(
         mean_length=mean_length,
         max_length=max_length,
     )
+
+
+def price_at_distance(rewards: Tensor, kl: float) -> float:
+    """The price at which the best policy lies `kl` nats per completion from the one that earned these rewards.
+
+    Equation: the p for which the mean over groups of KL(q_p || uniform) is kl, with q_p proportional to exp(reward / p)
+    over the completions of a group. To second order p = s / sqrt(2 kl), s^2 the mean variance within groups; this one
+    also sees groups without a spread, and rewards that cannot rise any further.
+
+    Args:
+        rewards: [n, G], a group of completions in each row.
+        kl: in nats per completion, above 0.
+
+    Returns:
+        In reward per nat of a completion; 0.0 where no price leads so far from the completions that are there.
+    """
+    rewards = rewards.double() - rewards.double().amax(-1, keepdim=True)
+    size = float(rewards.abs().max())
+    low, high = -30.0, 30.0  # log of 1 / price, in units of the largest difference
+    if size == 0 or _distance(rewards / size, math.exp(high)) <= kl:
+        return 0.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _distance(rewards / size, math.exp(middle)) < kl else (low, middle)
+    return size / math.exp(high)
+
+
+def _distance(rewards: Tensor, tilt: float) -> float:
+    """KL(q || uniform) with q proportional to exp(tilt * reward), mean over groups, in nats."""
+    logprobs = (tilt * rewards).log_softmax(-1)
+    return float((logprobs.exp() * (logprobs + math.log(rewards.shape[-1]))).sum(-1).mean())
 
 
 def spread_of_group(reward_std: float, saturated: float) -> float | None:

@@ -54,12 +54,7 @@ def control_metrics(context: Context, beta: float, metrics: Mapping[str, float])
         max_length=config.rollout.max_completion_length,
         beta=beta,
     )
-    return context.control.metrics(price, spread_of(metrics))
-
-
-def spread_of(metrics: Mapping[str, float]) -> float | None:
-    """The mean standard deviation of the rewards within groups that are not saturated; None: all are."""
-    return spread_of_group(metrics["reward_std"], metrics["groups/saturated"])
+    return context.control.metrics(price, spread_of_group(metrics["reward_std"], metrics["groups/saturated"]))
 
 
 def completion_row(context: Context, rollout: Rollout, output: UpdateOutput, i: int) -> dict[str, object]:

@@ -25,7 +25,7 @@ from klamp.training.alarms import AlarmObserver
 from klamp.training.config import TrainConfig
 from klamp.training.context import Context
 from klamp.training.evaluation import evaluate
-from klamp.training.measurement import completion_row, control_metrics, gather_record, spread_of
+from klamp.training.measurement import completion_row, control_metrics, gather_record
 from klamp.training.observers import Observer, RunInfo, RunSummary
 from klamp.training.probe import notes
 from klamp.training.reference_length import measure_reference_length
@@ -144,7 +144,8 @@ class Trainer:
         kl = self._held_kl(metrics)
         if kl is not None:
             self._check_step_zero(metrics["kl/k3"])
-            self.control.update(kl, metrics, spread_of(metrics))
+            rewards = self.context.gather(rollout.rewards).view(-1, self.context.config.rollout.num_generations)
+            self.control.update(kl, metrics, rewards)
         seconds = time.perf_counter() - started
         metrics |= {"speed/step_seconds": seconds, "speed/tokens_per_second": float(rollout.totals.tokens) / seconds}
         self._show_completions(rollout, outputs[0])

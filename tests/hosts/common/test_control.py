@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from klamp.config import KLConfig
-from klamp.config.price import Price
+from klamp.config.price import Price, price_at_distance
 from klamp.core.schedules import kl_schedule_factor
 from klamp.errors import ConfigError, NonFiniteError, RunFolderError
 from klamp.hosts.common.control import NEVER_ZERO, KLControl, beta_metrics, check_kl, held_kl, landing_beta
@@ -160,29 +161,41 @@ def test_a_controller_moves_beta_the_way_of_its_kl() -> None:
 
 
 def test_it_lands_where_the_optimum_of_the_rewards_has_the_target() -> None:
-    """Against the optimum itself, ref exp(reward / price), of many small rewards."""
+    """Against the optimum itself, ref exp(reward / price), where a second order would not do."""
     generator = torch.Generator().manual_seed(0)
-    rewards = 0.1 * torch.randn(4000, generator=generator, dtype=torch.float64)
-    ref = torch.full_like(rewards, 1 / 4000).log()
-    length, target = 5.0, 0.01
+    rewards = torch.rand(6, 5, generator=generator, dtype=torch.float64) ** 3
+    length, target = 5.0, 0.05
     metrics = {"beta": 0.3, "beta/price": 0.6, "length/mean": length}
-    beta = landing_beta(target, metrics, float(rewards.std()))
+    beta = landing_beta(target, metrics, rewards)
     assert beta is not None
+    ref = torch.full_like(rewards, 1 / 5).log()
     best = (ref + rewards / (2 * beta)).log_softmax(-1)
-    assert float((best.exp() * (best - ref)).sum()) == pytest.approx(length * target, rel=0.05)
+    assert float((best.exp() * (best - ref)).sum(-1).mean()) == pytest.approx(length * target, rel=1e-6)
+
+
+GROUPS = torch.tensor([[0.0, 1, 1, 0], [1, 1, 1, 1]])
 
 
 @pytest.mark.parametrize(
-    ("metrics", "spread"),
-    [({}, 0.3), ({"beta": 0.1, "beta/price": 0.1, "length/mean": 5.0}, None), ({"beta": 0.1}, 0.3)],
+    ("metrics", "rewards"),
+    [({}, GROUPS), ({"beta": 0.1, "beta/price": 0.1, "length/mean": 5.0}, None), ({"beta": 0.1}, GROUPS)],
 )
-def test_where_a_step_does_not_tell_the_default_is_kept(metrics: dict[str, float], spread: float | None) -> None:
-    assert landing_beta(0.05, metrics, spread) is None
+def test_where_a_step_does_not_tell_the_default_is_kept(metrics: dict[str, float], rewards: Any) -> None:
+    assert landing_beta(0.05, metrics, rewards) is None
+
+
+def test_where_the_rewards_leave_no_room_for_the_target_nothing_is_landed_at() -> None:
+    control = KLControl(KLConfig(beta=0.01, target_kl=0.5))
+    metrics = {"beta": 0.01, "beta/price": 0.01, "length/mean": 4.0}
+    assert landing_beta(0.5, metrics, GROUPS) == 0.0, "log 2 in half of the groups is 0.35 nats, and 2 are asked for"
+    for kl in (0.1, 0.3, 0.6, 1.0):
+        control.update(kl, metrics, GROUPS)
+    assert control.beta(0, 1) < 0.013, "the slow rule alone"
 
 
 def test_a_controller_lands_there_once() -> None:
     control = KLControl(KLConfig(beta=0.01, target_kl=0.05))
     metrics = {"beta": 0.01, "beta/price": 0.01, "length/mean": 4.0}
     for kl in (0.01, 0.03, 0.06, 0.1):
-        control.update(kl, metrics, 0.2)
-    assert control.beta(0, 1) == pytest.approx(0.2 / math.sqrt(2 * 4 * 0.05), rel=0.2)
+        control.update(kl, metrics, GROUPS)
+    assert control.beta(0, 1) == pytest.approx(price_at_distance(GROUPS, 4 * 0.05), rel=0.2)

@@ -10,8 +10,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from klamp.config import KLConfig
-from klamp.config.price import Price
+from klamp.config.price import Price, price_at_distance
 from klamp.core.schedules import kl_schedule_factor
 from klamp.errors import NonFiniteError, RunFolderError
 
@@ -74,25 +76,25 @@ def beta_metrics(price: Price, spread: float | None) -> dict[str, float]:
     return {"beta": price.beta, "beta/price": price.at(spread or 0.0)}
 
 
-def landing_beta(target_kl: float, metrics: Mapping[str, float], spread: float | None) -> float | None:
+def landing_beta(target_kl: float, metrics: Mapping[str, float], rewards: Tensor | None) -> float | None:
     """The beta at which the optimum lies about `target_kl` from the reference, by the rewards of this step.
 
-    Equation: price = s / sqrt(2 L target), in reward per nat of a completion; beta is what has that price. For small
-    steps the optimum of reward less price * KL is s^2 / (2 price^2) nats away, with s the standard deviation of the
-    rewards of one prompt and L the tokens of a completion.
+    Equation: beta is what has the price p at which ref exp(reward / p) is L target_kl nats per completion away, L the
+    tokens of a completion; see `price_at_distance`. Where advantages are divided by a group's standard deviation, the
+    price is the one at the mean of those deviations.
 
     Args:
         target_kl: in nats per token.
         metrics: of the step, with `beta_metrics` in them.
-        spread: mean standard deviation of the rewards within groups that are not saturated; None: there is none.
+        rewards: [n, G] of the step's completions, a group in each row; None: a host does not tell.
 
     Returns:
-        None where the step does not tell.
+        None where the step does not tell; 0.0 where its rewards leave no room for so large a KL.
     """
     price, length = metrics.get("beta/price", 0.0), metrics.get("length/mean", 0.0)
-    if not (spread and price > 0 and length > 0):
+    if rewards is None or not (price > 0 and length > 0):
         return None
-    return spread / math.sqrt(2 * length * target_kl) * (metrics["beta"] / price)
+    return price_at_distance(rewards, length * target_kl) * (metrics["beta"] / price)
 
 
 class KLControl:
@@ -126,20 +128,20 @@ class KLControl:
         guard = self.kl.kl_lr_guard
         return 1.0 if guard is None or self.last_kl is None else guard / max(guard, self.last_kl)
 
-    def update(self, kl: float, metrics: Mapping[str, float] | None = None, spread: float | None = None) -> None:
+    def update(self, kl: float, metrics: Mapping[str, float] | None = None, rewards: Tensor | None = None) -> None:
         """Take in the KL of an optimizer step; the next step's beta and rate go by it.
 
         Args:
             kl: in nats per token.
             metrics: of the step, where it has them; they tell where a controller that lands should.
-            spread: see `landing_beta`.
+            rewards: see `landing_beta`.
 
         Raises:
             NonFiniteError: see `check_kl`; nothing has changed then.
         """
         check_kl(kl)
         if self.kl.target_kl is not None:
-            self.controller.land_at(landing_beta(self.kl.target_kl, metrics or {}, spread))
+            self.controller.land_at(landing_beta(self.kl.target_kl, metrics or {}, rewards))
         self.controller.update(kl)
         self.rate_factor, self.last_kl = self.next_rate_factor(), kl
 

@@ -58,7 +58,7 @@ def after_loss(trainer: Any, inputs: Any, scored: Scoring, beta: float) -> None:
     if mode == "train" and kl is not None:
         _check_step_zero(trainer, found["kl/k3"])
         if session.control is not None:
-            session.control.update(kl, found, session.spread)
+            session.control.update(kl, found, session.rewards)
             if session.control.kl.kl_lr_guard is not None:
                 found["kl/lr_factor"] = session.control.rate_factor
     for name, value in found.items():
@@ -117,23 +117,23 @@ def _total(trainer: Any, rewards: Tensor) -> Tensor:
     return (rewards * trainer.reward_weights.to(rewards.device)).nansum(-1)
 
 
-def spread_of_rewards(trainer: Any, rewards: Tensor) -> float | None:
-    """The standard deviation that TRL divides advantages by: of the batch, or the mean over groups not saturated.
+def groups_of_rewards(trainer: Any, rewards: Tensor) -> tuple[Tensor | None, float | None]:
+    """The rewards by groups, and the standard deviation that TRL divides advantages by.
 
     Args:
-        trainer: whose options say which.
+        trainer: whose options say which deviation: of the batch, or the mean over groups that are not saturated.
         rewards: of each completion by each function, of all processes; NaN where there is none. [B, functions]
 
     Returns:
-        In units of reward; None where no group has one, or where every function is divided by one of its own.
+        [n, G] and a number, in units of reward; None where every function is divided by a deviation of its own, and no
+        number where no group has one.
     """
     if getattr(trainer, "multi_objective_aggregation", "sum_then_normalize") != "sum_then_normalize":
-        return None
-    total = _total(trainer, rewards)
-    size = total.numel() if reward_scale(trainer.args) == "batch" else group_size(trainer)
-    spreads = total.view(-1, size).std(-1)
+        return None, None
+    groups = _total(trainer, rewards).view(-1, group_size(trainer))
+    spreads = (groups.view(1, -1) if reward_scale(trainer.args) == "batch" else groups).std(-1)
     spreads = spreads[spreads > 0]
-    return float(spreads.mean()) if spreads.numel() else None
+    return groups, float(spreads.mean()) if spreads.numel() else None
 
 
 def _check_step_zero(trainer: Any, kl: float) -> None:

@@ -58,7 +58,7 @@ class KLMixin(Host):
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._klamp.note_rewards(completion_ids_list, rewards)
-        self._klamp.spread = measure.spread_of_rewards(self, rewards)
+        self._klamp.rewards, self._klamp.spread = measure.groups_of_rewards(self, rewards)
         measure.after_rewards(self, completion_ids_list, rewards)
         return rewards
 

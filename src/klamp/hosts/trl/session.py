@@ -57,6 +57,8 @@ class Session:
     """Which of the last completions (of all processes) any reward function gave a reward to."""
     spread: float | None = None
     """The standard deviation that the last advantages were divided by, in reward; None: there was none."""
+    rewards: Tensor | None = None
+    """The rewards of the last completions of all processes, a group in each row; None: there is no single one."""
     seen: list[Scoring] | None = None
     """The calls of TRL's scoring method that were collected; None while nobody collects."""
 
