@@ -10,6 +10,8 @@ import pytest
 from playwright.sync_api import Locator, Page, expect
 from tests.browser.conftest import Open
 
+from klamp.report.vocabulary import shown
+
 
 def tip(page: Page) -> dict[str, str]:
     rows = page.locator("#tip dl > div").all()
@@ -37,7 +39,7 @@ def checked(page: Page, card: Locator, place: int, row: dict[str, Any]) -> None:
     assert number(said["reference"]) == pytest.approx(100 * math.exp(ref), abs=0.06)
     assert float(said["sampler"].split("log ")[1].replace("−", "-")) == pytest.approx(sampler, abs=6e-4)
     assert said["position"] == str(place + 1)
-    assert page.locator("#tip .token").inner_text() == row["tokens"][place]
+    assert page.locator("#tip .token").inner_text().strip() == shown(row["tokens"][place]).strip()
 
 
 def test_hovering_shows_both_probabilities(report: Path, open_page: Open, written: list[dict[str, Any]]) -> None:
@@ -46,7 +48,8 @@ def test_hovering_shows_both_probabilities(report: Path, open_page: Open, writte
         card = page.locator(".completion").nth(i)
         card.scroll_into_view_if_needed()
         row = written_as(card, written)
-        assert [text.strip() for text in card.locator(".tokens span").all_inner_texts()] == row["tokens"]
+        texts = [text.strip() for text in card.locator(".tokens span").all_inner_texts()]
+        assert texts == [shown(token).strip() for token in row["tokens"]]
         for place in range(len(row["tokens"])):
             card.locator(".tokens span").nth(place).hover()
             checked(page, card, place, row)
@@ -67,7 +70,8 @@ def test_keys_walk_through_the_tokens(report: Path, open_page: Open, written: li
     focused = page.locator(":focus")
     assert focused.get_attribute("role") == "button"
     label = focused.get_attribute("aria-label") or ""
-    assert label.startswith(f"token {row['tokens'][-1]}, log-ratio ") and "policy" in label and "position" in label
+    assert label.startswith(f"token {shown(row['tokens'][-1])}, log-ratio ")
+    assert "policy" in label and "position" in label
     page.keyboard.press("Escape")
     expect(page.locator("#tip")).to_be_hidden()
     page.keyboard.press("Enter")

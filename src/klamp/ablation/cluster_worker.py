@@ -26,8 +26,9 @@ from klamp.ablation.outcome import OUTCOME
 from klamp.ablation.plan import Run, plain_run, run_folder, run_of
 from klamp.ablation.ray_files import Parcels, unpack_all
 from klamp.ablation.worker import alone, write_run
+from klamp.diagnostics.watch import ALARMS_FILE
 from klamp.errors import UnsupportedVersion
-from klamp.training.folders import ALARMS_FILE, COMPLETIONS, CONFIG, METRICS_FILE, SUMMARY, VERSIONS
+from klamp.training.folders import COMPLETIONS, CONFIG, METRICS_FILE, SUMMARY, VERSIONS
 
 SIGN = ".ray"
 """File in the ablation's folder: a worker that reads the ablation's own sign there sees the same disk."""

@@ -141,7 +141,8 @@ def price_at_distance(rewards: Tensor, kl: float) -> float:
     Returns:
         In reward per nat of a completion; 0.0 where no price leads so far from the completions that are there.
     """
-    rewards = rewards.double() - rewards.double().amax(-1, keepdim=True)
+    rewards = rewards.double().cpu()  # every step of the search reads a number
+    rewards = rewards - rewards.amax(-1, keepdim=True)
     size = float(rewards.abs().max())
     low, high = -30.0, 30.0  # log of 1 / price, in units of the largest difference
     if size == 0 or _distance(rewards / size, math.exp(high)) <= kl:

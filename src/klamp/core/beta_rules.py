@@ -108,6 +108,10 @@ class FixedRule:
         """The nearest coefficient within the bounds."""
         return min(max(value, self.min_value), self._upper)
 
+    def may_land(self, state: BetaState) -> bool:
+        """Whether the coming update may land, so that where to is worth finding out."""
+        return False
+
     def landing_at(self, beta: float | None) -> FixedRule:
         """The rule that lands at this coefficient; the same rule, where it never lands.
 
@@ -171,6 +175,10 @@ class HoldRule(_TargetRule):
     def landing_value(self) -> float:
         """Up to where beta is raised at once when the KL first comes up fast; see `landing_of` for the default."""
         return landing_of(self.target) if self.landing is None else self.landing
+
+    def may_land(self, state: BetaState) -> bool:
+        """Until it landed once, or the target was reached some steps ago."""
+        return not state.landed and state.since <= _LANDING_STEPS
 
     def landing_at(self, beta: float | None) -> HoldRule:
         """The same rule with another coefficient to land at; None: the default."""

@@ -67,6 +67,11 @@ class FixedController:
         self.state = self.rule(self.state, kl, n_steps)
         return self.value
 
+    @property
+    def may_land(self) -> bool:
+        """Whether the coming update may land; see `land_at`."""
+        return self.rule.may_land(self.state)
+
     def land_at(self, beta: float | None) -> None:
         """Say where to land in the coming update, which the rewards of that step decide; only `HoldController` lands.
 

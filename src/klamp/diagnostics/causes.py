@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import TypeAlias
 
 from klamp.diagnostics.alarm import number
+from klamp.diagnostics.alarms_run import MISMATCH
 from klamp.diagnostics.history import History
 
 Cause: TypeAlias = Callable[[History], tuple[float, str] | None]
@@ -98,13 +99,13 @@ def repeats(history: History) -> tuple[float, str] | None:
 def stale_sampler(history: History) -> tuple[float, str] | None:
     """Shows where the tokens are not the policy's own."""
     values = history.last("sampler/k3", 5)
-    if not values or fmean(values) <= 0.01:
+    if not values or fmean(values) <= MISMATCH.value:
         return None
     text = (
         f"the sampler is not the policy ({number(fmean(values))} nats per token apart). Sync its weights before each "
         "rollout"
     )
-    return min(fmean(values) / 0.01, 5.0), text
+    return min(fmean(values) / MISMATCH.value, 5.0), text
 
 
 def kl_pull(history: History, steps: int) -> float | None:

@@ -33,6 +33,11 @@ class Finding:
         name, text = self.alarm.name, self.alarm.text
         return f"alarm after step {self.first_step}: {name}: {text} ({self.evidence.text}{likely})"
 
+    @property
+    def record(self) -> dict[str, Any]:
+        """The finding as a line of a run's `alarms.jsonl`."""
+        return {"step": self.first_step, **self.plain()}
+
     def plain(self) -> dict[str, Any]:
         """The finding as plain data for JSON."""
         return {

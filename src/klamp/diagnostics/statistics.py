@@ -62,7 +62,8 @@ def step_metrics(record: StepRecord, *, group_size: int, max_length: int) -> dic
         group_size: completions per prompt.
         max_length: the longest completion that is allowed, in tokens.
     """
-    found = _reward_metrics(record, group_size) | _length_metrics(record, group_size) | _policy_metrics(record)
+    found = {"reward": record.rewards.mean()} | group_metrics(record.rewards, record.lengths, group_size)
+    found |= _length_metrics(record) | _policy_metrics(record)
     if record.ref is not None:
         found |= _kl_metrics(record, record.ref, max_length)
     mask = record.kl_mask & _scored(record)[:, None]
@@ -75,20 +76,26 @@ def step_metrics(record: StepRecord, *, group_size: int, max_length: int) -> dic
     return {name: float(value) for name, value in found.items()}
 
 
-def _reward_metrics(record: StepRecord, group_size: int) -> dict[str, Tensor]:
-    groups = record.rewards.view(-1, group_size)
-    return {
-        "reward": record.rewards.mean(),
-        "reward_std": groups.std(-1).mean(),
-        "groups/saturated": saturated_share(record.rewards, group_size),
-    }
-
-
-def _length_metrics(record: StepRecord, group_size: int) -> dict[str, Tensor]:
+def _length_metrics(record: StepRecord) -> dict[str, Tensor]:
     found = {"length/mean": record.lengths.float().mean(), "length/truncated": 1 - record.ended.float().mean()}
     if record.repeated is not None:
         found["length/repeated"] = record.repeated.sum() / record.lengths.sum().clamp(min=1)
-    correlation = reward_length_correlation(record.rewards, record.lengths, group_size)
+    return found
+
+
+def group_metrics(rewards: Tensor, lengths: Tensor, group_size: int) -> dict[str, Tensor]:
+    """What groups say of rewards, and of rewards against lengths; names as in `METRICS`.
+
+    Args:
+        rewards: [B]
+        lengths: [B] tokens.
+        group_size: completions per prompt, which stand together.
+    """
+    found = {
+        "reward_std": rewards.view(-1, group_size).std(-1).mean(),
+        "groups/saturated": saturated_share(rewards, group_size),
+    }
+    correlation = reward_length_correlation(rewards, lengths, group_size)
     return found if correlation is None else found | {"length/reward_correlation": correlation}
 
 

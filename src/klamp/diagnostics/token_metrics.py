@@ -9,10 +9,9 @@ from statistics import fmean
 
 import torch
 
-from klamp.core.advantages import saturated_share
 from klamp.core.estimators import ESTIMATORS
 from klamp.diagnostics.history import Completion, History, Row, Side
-from klamp.diagnostics.statistics import reward_length_correlation
+from klamp.diagnostics.statistics import group_metrics
 
 UNKNOWN = "?"
 """What stands for a token in records that name none."""
@@ -65,10 +64,7 @@ def _group_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     rewards, lengths = torch.tensor([pair for group in groups.values() for pair in group], dtype=torch.float64).unbind(
         -1
     )
-    spreads = rewards.view(-1, size).std(-1)
-    found = {"reward_std": float(spreads.mean()), "groups/saturated": float(saturated_share(rewards, size))}
-    correlation = reward_length_correlation(rewards, lengths, size)
-    return found if correlation is None else found | {"length/reward_correlation": float(correlation)}
+    return {name: float(value) for name, value in group_metrics(rewards, lengths, size).items()}
 
 
 def with_rows(history: History) -> History:

@@ -9,6 +9,8 @@ from klamp.diagnostics.alarms import ALARMS, check_names
 from klamp.diagnostics.doctor import Finding
 from klamp.diagnostics.history import EARLY, Completion, History, Row, Settings
 
+ALARMS_FILE = "alarms.jsonl"
+"""The file that alarms of a run are written to as they rise, one `Finding.record` a line."""
 LATE, WRITTEN = 150, 3
 """Steps at the end of a run (at its beginning `EARLY`), and steps with completions, that are kept: no rule looks at
 more."""

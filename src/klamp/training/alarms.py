@@ -9,11 +9,10 @@ from typing import Any
 
 from klamp.diagnostics.doctor import Finding
 from klamp.diagnostics.history import Completion, Settings, Verifier
-from klamp.diagnostics.watch import AlarmWatch
+from klamp.diagnostics.watch import ALARMS_FILE, AlarmWatch
 from klamp.errors import TrainingStopped
 from klamp.tasks.config import BUILT_IN_TASKS
 from klamp.training.config import TrainConfig
-from klamp.training.folders import ALARMS_FILE
 from klamp.training.observers import Observer, RunInfo
 
 RULES = ("exact_match", "math_verify", "format_regex")

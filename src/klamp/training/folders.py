@@ -12,7 +12,6 @@ CONFIG = "config.yaml"
 """The file by which the folder of a run is known."""
 METRICS_FILE, COMPLETIONS, VERSIONS, SUMMARY = "metrics.jsonl", "completions.jsonl", "versions.json", "summary.json"
 """What else it writes."""
-ALARMS_FILE = "alarms.jsonl"
 """The file with the alarms that rose, each once."""
 BESIDE = ("run.json", "log.txt", "outcome.json")
 """The files that `klamp ablate` keeps in a run's folder."""

@@ -15,8 +15,9 @@ from accelerate import Accelerator
 
 from klamp._version import __version__
 from klamp.diagnostics.doctor import Finding
+from klamp.diagnostics.watch import ALARMS_FILE
 from klamp.training.config import TrainConfig
-from klamp.training.folders import ALARMS_FILE, COMPLETIONS, CONFIG, METRICS_FILE, SUMMARY, VERSIONS, unwritable
+from klamp.training.folders import COMPLETIONS, CONFIG, METRICS_FILE, SUMMARY, VERSIONS, unwritable
 from klamp.training.observers import Observer, RunInfo, RunSummary
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors", "reasoning-gym")
@@ -78,7 +79,7 @@ class RunLog(Observer):
 
     def on_alarm(self, finding: Finding) -> None:
         """Write the alarm as a line of alarms.jsonl."""
-        self._append(ALARMS_FILE, {"step": finding.first_step, **finding.plain()})
+        self._append(ALARMS_FILE, finding.record)
 
     def on_end(self, summary: RunSummary) -> None:
         """Write the summary."""

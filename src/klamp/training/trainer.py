@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from klamp.core.objective import Objective
 from klamp.diagnostics.statistics import step_metrics
@@ -144,8 +145,7 @@ class Trainer:
         kl = self._held_kl(metrics)
         if kl is not None:
             self._check_step_zero(metrics["kl/k3"])
-            rewards = self.context.gather(rollout.rewards).view(-1, self.context.config.rollout.num_generations)
-            self.control.update(kl, metrics, rewards)
+            self.control.update(kl, metrics, self._groups_of_rewards(rollout))
         seconds = time.perf_counter() - started
         metrics |= {"speed/step_seconds": seconds, "speed/tokens_per_second": float(rollout.totals.tokens) / seconds}
         self._show_completions(rollout, outputs[0])
@@ -194,6 +194,12 @@ class Trainer:
         if "policy/ratio_clipped" in outputs[-1].losses:
             metrics["policy/ratio_clipped"] = outputs[-1].losses["policy/ratio_clipped"]
         return metrics
+
+    def _groups_of_rewards(self, rollout: Rollout) -> Tensor | None:
+        """The rewards of all processes, a group in each row, while the controller has a use for them. [n, G]"""
+        if not self.control.controller.may_land:
+            return None
+        return self.context.gather(rollout.rewards).view(-1, self.context.config.rollout.num_generations)
 
     def _held_kl(self, metrics: Mapping[str, float]) -> float | None:
         return held_kl(metrics, exact_everywhere=self.context.exact_everywhere)

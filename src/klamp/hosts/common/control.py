@@ -140,7 +140,7 @@ class KLControl:
             NonFiniteError: see `check_kl`; nothing has changed then.
         """
         check_kl(kl)
-        if self.kl.target_kl is not None:
+        if self.kl.target_kl is not None and self.controller.may_land:
             self.controller.land_at(landing_beta(self.kl.target_kl, metrics or {}, rewards))
         self.controller.update(kl)
         self.rate_factor, self.last_kl = self.next_rate_factor(), kl

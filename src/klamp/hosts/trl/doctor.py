@@ -14,11 +14,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from klamp.diagnostics.doctor import Finding
 from klamp.diagnostics.history import Settings
 from klamp.diagnostics.names import evaluations, settings_of, translate
-from klamp.diagnostics.watch import AlarmWatch
+from klamp.diagnostics.watch import ALARMS_FILE, AlarmWatch
 from klamp.errors import KLWarning
 from klamp.hosts.common.fields import kl_config
-
-ALARMS_FILE = "alarms.jsonl"
 
 
 class DoctorCallback(TrainerCallback):
@@ -133,4 +131,4 @@ def _write(file: Path, finding: Finding) -> None:
     """Append a finding to a run's list of alarms."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8") as lines:
-        lines.write(json.dumps({"step": finding.first_step, **finding.plain()}) + "\n")
+        lines.write(json.dumps(finding.record) + "\n")

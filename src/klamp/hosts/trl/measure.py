@@ -89,22 +89,21 @@ def _beta_metrics(trainer: Any, beta: float) -> dict[str, float]:
     return of_beta(price, session.spread)
 
 
-def after_rewards(trainer: Any, completion_ids: list[Any], rewards: Tensor) -> None:
+def after_rewards(trainer: Any, completion_ids: list[Any], groups: Tensor) -> None:
     """Log how far the completions of all processes repeat themselves, and whether the longer ones earn more.
 
     Args:
         trainer: whose log it is.
         completion_ids: the token ids of this process's completions.
-        rewards: of each completion by each function, of all processes; NaN where there is none. [B, functions]
+        groups: see `groups_of_rewards`.
     """
     rows = [torch.as_tensor(ids, dtype=torch.long) for ids in completion_ids]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     lengths = torch.tensor([len(row) for row in rows])
     repeated = repeated_pairs(ids, torch.arange(ids.shape[1]) < lengths[:, None])
-    lengths, repeated = trainer.accelerator.gather(torch.stack([lengths.float(), repeated]).T.to(rewards.device)).T
-    total = _total(trainer, rewards)
+    lengths, repeated = trainer.accelerator.gather(torch.stack([lengths.float(), repeated]).T.to(groups.device)).T
     found = {"length/repeated": repeated.sum() / lengths.sum().clamp(min=1)}
-    correlation = reward_length_correlation(total, lengths, group_size(trainer))
+    correlation = reward_length_correlation(groups.flatten(), lengths, groups.shape[1])
     if correlation is not None:
         found["length/reward_correlation"] = correlation
     metrics = trainer._metrics["train" if trainer.model.training else "eval"]
@@ -112,28 +111,36 @@ def after_rewards(trainer: Any, completion_ids: list[Any], rewards: Tensor) -> N
         metrics[name].append(float(value))
 
 
-def _total(trainer: Any, rewards: Tensor) -> Tensor:
-    """The reward of each completion. [B]"""
-    return (rewards * trainer.reward_weights.to(rewards.device)).nansum(-1)
-
-
-def groups_of_rewards(trainer: Any, rewards: Tensor) -> tuple[Tensor | None, float | None]:
-    """The rewards by groups, and the standard deviation that TRL divides advantages by.
+def groups_of_rewards(trainer: Any, rewards: Tensor) -> Tensor:
+    """The reward of each completion of all processes, a group in each row. [n, G]
 
     Args:
-        trainer: whose options say which deviation: of the batch, or the mean over groups that are not saturated.
+        trainer: whose weights of the functions count.
         rewards: of each completion by each function, of all processes; NaN where there is none. [B, functions]
+    """
+    return (rewards * trainer.reward_weights.to(rewards.device)).nansum(-1).view(-1, group_size(trainer))
+
+
+def has_one_reward(trainer: Any) -> bool:
+    """Whether advantages come from the sum of all functions, and not from each function's own advantage."""
+    return getattr(trainer, "multi_objective_aggregation", "sum_then_normalize") == "sum_then_normalize"
+
+
+def spread_of_rewards(trainer: Any, groups: Tensor) -> float | None:
+    """The standard deviation that TRL divides advantages by: of the batch, or the mean over groups not saturated.
+
+    Args:
+        trainer: whose options say which.
+        groups: see `groups_of_rewards`.
 
     Returns:
-        [n, G] and a number, in units of reward; None where every function is divided by a deviation of its own, and no
-        number where no group has one.
+        In units of reward; None where no group has one, or where every function is divided by one of its own.
     """
-    if getattr(trainer, "multi_objective_aggregation", "sum_then_normalize") != "sum_then_normalize":
-        return None, None
-    groups = _total(trainer, rewards).view(-1, group_size(trainer))
+    if not has_one_reward(trainer):
+        return None
     spreads = (groups.view(1, -1) if reward_scale(trainer.args) == "batch" else groups).std(-1)
     spreads = spreads[spreads > 0]
-    return groups, float(spreads.mean()) if spreads.numel() else None
+    return float(spreads.mean()) if spreads.numel() else None
 
 
 def _check_step_zero(trainer: Any, kl: float) -> None:

@@ -58,8 +58,10 @@ class KLMixin(Host):
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._klamp.note_rewards(completion_ids_list, rewards)
-        self._klamp.rewards, self._klamp.spread = measure.groups_of_rewards(self, rewards)
-        measure.after_rewards(self, completion_ids_list, rewards)
+        groups = measure.groups_of_rewards(self, rewards)
+        self._klamp.spread = measure.spread_of_rewards(self, groups)
+        self._klamp.rewards = groups if measure.has_one_reward(self) else None
+        measure.after_rewards(self, completion_ids_list, groups)
         return rewards
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
