@@ -130,11 +130,11 @@ def test_time_left_is_that_of_the_steps_that_are_left(clock) -> None:
 def test_the_base_model_is_shown_while_it_is_taught(clock) -> None:
     plain = PlainBoard(console(terminal=False), RUNS)
     for done in range(1, 101):
-        plain.loading(done, 100, 1.0 / done)
+        plain.loading("teaching the built-in base model", done, 100, 1.0 / done)
     lines = text_of(plain).splitlines()
     assert lines[0] == "teaching the built-in base model: 1/100, loss 1.000" and len(lines) == 6
     live = LiveBoard(console(terminal=True), RUNS)
-    live.loading(50, 100, 0.5)
+    live.loading("teaching the built-in base model", 50, 100, 0.5)
     live.close()
     assert "teaching the built-in base model, once" in text_of(live) and "50/100, loss 0.500" in text_of(live)
 

@@ -34,7 +34,8 @@ def bits(model: torch.nn.Module) -> list[bytes]:
 def test_the_second_load_trains_nothing_and_gives_identical_bits(cache: Path) -> None:
     calls: list[tuple[int, int, float]] = []
 
-    def progress(step: int, steps: int, loss: float) -> None:
+    def progress(what: str, step: int, steps: int, loss: float | None) -> None:
+        assert loss is not None
         calls.append((step, steps, loss))
 
     model, tokenizer = load_base_model(TINY, progress=progress)
@@ -68,7 +69,7 @@ def test_the_callers_random_state_is_left_alone() -> None:
 def test_training_learns(cache: Path) -> None:
     losses: list[float] = []
     config = replace(TINY, steps=150, batch_size=32, learning_rate=1e-2)
-    train_base_model(config, progress=lambda step, steps, loss: losses.append(loss))
+    train_base_model(config, progress=lambda what, step, steps, loss: losses.append(loss))
     assert sum(losses[-10:]) < 0.7 * sum(losses[:10])
 
 
@@ -107,7 +108,7 @@ def test_the_cache_is_in_the_home_folder_unless_told_otherwise(monkeypatch: pyte
 
 
 def test_a_run_killed_while_training_leaves_nothing(cache: Path) -> None:
-    def killed(step: int, steps: int, loss: float) -> None:
+    def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -139,7 +140,7 @@ def with_save(make: Callable[[], Any], save: Callable[..., None]) -> Callable[[]
 def test_a_second_process_that_was_quicker_wins(cache: Path) -> None:
     expected: list[list[bytes]] = []
 
-    def other_process(step: int, steps: int, loss: float) -> None:
+    def other_process(what: str, step: int, steps: int, loss: float | None) -> None:
         if step == steps:
             expected.append(bits(load_base_model(TINY)[0]))
 
@@ -168,7 +169,7 @@ def test_a_cache_that_cannot_be_written_says_what_to_set(tmp_path: Path, monkeyp
     monkeypatch.setenv("KLAMP_CACHE", str(tmp_path / "a-file" / "cache"))
     calls: list[int] = []
     with pytest.raises(ModelError, match="(?s)cannot be written.*KLAMP_CACHE"):
-        load_base_model(TINY, progress=lambda step, steps, loss: calls.append(step))
+        load_base_model(TINY, progress=lambda what, step, steps, loss: calls.append(step))
     assert not calls  # said before the minute of training, not after it
 
 

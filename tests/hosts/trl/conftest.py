@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import copy
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from tests.hosts.trl.hosts import klamp_trainer, model, noisy
+
+
+@pytest.fixture(autouse=True)
+def precision() -> Iterator[None]:
+    """A test's own precision: arguments of transformers 4.56 put theirs into the environment, for all that follow."""
+    name = "ACCELERATE_MIXED_PRECISION"
+    kept = os.environ.get(name)
+    yield
+    if kept is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = kept
 
 
 @pytest.fixture(scope="module")

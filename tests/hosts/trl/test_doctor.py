@@ -93,11 +93,11 @@ def test_attention_dropout_is_named_for_a_kl_at_step_0(tmp_path: Path) -> None:
 
 def test_what_the_arguments_say() -> None:
     args = GRPOConfig(
-        output_dir="out", beta=0.1, target_kl=0.2, kl_placement="advantage", kl_estimator="k1", use_cpu=True
+        output_dir="out", beta=0.1, target_kl=0.2, kl_placement="advantage", kl_estimator="k1", use_cpu=True, bf16=False
     )
     settings = settings_of_arguments(args)
     assert (settings.beta, settings.target_kl, settings.kl_in_reward) == (0.1, 0.2, True)
-    plain = settings_of_arguments(GRPOConfig(output_dir="out", beta=0.3, loss_type="dr_grpo", use_cpu=True))
+    plain = settings_of_arguments(GRPOConfig(output_dir="out", beta=0.3, loss_type="dr_grpo", use_cpu=True, bf16=False))
     assert (plain.beta, plain.loss_type, plain.target_kl, plain.moving_reference) == (0.3, "dr_grpo", None, False)
 
 
