@@ -35,7 +35,7 @@ def make_model(folder: Path, quick: bool) -> float:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from klamp.tasks.arithmetic import arithmetic_tokenizer
-    from klamp.tasks.base_model import without_bars
+    from klamp.tasks.cache import without_bars
 
     tokenizer, (width, layers) = arithmetic_tokenizer(), SIZES[quick]
     torch.manual_seed(0)

@@ -79,6 +79,7 @@ DOORS = {
 
 # Declared though nothing imports them, and why.
 NOT_IMPORTED = {
+    "gguf": "transformers reads weights in that format with it",
     "antlr4-python3-runtime": "math-verify's parser, which its own extra names differently",
     "unsloth": "imported by the user, before klamp",
 }

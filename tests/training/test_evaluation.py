@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from tests.training import rewards
@@ -46,3 +49,29 @@ def test_processes_share_the_prompts_and_leave_none_out(context_of):
 def test_more_processes_than_prompts_are_no_trouble(context_of):
     context = context_of(eval_size=1)
     assert evaluate(of_process(context, 2, 3)) == {"addition": 0.0, "subtraction": 0.0, "reversal": 0.0}
+
+
+def read_by_hand(model, tokenizer, examples) -> float:
+    """The mean over examples of exp(mean log-probability of the answer's tokens), one forward pass each."""
+    found = []
+    for example in examples:
+        prompt, answer = (
+            tokenizer(text, add_special_tokens=False)["input_ids"] for text in (example.prompt, example.answer)
+        )
+        logprobs = model(torch.tensor([[*prompt, *answer]])).logits[0].double().log_softmax(-1)
+        each = [logprobs[len(prompt) + place - 1, token].item() for place, token in enumerate(answer)]
+        found.append(math.exp(sum(each) / len(each)))
+    return sum(found) / len(found)
+
+
+def test_a_skill_that_is_read_is_scored_by_the_probability_of_its_answers(context_of, monkeypatch):
+    context = context_of(eval_size=7, temperature=2.0)  # the temperature of sampling does not count here
+    context.task = replace(context.task, read=frozenset({"reversal", "addition"}))
+    expected = by_hand(context) | {
+        skill: read_by_hand(context.policy, context.tokenizer, context.task.evaluation[skill])
+        for skill in ("reversal", "addition")
+    }
+    assert evaluate(context) == pytest.approx(expected, rel=1e-5)
+    monkeypatch.setattr("klamp.training.own_answers.READ_AT_ONCE", 3)
+    assert evaluate(context) == pytest.approx(expected, rel=1e-5)
+    assert 0 < expected["reversal"] != expected["addition"] < 1

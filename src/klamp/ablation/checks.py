@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,13 @@ import yaml
 from klamp.ablation.outcome import read_outcome
 from klamp.ablation.plan import Plan, Run, folder_name, named, plain_plan, plan_of, run_folder, runs
 from klamp.errors import KlampError, RunFolderError
+from klamp.tasks.cache import Progress
 from klamp.training.folders import RUNS, free_folder
 
 PLAN, LOCK = "plan.yaml", ".lock"
 HEADER = (
     "# The plan of this ablation; `klamp ablate --plan` reads it. The same command again continues what is not done.\n"
 )
-
-Progress = Callable[[int, int, float], None]
-"""(done, total, loss) of teaching the built-in base model."""
 
 
 def find_folder(plan: Plan, root: Path = Path("runs")) -> Path:
@@ -158,16 +156,16 @@ def check_references(every: Sequence[Run]) -> None:
 
 
 def load_shared(waiting: Sequence[Run], progress: Progress | None = None) -> None:
-    """Load what runs share: make the built-in base model if it is not cached, and try every task and reward once.
+    """Load what runs share: make models of klamp's own that are not cached, and try every task and reward once.
 
     Args:
         waiting: the runs that are not done.
-        progress: told about the training of the base model, where that is needed.
+        progress: told how far a model is that has to be made.
 
     Raises:
         KlampError: a tokenizer, task or reward that cannot be used, with the name of the arm.
     """
-    from klamp.tasks import load_task
+    from klamp.tasks import NAMED_MODELS, load_task
     from klamp.training.models import BUILTIN, load_model, load_tokenizer
 
     seen: list[Any] = []
@@ -178,8 +176,8 @@ def load_shared(waiting: Sequence[Run], progress: Progress | None = None) -> Non
             continue
         seen.append(inputs)
         try:
-            if BUILTIN in (model.model, model.ref_model):
-                load_model(BUILTIN, progress=progress, task=task.task)
+            for name in {BUILTIN, *NAMED_MODELS} & {model.model, model.ref_model}:
+                load_model(name, progress=progress, task=task.task)
             load_task(task, load_tokenizer(model.tokenizer or model.model, task=task.task))
         except KlampError as error:
             raise named(error, f"the arm {run.arm.name!r}") from error

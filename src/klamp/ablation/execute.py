@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from klamp.ablation.checks import (
-    Progress,
     check_folder,
     check_references,
     held,
@@ -22,6 +21,7 @@ from klamp.ablation.pictures import write_pictures
 from klamp.ablation.plan import Plan, Run, run_folder, runs
 from klamp.ablation.saturation import write_saturation
 from klamp.ablation.table import Table, markdown, plain, summarise
+from klamp.tasks.cache import Progress
 
 TABLE_MARKDOWN, TABLE_JSON = "table.md", "table.json"
 
@@ -60,7 +60,7 @@ def execute(
         folder: where; one that holds the beginning of this plan is continued.
         executor: who runs the runs.
         tell: told what becomes of every run: first `kept` or `waiting` for each, then what the executor says.
-        progress: told before that about the training of the built-in base model, where that is needed.
+        progress: told before that how far a model is that has to be made.
 
     Returns:
         What it came to; runs that failed are among its outcomes.

@@ -16,8 +16,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from klamp.errors import DataError
-from klamp.tasks import base_model_folder, builtin_model
-from klamp.tasks.base_model import cache_root
+from klamp.tasks import NAMED_MODELS, base_model_folder, builtin_model, named_model_folder
+from klamp.tasks.cache import cache_root
 from klamp.training.models import BUILTIN
 
 FIELDS = ("model", "ref_model", "tokenizer", "task", "eval_split", "reward")
@@ -107,8 +107,9 @@ def unpack_all(config: Mapping[str, Any], parcels: Parcels, fetch: Callable[[Any
         parcel = parcels.get(_key(config, field))
         if parcel is None or not value:
             continue
-        if value == BUILTIN:
-            unpack(parcel, base_model_folder(builtin_model(config["task"])), fetch)
+        made = _made_by_klamp(config, value)
+        if made is not None:
+            unpack(parcel, made, fetch)
             continue
         path = Path(parcel.path)
         if not is_here(parcel):
@@ -180,12 +181,19 @@ def _key(config: Mapping[str, Any], field: str) -> str:
     return f"{BUILTIN} of {config.get('task')}" if value == BUILTIN else value
 
 
+def _made_by_klamp(config: Mapping[str, Any], value: str) -> Path | None:
+    """The folder of the cache that a model of klamp's own has; None for any other value."""
+    if value == BUILTIN:
+        return base_model_folder(builtin_model(str(config["task"])))
+    return named_model_folder(value) if value in NAMED_MODELS else None
+
+
 def _local(config: Mapping[str, Any], field: str) -> tuple[str, Path | None]:
     """The key of a field's value with the local file or folder that it names; None where it names none."""
     value = str(config.get(field) or "")
-    if value == BUILTIN:
-        folder = base_model_folder(builtin_model(str(config["task"])))
-        return _key(config, field), folder if folder.is_dir() else None
+    made = _made_by_klamp(config, value)
+    if made is not None:
+        return _key(config, field), made if made.is_dir() else None
     name = value.rpartition(":")[0] if field == "reward" else value
     path = Path(name).expanduser()
     there = bool(name) and (path.is_file() if field in ("task", "eval_split", "reward") else path.is_dir())

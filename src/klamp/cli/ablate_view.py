@@ -16,6 +16,7 @@ from rich.text import Text
 from klamp.ablation.executor import RunState, Update
 from klamp.ablation.plan import Run
 from klamp.cli.columns import GAP, MISSING, duration, fixed, sparkline
+from klamp.cli.loading import Loading, bar
 
 ENDED: tuple[RunState, ...] = ("done", "failed", "kept")
 AT_WORK: tuple[RunState, ...] = ("running", "measuring", "stopping")
@@ -26,7 +27,6 @@ OTHER_LINES = 8
 """Lines of the display besides those of the runs."""
 PARTS = 4
 """Lines per run in a log (no terminal), besides one for its start and one for its end."""
-LOADING_LINES = 5
 LEGEND = "KL: to the reference in training, to the starting model once done; nats per token"
 
 
@@ -90,8 +90,8 @@ class Board:
         """Seconds of a clock that only goes forward."""
         return time.monotonic()
 
-    def loading(self, done: int, total: int, loss: float) -> None:
-        """Take in how far the teaching of the built-in base model is."""
+    def loading(self, what: str, done: int, total: int, loss: float | None) -> None:
+        """Take in how far a model is that has to be made before the runs."""
 
     def tell(self, update: Update) -> None:
         """Take in an event of a run: a step, an alarm, its end."""
@@ -130,12 +130,12 @@ class LiveBoard(Board):
 
     def __init__(self, console: Console, every: Sequence[Run]) -> None:
         super().__init__(console, every)
-        self.taught: tuple[int, int, float] | None = None
+        self.made: Loading | None = None
         self.live = Live(console=console, get_renderable=self.picture, refresh_per_second=4, transient=False)
 
-    def loading(self, done: int, total: int, loss: float) -> None:
-        """Show how far the teaching of the base model is."""
-        self.taught = (done, total, loss) if done < total else None
+    def loading(self, what: str, done: int, total: int, loss: float | None) -> None:
+        """Show how far the model is."""
+        self.made = Loading(what, done, total, loss) if done < total else None
         self._draw()
 
     def tell(self, update: Update) -> None:
@@ -154,15 +154,9 @@ class LiveBoard(Board):
 
     def picture(self) -> RenderableType:
         """The display as it is now."""
+        if self.made is not None:
+            return bar(f"{self.made.what}, once", self.made.done, self.made.total, self.made.text)
         grid = Table.grid(padding=(0, 2))
-        if self.taught is not None:
-            done, total, loss = self.taught
-            grid.add_row(
-                Text("teaching the built-in base model, once", style="bold"),
-                ProgressBar(total=total, completed=done, width=30),
-                Text(f"{done}/{total}, loss {loss:.3f}"),
-            )
-            return grid
         share = self.share()
         grid.add_row(
             Text(self.counts(), style="bold"),
@@ -205,10 +199,11 @@ class PlainBoard(Board):
         self.said: dict[str, int] = {}
         self.readers_left = True
 
-    def loading(self, done: int, total: int, loss: float) -> None:
-        """Write how far the teaching is: a line at its start, some between, one at its end."""
-        if done in (1, total) or done % max(1, total // LOADING_LINES) == 0:
-            self._say(f"teaching the built-in base model: {done}/{total}, loss {loss:.3f}")
+    def loading(self, what: str, done: int, total: int, loss: float | None) -> None:
+        """Write how far the model is: a line at its start, some between, one at its end."""
+        work = Loading(what, done, total, loss)
+        if work.is_due:
+            self._say(f"{what}: {work.text}")
 
     def tell(self, update: Update) -> None:
         """Write a line when a run starts and ends, a few between, and one for every alarm."""

@@ -54,6 +54,7 @@ COMMANDS = {
     "audit": Command(module="klamp.cli.audit", summary="what the KL of an installed trainer, or of any function, does"),
     "doctor": Command(module="klamp.cli.doctor", summary="what is wrong with a run, from what it left behind"),
     "report": Command(module="klamp.cli.report", summary="one HTML file that shows a run, or compares several"),
+    "model": Command(module="klamp.cli.model", summary="the folder of a real language model that a package carries"),
     "completion": Command(module="klamp.cli.completion", summary="a script with which a shell completes all of this"),
 }
 
@@ -122,7 +123,7 @@ def _unknown_command(word: str) -> UnknownNameError:
 def _print_help() -> None:
     print("usage: klamp COMMAND [flags]\n\nThe KL layer for GRPO-style training of language models.\n\ncommands:")
     for name, command in COMMANDS.items():
-        print(f"  {name:<9} {command.summary}")
+        print(f"  {name:<10} {command.summary}")
     print("\nflags:")
     for flags, text in (
         ("-h, --help", "this text; after a command its own, or a part of that: klamp train --help kl"),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from rich.console import Console
 
 from klamp.cli.columns import duration
 from klamp.cli.describe import describe_task
+from klamp.cli.loading import Loading
 from klamp.config.describe import describe_controller, describe_kl
 from klamp.diagnostics.doctor import Finding
 from klamp.training.alarms import SAID_ELSEWHERE
@@ -19,16 +19,6 @@ from klamp.training.observers import Observer, RunInfo
 ROWS = 12
 COURSES = ("reward", "kl/k3", "kl/exact")
 """Metrics of which the value of every step is kept, for the curves."""
-
-
-@dataclass(frozen=True)
-class Loading:
-    """Slow work before the run's first step, and how far it is."""
-
-    what: str
-    done: int
-    total: int
-    loss: float
 
 
 class Display(Observer):
@@ -52,7 +42,7 @@ class Display(Observer):
         """Seconds of a clock that only goes forward."""
         return time.monotonic()
 
-    def on_loading(self, what: str, done: int, total: int, loss: float) -> None:
+    def on_loading(self, what: str, done: int, total: int, loss: float | None) -> None:
         """Keep how far the work before the run is."""
         self.loading = Loading(what, done, total, loss)
 

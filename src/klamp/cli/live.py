@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from klamp.cli.columns import GAP, STEP_WIDTH, Scale, columns_for, legend_for, sparkline
 from klamp.cli.display import ROWS, Display
+from klamp.cli.loading import bar
 from klamp.training.observers import RunInfo, RunSummary
 
 OTHER_LINES = 15
@@ -28,7 +28,7 @@ class LiveTable(Display):
         super().__init__(console)
         self.live = Live(console=console, get_renderable=self.picture, refresh_per_second=4, transient=False)
 
-    def on_loading(self, what: str, done: int, total: int, loss: float) -> None:
+    def on_loading(self, what: str, done: int, total: int, loss: float | None) -> None:
         """Show how far the work before the run is."""
         super().on_loading(what, done, total, loss)
         self.live.start()
@@ -68,14 +68,13 @@ class LiveTable(Display):
         if self.loading is None:
             return Text("")
         now = self.loading
-        text = f"{now.done}/{now.total}, loss {now.loss:.3f}"
-        return _bar(f"{now.what}, once", now.done, now.total, text)
+        return bar(f"{now.what}, once", now.done, now.total, now.text)
 
     def _progress(self) -> RenderableType:
         assert self.info is not None
         steps = self.info.config.run.max_steps
         share = 100 * self.step / steps if steps else 100.0
-        return _bar(f"step {self.step}/{steps}", self.step, steps, f"{share:.0f}%  {self.time_text()}")
+        return bar(f"step {self.step}/{steps}", self.step, steps, f"{share:.0f}%  {self.time_text()}")
 
     def _table(self) -> Table:
         assert self.info is not None
@@ -152,12 +151,3 @@ def skills_table(
         name = f"{skill} (trained)" if skill == trained else skill
         table.add_row(name, scale.write(old), scale.write(new), scale.change(old, new))
     return table
-
-
-def _bar(left: str, done: int, total: int, right: str) -> RenderableType:
-    grid = Table.grid(padding=(0, 2), expand=False)
-    grid.add_column(no_wrap=True)
-    grid.add_column(min_width=10, max_width=36)
-    grid.add_column(no_wrap=True)
-    grid.add_row(Text(left, style="bold"), ProgressBar(total=max(1, total), completed=done), Text(right))
-    return grid

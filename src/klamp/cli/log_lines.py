@@ -13,7 +13,6 @@ from klamp.training.observers import RunInfo
 
 LINES = 20
 """About how many steps of a run get a line."""
-LOADING_LINES = 5
 WIDTH = 120
 """Width of a line in characters; a file has none, so that all columns fit."""
 
@@ -26,12 +25,11 @@ class LogLines(Display):
         self.columns: list[Column] = []
         self.readers_left = True
 
-    def on_loading(self, what: str, done: int, total: int, loss: float) -> None:
+    def on_loading(self, what: str, done: int, total: int, loss: float | None) -> None:
         """Write how far the work before the run is: a line at its start, some between, one at its end."""
         super().on_loading(what, done, total, loss)
-        every = max(1, total // LOADING_LINES)
-        if done in (1, total) or done % every == 0:
-            self._say(f"{what}: {done}/{total}, loss {loss:.3f}")
+        if self.loading is not None and self.loading.is_due:
+            self._say(f"{what}: {self.loading.text}")
 
     def on_start(self, info: RunInfo) -> None:
         """Write the heading of the run."""

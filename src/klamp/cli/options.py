@@ -19,6 +19,7 @@ from klamp.diagnostics.history import Verifier
 Question = Literal["direction", "importance-sampling", "convergence"]
 Study = Literal["clipping"]
 Shell = Literal["bash", "zsh", "fish"]
+Named = Literal["smollm2"]
 
 RAY_HERE = "local"
 """The address of a Ray cluster of this machine only."""
@@ -72,7 +73,7 @@ class VerifyOptions:
     seed: int = field(default=0, metadata={"least": 0})
     """Seed of the draws, and of the model's completions."""
     model: str | None = None
-    """A causal language model to verify the estimators on: a folder, a hub id, or `builtin`."""
+    """A causal language model to verify the estimators on: a folder, a hub id, `builtin` or `smollm2`."""
     ref_model: str | None = None
     """The reference model for --model; None: a copy of that model with noise on its weights."""
     noise: float = field(default=0.05, metadata={"least": 0})
@@ -132,6 +133,14 @@ class ReportOptions:
     """What `klamp doctor` reads, or the folder of an ablation, all of whose runs are compared."""
     output: Path | None = None
     """File to write; None: report.html in the folder of the one run (or sweep) that is named, else in this folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """The language model whose folder is wanted."""
+
+    name: Named = field(metadata={"word": "NAME"})
+    """A model with a name of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,6 +64,18 @@ def list_hosts() -> Rows:
     return [*hosts, ("module:function", CONTRACT)]
 
 
+def list_models() -> Rows:
+    """The named models, and which of them are ready here."""
+    from klamp.tasks.named_models import NAMED_MODELS, named_model_folder
+
+    def text(name: str) -> str:
+        model = NAMED_MODELS[name]
+        here = "ready here" if named_model_folder(name).is_dir() else model.install
+        return f"{model.title}, {model.parameters} parameters, {model.licence} ({here})"
+
+    return [(name, text(name)) for name in NAMED_MODELS]
+
+
 def list_alarms() -> Rows:
     """The alarms and notes of `klamp doctor`."""
     from klamp.diagnostics.alarms import ALARMS
@@ -174,6 +186,19 @@ PAGES: Mapping[str, Page] = {
             "klamp report sweeps/beta",
         ),
         options=options.ReportOptions,
+    ),
+    "model": Page(
+        usage="NAME",
+        about="Prints the folder of a real language model for any trainer that takes a folder: weights in float32, "
+        "tokenizer, chat template. The weights come in a Python package; the first call checks and converts them, "
+        "which takes under a minute. `klamp train --model NAME` does it by itself.",
+        examples=(
+            "klamp model smollm2",
+            "klamp train --model smollm2 --task describe --lora_r 16",
+            "trl grpo --model_name_or_path $(klamp model smollm2) ...",
+        ),
+        options=options.ModelOptions,
+        lists={"models": list_models},
     ),
     "completion": Page(
         usage="SHELL",

@@ -8,8 +8,10 @@ from klamp.errors import ConfigError
 from klamp.tasks.arithmetic import arithmetic_task, arithmetic_tokenizer
 from klamp.tasks.base import Example, Task, checked
 from klamp.tasks.base_model import BaseModelConfig, base_model_folder, load_base_model
-from klamp.tasks.config import BUILT_IN_TASKS, FILLER_TASK, TaskConfig
+from klamp.tasks.config import BUILT_IN_TASKS, FILLER_TASK, LANGUAGE_TASKS, TaskConfig
 from klamp.tasks.filler import FillerModelConfig, builtin_model, filler_task
+from klamp.tasks.language import language_task
+from klamp.tasks.named_models import NAMED_MODELS, load_named_model, named_model_folder
 from klamp.tasks.prompts import check_prompts
 from klamp.tasks.rewards import named_reward, with_reward
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = [
+    "NAMED_MODELS",
     "BaseModelConfig",
     "Example",
     "FillerModelConfig",
@@ -30,7 +33,9 @@ __all__ = [
     "checked",
     "filler_task",
     "load_base_model",
+    "load_named_model",
     "load_task",
+    "named_model_folder",
     "named_reward",
 ]
 
@@ -50,6 +55,8 @@ def load_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
     _refuse_unused(config)
     if config.task in BUILT_IN_TASKS:
         task = (filler_task if config.task == FILLER_TASK else arithmetic_task)(config)
+    elif config.task in LANGUAGE_TASKS:
+        task = language_task(config, tokenizer)
     elif config.task.startswith("reasoning_gym:"):
         from klamp.tasks.reasoning_gym import reasoning_gym_task
 
@@ -67,7 +74,7 @@ _NOT_ARITHMETIC = ("chat_template", "system_prompt")
 
 def _refuse_unused(config: TaskConfig) -> None:
     """Refuse options that this kind of task would ignore."""
-    generated = config.task in BUILT_IN_TASKS or config.task.startswith("reasoning_gym:")
+    generated = config.task in (*BUILT_IN_TASKS, *LANGUAGE_TASKS) or config.task.startswith("reasoning_gym:")
     unused = _FILES_ONLY if generated else ()
     unused += _NOT_ARITHMETIC if config.task in BUILT_IN_TASKS else ()
     for name in unused:
@@ -75,7 +82,7 @@ def _refuse_unused(config: TaskConfig) -> None:
             raise ConfigError(
                 f"{name} has no meaning for the task {config.task}",
                 got=f"{name}={getattr(config, name)!r}",
-                why="its prompts are generated, not read from a file"
+                why="its prompts are klamp's own, not read from a file"
                 if name in _FILES_ONLY
                 else "its prompts are bare sums and words, as the base model learned them",
                 fix=f"leave {name} unset",

@@ -60,6 +60,10 @@ class Task:
     score: Callable[[Example, str], float]
     """The reward of one completion, given as text without special tokens; always a finite float."""
 
+    read: frozenset[str] = frozenset()
+    """Skills without an answer of the policy: their score is the probability that it gives each token of the example's
+    own answer."""
+
 
 def checked(function: RewardFunction, *, name: str) -> Callable[[Example, str], float]:
     """Wrap a reward function so that it gives a finite float or a clear error.

@@ -9,25 +9,22 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from klamp.errors import ConfigError, ModelError
 from klamp.tasks.arithmetic import EOS_TOKEN, MAX_MODEL_LENGTH, PAD_TOKEN, arithmetic_tokenizer
+from klamp.tasks.cache import Progress, cache_root, store, without_bars
 from klamp.tasks.corpus import IGNORED, corpus, training_tensors
 
 if TYPE_CHECKING:
     import torch
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-Progress = Callable[[int, int, float], None]
-"""Called during training as `progress(step, steps, loss)`."""
+TEACHING = "teaching the built-in base model"
+"""What this work is called while it goes on."""
 
 RECIPE = 1
 """Part of the cache key: raise it whenever the code below would give other weights."""
@@ -114,11 +111,6 @@ class BaseModelConfig:
         return corpus(self.mixture(), count, carelessness=self.carelessness, seed=self.seed)
 
 
-def cache_root() -> Path:
-    """The folder of all cached models: `KLAMP_CACHE`, else `~/.cache/klamp`."""
-    return Path(os.environ.get("KLAMP_CACHE") or Path.home() / ".cache" / "klamp").expanduser()
-
-
 def base_model_folder(config: BaseModelConfig) -> Path:
     """The folder in which this configuration's model is cached.
 
@@ -172,7 +164,7 @@ def train_base_model(config: BaseModelConfig, *, progress: Progress | None = Non
             optimizer.step()
             schedule.step()
             if progress is not None:
-                progress(step, config.steps, float(loss.detach()))
+                progress(TEACHING, step, config.steps, float(loss.detach()))
     return model.eval()
 
 
@@ -226,40 +218,14 @@ def _batches(config: BaseModelConfig) -> Iterator[tuple[torch.Tensor, torch.Tens
 
 
 def _store(config: BaseModelConfig, folder: Path, progress: Progress | None) -> None:
-    """Train into a temporary folder and then rename it: a killed run leaves no half model in the cache."""
-    temporary = _temporary_folder(folder)
-    try:
+    def write(empty: Path) -> None:
         model = train_base_model(config, progress=progress)
         with without_bars():
-            model.save_pretrained(temporary)
-        arithmetic_tokenizer().save_pretrained(temporary)
-        (temporary / "base_model.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
-        _move(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+            model.save_pretrained(empty)
+        arithmetic_tokenizer().save_pretrained(empty)
+        (empty / "base_model.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
 
-
-def _temporary_folder(folder: Path) -> Path:
-    """Make a temporary folder before training: an unwritable cache should be found out at once."""
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    except OSError as error:
-        raise ModelError(
-            "the cache folder for the base model cannot be written",
-            got=str(folder.parent),
-            why=str(error),
-            fix="set KLAMP_CACHE to a folder that can be written",
-        ) from error
-
-
-def _move(temporary: Path, folder: Path) -> None:
-    try:
-        temporary.rename(folder)
-    except OSError:
-        # another process was quicker: its folder holds the same model
-        if not folder.is_dir():
-            raise
+    store(folder, write)
 
 
 def _load(folder: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
@@ -277,17 +243,3 @@ def _load(folder: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
             fix="delete this folder; the next run trains the model again",
         ) from error
     return model.eval(), tokenizer
-
-
-@contextmanager
-def without_bars() -> Iterator[None]:
-    """A context in which transformers shows no progress bars: a library does not print."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

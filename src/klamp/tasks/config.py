@@ -12,6 +12,10 @@ ARITHMETIC_TASK, FILLER_TASK = "arithmetic", "arithmetic-filler"
 BUILT_IN_TASKS = (ARITHMETIC_TASK, FILLER_TASK)
 """Tasks that need no data and have a base model of their own."""
 
+DESCRIBE_TASK, DISTINCT_TASK, SENTIMENT_TASK = "describe", "describe-distinct", "sentiment"
+LANGUAGE_TASKS = (DESCRIBE_TASK, DISTINCT_TASK, SENTIMENT_TASK)
+"""Tasks in English that need no data, for any chat model."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig:
@@ -22,8 +26,8 @@ class TaskConfig:
     """
 
     task: str = "arithmetic"
-    """`arithmetic`, `arithmetic-filler` (its reward does not see padding), `reasoning_gym:NAME`, or the path of a
-    .jsonl, .json or .parquet file."""
+    """`arithmetic`, `arithmetic-filler` (its reward does not see padding), `describe`, `describe-distinct` and
+    `sentiment` (in English), `reasoning_gym:NAME`, or the path of a .jsonl, .json or .parquet file."""
 
     reward: str = ""
     """`exact_match`, `math_verify`, `format_regex:PATTERN` or `module:function`; empty: the task's own."""
@@ -41,13 +45,13 @@ class TaskConfig:
     """The column of a file that holds the reference length in tokens for KL budgets; empty: none."""
 
     chat_template: bool | None = None
-    """Whether prompts pass through the tokenizer's chat template; None: where it has one (files, reasoning-gym)."""
+    """Whether prompts pass through the tokenizer's chat template; None: where it has one (not in arithmetic)."""
 
     system_prompt: str = ""
     """The system message put before each prompt; without a chat template, a text before it and an empty line."""
 
     train_size: int = 0
-    """How many training prompts to use at most; 0: all of a file, and 4096 where prompts are generated."""
+    """How many training prompts to use at most; 0: all there are, and 4096 where prompts are generated."""
 
     eval_size: int = 256
     """How many held-out examples to use at most for each skill."""

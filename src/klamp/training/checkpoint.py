@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from klamp.errors import RunFolderError
-from klamp.tasks.base_model import without_bars
+from klamp.tasks.cache import without_bars
 from klamp.training.sharding import Whole, split_like
 
 FOLDER, REFERENCE = "checkpoints", "reference.safetensors"

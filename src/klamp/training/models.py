@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from klamp.errors import ModelError
 from klamp.hosts.common.step_zero import active_dropouts
 from klamp.tasks.base_model import load_base_model
+from klamp.tasks.cache import Progress
 from klamp.tasks.config import ARITHMETIC_TASK
 from klamp.tasks.filler import builtin_model
+from klamp.tasks.named_models import NAMED_MODELS, load_named_model
 from klamp.training.config import ModelConfig
 
 BUILTIN = "builtin"
-Progress = Callable[[int, int, float], None]
 
 
 def load_model(
@@ -30,9 +30,9 @@ def load_model(
     Dropout is off for good: with it, the policy would differ from the reference before the first step.
 
     Args:
-        spec: `builtin`, a local folder, or a hub id.
+        spec: `builtin`, a name of `NAMED_MODELS`, a local folder, or a hub id.
         dtype: data type of the weights.
-        progress: told about the training of the built-in model, where that is needed.
+        progress: told how far a model is that has to be made first: the built-in one taught, a named one converted.
         task: the task whose base model `builtin` is.
 
     Raises:
@@ -42,6 +42,7 @@ def load_model(
         model, _ = load_base_model(builtin_model(task), progress=progress)
         model = model.to(getattr(torch, dtype))
     else:
+        spec = _folder_of(spec, progress)
         model = _pretrained(AutoModelForCausalLM, spec, "a causal language model", dtype=getattr(torch, dtype))
     for dropout in active_dropouts(model):
         dropout.switch_off()
@@ -52,7 +53,7 @@ def load_tokenizer(spec: str, *, task: str = ARITHMETIC_TASK) -> PreTrainedToken
     """Load the tokenizer of a model, ready for left padding.
 
     Args:
-        spec: `builtin`, a local folder, or a hub id.
+        spec: `builtin`, a name of `NAMED_MODELS`, a local folder, or a hub id.
         task: the task whose base model `builtin` is.
 
     Raises:
@@ -61,7 +62,7 @@ def load_tokenizer(spec: str, *, task: str = ARITHMETIC_TASK) -> PreTrainedToken
     if spec == BUILTIN:
         _, tokenizer = load_base_model(builtin_model(task))
     else:
-        tokenizer = _pretrained(AutoTokenizer, spec, "a tokenizer")
+        tokenizer = _pretrained(AutoTokenizer, _folder_of(spec), "a tokenizer")
     return ready_tokenizer(tokenizer, spec)
 
 
@@ -82,6 +83,11 @@ def ready_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrained
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "left"
     return tokenizer
+
+
+def _folder_of(spec: str, progress: Progress | None = None) -> str:
+    """The folder of a named model, which is made first where it is not there; any other name as it is."""
+    return str(load_named_model(spec, progress=progress)) if spec in NAMED_MODELS else spec
 
 
 def _pretrained(loader: Any, spec: str, what: str, **options: Any) -> Any:

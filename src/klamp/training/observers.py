@@ -55,8 +55,8 @@ class RunSummary:
 class Observer:
     """The hooks of a run, for a subclass to override; called on the main process only."""
 
-    def on_loading(self, what: str, done: int, total: int, loss: float) -> None:
-        """Called while something slow happens before the run: `done` of `total`, with its loss."""
+    def on_loading(self, what: str, done: int, total: int, loss: float | None) -> None:
+        """Called while something slow happens before the run: `done` of `total`, with its loss where it has one."""
 
     def on_start(self, info: RunInfo) -> None:
         """Called before the first step."""

@@ -131,9 +131,9 @@ def build(config: TrainConfig, accelerator: Accelerator, folder: Path, observers
         ModelError, DataError, RewardError, UnknownNameError: whatever does not fit, before any work.
     """
 
-    def progress(done: int, total: int, loss: float) -> None:
+    def progress(what: str, done: int, total: int, loss: float | None) -> None:
         for observer in observers:
-            observer.on_loading("teaching the built-in base model", done, total, loss)
+            observer.on_loading(what, done, total, loss)
 
     resumed = checkpoint.newest(folder) if config.run.resume else None
     with accelerator.main_process_first():  # the built-in model is trained once, by one process

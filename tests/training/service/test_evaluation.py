@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tests.training.conftest import tiny_llama
+from tests.training.test_evaluation import read_by_hand
 
 from klamp.training.service import evaluation, rollout
 
@@ -32,3 +35,13 @@ def test_the_reference_length_is_the_mean_of_its_completions(context, connection
     context.control.reference_length = None
     evaluation.measure_length(context, connection)
     assert context.control.reference_length == kept
+
+
+def test_a_skill_that_is_read_is_scored_at_the_service(context, connection, client):
+    kept, context.task = context.task, replace(context.task, read=frozenset({"reversal"}))
+    try:
+        found = evaluation.scores(context, connection, client)
+    finally:
+        context.task = kept
+    expected = read_by_hand(tiny_llama(), context.tokenizer, kept.evaluation["reversal"])
+    assert found["reversal"] == pytest.approx(expected, rel=1e-5)

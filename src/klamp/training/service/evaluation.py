@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from klamp.tasks.base import Example
+from klamp.training.completions import Completions
 from klamp.training.context import Context
+from klamp.training.own_answers import probabilities
 from klamp.training.reference_length import PROMPTS, is_needed
 from klamp.training.sampling import encode_prompts
 from klamp.training.service.connection import Connection
@@ -16,15 +20,28 @@ from klamp.training.service.rollout import TinkerReference, kept_ids, sample, se
 
 
 def scores(context: Context, connection: Connection, client: Any) -> dict[str, float]:
-    """The mean score of each skill, with completions decoded greedily from the client's weights."""
-    return {skill: _mean(context, connection, client, rows) for skill, rows in context.task.evaluation.items()}
+    """The mean score of each skill, with completions decoded greedily from the client's weights (or read there)."""
+    return {
+        skill: fmean((_read if skill in context.task.read else _rated)(context, connection, client, rows) or [0.0])
+        for skill, rows in context.task.evaluation.items()
+    }
 
 
-def _mean(context: Context, connection: Connection, client: Any, examples: Sequence[Example]) -> float:
+def _read(context: Context, connection: Connection, client: Any, examples: Sequence[Example]) -> list[float]:
+    """How likely the client's weights find the examples' own answers."""
+    policy = TinkerReference(connection, client, "the policy")
+
+    def logprobs(given: Completions) -> Tensor:
+        return policy.score(given, temperature=1.0).logprobs
+
+    return probabilities(examples, context.tokenizer, torch.device("cpu"), logprobs)
+
+
+def _rated(context: Context, connection: Connection, client: Any, examples: Sequence[Example]) -> list[float]:
+    """The scores of greedy completions."""
     groups = _answers(context, connection, client, examples, temperature=0.0)
     texts = context.tokenizer.batch_decode([row.tokens for (row,) in groups], skip_special_tokens=True)
-    rated = [context.task.score(example, text) for example, text in zip(examples, texts, strict=True)]
-    return sum(rated) / max(1, len(rated))
+    return [context.task.score(example, text) for example, text in zip(examples, texts, strict=True)]
 
 
 def measure_length(context: Context, connection: Connection) -> None:

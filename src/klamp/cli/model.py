@@ -1,0 +1,37 @@
+"""`klamp model NAME`: the folder of a named language model, for every trainer that takes a folder."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TextIO
+
+from klamp.cli.flags import read_options
+from klamp.cli.loading import Loading
+from klamp.cli.options import ModelOptions
+from klamp.tasks.named_models import NAMED_MODELS, load_named_model
+
+
+def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
+    """Run `klamp model` with these arguments; returns the exit code.
+
+    What it does is said on stderr, so that `$(klamp model smollm2)` is the folder alone.
+
+    Args:
+        argv: the arguments after `model`.
+        stream: where the folder goes; None: stdout.
+
+    Raises:
+        ConfigError: no name, or another one.
+        ModelError: the package that carries the model is missing.
+    """
+    name = read_options(ModelOptions, argv, command="klamp model").name
+    folder = load_named_model(name, progress=_said)
+    model = NAMED_MODELS[name]
+    print(f"{model.title}: {model.parameters} parameters, {model.licence}, from {model.origin}", file=sys.stderr)
+    print(folder, file=stream or sys.stdout, flush=True)
+    return 0
+
+
+def _said(what: str, done: int, total: int, loss: float | None) -> None:
+    print(f"{what}, once: {Loading(what, done, total, loss).text}", file=sys.stderr, flush=True)

@@ -1,0 +1,74 @@
+"""The cache of models that klamp makes itself: a folder is there as a whole, or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from klamp.errors import ModelError
+
+Progress = Callable[[str, int, int, float | None], None]
+"""Called while a model is made, as `progress(what, done, total, loss)`; the loss is None where there is none."""
+
+
+def cache_root() -> Path:
+    """The folder of all cached models: `KLAMP_CACHE`, else `~/.cache/klamp`."""
+    return Path(os.environ.get("KLAMP_CACHE") or Path.home() / ".cache" / "klamp").expanduser()
+
+
+def store(folder: Path, write: Callable[[Path], None]) -> None:
+    """Fill a folder of the cache, so that a killed run leaves no half model in it.
+
+    Args:
+        folder: what it is called in the end; where another process was quicker, its folder stays.
+        write: fills the empty folder that it is given.
+
+    Raises:
+        ModelError: the cache cannot be written; known before `write` is called.
+    """
+    temporary = _temporary_folder(folder)
+    try:
+        write(temporary)
+        _move(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _temporary_folder(folder: Path) -> Path:
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    except OSError as error:
+        raise ModelError(
+            "the cache folder for models cannot be written",
+            got=str(folder.parent),
+            why=str(error),
+            fix="set KLAMP_CACHE to a folder that can be written",
+        ) from error
+
+
+def _move(temporary: Path, folder: Path) -> None:
+    try:
+        temporary.rename(folder)
+    except OSError:
+        # another process was quicker: its folder holds the same model
+        if not folder.is_dir():
+            raise
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """A context in which transformers shows no progress bars: a library does not print."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
