@@ -111,6 +111,8 @@ def client(connection, tiny):
 @pytest.fixture
 def context(run_of):
     """What sampling reads of a run."""
+    import torch
+
     from klamp.config import build_objective
     from klamp.hosts.common.control import KLControl
     from klamp.tasks import arithmetic_tokenizer, load_task
@@ -124,6 +126,10 @@ def context(run_of):
         reference=None,
         objective=build_objective(config.kl, config.loss, max_length=config.rollout.max_completion_length),
         control=KLControl(config.kl),
+        process=0,
+        processes=1,
+        device=torch.device("cpu"),
+        sum_over_processes=lambda x: x,
     )
 
 

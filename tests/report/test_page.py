@@ -45,6 +45,7 @@ def test_its_sections_in_their_order() -> None:
         "overview",
         "alarms",
         "curves",
+        "answers",
         "positions",
         "tokens",
         "configuration",
@@ -129,7 +130,7 @@ def test_several_runs_are_compared() -> None:
 def test_a_page_of_metrics_only_says_what_is_missing() -> None:
     made = document(run_of(k3=[0.0, 0.02]))
     missing = [node.text for node in made.all(of="missing")]
-    assert len(missing) == 5 and any("No completions" in text for text in missing)
+    assert len(missing) == 6 and any("No completions" in text for text in missing)
     assert len(made.all("figure")) == 1
     empty = document(run_of(completions=[completion()]))
     assert "No metric over steps was logged." in empty.text

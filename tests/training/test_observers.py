@@ -38,10 +38,10 @@ def test_a_run_calls_its_hooks_in_the_order_of_what_happens(config_of, tmp_path:
     recorder = Recorder()
     summary = train_run(config_of(max_steps=2, eval_every=1, save_every=2, log_completions_every=1), [recorder])
     names = [name for name, _ in recorder.calls if name not in ("on_warning", "on_alarm", "on_loading")]
-    step = ["on_completions", "on_step", "on_evaluation"]
-    assert names[:2] == ["on_start", "on_evaluation"]
-    assert names[2 : 2 + 2 * len(step)] == step * 2
-    assert names[2 + 2 * len(step) :] == ["on_checkpoint", "on_end", "close"]
+    step = ["on_completions", "on_step", "on_evaluation", "on_answers"]
+    assert names[:3] == ["on_start", "on_evaluation", "on_answers"]
+    assert names[3 : 3 + 2 * len(step)] == step * 2
+    assert names[3 + 2 * len(step) :] == ["on_checkpoint", "on_end", "close"]
     given = dict(recorder.calls)
     assert given["on_start"][0].start_step == 0
     assert given["on_start"][0].output_dir == tmp_path / "run"

@@ -48,7 +48,7 @@ def run(llama, tmp_path_factory):
 
 def test_the_folder_holds_what_a_run_is(run):
     names = {p.name for p in run.folder.iterdir()}
-    files = {"config.yaml", "versions.json", "metrics.jsonl", "completions.jsonl", "summary.json"}
+    files = {"config.yaml", "versions.json", "metrics.jsonl", "completions.jsonl", "answers.jsonl", "summary.json"}
     assert names == files | {"checkpoints", "tracking", "wandb"}
 
 

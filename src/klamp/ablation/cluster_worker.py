@@ -28,13 +28,13 @@ from klamp.ablation.ray_files import Parcels, unpack_all
 from klamp.ablation.worker import alone, write_run
 from klamp.diagnostics.watch import ALARMS_FILE
 from klamp.errors import UnsupportedVersion
-from klamp.training.folders import COMPLETIONS, CONFIG, METRICS_FILE, SUMMARY, VERSIONS
+from klamp.training.folders import ANSWERS, COMPLETIONS, CONFIG, METRICS_FILE, SUMMARY, VERSIONS
 
 SIGN = ".ray"
 """File in the ablation's folder: a worker that reads the ablation's own sign there sees the same disk."""
 
 LOG = "log.txt"
-RESULTS = (CONFIG, VERSIONS, METRICS_FILE, COMPLETIONS, ALARMS_FILE, SUMMARY, OUTCOME, LOG)
+RESULTS = (CONFIG, VERSIONS, METRICS_FILE, COMPLETIONS, ANSWERS, ALARMS_FILE, SUMMARY, OUTCOME, LOG)
 """Names of the files that travel back, and the only names that are written."""
 WORKER = "worker.json"
 """The file that says where the run ran and where its checkpoints stayed."""

@@ -113,6 +113,22 @@ class Row:
     """How many prompts the metrics rest on, where they were counted from completions alone."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A greedy answer to a held-out question."""
+
+    step: int
+    """How many steps were done."""
+    skill: str
+    """The skill that the question tests."""
+    question: str
+    """The prompt, without a template."""
+    completion: str
+    """What the policy wrote."""
+    score: float
+    """The score of the answer."""
+
+
 @dataclass(kw_only=True)
 class History:
     """The record of a run, or of the part of it that has happened."""
@@ -129,6 +145,8 @@ class History:
     """Number of steps done -> (skill -> mean score)."""
     completions: dict[int, list[Completion]] = field(default_factory=dict)
     """Step -> the completions that were written in it."""
+    answers: list[Answer] = field(default_factory=list)
+    """Answers of evaluations, in order."""
 
     @property
     def is_empty(self) -> bool:

@@ -1,4 +1,4 @@
-"""Reads the folder of a klamp run: config.yaml, metrics.jsonl, completions.jsonl, summary.json."""
+"""Reads the folder of a klamp run: config.yaml, metrics.jsonl, completions.jsonl, answers.jsonl, summary.json."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from klamp.config import KLWarning
-from klamp.diagnostics.history import Completion, History, Row
+from klamp.diagnostics.history import Answer, Completion, History, Row
 from klamp.records.files import json_lines, json_object, unreadable
 from klamp.training.alarms import completion_of, settings_of
 from klamp.training.config import TrainConfig, field_owners
-from klamp.training.folders import COMPLETIONS, CONFIG, METRICS_FILE, SUMMARY
+from klamp.training.folders import ANSWERS, COMPLETIONS, CONFIG, METRICS_FILE, SUMMARY
 
 
 def is_klamp_run(path: Path) -> bool:
@@ -43,6 +43,8 @@ def read_klamp_run(path: Path) -> History:
         _add(history, row)
     if (path / COMPLETIONS).is_file():
         history.add_completions(read_completions(path / COMPLETIONS))
+    if (path / ANSWERS).is_file():
+        history.answers += [Answer(**row) for row in json_lines(path / ANSWERS)]
     return history
 
 

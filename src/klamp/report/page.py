@@ -11,6 +11,7 @@ from importlib.resources import files
 from klamp._version import __version__
 from klamp.errors import DataError
 from klamp.report.alarm_section import alarm_section, anchors, numbered, verdict
+from klamp.report.answer_section import answer_section
 from klamp.report.chart import render_chart
 from klamp.report.choice import Shown, ranked
 from klamp.report.curves import charts
@@ -87,6 +88,7 @@ def _body(runs: Sequence[ReportRun], completions: Sequence[Shown], kept: Sequenc
         "overview": ("Overview", _overview(runs)),
         "alarms": ("Alarms", alarm_section(runs, anchors(completions, kept))),
         "curves": ("Over steps", _curves(runs, numbers, most)),
+        "answers": ("Before and after", answer_section(runs)),
         "positions": ("By position", _positions(runs)),
         "tokens": ("Token by token", token_section(runs, completions, kept)),
         "configuration": ("Configuration", settings_section(runs)),

@@ -40,6 +40,12 @@ class Example:
     reference_length: int | None = None
     """The length in tokens that KL budgets assume for this prompt; None where the data does not say."""
 
+    @property
+    def question(self) -> str:
+        """The prompt as the data has it, without a chat template around it."""
+        given = self.fields.get("prompt")
+        return given if isinstance(given, str) else self.prompt
+
 
 @dataclass(frozen=True, kw_only=True)
 class Task:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,32 +16,70 @@ from klamp.training.sampling import encode_prompts, generate
 from klamp.training.scoring import score
 
 BATCH = 256
-Scores = Callable[[Context, list[Example]], list[float]]
 
 
-def evaluate(context: Context) -> dict[str, float]:
-    """Mean score of each skill, decoded greedily (or read, see `Task.read`); the same number on every process."""
-    return {
-        skill: _mean(context, examples, _read if skill in context.task.read else _scores)
-        for skill, examples in context.task.evaluation.items()
-    }
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What an evaluation found."""
+
+    scores: dict[str, float]
+    """Skill -> mean score, the same on every process."""
+    answers: list[dict[str, object]]
+    """The first answers of each skill, as lines of answers.jsonl; those of this process."""
 
 
-def _mean(context: Context, examples: Sequence[Example], scores: Scores) -> float:
-    mine = list(examples)[context.process :: context.processes]
-    total = sum(sum(scores(context, mine[i : i + BATCH])) for i in range(0, len(mine), BATCH))
-    summed = context.sum_over_processes(torch.tensor([total, len(mine)], dtype=torch.float64, device=context.device))
-    return float(summed[0] / summed[1].clamp(min=1))
+def evaluate(context: Context) -> Evaluation:
+    """Decode every held-out prompt greedily and score it; a skill of `Task.read` is read instead."""
 
-
-def _read(context: Context, examples: list[Example]) -> list[float]:
     def logprobs(given: Completions) -> Tensor:
         return score(context.policy, given, temperature=1.0).logprobs
 
-    return probabilities(examples, context.tokenizer, context.device, logprobs)
+    return evaluated(
+        context,
+        write=lambda examples: _completed(context, examples),
+        read=lambda examples: probabilities(examples, context.tokenizer, context.device, logprobs),
+    )
 
 
-def _scores(context: Context, examples: list[Example]) -> list[float]:
+def evaluated(
+    context: Context,
+    *,
+    write: Callable[[Sequence[Example]], list[str]],
+    read: Callable[[Sequence[Example]], list[float]],
+) -> Evaluation:
+    """Every skill's mean score over all processes, and some answers.
+
+    Args:
+        context: the run, with its task.
+        write: gives one completion for each example.
+        read: gives the probability of each example's own answer.
+    """
+    scores: dict[str, float] = {}
+    answers: list[dict[str, object]] = []
+    for skill, examples in context.task.evaluation.items():
+        mine = list(examples)[context.process :: context.processes]
+        if skill in context.task.read:
+            rated = read(mine)
+        else:
+            texts = [text for part in _batches(mine) for text in write(part)]
+            rated = [context.task.score(e, t) for e, t in zip(mine, texts, strict=True)]
+            rows = zip(mine, texts, rated, strict=True)
+            answers += [_row(*row) for row, _ in zip(rows, range(context.config.run.log_answers), strict=False)]
+        totals = torch.tensor([sum(rated), len(mine)], dtype=torch.float64, device=context.device)
+        summed = context.sum_over_processes(totals)
+        scores[skill] = float(summed[0] / summed[1].clamp(min=1))
+    return Evaluation(scores=scores, answers=answers)
+
+
+def _batches(examples: list[Example]) -> Iterator[list[Example]]:
+    return (examples[i : i + BATCH] for i in range(0, len(examples), BATCH))
+
+
+def _row(example: Example, completion: str, rated: float) -> dict[str, object]:
+    return {"skill": example.skill, "question": example.question, "completion": completion, "score": rated}
+
+
+def _completed(context: Context, examples: Sequence[Example]) -> list[str]:
     prompt_ids, prompt_mask = encode_prompts([e.prompt for e in examples], context.tokenizer, context.device)
     completions = generate(
         context.policy,
@@ -52,5 +91,4 @@ def _scores(context: Context, examples: list[Example]) -> list[float]:
         uniforms=None,
         traits=None if context.scorer is None else context.scorer.traits,
     )
-    texts = completions.texts(context.tokenizer)
-    return [context.task.score(e, t) for e, t in zip(examples, texts, strict=True)]
+    return completions.texts(context.tokenizer)

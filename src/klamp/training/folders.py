@@ -10,9 +10,9 @@ from klamp.training.config import TrainConfig
 
 CONFIG = "config.yaml"
 """The file by which the folder of a run is known."""
-METRICS_FILE, COMPLETIONS, VERSIONS, SUMMARY = "metrics.jsonl", "completions.jsonl", "versions.json", "summary.json"
+METRICS_FILE, COMPLETIONS, ANSWERS = "metrics.jsonl", "completions.jsonl", "answers.jsonl"
+VERSIONS, SUMMARY = "versions.json", "summary.json"
 """What else it writes."""
-"""The file with the alarms that rose, each once."""
 BESIDE = ("run.json", "log.txt", "outcome.json")
 """The files that `klamp ablate` keeps in a run's folder."""
 RUNS = "runs"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +119,8 @@ def with_adapter(model: PreTrainedModel, config: ModelConfig, checkpoint: Path |
 
     if checkpoint is not None:
         try:
-            return PeftModel.from_pretrained(model, str(checkpoint), is_trainable=True)
+            with _former_names():
+                return PeftModel.from_pretrained(model, str(checkpoint), is_trainable=True)
         except Exception as error:  # as in _pretrained
             raise ModelError(
                 "cannot load the LoRA adapter",
@@ -133,7 +137,8 @@ def with_adapter(model: PreTrainedModel, config: ModelConfig, checkpoint: Path |
         task_type="CAUSAL_LM",
     )
     try:
-        return get_peft_model(model, lora)
+        with _former_names():
+            return get_peft_model(model, lora)
     except ValueError as error:
         raise ModelError(
             "the LoRA adapter does not fit the model",
@@ -141,6 +146,14 @@ def with_adapter(model: PreTrainedModel, config: ModelConfig, checkpoint: Path |
             why=str(error),
             fix="use all-linear, or names of linear modules of the model",
         ) from error
+
+
+@contextmanager
+def _former_names() -> Iterator[None]:
+    """A context in which nobody is told that peft calls transformers by former names; the user cannot change that."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r".*is_gradient_checkpointing.*deprecated", FutureWarning)
+        yield
 
 
 def max_length(model: nn.Module) -> int | None:

@@ -21,7 +21,7 @@ class RunInfo:
     start_step: int
     """0, or the step a resumed run continues from."""
     parameters: int
-    """Parameters of the policy; 0 where a service does not say."""
+    """Parameters of the policy without those of an adapter; 0 where a service does not say."""
     trainable_parameters: int
     """The number of parameters that are trained."""
     reference: str
@@ -66,6 +66,9 @@ class Observer:
 
     def on_evaluation(self, step: int, scores: Mapping[str, float]) -> None:
         """Called when the skills were evaluated after `step` steps: skill -> mean score."""
+
+    def on_answers(self, step: int, rows: list[dict[str, object]]) -> None:
+        """Called with some greedy answers of an evaluation."""
 
     def on_completions(self, step: int, rows: list[dict[str, object]]) -> None:
         """Called with a sample of the step's completions."""

@@ -17,7 +17,7 @@ from klamp._version import __version__
 from klamp.diagnostics.doctor import Finding
 from klamp.diagnostics.watch import ALARMS_FILE
 from klamp.training.config import TrainConfig
-from klamp.training.folders import COMPLETIONS, CONFIG, METRICS_FILE, SUMMARY, VERSIONS, unwritable
+from klamp.training.folders import ANSWERS, COMPLETIONS, CONFIG, METRICS_FILE, SUMMARY, VERSIONS, unwritable
 from klamp.training.observers import Observer, RunInfo, RunSummary
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors", "reasoning-gym")
@@ -58,7 +58,7 @@ class RunLog(Observer):
             text = yaml.safe_dump(plain(info.config), sort_keys=False)
             (self.folder / CONFIG).write_text(text, encoding="utf-8")
         (self.folder / VERSIONS).write_text(json.dumps(versions(), indent=2), encoding="utf-8")
-        for name in (METRICS_FILE, COMPLETIONS, ALARMS_FILE):
+        for name in (METRICS_FILE, COMPLETIONS, ANSWERS, ALARMS_FILE):
             _keep_until(self.folder / name, info.start_step)
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -71,6 +71,11 @@ class RunLog(Observer):
         named = {f"eval/{skill}": value for skill, value in scores.items()}
         self._append(METRICS_FILE, {"step": step, **named})
         self._track(named, step)
+
+    def on_answers(self, step: int, rows: list[dict[str, object]]) -> None:
+        """Write the answers as lines of answers.jsonl."""
+        for row in rows:
+            self._append(ANSWERS, {"step": step, **row})
 
     def on_completions(self, step: int, rows: list[dict[str, object]]) -> None:
         """Write the completions as lines of completions.jsonl."""

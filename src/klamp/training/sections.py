@@ -138,6 +138,8 @@ class RunConfig:
     """Completions per logged step that are written to completions.jsonl."""
     log_completions_every: int = 10
     """Steps between logged completions."""
+    log_answers: int = 4
+    """Greedy answers per skill that every evaluation writes to answers.jsonl."""
     report_to: tuple[str, ...] = ("tensorboard",)
     """Trackers, through accelerate: tensorboard, wandb, and the others that it knows; none: no tracker."""
     resume: bool = False
@@ -158,7 +160,9 @@ class RunConfig:
         check_fields(
             self,
             {
-                **dict.fromkeys(("max_steps", "eval_every", "save_every", "log_completions"), AT_LEAST_0),
+                **dict.fromkeys(
+                    ("max_steps", "eval_every", "save_every", "log_completions", "log_answers"), AT_LEAST_0
+                ),
                 **dict.fromkeys(("keep_checkpoints", "log_completions_every"), AT_LEAST_1),
                 "exact_kl_completions": AT_LEAST_0,
                 "service_timeout": POSITIVE,

@@ -25,7 +25,7 @@ from klamp.training import checkpoint
 from klamp.training.alarms import AlarmObserver
 from klamp.training.config import TrainConfig
 from klamp.training.context import Context
-from klamp.training.evaluation import evaluate
+from klamp.training.evaluation import Evaluation, evaluate
 from klamp.training.measurement import completion_row, control_metrics, gather_record
 from klamp.training.observers import Observer, RunInfo, RunSummary
 from klamp.training.probe import notes
@@ -166,8 +166,8 @@ class Trainer:
         """One optimizer step on them."""
         return update(self.context, self.optimizer, rollout, objective)
 
-    def scores(self) -> dict[str, float]:
-        """Every skill's score now."""
+    def examine(self) -> Evaluation:
+        """Every skill's score now, and some answers."""
         with self.context.gathered():
             return evaluate(self.context)
 
@@ -222,9 +222,10 @@ class Trainer:
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate every skill now and tell the observers."""
-        scores = self.scores()
-        self.tell(lambda o: o.on_evaluation(self.step, scores))
-        return scores
+        found = self.examine()
+        self.tell(lambda o: o.on_evaluation(self.step, found.scores))
+        self.tell(lambda o: o.on_answers(self.step, found.answers))
+        return found.scores
 
     def run(self) -> RunSummary:
         """Take all steps.
@@ -305,13 +306,14 @@ class Trainer:
     def info(self) -> RunInfo:
         """What is known before the first step."""
         context = self.context
-        sizes = [(p.numel(), p.requires_grad) for p in context.policy.parameters()]
+        every = sum(p.numel() for p in context.policy.parameters())
+        trained = sum(p.numel() for p in context.policy.parameters() if p.requires_grad)
         return RunInfo(
             config=context.config,
             output_dir=context.output_dir,
             start_step=self.step,
-            parameters=sum(n for n, _ in sizes),
-            trainable_parameters=sum(n for n, trained in sizes if trained),
+            parameters=every - trained if context.config.model.lora_r else every,
+            trainable_parameters=trained,
             reference="none" if context.reference is None else context.reference.describe(),
             device=str(context.device),
             processes=context.processes,

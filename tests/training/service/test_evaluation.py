@@ -12,7 +12,7 @@ from klamp.training.service import evaluation, rollout
 
 
 def test_scores_are_those_of_greedy_completions(context, connection, client):
-    found = evaluation.scores(context, connection, client)
+    found = evaluation.evaluate(context, connection, client).scores
     model = tiny_llama()
     for skill, examples in context.task.evaluation.items():
         expected = []
@@ -40,7 +40,7 @@ def test_the_reference_length_is_the_mean_of_its_completions(context, connection
 def test_a_skill_that_is_read_is_scored_at_the_service(context, connection, client):
     kept, context.task = context.task, replace(context.task, read=frozenset({"reversal"}))
     try:
-        found = evaluation.scores(context, connection, client)
+        found = evaluation.evaluate(context, connection, client).scores
     finally:
         context.task = kept
     expected = read_by_hand(tiny_llama(), context.tokenizer, kept.evaluation["reversal"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from klamp.tasks.base import Example
 from klamp.training.completions import Completions
 from klamp.training.context import Context
+from klamp.training.evaluation import Evaluation, evaluated
 from klamp.training.own_answers import probabilities
 from klamp.training.reference_length import PROMPTS, is_needed
 from klamp.training.sampling import encode_prompts
@@ -19,29 +19,24 @@ from klamp.training.service.connection import Connection
 from klamp.training.service.rollout import TinkerReference, kept_ids, sample, seed_of
 
 
-def scores(context: Context, connection: Connection, client: Any) -> dict[str, float]:
-    """The mean score of each skill, with completions decoded greedily from the client's weights (or read there)."""
-    return {
-        skill: fmean((_read if skill in context.task.read else _rated)(context, connection, client, rows) or [0.0])
-        for skill, rows in context.task.evaluation.items()
-    }
-
-
-def _read(context: Context, connection: Connection, client: Any, examples: Sequence[Example]) -> list[float]:
-    """How likely the client's weights find the examples' own answers."""
+def evaluate(context: Context, connection: Connection, client: Any) -> Evaluation:
+    """Decode every held-out prompt greedily from the client's weights and score it (or read it there)."""
     policy = TinkerReference(connection, client, "the policy")
 
     def logprobs(given: Completions) -> Tensor:
         return policy.score(given, temperature=1.0).logprobs
 
-    return probabilities(examples, context.tokenizer, torch.device("cpu"), logprobs)
+    return evaluated(
+        context,
+        write=lambda examples: _completed(context, connection, client, examples),
+        read=lambda examples: probabilities(examples, context.tokenizer, torch.device("cpu"), logprobs),
+    )
 
 
-def _rated(context: Context, connection: Connection, client: Any, examples: Sequence[Example]) -> list[float]:
-    """The scores of greedy completions."""
+def _completed(context: Context, connection: Connection, client: Any, examples: Sequence[Example]) -> list[str]:
+    """Greedy completions."""
     groups = _answers(context, connection, client, examples, temperature=0.0)
-    texts = context.tokenizer.batch_decode([row.tokens for (row,) in groups], skip_special_tokens=True)
-    return [context.task.score(example, text) for example, text in zip(examples, texts, strict=True)]
+    return context.tokenizer.batch_decode([row.tokens for (row,) in groups], skip_special_tokens=True)
 
 
 def measure_length(context: Context, connection: Connection) -> None:

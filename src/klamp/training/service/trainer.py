@@ -13,11 +13,12 @@ from klamp.core.objective import Objective
 from klamp.errors import KlampError
 from klamp.training import checkpoint
 from klamp.training.context import Context
+from klamp.training.evaluation import Evaluation
 from klamp.training.observers import Observer, RunInfo
 from klamp.training.rollouts import Rollout, kl_weights, rate
 from klamp.training.service import rollout as rollouts
 from klamp.training.service.connection import Connection
-from klamp.training.service.evaluation import scores
+from klamp.training.service.evaluation import evaluate
 from klamp.training.service.update import update
 from klamp.training.trainer import Trainer
 from klamp.training.updates import UpdateOutput
@@ -82,9 +83,9 @@ class TinkerTrainer(Trainer):
             before_step=self.optimizer.step,  # moves nothing here; notes that the weights are between two steps
         )
 
-    def scores(self) -> dict[str, float]:
-        """The present score of every skill."""
-        return scores(self.context, self.connection, self.sampler())
+    def examine(self) -> Evaluation:
+        """Every skill's score now, and some answers."""
+        return evaluate(self.context, self.connection, self.sampler())
 
     def save(self) -> Path | None:
         """Save weights and optimizer at the service, and the run's state with their path in the folder."""

@@ -1,0 +1,68 @@
+"""Answers before and after: one row per question, one column per run, texts of models escaped."""
+
+from __future__ import annotations
+
+from tests.report.pages import Node, parse, run_of
+
+from klamp.diagnostics.history import Answer
+from klamp.report.answer_section import LONGEST, answer_section
+from klamp.report.run import ReportRun
+
+TAG = "<script>alert(1)</script>"
+
+
+def answer(
+    step: int, completion: str, *, question: str = "1+1=", skill: str = "addition", score: float = 0.0
+) -> Answer:
+    return Answer(step=step, skill=skill, question=question, completion=completion, score=score)
+
+
+def run_with(name: str, *answers: Answer) -> ReportRun:
+    run = run_of(name=name, k3=[0.0, 0.1])
+    run.history.answers.extend(answers)
+    return run
+
+
+def section(*runs: ReportRun) -> Node:
+    return parse(answer_section(runs))
+
+
+def test_a_question_stands_beside_what_was_answered_first_and_last() -> None:
+    made = section(
+        run_with(
+            "a",
+            answer(0, "3"),
+            answer(0, "dcba", question="rev abcd=", skill="reversal", score=1.0),
+            answer(5, "4"),
+            answer(9, "2", score=1.0),
+            answer(9, "dcb", question="rev abcd=", skill="reversal"),
+        )
+    )
+    assert made.one("table").rows() == [
+        ["question", "before", "after"],
+        ["1+1=addition", "30", "21"],
+        ["rev abcd=reversal", "dcba1", "dcb0"],
+    ]
+
+
+def test_several_runs_stand_side_by_side_after_what_the_first_answered_before() -> None:
+    made = section(
+        run_with("none"),
+        run_with("a", answer(0, "3"), answer(9, "2")),
+        run_with("b", answer(0, "3"), answer(7, "5"), answer(7, "x", question="another")),
+    )
+    assert made.one("table").rows() == [
+        ["question", "before", "none", "a", "b"],
+        ["1+1=addition", "30", "–", "20", "50"],
+    ]
+
+
+def test_what_a_model_wrote_is_text_and_not_too_long() -> None:
+    made = section(run_with("a", answer(0, TAG + "y" * 1000, question=TAG), answer(1, " ")))
+    assert not made.all("script") and TAG in made.text
+    assert f"{TAG}{'y' * (LONGEST - len(TAG))}…" in made.text
+    assert "(nothing)" in made.text
+
+
+def test_without_answers_it_says_so() -> None:
+    assert section(run_with("a")).text == "No answers of an evaluation were written."
