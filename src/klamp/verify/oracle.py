@@ -93,15 +93,18 @@ def examine(chain: Chain, loss: Loss) -> Report:
     return report(chain, outcomes.probs, per_outcome(loss, outcomes))
 
 
-def report(chain: Chain, probs: Float[Tensor, " draws"], losses: Float[Tensor, " draws"]) -> Report:
+def report(
+    chain: Chain, probs: Float[Tensor, " draws"], losses: Float[Tensor, " draws"], *, known: Truths | None = None
+) -> Report:
     """Compares losses that were computed before, one per draw, with every known gradient; see `examine`.
 
     Args:
         chain: the world.
         probs: how likely each draw is; they sum to 1.
         losses: the loss of each draw, with gradient to the chain's policy.
+        known: the chain's `truths`, where they are at hand.
     """
-    exact = truths(chain)
+    exact = truths(chain) if known is None else known
     unit = exact["reverse"].norm()
     values = losses.detach()
     value = (probs * values).sum()
