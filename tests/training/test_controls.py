@@ -16,6 +16,12 @@ from klamp.training.references import MovingReference
 from klamp.training.trainer import train_run
 
 
+@pytest.fixture
+def config_of(config_of):
+    """Evaluations and checkpoints on the way are for test_resume.py; here the steps are looked at."""
+    return lambda **changes: config_of(**{"eval_every": 0, "eval_size": 1, "save_every": 0, **changes})
+
+
 class StopAfter(Observer):
     """Interrupts a run after some steps, as Ctrl-C does."""
 

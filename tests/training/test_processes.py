@@ -32,8 +32,10 @@ HARD = {
     "kl_controller": "dual",
     "target_kl": 1e-3,
 }
-ADVANTAGE = {"kl_estimator": "k1", "kl_placement": "advantage", "kl_horizon": "sequence", "lora_r": 2}
+BRIEF = {"max_steps": 2}  # a step from the start, and one from where that led
+ADVANTAGE = {"kl_estimator": "k1", "kl_placement": "advantage", "kl_horizon": "sequence", "lora_r": 2, **BRIEF}
 EXACT = {"kl_estimator": "exact", "mask_truncated_completions": True, "kl_exclude_tokens": (5, 9), "loss_type": "bnpo"}
+EXACT |= BRIEF
 SOFT = {
     "kl_clip_method": "soft",
     "kl_clip_level": "batch",
@@ -41,8 +43,8 @@ SOFT = {
     "kl_clip_temperature": 0.25,
     "learning_rate": 1e-2,
 }
-SHARE = {"reference_share": 0.3, "gradient_accumulation_steps": 2}
-SKIPPED = {"reward": "tests.training.rewards:half", "kl_clip_method": "hard", "kl_clip_threshold": 3.0, "max_steps": 2}
+SHARE = {"reference_share": 0.3, "gradient_accumulation_steps": 2, **BRIEF}
+SKIPPED = {"reward": "tests.training.rewards:half", "kl_clip_method": "hard", "kl_clip_threshold": 3.0, **BRIEF}
 SAME = {
     "default": {},
     "hard": HARD,

@@ -96,13 +96,32 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 @pytest.fixture
-def whole_and(config_of, tmp_path):
+def parts_of(config_of, tmp_path):
+    """Gives the configuration of a run that is to be interrupted."""
+    return lambda **changes: config_of(**{"beta": 0.05, **LATE, **changes, "output_dir": str(tmp_path / "parts")})
+
+
+@pytest.fixture(scope="module")
+def wholes(tmp_path_factory):
+    """The folders of the uninterrupted runs, by their changes: they are read only, and each is made once."""
+    made = {}
+
+    def folder(changes):
+        key = json.dumps(changes, sort_keys=True)
+        return made.setdefault(key, tmp_path_factory.mktemp("resume") / "whole")
+
+    return folder
+
+
+@pytest.fixture
+def whole_and(config_of, parts_of, wholes):
     """Makes an uninterrupted run; gives its folder, and the configuration of the same run elsewhere."""
 
     def make(**changes):
-        values = {"beta": 0.05, **LATE, **changes}
-        train_run(config_of(**values, output_dir=str(tmp_path / "whole")))
-        return tmp_path / "whole", lambda **more: config_of(**{**values, **more, "output_dir": str(tmp_path / "parts")})
+        whole = wholes(changes)
+        if not whole.exists():
+            train_run(config_of(**{"beta": 0.05, **LATE, **changes, "output_dir": str(whole)}))
+        return whole, lambda **more: parts_of(**{**changes, **more})
 
     return make
 
@@ -122,16 +141,15 @@ def test_an_interrupted_run_resumes_with_the_same_numbers(whole_and, tmp_path, n
     assert len(betas) == 1 if name in ("fixed", "no KL") else len(betas) > 2, "the controller moves"
 
 
-def test_the_measured_length_is_that_of_the_first_start_for_good(whole_and, tmp_path):
+def test_the_measured_length_is_that_of_the_first_start_for_good(parts_of, tmp_path):
     """Frozen: a resumed run takes the length from its checkpoint and measures nothing."""
-    _, parts = whole_and(**CASES["step, measured budget"])
     with pytest.raises(TrainingStopped):
-        train_run(parts(), [StopAfter(2)])
+        train_run(parts_of(**CASES["step, measured budget"]), [StopAfter(2)])
     file = checkpoint.newest(tmp_path / "parts") / "state.json"
     state = json.loads(file.read_text())
     assert steps_of(tmp_path / "parts")[0]["kl/budget"] == pytest.approx(1e-4 * state["reference_length"])
     file.write_text(json.dumps(state | {"reference_length": 123.0}))
-    train_run(parts(resume=True))
+    train_run(parts_of(**CASES["step, measured budget"], resume=True))
     assert [row["kl/budget"] for row in steps_of(tmp_path / "parts")][2:] == [pytest.approx(0.0123)] * 4
 
 
@@ -188,7 +206,7 @@ def test_a_second_signal_before_anything_is_saved_says_so(config_of, tmp_path, m
 
 @pytest.mark.parametrize("reward", ["breaks", "not_a_number"])
 def test_a_reward_that_fails_leaves_the_last_good_step(whole_and, tmp_path, reward):
-    whole, parts = whole_and(reward="tests.training.rewards:digits")
+    whole, parts = whole_and()  # with the reward `digits`, as the two others are up to that call
     # 12 held-out prompts before and 12 after two steps, 12 completions in a step: the fourth step's seventh
     rewards.STATE.update(calls=0, break_at=12 + 2 * 12 + 12 + 12 + 7)
     with pytest.raises(RewardError) as caught:
@@ -280,9 +298,10 @@ def test_a_checkpoint_from_before_last_kl_was_saved_resumes_with_the_same_number
     assert_same_run(whole, tmp_path / "parts")
 
 
-def test_a_finished_run_can_be_asked_to_resume_and_does_nothing_more(whole_and, tmp_path, config_of):
-    whole, _ = whole_and()
+def test_a_finished_run_can_be_asked_to_resume_and_does_nothing_more(parts_of, tmp_path):
+    train_run(parts_of())
+    whole = tmp_path / "parts"
     before = steps_of(whole)
-    summary = train_run(config_of(**LATE, beta=0.05, resume=True, output_dir=str(whole)))
+    summary = train_run(parts_of(resume=True))
     assert summary.steps == 6 and steps_of(whole) == before
     assert summary.after == json.loads((whole / "summary.json").read_text())["after"]

@@ -26,6 +26,8 @@ from klamp.verify.worlds import enumerate_outcomes, random_chain
 EXACT = LossConfig(loss_type="dr_grpo", advantage_baseline="leave_one_out")
 SEQUENCE = KLConfig(beta=0.3, kl_horizon="sequence")
 
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # checked in tests/core; here they would cost minutes
+
 
 def world_at(seed: int, *, group_size: int = 2) -> World:
     chain = random_chain(seed, vocab=3, length=2, eos=0)

@@ -7,9 +7,16 @@ import functools
 import pytest
 
 from klamp.config import PRESETS, KLConfig, LossConfig
+from klamp.verify import convergence
 from klamp.verify.explain import Explanation, Setting, explain_config
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # checked in tests/core; here they would cost minutes
+
+
+@pytest.fixture(autouse=True)
+def not_followed_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a configuration ends is for test_convergence.py; what has no pull would be followed for seconds."""
+    monkeypatch.setattr(convergence, "UPDATES", 10)
 
 
 @functools.cache

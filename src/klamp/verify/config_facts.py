@@ -21,7 +21,6 @@ from klamp.core.types import Batch
 from klamp.verify.gradient_names import Followed, cosine, name_gradient, share
 from klamp.verify.judge import Probe, judge
 from klamp.verify.one_step import Scene, StepReport, examine_config, scene
-from klamp.verify.oracle import truths
 from klamp.verify.worlds import Outcomes, Sampler
 
 SEEDS = range(4)
@@ -157,7 +156,7 @@ def _reverse_kl(report: StepReport) -> float:
 
 def _pull(scenes: list[Scene], reports: list[StepReport]) -> Pull:
     gradients = [report.kl.gradient for report in reports]
-    known = [truths(each.chain) for each in scenes]
+    known = [each.truths for each in scenes]
     reverse = [each["reverse"] for each in known]
     follows = name_gradient(gradients, known)
     if follows.name == "zero":

@@ -137,11 +137,12 @@ def follow(kl: KLConfig, loss: LossConfig, world: World) -> End:
     price = configured_price(
         kl, loss, group_size=world.group_size, mean_length=length, max_length=world.chain.length
     ).per_completion
+    fixed = None if kl.kl_placement == "reward" else advantages_in_groups(world.rewards, loss, world.group_size)
     start = logits = world.chain.logprobs("policy").detach()
     rate, before, size, updates = 0.5, math.inf, math.inf, 0
     for updates in range(1, UPDATES + 1):  # noqa: B007  (it is reported)
         chain = replace(world.chain, policy_logits=logits)
-        update, divided_by = natural_update(kl, loss, chain, world)
+        update, divided_by = natural_update(kl, loss, chain, world, advantages=fixed)
         pull = divided_by / kl.beta * update
         # Not of what is taken of it, so that a small rate is not a standstill; a shift of a whole row changes nothing.
         size = (pull - (logits.exp() * pull).sum(-1, keepdim=True)).abs().amax().item()
@@ -154,21 +155,26 @@ def follow(kl: KLConfig, loss: LossConfig, world: World) -> End:
     return _describe(replace(world.chain, policy_logits=logits), world, price, stands=stands, updates=updates)
 
 
-def natural_update(kl: KLConfig, loss: LossConfig, chain: Chain, world: World) -> tuple[Tensor, float]:
+def natural_update(
+    kl: KLConfig, loss: LossConfig, chain: Chain, world: World, *, advantages: Tensor | None = None
+) -> tuple[Tensor, float]:
     """The expected gradient of a step in the metric of the policy's own probabilities, and what the KL is divided by.
 
     Equation: grad_{s,v} / (P(s) policy(v|s)).
     """
-    gradient, divided_by = expected_step(kl, loss, chain, world)
+    gradient, divided_by = expected_step(kl, loss, chain, world, advantages=advantages)
     probs = chain.logprobs("policy").detach().exp()
     return gradient / (prefix_probs(chain, "policy").detach()[:, None] * probs), divided_by
 
 
-def expected_step(kl: KLConfig, loss: LossConfig, chain: Chain, world: World) -> tuple[Tensor, float]:
+def expected_step(
+    kl: KLConfig, loss: LossConfig, chain: Chain, world: World, *, advantages: Tensor | None = None
+) -> tuple[Tensor, float]:
     """The gradient of a step in expectation over all groups, [prefixes, vocab], and the divisor of its KL.
 
     The batch is large: means over tokens divide by the expected length. Every completion stands in it once; how much of
-    it reaches the update, in the mean over the groups that it may be in, is its weight.
+    it reaches the update, in the mean over the groups that it may be in, is its weight. `advantages` are those of the
+    world's own rewards (`advantages_in_groups`), which no KL in the reward moves from step to step.
     """
     outcomes, objective = enumerate_outcomes(chain), build_objective(kl, loss, max_length=chain.length)
     batch, count = _batch(outcomes, objective.kl), float(len(outcomes.probs))
@@ -179,10 +185,12 @@ def expected_step(kl: KLConfig, loss: LossConfig, chain: Chain, world: World) ->
     outside = divided_by | {"sequence_mean": 1.0}  # that one divides each completion by its own length, in the loss
     if objective.beta > 0 and objective.kl.placement == "reward":
         rewards = shifted_rewards(rewards, batch, objective.kl, beta=objective.beta)
-    advantages = expected_advantages(rewards, outcomes.probs, loss, world.group_size)
+    if advantages is None:
+        advantages = advantages_in_groups(rewards, loss, world.group_size)
+    expected = expected_advantages(advantages, outcomes.probs)
     weighted = replace(
         batch,
-        advantages=count * outcomes.probs * advantages / outside[own],
+        advantages=count * outcomes.probs * expected / outside[own],
         kl_weight=count * outcomes.probs / outside[of_kl],
     )
     whole = replace(objective, reduction=_summed(own), kl=replace(objective.kl, normalizer=_summed(of_kl)))
@@ -194,14 +202,20 @@ def _summed(reduction: Reduction) -> Reduction:
     return "sequence_mean" if reduction == "sequence_mean" else "sequence_sum"
 
 
-def expected_advantages(rewards: Tensor, probs: Tensor, loss: LossConfig, group_size: int) -> Tensor:
-    """The advantage of each completion in the mean over the others of its group. [outcomes]"""
+def advantages_in_groups(rewards: Tensor, loss: LossConfig, group_size: int) -> Tensor:
+    """The advantages in every ordered group. [outcomes ** group_size, group_size]"""
     groups = _groups(len(rewards), group_size)
     advantages = group_advantages(
         rewards[groups].reshape(-1), group_size, scale=loss.scale, baseline=loss.advantage_baseline
-    ).view(groups.shape)
+    )
+    return advantages.view(groups.shape)
+
+
+def expected_advantages(advantages: Tensor, probs: Tensor) -> Tensor:
+    """The advantage of each completion in the mean over the others of its group. [outcomes]"""
+    groups = _groups(len(probs), advantages.shape[-1])
     others = probs[groups[:, 1:]].prod(-1)
-    return torch.zeros_like(rewards).index_add(0, groups[:, 0], others * advantages[:, 0])
+    return torch.zeros_like(probs).index_add(0, groups[:, 0], others * advantages[:, 0])
 
 
 @cache

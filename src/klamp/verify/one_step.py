@@ -17,11 +17,12 @@ import functools
 import itertools
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from klamp.config import KLConfig, LossConfig, build_objective
@@ -30,11 +31,11 @@ from klamp.core.estimators import exact_kl
 from klamp.core.masking import Totals
 from klamp.core.objective import Objective, grpo_loss
 from klamp.core.penalty import advantages_with_kl
-from klamp.core.term import Gate, sequence_gate_kl, sequence_kl
+from klamp.core.term import Gate, KLTerm, sequence_gate_kl, sequence_kl
 from klamp.core.types import Batch, Reduction
 from klamp.errors import ConfigError
 from klamp.verify.gradient_names import Followed, name_gradient
-from klamp.verify.oracle import Report, gradient_of, report, truths
+from klamp.verify.oracle import Report, Truths, gradient_of, report, truths
 from klamp.verify.worlds import Chain, Outcomes, Sampler, enumerate_outcomes, random_chain
 
 Denominators: TypeAlias = Literal["group", "expected"]
@@ -83,6 +84,24 @@ class Scene:
         """The same completions as the policy that drew them scored them, before its first update."""
         old = dataclasses.replace(self.chain, policy_logits=self.chain.logits("sampler"), sampler_logits=None)
         return enumerate_outcomes(old)
+
+    @functools.cached_property
+    def groups(self) -> tuple[Int[Tensor, "groups size"], Float[Tensor, " groups"]]:
+        """The completions of every group that can be drawn, in any order, and how likely each group is."""
+        probs = self.outcomes.probs.tolist()
+        groups = list(itertools.combinations_with_replacement(range(len(probs)), self.group_size))
+        likely = [_count_orders(group) * math.prod(probs[i] for i in group) for group in groups]
+        return torch.tensor(groups), torch.tensor(likely, dtype=torch.float64)
+
+    @functools.cached_property
+    def _without_kl(self) -> dict[tuple[Objective, LossConfig], Float[Tensor, " groups"]]:
+        """The losses of the groups without a KL that were computed before, with gradient to the chain."""
+        return {}
+
+    @functools.cached_property
+    def truths(self) -> Truths:
+        """The gradients that a KL term may be meant to follow here, by name."""
+        return truths(self.chain)
 
     @functools.cached_property
     def lengths(self) -> Float[Tensor, " outcomes"]:
@@ -140,19 +159,17 @@ def examine_config(kl: KLConfig, loss: LossConfig | None = None, *, scene: Scene
     """
     _check_exclusions(kl, scene.chain.vocab)
     loss, objective = _objective(kl, loss, scene)
-    draws = _list_groups(scene)
-    probs = torch.tensor([prob for _, prob in draws], dtype=torch.float64)
-    steps = [_step(scene, objective, loss, kl, list(group)) for group, _ in draws]
-    plain = [_step(scene, dataclasses.replace(objective, beta=0.0), loss, kl, list(group)) for group, _ in draws]
-    unit = objective.beta or 1.0
-    shares = torch.stack([(step.loss - bare.loss) / unit for step, bare in zip(steps, plain, strict=True)])
-    found = report(scene.chain, probs, shares)
+    _, probs = scene.groups
+    steps, scores = _take_steps(scene, objective, loss, kl)
+    plain = _plain_losses(scene, objective, loss, kl)
+    shares = (scores.joined(torch.stack([step.loss for step in steps])) - plain) / (objective.beta or 1.0)
+    found = report(scene.chain, probs, shares, known=scene.truths)
     gates = [step.gate for step in steps]
     return StepReport(
         kl=found,
-        follows=name_gradient([found.gradient], [truths(scene.chain)]),
+        follows=name_gradient([found.gradient], [scene.truths]),
         gate=None if None in gates else float(sum(p * g for p, g in zip(probs.tolist(), gates, strict=True))),  # pyright: ignore
-        policy_gradient=gradient_of((probs * torch.stack([bare.loss for bare in plain])).sum(), scene.chain),
+        policy_gradient=gradient_of((probs * plain).sum(), scene.chain),
     )
 
 
@@ -160,6 +177,40 @@ def examine_config(kl: KLConfig, loss: LossConfig | None = None, *, scene: Scene
 class _Step:
     loss: Tensor
     gate: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Scores:
+    """What a batch holds of the completions of every group, by the names of `Batch`. Each [groups, size, tokens]
+
+    What carries a gradient is cut off the chain, so that one backward pass through the steps of all groups leaves each
+    group's gradient in its own rows; `joined` takes these to the chain's logits.
+    """
+
+    attached: dict[str, Tensor]
+    """What carries a gradient, as it comes from the chain."""
+    fields: dict[str, Tensor]
+    """Everything; what carries a gradient as a leaf of its own."""
+
+    @classmethod
+    def of(cls, scored: dict[str, Tensor], rows: Tensor) -> _Scores:
+        """The scores of groups, given those of each completion and the completions of each group."""
+        fields = {name: x[rows] for name, x in scored.items()}
+        attached = {name: x for name, x in fields.items() if x.requires_grad}
+        leaves = {name: x.detach().requires_grad_() for name, x in attached.items()}
+        return cls(attached=attached, fields=fields | leaves)
+
+    def groups(self) -> list[dict[str, Tensor]]:
+        """The scores of one group after the other."""
+        each = zip(*(x.unbind() for x in self.fields.values()), strict=True)
+        return [dict(zip(self.fields, group, strict=True)) for group in each]
+
+    def joined(self, losses: Float[Tensor, " groups"]) -> Float[Tensor, " groups"]:
+        """Losses of the groups, with the same values and with gradients to the chain."""
+        leaves = [self.fields[name] for name in self.attached]
+        found = torch.autograd.grad(losses.sum(), leaves, retain_graph=True, materialize_grads=True)
+        linear = [(g * (x - x.detach())).flatten(1).sum(-1) for g, x in zip(found, self.attached.values(), strict=True)]
+        return losses.detach() + torch.stack(linear).sum(0)
 
 
 _PLAIN_LOSS = LossConfig(
@@ -177,61 +228,79 @@ def _objective(kl: KLConfig, loss: LossConfig | None, scene: Scene) -> tuple[Los
     )
 
 
-def _list_groups(scene: Scene) -> list[tuple[tuple[int, ...], float]]:
-    """Every group of completions that can be drawn (in any order), and its probability."""
-    probs = scene.outcomes.probs.tolist()
-    groups: list[tuple[tuple[int, ...], float]] = []
-    for group in itertools.combinations_with_replacement(range(len(probs)), scene.group_size):
-        orders = math.factorial(scene.group_size)
-        for count in Counter(group).values():
-            orders //= math.factorial(count)
-        groups.append((group, orders * math.prod(probs[i] for i in group)))
-    return groups
+def _score(scored: Outcomes, objective: Objective, kl: KLConfig) -> dict[str, Tensor]:
+    """What a batch holds of every completion, by the names of `Batch`; at beta 0 no reference. [outcomes, tokens]"""
+    scores = {
+        "policy_logprobs": scored.policy_logprobs,
+        "mask": scored.mask,
+        "old_logprobs": scored.sampler_logprobs,
+    }
+    if objective.beta == 0:
+        return scores
+    scores |= {"ref_logprobs": scored.ref_logprobs, "sampler_logprobs": scored.sampler_logprobs}
+    if kl.excludes:
+        scores["kl_mask"] = _kl_mask(kl, scored)
+    if objective.kl.value == "exact":
+        models = scored.policy_logits, scored.ref_logits
+        scores |= {"exact_kl": exact_kl(*models), "exact_kl_forward": exact_kl(*models, direction="forward")}
+    return scores
 
 
-def _step(scene: Scene, objective: Objective, loss: LossConfig, kl: KLConfig, group: list[int]) -> _Step:
-    """The loss of one group, as a trainer forms it: the gate and the advantages before the update, then the loss."""
-    batch = _batch(scene, scene.outcomes, objective, kl, group)
-    before = _batch(scene, scene.before, objective, kl, group)
-    if objective.beta > 0 and objective.kl.clip_method != "none":
-        gate_kl = _gate_kl(scene, before, objective, kl)
-        batch, before = (dataclasses.replace(each, gate_kl=gate_kl) for each in (batch, before))
-    advantages = _advantages(scene, objective, loss, before, group)
-    output = grpo_loss(
-        dataclasses.replace(batch, advantages=advantages),
-        objective,
-        totals=None if scene.denominators == "group" else _totals(scene, kl),
-    )
-    over = output.metrics.get("kl/over_budget")
-    return _Step(loss=output.loss, gate=None if over is None else over.item())
+def _plain_losses(scene: Scene, objective: Objective, loss: LossConfig, kl: KLConfig) -> Float[Tensor, " groups"]:
+    """The loss of every group without the KL, with gradient to the chain; the same for every KL, so computed once."""
+    bare = dataclasses.replace(objective, beta=0.0, kl=KLTerm())
+    if (bare, loss) not in scene._without_kl:
+        steps, scores = _take_steps(scene, bare, loss, kl)
+        scene._without_kl[bare, loss] = scores.joined(torch.stack([step.loss for step in steps]))
+    return scene._without_kl[bare, loss]
 
 
-def _batch(scene: Scene, scored: Outcomes, objective: Objective, kl: KLConfig, group: list[int]) -> Batch:
-    """A batch of the chosen completions; its advantages are still 0."""
-    y = Outcomes(*(field[group] for field in scored))
-    exact = objective.beta > 0 and objective.kl.value == "exact"
+def _take_steps(scene: Scene, objective: Objective, loss: LossConfig, kl: KLConfig) -> tuple[list[_Step], _Scores]:
+    """The loss of every group, as a trainer forms it: the gate and the advantages before the update, then the loss."""
+    rows, _ = scene.groups
+    scores = _Scores.of(_score(scene.outcomes, objective, kl), rows)
+    gates = _gates(scene, objective, kl) if objective.beta > 0 and objective.kl.clip_method != "none" else None
+    advantages = _advantages(scene, objective, loss, kl, gates)
+    totals = None if scene.denominators == "group" else _totals(scene, kl)
+    steps: list[_Step] = []
+    for index, group in enumerate(scores.groups()):
+        gate = None if gates is None else gates[index]
+        batch = _batch(scene, kl, group, advantages=advantages[index], gate_kl=gate)
+        output = grpo_loss(batch, objective, totals=totals)
+        over = output.metrics.get("kl/over_budget")
+        steps.append(_Step(loss=output.loss, gate=None if over is None else over.item()))
+    return steps, scores
+
+
+def _batch(
+    scene: Scene, kl: KLConfig, scores: dict[str, Tensor], *, advantages: Tensor, gate_kl: Tensor | None = None
+) -> Batch:
+    """A batch of the completions with these scores."""
     return Batch(
-        policy_logprobs=y.policy_logprobs,
-        mask=y.mask,
-        kl_mask=_kl_mask(kl, y) if kl.excludes else None,
-        advantages=torch.zeros(len(group), dtype=torch.float64),
-        old_logprobs=y.sampler_logprobs,
-        ref_logprobs=y.ref_logprobs,
-        sampler_logprobs=y.sampler_logprobs,
-        exact_kl=exact_kl(y.policy_logits, y.ref_logits) if exact else None,
-        exact_kl_forward=exact_kl(y.policy_logits, y.ref_logits, direction="forward") if exact else None,
+        **scores,  # pyright: ignore[reportArgumentType]
+        advantages=advantages,
+        gate_kl=gate_kl,
         reference_length=scene.reference_length or float(kl.kl_reference_length or scene.chain.length),
         group_size=scene.group_size,
     )
 
 
-def _gate_kl(scene: Scene, before: Batch, objective: Objective, kl: KLConfig) -> Tensor:
+def _before(scene: Scene, objective: Objective, kl: KLConfig, rows: Tensor, gate_kl: Tensor | None = None) -> Batch:
+    """The chosen completions as the policy that drew them scored them, before its first update."""
+    scores = {name: x[rows] for name, x in _score(scene.before, objective, kl).items()}
+    return _batch(scene, kl, scores, advantages=torch.zeros(len(rows), dtype=torch.float64), gate_kl=gate_kl)
+
+
+def _gates(scene: Scene, objective: Objective, kl: KLConfig) -> Float[Tensor, "groups size"]:
     """The KL that gates the clip, in nats per completion; the mean of a large batch is the expected KL."""
-    if scene.denominators == "group" or objective.kl.clip_level != "batch":
-        return sequence_gate_kl(before, objective.kl)
-    everyone = _batch(scene, scene.before, objective, kl, list(range(len(scene.outcomes.probs))))
-    each = sequence_kl(everyone, objective.kl)
-    return (scene.outcomes.probs * each).sum().expand(len(before.mask))
+    rows, _ = scene.groups
+    if objective.kl.clip_level != "batch":
+        everyone = _before(scene, objective, kl, rows.flatten())
+        return sequence_gate_kl(everyone, objective.kl).view(rows.shape)
+    if scene.denominators == "group":
+        return torch.stack([sequence_gate_kl(_before(scene, objective, kl, group), objective.kl) for group in rows])
+    everyone = _before(scene, objective, kl, torch.arange(len(scene.outcomes.probs)))
+    return (scene.outcomes.probs * sequence_kl(everyone, objective.kl)).sum().expand(rows.shape)
 
 
 def _check_exclusions(kl: KLConfig, vocab: int) -> None:
@@ -261,8 +330,11 @@ def _totals(scene: Scene, kl: KLConfig) -> Totals:
     return Totals(size, size * tokens, size * kl_tokens)
 
 
-def _advantages(scene: Scene, objective: Objective, loss: LossConfig, before: Batch, group: list[int]) -> Tensor:
-    rewards = torch.zeros(len(group), dtype=torch.float64) if scene.rewards is None else scene.rewards[group]
+def _advantages(
+    scene: Scene, objective: Objective, loss: LossConfig, kl: KLConfig, gates: Tensor | None
+) -> Float[Tensor, "groups size"]:
+    rows, _ = scene.groups
+    rewards = torch.zeros(rows.numel(), dtype=torch.float64) if scene.rewards is None else scene.rewards[rows.flatten()]
 
     def advantages(rewards: Tensor) -> Tensor:
         if scene.group_size == 1:
@@ -270,6 +342,13 @@ def _advantages(scene: Scene, objective: Objective, loss: LossConfig, before: Ba
         return group_advantages(rewards, scene.group_size, scale=loss.scale, baseline=loss.advantage_baseline)
 
     if objective.beta == 0 or objective.kl.placement != "reward":
-        return advantages(rewards)
+        return advantages(rewards).view(rows.shape)
+    before = _before(scene, objective, kl, rows.flatten(), None if gates is None else gates.flatten())
     gate, beta = Gate.of(before, objective.kl), objective.beta
-    return advantages_with_kl(rewards, before, objective.kl, beta=beta, gate=gate, advantages=advantages)
+    found = advantages_with_kl(rewards, before, objective.kl, beta=beta, gate=gate, advantages=advantages)
+    return found.view(rows.shape)
+
+
+def _count_orders(group: Sequence[int]) -> int:
+    """In how many orders the members of a group can be drawn."""
+    return math.factorial(len(group)) // math.prod(map(math.factorial, Counter(group).values()))

@@ -93,15 +93,18 @@ def examine(chain: Chain, loss: Loss) -> Report:
     return report(chain, outcomes.probs, per_outcome(loss, outcomes))
 
 
-def report(chain: Chain, probs: Float[Tensor, " draws"], losses: Float[Tensor, " draws"]) -> Report:
+def report(
+    chain: Chain, probs: Float[Tensor, " draws"], losses: Float[Tensor, " draws"], *, known: Truths | None = None
+) -> Report:
     """Compares losses that were computed before, one per draw, with every known gradient; see `examine`.
 
     Args:
         chain: the world.
         probs: how likely each draw is; they sum to 1.
         losses: the loss of each draw, with gradient to the chain's policy.
+        known: the chain's `truths`, where they are at hand.
     """
-    exact = truths(chain)
+    exact = truths(chain) if known is None else known
     unit = exact["reverse"].norm()
     values = losses.detach()
     value = (probs * values).sum()
@@ -171,7 +174,7 @@ def local_kl(
     """
     policy, ref = chain.logprobs("policy"), chain.logprobs("ref")
     first, second = (policy, ref) if direction == "reverse" else (ref, policy)
-    per_prefix = torch.stack([_divergence(a, b) for a, b in zip(first, second, strict=True)])
+    per_prefix = _divergence(first, second)
     return (prefix_probs(chain, prefixes).detach() * per_prefix).sum()
 
 
@@ -212,11 +215,11 @@ def _completion_logprobs(chain: Chain) -> tuple[Tensor, Tensor]:
     return everything.policy_logprobs.sum(dim=-1), everything.ref_logprobs.sum(dim=-1)
 
 
-def _divergence(first: Float[Tensor, " n"], second: Float[Tensor, " n"]) -> Float[Tensor, ""]:
-    """sum exp(first) (first - second), with 0 log 0 = 0."""
+def _divergence(first: Float[Tensor, "*rows n"], second: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows"]:
+    """sum exp(first) (first - second) of each row, with 0 log 0 = 0 and a gradient of 0 there."""
     possible = first > -torch.inf
-    first, second = first[possible], second[possible]
-    return (first.exp() * (first - second)).sum()
+    first, second = (torch.where(possible, x, 0.0) for x in (first, second))
+    return torch.where(possible, first.exp() * (first - second), 0.0).sum(-1)
 
 
 def gradient_of(scalar: Tensor, chain: Chain) -> Table:

@@ -200,20 +200,20 @@ def _completions(vocab: int, length: int, eos: int | None) -> list[Prefix]:
 
 def prefix_probs(chain: Chain, who: Who) -> Float[Tensor, " prefixes"]:
     """The probability that a model's completion begins with each prefix; differentiable for the policy."""
-    parents, tokens = _index_prefixes(chain.vocab, chain.length, chain.eos)
     step = torch.softmax(chain.logits(who), dim=-1)
-    probs = [step.new_ones(())]
-    for parent, token in zip(parents, tokens, strict=True):
-        probs.append(probs[parent] * step[parent, token])
-    return torch.stack(probs)
+    probs = step.new_ones(1)
+    for parents, tokens in _index_prefixes(chain.vocab, chain.length, chain.eos):
+        probs = torch.cat([probs, probs[parents] * step[parents, tokens]])
+    return probs
 
 
 @cache
-def _index_prefixes(vocab: int, length: int, eos: int | None) -> tuple[list[int], list[int]]:
-    """For every prefix but the empty one: the row of the prefix before it, and its last token."""
+def _index_prefixes(vocab: int, length: int, eos: int | None) -> list[tuple[Tensor, Tensor]]:
+    """For the prefixes of one token, of two and so on: the rows of the prefixes before them, and their last tokens."""
     prefixes = list_prefixes(vocab, length, eos=eos)
     row = {prefix: index for index, prefix in enumerate(prefixes)}
-    return [row[prefix[:-1]] for prefix in prefixes[1:]], [prefix[-1] for prefix in prefixes[1:]]
+    by_length = [[prefix for prefix in prefixes if len(prefix) == size] for size in range(1, length)]
+    return [(torch.tensor([row[p[:-1]] for p in group]), torch.tensor([p[-1] for p in group])) for group in by_length]
 
 
 def enumerate_outcomes(chain: Chain, *, unreachable: bool = False) -> Outcomes:

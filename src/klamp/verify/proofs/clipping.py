@@ -13,7 +13,6 @@ from klamp.core.clipping import clip_gate, clip_kl, kl_budget
 from klamp.core.estimators import kl_estimate
 from klamp.errors import ConfigError
 from klamp.verify.one_step import examine_config, scene
-from klamp.verify.oracle import truths
 from klamp.verify.proofs.check import Check, follows, is_equal, is_true
 
 
@@ -56,7 +55,7 @@ def _leak() -> float:
 def _gated() -> list[Check]:
     """Checks the clip inside a whole step, with the exact KL as its gate."""
     world = scene(0, length=2)
-    known = [truths(world.chain)]
+    known = [world.truths]
 
     def gradient(threshold: float, method: str = "hard", **choices: Any) -> Tensor:
         clip = {"kl_clip_method": method, "kl_clip_threshold": threshold}
@@ -79,7 +78,7 @@ def _gated() -> list[Check]:
 def _gated_by_the_other() -> list[Check]:
     """Checks sampled KLs in groups of two: the gate is how often the other one is over budget, times the gradient."""
     world = scene(1, length=2)
-    y, known = world.outcomes, [truths(world.chain)]
+    y, known = world.outcomes, [world.truths]
     k3 = kl_estimate(y.policy_logprobs, y.ref_logprobs, estimator="k3").sum(-1).detach()
     over = float(y.probs[k3 > 0.3].sum())
     in_reward = {"kl_estimator": "k1", "kl_placement": "reward", "kl_horizon": "sequence"}

@@ -14,7 +14,7 @@ from klamp.core.advantages import Baseline, group_advantages
 from klamp.core.placement import kl_in_advantage, kl_in_reward
 from klamp.errors import ConfigError
 from klamp.verify.one_step import Rewards, StepReport, examine_config, scene
-from klamp.verify.oracle import gradient_of, truths
+from klamp.verify.oracle import gradient_of
 from klamp.verify.proofs.check import Check, follows, is_equal, is_true
 
 KINDS: dict[Rewards, str] = {"equal": "saturated groups", "mixed": "mixed groups"}
@@ -43,7 +43,7 @@ def _gradients() -> list[Check]:
         for rewards, kind in KINDS.items():
             world = scene(0, length=2, rewards=rewards)
             found = examine_config(kl, loss, scene=world)
-            known = [truths(world.chain)]
+            known = [world.truths]
             checks.append(follows(f"{claim}; {kind}", [found.kl.gradient], known, name, factor=factor))
     return checks
 
@@ -125,7 +125,7 @@ def _prices() -> list[Check]:
     outcomes, rewards = world.outcomes, world.rewards
     assert rewards is not None
     reward = gradient_of((outcomes.policy_logprobs.sum(-1).exp() * rewards).sum(), world.chain)
-    reverse = truths(world.chain)["reverse"]
+    reverse = world.truths["reverse"]
     length = float((outcomes.probs * world.lengths).sum())
     checks: list[Check] = []
     for name, kl in terms.items():
