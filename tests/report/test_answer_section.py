@@ -58,7 +58,7 @@ def test_several_runs_stand_side_by_side_after_what_the_first_answered_before() 
 
 
 def test_what_a_model_wrote_is_text_and_not_too_long() -> None:
-    made = section(run_with("a", answer(0, TAG + "y" * 1000, question=TAG), answer(1, " ")))
+    made = section(run_with("a", answer(0, TAG + "y" * 1000, question=TAG), answer(1, " ", question=TAG)))
     assert not made.all("script") and TAG in made.text
     assert f"{TAG}{'y' * (LONGEST - len(TAG))}…" in made.text
     assert "(nothing)" in made.text

@@ -1,0 +1,111 @@
+"""The real model: it speaks, it learns without losing its place, and other trainers take its folder."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from klamp.cli.app import main
+from klamp.tasks import TaskConfig, load_task
+from klamp.tasks.named_models import load_named_model
+from klamp.training.own_answers import probabilities
+from klamp.training.scoring import score
+
+RUN = "train --config examples/describe.yaml --report_to none --eval_size 1 --num_generations 4 --prompts_per_step 2"
+RUN += " --max_completion_length 12 --eval_every 0 --log_completions_every 1 --warmup_steps 0"
+
+
+def steps(folder: Path) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith("speed/")} for row in rows if "reward" in row]
+
+
+def test_it_answers(model: Any, tokenizer: Any) -> None:
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    out = model.generate(ids, max_new_tokens=16, do_sample=False)[0, ids.shape[1] :]
+    assert tokenizer.decode(out) == "The capital of France is Paris.<|im_end|>"
+    assert sum(p.numel() for p in model.parameters()) == 134_515_008
+
+
+def test_its_own_answers_are_likely_and_others_are_not(model: Any, tokenizer: Any) -> None:
+    own = load_task(TaskConfig(task="describe", eval_size=8), tokenizer).evaluation["own-answers"]
+    found = probabilities(
+        own, tokenizer, torch.device("cpu"), lambda given: score(model, given, temperature=1.0).logprobs
+    )
+    assert all(0.3 < value <= 1 for value in found), "greedy answers: every token is the likeliest one"
+    assert math.isclose(sum(found) / len(found), 0.55, abs_tol=0.15)
+
+
+def test_a_run_that_is_stopped_goes_on_with_the_same_numbers(tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert main([*RUN.split(), "--max_steps", "2", "--output_dir", str(whole)]) == 0
+    assert main([*RUN.split(), "--max_steps", "1", "--output_dir", str(parts)]) == 0
+    assert main([*RUN.split(), "--max_steps", "2", "--output_dir", str(parts), "--resume"]) == 0
+    assert steps(parts) == steps(whole)
+    assert steps(whole)[0]["kl/k3"] == 0 and steps(whole)[1]["kl/k3"] > 0
+    assert main(["doctor", str(whole)]) == 0, "a healthy run"
+    assert main(["report", str(whole)]) == 0
+    page = (whole / "report.html").read_text(encoding="utf-8")
+    assert "What is the capital of" in page and "before" in page
+
+
+def test_trl_takes_the_folder(tmp_path: Path, tokenizer: Any) -> None:
+    from datasets import Dataset
+    from peft import LoraConfig
+
+    from klamp.tasks.language import score_happy
+    from klamp.trl import GRPOConfig, GRPOTrainer
+
+    questions = [
+        {"prompt": [{"role": "user", "content": f"Describe {thing} in one sentence."}]} for thing in ("a cat", "snow")
+    ]
+
+    def happy(completions: list[Any], **_: Any) -> list[float]:
+        return [score_happy(turns[0]["content"]) + 0.01 * len(turns[0]["content"]) for turns in completions]
+
+    trainer = GRPOTrainer(
+        model=str(load_named_model("smollm2")),
+        reward_funcs=happy,
+        args=GRPOConfig(
+            output_dir=str(tmp_path),
+            use_cpu=True,
+            bf16=False,
+            beta=0.15,
+            per_device_train_batch_size=4,
+            num_generations=4,
+            max_completion_length=8,
+            max_steps=2,
+            learning_rate=5e-4,
+            report_to="none",
+            save_strategy="no",
+            logging_steps=1,
+        ),
+        train_dataset=Dataset.from_list(questions),
+        peft_config=LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"),
+    )
+    trainer.train()
+    logged = [row for row in trainer.state.log_history if "kl/k3" in row]
+    assert len(logged) == 2 and logged[0]["kl/k3"] == pytest.approx(0, abs=1e-6)
+    assert all(math.isfinite(row["kl/k3"]) and math.isfinite(row["loss"]) for row in logged)
+
+
+def test_the_tinker_stand_in_serves_it(model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    from klamp.tinker.testing import serve
+
+    with serve(model, tokenizer, name="smollm2") as standin:
+        for name, value in standin.environment.items():
+            monkeypatch.setenv(name, value)
+        words = (
+            "train --backend tinker --model smollm2 --task describe --lora_r 4 --prompts_per_step 1 --report_to none"
+        )
+        words += " --num_generations 2 --max_completion_length 6 --max_steps 1 --eval_size 1 --eval_every 0"
+        assert main([*words.split(), "--output_dir", str(tmp_path / "run")]) == 0
+    (step,) = steps(tmp_path / "run")
+    assert step["kl/k3"] == pytest.approx(0, abs=1e-4)

@@ -1,0 +1,108 @@
+"""What real text does to a run, its records and its report: bytes, special tokens, templates, lengths, markup."""
+
+from __future__ import annotations
+
+import json
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from klamp.cli.app import main
+from klamp.report.vocabulary import decoded
+from klamp.tasks import TaskConfig, load_task
+from klamp.training.completions import Completions
+from klamp.training.sampling import encode_prompts
+from klamp.training.scoring import score
+
+HOSTILE = "</script><img src=x onerror=alert(1)>"
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def test_bytes_that_are_no_character_go_through_run_report_and_resume(small_run: Any, tmp_path: Path) -> None:
+    assert main(small_run) == 0
+    run = tmp_path / "run"
+    rows = lines(run / "completions.jsonl")
+    tokens = [token for row in rows for token in row["tokens"]]
+    broken = {token for token in tokens if "\\x" in decoded(token)}
+    assert broken, "the babbler writes bytes that are only a part of a character"
+    assert all(len(row["tokens"]) == len(row["policy_logprobs"]) == len(row["ref_logprobs"]) for row in rows)
+    assert main(["report", str(run)]) == 0
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert any(escape(decoded(token).strip()) in page for token in broken)
+    assert main(["doctor", str(run)]) in (0, 1)
+    written = (run / "metrics.jsonl").read_text().splitlines()
+    assert main([*small_run, "--resume", "--max_steps", "3"]) == 0
+    assert (run / "metrics.jsonl").read_text().splitlines()[: len(written)] == written
+
+
+def test_special_tokens_stand_among_the_tokens_and_not_in_the_text(tokenizer: Any) -> None:
+    ids = tokenizer("A <|im_start|>cat<|im_end|>", add_special_tokens=False)["input_ids"]
+    mask = torch.ones(1, len(ids), dtype=torch.bool)
+    found = Completions(
+        prompt_ids=torch.tensor([[1]]),
+        prompt_mask=torch.tensor([[1]]),
+        ids=torch.tensor([ids]),
+        mask=mask,
+        sampler_logprobs=torch.zeros(1, len(ids)),
+        ended=torch.tensor([True]),
+    )
+    assert found.texts(tokenizer) == ["A cat"]
+    assert tokenizer.convert_ids_to_tokens(ids)[-1] == "<|im_end|>"
+
+
+def test_prompts_of_different_lengths_are_scored_as_each_alone(model: Any, tokenizer: Any) -> None:
+    texts = ["What is the capital of France?", "Describe an old house by the sea in one sentence.", "Hi"]
+    answers = tokenizer(["Paris.", "It stands alone.", "Hello"], add_special_tokens=False)["input_ids"]
+    longest = max(map(len, answers))
+
+    def of(rows: list[int]) -> Completions:
+        ids, mask = encode_prompts([texts[row] for row in rows], tokenizer, torch.device("cpu"))
+        kept = torch.tensor([[i < len(answers[row]) for i in range(longest)] for row in rows])
+        padded = torch.tensor([answers[row] + [tokenizer.pad_token_id] * (longest - len(answers[row])) for row in rows])
+        zeros = torch.zeros(padded.shape)
+        return Completions(
+            prompt_ids=ids, prompt_mask=mask, ids=padded, mask=kept, sampler_logprobs=zeros, ended=kept.any(-1)
+        )
+
+    with torch.no_grad():
+        together = score(model, of([0, 1, 2]), temperature=1.0).logprobs
+        for row in range(3):
+            alone = score(model, of([row]), temperature=1.0).logprobs[0]
+            kept = slice(0, len(answers[row]))
+            assert torch.allclose(together[row, kept], alone[kept], atol=2e-4)
+
+
+def test_the_end_token_is_the_pad_token_and_counts_once(small_run: Any, tokenizer: Any, tmp_path: Path) -> None:
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+    assert main([*small_run, "--max_steps", "1", "--max_completion_length", "3"]) == 0
+    for row in lines(tmp_path / "run" / "completions.jsonl"):
+        assert row["tokens"].count("<|im_end|>") == int(row["ended"])
+        assert row["tokens"].index("<|im_end|>") == len(row["tokens"]) - 1 if row["ended"] else len(row["tokens"]) == 3
+
+
+def test_the_template_adds_its_own_system_prompt_unless_one_is_given(tokenizer: Any) -> None:
+    (plain,) = load_task(TaskConfig(task="describe", train_size=1), tokenizer).train
+    assert plain.prompt.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
+    assert plain.prompt.endswith(f"<|im_start|>user\n{plain.question}<|im_end|>\n<|im_start|>assistant\n")
+    (given,) = load_task(TaskConfig(task="describe", train_size=1, system_prompt="Be brief."), tokenizer).train
+    assert given.prompt.startswith("<|im_start|>system\nBe brief.<|im_end|>") and "SmolLM" not in given.prompt
+
+
+@pytest.mark.parametrize("where", ["answers.jsonl", "completions.jsonl"])
+def test_what_a_model_writes_is_never_markup(where: str, small_run: Any, tmp_path: Path) -> None:
+    assert main([*small_run, "--max_steps", "1"]) == 0
+    run = tmp_path / "run"
+    rows = lines(run / where)
+    rows[0] |= {"completion": HOSTILE}
+    if where == "completions.jsonl":
+        rows[0]["tokens"][0] = HOSTILE
+    (run / where).write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    assert main(["report", str(run)]) == 0
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert HOSTILE not in page and "&lt;/script&gt;&lt;img src=x onerror=alert(1)&gt;" in page
