@@ -40,8 +40,8 @@ def test_a_question_stands_beside_what_was_answered_first_and_last() -> None:
     )
     assert made.one("table").rows() == [
         ["question", "before", "after"],
-        ["1+1=addition", "30", "21"],
-        ["rev abcd=reversal", "dcba1", "dcb0"],
+        ["1+1=addition", "3score 0", "2score 1"],
+        ["rev abcd=reversal", "dcbascore 1", "dcbscore 0"],
     ]
 
 
@@ -53,7 +53,7 @@ def test_several_runs_stand_side_by_side_after_what_the_first_answered_before() 
     )
     assert made.one("table").rows() == [
         ["question", "before", "none", "a", "b"],
-        ["1+1=addition", "30", "–", "20", "50"],
+        ["1+1=addition", "3score 0", "–", "2score 0", "5score 0"],
     ]
 
 

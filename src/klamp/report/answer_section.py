@@ -52,5 +52,5 @@ def _question(skill: str, question: str) -> Html:
 def _cell(answer: Answer | None) -> Html:
     if answer is None:
         return Html(MISSING)
-    text = shorten(answer.completion, LONGEST) if answer.completion.strip() else "(nothing)"
-    return join([element("q", text), element("small", short(answer.score))])
+    text = shorten(answer.completion.strip(), LONGEST) or "(nothing)"
+    return join([element("q", text), element("small", f"score {short(answer.score)}")])
