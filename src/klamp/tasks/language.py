@@ -25,7 +25,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from klamp.tasks.base import Example, Task, checked
-from klamp.tasks.config import DESCRIBE_TASK, DISTINCT_TASK, SENTIMENT_TASK, TaskConfig
+from klamp.tasks.config import DISTINCT_TASK, SENTIMENT_TASK, TaskConfig
 from klamp.tasks.prompts import prompt_text
 
 if TYPE_CHECKING:
@@ -159,6 +159,3 @@ def _examples(skill: str, config: TaskConfig, tokenizer: PreTrainedTokenizerBase
         )
         for row, (prompt, answer) in enumerate(rows, start=1)
     ]
-
-
-__all__ = ["DESCRIBE_TASK", "count_happy", "happy_words", "language_task", "score_contained", "score_happy", "words"]
