@@ -34,14 +34,19 @@ EVERY = 5
 
 
 def run(quick: bool, *, targets: Sequence[float] = TARGETS, seeds: int = SEEDS) -> dict[str, Any]:
-    """The default rule at every target and seed, and at three times the learning rate; the others with one seed."""
+    """The default rule at every target and seed, in TRL too, and at three times the rate; the others with one seed."""
     own, *published = RULES
     middle = targets[len(targets) // 2]
     targets, seeds, steps = ((middle,), 1, 20) if quick else (targets, seeds, 120)
     cases = [{"rule": own, "target": target, "seed": seed} for target in targets for seed in range(seeds)]
     cases += [{"rule": own, "target": middle, "seed": 0, "rate": 3 * RATE}]
     cases += [{"rule": rule, "target": middle, "seed": 0} for rule in published]
-    return {"steps": steps, "runs": [isolated("benchmarks.controllers:one", case | {"steps": steps}) for case in cases]}
+    in_trl = [{"target": target, "seed": seed} for target in targets for seed in range(seeds)]
+    return {
+        "steps": steps,
+        "runs": [isolated("benchmarks.controllers:one", case | {"steps": steps}) for case in cases]
+        + [isolated("benchmarks.controllers:in_trl", case | {"steps": steps}) for case in in_trl],
+    }
 
 
 def one(rule: str, target: float, seed: int, steps: int, rate: float = RATE) -> dict[str, Any]:
@@ -60,6 +65,48 @@ def one(rule: str, target: float, seed: int, steps: int, rate: float = RATE) -> 
     found = {"rule": rule, "target": target, "seed": seed, "rate": rate, "steps": steps, **judged(kl, beta, target)}
     found |= {"reward": fmean(reward[-SETTLING:]), "addition": rows[-1]["eval/addition"]}
     return found | {name: _sparse(values) for name, values in {"kl": kl, "beta": beta}.items()}
+
+
+def in_trl(target: float, seed: int, steps: int) -> dict[str, Any]:
+    """Train once with `klamp.trl.GRPOTrainer` and judge the run: the same task, sizes and learning rate."""
+    from datasets import Dataset
+    from torch import no_grad, tensor
+
+    from klamp.tasks import TaskConfig, load_task
+    from klamp.training.models import load_model, load_tokenizer
+    from klamp.trl import GRPOConfig, GRPOTrainer
+
+    model, tokenizer = load_model("builtin"), load_tokenizer("builtin")
+    task = load_task(TaskConfig(), tokenizer)
+
+    def right(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+        return [float(text == expected) for text, expected in zip(completions, answer, strict=True)]
+
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = {"per_device_train_batch_size": 256, "num_generations": 8, "max_completion_length": 16}
+        rates = {"learning_rate": RATE, "lr_scheduler_type": "cosine", "warmup_steps": 10, "adam_beta2": 0.99}
+        quiet = {"report_to": "none", "save_strategy": "no", "logging_steps": 1, "use_cpu": True, "bf16": False}
+        loss = {"loss_type": "dr_grpo", "scale_rewards": "none", "beta": 0.01, "target_kl": target}
+        trainer = GRPOTrainer(
+            model=model,
+            reward_funcs=right,
+            args=GRPOConfig(output_dir=folder, max_steps=steps, seed=seed, **sizes, **rates, **quiet, **loss),
+            train_dataset=Dataset.from_list([{"prompt": e.prompt, "answer": e.answer} for e in task.train]),
+            processing_class=tokenizer,
+        )
+        trainer.train()
+    course = [row for row in trainer.state.log_history if "kl/exact" in row]
+    kl, beta, reward = ([row[name] for row in course] for name in ("kl/exact", "beta", "reward"))
+    held_out = task.evaluation["addition"]
+    policy: Any = model.eval()
+    with no_grad():
+        ids = tensor([tokenizer(e.prompt)["input_ids"] for e in held_out])  # sums of two digits: all equally long
+        found = policy.generate(ids, max_new_tokens=6, do_sample=False)[:, ids.shape[1] :]
+    texts = tokenizer.batch_decode(found, skip_special_tokens=True)
+    addition = fmean(right(texts, [e.answer for e in held_out]))
+    run = {"rule": "klamp: hold, in TRL", "target": target, "seed": seed, "rate": RATE, "steps": steps}
+    run |= judged(kl, beta, target) | {"reward": fmean(reward[-SETTLING:]), "addition": addition}
+    return run | {name: _sparse(values) for name, values in {"kl": kl, "beta": beta}.items()}
 
 
 def judged(kl: Sequence[float], beta: Sequence[float], target: float) -> dict[str, Any]:
