@@ -98,6 +98,7 @@ pytest: $(READY)
 
 # Whole programs, several processes of them at a time.
 SLOW := tests/examples tests/benchmarks tests/tasks/test_filler_model.py tests/ablation/test_cluster.py tests/ablation/test_execute.py \
+	tests/training/test_processes.py tests/training/test_alarms.py \
 	tests/training/test_sharded_processes.py tests/training/test_where_it_ends.py tests/training/test_planted_runs.py tests/verify/test_gates.py tests/verify/test_exclusions.py tests/verify/test_answers_convergence.py \
 	tests/training/service/test_failures.py
 

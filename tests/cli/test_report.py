@@ -115,7 +115,7 @@ def test_what_other_trainers_write(tmp_path: Path) -> None:
     assert len(labels) == 3, "all of them have a k3"
     for record in records:
         assert main(["report", record, "--output", str(tmp_path / "one.html")]) == 0
-        assert len(page(tmp_path / "one.html").all("section")) == 7
+        assert len(page(tmp_path / "one.html").all("section")) == 8
 
 
 def test_a_run_that_never_took_a_step_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

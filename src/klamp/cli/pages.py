@@ -192,11 +192,7 @@ PAGES: Mapping[str, Page] = {
         about="Prints the folder of a real language model for any trainer that takes a folder: weights in float32, "
         "tokenizer, chat template. The weights come in a Python package; the first call checks and converts them, "
         "which takes under a minute. `klamp train --model NAME` does it by itself.",
-        examples=(
-            "klamp model smollm2",
-            "klamp train --model smollm2 --task describe --lora_r 16",
-            "trl grpo --model_name_or_path $(klamp model smollm2) ...",
-        ),
+        examples=("klamp model smollm2     # elsewhere: --model_name_or_path $(klamp model smollm2)",),
         options=options.ModelOptions,
         lists={"models": list_models},
     ),
