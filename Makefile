@@ -69,7 +69,7 @@ $(SMOLLM2): $(READY)
 
 demo-language: $(READY)
 	@echo "SmolLM2-135M-Instruct (Apache-2.0): 93 MB to download once, 540 MB in the cache, about 3 GB of memory;"
-	@echo "about ten minutes on two cores."
+	@echo "about a quarter of an hour on two cores."
 	@$(MAKE) --no-print-directory $(SMOLLM2)
 	$(BIN)/klamp train --config examples/describe.yaml $(LANGUAGE_ARGS)
 	@$(BIN)/klamp report $$(ls -dt runs/*/ | head -n 1) && echo "Open that file in a browser: the section Before and after shows its answers."
