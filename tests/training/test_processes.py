@@ -33,7 +33,7 @@ HARD = {
     "target_kl": 1e-3,
 }
 BRIEF = {"max_steps": 2}  # a step from the start, and one from where that led
-ADVANTAGE = {"kl_estimator": "k1", "kl_placement": "advantage", "kl_horizon": "sequence", "lora_r": 2, **BRIEF}
+ADVANTAGE = {"kl_estimator": "k1", "kl_placement": "advantage", "kl_horizon": "sequence", "lora_r": 2}
 EXACT = {"kl_estimator": "exact", "mask_truncated_completions": True, "kl_exclude_tokens": (5, 9), "loss_type": "bnpo"}
 EXACT |= BRIEF
 SOFT = {
@@ -48,7 +48,7 @@ SKIPPED = {"reward": "tests.training.rewards:half", "kl_clip_method": "hard", "k
 SAME = {
     "default": {},
     "hard": HARD,
-    "advantage": ADVANTAGE,
+    "advantage": ADVANTAGE | BRIEF,
     "exact": EXACT,
     "soft": SOFT,
     "share": SHARE,
