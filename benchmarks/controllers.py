@@ -173,7 +173,7 @@ def plot(results: Mapping[str, Any], file: Path) -> None:
     runs = [each for each in results["runs"] if each["rate"] == RATE and each["steps"] == results["steps"]]
     firsts = {(each["rule"], each["target"]): each for each in reversed(runs)}
     shared = next((each["target"] for each in runs if each["rule"] != next(iter(RULES))), runs[0]["target"])
-    rules = {rule: each for (rule, target), each in firsts.items() if target == shared}
+    rules = {rule: each for (rule, target), each in firsts.items() if target == shared and rule in RULES}
     own = {f"target {target:g}": each for (rule, target), each in firsts.items() if rule == next(iter(RULES))}
     panels = []
     for title, chosen in ((f"every rule, target {shared:g}", rules), ("the default rule", own)):
