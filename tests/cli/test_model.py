@@ -22,7 +22,7 @@ def test_the_command_prints_the_folder_alone(monkeypatch: pytest.MonkeyPatch, ca
     assert main(["model", "smollm2"]) == 0
     out, err = capsys.readouterr()
     assert out == f"{tmp_path / 'smollm2'}\n"
-    assert "converting smollm2, once: 1/3\n" in err and "3/3" in err
+    assert "converting smollm2: 1/3\n" in err and "3/3" in err
     assert "SmolLM2-135M-Instruct: 134.5M parameters, Apache-2.0, from https://huggingface.co/" in err
 
 

@@ -16,7 +16,7 @@ from rich.text import Text
 from klamp.ablation.executor import RunState, Update
 from klamp.ablation.plan import Run
 from klamp.cli.columns import GAP, MISSING, duration, fixed, sparkline
-from klamp.cli.loading import Loading, bar
+from klamp.cli.loading import Loading
 
 ENDED: tuple[RunState, ...] = ("done", "failed", "kept")
 AT_WORK: tuple[RunState, ...] = ("running", "measuring", "stopping")
@@ -155,7 +155,7 @@ class LiveBoard(Board):
     def picture(self) -> RenderableType:
         """The display as it is now."""
         if self.made is not None:
-            return bar(f"{self.made.what}, once", self.made.done, self.made.total, self.made.text)
+            return self.made.bar
         grid = Table.grid(padding=(0, 2))
         share = self.share()
         grid.add_row(
@@ -203,7 +203,7 @@ class PlainBoard(Board):
         """Write how far the model is: a line at its start, some between, one at its end."""
         work = Loading(what, done, total, loss)
         if work.is_due:
-            self._say(f"{what}: {work.text}")
+            self._say(work.line)
 
     def tell(self, update: Update) -> None:
         """Write a line when a run starts and ends, a few between, and one for every alarm."""

@@ -65,10 +65,7 @@ class LiveTable(Display):
         return Group(*parts)
 
     def _loading(self) -> RenderableType:
-        if self.loading is None:
-            return Text("")
-        now = self.loading
-        return bar(f"{now.what}, once", now.done, now.total, now.text)
+        return Text("") if self.loading is None else self.loading.bar
 
     def _progress(self) -> RenderableType:
         assert self.info is not None

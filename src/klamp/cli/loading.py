@@ -27,6 +27,16 @@ class Loading:
         return f"{self.done}/{self.total}" + ("" if self.loss is None else f", loss {self.loss:.3f}")
 
     @property
+    def line(self) -> str:
+        """A line of a log."""
+        return f"{self.what}: {self.text}"
+
+    @property
+    def bar(self) -> Table:
+        """The work as a bar, for a terminal."""
+        return bar(f"{self.what}, once", self.done, self.total, self.text)
+
+    @property
     def is_due(self) -> bool:
         """Whether a log says it now: at the start, at the end, some times between."""
         return self.done in (1, self.total) or self.done % max(1, self.total // LOADING_LINES) == 0

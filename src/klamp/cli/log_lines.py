@@ -29,7 +29,7 @@ class LogLines(Display):
         """Write how far the work before the run is: a line at its start, some between, one at its end."""
         super().on_loading(what, done, total, loss)
         if self.loading is not None and self.loading.is_due:
-            self._say(f"{what}: {self.loading.text}")
+            self._say(self.loading.line)
 
     def on_start(self, info: RunInfo) -> None:
         """Write the heading of the run."""

@@ -34,4 +34,4 @@ def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
 
 
 def _said(what: str, done: int, total: int, loss: float | None) -> None:
-    print(f"{what}, once: {Loading(what, done, total, loss).text}", file=sys.stderr, flush=True)
+    print(Loading(what, done, total, loss).line, file=sys.stderr, flush=True)

@@ -8,7 +8,7 @@ from klamp.errors import ConfigError
 from klamp.tasks.arithmetic import arithmetic_task, arithmetic_tokenizer
 from klamp.tasks.base import Example, Task, checked
 from klamp.tasks.base_model import BaseModelConfig, base_model_folder, load_base_model
-from klamp.tasks.config import BUILT_IN_TASKS, FILLER_TASK, LANGUAGE_TASKS, TaskConfig
+from klamp.tasks.config import BUILT_IN_TASKS, FILLER_TASK, LANGUAGE_TASKS, TaskConfig, has_own_prompts
 from klamp.tasks.filler import FillerModelConfig, builtin_model, filler_task
 from klamp.tasks.language import language_task
 from klamp.tasks.named_models import NAMED_MODELS, load_named_model, named_model_folder
@@ -74,8 +74,7 @@ _NOT_ARITHMETIC = ("chat_template", "system_prompt")
 
 def _refuse_unused(config: TaskConfig) -> None:
     """Refuse options that this kind of task would ignore."""
-    generated = config.task in (*BUILT_IN_TASKS, *LANGUAGE_TASKS) or config.task.startswith("reasoning_gym:")
-    unused = _FILES_ONLY if generated else ()
+    unused = _FILES_ONLY if has_own_prompts(config.task) else ()
     unused += _NOT_ARITHMETIC if config.task in BUILT_IN_TASKS else ()
     for name in unused:
         if getattr(config, name):

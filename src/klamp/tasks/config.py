@@ -17,6 +17,15 @@ LANGUAGE_TASKS = (DESCRIBE_TASK, DISTINCT_TASK, SENTIMENT_TASK)
 """Tasks in English that need no data, for any chat model."""
 
 
+def has_own_prompts(task: str) -> bool:
+    """Whether a task brings its prompts and its reward with it, rather than reading them from a file.
+
+    Args:
+        task: as `TaskConfig.task`.
+    """
+    return task in (*BUILT_IN_TASKS, *LANGUAGE_TASKS) or task.startswith("reasoning_gym:")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig:
     """The task of a run: which prompts are trained on, how completions are scored, what is held out.

