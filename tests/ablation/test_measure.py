@@ -223,6 +223,15 @@ def test_it_is_always_the_starting_model_that_is_measured_against(llama, tmp_pat
     assert found["kl/reverse"] > 1e-5, "something was learned"
 
 
+def test_no_more_prompts_of_a_skill_are_measured_than_asked_for(llama, tmp_path) -> None:
+    config = trained(llama, tmp_path / "run")
+    pair, told = load_pair(config, tmp_path / "run"), []
+    fewer = {skill: rows[:2] for skill, rows in pair.task.evaluation.items()}
+    expected = numbers_of(replace(pair, task=replace(pair.task, evaluation=fewer)))
+    assert measure(config, tmp_path / "run", lambda: told.append(1), prompts=2) == expected
+    assert expected != measure(config, tmp_path / "run"), "three are there"
+
+
 def test_nothing_is_cut_from_the_support_and_a_run_without_a_step_has_not_moved(llama, tmp_path) -> None:
     config = TrainConfig.from_flat({"model": llama, **TINY, "top_p": 0.5, "top_k": 3, "temperature": 1.5})
     pair = load_pair(config, tmp_path)

@@ -12,7 +12,7 @@ from matplotlib.image import imread
 from tests.ablation.figures import points
 from tests.ablation.outcomes import BEFORE, failed, outcome, sweep
 
-from klamp.ablation.pictures import draw_courses, draw_forgetting, write_pictures
+from klamp.ablation.pictures import draw_courses, draw_forgetting, draw_frontier, write_pictures
 from klamp.ablation.statistics import rank_correlation
 
 BETAS = [{"beta": 0.0}, {"beta": 0.001}, {"beta": 0.01}, {"beta": 0.1}]
@@ -115,7 +115,30 @@ def test_without_a_run_that_was_done_there_is_no_picture(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_all_three_are_written(tmp_path: Path) -> None:
+def test_all_four_are_written(tmp_path: Path) -> None:
     written = write_pictures(sweep(BETAS), tmp_path)
-    assert [file.name for file in written] == ["sweep.png", "forgetting.png", "courses.png"]
+    assert [file.name for file in written] == ["frontier.png", "sweep.png", "forgetting.png", "courses.png"]
     assert all(file.stat().st_size > 10_000 for file in written)
+
+
+def test_the_frontier_is_every_skill_against_the_kl_of_a_completion() -> None:
+    runs = [
+        outcome(arm, seed, numbers={"kl/reverse_sequence": kl}, after={**BEFORE, "addition": score})
+        for arm, seed, kl, score in (("free", 0, 3.0, 0.9), ("free", 1, 5.0, 1.0), ("held", 0, 0.5, 0.7))
+    ]
+    figure = draw_frontier([*runs, failed()])
+    assert figure is not None
+    trained, *others = figure.axes
+    assert [axes.get_title() for axes in figure.axes] == [
+        "addition (trained)",
+        "subtraction (not trained)",
+        "reversal (not trained)",
+    ]
+    assert points(trained) == pytest.approx(np.array([(3, 0.9), (5, 1.0), (4, 0.95), (0.5, 0.7), (0.5, 0.7)]))
+    assert list(trained.lines[0].get_ydata()) == [BEFORE["addition"]] * 2, "the score before training"
+    assert trained.get_xlabel() == "KL(policy‖start) (nats/sequence)" and len(others) == 2
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["free", "held"]
+
+
+def test_without_a_kl_of_completions_there_is_no_frontier() -> None:
+    assert draw_frontier([outcome(), failed()]) is None

@@ -22,6 +22,7 @@ def test_every_part(tmp_path) -> None:
         sweep: {kl_coef: [0, 1], kl-estimator: [k1], kl_exclude_tokens: [[], [special, 3]], target_kl: [null, 0.1]}
         arms: {one: , two: {kl: {kl_clip_method: hard}}}
         seeds: [3, 1]
+        kl_prompts: 12
     """
     assert read(tmp_path, text) == PlanFile(
         name="n",
@@ -34,6 +35,7 @@ def test_every_part(tmp_path) -> None:
         },
         arms=(Arm(name="one"), Arm(name="two", values={"kl_clip_method": "hard"})),
         seeds=(3, 1),
+        kl_prompts=12,
     )
 
 
@@ -61,6 +63,8 @@ def test_how_often_is_a_plan_too(tmp_path) -> None:
         ("seeds: [1, -2]", "seeds in", ""),
         ("seeds: true", "seeds in", ""),
         ("seeds: []", "seeds in", ""),
+        ("kl_prompts: 0", "kl_prompts in", ""),
+        ("kl_prompts: true", "kl_prompts in", ""),
         ("a: [", "not valid YAML", ""),
     ],
 )

@@ -179,3 +179,13 @@ def test_names_are_refused_before_anything_is_read(
     assert main(["doctor", "missing", *flags]) == 2
     captured = capsys.readouterr()
     assert text in captured.err and "nothing to examine" not in captured.err and captured.out == ""
+
+
+def test_what_the_run_was_warned_of_stands_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text("beta: 0.1\n", encoding="utf-8")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5, "kl/k3": 0.0}\n', encoding="utf-8")
+    (tmp_path / "cautions.jsonl").write_text('{"step": 0, "text": "no chat template"}\n', encoding="utf-8")
+    assert main(["doctor", str(tmp_path)]) == 0
+    assert "caution      no chat template" in capsys.readouterr().out.splitlines()[1]
+    main(["doctor", str(tmp_path), "--json"])
+    assert json.loads(capsys.readouterr().out)["cautions"] == ["no chat template"]

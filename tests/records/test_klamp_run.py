@@ -47,6 +47,12 @@ def test_everything_is_read(folder: Path) -> None:
     assert settings.moving_reference and settings.kl_in_reward and not settings.other_reference
 
 
+def test_cautions_are_read_once_though_a_resumed_run_says_them_again(folder: Path) -> None:
+    assert read_record(folder).cautions == []
+    lines(folder / "cautions.jsonl", *({"step": step, "text": text} for step, text in [(0, "a"), (0, "b"), (2, "a")]))
+    assert read_record(folder).cautions == ["a", "b"]
+
+
 def test_a_run_that_did_not_end(folder: Path) -> None:
     (folder / "completions.jsonl").unlink()
     with (folder / "metrics.jsonl").open("a") as file:

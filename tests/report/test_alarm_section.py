@@ -92,3 +92,12 @@ def test_runs_that_lack_the_same_are_named_together() -> None:
     made = section(*runs)
     assert made.one("p").text == "Nothing was found in a, b, c."
     assert [each.text.partition("checked ")[2] for each in made.all("summary")] == ["in a, c", "in b"]
+
+
+def test_a_caution_stands_once_with_the_runs_that_it_was_said_to() -> None:
+    runs = [run_of(name=name, k3=SOUND) for name in "abc"]
+    for run, cautions in zip(runs, (["<b>no</b> template"], ["<b>no</b> template", "other"], []), strict=True):
+        run.history.cautions.extend(cautions)
+    told = [each.text for each in section(*runs).all("p") if each.text.startswith("Caution")]
+    assert told == ["Caution. a, b: <b>no</b> template", "Caution. b: other"]
+    assert next(each.text for each in section(runs[0]).all("p")) == "Caution. <b>no</b> template"

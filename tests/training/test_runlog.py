@@ -179,3 +179,20 @@ def test_a_folder_that_the_system_refuses_is_said(tmp_path):
     info = SimpleNamespace(output_dir=tmp_path / "file" / "run", start_step=0)
     with pytest.raises(RunFolderError, match="(?s)cannot be written.*NotADirectoryError"):
         RunLog(SimpleNamespace()).on_start(info)
+
+
+def test_cautions_are_written_with_the_steps_done_and_go_with_what_a_resumed_run_repeats(tmp_path):
+    log = RunLog(SimpleNamespace(trackers=[]))
+    config = TrainConfig()
+    info = {"config": config, "parameters": 1, "trainable_parameters": 1, "reference": "", "device": "", "processes": 1}
+    log.on_start(RunInfo(output_dir=tmp_path, start_step=0, **info))
+    log.on_warning("no template")
+    log.on_step(1, {"reward": 0.0})
+    log.on_step(2, {"reward": 0.0})
+    log.on_warning("late")
+    written = [json.loads(line) for line in (tmp_path / "cautions.jsonl").read_text().splitlines()]
+    assert written == [{"step": 0, "text": "no template"}, {"step": 2, "text": "late"}]
+    log.on_start(RunInfo(output_dir=tmp_path, start_step=1, **info))
+    log.on_warning("no template")
+    written = [json.loads(line) for line in (tmp_path / "cautions.jsonl").read_text().splitlines()]
+    assert written == [{"step": 0, "text": "no template"}, {"step": 1, "text": "no template"}]

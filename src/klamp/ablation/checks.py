@@ -84,6 +84,8 @@ def check_folder(plan: Plan, folder: Path) -> None:
 def difference(held: Plan, asked: Plan) -> str:
     """Why this plan cannot continue the plan that a folder holds, in words; "" where it can."""
     before, after = ({run.name: run for run in runs(plan)} for plan in (held, asked))
+    if held.kl_prompts != asked.kl_prompts:
+        return f"kl_prompts is {held.kl_prompts} there, {asked.kl_prompts} here"
     for name, run in before.items():
         if name not in after:
             return f"its run {name} is not part of this plan"

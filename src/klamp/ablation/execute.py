@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from klamp.ablation.answers import write_answers
 from klamp.ablation.checks import (
     check_folder,
     check_references,
@@ -99,7 +100,8 @@ def write_results(every: Sequence[Run], folder: Path) -> Result:
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
     pictures = (*write_pictures(outcomes, folder), *write_saturation(every, folder))
-    return Result(folder=folder, outcomes=outcomes, table=table, files=(*(folder / name for name in texts), *pictures))
+    files = (*(folder / name for name in texts), *write_answers(every, folder), *pictures)
+    return Result(folder=folder, outcomes=outcomes, table=table, files=files)
 
 
 def _first_update(run: Run, folder: Path) -> Update:

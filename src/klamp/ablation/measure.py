@@ -29,7 +29,7 @@ from klamp.training.scorer import Ask, ExactKL, Scorer
 from klamp.training.setup import on_cpu
 
 COMPLETIONS = 2
-"""Completions per held-out prompt and direction; with 256 prompts, 512 sequences."""
+"""Completions per held-out prompt and direction."""
 
 SEED = 20_240_213
 """Seed of the draws, whatever the seed of the run."""
@@ -76,15 +76,20 @@ class Sums:
         return Sums(**{name: value + getattr(other, name) for name, value in vars(self).items()})
 
 
-def measure(config: TrainConfig, folder: Path, told: Callable[[], None] = lambda: None) -> dict[str, float]:
+def measure(
+    config: TrainConfig, folder: Path, told: Callable[[], None] = lambda: None, *, prompts: int | None = None
+) -> dict[str, float]:
     """All numbers of a trained run, named as in `klamp.ablation.outcome.NUMBERS`.
 
     Args:
         config: the run.
         folder: its folder; the newest checkpoint is measured, or the starting model where there is none.
         told: called between batches; may raise to stop.
+        prompts: held-out prompts of each skill that are used, at most; None: all of them.
     """
-    return numbers_of(load_pair(config, folder), told)
+    pair = load_pair(config, folder)
+    used = {skill: rows[:prompts] for skill, rows in pair.task.evaluation.items()}
+    return numbers_of(replace(pair, task=replace(pair.task, evaluation=used)), told)
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from klamp.ablation.plan import Run, run_folder
 from klamp.diagnostics.doctor import Finding
 from klamp.errors import KlampError, TrainingStopped
 from klamp.training import checkpoint
-from klamp.training.folders import BESIDE, METRICS_FILE, SUMMARY
+from klamp.training.folders import BESIDE, METRICS_FILE, SUMMARY, lines_of
 from klamp.training.observers import Observer, RunInfo
 from klamp.training.trainer import train_run
 
@@ -94,8 +94,8 @@ def _trained_and_measured(run: Run, own: Path, told: _Told) -> Outcome:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     told.tell("measuring")
-    numbers = measure(run.config, own, told=lambda: told.tell("measuring"))
-    rows = _rows(own / METRICS_FILE)
+    numbers = measure(run.config, own, lambda: told.tell("measuring"), prompts=run.kl_prompts)
+    rows = [row for row in lines_of(own / METRICS_FILE) if "reward" in row]
     numbers["seconds"] = sum(row.get("speed/step_seconds", 0.0) for row in rows)
     if "beta/price" in summary["final_metrics"]:
         numbers["price"] = summary["final_metrics"]["beta/price"]
@@ -130,14 +130,6 @@ def _clear(own: Path) -> None:
             shutil.rmtree(each)
         elif each.name not in BESIDE:
             each.unlink()
-
-
-def _rows(file: Path) -> list[dict[str, float]]:
-    """The rows of a metrics.jsonl, one per step; none where the file does not exist."""
-    if not file.exists():
-        return []
-    rows = (json.loads(line) for line in file.read_text(encoding="utf-8").splitlines())
-    return [row for row in rows if "reward" in row]
 
 
 def course(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:

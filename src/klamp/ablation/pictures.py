@@ -1,4 +1,4 @@
-"""The pictures of an ablation as PNG files: the sweep, KL against forgetting, the courses of the runs."""
+"""The pictures of an ablation as PNG files: what the KL bought, the sweep, KL against forgetting, the runs' courses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from klamp.ablation.columns import BY_NAME, Column, retained_loss, retained_skills
-from klamp.ablation.drawing import SMALL, named, new_figure, show_decades, style, tidy, wants_logarithm
+from klamp.ablation.drawing import GREY, SMALL, named, new_figure, show_decades, style, tidy, wants_logarithm
 from klamp.ablation.outcome import Outcome
 from klamp.ablation.statistics import rank_correlation
 from klamp.ablation.sweep_picture import draw_sweep
@@ -24,7 +24,7 @@ LEAST_SPAN = 0.02
 
 
 def write_pictures(outcomes: Sequence[Outcome], folder: Path, *, confidence: float = 0.95) -> tuple[Path, ...]:
-    """Draw sweep.png, forgetting.png and courses.png, as far as there is data; returns the files written.
+    """Draw frontier.png, sweep.png, forgetting.png and courses.png, as far as there is data; returns the files written.
 
     Args:
         outcomes: of all runs.
@@ -32,6 +32,7 @@ def write_pictures(outcomes: Sequence[Outcome], folder: Path, *, confidence: flo
         confidence: of the intervals.
     """
     figures = {
+        "frontier.png": draw_frontier(outcomes),
         "sweep.png": draw_sweep(outcomes, confidence=confidence),
         "forgetting.png": draw_forgetting(outcomes, confidence=confidence),
         "courses.png": draw_courses(outcomes),
@@ -42,6 +43,49 @@ def write_pictures(outcomes: Sequence[Outcome], folder: Path, *, confidence: flo
             figure.savefig(folder / name, dpi=DPI, metadata={"Software": None})
             written.append(folder / name)
     return tuple(written)
+
+
+def draw_frontier(outcomes: Sequence[Outcome]) -> Figure | None:
+    """Draw every skill's score against the KL of a completion: a point per run, larger ones for the means of the arms.
+
+    The trained skill stands first; a dotted line is the score before training. None where no run has a KL.
+
+    Args:
+        outcomes: of all runs.
+    """
+    column = BY_NAME["kl/reverse_sequence"]
+    done = [outcome for outcome in outcomes if column.value(outcome) is not None]
+    if not done:
+        return None
+    skills = list(dict.fromkeys(skill for o in done for skill in (o.rl_skill, *retained_skills(o)) if skill in o.after))
+    arms = {arm: style(i) for i, arm in enumerate(dict.fromkeys(outcome.arm for outcome in done))}
+    longest = max(len(named(arm)) for arm in arms)
+    figure = new_figure(3.2 * len(skills) + 0.9 + 0.075 * longest, max(3.4, 0.6 + 0.24 * len(arms)))
+    grid = figure.subplots(1, len(skills), squeeze=False)[0]
+    for axes, skill in zip(grid, skills, strict=True):
+        for arm, look in arms.items():
+            group = [o for o in done if o.arm == arm and skill in o.after]
+            points = [(o.numbers[column.name], o.after[skill]) for o in group]
+            if points:
+                x, y = zip(*points, strict=True)
+                axes.scatter(x, y, s=16, color=look.colour, marker=look.mark, alpha=0.5, linewidths=0)
+                mean = sum(x) / len(x), sum(y) / len(y)
+                axes.scatter(*mean, s=70, color=look.colour, marker=look.mark, linewidths=0, label=named(arm))
+        before = [o.before[skill] for o in done if skill in o.before]
+        if before:
+            axes.axhline(sum(before) / len(before), color=GREY, linestyle=":", linewidth=1.2)
+        if wants_logarithm([o.numbers[column.name] for o in done]):
+            axes.set_xscale("log")
+            show_decades(axes.xaxis)
+        trained = any(o.rl_skill == skill for o in done)
+        tidy(
+            axes,
+            x=f"{column.title} ({column.unit})",
+            title=f"{named(skill)} ({'trained' if trained else 'not trained'})",
+        )
+    grid[0].set_ylabel("score after training; dotted: before", fontsize=9)
+    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside right upper", fontsize=SMALL, frameon=False)
+    return figure
 
 
 def draw_forgetting(outcomes: Sequence[Outcome], *, confidence: float = 0.95) -> Figure | None:

@@ -16,6 +16,9 @@ from klamp.errors import ConfigError, KlampError
 from klamp.training.config import TrainConfig, field_owners
 from klamp.training.folders import RUNS
 
+KL_PROMPTS = 256
+"""Held-out prompts of each skill that a trained policy's KL is measured on, where there are as many."""
+
 LONGEST_NAME = 100
 """Characters of an arm that a folder's name keeps."""
 
@@ -49,6 +52,8 @@ class Plan:
     """The arms that are compared."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds that every arm is run with."""
+    kl_prompts: int = KL_PROMPTS
+    """Held-out prompts of each skill, at most, that a trained policy's KL is measured on."""
 
     def __post_init__(self) -> None:
         _refuse_twice("arm", [arm.name for arm in self.arms])
@@ -70,6 +75,8 @@ class Run:
     """The seed of the run."""
     config: TrainConfig
     """Its configuration; whoever runs it sets `output_dir`."""
+    kl_prompts: int = KL_PROMPTS
+    """See `Plan.kl_prompts`."""
 
 
 def grid(sweep: Mapping[str, Sequence[Any]]) -> tuple[Arm, ...]:
@@ -120,7 +127,13 @@ def runs(plan: Plan) -> tuple[Run, ...]:
     """
     base = _known(plan.base, "the base of the plan")
     found = [
-        Run(name=f"{folder_name(arm.name)}_seed-{seed}", arm=arm, seed=seed, config=_config(base, arm, seed))
+        Run(
+            name=f"{folder_name(arm.name)}_seed-{seed}",
+            arm=arm,
+            seed=seed,
+            config=_config(base, arm, seed),
+            kl_prompts=plan.kl_prompts,
+        )
         for seed in plan.seeds
         for arm in plan.arms
     ]
@@ -166,6 +179,7 @@ def plain_plan(plan: Plan) -> dict[str, Any]:
         "base": _plain(plan.base),
         "arms": {arm.name: _plain(arm.values) for arm in plan.arms},
         "seeds": list(plan.seeds),
+        "kl_prompts": plan.kl_prompts,
     }
 
 
@@ -180,13 +194,21 @@ def plan_of(content: Mapping[str, Any]) -> Plan:
         base=_tuples(content["base"]),
         arms=tuple(Arm(name=str(name), values=_tuples(values)) for name, values in content["arms"].items()),
         seeds=tuple(content["seeds"]),
+        kl_prompts=content.get("kl_prompts", KL_PROMPTS),
     )
 
 
 def plain_run(run: Run) -> dict[str, Any]:
     """The run as plain data for JSON; `run_of` reads it back."""
     config = _plain(run.config.flat())
-    return {"name": run.name, "arm": run.arm.name, "values": _plain(run.arm.values), "seed": run.seed, "config": config}
+    return {
+        "name": run.name,
+        "arm": run.arm.name,
+        "values": _plain(run.arm.values),
+        "seed": run.seed,
+        "config": config,
+        "kl_prompts": run.kl_prompts,
+    }
 
 
 def run_of(content: Mapping[str, Any]) -> Run:
@@ -200,6 +222,7 @@ def run_of(content: Mapping[str, Any]) -> Run:
         arm=Arm(name=content["arm"], values=_tuples(content["values"])),
         seed=int(content["seed"]),
         config=TrainConfig.from_flat(content["config"]),
+        kl_prompts=content.get("kl_prompts", KL_PROMPTS),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from klamp.ablation.statistics import bootstrap_interval
 from klamp.ablation.table import Cell, cell_text
 from klamp.tasks.config import FILLER_TASK
 from klamp.tasks.filler import FILLER
-from klamp.training.folders import COMPLETIONS, METRICS_FILE
+from klamp.training.folders import COMPLETIONS, METRICS_FILE, lines_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -98,9 +97,9 @@ def read_courses(every: Sequence[Run], folder: Path) -> list[Course]:
     found: list[Course] = []
     for run in every:
         place = run_folder(folder, run)
-        rows = [row for row in _lines(place / METRICS_FILE) if "length/mean" in row]
+        rows = [row for row in lines_of(place / METRICS_FILE) if "length/mean" in row]
         if rows:
-            found.append(course_of(run.arm.name, rows, _lines(place / COMPLETIONS), seed=run.seed))
+            found.append(course_of(run.arm.name, rows, lines_of(place / COMPLETIONS), seed=run.seed))
     return _against_first([course for group in _by_arm(found).values() for course in group])
 
 
@@ -113,12 +112,6 @@ def _against_first(courses: Sequence[Course]) -> list[Course]:
         else c
         for c in courses
     ]
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    if not file.exists():
-        return []
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def markdown(courses: Sequence[Course], *, confidence: float = 0.95) -> str:

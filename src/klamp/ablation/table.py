@@ -205,18 +205,18 @@ def markdown(table: Table) -> str:
         if heading:
             rule = ("---", *("---:" for _ in heading[1:]))
             parts.append(f"## {title}\n\n" + "\n".join(_pipes(cells) for cells in (heading, rule, *rows)))
-    parts += [_escaped(note) for note in notes(table)]
-    failures = [f"- {_escaped(row.arm)}, {_escaped(text)}" for row in table.rows for text in row.failures]
+    parts += [escaped(note) for note in notes(table)]
+    failures = [f"- {escaped(row.arm)}, {escaped(text)}" for row in table.rows for text in row.failures]
     if failures:
         parts.append("## Runs that failed\n\n" + "\n".join(failures))
     return "\n\n".join(parts) + "\n" if parts else "No run has ended.\n"
 
 
 def _pipes(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(_escaped(cell) for cell in cells)} |"
+    return f"| {' | '.join(escaped(cell) for cell in cells)} |"
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     """A text on one line, with nothing in it that Markdown or HTML would interpret."""
     plain = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
     return plain.replace("|", "\\|").replace("*", "\\*").replace("`", "\\`")

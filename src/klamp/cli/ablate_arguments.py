@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from klamp.ablation.clipping import clipping_plan
+from klamp.ablation.language import language_plan
 from klamp.ablation.plan import OWNED, Arm, Plan, crossed, folder_name, grid
 from klamp.cli.ablate_file import PlanFile, read_plan_file, seeds_of
 from klamp.cli.arguments import preset_values
@@ -21,7 +22,7 @@ from klamp.config.kl import resolve_aliases
 from klamp.errors import ConfigError
 from klamp.training.config import TrainConfig, field_owners
 
-STUDIES: Mapping[str, Callable[..., Plan]] = {"clipping": clipping_plan}
+STUDIES: Mapping[str, Callable[..., Plan]] = {"clipping": clipping_plan, "language": language_plan}
 """Name after `klamp ablate` -> the plan of a study: called with `base` and, where given, `seeds`."""
 
 
@@ -87,6 +88,8 @@ def parse_ablate(argv: Sequence[str]) -> AblateRequest:
         task = Path(str(base.get("task", "arithmetic"))).stem
         name = file.name or "-".join(sweep) or Path(options.plan or task).stem
         plan = Plan(name=folder_name(name), base=base, arms=arms, seeds=seeds or (0, 1, 2))
+    asked = options.kl_prompts or file.kl_prompts
+    plan = plan if asked is None else dataclasses.replace(plan, kl_prompts=asked)
     _refuse_without_effect(given.base, plan.arms)
     return AblateRequest(plan=plan, options=options, argv=tuple(argv))
 

@@ -14,7 +14,7 @@ from klamp.cli.train_fields import fields_by_any_name
 from klamp.config import ALIASES
 from klamp.errors import ConfigError
 
-KEYS = ("name", "base", "sweep", "arms", "seeds")
+KEYS = ("name", "base", "sweep", "arms", "seeds", "kl_prompts")
 MOST_SEEDS = 1000
 
 
@@ -32,6 +32,8 @@ class PlanFile:
     """Name of an arm -> its fields and values."""
     seeds: tuple[int, ...] | None = None
     """Seeds of every arm; None: the file does not say."""
+    kl_prompts: int | None = None
+    """Held-out prompts per skill that the KL is measured on; None: the file does not say."""
 
 
 def read_plan_file(path: Path) -> PlanFile:
@@ -42,6 +44,7 @@ def read_plan_file(path: Path) -> PlanFile:
         sweep: {beta: [0, 0.01]}       # every combination is an arm
         arms: {no KL: {beta: 0}}       # or arms by name; with a sweep, each arm with each combination
         seeds: 3                       # how many, or a list of them
+        kl_prompts: 64                 # held-out prompts per skill that the KL is measured on; 256 if left out
 
     Raises:
         UnknownNameError: an unknown key or choice; names the nearest.
@@ -70,6 +73,7 @@ def read_plan_file(path: Path) -> PlanFile:
             for name, values in arms.items()
         ),
         seeds=None if content.get("seeds") is None else seeds_of(content["seeds"], f"seeds in {path}"),
+        kl_prompts=_count("kl_prompts", content.get("kl_prompts"), path),
     )
 
 
@@ -95,6 +99,12 @@ def seeds_of(value: object, shown: str) -> tuple[int, ...]:
             fix="3 stands for the seeds 0, 1 and 2",
         )
     return tuple(seeds)
+
+
+def _count(name: str, value: object, path: Path) -> int | None:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return value
+    raise ConfigError(f"{name} in {path} cannot be read", got=repr(value), why="it is a whole number of at least 1")
 
 
 def _values(name: str, values: object, path: Path) -> tuple[Any, ...]:

@@ -84,6 +84,8 @@ def show(diagnosis: Diagnosis, path: Path, out: TextIO) -> None:
     """
     history = diagnosis.history
     print(f"{path}: {history.source}, {_count(len(history.rows), 'logged step')} up to step {history.step}", file=out)
+    for caution in history.cautions:
+        show_paragraph(out, caution, label="caution")
     for finding in diagnosis.findings:
         _show_finding(finding, out)
     alarms = sum(finding.alarm.level == "alarm" for finding in diagnosis.findings)
@@ -137,6 +139,7 @@ def as_object(diagnosis: Diagnosis, path: Path, failed: Sequence[str]) -> dict[s
         "steps": len(diagnosis.history.rows),
         "healthy": not failed,
         "failed": list(failed),
+        "cautions": list(diagnosis.history.cautions),
         "findings": [finding.plain() for finding in diagnosis.findings],
         "not_checked": dict(diagnosis.unchecked),
     }

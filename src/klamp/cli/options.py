@@ -17,7 +17,7 @@ from typing import Literal
 from klamp.diagnostics.history import Verifier
 
 Question = Literal["direction", "importance-sampling", "convergence"]
-Study = Literal["clipping"]
+Study = Literal["clipping", "language"]
 Shell = Literal["bash", "zsh", "fish"]
 Named = Literal["smollm2"]
 
@@ -51,6 +51,8 @@ class AblateOptions(TrainOptions):
     """YAML file with `base`, `sweep` or `arms`, and `seeds`."""
     output_dir: str | None = None
     """Folder of the ablation; None: runs/ablation-NAME-NNN, the one with this plan or the next free one."""
+    kl_prompts: int | None = field(default=None, metadata={"least": 1})
+    """Held-out prompts per skill that a run's KL is measured on; None: 256, or as the plan says."""
     workers: int | None = field(default=None, metadata={"least": 1})
     """Processes at a time; None: one per core, or per GPU."""
     ray: str | None = field(default=None, metadata={"bare": RAY_HERE})

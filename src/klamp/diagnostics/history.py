@@ -147,6 +147,8 @@ class History:
     """Step -> the completions that were written in it."""
     answers: list[Answer] = field(default_factory=list)
     """Answers of evaluations, in order."""
+    cautions: list[str] = field(default_factory=list)
+    """What the run was warned of, in words."""
 
     @property
     def is_empty(self) -> bool:

@@ -12,7 +12,7 @@ from klamp.diagnostics.history import Answer, Completion, History, Row
 from klamp.records.files import json_lines, json_object, unreadable
 from klamp.training.alarms import completion_of, settings_of
 from klamp.training.config import TrainConfig, field_owners
-from klamp.training.folders import ANSWERS, COMPLETIONS, CONFIG, METRICS_FILE, SUMMARY
+from klamp.training.folders import ANSWERS, CAUTIONS, COMPLETIONS, CONFIG, METRICS_FILE, SUMMARY
 
 
 def is_klamp_run(path: Path) -> bool:
@@ -45,6 +45,8 @@ def read_klamp_run(path: Path) -> History:
         history.add_completions(read_completions(path / COMPLETIONS))
     if (path / ANSWERS).is_file():
         history.answers += [Answer(**row) for row in json_lines(path / ANSWERS)]
+    if (path / CAUTIONS).is_file():  # a resumed run says them again
+        history.cautions += dict.fromkeys(str(row.get("text", "")) for row in json_lines(path / CAUTIONS))
     return history
 
 

@@ -90,7 +90,17 @@ def alarm_section(runs: Sequence[ReportRun], anchors: Anchors) -> Html:
     if quiet:
         where = f" in {', '.join(quiet)}" if len(runs) > 1 else ""
         parts.append(element("p", f"Nothing was found{where}.", class_="missing"))
-    return join([*parts, *_unchecked(runs)])
+    return join([*_cautions(runs), *parts, *_unchecked(runs)])
+
+
+def _cautions(runs: Sequence[ReportRun]) -> list[Html]:
+    """What the runs were warned of, each caution once, with the runs that it was said to."""
+    told: dict[str, list[str]] = {}
+    for run in runs:
+        for caution in run.history.cautions:
+            told.setdefault(caution, []).append(run.name)
+    where = {text: f"{', '.join(names)}: " if len(runs) > 1 else "" for text, names in told.items()}
+    return [element("p", element("b", "Caution. "), f"{where[text]}{text}", class_="aside") for text in told]
 
 
 def _finding(runs: Sequence[ReportRun], number: int, findings: Mapping[int, Finding], anchors: Anchors) -> Html:

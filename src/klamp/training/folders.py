@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 from klamp.errors import RunFolderError
 from klamp.training.config import TrainConfig
@@ -11,12 +13,20 @@ from klamp.training.config import TrainConfig
 CONFIG = "config.yaml"
 """The file by which the folder of a run is known."""
 METRICS_FILE, COMPLETIONS, ANSWERS = "metrics.jsonl", "completions.jsonl", "answers.jsonl"
+CAUTIONS = "cautions.jsonl"
 VERSIONS, SUMMARY = "versions.json", "summary.json"
 """What else it writes."""
 BESIDE = ("run.json", "log.txt", "outcome.json")
 """The files that `klamp ablate` keeps in a run's folder."""
 RUNS = "runs"
 """The folder inside an ablation's folder that holds one folder per run."""
+
+
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    """The objects of one of these files, one a line; none where the file does not exist."""
+    if not file.exists():
+        return []
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def run_folder(config: TrainConfig) -> Path:

@@ -17,7 +17,7 @@ from klamp._version import __version__
 from klamp.diagnostics.doctor import Finding
 from klamp.diagnostics.watch import ALARMS_FILE
 from klamp.training.config import TrainConfig
-from klamp.training.folders import ANSWERS, COMPLETIONS, CONFIG, METRICS_FILE, SUMMARY, VERSIONS, unwritable
+from klamp.training.folders import ANSWERS, CAUTIONS, COMPLETIONS, CONFIG, METRICS_FILE, SUMMARY, VERSIONS, unwritable
 from klamp.training.observers import Observer, RunInfo, RunSummary
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors", "reasoning-gym")
@@ -45,6 +45,7 @@ class RunLog(Observer):
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
         self.folder: Path | None = None
+        self.step = 0
 
     def on_start(self, info: RunInfo) -> None:
         """Write configuration and versions; on resume, delete what was logged after the checkpoint."""
@@ -58,11 +59,13 @@ class RunLog(Observer):
             text = yaml.safe_dump(plain(info.config), sort_keys=False)
             (self.folder / CONFIG).write_text(text, encoding="utf-8")
         (self.folder / VERSIONS).write_text(json.dumps(versions(), indent=2), encoding="utf-8")
-        for name in (METRICS_FILE, COMPLETIONS, ANSWERS, ALARMS_FILE):
+        for name in (METRICS_FILE, COMPLETIONS, ANSWERS, ALARMS_FILE, CAUTIONS):
             _keep_until(self.folder / name, info.start_step)
+        self.step = info.start_step
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics as a line of metrics.jsonl, and to the trackers."""
+        self.step = step
         self._append(METRICS_FILE, {"step": step, **metrics})
         self._track(metrics, step)
 
@@ -85,6 +88,10 @@ class RunLog(Observer):
     def on_alarm(self, finding: Finding) -> None:
         """Write the alarm as a line of alarms.jsonl."""
         self._append(ALARMS_FILE, finding.record)
+
+    def on_warning(self, text: str) -> None:
+        """Write the caution as a line of cautions.jsonl, with the number of steps done."""
+        self._append(CAUTIONS, {"step": self.step, "text": text})
 
     def on_end(self, summary: RunSummary) -> None:
         """Write the summary."""

@@ -21,6 +21,7 @@ from klamp.errors import KlampError, TrainingStopped
 from klamp.hosts.common.control import held_kl
 from klamp.hosts.common.step_zero import STEP_ZERO_KL, likely_reasons, step_zero_text
 from klamp.tasks.base import Example
+from klamp.tasks.chat_format import chat_cautions
 from klamp.training import checkpoint
 from klamp.training.alarms import AlarmObserver
 from klamp.training.config import TrainConfig
@@ -364,7 +365,10 @@ def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSum
         if config.run.resume:
             trainer.resume()
         trainer.tell(lambda o: o.on_start(trainer.info()))
-        for note in notes(context.scorer.traits) if context.scorer is not None else ():
+        for note in (
+            *chat_cautions(config.task, context.tokenizer, context.stop),
+            *(notes(context.scorer.traits) if context.scorer is not None else ()),
+        ):
             trainer.tell(lambda o, text=note: o.on_warning(text))
         begin_trackers(accelerator, config, folder)
         if trainer.step == 0:

@@ -1,0 +1,56 @@
+"""The table of answers: one row per question, one column per arm, texts of models escaped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from klamp.ablation.answers import LONGEST, MARKDOWN, markdown, write_answers
+from klamp.ablation.plan import Plan, grid, run_folder, runs
+from klamp.training.folders import ANSWERS
+
+
+def row(step: int, completion: str, *, question: str = "1+1=", skill: str = "addition") -> dict[str, object]:
+    return {"step": step, "skill": skill, "question": question, "completion": completion, "score": 1.0}
+
+
+def test_a_question_stands_beside_what_each_arm_answered_last() -> None:
+    table = markdown(
+        {
+            "free": [row(0, "3"), row(0, "x", question="2+2="), row(5, "4"), row(9, "2"), row(9, "y", question="2+2=")],
+            "held": [row(0, "3"), row(4, "3")],
+            "not begun": [],
+        },
+        seed=7,
+    )
+    assert table.splitlines() == [
+        "Greedy answers to held-out questions, seed 7.",
+        "",
+        "| question | before | free | held |",
+        "| --- | --- | --- | --- |",
+        "| 1+1= (addition) | 3 | 2 | 3 |",
+        "| 2+2= (addition) | x | y |  |",
+    ]
+
+
+def test_what_a_model_wrote_cannot_leave_its_cell() -> None:
+    table = markdown({"a": [row(0, "one | two\n\n# three"), row(1, "<b>*loud*</b>")]}, seed=0)
+    last = table.splitlines()[-1]
+    assert last == "| 1+1= (addition) | one \\| two # three | &lt;b>\\*loud\\*&lt;/b> |"
+
+
+def test_a_long_answer_is_cut_and_says_so() -> None:
+    cell = markdown({"a": [row(0, "a" * (LONGEST + 1))]}, seed=0).splitlines()[-1].split(" | ")[1]
+    assert cell == "a" * (LONGEST - 1) + "…"
+
+
+def test_the_file_holds_the_runs_of_the_first_seed(tmp_path: Path) -> None:
+    every = runs(Plan(base={"max_steps": 1}, arms=grid({"beta": [0.0, 0.1]}), seeds=(3, 4)))
+    assert write_answers(every, tmp_path) == ()
+    for run in every:
+        folder = run_folder(tmp_path, run)
+        folder.mkdir(parents=True)
+        (folder / ANSWERS).write_text(json.dumps(row(0, run.name)) + "\n", encoding="utf-8")
+    assert write_answers(every, tmp_path) == (tmp_path / MARKDOWN,)
+    text = (tmp_path / MARKDOWN).read_text(encoding="utf-8")
+    assert "seed 3" in text and "beta-0.1_seed-3" in text and "seed-4" not in text
