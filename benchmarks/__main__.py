@@ -14,10 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import controllers, exact, heads, overhead, page, profiles, references, scale, step
+from benchmarks import controllers, exact, heads, language, overhead, page, profiles, references, scale, step
 from benchmarks.records import RESULTS, Benchmark, markdown, measure, save
 
-MODULES = (heads, exact, step, overhead, scale, profiles, references, controllers)
+MODULES = (heads, exact, step, overhead, scale, profiles, references, language, controllers)
 BENCHMARKS: dict[str, Benchmark] = {module.BENCHMARK.name: module.BENCHMARK for module in MODULES}
 
 

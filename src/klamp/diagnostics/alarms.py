@@ -9,7 +9,9 @@ from klamp.diagnostics import alarms_distance as distance
 from klamp.diagnostics import alarms_kl as kl
 from klamp.diagnostics import alarms_reward as reward
 from klamp.diagnostics import alarms_run as run
+from klamp.diagnostics import alarms_sampler as sampler
 from klamp.diagnostics import alarms_tokens as tokens
+from klamp.diagnostics import causes
 from klamp.diagnostics.alarm import Alarm
 from klamp.errors import unknown_name
 
@@ -224,9 +226,9 @@ ALARMS: dict[str, Alarm] = {
             "policy's own.",
             next_step="Look at k1 and k3 both: k1 can cancel where k3 shows a single bad token. Sync the weights, "
             "sample from the whole distribution, or correct for it (kl_off_policy).",
-            rule=run.sampler_mismatch,
+            rule=sampler.sampler_mismatch,
             needs=("sampler/k3|sampler/k1|sampler/abs",),
-            limits=(run.MISMATCH,),
+            limits=(causes.MISMATCH,),
         ),
         Alarm(
             name="beta-runaway",

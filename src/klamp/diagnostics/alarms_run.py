@@ -1,14 +1,12 @@
-"""The rules about the sampler, the advantages, values out of range, retained skills and settings."""
+"""The rules about the advantages, values out of range, retained skills and settings."""
 
 from __future__ import annotations
 
 import math
 
 from klamp.diagnostics.alarm import Evidence, Limit, number
-from klamp.diagnostics.alarms_tokens import blame
 from klamp.diagnostics.history import History
 
-MISMATCH = Limit(value=0.01, unit="nats per token, k1 or k3", source="seen in the field: healthy about .002")
 HUGE = Limit(
     value=1e3,
     unit="in a KL, a gradient norm or a loss; or a value that is not finite",
@@ -30,19 +28,6 @@ DROPPED = Limit(
     unit="of the score before training, and 3 standard errors where the number of examples is known",
     source="klamp's choice; falling scores are a warning sign of the GRPO tutorial (docs/sources.md)",
 )
-
-
-def sampler_mismatch(history: History) -> Evidence | None:
-    """Finds a sampler and a trainer that give the sampled tokens different probabilities."""
-    last = history.rows[-1].metrics if history.rows else {}
-    seen = {name: last[name] for name in ("sampler/k1", "sampler/k3") if name in last}
-    if "sampler/abs" in last:  # E[d^2]/2 >= E[|d|]^2/2: what k2 is at least
-        seen["sampler/abs"] = last["sampler/abs"]
-    sizes = [abs(value) if name != "sampler/abs" else value * value / 2 for name, value in seen.items()]
-    if not any(size > MISMATCH.value for size in sizes):
-        return None
-    text = ", ".join(f"{name} is {number(value)}" for name, value in seen.items())
-    return Evidence(f"{text} nats per token", blame(history, history.step, against="sampler"))
 
 
 def huge_values(history: History) -> Evidence | None:

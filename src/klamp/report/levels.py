@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from klamp.core.beta_rules import StepRule
-from klamp.diagnostics.alarms_run import MISMATCH
+from klamp.diagnostics.causes import MISMATCH
 from klamp.report.chart import Line
 from klamp.report.numerals import short
 from klamp.report.run import ReportRun
