@@ -146,7 +146,7 @@ def test_the_base_model_is_made_once_and_shown(monkeypatch) -> None:
         made.append((spec, task))
         progress(1, 2, 3.0)
 
-    monkeypatch.setattr("klamp.training.models.load_model", fake)
+    monkeypatch.setattr("klamp.training.models.make_ready", fake)
     monkeypatch.setattr("klamp.training.models.load_tokenizer", lambda spec, *, task: None)
     arms = grid({"task": ["arithmetic", "arithmetic-filler"], "beta": [0.0, 0.1]})
     load_shared(

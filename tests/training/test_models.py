@@ -13,11 +13,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from klamp.errors import KlampError, ModelError
 from klamp.tasks.arithmetic import arithmetic_tokenizer
+from klamp.tasks.base_model import builtin_model
 from klamp.training.config import ModelConfig
 from klamp.training.models import (
+    BUILTIN,
     end_tokens,
     load_model,
     load_tokenizer,
+    make_ready,
     max_length,
     output_size,
     takes,
@@ -173,3 +176,14 @@ def test_what_a_model_says_about_itself():
     adapted = with_adapter(llama, ModelConfig(lora_r=1))
     for model in (adapted, gpt2):
         assert takes(model, "position_ids") and not takes(model, "wings")
+
+
+def test_what_is_ready_or_not_klamps_own_is_left_alone(monkeypatch):
+    made = []
+    monkeypatch.setattr("klamp.training.models.load_base_model", lambda config, **_: made.append(config))
+    monkeypatch.setattr("klamp.training.models.load_named_model", lambda name, **_: made.append(name))
+    make_ready("a-folder")
+    assert made == []
+    make_ready("smollm2")
+    make_ready(BUILTIN)
+    assert made == ["smollm2", builtin_model("arithmetic")]

@@ -167,8 +167,8 @@ def load_shared(waiting: Sequence[Run], progress: Progress | None = None) -> Non
     Raises:
         KlampError: a tokenizer, task or reward that cannot be used, with the name of the arm.
     """
-    from klamp.tasks import NAMED_MODELS, load_task
-    from klamp.training.models import BUILTIN, load_model, load_tokenizer
+    from klamp.tasks import load_task
+    from klamp.training.models import load_tokenizer, make_ready
 
     seen: list[Any] = []
     for run in waiting:
@@ -178,8 +178,8 @@ def load_shared(waiting: Sequence[Run], progress: Progress | None = None) -> Non
             continue
         seen.append(inputs)
         try:
-            for name in {BUILTIN, *NAMED_MODELS} & {model.model, model.ref_model}:
-                load_model(name, progress=progress, task=task.task)
+            for name in filter(None, {model.model, model.ref_model}):
+                make_ready(name, progress=progress, task=task.task)
             load_task(task, load_tokenizer(model.tokenizer or model.model, task=task.task))
         except KlampError as error:
             raise named(error, f"the arm {run.arm.name!r}") from error

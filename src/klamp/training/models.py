@@ -52,6 +52,23 @@ def load_model(
     return model.eval()
 
 
+def make_ready(spec: str, *, progress: Progress | None = None, task: str = ARITHMETIC_TASK) -> None:
+    """Make a model of klamp's own that is not in the cache yet; any other name is left alone.
+
+    Args:
+        spec: see `load_model`.
+        progress: see `load_model`.
+        task: see `load_model`.
+
+    Raises:
+        ModelError: it cannot be made.
+    """
+    if spec == BUILTIN:
+        load_base_model(builtin_model(task), progress=progress)
+    else:
+        _folder_of(spec, progress)
+
+
 def load_tokenizer(spec: str, *, task: str = ARITHMETIC_TASK) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model, ready for left padding.
 

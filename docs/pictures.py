@@ -1,0 +1,56 @@
+"""Makes the pictures of the README and the documentation from a language study: `python docs/pictures.py FOLDER`.
+
+FOLDER is that of `klamp ablate language`. Written are docs/language-frontier.png (the ablation's own picture),
+docs/language-answers.png and docs/language-tokens.png (parts of `klamp report` of three of its runs, in a browser).
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from playwright.sync_api import sync_playwright
+
+from klamp.ablation.language import NO_KL, RIGHT
+from klamp.ablation.plan import folder_name
+from klamp.cli import main as klamp
+
+DOCS = Path(__file__).resolve().parent
+ARMS = (NO_KL.name, f"beta {RIGHT:g}", "k1 as a loss")
+"""The arms that are shown side by side, with seed 0."""
+QUESTIONS = 9
+"""Questions of the table of answers that are shown: three of each skill."""
+
+
+def main(folder: Path) -> None:
+    """Make all pictures.
+
+    Args:
+        folder: of the study.
+    """
+    shutil.copy(folder / "frontier.png", DOCS / "language-frontier.png")
+    page = folder / "pictures.html"
+    runs = [str(folder / "runs" / f"{folder_name(arm)}_seed-0") for arm in ARMS]
+    if klamp(["report", *runs, "--output", str(page)]):
+        raise SystemExit("no report was written")
+    browser = subprocess.run(
+        [DOCS.parent / "scripts" / "chromium.sh", "--find"], capture_output=True, text=True, check=True
+    )
+    with sync_playwright() as playwright:
+        running = playwright.chromium.launch(
+            executable_path=browser.stdout.strip(), args=["--no-sandbox", "--disable-dev-shm-usage"]
+        )
+        shown = running.new_page(viewport={"width": 1280, "height": 900})
+        shown.goto(page.absolute().as_uri())
+        shown.locator("table.answers").evaluate(
+            "(table, most) => [...table.rows].slice(most + 1).forEach(row => row.remove())", QUESTIONS
+        )
+        shown.locator("table.answers").screenshot(path=DOCS / "language-answers.png")
+        shown.locator("#tokens").screenshot(path=DOCS / "language-tokens.png")
+        running.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
