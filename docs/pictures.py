@@ -6,9 +6,9 @@ docs/language-answers.png and docs/language-tokens.png (parts of `klamp report` 
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 from playwright.sync_api import sync_playwright
@@ -53,4 +53,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description="Make the pictures of the README and the documentation.")
+    parser.add_argument("folder", type=Path, help="of `klamp ablate language`")
+    main(parser.parse_args().folder)

@@ -12,8 +12,8 @@ from tests.training.conftest import tiny_gpt2, tiny_llama
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from klamp.errors import KlampError, ModelError
+from klamp.tasks import builtin_model
 from klamp.tasks.arithmetic import arithmetic_tokenizer
-from klamp.tasks.base_model import builtin_model
 from klamp.training.config import ModelConfig
 from klamp.training.models import (
     BUILTIN,
