@@ -6,7 +6,7 @@ docs/language-answers.png and docs/language-tokens.png (parts of `klamp report` 
 
 from __future__ import annotations
 
-import argparse
+import argparse  # noqa: TID251  (a program of its own)
 import shutil
 import subprocess
 from pathlib import Path
