@@ -228,7 +228,7 @@ ALARMS: dict[str, Alarm] = {
             "sample from the whole distribution, or correct for it (kl_off_policy).",
             rule=sampler.sampler_mismatch,
             needs=("sampler/k3|sampler/k1|sampler/abs",),
-            limits=(causes.MISMATCH,),
+            limits=(causes.MISMATCH, sampler.COARSE, sampler.UNSEEN),
         ),
         Alarm(
             name="beta-runaway",
