@@ -16,7 +16,7 @@ LANGUAGE_ARGS ?=
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install demo demo-language test test-slow test-language test-report test-verl test-unsloth test-oldest test-wheel test-pythons lint format docs pytest clean distclean
+.PHONY: help install demo demo-language test test-slow test-language test-report test-verl test-unsloth test-vllm test-oldest test-wheel test-pythons lint format docs pytest clean distclean
 
 help:
 	@echo "make demo    make the environment, train on the built-in task, write the run's report"
@@ -27,6 +27,7 @@ help:
 	@echo "make test-report   the HTML report in a real browser (Chromium; installed with apt-get where there is none)"
 	@echo "make test-verl   the tests against a real trainer whose pins clash with ours, in an environment of its own"
 	@echo "make test-unsloth   likewise, against TRL as Unsloth patches it"
+	@echo "make test-vllm   likewise, in a real vLLM on the CPU"
 	@echo "make test-oldest    with the oldest versions of torch, TRL, Tinker and the rest that klamp declares, likewise"
 	@echo "make test-wheel     the wheel as pip installs it, with nothing but what it asks for"
 	@echo "make test-pythons   the wheel on the other Pythons that klamp declares; one that is not here is passed over"
@@ -115,10 +116,11 @@ test-report: $(READY)
 # What clashes with the development environment has one of its own: hosts with other pins, and the oldest versions.
 test-verl: SUITE := tests/engines/verl
 test-unsloth: SUITE := tests/engines/unsloth
+test-vllm: SUITE := tests/engines/vllm
 test-oldest: SUITE := -n $(WORKERS) --dist loadfile tests/core tests/config tests/verify/proofs tests/diagnostics \
 	tests/hosts/common tests/hosts/trl tests/test_trl.py tests/hosts/tinker tests/tinker tests/training/service
 
-test-verl test-unsloth test-oldest: test-%: .venv-%/.installed-for-klamp
+test-verl test-unsloth test-vllm test-oldest: test-%: .venv-%/.installed-for-klamp
 	OMP_NUM_THREADS=1 .venv-$*/bin/pytest $(SUITE) $(PYTEST_ARGS)
 
 .venv-%/.installed-for-klamp: constraints-%.txt scripts/environment.sh

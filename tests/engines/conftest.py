@@ -5,4 +5,4 @@
 
 from importlib.util import find_spec
 
-collect_ignore = [package for package in ("unsloth", "verl") if find_spec(package) is None]
+collect_ignore = [package for package in ("unsloth", "verl", "vllm") if find_spec(package) is None]
