@@ -29,7 +29,7 @@ RULES: dict[str, Sequence[Rule]] = {
         ("torch/_tensor.py", "backward", "backward"),
         ("training/updates.py", "_step", "optimizer"),
         ("training/updates.py", "update", "forward"),
-        ("training/trainer.py", "_measure", "metrics"),
+        ("training/run.py", "_measure", "metrics"),
     ),
     "trl": (
         ("trl/trainer/grpo_trainer.py", "__init__", "outside"),

@@ -5,19 +5,23 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list, set_seed
 from torch import nn
-from torch.optim import AdamW
-from transformers import PreTrainedTokenizerBase, get_scheduler
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
 from klamp.config import build_objective
 from klamp.errors import ConfigError, ModelError
 from klamp.hosts.common.exclusions import excluded_ids
 from klamp.tasks import check_prompts, load_task
+from klamp.tasks.base import Task
 from klamp.training import checkpoint
 from klamp.training.config import ModelConfig, TrainConfig
 from klamp.training.context import Context
@@ -124,8 +128,22 @@ def choose_folder(config: TrainConfig) -> Path:
     return Path(chosen[0])
 
 
-def build(config: TrainConfig, accelerator: Accelerator, folder: Path, observers: Sequence[Observer]) -> Context:
-    """Load model, tokenizer, task and reference, and check that they fit together.
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """What a run starts from, loaded and found to fit together."""
+
+    model: PreTrainedModel
+    """The model before training, without an adapter."""
+    tokenizer: PreTrainedTokenizerBase
+    """Its tokenizer."""
+    task: Task
+    """The prompts and the reward."""
+    stop: list[int]
+    """The ids that end a completion."""
+
+
+def load_start(config: TrainConfig, accelerator: Accelerator, observers: Sequence[Observer]) -> Start:
+    """Load model, tokenizer and task, and check that they fit together.
 
     Raises:
         ModelError, DataError, RewardError, UnknownNameError: whatever does not fit, before any work.
@@ -135,20 +153,27 @@ def build(config: TrainConfig, accelerator: Accelerator, folder: Path, observers
         for observer in observers:
             observer.on_loading(what, done, total, loss)
 
-    resumed = checkpoint.newest(folder) if config.run.resume else None
     with accelerator.main_process_first():  # the built-in model is trained once, by one process
-        start = load_model(config.model.model, config.model.dtype, progress=progress, task=config.task.task)
+        model = load_model(config.model.model, config.model.dtype, progress=progress, task=config.task.task)
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.model, task=config.task.task)
-    _check_vocabulary(start, tokenizer, config.model)
+    _check_vocabulary(model, tokenizer, config.model)
     task = load_task(config.task, tokenizer)
-    longest = max_length(start)
     every = [*task.train, *(e for rows in task.evaluation.values() for e in rows)]
-    check_prompts(every, tokenizer, longest or UNLIMITED, config.rollout.max_completion_length)
-    vocabulary = output_size(start)
-    stop = end_tokens(start, tokenizer)
-    kind = reference_kind(config)
-    copied = copy.deepcopy(start) if kind == "frozen" and config.model.ref_model is None else None
-    policy = _policy(start, config, resumed, accelerator)
+    check_prompts(every, tokenizer, max_length(model) or UNLIMITED, config.rollout.max_completion_length)
+    return Start(model=model, tokenizer=tokenizer, task=task, stop=end_tokens(model, tokenizer))
+
+
+def build(config: TrainConfig, accelerator: Accelerator, folder: Path, observers: Sequence[Observer]) -> Context:
+    """Load model, tokenizer, task and reference, and check that they fit together.
+
+    Raises:
+        ModelError, DataError, RewardError, UnknownNameError: whatever does not fit, before any work.
+    """
+    resumed = checkpoint.newest(folder) if config.run.resume else None
+    start = load_start(config, accelerator, observers)
+    vocabulary, kind = output_size(start.model), reference_kind(config)
+    copied = copy.deepcopy(start.model) if kind == "frozen" and config.model.ref_model is None else None
+    policy = _policy(start.model, config, resumed, accelerator)
     scorer = Scorer(policy, probe(policy))
     reference, original = _references(config, kind, scorer, copied, accelerator)
     return Context(
@@ -160,11 +185,11 @@ def build(config: TrainConfig, accelerator: Accelerator, folder: Path, observers
         scorer=scorer,
         reference=reference,
         original=original,
-        excluded=excluded_ids(config.kl.kl_exclude_tokens, tokenizer),
-        tokenizer=tokenizer,
-        task=task,
+        excluded=excluded_ids(config.kl.kl_exclude_tokens, start.tokenizer),
+        tokenizer=start.tokenizer,
+        task=start.task,
         objective=build_objective(config.kl, config.loss, max_length=config.rollout.max_completion_length),
-        stop=stop,
+        stop=start.stop,
         vocabulary=vocabulary,
     )
 
@@ -256,6 +281,16 @@ def _references(
         return moving, FrozenReference(copies[1], traits=traits)
     if copied is not None:
         return FrozenReference(_placed(copied, config, accelerator), traits=traits), None
+    model = load_reference(config, policy)
+    return FrozenReference(_placed(model, config, accelerator), name=f"{config.model.ref_model}, frozen"), None
+
+
+def load_reference(config: TrainConfig, policy: nn.Module) -> PreTrainedModel:
+    """The model that ref_model names.
+
+    Raises:
+        ModelError: there is none, or it has another vocabulary than the policy.
+    """
     assert config.model.ref_model is not None
     model = load_model(config.model.ref_model, config.model.dtype, task=config.task.task)
     if output_size(model) != output_size(policy):
@@ -265,7 +300,7 @@ def _references(
             why="log-probabilities of the same token ids would speak of different tokens",
             fix="use a reference of the same model family",
         )
-    return FrozenReference(_placed(model, config, accelerator), name=f"{config.model.ref_model}, frozen"), None
+    return model
 
 
 def _placed(model: nn.Module, config: TrainConfig, accelerator: Accelerator) -> nn.Module:
@@ -292,26 +327,42 @@ def _fresh_policy(config: TrainConfig, accelerator: Accelerator) -> nn.Module:
     return _policy(start, config, None, accelerator)
 
 
-def make_optimizer(context: Context) -> tuple[AdamW, torch.optim.lr_scheduler.LambdaLR]:
+def make_optimizer(context: Context) -> tuple[AdamW, LambdaLR]:
     """AdamW on the weights that are trained (or on float32 copies of them), and its schedule in steps."""
-    optim = context.config.optim
-    weights = [p for p in context.policy.parameters() if p.requires_grad]
-    copies = context.config.model.master_weights == "float32" and any(p.dtype == torch.bfloat16 for p in weights)
-    optimizer = (MasterAdamW if copies else AdamW)(
+    optimizer = adamw(context.policy, context.config)
+    return optimizer, schedule_of(optimizer, context.config)
+
+
+def adamw(policy: nn.Module, config: TrainConfig) -> AdamW:
+    """AdamW on the weights of a policy that are trained, or on float32 copies of them."""
+    optim = config.optim
+    weights = [p for p in policy.parameters() if p.requires_grad]
+    copies = config.model.master_weights == "float32" and any(p.dtype == torch.bfloat16 for p in weights)
+    return (MasterAdamW if copies else AdamW)(
         weights,
         lr=optim.learning_rate,
         betas=(optim.adam_beta1, optim.adam_beta2),
         weight_decay=optim.weight_decay,
         fused=all(p.device.type in ("cpu", "cuda") for p in weights),  # one pass over the weights and moments
     )
+
+
+def schedule_of(optimizer: Optimizer, config: TrainConfig, *, updates: int = 1) -> LambdaLR:
+    """The schedule of the learning rate over the steps of a run.
+
+    Args:
+        optimizer: whose rate it is.
+        config: the run.
+        updates: how often it is advanced within a step, all of whose updates have one rate.
+    """
+    optim, steps = config.optim, config.run.max_steps
     name = "constant_with_warmup" if optim.lr_scheduler_type == "constant" else optim.lr_scheduler_type
-    schedule = get_scheduler(
-        name,
-        optimizer,
-        num_warmup_steps=min(optim.warmup_steps, context.config.run.max_steps),
-        num_training_steps=context.config.run.max_steps,
-    )
-    return optimizer, schedule  # pyright: ignore[reportReturnType]
+    warmup = min(optim.warmup_steps, steps)
+    schedule: Any = get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=steps)
+    if updates == 1:
+        return schedule
+    factor = schedule.lr_lambdas[0]
+    return LambdaLR(optimizer, lambda update: factor(update // updates))
 
 
-__all__ = ["BUILTIN", "build", "choose_folder", "make_accelerator", "make_optimizer"]
+__all__ = ["BUILTIN", "build", "choose_folder", "load_start", "make_accelerator", "make_optimizer"]

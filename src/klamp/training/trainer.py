@@ -2,70 +2,47 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from klamp.core.objective import Objective
-from klamp.diagnostics.statistics import step_metrics
-from klamp.errors import KlampError, TrainingStopped
-from klamp.hosts.common.control import held_kl
-from klamp.hosts.common.step_zero import STEP_ZERO_KL, likely_reasons, step_zero_text
-from klamp.tasks.base import Example
+from klamp.errors import KlampError
 from klamp.tasks.chat_format import chat_cautions
 from klamp.training import checkpoint
-from klamp.training.alarms import AlarmObserver
 from klamp.training.config import TrainConfig
 from klamp.training.context import Context
-from klamp.training.evaluation import Evaluation, evaluate
-from klamp.training.measurement import completion_row, control_metrics, gather_record
-from klamp.training.observers import Observer, RunInfo, RunSummary
+from klamp.training.measurement import control_metrics
+from klamp.training.observers import Observer, RunSummary
 from klamp.training.probe import notes
 from klamp.training.reference_length import measure_reference_length
-from klamp.training.references import FrozenReference
 from klamp.training.rollouts import Rollout, collect
+from klamp.training.run import Run, deferred_interrupts
 from klamp.training.runlog import RunLog, plain
 from klamp.training.setup import build, choose_folder, make_accelerator, make_optimizer
 from klamp.training.sharding import is_sharded, prepare, put_together
-from klamp.training.updates import CARRIED, UpdateOutput, update, with_old_logprobs
+from klamp.training.updates import UpdateOutput, update, with_old_logprobs
 
 
-class Trainer:
-    """A run: everything that changes from step to step, and the loop over steps."""
-
-    step_zero_kl = STEP_ZERO_KL
-    """KL per token before the first update that is worth a warning."""
+class Trainer(Run):
+    """klamp's own loop over the steps of a run, and everything that changes from step to step."""
 
     def __init__(self, context: Context, observers: Sequence[Observer]) -> None:
-        self.context = context
-        self.alarms = AlarmObserver(self.tell, rl_skill=context.task.rl_skill, stop_on=context.config.run.stop_on)
-        self.observers = [*observers, self.alarms] if context.accelerator.is_main_process else []
+        super().__init__(context, observers)
         context.wrapped = prepare(context.wrapped, context.accelerator)
         self.optimizer, self.schedule = make_optimizer(context)
-        self.whole, self.agreed = True, False
+        self.whole = True
         self.optimizer.register_step_pre_hook(self._between_steps)
         self.control = context.control
-        self.step = 0
-        self.before: dict[str, float] = {}
-        self.metrics: dict[str, float] = {}
 
     def _between_steps(self, *_: object) -> None:
         """From the first update of a step to its end, the weights belong to no step that could be resumed."""
         self.whole = False
-
-    def tell(self, hook: Callable[[Observer], None]) -> None:
-        """Call a hook of every observer; on the main process only."""
-        for observer in self.observers:
-            hook(observer)
 
     def resume(self) -> None:
         """Continue from the newest checkpoint of the run's folder.
@@ -115,18 +92,6 @@ class Trainer:
             "metrics": self.metrics,
         }
 
-    def prompts(self, step: int) -> list[Example]:
-        """The prompts of a step: consecutive slices of a fresh order in every epoch."""
-        rows, size = self.context.task.train, self.context.config.rollout.prompts_per_step
-        picked: list[Example] = []
-        position = step * size
-        while len(picked) < size:
-            epoch, offset = divmod(position + len(picked), len(rows))
-            generator = torch.Generator().manual_seed((self.context.config.run.seed * 7919 + epoch) % 2**63)
-            order = torch.randperm(len(rows), generator=generator)[offset:].tolist()
-            picked += [rows[i] for i in order[: size - len(picked)]]
-        return picked
-
     def train_step(self) -> dict[str, float]:
         """One rollout and its updates; returns the step's metrics."""
         started = time.perf_counter()
@@ -167,11 +132,6 @@ class Trainer:
         """One optimizer step on them."""
         return update(self.context, self.optimizer, rollout, objective)
 
-    def examine(self) -> Evaluation:
-        """Every skill's score now, and some answers."""
-        with self.context.gathered():
-            return evaluate(self.context)
-
     def _guarded_rate(self) -> float:
         """The learning rate of this step, lowered while the last step's KL was above the guard."""
         rate = float(self.schedule.get_last_lr()[0]) * self.control.next_rate_factor()
@@ -179,54 +139,11 @@ class Trainer:
             group["lr"] = rate
         return rate
 
-    def _measure(self, rollout: Rollout, outputs: list[UpdateOutput]) -> dict[str, float]:
-        record = gather_record(self.context, rollout, outputs[0])
-        asked = self.context.config.rollout
-        metrics = step_metrics(record, group_size=asked.num_generations, max_length=asked.max_completion_length)
-        measured = "kl/k3" in metrics
-        metrics |= {name: x for name, x in outputs[0].losses.items() if measured or name not in CARRIED}
-        done = [o for o in outputs if not o.stopped]
-        norms = [o.grad_norm for o in done if o.grad_norm is not None]
-        if norms or not done:
-            metrics["train/grad_norm"] = sum(norms) / max(1, len(norms))
-        metrics["policy/updates"] = float(len(done))
-        if len(outputs) > 1:
-            metrics["policy/kl_old"] = outputs[-1].kl_old
-        if "policy/ratio_clipped" in outputs[-1].losses:
-            metrics["policy/ratio_clipped"] = outputs[-1].losses["policy/ratio_clipped"]
-        return metrics
-
     def _groups_of_rewards(self, rollout: Rollout) -> Tensor | None:
         """The rewards of all processes, a group in each row, while the controller has a use for them. [n, G]"""
         if not self.control.controller.may_land:
             return None
         return self.context.gather(rollout.rewards).view(-1, self.context.config.rollout.num_generations)
-
-    def _held_kl(self, metrics: Mapping[str, float]) -> float | None:
-        return held_kl(metrics, exact_everywhere=self.context.exact_everywhere)
-
-    def _check_step_zero(self, kl: float) -> None:
-        context = self.context
-        if self.step or kl <= self.step_zero_kl or context.config.model.ref_model:
-            return
-        reference = context.reference.model if isinstance(context.reference, FrozenReference) else None
-        adapter = context.config.model.lora_r > 0
-        text = step_zero_text(kl, likely_reasons(context.policy, reference, adapter=adapter, loaded=False))
-        self.tell(lambda o: o.on_warning(text))
-
-    def _show_completions(self, rollout: Rollout, output: UpdateOutput) -> None:
-        run = self.context.config.run
-        if not run.log_completions or (self.step and (self.step + 1) % run.log_completions_every):
-            return
-        rows = [completion_row(self.context, rollout, output, i) for i in range(len(rollout.texts))]
-        self.tell(lambda o: o.on_completions(self.step + 1, rows[: run.log_completions]))
-
-    def evaluate(self) -> dict[str, float]:
-        """Evaluate every skill now and tell the observers."""
-        found = self.examine()
-        self.tell(lambda o: o.on_evaluation(self.step, found.scores))
-        self.tell(lambda o: o.on_answers(self.step, found.answers))
-        return found.scores
 
     def run(self) -> RunSummary:
         """Take all steps.
@@ -240,34 +157,28 @@ class Trainer:
         after: dict[str, float] = {}
         if not self.before:
             self.before = after = self.evaluate()
-        with _deferred_interrupts() as interrupt:
+        with deferred_interrupts() as interrupt:
             try:
                 while self.step < run.max_steps:
                     self.metrics = self.train_step()
                     self.tell(lambda o: o.on_step(self.step, self.metrics))
                     last = self.step == run.max_steps
-                    if last or (run.eval_every and self.step % run.eval_every == 0):
+                    if self.is_due(run.eval_every):
                         after = self.evaluate()
-                    if last or (run.save_every and self.step % run.save_every == 0):
+                    if self.is_due(run.save_every):
                         self.save()
                     if not last and run.stop_on and self._anywhere(self.alarms.stopped_by is not None):
                         raise self.alarms.stop(self.step, run.max_steps)
                     if not last and self._anywhere(interrupt.asked):
                         raise KeyboardInterrupt
             except KeyboardInterrupt as stop:
-                raise self._stopped() from stop
+                raise self.stopped(*self._keep()) from stop
             except KlampError as error:
                 step, folder = self._keep()
                 if folder is not None:
                     error.add_note(f"  the state after step {step} is saved in {folder}")
                 raise
         return self._summary(time.perf_counter() - started, after or self.evaluate())
-
-    def _anywhere(self, asked: bool) -> bool:
-        """Whether any process was asked to stop, so that all of them stop after the same step."""
-        asked_for = self.context.sum_over_processes(torch.tensor(float(asked), device=self.context.device))
-        self.agreed = bool(asked_for > 0)
-        return self.agreed
 
     def _keep(self) -> tuple[int, Path | None]:
         """The step to continue from and its folder: the last one done, or in mid-update the newest on disk.
@@ -278,73 +189,6 @@ class Trainer:
             return self.step, self.save()
         found = checkpoint.checkpoints(self.context.output_dir)
         return (checkpoint.load_state(found[-1])["step"], found[-1]) if found else (0, None)
-
-    def _stopped(self) -> TrainingStopped:
-        step, folder = self._keep()
-        return TrainingStopped(
-            f"training was stopped after step {self.step} of {self.context.config.run.max_steps}",
-            got="an interrupt",
-            why=f"the state after step {step} is saved in {folder}" if folder else "no step was saved yet",
-            fix=f"continue with: klamp train --config {self.context.output_dir}/config.yaml "
-            f"--output_dir {self.context.output_dir} --resume"
-            if folder
-            else "start it again in another folder",
-        )
-
-    def _summary(self, seconds: float, after: dict[str, float]) -> RunSummary:
-        summary = RunSummary(
-            output_dir=self.context.output_dir,
-            steps=self.step,
-            seconds=seconds,
-            rl_skill=self.context.task.rl_skill,
-            before=self.before,
-            after=after,
-            final_metrics=self.metrics,
-        )
-        self.tell(lambda o: o.on_end(summary))
-        return summary
-
-    def info(self) -> RunInfo:
-        """What is known before the first step."""
-        context = self.context
-        every = sum(p.numel() for p in context.policy.parameters())
-        trained = sum(p.numel() for p in context.policy.parameters() if p.requires_grad)
-        return RunInfo(
-            config=context.config,
-            output_dir=context.output_dir,
-            start_step=self.step,
-            parameters=every - trained if context.config.model.lora_r else every,
-            trainable_parameters=trained,
-            reference="none" if context.reference is None else context.reference.describe(),
-            device=str(context.device),
-            processes=context.processes,
-        )
-
-
-class _Interrupt:
-    """Notes the first signal, so that the step under way ends whole; raises at the second."""
-
-    asked = False
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
-
-
-@contextmanager
-def _deferred_interrupts() -> Iterator[_Interrupt]:
-    """Let Ctrl-C and SIGTERM end a run after the step under way, with its state saved."""
-    interrupt = _Interrupt()
-    if threading.current_thread() is not threading.main_thread():
-        yield interrupt
-        return
-    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield interrupt
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSummary:

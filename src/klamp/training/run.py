@@ -1,0 +1,184 @@
+"""What a run is to every loop that trains: its observers, alarms, evaluations, metrics, its summary and its end."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from klamp.diagnostics.statistics import step_metrics
+from klamp.errors import TrainingStopped
+from klamp.hosts.common.control import held_kl
+from klamp.hosts.common.step_zero import STEP_ZERO_KL, likely_reasons, step_zero_text
+from klamp.tasks.base import Example
+from klamp.training.alarms import AlarmObserver
+from klamp.training.context import Context
+from klamp.training.evaluation import Evaluation, evaluate
+from klamp.training.measurement import completion_row, gather_record
+from klamp.training.observers import Observer, RunInfo, RunSummary
+from klamp.training.order import examples_of_step
+from klamp.training.references import FrozenReference
+from klamp.training.rollouts import Rollout
+from klamp.training.updates import CARRIED, UpdateOutput
+
+
+class Run:
+    """A run under way: how far it is, what it measured last, and whom it tells. The loop over steps is a subclass's."""
+
+    step_zero_kl = STEP_ZERO_KL
+    """KL per token before the first update that is worth a warning."""
+
+    def __init__(self, context: Context, observers: Sequence[Observer]) -> None:
+        self.context = context
+        self.alarms = AlarmObserver(self.tell, rl_skill=context.task.rl_skill, stop_on=context.config.run.stop_on)
+        self.observers = [*observers, self.alarms] if context.accelerator.is_main_process else []
+        self.agreed = False
+        self.step = 0
+        self.before: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
+
+    def tell(self, hook: Callable[[Observer], None]) -> None:
+        """Call a hook of every observer; on the main process only."""
+        for observer in self.observers:
+            hook(observer)
+
+    def prompts(self, step: int) -> list[Example]:
+        """The prompts of a step: consecutive slices of a fresh order in every epoch."""
+        rows, config = self.context.task.train, self.context.config
+        picked = examples_of_step(step, len(rows), size=config.rollout.prompts_per_step, seed=config.run.seed)
+        return [rows[i] for i in picked]
+
+    def examine(self) -> Evaluation:
+        """Every skill's score now, and some answers."""
+        with self.context.gathered():
+            return evaluate(self.context)
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate every skill now and tell the observers."""
+        found = self.examine()
+        self.tell(lambda o: o.on_evaluation(self.step, found.scores))
+        self.tell(lambda o: o.on_answers(self.step, found.answers))
+        return found.scores
+
+    def is_due(self, every: int) -> bool:
+        """Whether what is done every so many steps (0: only at the end) is to be done after this one."""
+        return self.step == self.context.config.run.max_steps or bool(every and self.step % every == 0)
+
+    def _measure(self, rollout: Rollout, outputs: list[UpdateOutput]) -> dict[str, float]:
+        record = gather_record(self.context, rollout, outputs[0])
+        asked = self.context.config.rollout
+        metrics = step_metrics(record, group_size=asked.num_generations, max_length=asked.max_completion_length)
+        measured = "kl/k3" in metrics
+        metrics |= {name: x for name, x in outputs[0].losses.items() if measured or name not in CARRIED}
+        done = [o for o in outputs if not o.stopped]
+        norms = [o.grad_norm for o in done if o.grad_norm is not None]
+        if norms or not done:
+            metrics["train/grad_norm"] = sum(norms) / max(1, len(norms))
+        metrics["policy/updates"] = float(len(done))
+        if len(outputs) > 1:
+            metrics["policy/kl_old"] = outputs[-1].kl_old
+        if "policy/ratio_clipped" in outputs[-1].losses:
+            metrics["policy/ratio_clipped"] = outputs[-1].losses["policy/ratio_clipped"]
+        return metrics
+
+    def _held_kl(self, metrics: Mapping[str, float]) -> float | None:
+        return held_kl(metrics, exact_everywhere=self.context.exact_everywhere)
+
+    def _check_step_zero(self, kl: float) -> None:
+        context = self.context
+        if self.step or kl <= self.step_zero_kl or context.config.model.ref_model:
+            return
+        reference = context.reference.model if isinstance(context.reference, FrozenReference) else None
+        adapter = context.config.model.lora_r > 0
+        text = step_zero_text(kl, likely_reasons(context.policy, reference, adapter=adapter, loaded=False))
+        self.tell(lambda o: o.on_warning(text))
+
+    def _show_completions(self, rollout: Rollout, output: UpdateOutput) -> None:
+        run = self.context.config.run
+        if not run.log_completions or (self.step and (self.step + 1) % run.log_completions_every):
+            return
+        rows = [completion_row(self.context, rollout, output, i) for i in range(len(rollout.texts))]
+        self.tell(lambda o: o.on_completions(self.step + 1, rows[: run.log_completions]))
+
+    def _anywhere(self, asked: bool) -> bool:
+        """Whether any process was asked to stop, so that all of them stop after the same step."""
+        asked_for = self.context.sum_over_processes(torch.tensor(float(asked), device=self.context.device))
+        self.agreed = bool(asked_for > 0)
+        return self.agreed
+
+    def stopped(self, step: int, folder: Path | None) -> TrainingStopped:
+        """The error that ends an interrupted run.
+
+        Args:
+            step: the step to continue from.
+            folder: its checkpoint; None: there is none.
+        """
+        return TrainingStopped(
+            f"training was stopped after step {self.step} of {self.context.config.run.max_steps}",
+            got="an interrupt",
+            why=f"the state after step {step} is saved in {folder}" if folder else "no step was saved yet",
+            fix=f"continue with: klamp train --config {self.context.output_dir}/config.yaml "
+            f"--output_dir {self.context.output_dir} --resume"
+            if folder
+            else "start it again in another folder",
+        )
+
+    def _summary(self, seconds: float, after: dict[str, float]) -> RunSummary:
+        summary = RunSummary(
+            output_dir=self.context.output_dir,
+            steps=self.step,
+            seconds=seconds,
+            rl_skill=self.context.task.rl_skill,
+            before=self.before,
+            after=after,
+            final_metrics=self.metrics,
+        )
+        self.tell(lambda o: o.on_end(summary))
+        return summary
+
+    def info(self) -> RunInfo:
+        """What is known before the first step."""
+        context = self.context
+        every = sum(p.numel() for p in context.policy.parameters())
+        trained = sum(p.numel() for p in context.policy.parameters() if p.requires_grad)
+        return RunInfo(
+            config=context.config,
+            output_dir=context.output_dir,
+            start_step=self.step,
+            parameters=every - trained if context.config.model.lora_r else every,
+            trainable_parameters=trained,
+            reference="none" if context.reference is None else context.reference.describe(),
+            device=str(context.device),
+            processes=context.processes,
+        )
+
+
+class Interrupt:
+    """Notes the first signal, so that the step under way ends whole; raises at the second."""
+
+    asked = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+
+@contextmanager
+def deferred_interrupts() -> Iterator[Interrupt]:
+    """Let Ctrl-C and SIGTERM end a run after the step under way, with its state saved."""
+    interrupt = Interrupt()
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupt
+        return
+    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield interrupt
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
