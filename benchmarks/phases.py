@@ -22,7 +22,7 @@ RULES: dict[str, Sequence[Rule]] = {
         ("training/setup.py", "", "outside"),
         ("training/checkpoint.py", "save", "outside"),
         ("training/sampling.py", "generate", "generation"),
-        ("training/rollouts.py", "_rewards", "reward"),
+        ("training/rollouts.py", "rewards_of", "reward"),
         ("training/scorer.py", "_exact", "exact KL"),
         ("training/rollouts.py", "_with_reference", "reference"),
         ("training/rollouts.py", "_with_policy_pass", "policy, before the loss"),

@@ -28,14 +28,14 @@ class StepRecord:
     """[B, T] bool: tokens that carry the KL."""
     policy: Tensor
     """[B, T] log-probabilities under the policy."""
-    sampler: Tensor
-    """[B, T] log-probabilities under the sampler."""
     rewards: Tensor
     """[B] rewards of the completions."""
     ended: Tensor
     """[B] bool: whether the completion has an end token."""
     lengths: Tensor
     """[B] tokens, end token included, before any masking."""
+    sampler: Tensor | None = None
+    """[B, T] log-probabilities under the sampler; None where it does not tell."""
     repeated: Tensor | None = None
     """[B] tokens that stand in a pair which was in their completion before; see `repeated_pairs`."""
     entropy: Tensor | None = None
@@ -130,10 +130,12 @@ def reward_length_correlation(rewards: Tensor, lengths: Tensor, group_size: int)
 
 
 def _policy_metrics(record: StepRecord) -> dict[str, Tensor]:
-    mismatch = masked_log_ratio(record.sampler, record.policy, record.mask)
     entropy = {} if record.entropy is None else {"policy/entropy": masked_mean(record.entropy, record.mask)}
-    return entropy | {
-        "policy/logp_mean": masked_mean(record.policy, record.mask),
+    found = entropy | {"policy/logp_mean": masked_mean(record.policy, record.mask)}
+    if record.sampler is None:
+        return found
+    mismatch = masked_log_ratio(record.sampler, record.policy, record.mask)
+    return found | {
         "sampler/k1": masked_mean(mismatch, record.mask),
         "sampler/k3": masked_mean(ESTIMATORS["k3"].value(mismatch), record.mask),
     }

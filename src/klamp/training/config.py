@@ -46,7 +46,7 @@ class TrainConfig:
                 why="a run is continued from the checkpoints in its folder",
                 fix="pass the folder of the run: --output_dir runs/NAME --resume",
             )
-        check_backend(self.kl, self.model, self.rollout, self.run)
+        check_backend(self.kl, self.loss, self.model, self.rollout, self.optim, self.run)
         check_precision(self.model)
         if self.kl.kl_early_stop is not None and self.optim.num_iterations == 1:
             warnings.warn(

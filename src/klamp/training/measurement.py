@@ -28,7 +28,7 @@ def gather_record(context: Context, rollout: Rollout, output: UpdateOutput) -> S
         mask=certain(rollout.mask),
         kl_mask=certain(rollout.kl_mask),
         policy=certain(output.policy_logprobs),
-        sampler=certain(rollout.completions.sampler_logprobs),
+        sampler=whole(rollout.completions.sampler_logprobs if rollout.sampler_tells else None),
         entropy=whole(output.entropy),
         rewards=certain(rollout.rewards),
         ended=certain(rollout.completions.ended),
@@ -69,9 +69,10 @@ def completion_row(context: Context, rollout: Rollout, output: UpdateOutput, i: 
         "advantage": float(rollout.advantages[i]),
         "tokens": context.tokenizer.convert_ids_to_tokens(ids),
         "policy_logprobs": output.policy_logprobs[i][mask].tolist(),
-        "sampler_logprobs": rollout.completions.sampler_logprobs[i][mask].tolist(),
         "ended": bool(rollout.completions.ended[i]),
     }
+    if rollout.sampler_tells:
+        row["sampler_logprobs"] = rollout.completions.sampler_logprobs[i][mask].tolist()
     if not torch.equal(rollout.mask[i], mask):
         row["trained"] = rollout.mask[i][mask].tolist()
     if rollout.ref_logprobs is not None and (rollout.kl_weight is None or rollout.kl_weight[i] > 0):

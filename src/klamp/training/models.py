@@ -132,7 +132,7 @@ def with_adapter(model: PreTrainedModel, config: ModelConfig, checkpoint: Path |
     Raises:
         ModelError: the target modules are not in the model, or the checkpoint holds no adapter of it.
     """
-    from peft import LoraConfig, PeftModel, get_peft_model
+    from peft import PeftModel, get_peft_model
 
     if checkpoint is not None:
         try:
@@ -145,21 +145,39 @@ def with_adapter(model: PreTrainedModel, config: ModelConfig, checkpoint: Path |
                 why=f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}",
                 fix="check that the folder holds an adapter of this model",
             ) from error
+    with adapter_errors(config), _former_names():
+        return get_peft_model(model, adapter_config(config))
+
+
+def adapter_config(config: ModelConfig) -> Any:
+    """The LoRA adapter of a run, as peft is told of it."""
+    from peft import LoraConfig
+
     targets = config.lora_target_modules
-    lora = LoraConfig(
+    return LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
         lora_dropout=0.0,
         target_modules=targets[0] if targets == ("all-linear",) else list(targets),
         task_type="CAUSAL_LM",
     )
+
+
+@contextmanager
+def adapter_errors(config: ModelConfig) -> Iterator[None]:
+    """A context in which peft's refusal of an adapter is klamp's.
+
+    Raises:
+        ModelError: the target modules are not in the model.
+    """
     try:
-        with _former_names():
-            return get_peft_model(model, lora)
+        yield
     except ValueError as error:
+        if "target" not in str(error).lower():
+            raise
         raise ModelError(
             "the LoRA adapter does not fit the model",
-            got=f"lora_target_modules={targets}",
+            got=f"lora_target_modules={config.lora_target_modules}",
             why=str(error),
             fix="use all-linear, or names of linear modules of the model",
         ) from error

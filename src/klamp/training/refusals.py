@@ -5,21 +5,43 @@ from __future__ import annotations
 import warnings
 from functools import partial
 
-from klamp.config import KLConfig
+from klamp.config import KLConfig, LossConfig
 from klamp.errors import ConfigError, KLWarning, Refusal, refuse
-from klamp.training.sections import ModelConfig, RolloutConfig, RunConfig
+from klamp.training.sections import ModelConfig, OptimConfig, RolloutConfig, RunConfig
+from klamp.training.trl_refusals import trl_refusals
 
 _Refused = partial(Refusal, what="backend='tinker' cannot do this")
 
 
-def check_backend(kl: KLConfig, model: ModelConfig, rollout: RolloutConfig, run: RunConfig) -> None:
-    """Refuse options that `backend='tinker'` cannot honour, or would ignore.
+def check_backend(
+    kl: KLConfig, loss: LossConfig, model: ModelConfig, rollout: RolloutConfig, optim: OptimConfig, run: RunConfig
+) -> None:
+    """Refuse options that the backend cannot honour, or would ignore.
 
     Raises:
         ConfigError: the first field that has no meaning there.
     """
     if run.backend == "tinker":
         refuse([*_model(kl, model), *_sampling(rollout), *_kl(kl, run)])
+    if run.backend == "trl":
+        refuse(trl_refusals(kl, loss, model, rollout, optim, run))
+    else:
+        refuse(_sampler(rollout, run))
+
+
+def _sampler(rollout: RolloutConfig, run: RunConfig) -> list[Refusal]:
+    """The refusals of another sampler than the backend's own."""
+    asked = (("sampler", rollout.sampler, "own"), ("sampler_url", rollout.sampler_url, None))
+    return [
+        Refusal(
+            value != default,
+            what=f"backend={run.backend!r} cannot do this",
+            got=f"{field}={value!r}",
+            why="it writes the completions itself",
+            fix=f"leave {field} out, or set backend to trl",
+        )
+        for field, value, default in asked
+    ]
 
 
 def check_precision(model: ModelConfig) -> None:

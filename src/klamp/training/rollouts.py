@@ -65,6 +65,8 @@ class Rollout:
     """[B, T] log-probabilities before the first update; None until then."""
     before: Scores | None = None
     """What a pass of the policy before the first update found; None once there was one."""
+    sampler_tells: bool = True
+    """Whether the sampler gave log-probabilities of its own; else the policy's stand in their place."""
 
 
 def collect(context: Context, examples: Sequence[Example], *, step: int, beta: float) -> Rollout:
@@ -129,7 +131,7 @@ def rate(
         kl_weight: factor on each completion's KL, [B]; 0: the reference does not score it. None: 1 for all.
     """
     texts = completions.texts(context.tokenizer)
-    rewards = _rewards(context, chosen, texts)
+    rewards = rewards_of(context, chosen, texts)
     mask, kl_mask = _masks(context, completions)
     rollout = Rollout(
         examples=chosen,
@@ -139,7 +141,7 @@ def rate(
         kl_mask=kl_mask,
         rewards=rewards,
         advantages=torch.zeros(len(chosen), device=context.device),
-        totals=_totals(context, mask, kl_mask),
+        totals=totals_of(context, mask, kl_mask),
         reference_length=_reference_length(context, chosen),
         old_logprobs=old_logprobs,
         kl_weight=kl_weight,
@@ -148,7 +150,7 @@ def rate(
     return _with_advantages(context, _with_policy_pass(context, rollout, beta), beta)
 
 
-def _rewards(context: Context, examples: Sequence[Example], texts: Sequence[str]) -> Tensor:
+def rewards_of(context: Context, examples: Sequence[Example], texts: Sequence[str]) -> Tensor:
     """The task's rewards, [B]; an error on one process is raised on all of them, so that none waits for ever."""
     rewards: list[float] = []
     error: RewardError | None = None
@@ -171,7 +173,14 @@ def _masks(context: Context, completions: Completions) -> tuple[Tensor, Tensor]:
     return mask, kl_tokens(completions.ids, mask, context.config.kl, context.excluded, context.tokenizer)
 
 
-def _totals(context: Context, mask: Tensor, kl_mask: Tensor) -> Totals:
+def totals_of(context: Context, mask: Tensor, kl_mask: Tensor) -> Totals:
+    """The counts of a whole step, over all processes.
+
+    Args:
+        context: the run.
+        mask: tokens to train on, of this process, [B, T].
+        kl_mask: those of them that carry the KL, [B, T].
+    """
     counts = torch.tensor([mask.shape[0], mask.sum(), kl_mask.sum()], dtype=torch.float64, device=mask.device)
     sequences, tokens, kl_tokens = (max(1.0, float(x)) for x in context.sum_over_processes(counts))
     return Totals(sequences, tokens, kl_tokens)

@@ -20,7 +20,9 @@ from klamp.training.config import TrainConfig
 from klamp.training.folders import ANSWERS, CAUTIONS, COMPLETIONS, CONFIG, METRICS_FILE, SUMMARY, VERSIONS, unwritable
 from klamp.training.observers import Observer, RunInfo, RunSummary
 
-PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors", "reasoning-gym")
+PACKAGES = (
+    *("torch", "transformers", "accelerate", "trl", "peft", "datasets", "tokenizers", "safetensors", "reasoning-gym"),
+)
 
 
 def versions() -> dict[str, str]:

@@ -12,7 +12,8 @@ from klamp.core.fields import check_fields
 from klamp.core.schedules import Schedule
 from klamp.diagnostics.alarms import check_names
 
-Backend: TypeAlias = Literal["local", "tinker"]
+Backend: TypeAlias = Literal["local", "trl", "tinker"]
+Sampler: TypeAlias = Literal["own", "vllm"]
 MasterWeights: TypeAlias = Literal["float32", "none"]
 
 
@@ -62,6 +63,10 @@ class RolloutConfig:
     """Top-k sampling; 0: off."""
     mask_truncated_completions: bool = False
     """Leave completions out of the loss that reached max_completion_length without an end token."""
+    sampler: Sampler = "own"
+    """Who writes the completions: the backend's own generation, or vllm inside the training processes (backend trl)."""
+    sampler_url: str | None = None
+    """Address of a vLLM server that `trl vllm-serve` runs, which writes them instead (backend trl); None: no server."""
 
     def __post_init__(self) -> None:
         greedy = "a group of greedy completions is one completion, and has no advantage"
@@ -152,7 +157,8 @@ class RunConfig:
     stop_on: tuple[str, ...] = ()
     """Alarms (and notes) at which to stop, with a checkpoint kept; `klamp doctor --help` lists them."""
     backend: Backend = "local"
-    """Where the weights are: local (this machine), or tinker (a service that the Tinker SDK reaches)."""
+    """Who trains: local (klamp's own loop), trl (TRL's GRPO, in this process), or tinker (a service that the Tinker SDK
+    reaches)."""
     service_timeout: float = 600.0
     """Longest wait for one answer of the service, in seconds."""
 

@@ -63,7 +63,9 @@ def make_accelerator(config: TrainConfig, folder: Path) -> Accelerator:
         ConfigError: an unknown tracker, prompts that do not divide over the processes, or an FSDP that klamp does not
             run under.
     """
-    check_version()
+    sharded_here = config.run.backend == "local"
+    if sharded_here:
+        check_version()
     try:
         accelerator = Accelerator(
             cpu=on_cpu(config),
@@ -86,7 +88,8 @@ def make_accelerator(config: TrainConfig, folder: Path) -> Accelerator:
             why="each of them would train a model of its own in the same folder",
             fix="launch with torchrun or accelerate launch --multi_gpu (which also joins CPU processes)",
         )
-    check_fsdp(accelerator)
+    if sharded_here:
+        check_fsdp(accelerator)
     if config.rollout.prompts_per_step % accelerator.num_processes:
         raise ConfigError(
             "the prompts of a step do not divide over the processes",

@@ -105,7 +105,7 @@ def update(context: Context, optimizer: Optimizer, rollout: Rollout, objective: 
         for name, value in (output.metrics | {"train/loss": output.loss.detach()}).items():
             sums[name] = sums.get(name, 0.0) + value.double() * share_of(name, rollout, part)
     found = joined(seen, rollout.mask.shape[1])
-    losses = _over_processes(context, sums | _exact_mean(context, rollout, found))
+    losses = over_processes(context, sums | _exact_mean(context, rollout, found))
     check_held(context, losses)
     kl_old = kl_from_old(context, rollout, found.logprobs)
     bound = context.config.kl.kl_early_stop
@@ -190,7 +190,8 @@ def kl_from_old(context: Context, rollout: Rollout, policy: Tensor) -> float:
     return float(context.sum_over_processes(total.double())) / float(rollout.totals.tokens)
 
 
-def _over_processes(context: Context, sums: dict[str, Tensor | float]) -> dict[str, float]:
+def over_processes(context: Context, sums: Mapping[str, Tensor | float]) -> dict[str, float]:
+    """The sums of all processes, by name."""
     names = sorted(sums)
     total = context.sum_over_processes(torch.stack([torch.as_tensor(sums[name]).double() for name in names]))
     return dict(zip(names, total.tolist(), strict=True))

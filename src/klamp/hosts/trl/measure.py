@@ -69,14 +69,14 @@ def price_in(trainer: Any, beta: float, placement: Placement) -> Price:
     """The price of a coefficient in a trainer of TRL's kind, which divides its policy loss and its KL by the same.
 
     Args:
-        trainer: whose options say how advantages are formed.
+        trainer: whose options and class say how advantages are formed.
         beta: the coefficient.
         placement: where the KL enters.
     """
     return price_of(
         beta,
         placement=placement,
-        baseline="mean",
+        baseline=getattr(trainer, "_baseline", "mean"),
         scale="none" if reward_scale(trainer.args) == "none" else "std",
         group_size=max(group_size(trainer), 2),
     )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from klamp.config import TRL_LOSS_TYPES
+from klamp.core.advantages import Baseline
 from klamp.core.types import Reduction
 from klamp.hosts.common.loss import KL_SCALE, Coefficient, batch_of, check_hook_ran, gated_penalty
 from klamp.hosts.common.rollout import Generation, needs_old_logprobs, prepared
@@ -33,6 +34,8 @@ class KLMixin(Host):
     """Whose loss it is."""
     _loss_types: Mapping[str, Reduction | None] = TRL_LOSS_TYPES
     """How the host's loss types make tokens a number."""
+    _baseline: Baseline = "mean"
+    """What rewards are compared with; TRL's own is the mean of the group."""
     _never_exact: str = ""
     """Why no trainer of this class can have the exact KL; empty where one can."""
 

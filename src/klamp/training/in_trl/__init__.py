@@ -1,0 +1,1 @@
+"""A run of klamp by TRL's GRPO: `klamp train --backend trl`."""

@@ -1,0 +1,144 @@
+"""`klamp train --backend trl`: a configuration of klamp, run by TRL's GRPO with klamp's KL in it.
+
+Models, task, prompts and their order, rewards, advantages, optimizer, schedule, evaluation, metrics and the run's
+folder are those of klamp's own loop. Generation, the loss with klamp's KL in it, the backward pass, processes and
+checkpoints are TRL's.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from klamp.hosts.trl.versions import check_version
+
+check_version()
+
+from accelerate import Accelerator  # noqa: E402  (the version is checked before TRL is opened up)
+
+from klamp.config import build_objective  # noqa: E402
+from klamp.errors import KLWarning, MissingLibrary  # noqa: E402
+from klamp.hosts.common.exclusions import excluded_ids  # noqa: E402
+from klamp.hosts.trl.config import GRPOConfig  # noqa: E402
+from klamp.tasks.chat_format import chat_cautions  # noqa: E402
+from klamp.training.config import TrainConfig  # noqa: E402
+from klamp.training.context import Context  # noqa: E402
+from klamp.training.in_trl.arguments import part_size, trl_arguments  # noqa: E402
+from klamp.training.in_trl.data import dataset_of, reward_function  # noqa: E402
+from klamp.training.in_trl.run import TRLRun, newest  # noqa: E402
+from klamp.training.in_trl.trainer import RunTrainer  # noqa: E402
+from klamp.training.models import adapter_config, adapter_errors, output_size  # noqa: E402
+from klamp.training.observers import Observer, RunSummary  # noqa: E402
+from klamp.training.runlog import RunLog  # noqa: E402
+from klamp.training.setup import (  # noqa: E402
+    Start,
+    choose_folder,
+    load_reference,
+    load_start,
+    make_accelerator,
+    on_cpu,
+    reference_kind,
+)
+from klamp.training.trainer import begin_trackers  # noqa: E402
+
+
+def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSummary:
+    """Run a configuration with backend `trl` to its last step, from TRL's newest checkpoint if it is to be resumed.
+
+    In one process, or in those that torchrun or `accelerate launch` starts.
+
+    Args:
+        config: what to run.
+        observers: told what happens; the run's folder and trackers are served besides.
+
+    Raises:
+        UnsupportedVersion: vLLM is asked for and missing; before any work.
+        KlampError: bad input before any work, or an error in the run; see `klamp.errors`.
+    """
+    check_vllm(config)
+    reference_kind(config)
+    folder = choose_folder(config)
+    accelerator = make_accelerator(config, folder)
+    try:
+        part_size(config, accelerator.num_processes)
+        if config.run.resume:
+            newest(folder)
+        start = load_start(config, accelerator, observers)
+        context = context_of(config, folder, accelerator, start)
+        run = TRLRun(context, [RunLog(accelerator), *observers], trainer_of(context, start))
+        if config.run.resume:
+            run.resume()
+        run.tell(lambda o: o.on_start(run.info()))
+        for note in chat_cautions(config.task, context.tokenizer, context.stop):
+            run.tell(lambda o, text=note: o.on_warning(text))
+        begin_trackers(accelerator, config, folder)
+        return run.run()
+    finally:
+        for observer in observers if accelerator.is_main_process else ():
+            observer.close()
+        accelerator.end_training()
+
+
+def check_vllm(config: TrainConfig) -> None:
+    """Refuse a run that vLLM is to sample for where it is not installed.
+
+    Raises:
+        MissingLibrary: it is missing.
+    """
+    asked = config.rollout.sampler == "vllm" or config.rollout.sampler_url is not None
+    if asked and find_spec("vllm") is None:
+        raise MissingLibrary(
+            "sampler='vllm' needs vLLM, which is not installed",
+            got="no module vllm",
+            why="TRL talks to vLLM's server through it, or generates with it in the training processes",
+            fix='pip install "trl[vllm]", on a machine that vLLM runs on; or leave sampler and sampler_url out',
+        )
+
+
+def context_of(config: TrainConfig, folder: Path, accelerator: Accelerator, start: Start) -> Context:
+    """The shared parts of a run whose models TRL holds."""
+    return Context(
+        config=config,
+        output_dir=folder,
+        accelerator=accelerator,
+        policy=start.model,
+        wrapped=start.model,
+        reference=None,
+        original=None,
+        excluded=excluded_ids(config.kl.kl_exclude_tokens, start.tokenizer),
+        tokenizer=start.tokenizer,
+        task=start.task,
+        objective=build_objective(config.kl, config.loss, max_length=config.rollout.max_completion_length),
+        stop=start.stop,
+        vocabulary=output_size(start.model),
+    )
+
+
+def trainer_of(context: Context, start: Start) -> RunTrainer:
+    """TRL's trainer for a run.
+
+    Raises:
+        ModelError: an adapter that does not fit the model, or a reference with another vocabulary.
+        ConfigError: what TRL can only see with the model at hand.
+    """
+    config = context.config
+    model, here = config.model, {"use_cpu": on_cpu(config), "dataloader_pin_memory": not on_cpu(config)}
+    given = trl_arguments(config, context.output_dir, processes=context.processes, exact=context.exact_completions)
+    named = model.ref_model is not None and config.kl.needs_reference
+    reference = load_reference(config, start.model) if named else None
+    with warnings.catch_warnings(), adapter_errors(model):
+        warnings.simplefilter("ignore", KLWarning)  # said when the configuration was made
+        warnings.filterwarnings("ignore", r".*gradient_checkpointing.*deprecated", FutureWarning)  # the name in TRL
+        return RunTrainer(
+            config,
+            start.stop,
+            model=start.model,
+            ref_model=reference,
+            reward_funcs=reward_function(context),
+            args=GRPOConfig(**given, **here),
+            train_dataset=dataset_of(start.task),
+            processing_class=start.tokenizer,
+            peft_config=adapter_config(model) if model.lora_r else None,
+        )

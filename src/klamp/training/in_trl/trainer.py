@@ -1,0 +1,168 @@
+"""TRL's trainer as a run of klamp has it: klamp's KL and advantages, prompts as they stand, a note of every token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import trl
+from torch import Tensor, arange, cat, isfinite, nn, tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import Sampler
+from transformers import PreTrainedTokenizerBase
+from transformers.trainer_callback import PrinterCallback
+
+from klamp.core.advantages import group_advantages
+from klamp.errors import UnsupportedVersion
+from klamp.hosts.trl.trainer import GRPOTrainer
+from klamp.training.config import TrainConfig
+from klamp.training.in_trl.data import StepOrder
+from klamp.training.setup import adamw, schedule_of
+from klamp.training.updates import not_finite
+
+ROW = "klamp_row"
+"""What is added to a generation batch: the number of each row, by which shuffled parts are put together again."""
+
+
+@dataclass
+class Generated:
+    """A rollout of this process as TRL made it, and what its updates saw; B completions of T tokens."""
+
+    rows: list[dict[str, Any]]
+    """[B] the rows of the dataset, each repeated for its group."""
+    batch: dict[str, Any]
+    """TRL's tensors, with klamp's, before they were shuffled and split."""
+    lengths: Tensor
+    """[B] tokens, end token included, before any masking."""
+    rewards: Tensor
+    """[B] the task's rewards."""
+    advantages: Tensor
+    """[B] advantages without any KL."""
+    updates: list[list[tuple[Tensor, Tensor, Tensor]]] = field(default_factory=list)
+    """For each update its parts: row numbers [b], log-probabilities [b, T] and entropies [b, T] of the policy."""
+
+    def seen(self, update: int) -> tuple[Tensor, Tensor]:
+        """The log-probabilities and entropies of an update, in the order of the rows, [B, T] each."""
+        rows, logprobs, entropies = (cat(each) for each in zip(*self.updates[update], strict=True))
+        order = rows.argsort()
+        return logprobs[order], entropies[order]
+
+
+class OwnAdvantages(trl.GRPOTrainer):
+    """TRL's trainer with the advantages of klamp's `group_advantages`; klamp's KL comes after them."""
+
+    config: TrainConfig
+    plain_advantages: Tensor
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        output = super()._generate_and_score_completions(inputs)
+        size, loss = len(output["advantages"]), self.config.loss
+        rewards = self._klamp.rewards.flatten()  # pyright: ignore[reportAttributeAccessIssue]
+        every = group_advantages(rewards, self.num_generations, scale=loss.scale, baseline=loss.advantage_baseline)
+        first = self.accelerator.process_index * size
+        self.plain_advantages = output["advantages"] = every[first : first + size].to(output["advantages"])
+        return output
+
+    def _tokenize_prompts(self, prompts: Any) -> Any:
+        _, *others = super()._tokenize_prompts(prompts)
+        return self._tokenizer(list(prompts), add_special_tokens=False)["input_ids"], *others
+
+
+class RunTrainer(GRPOTrainer, OwnAdvantages):
+    """The trainer of a run: TRL's loop and loss, with klamp's KL, advantages, prompts, optimizer and schedule.
+
+    Args:
+        config: of the run.
+        stop: the ids that end a completion.
+        options: of `klamp.trl.GRPOTrainer`.
+
+    Raises:
+        UnsupportedVersion: a TRL that ends completions at one token only, with a model that has several.
+    """
+
+    def __init__(self, config: TrainConfig, stop: list[int], **options: Any) -> None:
+        self.config, self.stop = config, stop
+        self._baseline = config.loss.advantage_baseline
+        super().__init__(**options)
+        self.generated: Generated | None = None
+        self.rows_of_loss: Tensor | None = None
+        self.remove_callback(PrinterCallback)
+        self._klamp.expected_zero = False  # the run looks at step 0 itself
+        if len(stop) > 1 and sorted(getattr(self, "eos_token_ids", [])) != sorted(stop):
+            raise UnsupportedVersion(
+                "this TRL ends completions at the tokenizer's end token only",
+                got=f"trl {trl.__version__}, a model with {len(stop)} tokens that end a completion",
+                why="the completions would go on where those of klamp's own loop end",
+                fix="use a newer trl (1.16.0 was tried), or a model with one end token",
+            )
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
+        """AdamW as in klamp's own loop: on all trained weights alike, with float32 copies of those in 16 bits."""
+        if self.optimizer is None:
+            self.optimizer = adamw(self.model if model is None else model, self.config)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LambdaLR:
+        """The schedule of klamp's own loop: all updates of a step have one rate."""
+        if self.lr_scheduler is None:
+            of = self.optimizer if optimizer is None else optimizer
+            self.lr_scheduler = schedule_of(of, self.config, updates=self.num_iterations)
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def _get_train_sampler(self, dataset: Any = None) -> Sampler[int]:
+        return StepOrder(self.config, len(self.train_dataset if dataset is None else dataset))
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        output = super()._generate_and_score_completions(inputs)
+        size, device = len(output["completion_ids"]), output["completion_ids"].device
+        check_prompts_stand(inputs, output, self._tokenizer)
+        first = self.accelerator.process_index * size
+        self.generated = Generated(
+            rows=list(inputs),
+            batch=dict(output),
+            lengths=tensor(self._klamp.lengths, device=device),
+            rewards=self._klamp.rewards.flatten()[first : first + size],
+            advantages=self.plain_advantages,
+        )
+        return output | {ROW: arange(size, device=device)}
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        if self.rows_of_loss is not None and self.generated is not None:
+            logprobs, entropies = (each.detach() for each in result[:2])
+            self.generated.updates[-1].append((self.rows_of_loss, logprobs, entropies))
+        return result
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        assert self.generated is not None
+        updates, parts = self.generated.updates, self.args.gradient_accumulation_steps
+        if not updates or len(updates[-1]) == parts:
+            updates.append([])
+        self.rows_of_loss = inputs[ROW]
+        try:
+            loss = super()._compute_loss(model, inputs)
+        finally:
+            self.rows_of_loss = None
+        if not bool(isfinite(loss)):
+            raise not_finite("the loss is not finite", f"loss {float(loss)}")
+        return loss
+
+
+def check_prompts_stand(rows: Any, output: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Make sure that the tokens of the prompts are those that klamp's own loop would write.
+
+    Raises:
+        UnsupportedVersion: they are others: TRL reads prompts in another way than it did.
+    """
+    written = tokenizer([row["prompt"] for row in rows], add_special_tokens=False)["input_ids"]
+    for ids, mask, wanted in zip(output["prompt_ids"], output["prompt_mask"], written, strict=True):
+        found = ids[mask.bool()].tolist()
+        if found != list(wanted):
+            raise UnsupportedVersion(
+                "TRL writes the prompts with other tokens than klamp",
+                got=f"trl {trl.__version__}: {found[:8]}... in the place of {list(wanted)[:8]}...",
+                why="the run would train on other prompts than were asked for",
+                fix="use a version of TRL that was tried: 1.16.0",
+            )
