@@ -46,6 +46,14 @@ def describe_model(config: TrainConfig) -> str:
     return f"{name}; {model.dtype}, {moves}"
 
 
+def describe_backend(config: TrainConfig) -> str:
+    """Who trains and who writes the completions, where that is TRL, in words."""
+    rollout = config.rollout
+    sampler = "transformers" if rollout.sampler == "own" else "vLLM in the training processes"
+    sampler = sampler if rollout.sampler_url is None else f"a vLLM server at {rollout.sampler_url}"
+    return f"trl: TRL's GRPO in this process; completions by {sampler}"
+
+
 def describe_reference(config: TrainConfig) -> str:
     """The reference of a run and where it comes from, in words."""
     kl, model = config.kl, config.model

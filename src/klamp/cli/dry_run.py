@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import textwrap
 from typing import Any
 
 import yaml
 
 from klamp.cli.arguments import TrainRequest
-from klamp.cli.describe import describe_model, describe_reference, describe_task
+from klamp.cli.describe import describe_backend, describe_model, describe_reference, describe_task
 from klamp.config.describe import (
     describe_controller,
     describe_kl,
@@ -19,6 +20,7 @@ from klamp.config.describe import (
 from klamp.config.price import configured_price
 from klamp.training.config import TrainConfig, section_classes
 from klamp.training.folders import run_folder
+from klamp.training.in_trl.arguments import trl_arguments
 
 WIDTH = 100
 
@@ -35,6 +37,7 @@ def plan_text(request: TrainRequest) -> str:
         f"{words}\n\n"
         "configuration, as a YAML file takes it; #* marks what differs from the default\n\n"
         f"{_configuration(request)}"
+        f"{_for_trl(request) if request.config.run.backend == 'trl' else ''}"
     )
 
 
@@ -51,6 +54,7 @@ def _in_words(config: TrainConfig) -> list[tuple[str, str]]:
     return [
         ("task", f"{describe_task(config)}; {prompts} prompts"),
         ("model", describe_model(config)),
+        *([("backend", describe_backend(config))] if run.backend == "trl" else []),
         ("reference", describe_reference(config)),
         ("KL", describe_kl(config.kl)),
         *_beta_lines(config),
@@ -96,6 +100,19 @@ def _configuration(request: TrainRequest) -> str:
         names = [field.name for field in dataclasses.fields(cls)]
         lines += [_entry(name, values[name], defaults[name], request) for name in names]
     return "\n".join(lines)
+
+
+def _for_trl(request: TrainRequest) -> str:
+    """What TRL would be told by one process, and how to start several."""
+    config = request.config
+    told = trl_arguments(config, run_folder(config), processes=1, exact=config.run.exact_kl_completions)
+    words = [word for word in request.argv if word.replace("-", "_") != "__dry_run"]
+    command = shlex.join(["accelerate", "launch", "--num_processes", "2", "-m", "klamp.cli", "train", *words])
+    return (
+        "\n\narguments of klamp.trl.GRPOConfig in a single process\n\n"
+        + "\n".join(f"  {name}: {_yaml(value)}" for name, value in told.items())
+        + f"\n\nin two processes\n\n  {command}"
+    )
 
 
 def _entry(name: str, value: Any, default: Any, request: TrainRequest) -> str:

@@ -71,6 +71,8 @@ def _trainer(console: Console, backend: Backend) -> Runner:
 
         if backend == "tinker":
             from klamp.training.service.train import train_run
+        elif backend == "trl":
+            from klamp.training.in_trl.train import train_run
         else:
             from klamp.training.trainer import train_run
 

@@ -136,7 +136,7 @@ def with_adapter(model: PreTrainedModel, config: ModelConfig, checkpoint: Path |
 
     if checkpoint is not None:
         try:
-            with _former_names():
+            with former_names():
                 return PeftModel.from_pretrained(model, str(checkpoint), is_trainable=True)
         except Exception as error:  # as in _pretrained
             raise ModelError(
@@ -145,7 +145,7 @@ def with_adapter(model: PreTrainedModel, config: ModelConfig, checkpoint: Path |
                 why=f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}",
                 fix="check that the folder holds an adapter of this model",
             ) from error
-    with adapter_errors(config), _former_names():
+    with adapter_errors(config), former_names():
         return get_peft_model(model, adapter_config(config))
 
 
@@ -184,10 +184,10 @@ def adapter_errors(config: ModelConfig) -> Iterator[None]:
 
 
 @contextmanager
-def _former_names() -> Iterator[None]:
-    """A context in which nobody is told that peft calls transformers by former names; the user cannot change that."""
+def former_names() -> Iterator[None]:
+    """A context in which nobody is told that peft and TRL call transformers by former names; no user can change that."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r".*is_gradient_checkpointing.*deprecated", FutureWarning)
+        warnings.filterwarnings("ignore", r".*gradient_checkpointing.*deprecated", FutureWarning)
         yield
 
 

@@ -33,7 +33,7 @@ WITHOUT_MEANING = ("service_timeout",)
 """Fields that speak of another backend."""
 
 
-def trl_arguments(config: TrainConfig, folder: Path, *, processes: int, exact: int) -> dict[str, Any]:
+def trl_arguments(config: TrainConfig, folder: Path, *, processes: int, exact: int | None) -> dict[str, Any]:
     """What `klamp.trl.GRPOConfig` is to be called with.
 
     A step of klamp is a rollout with all of its updates; TRL counts the updates.
@@ -42,7 +42,7 @@ def trl_arguments(config: TrainConfig, folder: Path, *, processes: int, exact: i
         config: the run.
         folder: of the run.
         processes: how many processes share a step.
-        exact: completions per group whose exact KL is measured.
+        exact: completions per group whose exact KL is measured; None: whatever the vocabulary allows.
 
     Raises:
         ConfigError: a step that does not divide over the processes and parts.
@@ -68,7 +68,7 @@ def trl_arguments(config: TrainConfig, folder: Path, *, processes: int, exact: i
         "gradient_checkpointing": config.model.gradient_checkpointing,
         "gradient_checkpointing_kwargs": {"use_reentrant": False} if config.model.gradient_checkpointing else None,
         "save_total_limit": run.keep_checkpoints,
-        "exact_kl_completions": exact,
+        **({} if exact is None else {"exact_kl_completions": exact}),
         **_rollout(config.rollout),
         **_loss(config.loss),
         **_kl(config.kl),

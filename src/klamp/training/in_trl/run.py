@@ -18,6 +18,7 @@ from klamp.training.in_trl.arguments import CHECKPOINTS
 from klamp.training.in_trl.measurement import rollout_of, update_of
 from klamp.training.in_trl.trainer import RunTrainer
 from klamp.training.measurement import control_metrics
+from klamp.training.models import former_names
 from klamp.training.observers import Observer, RunInfo, RunSummary
 from klamp.training.run import Interrupt, Run, deferred_interrupts
 from klamp.training.updates import UpdateOutput
@@ -80,7 +81,7 @@ class TRLRun(Run):
         if not self.before:
             self.before = self.after = self.evaluate()
         try:
-            with deferred_interrupts() as self.interrupt:
+            with deferred_interrupts() as self.interrupt, former_names():
                 if self.step < self.context.config.run.max_steps:
                     self.trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
         except KeyboardInterrupt as stop:

@@ -29,7 +29,7 @@ from klamp.training.in_trl.arguments import part_size, trl_arguments  # noqa: E4
 from klamp.training.in_trl.data import dataset_of, reward_function  # noqa: E402
 from klamp.training.in_trl.run import TRLRun, newest  # noqa: E402
 from klamp.training.in_trl.trainer import RunTrainer  # noqa: E402
-from klamp.training.models import adapter_config, adapter_errors, output_size  # noqa: E402
+from klamp.training.models import adapter_config, adapter_errors, former_names, output_size  # noqa: E402
 from klamp.training.observers import Observer, RunSummary  # noqa: E402
 from klamp.training.runlog import RunLog  # noqa: E402
 from klamp.training.setup import (  # noqa: E402
@@ -128,9 +128,8 @@ def trainer_of(context: Context, start: Start) -> RunTrainer:
     given = trl_arguments(config, context.output_dir, processes=context.processes, exact=context.exact_completions)
     named = model.ref_model is not None and config.kl.needs_reference
     reference = load_reference(config, start.model) if named else None
-    with warnings.catch_warnings(), adapter_errors(model):
+    with former_names(), adapter_errors(model):
         warnings.simplefilter("ignore", KLWarning)  # said when the configuration was made
-        warnings.filterwarnings("ignore", r".*gradient_checkpointing.*deprecated", FutureWarning)  # the name in TRL
         return RunTrainer(
             config,
             start.stop,
