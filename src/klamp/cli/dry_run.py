@@ -107,7 +107,9 @@ def _for_trl(request: TrainRequest) -> str:
     config = request.config
     told = trl_arguments(config, run_folder(config), processes=1, exact=config.run.exact_kl_completions)
     words = [word for word in request.argv if word.replace("-", "_") != "__dry_run"]
-    command = shlex.join(["accelerate", "launch", "--num_processes", "2", "-m", "klamp.cli", "train", *words])
+    command = shlex.join(
+        ["accelerate", "launch", "--multi_gpu", "--num_processes", "2", "-m", "klamp.cli", "train", *words]
+    )
     return (
         "\n\narguments of klamp.trl.GRPOConfig in a single process\n\n"
         + "\n".join(f"  {name}: {_yaml(value)}" for name, value in told.items())

@@ -185,7 +185,7 @@ def adapter_errors(config: ModelConfig) -> Iterator[None]:
 
 @contextmanager
 def former_names() -> Iterator[None]:
-    """A context in which nobody is told that peft and TRL call transformers by former names; no user can change that."""
+    """A context in which nobody is told that peft and TRL call transformers by former names: no user can change it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r".*gradient_checkpointing.*deprecated", FutureWarning)
         yield

@@ -65,10 +65,10 @@ class TRLRun(Run):
         self.step = step_of(self.checkpoint) // self.updates
         rows = [row for row in lines_of(self.context.output_dir / METRICS_FILE) if row["step"] <= self.step]
         scores = [{name.removeprefix(SCORE): row[name] for name in row if name.startswith(SCORE)} for row in rows]
-        scores = [each for each in scores if each]
-        if scores:
-            self.before, self.after = scores[0], scores[-1]
-        self.metrics = {name: x for name, x in rows[-1].items() if name != "step"} if rows else {}
+        evaluated, steps = [each for each in scores if each], [row for row in rows if "reward" in row]
+        if evaluated:
+            self.before, self.after = evaluated[0], evaluated[-1]
+        self.metrics = {name: x for name, x in steps[-1].items() if name != "step"} if steps else {}
 
     def run(self) -> RunSummary:
         """Take all steps.

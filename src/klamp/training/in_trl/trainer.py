@@ -146,7 +146,7 @@ class RunTrainer(GRPOTrainer, OwnAdvantages):
         finally:
             self.rows_of_loss = None
         if not bool(isfinite(loss)):
-            raise not_finite("the loss is not finite", f"loss {float(loss)}")
+            raise not_finite("the loss is not finite", f"loss {float(loss.detach())}")
         return loss
 
 

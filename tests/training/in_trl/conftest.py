@@ -1,0 +1,38 @@
+"""Tiny runs that TRL carries out: a second each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.hosts.trl.conftest import precision
+from tests.training.conftest import TINY
+
+from klamp.training.config import TrainConfig
+
+__all__ = ["precision", "quick"]
+
+QUICK: dict[str, Any] = {
+    **TINY,
+    "backend": "trl",
+    "beta": 0.5,
+    "learning_rate": 2e-2,
+    "warmup_steps": 0,
+    "max_steps": 3,
+    "eval_every": 0,
+    "save_every": 0,
+    "eval_size": 1,
+}
+"""Three steps that move the policy by half a nat."""
+
+
+@pytest.fixture
+def quick(llama: str, tmp_path: Path) -> Callable[..., TrainConfig]:
+    """The configuration of such a run in tmp_path/run, with some values changed."""
+
+    def make(**changes: Any) -> TrainConfig:
+        return TrainConfig.from_flat({"model": llama, "output_dir": str(tmp_path / "run"), **QUICK, **changes})
+
+    return make

@@ -1,0 +1,150 @@
+"""Every field of a run's configuration means something in TRL's arguments, is honoured around them, or is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from klamp.config import KLConfig
+from klamp.errors import ConfigError
+from klamp.tasks.config import TaskConfig
+from klamp.training.config import TrainConfig
+from klamp.training.in_trl.arguments import AROUND, NEUTRAL, WITHOUT_MEANING, part_size, trl_arguments
+
+FOLDER = Path("runs/one")
+
+# A value of each field that is translated, other than its default, with the fields that it needs.
+TRANSLATED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "loss_type": ("grpo", {}),
+    "surrogate": ("cispo", {"loss_type": "dapo", "epsilon": 1.0}),
+    "epsilon": (0.1, {}),
+    "epsilon_high": (0.28, {}),
+    "scale_rewards": ("std", {}),
+    "prompts_per_step": (4, {}),
+    "num_generations": (4, {}),
+    "max_completion_length": (5, {}),
+    "temperature": (0.7, {}),
+    "top_p": (0.9, {}),
+    "top_k": (3, {}),
+    "mask_truncated_completions": (True, {}),
+    "sampler": ("vllm", {}),
+    "sampler_url": ("http://there:8000", {}),
+    "learning_rate": (1e-3, {}),
+    "lr_scheduler_type": ("linear", {}),
+    "warmup_steps": (3, {}),
+    "weight_decay": (0.1, {}),
+    "adam_beta1": (0.8, {}),
+    "adam_beta2": (0.95, {}),
+    "max_grad_norm": (0.5, {}),
+    "num_iterations": (2, {}),
+    "gradient_accumulation_steps": (4, {}),
+    "gradient_checkpointing": (True, {}),
+    "seed": (1, {}),
+    "keep_checkpoints": (3, {}),
+}
+
+REFUSED = {
+    "kl_early_stop": (0.1, {"num_iterations": 2}),
+    "reference_url": ("http://there:8000", {"reference": "remote"}),
+    "reference_device": ("cpu", {}),
+    "reference_share": (0.5, {}),
+}
+
+
+def told(**changes: Any) -> dict[str, Any]:
+    config = TrainConfig.from_flat({"backend": "trl", **changes})
+    return trl_arguments(config, FOLDER, processes=1, exact=config.run.exact_kl_completions)
+
+
+def names_of(cls: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(cls)}
+
+
+def test_every_field_is_in_one_of_the_lists():
+    kl = names_of(KLConfig) - set(NEUTRAL)
+    lists = [set(TRANSLATED) | {"exact_kl_completions"}, kl, set(AROUND), names_of(TaskConfig), set(NEUTRAL)]
+    lists.append(set(WITHOUT_MEANING))
+    every = set(TrainConfig().flat())
+    assert every == set().union(*lists)
+    assert sum(map(len, lists)) == len(every), "no field is in two of them"
+
+
+@pytest.mark.parametrize("field", TRANSLATED)
+def test_another_value_is_another_argument(field: str):
+    value, needed = TRANSLATED[field]
+    before = told(**{k: v for k, v in needed.items() if k != "epsilon"})
+    assert told(**needed, **{field: value}) != before
+
+
+@pytest.mark.parametrize("field", NEUTRAL)
+def test_what_cannot_be_honoured_is_refused_by_name(field: str):
+    value, needed = REFUSED[field]
+    with pytest.raises(ConfigError, match="cannot be honoured by TRL") as caught:
+        told(**needed, **{field: value})
+    assert caught.value.fix
+
+
+def test_the_fields_of_the_kl_keep_their_names_and_values():
+    kl = KLConfig(beta=0.3, kl_clip_method="hard", kl_clip_threshold=0.05, kl_exclude_tokens=("1",), target_kl=0.1)
+    given = told(**dataclasses.asdict(kl))
+    names = {name for name, value in dataclasses.asdict(kl).items() if value is not None}
+    assert {name: given[name] for name in names} == {name: getattr(kl, name) for name in names}
+
+
+def test_without_a_kl_trl_is_told_of_none():
+    given = told(beta=0.0)
+    assert given["beta"] == 0.0
+    assert not set(given) & (names_of(KLConfig) - {"beta"})
+    assert "kl_estimator" in told(beta=0.0, kl_monitor=True)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("dapo", "dapo"), ("bnpo", "dapo"), ("grpo", "grpo")])
+def test_loss_types_are_those_of_the_same_average(ours: str, theirs: str):
+    given = told(loss_type=ours)
+    assert (given["loss_type"], given["scale_rewards"]) == (theirs, "group")
+    assert (told()["loss_type"], told()["scale_rewards"]) == ("dr_grpo", "none")
+
+
+def test_the_ratio_bound_of_cispo_is_its_largest_value():
+    given = told(surrogate="cispo", loss_type="dapo", epsilon=1.0, epsilon_high=0.28)
+    assert (given["loss_type"], given["epsilon_high"]) == ("cispo", 1.28)
+
+
+def test_updates_are_counted_where_klamp_counts_steps():
+    given = told(max_steps=5, num_iterations=3, warmup_steps=2)
+    assert (given["max_steps"], given["warmup_steps"]) == (15, 6)
+    assert told(max_steps=5, warmup_steps=9)["warmup_steps"] == 5
+
+
+@pytest.mark.parametrize(("processes", "size"), [(1, 64), (2, 32), (4, 16)])
+def test_processes_and_parts_share_the_completions(processes: int, size: int):
+    config = TrainConfig.from_flat({"backend": "trl", "gradient_accumulation_steps": 4})
+    assert part_size(config, processes) == size
+    given = trl_arguments(config, FOLDER, processes=processes, exact=None)
+    assert given["per_device_train_batch_size"] == size
+    assert given["steps_per_generation"] == given["gradient_accumulation_steps"] == 4
+
+
+def test_completions_that_do_not_divide_are_refused():
+    config = TrainConfig.from_flat({"backend": "trl", "prompts_per_step": 3})
+    with pytest.raises(ConfigError, match="do not divide") as caught:
+        part_size(config, 5)
+    assert "multiple of 5" in str(caught.value)
+
+
+def test_vllm_is_colocated_or_a_server():
+    here, there = told(sampler="vllm"), told(sampler_url="http://there:8000")
+    assert (here["use_vllm"], here["vllm_mode"]) == (True, "colocate")
+    assert (there["use_vllm"], there["vllm_mode"]) == (True, "server")
+    assert there["vllm_server_base_url"] == "http://there:8000"
+    assert told()["use_vllm"] is False
+
+
+def test_trl_knows_every_argument():
+    from klamp.hosts.trl.config import GRPOConfig
+
+    given = told(sampler_url="http://there:8000", target_kl=0.1, gradient_checkpointing=True, exact_kl_completions=2)
+    assert set(given) <= {field.name for field in dataclasses.fields(GRPOConfig)}

@@ -1,0 +1,106 @@
+"""What is refused before TRL starts, and what is handed to it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from tests.training.conftest import steps_of, stored, tiny_llama
+
+from klamp.core.controllers import StepController
+from klamp.errors import ConfigError, MissingLibrary, ModelError
+from klamp.training.in_trl.train import check_vllm, train_run
+from klamp.training.observers import Observer
+
+
+@pytest.mark.parametrize("changes", [{"sampler": "vllm"}, {"sampler_url": "http://there:8000"}])
+def test_a_missing_vllm_is_said_before_any_work(changes, quick, tmp_path, monkeypatch):
+    monkeypatch.setattr("klamp.training.in_trl.train.find_spec", lambda name: None)
+    with pytest.raises(MissingLibrary, match="vLLM, which is not installed") as missing:
+        train_run(quick(**changes))
+    assert 'pip install "trl[vllm]"' in str(missing.value)
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setattr("klamp.training.in_trl.train.find_spec", lambda name: object())
+    check_vllm(quick(**changes))
+
+
+def test_a_missing_trl_is_one_readable_error():
+    code = (
+        "import sys; from importlib import metadata; found = metadata.version\n"
+        "def version(name):\n"
+        "    if name == 'trl': raise metadata.PackageNotFoundError(name)\n"
+        "    return found(name)\n"
+        "metadata.version = version\n"
+        "from klamp.errors import KlampError\n"
+        "try:\n    import klamp.training.in_trl.train\n"
+        "except KlampError as error:\n    print(error, 'trl' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "klamp.trl needs trl" in done.stdout or "needs the library trl" in done.stdout, done.stdout
+    assert done.stdout.strip().endswith("False")
+
+
+def test_an_adapter_that_fits_nowhere_is_refused(quick):
+    with pytest.raises(ModelError, match="adapter does not fit"):
+        train_run(quick(lora_r=2, lora_target_modules=("c_attn",)))
+
+
+def test_a_reference_with_other_tokens_is_refused(quick, tmp_path):
+    other = stored(tiny_llama(vocab_size=100), tmp_path / "other")
+    with pytest.raises(ModelError, match="another vocabulary"):
+        train_run(quick(ref_model=other))
+
+
+def test_adapter_off_needs_an_adapter(quick, tmp_path):
+    with pytest.raises(ConfigError, match="needs an adapter"):
+        train_run(quick(reference="adapter_off"))
+    assert not (tmp_path / "run").exists()
+
+
+class Warned(Observer):
+    def __init__(self):
+        self.texts, self.reference = [], ""
+
+    def on_start(self, info):
+        self.reference = info.reference
+
+    def on_warning(self, text):
+        self.texts.append(text)
+
+
+def test_another_reference_is_taken_and_its_distance_is_no_surprise(quick, tmp_path):
+    other = stored(tiny_llama(initializer_range=0.1), tmp_path / "other")
+    seen = Warned()
+    train_run(quick(ref_model=other, max_steps=1), [seen])
+    assert steps_of(tmp_path / "run")[0]["kl/k3"] > 0.1
+    assert seen.reference == "the model passed as ref_model"
+    assert not [text for text in seen.texts if "step 0" in text or "before the first" in text]
+
+
+def test_a_reference_that_moves_is_trl_s(quick, tmp_path):
+    still, moving, seen = tmp_path / "still", tmp_path / "moving", Warned()
+    train_run(quick(output_dir=str(still)))
+    train_run(quick(output_dir=str(moving), reference="periodic", reference_reset_steps=1), [seen])
+    assert steps_of(still)[-1]["kl/k3"] > 0.01
+    assert steps_of(moving)[-1]["kl/k3"] < 1e-6
+    assert "moved by a share of 1" in seen.reference
+
+
+def test_without_a_kl_no_reference_is_loaded(quick, tmp_path):
+    seen = Warned()
+    train_run(quick(beta=0.0), [seen])
+    rows = steps_of(tmp_path / "run")
+    assert not any(name.startswith("kl/") for row in rows for name in row)
+    assert all(row["beta"] == 0 for row in rows)
+    assert seen.reference.startswith("none")
+
+
+def test_the_controller_moves_beta_from_step_to_step(quick, tmp_path):
+    train_run(quick(target_kl=0.01, kl_controller="step", max_steps=4))
+    controller, betas = StepController(0.5, target=0.01), []
+    for row in steps_of(tmp_path / "run"):
+        betas.append(controller.value)
+        controller.update(row["kl/exact"])
+    assert [row["beta"] for row in steps_of(tmp_path / "run")] == pytest.approx(betas, rel=1e-6)
+    assert betas[2] != betas[3]

@@ -1,0 +1,122 @@
+"""TRL's trainer as a run has it: prompts as they stand, klamp's optimizer and schedule, errors before a bad step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.training.conftest import steps_of
+from tests.training.test_setup import factor
+from tokenizers.processors import TemplateProcessing
+
+from klamp.errors import NonFiniteError, UnsupportedVersion
+from klamp.training.in_trl import trainer as module
+from klamp.training.in_trl.train import context_of, train_run, trainer_of
+from klamp.training.in_trl.trainer import Generated, RunTrainer, check_prompts_stand
+from klamp.training.master_weights import MasterAdamW
+from klamp.training.setup import load_start, make_accelerator
+
+
+@pytest.fixture
+def built(quick, tmp_path) -> Callable[..., RunTrainer]:
+    """A trainer that has not started, with some values of its run changed."""
+
+    def make(**changes: Any) -> RunTrainer:
+        config = quick(**changes)
+        accelerator = make_accelerator(config, tmp_path / "run")
+        start = load_start(config, accelerator, ())
+        return trainer_of(context_of(config, tmp_path / "run", accelerator, start), start)
+
+    return make
+
+
+def test_parts_are_put_together_in_the_order_of_the_rows():
+    empty = torch.zeros(4)
+    generated = Generated(rows=[], batch={}, lengths=empty, rewards=empty, advantages=empty)
+    whole = torch.arange(8.0).view(4, 2)
+    rows = [torch.tensor([3, 0]), torch.tensor([1, 2])]
+    generated.updates.append([(part, whole[part], -whole[part]) for part in rows])
+    logprobs, entropies = generated.seen(0)
+    assert torch.equal(logprobs, whole)
+    assert torch.equal(entropies, -whole)
+
+
+def test_a_beginning_token_is_not_added_to_prompts(built, quick, llama):
+    from transformers import AutoTokenizer
+
+    made = built()
+    tokenizer = AutoTokenizer.from_pretrained(llama)
+    tokenizer._tokenizer.post_processor = TemplateProcessing(
+        single=f"{tokenizer.eos_token} $A", special_tokens=[(tokenizer.eos_token, tokenizer.eos_token_id)]
+    )
+    assert tokenizer("12")["input_ids"][0] == tokenizer.eos_token_id
+    made._tokenizer = made.processing_class = tokenizer
+    assert made._tokenize_prompts(["12", "3"])[0] == [tokenizer.convert_tokens_to_ids(list(x)) for x in ("12", "3")]
+    output = {"prompt_ids": torch.tensor([[9, 8]]), "prompt_mask": torch.ones(1, 2)}
+    with pytest.raises(UnsupportedVersion, match="other tokens"):
+        check_prompts_stand([{"prompt": "12"}], output, tokenizer)
+
+
+def test_the_optimizer_is_the_own_loop_s(built):
+    made = built(weight_decay=0.1, adam_beta2=0.9)
+    (group,) = made.create_optimizer().param_groups
+    assert (group["weight_decay"], group["betas"]) == (0.1, (0.9, 0.9))
+    assert sum(p.numel() for p in group["params"]) == sum(p.numel() for p in made.model.parameters())
+
+
+def test_weights_in_16_bits_have_copies(built):
+    assert type(built(dtype="bfloat16").create_optimizer()) is MasterAdamW
+    assert type(built(dtype="bfloat16", master_weights="none").create_optimizer()) is torch.optim.AdamW
+
+
+def test_all_updates_of_a_step_have_one_rate(quick, tmp_path):
+    train_run(quick(num_iterations=2, max_steps=4, warmup_steps=2, lr_scheduler_type="linear"))
+    seen = [row["train/learning_rate"] for row in steps_of(tmp_path / "run")]
+    assert seen == pytest.approx([2e-2 * factor("linear", step, 2, 4) for step in range(4)])
+
+
+def test_a_schedule_stays_within_a_step(built):
+    made = built(num_iterations=3, warmup_steps=0, lr_scheduler_type="linear")
+    optimizer = made.create_optimizer()
+    schedule = made.create_scheduler(9, optimizer)
+    rates = []
+    for _ in range(9):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    assert rates == pytest.approx([2e-2 * share for share in (1, 2 / 3, 1 / 3) for _ in range(3)])
+
+
+def test_a_loss_that_is_not_finite_moves_nothing(built, monkeypatch, quick, tmp_path):
+    def advantages(rewards: torch.Tensor, size: int, **options: Any) -> torch.Tensor:
+        return torch.full_like(rewards, torch.inf)
+
+    monkeypatch.setattr(module, "group_advantages", advantages)
+    with pytest.raises(NonFiniteError, match="the loss is not finite"):
+        train_run(quick())
+    assert not steps_of(tmp_path / "run")
+
+
+def test_a_model_with_several_ends_needs_a_trl_that_knows_them(built, monkeypatch):
+    import trl
+
+    assert len(built().stop) > 1
+    init = trl.GRPOTrainer.__init__
+
+    def older(self, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        del self.eos_token_ids
+
+    monkeypatch.setattr(trl.GRPOTrainer, "__init__", older)
+    with pytest.raises(UnsupportedVersion, match="end token only"):
+        built()
+
+
+def test_the_price_that_trl_logs_is_that_of_the_baseline(quick, tmp_path: Path):
+    train_run(quick(max_steps=1))
+    train_run(quick(max_steps=1, advantage_baseline="mean", output_dir=str(tmp_path / "mean")))
+    assert steps_of(tmp_path / "run")[0]["beta/price"] == pytest.approx(0.5)
+    assert steps_of(tmp_path / "mean")[0]["beta/price"] == pytest.approx(0.5 * 4 / 3)

@@ -1,0 +1,70 @@
+"""What every loop of a run shares: when something is due, how an interrupt ends it, whom it tells."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from klamp.training.observers import Observer
+from klamp.training.run import Run, deferred_interrupts
+
+
+@pytest.mark.parametrize(("every", "steps"), [(0, [4]), (1, [1, 2, 3, 4]), (3, [3, 4]), (9, [4])])
+def test_what_is_due_is_due_at_the_end_too(context_of, every, steps):
+    run, due = Run(context_of(max_steps=4), []), []
+    for run.step in range(1, 5):
+        if run.is_due(every):
+            due.append(run.step)
+    assert due == steps
+
+
+def test_an_interrupted_run_says_how_to_go_on(context_of, tmp_path):
+    run = Run(context_of(max_steps=4), [])
+    run.step = 3
+    stopped = run.stopped(2, tmp_path / "run" / "checkpoints" / "step-000002")
+    assert "stopped after step 3 of 4" in str(stopped) and "the state after step 2 is saved" in str(stopped)
+    assert f"--output_dir {tmp_path / 'run'} --resume" in str(stopped)
+    assert "no step was saved yet" in str(run.stopped(0, None))
+
+
+def test_observers_and_alarms_are_told(context_of):
+    class Heard(Observer):
+        steps = ()
+
+        def on_step(self, step, metrics):
+            self.steps += (step,)
+
+    heard = Heard()
+    run = Run(context_of(), [heard])
+    run.tell(lambda o: o.on_step(1, {"kl/k3": 0.5}))
+    assert heard.steps == (1,)
+    assert run.alarms in run.observers
+    run.evaluate()
+    assert len(run.prompts(0)) == 3
+
+
+def test_the_first_signal_waits_and_the_second_does_not():
+    before = signal.getsignal(signal.SIGTERM)
+    with deferred_interrupts() as interrupt:
+        assert not interrupt.asked
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupt.asked
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_thread_takes_no_signals():
+    found = []
+
+    def work() -> None:
+        with deferred_interrupts() as interrupt:
+            found.append(interrupt.asked)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [False]
