@@ -38,6 +38,7 @@ EXTRAS_OF = {
     "tinker/testing": ("tinker", "train"),
     "trl.py": ("trl",),
     "training": ("train",),
+    "training/in_trl": ("train", "trl"),
 }
 
 # Not klamp's to declare: there if and because what is examined or compiled for is there.
@@ -47,6 +48,7 @@ GUESTS = {
     "audit/trl.py": {"trl", "datasets", "tokenizers", "transformers"},
     "audit/verl.py": {"verl", "tensordict"},
     "core/_linear_triton.py": {"triton"},
+    "training/in_trl/data.py": {"datasets"},
 }
 
 # What has to be importable with these extras alone: all that is imported on the way, within functions apart.
@@ -68,6 +70,7 @@ DOORS = {
     "klamp.cli.train": ("train",),
     "klamp.training.loop": ("train",),
     "klamp.training.trainer": ("train",),
+    "klamp.training.in_trl.train": ("train", "trl"),
     "klamp.training.service.train": ("train", "tinker"),
     "klamp.tinker": ("tinker",),
     "klamp.tinker.testing": ("tinker", "train"),

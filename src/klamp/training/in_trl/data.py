@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from datasets import Dataset
 from torch.utils.data import Sampler
 
 from klamp.hosts.common.rollout import LENGTH_COLUMN
@@ -15,12 +14,17 @@ from klamp.training.context import Context
 from klamp.training.order import examples_of_step
 from klamp.training.rollouts import rewards_of
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
 EXAMPLE = "example"
 """The column that says which of the task's training prompts a row is."""
 
 
 def dataset_of(task: Task) -> Dataset:
     """The training prompts as rows; the text of a prompt is what is tokenized, a chat template already applied."""
+    from datasets import Dataset  # TRL's own: it is there with TRL
+
     return Dataset.from_dict(
         {
             "prompt": [example.prompt for example in task.train],

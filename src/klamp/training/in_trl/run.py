@@ -52,7 +52,8 @@ class TRLRun(Run):
 
     def examine(self) -> Evaluation:
         """Every skill's score now, and some answers."""
-        self.context.wrapped = self.trainer.model_wrapped
+        wrapped: Any = self.trainer.model_wrapped
+        self.context.wrapped = wrapped
         return super().examine()
 
     def resume(self) -> None:

@@ -124,7 +124,7 @@ def trainer_of(context: Context, start: Start) -> RunTrainer:
         ConfigError: what TRL can only see with the model at hand.
     """
     config = context.config
-    model, here = config.model, {"use_cpu": on_cpu(config), "dataloader_pin_memory": not on_cpu(config)}
+    model, cpu = config.model, on_cpu(config)
     given = trl_arguments(config, context.output_dir, processes=context.processes, exact=context.exact_completions)
     named = model.ref_model is not None and config.kl.needs_reference
     reference = load_reference(config, start.model) if named else None
@@ -136,7 +136,7 @@ def trainer_of(context: Context, start: Start) -> RunTrainer:
             model=start.model,
             ref_model=reference,
             reward_funcs=reward_function(context),
-            args=GRPOConfig(**given, **here),
+            args=GRPOConfig(**given, use_cpu=cpu, dataloader_pin_memory=not cpu),
             train_dataset=dataset_of(start.task),
             processing_class=start.tokenizer,
             peft_config=adapter_config(model) if model.lora_r else None,

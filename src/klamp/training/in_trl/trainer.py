@@ -59,7 +59,9 @@ class OwnAdvantages(trl.GRPOTrainer):
         output = super()._generate_and_score_completions(inputs)
         size, loss = len(output["advantages"]), self.config.loss
         rewards = self._klamp.rewards.flatten()  # pyright: ignore[reportAttributeAccessIssue]
-        every = group_advantages(rewards, self.num_generations, scale=loss.scale, baseline=loss.advantage_baseline)
+        every = group_advantages(
+            rewards, self.config.rollout.num_generations, scale=loss.scale, baseline=loss.advantage_baseline
+        )
         first = self.accelerator.process_index * size
         self.plain_advantages = output["advantages"] = every[first : first + size].to(output["advantages"])
         return output
@@ -100,7 +102,8 @@ class RunTrainer(GRPOTrainer, OwnAdvantages):
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         """AdamW as in klamp's own loop: on all trained weights alike, with float32 copies of those in 16 bits."""
         if self.optimizer is None:
-            self.optimizer = adamw(self.model if model is None else model, self.config)
+            trained: Any = self.model if model is None else model
+            self.optimizer = adamw(trained, self.config)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LambdaLR:
@@ -112,18 +115,20 @@ class RunTrainer(GRPOTrainer, OwnAdvantages):
         return self.lr_scheduler
 
     def _get_train_sampler(self, dataset: Any = None) -> Sampler[int]:
-        return StepOrder(self.config, len(self.train_dataset if dataset is None else dataset))
+        rows: Any = self.train_dataset if dataset is None else dataset
+        return StepOrder(self.config, len(rows))
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         output = super()._generate_and_score_completions(inputs)
-        size, device = len(output["completion_ids"]), output["completion_ids"].device
+        size, device, rewards = len(output["completion_ids"]), output["completion_ids"].device, self._klamp.rewards
+        assert rewards is not None
         check_prompts_stand(inputs, output, self._tokenizer)
         first = self.accelerator.process_index * size
         self.generated = Generated(
             rows=list(inputs),
             batch=dict(output),
             lengths=tensor(self._klamp.lengths, device=device),
-            rewards=self._klamp.rewards.flatten()[first : first + size],
+            rewards=rewards.flatten()[first : first + size],
             advantages=self.plain_advantages,
         )
         return output | {ROW: arange(size, device=device)}
