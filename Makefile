@@ -100,7 +100,7 @@ pytest: $(READY)
 SLOW := tests/examples tests/benchmarks tests/tasks/test_filler_model.py tests/ablation/test_cluster.py tests/ablation/test_execute.py \
 	tests/training/test_processes.py tests/training/test_alarms.py \
 	tests/training/test_sharded_processes.py tests/training/test_where_it_ends.py tests/training/test_planted_runs.py tests/verify/test_gates.py tests/verify/test_exclusions.py tests/verify/test_answers_convergence.py \
-	tests/training/service/test_failures.py tests/training/in_trl/test_processes.py
+	tests/training/service/test_failures.py tests/training/in_trl/test_processes.py tests/training/in_trl/test_builtin_task.py
 
 test-slow: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist load $(SLOW) $(PYTEST_ARGS)

@@ -254,8 +254,8 @@ def _config(base: Mapping[str, Any], arm: Arm, seed: int) -> TrainConfig:
         raise ConfigError(
             "an ablation runs on this machine or on a Ray cluster",
             got=f"backend={config.run.backend!r} in the arm {arm.name!r}",
-            why="a service keeps the weights, and the exact KL over the whole vocabulary cannot be measured there",
-            fix="leave backend out, or run the arms one by one with klamp train --backend tinker",
+            why="it measures the exact KL over the whole vocabulary on the checkpoints of klamp's own loop",
+            fix=f"leave backend out, or run the arms one by one with klamp train --backend {config.run.backend}",
         )
     return config
 
