@@ -20,7 +20,7 @@ CHOICES = {
         "gradient_accumulation_steps": 3,
         "mask_truncated_completions": True,
     },
-    "cispo": {"loss_type": "dapo", "surrogate": "cispo", "epsilon": 1.0},
+    "cispo": {"loss_type": "dapo", "surrogate": "cispo", "epsilon": 1.0, "epsilon_high": 0.28},
     "two updates": {"num_iterations": 2, "gradient_accumulation_steps": 2},
     "clip": {"kl_clip_method": "soft", "kl_clip_threshold": 0.01},
     "exclusion": {"kl_exclude_prefix": 1, "loss_type": "dapo"},
