@@ -38,6 +38,7 @@ def test_the_whole_command(tmp_path, capsys):
     text = capsys.readouterr().out
     assert "reference: loaded by TRL" in text
     assert "done: 2 steps" in text
+    assert "checkpoint-2" in text and "--resume" in text
     assert "exact" in text and "entropy" in text
     assert main(["train", "--config", f"{out}/config.yaml", "--output_dir", out, "--resume", "--max_steps", "3"]) == 0
     assert "continued after step 2" in capsys.readouterr().out

@@ -8,7 +8,7 @@ import pytest
 
 from klamp.errors import RunFolderError
 from klamp.training.config import TrainConfig
-from klamp.training.folders import CONFIG, check_folder, free_folder, run_folder
+from klamp.training.folders import CONFIG, check_folder, checkpoint_folders, free_folder, run_folder
 
 
 def test_folders_are_numbered_and_never_taken_twice(tmp_path):
@@ -77,3 +77,11 @@ def test_a_folder_without_permission_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("klamp.training.folders.os.access", lambda path, mode: Path(path) != tmp_path)
     with pytest.raises(RunFolderError, match="no permission"):
         check_folder(tmp_path / "new" / "run", resume=False)
+
+
+def test_checkpoints_are_found_whoever_wrote_them_oldest_first(tmp_path):
+    names = ["step-000002", "step-000010", "checkpoint-4", "checkpoint-30"]
+    for name in (*names, "something"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert [each.name for each in checkpoint_folders(tmp_path)] == [names[0], names[2], names[1], names[3]]
+    assert checkpoint_folders(tmp_path / "nowhere") == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -15,6 +14,7 @@ from klamp.cli.live import skills_table
 from klamp.config.describe import describe_controller, describe_price
 from klamp.config.price import configured_price
 from klamp.training.config import TrainConfig
+from klamp.training.folders import checkpoint_folders
 from klamp.training.observers import RunSummary
 
 ESTIMATORS = ("k1", "k3", "exact")
@@ -80,7 +80,7 @@ def _files(config: TrainConfig, summary: RunSummary) -> list[tuple[str, str]]:
     for name, file in (("metrics", "metrics.jsonl"), ("completions", "completions.jsonl")):
         if (folder / file).exists():
             lines.append((name, str(folder / file)))
-    saved = _checkpoints(folder)
+    saved = checkpoint_folders(folder)
     if saved:
         lines.append(("checkpoints", f"{saved[-1].parent}: {', '.join(path.name for path in saved)}"))
     if "tensorboard" in config.run.report_to:
@@ -90,7 +90,3 @@ def _files(config: TrainConfig, summary: RunSummary) -> list[tuple[str, str]]:
         more = max(1, 2 * summary.steps)
         lines.append(("continue", resume_command(config, folder, max_steps=more)))
     return lines
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    return sorted((folder / "checkpoints").glob("step-*"))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -26,9 +26,10 @@ from transformers import PreTrainedTokenizerBase
 
 from klamp.errors import RunFolderError
 from klamp.tasks.cache import without_bars
+from klamp.training.folders import CHECKPOINTS
 from klamp.training.sharding import Whole, split_like
 
-FOLDER, REFERENCE = "checkpoints", "reference.safetensors"
+REFERENCE = "reference.safetensors"
 STATE = {"step", "controller", "schedule", "reference_length", "before", "metrics"}
 """The keys that state.json must hold for a run to continue."""
 
@@ -82,7 +83,7 @@ def write(output_dir: Path, step: int, fill: Callable[[Path], None], *, state: d
         state: plain numbers and names.
         keep: how many checkpoints to leave.
     """
-    folder = output_dir / FOLDER / f"step-{step:06d}"
+    folder = output_dir / CHECKPOINTS / f"step-{step:06d}"
     part = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
@@ -97,7 +98,7 @@ def write(output_dir: Path, step: int, fill: Callable[[Path], None], *, state: d
 
 def checkpoints(output_dir: Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first."""
-    return sorted((output_dir / FOLDER).glob("step-*"))
+    return sorted((output_dir / CHECKPOINTS).glob("step-*"))
 
 
 def newest(output_dir: Path) -> Path:
@@ -106,13 +107,21 @@ def newest(output_dir: Path) -> Path:
     Raises:
         RunFolderError: there is none.
     """
-    found = checkpoints(output_dir)
+    return last_of(checkpoints(output_dir), output_dir)
+
+
+def last_of(found: Sequence[Path], output_dir: Path) -> Path:
+    """The last of the checkpoints that were found in a run's folder.
+
+    Raises:
+        RunFolderError: none was.
+    """
     if not found:
         raise RunFolderError(
             "there is no checkpoint to continue from",
-            got=str(output_dir / FOLDER),
-            why="resume continues a run from its newest checkpoint",
-            fix="check --output_dir, or start anew without --resume in another folder",
+            got=str(output_dir / CHECKPOINTS),
+            why="resume continues a run from its newest checkpoint, with the backend that wrote it",
+            fix="check --output_dir and --backend, or start anew without --resume in another folder",
         )
     return found[-1]
 

@@ -16,6 +16,8 @@ METRICS_FILE, COMPLETIONS, ANSWERS = "metrics.jsonl", "completions.jsonl", "answ
 CAUTIONS = "cautions.jsonl"
 VERSIONS, SUMMARY = "versions.json", "summary.json"
 """What else it writes."""
+CHECKPOINTS = "checkpoints"
+"""The folder inside a run's folder that holds one folder per checkpoint."""
 BESIDE = ("run.json", "log.txt", "outcome.json")
 """The files that `klamp ablate` keeps in a run's folder."""
 RUNS = "runs"
@@ -27,6 +29,16 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
     if not file.exists():
         return []
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def checkpoint_folders(folder: Path) -> list[Path]:
+    """The checkpoints in the folder of a run, oldest first: klamp's own (step-N) or TRL's (checkpoint-N).
+
+    Args:
+        folder: of the run.
+    """
+    found = [each for name in ("step-*", "checkpoint-*") for each in (folder / CHECKPOINTS).glob(name)]
+    return sorted(found, key=lambda each: int(each.name.rpartition("-")[2]))
 
 
 def run_folder(config: TrainConfig) -> Path:

@@ -169,5 +169,5 @@ def test_without_a_checkpoint_nothing_goes_on(quick, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").touch()
     (tmp_path / "run" / "checkpoints" / "checkpoint-3").mkdir(parents=True)  # killed while it was written
-    with pytest.raises(RunFolderError, match="no checkpoint of TRL"):
+    with pytest.raises(RunFolderError, match="no checkpoint to continue from"):
         train_run(quick(resume=True))

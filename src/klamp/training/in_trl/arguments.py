@@ -11,10 +11,8 @@ from klamp.config import KLConfig, LossConfig
 from klamp.config.loss import LossType
 from klamp.errors import ConfigError
 from klamp.training.config import TrainConfig
+from klamp.training.folders import CHECKPOINTS
 from klamp.training.sections import RolloutConfig
-
-CHECKPOINTS = "checkpoints"
-"""The folder of TRL's checkpoints, in that of the run."""
 
 LOSS_TYPES: Mapping[LossType, str] = {"dapo": "dapo", "grpo": "grpo", "dr_grpo": "dr_grpo", "bnpo": "dapo"}
 """klamp's loss type -> TRL's of the same average; TRL's bnpo divides each micro-batch by itself."""

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 
 from klamp.diagnostics.names import translate
-from klamp.errors import KlampError, RunFolderError, TrainingStopped
+from klamp.errors import KlampError, TrainingStopped
+from klamp.training import checkpoint
 from klamp.training.context import Context
 from klamp.training.evaluation import Evaluation
-from klamp.training.folders import METRICS_FILE, lines_of
-from klamp.training.in_trl.arguments import CHECKPOINTS
+from klamp.training.folders import METRICS_FILE, checkpoint_folders, lines_of
 from klamp.training.in_trl.measurement import rollout_of, update_of
 from klamp.training.in_trl.trainer import RunTrainer
 from klamp.training.measurement import control_metrics
@@ -180,14 +181,13 @@ class AfterStep(TrainerCallback):
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
-    """TRL's complete checkpoints of a run, oldest first; the trainer's state is written last."""
-    found = (output_dir / CHECKPOINTS).glob("checkpoint-*")
-    return sorted((folder for folder in found if (folder / "trainer_state.json").exists()), key=step_of)
+    """TRL's complete checkpoints of a run, oldest first; its loop's state is written after weights and moments."""
+    return [folder for folder in checkpoint_folders(output_dir) if (folder / TRAINER_STATE_NAME).exists()]
 
 
-def step_of(checkpoint: Path) -> int:
+def step_of(folder: Path) -> int:
     """The number of updates that a checkpoint was made after."""
-    return int(checkpoint.name.rpartition("-")[2])
+    return int(folder.name.rpartition("-")[2])
 
 
 def newest(output_dir: Path) -> Path:
@@ -196,12 +196,4 @@ def newest(output_dir: Path) -> Path:
     Raises:
         RunFolderError: there is none.
     """
-    found = checkpoints(output_dir)
-    if not found:
-        raise RunFolderError(
-            "there is no checkpoint of TRL to continue from",
-            got=str(output_dir / CHECKPOINTS),
-            why="resume continues a run from its newest checkpoint, with the backend that wrote it",
-            fix="check --output_dir and --backend, or start anew without --resume in another folder",
-        )
-    return found[-1]
+    return checkpoint.last_of(checkpoints(output_dir), output_dir)
