@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+from torch import nn
 
 from klamp.diagnostics.statistics import step_metrics
 from klamp.errors import TrainingStopped
@@ -93,10 +94,13 @@ class Run:
         context = self.context
         if self.step or kl <= self.step_zero_kl or context.config.model.ref_model:
             return
-        reference = context.reference.model if isinstance(context.reference, FrozenReference) else None
         adapter = context.config.model.lora_r > 0
-        text = step_zero_text(kl, likely_reasons(context.policy, reference, adapter=adapter, loaded=False))
+        text = step_zero_text(kl, likely_reasons(context.policy, self.reference_model(), adapter=adapter, loaded=False))
         self.tell(lambda o: o.on_warning(text))
+
+    def reference_model(self) -> nn.Module | None:
+        """The reference, where it is a model of its own in this process."""
+        return self.context.reference.model if isinstance(self.context.reference, FrozenReference) else None
 
     def _show_completions(self, rollout: Rollout, output: UpdateOutput) -> None:
         run = self.context.config.run

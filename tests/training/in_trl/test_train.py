@@ -10,7 +10,7 @@ from tests.training.conftest import steps_of, stored, tiny_llama
 
 from klamp.core.controllers import StepController
 from klamp.errors import ConfigError, MissingLibrary, ModelError
-from klamp.training.in_trl.train import check_vllm, train_run
+from klamp.training.in_trl.train import check_devices, check_vllm, train_run
 from klamp.training.observers import Observer
 
 
@@ -58,6 +58,17 @@ def test_adapter_off_needs_an_adapter(quick, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_one_process_for_each_gpu(quick, monkeypatch):
+    monkeypatch.setattr("klamp.training.in_trl.train.on_cpu", lambda config: False)
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 4)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(ConfigError, match="one process for each GPU") as refused:
+        train_run(quick())
+    assert "--num_processes 4" in str(refused.value)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    check_devices(quick())
+
+
 class Warned(Observer):
     def __init__(self):
         self.texts, self.reference = [], ""
@@ -76,6 +87,14 @@ def test_another_reference_is_taken_and_its_distance_is_no_surprise(quick, tmp_p
     assert steps_of(tmp_path / "run")[0]["kl/k3"] > 0.1
     assert seen.reference == "the model passed as ref_model"
     assert not [text for text in seen.texts if "step 0" in text or "before the first" in text]
+
+
+def test_a_distance_before_the_first_update_is_told(quick, recwarn):
+    seen = Warned()
+    train_run(quick(reference_dtype="bfloat16", max_steps=1), [seen])
+    (text,) = seen.texts
+    assert "bfloat16" in text
+    assert not [str(w.message) for w in recwarn if "before" in str(w.message)], "told once"
 
 
 def test_a_reference_that_moves_is_trl_s(quick, tmp_path):

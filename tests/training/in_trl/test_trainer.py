@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from tests.training.test_setup import factor
 from tokenizers.processors import TemplateProcessing
 
 from klamp.errors import NonFiniteError, UnsupportedVersion
+from klamp.hosts.trl.measure import price_in
 from klamp.training.in_trl import trainer as module
 from klamp.training.in_trl.train import context_of, train_run, trainer_of
 from klamp.training.in_trl.trainer import Generated, RunTrainer, check_prompts_stand
@@ -100,6 +100,19 @@ def test_a_loss_that_is_not_finite_moves_nothing(built, monkeypatch, quick, tmp_
     assert not steps_of(tmp_path / "run")
 
 
+def test_a_gradient_that_is_not_finite_leaves_no_checkpoint(monkeypatch, quick, tmp_path):
+    create = RunTrainer.create_optimizer
+
+    def spoiled(self, model: Any = None) -> Any:
+        next(self.model.parameters()).register_hook(lambda gradient: gradient * torch.nan)
+        return create(self, model)
+
+    monkeypatch.setattr(RunTrainer, "create_optimizer", spoiled)
+    with pytest.raises(NonFiniteError, match="the gradient is not finite"):
+        train_run(quick(save_every=1))
+    assert not list((tmp_path / "run" / "checkpoints").glob("*-*"))
+
+
 def test_a_model_with_several_ends_needs_a_trl_that_knows_them(built, monkeypatch):
     import trl
 
@@ -115,8 +128,6 @@ def test_a_model_with_several_ends_needs_a_trl_that_knows_them(built, monkeypatc
         built()
 
 
-def test_the_price_that_trl_logs_is_that_of_the_baseline(quick, tmp_path: Path):
-    train_run(quick(max_steps=1))
-    train_run(quick(max_steps=1, advantage_baseline="mean", output_dir=str(tmp_path / "mean")))
-    assert steps_of(tmp_path / "run")[0]["beta/price"] == pytest.approx(0.5)
-    assert steps_of(tmp_path / "mean")[0]["beta/price"] == pytest.approx(0.5 * 4 / 3)
+def test_the_price_that_a_controller_goes_by_is_that_of_the_baseline(built):
+    assert price_in(built(), 0.5, "loss").per_completion == pytest.approx(0.5)
+    assert price_in(built(advantage_baseline="mean"), 0.5, "loss").per_completion == pytest.approx(0.5 * 4 / 3)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -22,7 +24,7 @@ from klamp.training.measurement import control_metrics
 from klamp.training.models import former_names
 from klamp.training.observers import Observer, RunInfo, RunSummary
 from klamp.training.run import Interrupt, Run, deferred_interrupts
-from klamp.training.updates import UpdateOutput
+from klamp.training.updates import UpdateOutput, not_finite
 
 SCORE = "eval/"
 """How the name of a skill's score begins in metrics.jsonl."""
@@ -56,6 +58,11 @@ class TRLRun(Run):
         wrapped: Any = self.trainer.model_wrapped
         self.context.wrapped = wrapped
         return super().examine()
+
+    def reference_model(self) -> nn.Module | None:
+        """TRL's reference model; None with an adapter, or without a KL."""
+        model: Any = self.trainer.ref_model
+        return None if model is None else self.trainer.accelerator.unwrap_model(model)
 
     def resume(self) -> None:
         """Continue from TRL's newest checkpoint in the run's folder.
@@ -108,6 +115,8 @@ class TRLRun(Run):
         beta = self.first.get("beta", 0.0)
         seen = generated.seen(len(self.outputs))
         loss, grad_norm = found["train/loss"], found.get("train/grad_norm", 0.0)
+        if not math.isfinite(grad_norm):  # the weights are gone; no checkpoint is to hold them
+            raise not_finite("the gradient is not finite", f"loss {loss}, gradient norm {grad_norm}")
         self.outputs.append(update_of(self.context, rollout, seen, beta=beta, loss=loss, grad_norm=grad_norm))
         if len(self.outputs) < self.updates:
             return

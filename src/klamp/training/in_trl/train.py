@@ -7,6 +7,7 @@ checkpoints are TRL's.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -16,10 +17,11 @@ from klamp.hosts.trl.versions import check_version
 
 check_version()
 
-from accelerate import Accelerator  # noqa: E402  (the version is checked before TRL is opened up)
+import torch  # noqa: E402  (the version is checked before TRL is opened up)
+from accelerate import Accelerator  # noqa: E402
 
 from klamp.config import build_objective  # noqa: E402
-from klamp.errors import KLWarning, MissingLibrary  # noqa: E402
+from klamp.errors import ConfigError, KLWarning, MissingLibrary  # noqa: E402
 from klamp.hosts.common.exclusions import excluded_ids  # noqa: E402
 from klamp.hosts.trl.config import GRPOConfig  # noqa: E402
 from klamp.tasks.chat_format import chat_cautions  # noqa: E402
@@ -58,6 +60,7 @@ def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSum
         KlampError: bad input before any work, or an error in the run; see `klamp.errors`.
     """
     check_vllm(config)
+    check_devices(config)
     reference_kind(config)
     folder = choose_folder(config)
     accelerator = make_accelerator(config, folder)
@@ -94,6 +97,23 @@ def check_vllm(config: TrainConfig) -> None:
             got="no module vllm",
             why="TRL talks to vLLM's server through it, or generates with it in the training processes",
             fix='pip install "trl[vllm]", on a machine that vLLM runs on; or leave sampler and sampler_url out',
+        )
+
+
+def check_devices(config: TrainConfig) -> None:
+    """Refuse a single process that sees several GPUs: TRL would run copies of the model in threads, and refuses too.
+
+    Raises:
+        ConfigError: it does.
+    """
+    seen = 0 if on_cpu(config) else torch.accelerator.device_count()
+    if seen > 1 and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        raise ConfigError(
+            "backend='trl' takes one process for each GPU",
+            got=f"one process, {seen} GPUs",
+            why="a single process that sees several would have to copy the model for each step",
+            fix=f"launch it with accelerate launch --multi_gpu --num_processes {seen} -m klamp.cli train ..., or set "
+            "CUDA_VISIBLE_DEVICES=0",
         )
 
 
