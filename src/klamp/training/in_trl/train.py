@@ -81,7 +81,16 @@ def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSum
     finally:
         for observer in observers if accelerator.is_main_process else ():
             observer.close()
+        end(accelerator, config)
+
+
+def end(accelerator: Accelerator, config: TrainConfig) -> None:
+    """Close the trackers; and the processes' group, unless vLLM is in these processes and ends it when it exits."""
+    if config.rollout.sampler != "vllm" or config.rollout.sampler_url is not None:
         accelerator.end_training()
+        return
+    for tracker in accelerator.trackers:
+        tracker.finish()
 
 
 def check_vllm(config: TrainConfig) -> None:
@@ -96,7 +105,8 @@ def check_vllm(config: TrainConfig) -> None:
             "sampler='vllm' needs vLLM, which is not installed",
             got="no module vllm",
             why="TRL talks to vLLM's server through it, or generates with it in the training processes",
-            fix='pip install "trl[vllm]", on a machine that vLLM runs on; or leave sampler and sampler_url out',
+            fix='pip install "trl[vllm]", or in a checkout of klamp make an environment that has it for CPUs: '
+            "scripts/environment.sh vllm; or leave sampler and sampler_url out",
         )
 
 

@@ -1,0 +1,38 @@
+"""`klamp train --backend trl --sampler vllm` on the CPU, and what it logged: FLAG ..."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import trl.generation.vllm_generation as generation
+import vllm._custom_ops as operations
+
+from klamp.cli import main
+from klamp.training.folders import COMPLETIONS, METRICS_FILE, lines_of
+
+# On a CPU vLLM packs weights for oneDNN and drops them, so that new ones could not be loaded. TRL asks for no data
+# type, and vLLM would take bfloat16 for float32 weights.
+operations._supports_onednn = False
+generation.LLM = functools.partial(generation.LLM, dtype="float32", enforce_eager=True)
+
+
+def logged(*flags: str) -> dict[str, Any]:
+    """The metrics of each step, and the largest difference of a log-probability in vLLM from that in the trainer."""
+    folder = Path(tempfile.mkdtemp()) / "run"
+    status = main(["train", "--backend", "trl", "--sampler", "vllm", "--output_dir", str(folder), *flags])
+    rows = [row for row in lines_of(folder / METRICS_FILE) if "reward" in row]
+    differences: dict[int, float] = {}
+    for row in lines_of(folder / COMPLETIONS):
+        pairs = zip(row["policy_logprobs"], row["sampler_logprobs"], strict=True)
+        largest = max(abs(ours - theirs) for ours, theirs in pairs)
+        differences[row["step"]] = max(largest, differences.get(row["step"], 0.0))
+    return {"status": status, "rows": rows, "differences": list(differences.values())}
+
+
+if __name__ == "__main__":
+    print(json.dumps(logged(*sys.argv[1:])))  # noqa: TID251  (a program of its own)
