@@ -193,6 +193,7 @@ def _trainer(config: TrainConfig, layout: Layout) -> dict[str, Any]:
     completions = {"trainer.rollout_data_dir": str(layout.rollouts)} if run.log_completions else {}
     answers = {"trainer.validation_data_dir": str(layout.answers)} if run.log_answers else {}
     return {
+        "critic.enable": False,
         "trainer.total_epochs": 1,
         "trainer.total_training_steps": run.max_steps,
         "trainer.nnodes": run.machines,

@@ -28,11 +28,10 @@ class Child:
     Args:
         words: the command.
         output: the file that all of it prints into.
-        grace: seconds that it has to end by itself once it is asked to.
     """
 
-    def __init__(self, words: Sequence[str], output: Path, *, grace: float = GRACE) -> None:
-        self.words, self.output, self.grace = list(words), output, grace
+    def __init__(self, words: Sequence[str], output: Path) -> None:
+        self.words, self.output = list(words), output
         self.process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Child:
@@ -65,11 +64,13 @@ class Child:
         """Ask all processes of the session to end, wait, and kill those that do not."""
         assert self.process is not None
         self._signal(signal.SIGTERM)
-        until = time.monotonic() + self.grace
-        while self._left() and time.monotonic() < until:
-            time.sleep(POLL)
-        self._signal(signal.SIGKILL)
-        self.process.wait()
+        until = time.monotonic() + GRACE
+        try:
+            while self._left() and time.monotonic() < until:
+                time.sleep(POLL)
+        finally:  # also at a second Ctrl-C
+            self._signal(signal.SIGKILL)
+            self.process.wait()
 
     def last_lines(self) -> str:
         """The end of what it printed."""

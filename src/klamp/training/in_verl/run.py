@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from klamp.errors import TrainerFailed
+from klamp.errors import RunFolderError, TrainerFailed
 from klamp.training.context import Context
 from klamp.training.folders import METRICS_FILE, lines_of
 from klamp.training.in_verl.layout import Layout
@@ -43,8 +43,19 @@ class VerlRun(Run):
         self.saved = 0
 
     def resume(self) -> None:
-        """Continue from verl's newest checkpoint, with what was measured until then."""
+        """Continue from verl's newest checkpoint, with what was measured until then.
+
+        Raises:
+            RunFolderError: there is none.
+        """
         self.step = self.saved = self.layout.newest_step()
+        if not self.step:
+            raise RunFolderError(
+                "there is no checkpoint of verl to continue from",
+                got=str(self.layout.checkpoints),
+                why="resume continues a run from its newest checkpoint, with the backend that wrote it",
+                fix="check --output_dir and --backend, or start anew without --resume in another folder",
+            )
         rows = [row for row in lines_of(self.context.output_dir / METRICS_FILE) if row["step"] <= self.step]
         scores = [{name.removeprefix(SCORE): row[name] for name in row if name.startswith(SCORE)} for row in rows]
         evaluated, steps = [each for each in scores if each], [row for row in rows if "reward" in row]
