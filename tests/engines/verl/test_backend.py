@@ -56,7 +56,8 @@ SMALL: dict[str, Any] = {
     "eval_size": 3,
     "reward": "tests.training.rewards:digits",
 }
-TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}=>{% endif %}"
+MESSAGES = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+TEMPLATE = MESSAGES + "{% if add_generation_prompt %}=>{% endif %}"
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +97,7 @@ CONFIGURATIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("changes", CONFIGURATIONS, ids=str)
 def test_verl_composes_and_accepts_every_command(changes, config_of, tmp_path, monkeypatch) -> None:
-    """Hydra refuses keys that do not exist, the data classes refuse values of other kinds, `validate_config` the rest."""
+    """Hydra refuses keys that do not exist, data classes values of other kinds, `validate_config` the rest."""
     config = config_of(**changes)
     found = in_verl(config, tmp_path / (config.run.output_dir or "run"))
     actor = omega_conf_to_dataclass(found.actor_rollout_ref.actor)
@@ -221,7 +222,7 @@ def written(config: TrainConfig, folder: Path) -> tuple[Any, Any]:
 
 
 def as_verl_tokenizes(config: TrainConfig, folder: Path) -> tuple[list[list[int]], Any, Any]:
-    """Token ids of the training prompts, as verl's data set and its agent loop make them; the data set; its settings."""
+    """Token ids of the training prompts as verl's data set and agent loop make them; the data set; its settings."""
     found = in_verl(config, folder)
     tokenizer = omega_conf_to_dataclass(found.actor_rollout_ref.model).tokenizer
     rows = RLHFDataset([found.data.train_files], tokenizer, found.data)
@@ -232,7 +233,7 @@ def as_verl_tokenizes(config: TrainConfig, folder: Path) -> tuple[list[list[int]
 
 def check_ids(config: TrainConfig, folder: Path) -> Any:
     task, tokenizer = written(config, folder)
-    found, rows, _ = as_verl_tokenizes(config, folder)
+    found, _, _ = as_verl_tokenizes(config, folder)
     size, steps = config.rollout.prompts_per_step, config.run.max_steps
     order = [i for step in range(steps) for i in examples_of_step(step, len(task.train), size=size, seed=0)]
     ids, mask = encode_prompts([task.train[i].prompt for i in order], tokenizer, torch.device("cpu"))
@@ -266,8 +267,8 @@ def test_verl_scores_with_the_task(config_of, tmp_path) -> None:
     order = examples_of_step(0, len(task.train), size=4, seed=0)
     for i, text in enumerate(("12", "x1", "")):
         row = rows[i]
-        given = {"ground_truth": row["reward_model"]["ground_truth"], "extra_info": {**row["extra_info"], "num_turns": 2}}
-        reward = score(data_source=row["data_source"], solution_str=text, **given)
+        told, truth = {**row["extra_info"], "num_turns": 2}, row["reward_model"]["ground_truth"]
+        reward = score(data_source=row["data_source"], solution_str=text, ground_truth=truth, extra_info=told)
         assert reward == task.score(task.train[order[i]], text)
 
 

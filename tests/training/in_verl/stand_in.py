@@ -1,4 +1,4 @@
-"""Stands in for `python -m verl.trainer.main_ppo`: reads its arguments and files, and logs, saves and fails as verl does.
+"""Stands in for `python -m verl.trainer.main_ppo`: reads its arguments and files; logs, saves, fails as verl.
 
 Its behaviour is a JSON object in the variable STAND_IN:
 
@@ -24,7 +24,7 @@ STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); 
 
 
 def arguments() -> dict[str, str]:
-    pairs = (word.lstrip("+").split("=", 1) for word in sys.argv[1:])
+    pairs = (word.lstrip("+").split("=", 1) for word in sys.argv[1:])  # noqa: TID251  (a program of its own)
     return {key: value.strip("'") for key, value in pairs}
 
 

@@ -159,9 +159,7 @@ class VerlRun(Run):
         found, config = super().info(), self.context.config
         adapter = config.model.lora_r > 0
         reference = "the policy with its adapter off, in verl" if adapter else "a frozen copy, in verl"
-        where = (
-            "a Ray cluster of this machine" if config.run.ray_address is None else f"Ray at {config.run.ray_address}"
-        )
+        where = "a Ray cluster of this machine" if address is None else f"a Ray cluster at {address}"
         return RunInfo(
             **{
                 **vars(found),
