@@ -67,7 +67,7 @@ def test_completions_are_kept_as_often_as_they_are_logged(run_of):
 
 def test_what_it_goes_on_from(run_of, tmp_path):
     run, _ = run_of()
-    with pytest.raises(RunFolderError, match="no checkpoint of verl"):
+    with pytest.raises(RunFolderError, match="no checkpoint"):
         run.resume()
     run.layout.checkpoints.mkdir(parents=True)
     run.layout.newest.write_text("4")

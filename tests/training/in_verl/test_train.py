@@ -103,7 +103,7 @@ def test_there_has_to_be_a_checkpoint_to_go_on_from(quick, stand_in):
     stand_in(fail=1)
     with pytest.raises(TrainerFailed):
         train_run(quick())
-    with pytest.raises(RunFolderError, match="no checkpoint of verl"):
+    with pytest.raises(RunFolderError, match="no checkpoint"):
         train_run(quick(resume=True))
 
 
@@ -129,7 +129,7 @@ def impatient(monkeypatch):
 def test_a_trainer_that_stops_answering_is_ended_with_all_its_processes(quick, stand_in, tmp_path):
     stand_in(hang=2)
     with pytest.raises(TrainerFailed, match="no step for too long") as caught:
-        train_run(quick(stall_timeout=1.0))
+        train_run(quick(stall_timeout=10.0))
     assert "step 2" in str(caught.value), "the end of the log"
     assert not is_running(helper_of(tmp_path / "run"))
 

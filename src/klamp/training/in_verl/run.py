@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from klamp.errors import RunFolderError, TrainerFailed
+from klamp.errors import TrainerFailed
+from klamp.training import checkpoint
 from klamp.training.context import Context
-from klamp.training.folders import METRICS_FILE, lines_of
 from klamp.training.in_verl.layout import Layout
 from klamp.training.in_verl.measurement import LogReader, metrics_of, scores_of
 from klamp.training.in_verl.process import Child
@@ -18,9 +19,6 @@ from klamp.training.run import Interrupt, Run, deferred_interrupts
 
 POLL = 0.2
 """Seconds between two looks at the log."""
-
-SCORE = "eval/"
-"""How the name of a skill's score begins in metrics.jsonl."""
 
 
 class VerlRun(Run):
@@ -48,20 +46,10 @@ class VerlRun(Run):
         Raises:
             RunFolderError: there is none.
         """
-        self.step = self.saved = self.layout.newest_step()
-        if not self.step:
-            raise RunFolderError(
-                "there is no checkpoint of verl to continue from",
-                got=str(self.layout.checkpoints),
-                why="resume continues a run from its newest checkpoint, with the backend that wrote it",
-                fix="check --output_dir and --backend, or start anew without --resume in another folder",
-            )
-        rows = [row for row in lines_of(self.context.output_dir / METRICS_FILE) if row["step"] <= self.step]
-        scores = [{name.removeprefix(SCORE): row[name] for name in row if name.startswith(SCORE)} for row in rows]
-        evaluated, steps = [each for each in scores if each], [row for row in rows if "reward" in row]
-        if evaluated:
-            self.before, self.after = evaluated[0], evaluated[-1]
-        self.metrics = {name: x for name, x in steps[-1].items() if name != "step"} if steps else {}
+        newest = self.layout.newest_step()
+        checkpoint.last_of([self.layout.checkpoint(newest)] if newest else [], self.context.output_dir)
+        self.step = self.saved = newest
+        self.after = self.recall()
 
     def run(self) -> RunSummary:
         """Start verl and stay with it until its last step.
@@ -156,15 +144,12 @@ class VerlRun(Run):
 
     def info(self) -> RunInfo:
         """What is known before the first step; verl does not say how many weights there are."""
-        found, config = super().info(), self.context.config
-        adapter = config.model.lora_r > 0
+        run, adapter = self.context.config.run, self.context.config.model.lora_r > 0
         reference = "the policy with its adapter off, in verl" if adapter else "a frozen copy, in verl"
-        where = "a Ray cluster of this machine" if address is None else f"a Ray cluster at {address}"
-        return RunInfo(
-            **{
-                **vars(found),
-                "reference": reference if config.kl.needs_reference else "none",
-                "device": where,
-                "processes": config.run.gpus * config.run.machines,
-            }
+        address = run.ray_address
+        return replace(
+            super().info(),
+            reference=reference if self.context.config.kl.needs_reference else "none",
+            device="a Ray cluster of this machine" if address is None else f"a Ray cluster at {address}",
+            processes=run.gpus * run.machines,
         )
