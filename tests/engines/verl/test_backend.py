@@ -22,12 +22,14 @@ from tests.engines.verl.actor import Step, actor_loss, gradient
 from tests.engines.verl.test_overrides import composed
 from tests.training.conftest import stored, tiny_llama
 from transformers import AutoTokenizer
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.reward import get_custom_reward_fn
 from verl.trainer.ppo.utils import create_rl_sampler, need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
+from verl.utils.tracking import Tracking
 
 from klamp.config import build_objective
 from klamp.core.advantages import group_advantages
@@ -36,6 +38,7 @@ from klamp.tasks import load_task
 from klamp.training.config import TrainConfig
 from klamp.training.in_verl.data import write_data
 from klamp.training.in_verl.layout import Layout
+from klamp.training.in_verl.measurement import LogReader, metrics_of, scores_of
 from klamp.training.in_verl.overrides import AS_IT_STANDS, verl_overrides
 from klamp.training.models import load_tokenizer
 from klamp.training.order import examples_of_step
@@ -270,6 +273,26 @@ def test_verl_scores_with_the_task(config_of, tmp_path) -> None:
         told, truth = {**row["extra_info"], "num_turns": 2}, row["reward_model"]["ground_truth"]
         reward = score(data_source=row["data_source"], solution_str=text, ground_truth=truth, extra_info=told)
         assert reward == task.score(task.train[order[i]], text)
+
+
+def test_what_verl_logs_is_read_back(config_of, tmp_path, monkeypatch) -> None:
+    """verl's own names for scores, and its own file."""
+    config, layout = config_of(), Layout(tmp_path)
+    layout.metrics.parent.mkdir(parents=True)
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(layout.metrics))
+    rated = {"acc": [1.0, 0.0, 0.25, 0.75], "reward": [1.0, 0.0, 0.25, 0.75]}
+    skills, prompts = np.array(["addition", "addition", "sorting 2", "sorting 2"]), ["a", "b", "c", "d"]
+    scores = RayPPOTrainer._val_metrics_update(None, skills, prompts, rated, [np.array([2, 2, 2, 2])])
+    reader, logger = LogReader(layout.metrics), Tracking("klamp", "run", ["file"])
+    logger.log(scores, step=0)
+    (first,) = reader.new()
+    assert scores_of(first, ["addition", "sorting 2", "another"]) == {"addition": 0.5, "sorting 2": 0.5}
+    assert metrics_of(first, config) == {}
+    logger.log({"critic/score/mean": np.float32(0.5), "actor/grad_norm": float("nan"), "val-core/x": 1}, step=1)
+    (second,) = reader.new()
+    found = metrics_of(second, config)
+    assert found["reward"] == 0.5 and math.isnan(found["train/grad_norm"])
+    logger.finish()
 
 
 def test_every_field_of_the_translation_is_a_key_of_verls(config_of, tmp_path) -> None:
