@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 from tests.training.conftest import TINY, stored, tiny_llama
-from tests.training.in_verl.conftest import stand_in
+from tests.training.in_verl.conftest import missing, stand_in
 
 from klamp.cli import main
 from klamp.cli.arguments import parse_train
@@ -68,11 +68,8 @@ def test_a_failure_is_one_error_with_the_end_of_the_log(words, stand_in, capsys)
     assert "RuntimeError: an engine died" in text and "Traceback" not in text
 
 
-def test_without_verl_one_error_names_the_environment(words, capsys):
-    from importlib.util import find_spec
-
-    if find_spec("verl") is not None:
-        pytest.skip("verl is installed here")
+def test_without_verl_one_error_names_the_environment(words, capsys, monkeypatch):
+    monkeypatch.setattr("klamp.hosts.common.versions.metadata.version", missing)
     assert main(["train", *words]) == 1
     text = capsys.readouterr().err
     assert "needs verl, which is not installed here" in text and "scripts/environment.sh verl" in text
@@ -82,7 +79,7 @@ def test_without_verl_one_error_names_the_environment(words, capsys):
 def test_a_dry_run_prints_both_commands_ready_to_be_pasted(words, tmp_path):
     request = parse_train([*words, "--dry_run", "--verl_args", "trainer.logger=[console]", "+a.b='two words'"])
     text = plan_text(request)
-    assert "verl: its own program on a Ray cluster of this machine, 1 GPUs; completions by vLLM" in text
+    assert "verl: its own program on a Ray cluster of this machine, 1 GPU; completions by vLLM" in text
     first, _, second = text.partition("write what verl reads")[2].partition("run verl")
     assert shlex.split(second.replace("\\\n", " ")) == command(request.config, tmp_path / "run", "python")
     prepare = shlex.split(first)

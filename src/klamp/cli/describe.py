@@ -53,7 +53,8 @@ def describe_backend(config: TrainConfig) -> str:
         cluster = (
             "a Ray cluster of this machine" if run.ray_address is None else f"the Ray cluster at {run.ray_address}"
         )
-        size = f"{run.gpus} GPUs" if run.machines == 1 else f"{run.gpus} GPUs on each of {run.machines} machines"
+        gpus = "1 GPU" if run.gpus == 1 else f"{run.gpus} GPUs"
+        size = gpus if run.machines == 1 else f"{gpus} on each of {run.machines} machines"
         return f"verl: its own program on {cluster}, {size}; completions by vLLM"
     sampler = "transformers" if rollout.sampler == "own" else "vLLM in the training processes"
     sampler = sampler if rollout.sampler_url is None else f"a vLLM server at {rollout.sampler_url}"

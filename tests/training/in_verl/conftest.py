@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,11 @@ QUICK: dict[str, Any] = {
     "backend": "verl",
     "max_prompt_length": 20,
 }
+
+
+def missing(name: str) -> str:
+    """Stands in the place of `metadata.version` where a library is not installed."""
+    raise PackageNotFoundError(name)
 
 
 @pytest.fixture

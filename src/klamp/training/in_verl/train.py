@@ -6,7 +6,6 @@ loss with klamp's KL in it, the optimizer, evaluation and checkpoints are verl's
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -58,13 +57,11 @@ def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSum
         run = VerlRun(context, [RunLog(accelerator), *observers], child)
         if config.run.resume:
             run.resume()
-        else:
-            shutil.rmtree(layout.checkpoints, ignore_errors=True)
+        write_data(config, context.task, context.tokenizer, layout)
         layout.metrics.unlink(missing_ok=True)  # verl writes it anew
         run.tell(lambda o: o.on_start(run.info()))
         for note in cautions(context):
             run.tell(lambda o, text=note: o.on_warning(text))
-        write_data(config, context.task, context.tokenizer, layout)
         begin_trackers(accelerator, config, folder)
         return run.run()
     finally:
