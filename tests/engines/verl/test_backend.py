@@ -8,6 +8,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,8 @@ from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token
 from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
 from verl.utils.tracking import Tracking
 
+from klamp.cli.arguments import parse_train
+from klamp.cli.dry_run import plan_text
 from klamp.config import build_objective
 from klamp.core.advantages import group_advantages
 from klamp.core.objective import grpo_loss
@@ -121,6 +126,20 @@ class _Rank:
     @staticmethod
     def get_vllm_max_lora_rank(rank: int) -> int:
         return rank
+
+
+def test_verls_program_takes_the_command_of_a_dry_run(model, tmp_path) -> None:
+    """Pasted into a shell as it was printed, with Hydra's own flag to print the configuration and start nothing."""
+    words = ["--backend", "verl", "--model", model, "--output_dir", str(tmp_path / "a run, of {mine}"), "--seed", "3"]
+    text = plan_text(parse_train([*words, "--kl_gradient", "forward", "--verl_args", "+new.key='a b'", "--dry_run"]))
+    line = text.partition("run verl\n")[2].replace("  python ", f"{shlex.quote(sys.executable)} ", 1) + " --cfg job"
+    done = subprocess.run(["bash", "-c", line], check=False, capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = OmegaConf.create(done.stdout)
+    assert found.data.train_files == str(Layout(tmp_path / "a run, of {mine}").train)
+    assert found.actor_rollout_ref.model.custom_chat_template == AS_IT_STANDS
+    assert found.actor_rollout_ref.actor.kl_loss_type == "klamp:kl_gradient=forward"
+    assert (found.data.seed, found.new.key) == (3, "a b")
 
 
 def test_values_land_where_they_should(config_of, tmp_path) -> None:
