@@ -12,6 +12,7 @@
     ├── ModelError             (ValueError)         a model or tokenizer that cannot be used
     ├── RunFolderError         (FileExistsError)    an output folder that would be overwritten or cannot be resumed
     ├── TrainingStopped        (RuntimeError)       training ended before its last step; the state is saved
+    ├── TrainerFailed          (RuntimeError)       a trainer that klamp started ended early, or stopped answering
     └── UnsupportedVersion     (ImportError)        a host library outside the range that klamp was tested with
         └── MissingLibrary                          a library that is not installed; names the extra that brings it
 
@@ -97,6 +98,10 @@ class RunFolderError(KlampError, FileExistsError):
 
 class TrainingStopped(KlampError, RuntimeError):
     """Training ended before its last step; the message says where the state was saved."""
+
+
+class TrainerFailed(KlampError, RuntimeError):
+    """A program that trains, which klamp started, ended before its last step or stopped answering; quotes its log."""
 
 
 class UnsupportedVersion(KlampError, ImportError):

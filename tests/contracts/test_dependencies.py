@@ -71,6 +71,8 @@ DOORS = {
     "klamp.training.loop": ("train",),
     "klamp.training.trainer": ("train",),
     "klamp.training.in_trl.train": ("train", "trl"),
+    "klamp.training.in_verl.reward": ("train",),
+    "klamp.training.in_verl.train": ("train",),
     "klamp.training.service.train": ("train", "tinker"),
     "klamp.tinker": ("tinker",),
     "klamp.tinker.testing": ("tinker", "train"),

@@ -80,8 +80,8 @@ def test_a_folder_without_permission_is_refused(tmp_path, monkeypatch):
 
 
 def test_checkpoints_are_found_whoever_wrote_them_oldest_first(tmp_path):
-    names = ["step-000002", "step-000010", "checkpoint-4", "checkpoint-30"]
+    names = ["step-000002", "step-000010", "checkpoint-4", "checkpoint-30", "global_step_5"]
     for name in (*names, "something"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert [each.name for each in checkpoint_folders(tmp_path)] == [names[0], names[2], names[1], names[3]]
+    assert [each.name for each in checkpoint_folders(tmp_path)] == [names[i] for i in (0, 2, 4, 1, 3)]
     assert checkpoint_folders(tmp_path / "nowhere") == []

@@ -101,6 +101,8 @@ def columns_for(config: TrainConfig, width: int) -> list[Column]:
     empty = {"kl/over_budget"} if config.kl.kl_clip_method == "none" else set()
     if config.run.backend == "tinker":
         empty |= {"kl/exact", "policy/entropy"}  # a service keeps the logits
+    if config.run.backend == "verl":
+        empty |= {"kl/exact", "kl/k1", "kl/k3"} - {f"kl/{config.kl.kl_estimator}"}  # it logs one KL, that of its term
     kept = [column for column in COLUMNS if column.metric not in empty]
     while len(kept) > 1 and STEP_WIDTH + sum(column.width + GAP for column in kept) > width:
         kept.remove(max(kept, key=lambda column: column.rank))

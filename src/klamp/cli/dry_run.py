@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import textwrap
+from collections.abc import Sequence
 from typing import Any
 
 import yaml
 
 from klamp.cli.arguments import TrainRequest
-from klamp.cli.describe import describe_backend, describe_model, describe_reference, describe_task
+from klamp.cli.describe import describe_backend, describe_model, describe_reference, describe_task, tool
 from klamp.config.describe import (
     describe_controller,
     describe_kl,
@@ -21,6 +22,7 @@ from klamp.config.price import configured_price
 from klamp.training.config import TrainConfig, section_classes
 from klamp.training.folders import run_folder
 from klamp.training.in_trl.arguments import trl_arguments
+from klamp.training.in_verl.overrides import command
 
 WIDTH = 100
 
@@ -38,6 +40,7 @@ def plan_text(request: TrainRequest) -> str:
         "configuration, as a YAML file takes it; #* marks what differs from the default\n\n"
         f"{_configuration(request)}"
         f"{_for_trl(request) if request.config.run.backend == 'trl' else ''}"
+        f"{_for_verl(request) if request.config.run.backend == 'verl' else ''}"
     )
 
 
@@ -54,7 +57,7 @@ def _in_words(config: TrainConfig) -> list[tuple[str, str]]:
     return [
         ("task", f"{describe_task(config)}; {prompts} prompts"),
         ("model", describe_model(config)),
-        *([("backend", describe_backend(config))] if run.backend == "trl" else []),
+        *([("backend", describe_backend(config))] if run.backend in ("trl", "verl") else []),
         ("reference", describe_reference(config)),
         ("KL", describe_kl(config.kl)),
         *_beta_lines(config),
@@ -115,6 +118,28 @@ def _for_trl(request: TrainRequest) -> str:
         + "\n".join(f"  {name}: {_yaml(value)}" for name, value in told.items())
         + f"\n\nin two processes\n\n  {command}"
     )
+
+
+def _for_verl(request: TrainRequest) -> str:
+    """The whole command of verl, and the one that writes what it reads, both ready to be pasted."""
+    config = request.config
+    folder = run_folder(config)
+    words = [word for word in request.argv if word.replace("-", "_") != "__dry_run"]
+    named = [] if config.run.output_dir else ["--output_dir", str(folder)]
+    first = shlex.join([tool("klamp"), "train", *words, *named, "--prepare"])
+    whole = " \\\n    ".join(_shell(command(config, folder, "python")))
+    return f"\n\nwrite what verl reads\n\n  {first}\n\nrun verl\n\n  {whole}"
+
+
+def _shell(words: Sequence[str]) -> list[str]:
+    """A command for a shell, the program in the first line and one argument in each that follows."""
+    quoted = [_double_quoted(word) if "'" in word else shlex.quote(word) for word in words]
+    return [" ".join(quoted[:3]), *quoted[3:]]
+
+
+def _double_quoted(word: str) -> str:
+    """A word that holds single quotes, readable: between double quotes, where nothing in it means something there."""
+    return shlex.quote(word) if set(word) & set('"$`\\!') else f'"{word}"'
 
 
 def _entry(name: str, value: Any, default: Any, request: TrainRequest) -> str:

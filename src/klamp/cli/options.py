@@ -35,6 +35,8 @@ class TrainOptions:
     """KL and loss fields as a published recipe has them; may also stand in the file."""
     dry_run: bool = False
     """Print what would run, and start nothing."""
+    prepare: bool = False
+    """Write what the command of --dry_run reads, and start nothing (backend verl)."""
     debug: bool = False
     """Show the traceback of an error (also: KLAMP_DEBUG=1)."""
 

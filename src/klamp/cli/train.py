@@ -10,7 +10,7 @@ from rich.console import Console
 from klamp.cli.arguments import TrainRequest, parse_train
 from klamp.cli.describe import resume_command
 from klamp.cli.errors import is_main_process
-from klamp.errors import TrainingStopped
+from klamp.errors import ConfigError, TrainingStopped
 from klamp.training.config import TrainConfig
 from klamp.training.observers import Observer, RunSummary
 from klamp.training.sections import Backend
@@ -38,8 +38,30 @@ def run(argv: Sequence[str], *, console: Console | None = None, runner: Runner |
         if is_main_process():
             console.out(text, highlight=False)
         return 0
+    if request.options.prepare:
+        _prepare(request, console)
+        return 0
     _train(request, console, runner or _trainer(console, request.config.run.backend))
     return 0
+
+
+def _prepare(request: TrainRequest, console: Console) -> None:
+    """Write the data of a run that is started by hand.
+
+    Raises:
+        ConfigError: a backend that is not started so.
+    """
+    backend = request.config.run.backend
+    if backend != "verl":
+        raise ConfigError(
+            "--prepare has nothing to write",
+            got=f"backend={backend!r}",
+            why="verl is the one backend that reads its data from files of klamp's",
+            fix="leave --prepare out, or set --backend verl",
+        )
+    from klamp.training.in_verl.train import prepare
+
+    console.out(f"written: {prepare(request.config)}/verl", highlight=False)
 
 
 def _train(request: TrainRequest, console: Console, runner: Runner) -> None:
@@ -73,6 +95,8 @@ def _trainer(console: Console, backend: Backend) -> Runner:
             from klamp.training.service.train import train_run
         elif backend == "trl":
             from klamp.training.in_trl.train import train_run
+        elif backend == "verl":
+            from klamp.training.in_verl.train import train_run
         else:
             from klamp.training.trainer import train_run
 

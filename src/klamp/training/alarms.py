@@ -99,6 +99,7 @@ def settings_of(config: TrainConfig, *, rl_skill: str | None = None) -> Settings
         prompts=config.rollout.prompts_per_step,
         rl_skill=rl_skill,
         eval_size=config.task.eval_size,
+        k3_over_updates=config.run.backend == "verl" and config.optim.num_iterations > 1,
     )
 
 

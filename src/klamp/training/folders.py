@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,15 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
-    """The checkpoints in the folder of a run, oldest first: klamp's own (step-N) or TRL's (checkpoint-N).
+    """The checkpoints in the folder of a run, oldest first: klamp's own (step-N), TRL's (checkpoint-N) or verl's
+    (global_step_N).
 
     Args:
         folder: of the run.
     """
-    found = [each for name in ("step-*", "checkpoint-*") for each in (folder / CHECKPOINTS).glob(name)]
-    return sorted(found, key=lambda each: int(each.name.rpartition("-")[2]))
+    names = ("step-*", "checkpoint-*", "global_step_*")
+    found = [each for name in names for each in (folder / CHECKPOINTS).glob(name)]
+    return sorted(found, key=lambda each: int(re.split("[-_]", each.name)[-1]))
 
 
 def run_folder(config: TrainConfig) -> Path:

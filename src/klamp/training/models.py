@@ -11,7 +11,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from klamp.errors import ModelError
 from klamp.hosts.common.step_zero import active_dropouts
@@ -205,9 +212,31 @@ def output_size(model: nn.Module) -> int:
 
 def end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Ids that end a completion: the tokenizer's, and those that the model's generation settings add."""
-    given = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return ends_with(getattr(model, "generation_config", None), tokenizer)
+
+
+def ends_with(settings: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids that end a completion: the tokenizer's, and those that generation settings add."""
+    given = getattr(settings, "eos_token_id", None)
     extra = given if isinstance(given, list) else [] if given is None else [given]
     return sorted({int(tokenizer.eos_token_id), *map(int, extra)})  # pyright: ignore[reportArgumentType]
+
+
+def describe_folder(folder: str) -> tuple[int | None, GenerationConfig | None]:
+    """The longest sequence (in tokens) of a model and its generation settings, without loading it; None: not said.
+
+    Args:
+        folder: or hub id.
+
+    Raises:
+        ModelError: it holds no model.
+    """
+    config = _pretrained(AutoConfig, folder, "a model's configuration")
+    try:
+        settings = GenerationConfig.from_pretrained(folder)
+    except OSError:
+        settings = None
+    return getattr(config, "max_position_embeddings", None), settings
 
 
 def takes(model: nn.Module, argument: str) -> bool:

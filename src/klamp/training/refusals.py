@@ -9,6 +9,7 @@ from klamp.config import KLConfig, LossConfig
 from klamp.errors import ConfigError, KLWarning, Refusal, refuse
 from klamp.training.sections import ModelConfig, OptimConfig, RolloutConfig, RunConfig
 from klamp.training.trl_refusals import trl_refusals
+from klamp.training.verl_refusals import OF_VERL, verl_refusals
 
 _Refused = partial(Refusal, what="backend='tinker' cannot do this")
 
@@ -23,10 +24,30 @@ def check_backend(
     """
     if run.backend == "tinker":
         refuse([*_model(kl, model), *_sampling(rollout), *_kl(kl, run)])
+    if run.backend != "verl":
+        refuse(_of_verl(rollout, run))
     if run.backend == "trl":
         refuse(trl_refusals(kl, loss, model, rollout, optim, run))
+    elif run.backend == "verl":
+        refuse(verl_refusals(kl, loss, model, rollout, optim, run))
     else:
         refuse(_sampler(rollout, run))
+
+
+def _of_verl(rollout: RolloutConfig, run: RunConfig) -> list[Refusal]:
+    """The refusals of fields that say how verl is started."""
+    given = {**vars(rollout), **vars(run)}
+    defaults = {**vars(RolloutConfig()), **vars(RunConfig())}
+    return [
+        Refusal(
+            given[field] != defaults[field],
+            what=f"backend={run.backend!r} cannot do this",
+            got=f"{field}={given[field]!r}",
+            why="it says how verl is started, and verl is not who trains",
+            fix=f"leave {field} out, or set backend to verl",
+        )
+        for field in OF_VERL
+    ]
 
 
 def _sampler(rollout: RolloutConfig, run: RunConfig) -> list[Refusal]:

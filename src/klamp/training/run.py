@@ -20,12 +20,16 @@ from klamp.tasks.base import Example
 from klamp.training.alarms import AlarmObserver
 from klamp.training.context import Context
 from klamp.training.evaluation import Evaluation, evaluate
+from klamp.training.folders import METRICS_FILE, lines_of
 from klamp.training.measurement import completion_row, gather_record
 from klamp.training.observers import Observer, RunInfo, RunSummary
 from klamp.training.order import examples_of_step
 from klamp.training.references import FrozenReference
 from klamp.training.rollouts import Rollout
 from klamp.training.updates import CARRIED, UpdateOutput
+
+SCORE = "eval/"
+"""How the name of a skill's score begins in metrics.jsonl."""
 
 
 class Run:
@@ -65,6 +69,15 @@ class Run:
         self.tell(lambda o: o.on_evaluation(self.step, found.scores))
         self.tell(lambda o: o.on_answers(self.step, found.answers))
         return found.scores
+
+    def recall(self) -> dict[str, float]:
+        """Take up what the run's folder says of the steps that are done; the scores of the last evaluation."""
+        rows = [row for row in lines_of(self.context.output_dir / METRICS_FILE) if row["step"] <= self.step]
+        scores = [{name.removeprefix(SCORE): row[name] for name in row if name.startswith(SCORE)} for row in rows]
+        evaluated, steps = [each for each in scores if each], [row for row in rows if "reward" in row]
+        self.before = evaluated[0] if evaluated else {}
+        self.metrics = {name: x for name, x in steps[-1].items() if name != "step"} if steps else {}
+        return evaluated[-1] if evaluated else {}
 
     def is_due(self, every: int) -> bool:
         """Whether what is done every so many steps (0: only at the end) is to be done after this one."""

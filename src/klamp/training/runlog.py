@@ -22,6 +22,7 @@ from klamp.training.observers import Observer, RunInfo, RunSummary
 
 PACKAGES = (
     *("torch", "transformers", "accelerate", "trl", "peft", "datasets", "tokenizers", "safetensors", "reasoning-gym"),
+    *("verl", "ray", "vllm"),
 )
 
 

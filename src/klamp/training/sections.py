@@ -12,7 +12,7 @@ from klamp.core.fields import check_fields
 from klamp.core.schedules import Schedule
 from klamp.diagnostics.alarms import check_names
 
-Backend: TypeAlias = Literal["local", "trl", "tinker"]
+Backend: TypeAlias = Literal["local", "trl", "verl", "tinker"]
 Sampler: TypeAlias = Literal["own", "vllm"]
 MasterWeights: TypeAlias = Literal["float32", "none"]
 
@@ -55,6 +55,8 @@ class RolloutConfig:
     """Completions per prompt: the group."""
     max_completion_length: int = 16
     """Longest completion in tokens."""
+    max_prompt_length: int = 512
+    """Longest prompt in tokens that there is room for (backend verl); a longer one is refused before any work."""
     temperature: float = 1.0
     """Sampling temperature; log-probabilities and the KL are those at this temperature."""
     top_p: float = 1.0
@@ -76,6 +78,7 @@ class RolloutConfig:
                 "prompts_per_step": AT_LEAST_1,
                 "num_generations": GROUP_SIZES,
                 "max_completion_length": AT_LEAST_1,
+                "max_prompt_length": AT_LEAST_1,
                 "temperature": POSITIVE.but(greedy, "use 1.0"),
                 "top_p": ABOVE_0_TO_1.but("it is a share of the probability", "use 1.0 to sample the whole policy"),
                 "top_k": AT_LEAST_0,
@@ -157,10 +160,20 @@ class RunConfig:
     stop_on: tuple[str, ...] = ()
     """Alarms (and notes) at which to stop, with a checkpoint kept; `klamp doctor --help` lists them."""
     backend: Backend = "local"
-    """Who trains: local (klamp's own loop), trl (TRL's GRPO, in this process), or tinker (a service that the Tinker SDK
-    reaches)."""
+    """Who trains: local (klamp's own loop), trl (TRL's GRPO, in this process), verl (its own program, on Ray), or
+    tinker (a service that the Tinker SDK reaches)."""
     service_timeout: float = 600.0
     """Longest wait for one answer of the service, in seconds."""
+    gpus: int = 1
+    """GPUs to use on each machine (backend verl)."""
+    machines: int = 1
+    """Machines of the Ray cluster to use (backend verl)."""
+    ray_address: str | None = None
+    """Address of a Ray cluster to run on (backend verl); None: one of this machine alone, started for the run."""
+    stall_timeout: float = 3600.0
+    """Longest time in seconds that the trainer may take to log a step (backend verl); then it is ended."""
+    verl_args: tuple[str, ...] = ()
+    """More arguments of verl, KEY=VALUE as in Hydra (backend verl); they come last, and win."""
 
     def __post_init__(self) -> None:
         check_fields(
@@ -169,9 +182,10 @@ class RunConfig:
                 **dict.fromkeys(
                     ("max_steps", "eval_every", "save_every", "log_completions", "log_answers"), AT_LEAST_0
                 ),
-                **dict.fromkeys(("keep_checkpoints", "log_completions_every"), AT_LEAST_1),
+                **dict.fromkeys(("keep_checkpoints", "log_completions_every", "gpus", "machines"), AT_LEAST_1),
                 "exact_kl_completions": AT_LEAST_0,
                 "service_timeout": POSITIVE,
+                "stall_timeout": POSITIVE,
             },
         )
         if self.report_to == ("none",):  # as transformers and TRL have it

@@ -46,10 +46,32 @@ from klamp.training.sharding import check_fsdp, check_version
 UNLIMITED = 2**31
 """The longest sequence of a model that names none."""
 
+ELSEWHERE = ("tinker", "verl")
+"""Backends whose weights are not in this process."""
+
 
 def on_cpu(config: TrainConfig) -> bool:
-    """Whether the run stays on the CPU; without a GPU, accelerate must be told so to join processes."""
-    return config.run.cpu or not torch.accelerator.is_available()
+    """Whether this process stays on the CPU: asked to, trained elsewhere, or without a GPU, to join processes."""
+    return config.run.cpu or config.run.backend in ELSEWHERE or not torch.accelerator.is_available()
+
+
+def check_alone(config: TrainConfig, *, why: str) -> None:
+    """Refuse several processes where one is enough.
+
+    Args:
+        config: the run.
+        why: where the work is done instead.
+
+    Raises:
+        ConfigError: a launcher started several.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            f"backend={config.run.backend!r} runs in one process",
+            got=f"WORLD_SIZE={os.environ['WORLD_SIZE']}",
+            why=why,
+            fix="start it without torchrun",
+        )
 
 
 def make_accelerator(config: TrainConfig, folder: Path) -> Accelerator:

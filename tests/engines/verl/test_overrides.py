@@ -22,11 +22,11 @@ REQUIRED = ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",)
 pytestmark = pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 
 
-def composed(arguments: list[str]) -> DictConfig:
+def composed(arguments: list[str], required: tuple[str, ...] = REQUIRED) -> DictConfig:
     """What verl's `main_ppo` gets from a command line."""
     folder = Path(verl.__file__).parent / "trainer" / "config"
     with initialize_config_dir(config_dir=str(folder), version_base=None):
-        return compose(config_name="ppo_trainer", overrides=[*REQUIRED, *arguments])
+        return compose(config_name="ppo_trainer", overrides=[*required, *arguments])
 
 
 IN_LOSS = [

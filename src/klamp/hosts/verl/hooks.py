@@ -54,6 +54,15 @@ class _Notes:
 _notes = _Notes()
 
 
+def check_version() -> str:
+    """The installed version of verl.
+
+    Raises:
+        UnsupportedVersion: verl is missing, or outside the declared range.
+    """
+    return check_installed(NEEDED, by="klamp.verl", why=WHY)
+
+
 def register() -> None:
     """Make klamp's KL known to verl in this process: in its losses, its reward, its controllers.
 
@@ -73,7 +82,7 @@ def register() -> None:
 
     Source: verl's documentation of `register_policy_loss` and `VERL_USE_EXTERNAL_MODULES`
     """
-    installed = check_installed(NEEDED, by="klamp.verl", why=WHY)
+    installed = check_version()
     algorithms: Any = importlib.import_module(ALGORITHMS)
     losses: Any = importlib.import_module(LOSSES)
     if "klamp" in algorithms.POLICY_LOSS_REGISTRY:

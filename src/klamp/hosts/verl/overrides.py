@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from klamp.config import KLConfig
 from klamp.hosts.verl import names
+from klamp.hosts.verl.hydra import written
 from klamp.hosts.verl.refusals import check
 
 ACTOR = "actor_rollout_ref.actor"
@@ -31,11 +32,11 @@ def overrides(kl: KLConfig) -> list[str]:
     found = [f"{ACTOR}.use_kl_loss={in_loss}", f"algorithm.use_kl_in_reward={in_reward}"]
     if in_loss:
         name = names.name_of(kl, names.TERM_FIELDS)
-        found += [f"{ACTOR}.kl_loss_coef={kl.beta!r}", f"{ACTOR}.kl_loss_type={_quoted(name)}"]
+        found += [f"{ACTOR}.kl_loss_coef={kl.beta!r}", f"{ACTOR}.kl_loss_type={written(name)}"]
         found += [f"{ACTOR}.policy_loss.loss_mode=klamp"]
     if in_reward:
         name = names.name_of(kl, [field for field in names.TERM_FIELDS if field not in names.IN_REWARD])
-        found += [f"algorithm.kl_penalty={_quoted(name)}", "algorithm.norm_adv_by_std_in_grpo=False"]
+        found += [f"algorithm.kl_penalty={written(name)}", "algorithm.norm_adv_by_std_in_grpo=False"]
         found += _controller(kl)
     return [*found, IMPORTED] if in_loss or in_reward else found
 
@@ -45,9 +46,4 @@ def _controller(kl: KLConfig) -> list[str]:
     if kl.controller_name == "fixed":
         return ["algorithm.kl_ctrl.type=fixed", coefficient]
     name = names.name_of(kl, names.CONTROLLER_FIELDS)
-    return [f"algorithm.kl_ctrl.type={_quoted(name)}", coefficient, f"algorithm.kl_ctrl.target_kl={kl.target_kl!r}"]
-
-
-def _quoted(name: str) -> str:
-    """A text quoted for Hydra, in whose grammar = and , have a meaning."""
-    return name if name.isidentifier() else f"'{name}'"
+    return [f"algorithm.kl_ctrl.type={written(name)}", coefficient, f"algorithm.kl_ctrl.target_kl={kl.target_kl!r}"]

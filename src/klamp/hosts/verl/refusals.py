@@ -13,7 +13,12 @@ def check(kl: KLConfig) -> None:
     Raises:
         ConfigError: with the reason.
     """
-    refuse([*host_refusals(kl, "verl"), *_term(kl), *_control(kl)])
+    refuse(refusals(kl))
+
+
+def refusals(kl: KLConfig) -> list[Refusal]:
+    """What no hook of verl can carry, one row for each."""
+    return [*host_refusals(kl, "verl"), *_term(kl), *_control(kl)]
 
 
 def _term(kl: KLConfig) -> list[Refusal]:

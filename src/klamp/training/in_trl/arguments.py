@@ -13,6 +13,7 @@ from klamp.errors import ConfigError
 from klamp.training.config import TrainConfig
 from klamp.training.folders import CHECKPOINTS
 from klamp.training.sections import RolloutConfig
+from klamp.training.verl_refusals import OF_VERL
 
 LOSS_TYPES: Mapping[LossType, str] = {"dapo": "dapo", "grpo": "grpo", "dr_grpo": "dr_grpo", "bnpo": "dapo"}
 """klamp's loss type -> TRL's of the same average; TRL's bnpo divides each micro-batch by itself."""
@@ -27,7 +28,7 @@ AROUND = (
 NEUTRAL = ("kl_early_stop", "reference_url", "reference_device", "reference_share")
 """Fields of which only the default can be honoured; see `klamp.training.trl_refusals`."""
 
-WITHOUT_MEANING = ("service_timeout",)
+WITHOUT_MEANING = ("service_timeout", *OF_VERL)
 """Fields that speak of another backend."""
 
 

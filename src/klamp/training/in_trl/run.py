@@ -17,7 +17,7 @@ from klamp.errors import KlampError, TrainingStopped
 from klamp.training import checkpoint
 from klamp.training.context import Context
 from klamp.training.evaluation import Evaluation
-from klamp.training.folders import METRICS_FILE, checkpoint_folders, lines_of
+from klamp.training.folders import checkpoint_folders
 from klamp.training.in_trl.measurement import rollout_of, update_of
 from klamp.training.in_trl.trainer import RunTrainer
 from klamp.training.measurement import control_metrics
@@ -25,9 +25,6 @@ from klamp.training.models import former_names
 from klamp.training.observers import Observer, RunInfo, RunSummary
 from klamp.training.run import Interrupt, Run, deferred_interrupts
 from klamp.training.updates import UpdateOutput, not_finite
-
-SCORE = "eval/"
-"""How the name of a skill's score begins in metrics.jsonl."""
 
 
 class TRLRun(Run):
@@ -72,12 +69,7 @@ class TRLRun(Run):
         """
         self.checkpoint = newest(self.context.output_dir)
         self.step = step_of(self.checkpoint) // self.updates
-        rows = [row for row in lines_of(self.context.output_dir / METRICS_FILE) if row["step"] <= self.step]
-        scores = [{name.removeprefix(SCORE): row[name] for name in row if name.startswith(SCORE)} for row in rows]
-        evaluated, steps = [each for each in scores if each], [row for row in rows if "reward" in row]
-        if evaluated:
-            self.before, self.after = evaluated[0], evaluated[-1]
-        self.metrics = {name: x for name, x in steps[-1].items() if name != "step"} if steps else {}
+        self.after = self.recall()
 
     def run(self) -> RunSummary:
         """Take all steps.

@@ -8,16 +8,14 @@ their tinker:// path beside the state of the run.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from klamp.config import build_objective
-from klamp.errors import ConfigError, ModelError
+from klamp.errors import ModelError
 from klamp.hosts.common.exclusions import excluded_ids
 from klamp.tasks import check_prompts, load_task
 from klamp.training import checkpoint
@@ -30,7 +28,7 @@ from klamp.training.service import rollout as rollouts
 from klamp.training.service.connection import Connection, check_key
 from klamp.training.service.evaluation import measure_length
 from klamp.training.service.trainer import RemoteWeights, TinkerTrainer
-from klamp.training.setup import UNLIMITED, choose_folder, make_accelerator
+from klamp.training.setup import UNLIMITED, check_alone, choose_folder, make_accelerator
 from klamp.training.trainer import begin_trackers
 
 DEFAULT_RANK = 32
@@ -51,16 +49,9 @@ def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSum
         KlampError: bad input before any work, or an error in the run with its state saved; see `klamp.errors`.
     """
     check_key()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError(
-            "backend='tinker' runs in one process",
-            got=f"WORLD_SIZE={os.environ['WORLD_SIZE']}",
-            why="the work is done at the service",
-            fix="start it without torchrun",
-        )
-    here = replace(config, run=replace(config.run, cpu=True))  # no accelerator of this machine is of use
-    folder = choose_folder(here)
-    accelerator = make_accelerator(here, folder)
+    check_alone(config, why="the work is done at the service")
+    folder = choose_folder(config)
+    accelerator = make_accelerator(config, folder)
     connection: Connection | None = None
     try:
         connection = Connection(config.run.service_timeout)

@@ -1,0 +1,1 @@
+"""A run of klamp by verl's own program: `klamp train --backend verl`."""

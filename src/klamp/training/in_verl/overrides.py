@@ -1,0 +1,255 @@
+"""The arguments of `verl.trainer.main_ppo` that a run's configuration means; nothing of verl is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from klamp.config import KLConfig, LossConfig
+from klamp.config.loss import LOSS_TYPES
+from klamp.core.types import Reduction
+from klamp.hosts.verl.hydra import written
+from klamp.hosts.verl.overrides import ACTOR, overrides
+from klamp.tasks.base_model import base_model_folder
+from klamp.tasks.filler import builtin_model
+from klamp.tasks.named_models import NAMED_MODELS, named_model_folder
+from klamp.training.config import OptimConfig, TrainConfig
+from klamp.training.in_verl.layout import Layout
+from klamp.training.verl_refusals import OF_VERL
+
+PROGRAM = ("-m", "verl.trainer.main_ppo")
+"""What Python runs."""
+
+AVERAGES: Mapping[Reduction, str] = {
+    "token_mean": "token-mean",
+    "sequence_mean": "seq-mean-token-mean",
+    "fixed_length": "seq-mean-token-sum-norm",
+}
+"""klamp's average over tokens -> verl's loss_agg_mode of the same."""
+
+AS_IT_STANDS = "{% for message in messages %}{{ message.content }}{% endfor %}"
+"""A chat template that adds nothing: klamp's prompts are ready to be tokenized."""
+
+NO_DUAL_CLIP = 1e9
+"""verl's second bound of the ratio, where advantages are negative, out of reach: klamp's loss has none."""
+
+MODEL, ROLLOUT, REWARD = "actor_rollout_ref.model", "actor_rollout_ref.rollout", "reward.custom_reward_function"
+TOLD = "+ray_kwargs.ray_init.runtime_env.env_vars"
+
+AROUND = (
+    *("output_dir", "resume", "log_completions", "log_completions_every", "log_answers", "report_to", "stop_on"),
+    *("stall_timeout", "backend", "tokenizer", "sampler"),
+)
+"""Fields that klamp honours around verl; besides those of the task."""
+
+WITHOUT_MEANING = ("service_timeout",)
+"""Fields that speak of another backend."""
+
+
+def verl_overrides(config: TrainConfig, folder: Path) -> list[str]:
+    """The words behind `python -m verl.trainer.main_ppo`, each key once; the user's own come last, and win.
+
+    Args:
+        config: the run.
+        folder: of the run.
+
+    Raises:
+        ConfigError: a KL that verl has no place for.
+    """
+    layout = Layout(folder)
+    values = {
+        **_data(config, layout),
+        **_model(config, layout),
+        **_optimizer(config.optim, config.run.max_steps),
+        **_updates(config),
+        **_rollout(config),
+        **_reward(layout),
+        **_trainer(config, layout),
+    }
+    mine = [f"{key}={written(value)}" for key, value in values.items()]
+    return _once([*mine, *overrides(config.kl), *_loss(config), *config.run.verl_args])
+
+
+def command(config: TrainConfig, folder: Path, python: str) -> list[str]:
+    """The whole command, word for word.
+
+    Args:
+        config: the run.
+        folder: of the run.
+        python: the interpreter.
+    """
+    return [python, *PROGRAM, *verl_overrides(config, folder)]
+
+
+def model_path(config: TrainConfig) -> str:
+    """The folder or hub id of the model, as a process elsewhere finds it."""
+    name = config.model.model
+    if name == "builtin":
+        return str(base_model_folder(builtin_model(config.task.task)).absolute())
+    if name in NAMED_MODELS:
+        return str(named_model_folder(name).absolute())
+    return str(Path(name).absolute()) if Path(name).is_dir() else name
+
+
+def _data(config: TrainConfig, layout: Layout) -> dict[str, Any]:
+    rollout, run = config.rollout, config.run
+    return {
+        "data.train_files": str(layout.train),
+        "data.val_files": str(layout.held_out),
+        "data.train_batch_size": rollout.prompts_per_step,
+        "data.max_prompt_length": rollout.max_prompt_length,
+        "data.max_response_length": rollout.max_completion_length,
+        "data.shuffle": False,  # the rows are those of all steps, in klamp's order
+        "data.seed": run.seed,
+    }
+
+
+def _model(config: TrainConfig, layout: Layout) -> dict[str, Any]:
+    model, name = config.model, {"float32": "fp32", "bfloat16": "bf16"}[config.model.dtype]
+    alone = model.master_weights == "none" and not model.lora_r
+    computed = {"param_dtype": name, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+    adapter = {
+        f"{MODEL}.lora_rank": model.lora_r,
+        f"{MODEL}.lora_alpha": model.lora_alpha,
+        f"{MODEL}.target_modules": model.lora_target_modules
+        if model.lora_target_modules != ("all-linear",)
+        else "all-linear",
+        f"{ROLLOUT}.load_format": "safetensors",  # only the adapter travels to the engine
+    }
+    return {
+        f"{MODEL}.path": model_path(config),
+        f"{MODEL}.tokenizer_path": str(layout.tokenizer),
+        f"{MODEL}.custom_chat_template": AS_IT_STANDS,
+        f"{MODEL}.enable_gradient_checkpointing": model.gradient_checkpointing,
+        **(adapter if model.lora_r else {}),
+        f"{ACTOR}.fsdp_config.model_dtype": name if alone else "fp32",
+        f"+{ACTOR}.fsdp_config.mixed_precision": computed,
+        "+actor_rollout_ref.ref.fsdp_config.mixed_precision": computed,
+        f"{ACTOR}.fsdp_config.seed": config.run.seed,
+        f"{ROLLOUT}.dtype": model.dtype,
+    }
+
+
+def _optimizer(optim: OptimConfig, steps: int) -> dict[str, Any]:
+    """verl advances its schedule once a step, as klamp does, and its cosine and warm-up are those of klamp."""
+    return {
+        f"{ACTOR}.optim.lr": optim.learning_rate,
+        f"{ACTOR}.optim.lr_scheduler_type": optim.lr_scheduler_type,
+        f"{ACTOR}.optim.lr_warmup_steps": min(optim.warmup_steps, steps),
+        f"{ACTOR}.optim.weight_decay": optim.weight_decay,
+        f"{ACTOR}.optim.betas": (optim.adam_beta1, optim.adam_beta2),
+        f"{ACTOR}.optim.clip_grad": optim.max_grad_norm or float("inf"),
+    }
+
+
+def _updates(config: TrainConfig) -> dict[str, Any]:
+    """Every update takes the whole step, in parts; verl counts the mini-batch in prompts."""
+    part = part_size(config)
+    return {
+        f"{ACTOR}.ppo_mini_batch_size": config.rollout.prompts_per_step,
+        f"{ACTOR}.ppo_epochs": config.optim.num_iterations,
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu": part,
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": part,
+        f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": part,
+        f"{ACTOR}.shuffle": False,
+        f"{ACTOR}.data_loader_seed": config.run.seed,
+    }
+
+
+def part_size(config: TrainConfig) -> int:
+    """Completions that a GPU computes at once."""
+    run, parts = config.run, config.optim.gradient_accumulation_steps
+    return config.rollout.prompts_per_step * config.rollout.num_generations // (run.gpus * run.machines * parts)
+
+
+def _rollout(config: TrainConfig) -> dict[str, Any]:
+    rollout = config.rollout
+    return {
+        f"{ROLLOUT}.name": "vllm",
+        f"{ROLLOUT}.tensor_model_parallel_size": 1,
+        f"{ROLLOUT}.n": rollout.num_generations,
+        f"{ROLLOUT}.temperature": rollout.temperature,
+        f"{ROLLOUT}.top_p": rollout.top_p,
+        f"{ROLLOUT}.top_k": rollout.top_k or -1,
+        f"{ROLLOUT}.seed": config.run.seed,
+        f"{ROLLOUT}.calculate_log_probs": True,
+        f"{ROLLOUT}.val_kwargs.do_sample": False,
+        f"{ROLLOUT}.val_kwargs.temperature": 0,
+    }
+
+
+def _reward(layout: Layout) -> dict[str, Any]:
+    return {
+        f"{REWARD}.path": "pkg://klamp.training.in_verl.reward",
+        f"{REWARD}.name": "score",
+        f"+{REWARD}.reward_kwargs.task": str(layout.task),
+    }
+
+
+def _trainer(config: TrainConfig, layout: Layout) -> dict[str, Any]:
+    run = config.run
+    address = {} if run.ray_address is None else {"+ray_kwargs.ray_init.address": run.ray_address}
+    completions = {"trainer.rollout_data_dir": str(layout.rollouts)} if run.log_completions else {}
+    answers = {"trainer.validation_data_dir": str(layout.answers)} if run.log_answers else {}
+    return {
+        "critic.enable": False,
+        "trainer.total_epochs": 1,
+        "trainer.total_training_steps": run.max_steps,
+        "trainer.nnodes": run.machines,
+        "trainer.n_gpus_per_node": run.gpus,
+        "trainer.save_freq": run.save_every or run.max_steps,
+        "trainer.test_freq": run.eval_every or run.max_steps,
+        "trainer.val_before_train": not run.resume,
+        "trainer.max_actor_ckpt_to_keep": run.keep_checkpoints,
+        "trainer.resume_mode": "auto" if run.resume else "disable",
+        "trainer.default_local_dir": str(layout.checkpoints),
+        "trainer.logger": ("console", "file"),
+        "trainer.project_name": "klamp",
+        "trainer.experiment_name": layout.root.name,
+        **completions,
+        **answers,
+        **address,
+        f"{TOLD}.VERL_FILE_LOGGER_PATH": str(layout.metrics),
+        "hydra.run.dir": str(layout.hydra),
+    }
+
+
+def _loss(config: TrainConfig) -> list[str]:
+    loss, kl = config.loss, config.kl
+    reduction = LOSS_TYPES[loss.loss_type].reduction
+    fixed = {f"{ACTOR}.loss_scale_factor": config.rollout.max_completion_length} if reduction == "fixed_length" else {}
+    values = {
+        **_advantages(loss),
+        f"{ACTOR}.loss_agg_mode": AVERAGES[reduction],
+        **fixed,
+        f"{ACTOR}.clip_ratio_low": loss.epsilon,
+        f"{ACTOR}.clip_ratio_high": loss.clip_high,
+        f"{ACTOR}.clip_ratio_c": NO_DUAL_CLIP,
+        **({f"{ACTOR}.policy_loss.loss_mode": _mode(kl)} if loss.surrogate == "cispo" else {}),
+    }
+    return [f"{key}={written(value)}" for key, value in values.items()]
+
+
+def _advantages(loss: LossConfig) -> dict[str, Any]:
+    if loss.advantage_baseline == "leave_one_out":
+        return {"algorithm.adv_estimator": "rloo"}
+    return {"algorithm.adv_estimator": "grpo", "algorithm.norm_adv_by_std_in_grpo": loss.scale == "std"}
+
+
+def _mode(kl: KLConfig) -> str:
+    """verl's cispo, under klamp's name where a KL in the loss may need to know the mask."""
+    return "klamp:cispo" if kl.needs_reference and kl.kl_placement == "loss" else "cispo"
+
+
+def _once(words: Iterable[str]) -> list[str]:
+    """Each key at its last value; a key that is deleted (~KEY) stands as it was given."""
+    last: dict[str, str] = {}
+    for word in words:
+        key = word.partition("=")[0].lstrip("+")
+        last.pop(key, None)
+        last[key] = word
+    return list(last.values())
+
+
+__all__ = ["AROUND", "OF_VERL", "WITHOUT_MEANING", "command", "model_path", "part_size", "verl_overrides"]

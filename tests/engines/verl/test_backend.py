@@ -1,0 +1,336 @@
+"""Backend `verl` against verl itself: its configuration, its data set and tokenizing, its reward manager, its losses.
+
+No run is started: that takes vLLM, and a GPU or a plugin for the CPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import verl.trainer.ppo.core_algos as algorithms
+from omegaconf import DictConfig, OmegaConf
+from tests.engines.verl.actor import Step, actor_loss, gradient
+from tests.engines.verl.test_overrides import composed
+from tests.training.conftest import stored, tiny_llama
+from transformers import AutoTokenizer
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.reward import get_custom_reward_fn
+from verl.trainer.ppo.utils import create_rl_sampler, need_critic, need_reference_policy
+from verl.utils.config import omega_conf_to_dataclass, validate_config
+from verl.utils.dataset.rl_dataset import RLHFDataset
+from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
+from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
+from verl.utils.tracking import Tracking
+
+from klamp.cli.arguments import parse_train
+from klamp.cli.dry_run import plan_text
+from klamp.config import build_objective
+from klamp.core.advantages import group_advantages
+from klamp.core.objective import grpo_loss
+from klamp.tasks import load_task
+from klamp.training.config import TrainConfig
+from klamp.training.in_verl.data import write_data
+from klamp.training.in_verl.layout import Layout
+from klamp.training.in_verl.measurement import LogReader, metrics_of, scores_of
+from klamp.training.in_verl.overrides import AS_IT_STANDS, verl_overrides
+from klamp.training.models import load_tokenizer
+from klamp.training.order import examples_of_step
+from klamp.training.sampling import encode_prompts
+from klamp.training.setup import schedule_of
+from klamp.verl import effective
+
+pytestmark = pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
+
+SMALL: dict[str, Any] = {
+    "backend": "verl",
+    "prompts_per_step": 4,
+    "num_generations": 4,
+    "max_completion_length": 6,
+    "max_prompt_length": 40,
+    "max_steps": 5,
+    "train_size": 10,
+    "eval_size": 3,
+    "reward": "tests.training.rewards:digits",
+}
+MESSAGES = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+TEMPLATE = MESSAGES + "{% if add_generation_prompt %}=>{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return stored(tiny_llama(), tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What verl's data set caches goes with the test."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+
+
+@pytest.fixture
+def config_of(model: str) -> Callable[..., TrainConfig]:
+    return lambda **changes: TrainConfig.from_flat({"model": model, **SMALL, **changes})
+
+
+def in_verl(config: TrainConfig, folder: Path) -> DictConfig:
+    """What verl's `main_ppo` gets from the command."""
+    words = [word for word in verl_overrides(config, folder) if not word.startswith("hydra.")]
+    return composed(words, required=())
+
+
+CONFIGURATIONS: list[dict[str, Any]] = [
+    {},
+    {"beta": 0.0},
+    {"loss_type": "dapo", "advantage_baseline": "mean", "gpus": 2, "gradient_accumulation_steps": 2, "top_k": 3},
+    {"loss_type": "grpo", "advantage_baseline": "mean", "surrogate": "cispo", "machines": 2, "max_grad_norm": 0.0},
+    {"dtype": "bfloat16", "lora_r": 4, "lora_target_modules": ["q_proj", "v_proj"]},
+    {"dtype": "bfloat16", "master_weights": "none"},
+    {"kl_placement": "reward", "kl_estimator": "k1", "kl_horizon": "sequence", "target_kl": 0.1, "num_iterations": 2},
+    {"output_dir": "a folder, with {marks}='", "resume": True, "ray_address": "ray://head:10001", "log_answers": 0},
+    {"verl_args": ["trainer.save_freq=7", "+actor_rollout_ref.model.override_config.attn_implementation=sdpa"]},
+]
+
+
+@pytest.mark.parametrize("changes", CONFIGURATIONS, ids=str)
+def test_verl_composes_and_accepts_every_command(changes, config_of, tmp_path, monkeypatch) -> None:
+    """Hydra refuses keys that do not exist, data classes values of other kinds, `validate_config` the rest."""
+    config = config_of(**changes)
+    found = in_verl(config, tmp_path / (config.run.output_dir or "run"))
+    actor = omega_conf_to_dataclass(found.actor_rollout_ref.actor)
+    omega_conf_to_dataclass(found.actor_rollout_ref.rollout)
+    omega_conf_to_dataclass(found.algorithm)
+    monkeypatch.setitem(__import__("sys").modules, "verl.workers.rollout.vllm_rollout.utils", _Rank)
+    validate_config(found, use_reference_policy=need_reference_policy(found), use_critic=need_critic(found))
+    assert not need_critic(found)
+    assert need_reference_policy(found) == config.kl.needs_reference
+    assert actor.ppo_mini_batch_size == found.data.train_batch_size == config.rollout.prompts_per_step
+    assert math.isinf(actor.optim.clip_grad) == (config.optim.max_grad_norm == 0)
+    OmegaConf.to_container(found, resolve=True)
+
+
+class _Rank:
+    """verl's module for vLLM, which is not installed: the one function that `validate_config` asks of it."""
+
+    @staticmethod
+    def get_vllm_max_lora_rank(rank: int) -> int:
+        return rank
+
+
+def test_verls_program_takes_the_command_of_a_dry_run(model, tmp_path) -> None:
+    """Pasted into a shell as it was printed, with Hydra's own flag to print the configuration and start nothing."""
+    words = ["--backend", "verl", "--model", model, "--output_dir", str(tmp_path / "a run, of {mine}"), "--seed", "3"]
+    text = plan_text(parse_train([*words, "--kl_gradient", "forward", "--verl_args", "+new.key='a b'", "--dry_run"]))
+    line = text.partition("run verl\n")[2].replace("  python ", f"{shlex.quote(sys.executable)} ", 1) + " --cfg job"
+    done = subprocess.run(["bash", "-c", line], check=False, capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = OmegaConf.create(done.stdout)
+    assert found.data.train_files == str(Layout(tmp_path / "a run, of {mine}").train)
+    assert found.actor_rollout_ref.model.custom_chat_template == AS_IT_STANDS
+    assert found.actor_rollout_ref.actor.kl_loss_type == "klamp:kl_gradient=forward"
+    assert (found.data.seed, found.new.key) == (3, "a b")
+
+
+def test_values_land_where_they_should(config_of, tmp_path) -> None:
+    given = {"seed": 3, "learning_rate": 2e-5, "warmup_steps": 2, "temperature": 0.7, "adam_beta2": 0.95, "top_p": 0.9}
+    found = in_verl(config_of(**given, num_iterations=3, save_every=2, eval_every=0, keep_checkpoints=4), tmp_path)
+    layout, actor, rollout = Layout(tmp_path), found.actor_rollout_ref.actor, found.actor_rollout_ref.rollout
+    assert (found.data.train_files, found.data.val_files) == (str(layout.train), str(layout.held_out))
+    assert (actor.optim.lr, list(actor.optim.betas), actor.optim.lr_warmup_steps) == (2e-5, [0.9, 0.95], 2)
+    assert (actor.ppo_epochs, actor.ppo_micro_batch_size_per_gpu) == (3, 16)
+    assert (rollout.n, rollout.temperature, rollout.top_p, rollout.top_k, rollout.seed) == (4, 0.7, 0.9, -1, 3)
+    assert (rollout.prompt_length, rollout.response_length, rollout.dtype) == (40, 6, "float32")
+    assert (rollout.val_kwargs.temperature, rollout.val_kwargs.do_sample) == (0, False)
+    assert (found.trainer.total_training_steps, found.trainer.save_freq, found.trainer.test_freq) == (5, 2, 5)
+    assert found.trainer.max_actor_ckpt_to_keep == 4 and found.trainer.resume_mode == "disable"
+    assert found.trainer.default_local_dir == str(layout.checkpoints)
+    variables = found.ray_kwargs.ray_init.runtime_env.env_vars
+    assert variables.VERL_FILE_LOGGER_PATH == str(layout.metrics)
+    assert variables.VERL_USE_EXTERNAL_MODULES == "klamp.verl.registered"
+    assert found.actor_rollout_ref.model.custom_chat_template == AS_IT_STANDS
+    assert not effective(found).notes
+
+
+def test_the_users_own_arguments_win(config_of, tmp_path) -> None:
+    found = in_verl(config_of(verl_args=["actor_rollout_ref.rollout.name=sglang", "+new.key=1"]), tmp_path)
+    assert found.actor_rollout_ref.rollout.name == "sglang" and found.new.key == 1
+
+
+LOSSES = [
+    {"loss_type": "dr_grpo"},
+    {"loss_type": "dapo", "advantage_baseline": "mean", "epsilon": 0.05, "epsilon_high": 0.1},
+    {"loss_type": "grpo", "advantage_baseline": "mean"},
+    {"loss_type": "dapo", "advantage_baseline": "mean", "surrogate": "cispo", "epsilon": 1.0, "epsilon_high": 0.05},
+    {"loss_type": "dr_grpo", "beta": 0.3, "kl_horizon": "sequence", "surrogate": "cispo"},
+]
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("changes", LOSSES, ids=str)
+def test_the_loss_is_klamps(changes, config_of, tmp_path) -> None:
+    """Average, bounds of the ratio, KL: verl's whole actor loss under the translated configuration."""
+    config = config_of(**changes)
+    actor, step = omega_conf_to_dataclass(in_verl(config, tmp_path).actor_rollout_ref.actor), Step.random(seed=1)
+    names = ("loss_agg_mode", "loss_scale_factor", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "use_kl_loss")
+    options = {name: getattr(actor, name) for name in (*names, "kl_loss_coef", "kl_loss_type")}
+    found, _ = actor_loss(step, loss_mode=actor.policy_loss.loss_mode, **options)
+    expected = grpo_loss(step.batch(), build_objective(config.kl, config.loss, max_length=6)).loss
+    assert abs(found.item() - expected.item()) < 1e-9
+    assert (gradient(found, step) - gradient(expected, step)).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"loss_type": "dr_grpo"},
+        {"loss_type": "dr_grpo", "advantage_baseline": "mean"},
+        {"loss_type": "dapo", "advantage_baseline": "mean"},
+    ],
+    ids=str,
+)
+def test_advantages_are_klamps(changes, config_of, tmp_path) -> None:
+    config = config_of(**changes)
+    settings = in_verl(config, tmp_path).algorithm
+    rewards = torch.tensor([1.0, 0, 0, 0, 0.5, 0.25, 1, 0], dtype=torch.float64)
+    mask = torch.ones(8, 1, dtype=torch.float64)
+    estimator = algorithms.get_adv_estimator_fn(settings.adv_estimator)
+    own = {"norm_adv_by_std_in_grpo": settings.norm_adv_by_std_in_grpo} if settings.adv_estimator == "grpo" else {}
+    found, _ = estimator(rewards[:, None].clone(), mask, index=np.array([0] * 4 + [1] * 4), **own)
+    expected = group_advantages(rewards, 4, scale=config.loss.scale, baseline=config.loss.advantage_baseline)
+    assert (found[:, 0] - expected).abs().max() < 1e-3, "verl adds 1e-6 to the standard deviation, klamp 1e-4"
+
+
+@pytest.mark.parametrize("kind", ["constant", "cosine"])
+@pytest.mark.parametrize("warmup", [0, 2])
+def test_the_schedule_is_klamps(kind, warmup, config_of, tmp_path) -> None:
+    config = config_of(lr_scheduler_type=kind, warmup_steps=warmup, max_steps=7)
+    optim = omega_conf_to_dataclass(in_verl(config, tmp_path).actor_rollout_ref.actor.optim)
+    weights = [torch.nn.Parameter(torch.zeros(1))]
+    theirs, ours = (torch.optim.SGD(weights, lr=optim.lr) for _ in range(2))
+    if optim.lr_scheduler_type == "constant":
+        schedule = get_constant_schedule_with_warmup(theirs, num_warmup_steps=optim.lr_warmup_steps)
+    else:
+        schedule = get_cosine_schedule_with_warmup(
+            theirs,
+            num_warmup_steps=optim.lr_warmup_steps,
+            num_training_steps=config.run.max_steps,
+            min_lr_ratio=optim.min_lr_ratio,
+            num_cycles=optim.num_cycles,
+            zero_indexed_step=optim.zero_indexed_step,
+        )
+    own = schedule_of(ours, config)
+    for _ in range(config.run.max_steps):
+        assert schedule.get_last_lr() == pytest.approx(own.get_last_lr(), abs=1e-12)
+        theirs.step(), ours.step(), schedule.step(), own.step()
+
+
+def written(config: TrainConfig, folder: Path) -> tuple[Any, Any]:
+    """(task, tokenizer) of a run whose files are written."""
+    tokenizer = load_tokenizer(config.model.tokenizer or config.model.model)
+    task = load_task(config.task, tokenizer)
+    write_data(config, task, tokenizer, Layout(folder))
+    return task, tokenizer
+
+
+def as_verl_tokenizes(config: TrainConfig, folder: Path) -> tuple[list[list[int]], Any, Any]:
+    """Token ids of the training prompts as verl's data set and agent loop make them; the data set; its settings."""
+    found = in_verl(config, folder)
+    tokenizer = omega_conf_to_dataclass(found.actor_rollout_ref.model).tokenizer
+    rows = RLHFDataset([found.data.train_files], tokenizer, found.data)
+    builder = create_continuous_token_builder(tokenizer, hf_model_type="llama")
+    ids = [builder.build_initial_tokens(list(rows[i]["raw_prompt"])) for i in create_rl_sampler(found.data, rows)]
+    return ids, rows, found
+
+
+def check_ids(config: TrainConfig, folder: Path) -> Any:
+    task, tokenizer = written(config, folder)
+    found, _, _ = as_verl_tokenizes(config, folder)
+    size, steps = config.rollout.prompts_per_step, config.run.max_steps
+    order = [i for step in range(steps) for i in examples_of_step(step, len(task.train), size=size, seed=0)]
+    ids, mask = encode_prompts([task.train[i].prompt for i in order], tokenizer, torch.device("cpu"))
+    assert found == [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
+    return task
+
+
+def test_prompts_have_the_tokens_and_the_order_of_klamps_own_loop(config_of, tmp_path) -> None:
+    check_ids(config_of(), tmp_path)
+
+
+def test_a_chat_template_is_applied_once(model, config_of, tmp_path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["<user>", "<system>", "=>", "\n"])
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{i}+{i}=", "answer": "x"}) + "\n" for i in range(12)))
+    given = {"task": str(data), "reward": "exact_match", "system_prompt": "1+1", "eval_size": 2, "train_size": 0}
+    task = check_ids(config_of(**given, tokenizer=str(tmp_path / "tokenizer")), tmp_path / "run")
+    assert task.train[0].prompt.startswith("<system>1+1\n<user>") and task.train[0].prompt.endswith("=>")
+
+
+def test_verl_scores_with_the_task(config_of, tmp_path) -> None:
+    """The function that verl's reward managers load and call, on rows of verl's data set."""
+    config = config_of()
+    task, _ = written(config, tmp_path)
+    _, rows, found = as_verl_tokenizes(config, tmp_path)
+    score = get_custom_reward_fn(found)
+    assert score is not None
+    order = examples_of_step(0, len(task.train), size=4, seed=0)
+    for i, text in enumerate(("12", "x1", "")):
+        row = rows[i]
+        told, truth = {**row["extra_info"], "num_turns": 2}, row["reward_model"]["ground_truth"]
+        reward = score(data_source=row["data_source"], solution_str=text, ground_truth=truth, extra_info=told)
+        assert reward == task.score(task.train[order[i]], text)
+
+
+def test_what_verl_logs_is_read_back(config_of, tmp_path, monkeypatch) -> None:
+    """verl's own names for scores, and its own file."""
+    config, layout = config_of(), Layout(tmp_path)
+    layout.metrics.parent.mkdir(parents=True)
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(layout.metrics))
+    rated = {"acc": [1.0, 0.0, 0.25, 0.75], "reward": [1.0, 0.0, 0.25, 0.75]}
+    skills, prompts = np.array(["addition", "addition", "sorting 2", "sorting 2"]), ["a", "b", "c", "d"]
+    scores = RayPPOTrainer._val_metrics_update(None, skills, prompts, rated, [np.array([2, 2, 2, 2])])
+    reader, logger = LogReader(layout.metrics), Tracking("klamp", "run", ["file"])
+    logger.log(scores, step=0)
+    (first,) = reader.new()
+    assert scores_of(first, ["addition", "sorting 2", "another"]) == {"addition": 0.5, "sorting 2": 0.5}
+    assert metrics_of(first, config) == {}
+    logger.log({"critic/score/mean": np.float32(0.5), "actor/grad_norm": float("nan"), "val-core/x": 1}, step=1)
+    (second,) = reader.new()
+    found = metrics_of(second, config)
+    assert found["reward"] == 0.5 and math.isnan(found["train/grad_norm"])
+    logger.finish()
+
+
+def test_every_field_of_the_translation_is_a_key_of_verls(config_of, tmp_path) -> None:
+    """Without its + an override names a key that verl has: none of klamp's is a new one by mistake."""
+    words = verl_overrides(config_of(lora_r=2, ray_address="auto"), tmp_path)
+    new = {word.partition("=")[0] for word in words if word.startswith("+")}
+    assert new == {
+        "+actor_rollout_ref.actor.fsdp_config.mixed_precision",
+        "+actor_rollout_ref.ref.fsdp_config.mixed_precision",
+        "+reward.custom_reward_function.reward_kwargs.task",
+        "+ray_kwargs.ray_init.address",
+        "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH",
+        "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES",
+    }
+    fields = {field.name for field in dataclasses.fields(verl_engine())}
+    assert "mixed_precision" in fields, "a field of the data class that the YAML file leaves out"
+
+
+def verl_engine() -> type:
+    from verl.workers.config import FSDPEngineConfig
+
+    return FSDPEngineConfig

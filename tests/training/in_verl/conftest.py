@@ -1,0 +1,50 @@
+"""Runs by a stand-in for verl's program: a second each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.training.conftest import TINY
+
+from klamp.training.config import TrainConfig
+from klamp.training.in_verl import overrides, train
+
+STAND_IN = Path(__file__).with_name("stand_in.py")
+
+QUICK: dict[str, Any] = {
+    **{name: value for name, value in TINY.items() if name != "cpu"},
+    "backend": "verl",
+    "max_prompt_length": 20,
+}
+
+
+def missing(name: str) -> str:
+    """Stands in the place of `metadata.version` where a library is not installed."""
+    raise PackageNotFoundError(name)
+
+
+@pytest.fixture
+def quick(llama: str, tmp_path: Path) -> Callable[..., TrainConfig]:
+    """The configuration of such a run in tmp_path/run, with some values changed."""
+
+    def make(**changes: Any) -> TrainConfig:
+        return TrainConfig.from_flat({"model": llama, "output_dir": str(tmp_path / "run"), **QUICK, **changes})
+
+    return make
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Puts the stand-in in verl's place; called with what it is to do."""
+
+    def install(**told: Any) -> None:
+        monkeypatch.setenv("STAND_IN", json.dumps(told))
+        monkeypatch.setattr(overrides, "PROGRAM", (str(STAND_IN),))
+        monkeypatch.setattr(train, "check_version", lambda: "a stand-in")
+
+    return install

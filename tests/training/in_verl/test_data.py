@@ -1,0 +1,86 @@
+"""The files that verl reads hold klamp's prompts, ready to be tokenized, in klamp's order."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from pyarrow import parquet
+
+from klamp.errors import DataError
+from klamp.tasks import load_task
+from klamp.tasks.base import Example, Task
+from klamp.tasks.config import TaskConfig
+from klamp.training.in_verl.data import answered, digest, held_out_rows, opening, training_rows, write_data
+from klamp.training.in_verl.layout import Layout
+from klamp.training.models import load_tokenizer
+from klamp.training.trainer import Trainer
+
+
+def test_a_step_holds_the_prompts_of_klamps_own_loop(quick, context_of):
+    trainer = Trainer(context_of(max_steps=5), [])
+    rows = list(training_rows(quick(max_steps=5), trainer.context.task))
+    assert len(rows) == 5 * 3
+    for step in range(5):
+        part = rows[3 * step : 3 * step + 3]
+        assert [row["prompt"] for row in part] == [
+            [{"role": "user", "content": example.prompt}] for example in trainer.prompts(step)
+        ]
+        assert [row["reward_model"]["ground_truth"] for row in part] == [e.answer for e in trainer.prompts(step)]
+
+
+def test_held_out_prompts_of_every_skill_that_is_answered():
+    examples = {skill: [Example(prompt=f"{skill}{i}", skill=skill) for i in range(2)] for skill in ("a", "b", "c")}
+    task = Task(
+        name="t", train=examples["a"], evaluation=examples, rl_skill="a", score=lambda *_: 0.0, read=frozenset({"b"})
+    )
+    assert answered(task) == ["a", "c"]
+    rows = list(held_out_rows(task))
+    assert [(row["data_source"], row["extra_info"]["index"]) for row in rows] == [
+        ("a", 0),
+        ("a", 1),
+        ("c", 0),
+        ("c", 1),
+    ]
+    assert {row["extra_info"]["where"] for row in rows} == {"a", "c"}
+
+
+def test_the_files(quick, tmp_path):
+    config, layout = quick(), Layout(tmp_path)
+    tokenizer = load_tokenizer(config.model.model)
+    task = load_task(config.task, tokenizer)
+    write_data(config, task, tokenizer, layout)
+    assert parquet.read_table(layout.train).to_pylist() == list(training_rows(config, task))
+    assert parquet.read_table(layout.held_out).to_pylist() == list(held_out_rows(task))
+    told = json.loads(layout.task.read_text())
+    assert TaskConfig(**told["task"]) == config.task
+    assert load_tokenizer(told["tokenizer"]).get_vocab() == tokenizer.get_vocab()
+
+
+def test_data_files_are_found_from_everywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("rows.jsonl", "held-out.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    told = opening(TaskConfig(task="rows.jsonl", eval_split="held-out.jsonl"), Layout(tmp_path / "run"))
+    assert told["task"]["task"] == str(tmp_path / "rows.jsonl")
+    assert told["task"]["eval_split"] == str(tmp_path / "held-out.jsonl")
+    assert told["folder"] == str(tmp_path)
+    assert opening(TaskConfig(), Layout(tmp_path))["task"]["task"] == "arithmetic"
+
+
+def test_a_prompt_without_room_is_refused_and_one_that_just_fits_is_not(quick, tmp_path):
+    config = quick(eval_size=1)
+    tokenizer = load_tokenizer(config.model.model)
+    task = load_task(config.task, tokenizer)
+    shown = [*task.train, *(e for rows in task.evaluation.values() for e in rows)]
+    longest = max(len(tokenizer(e.prompt, add_special_tokens=False)["input_ids"]) for e in shown)
+    write_data(quick(eval_size=1, max_prompt_length=longest), task, tokenizer, Layout(tmp_path / "a"))
+    with pytest.raises(DataError, match="longer than max_prompt_length") as caught:
+        write_data(quick(eval_size=1, max_prompt_length=longest - 1), task, tokenizer, Layout(tmp_path / "b"))
+    assert f"max_prompt_length to {longest}" in str(caught.value)
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_digest_tells_prompts_and_answers_apart():
+    pairs = [("a", "b"), ("a", "c"), ("ab", ""), ("", "ab")]
+    assert len({digest(Example(prompt=prompt, answer=answer)) for prompt, answer in pairs}) == 4

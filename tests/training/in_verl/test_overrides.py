@@ -1,0 +1,216 @@
+"""Every field of a run's configuration is an argument of verl, is honoured around it, or is refused.
+
+That verl knows these arguments, and what they do there, is tested in tests/engines/verl/test_backend.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from klamp.config import KLConfig
+from klamp.errors import ConfigError
+from klamp.hosts.verl.names import CONTROLLER_FIELDS, TERM_FIELDS
+from klamp.hosts.verl.overrides import overrides
+from klamp.tasks.config import TaskConfig
+from klamp.training.config import TrainConfig
+from klamp.training.in_verl import overrides as module
+from klamp.training.in_verl.overrides import AROUND, WITHOUT_MEANING, command, model_path, verl_overrides
+
+FOLDER = Path("runs/one")
+K1 = {"kl_estimator": "k1", "kl_horizon": "sequence"}
+IN_THE_REWARD = {"kl_placement": "reward", **K1, "target_kl": 0.1}
+
+# A value of each field that is translated, other than its default, with the fields that it needs.
+TRANSLATED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "beta": (0.3, {}),
+    "kl_monitor": (True, {"beta": 0.0}),
+    "kl_estimator": ("k2", {}),
+    "kl_gradient": ("forward", {}),
+    "kl_horizon": ("sequence", {"kl_estimator": "k1"}),
+    "kl_off_policy": ("token", {}),
+    "kl_max_weight": (3.0, {"kl_off_policy": "token"}),
+    "kl_max_log_ratio": (2.0, {}),
+    "kl_placement": ("reward", K1),
+    "target_kl": (0.2, {"kl_placement": "reward", **K1}),
+    "kl_controller": ("proportional", IN_THE_REWARD),
+    "kl_controller_gain": (0.5, IN_THE_REWARD | {"kl_controller": "hold"}),
+    "kl_controller_lead": (3.0, IN_THE_REWARD | {"kl_controller": "hold"}),
+    "kl_controller_factors": ((2.0, 0.5, 1.5, 0.5), IN_THE_REWARD | {"kl_controller": "step"}),
+    "kl_controller_horizon": (40, IN_THE_REWARD | {"kl_controller": "proportional"}),
+    "kl_controller_clip": (0.5, IN_THE_REWARD | {"kl_controller": "proportional"}),
+    "kl_controller_lr": (0.5, IN_THE_REWARD | {"kl_controller": "dual"}),
+    "kl_controller_gains": ((0.5, 0.2, 0.0), IN_THE_REWARD | {"kl_controller": "pid"}),
+    "beta_min": (0.001, IN_THE_REWARD),
+    "beta_max": (0.5, IN_THE_REWARD),
+    "loss_type": ("dapo", {"advantage_baseline": "mean"}),
+    "surrogate": ("cispo", {}),
+    "epsilon": (0.1, {}),
+    "epsilon_high": (0.28, {}),
+    "scale_rewards": ("std", {"advantage_baseline": "mean"}),
+    "advantage_baseline": ("mean", {}),
+    "model": ("there/another", {}),
+    "dtype": ("bfloat16", {}),
+    "master_weights": ("none", {"dtype": "bfloat16"}),
+    "lora_r": (4, {}),
+    "lora_alpha": (8, {"lora_r": 4}),
+    "lora_target_modules": (("q_proj",), {"lora_r": 4}),
+    "gradient_checkpointing": (True, {}),
+    "prompts_per_step": (4, {}),
+    "num_generations": (4, {}),
+    "max_completion_length": (5, {}),
+    "max_prompt_length": (100, {}),
+    "temperature": (0.7, {}),
+    "top_p": (0.9, {}),
+    "top_k": (3, {}),
+    "learning_rate": (1e-3, {}),
+    "lr_scheduler_type": ("constant", {}),
+    "warmup_steps": (3, {}),
+    "weight_decay": (0.1, {}),
+    "adam_beta1": (0.8, {}),
+    "adam_beta2": (0.95, {}),
+    "max_grad_norm": (0.5, {}),
+    "num_iterations": (2, {}),
+    "gradient_accumulation_steps": (4, {}),
+    "max_steps": (7, {}),
+    "seed": (1, {}),
+    "eval_every": (3, {}),
+    "save_every": (3, {}),
+    "keep_checkpoints": (3, {}),
+    "resume": (True, {"output_dir": "somewhere"}),
+    "log_completions": (0, {}),
+    "log_answers": (0, {}),
+    "gpus": (2, {}),
+    "machines": (2, {}),
+    "ray_address": ("auto", {}),
+    "verl_args": (("trainer.save_freq=3",), {}),
+}
+
+# A value of each field that is refused, with the fields that it needs.
+REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "kl_clip_method": ("hard", {}),
+    "kl_clip_threshold": (0.1, {"kl_clip_method": "hard"}),
+    "kl_clip_temperature": (2.0, {"kl_clip_method": "soft"}),
+    "use_per_token_kl_threshold": (False, {"kl_clip_method": "hard"}),
+    "kl_reference_length": (10, {"kl_clip_method": "hard", "use_per_token_kl_threshold": False}),
+    "kl_normalizer": ("token_mean", {}),
+    "kl_clip_level": ("group", {"kl_clip_method": "hard"}),
+    "kl_exclude_tokens": (("x",), {}),
+    "kl_exclude_prefix": (2, {}),
+    "kl_exclude_between": (("<a>", "</a>"), {}),
+    "kl_schedule": ("linear", {}),
+    "kl_schedule_end": (0.5, {"kl_schedule": "linear"}),
+    "kl_warmup_steps": (2, {}),
+    "kl_lr_guard": (0.1, {}),
+    "kl_early_stop": (0.1, {"num_iterations": 2}),
+    "reference": ("ema", {}),
+    "reference_decay": (0.9, {"reference": "ema"}),
+    "reference_reset_steps": (3, {"reference": "periodic"}),
+    "reference_url": ("http://there:8000", {"reference": "remote"}),
+    "reference_device": ("cpu", {}),
+    "reference_dtype": ("bfloat16", {}),
+    "reference_share": (0.5, {}),
+    "ref_model": ("another", {}),
+    "mask_truncated_completions": (True, {}),
+    "sampler_url": ("http://there:8000", {}),
+    "exact_kl_completions": (2, {}),
+    "cpu": (True, {}),
+}
+
+
+def told(**changes: Any) -> list[str]:
+    return verl_overrides(TrainConfig.from_flat({"backend": "verl", **changes}), FOLDER)
+
+
+def values(words: list[str]) -> dict[str, str]:
+    return dict(word.lstrip("+").split("=", 1) for word in words)
+
+
+def test_every_field_is_in_one_of_the_lists():
+    both = {"resume", "log_completions", "log_answers"}  # an argument of verl, and more around it
+    lists = [set(TRANSLATED), set(REFUSED), set(AROUND) - both, names_of(TaskConfig), set(WITHOUT_MEANING)]
+    every = set(TrainConfig().flat())
+    assert every == set().union(*lists)
+    assert sum(map(len, lists)) == len(every), "no field is in two of them"
+
+
+def names_of(cls: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(cls)}
+
+
+@pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
+@pytest.mark.parametrize("field", TRANSLATED)
+def test_another_value_is_another_argument(field: str):
+    value, needed = TRANSLATED[field]
+    assert told(**needed, **{field: value}) != told(**needed)
+
+
+@pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
+@pytest.mark.parametrize("field", REFUSED)
+def test_what_cannot_be_honoured_is_refused(field: str):
+    value, needed = REFUSED[field]
+    with pytest.raises(ConfigError, match="verl") as caught:
+        told(**needed, **{field: value})
+    assert caught.value.fix
+
+
+def test_the_fields_of_a_name_are_all_tried():
+    assert {*TERM_FIELDS, *CONTROLLER_FIELDS} <= set(TRANSLATED)
+
+
+def test_the_kl_is_that_of_the_host_word_for_word():
+    kl = KLConfig(beta=0.3, kl_gradient="forward")
+    assert set(overrides(kl)) <= set(told(beta=0.3, kl_gradient="forward"))
+    assert "kl_loss_coef" not in inspect.getsource(module), "the KL is translated in one place"
+
+
+def test_each_key_stands_once_and_the_users_own_come_last():
+    words = told(
+        verl_args=["trainer.logger=[console]", "actor_rollout_ref.actor.clip_ratio_c=3", "+a.b=1", "~data.seed"]
+    )
+    keys = [word.partition("=")[0] for word in words]
+    assert len(keys) == len(set(keys))
+    assert words[-4:] == ["trainer.logger=[console]", "actor_rollout_ref.actor.clip_ratio_c=3", "+a.b=1", "~data.seed"]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [("dr_grpo", "seq-mean-token-sum-norm"), ("grpo", "seq-mean-token-mean"), ("dapo", "token-mean")],
+)
+def test_loss_types_are_those_of_the_same_average(ours: str, theirs: str):
+    found = values(told(loss_type=ours, advantage_baseline="mean", max_completion_length=9))
+    assert found["actor_rollout_ref.actor.loss_agg_mode"] == theirs
+    assert found.get("actor_rollout_ref.actor.loss_scale_factor") == ("9" if ours == "dr_grpo" else None)
+
+
+def test_parts_are_shared_by_all_gpus():
+    found = values(told(gpus=2, machines=2, gradient_accumulation_steps=4))
+    assert found["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"] == "16"
+    assert (found["trainer.n_gpus_per_node"], found["trainer.nnodes"]) == ("2", "2")
+
+
+def test_what_is_done_only_at_the_end_is_done_at_the_last_step():
+    found = values(told(max_steps=9, save_every=0, eval_every=0))
+    assert found["trainer.save_freq"] == found["trainer.test_freq"] == found["trainer.total_training_steps"] == "9"
+    assert values(told(max_steps=2, warmup_steps=5))["actor_rollout_ref.actor.optim.lr_warmup_steps"] == "2"
+
+
+def test_a_model_is_found_from_everywhere(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    def path(name: str) -> str:
+        return model_path(TrainConfig.from_flat({"backend": "verl", "model": name}))
+
+    assert path("mine") == str(tmp_path / "mine")
+    assert path("Qwen/Qwen3-8B") == "Qwen/Qwen3-8B"
+    assert Path(path("builtin")).is_absolute() and Path(path("smollm2")).name.startswith("smollm2")
+
+
+def test_the_command_runs_verls_program():
+    config = TrainConfig.from_flat({"backend": "verl"})
+    assert command(config, FOLDER, "python")[:3] == ["python", "-m", "verl.trainer.main_ppo"]

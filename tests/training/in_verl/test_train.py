@@ -1,0 +1,192 @@
+"""A whole run by a stand-in for verl's program leaves what any run leaves, and ends cleanly however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from tests.training.in_verl.conftest import missing
+
+from klamp.errors import ConfigError, DataError, MissingLibrary, RunFolderError, TrainerFailed, TrainingStopped
+from klamp.records import read_record
+from klamp.training.folders import lines_of
+from klamp.training.in_verl.process import members
+from klamp.training.in_verl.train import prepare, train_run
+from klamp.training.observers import Observer
+
+
+class Told(Observer):
+    """Notes what a run tells."""
+
+    def __init__(self) -> None:
+        self.notes: list[tuple] = []
+
+    def on_start(self, info):
+        self.notes.append(("start", info.start_step, info.reference, info.processes))
+
+    def on_step(self, step, metrics):
+        self.notes.append(("step", step))
+
+    def on_evaluation(self, step, scores):
+        self.notes.append(("evaluation", step))
+
+    def on_checkpoint(self, step, folder):
+        self.notes.append(("checkpoint", step, Path(folder).name))
+
+    def on_warning(self, text):
+        self.notes.append(("warning", text))
+
+    def close(self):
+        self.notes.append(("close",))
+
+
+def test_a_run_leaves_what_any_run_leaves(quick, stand_in, tmp_path):
+    stand_in(score=True)
+    told, config = Told(), quick(log_completions_every=2)
+    summary = train_run(config, [told])
+    folder = tmp_path / "run"
+    assert told.notes[:2] == [("start", 0, "a frozen copy, in verl", 1), ("evaluation", 0)]
+    assert told.notes[-1] == ("close",)
+    steps = [note for note in told.notes if note[0] in ("step", "evaluation")]
+    assert [note[:2] for note in steps[1:]] == [
+        ("step", 1),
+        ("step", 2),
+        ("evaluation", 2),
+        ("step", 3),
+        ("step", 4),
+        ("evaluation", 4),
+    ]
+    assert ("checkpoint", 4, "global_step_4") in told.notes
+    rows = lines_of(folder / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 2, 3, 4, 4]
+    second = rows[2]
+    assert second["reward"] == 0.25 and second["beta"] == 0.01
+    assert second["kl/k3"] == pytest.approx(0.03 * 6 / 4), "from a sum over 6 to the mean over 4 tokens"
+    assert second["speed/tokens_per_second"] == 12 * 4 / 2
+    assert summary.steps == 4 and summary.final_metrics["kl/k3"] == rows[5]["kl/k3"]
+    assert set(summary.before) == set(summary.after) == {name[5:] for name in rows[0] if name.startswith("eval/")}
+    written = json.loads((folder / "summary.json").read_text())
+    assert written["before"] == dict(summary.before)
+    assert not [note for note in told.notes if note[0] == "warning"]
+    assert sorted(path.name for path in (folder / "verl" / "rollouts").iterdir()) == ["1.jsonl", "2.jsonl", "4.jsonl"]
+    assert (folder / "log.txt").read_text().splitlines()[0] == "step 1"
+    history = read_record(folder)
+    assert [row.metrics["reward"] for row in history.rows] == [0.25] * 4
+    assert read_record(folder / "verl" / "metrics.jsonl").source == "verl file log"
+
+
+def test_a_run_goes_on_from_verls_newest_checkpoint(quick, stand_in, tmp_path):
+    stand_in(fail=4)
+    with pytest.raises(TrainerFailed, match="verl ended after step 3 of 4") as caught:
+        train_run(quick())
+    assert "RuntimeError: an engine died" in str(caught.value) and "exit code 3" in str(caught.value)
+    assert "global_step_2" in str(caught.value)
+    stand_in()
+    told = Told()
+    summary = train_run(quick(resume=True), [told])
+    assert told.notes[0][:2] == ("start", 2)
+    assert [note for note in told.notes if note[0] == "step"] == [("step", 3), ("step", 4)]
+    rows = lines_of(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows if "reward" in row] == [1, 2, 3, 4]
+    assert set(summary.before.values()) == {0.0} and set(summary.after.values()) == {0.4}
+
+
+def test_there_has_to_be_a_checkpoint_to_go_on_from(quick, stand_in):
+    stand_in(fail=1)
+    with pytest.raises(TrainerFailed):
+        train_run(quick())
+    with pytest.raises(RunFolderError, match="no checkpoint"):
+        train_run(quick(resume=True))
+
+
+def helper_of(folder: Path) -> int:
+    found = re.search(r"helper (\d+)", (folder / "log.txt").read_text())
+    assert found is not None
+    return int(found[1])
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr("klamp.training.in_verl.process.GRACE", 0.3)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_trainer_that_stops_answering_is_ended_with_all_its_processes(quick, stand_in, tmp_path):
+    stand_in(hang=2)
+    with pytest.raises(TrainerFailed, match="no step for too long") as caught:
+        train_run(quick(stall_timeout=10.0))
+    assert "step 2" in str(caught.value), "the end of the log"
+    assert not is_running(helper_of(tmp_path / "run"))
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_all_processes_and_names_the_checkpoint(number, quick, stand_in, tmp_path):
+    stand_in(hang=3)
+    log = tmp_path / "run" / "log.txt"
+
+    def interrupt() -> None:
+        until = time.monotonic() + 60
+        while time.monotonic() < until and not (log.exists() and "helper" in log.read_text()):
+            time.sleep(0.05)
+        os.kill(os.getpid(), number)
+
+    waiting = threading.Thread(target=interrupt)
+    waiting.start()
+    with pytest.raises(TrainingStopped, match="after step 2 of 4") as caught:
+        train_run(quick())
+    waiting.join()
+    assert isinstance(caught.value.__cause__, KeyboardInterrupt)
+    assert "global_step_2" in str(caught.value) and "--resume" in str(caught.value)
+    assert not is_running(helper_of(tmp_path / "run"))
+
+
+def test_an_alarm_of_stop_on_ends_the_run(quick, stand_in):
+    stand_in(offset=0.5, seconds=0.3)
+    with pytest.raises(TrainingStopped, match="by the alarm step-zero-kl"):
+        train_run(quick(stop_on=["step-zero-kl"], max_steps=50))
+
+
+def test_verl_has_to_be_there(quick, monkeypatch, tmp_path):
+    monkeypatch.setattr("klamp.hosts.common.versions.metadata.version", missing)
+    with pytest.raises(MissingLibrary, match="not installed here") as caught:
+        train_run(quick())
+    assert "scripts/environment.sh verl" in caught.value.fix
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_launcher_with_several_processes_is_refused(quick, stand_in, monkeypatch):
+    stand_in()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="runs in one process"):
+        train_run(quick())
+
+
+def test_bad_input_is_refused_before_any_work(quick, stand_in, tmp_path):
+    stand_in()
+    with pytest.raises(DataError, match="longer than max_prompt_length"):
+        train_run(quick(max_prompt_length=1))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_files_of_a_run_that_is_started_by_hand(quick, tmp_path):
+    assert prepare(quick()) == tmp_path / "run"
+    names = {path.name for path in (tmp_path / "run" / "verl").iterdir()}
+    assert names == {"train.parquet", "held-out.parquet", "task.json", "tokenizer"}
+
+
+def test_members_are_those_of_a_session():
+    assert os.getpid() in members(os.getsid(0))
