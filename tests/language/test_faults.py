@@ -27,7 +27,7 @@ RUN: dict[str, Any] = {
     "reward": "",
     "train_size": 0,
     "lora_r": 16,
-    "beta": 0.15,
+    "beta": 0.05,
     "learning_rate": 5e-4,
     "warmup_steps": 3,
     "lr_scheduler_type": "constant",

@@ -35,7 +35,7 @@ BASE: Mapping[str, Any] = {
 }
 """What all arms share: the settings of examples/describe.yaml."""
 
-RIGHT = 0.15
+RIGHT = 0.05
 """The price of that example, in reward per nat of a completion."""
 
 KL_PROMPTS = 16
@@ -52,7 +52,7 @@ def language_plan(*, seeds: Sequence[int] = (0, 1, 2), base: Mapping[str, Any] |
         seeds: that every arm is run with.
         base: fields to set otherwise than `BASE`, in all arms that do not set them themselves.
     """
-    priced = tuple(Arm(name=f"beta {beta:g}", values={"beta": beta}) for beta in (0.05, RIGHT, 0.3))
+    priced = tuple(Arm(name=f"beta {beta:g}", values={"beta": beta}) for beta in (0.015, RIGHT, 0.15))
     k1 = Arm(name="k1 as a loss", values={"beta": RIGHT, "kl_estimator": "k1", "kl_gradient": "own"})
     arms = (NO_KL, *priced, k1)
     return Plan(name=NAME, base={**BASE, **(base or {})}, arms=arms, seeds=tuple(seeds), kl_prompts=KL_PROMPTS)
