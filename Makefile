@@ -96,11 +96,17 @@ docs: $(READY)
 pytest: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile $(SLOW:%=--ignore=%) --ignore=tests/browser --ignore=tests/language --ignore=tests/packaging $(PYTEST_ARGS)
 
-# Whole programs, several processes of them at a time.
-SLOW := tests/examples tests/benchmarks tests/tasks/test_filler_model.py tests/ablation/test_cluster.py tests/ablation/test_execute.py \
-	tests/training/test_processes.py tests/training/test_alarms.py \
-	tests/training/test_sharded_processes.py tests/training/test_where_it_ends.py tests/training/test_planted_runs.py tests/verify/test_gates.py tests/verify/test_exclusions.py tests/verify/test_answers_convergence.py \
-	tests/training/service/test_failures.py tests/training/in_trl/test_processes.py tests/training/in_trl/test_builtin_task.py
+# Whole programs, whole runs, and what compiles or measures memory: each file takes a quarter of a minute or more.
+SLOW := tests/examples tests/benchmarks tests/tasks/test_filler_model.py tests/audit/test_trl.py \
+	tests/ablation/test_cluster.py tests/ablation/test_execute.py tests/ablation/test_one_run.py tests/ablation/test_measure.py \
+	tests/core/test_linear.py tests/core/test_linear_triton.py tests/hosts/trl/test_processes.py \
+	tests/training/test_processes.py tests/training/test_alarms.py tests/training/test_controls.py tests/training/test_resume.py \
+	tests/training/in_trl/test_processes.py tests/training/in_trl/test_builtin_task.py tests/training/in_trl/test_measurement.py \
+	tests/training/in_trl/test_run.py tests/training/in_verl/test_train.py tests/training/service/test_failures.py \
+	tests/training/service/test_train.py tests/training/service/test_trainer.py tests/training/service/test_update.py \
+	tests/training/test_sharded_processes.py tests/training/test_updates.py tests/training/test_where_it_ends.py \
+	tests/training/test_planted_runs.py tests/verify/test_gates.py tests/verify/test_exclusions.py \
+	tests/verify/test_answers_convergence.py tests/verify/proofs/test_placement.py
 
 test-slow: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist load $(SLOW) $(PYTEST_ARGS)
