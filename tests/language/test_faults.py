@@ -47,11 +47,11 @@ def run(folder: Path, *, plant: Any = None, **changes: Any) -> Diagnosis:
 
 
 def test_a_sound_beginning_is_quiet(tmp_path: Path) -> None:
-    assert alarms(run(tmp_path, max_steps=3)) == set()
+    assert alarms(run(tmp_path, max_steps=2)) == set()
 
 
 def test_a_learning_rate_thirty_times_too_high(tmp_path: Path) -> None:
-    diagnosis = run(tmp_path, learning_rate=1.5e-2, max_steps=8)
+    diagnosis = run(tmp_path, learning_rate=1.5e-2, max_steps=6)
     named = [finding for finding in diagnosis.findings if finding.evidence.causes]
     assert any(finding.evidence.causes[0].startswith("the learning rate (up to 0.015)") for finding in named), [
         (finding.alarm.name, finding.evidence.text, finding.evidence.causes) for finding in diagnosis.findings
@@ -71,7 +71,7 @@ def test_a_wrong_reference(model: Any, tmp_path: Path) -> None:
         model.save_pretrained(other)
     finally:
         model.load_state_dict(kept)
-    diagnosis = run(tmp_path / "run", lora_r=0, learning_rate=1e-6, ref_model=str(other))
+    diagnosis = run(tmp_path / "run", ref_model=str(other))
     assert alarms(diagnosis) == {"reference-differs"}
 
 
@@ -149,8 +149,6 @@ def test_an_end_token_that_is_none(tmp_path: Path) -> None:
     def no_ends(text: str) -> str:
         return json.dumps({**json.loads(text), "eos_token_id": 0})
 
-    model = template_from(
-        tmp_path / "endless", tokenizer_config=endless, special_tokens_map=endless, generation_config=no_ends
-    )
+    model = template_from(tmp_path / "endless", tokenizer_config=endless, generation_config=no_ends)
     (caution,) = cautions_of(model, tmp_path / "run")
     assert "ends an answer with <|im_end|>" in caution
