@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks import controllers, exact, head_cases, heads, phases, references, scale
+from benchmarks import controllers, exact, floor, head_cases, heads, language, phases, references, scale
 
 
 def seen(seconds: float, mib: float, **more: Any) -> dict[str, Any]:
@@ -104,7 +104,18 @@ def controller_results() -> dict[str, Any]:
     return {"steps": 60, "runs": runs}
 
 
+def language_results() -> dict[str, Any]:
+    """Every case at twice its floor, so that the target is missed."""
+    steps = [{"case": case, "tokens": 768} | seen(2.0, 500.0) for case in language.CASES]
+    phases_of = {phase: [0.2] for phase in floor.PHASES}
+    least = [
+        {"case": name, "tokens": 768, "phases": phases_of, "seconds": [1.0], "load": 1.0} for name in language.FLOORS
+    ]
+    return {"shape": {}, "runs": [*steps, *least]}
+
+
 RESULTS = {
+    "language": language_results(),
     "heads": head_results(),
     "exact": exact_results(),
     "controllers": controller_results(),
