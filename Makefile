@@ -20,7 +20,7 @@ LANGUAGE_ARGS ?=
 
 help:
 	@echo "make demo    make the environment, train on the built-in task, write the run's report"
-	@echo "make demo-language   the same with a real language model, SmolLM2-135M: a quarter of an hour or more"
+	@echo "make demo-language   the same with a real language model, SmolLM2-135M: a quarter of an hour"
 	@echo "make test    every check: lint, types, imports, docs, tests (PYTEST_ARGS='-k name' narrows the tests)"
 	@echo "make test-slow   the examples, the benchmarks and whole ablations, as programs"
 	@echo "make test-language   what only a real language model shows, on SmolLM2-135M"
@@ -69,7 +69,7 @@ $(SMOLLM2): $(READY)
 	touch $@
 
 demo-language: $(READY)
-	@echo "SmolLM2-135M-Instruct (Apache-2.0): 93 MB to download once, 540 MB in the cache; a quarter of an hour or more on two cores."
+	@echo "SmolLM2-135M-Instruct (Apache-2.0): 93 MB to download once, 540 MB in the cache; about 11 minutes on two cores."
 	@$(MAKE) --no-print-directory $(SMOLLM2)
 	$(BIN)/klamp train --config examples/describe.yaml $(LANGUAGE_ARGS)
 	@$(BIN)/klamp report $$(ls -dt runs/*/ | head -n 1) && echo "Open that file in a browser: the section Before and after shows its answers."
@@ -121,8 +121,8 @@ test-report: $(READY)
 
 # What clashes with the development environment has one of its own: hosts with other pins, and the oldest versions.
 test-verl: SUITE := tests/engines/verl
-test-unsloth: SUITE := tests/engines/unsloth
-test-vllm: SUITE := tests/engines/vllm
+test-unsloth: SUITE := -n $(WORKERS) --dist loadfile tests/engines/unsloth
+test-vllm: SUITE := -n $(WORKERS) --dist loadfile tests/engines/vllm tests/engines/deepspeed tests/engines/verifiers
 test-oldest: SUITE := -n $(WORKERS) --dist loadfile tests/core tests/config tests/verify/proofs tests/diagnostics \
 	tests/hosts/common tests/hosts/trl tests/test_trl.py tests/hosts/tinker tests/tinker tests/training/service
 

@@ -42,7 +42,7 @@ def run(quick: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as place:
         model, prompts, length = write_setting(Path(place))
         shape = {"prompts": PROMPTS, "prompt": length, "group": GROUP, "completion": COMPLETION}
-        steps = {"steps": 2, "warmup": 1} if quick else {"steps": 4, "warmup": 1}
+        steps = {"steps": 2, "warmup": 1}
         common = {"model": model, "prompts": prompts, "reward": "benchmarks.language:happy_words", **steps}
         sizes = {"group": GROUP, "prompts_per_step": PROMPTS, "completion": COMPLETION}
         runs = {

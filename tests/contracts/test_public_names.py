@@ -35,6 +35,7 @@ EXPORTED = [
     "Totals",
     "__version__",
     "build_objective",
+    "check_sync",
     "clip_kl",
     "exact_kl",
     "group_advantages",

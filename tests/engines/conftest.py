@@ -5,4 +5,5 @@
 
 from importlib.util import find_spec
 
-collect_ignore = [package for package in ("unsloth", "verl", "vllm") if find_spec(package) is None]
+HOSTS = ("deepspeed", "unsloth", "verifiers", "verl", "vllm")
+collect_ignore = [package for package in HOSTS if find_spec(package) is None]

@@ -148,3 +148,14 @@ def disturb(model: torch.nn.Module, *, seed: int = 1, size: float = 0.05) -> Non
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.add_(size * torch.randn(parameter.shape, generator=generator))
+
+
+def assert_same_course(frozen: Path, away: Path) -> list[dict[str, float]]:
+    """The four steps of a run whose reference is somewhere else have the numbers of a frozen one; returns them."""
+    here, there = steps_of(frozen), steps_of(away)
+    assert len(here) == len(there) == 4
+    assert here[-1]["kl/k3"] > 1e-6
+    for a, b in zip(here, there, strict=True):
+        for name in ("reward", "train/loss", "train/grad_norm", "kl/k1", "kl/k3", "train/kl_penalty"):
+            assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-5), name
+    return there

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
 
 from klamp.ablation.plan import Run, run_folder
 from klamp.ablation.table import escaped
+from klamp.diagnostics.history import Answer, first_answers, last_answers
 from klamp.training.folders import ANSWERS, lines_of
 
 MARKDOWN = "answers.md"
@@ -16,37 +16,30 @@ MARKDOWN = "answers.md"
 LONGEST = 160
 """Characters of an answer that are shown."""
 
-Question: TypeAlias = tuple[str, str]
-"""(skill, question)."""
 
-
-def markdown(arms: Mapping[str, Sequence[Mapping[str, Any]]], *, seed: int) -> str:
+def markdown(arms: Mapping[str, Sequence[Answer]], *, seed: int) -> str:
     """The table of answers: one row per question, first what was answered before training.
 
     Args:
-        arms: name of an arm -> the rows of its run's answers.jsonl; what the first arm answered before stands for all.
+        arms: name of an arm -> the answers of its run; what the first arm answered before stands for all.
         seed: that of the runs.
     """
     answers = {arm: rows for arm, rows in arms.items() if rows}
     if not answers:
         return ""
     first = next(iter(answers.values()))
-    before = _at(first, min(row["step"] for row in first))
-    after = {arm: _at(rows, max(row["step"] for row in rows)) for arm, rows in answers.items()}
+    before = first_answers(first)
+    after = {arm: last_answers(found) for arm, found in answers.items()}
     lines = [("question", "before", *after), ("---",) * (len(after) + 2)]
-    for (skill, question), text in before.items():
-        cells = (found.get((skill, question), "") for found in after.values())
-        lines.append((f"{question} ({skill})", text, *cells))
+    for (skill, question), answer in before.items():
+        cells = (_cell(found.get((skill, question))) for found in after.values())
+        lines.append((f"{question} ({skill})", _cell(answer), *cells))
     rows = "".join(f"| {' | '.join(escaped(cell) for cell in line)} |\n" for line in lines)
     return f"Greedy answers to held-out questions, seed {seed}.\n\n{rows}"
 
 
-def _at(rows: Sequence[Mapping[str, Any]], step: int) -> dict[Question, str]:
-    return {(row["skill"], row["question"]): _short(row["completion"]) for row in rows if row["step"] == step}
-
-
-def _short(text: str) -> str:
-    plain = " ".join(text.split())
+def _cell(answer: Answer | None) -> str:
+    plain = "" if answer is None else " ".join(answer.completion.split())
     return plain if len(plain) <= LONGEST else f"{plain[: LONGEST - 1]}…"
 
 
@@ -58,8 +51,8 @@ def write_answers(every: Sequence[Run], folder: Path) -> tuple[Path, ...]:
         folder: of the ablation.
     """
     seed = every[0].seed
-    rows = {run.arm.name: lines_of(run_folder(folder, run) / ANSWERS) for run in every if run.seed == seed}
-    text = markdown(rows, seed=seed)
+    arms = {run.arm.name: lines_of(run_folder(folder, run) / ANSWERS) for run in every if run.seed == seed}
+    text = markdown({arm: [Answer(**row) for row in rows] for arm, rows in arms.items()}, seed=seed)
     if not text:
         return ()
     (folder / MARKDOWN).write_text(text, encoding="utf-8")

@@ -74,7 +74,7 @@ def describe_reference(config: TrainConfig) -> str:
         "adapter_off": "the policy with its adapter off",
         "ema": f"a copy that {describe_movement(kl)}",
         "periodic": f"a copy that {describe_movement(kl)}",
-        "remote": f"another machine: {kl.reference_url}",
+        "remote": f"{kl.reference_name or 'another machine'}: {kl.reference_url}",
     }[adapter if kl.reference == "auto" else kl.reference]
 
 

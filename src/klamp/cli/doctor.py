@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,6 +18,7 @@ from klamp.diagnostics.alarms import ALARMS, check_names
 from klamp.diagnostics.doctor import Diagnosis, Finding, examine
 from klamp.diagnostics.history import History
 from klamp.diagnostics.names import read_pairs
+from klamp.diagnostics.sync import SyncReport
 from klamp.errors import DataError, KlampError
 
 HEALTHY, ALARMED, UNREADABLE = 0, 1, 2
@@ -41,20 +42,44 @@ def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
         from klamp.records import read_record
 
         history = read_record(options.path, names)
+        reports = _synced(options.path) if options.check_sync else {}
     except KlampError as error:
         show_error(error)
         return UNREADABLE
     history.settings = dataclasses.replace(history.settings, **_settings(options))
     diagnosis = examine(history)
-    if not diagnosis.findings and (history.is_empty or len(diagnosis.unchecked) == len(ALARMS)):
+    checked = diagnosis.findings or reports
+    if not checked and (history.is_empty or len(diagnosis.unchecked) == len(ALARMS)):
         show_error(_nothing_to_check(options.path, history))
         return UNREADABLE
     failed = diagnosis.failed(options.fail_on)
+    failed += [f"sync at step {step}" for step, report in reports.items() if not report.in_sync]
     if options.json:
-        print(json.dumps(as_object(diagnosis, options.path, failed), indent=2), file=out, flush=True)
+        found = as_object(diagnosis, options.path, failed, reports)
+        print(json.dumps(found, indent=2), file=out, flush=True)
     else:
         show(diagnosis, options.path, out)
+        show_sync(reports, out)
     return ALARMED if failed else HEALTHY
+
+
+def _synced(path: Path) -> dict[int, SyncReport]:
+    """Step -> whose log-probabilities sampler and trainer reported.
+
+    Raises:
+        DataError: no run of klamp's, or one whose completions cannot be scored again.
+    """
+    from klamp.records.klamp_run import is_klamp_run, read_config
+    from klamp.training.sync import check_run
+
+    if not is_klamp_run(path):
+        raise DataError(
+            "--check-sync takes the folder of a klamp run",
+            got=str(path),
+            why="it scores kept completions again, with the weights that the configuration and the checkpoints name",
+            fix="klamp doctor runs/NAME --check-sync; for another trainer, call klamp.check_sync(model, ...)",
+        )
+    return dict(check_run(read_config(path)[1], path))
 
 
 def _settings(options: DoctorOptions) -> dict[str, Any]:
@@ -96,6 +121,19 @@ def show(diagnosis: Diagnosis, path: Path, out: TextIO) -> None:
         show_paragraph(out, f"not checked, the record has no {lacks}", label=name, width=22)
 
 
+def show_sync(reports: Mapping[int, SyncReport], out: TextIO) -> None:
+    """Print what sampler and trainer reported at each step.
+
+    Args:
+        reports: step -> report.
+        out: where to.
+    """
+    for step, report in reports.items():
+        print(f"\nsync at step {step}: {'yes' if report.in_sync else 'NO'}, {_count(report.tokens, 'token')}", file=out)
+        for side in report.sides:
+            show_paragraph(out, side.text, label=side.side)
+
+
 def _show_finding(finding: Finding, out: TextIO) -> None:
     alarm = finding.alarm
     since = f"step {finding.first_step}" + (f", and {finding.steps - 1} more" if finding.steps > 1 else "")
@@ -125,14 +163,21 @@ def _token_row(token: Blamed) -> tuple[str, ...]:
     )
 
 
-def as_object(diagnosis: Diagnosis, path: Path, failed: Sequence[str]) -> dict[str, Any]:
+def as_object(
+    diagnosis: Diagnosis, path: Path, failed: Sequence[str], reports: Mapping[int, SyncReport] | None = None
+) -> dict[str, Any]:
     """A diagnosis as JSON.
 
     Args:
         diagnosis: what was found.
         path: where the record is.
         failed: names that fail the check.
+        reports: step -> whose log-probabilities sampler and trainer reported.
     """
+    synced = [
+        {"step": step, "in_sync": each.in_sync, "gaps": {side.side: dict(side.gaps) for side in each.sides}}
+        for step, each in (reports or {}).items()
+    ]
     return {
         "path": str(path),
         "source": diagnosis.history.source,
@@ -142,6 +187,7 @@ def as_object(diagnosis: Diagnosis, path: Path, failed: Sequence[str]) -> dict[s
         "cautions": list(diagnosis.history.cautions),
         "findings": [finding.plain() for finding in diagnosis.findings],
         "not_checked": dict(diagnosis.unchecked),
+        **({"sync": synced} if synced else {}),
     }
 
 

@@ -125,6 +125,8 @@ class DoctorOptions:
     """Type of the loss (grpo, dr_grpo, ...), where the record does not say it."""
     verifier: Verifier | None = None
     """What gives the reward (rules, or a model), where the record does not say it."""
+    check_sync: bool = False
+    """Score kept completions again, and say whose log-probabilities sampler and trainer reported."""
     map: tuple[str, ...] = field(default=(), metadata={"least": 1})
     """OURS=THEIRS: klamp's name of a metric (or kl, reward, length, ...), and its name in the record."""
 

@@ -169,6 +169,7 @@ PAGES: Mapping[str, Page] = {
         examples=(
             "klamp doctor runs/arithmetic-001",
             "klamp doctor outputs/checkpoint-500/trainer_state.json --loss_type dr_grpo --verifier rules",
+            "klamp doctor runs/arithmetic-001 --check-sync",
             "klamp doctor outputs --json --fail-on huge-values kl-spike",
             "klamp doctor log.jsonl --map kl=my_kl reward=my_reward",
         ),

@@ -149,7 +149,9 @@ class KLChoices:
     reference_dtype: DType | None = None
     """Data type of a reference with weights of its own; None: the policy's."""
     reference_url: str | None = None
-    """remote: where the reference answers; see `klamp.training.remote`."""
+    """remote: where the reference answers: the address of a vLLM server, or of `klamp.training.remote.serve`."""
+    reference_name: str | None = None
+    """remote: the model's name at a vLLM server; None: the only one that it serves."""
     reference_share: float = 1.0
     """Share of the sequences, drawn anew at every step, that the reference scores; their KL is weighted by 1 / share.
 

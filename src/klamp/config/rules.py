@@ -133,7 +133,7 @@ def _reference_and_tokens(c: KLChoices) -> list[Refusal]:
             c.reference == "remote" and c.reference_url is None,
             "reference='remote' needs reference_url",
             why="the reference is asked over HTTP",
-            fix="set reference_url to where klamp.training.remote.serve (or a server of the same protocol) listens",
+            fix="set reference_url to where a vLLM server or klamp.training.remote.serve listens",
         ),
         Refusal(
             c.reference_url is not None and not c.reference_url.startswith(("http://", "https://")),
@@ -281,6 +281,7 @@ def _without_effect(c: KLChoices) -> list[str]:
         "reference_decay": (c.reference != "ema", "reference='ema'"),
         "reference_reset_steps": (c.reference != "periodic", "reference='periodic'"),
         "reference_url": (c.reference != "remote", "reference='remote'"),
+        "reference_name": (c.reference != "remote", "reference='remote'"),
         "reference_device": (no_weights, own_weights),
         "reference_dtype": (no_weights, own_weights),
     }

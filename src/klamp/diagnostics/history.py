@@ -129,6 +129,24 @@ class Answer:
     """The score of the answer."""
 
 
+Question: TypeAlias = tuple[str, str]
+"""(skill, question)."""
+
+
+def first_answers(answers: Sequence[Answer]) -> dict[Question, Answer]:
+    """The answers of the first evaluation: those before training."""
+    return _answers_at(answers, min((answer.step for answer in answers), default=0))
+
+
+def last_answers(answers: Sequence[Answer]) -> dict[Question, Answer]:
+    """The answers of the last evaluation."""
+    return _answers_at(answers, max((answer.step for answer in answers), default=0))
+
+
+def _answers_at(answers: Sequence[Answer], step: int) -> dict[Question, Answer]:
+    return {(answer.skill, answer.question): answer for answer in answers if answer.step == step}
+
+
 @dataclass(kw_only=True)
 class History:
     """The record of a run, or of the part of it that has happened."""

@@ -27,16 +27,8 @@ def read_klamp_run(path: Path) -> History:
         DataError: its files are damaged.
         ConfigError: its configuration is impossible in this version; fields that it does not know are passed over.
     """
-    import yaml
-
-    try:
-        values = yaml.safe_load((path / CONFIG).read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise unreadable("the configuration of a run is not YAML", path / CONFIG, why=str(error)) from error
+    values, config = read_config(path)
     summary = json_object(path / SUMMARY) if (path / SUMMARY).is_file() else {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", KLWarning)  # it was told when the run was started
-        config = TrainConfig.from_flat({name: value for name, value in values.items() if name in field_owners()})
     settings = settings_of(config, rl_skill=summary.get("rl_skill"))
     history = History(source="klamp run", settings=settings, config=values)
     for row in json_lines(path / METRICS_FILE):
@@ -48,6 +40,24 @@ def read_klamp_run(path: Path) -> History:
     if (path / CAUTIONS).is_file():  # a resumed run says them again
         history.cautions += dict.fromkeys(str(row.get("text", "")) for row in json_lines(path / CAUTIONS))
     return history
+
+
+def read_config(path: Path) -> tuple[dict[str, Any], TrainConfig]:
+    """The configuration of a klamp run: as it was written, and as this version reads it.
+
+    Raises:
+        DataError: it is no YAML.
+        ConfigError: it is impossible in this version; fields that it does not know are passed over.
+    """
+    import yaml
+
+    try:
+        values = yaml.safe_load((path / CONFIG).read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise unreadable("the configuration of a run is not YAML", path / CONFIG, why=str(error)) from error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", KLWarning)  # it was told when the run was started
+        return values, TrainConfig.from_flat({name: value for name, value in values.items() if name in field_owners()})
 
 
 def read_completions(path: Path) -> list[Completion]:

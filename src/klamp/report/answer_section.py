@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from klamp.diagnostics.history import Answer
+from klamp.diagnostics.history import Answer, first_answers, last_answers
 from klamp.report.figure import plain_table
 from klamp.report.markup import Html, element, join, shorten
 from klamp.report.numerals import MISSING, short
@@ -25,8 +25,8 @@ def answer_section(runs: Sequence[ReportRun]) -> Html:
     first = next((run for run in runs if run.history.answers), None)
     if first is None:
         return element("p", "No answers of an evaluation were written.", class_="missing")
-    before = _answers(first, min(answer.step for answer in first.history.answers))
-    after = [_answers(run, max((a.step for a in run.history.answers), default=-1)) for run in runs]
+    before = first_answers(first.history.answers)
+    after = [last_answers(run.history.answers) for run in runs]
     rows = [
         (
             _question(skill, question),
@@ -39,10 +39,6 @@ def answer_section(runs: Sequence[ReportRun]) -> Html:
     text = "Greedy answers to held-out prompts, with their scores; before training, and after the last evaluation."
     table = plain_table(headings, rows, caption="answers before and after training", classes="answers")
     return join([element("p", text, class_="aside"), table])
-
-
-def _answers(run: ReportRun, step: int) -> dict[tuple[str, str], Answer]:
-    return {(answer.skill, answer.question): answer for answer in run.history.answers if answer.step == step}
 
 
 def _question(skill: str, question: str) -> Html:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from klamp.diagnostics.watch import ALARMS_FILE, AlarmWatch
 from klamp.errors import TrainingStopped
 from klamp.tasks.config import has_own_prompts
 from klamp.training.config import TrainConfig
+from klamp.training.folders import lines_of
 from klamp.training.observers import Observer, RunInfo
 
 RULES = ("exact_match", "math_verify", "format_regex")
@@ -73,9 +73,7 @@ class AlarmObserver(Observer):
 
 def names_in(file: Path) -> set[str]:
     """The names of the alarms in an alarms.jsonl; none where the file does not exist."""
-    if not file.exists():
-        return set()
-    return {json.loads(line)["name"] for line in file.read_text(encoding="utf-8").splitlines()}
+    return {row["name"] for row in lines_of(file)}
 
 
 def settings_of(config: TrainConfig, *, rl_skill: str | None = None) -> Settings:

@@ -41,7 +41,12 @@ def checkpoint_folders(folder: Path) -> list[Path]:
     """
     names = ("step-*", "checkpoint-*", "global_step_*")
     found = [each for name in names for each in (folder / CHECKPOINTS).glob(name)]
-    return sorted(found, key=lambda each: int(re.split("[-_]", each.name)[-1]))
+    return sorted(found, key=number_of)
+
+
+def number_of(checkpoint: Path) -> int:
+    """The number that a checkpoint's folder ends with: steps, or for TRL's updates."""
+    return int(re.split("[-_]", checkpoint.name)[-1])
 
 
 def run_folder(config: TrainConfig) -> Path:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from klamp.diagnostics.doctor import Finding
+from klamp.tasks.cache import Progress
 from klamp.training.config import TrainConfig
 
 
@@ -87,3 +88,13 @@ class Observer:
 
     def close(self) -> None:
         """Called last, even after an error, and once only."""
+
+
+def progress_of(observers: Sequence[Observer]) -> Progress:
+    """What slow loading is told to: every observer."""
+
+    def progress(what: str, done: int, total: int, loss: float | None) -> None:
+        for observer in observers:
+            observer.on_loading(what, done, total, loss)
+
+    return progress

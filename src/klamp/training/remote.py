@@ -1,19 +1,17 @@
-"""A reference on another machine, over a small HTTP protocol that carries log-probabilities.
+"""A reference on another machine, over a small HTTP protocol of klamp's own that carries log-probabilities.
 
 One POST with JSON, one answer with JSON::
 
     {"prompts": [[ids]], "completions": [[ids]], "temperature": 1.0}   ->   {"logprobs": [[nats]]}
 
-`serve` is a server of it for any causal LM; `RemoteReference` is its client.
+`serve` is a server of it for any causal LM; `RemoteReference` is its client. `klamp.training.vllm_reference` asks a
+vLLM server instead.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,11 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from klamp.errors import ConfigError, ModelError
+from klamp.training.asking import FAILURES, ask, reason
 from klamp.training.completions import Completions
 from klamp.training.scoring import Scores, score
-
-TRIES = 4
-TIMEOUT_SECONDS = 120.0
 
 
 def _rows(ids: Tensor, mask: Tensor) -> list[list[int]]:
@@ -49,40 +45,46 @@ class RemoteReference:
 
     def score(self, completions: Completions, *, temperature: float) -> Scores:
         """Ask the remote model for the log-probabilities of the completions."""
-        asked = {
-            "prompts": _rows(completions.prompt_ids, completions.prompt_mask),
-            "completions": _rows(completions.ids, completions.mask),
-            "temperature": temperature,
-        }
-        answer = self._post(asked).get("logprobs")
-        lengths = [len(row) for row in asked["completions"]]
-        if not isinstance(answer, list) or [len(row) for row in answer] != lengths:
-            raise self._failed("it returned log-probabilities of other lengths than the completions")
+        prompts = _rows(completions.prompt_ids, completions.prompt_mask)
+        rows = self.logprobs(prompts, _rows(completions.ids, completions.mask), temperature=temperature)
         logprobs = torch.zeros(completions.ids.shape)
-        logprobs[completions.mask.cpu()] = torch.tensor([x for row in answer for x in row], dtype=torch.float32)
+        logprobs[completions.mask.cpu()] = torch.tensor([x for row in rows for x in row], dtype=torch.float32)
         return Scores(logits=None, logprobs=logprobs.to(completions.ids.device))
 
-    def _post(self, content: dict[str, Any]) -> dict[str, Any]:
-        request = urllib.request.Request(
-            self.url, data=json.dumps(content).encode(), headers={"Content-Type": "application/json"}
-        )
-        for attempt in range(TRIES):
-            try:
-                with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
-                    return json.loads(response.read())
-            except (OSError, json.JSONDecodeError) as error:
-                refused = isinstance(error, urllib.error.HTTPError) and error.code < 500
-                if refused or attempt == TRIES - 1:
-                    raise self._failed(f"{type(error).__name__}: {error}") from error
-                time.sleep(0.1 * 2**attempt)
-        raise self._failed("no answer")
+    def logprobs(
+        self, prompts: list[list[int]], completions: list[list[int]], *, temperature: float
+    ) -> list[list[float]]:
+        """The log-probability of every token of some completions, in nats.
 
-    def _failed(self, why: str) -> ModelError:
+        Args:
+            prompts: the ids before each completion.
+            completions: the ids that are scored.
+            temperature: that of the sampler.
+
+        Raises:
+            ModelError: the server does not answer, or answers with something else than was asked.
+        """
+        rows = self.answer_to(prompts, completions, temperature=temperature)
+        if not isinstance(rows, list) or [len(row) for row in rows] != [len(row) for row in completions]:
+            raise self.failed("it returned log-probabilities of other lengths than the completions")
+        return rows
+
+    def answer_to(self, prompts: list[list[int]], completions: list[list[int]], *, temperature: float) -> Any:
+        """What the server answers, unchecked."""
+        try:
+            answer = ask(self.url, {"prompts": prompts, "completions": completions, "temperature": temperature})
+        except FAILURES as error:
+            raise self.failed(reason(error)) from error
+        return answer.get("logprobs") if isinstance(answer, dict) else None
+
+    def failed(self, why: str) -> ModelError:
+        """The error for a server that does not answer as it should."""
         return ModelError(
             "the remote reference does not answer as it should",
             got=self.url,
             why=why,
-            fix="check that the server runs and serves the reference of this tokenizer; then continue with --resume",
+            fix="check that the server runs and serves the reference of this tokenizer; a run that had begun goes on "
+            "with --resume",
         )
 
     @contextmanager

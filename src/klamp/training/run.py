@@ -52,6 +52,11 @@ class Run:
         for observer in self.observers:
             hook(observer)
 
+    def warn(self, *texts: str) -> None:
+        """Tell every observer of cautions."""
+        for text in texts:
+            self.tell(lambda o, text=text: o.on_warning(text))
+
     def prompts(self, step: int) -> list[Example]:
         """The prompts of a step: consecutive slices of a fresh order in every epoch."""
         rows, config = self.context.task.train, self.context.config
@@ -108,8 +113,8 @@ class Run:
         if self.step or kl <= self.step_zero_kl or context.config.model.ref_model:
             return
         adapter = context.config.model.lora_r > 0
-        text = step_zero_text(kl, likely_reasons(context.policy, self.reference_model(), adapter=adapter, loaded=False))
-        self.tell(lambda o: o.on_warning(text))
+        reasons = likely_reasons(context.policy, self.reference_model(), adapter=adapter, loaded=False)
+        self.warn(step_zero_text(kl, reasons))
 
     def reference_model(self) -> nn.Module | None:
         """The reference, where it is a model of its own in this process."""

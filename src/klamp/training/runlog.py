@@ -42,6 +42,15 @@ def plain(config: TrainConfig) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in config.flat().items()}
 
 
+def begin_trackers(accelerator: Any, config: TrainConfig, folder: Path) -> None:
+    """Open the trackers that the configuration names, in the run's folder."""
+    if not config.run.report_to:
+        return
+    values = {k: str(v) if v is None or isinstance(v, list) else v for k, v in plain(config).items()}
+    # Trackers write into the run's folder; wandb is told so because it would take the working directory.
+    accelerator.init_trackers("tracking", config=values, init_kwargs={"wandb": {"dir": str(folder)}})
+
+
 class RunLog(Observer):
     """An observer that writes the files of a run and feeds the trackers."""
 

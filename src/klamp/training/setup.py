@@ -36,15 +36,12 @@ from klamp.training.models import (
     output_size,
     with_adapter,
 )
-from klamp.training.observers import Observer
+from klamp.training.observers import Observer, progress_of
 from klamp.training.probe import probe
 from klamp.training.references import AdapterOffReference, FrozenReference, MovingReference, Reference
-from klamp.training.remote import RemoteReference
 from klamp.training.scorer import Scorer
 from klamp.training.sharding import check_fsdp, check_version
-
-UNLIMITED = 2**31
-"""The longest sequence of a model that names none."""
+from klamp.training.vllm_reference import connect
 
 ELSEWHERE = ("tinker", "verl")
 """Backends whose weights are not in this process."""
@@ -173,19 +170,30 @@ def load_start(config: TrainConfig, accelerator: Accelerator, observers: Sequenc
     Raises:
         ModelError, DataError, RewardError, UnknownNameError: whatever does not fit, before any work.
     """
-
-    def progress(what: str, done: int, total: int, loss: float | None) -> None:
-        for observer in observers:
-            observer.on_loading(what, done, total, loss)
-
     with accelerator.main_process_first():  # the built-in model is trained once, by one process
+        progress = progress_of(observers)
         model = load_model(config.model.model, config.model.dtype, progress=progress, task=config.task.task)
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.model, task=config.task.task)
     _check_vocabulary(model, tokenizer, config.model)
-    task = load_task(config.task, tokenizer)
-    every = [*task.train, *(e for rows in task.evaluation.values() for e in rows)]
-    check_prompts(every, tokenizer, max_length(model) or UNLIMITED, config.rollout.max_completion_length)
+    task = load_prompts(config, tokenizer, longest=max_length(model))
     return Start(model=model, tokenizer=tokenizer, task=task, stop=end_tokens(model, tokenizer))
+
+
+def load_prompts(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, longest: int | None) -> Task:
+    """The task of a run, each of whose prompts leaves room for a completion.
+
+    Args:
+        config: of the run.
+        tokenizer: of its model.
+        longest: tokens that the model can hold, prompt and completion together; None: no limit.
+
+    Raises:
+        DataError, RewardError, UnknownNameError: a task or a prompt that cannot be used.
+    """
+    task = load_task(config.task, tokenizer)
+    every = [*task.train, *(example for rows in task.evaluation.values() for example in rows)]
+    check_prompts(every, tokenizer, longest, config.rollout.max_completion_length)
+    return task
 
 
 def build(config: TrainConfig, accelerator: Accelerator, folder: Path, observers: Sequence[Observer]) -> Context:
@@ -197,10 +205,11 @@ def build(config: TrainConfig, accelerator: Accelerator, folder: Path, observers
     resumed = checkpoint.newest(folder) if config.run.resume else None
     start = load_start(config, accelerator, observers)
     vocabulary, kind = output_size(start.model), reference_kind(config)
+    remote = connect(config, start.task, start.tokenizer) if kind == "remote" else None
     copied = copy.deepcopy(start.model) if kind == "frozen" and config.model.ref_model is None else None
     policy = _policy(start.model, config, resumed, accelerator)
     scorer = Scorer(policy, probe(policy))
-    reference, original = _references(config, kind, scorer, copied, accelerator)
+    reference, original = (remote, None) if remote else _references(config, kind, scorer, copied, accelerator)
     return Context(
         config=config,
         output_dir=folder,
@@ -296,8 +305,6 @@ def _references(
         return None, None
     if kind == "adapter_off":
         return AdapterOffReference(policy, traits=traits), None
-    if kind == "remote":
-        return RemoteReference(config.kl.reference_url or ""), None
     if kind in ("ema", "periodic"):
         decay, every = (config.kl.reference_decay, None) if kind == "ema" else (None, config.kl.reference_reset_steps)
         started = policy if not config.run.resume else _fresh_policy(config, accelerator)

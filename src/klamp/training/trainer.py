@@ -23,7 +23,7 @@ from klamp.training.probe import notes
 from klamp.training.reference_length import measure_reference_length
 from klamp.training.rollouts import Rollout, collect
 from klamp.training.run import Run, deferred_interrupts
-from klamp.training.runlog import RunLog, plain
+from klamp.training.runlog import RunLog, begin_trackers
 from klamp.training.setup import build, choose_folder, make_accelerator, make_optimizer
 from klamp.training.sharding import is_sharded, prepare, put_together
 from klamp.training.updates import UpdateOutput, update, with_old_logprobs
@@ -209,11 +209,8 @@ def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSum
         if config.run.resume:
             trainer.resume()
         trainer.tell(lambda o: o.on_start(trainer.info()))
-        for note in (
-            *chat_cautions(config.task, context.tokenizer, context.stop),
-            *(notes(context.scorer.traits) if context.scorer is not None else ()),
-        ):
-            trainer.tell(lambda o, text=note: o.on_warning(text))
+        trainer.warn(*chat_cautions(config.task, context.tokenizer, context.stop))
+        trainer.warn(*(notes(context.scorer.traits) if context.scorer is not None else ()))
         begin_trackers(accelerator, config, folder)
         if trainer.step == 0:
             with context.gathered():
@@ -223,12 +220,3 @@ def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSum
         for observer in observers if accelerator.is_main_process else ():
             observer.close()
         accelerator.end_training()
-
-
-def begin_trackers(accelerator: Any, config: TrainConfig, folder: Path) -> None:
-    """Open the trackers that the configuration names, in the run's folder."""
-    if not config.run.report_to:
-        return
-    values = {k: str(v) if v is None or isinstance(v, list) else v for k, v in plain(config).items()}
-    # Trackers write into the run's folder; wandb is told so because it would take the working directory.
-    accelerator.init_trackers("tracking", config=values, init_kwargs={"wandb": {"dir": str(folder)}})

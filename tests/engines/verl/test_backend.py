@@ -1,6 +1,6 @@
 """Backend `verl` against verl itself: its configuration, its data set and tokenizing, its reward manager, its losses.
 
-No run is started: that takes vLLM, and a GPU or a plugin for the CPU.
+No run is started here: `tests/engines/verl/test_whole_runs.py` makes whole ones.
 """
 
 from __future__ import annotations

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from tests.engines.programs import said_by
 
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -17,8 +16,6 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 """vLLM on one core of a CPU, without a network."""
-LIMIT = 390
-"""Seconds after which a program and all that it started are killed."""
 
 
 def result_of(program: Path, *words: str) -> Any:
@@ -27,22 +24,7 @@ def result_of(program: Path, *words: str) -> Any:
     Raises:
         AssertionError: it fails, or takes too long; with the end of what it said.
     """
-    command = [sys.executable, str(program), *words]
-    running = subprocess.Popen(
-        command,
-        env={**os.environ, **ENVIRONMENT},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        said, _ = running.communicate(timeout=LIMIT)
-    except subprocess.TimeoutExpired:
-        os.killpg(running.pid, signal.SIGKILL)
-        said, _ = running.communicate()
-        raise AssertionError(f"{program.name} took more than {LIMIT} s:\n{said[-3000:]}") from None
-    assert running.returncode == 0, said[-3000:]
+    said = said_by([sys.executable, str(program), *words], ENVIRONMENT)
     found = [line for line in said.splitlines() if line.startswith("{")]
     assert found, said[-3000:]
     return json.loads(found[-1])

@@ -126,6 +126,7 @@ CHANGED: dict[str, Any] = {
     "reference_device": "cpu",
     "reference_dtype": "bfloat16",
     "reference_url": "http://host:1",
+    "reference_name": "start",
     "reference_share": 0.5,
 }
 OF_THE_CONTROLLER = {"beta_min", "beta_max"} | {

@@ -62,6 +62,7 @@ REFUSED: dict[str, Any] = {
     "kl_early_stop": 0.1,
     "reference_device": "cpu",
     "reference_url": "http://localhost:1",
+    "reference_name": "start",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,7 +72,6 @@ def test_the_first_rows_of_each_group_are_kept_as_copies(trainer: Any) -> None:
     [
         ("_never_exact", "for its own reasons", "for its own reasons"),
         ("is_fsdp_enabled", True, "spread over processes"),
-        ("is_deepspeed_enabled", True, "spread over processes"),
     ],
 )
 def test_what_keeps_a_trainer_from_it(
@@ -84,6 +84,14 @@ def test_what_keeps_a_trainer_from_it(
     with pytest.raises(ConfigError, match="kl_estimator='exact' cannot be honoured") as caught:
         check_exact(trainer)
     assert reason in caught.value.why
+
+
+def test_of_deepspeeds_stages_the_third_keeps_a_trainer_from_it(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "is_deepspeed_enabled", True)
+    for stage, reason in ((2, ""), (3, "the output head is spread over processes")):
+        plugin = SimpleNamespace(zero_stage=stage)
+        monkeypatch.setattr(type(trainer.accelerator.state), "deepspeed_plugin", plugin, raising=False)
+        assert why_not_exact(trainer) == reason
 
 
 def test_a_model_that_scales_its_logits_or_has_no_head_is_told(

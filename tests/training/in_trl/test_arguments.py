@@ -49,6 +49,7 @@ TRANSLATED: dict[str, tuple[Any, dict[str, Any]]] = {
 REFUSED = {
     "kl_early_stop": (0.1, {"num_iterations": 2}),
     "reference_url": ("http://there:8000", {"reference": "remote"}),
+    "reference_name": ("start", {"reference": "remote", "reference_url": "http://there:8000"}),
     "reference_device": ("cpu", {}),
     "reference_share": (0.5, {}),
 }

@@ -15,7 +15,8 @@ from tests.training.test_trainer import Recorder
 
 from klamp.errors import RewardError, RunFolderError, TrainingStopped
 from klamp.training.config import TrainConfig
-from klamp.training.in_trl.run import checkpoints, newest, step_of
+from klamp.training.folders import number_of
+from klamp.training.in_trl.run import checkpoints, newest
 from klamp.training.in_trl.train import train_run
 from klamp.training.observers import Observer
 
@@ -145,7 +146,7 @@ def test_an_alarm_of_stop_on_ends_it(quick, tmp_path):
         train_run(quick(max_steps=40, stop_on=("kl-high",)))
     assert "kl-high" in (tmp_path / "run" / "alarms.jsonl").read_text()
     done = steps_of(tmp_path / "run")[-1]["step"]
-    assert step_of(newest(tmp_path / "run")) == done < 40
+    assert number_of(newest(tmp_path / "run")) == done < 40
 
 
 def test_a_reward_that_fails_names_the_newest_checkpoint(quick, monkeypatch):

@@ -111,6 +111,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "reference_decay": (0.9, {"reference": "ema"}),
     "reference_reset_steps": (3, {"reference": "periodic"}),
     "reference_url": ("http://there:8000", {"reference": "remote"}),
+    "reference_name": ("start", {"reference": "remote", "reference_url": "http://there:8000"}),
     "reference_device": ("cpu", {}),
     "reference_dtype": ("bfloat16", {}),
     "reference_share": (0.5, {}),

@@ -70,6 +70,7 @@ class KLFields:
     reference_device: str | None = None
     reference_dtype: DType | None = None
     reference_url: str | None = None
+    reference_name: str | None = None
     reference_share: float | None = None
 
 

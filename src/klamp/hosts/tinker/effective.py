@@ -29,6 +29,7 @@ UNREAD = (
     "reference_decay",
     "reference_device",
     "reference_dtype",
+    "reference_name",
     "reference_reset_steps",
     "reference_share",
     "reference_url",

@@ -35,7 +35,7 @@ def why_not_exact(trainer: Any) -> str:
     """Why this trainer cannot give the exact KL, in words; "" where it can."""
     if trainer._never_exact:
         return trainer._never_exact
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+    if weights_are_split(trainer):
         return "the output head is spread over processes"
     if trainer.args.sync_ref_model:
         return "the reference moves between the pass and the loss, and its output head with it"
@@ -47,6 +47,12 @@ def why_not_exact(trainer: Any) -> str:
     if model.get_output_embeddings() is None or model.base_model is model:
         return "the model has no backbone and output head that could be told apart"
     return ""
+
+
+def weights_are_split(trainer: Any) -> bool:
+    """Whether no process has all weights: under FSDP, and under the third stage of DeepSpeed's ZeRO."""
+    stage = trainer.accelerator.state.deepspeed_plugin.zero_stage if trainer.is_deepspeed_enabled else 0
+    return trainer.is_fsdp_enabled or stage == 3
 
 
 def check_exact(trainer: Any) -> None:

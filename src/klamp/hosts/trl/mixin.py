@@ -17,7 +17,7 @@ from klamp.core.advantages import Baseline
 from klamp.core.types import Reduction
 from klamp.hosts.common.loss import KL_SCALE, Coefficient, batch_of, check_hook_ran, gated_penalty
 from klamp.hosts.common.rollout import Generation, needs_old_logprobs, prepared
-from klamp.hosts.trl import exact, measure, state
+from klamp.hosts.trl import exact, measure, state, sync
 from klamp.hosts.trl.session import Scoring, Session, only_scoring
 
 if TYPE_CHECKING:
@@ -38,6 +38,10 @@ class KLMixin(Host):
     """What rewards are compared with; TRL's own is the mean of the group."""
     _never_exact: str = ""
     """Why no trainer of this class can have the exact KL; empty where one can."""
+
+    def _caution(self, text: str) -> None:
+        """Say a caution to the user."""
+        sync.warn(text)
 
     def _refresh_beta(self) -> float:
         """Set TRL's beta to the one in force; never to 0 while the reference is needed."""
@@ -71,6 +75,7 @@ class KLMixin(Host):
         session, beta = self._klamp, self._refresh_beta()
         with session.listening() as seen:
             output = super()._generate_and_score_completions(inputs)
+        sync.watch(self, output)
         if output.get("ref_per_token_logps") is None or (session.control is None and not seen):
             return output
         exact.keep_reference(self, output, seen[-1].hidden)  # TRL scores the reference last

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,17 +54,36 @@ def _can_be_loaded_again(model: Any) -> bool:
 
 def frozen_copy(model: nn.Module) -> nn.Module:
     """A copy of a model in memory, without anything that a trainer attached to the original."""
+    if _split_weights(model):  # what ZeRO-3 bound to the original would be copied with it
+        return fresh_copy(model)
     made = copy.deepcopy(model)
     made.__dict__.pop("forward", None)
     return made
 
 
 def fresh_copy(model: Any) -> nn.Module:
-    """A newly built model with the same class and weights, for a policy that TRL has patched already."""
+    """A newly built model with the same class and weights, for a policy that TRL or DeepSpeed has changed already."""
     with torch.random.fork_rng(devices=[]):  # a run's draws stay what they were
         made = type(model)(copy.deepcopy(model.config))
-    made.load_state_dict(model.state_dict())
+    with whole_weights(model):
+        made.load_state_dict(model.state_dict())
     return made.to(dtype=next(model.parameters()).dtype, device=next(model.parameters()).device)
+
+
+@contextmanager
+def whole_weights(model: nn.Module) -> Iterator[None]:
+    """A context in which each process holds all weights of a model, though DeepSpeed's ZeRO-3 splits them."""
+    split = _split_weights(model)
+    if not split:
+        yield
+        return
+    with importlib.import_module("deepspeed").zero.GatheredParameters(split):
+        yield
+
+
+def _split_weights(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that ZeRO-3 splits: it gives each a number of its own."""
+    return [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
 
 
 def install_reference(trainer: Any, model: Any, *, dtype: str | None) -> None:

@@ -44,6 +44,12 @@ class Session:
     """Where the reference comes from, in words."""
     expected_zero: bool = True
     """Whether policy and reference should be equal before the first update."""
+    starts_at_reference: bool = True
+    """Whether the reference has the weights that training started from."""
+    sync_gap: float = 0.0
+    """How far off the sampler's log-probabilities were when they were last looked into, nats per token."""
+    out_of_sync: bool = False
+    """Whether the user was told that the sampler is out of sync."""
     resumed: bool = False
     exact_rows: int = 0
     """How many completions of a group have their exact KL measured."""

@@ -100,7 +100,7 @@ def _join(trainer: Any, kl: KLConfig | None, own: Any, *, chosen: bool) -> None:
         trainer.ref_model.to(getattr(grpo_trainer.torch, kl.reference_dtype))
     if trainer.ref_model is not None:
         follow_policy(trainer)
-    session.expected_zero = not chosen
+    session.expected_zero = session.starts_at_reference = not chosen
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, DoctorCallback):
             callback.other_reference = callback.other_reference or chosen

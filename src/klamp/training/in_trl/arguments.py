@@ -25,7 +25,7 @@ AROUND = (
 )
 """Fields that klamp honours around TRL's loop: models, advantages, the run's folder; besides those of the task."""
 
-NEUTRAL = ("kl_early_stop", "reference_url", "reference_device", "reference_share")
+NEUTRAL = ("kl_early_stop", "reference_url", "reference_name", "reference_device", "reference_share")
 """Fields of which only the default can be honoured; see `klamp.training.trl_refusals`."""
 
 WITHOUT_MEANING = ("service_timeout", *OF_VERL)

@@ -17,7 +17,7 @@ from klamp.errors import KlampError, TrainingStopped
 from klamp.training import checkpoint
 from klamp.training.context import Context
 from klamp.training.evaluation import Evaluation
-from klamp.training.folders import checkpoint_folders
+from klamp.training.folders import checkpoint_folders, number_of
 from klamp.training.in_trl.measurement import rollout_of, update_of
 from klamp.training.in_trl.trainer import RunTrainer
 from klamp.training.measurement import control_metrics
@@ -68,7 +68,7 @@ class TRLRun(Run):
             RunFolderError: there is none.
         """
         self.checkpoint = newest(self.context.output_dir)
-        self.step = step_of(self.checkpoint) // self.updates
+        self.step = number_of(self.checkpoint) // self.updates
         self.after = self.recall()
 
     def run(self) -> RunSummary:
@@ -112,6 +112,8 @@ class TRLRun(Run):
         self.outputs.append(update_of(self.context, rollout, seen, beta=beta, loss=loss, grad_norm=grad_norm))
         if len(self.outputs) < self.updates:
             return
+        self.warn(*self.trainer.cautions)
+        self.trainer.cautions.clear()
         metrics = self.first | self._measure(rollout, self.outputs)
         metrics["train/learning_rate"] = self.first["train/learning_rate"] * self.first.get("kl/lr_factor", 1.0)
         metrics |= control_metrics(self.context, beta, metrics)
@@ -142,7 +144,7 @@ class TRLRun(Run):
     def _kept(self) -> tuple[int, Path | None]:
         """The step to continue from, and its checkpoint."""
         found = checkpoints(self.context.output_dir)
-        return (step_of(found[-1]) // self.updates, found[-1]) if found else (0, None)
+        return (number_of(found[-1]) // self.updates, found[-1]) if found else (0, None)
 
     def info(self) -> RunInfo:
         """What is known of the run before its first step."""
@@ -184,11 +186,6 @@ class AfterStep(TrainerCallback):
 def checkpoints(output_dir: Path) -> list[Path]:
     """TRL's complete checkpoints of a run, oldest first; its loop's state is written after weights and moments."""
     return [folder for folder in checkpoint_folders(output_dir) if (folder / TRAINER_STATE_NAME).exists()]
-
-
-def step_of(folder: Path) -> int:
-    """The number of updates that a checkpoint was made after."""
-    return int(folder.name.rpartition("-")[2])
 
 
 def newest(output_dir: Path) -> Path:

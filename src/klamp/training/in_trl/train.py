@@ -33,7 +33,7 @@ from klamp.training.in_trl.run import TRLRun, newest  # noqa: E402
 from klamp.training.in_trl.trainer import RunTrainer  # noqa: E402
 from klamp.training.models import adapter_config, adapter_errors, former_names, output_size  # noqa: E402
 from klamp.training.observers import Observer, RunSummary  # noqa: E402
-from klamp.training.runlog import RunLog  # noqa: E402
+from klamp.training.runlog import RunLog, begin_trackers  # noqa: E402
 from klamp.training.setup import (  # noqa: E402
     Start,
     choose_folder,
@@ -43,7 +43,6 @@ from klamp.training.setup import (  # noqa: E402
     on_cpu,
     reference_kind,
 )
-from klamp.training.trainer import begin_trackers  # noqa: E402
 
 
 def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSummary:
@@ -74,8 +73,7 @@ def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSum
         if config.run.resume:
             run.resume()
         run.tell(lambda o: o.on_start(run.info()))
-        for note in chat_cautions(config.task, context.tokenizer, context.stop):
-            run.tell(lambda o, text=note: o.on_warning(text))
+        run.warn(*chat_cautions(config.task, context.tokenizer, context.stop))
         begin_trackers(accelerator, config, folder)
         return run.run()
     finally:

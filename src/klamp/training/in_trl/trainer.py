@@ -89,6 +89,7 @@ class RunTrainer(GRPOTrainer, OwnAdvantages):
         super().__init__(**options)
         self.generated: Generated | None = None
         self.rows_of_loss: Tensor | None = None
+        self.cautions: list[str] = []
         self.remove_callback(PrinterCallback)
         self._klamp.expected_zero = False  # the run looks at step 0 itself
         if len(stop) > 1 and sorted(getattr(self, "eos_token_ids", [])) != sorted(stop):
@@ -98,6 +99,9 @@ class RunTrainer(GRPOTrainer, OwnAdvantages):
                 why="the completions would go on where those of klamp's own loop end",
                 fix="use a newer trl (1.16.0 was tried), or a model with one end token",
             )
+
+    def _caution(self, text: str) -> None:
+        self.cautions.append(text)
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         """AdamW as in klamp's own loop: on all trained weights alike, with float32 copies of those in 16 bits."""

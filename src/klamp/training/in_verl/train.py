@@ -17,7 +17,6 @@ from klamp.config import build_objective
 from klamp.errors import MissingLibrary, UnsupportedVersion
 from klamp.hosts.common.exclusions import excluded_ids
 from klamp.hosts.verl.hooks import check_version
-from klamp.tasks import check_prompts, load_task
 from klamp.tasks.chat_format import chat_cautions
 from klamp.training.config import TrainConfig
 from klamp.training.context import Context
@@ -27,13 +26,12 @@ from klamp.training.in_verl.overrides import command, model_path
 from klamp.training.in_verl.process import Child
 from klamp.training.in_verl.run import VerlRun
 from klamp.training.models import describe_folder, ends_with, load_tokenizer, make_ready
-from klamp.training.observers import Observer, RunSummary
-from klamp.training.runlog import RunLog
-from klamp.training.setup import check_alone, choose_folder, make_accelerator
-from klamp.training.trainer import begin_trackers
+from klamp.training.observers import Observer, RunSummary, progress_of
+from klamp.training.runlog import RunLog, begin_trackers
+from klamp.training.setup import check_alone, choose_folder, load_prompts, make_accelerator
 
-ENVIRONMENT = "make an environment of its own: scripts/environment.sh verl in a checkout of klamp, then vLLM into it, "
-ENVIRONMENT += "and use its klamp: .venv-verl/bin/klamp"
+ENVIRONMENT = "make an environment of its own: ENGINE= scripts/environment.sh verl in a checkout of klamp, then the "
+ENVIRONMENT += "vLLM of your GPUs into it, and use its klamp: .venv-verl/bin/klamp"
 
 
 def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSummary:
@@ -60,8 +58,7 @@ def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSum
         write_data(config, context.task, context.tokenizer, layout)
         layout.metrics.unlink(missing_ok=True)  # verl writes it anew
         run.tell(lambda o: o.on_start(run.info()))
-        for note in cautions(context):
-            run.tell(lambda o, text=note: o.on_warning(text))
+        run.warn(*cautions(context))
         begin_trackers(accelerator, config, folder)
         return run.run()
     finally:
@@ -111,17 +108,10 @@ def context_of(config: TrainConfig, folder: Path, accelerator: Accelerator, obse
     Raises:
         ModelError, DataError, RewardError, UnknownNameError: whatever does not fit, before any work.
     """
-
-    def progress(what: str, done: int, total: int, loss: float | None) -> None:
-        for observer in observers:
-            observer.on_loading(what, done, total, loss)
-
-    make_ready(config.model.model, progress=progress, task=config.task.task)
+    make_ready(config.model.model, progress=progress_of(observers), task=config.task.task)
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.model, task=config.task.task)
     longest, settings = describe_folder(model_path(config))
-    task = load_task(config.task, tokenizer)
-    every = [*task.train, *(e for rows in task.evaluation.values() for e in rows)]
-    check_prompts(every, tokenizer, longest, config.rollout.max_completion_length)
+    task = load_prompts(config, tokenizer, longest=longest)
     weightless = nn.Module()
     return Context(
         config=config,

@@ -17,19 +17,17 @@ from transformers import PreTrainedTokenizerBase
 from klamp.config import build_objective
 from klamp.errors import ModelError
 from klamp.hosts.common.exclusions import excluded_ids
-from klamp.tasks import check_prompts, load_task
 from klamp.training import checkpoint
 from klamp.training.config import TrainConfig
 from klamp.training.context import Context
 from klamp.training.models import load_tokenizer, ready_tokenizer
 from klamp.training.observers import Observer, RunSummary
-from klamp.training.runlog import RunLog
+from klamp.training.runlog import RunLog, begin_trackers
 from klamp.training.service import rollout as rollouts
 from klamp.training.service.connection import Connection, check_key
 from klamp.training.service.evaluation import measure_length
 from klamp.training.service.trainer import RemoteWeights, TinkerTrainer
-from klamp.training.setup import UNLIMITED, check_alone, choose_folder, make_accelerator
-from klamp.training.trainer import begin_trackers
+from klamp.training.setup import check_alone, choose_folder, load_prompts, make_accelerator
 
 DEFAULT_RANK = 32
 """Rank of the adapter where lora_r is 0: the service trains adapters only."""
@@ -114,9 +112,7 @@ def _tokenizer(connection: Connection, config: TrainConfig, client: Any) -> PreT
 def _context(config: TrainConfig, folder: Path, accelerator: Any, connection: Connection, client: Any) -> Context:
     """The shared parts of a run whose weights are at the service."""
     tokenizer = _tokenizer(connection, config, client)
-    task = load_task(config.task, tokenizer)
-    every = [*task.train, *(e for rows in task.evaluation.values() for e in rows)]
-    check_prompts(every, tokenizer, UNLIMITED, config.rollout.max_completion_length)
+    task = load_prompts(config, tokenizer, longest=None)
     policy = RemoteWeights()
     return Context(
         config=config,

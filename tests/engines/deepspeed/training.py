@@ -1,0 +1,105 @@
+"""What each of two processes does: klamp's KL in TRL, under DDP or under a stage of ZeRO: KIND FOLDER.
+
+The results of a process go into FOLDER/KIND-RANK.json; see test_stages.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from accelerate.state import AcceleratorState
+from peft import LoraConfig
+from tests.hosts.trl.hosts import klamp_trainer, model, stock_trainer
+
+from klamp import KLConfig
+from klamp.errors import ConfigError
+from klamp.trl import attach, effective
+
+STAGES = {"ddp": None, "zero2": 2, "zero3": 3}
+STEPS = {"max_steps": 3, "per_device_train_batch_size": 4, "num_generations": 4, "learning_rate": 1e-2}
+CLIPPED = {
+    "kl_clip_method": "hard",
+    "kl_clip_threshold": 0.01,
+    "target_kl": 0.05,
+    "kl_exclude_prefix": 1,
+    "gradient_accumulation_steps": 2,
+}
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {"beta": 0.3},
+    "in memory": {"beta": 0.3},
+    "clipped": {"beta": 0.3, **CLIPPED},
+    "adapter": {"beta": 0.3},
+    "attached": {"beta": 0.0},
+    "exact": {"beta": 0.3, "kl_estimator": "exact"},
+}
+
+
+def settings(stage: int | None) -> dict[str, Any]:
+    """What TRL has to be told for a stage on the CPU, where accelerate itself would find no backend."""
+    if stage is None:
+        return {}
+    sharding: dict[str, Any] = {"stage": stage}
+    if stage == 3:
+        sharding["stage3_param_persistence_threshold"] = 0  # so small a model would not be split at all
+    same = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "train_batch_size")
+    config = {
+        **dict.fromkeys(same, "auto"),
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": sharding,
+    }
+    return {"deepspeed": config, "use_cpu": False, "accelerator_config": {"use_configured_state": True}}
+
+
+def started(stage: int | None) -> None:
+    """The state of the processes, anew for each trainer, with gloo between them."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    if stage is not None:
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+        PartialState(backend="gloo")
+
+
+def trainer_of(case: str, kind: str, folder: Path) -> Any:
+    """The trainer of a case."""
+    options = STEPS | settings(STAGES[kind]) | CASES[case]
+    path = str(folder / "base")
+    if case == "in memory":
+        made = model()
+        made.config._name_or_path = ""
+        return klamp_trainer(made, folder, **options)
+    options["model_init_kwargs"] = {"dtype": "float32"}
+    if case == "attached":
+        return attach(stock_trainer(path, folder, **options), KLConfig(beta=0.3))
+    more: dict[str, Any] = {}
+    if case == "adapter":
+        more["peft_config"] = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    return klamp_trainer(path, folder, trainer=more, **options)
+
+
+def main(kind: str, folder: Path) -> None:
+    """Every case, one after the other."""
+    found: dict[str, Any] = {}
+    for case in CASES:
+        started(STAGES[kind])
+        try:
+            trainer = trainer_of(case, kind, folder)
+        except ConfigError as error:
+            found[f"{case} refused"] = str(error)
+            continue
+        trainer.train()
+        names = ("loss", "kl", "kl/k1", "kl/k3", "beta", "reward", "grad_norm", "kl/exact")
+        found[case] = {
+            "rows": [{n: row[n] for n in names if n in row} for row in trainer.state.log_history if "reward" in row],
+            "engine": type(trainer.model_wrapped).__name__,
+            "reference": effective(trainer).reference,
+        }
+    (folder / f"{kind}-{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))  # noqa: TID251  (a program of its own)

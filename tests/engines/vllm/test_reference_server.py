@@ -1,0 +1,163 @@
+"""A real vLLM server as the reference: the numbers of a local one, and its mismatches refused before any work."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.engines.vllm.servers import vllm_server
+from tests.training.conftest import TINY, disturb, steps_of, stored, tiny_llama
+
+from klamp.cli import main
+from klamp.errors import ConfigError, ModelError, UnknownNameError
+from klamp.tasks import load_task
+from klamp.training.asking import KEY, ask
+from klamp.training.completions import Completions
+from klamp.training.config import TrainConfig
+from klamp.training.models import load_model, load_tokenizer
+from klamp.training.remote import score
+from klamp.training.vllm_reference import VLLMReference, connect
+
+SECRET = "a-key-of-this-test"
+COUNT, PROMPT, LENGTH = 72, 9, 30
+TEXTS = (".json", ".jsonl", ".yaml", ".txt")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A small Llama whose heads are of a width that vLLM has on a CPU.
+
+    Its weights are half as wide as those of the narrower ones elsewhere: at .2 float32 is 2e-5 nats from float64.
+    """
+    model = tiny_llama(hidden_size=128, intermediate_size=256, initializer_range=0.1)
+    return stored(model, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def server(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """It serves the model under two names, to those with a key; it samples at temperature .6 where none is asked."""
+    flags = ("--served-model-name", "start", "alias", "--max-model-len", "48", "--api-key", SECRET)
+    tempered = ("--override-generation-config", '{"temperature": 0.6, "repetition_penalty": 1.3}')
+    with vllm_server(Path(folder), tmp_path_factory.mktemp("log") / "server.log", *flags, *tempered) as url:
+        yield url
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY, SECRET)
+
+
+@pytest.fixture
+def connected(server: str, folder: str) -> Callable[..., VLLMReference]:
+    """The reference of a run on that server."""
+
+    def connecting(**changes: Any) -> VLLMReference:
+        given = {"model": folder, "reference": "remote", "reference_url": server, "reference_name": "start"}
+        config = TrainConfig.from_flat({**TINY, **given, **changes})
+        tokenizer = load_tokenizer(folder)
+        found = connect(config, load_task(config.task, tokenizer), tokenizer)
+        assert isinstance(found, VLLMReference)
+        return found
+
+    return connecting
+
+
+def random_completions(size: int) -> Completions:
+    """Prompts and completions of all lengths."""
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(3, size, (COUNT, PROMPT + LENGTH), generator=generator)
+    before = torch.arange(PROMPT).expand(COUNT, -1) >= torch.arange(COUNT)[:, None] % PROMPT
+    mask = torch.arange(LENGTH).expand(COUNT, -1) <= torch.arange(COUNT)[:, None] % LENGTH
+    return Completions(
+        prompt_ids=ids[:, :PROMPT],
+        prompt_mask=before.long(),
+        ids=ids[:, PROMPT:],
+        mask=mask,
+        sampler_logprobs=torch.zeros(COUNT, LENGTH),
+        ended=torch.ones(COUNT, dtype=torch.bool),
+    )
+
+
+@torch.no_grad()
+def test_the_numbers_are_those_of_a_local_reference(connected: Callable[..., VLLMReference], folder: str) -> None:
+    model = load_model(folder)
+    completions = random_completions(model.config.vocab_size)
+    away = connected().score(completions, temperature=1.0).logprobs
+    here = score(model, completions, temperature=1.0).logprobs
+    mask = completions.mask
+    largest = float((away - here)[mask].abs().max())
+    print(f"{int(mask.sum())} tokens, largest difference {largest:.1e} nats")
+    assert largest < 1e-5
+    other = copy.deepcopy(model)
+    disturb(other)
+    assert float((away - score(other, completions, temperature=1.0).logprobs)[mask].abs().max()) > 0.1
+
+
+@torch.no_grad()
+def test_its_numbers_know_no_temperature(connected: Callable[..., VLLMReference], server: str, folder: str) -> None:
+    ids = list(range(3, 30))
+    content = {"model": "start", "prompt": [ids], "prompt_logprobs": 0, "max_tokens": 1}
+    entries = [
+        ask(f"{server}/v1/completions", {**content, **more})["choices"][0]["prompt_logprobs"][1:]
+        for more in ({"temperature": 1.0}, {"temperature": 0.6}, {})
+    ]
+    assert entries[0] == entries[1] == entries[2]
+    model = load_model(folder)
+    completions = random_completions(model.config.vocab_size)
+    false = (
+        connected().score(completions, temperature=1.0).logprobs - score(model, completions, temperature=0.6).logprobs
+    )
+    assert float(false[completions.mask].abs().mean()) > 0.3, "what would have counted as a KL of equal models"
+    with pytest.raises(ConfigError, match="temperature 1 only"):
+        connected(temperature=0.6)
+
+
+def test_what_does_not_fit_is_refused(connected: Callable[..., VLLMReference], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="it names alias, start"):
+        connected(reference_name=None)
+    with pytest.raises(UnknownNameError, match="did you mean 'start'"):
+        connected(reference_name="start-2")
+    with pytest.raises(ModelError, match="takes only shorter sequences"):
+        connected(max_completion_length=44)
+    monkeypatch.setenv(KEY, "another")
+    with pytest.raises(ModelError, match=KEY) as error:
+        connected()
+    assert "another" not in str(error.value)
+
+
+def test_the_tokenizer_is_compared(server: str, folder: str, tmp_path: Path) -> None:
+    reference_text = Path(folder, "tokenizer.json").read_text(encoding="utf-8")
+    for file in Path(folder).iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    swapped = reference_text.replace('"4":', '"swap":').replace('"5":', '"4":').replace('"swap":', '"5":')
+    assert swapped != reference_text
+    (tmp_path / "tokenizer.json").write_text(swapped, encoding="utf-8")
+    given = {"reference": "remote", "reference_url": server, "reference_name": "start"}
+    config = TrainConfig.from_flat({**TINY, "model": str(tmp_path), **given, "train_size": 64})
+    tokenizer = load_tokenizer(str(tmp_path))
+    with pytest.raises(ModelError, match="another tokenizer"):
+        connect(config, load_task(config.task, tokenizer), tokenizer)
+
+
+def test_a_run_equals_the_run_with_a_frozen_reference(server: str, folder: str, tmp_path: Path) -> None:
+    values = {**TINY, "model": folder, "beta": 0.1, "eval_every": 0, "report_to": "none"}
+    flags = [word for name, value in values.items() for word in (f"--{name}", str(value)) if name != "cpu"]
+    away = ["--reference", "remote", "--reference_url", f"{server}/v1", "--reference_name", "alias"]
+    for name, more in (("here", []), ("away", away)):
+        assert main(["train", "--cpu", "--output_dir", str(tmp_path / name), *flags, *more]) == 0
+    here, there = steps_of(tmp_path / "here"), steps_of(tmp_path / "away")
+    assert len(here) == len(there) == 4
+    assert there[0]["kl/k3"] < 1e-9
+    assert there[-1]["kl/k3"] > 1e-3
+    for a, b in zip(here, there, strict=True):
+        for name in ("reward", "train/loss", "kl/k1", "kl/k3", "train/kl_penalty"):
+            assert b[name] == pytest.approx(a[name], abs=1e-5), name
+    said = "".join(
+        path.read_text(errors="replace") for path in (tmp_path / "away").rglob("*.*") if path.suffix in TEXTS
+    )
+    assert "alias" in said
+    assert SECRET not in said

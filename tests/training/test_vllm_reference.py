@@ -1,0 +1,193 @@
+"""A vLLM server as the reference: a local reference's numbers, and every mismatch refused before any work.
+
+`tests/engines/vllm/test_reference_server.py` does the same with a real vLLM.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tests.training.answering import answering, in_turn
+from tests.training.conftest import assert_same_course, disturb
+from tests.training.vllm_server import VLLMServer
+
+from klamp.errors import ConfigError, KLWarning, ModelError, UnknownNameError
+from klamp.tasks.arithmetic import arithmetic_tokenizer
+from klamp.training import asking, vllm_reference
+from klamp.training.asking import KEY
+from klamp.training.models import load_model
+from klamp.training.remote import RemoteReference, score, serve
+from klamp.training.rollouts import collect
+from klamp.training.trainer import train_run
+from klamp.training.vllm_reference import VLLMReference, connect
+
+
+@pytest.fixture(autouse=True)
+def no_waits(monkeypatch):
+    monkeypatch.setattr(asking.time, "sleep", lambda _: None)
+
+
+@pytest.fixture
+def context(context_of):
+    return context_of()
+
+
+@pytest.fixture
+def server_of(context):
+    """A stand-in that serves the starting policy."""
+
+    def make(**changes):
+        return VLLMServer(context.policy, changes.pop("tokenizer", context.tokenizer), **changes)
+
+    return make
+
+
+@pytest.fixture
+def found(context, config_of):
+    """Connect a run to a server."""
+
+    def connected(server, path="", **changes):
+        with answering(server.answer) as url:
+            config = config_of(reference="remote", reference_url=url + path, **changes)
+            return connect(config, context.task, context.tokenizer)
+
+    return connected
+
+
+@pytest.mark.parametrize("at_once", [1, 5, 32])
+def test_the_numbers_are_those_of_a_local_model(context, server_of, monkeypatch, at_once):
+    monkeypatch.setattr(vllm_reference, "AT_ONCE", at_once)
+    completions = collect(context, list(context.task.train[:3]), step=0, beta=0.01).completions
+    other = copy.deepcopy(context.policy)
+    disturb(other)
+    local = score(other, completions, temperature=1.0).logprobs
+    server = server_of()
+    server.model = other
+    with answering(server.answer) as url:
+        scores = VLLMReference(url, "start").score(completions, temperature=1.0)
+    assert scores.logits is None
+    assert torch.allclose(scores.logprobs[completions.mask], local[completions.mask], atol=1e-5)
+    assert scores.logprobs[~completions.mask].eq(0).all()
+    assert not torch.allclose(scores.logprobs, completions.sampler_logprobs, atol=1e-2)
+    assert len(server.asked) == -(-len(completions.ids) // at_once)
+    assert all(each["temperature"] == 1.0 and each["prompt_logprobs"] == 0 for each in server.asked)
+
+
+def test_a_run_equals_the_run_with_a_frozen_reference(config_of, tmp_path):
+    frozen = config_of(output_dir=str(tmp_path / "frozen"), beta=0.1)
+    train_run(frozen)
+    server = VLLMServer(load_model(frozen.model.model), arithmetic_tokenizer())
+    with answering(server.answer) as url:
+        asked = {"reference": "remote", "reference_url": f"{url}/v1"}
+        train_run(config_of(output_dir=str(tmp_path / "away"), beta=0.1, **asked))
+    assert_same_course(tmp_path / "frozen", tmp_path / "away")
+
+
+@pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/"])
+def test_the_address_is_the_servers_with_or_without_v1(found, server_of, path):
+    reference = found(server_of(), path)
+    assert isinstance(reference, VLLMReference)
+    assert reference.describe().startswith("start on the server at http://127.0.0.1:")
+    assert reference.weights() is None
+
+
+def test_a_server_of_klamps_own_protocol_is_told_apart(context, config_of):
+    with serve(context.policy) as url:
+        config = config_of(reference="remote", reference_url=url, temperature=0.7)
+        assert type(connect(config, context.task, context.tokenizer)) is RemoteReference
+        config = config_of(reference="remote", reference_url=url, reference_name="start")
+        with pytest.raises(ConfigError, match="reference_name is for a server that lists its models"):
+            connect(config, context.task, context.tokenizer)
+
+
+def test_another_temperature_is_refused_before_anything_is_scored(found, server_of, context):
+    server = server_of()
+    with pytest.raises(ConfigError, match="temperature 1 only") as error:
+        found(server, temperature=0.6)
+    assert "temperature=0.6" in str(error.value)
+    assert "klamp.training.remote.serve" in str(error.value)
+    assert server.asked == []
+    completions = collect(context, list(context.task.train[:1]), step=0, beta=0.01).completions
+    with pytest.raises(ConfigError, match="temperature 1 only"):
+        VLLMReference("http://127.0.0.1:9", "start").score(completions, temperature=0.6)
+
+
+def test_one_of_several_models_has_to_be_named(found, server_of):
+    assert found(server_of(names=("a", "start")), reference_name="start").describe().startswith("start on")
+    with pytest.raises(ConfigError, match="serves several models") as error:
+        found(server_of(names=("b", "a")))
+    assert "it names a, b" in str(error.value)
+    with pytest.raises(UnknownNameError, match="did you mean 'start'"):
+        found(server_of(), reference_name="start-2")
+    with pytest.raises(ConfigError, match="serves no model"):
+        found(server_of(names=()))
+
+
+def test_a_server_for_shorter_sequences_is_refused(found, server_of, context):
+    lengths = [len(context.tokenizer(each.prompt)["input_ids"]) for each in context.task.train]
+    enough = max(lengths) + context.config.rollout.max_completion_length + 1
+    assert found(server_of(longest=enough))
+    with pytest.raises(ModelError, match="takes only shorter sequences") as error:
+        found(server_of(longest=enough - 1))
+    assert f"max_model_len={enough - 1}" in str(error.value)
+
+
+def test_a_server_without_log_probabilities_of_prompts_is_refused(found, server_of):
+    with pytest.raises(ModelError, match="it has to know prompt_logprobs"):
+        found(server_of(without=True))
+
+
+def test_logits_are_no_log_probabilities(found, server_of):
+    with pytest.raises(ModelError, match="raw_logits"):
+        found(server_of(scale=-1.0))
+
+
+def test_another_tokenizer_is_refused(found, server_of):
+    class Shifted:
+        def __call__(self, text, **_):
+            ids = arithmetic_tokenizer()(text, add_special_tokens=False)["input_ids"]
+            return {"input_ids": [*ids[:-2], ids[-2] ^ 1, ids[-1]]}
+
+    with pytest.raises(ModelError, match="another tokenizer than the policy"):
+        found(server_of(tokenizer=Shifted()))
+
+
+def test_a_server_that_takes_no_texts_is_used_with_a_caution(found, server_of):
+    with pytest.warns(KLWarning, match="whether its tokenizer is the policy's is not known"):
+        assert isinstance(found(server_of(texts=False)), VLLMReference)
+
+
+def test_the_key_comes_from_the_environment(found, server_of, monkeypatch):
+    with pytest.raises(ModelError, match=KEY) as error:
+        found(server_of(key="secret"))
+    assert "401" in str(error.value)
+    monkeypatch.setenv(KEY, "secret")
+    reference = found(server_of(key="secret"))
+    assert "secret" not in f"{reference.describe()} {vars(reference)}"
+
+
+@pytest.mark.parametrize("status", [500, 503])
+def test_a_server_that_fails_or_is_not_there_is_refused_before_the_run(context, config_of, status):
+    with in_turn((status, {"error": "loading"})) as (url, asked), pytest.raises(ModelError, match="loading"):
+        connect(config_of(reference="remote", reference_url=url), context.task, context.tokenizer)
+    assert len(asked) == asking.TRIES
+    with pytest.raises(ModelError, match="remote reference does not answer"):
+        connect(config_of(reference="remote", reference_url="http://127.0.0.1:9"), context.task, context.tokenizer)
+
+
+@pytest.mark.parametrize("answer", [[], {"choices": [{}]}, {"choices": 3}, {"choices": [{"index": 0}]}, {"object": 1}])
+def test_an_answer_of_another_kind_is_a_named_error(answer):
+    with in_turn((200, answer)) as (url, _), pytest.raises(ModelError, match="does not answer as it should"):
+        VLLMReference(url, "start").logprobs([[3]], [[4]], temperature=1.0)
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [[None], [None, None], [None, {"5": {"logprob": -1.0}}], [None, {"4": {"logprob": None}}], [None, {"4": {}}]],
+)
+def test_numbers_of_other_tokens_are_refused(entries):
+    answer = {"choices": [{"index": 0, "prompt_logprobs": entries}]}
+    with in_turn((200, answer)) as (url, _), pytest.raises(ModelError, match="other tokens"):
+        VLLMReference(url, "start").logprobs([[3]], [[4]], temperature=1.0)
