@@ -1,6 +1,7 @@
 """Broken runs of the kinds that people have, each found by the alarm that is meant for it; sound ones are quiet.
 
-`test_alarms.py` plants faults of the machinery; here nothing is wrong but what the run was asked to do.
+`test_alarms.py` plants faults of the machinery; here nothing is wrong but what the run was asked to do. Every run was
+tried with several seeds: on another processor the same seed gives another course.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ from typing import Any
 
 import pytest
 from tests.training.conftest import disturb, stored, tiny_llama
-from tests.training.planted import ARITHMETIC, alarms, found, trained
+from tests.training.planted import ARITHMETIC, Told, alarms, found, trained
+
+from klamp.diagnostics.alarms_reward import TRUNCATED
+from klamp.training.trainer import Trainer
 
 BUILT_IN: dict[str, Any] = {**ARITHMETIC, "prompts_per_step": 8, "warmup_steps": 5}
 TINY_REWARD: dict[str, Any] = {
@@ -37,14 +41,22 @@ def test_a_learning_rate_a_hundred_times_too_high(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("default_base_model")
-def test_a_learning_rate_thirty_times_too_high_grows_the_kl_for_nothing(tmp_path: Path) -> None:
-    diagnosis = trained(tmp_path, **{**BUILT_IN, "learning_rate": 3e-3, "warmup_steps": 10, "max_steps": 34})
-    assert found(diagnosis, "kl-growing").first_step >= 30
-    assert "the learning rate" in found(diagnosis, "reward-collapse").evidence.causes[0]
+def test_a_learning_rate_thirty_times_too_high(tmp_path: Path) -> None:
+    diagnosis = trained(tmp_path, **{**BUILT_IN, "learning_rate": 3e-3, "warmup_steps": 10, "max_steps": 20})
+    for name in ("reward-collapse", "kl-far"):
+        assert "the learning rate" in found(diagnosis, name).evidence.causes[0]
+
+
+def test_a_policy_that_drifts_for_nothing(llama: str, tmp_path: Path) -> None:
+    def plant(trainer: Trainer, told: Told) -> None:
+        told.after_step = lambda step: disturb(trainer.context.policy, seed=step, size=0.01)
+
+    changes = {"reward": "tests.training.rewards:constant", "beta": 0.0, "kl_monitor": True, "max_steps": 30}
+    assert found(trained(tmp_path, plant=plant, model=llama, **changes), "kl-growing").first_step == 30
 
 
 def test_a_reward_that_pays_for_length(gpt2: str, tmp_path: Path) -> None:
-    changes = {**TINY_REWARD, "reward": "tests.training.rewards:long", "max_steps": 40}
+    changes = {**TINY_REWARD, "reward": "tests.training.rewards:long", "learning_rate": 2e-3, "max_steps": 30}
     diagnosis = trained(tmp_path, model=gpt2, **changes)
     exploited = found(diagnosis, "length-exploited")
     assert exploited.evidence.causes[0].startswith("the reward pays for length")
@@ -148,4 +160,4 @@ def test_answers_that_are_cut_by_design_are_quiet(kind: str, tmp_path: Path, req
     diagnosis = trained(tmp_path, model=request.getfixturevalue(kind), **CUT)
     assert alarms(diagnosis) == set(), [finding.evidence.text for finding in diagnosis.findings]
     cut = [row.metrics["length/truncated"] for row in diagnosis.history.rows]
-    assert min(cut) > 0.5
+    assert min(cut) > TRUNCATED.value
