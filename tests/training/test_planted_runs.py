@@ -49,10 +49,11 @@ def test_a_learning_rate_thirty_times_too_high(tmp_path: Path) -> None:
 
 def test_a_policy_that_drifts_for_nothing(llama: str, tmp_path: Path) -> None:
     def plant(trainer: Trainer, told: Told) -> None:
-        told.after_step = lambda step: disturb(trainer.context.policy, seed=step, size=0.01)
+        told.after_step = lambda step: disturb(trainer.context.policy, seed=step, size=0.008)
 
-    changes = {"reward": "tests.training.rewards:constant", "beta": 0.0, "kl_monitor": True, "max_steps": 30}
-    assert found(trained(tmp_path, plant=plant, model=llama, **changes), "kl-growing").first_step == 30
+    changes = {"reward": "tests.training.rewards:constant", "beta": 0.0, "kl_monitor": True, "prompts_per_step": 12}
+    diagnosis = trained(tmp_path, plant=plant, model=llama, max_steps=32, **changes)
+    assert found(diagnosis, "kl-growing").first_step >= 30
 
 
 def test_a_reward_that_pays_for_length(gpt2: str, tmp_path: Path) -> None:

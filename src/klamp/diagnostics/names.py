@@ -172,7 +172,9 @@ def settings_of(config: Mapping[str, object], logged: set[str], names: Mapping[s
         logged: names of all metrics.
         names: as in `translate`.
     """
-    over_updates = OVER_UPDATES in logged and (names or {}).get("kl/k3", OVER_UPDATES) == OVER_UPDATES
+    over_updates = (
+        OVER_UPDATES in logged and "kl/k3" not in logged and (names or {}).get("kl/k3", OVER_UPDATES) == OVER_UPDATES
+    )
     beta, loss, scale = config.get("beta"), config.get("loss_type"), config.get("scale_rewards")
     settings = Settings(verifier=verifier_of(reward_functions(logged)), k3_over_updates=over_updates)
     if isinstance(beta, int | float):

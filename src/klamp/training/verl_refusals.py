@@ -24,7 +24,7 @@ def verl_refusals(
         *_loss(loss),
         *_model(model, run),
         *_rollout(rollout),
-        *_steps(kl, rollout, optim, run),
+        *_steps(rollout, optim, run),
     ]
 
 
@@ -92,7 +92,7 @@ def _rollout(rollout: RolloutConfig) -> list[Refusal]:
     ]
 
 
-def _steps(kl: KLConfig, rollout: RolloutConfig, optim: OptimConfig, run: RunConfig) -> list[Refusal]:
+def _steps(rollout: RolloutConfig, optim: OptimConfig, run: RunConfig) -> list[Refusal]:
     completions = rollout.prompts_per_step * rollout.num_generations
     shares = run.gpus * run.machines * optim.gradient_accumulation_steps
     return [
@@ -114,12 +114,6 @@ def _steps(kl: KLConfig, rollout: RolloutConfig, optim: OptimConfig, run: RunCon
             f"gradient_accumulation_steps={optim.gradient_accumulation_steps}",
             why="verl gives every GPU the same number of parts of the same size",
             fix=f"make prompts_per_step * num_generations a multiple of {shares}",
-        ),
-        _Refused(
-            run.resume and kl.controller_name != "fixed",
-            got=f"kl_controller={kl.controller_name!r}, resume=True",
-            why="verl's checkpoints do not hold the controller: beta would start again where it once started",
-            fix="start the run again in another folder",
         ),
         *_arguments(run),
     ]

@@ -3,13 +3,15 @@
     register      klamp's names mean something in this process; `import klamp.verl.registered` does it
     overrides     a KLConfig as overrides of verl's configuration
     effective     what the KL of a verl configuration will really do
+    Driver        klamp's part in verl's trainer, for what needs a whole batch; `overrides` names it where it is needed
 
-Needs verl>=0.8,<0.10 where it trains; `overrides` and `effective` do without.
+Needs verl>=0.8,<0.10 where it trains; `overrides` and `effective` do without. `Driver` needs 0.9.1.
 """
 
 from klamp.hosts.common.effective import Effective, EffectiveTerm
+from klamp.hosts.verl.driver import Driver
 from klamp.hosts.verl.effective import effective
 from klamp.hosts.verl.hooks import register
 from klamp.hosts.verl.overrides import overrides
 
-__all__ = ["Effective", "EffectiveTerm", "effective", "overrides", "register"]
+__all__ = ["Driver", "Effective", "EffectiveTerm", "effective", "overrides", "register"]

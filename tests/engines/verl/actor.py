@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,6 +70,7 @@ def actor_loss(
     tokens: int | None = None,
     rows: int | None = None,
     nested: bool = False,
+    columns: Mapping[str, Tensor] | None = None,
     **options: Any,
 ) -> tuple[Tensor, dict[str, Any]]:
     """(loss, metrics) of `verl.workers.utils.losses.ppo_loss`.
@@ -79,8 +81,12 @@ def actor_loss(
         tokens: trained tokens of the whole mini-batch, where the step is a part of it.
         rows: completions of it.
         nested: as verl's newer trainers pass them, without padding; every token of a completion is then trained on.
+        columns: what klamp's driver added to the batch, [B] or [B, T]; advantages win over the step's.
         options: fields of ActorConfig.
     """
+    added = dict(columns or {})
+    if "advantages" in added:
+        step = replace(step, advantages=added.pop("advantages"))
     policy_loss = PolicyLossConfig(loss_mode=loss_mode)
     config = ActorConfig(
         strategy="fsdp",
@@ -100,6 +106,7 @@ def actor_loss(
             "old_log_probs": step.old,
             "advantages": step.advantages,
             "ref_log_prob": step.ref,
+            **added,
         },
         batch_size=[count],
     )
@@ -110,6 +117,7 @@ def actor_loss(
             {
                 "prompts": torch.nested.as_nested_tensor(list(prompt), layout=torch.jagged),
                 **{name: _ragged(data[name], step.mask) for name in PER_TOKEN},
+                **{name: _ragged(each, step.mask) if each.ndim == 2 else each for name, each in added.items()},
             },
             batch_size=[count],
         )

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import torch.optim.optimizer as optimizers
 import verl.trainer.ppo.core_algos as algorithms
 from verl.workers.utils import losses
 
 from klamp.verl import register
 
+HOOKED = ((algorithms, "kl_penalty"), (algorithms, "get_kl_controller"), (losses, "kl_penalty"), (losses, "ppo_loss"))
+
 
 @pytest.fixture
-def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
+def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whatever is registered in the test is gone after it."""
-    for module, name in ((algorithms, "kl_penalty"), (algorithms, "get_kl_controller"), (losses, "kl_penalty")):
+    for module, name in HOOKED:
         monkeypatch.setattr(module, name, getattr(module, name))
-    registry = dict(algorithms.POLICY_LOSS_REGISTRY)
-    monkeypatch.setattr(algorithms, "POLICY_LOSS_REGISTRY", registry)
+    monkeypatch.setattr(algorithms, "POLICY_LOSS_REGISTRY", dict(algorithms.POLICY_LOSS_REGISTRY))
+    of_steps = [optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks]
+    before = [dict(hooks) for hooks in of_steps]
+    yield
+    for hooks, kept in zip(of_steps, before, strict=True):
+        hooks.clear()
+        hooks.update(kept)
 
 
 @pytest.fixture

@@ -8,9 +8,11 @@ import pytest
 
 from klamp.config import KLConfig, preset
 from klamp.errors import UnsupportedVersion
+from klamp.hosts.verl.names import IN_REWARD
 from klamp.verl import overrides, register
 
 ACTOR = "actor_rollout_ref.actor"
+DRIVEN = "++trainer.checkpoint_callback_class=klamp.verl.Driver"
 IMPORTED = "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES=klamp.verl.registered"
 
 
@@ -36,12 +38,33 @@ def test_in_the_reward() -> None:
         f"{ACTOR}.use_kl_loss=False",
         "algorithm.use_kl_in_reward=True",
         "algorithm.kl_penalty=klamp",
-        "algorithm.norm_adv_by_std_in_grpo=False",
         "algorithm.kl_ctrl.type=klamp",
         "algorithm.kl_ctrl.kl_coef=0.1",
         "algorithm.kl_ctrl.target_kl=0.05",
+        "algorithm.norm_adv_by_std_in_grpo=False",
+        DRIVEN,
         IMPORTED,
     ]
+
+
+@pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"target_kl": 0.05}, "klamp:target_kl=0.05"),
+        ({"kl_exclude_tokens": ("</s>", 7)}, r"klamp:kl_exclude_tokens=(\'</s>\', 7)"),
+        ({"kl_placement": "advantage", "kl_estimator": "k1"}, "klamp:kl_estimator=k1,kl_placement=advantage"),
+        (
+            {**IN_REWARD, "kl_exclude_prefix": 2},
+            "klamp:kl_estimator=k1,kl_horizon=sequence,kl_placement=reward,kl_exclude_prefix=2",
+        ),
+    ],
+)
+def test_what_needs_the_whole_batch_goes_through_the_driver(fields: dict, name: str) -> None:
+    found = overrides(KLConfig(beta=0.1, **fields))
+    assert f"{ACTOR}.kl_loss_type='{name}'" in found and f"{ACTOR}.kl_loss_coef=0.1" in found
+    assert f"{ACTOR}.use_kl_loss=True" in found and "algorithm.use_kl_in_reward=False" in found and DRIVEN in found
+    assert ("algorithm.norm_adv_by_std_in_grpo=False" in found) == (fields.get("kl_placement") == "reward")
 
 
 def test_beta_0_is_no_kl_and_no_klamp() -> None:

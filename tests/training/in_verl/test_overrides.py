@@ -14,7 +14,7 @@ import pytest
 
 from klamp.config import KLConfig
 from klamp.errors import ConfigError
-from klamp.hosts.verl.names import CONTROLLER_FIELDS, TERM_FIELDS
+from klamp.hosts.verl.names import CONTROLLER_FIELDS, LOSS_FIELDS
 from klamp.hosts.verl.overrides import overrides
 from klamp.tasks.config import TaskConfig
 from klamp.training.config import TrainConfig
@@ -47,6 +47,19 @@ TRANSLATED: dict[str, tuple[Any, dict[str, Any]]] = {
     "kl_controller_gains": ((0.5, 0.2, 0.0), IN_THE_REWARD | {"kl_controller": "pid"}),
     "beta_min": (0.001, IN_THE_REWARD),
     "beta_max": (0.5, IN_THE_REWARD),
+    "kl_clip_method": ("hard", {}),
+    "kl_clip_threshold": (0.1, {"kl_clip_method": "hard"}),
+    "kl_clip_temperature": (2.0, {"kl_clip_method": "soft"}),
+    "use_per_token_kl_threshold": (False, {"kl_clip_method": "hard"}),
+    "kl_reference_length": (10, {"kl_clip_method": "hard"}),
+    "kl_clip_level": ("batch", {"kl_clip_method": "hard"}),
+    "kl_exclude_tokens": (("x",), {}),
+    "kl_exclude_prefix": (2, {}),
+    "kl_exclude_between": (("<a>", "</a>"), {}),
+    "kl_schedule": ("linear", {}),
+    "kl_schedule_end": (0.5, {"kl_schedule": "linear"}),
+    "kl_warmup_steps": (2, {}),
+    "kl_lr_guard": (0.1, {}),
     "loss_type": ("dapo", {"advantage_baseline": "mean"}),
     "surrogate": ("cispo", {}),
     "epsilon": (0.1, {}),
@@ -92,20 +105,7 @@ TRANSLATED: dict[str, tuple[Any, dict[str, Any]]] = {
 
 # A value of each field that is refused, with the fields that it needs.
 REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
-    "kl_clip_method": ("hard", {}),
-    "kl_clip_threshold": (0.1, {"kl_clip_method": "hard"}),
-    "kl_clip_temperature": (2.0, {"kl_clip_method": "soft"}),
-    "use_per_token_kl_threshold": (False, {"kl_clip_method": "hard"}),
-    "kl_reference_length": (10, {"kl_clip_method": "hard", "use_per_token_kl_threshold": False}),
     "kl_normalizer": ("token_mean", {}),
-    "kl_clip_level": ("group", {"kl_clip_method": "hard"}),
-    "kl_exclude_tokens": (("x",), {}),
-    "kl_exclude_prefix": (2, {}),
-    "kl_exclude_between": (("<a>", "</a>"), {}),
-    "kl_schedule": ("linear", {}),
-    "kl_schedule_end": (0.5, {"kl_schedule": "linear"}),
-    "kl_warmup_steps": (2, {}),
-    "kl_lr_guard": (0.1, {}),
     "kl_early_stop": (0.1, {"num_iterations": 2}),
     "reference": ("ema", {}),
     "reference_decay": (0.9, {"reference": "ema"}),
@@ -160,7 +160,7 @@ def test_what_cannot_be_honoured_is_refused(field: str):
 
 
 def test_the_fields_of_a_name_are_all_tried():
-    assert {*TERM_FIELDS, *CONTROLLER_FIELDS} <= set(TRANSLATED)
+    assert {*LOSS_FIELDS, *CONTROLLER_FIELDS} <= set(TRANSLATED)
 
 
 def test_the_kl_is_that_of_the_host_word_for_word():

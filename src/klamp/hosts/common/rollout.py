@@ -142,8 +142,9 @@ def shifted(generation: Generation, term: KLTerm, *, beta: float) -> Tensor:
         groups = everywhere.view(-1, generation.group_size)
         return generation.local((groups - groups.nanmean(-1, keepdim=True)).view(-1).nan_to_num(nan=0.0))
 
-    none = torch.zeros_like(batch.advantages)
-    return batch.advantages + advantages_with_kl(none, batch, term, beta=beta, gate=gate, advantages=centred)
+    none = batch.advantages.new_zeros(len(batch.mask))
+    shift = advantages_with_kl(none, batch, term, beta=beta, gate=gate, advantages=centred)
+    return batch.advantages + (shift if batch.advantages.ndim == 1 else shift.unsqueeze(-1))
 
 
 def reference_lengths(generation: Generation, control: KLControl) -> Tensor:

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
+from klamp.config import KLConfig
 from klamp.config.describe import DIVERGENCES, PLACEMENTS, describe_average, describe_controller, describe_price
-from klamp.config.price import price_of
-from klamp.core.advantages import Baseline, Scale
 from klamp.core.arguments import describe
 from klamp.core.term import Placement
 from klamp.errors import ConfigError
 from klamp.hosts.common.effective import Effective, EffectiveTerm, that_apply
 from klamp.hosts.verl import names
+from klamp.hosts.verl.pricing import divides_by_std, price
 
 K3_STOPS = "; its value stops at 10 nats, at log-ratios -2.61 and +11.0, and past them it has no gradient"
 OWN: Mapping[str, tuple[str, str]] = {
@@ -31,9 +31,6 @@ AVERAGES: Mapping[str, str] = {
     "seq-mean-token-sum-norm": describe_average("fixed_length", length="loss_scale_factor, else the padded length"),
     "token-sum": "sum over the tokens of the mini-batch",
 }
-BASELINES: Mapping[str, Baseline] = {"grpo": "mean", "rloo": "leave_one_out"}
-"""verl's advantages whose baseline is known here; GRPO's holds the completion's own reward."""
-
 READ = (
     "actor_rollout_ref.actor.use_kl_loss",
     "actor_rollout_ref.actor.loss_agg_mode",
@@ -98,11 +95,16 @@ def _host() -> str:
 def _in_loss(config: Any) -> EffectiveTerm:
     actor = config["actor_rollout_ref"]["actor"]
     name, beta = actor["kl_loss_type"], actor["kl_loss_coef"]
-    price = _price(config, beta, "loss")
     if names.is_ours(name):
-        return EffectiveTerm.of(names.loss_kl(name), beta=beta, price=price, controller="fixed")
+        kl = names.loss_kl(name, float(beta))
+        price = _price(config, beta, kl.kl_placement)
+        return EffectiveTerm.of(kl, beta=beta, price=price, controller=_driven_by(kl))
     value, gradient = _own(name)
-    return _of_verl("loss", value, gradient, beta, price, "fixed")
+    return _of_verl("loss", value, gradient, beta, _price(config, beta, "loss"), "fixed")
+
+
+def _driven_by(kl: KLConfig) -> str:
+    return describe_controller(kl) if names.needs_driver(kl) else "fixed"
 
 
 def _in_reward(config: Any) -> EffectiveTerm:
@@ -117,29 +119,10 @@ def _in_reward(config: Any) -> EffectiveTerm:
 
 
 def _price(config: Any, beta: float, placement: Placement) -> str:
-    """The price of a coefficient; verl averages the policy loss of `vanilla` and the KL by the same loss_agg_mode."""
-    estimator, size = config["algorithm"]["adv_estimator"], int(config["actor_rollout_ref"]["rollout"]["n"])
-    mode = _loss_mode(config["actor_rollout_ref"]["actor"])
-    if estimator not in BASELINES:
-        return f"unknown: adv_estimator={estimator} is not one of {', '.join(BASELINES)}"
-    if size < 2:
-        return f"unknown: rollout.n={size} leaves no group"
-    if placement == "loss" and mode != "vanilla":
-        return f"unknown: loss_mode={mode} may average over tokens otherwise than the KL"
-    scale: Scale = "std" if _scales(config["algorithm"]) else "none"
-    price = price_of(beta, placement=placement, baseline=BASELINES[estimator], scale=scale, group_size=size)
-    return describe_price(price, group_size=size)
-
-
-def _loss_mode(actor: Any) -> str:
-    """The policy loss that verl computes, also where klamp's name stands before it."""
-    mode = str((actor.get("policy_loss") or {}).get("loss_mode", "vanilla"))
-    return (mode.partition(":")[2] or "vanilla") if names.is_ours(mode) else mode
-
-
-def _scales(algorithm: Any) -> bool:
-    """Whether advantages are divided by the standard deviation of their group's rewards."""
-    return algorithm["adv_estimator"] == "grpo" and bool(algorithm.get("norm_adv_by_std_in_grpo", True))
+    found = price(config, beta, placement)
+    if isinstance(found, str):
+        return f"unknown: {found}"
+    return describe_price(found, group_size=int(config["actor_rollout_ref"]["rollout"]["n"]))
 
 
 def _moves(control: Any) -> str:
@@ -183,13 +166,13 @@ def _megatron_rank(model: Any) -> int:
 
 def _notes(config: Any, in_loss: bool, in_reward: bool) -> tuple[str, ...]:
     actor, algorithm = config["actor_rollout_ref"]["actor"], config["algorithm"]
-    control, completions = algorithm["kl_ctrl"], _completions(config)
+    control, completions, driven = algorithm["kl_ctrl"], _completions(config), _is_driven(config)
     own = not names.is_ours(algorithm["kl_penalty"])
     value = _own(algorithm["kl_penalty"])[0] if own else "k1"
     rows = [
         (in_loss and in_reward, "the KL counts twice: in the loss and in the reward"),
         (
-            in_reward and _scales(algorithm),
+            in_reward and divides_by_std(algorithm),
             "norm_adv_by_std_in_grpo divides by the standard deviation of rewards that hold the KL: in a group whose "
             "rewards are all equal beta cancels, and every beta > 0 is the same",
         ),
@@ -200,8 +183,12 @@ def _notes(config: Any, in_loss: bool, in_reward: bool) -> tuple[str, ...]:
             "when the KL is low",
         ),
         (
-            in_reward and control["type"] != "fixed",
+            in_reward and control["type"] != "fixed" and not (names.is_ours(control["type"]) and driven),
             "verl's checkpoints do not hold the controller: on resume beta starts at kl_coef",
+        ),
+        (
+            in_loss and not driven and _needs_driver(actor),
+            "this KL needs ++trainer.checkpoint_callback_class=klamp.verl.Driver, without which it raises",
         ),
         (
             in_loss and _lacks_policy_loss(actor),
@@ -213,6 +200,15 @@ def _notes(config: Any, in_loss: bool, in_reward: bool) -> tuple[str, ...]:
 
 def _completions(config: Any) -> int:
     return int(config["data"]["train_batch_size"]) * int(config["actor_rollout_ref"]["rollout"]["n"])
+
+
+def _is_driven(config: Any) -> bool:
+    return str((config.get("trainer") or {}).get("checkpoint_callback_class")).endswith("klamp.verl.Driver")
+
+
+def _needs_driver(actor: Any) -> bool:
+    name = actor["kl_loss_type"]
+    return names.is_ours(name) and names.needs_driver(names.loss_kl(name))
 
 
 def _lacks_policy_loss(actor: Any) -> bool:

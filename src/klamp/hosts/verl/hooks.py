@@ -1,28 +1,33 @@
 """The three places in which verl looks up a KL by its name, and klamp's functions for klamp's names there.
 
-The policy loss comes first and is given the mask and the old log-probabilities; `kl_penalty`, which is given neither,
-comes next, with the same tensor of log-probabilities. So the one leaves a note for the other.
+The actor's loss comes first and is given the columns of klamp's driver; in it the policy loss comes next, with the mask
+and the old log-probabilities; `kl_penalty`, which is given none of these, comes last, with the same tensor of
+log-probabilities. So the former leave notes for the latter.
 """
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
 
+import copy
+import functools
 import importlib
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from klamp.core.gradients import masked_log_ratio
-from klamp.core.penalty import token_penalty
 from klamp.core.types import Batch
 from klamp.errors import ConfigError
 from klamp.hosts.common.control import KLControl, check_kl
+from klamp.hosts.common.loss import GATE_KL, KL_MASK, KL_SCALE, REFERENCE_LENGTH, gated_penalty
 from klamp.hosts.common.versions import check_installed, out_of_range
 from klamp.hosts.verl import names
+from klamp.hosts.verl.columns import BETA, PER_ROW, PER_TOKEN, RATE
 
 NEEDED = "verl>=0.8,<0.10"
 WHY = "the KL enters where verl looks up the name of its own, which changes from version to version"
@@ -41,9 +46,12 @@ class _Note(NamedTuple):
 
 
 class _Notes:
-    """Remembers the note of the last policy loss."""
+    """Remembers the note of the last policy loss, the columns of the last actor loss, the factor of the next rate."""
 
-    last: _Note | None = None
+    def __init__(self) -> None:
+        self.last: _Note | None = None
+        self.columns: Mapping[str, Tensor] = {}
+        self.rate, self.rates = 1.0, list[float]()
 
     def take(self, logprobs: Tensor) -> _Note | None:
         """The note that belongs to these log-probabilities, if there is one; it is given once."""
@@ -94,6 +102,9 @@ def register() -> None:
     losses.kl_penalty = _by_name(losses.kl_penalty, penalty_in_loss)
     algorithms.kl_penalty = _by_name(algorithms.kl_penalty, penalty_in_reward)
     algorithms.get_kl_controller = _controller_by_name(algorithms.get_kl_controller)
+    losses.ppo_loss = _with_columns(losses.ppo_loss)
+    register_optimizer_step_pre_hook(_lower_rate)
+    register_optimizer_step_post_hook(_restore_rate)
     modes = dict(algorithms.POLICY_LOSS_REGISTRY)
     for name, mode in {"klamp": modes["vanilla"], **{f"klamp:{mode}": loss for mode, loss in modes.items()}}.items():
         algorithms.register_policy_loss(name)(_leaving_a_note(mode))
@@ -105,13 +116,24 @@ def penalty_in_loss(logprob: Tensor, ref_logprob: Tensor, name: str) -> Tensor:
     Raises:
         ConfigError: a name that cannot be read, or one that needs the mask where no policy loss of klamp's ran.
     """
-    term, note = names.loss_kl(name).build_term(), _notes.take(logprob)
-    if note is None and names.needs_policy_loss(term):
+    kl, note, columns = names.loss_kl(name), _notes.take(logprob), _notes.columns
+    term = kl.build_term()
+    if names.needs_driver(kl) and BETA not in columns:
+        raise ConfigError(
+            "this KL needs klamp's part in verl's trainer",
+            got=f"kl_loss_type={name!r}, and a batch without {BETA}",
+            why="the groups, the tokens and the step are known there only; what follows from them travels with the "
+            "batch",
+            fix="set ++trainer.checkpoint_callback_class=klamp.verl.Driver, with the v1 trainer of verl 0.9.1 or newer",
+        )
+    if term.placement != "loss":
+        return torch.zeros_like(logprob)
+    if note is None and (names.needs_policy_loss(term) or columns):
         raise ConfigError(
             "this KL needs klamp's policy loss",
             got=f"kl_loss_type={name!r}",
-            why="for a sequence horizon or off-policy weights it has to know which tokens are trained on, and how "
-            "likely they were when they were sampled, which verl tells the policy loss only",
+            why="for a sequence horizon, off-policy weights or a clip it has to know which tokens are trained on, and "
+            "how likely they were when they were sampled, which verl tells the policy loss only",
             fix="set actor_rollout_ref.actor.policy_loss.loss_mode=klamp (verl's vanilla), or klamp:MODE for another",
         )
     old = None if note is None else note.old
@@ -122,8 +144,11 @@ def penalty_in_loss(logprob: Tensor, ref_logprob: Tensor, name: str) -> Tensor:
         old_logprobs=old,
         ref_logprobs=ref_logprob,
         sampler_logprobs=old,
+        kl_mask=columns.get(KL_MASK),
+        gate_kl=columns.get(GATE_KL),
+        reference_length=columns.get(REFERENCE_LENGTH),
     )
-    return token_penalty(batch, term)
+    return gated_penalty(batch, term, columns.get(KL_SCALE))
 
 
 def penalty_in_reward(logprob: Tensor, ref_logprob: Tensor, name: str) -> Tensor:
@@ -190,6 +215,48 @@ def _controller_by_name(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return RewardController(kl_ctrl.type, kl_ctrl) if ours else original(kl_ctrl)
 
     return get_kl_controller
+
+
+def _with_columns(original: Callable[..., Any]) -> Callable[..., Any]:
+    """verl's actor loss, which takes the coefficient of the batch where it has one, and keeps its columns at hand."""
+
+    @functools.wraps(original)
+    def ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
+        found = [name for name in (*PER_ROW, *PER_TOKEN) if name in set(data.keys())]
+        if BETA not in found:
+            return original(config, model_output, data, dp_group)
+        padded = data.select(*found, "response_mask").to_padded_tensor()
+        _notes.columns = {name: padded[name].bool() if name in PER_TOKEN else padded[name] for name in found}
+        _notes.rate = float(padded[RATE][0])
+        try:
+            return original(_with_coefficient(config, float(padded[BETA][0])), model_output, data, dp_group)
+        finally:
+            _notes.columns = {}
+
+    return ppo_loss
+
+
+def _with_coefficient(config: Any, beta: float) -> Any:
+    """verl's settings of the actor with another coefficient; they share everything else, and cannot be written to."""
+    changed = copy.copy(config)
+    object.__setattr__(changed, "kl_loss_coef", beta)
+    return changed
+
+
+def _lower_rate(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """kl_lr_guard: the step that follows an actor loss is taken at a part of its rate."""
+    _notes.rates = [group["lr"] for group in optimizer.param_groups]
+    if _notes.rate < 1:
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * _notes.rate
+
+
+def _restore_rate(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Put the rate back before verl's schedule looks at it."""
+    if _notes.rate < 1:
+        for group, rate in zip(optimizer.param_groups, _notes.rates, strict=True):
+            group["lr"] = rate
+    _notes.rate = 1.0
 
 
 def _leaving_a_note(original: Callable[..., Any]) -> Callable[..., Any]:

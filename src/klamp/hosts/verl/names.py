@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,7 +20,7 @@ TERM_FIELDS = (
     "kl_max_weight",
     "kl_max_log_ratio",
 )
-"""The fields that a name in the place of `kl_loss_type` or `kl_penalty` may set."""
+"""The fields that a name in the place of `kl_penalty` may set, and that verl's losses honour by themselves."""
 CONTROLLER_FIELDS = (
     "kl_controller",
     "kl_controller_gain",
@@ -35,6 +34,26 @@ CONTROLLER_FIELDS = (
     "beta_max",
 )
 """What a name in the place of `kl_ctrl.type` may say; beta and the target are verl's `kl_coef` and `target_kl`."""
+LOSS_FIELDS = (
+    *TERM_FIELDS,
+    "kl_placement",
+    "kl_clip_method",
+    "kl_clip_threshold",
+    "use_per_token_kl_threshold",
+    "kl_clip_temperature",
+    "kl_clip_level",
+    "kl_reference_length",
+    "kl_exclude_tokens",
+    "kl_exclude_prefix",
+    "kl_exclude_between",
+    "kl_schedule",
+    "kl_warmup_steps",
+    "kl_schedule_end",
+    "kl_lr_guard",
+    "target_kl",
+    *CONTROLLER_FIELDS,
+)
+"""What a name in the place of `kl_loss_type` may say; beta is verl's `kl_loss_coef`."""
 IN_REWARD = {"kl_placement": "reward", "kl_estimator": "k1", "kl_horizon": "sequence"}
 """What a KL in the reward is, as in klamp everywhere."""
 
@@ -59,13 +78,17 @@ def name_of(kl: KLConfig, fields: Iterable[str]) -> str:
 
 
 @functools.cache
-def loss_kl(name: str) -> KLConfig:
-    """The KL in the loss that a name stands for.
+def loss_kl(name: str, beta: float = _DEFAULTS.beta) -> KLConfig:
+    """The KL that a name in the place of `kl_loss_type` stands for.
+
+    Args:
+        name: of the KL.
+        beta: verl's `kl_loss_coef`.
 
     Raises:
         ConfigError: the name cannot be read, or what it asks for is refused.
     """
-    return KLConfig(**_read(name, TERM_FIELDS))
+    return KLConfig(**_read(name, LOSS_FIELDS), beta=beta)
 
 
 @functools.cache
@@ -80,7 +103,17 @@ def reward_kl(name: str) -> KLConfig:
 
 def needs_policy_loss(term: KLTerm) -> bool:
     """Whether a KL in the loss needs what verl tells the policy loss only: the mask, the old log-probabilities."""
-    return term.horizon == "sequence" or term.off_policy != "none"
+    return term.horizon == "sequence" or term.off_policy != "none" or term.clip_method != "none"
+
+
+def needs_driver(kl: KLConfig) -> bool:
+    """Whether a KL needs what only verl's trainer has, where the whole batch is: groups, tokens, the step.
+
+    A plain KL in the reward has hooks of its own there.
+    """
+    moves = kl.kl_schedule != "constant" or kl.kl_warmup_steps > 0 or kl.kl_lr_guard is not None
+    of_batch = kl.kl_clip_method != "none" or kl.excludes or kl.kl_placement == "advantage"
+    return moves or of_batch or (kl.kl_placement == "loss" and kl.controller_name != "fixed")
 
 
 def controlled(name: str, *, beta: float, target_kl: float) -> KLConfig:
@@ -100,7 +133,7 @@ def controlled(name: str, *, beta: float, target_kl: float) -> KLConfig:
 def _read(name: str, fields: tuple[str, ...]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     text = name.partition(":")[2]
-    for part in re.split(r",(?![^()]*\))", text) if text else ():  # a comma in brackets belongs to its value
+    for part in _parts(text):
         field, equals, value = (each.strip() for each in part.partition("="))
         if not equals or field in found:
             raise ConfigError(
@@ -114,6 +147,25 @@ def _read(name: str, fields: tuple[str, ...]) -> dict[str, Any]:
             raise unknown_name(f"field in {name!r}", field, fields, why=why)
         found[field] = _value(value)
     return found
+
+
+def _parts(text: str) -> list[str]:
+    """The text between commas; a comma in brackets, and one between quotes, belongs to its value."""
+    parts, depth, quote = [""], 0, ""
+    escaped = False
+    for each in text:
+        if quote:
+            quote = "" if each == quote and not escaped else quote
+        elif each in "'\"":
+            quote = each
+        else:
+            depth += (each == "(") - (each == ")")
+        escaped = each == "\\" and not escaped
+        if each == "," and not quote and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += each
+    return parts if text else []
 
 
 def _value(text: str) -> Any:

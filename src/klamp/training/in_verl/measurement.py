@@ -17,6 +17,8 @@ SCORE_OF = "{skill}/acc/mean@1"
 """verl's name of a skill's score, behind the prefix of an evaluation."""
 
 KL_LOSS, STEP_TIME = "actor/kl_loss", "timing_s/step"
+OURS = "kl/k3"
+"""Logged by klamp's driver, where there is one, with everything else about the KL."""
 
 
 class LogReader:
@@ -65,7 +67,7 @@ def metrics_of(row: Mapping[str, Any], config: TrainConfig) -> dict[str, float]:
     found = translate(row)
     if "reward" not in found:
         return {}
-    if KL_LOSS in row:
+    if KL_LOSS in row and OURS not in row:
         found |= _kl_in_loss(found.pop("kl/k3"), found, config)
     if STEP_TIME in row:
         completions = config.rollout.prompts_per_step * config.rollout.num_generations

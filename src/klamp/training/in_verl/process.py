@@ -71,6 +71,9 @@ class Child:
         finally:  # also at a second Ctrl-C
             self._signal(signal.SIGKILL)
             self.process.wait()
+            until = time.monotonic() + GRACE  # a killed process takes a moment to be gone
+            while self._left() and time.monotonic() < until:
+                time.sleep(POLL)
 
     def last_lines(self) -> str:
         """The end of what it printed."""

@@ -1,0 +1,226 @@
+"""klamp's part in verl's trainer, the one process that has whole groups, the tokens, the step and the checkpoints."""
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from klamp.config import KLConfig
+from klamp.errors import ConfigError, KLWarning
+from klamp.hosts.common.control import KLControl
+from klamp.hosts.verl import names
+from klamp.hosts.verl.columns import PER_ROW, Sampled, Settings, columns, for_all_rows
+from klamp.hosts.verl.hooks import RewardController
+from klamp.hosts.verl.pricing import BASELINES, divides_by_std, price
+
+TRAINER = "verl.trainer.ppo.v1.trainer_base"
+STATE = "klamp.json"
+"""The file in a checkpoint of verl's that holds what klamp has to continue from."""
+READ = ("uid", "responses", "response_mask", "rm_scores", "old_log_probs", "ref_log_prob", "advantages")
+SAMPLER = "rollout_log_probs"
+
+
+class Driver:
+    """Settles what a KL needs a whole batch for, and keeps its controller with verl's checkpoints.
+
+    verl (0.9.1 or newer) makes one in its trainer where `trainer.checkpoint_callback_class=klamp.verl.Driver`, which
+    `overrides` sets. After the advantages are formed it adds to the batch what the loss in the workers needs: beta of
+    the step, the factor of the learning rate, the tokens that carry the KL, the KL and reference length of each
+    completion's clip; with the KL in the reward or the advantage it shifts the advantages. The KL of the step that the
+    controller goes by is that of the policy which the updates begin with. Its measurements join verl's metrics, under
+    klamp's names.
+
+    Args:
+        config: verl's whole configuration.
+
+    Raises:
+        ConfigError: a KL in the reward, and advantages that no clip or exclusion can be put into.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self.control = _control(config)
+        hook(importlib.import_module(TRAINER).PPOTrainer)
+
+    def on_save(self, **_: Any) -> None:
+        """Nothing: the state is in the checkpoint before verl calls it complete."""
+
+    def extend(self, trainer: Any, batch: Any, metrics: dict[str, Any]) -> Any:
+        """Put klamp's columns into verl's queue, and klamp's measurements into its metrics; the batch that has them."""
+        if self.control is None:
+            return batch
+        beta = self.control.beta(trainer.global_steps - 1, trainer.total_training_steps)
+        queue = importlib.import_module("transfer_queue")
+        data = queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=[*READ, SAMPLER])
+        nested, mask = data["response_mask"].is_nested, data["response_mask"]
+        padded = data.to_padded_tensor()
+        real = torch.tensor([not tag.get("is_padding", False) for tag in batch.tags])
+        sampled = sampled_of(
+            {name: padded[name][real] for name in list(padded.keys()) if name != "uid"}, _texts(data, real)
+        )
+        added, found = columns(sampled, self.control, trainer.tokenizer, self._settings(beta))
+        added = for_all_rows(added, real, {"advantages": padded["advantages"]})
+        if nested:
+            added = _nested(added, mask)
+        metrics.update(found)
+        fields = importlib.import_module("tensordict").TensorDict(added, batch_size=len(batch))
+        return queue.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+
+    def _settings(self, beta: float) -> Settings:
+        assert self.control is not None
+        found = price(self.config, beta, self.control.kl.kl_placement)
+        actor, rollout = self.config["actor_rollout_ref"]["actor"], self.config["actor_rollout_ref"]["rollout"]
+        return Settings(
+            loss_agg_mode=actor["loss_agg_mode"],
+            group_size=int(rollout["n"]),
+            beta=beta,
+            price=None if isinstance(found, str) else found,
+            leave_one_out=BASELINES.get(self.config["algorithm"]["adv_estimator"]) == "leave_one_out",
+        )
+
+    def save(self, trainer: Any) -> None:
+        """Write the state of the controllers into the checkpoint that verl is about to make."""
+        state = {name: control.state_dict() for name, control in self._controls(trainer).items()}
+        if not state:
+            return
+        folder = Path(self.config["trainer"]["default_local_dir"]) / f"global_step_{trainer.global_steps}"
+        folder.mkdir(parents=True, exist_ok=True)
+        beside = folder / f"{STATE}.new"
+        beside.write_text(json.dumps(state), encoding="utf-8")
+        beside.replace(folder / STATE)
+
+    def load(self, trainer: Any) -> None:
+        """Continue from the checkpoint that verl has loaded, if it has.
+
+        Raises:
+            RunFolderError: it was written with another controller.
+        """
+        controls = self._controls(trainer)
+        if not trainer.global_steps or not controls:
+            return
+        file = self._checkpoint(trainer.global_steps) / STATE
+        if not file.is_file():
+            warnings.warn(f"{file} is missing: beta starts where it started once", KLWarning, stacklevel=2)
+            return
+        for name, state in json.loads(file.read_text(encoding="utf-8")).items():
+            if name in controls:
+                controls[name].load_state_dict(state)
+
+    def _checkpoint(self, step: int) -> Path:
+        options = self.config["trainer"]
+        if options["resume_mode"] == "resume_path":
+            return Path(options["resume_from_path"])
+        return Path(options["default_local_dir"]) / f"global_step_{step}"
+
+    def _controls(self, trainer: Any) -> dict[str, KLControl]:
+        rewarded = getattr(trainer, "kl_ctrl_in_reward", None)
+        found = {"loss": self.control, "reward": rewarded.control if isinstance(rewarded, RewardController) else None}
+        return {name: control for name, control in found.items() if control is not None}
+
+
+def _control(config: Any) -> KLControl | None:
+    """The control of a KL that needs the driver; None where there is none."""
+    actor, algorithm = config["actor_rollout_ref"]["actor"], config["algorithm"]
+    if not actor["use_kl_loss"] or not names.is_ours(actor["kl_loss_type"]):
+        return None
+    kl = names.loss_kl(actor["kl_loss_type"], float(actor["kl_loss_coef"]))
+    _check_advantages(kl, algorithm)
+    return KLControl(kl) if names.needs_driver(kl) else None
+
+
+def _check_advantages(kl: KLConfig, algorithm: Any) -> None:
+    if kl.kl_placement != "reward" or (algorithm["adv_estimator"] in BASELINES and not divides_by_std(algorithm)):
+        return
+    raise ConfigError(
+        "this KL in the reward needs advantages that are rewards less their group's mean, and nothing else",
+        got=f"adv_estimator={algorithm['adv_estimator']}, norm_adv_by_std_in_grpo="
+        f"{algorithm.get('norm_adv_by_std_in_grpo', True)}",
+        why="it enters once the advantages are formed, as the deviation of each completion's KL from the group's",
+        fix="set algorithm.adv_estimator=rloo, or grpo with algorithm.norm_adv_by_std_in_grpo=False",
+    )
+
+
+def sampled_of(padded: Mapping[str, Tensor], prompts: list[str]) -> Sampled:
+    """verl's columns of a batch in klamp's words.
+
+    Args:
+        padded: the columns, [B, T].
+        prompts: verl's uid of each row.
+    """
+    scores = padded["rm_scores"]
+    return Sampled(
+        responses=padded["responses"],
+        mask=padded["response_mask"],
+        old=padded["old_log_probs"],
+        ref=padded["ref_log_prob"],
+        sampler=padded.get(SAMPLER),
+        advantages=padded["advantages"],
+        rewards=scores.sum(-1) if scores.ndim == 2 else scores,
+        prompts=prompts,
+    )
+
+
+def _texts(data: Any, real: Tensor) -> list[str]:
+    return [str(uid) for uid, kept in zip(data.get("uid").tolist(), real.tolist(), strict=True) if kept]
+
+
+def _nested(added: Mapping[str, Tensor], mask: Any) -> dict[str, Tensor]:
+    """Per-token columns without padding, as verl's queue has them."""
+    lengths = mask.offsets().diff().tolist()
+    return {
+        name: column
+        if name in PER_ROW
+        else torch.nested.as_nested_tensor(
+            [row[:length] for row, length in zip(column, lengths, strict=True)], layout=torch.jagged
+        )
+        for name, column in added.items()
+    }
+
+
+def hook(trainer: Any) -> None:
+    """Let verl's trainer class call the driver where it has formed advantages, and around checkpoints; once."""
+    if hasattr(trainer._compute_advantage, "__wrapped__"):
+        return
+    trainer._compute_advantage = _after_advantages(trainer._compute_advantage)
+    trainer._save_checkpoint = _before_saving(trainer._save_checkpoint)
+    trainer._load_checkpoint = _after_loading(trainer._load_checkpoint)
+
+
+def _after_advantages(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def compute_advantage(self: Any, batch: Any, metrics: dict[str, Any]) -> Any:
+        batch = original(self, batch, metrics)
+        driver = self.checkpoint_callback
+        return driver.extend(self, batch, metrics) if isinstance(driver, Driver) else batch
+
+    return compute_advantage
+
+
+def _before_saving(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def save_checkpoint(self: Any) -> Any:
+        if isinstance(self.checkpoint_callback, Driver):
+            self.checkpoint_callback.save(self)
+        return original(self)
+
+    return save_checkpoint
+
+
+def _after_loading(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load_checkpoint(self: Any) -> Any:
+        found = original(self)
+        if isinstance(self.checkpoint_callback, Driver):
+            self.checkpoint_callback.load(self)
+        return found
+
+    return load_checkpoint

@@ -1,0 +1,324 @@
+"""What klamp's driver settles over a whole batch, through verl's own `ppo_loss` and trainer class."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from tensordict import NonTensorStack, TensorDict
+from tests.engines.verl.actor import Step, actor_loss, gradient
+from tests.engines.verl.test_hooks import AVERAGES
+from torch import Tensor
+from verl.trainer.ppo.v1 import trainer_base
+
+from klamp.config import KLConfig
+from klamp.core.advantages import group_advantages
+from klamp.core.objective import Objective, grpo_loss
+from klamp.core.penalty import advantages_with_kl
+from klamp.core.term import Gate, sequence_gate_kl
+from klamp.core.types import Batch
+from klamp.errors import ConfigError, KLWarning, NonFiniteError, RunFolderError
+from klamp.hosts.common.control import KLControl
+from klamp.hosts.verl import names
+from klamp.hosts.verl.columns import BETA, RATE, Sampled, Settings, columns
+from klamp.hosts.verl.driver import Driver
+
+pytestmark = pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
+
+GROUP = 3
+CLIPPED = {"kl_clip_method": "soft", "kl_clip_threshold": 0.05, "kl_clip_temperature": 0.2, "kl_reference_length": 4}
+TERMS: dict[str, dict[str, Any]] = {
+    "a hard clip": {"kl_clip_method": "hard", "kl_clip_threshold": 0.1, "kl_reference_length": 3},
+    "a soft clip": CLIPPED,
+    "a clip over the batch, in nats": {**CLIPPED, "kl_clip_level": "batch", "use_per_token_kl_threshold": False},
+    "a clip, horizon and weights": {**CLIPPED, "kl_horizon": "sequence", "kl_off_policy": "sequence"},
+    "excluded tokens": {"kl_exclude_tokens": (2, 5)},
+    "an excluded beginning": {"kl_exclude_prefix": 2},
+    "exclusions and a clip": {**CLIPPED, "kl_exclude_tokens": (2,), "kl_exclude_prefix": 1},
+    "a KL in the advantage": {"kl_placement": "advantage", "kl_estimator": "k1"},
+    "a clipped one over the rest": {
+        **CLIPPED,
+        "kl_placement": "advantage",
+        "kl_estimator": "k1",
+        "kl_horizon": "sequence",
+    },
+    "a KL in the reward, clipped": {**CLIPPED, **names.IN_REWARD},
+    "a KL in the reward, excluded": {**names.IN_REWARD, "kl_exclude_prefix": 1},
+    "a target": {"target_kl": 0.05},
+    "a schedule": {"kl_warmup_steps": 3, "kl_schedule": "linear"},
+}
+
+
+class Tokenizer:
+    """Ten tokens, none of them special."""
+
+    all_special_ids: tuple[int, ...] = ()
+    unk_token_id = None
+
+    def __len__(self) -> int:
+        return 10
+
+    def convert_tokens_to_ids(self, name: object) -> object:
+        return name if isinstance(name, int) else None
+
+
+def settings(average: str = "token-mean", *, beta: float = 0.3, leave_one_out: bool = False) -> Settings:
+    return Settings(loss_agg_mode=average, group_size=GROUP, beta=beta, price=None, leave_one_out=leave_one_out)
+
+
+def sampled_of(step: Step, shuffled: Tensor, *, seed: int = 3) -> Sampled:
+    """The step's completions in another order, three to a prompt; and their tokens and rewards."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 10, step.mask.shape, generator=generator)
+    rewards = torch.randn(len(step.mask), generator=generator, dtype=step.old.dtype)
+    prompts = [f"prompt {row // GROUP}" for row in range(len(step.mask))]
+    return Sampled(
+        responses=ids[shuffled],
+        mask=step.mask[shuffled],
+        old=step.old[shuffled],
+        ref=step.ref[shuffled],
+        sampler=step.old[shuffled],
+        advantages=step.advantages[shuffled],
+        rewards=rewards[shuffled],
+        prompts=[prompts[int(row)] for row in shuffled],
+    )
+
+
+def expected_loss(step: Step, ids: Tensor, rewards: Tensor, kl: KLConfig, average: str) -> Tensor:
+    """klamp's own loss on whole groups in order, without anything of verl."""
+    term = kl.build_term()
+    kl_mask = step.mask.clone()
+    kl_mask &= ~torch.isin(ids, torch.tensor([int(token) for token in kl.kl_exclude_tokens], dtype=torch.long))
+    kl_mask &= step.mask.long().cumsum(-1) > kl.kl_exclude_prefix
+    length = kl.kl_reference_length
+    batch = replace(
+        step.batch(),
+        kl_mask=kl_mask if kl.excludes else None,
+        group_size=GROUP,
+        reference_length=None if length is None else torch.full((len(ids),), float(length)),
+    )
+    before = replace(batch, policy_logprobs=step.old)
+    batch = replace(batch, gate_kl=sequence_gate_kl(before, term) if term.clip_method != "none" else None)
+    if term.placement == "reward":
+        batch = replace(batch, advantages=_in_reward(replace(batch, policy_logprobs=step.old), rewards, kl))
+    longest = step.mask.shape[1] if average == "seq-mean-token-sum-norm" else None
+    objective = Objective(reduction=AVERAGES[average], max_length=longest, beta=0.3, kl=term)  # pyright: ignore[reportArgumentType]
+    return grpo_loss(batch, objective).loss
+
+
+def _in_reward(batch: Batch, rewards: Tensor, kl: KLConfig) -> Tensor:
+    def formed(of: Tensor) -> Tensor:
+        return group_advantages(of, GROUP, baseline="leave_one_out", scale="none")
+
+    term = kl.build_term()
+    return advantages_with_kl(rewards, batch, term, beta=0.3, gate=Gate.of(batch, term), advantages=formed)
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("average", AVERAGES)
+@pytest.mark.parametrize("term", TERMS)
+def test_the_loss_is_klamps_own(term: str, average: str) -> None:
+    """Whatever the order of the rows, padded or nested, whole or in parts."""
+    kl, step = KLConfig(beta=0.3, **TERMS[term]), Step.random(6)
+    order = torch.tensor([3, 0, 5, 1, 4, 2])
+    back = torch.argsort(order)
+    ordered = sampled_of(step, torch.arange(6))
+    if kl.kl_placement == "reward":
+        plain = group_advantages(ordered.rewards, GROUP, baseline="leave_one_out", scale="none")
+        step = replace(step, advantages=plain.unsqueeze(-1) * step.mask)
+    sampled = sampled_of(step, order)
+    added, _ = columns(sampled, KLControl(kl), Tokenizer(), settings(average, leave_one_out=True))
+    added = {name: column[back] for name, column in added.items()}
+    name = names.name_of(kl, names.LOSS_FIELDS)
+    options = {"use_kl_loss": True, "kl_loss_type": name, "kl_loss_coef": 9.0, "loss_agg_mode": average}
+    expected = expected_loss(step, ordered.responses, ordered.rewards, kl, average)
+    slope = gradient(expected, step)
+    for nested in (False, True):
+        found, metrics = actor_loss(step, columns=added, nested=nested, **options)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-8)
+        torch.testing.assert_close(gradient(found, step), slope, rtol=0, atol=1e-8)
+        assert metrics["kl_coef"] == pytest.approx(0.3), "the batch's, not the configuration's"
+    if average == "seq-mean-token-sum-norm":
+        return  # the padded length of a part is its own
+    totals = {"tokens": int(step.mask.sum()), "rows": 6}
+    parts = [
+        actor_loss(step.rows(part), columns={name: x[part] for name, x in added.items()}, **totals, **options)[0]
+        for part in (slice(0, 2), slice(2, 3), slice(3, 6))
+    ]
+    torch.testing.assert_close(torch.stack(parts).sum(), expected, rtol=0, atol=1e-8)
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("term", ["a hard clip", "excluded tokens", "a KL in the advantage", "a target", "a schedule"])
+def test_without_the_driver_it_raises(term: str) -> None:
+    name = names.name_of(KLConfig(**TERMS[term]), names.LOSS_FIELDS)
+    with pytest.raises(ConfigError, match="klamp.verl.Driver"):
+        actor_loss(Step.random(), use_kl_loss=True, kl_loss_type=name, kl_loss_coef=0.3)
+
+
+@pytest.mark.usefixtures("registered")
+def test_the_rate_of_the_guard_holds_for_one_step() -> None:
+    step, weight = Step.random(), torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    options = {"use_kl_loss": True, "kl_loss_type": "klamp:kl_lr_guard=0.1", "kl_loss_coef": 0.3}
+    added = {BETA: torch.full((6,), 0.3), RATE: torch.full((6,), 0.25)}
+    actor_loss(step, columns=added, **options)
+    moved = []
+    for _ in range(2):
+        weight.grad = torch.ones(1)
+        before = float(weight)
+        optimizer.step()
+        moved.append(before - float(weight))
+        assert optimizer.param_groups[0]["lr"] == 1.0
+    assert moved == [0.25, 1.0]
+
+
+def test_the_controller_takes_in_the_kl_of_the_step() -> None:
+    kl = KLConfig(beta=0.3, target_kl=0.01, kl_lr_guard=0.02)
+    control, alone = KLControl(kl), KLControl(kl)
+    step = Step.random(6)
+    sampled = sampled_of(step, torch.arange(6))
+    for _ in range(3):
+        beta = control.beta(0, 10)
+        assert beta == alone.beta(0, 10)
+        added, metrics = columns(sampled, control, Tokenizer(), settings(beta=beta))
+        assert added[BETA].tolist() == [pytest.approx(beta)] * 6
+        alone.update(metrics["kl/k3"], metrics, sampled.rewards.view(2, 3))
+        assert added[RATE].tolist() == [pytest.approx(alone.rate_factor)] * 6
+    assert control.controller.value != 0.3 and alone.rate_factor < 1
+    delta = (step.old - step.ref)[step.mask]
+    assert metrics["kl/k3"] == pytest.approx(float((torch.exp(-delta) - 1 + delta).mean()), rel=1e-6)
+    broken = replace(sampled, ref=torch.full_like(sampled.ref, torch.nan))
+    with pytest.raises(NonFiniteError):
+        columns(broken, control, Tokenizer(), settings())
+
+
+def test_incomplete_groups_are_refused() -> None:
+    sampled = sampled_of(Step.random(6), torch.arange(6))
+    with pytest.raises(ConfigError, match="not all in verl's batch"):
+        columns(replace(sampled, prompts=["a"] * 4 + ["b"] * 2), KLControl(KLConfig()), Tokenizer(), settings())
+
+
+class Queue:
+    """As much of verl's queue as the driver uses."""
+
+    def __init__(self, data: TensorDict) -> None:
+        self.data = data
+
+    def kv_batch_get(self, *, keys: list[str], partition_id: str, select_fields: list[str]) -> TensorDict:
+        return self.data.select(*select_fields, strict=False)
+
+    def kv_batch_put(self, *, keys: list[str], partition_id: str, fields: TensorDict) -> str:
+        self.data.update(fields)
+        return "the batch with columns"
+
+
+class Keys:
+    """A batch as verl's trainer passes it around: the keys of its rows."""
+
+    partition_id = "train"
+
+    def __init__(self, tags: list[dict[str, Any]]) -> None:
+        self.tags = tags
+        self.keys = [str(row) for row in range(len(tags))]
+
+    def __len__(self) -> int:
+        return len(self.tags)
+
+
+def config_of(tmp_path: Any, kl: KLConfig, **algorithm: Any) -> Any:
+    name = names.name_of(kl, names.LOSS_FIELDS)
+    actor = {"use_kl_loss": True, "kl_loss_type": name, "kl_loss_coef": kl.beta, "loss_agg_mode": "token-mean"}
+    return OmegaConf.create(
+        {
+            "actor_rollout_ref": {"actor": actor, "rollout": {"n": GROUP}},
+            "algorithm": {"adv_estimator": "rloo", "use_kl_in_reward": False, **algorithm},
+            "trainer": {"default_local_dir": str(tmp_path), "resume_mode": "auto"},
+        }
+    )
+
+
+def ragged(values: Tensor, lengths: list[int]) -> Tensor:
+    rows = [row[:length] for row, length in zip(values, lengths, strict=True)]
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def test_columns_go_into_the_queue_and_rows_that_fill_up_carry_nothing(tmp_path: Any, monkeypatch: Any) -> None:
+    kl = KLConfig(beta=0.3, kl_clip_method="hard", kl_clip_threshold=0.1, kl_reference_length=4, kl_exclude_prefix=1)
+    kl = replace(kl, target_kl=0.05)
+    step = Step.random(7)
+    lengths = step.mask.sum(-1).tolist()
+    sampled = sampled_of(step, torch.arange(7))
+    token = {
+        "responses": sampled.responses,
+        "response_mask": step.mask.long(),
+        "rm_scores": sampled.rewards.unsqueeze(-1) * step.mask,
+        "old_log_probs": step.old,
+        "ref_log_prob": step.ref,
+        "advantages": step.advantages,
+    }
+    data = TensorDict({name: ragged(each, lengths) for name, each in token.items()}, batch_size=[7])
+    data["uid"] = NonTensorStack(*["b", "a", "b", "a", "a", "b", "filling"])
+    queue, hooked = Queue(data), trainer_base.PPOTrainer
+    monkeypatch.setitem(__import__("sys").modules, "transfer_queue", queue)
+    for method in ("_compute_advantage", "_save_checkpoint", "_load_checkpoint"):
+        monkeypatch.setattr(hooked, method, lambda self, *args: args[0] if args else None)
+    driver = Driver(config_of(tmp_path, kl))
+    tags = [{"is_padding": row == 6} for row in range(7)]
+    batch = type(
+        "Batch", (), {"keys": list("abcdefg"), "tags": tags, "partition_id": "train", "__len__": lambda _: 7}
+    )()
+    trainer: Any = SimpleNamespace(
+        checkpoint_callback=driver, global_steps=1, total_training_steps=5, tokenizer=Tokenizer()
+    )
+    metrics: dict[str, Any] = {}
+    assert hooked._compute_advantage(trainer, batch, metrics) == "the batch with columns"
+    assert queue.data[BETA].tolist() == [pytest.approx(0.3)] * 7 and metrics["beta"] == 0.3
+    carried = [row.tolist() for row in queue.data["klamp_kl_mask"].unbind()]
+    assert [len(row) for row in carried] == lengths
+    assert carried[6] == [False] * lengths[6] and carried[0] == [False] + [True] * (lengths[0] - 1)
+    assert queue.data["klamp_reference_length"].tolist()[:6] == [4.0] * 6
+    assert metrics["kl/k3"] > 0 and driver.control is not None and driver.control.controller.value != 0.3
+
+    hooked._save_checkpoint(trainer)
+    saved = json.loads((tmp_path / "global_step_1" / "klamp.json").read_text())
+    again = Driver(config_of(tmp_path, kl))
+    trainer.checkpoint_callback = again
+    hooked._load_checkpoint(trainer)
+    assert again.control is not None and again.control.state_dict() == saved["loss"] == driver.control.state_dict()
+    trainer.global_steps = 2
+    with pytest.warns(KLWarning, match="is missing"):
+        hooked._load_checkpoint(trainer)
+    trainer.checkpoint_callback = Driver(config_of(tmp_path, replace(kl, kl_controller="pid")))
+    trainer.global_steps = 1
+    with pytest.raises(RunFolderError, match="another controller"):
+        hooked._load_checkpoint(trainer)
+
+
+def test_a_controller_of_the_reward_is_saved_too(tmp_path: Any) -> None:
+    from klamp.hosts.verl.hooks import RewardController
+
+    config = config_of(tmp_path, KLConfig())
+    config.actor_rollout_ref.actor.use_kl_loss = False
+    driver = object.__new__(Driver)
+    driver.config, driver.control = config, None
+    control = RewardController("klamp", SimpleNamespace(kl_coef=0.2, target_kl=0.05))
+    control.update(0.5, 8)
+    driver.save(SimpleNamespace(global_steps=3, kl_ctrl_in_reward=control))
+    fresh = RewardController("klamp", SimpleNamespace(kl_coef=0.2, target_kl=0.05))
+    driver.load(SimpleNamespace(global_steps=3, kl_ctrl_in_reward=fresh))
+    assert fresh.value == control.value != 0.2
+
+
+def test_a_kl_in_the_reward_needs_advantages_it_can_be_put_into(tmp_path: Any) -> None:
+    kl = KLConfig(beta=0.3, kl_clip_method="hard", kl_reference_length=3, **names.IN_REWARD)  # pyright: ignore[reportArgumentType]
+    Driver(config_of(tmp_path, kl))
+    for algorithm in ({"adv_estimator": "grpo"}, {"adv_estimator": "gae"}):
+        with pytest.raises(ConfigError, match="adv_estimator=rloo"):
+            Driver(config_of(tmp_path, kl, **algorithm))
+    Driver(config_of(tmp_path, kl, adv_estimator="grpo", norm_adv_by_std_in_grpo=False))
