@@ -37,7 +37,7 @@ SIZES: dict[str, Any] = {
 }
 SAME = 1e-4
 """Bound on the difference between two kernels' probabilities of a token under the same weights, in float32."""
-ROUNDED = 3e-3
+ROUNDED = 2e-3
 """Bound on the mean difference of log-probabilities where vLLM has the weights in bfloat16, in nats per token."""
 ENGINE = "training/rollout_probs_diff_max"
 """verl's name of the largest difference of a token's probability in vLLM from that in the actor."""
@@ -109,7 +109,7 @@ def test_an_adapter_with_a_sampler_that_is_another(tmp_path: Path) -> None:
     """verl sends the engine an adapter that it has merged, rounded to bfloat16; its probabilities are the old ones."""
     folder = tmp_path / "run"
     bypass = {"algorithm.rollout_correction.bypass_mode": True, "actor_rollout_ref.model.lora.merge": True}
-    rows = run(folder, gpus=2, verl=bypass, kl_off_policy="token", beta=0.04, lora_r=4, learning_rate=5e-3)
+    rows = run(folder, gpus=2, verl=bypass, kl_off_policy="token", beta=0.04, lora_r=4, learning_rate=8e-3)
     assert grows([row["kl/k3"] for row in rows], to=10 * ROUNDED), "against the policy without its adapter"
     assert logged(folder, ENGINE) == [], "the actor scores no sample before its update"
     differences = logged(folder, "actor/ppo_kl")
