@@ -194,6 +194,11 @@ def test_parts_are_shared_by_all_gpus():
     assert (found["trainer.n_gpus_per_node"], found["trainer.nnodes"]) == ("2", "2")
 
 
+def test_no_cluster_is_joined_that_was_not_named():
+    assert values(told())["ray_kwargs.ray_init.address"] == "local", "Ray would take one that it finds on the machine"
+    assert values(told(ray_address="auto"))["ray_kwargs.ray_init.address"] == "auto"
+
+
 def test_what_is_done_only_at_the_end_is_done_at_the_last_step():
     found = values(told(max_steps=9, save_every=0, eval_every=0))
     assert found["trainer.save_freq"] == found["trainer.test_freq"] == found["trainer.total_training_steps"] == "9"

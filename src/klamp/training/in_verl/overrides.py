@@ -189,7 +189,6 @@ def _reward(layout: Layout) -> dict[str, Any]:
 
 def _trainer(config: TrainConfig, layout: Layout) -> dict[str, Any]:
     run = config.run
-    address = {} if run.ray_address is None else {"+ray_kwargs.ray_init.address": run.ray_address}
     completions = {"trainer.rollout_data_dir": str(layout.rollouts)} if run.log_completions else {}
     answers = {"trainer.validation_data_dir": str(layout.answers)} if run.log_answers else {}
     return {
@@ -209,7 +208,8 @@ def _trainer(config: TrainConfig, layout: Layout) -> dict[str, Any]:
         "trainer.experiment_name": layout.root.name,
         **completions,
         **answers,
-        **address,
+        # Ray's own default is whatever cluster it finds on the machine, or has been left a note of
+        "+ray_kwargs.ray_init.address": run.ray_address or "local",
         f"{TOLD}.VERL_FILE_LOGGER_PATH": str(layout.metrics),
         "hydra.run.dir": str(layout.hydra),
     }
