@@ -51,8 +51,10 @@ def _of_verl(rollout: RolloutConfig, run: RunConfig) -> list[Refusal]:
 
 
 def _sampler(rollout: RolloutConfig, run: RunConfig) -> list[Refusal]:
-    """The refusals of another sampler than the backend's own."""
-    asked = (("sampler", rollout.sampler, "own"), ("sampler_url", rollout.sampler_url, None))
+    """The refusals of another sampler than the backend's own; klamp's own loop takes vLLM in its process."""
+    asked = [("sampler_url", rollout.sampler_url, None)]
+    if run.backend != "local":
+        asked.append(("sampler", rollout.sampler, "own"))
     return [
         Refusal(
             value != default,
