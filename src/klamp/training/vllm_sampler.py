@@ -8,9 +8,8 @@ it draws depends on the run's seed, the step and the weights, and on its neighbo
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -40,8 +39,6 @@ PROBES = 8
 """Prompts that the engine answers before the first step."""
 FAR = 0.2
 """Nats per token between engine and policy that no rounding explains: bfloat16 brings less than a tenth."""
-IN_THIS_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-"""The weights are handed over in memory."""
 
 
 def check_installed(*, why: str, install: str) -> None:
@@ -108,7 +105,9 @@ def sample(
     """
     engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights_of(context.policy)})
     engine.reset_prefix_cache()
-    prompts = [{"prompt_token_ids": ids[mask.bool()].tolist()} for ids, mask in zip(prompt_ids, prompt_mask, strict=True)]
+    prompts = [
+        {"prompt_token_ids": ids[mask.bool()].tolist()} for ids, mask in zip(prompt_ids, prompt_mask, strict=True)
+    ]
     settings = settings_of(rollout, context.stop, uniforms)
     outputs = engine.generate(prompts, settings, use_tqdm=False)
     return completions_of([each.outputs[0] for each in outputs], prompt_ids, prompt_mask, pad=context.pad)
@@ -208,7 +207,7 @@ def check_adapter(policy: nn.Module) -> None:
 
 
 def check_engine(context: Context, sampler: Sampler) -> None:
-    """Refuse an engine that gives other log-probabilities than the policy: it does not take its weights.
+    """Refuse an engine that cannot run, or gives other log-probabilities than the policy: it kept other weights.
 
     Raises:
         ModelError: it does.
@@ -217,7 +216,8 @@ def check_engine(context: Context, sampler: Sampler) -> None:
     prompts = [example.prompt for example in context.task.train[:PROBES]]
     prompt_ids, prompt_mask = encode_prompts(prompts, context.tokenizer, context.device)
     uniforms = uniform_numbers(context.config.run.seed, 0, len(prompts), rollout.max_completion_length)
-    completions = sampler(prompt_ids, prompt_mask, uniforms)
+    with _refusals(context):
+        completions = sampler(prompt_ids, prompt_mask, uniforms)
     with torch.no_grad():
         ours = score(context.policy, completions, temperature=rollout.temperature).logprobs
     gap = float(masked_mean((completions.sampler_logprobs - ours).abs(), completions.mask))
@@ -234,17 +234,20 @@ def check_engine(context: Context, sampler: Sampler) -> None:
 def _engine(context: Context) -> Iterator[Any]:
     """A vLLM engine for the policy's architecture, with made-up weights."""
     config, on_cpu = context.config, context.device.type == "cpu"
-    with _environment(IN_THIS_PROCESS), TemporaryDirectory() as folder:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the weights are handed over in memory
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it tells of every reload, and of heads that are embeddings
+    with TemporaryDirectory() as folder:
         from vllm import LLM
 
         if on_cpu:
             _pack_nothing()
         memory = {"kv_cache_memory_bytes": CPU_CACHE} if on_cpu else {"gpu_memory_utilization": SHARE}
         _describe(context.policy, Path(folder))
-        try:
+        with _refusals(context):
             engine = LLM(
                 model=folder,
                 load_format="dummy",
+                model_impl="vllm",  # its way around transformers' own classes changes those in this process
                 skip_tokenizer_init=True,
                 generation_config="vllm",
                 dtype=config.model.dtype,
@@ -254,32 +257,24 @@ def _engine(context: Context) -> Iterator[Any]:
                 enforce_eager=on_cpu,
                 **memory,
             )
-        except Exception as error:  # vLLM raises a dozen types; all mean the same to the user
-            raise ModelError(
-                "vLLM cannot run this model",
-                got=f"{config.model.model} ({type(context.policy).__name__})",
-                why=f"{type(error).__name__}: {str(error)[:500]}",
-                fix="set sampler='own'",
-            ) from error
         try:
             yield engine
         finally:
             engine.llm_engine.engine_core.shutdown()
-            del engine
-            gc.collect()
 
 
 @contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
+def _refusals(context: Context) -> Iterator[None]:
+    """A context in which whatever vLLM raises is one error of klamp."""
     try:
         yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
+    except Exception as error:  # it raises a dozen types; all mean the same to the user
+        raise ModelError(
+            "vLLM cannot run this model",
+            got=f"{context.config.model.model} ({type(context.policy).__name__}, {context.config.model.dtype})",
+            why=f"{type(error).__name__}: {str(error)[:500]}",
+            fix="set sampler='own', or use an architecture that vLLM has on this device",
+        ) from error
 
 
 def _pack_nothing() -> None:
