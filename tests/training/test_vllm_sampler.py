@@ -239,6 +239,20 @@ def test_what_vllm_raises_before_the_first_step_is_one_error(config_of, monkeypa
     assert "sampler='own'" in str(error.value)
 
 
+def test_an_engine_that_breaks_leaves_the_state_before(config_of, monkeypatch):
+    generate = Engine.generate
+
+    def breaks(engine: Engine, *given: Any, **options: Any) -> Any:
+        if engine.calls.count("generate") == 3:
+            raise RuntimeError("out of memory")
+        return generate(engine, *given, **options)
+
+    monkeypatch.setattr(Engine, "generate", breaks)
+    with pytest.raises(ModelError, match="out of memory") as error:
+        train_run(config_of(**RUN))
+    assert "the state after step 2 is saved" in error.value.__notes__[0]
+
+
 def test_a_missing_vllm_is_said_before_any_work(config_of, monkeypatch, tmp_path):
     monkeypatch.setattr(vllm_sampler, "find_spec", lambda name: None)
     with pytest.raises(MissingLibrary, match="vLLM, which is not installed") as missing:

@@ -102,14 +102,17 @@ def sample(
         rollout: length limit, temperature, truncation.
         prompt_ids, prompt_mask: left-padded prompts, [B, P].
         uniforms: [B, T] numbers in [0, 1); the first of each row is the seed of its completion.
+
+    Raises:
+        ModelError: vLLM fails.
     """
-    engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights_of(context.policy)})
-    engine.reset_prefix_cache()
-    prompts = [
-        {"prompt_token_ids": ids[mask.bool()].tolist()} for ids, mask in zip(prompt_ids, prompt_mask, strict=True)
-    ]
+    rows = zip(prompt_ids, prompt_mask, strict=True)
+    prompts = [{"prompt_token_ids": ids[mask.bool()].tolist()} for ids, mask in rows]
     settings = settings_of(rollout, context.stop, uniforms)
-    outputs = engine.generate(prompts, settings, use_tqdm=False)
+    with _refusals(context):
+        engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights_of(context.policy)})
+        engine.reset_prefix_cache()
+        outputs = engine.generate(prompts, settings, use_tqdm=False)
     return completions_of([each.outputs[0] for each in outputs], prompt_ids, prompt_mask, pad=context.pad)
 
 
@@ -216,8 +219,7 @@ def check_engine(context: Context, sampler: Sampler) -> None:
     prompts = [example.prompt for example in context.task.train[:PROBES]]
     prompt_ids, prompt_mask = encode_prompts(prompts, context.tokenizer, context.device)
     uniforms = uniform_numbers(context.config.run.seed, 0, len(prompts), rollout.max_completion_length)
-    with _refusals(context):
-        completions = sampler(prompt_ids, prompt_mask, uniforms)
+    completions = sampler(prompt_ids, prompt_mask, uniforms)
     with torch.no_grad():
         ours = score(context.policy, completions, temperature=rollout.temperature).logprobs
     gap = float(masked_mean((completions.sampler_logprobs - ours).abs(), completions.mask))

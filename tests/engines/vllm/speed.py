@@ -1,4 +1,4 @@
-"""What a step costs with klamp's own decoding and with vLLM in its place, in processor seconds: FLAG ... of klamp train.
+"""What a step costs with klamp's own decoding and with vLLM in its place, in processor seconds: FLAG ...
 
 Processor seconds of one thread, since they hardly depend on what else a machine does. `sampling` is the weights' way
 into vLLM and the completions; `step` is all of it.
