@@ -67,6 +67,11 @@ def test_without_kl_there_is_no_controller_and_no_reference() -> None:
     assert "controller" not in text.partition("configuration, as")[0]
 
 
+def test_who_writes_the_completions_is_said_where_it_is_not_the_policy() -> None:
+    assert "klamp's own loop; completions by vLLM in this process" in plan("--sampler", "vllm")
+    assert "completions by" not in plan()
+
+
 def test_it_fits_into_a_hundred_columns() -> None:
     text = plan("--target_kl", "0.05", "--kl_clip_method", "hard", "--model", "/models/" + 20 * "x", "--lora_r", "8")
     assert max(map(len, text.splitlines())) <= 100

@@ -49,6 +49,7 @@ GUESTS = {
     "audit/verl.py": {"verl", "tensordict"},
     "core/_linear_triton.py": {"triton"},
     "training/in_trl/data.py": {"datasets"},
+    "training/vllm_sampler.py": {"vllm"},
 }
 
 # What has to be importable with these extras alone: all that is imported on the way, within functions apart.

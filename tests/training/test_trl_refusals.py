@@ -61,9 +61,15 @@ def test_what_it_can_do_passes(given):
     assert TrainConfig.from_flat({"backend": "trl", **given}).run.backend == "trl"
 
 
-@pytest.mark.parametrize("backend", ["local", "tinker"])
-@pytest.mark.parametrize("given", [{"sampler": "vllm"}, {"sampler_url": "http://there:8000"}])
-def test_only_trl_has_another_sampler(backend, given):
+@pytest.mark.parametrize(
+    ("backend", "given"),
+    [
+        ("local", {"sampler_url": "http://there:8000"}),
+        ("tinker", {"sampler_url": "http://there:8000"}),
+        ("tinker", {"sampler": "vllm"}),
+    ],
+)
+def test_a_server_writes_for_trl_alone_and_an_engine_for_a_policy_that_is_here(backend, given):
     with pytest.raises(ConfigError, match=f"backend='{backend}' cannot do this") as caught:
         TrainConfig.from_flat({"backend": backend, "model": "some/model", **given})
     assert "set backend to trl" in str(caught.value)

@@ -57,7 +57,11 @@ def _in_words(config: TrainConfig) -> list[tuple[str, str]]:
     return [
         ("task", f"{describe_task(config)}; {prompts} prompts"),
         ("model", describe_model(config)),
-        *([("backend", describe_backend(config))] if run.backend in ("trl", "verl") else []),
+        *(
+            [("backend", describe_backend(config))]
+            if run.backend in ("trl", "verl") or rollout.sampler != "own"
+            else []
+        ),
         ("reference", describe_reference(config)),
         ("KL", describe_kl(config.kl)),
         *_beta_lines(config),

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from accelerate import Accelerator
@@ -17,6 +18,7 @@ from klamp.core.objective import Objective
 from klamp.core.types import Direction
 from klamp.hosts.common.control import KLControl
 from klamp.tasks.base import Task
+from klamp.training.completions import Completions
 from klamp.training.config import TrainConfig
 from klamp.training.references import Reference
 from klamp.training.scorer import Scorer
@@ -24,6 +26,17 @@ from klamp.training.sharding import gathered
 
 SMALL_VOCABULARY = 4096
 """Up to here the exact KL of every completion is measured; its logits are small beside the activations."""
+
+
+class Sampler(Protocol):
+    """Writes the completions of a step in the policy's place, with its weights as they are now."""
+
+    def __call__(self, prompt_ids: Tensor, prompt_mask: Tensor, uniforms: Tensor, /) -> Completions:
+        """One completion for each prompt, drawn from nothing but its own numbers.
+
+        Shapes: prompt_ids, prompt_mask [B, P] left-padded, uniforms [B, T] in [0, 1).
+        """
+        ...
 
 
 @dataclass(kw_only=True)
@@ -58,6 +71,8 @@ class Context:
     """The number of entries that the policy gives a logit to."""
     scorer: Scorer | None = None
     """The policy's scorer without wrappers; None where the weights are at a service."""
+    sampler: Sampler | None = None
+    """Who writes the completions; None: the policy itself, by klamp's own decoding."""
     control: KLControl = field(init=False)
     """beta, the guard of the learning rate and the reference length, as in every host."""
 

@@ -27,6 +27,7 @@ from klamp.training.runlog import RunLog, begin_trackers
 from klamp.training.setup import build, choose_folder, make_accelerator, make_optimizer
 from klamp.training.sharding import is_sharded, prepare, put_together
 from klamp.training.updates import UpdateOutput, update, with_old_logprobs
+from klamp.training.vllm_sampler import check_sampler, sampler_of
 
 
 class Trainer(Run):
@@ -201,22 +202,29 @@ def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSum
     Raises:
         KlampError: bad input before any work, or an error in the run with its state saved; see `klamp.errors`.
     """
+    check_sampler(config)
     folder = choose_folder(config)
     accelerator = make_accelerator(config, folder)
     try:
         context = build(config, accelerator, folder, observers)
-        trainer = Trainer(context, [RunLog(accelerator), *observers])
-        if config.run.resume:
-            trainer.resume()
-        trainer.tell(lambda o: o.on_start(trainer.info()))
-        trainer.warn(*chat_cautions(config.task, context.tokenizer, context.stop))
-        trainer.warn(*(notes(context.scorer.traits) if context.scorer is not None else ()))
-        begin_trackers(accelerator, config, folder)
-        if trainer.step == 0:
-            with context.gathered():
-                measure_reference_length(context)
-        return trainer.run()
+        with sampler_of(context) as context.sampler:
+            return _train(context, observers)
     finally:
         for observer in observers if accelerator.is_main_process else ():
             observer.close()
         accelerator.end_training()
+
+
+def _train(context: Context, observers: Sequence[Observer]) -> RunSummary:
+    config, accelerator = context.config, context.accelerator
+    trainer = Trainer(context, [RunLog(accelerator), *observers])
+    if config.run.resume:
+        trainer.resume()
+    trainer.tell(lambda o: o.on_start(trainer.info()))
+    trainer.warn(*chat_cautions(config.task, context.tokenizer, context.stop))
+    trainer.warn(*(notes(context.scorer.traits) if context.scorer is not None else ()))
+    begin_trackers(accelerator, config, context.output_dir)
+    if trainer.step == 0:
+        with context.gathered():
+            measure_reference_length(context)
+    return trainer.run()

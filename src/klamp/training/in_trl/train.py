@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from klamp.hosts.trl.versions import check_version
@@ -21,7 +20,7 @@ import torch  # noqa: E402  (the version is checked before TRL is opened up)
 from accelerate import Accelerator  # noqa: E402
 
 from klamp.config import build_objective  # noqa: E402
-from klamp.errors import ConfigError, KLWarning, MissingLibrary  # noqa: E402
+from klamp.errors import ConfigError, KLWarning  # noqa: E402
 from klamp.hosts.common.exclusions import excluded_ids  # noqa: E402
 from klamp.hosts.trl.config import GRPOConfig  # noqa: E402
 from klamp.tasks.chat_format import chat_cautions  # noqa: E402
@@ -43,6 +42,7 @@ from klamp.training.setup import (  # noqa: E402
     on_cpu,
     reference_kind,
 )
+from klamp.training.vllm_sampler import check_installed  # noqa: E402
 
 
 def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSummary:
@@ -97,14 +97,10 @@ def check_vllm(config: TrainConfig) -> None:
     Raises:
         MissingLibrary: it is missing.
     """
-    asked = config.rollout.sampler == "vllm" or config.rollout.sampler_url is not None
-    if asked and find_spec("vllm") is None:
-        raise MissingLibrary(
-            "sampler='vllm' needs vLLM, which is not installed",
-            got="no module vllm",
+    if config.rollout.sampler == "vllm" or config.rollout.sampler_url is not None:
+        check_installed(
             why="TRL talks to vLLM's server through it, or generates with it in the training processes",
-            fix='pip install "trl[vllm]", or in a checkout of klamp make an environment that has it for CPUs: '
-            "scripts/environment.sh vllm; or leave sampler and sampler_url out",
+            install='pip install "trl[vllm]"',
         )
 
 
