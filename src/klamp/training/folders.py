@@ -10,6 +10,8 @@ from typing import Any
 
 from klamp.errors import RunFolderError
 from klamp.training.config import TrainConfig
+from klamp.training.lock import LOCK
+from klamp.training.whole_files import part_of
 
 CONFIG = "config.yaml"
 """The file by which the folder of a run is known."""
@@ -21,6 +23,8 @@ CHECKPOINTS = "checkpoints"
 """The folder inside a run's folder that holds one folder per checkpoint."""
 BESIDE = ("run.json", "log.txt", "outcome.json")
 """The files that `klamp ablate` keeps in a run's folder."""
+BEGUN = (*BESIDE, LOCK, part_of(Path(CONFIG)).name)
+"""What may lie in the folder of a run that was killed before anything could be lost with it."""
 RUNS = "runs"
 """The folder inside an ablation's folder that holds one folder per run."""
 
@@ -62,6 +66,27 @@ def run_folder(config: TrainConfig) -> Path:
     return folder
 
 
+def make_folder(config: TrainConfig) -> tuple[Path, bool]:
+    """Make the folder that a run will write, in one step that only one process can win; and whether it was new.
+
+    Raises:
+        RunFolderError: it holds another run, there is none to continue, or it cannot be made.
+    """
+    while True:
+        given = config.run.output_dir
+        if given and Path(given).is_dir():  # what it holds is looked at once nobody else can write there
+            _check_writable(Path(given))
+            return Path(given), False
+        folder = run_folder(config)
+        try:
+            folder.mkdir(parents=True)
+            return folder, True
+        except FileExistsError:  # another process was faster
+            continue
+        except OSError as error:
+            raise unwritable(folder, f"{type(error).__name__}: {error}") from error
+
+
 def free_folder(root: Path, name: str) -> Path:
     """The first of root/name-001, root/name-002, ... that does not exist."""
     return next(folder for i in range(1, 10**6) if not (folder := root / f"{name}-{i:03d}").exists())
@@ -75,7 +100,7 @@ def check_folder(folder: Path, *, resume: bool) -> None:
             or it could not be made or written here.
     """
     _check_writable(folder)
-    held = folder.is_dir() and any(each.name not in BESIDE for each in folder.iterdir())
+    held = folder.is_dir() and any(not _is_begun(each) for each in folder.iterdir())
     if folder.exists() and not folder.is_dir():
         raise RunFolderError(
             "the output folder is a file",
@@ -91,13 +116,18 @@ def check_folder(folder: Path, *, resume: bool) -> None:
             why="a run never writes over what is there",
             fix="choose another --output_dir, delete the folder, or continue that run with --resume",
         )
-    if resume and not (folder / CONFIG).exists():
+    if resume and (held or not folder.exists()) and not (folder / CONFIG).exists():
         raise RunFolderError(
             "there is no run to continue in the output folder",
             got=str(folder),
             why=f"it has no {CONFIG}",
             fix="check --output_dir, or leave --resume out",
         )
+
+
+def _is_begun(path: Path) -> bool:
+    """Whether a file or folder may lie in that of a run which was killed while it was loading."""
+    return path.name in BEGUN or (path.name == CHECKPOINTS and not any(path.iterdir()))
 
 
 def _check_writable(folder: Path) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, PartialState
-from accelerate.utils import broadcast_object_list, set_seed
+from accelerate import Accelerator
+from accelerate.utils import set_seed
 from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -25,7 +25,6 @@ from klamp.tasks.base import Task
 from klamp.training import checkpoint
 from klamp.training.config import ModelConfig, TrainConfig
 from klamp.training.context import Context
-from klamp.training.folders import run_folder
 from klamp.training.master_weights import MasterAdamW
 from klamp.training.models import (
     BUILTIN,
@@ -130,24 +129,6 @@ def _check_trackers(config: TrainConfig, accelerator: Accelerator) -> None:
             why=f"not installed: {', '.join(missing)}",
             fix="install the tracker's package, or leave it out of report_to",
         )
-
-
-def choose_folder(config: TrainConfig) -> Path:
-    """Choose the folder of the run; all processes get the same one.
-
-    Raises:
-        RunFolderError: it holds another run, or there is none to continue.
-    """
-    chosen: list[str | Exception] = [""]
-    if PartialState(cpu=on_cpu(config)).is_main_process:
-        try:
-            chosen[0] = str(run_folder(config))
-        except Exception as error:  # raised below on every process, so that none of them waits for the others
-            chosen[0] = error
-    broadcast_object_list(chosen)
-    if isinstance(chosen[0], Exception):
-        raise chosen[0]
-    return Path(chosen[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -397,4 +378,4 @@ def schedule_of(optimizer: Optimizer, config: TrainConfig, *, updates: int = 1) 
     return LambdaLR(optimizer, lambda update: factor(update // updates))
 
 
-__all__ = ["BUILTIN", "build", "choose_folder", "load_start", "make_accelerator", "make_optimizer"]
+__all__ = ["BUILTIN", "build", "load_start", "make_accelerator", "make_optimizer"]

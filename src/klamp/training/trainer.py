@@ -19,12 +19,13 @@ from klamp.training.config import TrainConfig
 from klamp.training.context import Context
 from klamp.training.measurement import control_metrics
 from klamp.training.observers import Observer, RunSummary
+from klamp.training.opening import opened_folder
 from klamp.training.probe import notes
 from klamp.training.reference_length import measure_reference_length
 from klamp.training.rollouts import Rollout, collect
 from klamp.training.run import Run, deferred_interrupts
 from klamp.training.runlog import RunLog, begin_trackers
-from klamp.training.setup import build, choose_folder, make_accelerator, make_optimizer
+from klamp.training.setup import build, make_accelerator, make_optimizer
 from klamp.training.sharding import is_sharded, prepare, put_together
 from klamp.training.updates import UpdateOutput, update, with_old_logprobs
 
@@ -201,22 +202,22 @@ def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSum
     Raises:
         KlampError: bad input before any work, or an error in the run with its state saved; see `klamp.errors`.
     """
-    folder = choose_folder(config)
-    accelerator = make_accelerator(config, folder)
-    try:
-        context = build(config, accelerator, folder, observers)
-        trainer = Trainer(context, [RunLog(accelerator), *observers])
-        if config.run.resume:
-            trainer.resume()
-        trainer.tell(lambda o: o.on_start(trainer.info()))
-        trainer.warn(*chat_cautions(config.task, context.tokenizer, context.stop))
-        trainer.warn(*(notes(context.scorer.traits) if context.scorer is not None else ()))
-        begin_trackers(accelerator, config, folder)
-        if trainer.step == 0:
-            with context.gathered():
-                measure_reference_length(context)
-        return trainer.run()
-    finally:
-        for observer in observers if accelerator.is_main_process else ():
-            observer.close()
-        accelerator.end_training()
+    with opened_folder(config) as folder:
+        accelerator = make_accelerator(config, folder)
+        try:
+            context = build(config, accelerator, folder, observers)
+            trainer = Trainer(context, [RunLog(accelerator), *observers])
+            if config.run.resume:
+                trainer.resume()
+            trainer.tell(lambda o: o.on_start(trainer.info()))
+            trainer.warn(*chat_cautions(config.task, context.tokenizer, context.stop))
+            trainer.warn(*(notes(context.scorer.traits) if context.scorer is not None else ()))
+            begin_trackers(accelerator, config, folder)
+            if trainer.step == 0:
+                with context.gathered():
+                    measure_reference_length(context)
+            return trainer.run()
+        finally:
+            for observer in observers if accelerator.is_main_process else ():
+                observer.close()
+            accelerator.end_training()
