@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,12 @@ METRICS_FILE, COMPLETIONS, ANSWERS = "metrics.jsonl", "completions.jsonl", "answ
 CAUTIONS = "cautions.jsonl"
 VERSIONS, SUMMARY = "versions.json", "summary.json"
 """What else it writes."""
+SCORE = "eval/"
+"""How the name of a skill's score begins in metrics.jsonl."""
 CHECKPOINTS = "checkpoints"
 """The folder inside a run's folder that holds one folder per checkpoint."""
+NAMED = re.compile(r"(step-|checkpoint-|global_step_)\d+", re.ASCII)
+"""The name of a checkpoint; a copy or a backup that somebody made beside it has another one."""
 BESIDE = ("run.json", "log.txt", "outcome.json")
 """The files that `klamp ablate` keeps in a run's folder."""
 BEGUN = (*BESIDE, LOCK, part_of(Path(CONFIG)).name)
@@ -30,10 +35,39 @@ RUNS = "runs"
 
 
 def lines_of(file: Path) -> list[dict[str, Any]]:
-    """The objects of one of these files, one a line; none where the file does not exist."""
+    """The objects of one of these files, one a line; none where the file does not exist.
+
+    A line that is none, as a killed process leaves, is passed over.
+    """
     if not file.exists():
         return []
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    rows = map(row_of, file.read_text(encoding="utf-8", errors="replace").splitlines())
+    return [row for row in rows if row is not None]
+
+
+def lines_until(file: Path, step: int) -> list[dict[str, Any]]:
+    """Those of them that speak of a step up to this one."""
+    return [row for row in lines_of(file) if step_of(row) <= step]
+
+
+def step_of(row: Mapping[str, Any] | None) -> float:
+    """The step that a line speaks of; infinite where it names none."""
+    step = None if row is None else row.get("step")
+    return step if isinstance(step, int | float) else float("inf")
+
+
+def scores_of(row: Mapping[str, Any]) -> dict[str, float]:
+    """The scores of an evaluation in a line of metrics.jsonl: skill -> score; none in the line of a step."""
+    return {name.removeprefix(SCORE): row[name] for name in row if name.startswith(SCORE)}
+
+
+def row_of(line: str) -> dict[str, Any] | None:
+    """The object in a line of one of these files; None where it holds none."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
@@ -43,9 +77,8 @@ def checkpoint_folders(folder: Path) -> list[Path]:
     Args:
         folder: of the run.
     """
-    names = ("step-*", "checkpoint-*", "global_step_*")
-    found = [each for name in names for each in (folder / CHECKPOINTS).glob(name)]
-    return sorted(found, key=number_of)
+    inside = (folder / CHECKPOINTS).glob("*")
+    return sorted((each for each in inside if NAMED.fullmatch(each.name) and each.is_dir()), key=number_of)
 
 
 def number_of(checkpoint: Path) -> int:

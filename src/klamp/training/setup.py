@@ -183,7 +183,7 @@ def build(config: TrainConfig, accelerator: Accelerator, folder: Path, observers
     Raises:
         ModelError, DataError, RewardError, UnknownNameError: whatever does not fit, before any work.
     """
-    resumed = checkpoint.newest(folder) if config.run.resume else None
+    resumed = checkpoint.whole_newest(folder) if config.run.resume else None
     start = load_start(config, accelerator, observers)
     vocabulary, kind = output_size(start.model), reference_kind(config)
     remote = connect(config, start.task, start.tokenizer) if kind == "remote" else None

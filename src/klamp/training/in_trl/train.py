@@ -74,7 +74,7 @@ def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSum
                 run.resume()
             run.tell(lambda o: o.on_start(run.info()))
             run.warn(*chat_cautions(config.task, context.tokenizer, context.stop))
-            begin_trackers(accelerator, config, folder)
+            begin_trackers(accelerator, config, folder, done=run.step)
             return run.run()
         finally:
             for observer in observers if accelerator.is_main_process else ():

@@ -60,7 +60,7 @@ def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSum
             write_data(config, context.task, context.tokenizer, layout)
             layout.metrics.unlink(missing_ok=True)  # verl writes it anew
             run.warn(*cautions(context))
-            begin_trackers(accelerator, config, folder)
+            begin_trackers(accelerator, config, folder, done=run.step)
             return run.run()
         finally:
             for observer in observers:

@@ -60,7 +60,7 @@ def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSum
             if config.run.resume:
                 trainer.resume()
             trainer.tell(lambda o: o.on_start(trainer.info()))
-            begin_trackers(accelerator, config, folder)
+            begin_trackers(accelerator, config, folder, done=trainer.step)
             if trainer.step == 0:
                 measure_length(context, connection)
             return trainer.run()
@@ -75,13 +75,13 @@ def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSum
 def _training_client(connection: Connection, config: TrainConfig, folder: Path) -> Any:
     """A training client with a fresh adapter, or with the newest checkpoint's adapter and optimizer."""
     service, model = connection.service, config.model
-    if not config.run.resume:
+    newest = checkpoint.whole_newest(folder) if config.run.resume else None
+    if newest is None:
         rank = model.lora_r or DEFAULT_RANK
         return connection.ask(
             f"train an adapter of {model.model}",
             lambda: service.create_lora_training_client(base_model=model.model, rank=rank, seed=config.run.seed),
         )
-    newest = checkpoint.newest(folder)
     path = checkpoint.load_state(newest).get("tinker_path")
     if path is None:
         raise checkpoint.damaged(newest, KeyError("tinker_path: it was saved by another backend"))
