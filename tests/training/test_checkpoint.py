@@ -147,9 +147,10 @@ def test_a_step_that_is_written_a_second_time_stays_until_the_new_one_is_there(t
             raise KeyboardInterrupt
         return rename(part, target)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", killed)
-        checkpoint.write(tmp_path, 1, fill("new"), state={}, keep=1)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.write(tmp_path, 1, fill("new"), state={}, keep=1)
     kept = [file.read_text() for file in tmp_path.rglob("weights")]
     assert sorted(kept) == ["new", "old"], "both are whole, under names that say so"
     checkpoint.write(tmp_path, 1, fill("new"), state={}, keep=1)

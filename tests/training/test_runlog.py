@@ -200,9 +200,11 @@ def test_a_run_killed_while_it_drops_lines_loses_none(config_of, tmp_path, monke
             assert part.read_text(), "it is written whole before it takes the other's place"
             return killed(part, file) if file.name == killed_at else usual(part, file)
 
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        log = RunLog(SimpleNamespace(trackers=[]))
+        with monkeypatch.context() as patch:
             patch.setattr(Path, "replace", replace)
-            RunLog(SimpleNamespace(trackers=[])).on_start(info(config_of(), tmp_path, 2))
+            with pytest.raises(KeyboardInterrupt):
+                log.on_start(info(config_of(), tmp_path, 2))
         assert (tmp_path / killed_at).read_text() == lines
 
 

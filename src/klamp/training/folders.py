@@ -28,7 +28,9 @@ NAMED = re.compile(r"(step-|checkpoint-|global_step_)\d+", re.ASCII)
 """The name of a checkpoint; a copy or a backup that somebody made beside it has another one."""
 BESIDE = ("run.json", "log.txt", "outcome.json")
 """The files that `klamp ablate` keeps in a run's folder."""
-BEGUN = (*BESIDE, LOCK, part_of(Path(CONFIG)).name)
+FOR_VERL = "verl"
+"""The folder inside a run's folder that holds what klamp and verl tell each other."""
+BEGUN = (*BESIDE, LOCK, part_of(Path(CONFIG)).name, FOR_VERL)
 """What may lie in the folder of a run that was killed before anything could be lost with it."""
 RUNS = "runs"
 """The folder inside an ablation's folder that holds one folder per run."""

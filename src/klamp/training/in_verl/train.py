@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -52,13 +53,14 @@ def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSum
         accelerator = make_accelerator(config, folder)
         try:
             context, layout = context_of(config, folder, accelerator, observers), Layout(folder)
-            child = Child(command(config, folder, sys.executable), layout.output)
+            begun = replace(config.run, resume=config.run.resume and layout.newest_step() > 0)
+            child = Child(command(replace(config, run=begun), folder, sys.executable), layout.output)
             run = VerlRun(context, [RunLog(accelerator), *observers], child)
             if config.run.resume:
                 run.resume()
-            run.tell(lambda o: o.on_start(run.info()))  # first of all, so that a run killed from here on can go on
             write_data(config, context.task, context.tokenizer, layout)
             layout.metrics.unlink(missing_ok=True)  # verl writes it anew
+            run.tell(lambda o: o.on_start(run.info()))
             run.warn(*cautions(context))
             begin_trackers(accelerator, config, folder, done=run.step)
             return run.run()
