@@ -28,6 +28,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import metadata
+from typing import Any
 
 
 class KlampError(Exception):
@@ -97,7 +98,16 @@ class RunFolderError(KlampError, FileExistsError):
 
 
 class TrainingStopped(KlampError, RuntimeError):
-    """Training ended before its last step; the message says where the state was saved."""
+    """Training ended before its last step; the message says where the state was saved.
+
+    Args:
+        resumable: whether there is a saved state that the run can go on from.
+        parts: see `KlampError`.
+    """
+
+    def __init__(self, what: str, *, resumable: bool = False, **parts: Any) -> None:
+        super().__init__(what, **parts)
+        self.resumable = resumable
 
 
 class TrainerFailed(KlampError, RuntimeError):

@@ -14,7 +14,6 @@ from klamp.ablation.checks import (
     check_folder,
     check_references,
     find_folder,
-    held,
     is_done,
     load_shared,
     open_folder,
@@ -23,6 +22,7 @@ from klamp.ablation.checks import (
 from klamp.ablation.outcome import Outcome, write_outcome
 from klamp.ablation.plan import Arm, Plan, grid, run_folder, runs
 from klamp.errors import ConfigError, DataError, RewardError, RunFolderError, UnknownNameError
+from klamp.training.lock import held
 
 PLAN_A = Plan(name="a", base={"max_steps": 5, "report_to": ()}, arms=grid({"beta": [0.0, 0.1]}), seeds=(0, 1))
 
@@ -104,10 +104,11 @@ def test_the_same_command_finds_its_folder_again(tmp_path) -> None:
 
 
 def test_only_one_command_works_in_a_folder(tmp_path) -> None:
-    with held(tmp_path / "out"), pytest.raises(RunFolderError, match="another klamp ablate"), held(tmp_path / "out"):
-        pass
-    with held(tmp_path / "out"):
+    (tmp_path / "out").mkdir()
+    with held(tmp_path / "out", by="klamp ablate"):
         check_folder(PLAN_A, tmp_path / "out")
+        with pytest.raises(RunFolderError, match="another klamp ablate"), held(tmp_path / "out", by="klamp ablate"):
+            pass
 
 
 def test_failed_runs_are_not_done(tmp_path) -> None:

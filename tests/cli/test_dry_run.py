@@ -81,12 +81,14 @@ def test_it_fits_into_a_hundred_columns() -> None:
     "flags", [[], ["--output_dir", "here"], ["--task", "data/rows.jsonl"], ["--task", "reasoning_gym:gcd"]]
 )
 def test_the_folder_is_the_one_that_the_trainer_takes(flags: list[str], empty_folder: Path) -> None:
-    from klamp.training.setup import choose_folder
+    from klamp.training.opening import opened_folder
 
     (empty_folder / "runs" / "arithmetic-001").mkdir(parents=True)
     config = parse_train(flags).config
-    assert run_folder(config) == choose_folder(config)
     assert f"folder      {run_folder(config)};" in plan(*flags)
+    expected = run_folder(config)
+    with opened_folder(config) as folder:
+        assert folder == expected
 
 
 def test_a_folder_that_holds_another_run_is_refused(empty_folder: Path) -> None:

@@ -55,7 +55,7 @@ def test_a_stopped_run_says_how_to_continue(
                 raise KeyboardInterrupt
             except KeyboardInterrupt as interrupt:
                 raise TrainingStopped(
-                    "training was stopped after step 2 of 9", got="an interrupt", fix="continue with --resume"
+                    "training was stopped after step 2 of 9", got="an interrupt", resumable=True
                 ) from interrupt
 
     use(monkeypatch, folder, at_step=stop)
@@ -76,7 +76,7 @@ def test_after_an_alarm_the_run_goes_on_without_it(
             observer.on_start(run_info(config, folder))
             observer.on_alarm(rise("kl-spike", 2))
         raise TrainingStopped(
-            "training was stopped after step 2 of 9 by the alarm kl-spike", fix="mend that, or --resume"
+            "training was stopped after step 2 of 9 by the alarm kl-spike", resumable=True, fix="mend that"
         )
 
     monkeypatch.setattr(train, "_trainer", lambda console, backend: stopped)
@@ -90,11 +90,11 @@ def test_a_run_without_a_saved_state_is_not_told_to_continue(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def stop(step: int) -> None:
-        raise TrainingStopped("training was stopped after step 1 of 9", fix="start it again in another folder")
+        raise TrainingStopped("training was stopped after step 1 of 9", fix="start it again with --resume")
 
     use(monkeypatch, folder, at_step=stop)
     assert main(["train", "--max_steps", "9"]) == 1
-    assert capsys.readouterr().err.rstrip().endswith("fix: start it again in another folder")
+    assert capsys.readouterr().err.rstrip().endswith("fix: start it again with --resume")
 
 
 def test_the_display_is_closed_after_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,9 @@ from tests.training.planted import ARITHMETIC, Told, alarms, found, trained
 from klamp.diagnostics.alarms import ALARMS
 from klamp.errors import ConfigError, TrainingStopped
 from klamp.records import read_record
-from klamp.training.alarms import settings_of
+from klamp.training.alarms import AlarmObserver, settings_of
 from klamp.training.config import TrainConfig
+from klamp.training.observers import RunInfo
 from klamp.training.references import MovingReference
 from klamp.training.trainer import Trainer, train_run
 
@@ -277,3 +278,29 @@ def test_what_the_alarms_know_of_a_configuration(changes: dict[str, str], verifi
     )
     others = settings_of(TrainConfig.from_flat({"beta": 0.02, **changes}))
     assert others.loss_type == "dr_grpo, leave_one_out", "its average alone is not the recipe"
+
+
+def test_what_was_seen_before_a_checkpoint_counts_after_it(tmp_path: Path) -> None:
+    """The run stops where it would have stopped, and at the same alarm, wherever it was killed."""
+    rows = [{"step": step, "kl/k3": 0.01 if step < 9 else 2.0, "reward": 0.5} for step in range(1, 12)]
+    lines = [{"step": 0, "eval/a": 0.1, "eval/b": 0.9}, *rows]
+    for done in range(9):
+        written = [line for line in lines if line["step"] <= done]
+        (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in written))
+        row = {"step": done, "tokens": ["4"], "policy_logprobs": [-1.0], "ref_logprobs": [-1.0]}
+        (tmp_path / "completions.jsonl").write_text(json.dumps(row) + '\n{"step": 0}\n')
+        observer = AlarmObserver(lambda hook: None, rl_skill="a", stop_on=("kl-spike",))
+        observer.on_start(info(tmp_path, done))
+        assert sum(map(len, observer.watch.history.completions.values())) == bool(done)
+        assert len(observer.watch.history.evaluations) == bool(done)
+        for each in rows[done:]:
+            observer.on_step(int(each["step"]), {name: x for name, x in each.items() if name != "step"})
+            if observer.stopped_by is not None:
+                break
+        assert observer.stopped_by is not None and observer.stopped_by.first_step == 9
+
+
+def info(folder: Path, start_step: int) -> RunInfo:
+    """A run that goes on after a step."""
+    known = {"parameters": 1, "trainable_parameters": 1, "reference": "", "device": "", "processes": 1}
+    return RunInfo(config=TrainConfig(), output_dir=folder, start_step=start_step, **known)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from klamp.errors import RunFolderError
 from klamp.tasks.arithmetic import arithmetic_tokenizer
 from klamp.training import checkpoint
 from klamp.training.config import TrainConfig
+from klamp.training.folders import checkpoint_folders
 from klamp.training.scoring import score
 from klamp.training.trainer import train_run
 
@@ -115,6 +117,54 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_it(context_of, monkeypat
     assert [p.name for p in checkpoint.checkpoints(context.output_dir)] == ["step-000002"]
 
 
+def test_a_checkpoint_is_on_the_disk_before_it_is_in_its_place(tmp_path, monkeypatch):
+    synced, rename = [], Path.rename
+
+    def moved(part, folder):
+        assert {each.relative_to(part) for each in (part, *part.rglob("*"))} == {
+            each.relative_to(part) for each in synced
+        }
+        return rename(part, folder)
+
+    def fill(part: Path) -> None:
+        (part / "policy").mkdir()
+        (part / "policy" / "weights").write_text("w")
+
+    monkeypatch.setattr(checkpoint, "sync", synced.append)
+    monkeypatch.setattr(Path, "rename", moved)
+    folder = checkpoint.write(tmp_path, 1, fill, state={}, keep=1)
+    assert synced[-1] == folder.parent and folder.is_dir()
+
+
+def test_a_step_that_is_written_a_second_time_stays_until_the_new_one_is_there(tmp_path, monkeypatch):
+    def fill(text):
+        return lambda part: (part / "weights").write_text(text)
+
+    folder, rename = checkpoint.write(tmp_path, 1, fill("old"), state={}, keep=1), Path.rename
+
+    def killed(part, target):
+        if target == folder:
+            raise KeyboardInterrupt
+        return rename(part, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.write(tmp_path, 1, fill("new"), state={}, keep=1)
+    kept = [file.read_text() for file in tmp_path.rglob("weights")]
+    assert sorted(kept) == ["new", "old"], "both are whole, under names that say so"
+    checkpoint.write(tmp_path, 1, fill("new"), state={}, keep=1)
+    assert [file.read_text() for file in tmp_path.rglob("weights")] == ["new"]
+
+
+def test_only_names_of_checkpoints_count(run):
+    for name in ("step-backup", "step-000006.bak", "step-", "step-٣", "xstep-000009"):
+        shutil.copytree(run.newest, run.newest.with_name(name))
+    (run.newest.with_name("step-000008")).write_text("a file")
+    assert [each.name for each in checkpoint.checkpoints(run.folder)] == ["step-000002", "step-000003", "step-000004"]
+    assert checkpoint_folders(run.folder) == checkpoint.checkpoints(run.folder)
+
+
 def damaged_json(folder: Path) -> None:
     (folder / "state.json").write_text('{"step": 4, "contr')
 
@@ -150,13 +200,58 @@ def evil_optimizer(folder: Path) -> None:
     torch.save({"state": Evil(folder / "code-was-run"), "param_groups": []}, folder / "optimizer.pt")
 
 
+def flipped(file: Path) -> None:
+    """Turn one bit of the last byte, as a disk does: all formats still read it."""
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def flipped_weights(folder: Path) -> None:
+    flipped(folder / "policy" / "model.safetensors")
+
+
+def flipped_optimizer(folder: Path) -> None:
+    flipped(folder / "optimizer.pt")
+
+
+def flipped_tokenizer(folder: Path) -> None:
+    flipped(folder / "policy" / "tokenizer.json")
+
+
+def another_type(**changes) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        state = json.loads((folder / "state.json").read_text())
+        (folder / "state.json").write_text(json.dumps(state | changes))
+
+    return damage
+
+
+def deep_json(folder: Path) -> None:
+    (folder / "state.json").write_text("[" * 100_000)
+
+
+def no_object(folder: Path) -> None:
+    (folder / "state.json").write_text("[4]")
+
+
 def other_optimizer(folder: Path) -> None:
     torch.save(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).state_dict(), folder / "optimizer.pt")
 
 
 @pytest.mark.parametrize(
     "damage",
-    [damaged_json, no_json, lacking_json, half_optimizer, no_optimizer, evil_optimizer, other_optimizer],
+    [
+        *(damaged_json, no_json, lacking_json, half_optimizer, no_optimizer, evil_optimizer, other_optimizer),
+        *(flipped_weights, flipped_optimizer, flipped_tokenizer, deep_json, no_object),
+        *(another_type(**{name: "x"}) for name in ("step", "controller", "schedule", "before", "metrics")),
+        *(another_type(reference_length=[1]), another_type(step=10**400), another_type(step=True)),
+        *(
+            another_type(checksums=3),
+            another_type(schedule={"last_epoch": "x"}),
+            another_type(controller={"value": []}),
+        ),
+    ],
 )
 @pytest.mark.parametrize("run", ["full"], indirect=True)
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_works(run, damage):
@@ -166,12 +261,25 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_works(run, damage
         train_run(run.config)
     error = caught.value
     assert error.got == str(run.newest) and error.why and "delete that folder" in error.fix
+    assert f"{run.newest.with_name('step-000003')} is whole" in error.fix
     assert rows_of(run.folder) == before, "and nothing of the run was touched"
     assert not (run.newest / "code-was-run").exists(), "nothing in a checkpoint is executed"
     shutil.rmtree(run.newest)  # as the message says
     summary = train_run(run.config)
     assert summary.steps == 5
     assert [row for row in rows_of(run.folder) if row["step"] <= 3] == [row for row in before if row["step"] <= 3]
+
+
+@pytest.mark.parametrize("run", ["full"], indirect=True)
+def test_the_newest_whole_one_is_named(run):
+    flipped_weights(run.newest)
+    flipped_optimizer(run.newest.with_name("step-000003"))
+    with pytest.raises(RunFolderError, match=r"model\.safetensors changed on the disk") as caught:
+        train_run(run.config)
+    assert f"{run.newest.with_name('step-000002')} is whole" in caught.value.fix
+    no_json(run.newest.with_name("step-000002"))
+    with pytest.raises(RunFolderError, match="no whole one before it"):
+        train_run(run.config)
 
 
 def test_a_checkpoint_with_half_its_weights_is_refused(run):

@@ -8,7 +8,7 @@ import pytest
 
 from klamp.errors import RunFolderError
 from klamp.training.config import TrainConfig
-from klamp.training.folders import CONFIG, check_folder, checkpoint_folders, free_folder, run_folder
+from klamp.training.folders import CONFIG, check_folder, checkpoint_folders, free_folder, make_folder, run_folder
 
 
 def test_folders_are_numbered_and_never_taken_twice(tmp_path):
@@ -63,6 +63,35 @@ def test_other_files_a_file_and_nothing_to_resume_are_refused(tmp_path):
 def test_an_empty_or_missing_folder_is_fine(tmp_path):
     check_folder(tmp_path, resume=False)
     check_folder(tmp_path / "missing", resume=False)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_what_a_run_leaves_that_was_killed_while_it_was_loading_is_in_nobodys_way(tmp_path, resume):
+    for name in (".lock", ".config.yaml.part", "run.json"):
+        (tmp_path / name).touch()
+    (tmp_path / "checkpoints").mkdir()
+    check_folder(tmp_path, resume=resume)
+    (tmp_path / "checkpoints" / "step-000001").mkdir()
+    with pytest.raises(RunFolderError, match="no run to continue" if resume else "other files"):
+        check_folder(tmp_path, resume=resume)
+
+
+def test_the_folder_is_made_and_a_given_one_taken(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = TrainConfig.from_flat({"task": "arithmetic"})
+    assert make_folder(config) == (Path("runs/arithmetic-001"), True)
+    assert make_folder(config) == (Path("runs/arithmetic-002"), True)
+    given = TrainConfig.from_flat({"output_dir": str(tmp_path / "a" / "b")})
+    assert [make_folder(given) for _ in range(2)] == [(tmp_path / "a" / "b", True), (tmp_path / "a" / "b", False)]
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(RunFolderError, match=r"(?s)cannot be written.*no space"):
+        make_folder(TrainConfig.from_flat({"output_dir": str(tmp_path / "a")}))
 
 
 def test_a_folder_below_a_file_is_refused_before_anything_is_loaded(tmp_path):

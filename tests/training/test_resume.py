@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -133,7 +134,12 @@ def test_an_interrupted_run_resumes_with_the_same_numbers(whole_and, tmp_path, n
         train_run(parts(), [StopAfter(3)])
     error = caught.value
     assert "after step 3 of 6" in error.what and error.got
-    assert "step-000003" in error.why and "--resume" in error.fix and str(tmp_path / "parts") in error.fix
+    assert (
+        error.resumable
+        and "step-000003" in error.why
+        and "--resume" in error.fix
+        and str(tmp_path / "parts") in error.fix
+    )
     assert checkpoint.load_state(checkpoint.newest(tmp_path / "parts"))["step"] == 3
     train_run(parts(resume=True))
     assert_same_run(whole, tmp_path / "parts")
@@ -200,7 +206,7 @@ def test_a_second_signal_before_anything_is_saved_says_so(config_of, tmp_path, m
     interrupting(monkeypatch, 1, signals=2)
     with pytest.raises(TrainingStopped) as caught:
         train_run(config_of())
-    assert "no step was saved" in caught.value.why and "--resume" not in caught.value.fix
+    assert "no step was saved" in caught.value.why and not caught.value.resumable
     assert checkpoint.checkpoints(tmp_path / "run") == []
 
 
@@ -301,7 +307,91 @@ def test_a_checkpoint_from_before_last_kl_was_saved_resumes_with_the_same_number
 def test_a_finished_run_can_be_asked_to_resume_and_does_nothing_more(parts_of, tmp_path):
     train_run(parts_of())
     whole = tmp_path / "parts"
-    before = steps_of(whole)
+    before = rows_of(whole)
     summary = train_run(parts_of(resume=True))
-    assert summary.steps == 6 and steps_of(whole) == before
+    assert summary.steps == 6 and rows_of(whole) == before, "nor is anything evaluated a second time"
     assert summary.after == json.loads((whole / "summary.json").read_text())["after"]
+
+
+class SignalAfterSaving(Observer):
+    """Asks the run to stop just after a step was saved, and notes what is saved."""
+
+    def __init__(self) -> None:
+        self.saved: list[int] = []
+
+    def on_checkpoint(self, step: int, folder: Path) -> None:
+        self.saved.append(step)
+        if len(self.saved) == 1:  # a second one would end the run at once
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_step_that_is_saved_already_is_not_saved_again(whole_and, tmp_path):
+    whole, parts = whole_and()
+    for step in (2, 4):
+        observer = SignalAfterSaving()
+        with pytest.raises(TrainingStopped, match=f"after step {step} of 6") as caught:
+            train_run(parts(resume=step > 2), [observer])
+        assert observer.saved == [step] and f"step-{step:06d}" in caught.value.why
+    train_run(parts(resume=True))
+    assert_same_run(whole, tmp_path / "parts")
+
+
+def test_a_run_that_is_stopped_again_before_it_did_anything_keeps_its_checkpoint(parts_of, monkeypatch):
+    with pytest.raises(TrainingStopped):
+        train_run(parts_of(), [StopAfter(3)])
+    monkeypatch.setattr(checkpoint, "write", lambda *args, **kwargs: pytest.fail("it is on disk"))
+    rewards.STATE.update(calls=0, break_at=1)
+    with pytest.raises(RewardError) as caught:
+        train_run(parts_of(resume=True, reward="tests.training.rewards:breaks"))
+    assert "step-000003" in caught.value.__notes__[0]
+
+
+def test_an_evaluation_that_an_interrupt_left_out_is_made_up_for(whole_and, tmp_path):
+    whole, parts = whole_and()
+    with pytest.raises(TrainingStopped):
+        train_run(parts(), [StopAfter(4)])
+    train_run(parts(resume=True))
+    assert_same_run(whole, tmp_path / "parts")
+
+
+def without_checkpoints(folder: Path) -> None:
+    """A folder as a run leaves it that is killed before its first checkpoint."""
+    for each in checkpoint.checkpoints(folder):
+        shutil.rmtree(each)
+    (folder / "summary.json").unlink()
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "rew')
+
+
+def torn_configuration(folder: Path) -> None:
+    without_checkpoints(folder)
+    (folder / "config.yaml").write_text("model: some")
+
+
+def while_loading(folder: Path) -> None:
+    shutil.rmtree(folder)
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / ".lock").touch()
+
+
+@pytest.mark.parametrize("killed", [without_checkpoints, torn_configuration, while_loading])
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(whole_and, tmp_path, killed):
+    whole, parts = whole_and()
+    shutil.copytree(whole, tmp_path / "parts")
+    killed(tmp_path / "parts")
+    train_run(parts(resume=True))
+    assert_same_run(whole, tmp_path / "parts")
+    written = (tmp_path / "parts" / "config.yaml").read_text()
+    assert "max_steps: 6" in written, "it is the whole configuration"
+
+
+def test_a_damaged_line_forbids_no_resume(whole_and, tmp_path):
+    whole, parts = whole_and(stop_on=("kl-far",))
+    with pytest.raises(TrainingStopped):
+        train_run(parts(), [StopAfter(3)])
+    for name in ("metrics.jsonl", "completions.jsonl", "alarms.jsonl", "cautions.jsonl", "answers.jsonl"):
+        file = tmp_path / "parts" / name
+        before = file.read_bytes() if file.exists() else b""
+        file.write_bytes(b'[1, 2]\n\xff\xfe{"step": 1}\n' + b"[" * 100_000 + b'\n{"step": "x"}\n' + before + b'{"ste')
+    train_run(parts(resume=True))
+    assert_same_run(whole, tmp_path / "parts")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -166,6 +169,58 @@ def test_a_resumed_run_drops_the_lines_of_steps_it_will_do_again(config_of, tmp_
     assert (tmp_path / "config.yaml").read_text() == "seed: 3\n", "the configuration of the run's beginning stays"
     log.on_step(3, {"reward": 0.3})
     assert rows_of(tmp_path)[-1] == {"step": 3, "reward": 0.3}
+
+
+def test_a_file_that_loses_no_line_is_not_written(config_of, tmp_path):
+    log = RunLog(SimpleNamespace(trackers=[]))
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1}\n{"step": 2}\n')
+    os.utime(file, ns=(1, 1))
+    log.on_start(info(config_of(), tmp_path, 2))
+    assert file.stat().st_mtime_ns == 1
+    file.write_text('{"step": 1}\n{"step": 2}')  # killed before the end of the line
+    log.on_start(info(config_of(), tmp_path, 2))
+    log.on_step(3, {})
+    assert rows_of(tmp_path) == [{"step": 1}, {"step": 2}, {"step": 3}]
+
+
+def test_a_run_killed_while_it_drops_lines_loses_none(config_of, tmp_path, monkeypatch):
+    lines = '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+    names = ("metrics.jsonl", "completions.jsonl", "answers.jsonl", "alarms.jsonl", "cautions.jsonl")
+
+    def killed(part, file):
+        raise KeyboardInterrupt
+
+    for killed_at in names:
+        for name in names:
+            (tmp_path / name).write_text(lines)
+        usual = Path.replace
+
+        def replace(part, file, killed_at=killed_at, usual=usual):
+            assert part.read_text(), "it is written whole before it takes the other's place"
+            return killed(part, file) if file.name == killed_at else usual(part, file)
+
+        log = RunLog(SimpleNamespace(trackers=[]))
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "replace", replace)
+            with pytest.raises(KeyboardInterrupt):
+                log.on_start(info(config_of(), tmp_path, 2))
+        assert (tmp_path / killed_at).read_text() == lines
+
+
+@pytest.mark.parametrize("kept", [["step-000002"], []])
+def test_tensorboard_shows_no_point_twice(config_of, tmp_path, kept):
+    given = {"report_to": ("tensorboard",), "max_steps": 4, "save_every": 2}
+    train_run(config_of(**given))
+    (tmp_path / "run" / "summary.json").unlink()
+    for each in (tmp_path / "run" / "checkpoints").iterdir():  # as if it had been killed before they were written
+        if each.name not in kept:
+            shutil.rmtree(each)
+    train_run(config_of(**given, resume=True))
+    events = EventAccumulator(str(tmp_path / "run" / "tracking"), size_guidance={"scalars": 0})
+    events.Reload()
+    assert [event.step for event in events.Scalars("reward")] == [1, 2, 3, 4]
+    assert [event.step for event in events.Scalars("eval/addition")] == [0, 2, 4]
 
 
 def test_plain_values_have_no_tuples():

@@ -15,7 +15,7 @@ from tests.training.conftest import stored, tiny_llama
 from klamp.errors import ConfigError, DataError, KlampError, ModelError, RunFolderError, UnknownNameError
 from klamp.tasks.arithmetic import arithmetic_tokenizer
 from klamp.training import setup
-from klamp.training.setup import choose_folder, make_accelerator, make_optimizer, reference_kind
+from klamp.training.setup import make_accelerator, make_optimizer, reference_kind
 from klamp.training.trainer import train_run
 
 
@@ -189,11 +189,6 @@ def test_the_same_seed_makes_the_same_adapter(context_of):
     first = weights()
     assert torch.equal(first, weights())
     assert not torch.equal(first, weights(seed=1))
-
-
-def test_a_folder_is_chosen_and_not_made(config_of, tmp_path):
-    assert choose_folder(config_of()) == tmp_path / "run"
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_tokenizer_of_another_folder_is_used(context_of, tmp_path):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,10 @@ from klamp.ablation.plan import Plan, Run, folder_name, named, plain_plan, plan_
 from klamp.errors import KlampError, RunFolderError
 from klamp.tasks.cache import Progress
 from klamp.training.folders import RUNS, free_folder
+from klamp.training.lock import LOCK
+from klamp.training.whole_files import write_whole
 
-PLAN, LOCK = "plan.yaml", ".lock"
+PLAN = "plan.yaml"
 HEADER = (
     "# The plan of this ablation; `klamp ablate --plan` reads it. The same command again continues what is not done.\n"
 )
@@ -105,30 +106,7 @@ def open_folder(plan: Plan, folder: Path) -> None:
     check_folder(plan, folder)
     (folder / RUNS).mkdir(parents=True, exist_ok=True)
     text = HEADER + yaml.safe_dump(plain_plan(plan), sort_keys=False, allow_unicode=True)
-    part = folder / f".{PLAN}.part"
-    part.write_text(text, encoding="utf-8")
-    part.replace(folder / PLAN)
-
-
-@contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """A context in which no other `klamp ablate` can work in the folder.
-
-    Raises:
-        RunFolderError: another one does.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("ab") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise RunFolderError(
-                "another klamp ablate works in the output folder",
-                got=str(folder),
-                why="both would train the same runs in the same files",
-                fix="wait for it, stop it, or choose another --output_dir",
-            ) from error
-        yield
+    write_whole(folder / PLAN, text)
 
 
 def is_done(folder: Path, run: Run) -> bool:

@@ -11,7 +11,6 @@ from klamp.ablation.answers import write_answers
 from klamp.ablation.checks import (
     check_folder,
     check_references,
-    held,
     is_done,
     load_shared,
     open_folder,
@@ -23,6 +22,7 @@ from klamp.ablation.plan import Plan, Run, run_folder, runs
 from klamp.ablation.saturation import write_saturation
 from klamp.ablation.table import Table, markdown, plain, summarise
 from klamp.tasks.cache import Progress
+from klamp.training.lock import held
 
 TABLE_MARKDOWN, TABLE_JSON = "table.md", "table.json"
 
@@ -76,7 +76,8 @@ def execute(
     check_references(every)
     check_folder(plan, folder)
     load_shared([run for run in every if not is_done(folder, run)], progress)
-    with held(folder):
+    folder.mkdir(parents=True, exist_ok=True)
+    with held(folder, by="klamp ablate"):
         open_folder(plan, folder)
         waiting = [run for run in every if not is_done(folder, run)]
         for run in every:

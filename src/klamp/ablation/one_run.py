@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import logging
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from klamp.ablation.plan import Run, run_folder
 from klamp.diagnostics.doctor import Finding
 from klamp.errors import KlampError, TrainingStopped
 from klamp.training import checkpoint
-from klamp.training.folders import BESIDE, METRICS_FILE, SUMMARY, lines_of
+from klamp.training.folders import CONFIG, METRICS_FILE, SUMMARY, lines_of, number_of
 from klamp.training.observers import Observer, RunInfo
 from klamp.training.trainer import train_run
 
@@ -115,21 +114,10 @@ def _trained_and_measured(run: Run, own: Path, told: _Told) -> Outcome:
 def _trained(run: Run, own: Path, told: _Told) -> Mapping[str, Any]:
     """The summary of the training; where the training was done before, it is read and not repeated."""
     saved = checkpoint.checkpoints(own)
-    if not saved:
-        _clear(own)
-    elif (own / SUMMARY).exists() and checkpoint.load_state(saved[-1])["step"] >= run.config.run.max_steps:
+    if (own / SUMMARY).exists() and saved and number_of(saved[-1]) >= run.config.run.max_steps:
         return json.loads((own / SUMMARY).read_text(encoding="utf-8"))
-    settings = replace(run.config.run, output_dir=str(own), resume=bool(saved))
+    settings = replace(run.config.run, output_dir=str(own), resume=(own / CONFIG).exists())
     return vars(train_run(replace(run.config, run=settings), [told]))
-
-
-def _clear(own: Path) -> None:
-    """Delete what a run left that was killed before its first checkpoint."""
-    for each in own.iterdir():
-        if each.is_dir():
-            shutil.rmtree(each)
-        elif each.name not in BESIDE:
-            each.unlink()
 
 
 def course(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from klamp.errors import DataError
+from klamp.training.whole_files import write_whole
 
 OUTCOME = "outcome.json"
 """The file in a run's folder; it is there once the run is done, or has failed."""
@@ -73,9 +74,7 @@ def write_outcome(folder: Path, outcome: Outcome) -> None:
         folder: of the run.
         outcome: what it came to.
     """
-    part = folder / f".{OUTCOME}.part"
-    part.write_text(json.dumps(asdict(outcome), indent=2), encoding="utf-8")
-    part.replace(folder / OUTCOME)
+    write_whole(folder / OUTCOME, json.dumps(asdict(outcome), indent=2))
 
 
 def read_outcome(folder: Path) -> Outcome | None:

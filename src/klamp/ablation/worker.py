@@ -21,6 +21,7 @@ from typing import NoReturn
 
 from klamp.ablation.executor import Tell, Update
 from klamp.ablation.plan import Run, plain_run, run_of
+from klamp.training.whole_files import write_whole
 
 RUN = "run.json"
 DONE, FAILED, INTERRUPTED = 0, 1, 130
@@ -64,9 +65,7 @@ def write_run(folder: Path, run: Run) -> None:
         run: the run.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    part = folder / f".{RUN}.part"
-    part.write_text(json.dumps(plain_run(run), indent=2), encoding="utf-8")
-    part.replace(folder / RUN)
+    write_whole(folder / RUN, json.dumps(plain_run(run), indent=2))
 
 
 def read_run(folder: Path) -> Run:

@@ -73,7 +73,7 @@ def _train(request: TrainRequest, console: Console, runner: Runner) -> None:
     try:
         summary = runner(request.config, [display])
     except TrainingStopped as stopped:
-        if display.info is not None and "--resume" in (stopped.fix or ""):  # there is a state to go on from
+        if display.info is not None and stopped.resumable:
             left = tuple(name for name in request.config.run.stop_on if name not in display.raised)
             command = resume_command(request.config, display.info.output_dir, stop_on=left)
             stopped.fix = f"continue with: {command}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from klamp.diagnostics.alarm import Alarm, Evidence
 from klamp.diagnostics.alarms import ALARMS, check_names
@@ -34,21 +34,35 @@ class AlarmWatch:
         self.told, self.stop_on = set(told), tuple(stop_on)
         self.stopped_by: Finding | None = None
 
-    def completions(self, rows: Sequence[Completion]) -> None:
-        """Keep completions of a step, which come before its metrics."""
-        self.history.add_completions(rows)
+    def keep(
+        self,
+        *,
+        rows: Iterable[Row] = (),
+        evaluations: Iterable[Row] = (),
+        completions: Iterable[Completion] = (),
+    ) -> None:
+        """Take up what is known of the run and look at nothing yet: what came before a checkpoint, or before a step.
+
+        Args:
+            rows: metrics of steps.
+            evaluations: scores.
+            completions: of steps, which come before their metrics.
+        """
+        self.history.rows.extend(rows)
+        del self.history.rows[EARLY:-LATE]
+        self.history.evaluations.extend(evaluations)
+        self.history.add_completions(list(completions))
         for old in sorted(self.history.completions)[:-WRITTEN]:
             del self.history.completions[old]
 
     def step(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
         """The alarms that rise with the metrics of a step and were not told before."""
-        self.history.rows.append(Row(step=step, metrics=metrics))
-        del self.history.rows[EARLY:-LATE]
+        self.keep(rows=[Row(step=step, metrics=metrics)])
         return list(self._look(step))
 
     def evaluation(self, step: int, scores: Mapping[str, float]) -> list[Finding]:
         """The alarms that rise with the scores of an evaluation and were not told before."""
-        self.history.evaluations.append(Row(step=step, metrics=scores))
+        self.keep(evaluations=[Row(step=step, metrics=scores)])
         return list(self._look(step))
 
     def _look(self, step: int) -> Iterator[Finding]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from klamp.diagnostics.doctor import Finding
-from klamp.diagnostics.history import Completion, Settings, Verifier
+from klamp.diagnostics.history import Completion, Row, Settings, Verifier
 from klamp.diagnostics.watch import ALARMS_FILE, AlarmWatch
 from klamp.errors import TrainingStopped
 from klamp.tasks.config import has_own_prompts
 from klamp.training.config import TrainConfig
-from klamp.training.folders import lines_of
+from klamp.training.folders import COMPLETIONS, METRICS_FILE, lines_of, lines_until, scores_of
 from klamp.training.observers import Observer, RunInfo
 
 RULES = ("exact_match", "math_verify", "format_regex")
@@ -37,13 +38,19 @@ class AlarmObserver(Observer):
         return self.watch.stopped_by
 
     def on_start(self, info: RunInfo) -> None:
-        """Keep the configuration; alarms that were reported before a checkpoint are not reported again."""
+        """Keep the configuration, and take up what was seen and reported before a checkpoint."""
         settings = settings_of(info.config, rl_skill=self.rl_skill)
         self.watch = AlarmWatch(settings, told=names_in(info.output_dir / ALARMS_FILE), stop_on=self.stop_on)
+        lines = lines_until(info.output_dir / METRICS_FILE, info.start_step) if info.start_step else []
+        self.watch.keep(
+            rows=[Row(step=row["step"], metrics=_numbers(row)) for row in lines if not scores_of(row)],
+            evaluations=[Row(step=row["step"], metrics=scores) for row in lines if (scores := scores_of(row))],
+            completions=_completions_until(info.output_dir / COMPLETIONS, info.start_step),
+        )
 
     def on_completions(self, step: int, rows: list[dict[str, object]]) -> None:
         """Keep the completions of the step, which come before its metrics."""
-        self.watch.completions([completion_of(step, row) for row in rows])
+        self.watch.keep(completions=[completion_of(step, row) for row in rows])
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Examine the run with the metrics of this step."""
@@ -64,6 +71,7 @@ class AlarmObserver(Observer):
         return TrainingStopped(
             f"training was stopped after step {step} of {max_steps} by {name}",
             got="" if finding is None else finding.evidence.text,
+            resumable=True,
             why=""
             if finding is None
             else " ".join((*finding.evidence.causes[:1], finding.alarm.means, finding.alarm.next_step)),
@@ -71,9 +79,22 @@ class AlarmObserver(Observer):
         )
 
 
+def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    return {name: x for name, x in row.items() if name != "step" and isinstance(x, int | float)}
+
+
+def _completions_until(file: Path, step: int) -> list[Completion]:
+    """The completions that were written down up to a step, without the lines that are damaged."""
+    found = []
+    for row in lines_until(file, step) if step else ():
+        with suppress(KeyError, TypeError, ValueError):
+            found.append(completion_of(row["step"], row))
+    return found
+
+
 def names_in(file: Path) -> set[str]:
     """The names of the alarms in an alarms.jsonl; none where the file does not exist."""
-    return {row["name"] for row in lines_of(file)}
+    return {row["name"] for row in lines_of(file) if isinstance(row.get("name"), str)}
 
 
 def settings_of(config: TrainConfig, *, rl_skill: str | None = None) -> Settings:

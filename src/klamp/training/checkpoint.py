@@ -3,14 +3,17 @@
     checkpoints/step-000050/policy/         save_pretrained: loads anywhere
     checkpoints/step-000050/optimizer.pt    loads with weights_only=True
     checkpoints/step-000050/reference.safetensors   only where the reference moves
-    checkpoints/step-000050/state.json      step, controller, schedule, reference length
+    checkpoints/step-000050/state.json      step, controller, schedule, reference length; checksums of the other files
 
-A checkpoint is written beside its place and then moved there: a killed run leaves a whole one or none.
+A checkpoint is written beside its place and moved there once it is on the disk: a killed run, or a machine that loses
+power, leaves a whole one or none. What changes later on the disk is noticed before a run goes on from it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import reprlib
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,12 +29,25 @@ from transformers import PreTrainedTokenizerBase
 
 from klamp.errors import RunFolderError
 from klamp.tasks.cache import without_bars
-from klamp.training.folders import CHECKPOINTS
+from klamp.training.folders import CHECKPOINTS, SUMMARY, checkpoint_folders, number_of
 from klamp.training.sharding import Whole, split_like
+from klamp.training.whole_files import part_of, sync
 
 REFERENCE = "reference.safetensors"
-STATE = {"step", "controller", "schedule", "reference_length", "before", "metrics"}
-"""The keys that state.json must hold for a run to continue."""
+STATE: dict[str, type | tuple[type, ...]] = {
+    "step": int,
+    "controller": dict,
+    "schedule": dict,
+    "before": dict,
+    "metrics": dict,
+    "reference_length": (int, float, type(None)),
+}
+"""The keys that state.json must hold for a run to continue, and the types of their values."""
+UNREADABLE = (
+    *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, EOFError),
+    *(UnpicklingError, SafetensorError),
+)
+"""What reading a damaged file can raise."""
 
 
 def save(
@@ -84,46 +100,96 @@ def write(output_dir: Path, step: int, fill: Callable[[Path], None], *, state: d
         keep: how many checkpoints to leave.
     """
     folder = output_dir / CHECKPOINTS / f"step-{step:06d}"
-    part = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
+    part, aside = part_of(folder), folder.with_name(f".{folder.name}.old")
+    for left in (part, aside):
+        shutil.rmtree(left, ignore_errors=True)
     part.mkdir(parents=True)
     fill(part)
-    (part / "state.json").write_text(json.dumps(state | {"step": step}, indent=2), encoding="utf-8")
-    shutil.rmtree(folder, ignore_errors=True)
+    whole = state | {"step": step, "checksums": _checksums(part)}
+    (part / "state.json").write_text(json.dumps(whole, indent=2), encoding="utf-8")
+    for path in (*part.rglob("*"), part):
+        sync(path)
+    if folder.exists():  # of a course that the run went back before
+        folder.rename(aside)
     part.rename(folder)
+    sync(folder.parent)
+    shutil.rmtree(aside, ignore_errors=True)
     for old in checkpoints(output_dir)[:-keep]:
         shutil.rmtree(old)
     return folder
 
 
+def _checksums(folder: Path) -> dict[str, str]:
+    """Path inside the folder -> SHA-256, for each of its files."""
+    found = {}
+    for file in sorted(each for each in folder.rglob("*") if each.is_file()):
+        with file.open("rb") as stream:
+            found[file.relative_to(folder).as_posix()] = hashlib.file_digest(stream, "sha256").hexdigest()
+    return found
+
+
 def checkpoints(output_dir: Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first."""
-    return sorted((output_dir / CHECKPOINTS).glob("step-*"))
+    return [each for each in checkpoint_folders(output_dir) if each.name.startswith("step-")]
 
 
-def newest(output_dir: Path) -> Path:
-    """The newest checkpoint of a run.
+def newest(output_dir: Path) -> Path | None:
+    """The newest checkpoint of a run; None where it was killed before its first.
 
     Raises:
-        RunFolderError: there is none.
+        RunFolderError: the folder is one of a run that had some.
     """
     return last_of(checkpoints(output_dir), output_dir)
 
 
-def last_of(found: Sequence[Path], output_dir: Path) -> Path:
-    """The last of the checkpoints that were found in a run's folder.
+def last_of(found: Sequence[Path], output_dir: Path, *, begin: str = "step-") -> Path | None:
+    """The last of the checkpoints that were found in a run's folder; None where the run was killed before its first.
+
+    Args:
+        found: the whole ones of the backend that is to go on, oldest first.
+        output_dir: folder of the run.
+        begin: how the names of that backend's checkpoints begin.
 
     Raises:
-        RunFolderError: none was.
+        RunFolderError: another backend wrote some, or the run was done.
     """
-    if not found:
+    others = [each for each in checkpoint_folders(output_dir) if not each.name.startswith(begin)]
+    if not found and (others or (output_dir / SUMMARY).exists()):
         raise RunFolderError(
             "there is no checkpoint to continue from",
             got=str(output_dir / CHECKPOINTS),
             why="resume continues a run from its newest checkpoint, with the backend that wrote it",
             fix="check --output_dir and --backend, or start anew without --resume in another folder",
         )
-    return found[-1]
+    return found[-1] if found else None
+
+
+def whole_newest(output_dir: Path) -> Path | None:
+    """The newest checkpoint, read once to its last byte; None where the run was killed before its first.
+
+    Raises:
+        RunFolderError: it is damaged; names the newest one that is whole.
+    """
+    folder = newest(output_dir)
+    if folder is not None:
+        _check(folder)
+    return folder
+
+
+def _check(checkpoint: Path) -> None:
+    """Refuse a checkpoint whose files are not those that were written; older klamp noted no checksums.
+
+    Raises:
+        RunFolderError: it is damaged.
+    """
+    expected = load_state(checkpoint).get("checksums", {})
+    try:
+        found = _checksums(checkpoint)
+        changed = [name for name, sum_ in expected.items() if found.get(name) != sum_]
+    except UNREADABLE as error:
+        raise damaged(checkpoint, error) from error
+    if changed:
+        raise damaged(checkpoint, ValueError(f"{', '.join(changed)} changed on the disk since klamp wrote it"))
 
 
 def load_state(checkpoint: Path) -> dict[str, Any]:
@@ -133,12 +199,23 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
         RunFolderError: it is missing or damaged.
     """
     try:
-        state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-        missing = sorted(STATE - state.keys())
-        if missing:
-            raise ValueError(f"state.json lacks {', '.join(missing)}")
-    except (OSError, ValueError, AttributeError) as error:
+        return _state_of(checkpoint)
+    except UNREADABLE as error:
         raise damaged(checkpoint, error) from error
+
+
+def _state_of(checkpoint: Path) -> dict[str, Any]:
+    state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+    missing = sorted(STATE.keys() - state.keys())
+    if missing:
+        raise ValueError(f"state.json lacks {', '.join(missing)}")
+    for name, kind in STATE.items():
+        if not isinstance(state[name], kind) or isinstance(state[name], bool):
+            raise TypeError(f"{name} in state.json is {reprlib.repr(state[name])}")
+    if not all(isinstance(x, int | float) for name in ("before", "metrics") for x in state[name].values()):
+        raise TypeError("scores or metrics in state.json are no numbers")
+    if state["step"] != number_of(checkpoint):
+        raise ValueError(f"step in state.json is {reprlib.repr(state['step'])}")
     return state
 
 
@@ -151,18 +228,30 @@ def load_optimizer(checkpoint: Path, optimizer: Optimizer) -> None:
     try:
         saved = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)
         optimizer.load_state_dict(split_like(saved, optimizer))
-    except (OSError, ValueError, LookupError, RuntimeError, EOFError, UnpicklingError) as error:
+    except UNREADABLE as error:
         raise damaged(checkpoint, error) from error
 
 
 def damaged(checkpoint: Path, error: Exception) -> RunFolderError:
-    """The error for a checkpoint that cannot be read."""
+    """The error for a checkpoint that cannot be read; names the newest whole one before it."""
+    older = checkpoints(checkpoint.parent.parent)
+    whole = next((each for each in reversed(older) if each.name < checkpoint.name and is_whole(each)), None)
     return RunFolderError(
         "the checkpoint is damaged",
         got=str(checkpoint),
         why=f"{type(error).__name__}: {error}",
-        fix="delete that folder; the checkpoint before it is used then",
+        fix="delete that folder; "
+        + (f"{whole} is whole, and the run goes on from there then" if whole else "there is no whole one before it"),
     )
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Whether a checkpoint's files are those that were written."""
+    try:
+        state = _state_of(checkpoint)
+        return state.get("checksums", {}).items() <= _checksums(checkpoint).items()
+    except UNREADABLE:
+        return False
 
 
 def load_reference(checkpoint: Path, reference: nn.Module | None) -> None:
@@ -175,5 +264,5 @@ def load_reference(checkpoint: Path, reference: nn.Module | None) -> None:
         return
     try:
         load_model(reference, str(checkpoint / REFERENCE))
-    except (OSError, RuntimeError, SafetensorError) as error:
+    except UNREADABLE as error:
         raise damaged(checkpoint, error) from error

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from klamp.errors import RunFolderError
 from klamp.training.config import TrainConfig
+from klamp.training.lock import LOCK
+from klamp.training.whole_files import part_of
 
 CONFIG = "config.yaml"
 """The file by which the folder of a run is known."""
@@ -17,19 +20,56 @@ METRICS_FILE, COMPLETIONS, ANSWERS = "metrics.jsonl", "completions.jsonl", "answ
 CAUTIONS = "cautions.jsonl"
 VERSIONS, SUMMARY = "versions.json", "summary.json"
 """What else it writes."""
+SCORE = "eval/"
+"""How the name of a skill's score begins in metrics.jsonl."""
 CHECKPOINTS = "checkpoints"
 """The folder inside a run's folder that holds one folder per checkpoint."""
+NAMED = re.compile(r"(step-|checkpoint-|global_step_)\d+", re.ASCII)
+"""The name of a checkpoint; a copy or a backup that somebody made beside it has another one."""
 BESIDE = ("run.json", "log.txt", "outcome.json")
 """The files that `klamp ablate` keeps in a run's folder."""
+FOR_VERL = "verl"
+"""The folder inside a run's folder that holds what klamp and verl tell each other."""
+BEGUN = (*BESIDE, LOCK, part_of(Path(CONFIG)).name, FOR_VERL)
+"""What may lie in the folder of a run that was killed before anything could be lost with it."""
 RUNS = "runs"
 """The folder inside an ablation's folder that holds one folder per run."""
 
 
 def lines_of(file: Path) -> list[dict[str, Any]]:
-    """The objects of one of these files, one a line; none where the file does not exist."""
+    """The objects of one of these files, one a line; none where the file does not exist.
+
+    A line that is none, as a killed process leaves, is passed over.
+    """
     if not file.exists():
         return []
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    rows = map(row_of, file.read_text(encoding="utf-8", errors="replace").splitlines())
+    return [row for row in rows if row is not None]
+
+
+def lines_until(file: Path, step: int) -> list[dict[str, Any]]:
+    """Those of them that speak of a step up to this one."""
+    return [row for row in lines_of(file) if step_of(row) <= step]
+
+
+def step_of(row: Mapping[str, Any] | None) -> float:
+    """The step that a line speaks of; infinite where it names none."""
+    step = None if row is None else row.get("step")
+    return step if isinstance(step, int | float) else float("inf")
+
+
+def scores_of(row: Mapping[str, Any]) -> dict[str, float]:
+    """The scores of an evaluation in a line of metrics.jsonl: skill -> score; none in the line of a step."""
+    return {name.removeprefix(SCORE): row[name] for name in row if name.startswith(SCORE)}
+
+
+def row_of(line: str) -> dict[str, Any] | None:
+    """The object in a line of one of these files; None where it holds none."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
@@ -39,9 +79,8 @@ def checkpoint_folders(folder: Path) -> list[Path]:
     Args:
         folder: of the run.
     """
-    names = ("step-*", "checkpoint-*", "global_step_*")
-    found = [each for name in names for each in (folder / CHECKPOINTS).glob(name)]
-    return sorted(found, key=number_of)
+    inside = (folder / CHECKPOINTS).glob("*")
+    return sorted((each for each in inside if NAMED.fullmatch(each.name) and each.is_dir()), key=number_of)
 
 
 def number_of(checkpoint: Path) -> int:
@@ -62,6 +101,27 @@ def run_folder(config: TrainConfig) -> Path:
     return folder
 
 
+def make_folder(config: TrainConfig) -> tuple[Path, bool]:
+    """Make the folder that a run will write, in one step that only one process can win; and whether it was new.
+
+    Raises:
+        RunFolderError: it holds another run, there is none to continue, or it cannot be made.
+    """
+    while True:
+        given = config.run.output_dir
+        if given and Path(given).is_dir():  # what it holds is looked at once nobody else can write there
+            _check_writable(Path(given))
+            return Path(given), False
+        folder = run_folder(config)
+        try:
+            folder.mkdir(parents=True)
+            return folder, True
+        except FileExistsError:  # another process was faster
+            continue
+        except OSError as error:
+            raise unwritable(folder, f"{type(error).__name__}: {error}") from error
+
+
 def free_folder(root: Path, name: str) -> Path:
     """The first of root/name-001, root/name-002, ... that does not exist."""
     return next(folder for i in range(1, 10**6) if not (folder := root / f"{name}-{i:03d}").exists())
@@ -75,7 +135,7 @@ def check_folder(folder: Path, *, resume: bool) -> None:
             or it could not be made or written here.
     """
     _check_writable(folder)
-    held = folder.is_dir() and any(each.name not in BESIDE for each in folder.iterdir())
+    held = folder.is_dir() and any(not _is_begun(each) for each in folder.iterdir())
     if folder.exists() and not folder.is_dir():
         raise RunFolderError(
             "the output folder is a file",
@@ -91,13 +151,18 @@ def check_folder(folder: Path, *, resume: bool) -> None:
             why="a run never writes over what is there",
             fix="choose another --output_dir, delete the folder, or continue that run with --resume",
         )
-    if resume and not (folder / CONFIG).exists():
+    if resume and (held or not folder.exists()) and not (folder / CONFIG).exists():
         raise RunFolderError(
             "there is no run to continue in the output folder",
             got=str(folder),
             why=f"it has no {CONFIG}",
             fix="check --output_dir, or leave --resume out",
         )
+
+
+def _is_begun(path: Path) -> bool:
+    """Whether a file or folder may lie in that of a run which was killed while it was loading."""
+    return path.name in BEGUN or (path.name == CHECKPOINTS and not any(path.iterdir()))
 
 
 def _check_writable(folder: Path) -> None:

@@ -20,16 +20,13 @@ from klamp.tasks.base import Example
 from klamp.training.alarms import AlarmObserver
 from klamp.training.context import Context
 from klamp.training.evaluation import Evaluation, evaluate
-from klamp.training.folders import METRICS_FILE, lines_of
+from klamp.training.folders import METRICS_FILE, lines_of, lines_until, scores_of
 from klamp.training.measurement import completion_row, gather_record
 from klamp.training.observers import Observer, RunInfo, RunSummary
 from klamp.training.order import examples_of_step
 from klamp.training.references import FrozenReference
 from klamp.training.rollouts import Rollout
 from klamp.training.updates import CARRIED, UpdateOutput
-
-SCORE = "eval/"
-"""How the name of a skill's score begins in metrics.jsonl."""
 
 
 class Run:
@@ -75,10 +72,16 @@ class Run:
         self.tell(lambda o: o.on_answers(self.step, found.answers))
         return found.scores
 
+    def scores_at(self, step: int) -> dict[str, float]:
+        """The scores that the run's folder holds of a step; none where it was not evaluated then."""
+        rows = lines_of(self.context.output_dir / METRICS_FILE)
+        found = [scores for row in rows if row.get("step") == step and (scores := scores_of(row))]
+        return found[-1] if found else {}
+
     def recall(self) -> dict[str, float]:
         """Take up what the run's folder says of the steps that are done; the scores of the last evaluation."""
-        rows = [row for row in lines_of(self.context.output_dir / METRICS_FILE) if row["step"] <= self.step]
-        scores = [{name.removeprefix(SCORE): row[name] for name in row if name.startswith(SCORE)} for row in rows]
+        rows = lines_until(self.context.output_dir / METRICS_FILE, self.step)
+        scores = [scores_of(row) for row in rows]
         evaluated, steps = [each for each in scores if each], [row for row in rows if "reward" in row]
         self.before = evaluated[0] if evaluated else {}
         self.metrics = {name: x for name, x in steps[-1].items() if name != "step"} if steps else {}
@@ -143,11 +146,12 @@ class Run:
         return TrainingStopped(
             f"training was stopped after step {self.step} of {self.context.config.run.max_steps}",
             got="an interrupt",
+            resumable=folder is not None,
             why=f"the state after step {step} is saved in {folder}" if folder else "no step was saved yet",
             fix=f"continue with: klamp train --config {self.context.output_dir}/config.yaml "
             f"--output_dir {self.context.output_dir} --resume"
             if folder
-            else "start it again in another folder",
+            else "start it again in another folder, or in this one from its first step, with --resume",
         )
 
     def _summary(self, seconds: float, after: dict[str, float]) -> RunSummary:

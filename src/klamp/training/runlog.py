@@ -17,8 +17,21 @@ from klamp._version import __version__
 from klamp.diagnostics.doctor import Finding
 from klamp.diagnostics.watch import ALARMS_FILE
 from klamp.training.config import TrainConfig
-from klamp.training.folders import ANSWERS, CAUTIONS, COMPLETIONS, CONFIG, METRICS_FILE, SUMMARY, VERSIONS, unwritable
+from klamp.training.folders import (
+    ANSWERS,
+    CAUTIONS,
+    COMPLETIONS,
+    CONFIG,
+    METRICS_FILE,
+    SCORE,
+    SUMMARY,
+    VERSIONS,
+    row_of,
+    step_of,
+    unwritable,
+)
 from klamp.training.observers import Observer, RunInfo, RunSummary
+from klamp.training.whole_files import write_whole
 
 PACKAGES = (
     *("torch", "transformers", "accelerate", "trl", "peft", "datasets", "tokenizers", "safetensors", "reasoning-gym"),
@@ -42,13 +55,23 @@ def plain(config: TrainConfig) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in config.flat().items()}
 
 
-def begin_trackers(accelerator: Any, config: TrainConfig, folder: Path) -> None:
-    """Open the trackers that the configuration names, in the run's folder."""
+def begin_trackers(accelerator: Any, config: TrainConfig, folder: Path, *, done: int) -> None:
+    """Open the trackers that the configuration names, in the run's folder.
+
+    Args:
+        accelerator: that of the run.
+        config: of the run.
+        folder: of the run.
+        done: the steps that are done; what TensorBoard holds of later ones, which a killed run left, it shows no more.
+    """
     if not config.run.report_to:
         return
     values = {k: str(v) if v is None or isinstance(v, list) else v for k, v in plain(config).items()}
     # Trackers write into the run's folder; wandb is told so because it would take the working directory.
-    accelerator.init_trackers("tracking", config=values, init_kwargs={"wandb": {"dir": str(folder)}})
+    options: dict[str, Any] = {"wandb": {"dir": str(folder)}}
+    if config.run.resume:
+        options["tensorboard"] = {"purge_step": done + 1 if done else 0}
+    accelerator.init_trackers("tracking", config=values, init_kwargs=options)
 
 
 class RunLog(Observer):
@@ -60,19 +83,20 @@ class RunLog(Observer):
         self.step = 0
 
     def on_start(self, info: RunInfo) -> None:
-        """Write configuration and versions; on resume, delete what was logged after the checkpoint."""
+        """Write configuration and versions; on resume, delete what was logged after the checkpoint.
+
+        A run that goes on from its first step is written anew.
+        """
         self.folder = info.output_dir
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise unwritable(self.folder, f"{type(error).__name__}: {error}") from error
-        resumed = info.start_step > 0
-        if not resumed:
-            text = yaml.safe_dump(plain(info.config), sort_keys=False)
-            (self.folder / CONFIG).write_text(text, encoding="utf-8")
-        (self.folder / VERSIONS).write_text(json.dumps(versions(), indent=2), encoding="utf-8")
+        if not info.start_step:
+            write_whole(self.folder / CONFIG, yaml.safe_dump(plain(info.config), sort_keys=False))
+        write_whole(self.folder / VERSIONS, json.dumps(versions(), indent=2))
         for name in (METRICS_FILE, COMPLETIONS, ANSWERS, ALARMS_FILE, CAUTIONS):
-            _keep_until(self.folder / name, info.start_step)
+            _keep_until(self.folder / name, info.start_step or -1)
         self.step = info.start_step
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -83,7 +107,7 @@ class RunLog(Observer):
 
     def on_evaluation(self, step: int, scores: Mapping[str, float]) -> None:
         """Write the scores as eval/SKILL, to the same places as metrics."""
-        named = {f"eval/{skill}": value for skill, value in scores.items()}
+        named = {f"{SCORE}{skill}": value for skill, value in scores.items()}
         self._append(METRICS_FILE, {"step": step, **named})
         self._track(named, step)
 
@@ -116,7 +140,7 @@ class RunLog(Observer):
             "after": dict(summary.after),
             "final_metrics": dict(summary.final_metrics),
         }
-        (self.folder / SUMMARY).write_text(json.dumps(content, indent=2), encoding="utf-8")
+        write_whole(self.folder / SUMMARY, json.dumps(content, indent=2))
 
     def _append(self, name: str, row: Mapping[str, object]) -> None:
         assert self.folder is not None
@@ -129,16 +153,10 @@ class RunLog(Observer):
 
 
 def _keep_until(file: Path, step: int) -> None:
-    """Delete the lines of later steps, which a resumed run writes again."""
+    """Delete the lines of later steps, which a resumed run writes again, and those that nobody can read."""
     if not file.exists():
         return
-    lines = file.read_text(encoding="utf-8").splitlines()
-    kept = [line for line in lines if _step_of(line) <= step]
-    file.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-
-
-def _step_of(line: str) -> float:
-    try:
-        return float(json.loads(line)["step"])
-    except (json.JSONDecodeError, KeyError):  # the last line of a killed run
-        return float("inf")
+    text = file.read_text(encoding="utf-8", errors="replace")
+    kept = "".join(f"{line}\n" for line in text.splitlines() if step_of(row_of(line)) <= step)
+    if kept != text:
+        write_whole(file, kept)

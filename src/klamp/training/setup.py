@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, PartialState
-from accelerate.utils import broadcast_object_list, set_seed
+from accelerate import Accelerator
+from accelerate.utils import set_seed
 from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -25,7 +25,6 @@ from klamp.tasks.base import Task
 from klamp.training import checkpoint
 from klamp.training.config import ModelConfig, TrainConfig
 from klamp.training.context import Context
-from klamp.training.folders import run_folder
 from klamp.training.master_weights import MasterAdamW
 from klamp.training.models import (
     BUILTIN,
@@ -132,24 +131,6 @@ def _check_trackers(config: TrainConfig, accelerator: Accelerator) -> None:
         )
 
 
-def choose_folder(config: TrainConfig) -> Path:
-    """Choose the folder of the run; all processes get the same one.
-
-    Raises:
-        RunFolderError: it holds another run, or there is none to continue.
-    """
-    chosen: list[str | Exception] = [""]
-    if PartialState(cpu=on_cpu(config)).is_main_process:
-        try:
-            chosen[0] = str(run_folder(config))
-        except Exception as error:  # raised below on every process, so that none of them waits for the others
-            chosen[0] = error
-    broadcast_object_list(chosen)
-    if isinstance(chosen[0], Exception):
-        raise chosen[0]
-    return Path(chosen[0])
-
-
 @dataclass(frozen=True, kw_only=True)
 class Start:
     """What a run starts from, loaded and found to fit together."""
@@ -202,7 +183,7 @@ def build(config: TrainConfig, accelerator: Accelerator, folder: Path, observers
     Raises:
         ModelError, DataError, RewardError, UnknownNameError: whatever does not fit, before any work.
     """
-    resumed = checkpoint.newest(folder) if config.run.resume else None
+    resumed = checkpoint.whole_newest(folder) if config.run.resume else None
     start = load_start(config, accelerator, observers)
     vocabulary, kind = output_size(start.model), reference_kind(config)
     remote = connect(config, start.task, start.tokenizer) if kind == "remote" else None
@@ -397,4 +378,4 @@ def schedule_of(optimizer: Optimizer, config: TrainConfig, *, updates: int = 1) 
     return LambdaLR(optimizer, lambda update: factor(update // updates))
 
 
-__all__ = ["BUILTIN", "build", "choose_folder", "load_start", "make_accelerator", "make_optimizer"]
+__all__ = ["BUILTIN", "build", "load_start", "make_accelerator", "make_optimizer"]

@@ -12,19 +12,21 @@ from typing import Any
 from torch import Tensor
 
 from klamp.core.objective import Objective
-from klamp.errors import KlampError
+from klamp.errors import KlampError, RunFolderError
 from klamp.tasks.chat_format import chat_cautions
 from klamp.training import checkpoint
 from klamp.training.config import TrainConfig
 from klamp.training.context import Context
+from klamp.training.folders import number_of
 from klamp.training.measurement import control_metrics
 from klamp.training.observers import Observer, RunSummary
+from klamp.training.opening import opened_folder
 from klamp.training.probe import notes
 from klamp.training.reference_length import measure_reference_length
 from klamp.training.rollouts import Rollout, collect
 from klamp.training.run import Run, deferred_interrupts
 from klamp.training.runlog import RunLog, begin_trackers
-from klamp.training.setup import build, choose_folder, make_accelerator, make_optimizer
+from klamp.training.setup import build, make_accelerator, make_optimizer
 from klamp.training.sharding import is_sharded, prepare, put_together
 from klamp.training.updates import UpdateOutput, update, with_old_logprobs
 from klamp.training.vllm_sampler import check_sampler, sampler_of
@@ -40,36 +42,60 @@ class Trainer(Run):
         self.whole = True
         self.optimizer.register_step_pre_hook(self._between_steps)
         self.control = context.control
+        self.saved: tuple[int, Path | None] = (0, None)
+        self.after: dict[str, float] = {}
 
     def _between_steps(self, *_: object) -> None:
         """From the first update of a step to its end, the weights belong to no step that could be resumed."""
         self.whole = False
 
     def resume(self) -> None:
-        """Continue from the newest checkpoint of the run's folder.
+        """Continue from the newest checkpoint of the run's folder; from the first step where there is none yet.
 
         Raises:
-            RunFolderError: there is none, or it is damaged.
+            RunFolderError: it is damaged.
         """
         folder = checkpoint.newest(self.context.output_dir)
-        state = checkpoint.load_state(folder)
+        if folder is None:
+            return
         checkpoint.load_optimizer(folder, self.optimizer)
-        self.load(state)
+        self.load(folder)
         if self.context.reference is not None:
             checkpoint.load_reference(folder, self.context.reference.weights())
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Go on from the plain state of a checkpoint: all but weights, moments and reference."""
-        self.schedule.load_state_dict({**state["schedule"], "lr_lambdas": [None]})  # the function is not saved
-        self.before, self.metrics, self.step = state["before"], state["metrics"], state["step"]
-        self.control.load_state_dict({"last_kl": self._held_kl(self.metrics), **state})  # older ones have no last_kl
+    def load(self, folder: Path) -> None:
+        """Go on from the plain state of a checkpoint: all but weights, moments and reference.
+
+        Raises:
+            RunFolderError: it is damaged, or of another controller.
+        """
+        state = checkpoint.load_state(folder)
+        try:
+            self.schedule.load_state_dict({**state["schedule"], "lr_lambdas": [None]})  # the function is not saved
+            if not isinstance(self.schedule.last_epoch, int):
+                raise TypeError(f"last_epoch of the schedule is {self.schedule.last_epoch!r}")
+            self.before, self.metrics, self.step = state["before"], state["metrics"], state["step"]
+            last_kl = {"last_kl": self._held_kl(self.metrics)}  # older ones have none
+            self.control.load_state_dict(last_kl | state)
+        except RunFolderError:
+            raise
+        except checkpoint.UNREADABLE as error:
+            raise checkpoint.damaged(folder, error) from error
+        self.saved = (self.step, folder)
+        self.after = self.scores_at(self.step)
 
     def save(self) -> Path | None:
-        """Write a checkpoint of the last step done: the main process, with what others have of sharded weights."""
+        """Write a checkpoint of the last step done: the main process, with what others have of sharded weights.
+
+        A step that this run has saved before is not written again.
+        """
+        if self.saved[0] == self.step:
+            return self.saved[1]
         context = self.context
         main, sharded = context.accelerator.is_main_process, is_sharded(context.wrapped)
         whole = put_together(context.policy, self.optimizer, keep=main) if sharded else None
         if not main:
+            self.saved = (self.step, None)
             return None
         folder = checkpoint.save(
             context.output_dir,
@@ -82,6 +108,7 @@ class Trainer(Run):
             keep=context.config.run.keep_checkpoints,
             whole=whole,
         )
+        self.saved = (self.step, folder)
         self.tell(lambda o: o.on_checkpoint(self.step, folder))
         return folder
 
@@ -155,9 +182,10 @@ class Trainer(Run):
         """
         started = time.perf_counter()
         run = self.context.config.run
-        after: dict[str, float] = {}
         if not self.before:
-            self.before = after = self.evaluate()
+            self.before = self.after = self.evaluate()
+        elif self.is_due(run.eval_every) and not self.after:  # ended between this step and its evaluation
+            self.after = self.evaluate()
         with deferred_interrupts() as interrupt:
             try:
                 while self.step < run.max_steps:
@@ -165,7 +193,7 @@ class Trainer(Run):
                     self.tell(lambda o: o.on_step(self.step, self.metrics))
                     last = self.step == run.max_steps
                     if self.is_due(run.eval_every):
-                        after = self.evaluate()
+                        self.after = self.evaluate()
                     if self.is_due(run.save_every):
                         self.save()
                     if not last and run.stop_on and self._anywhere(self.alarms.stopped_by is not None):
@@ -179,7 +207,7 @@ class Trainer(Run):
                 if folder is not None:
                     error.add_note(f"  the state after step {step} is saved in {folder}")
                 raise
-        return self._summary(time.perf_counter() - started, after or self.evaluate())
+        return self._summary(time.perf_counter() - started, self.after)
 
     def _keep(self) -> tuple[int, Path | None]:
         """The step to continue from and its folder: the last one done, or in mid-update the newest on disk.
@@ -189,7 +217,7 @@ class Trainer(Run):
         if self.whole and (self.agreed or not is_sharded(self.context.wrapped)):
             return self.step, self.save()
         found = checkpoint.checkpoints(self.context.output_dir)
-        return (checkpoint.load_state(found[-1])["step"], found[-1]) if found else (0, None)
+        return (number_of(found[-1]), found[-1]) if found else (0, None)
 
 
 def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSummary:
@@ -203,16 +231,16 @@ def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSum
         KlampError: bad input before any work, or an error in the run with its state saved; see `klamp.errors`.
     """
     check_sampler(config)
-    folder = choose_folder(config)
-    accelerator = make_accelerator(config, folder)
-    try:
-        context = build(config, accelerator, folder, observers)
-        with sampler_of(context) as context.sampler:
-            return _train(context, observers)
-    finally:
-        for observer in observers if accelerator.is_main_process else ():
-            observer.close()
-        accelerator.end_training()
+    with opened_folder(config) as folder:
+        accelerator = make_accelerator(config, folder)
+        try:
+            context = build(config, accelerator, folder, observers)
+            with sampler_of(context) as context.sampler:
+                return _train(context, observers)
+        finally:
+            for observer in observers if accelerator.is_main_process else ():
+                observer.close()
+            accelerator.end_training()
 
 
 def _train(context: Context, observers: Sequence[Observer]) -> RunSummary:
@@ -223,7 +251,7 @@ def _train(context: Context, observers: Sequence[Observer]) -> RunSummary:
     trainer.tell(lambda o: o.on_start(trainer.info()))
     trainer.warn(*chat_cautions(config.task, context.tokenizer, context.stop))
     trainer.warn(*(notes(context.scorer.traits) if context.scorer is not None else ()))
-    begin_trackers(accelerator, config, context.output_dir)
+    begin_trackers(accelerator, config, context.output_dir, done=trainer.step)
     if trainer.step == 0:
         with context.gathered():
             measure_reference_length(context)

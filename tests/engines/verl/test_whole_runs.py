@@ -65,8 +65,23 @@ def grows(values: Sequence[float], *, to: float) -> bool:
     return abs(values[0]) < 1e-6 and max(values) > to
 
 
+def controlled(kl: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[float]:
+    """The betas of klamp's controller, fed with what was logged."""
+    rule, found = KLConfig(**kl).build_controller(), []
+    for row in rows:
+        found.append(rule.value)
+        rule.update(row["kl/k3"])
+    return found
+
+
+CONTROLLED: dict[str, Any] = {"beta": 0.04, "target_kl": 0.005, "kl_controller": "proportional"}
+CLIPPED: dict[str, Any] = {"kl_clip_method": "soft", "kl_clip_temperature": 0.05, "kl_exclude_prefix": 1}
+
+
 def test_a_run_is_stopped_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, sizes = tmp_path / "run", {**SIZES, "max_steps": 5, "save_every": 1, "beta": 0.04}
+    """With all that klamp's driver settles; the controller and the reference length go on where they were."""
+    folder, kl = tmp_path / "run", {**CONTROLLED, **CLIPPED, "kl_lr_guard": 0.1}
+    sizes = {**SIZES, "max_steps": 5, "save_every": 1, **kl}
     with started(training(folder, **sizes), tmp_path / "first") as running:
         running.wait_for('"step": 1', folder / "metrics.jsonl")
         running.process.send_signal(signal.SIGTERM)
@@ -77,7 +92,11 @@ def test_a_run_is_stopped_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixt
     assert grows([row["kl/k3"] for row in rows], to=0.01), "KL in the loss"
     differences = logged(folder, ENGINE)
     assert 2 <= len(differences) <= 4 and max(differences) < SAME, "vLLM follows the actor, from the checkpoint on"
-    assert all(row["beta"] == 0.04 for row in rows)
+    betas = [row["beta"] for row in rows]
+    assert betas == pytest.approx(controlled(kl, rows), rel=1e-9) and betas[-1] > betas[0]
+    lengths = {row["kl/reference_length"] for row in rows}
+    assert len(lengths) == 1, "measured once"
+    assert rows[0]["kl/over_budget"] == 0
 
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["steps"] == 5 and set(summary["before"]) == set(summary["after"]) != set()
@@ -89,16 +108,12 @@ def test_a_run_is_stopped_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_two_workers_and_engines_with_a_controller(tmp_path: Path) -> None:
-    kl = {"kl_placement": "reward", "kl_estimator": "k1", "kl_horizon": "sequence", "beta": 0.04, "target_kl": 0.005}
+    kl = {**CONTROLLED, "kl_placement": "reward", "kl_estimator": "k1", "kl_horizon": "sequence"}
     folder = tmp_path / "run"
     rows = run(folder, gpus=2, learning_rate=1e-3, **kl)
-    kls, betas = [row["kl/k1"] for row in rows], [row["beta"] for row in rows]
-    assert grows(kls, to=0.01)
-    rule, expected = KLConfig(**kl).build_controller(), []
-    for kl_of_step in kls:
-        expected.append(rule.value)
-        rule.update(max(kl_of_step, 0.0))
-    assert betas == expected and betas[-1] > betas[0], "klamp's controller, fed with what was logged"
+    assert grows([row["kl/k3"] for row in rows], to=0.01)
+    betas = [row["beta"] for row in rows]
+    assert betas == pytest.approx(controlled(kl, rows), rel=1e-9) and betas[-1] > betas[0]
     differences = logged(folder, ENGINE)
     assert len(differences) == 4 and max(differences) < SAME, "both engines follow the actor"
     engines = re.findall(r"replica_rank: \d", (folder / "log.txt").read_text(encoding="utf-8"))

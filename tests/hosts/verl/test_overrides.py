@@ -33,16 +33,14 @@ def test_the_page_shows_them() -> None:
 
 
 def test_in_the_reward() -> None:
-    kl = KLConfig(beta=0.1, kl_placement="reward", kl_estimator="k1", kl_horizon="sequence", target_kl=0.05)
+    kl = KLConfig(beta=0.1, kl_placement="reward", kl_estimator="k1", kl_horizon="sequence")
     assert overrides(kl) == [
         f"{ACTOR}.use_kl_loss=False",
         "algorithm.use_kl_in_reward=True",
         "algorithm.kl_penalty=klamp",
-        "algorithm.kl_ctrl.type=klamp",
+        "algorithm.kl_ctrl.type=fixed",
         "algorithm.kl_ctrl.kl_coef=0.1",
-        "algorithm.kl_ctrl.target_kl=0.05",
         "algorithm.norm_adv_by_std_in_grpo=False",
-        DRIVEN,
         IMPORTED,
     ]
 
@@ -54,6 +52,10 @@ def test_in_the_reward() -> None:
         ({"target_kl": 0.05}, "klamp:target_kl=0.05"),
         ({"kl_exclude_tokens": ("</s>", 7)}, r"klamp:kl_exclude_tokens=(\'</s>\', 7)"),
         ({"kl_placement": "advantage", "kl_estimator": "k1"}, "klamp:kl_estimator=k1,kl_placement=advantage"),
+        (
+            {**IN_REWARD, "target_kl": 0.05},
+            "klamp:kl_estimator=k1,kl_horizon=sequence,kl_placement=reward,target_kl=0.05",
+        ),
         (
             {**IN_REWARD, "kl_exclude_prefix": 2},
             "klamp:kl_estimator=k1,kl_horizon=sequence,kl_placement=reward,kl_exclude_prefix=2",

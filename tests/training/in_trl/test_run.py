@@ -166,9 +166,20 @@ def test_a_reward_that_fails_names_the_newest_checkpoint(quick, monkeypatch):
     assert any("the state after step" in note for note in failed.value.__notes__)
 
 
-def test_without_a_checkpoint_nothing_goes_on(quick, tmp_path):
+def test_without_a_checkpoint_it_begins_anew(quick, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").touch()
-    (tmp_path / "run" / "checkpoints" / "checkpoint-3").mkdir(parents=True)  # killed while it was written
+    (tmp_path / "run" / "metrics.jsonl").write_text(
+        '{"step": 0, "eval/addition": 9.0}\n{"step": 1, "reward": 9.0}\n{"st'
+    )
+    (tmp_path / "run" / "checkpoints" / "checkpoint-1").mkdir(parents=True)  # killed while it was written
+    train_run(quick(max_steps=2, save_every=1, eval_size=1, resume=True))
+    assert [row["step"] for row in rows_of(tmp_path / "run")] == [0, 1, 2, 2]
+    assert "9.0" not in (tmp_path / "run" / "metrics.jsonl").read_text().split("reward")[0]
+
+
+def test_checkpoints_of_another_backend_are_not_gone_on_from(quick, tmp_path):
+    (tmp_path / "run" / "checkpoints" / "step-000003").mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").touch()
     with pytest.raises(RunFolderError, match="no checkpoint to continue from"):
         train_run(quick(resume=True))

@@ -67,9 +67,13 @@ def test_completions_are_kept_as_often_as_they_are_logged(run_of):
 
 def test_what_it_goes_on_from(run_of, tmp_path):
     run, _ = run_of()
+    run.resume()
+    assert run.step == 0, "it was killed before its first"
+    other = run.layout.checkpoints / "step-000003"
+    other.mkdir(parents=True)
     with pytest.raises(RunFolderError, match="no checkpoint"):
         run.resume()
-    run.layout.checkpoints.mkdir(parents=True)
+    other.rmdir()
     run.layout.newest.write_text("4")
     lines = [
         {"step": 0, "eval/a": 0.1},

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tests.training.in_verl.conftest import missing
 
-from klamp.errors import ConfigError, DataError, MissingLibrary, RunFolderError, TrainerFailed, TrainingStopped
+from klamp.errors import ConfigError, DataError, MissingLibrary, TrainerFailed, TrainingStopped
 from klamp.records import read_record
 from klamp.training.folders import lines_of
 from klamp.training.in_verl.process import members
@@ -97,12 +97,14 @@ def test_a_run_goes_on_from_verls_newest_checkpoint(quick, stand_in, tmp_path):
     assert set(summary.before.values()) == {0.0} and set(summary.after.values()) == {0.4}
 
 
-def test_there_has_to_be_a_checkpoint_to_go_on_from(quick, stand_in):
+def test_one_that_ended_before_its_first_checkpoint_begins_anew(quick, stand_in, tmp_path):
     stand_in(fail=1)
     with pytest.raises(TrainerFailed):
         train_run(quick())
-    with pytest.raises(RunFolderError, match="no checkpoint"):
-        train_run(quick(resume=True))
+    stand_in()
+    summary = train_run(quick(resume=True))
+    steps = [row["step"] for row in lines_of(tmp_path / "run" / "metrics.jsonl") if "reward" in row]
+    assert steps == list(range(1, summary.steps + 1)) and summary.before
 
 
 def helper_of(folder: Path) -> int:

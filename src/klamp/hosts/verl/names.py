@@ -109,11 +109,11 @@ def needs_policy_loss(term: KLTerm) -> bool:
 def needs_driver(kl: KLConfig) -> bool:
     """Whether a KL needs what only verl's trainer has, where the whole batch is: groups, tokens, the step.
 
-    A plain KL in the reward has hooks of its own there.
+    A plain KL in the reward has a hook of its own there.
     """
     moves = kl.kl_schedule != "constant" or kl.kl_warmup_steps > 0 or kl.kl_lr_guard is not None
     of_batch = kl.kl_clip_method != "none" or kl.excludes or kl.kl_placement == "advantage"
-    return moves or of_batch or (kl.kl_placement == "loss" and kl.controller_name != "fixed")
+    return moves or of_batch or kl.controller_name != "fixed"
 
 
 def controlled(name: str, *, beta: float, target_kl: float) -> KLConfig:

@@ -22,7 +22,7 @@ def overrides(kl: KLConfig) -> list[str]:
 
     A KL that needs whole groups, the tokens, or a coefficient that moves is settled in verl's trainer, by
     `klamp.verl.Driver`, and travels with the batch to the workers' loss: then `kl_loss_type` names it wherever it
-    enters, also in the reward. The driver saves the controller with verl's checkpoints too.
+    enters, also in the reward.
 
     Args:
         kl: the KL. beta 0 gives a run without one, and without a reference.
@@ -43,17 +43,10 @@ def overrides(kl: KLConfig) -> list[str]:
         found += [f"{ACTOR}.policy_loss.loss_mode=klamp"]
     if in_reward:
         name = names.name_of(kl, [field for field in names.TERM_FIELDS if field not in names.IN_REWARD])
-        found += [f"algorithm.kl_penalty={written(name)}", *_controller(kl)]
+        found += [f"algorithm.kl_penalty={written(name)}"]
+        found += ["algorithm.kl_ctrl.type=fixed", f"algorithm.kl_ctrl.kl_coef={kl.beta!r}"]
     if kl.needs_reference and kl.kl_placement == "reward":
         found.append("algorithm.norm_adv_by_std_in_grpo=False")
-    if kl.needs_reference and (driven or kl.controller_name != "fixed"):
+    if kl.needs_reference and driven:
         found.append(DRIVEN)
     return [*found, IMPORTED] if kl.needs_reference else found
-
-
-def _controller(kl: KLConfig) -> list[str]:
-    coefficient = f"algorithm.kl_ctrl.kl_coef={kl.beta!r}"
-    if kl.controller_name == "fixed":
-        return ["algorithm.kl_ctrl.type=fixed", coefficient]
-    name = names.name_of(kl, names.CONTROLLER_FIELDS)
-    return [f"algorithm.kl_ctrl.type={written(name)}", coefficient, f"algorithm.kl_ctrl.target_kl={kl.target_kl!r}"]

@@ -62,12 +62,10 @@ class TRLRun(Run):
         return None if model is None else self.trainer.accelerator.unwrap_model(model)
 
     def resume(self) -> None:
-        """Continue from TRL's newest checkpoint in the run's folder.
-
-        Raises:
-            RunFolderError: there is none.
-        """
+        """Continue from TRL's newest checkpoint in the run's folder; from the first step where there is none yet."""
         self.checkpoint = newest(self.context.output_dir)
+        if self.checkpoint is None:
+            return
         self.step = number_of(self.checkpoint) // self.updates
         self.after = self.recall()
 
@@ -188,10 +186,10 @@ def checkpoints(output_dir: Path) -> list[Path]:
     return [folder for folder in checkpoint_folders(output_dir) if (folder / TRAINER_STATE_NAME).exists()]
 
 
-def newest(output_dir: Path) -> Path:
-    """TRL's newest checkpoint of a run.
+def newest(output_dir: Path) -> Path | None:
+    """TRL's newest checkpoint of a run; None where it was killed before its first.
 
     Raises:
-        RunFolderError: there is none.
+        RunFolderError: the folder is one of a run that had some.
     """
-    return checkpoint.last_of(checkpoints(output_dir), output_dir)
+    return checkpoint.last_of(checkpoints(output_dir), output_dir, begin="checkpoint-")

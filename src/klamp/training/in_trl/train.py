@@ -32,10 +32,10 @@ from klamp.training.in_trl.run import TRLRun, newest  # noqa: E402
 from klamp.training.in_trl.trainer import RunTrainer  # noqa: E402
 from klamp.training.models import adapter_config, adapter_errors, former_names, output_size  # noqa: E402
 from klamp.training.observers import Observer, RunSummary  # noqa: E402
+from klamp.training.opening import opened_folder  # noqa: E402
 from klamp.training.runlog import RunLog, begin_trackers  # noqa: E402
 from klamp.training.setup import (  # noqa: E402
     Start,
-    choose_folder,
     load_reference,
     load_start,
     make_accelerator,
@@ -61,25 +61,25 @@ def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSum
     check_vllm(config)
     check_devices(config)
     reference_kind(config)
-    folder = choose_folder(config)
-    accelerator = make_accelerator(config, folder)
-    try:
-        part_size(config, accelerator.num_processes)
-        if config.run.resume:
-            newest(folder)
-        start = load_start(config, accelerator, observers)
-        context = context_of(config, folder, accelerator, start)
-        run = TRLRun(context, [RunLog(accelerator), *observers], trainer_of(context, start))
-        if config.run.resume:
-            run.resume()
-        run.tell(lambda o: o.on_start(run.info()))
-        run.warn(*chat_cautions(config.task, context.tokenizer, context.stop))
-        begin_trackers(accelerator, config, folder)
-        return run.run()
-    finally:
-        for observer in observers if accelerator.is_main_process else ():
-            observer.close()
-        end(accelerator, config)
+    with opened_folder(config) as folder:
+        accelerator = make_accelerator(config, folder)
+        try:
+            part_size(config, accelerator.num_processes)
+            if config.run.resume:
+                newest(folder)
+            start = load_start(config, accelerator, observers)
+            context = context_of(config, folder, accelerator, start)
+            run = TRLRun(context, [RunLog(accelerator), *observers], trainer_of(context, start))
+            if config.run.resume:
+                run.resume()
+            run.tell(lambda o: o.on_start(run.info()))
+            run.warn(*chat_cautions(config.task, context.tokenizer, context.stop))
+            begin_trackers(accelerator, config, folder, done=run.step)
+            return run.run()
+        finally:
+            for observer in observers if accelerator.is_main_process else ():
+                observer.close()
+            end(accelerator, config)
 
 
 def end(accelerator: Accelerator, config: TrainConfig) -> None:

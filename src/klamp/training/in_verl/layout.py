@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from klamp.training.folders import CHECKPOINTS
+from klamp.training.folders import CHECKPOINTS, FOR_VERL
 
 
 class Layout:
@@ -18,7 +18,7 @@ class Layout:
         self.root = folder.absolute()
         self.output = self.root / "log.txt"
         """What verl's processes print."""
-        inner = self.root / "verl"
+        inner = self.root / FOR_VERL
         self.train, self.held_out = inner / "train.parquet", inner / "held-out.parquet"
         self.task = inner / "task.json"
         """What the reward function opens the task with."""

@@ -41,13 +41,15 @@ class VerlRun(Run):
         self.saved = 0
 
     def resume(self) -> None:
-        """Continue from verl's newest checkpoint, with what was measured until then.
+        """Continue from verl's newest checkpoint, with what was measured until then; from the start if there is none.
 
         Raises:
-            RunFolderError: there is none.
+            RunFolderError: the folder is one of a run that had some.
         """
         newest = self.layout.newest_step()
-        checkpoint.last_of([self.layout.checkpoint(newest)] if newest else [], self.context.output_dir)
+        found = [self.layout.checkpoint(newest)] if newest else []
+        if checkpoint.last_of(found, self.context.output_dir, begin="global_step_") is None:
+            return
         self.step = self.saved = newest
         self.after = self.recall()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -27,8 +28,9 @@ from klamp.training.in_verl.process import Child
 from klamp.training.in_verl.run import VerlRun
 from klamp.training.models import describe_folder, ends_with, load_tokenizer, make_ready
 from klamp.training.observers import Observer, RunSummary, progress_of
+from klamp.training.opening import opened_folder
 from klamp.training.runlog import RunLog, begin_trackers
-from klamp.training.setup import check_alone, choose_folder, load_prompts, make_accelerator
+from klamp.training.setup import check_alone, load_prompts, make_accelerator
 
 ENVIRONMENT = "make an environment of its own: ENGINE= scripts/environment.sh verl in a checkout of klamp, then the "
 ENVIRONMENT += "vLLM of your GPUs into it, and use its klamp: .venv-verl/bin/klamp"
@@ -47,24 +49,25 @@ def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSum
     """
     check_verl()
     check_alone(config, why="verl starts its processes itself, on the GPUs that gpus and machines ask for")
-    folder = choose_folder(config)
-    accelerator = make_accelerator(config, folder)
-    try:
-        context, layout = context_of(config, folder, accelerator, observers), Layout(folder)
-        child = Child(command(config, folder, sys.executable), layout.output)
-        run = VerlRun(context, [RunLog(accelerator), *observers], child)
-        if config.run.resume:
-            run.resume()
-        write_data(config, context.task, context.tokenizer, layout)
-        layout.metrics.unlink(missing_ok=True)  # verl writes it anew
-        run.tell(lambda o: o.on_start(run.info()))
-        run.warn(*cautions(context))
-        begin_trackers(accelerator, config, folder)
-        return run.run()
-    finally:
-        for observer in observers:
-            observer.close()
-        accelerator.end_training()
+    with opened_folder(config) as folder:
+        accelerator = make_accelerator(config, folder)
+        try:
+            context, layout = context_of(config, folder, accelerator, observers), Layout(folder)
+            begun = replace(config.run, resume=config.run.resume and layout.newest_step() > 0)
+            child = Child(command(replace(config, run=begun), folder, sys.executable), layout.output)
+            run = VerlRun(context, [RunLog(accelerator), *observers], child)
+            if config.run.resume:
+                run.resume()
+            write_data(config, context.task, context.tokenizer, layout)
+            layout.metrics.unlink(missing_ok=True)  # verl writes it anew
+            run.tell(lambda o: o.on_start(run.info()))
+            run.warn(*cautions(context))
+            begin_trackers(accelerator, config, folder, done=run.step)
+            return run.run()
+        finally:
+            for observer in observers:
+                observer.close()
+            accelerator.end_training()
 
 
 def prepare(config: TrainConfig, observers: Sequence[Observer] = ()) -> Path:
@@ -77,11 +80,11 @@ def prepare(config: TrainConfig, observers: Sequence[Observer] = ()) -> Path:
     Raises:
         KlampError: bad input.
     """
-    folder = choose_folder(config)
-    accelerator = make_accelerator(config, folder)
-    context = context_of(config, folder, accelerator, observers)
-    write_data(config, context.task, context.tokenizer, Layout(folder))
-    return folder
+    with opened_folder(config) as folder:
+        accelerator = make_accelerator(config, folder)
+        context = context_of(config, folder, accelerator, observers)
+        write_data(config, context.task, context.tokenizer, Layout(folder))
+        return folder
 
 
 def check_verl() -> None:

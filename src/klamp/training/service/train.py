@@ -22,12 +22,13 @@ from klamp.training.config import TrainConfig
 from klamp.training.context import Context
 from klamp.training.models import load_tokenizer, ready_tokenizer
 from klamp.training.observers import Observer, RunSummary
+from klamp.training.opening import opened_folder
 from klamp.training.runlog import RunLog, begin_trackers
 from klamp.training.service import rollout as rollouts
 from klamp.training.service.connection import Connection, check_key
 from klamp.training.service.evaluation import measure_length
 from klamp.training.service.trainer import RemoteWeights, TinkerTrainer
-from klamp.training.setup import check_alone, choose_folder, load_prompts, make_accelerator
+from klamp.training.setup import check_alone, load_prompts, make_accelerator
 
 DEFAULT_RANK = 32
 """Rank of the adapter where lora_r is 0: the service trains adapters only."""
@@ -48,39 +49,39 @@ def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSum
     """
     check_key()
     check_alone(config, why="the work is done at the service")
-    folder = choose_folder(config)
-    accelerator = make_accelerator(config, folder)
-    connection: Connection | None = None
-    try:
-        connection = Connection(config.run.service_timeout)
-        client = _training_client(connection, config, folder)
-        context = _context(config, folder, accelerator, connection, client)
-        trainer = TinkerTrainer(context, [RunLog(accelerator), *observers], connection, client)
-        if config.run.resume:
-            trainer.resume()
-        trainer.tell(lambda o: o.on_start(trainer.info()))
-        begin_trackers(accelerator, config, folder)
-        if trainer.step == 0:
-            measure_length(context, connection)
-        return trainer.run()
-    finally:
-        for observer in observers:
-            observer.close()
-        accelerator.end_training()
-        if connection is not None:
-            connection.close()
+    with opened_folder(config) as folder:
+        accelerator = make_accelerator(config, folder)
+        connection: Connection | None = None
+        try:
+            connection = Connection(config.run.service_timeout)
+            client = _training_client(connection, config, folder)
+            context = _context(config, folder, accelerator, connection, client)
+            trainer = TinkerTrainer(context, [RunLog(accelerator), *observers], connection, client)
+            if config.run.resume:
+                trainer.resume()
+            trainer.tell(lambda o: o.on_start(trainer.info()))
+            begin_trackers(accelerator, config, folder, done=trainer.step)
+            if trainer.step == 0:
+                measure_length(context, connection)
+            return trainer.run()
+        finally:
+            for observer in observers:
+                observer.close()
+            accelerator.end_training()
+            if connection is not None:
+                connection.close()
 
 
 def _training_client(connection: Connection, config: TrainConfig, folder: Path) -> Any:
     """A training client with a fresh adapter, or with the newest checkpoint's adapter and optimizer."""
     service, model = connection.service, config.model
-    if not config.run.resume:
+    newest = checkpoint.whole_newest(folder) if config.run.resume else None
+    if newest is None:
         rank = model.lora_r or DEFAULT_RANK
         return connection.ask(
             f"train an adapter of {model.model}",
             lambda: service.create_lora_training_client(base_model=model.model, rank=rank, seed=config.run.seed),
         )
-    newest = checkpoint.newest(folder)
     path = checkpoint.load_state(newest).get("tinker_path")
     if path is None:
         raise checkpoint.damaged(newest, KeyError("tinker_path: it was saved by another backend"))

@@ -89,12 +89,15 @@ class TinkerTrainer(Trainer):
 
     def save(self) -> Path | None:
         """Save weights and optimizer at the service, and the run's state with their path in the folder."""
+        if self.saved[0] == self.step:
+            return self.saved[1]
         if self._saved is None or self._saved[0] != self.step:
             name = f"{self.context.output_dir.name}-step-{self.step:06d}"
             self._saved = (self.step, self.connection.ask("save the state", lambda: self.client.save_state(name)).path)
         state = self._state() | {"tinker_path": self._saved[1]}
         keep = self.context.config.run.keep_checkpoints
         folder = checkpoint.write(self.context.output_dir, self.step, _nothing, state=state, keep=keep)
+        self.saved = (self.step, folder)
         self.tell(lambda o: o.on_checkpoint(self.step, folder))
         return folder
 
@@ -110,9 +113,8 @@ class TinkerTrainer(Trainer):
     def resume(self) -> None:
         """Continue from the newest checkpoint; the client has its weights already."""
         folder = checkpoint.newest(self.context.output_dir)
-        state = checkpoint.load_state(folder)
-        self.load(state)
-        self._saved = (self.step, state["tinker_path"])
+        if folder is not None:
+            self.load(folder)
 
     def info(self) -> RunInfo:
         """What is known of the run before its first step; the service does not say how many weights there are."""
