@@ -93,7 +93,7 @@ def test_a_run_is_stopped_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixt
     differences = logged(folder, ENGINE)
     assert 2 <= len(differences) <= 4 and max(differences) < SAME, "vLLM follows the actor, from the checkpoint on"
     betas = [row["beta"] for row in rows]
-    assert betas == pytest.approx(controlled(kl, rows), rel=1e-9) and betas[-1] > betas[0]
+    assert betas == pytest.approx(controlled(kl, rows), rel=1e-9) and len(set(betas)) > 2
     lengths = {row["kl/reference_length"] for row in rows}
     assert len(lengths) == 1, "measured once"
     assert rows[0]["kl/over_budget"] == 0
@@ -113,7 +113,7 @@ def test_two_workers_and_engines_with_a_controller(tmp_path: Path) -> None:
     rows = run(folder, gpus=2, learning_rate=1e-3, **kl)
     assert grows([row["kl/k3"] for row in rows], to=0.01)
     betas = [row["beta"] for row in rows]
-    assert betas == pytest.approx(controlled(kl, rows), rel=1e-9) and betas[-1] > betas[0]
+    assert betas == pytest.approx(controlled(kl, rows), rel=1e-9) and len(set(betas)) > 2
     differences = logged(folder, ENGINE)
     assert len(differences) == 4 and max(differences) < SAME, "both engines follow the actor"
     engines = re.findall(r"replica_rank: \d", (folder / "log.txt").read_text(encoding="utf-8"))
