@@ -65,3 +65,26 @@ def test_a_damaged_configuration(folder: Path) -> None:
     (folder / "config.yaml").write_text("beta: [")
     with pytest.raises(DataError, match="not YAML"):
         read_record(folder)
+
+
+DAMAGED = {
+    "no object": "[1]",
+    "text": '{"step": "x"}',
+    "no step": '{"other": 1}',
+    "too large": '{"step": 1, "reward": 1' + 400 * "0" + "}",
+    "too deep": "[" * 100_000,
+    "half": '{"step"',
+    "half of a pair": '{"step": 1, "reward": "\\ud800"}',
+}
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "completions.jsonl", "answers.jsonl"])
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_line_is_named(tmp_path, name, damage):
+    (tmp_path / "config.yaml").write_text("seed: 0\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
+    with (tmp_path / name).open("a") as file:
+        file.write(f'{DAMAGED[damage]}\n{{"step": 1}}\n')
+    with pytest.raises(DataError, match="line") as caught:
+        read_record(tmp_path)
+    assert str(tmp_path / name) in str(caught.value.got)

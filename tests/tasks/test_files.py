@@ -10,6 +10,7 @@ import pytest
 
 from klamp.errors import ConfigError, DataError, UnknownNameError
 from klamp.tasks import Task, TaskConfig, arithmetic_tokenizer, load_task
+from klamp.tasks.files import read_rows
 
 ROWS: list[dict[str, Any]] = [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(40)]
 
@@ -175,3 +176,14 @@ def test_without_answers_a_reward_has_to_be_named(tmp_path: Path) -> None:
         load(path)
     task = load(path, reward="format_regex:^a")
     assert (task.score(task.train[0], "ab"), task.score(task.train[0], "ba")) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("line", ['{"prompt": "\\ud800"}', '{"prompt": "\\uDFFF", "answer": "1"}', "[" * 100_000])
+@pytest.mark.parametrize("name", ["data.jsonl", "data.json"])
+def test_text_that_nothing_can_be_done_with_is_refused(tmp_path, line, name):
+    (tmp_path / name).write_text(line if name.endswith("l") else f"[{line}]")
+    with pytest.raises(DataError) as caught:
+        read_rows(str(tmp_path / name))
+    str(caught.value).encode()
+    (tmp_path / name).write_text('{"prompt": "\\ud83d\\ude00"}')
+    assert read_rows(str(tmp_path / name)) == [{"prompt": "😀"}]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tests.training import rewards
 from tests.training.conftest import rows_of, steps_of
 
-from klamp.errors import NonFiniteError, RewardError, TrainingStopped
+from klamp.errors import NonFiniteError, RewardError, RunFolderError, TrainingStopped
 from klamp.training import checkpoint, trainer, updates
 from klamp.training.observers import Observer
 from klamp.training.trainer import train_run
@@ -395,3 +395,58 @@ def test_a_damaged_line_forbids_no_resume(whole_and, tmp_path):
         file.write_bytes(b'[1, 2]\n\xff\xfe{"step": 1}\n' + b"[" * 100_000 + b'\n{"step": "x"}\n' + before + b'{"ste')
     train_run(parts(resume=True))
     assert_same_run(whole, tmp_path / "parts")
+
+
+def full(*args, **kwargs):
+    raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_ends_a_run_with_what_is_whole(parts_of, tmp_path, monkeypatch):
+    class Fills(Observer):
+        def on_step(self, step, metrics):
+            if step == 3:
+                monkeypatch.setattr(checkpoint.torch, "save", full)
+
+    with pytest.raises(RunFolderError, match=r"(?s)cannot be written any more.*No space") as caught:
+        train_run(parts_of(), [Fills()])
+    assert caught.value.__notes__ == [
+        f"  the state after step 2 is saved in {tmp_path / 'parts' / 'checkpoints' / 'step-000002'}"
+    ]
+    assert [each.name for each in (tmp_path / "parts" / "checkpoints").iterdir()] == ["step-000002"]
+
+
+def test_a_folder_that_is_deleted_under_the_run_ends_it(parts_of, tmp_path):
+    class Deletes(Observer):
+        def on_step(self, step, metrics):
+            if step == 3:
+                shutil.rmtree(tmp_path / "parts")
+
+    with pytest.raises(RunFolderError, match="cannot be written any more"):
+        train_run(parts_of(), [Deletes()])
+    assert not (tmp_path / "parts").exists(), "nor does it come back by half"
+
+
+def test_trackers_that_cannot_write_are_refused(parts_of, tmp_path):
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "run.json").touch()
+
+    class InTheWay(Observer):
+        def on_start(self, info):
+            (tmp_path / "parts" / "tracking").touch()
+
+    with pytest.raises(RunFolderError, match="tracking"):
+        train_run(parts_of(report_to=("tensorboard",)), [InTheWay()])
+
+
+def test_impatience_while_a_step_is_saved_says_what_is_whole(parts_of, monkeypatch):
+    save = checkpoint.save
+
+    def interrupted(output_dir, step, **given):
+        if step == 3:
+            raise KeyboardInterrupt
+        return save(output_dir, step, **given)
+
+    monkeypatch.setattr(checkpoint, "save", interrupted)
+    with pytest.raises(TrainingStopped, match="the state after step 2 is saved in") as caught:
+        train_run(parts_of(), [StopAfter(3)])
+    assert caught.value.resumable

@@ -68,3 +68,17 @@ def test_a_thread_takes_no_signals():
     thread.start()
     thread.join()
     assert found == [False]
+
+
+def test_a_hangup_ends_a_run_as_sigterm_does_unless_it_is_ignored():
+    for handler, asked in ((signal.SIG_DFL, True), (signal.SIG_IGN, False)):
+        before = signal.signal(signal.SIGHUP, handler)
+        try:
+            with deferred_interrupts() as interrupt:
+                if asked:
+                    assert signal.getsignal(signal.SIGHUP) is interrupt
+                os.kill(os.getpid(), signal.SIGHUP if asked else signal.SIGCONT)
+                assert interrupt.asked is asked
+            assert signal.getsignal(signal.SIGHUP) is handler
+        finally:
+            signal.signal(signal.SIGHUP, before)

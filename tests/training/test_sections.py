@@ -69,3 +69,10 @@ def test_every_choice_of_a_literal_is_accepted(section):
         if typing.get_origin(hint) is typing.Literal:
             for choice in typing.get_args(hint):
                 assert getattr(section(**{name: choice}), name) == choice
+
+
+@pytest.mark.parametrize("values", [{"seed": -1}, {"seed": 2**70}, {"seed": 10**400}, {"max_steps": 10**400}])
+def test_a_number_that_nothing_can_be_done_with_is_refused(values):
+    with pytest.raises(ConfigError, match=next(iter(values))):
+        RunConfig(**values)
+    assert RunConfig(seed=2**32 - 1).seed == 2**32 - 1

@@ -12,6 +12,9 @@ from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hin
 from klamp.core.arguments import ANY, Numbers, check_flag, check_instance, check_number, describe
 from klamp.errors import ConfigError, check_name
 
+LARGEST = 2**63 - 1
+"""The largest whole number that a field takes."""
+
 
 @dataclass(frozen=True)
 class _Field:
@@ -75,6 +78,8 @@ def _check(field: _Field, x: object, numbers: Numbers) -> None:
         return
     elif field.kinds in ((int,), (float,)):
         whole = field.kinds == (int,)
+        if isinstance(x, int) and abs(x) > LARGEST:
+            raise ConfigError(f"{field.name} is too large", got=describe(x), why="no tensor holds it", fix=field.fix)
         check_number(field.name, x, numbers, whole=whole, optional=field.optional, fix=field.fix)
     elif field.kinds == (bool,):
         check_flag(field.name, x)

@@ -129,6 +129,16 @@ class Answer:
     """The score of the answer."""
 
 
+def answer_of(row: Mapping[str, Any]) -> Answer:
+    """A line of answers.jsonl as an answer.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is none.
+    """
+    texts = {name: str(row[name]) for name in ("skill", "question", "completion")}
+    return Answer(step=int(row["step"]), score=float(row["score"]), **texts)
+
+
 Question: TypeAlias = tuple[str, str]
 """(skill, question)."""
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from klamp.errors import DataError
+from klamp.tasks.files import json_of
 
 FORMATS = (
     "a klamp run folder, TRL's trainer_state.json, a TensorBoard folder, a W&B offline run, verl's file log, "
@@ -26,8 +26,8 @@ def json_object(path: Path) -> dict[str, Any]:
         DataError: it is not one.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        found = json_of(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise unreadable("a file is not JSON", path, why=str(error)) from error
     if not isinstance(found, dict):
         raise unreadable("a file holds no JSON object", path, why=f"it holds a {type(found).__name__}")
@@ -49,8 +49,8 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
+            row = json_of(line)
+        except (ValueError, RecursionError) as error:
             if number == len(lines):
                 break
             raise unreadable(f"line {number} is not JSON", path, why=str(error)) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from klamp.errors import ConfigError
@@ -10,6 +11,7 @@ from klamp.tasks.base import Example, Task, checked
 from klamp.tasks.base_model import BaseModelConfig, base_model_folder, load_base_model
 from klamp.tasks.config import BUILT_IN_TASKS, FILLER_TASK, LANGUAGE_TASKS, TaskConfig, has_own_prompts
 from klamp.tasks.filler import FillerModelConfig, builtin_model, filler_task
+from klamp.tasks.guarded import guarded
 from klamp.tasks.language import language_task
 from klamp.tasks.named_models import NAMED_MODELS, load_named_model, named_model_folder
 from klamp.tasks.prompts import check_prompts
@@ -65,7 +67,8 @@ def load_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
         from klamp.tasks.files import file_task
 
         task = file_task(config, tokenizer)
-    return with_reward(task, config.reward) if config.reward else task
+    task = with_reward(task, config.reward) if config.reward else task
+    return replace(task, score=guarded(task.score, seconds=config.reward_timeout))
 
 
 _FILES_ONLY = ("eval_split", "skill_column", "reference_length_column")

@@ -90,10 +90,10 @@ def checked(function: RewardFunction, *, name: str) -> Callable[[Example, str], 
             value = function(example, completion)
         except RewardError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise RewardError(
                 f"the reward function {name} raised {type(error).__name__}",
-                got=f"{error}\n{_where(example, completion)}",
+                got=f"{error}\n{where(example, completion)}",
                 why="a completion without a reward cannot be trained on",
                 fix="make the function return a number for every completion, 0 where it cannot be judged",
             ) from error
@@ -109,7 +109,7 @@ def _finite_float(value: Any, name: str, example: Example, completion: str) -> f
     kind = "a number that is not finite" if number is not None else f"{type(value).__name__}, not a number"
     raise RewardError(
         f"the reward function {name} returned {kind}",
-        got=f"{value!r}\n{_where(example, completion)}",
+        got=f"{value!r}\n{where(example, completion)}",
         why="one such reward turns the advantages of its whole group into NaN, or stops training later on",
         fix="return a finite int, float or bool for every completion",
     )
@@ -118,7 +118,10 @@ def _finite_float(value: Any, name: str, example: Example, completion: str) -> f
 def _as_float(value: Any) -> float | None:
     """The value as a float, or None where it is no real scalar; text never counts as a number."""
     if isinstance(value, Real):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:  # a whole number of hundreds of digits
+            return math.inf
     # numpy and torch scalars: one element, read through their own accessor, so that neither need be imported here
     item = getattr(value, "item", None)
     if item is None or getattr(value, "size", 1) == 0:
@@ -130,7 +133,8 @@ def _as_float(value: Any) -> float | None:
     return float(scalar) if isinstance(scalar, Real) else None
 
 
-def _where(example: Example, completion: str) -> str:
+def where(example: Example, completion: str) -> str:
+    """The prompt and the completion that a reward was asked about, as an error quotes them."""
     return f"  prompt: {_short(example.prompt)}\n  completion: {_short(completion)}"
 
 

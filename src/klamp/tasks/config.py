@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1
+from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, POSITIVE
 from klamp.core.fields import check_fields
 from klamp.errors import ConfigError
 
@@ -71,8 +71,11 @@ class TaskConfig:
     task_seed: int = 0
     """The seed for generating and for splitting rows."""
 
+    reward_timeout: float | None = None
+    """Longest time in seconds that the reward of one completion may take; then the run ends. None: no limit."""
+
     def __post_init__(self) -> None:
-        check_fields(self, {"train_size": AT_LEAST_0, "eval_size": AT_LEAST_1})
+        check_fields(self, {"train_size": AT_LEAST_0, "eval_size": AT_LEAST_1, "reward_timeout": POSITIVE})
         if not self.task:
             raise ConfigError(
                 "no task is named",

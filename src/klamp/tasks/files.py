@@ -96,8 +96,8 @@ def _json_rows(file: Path) -> list[Row]:
         raise _unreadable(file, error) from error
     if file.suffix.lower() == ".json" and text.lstrip().startswith("["):
         try:
-            values = list(enumerate(json.loads(text), start=1))
-        except json.JSONDecodeError as error:
+            values = list(enumerate(json_of(text), start=1))
+        except (ValueError, RecursionError) as error:
             raise _unreadable(file, error) from error
         return [_object(value, f"row {row} of {file.name}") for row, value in values]
     # not splitlines: a JSON string may hold other line separators than \n
@@ -105,10 +105,23 @@ def _json_rows(file: Path) -> list[Row]:
     return [_object(_decoded(line, file, row), f"line {row} of {file.name}") for row, line in lines if line.strip()]
 
 
+def json_of(text: str) -> Any:
+    """What a JSON text holds.
+
+    Raises:
+        ValueError: it is none, or a text in it is none: half of a surrogate pair, which cannot be shown or written.
+        RecursionError: it is nested too deeply.
+    """
+    found = json.loads(text)
+    if "\\ud" in text.lower():
+        json.dumps(found, ensure_ascii=False).encode("utf-8")
+    return found
+
+
 def _decoded(line: str, file: Path, row: int) -> Any:
     try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
+        return json_of(line)
+    except (ValueError, RecursionError) as error:
         raise DataError(
             f"line {row} of {file.name} is not JSON",
             got=line[:200],

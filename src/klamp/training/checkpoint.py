@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerBase
 
 from klamp.errors import RunFolderError
 from klamp.tasks.cache import without_bars
-from klamp.training.folders import CHECKPOINTS, SUMMARY, checkpoint_folders, number_of
+from klamp.training.folders import CHECKPOINTS, SUMMARY, checkpoint_folders, lost, number_of
 from klamp.training.sharding import Whole, split_like
 from klamp.training.whole_files import part_of, sync
 
@@ -103,12 +103,16 @@ def write(output_dir: Path, step: int, fill: Callable[[Path], None], *, state: d
     part, aside = part_of(folder), folder.with_name(f".{folder.name}.old")
     for left in (part, aside):
         shutil.rmtree(left, ignore_errors=True)
-    part.mkdir(parents=True)
-    fill(part)
-    whole = state | {"step": step, "checksums": _checksums(part)}
-    (part / "state.json").write_text(json.dumps(whole, indent=2), encoding="utf-8")
-    for path in (*part.rglob("*"), part):
-        sync(path)
+    try:
+        part.mkdir(parents=True)
+        fill(part)
+        whole = state | {"step": step, "checksums": _checksums(part)}
+        (part / "state.json").write_text(json.dumps(whole, indent=2), encoding="utf-8")
+        for path in (*part.rglob("*"), part):
+            sync(path)
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have errors of their own
+        shutil.rmtree(part, ignore_errors=True)
+        raise lost(output_dir, error) from error
     if folder.exists():  # of a course that the run went back before
         folder.rename(aside)
     part.rename(folder)

@@ -176,6 +176,16 @@ def _check_writable(folder: Path) -> None:
         )
 
 
+def lost(folder: Path, error: Exception) -> RunFolderError:
+    """The error for the folder of a run under way that cannot be written any more."""
+    return RunFolderError(
+        "the folder of the run cannot be written any more",
+        got=str(folder),
+        why=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+        fix="make room or put the folder back, then continue with --resume",
+    )
+
+
 def unwritable(folder: Path, why: str) -> RunFolderError:
     """The error for an output folder that cannot be written."""
     return RunFolderError(

@@ -28,6 +28,9 @@ from klamp.training.references import FrozenReference
 from klamp.training.rollouts import Rollout
 from klamp.training.updates import CARRIED, UpdateOutput
 
+ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""The signals that end a run."""
+
 
 class Run:
     """A run under way: how far it is, what it measured last, and whom it tells. The loop over steps is a subclass's."""
@@ -197,12 +200,16 @@ class Interrupt:
 
 @contextmanager
 def deferred_interrupts() -> Iterator[Interrupt]:
-    """Let Ctrl-C and SIGTERM end a run after the step under way, with its state saved."""
+    """Let Ctrl-C, SIGTERM and SIGHUP end a run after the step under way, with its state saved.
+
+    A SIGHUP that is ignored, as `nohup` has it, stays so.
+    """
     interrupt = Interrupt()
     if threading.current_thread() is not threading.main_thread():
         yield interrupt
         return
-    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    heard = [number for number in ENDS if signal.getsignal(number) is not signal.SIG_IGN or number != signal.SIGHUP]
+    previous = {number: signal.signal(number, interrupt) for number in heard}
     try:
         yield interrupt
     finally:

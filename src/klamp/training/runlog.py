@@ -26,6 +26,7 @@ from klamp.training.folders import (
     SCORE,
     SUMMARY,
     VERSIONS,
+    lost,
     row_of,
     step_of,
     unwritable,
@@ -71,7 +72,11 @@ def begin_trackers(accelerator: Any, config: TrainConfig, folder: Path, *, done:
     options: dict[str, Any] = {"wandb": {"dir": str(folder)}}
     if config.run.resume:
         options["tensorboard"] = {"purge_step": done + 1 if done else 0}
-    accelerator.init_trackers("tracking", config=values, init_kwargs=options)
+    try:
+        accelerator.init_trackers("tracking", config=values, init_kwargs=options)
+    except OSError as error:
+        accelerator.trackers.clear()  # one that never began cannot be ended
+        raise unwritable(folder / "tracking", f"{type(error).__name__}: {error}") from error
 
 
 class RunLog(Observer):
@@ -144,8 +149,11 @@ class RunLog(Observer):
 
     def _append(self, name: str, row: Mapping[str, object]) -> None:
         assert self.folder is not None
-        with (self.folder / name).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        try:
+            with (self.folder / name).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise lost(self.folder, error) from error
 
     def _track(self, values: Mapping[str, float], step: int) -> None:
         if self.accelerator.trackers:

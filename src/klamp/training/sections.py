@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 from klamp.config.choices import DType
 from klamp.core.advantages import GROUP_SIZES
-from klamp.core.arguments import ABOVE_0_TO_1, AT_LEAST_0, AT_LEAST_1, FROM_0_BELOW_1, POSITIVE
+from klamp.core.arguments import ABOVE_0_TO_1, AT_LEAST_0, AT_LEAST_1, FROM_0_BELOW_1, POSITIVE, Numbers
 from klamp.core.fields import check_fields
 from klamp.core.schedules import Schedule
 from klamp.diagnostics.alarms import check_names
@@ -127,6 +127,9 @@ class OptimConfig:
         )
 
 
+SEEDS = Numbers(" from 0 to 2**32 - 1", lambda x: 0 <= x < 2**32, "numpy takes no other seed")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """How long a run is, what it writes, and where."""
@@ -184,6 +187,7 @@ class RunConfig:
                     ("max_steps", "eval_every", "save_every", "log_completions", "log_answers"), AT_LEAST_0
                 ),
                 **dict.fromkeys(("keep_checkpoints", "log_completions_every", "gpus", "machines"), AT_LEAST_1),
+                "seed": SEEDS,
                 "exact_kl_completions": AT_LEAST_0,
                 "service_timeout": POSITIVE,
                 "stall_timeout": POSITIVE,

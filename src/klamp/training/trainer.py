@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -214,8 +214,9 @@ class Trainer(Run):
 
         Sharded weights take all processes to save: after an error, which may be of one alone, it is the newest too.
         """
-        if self.whole and (self.agreed or not is_sharded(self.context.wrapped)):
-            return self.step, self.save()
+        if self.whole and (self.agreed or not is_sharded(self.context.wrapped)) and self.context.output_dir.is_dir():
+            with suppress(KeyboardInterrupt, RunFolderError):  # impatience, a full disk: what is there is there
+                return self.step, self.save()
         found = checkpoint.checkpoints(self.context.output_dir)
         return (number_of(found[-1]), found[-1]) if found else (0, None)
 
