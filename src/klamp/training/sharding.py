@@ -135,16 +135,23 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 @contextmanager
-def gathered(module: nn.Module) -> Iterator[None]:
-    """A context in which every process holds all weights, to read only; all processes must enter it."""
-    if not isinstance(module, FSDPModule):
-        yield
-        return
-    module.unshard()
+def gathered(module: nn.Module, *, split_after_passes: bool = False) -> Iterator[None]:
+    """A context in which every process holds all weights, to read only; all processes must enter it.
+
+    Args:
+        module: sharded as one unit or layer by layer, or not at all.
+        split_after_passes: whether a unit gives up the weights of others after each pass while it trains.
+    """
+    units = [each for each in module.modules() if isinstance(each, FSDPModule)]  # the outermost is first: it prepares all
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+        unit.unshard()
     try:
         yield
     finally:
-        module.reshard()
+        for unit in units:
+            unit.set_reshard_after_forward(split_after_passes, recurse=False)
+            unit.reshard()
 
 
 def whole(x: Any) -> Any:

@@ -11,12 +11,13 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
+from trl.models.utils import unwrap_model_for_generation
 
 from klamp.diagnostics.names import translate
 from klamp.errors import KlampError, TrainingStopped
 from klamp.training import checkpoint
 from klamp.training.context import Context
-from klamp.training.evaluation import Evaluation
+from klamp.training.evaluation import Evaluation, evaluate
 from klamp.training.folders import checkpoint_folders, number_of
 from klamp.training.in_trl.measurement import rollout_of, update_of
 from klamp.training.in_trl.trainer import RunTrainer
@@ -24,6 +25,7 @@ from klamp.training.measurement import control_metrics
 from klamp.training.models import former_names
 from klamp.training.observers import Observer, RunInfo, RunSummary
 from klamp.training.run import Interrupt, Run, deferred_interrupts
+from klamp.training.sharding import gathered
 from klamp.training.updates import UpdateOutput, not_finite
 
 
@@ -52,9 +54,12 @@ class TRLRun(Run):
 
     def examine(self) -> Evaluation:
         """Every skill's score now, and some answers."""
-        wrapped: Any = self.trainer.model_wrapped
-        self.context.wrapped = wrapped
-        return super().examine()
+        trainer = self.trainer
+        split = trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.reshard_after_forward
+        with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as policy:
+            with gathered(policy, split_after_passes=split):
+                self.context.policy = policy
+                return evaluate(self.context)
 
     def reference_model(self) -> nn.Module | None:
         """TRL's reference model; None with an adapter, or without a KL."""
