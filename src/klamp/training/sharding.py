@@ -151,7 +151,9 @@ def gathered(module: nn.Module, *, split_after_passes: bool = False) -> Iterator
         module: sharded as one unit or layer by layer, or not at all.
         split_after_passes: whether a unit gives up the weights of others after each pass while it trains.
     """
-    units = [each for each in module.modules() if isinstance(each, FSDPModule)]  # the outermost is first: it prepares all
+    units = [
+        each for each in module.modules() if isinstance(each, FSDPModule)
+    ]  # the outermost is first: it prepares all
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)
         unit.unshard()

@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 import sys
 
-_, STAGE, *WORDS = sys.argv  # noqa: TID251  (a program of its own)
-os.environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": STAGE}
-
 import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
@@ -15,9 +12,11 @@ from accelerate.state import AcceleratorState
 from klamp.cli import main
 
 if __name__ == "__main__":
-    # accelerate looks for DeepSpeed among accelerators only; transformers would leave the processes' group and look anew.
+    _, stage, *words = sys.argv  # noqa: TID251  (a program of its own)
+    os.environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": stage}
+    # accelerate uses DeepSpeed on accelerators only; transformers would leave the processes' group and join anew.
     torch.accelerator.is_available = lambda: True
     PartialState(backend="gloo")
     reset = AcceleratorState._reset_state
     AcceleratorState._reset_state = staticmethod(lambda reset_partial_state=False: reset())
-    sys.exit(main(WORDS))
+    sys.exit(main(words))

@@ -119,7 +119,8 @@ def test_a_run_whose_engine_is_never_synced_warns(tmp_path: Path, engine: Simple
 @pytest.mark.parametrize("synced", [True, False])
 def test_a_stock_trainer_is_told_so_by_the_callback(tmp_path: Path, engine: SimpleNamespace, synced: bool) -> None:
     engine.model = None if synced else model()
-    trainer = stock_trainer(saved(model(), tmp_path / "base"), tmp_path, num_iterations=2, **STEPS | {"max_steps": 6})
+    options: dict[str, Any] = STEPS | {"max_steps": 6, "num_iterations": 2}
+    trainer = stock_trainer(saved(model(), tmp_path / "base"), tmp_path, trainer=None, **options)
     callback = SyncCallback(trainer)
     trainer.add_callback(callback)
     with warnings.catch_warnings(record=True) as said:

@@ -27,7 +27,7 @@ def ended(run: Any, folder: Any, **changes: Any) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_every_loop_learns_it_and_ends_as_far_away(default_base_model, tmp_path, monkeypatch):
+def test_every_loop_learns_it_and_ends_as_far_away(default_base_model, tmp_path):
     here = ended(trainer.train_run, tmp_path / "local", backend="local", cpu=True)
     by_trl = ended(train.train_run, tmp_path / "trl", backend="trl", cpu=True)
     assert by_trl["kl/exact"] == pytest.approx(here["kl/exact"], rel=0.4)
@@ -37,16 +37,15 @@ def test_every_loop_learns_it_and_ends_as_far_away(default_base_model, tmp_path,
 
 @pytest.mark.slow
 def test_a_service_learns_it_with_an_adapter(default_base_model, tmp_path, monkeypatch):
-    """As `local` with the same adapter; the service tells no exact KL."""
+    """As far away as `local` ends with the same adapter, k3 for k3: the service tells no exact KL."""
     pytest.importorskip("tinker")
     from klamp.tinker.testing import serve
     from klamp.training.service import train as by_service
 
-    adapter = {"lora_r": 32, "learning_rate": 3e-3, "max_steps": 30}
+    adapter = {"lora_r": 32, "learning_rate": 2e-3, "max_steps": 20, "prompts_per_step": 12}
     here = ended(trainer.train_run, tmp_path / "local", backend="local", cpu=True, **adapter)
     with serve(load_model("builtin"), load_tokenizer("builtin"), name="klamp/builtin") as standin:
         for name, value in standin.environment.items():
             monkeypatch.setenv(name, value)
         there = ended(by_service.train_run, tmp_path / "tinker", backend="tinker", model="klamp/builtin", **adapter)
-    print(here, there)
-    assert there["kl/k3"] == pytest.approx(here["kl/k3"], rel=0.5)
+    assert 0.5 < there["kl/k3"] / here["kl/k3"] < 2

@@ -1,4 +1,4 @@
-"""Two real processes over gloo: one run, one set of metrics, TRL's loss is klamp's over all of them; the same sharded."""
+"""Two real processes over gloo: one run, one set of metrics, TRL's loss is klamp's over both; sharded they stay."""
 
 from __future__ import annotations
 

@@ -74,7 +74,11 @@ def test_one_process_for_each_gpu(quick, monkeypatch):
 
 @pytest.mark.parametrize(
     ("changes", "stage", "message"),
-    [({}, 3, "ZeRO-3"), ({"dtype": "bfloat16"}, 2, "copies of 16-bit"), ({"dtype": "bfloat16"}, None, "copies of 16-bit")],
+    [
+        ({}, 3, "ZeRO-3"),
+        ({"dtype": "bfloat16"}, 2, "copies of 16-bit"),
+        ({"dtype": "bfloat16"}, None, "copies of 16-bit"),
+    ],
 )
 def test_weights_that_cannot_be_divided_so_are_refused(quick, monkeypatch, changes, stage, message):
     plugin = None if stage is None else SimpleNamespace(zero_stage=stage)

@@ -98,11 +98,11 @@ def warn(text: str) -> None:
 class SyncCallback(TrainerCallback):
     """Looks at whether the engine that samples for a stock TRL trainer has the policy's weights, while the run goes on.
 
-    `trainer.add_callback(SyncCallback(trainer))`. Where the log-probabilities that vLLM reports drift off the policy's, a
-    few completions are scored again before the optimizer's step; a `KLWarning` says once what is likely wrong. It reads
-    the batch that TRL keeps between its updates, with the policy's log-probabilities that TRL computes for its correction
-    of vLLM's (`vllm_importance_sampling_correction`, on by default). Nothing is looked at without them, or where the
-    weights are split (FSDP, ZeRO-3). `klamp.trl.GRPOTrainer` and an attached trainer look by themselves.
+    `trainer.add_callback(SyncCallback(trainer))`. Where the log-probabilities that vLLM reports drift off the policy's,
+    a few completions are scored again before the optimizer's step; a `KLWarning` says once what is likely wrong. It
+    reads the batch that TRL keeps between its updates, with the policy's log-probabilities that TRL computes for its
+    correction of vLLM's (`vllm_importance_sampling_correction`, on by default). Nothing is looked at without them, or
+    where the weights are split (FSDP, ZeRO-3). `klamp.trl.GRPOTrainer` and an attached trainer look by themselves.
 
     Args:
         trainer: a `trl.GRPOTrainer`, built already.

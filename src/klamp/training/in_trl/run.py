@@ -11,7 +11,6 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
-from trl.models.utils import unwrap_model_for_generation
 
 from klamp.diagnostics.names import translate
 from klamp.errors import KlampError, TrainingStopped
@@ -54,12 +53,10 @@ class TRLRun(Run):
 
     def examine(self) -> Evaluation:
         """Every skill's score now, and some answers."""
-        trainer = self.trainer
-        split = trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.reshard_after_forward
-        with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as policy:
-            with gathered(policy, split_after_passes=split):
-                self.context.policy = policy
-                return evaluate(self.context)
+        accelerator, plugin = self.trainer.accelerator, getattr(self.trainer.accelerator.state, "fsdp_plugin", None)
+        self.context.policy = policy = accelerator.unwrap_model(self.trainer.model_wrapped)
+        with gathered(policy, split_after_passes=plugin is not None and bool(plugin.reshard_after_forward)):
+            return evaluate(self.context)
 
     def reference_model(self) -> nn.Module | None:
         """TRL's reference model; None with an adapter, or without a KL."""

@@ -147,7 +147,7 @@ def check_split(config: TrainConfig, accelerator: Accelerator) -> None:
             "float32 copies of 16-bit weights cannot be divided among processes by TRL",
             got=f"dtype={config.model.dtype!r}, master_weights='float32'",
             why="FSDP2 and DeepSpeed put their own weights into the optimizer in the place of the copies",
-            fix="set dtype='float32', or master_weights='none'; or use backend='local', which divides the copies (FSDP2)",
+            fix="set dtype='float32' or master_weights='none', or use backend='local', which divides them under FSDP2",
         )
 
 
