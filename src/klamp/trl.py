@@ -24,11 +24,21 @@ from klamp.hosts.trl.config import GRPOConfig  # noqa: E402
 from klamp.hosts.trl.doctor import DoctorCallback  # noqa: E402
 from klamp.hosts.trl.effective import read_effective  # noqa: E402
 from klamp.hosts.trl.patched import host_class  # noqa: E402
+from klamp.hosts.trl.sync import SyncCallback  # noqa: E402
 from klamp.hosts.trl.trainer import GRPOTrainer, attach_to_trl  # noqa: E402
 from klamp.hosts.unsloth.effective import read_effective_on_unsloth  # noqa: E402
 from klamp.hosts.unsloth.trainer import attach_to_unsloth  # noqa: E402
 
-__all__ = ["DoctorCallback", "Effective", "EffectiveTerm", "GRPOConfig", "GRPOTrainer", "attach", "effective"]
+__all__ = [
+    "DoctorCallback",
+    "Effective",
+    "EffectiveTerm",
+    "GRPOConfig",
+    "GRPOTrainer",
+    "SyncCallback",
+    "attach",
+    "effective",
+]
 
 Trainer = TypeVar("Trainer")
 

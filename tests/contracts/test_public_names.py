@@ -131,6 +131,7 @@ HOST_SIGNATURES = {
     },
     "klamp.trl": {
         "GRPOTrainer": "(model, reward_funcs=None, args=None, *positional, ref_model=None, **options)",
+        "SyncCallback": "(trainer)",
         "attach": "(trainer, kl, *, ref_model=None)",
         "effective": "(trainer)",
     },

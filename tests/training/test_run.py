@@ -7,9 +7,11 @@ import signal
 import threading
 
 import pytest
+from tests.training.conftest import steps_of
 
 from klamp.training.observers import Observer
 from klamp.training.run import Run, deferred_interrupts
+from klamp.training.trainer import train_run
 
 
 @pytest.mark.parametrize(("every", "steps"), [(0, [4]), (1, [1, 2, 3, 4]), (3, [3, 4]), (9, [4])])
@@ -44,6 +46,13 @@ def test_observers_and_alarms_are_told(context_of):
     assert run.alarms in run.observers
     run.evaluate()
     assert len(run.prompts(0)) == 3
+
+
+def test_weights_that_a_later_update_cut_are_counted(config_of, tmp_path):
+    changes = {"num_iterations": 2, "max_steps": 1, "learning_rate": 5e-2, "warmup_steps": 0}
+    train_run(config_of(kl_off_policy="token", kl_max_weight=1.01, **changes))
+    (row,) = steps_of(tmp_path / "run")
+    assert row["kl/weights_truncated"] > 0.1, "in the first update the sampler is the policy, and no weight is above 1"
 
 
 def test_the_first_signal_waits_and_the_second_does_not():

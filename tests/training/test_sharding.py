@@ -84,13 +84,13 @@ def test_fsdp_that_accelerate_drops_on_cpus_is_refused(asked, config_of, monkeyp
     check_fsdp(accelerator)
 
 
-@pytest.mark.parametrize("version", ["1", None])
-def test_fsdp1_is_refused_before_accelerate_sets_it_up(config_of, monkeypatch, version):
+@pytest.mark.parametrize(("version", "backend"), [("1", "local"), (None, "local"), (None, "trl")])
+def test_fsdp1_is_refused_before_accelerate_sets_it_up(config_of, monkeypatch, version, backend):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.delenv("FSDP_VERSION", raising=False)
     if version:
         monkeypatch.setenv("FSDP_VERSION", version)
     monkeypatch.setattr(setup, "Accelerator", lambda **_: pytest.fail("too late"))
     with pytest.raises(ConfigError, match="FSDP1") as caught:
-        setup.make_accelerator(config_of(), Path())
+        setup.make_accelerator(config_of(backend=backend), Path())
     assert "--fsdp_version 2 --fsdp_auto_wrap_policy NO_WRAP" in caught.value.fix

@@ -32,6 +32,10 @@ ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The signals that end a run."""
 
 
+OF_THE_LAST = ("policy/ratio_clipped", "kl/weights_truncated")
+"""What tells how far the updates of a step went from who sampled: before the first of them the ratio is 1."""
+
+
 class Run:
     """A run under way: how far it is, what it measured last, and whom it tells. The loop over steps is a subclass's."""
 
@@ -107,9 +111,7 @@ class Run:
         metrics["policy/updates"] = float(len(done))
         if len(outputs) > 1:
             metrics["policy/kl_old"] = outputs[-1].kl_old
-        if "policy/ratio_clipped" in outputs[-1].losses:
-            metrics["policy/ratio_clipped"] = outputs[-1].losses["policy/ratio_clipped"]
-        return metrics
+        return metrics | {name: outputs[-1].losses[name] for name in OF_THE_LAST if name in outputs[-1].losses}
 
     def _held_kl(self, metrics: Mapping[str, float]) -> float | None:
         return held_kl(metrics, exact_everywhere=self.context.exact_everywhere)

@@ -138,6 +138,7 @@ def _generated(
     out = model.generate(  # pyright: ignore[reportCallIssue]
         input_ids=prompt_ids,
         attention_mask=prompt_mask,
+        synced_gpus=False,  # sharded weights are gathered around this, and processes may have no prompts
         generation_config=settings,
         logits_processor=LogitsProcessorList([] if sampler is None else [sampler]),
     )

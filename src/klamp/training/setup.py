@@ -82,7 +82,7 @@ def make_accelerator(config: TrainConfig, folder: Path) -> Accelerator:
             run under.
     """
     sharded_here = config.run.backend == "local"
-    if sharded_here:
+    if sharded_here or config.run.backend == "trl":
         check_version()
     try:
         accelerator = Accelerator(

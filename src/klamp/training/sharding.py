@@ -62,31 +62,40 @@ def check_version() -> None:
         )
 
 
+def is_used(accelerator: Accelerator) -> bool:
+    """Whether accelerate shards by FSDP here, as was asked for.
+
+    Raises:
+        ConfigError: it was asked for, and accelerate does not.
+    """
+    if not asked_for():
+        return False
+    if accelerator.distributed_type is DistributedType.FSDP:
+        return True
+    if accelerator.num_processes == 1:  # whose weights are whole either way
+        return False
+    raise ConfigError(
+        "FSDP was asked for, and accelerate does not use it here",
+        got=f"{accelerator.num_processes} processes on {accelerator.device.type}",
+        why="accelerate shards on GPUs and their like only; on CPUs every process would hold all weights",
+        fix="launch without FSDP: torchrun, or accelerate launch --multi_gpu (which also joins CPU processes)",
+    )
+
+
 def check_fsdp(accelerator: Accelerator) -> None:
-    """Refuse settings of FSDP2 under which it would not do what was asked for.
+    """Refuse settings of FSDP2 under which klamp's own loop would not do what was asked for.
 
     Raises:
         ConfigError: accelerate does not use it here, or an option that klamp has no use for.
     """
-    if not asked_for():
-        return
-    if accelerator.distributed_type is not DistributedType.FSDP:
-        if accelerator.num_processes == 1:  # whose weights are whole either way
-            return
-        raise ConfigError(
-            "FSDP was asked for, and accelerate does not use it here",
-            got=f"{accelerator.num_processes} processes on {accelerator.device.type}",
-            why="accelerate shards on GPUs and their like only; on CPUs every process would hold all weights",
-            fix="launch without FSDP: torchrun, or accelerate launch --multi_gpu (which also joins CPU processes)",
-        )
-    found = unusable_options(accelerator)
+    found = unusable_options(accelerator) if is_used(accelerator) else {}
     if found:
         raise ConfigError(
             "klamp train does not run under FSDP set up so",
             got=", ".join(found),
             why="its policy is one FSDP2 unit in the data type of the model, since processes run it unequally often; "
             "these settings would be passed over or leave some weights wrong",
-            fix=f"launch with {', '.join(found.values())}; for a unit per layer, train with TRL and klamp.trl",
+            fix=f"launch with {', '.join(found.values())}; for a unit per layer, --backend trl or klamp.trl",
         )
 
 
@@ -135,16 +144,25 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 @contextmanager
-def gathered(module: nn.Module) -> Iterator[None]:
-    """A context in which every process holds all weights, to read only; all processes must enter it."""
-    if not isinstance(module, FSDPModule):
-        yield
-        return
-    module.unshard()
+def gathered(module: nn.Module, *, split_after_passes: bool = False) -> Iterator[None]:
+    """A context in which every process holds all weights, to read only; all processes must enter it.
+
+    Args:
+        module: sharded as one unit or layer by layer, or not at all.
+        split_after_passes: whether a unit gives up the weights of others after each pass while it trains.
+    """
+    units = [
+        each for each in module.modules() if isinstance(each, FSDPModule)
+    ]  # the outermost is first: it prepares all
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+        unit.unshard()
     try:
         yield
     finally:
-        module.reshard()
+        for unit in units:
+            unit.set_reshard_after_forward(split_after_passes, recurse=False)
+            unit.reshard()
 
 
 def whole(x: Any) -> Any:

@@ -7,15 +7,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.engines.programs import said_by
+from tests.engines.programs import ROOT, said_by
 
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
+    "PYTHONPATH": f"{ROOT}/src:{ROOT}",
 }
-"""vLLM on one core of a CPU, without a network."""
+"""vLLM on one core of a CPU, without a network; its workers find the tests."""
 
 
 def result_of(program: Path, *words: str) -> Any:

@@ -1,4 +1,4 @@
-"""`klamp train --backend trl --sampler vllm` on the CPU, and what it logged: FLAG ..."""
+"""`klamp train --backend trl` with completions of vLLM's on the CPU, and what it logged: FLAG ..."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import trl.generation.vllm_generation as generation
-import vllm._custom_ops as operations
+from tests.engines.vllm.weights import use_here
 
 from klamp.cli import main
 from klamp.training.folders import COMPLETIONS, METRICS_FILE, lines_of
 
-# On a CPU vLLM packs weights for oneDNN and drops them, so that new ones could not be loaded. TRL asks for no data
-# type, and vLLM would take bfloat16 for float32 weights.
-operations._supports_onednn = False
-generation.LLM = functools.partial(generation.LLM, dtype="float32", enforce_eager=True)
+# TRL asks for no data type, and vLLM would take bfloat16 for float32 weights.
+DTYPE = "bfloat16" if "bfloat16" in sys.argv else "float32"  # noqa: TID251  (a program of its own)
+generation.LLM = functools.partial(generation.LLM, dtype=DTYPE, enforce_eager=True)
+use_here()
 
 
 def logged(*flags: str) -> dict[str, Any]:
     """The metrics of each step, and the largest difference of a log-probability in vLLM from that in the trainer."""
     folder = Path(tempfile.mkdtemp()) / "run"
-    status = main(["train", "--backend", "trl", "--sampler", "vllm", "--output_dir", str(folder), *flags])
+    status = main(["train", "--backend", "trl", "--output_dir", str(folder), *flags])
     rows = [row for row in lines_of(folder / METRICS_FILE) if "reward" in row]
     differences: dict[int, float] = {}
     for row in lines_of(folder / COMPLETIONS):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 import trl
-from tests.hosts.trl.hosts import generated, klamp_trainer, model, plain_logits, plain_logprobs
+from tests.hosts.trl.hosts import generated, klamp_trainer, model, plain_logits, plain_logprobs, saved, stock_trainer
 
 from klamp.diagnostics.sync import START, WEIGHTS
-from klamp.errors import KLWarning
-from klamp.hosts.trl.sync import look, watch
+from klamp.errors import ConfigError, KLWarning
+from klamp.hosts.trl.sync import SyncCallback, look, watch
 
 
 def logprobs(made: Any, output: Any) -> torch.Tensor:
@@ -63,7 +65,7 @@ def test_another_data_type_is_looked_into_once_and_not_called_a_fault(
     watched: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = []
-    monkeypatch.setattr("klamp.hosts.trl.sync.look", lambda *given: looks.append(1) or look(*given))
+    monkeypatch.setattr("klamp.hosts.trl.sync.look", lambda *given, **more: looks.append(1) or look(*given, **more))
     torch.manual_seed(3)
     watched.output["sampling_per_token_logps"] = watched.own + 0.04 * torch.randn_like(watched.own)
     for _ in range(3):
@@ -77,8 +79,8 @@ def test_another_data_type_is_looked_into_once_and_not_called_a_fault(
 
 def test_the_reference_is_no_start_where_it_is_another_model_or_moves(watched: SimpleNamespace) -> None:
     watched.output["sampling_per_token_logps"] = watched.start
-    watched.trainer._klamp.starts_at_reference = False
-    assert START not in look(watched.trainer, watched.output).sides[0].gaps
+    assert START in look(watched.trainer, watched.output).sides[0].gaps
+    assert START not in look(watched.trainer, watched.output, starts_at_reference=False).sides[0].gaps
 
 
 def test_split_weights_are_not_looked_into(watched: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,17 +90,51 @@ def test_split_weights_are_not_looked_into(watched: SimpleNamespace, monkeypatch
     assert watched.said == []
 
 
-def test_a_run_whose_engine_is_never_synced_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    inner, start = trl.GRPOTrainer._generate_and_score_completions, model()
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """An engine whose log-probabilities TRL is told: those of its `model`, or where that is None of the policy."""
+    inner, found = trl.GRPOTrainer._generate_and_score_completions, SimpleNamespace(model=None)
 
     def told(self: Any, inputs: Any) -> Any:
         output = inner(self, inputs)
-        return output | {
-            "old_per_token_logps": logprobs(self.model, output),
-            "sampling_per_token_logps": logprobs(start, output),
-        }
+        own = logprobs(self.model, output)
+        sampled = own if found.model is None else logprobs(found.model, output)
+        return output | {"old_per_token_logps": own, "sampling_per_token_logps": sampled}
 
     monkeypatch.setattr(trl.GRPOTrainer, "_generate_and_score_completions", told)
-    trainer = klamp_trainer(model(), tmp_path, beta=0.1, max_steps=3, learning_rate=3e-2)
-    with pytest.warns(KLWarning, match=r"Sampler and trainer are out of sync at step [23]: .*weights of the start"):
+    return found
+
+
+STALE = r"Sampler and trainer are out of sync at step [23]: .*weights of the start"
+STEPS: dict[str, Any] = {"beta": 0.1, "max_steps": 3, "learning_rate": 3e-2}
+
+
+def test_a_run_whose_engine_is_never_synced_warns(tmp_path: Path, engine: SimpleNamespace) -> None:
+    engine.model = model()
+    trainer = klamp_trainer(model(), tmp_path, **STEPS)
+    with pytest.warns(KLWarning, match=STALE):
         trainer.train()
+
+
+@pytest.mark.parametrize("synced", [True, False])
+def test_a_stock_trainer_is_told_so_by_the_callback(tmp_path: Path, engine: SimpleNamespace, synced: bool) -> None:
+    engine.model = None if synced else model()
+    options: dict[str, Any] = STEPS | {"max_steps": 6, "num_iterations": 2}
+    trainer = stock_trainer(saved(model(), tmp_path / "base"), tmp_path, trainer=None, **options)
+    callback = SyncCallback(trainer)
+    trainer.add_callback(callback)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer.train()
+    texts = [str(each.message) for each in said if each.category is KLWarning]
+    assert len(texts) == (0 if synced else 1), "the second update of a rollout is no drift, and once is enough"
+    assert synced or re.match(STALE, texts[0])
+    assert callback.out_of_sync is not synced
+
+
+def test_the_callback_wants_a_trainer_and_leaves_klamp_s_alone(trainer: Any) -> None:
+    with pytest.raises(ConfigError, match="takes a trl.GRPOTrainer"):
+        SyncCallback(object())  # pyright: ignore[reportArgumentType]
+    callback = SyncCallback(trainer)
+    callback.on_pre_optimizer_step(trainer.args, trainer.state, trainer.control)
+    assert callback.batches is None

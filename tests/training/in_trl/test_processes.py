@@ -1,4 +1,4 @@
-"""Two real processes over gloo: one run, one set of metrics, and TRL's loss is klamp's over all of the completions."""
+"""Two real processes over gloo: one run, one set of metrics, TRL's loss is klamp's over both; sharded they stay."""
 
 from __future__ import annotations
 
@@ -21,19 +21,40 @@ CHANGES: dict[str, Any] = {"prompts_per_step": 4, "gradient_accumulation_steps":
 CHANGES |= {"target_kl": 0.02, "kl_controller": "step", "log_completions": 16, "log_completions_every": 1}
 
 
-@pytest.fixture(scope="module")
-def run(llama, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("processes") / "run"
+SHARDED = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+SHARDED |= {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
+
+
+def trained(llama: str, folder: Path, program: list[str], environment: dict[str, str]) -> Path:
+    """A run of two steps on two processes, continued to a third."""
     values = {**QUICK, **CHANGES, "model": llama, "output_dir": str(folder), "report_to": "none"}
     flags = [f"--{name}={value}" for name, value in values.items() if name != "cpu"]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "klamp.cli"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}/src:{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *program]
+    around = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}/src:{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
     for more in (["--max_steps=2"], ["--resume"]):
         command = [*launch, "train", *flags, "--cpu", *more]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(
+            command, env=os.environ | around | environment, capture_output=True, text=True, timeout=300, check=False
+        )
         assert done.returncode == 0, done.stderr[-4000:]
         assert "2 processes" in done.stdout
     return folder
+
+
+@pytest.fixture(scope="module")
+def run(llama, tmp_path_factory) -> Path:
+    return trained(llama, tmp_path_factory.mktemp("processes") / "run", ["-m", "klamp.cli"], {})
+
+
+@pytest.mark.slow
+def test_sharded_by_fsdp2_it_has_the_same_numbers(run, llama, tmp_path):
+    """With one prompt of each skill one process has nothing to answer, and must not wait for the other's weights."""
+    program = [str(ROOT / "examples/accelerate/fsdp2_on_cpu.py"), str(ROOT / "src/klamp/cli/__main__.py")]
+    plain, sharded = rows_of(run), rows_of(trained(llama, tmp_path / "run", program, SHARDED))
+    assert [row["step"] for row in sharded] == [row["step"] for row in plain]
+    for row, wanted in zip(sharded, plain, strict=True):
+        assert wanted.keys() - row.keys() <= {"kl/exact"}, "no process has the whole output head"
+        assert row == {name: pytest.approx(wanted[name], abs=1e-5) for name in row}
 
 
 @pytest.mark.slow

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from accelerate.utils import DistributedType
 from tests.training.conftest import steps_of, stored, tiny_llama
 
 from klamp.core.controllers import StepController
 from klamp.errors import ConfigError, MissingLibrary, ModelError
-from klamp.training.in_trl.train import check_devices, check_vllm, train_run
+from klamp.training.in_trl.train import check_devices, check_split, check_vllm, train_run
 from klamp.training.observers import Observer
 
 
@@ -67,6 +70,26 @@ def test_one_process_for_each_gpu(quick, monkeypatch):
     assert "--num_processes 4" in str(refused.value)
     monkeypatch.setenv("WORLD_SIZE", "4")
     check_devices(quick())
+
+
+@pytest.mark.parametrize(
+    ("changes", "stage", "message"),
+    [
+        ({}, 3, "ZeRO-3"),
+        ({"dtype": "bfloat16"}, 2, "copies of 16-bit"),
+        ({"dtype": "bfloat16"}, None, "copies of 16-bit"),
+    ],
+)
+def test_weights_that_cannot_be_divided_so_are_refused(quick, monkeypatch, changes, stage, message):
+    plugin = None if stage is None else SimpleNamespace(zero_stage=stage)
+    kind = DistributedType.FSDP if stage is None else DistributedType.DEEPSPEED
+    accelerator: Any = SimpleNamespace(distributed_type=kind, state=SimpleNamespace(deepspeed_plugin=plugin))
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", str(stage is None))
+    with pytest.raises(ConfigError, match=message):
+        check_split(quick(**changes), accelerator)
+    if changes:
+        check_split(quick(**changes, lora_r=2), accelerator)
+        check_split(quick(**changes, master_weights="none"), accelerator)
 
 
 class Warned(Observer):

@@ -16,7 +16,7 @@ from klamp.diagnostics.names import translate
 from klamp.errors import KlampError, TrainingStopped
 from klamp.training import checkpoint
 from klamp.training.context import Context
-from klamp.training.evaluation import Evaluation
+from klamp.training.evaluation import Evaluation, evaluate
 from klamp.training.folders import checkpoint_folders, number_of
 from klamp.training.in_trl.measurement import rollout_of, update_of
 from klamp.training.in_trl.trainer import RunTrainer
@@ -24,6 +24,7 @@ from klamp.training.measurement import control_metrics
 from klamp.training.models import former_names
 from klamp.training.observers import Observer, RunInfo, RunSummary
 from klamp.training.run import Interrupt, Run, deferred_interrupts
+from klamp.training.sharding import gathered
 from klamp.training.updates import UpdateOutput, not_finite
 
 
@@ -52,9 +53,10 @@ class TRLRun(Run):
 
     def examine(self) -> Evaluation:
         """Every skill's score now, and some answers."""
-        wrapped: Any = self.trainer.model_wrapped
-        self.context.wrapped = wrapped
-        return super().examine()
+        accelerator, plugin = self.trainer.accelerator, getattr(self.trainer.accelerator.state, "fsdp_plugin", None)
+        self.context.policy = policy = accelerator.unwrap_model(self.trainer.model_wrapped)
+        with gathered(policy, split_after_passes=plugin is not None and bool(plugin.reshard_after_forward)):
+            return evaluate(self.context)
 
     def reference_model(self) -> nn.Module | None:
         """TRL's reference model; None with an adapter, or without a KL."""

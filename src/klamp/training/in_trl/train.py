@@ -42,6 +42,7 @@ from klamp.training.setup import (  # noqa: E402
     on_cpu,
     reference_kind,
 )
+from klamp.training.sharding import is_used  # noqa: E402
 from klamp.training.vllm_sampler import check_installed  # noqa: E402
 
 
@@ -65,6 +66,7 @@ def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSum
         accelerator = make_accelerator(config, folder)
         try:
             part_size(config, accelerator.num_processes)
+            check_split(config, accelerator)
             if config.run.resume:
                 newest(folder)
             start = load_start(config, accelerator, observers)
@@ -118,6 +120,30 @@ def check_devices(config: TrainConfig) -> None:
             why="a single process that sees several would have to copy the model for each step",
             fix=f"launch it with accelerate launch --multi_gpu --num_processes {seen} -m klamp.cli train ..., or set "
             "CUDA_VISIBLE_DEVICES=0",
+        )
+
+
+def check_split(config: TrainConfig, accelerator: Accelerator) -> None:
+    """Refuse ways to divide the weights among processes that a run cannot have.
+
+    Raises:
+        ConfigError: DeepSpeed's ZeRO-3, float32 copies of 16-bit weights, or an FSDP that accelerate does not use here.
+    """
+    split, plugin = is_used(accelerator), accelerator.state.deepspeed_plugin
+    if plugin is not None and plugin.zero_stage == 3:
+        raise ConfigError(
+            "klamp train does not run under DeepSpeed's ZeRO-3",
+            got="zero_stage 3",
+            why="under it all processes load a model together, and klamp lets the main process load first",
+            fix="use zero_stage 2, or FSDP2; or klamp.trl in a script of your own, which was run under ZeRO-3",
+        )
+    copies = config.model.dtype == "bfloat16" and config.model.master_weights == "float32" and not config.model.lora_r
+    if copies and (split or plugin is not None):
+        raise ConfigError(
+            "float32 copies of 16-bit weights cannot be divided among processes by TRL",
+            got=f"dtype={config.model.dtype!r}, master_weights='float32'",
+            why="FSDP2 and DeepSpeed put their own weights into the optimizer in the place of the copies",
+            fix="set dtype='float32' or master_weights='none', or use backend='local', which divides them under FSDP2",
         )
 
 
