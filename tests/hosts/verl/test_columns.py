@@ -1,0 +1,120 @@
+"""What a batch of verl is given for its loss; `tests/engines/verl/test_driver.py` holds it against klamp's own loss."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from klamp.config import KLConfig
+from klamp.config.price import Price
+from klamp.errors import ConfigError, NonFiniteError
+from klamp.hosts.common.control import KLControl
+from klamp.hosts.common.loss import GATE_KL, KL_MASK, KL_SCALE, REFERENCE_LENGTH
+from klamp.hosts.verl.columns import BETA, RATE, Sampled, Settings, by_prompt, columns, for_all_rows
+from klamp.hosts.verl.names import IN_REWARD
+
+pytestmark = pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
+
+SETTINGS = Settings(loss_agg_mode="token-mean", group_size=2, beta=0.3, price=Price(beta=0.3), leave_one_out=False)
+LENGTHS = torch.tensor([3, 1, 2, 3])
+
+
+def sampled(seed: int = 0) -> Sampled:
+    """Two prompts with two completions each, next to each other in no order."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.arange(3) < LENGTHS[:, None]
+    old, ref = (torch.randn(4, 3, generator=generator, dtype=torch.float64) * mask for _ in range(2))
+    return Sampled(
+        responses=torch.tensor([[1, 2, 3], [2, 0, 0], [1, 1, 0], [3, 2, 1]]),
+        mask=mask.long(),
+        old=old,
+        ref=ref,
+        sampler=None,
+        advantages=torch.ones(4, 3, dtype=torch.float64) * mask,
+        rewards=torch.tensor([1.0, 0.0, 0.0, 1.0], dtype=torch.float64),
+        prompts=["b", "a", "b", "a"],
+    )
+
+
+def of(kl: KLConfig, settings: Settings = SETTINGS, tokenizer: Any = None) -> tuple[dict[str, torch.Tensor], Any]:
+    return columns(sampled(), KLControl(kl), tokenizer, settings)
+
+
+def k3(delta: torch.Tensor) -> torch.Tensor:
+    return torch.exp(-delta) - 1 + delta
+
+
+def test_the_gate_of_a_completion_is_the_kl_of_the_others_of_its_prompt() -> None:
+    kl = KLConfig(kl_clip_method="hard", kl_reference_length=5)
+    added, metrics = of(kl)
+    x = sampled()
+    own = (k3(x.old - x.ref) * x.mask).sum(-1)
+    torch.testing.assert_close(added[GATE_KL], own[[2, 3, 0, 1]])
+    assert added[REFERENCE_LENGTH].tolist() == [5.0] * 4 and metrics["kl/before_clip"] == pytest.approx(own.mean())
+    assert KL_MASK not in added and "advantages" not in added
+
+
+def test_what_carries_no_kl_is_marked_and_made_up_for() -> None:
+    added, metrics = of(KLConfig(kl_exclude_prefix=1))
+    assert added[KL_MASK].sum(-1).tolist() == [2, 0, 1, 2]
+    assert added[KL_SCALE].tolist() == [pytest.approx(9 / 5)] * 4
+    x, carried = sampled(), added[KL_MASK]
+    assert metrics["kl/k3"] == pytest.approx(float(k3(x.old - x.ref)[carried].mean()), rel=1e-6)
+    by_row, _ = of(KLConfig(kl_exclude_prefix=1), replace(SETTINGS, loss_agg_mode="seq-mean-token-mean"))
+    assert by_row[KL_SCALE].tolist() == [1.5, 1.0, 2.0, 1.5]
+
+
+def test_a_kl_in_the_reward_shifts_the_advantages_by_its_deviation_from_the_group() -> None:
+    kl = KLConfig(beta=0.3, kl_exclude_prefix=1, **IN_REWARD)  # pyright: ignore[reportArgumentType]
+    x = sampled()
+    carried = x.mask.bool() & (torch.arange(3) > 0)
+    spent = ((x.old - x.ref) * carried).sum(-1)
+    centred = spent - (spent + spent[[2, 3, 0, 1]]) / 2
+    for leave_one_out, factor in ((False, 1.0), (True, 2.0)):
+        added, _ = of(kl, replace(SETTINGS, leave_one_out=leave_one_out))
+        expected = (1 - 0.3 * factor * centred[:, None]) * x.mask
+        torch.testing.assert_close(added["advantages"], expected)
+
+
+def test_the_controller_takes_in_the_kl_of_the_step() -> None:
+    kl = KLConfig(beta=0.3, target_kl=0.01, kl_lr_guard=0.02)
+    control, alone = KLControl(kl), KLControl(kl)
+    x = sampled()
+    for _ in range(3):
+        beta = control.beta(0, 10)
+        assert beta == alone.beta(0, 10)
+        added, metrics = columns(x, control, None, replace(SETTINGS, beta=beta, price=Price(beta=beta)))
+        assert added[BETA].tolist() == [beta] * 4 and metrics["beta"] == metrics["beta/price"] == beta
+        alone.update(metrics["kl/k3"], metrics, x.rewards[[1, 3, 0, 2]].view(2, 2))
+        assert added[RATE].tolist() == [alone.rate_factor] * 4
+    assert control.controller.value != 0.3 and alone.rate_factor < 1
+    with pytest.raises(NonFiniteError):
+        columns(replace(x, ref=torch.full_like(x.ref, torch.nan)), control, None, SETTINGS)
+
+
+def test_without_a_known_price_none_is_logged() -> None:
+    assert "beta/price" not in of(KLConfig(target_kl=0.05), replace(SETTINGS, price=None))[1]
+
+
+def test_incomplete_groups_are_refused() -> None:
+    assert by_prompt(["b", "a", "b", "a"], 2).tolist() == [1, 3, 0, 2]
+    for prompts in (["a", "a", "a", "b"], ["a", "b", "c", "d"], ["a"] * 4):
+        with pytest.raises(ConfigError, match="not all in verl's batch") as caught:
+            by_prompt(prompts, 2)
+        assert caught.value.fix
+
+
+def test_rows_that_fill_up_carry_no_kl_and_the_beta_of_the_others() -> None:
+    added = {
+        BETA: torch.tensor([0.3, 0.3]),
+        KL_MASK: torch.ones(2, 3, dtype=torch.bool),
+        "advantages": torch.ones(2, 3),
+    }
+    real = torch.tensor([False, True, True])
+    found = for_all_rows(added, real, {"advantages": torch.full((3, 3), 7.0)})
+    assert found[BETA].tolist() == [pytest.approx(0.3)] * 3
+    assert found[KL_MASK].any(-1).tolist() == [False, True, True]
+    assert found["advantages"][:, 0].tolist() == [7.0, 1.0, 1.0]
