@@ -20,7 +20,7 @@ from klamp._version import __version__
 from klamp.diagnostics.metrics import METRICS
 from klamp.errors import RunFolderError
 from klamp.training.config import TrainConfig
-from klamp.training.observers import RunInfo
+from klamp.training.observers import RunInfo, RunSummary
 from klamp.training.runlog import RunLog, plain, versions
 from klamp.training.trainer import train_run
 
@@ -251,3 +251,17 @@ def test_cautions_are_written_with_the_steps_done_and_go_with_what_a_resumed_run
     log.on_warning("no template")
     written = [json.loads(line) for line in (tmp_path / "cautions.jsonl").read_text().splitlines()]
     assert written == [{"step": 0, "text": "no template"}, {"step": 1, "text": "no template"}]
+
+
+def test_a_disk_that_is_full_at_the_beginning_or_the_end_is_said(config_of, tmp_path, monkeypatch):
+    def full(file, text):
+        raise OSError(28, "No space left on device")
+
+    log = RunLog(SimpleNamespace(trackers=[]))
+    log.on_start(info(config_of(), tmp_path, 0))
+    monkeypatch.setattr("klamp.training.runlog.write_whole", full)
+    with pytest.raises(RunFolderError, match="No space left"):
+        RunLog(SimpleNamespace(trackers=[])).on_start(info(config_of(), tmp_path, 0))
+    summary = RunSummary(output_dir=tmp_path, steps=1, seconds=1.0, rl_skill="a", before={}, after={})
+    with pytest.raises(RunFolderError, match=r"(?s)any more.*No space left"):
+        log.on_end(summary)

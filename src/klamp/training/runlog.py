@@ -95,13 +95,13 @@ class RunLog(Observer):
         self.folder = info.output_dir
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            if not info.start_step:
+                write_whole(self.folder / CONFIG, yaml.safe_dump(plain(info.config), sort_keys=False))
+            write_whole(self.folder / VERSIONS, json.dumps(versions(), indent=2))
+            for name in (METRICS_FILE, COMPLETIONS, ANSWERS, ALARMS_FILE, CAUTIONS):
+                _keep_until(self.folder / name, info.start_step or -1)
         except OSError as error:
             raise unwritable(self.folder, f"{type(error).__name__}: {error}") from error
-        if not info.start_step:
-            write_whole(self.folder / CONFIG, yaml.safe_dump(plain(info.config), sort_keys=False))
-        write_whole(self.folder / VERSIONS, json.dumps(versions(), indent=2))
-        for name in (METRICS_FILE, COMPLETIONS, ANSWERS, ALARMS_FILE, CAUTIONS):
-            _keep_until(self.folder / name, info.start_step or -1)
         self.step = info.start_step
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -145,7 +145,10 @@ class RunLog(Observer):
             "after": dict(summary.after),
             "final_metrics": dict(summary.final_metrics),
         }
-        write_whole(self.folder / SUMMARY, json.dumps(content, indent=2))
+        try:
+            write_whole(self.folder / SUMMARY, json.dumps(content, indent=2))
+        except OSError as error:
+            raise lost(self.folder, error) from error
 
     def _append(self, name: str, row: Mapping[str, object]) -> None:
         assert self.folder is not None
