@@ -69,7 +69,7 @@ def test_the_controller_goes_with_the_checkpoint(tmp_path: Path, trainer: type[T
     driver = Driver(config(tmp_path))
     assert driver.control is not None
     driver.control.update(0.5)
-    trainer(driver, expected=tmp_path / "global_step_1" / "klamp.json")._save_checkpoint()
+    trainer(driver, expected=tmp_path / "global_step_1" / "klamp_state.json")._save_checkpoint()
     again = Driver(config(tmp_path))
     assert trainer(again)._load_checkpoint() == "loaded"
     assert again.control is not None and again.control.state_dict() == driver.control.state_dict()
@@ -95,7 +95,7 @@ def test_a_controller_of_the_reward_is_kept_too(tmp_path: Path, trainer: type[Tr
     control.update(0.5, 8)
     without = config(tmp_path, actor={"use_kl_loss": False})
     trainer(Driver(without), kl_ctrl_in_reward=control)._save_checkpoint()
-    assert set(json.loads((tmp_path / "global_step_1" / "klamp.json").read_text())) == {"reward"}
+    assert set(json.loads((tmp_path / "global_step_1" / "klamp_state.json").read_text())) == {"reward"}
     trainer(Driver(without), kl_ctrl_in_reward=fresh)._load_checkpoint()
     assert fresh.value == control.value
 

@@ -23,7 +23,7 @@ from klamp.hosts.verl.hooks import RewardController
 from klamp.hosts.verl.pricing import BASELINES, divides_by_std, price
 
 TRAINER = "verl.trainer.ppo.v1.trainer_base"
-STATE = "klamp.json"
+STATE = "klamp_state.json"
 """The file in a checkpoint of verl's that holds what klamp has to continue from."""
 READ = ("uid", "responses", "response_mask", "rm_scores", "old_log_probs", "ref_log_prob", "advantages")
 SAMPLER = "rollout_log_probs"
