@@ -16,6 +16,7 @@ from klamp.ablation.outcome import NUMBERS, Outcome, read_outcome
 from klamp.ablation.plan import Run, run_folder, runs
 from klamp.errors import TrainingStopped
 from klamp.training import checkpoint
+from klamp.training.backends import newest_policy
 
 CHANGING = ("seconds",)
 """Numbers that no seed fixes."""
@@ -134,7 +135,7 @@ def test_a_reward_that_fails_is_the_runs_outcome_and_is_tried_again(plan_with, t
 
 
 def test_any_error_is_an_outcome_that_says_what_it_was(run, tmp_path, monkeypatch, caplog) -> None:
-    monkeypatch.setattr("klamp.ablation.one_run.train_run", lambda *_: 1 / 0)
+    monkeypatch.setattr("klamp.ablation.one_run.trainer_of", lambda _: lambda *_: 1 / 0)
     outcome = perform(run, tmp_path, Told())
     assert outcome.error == "ZeroDivisionError: division by zero"
     assert "Traceback" in caplog.text, "the log has the rest"
@@ -154,3 +155,18 @@ def test_a_long_course_is_thinned_and_keeps_its_end() -> None:
     assert found["step"] == [float(i) for i in range(2, 2 * LONGEST_COURSE + 1, 2)]
     assert found["reward"][-1] == LONGEST_COURSE and found.keys() == {"step", "reward", "length"}
     assert course([]) == {name: [] for name in ("step", "reward", "length", "kl/k3")}
+
+
+def test_runs_by_trl_are_measured_alike_one_after_the_other(plan_with, tmp_path) -> None:
+    """All weights and an adapter; TRL's checkpoints count updates, and hold the model at their top."""
+    plan = plan_with(sweep={"lora_r": [0, 4]}, seeds=(0,), backend="trl", beta=0.05, learning_rate=5e-3)
+    for run in runs(plan):
+        outcome = perform(run, tmp_path, Told())
+        assert outcome.state == "done", outcome.error
+        assert outcome.numbers.keys() == NUMBERS.keys() and outcome.by_step["step"] == [1, 2, 3, 4]
+        assert outcome.numbers["kl/reverse"] > 1e-5 and outcome.by_step["kl/k3"][-1] > 0
+        assert run_folder(tmp_path, run) / "checkpoints" / "checkpoint-4" == newest_policy(run_folder(tmp_path, run))
+        (run_folder(tmp_path, run) / "outcome.json").unlink()
+        told = Told()
+        assert perform(run, tmp_path, told) == outcome, "measured again"
+        assert not [update for update in told if update.state == "running"], "and not trained again"

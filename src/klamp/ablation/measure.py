@@ -18,7 +18,7 @@ from klamp.core.masking import masked_sum
 from klamp.core.types import Direction
 from klamp.tasks import load_task
 from klamp.tasks.base import Example, Task
-from klamp.training import checkpoint
+from klamp.training.backends import newest_policy
 from klamp.training.completions import Completions, select
 from klamp.training.config import RolloutConfig, TrainConfig
 from klamp.training.models import end_tokens, load_model, load_tokenizer, with_adapter
@@ -178,7 +178,7 @@ def _sample(pair: Pair, sampler: Scorer, examples: Sequence[Example], uniforms: 
 
 
 def load_pair(config: TrainConfig, folder: Path) -> Pair:
-    """Load the policy from a run's newest checkpoint, and the model that the run started from.
+    """Load the policy from a run's newest checkpoint, klamp's own or TRL's, and the model that the run started from.
 
     With an adapter the starting model is the policy with it switched off, so that there is no second set of weights.
 
@@ -186,8 +186,7 @@ def load_pair(config: TrainConfig, folder: Path) -> Pair:
         ModelError: either cannot be loaded.
     """
     device = torch.device("cpu") if on_cpu(config) else torch.accelerator.current_accelerator() or torch.device("cpu")
-    model, task, saved = config.model, config.task.task, checkpoint.checkpoints(folder)
-    policy_folder = saved[-1] / "policy" if saved else None
+    model, task, policy_folder = config.model, config.task.task, newest_policy(folder)
 
     def loaded(spec: str) -> PreTrainedModel:
         return load_model(spec, model.dtype, task=task).to(device)  # pyright: ignore[reportArgumentType]

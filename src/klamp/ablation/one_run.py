@@ -18,10 +18,9 @@ from klamp.ablation.outcome import Outcome, write_outcome
 from klamp.ablation.plan import Run, run_folder
 from klamp.diagnostics.doctor import Finding
 from klamp.errors import KlampError, TrainingStopped
-from klamp.training import checkpoint
-from klamp.training.folders import CONFIG, METRICS_FILE, SUMMARY, lines_of, number_of
+from klamp.training.backends import newest_policy, trainer_of
+from klamp.training.folders import CONFIG, METRICS_FILE, SUMMARY, lines_of
 from klamp.training.observers import Observer, RunInfo
-from klamp.training.trainer import train_run
 
 log = logging.getLogger(__name__)
 
@@ -113,11 +112,12 @@ def _trained_and_measured(run: Run, own: Path, told: _Told) -> Outcome:
 
 def _trained(run: Run, own: Path, told: _Told) -> Mapping[str, Any]:
     """The summary of the training; where the training was done before, it is read and not repeated."""
-    saved = checkpoint.checkpoints(own)
-    if (own / SUMMARY).exists() and saved and number_of(saved[-1]) >= run.config.run.max_steps:
-        return json.loads((own / SUMMARY).read_text(encoding="utf-8"))
+    if (own / SUMMARY).exists() and newest_policy(own) is not None:
+        summary = json.loads((own / SUMMARY).read_text(encoding="utf-8"))
+        if summary["steps"] >= run.config.run.max_steps:
+            return summary
     settings = replace(run.config.run, output_dir=str(own), resume=(own / CONFIG).exists())
-    return vars(train_run(replace(run.config, run=settings), [told]))
+    return vars(trainer_of(settings.backend)(replace(run.config, run=settings), [told]))
 
 
 def course(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:

@@ -15,12 +15,16 @@ from klamp.config.kl import resolve_aliases
 from klamp.errors import ConfigError, KlampError
 from klamp.training.config import TrainConfig, field_owners
 from klamp.training.folders import RUNS
+from klamp.training.sections import Backend
 
 KL_PROMPTS = 256
 """Held-out prompts of each skill that a trained policy's KL is measured on, where there are as many."""
 
 LONGEST_NAME = 100
 """Characters of an arm that a folder's name keeps."""
+
+MEASURED: tuple[Backend, ...] = ("local", "trl")
+"""The backends whose runs can be measured afterwards."""
 
 OWNED: Mapping[str, str] = {
     "seed": "the plan's seeds: --seeds 3, or `seeds: [0, 1, 2]` in the plan",
@@ -250,11 +254,12 @@ def _config(base: Mapping[str, Any], arm: Arm, seed: int) -> TrainConfig:
         config = TrainConfig.from_flat({**base, **own, "seed": seed})
     except ConfigError as error:
         raise named(error, f"the arm {arm.name!r}") from error
-    if config.run.backend != "local":
+    if config.run.backend not in MEASURED:
         raise ConfigError(
             "an ablation runs on this machine or on a Ray cluster",
             got=f"backend={config.run.backend!r} in the arm {arm.name!r}",
-            why="it measures the exact KL over the whole vocabulary on the checkpoints of klamp's own loop",
+            why="it measures the exact KL over the whole vocabulary, on checkpoints that hold a model as it is loaded: "
+            "those of klamp's own loop, and TRL's",
             fix=f"leave backend out, or run the arms one by one with klamp train --backend {config.run.backend}",
         )
     return config

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 from rich.console import Console
@@ -11,11 +11,8 @@ from klamp.cli.arguments import TrainRequest, parse_train
 from klamp.cli.describe import resume_command
 from klamp.cli.errors import is_main_process
 from klamp.errors import ConfigError, TrainingStopped
-from klamp.training.config import TrainConfig
-from klamp.training.observers import Observer, RunSummary
+from klamp.training.backends import Runner, trainer_of
 from klamp.training.sections import Backend
-
-Runner = Callable[[TrainConfig, Sequence[Observer]], RunSummary]
 
 
 def run(argv: Sequence[str], *, console: Console | None = None, runner: Runner | None = None) -> int:
@@ -91,15 +88,7 @@ def _trainer(console: Console, backend: Backend) -> Runner:
         from huggingface_hub.utils import enable_progress_bars
         from transformers.utils import logging
 
-        if backend == "tinker":
-            from klamp.training.service.train import train_run
-        elif backend == "trl":
-            from klamp.training.in_trl.train import train_run
-        elif backend == "verl":
-            from klamp.training.in_verl.train import train_run
-        else:
-            from klamp.training.trainer import train_run
-
+        trains = trainer_of(backend)
         logging.disable_progress_bar()  # a bar per checkpoint would tear the display apart
         enable_progress_bars()  # downloads keep theirs: they come before it
-    return train_run
+    return trains
