@@ -64,7 +64,7 @@ def test_the_example_runs_offline(default_base_model, capsys):
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     rows = module.main(["--local", "--steps", "3", "--prompts", "2"])
-    assert [row["kl/k3"] > 0 for row in rows] == [False, True, True]
+    assert [row["kl/k3"] > 1e-6 for row in rows] == [False, True, True], "requests are scored in batches of any size"
     assert "requests asample 18, forward_backward 2, optim_step 1" in capsys.readouterr().out
     (row,) = module.main(["--local", "--steps", "1", "--prompts", "2", "--kl-coef", "0"])
     assert row.keys() == {"reward"}
