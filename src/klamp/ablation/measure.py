@@ -18,12 +18,12 @@ from klamp.core.masking import masked_sum
 from klamp.core.types import Direction
 from klamp.tasks import load_task
 from klamp.tasks.base import Example, Task
-from klamp.training.backends import newest_policy
 from klamp.training.completions import Completions, select
 from klamp.training.config import RolloutConfig, TrainConfig
 from klamp.training.models import end_tokens, load_model, load_tokenizer, with_adapter
 from klamp.training.probe import probe
 from klamp.training.references import AdapterOffReference, FrozenReference, LocalReference
+from klamp.training.runners import newest_policy
 from klamp.training.sampling import encode_prompts, generate, uniform_numbers
 from klamp.training.scorer import Ask, ExactKL, Scorer
 from klamp.training.setup import on_cpu

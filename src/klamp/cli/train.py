@@ -11,7 +11,7 @@ from klamp.cli.arguments import TrainRequest, parse_train
 from klamp.cli.describe import resume_command
 from klamp.cli.errors import is_main_process
 from klamp.errors import ConfigError, TrainingStopped
-from klamp.training.backends import Runner, trainer_of
+from klamp.training.runners import Runner, trainer_of
 from klamp.training.sections import Backend
 
 

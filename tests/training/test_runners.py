@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from klamp.training.backends import newest_policy, trainer_of
+from klamp.training.runners import newest_policy, trainer_of
 
 
 @pytest.mark.parametrize(
