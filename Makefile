@@ -13,10 +13,12 @@ WORKERS     ?= 2
 PYTEST_ARGS ?=
 DEMO_ARGS   ?=
 LANGUAGE_ARGS ?=
+MUTANTS_ARGS ?=
+LICENCES_ARGS ?=
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install demo demo-language test test-slow test-language test-report test-verl test-unsloth test-vllm test-oldest test-wheel test-pythons lint format docs pytest clean distclean
+.PHONY: help install demo demo-language test test-slow test-language test-report test-verl test-unsloth test-vllm test-oldest test-wheel test-pythons mutants lock licences advisories lint format docs pytest clean distclean
 
 help:
 	@echo "make demo    make the environment, train on the built-in task, write the run's report"
@@ -31,6 +33,10 @@ help:
 	@echo "make test-oldest    with the oldest versions of torch, TRL, Tinker and the rest that klamp declares, likewise"
 	@echo "make test-wheel     the wheel as pip installs it, with nothing but what it asks for"
 	@echo "make test-pythons   the wheel on the other Pythons that klamp declares; one that is not here is passed over"
+	@echo "make mutants   small mistakes put into core, config and hosts/common: which do the tests notice? (MUTANTS_ARGS='--number 50')"
+	@echo "make licences   what is installed in the environment, and under which licence; fails on one that is unknown or not allowed"
+	@echo "make advisories   known weaknesses of the pinned versions, by pip-audit; says so where it reaches no database"
+	@echo "make lock    the hashes of the pinned files, written to requirements-dev.lock"
 	@echo "make lint    ruff, spelling, pyright and the import contracts"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make docs    build the documentation into site/; fails on an undocumented public name"
@@ -97,7 +103,7 @@ pytest: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile $(SLOW:%=--ignore=%) --ignore=tests/browser --ignore=tests/language --ignore=tests/packaging $(PYTEST_ARGS)
 
 # Whole programs, whole runs, and what compiles or measures memory: each file takes a quarter of a minute or more.
-SLOW := tests/examples tests/benchmarks tests/tasks/test_filler_model.py tests/audit/test_trl.py \
+SLOW := tests/examples tests/benchmarks tests/contracts/test_credentials.py tests/tasks/test_filler_model.py tests/audit/test_trl.py \
 	tests/ablation/test_cluster.py tests/ablation/test_execute.py tests/ablation/test_one_run.py tests/ablation/test_measure.py \
 	tests/core/test_linear.py tests/core/test_linear_triton.py tests/hosts/trl/test_processes.py \
 	tests/training/test_processes.py tests/training/test_alarms.py tests/training/test_controls.py tests/training/test_resume.py \
@@ -106,7 +112,7 @@ SLOW := tests/examples tests/benchmarks tests/tasks/test_filler_model.py tests/a
 	tests/training/service/test_train.py tests/training/service/test_trainer.py tests/training/service/test_update.py \
 	tests/training/test_sharded_processes.py tests/training/test_updates.py tests/training/test_where_it_ends.py \
 	tests/training/test_planted_runs.py tests/verify/test_gates.py tests/verify/test_exclusions.py \
-	tests/verify/test_answers_convergence.py tests/verify/proofs/test_placement.py
+	tests/verify/test_answers_convergence.py tests/verify/proofs/test_placement.py tests/reliability/test_compile.py tests/reliability/test_hundred_kills.py
 
 test-slow: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist load $(SLOW) $(PYTEST_ARGS)
@@ -140,6 +146,23 @@ test-wheel: $(READY)
 test-pythons: $(READY)
 	scripts/wheel_environments.sh python3.12 python3.13
 	$(BIN)/pytest tests/packaging/test_pythons.py $(PYTEST_ARGS)
+
+# Cosmic Ray makes the mistakes; what it runs tests with (a database, a server) is not needed.
+COSMIC_RAY := $(VENV)/.installed-cosmic-ray
+
+$(COSMIC_RAY): $(READY)
+	$(PIP) --no-deps cosmic-ray parso stevedore --constraint constraints.txt
+	touch $@
+
+mutants: $(COSMIC_RAY)
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/mutants.py $(MUTANTS_ARGS)
+
+# What comes from others; pip-audit gets an environment of its own, build/audit.
+lock advisories: $(READY)
+	$(BIN)/python scripts/supply_chain.py $@
+
+licences: $(READY)
+	$(BIN)/python scripts/supply_chain.py licences $(LICENCES_ARGS)
 
 clean:
 	rm -rf build dist site .pytest_cache .ruff_cache .hypothesis .import_linter_cache

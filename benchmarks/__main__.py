@@ -14,10 +14,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import controllers, exact, heads, language, overhead, page, profiles, references, scale, step
+from benchmarks import (
+    controllers,
+    exact,
+    gpu,
+    heads,
+    language,
+    over_floor,
+    overhead,
+    page,
+    profiles,
+    references,
+    scale,
+    step,
+    waits,
+)
 from benchmarks.records import RESULTS, Benchmark, markdown, measure, save
 
-MODULES = (heads, exact, step, overhead, scale, profiles, references, language, controllers)
+MODULES = (heads, exact, step, over_floor, overhead, scale, profiles, references, language, waits, controllers, gpu)
 BENCHMARKS: dict[str, Benchmark] = {module.BENCHMARK.name: module.BENCHMARK for module in MODULES}
 
 
@@ -49,7 +63,8 @@ def main() -> None:
         return
     controlled = partial(controllers.run, targets=tuple(given.targets), seeds=given.seeds)
     chosen = BENCHMARKS | {controllers.BENCHMARK.name: replace(controllers.BENCHMARK, run=controlled)}
-    for benchmark in chosen.values() if given.name == "all" else [chosen[given.name]]:
+    every = [each for name, each in chosen.items() if name != gpu.BENCHMARK.name]
+    for benchmark in every if given.name == "all" else [chosen[given.name]]:
         record = measure(benchmark, quick=given.quick)
         print(json.dumps(record, indent=1) if given.json else markdown(record, benchmark), flush=True)
         if given.record:

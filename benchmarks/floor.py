@@ -57,14 +57,22 @@ def one(
 
     sizes = Shape(**shape)
     products = _Products(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), sizes, lora_r)
-    found: dict[str, list[float]] = {name: [] for name in PHASES}
+    found: dict[str, list[float]] = {name: [] for name in PHASES if name != "reference" or reference}
+    cpu: list[float] = []
     with torch.no_grad():
         for _ in range(repeats):
-            for name in PHASES:
-                if name != "reference" or reference:
-                    found[name].append(_seconds(getattr(products, name)))
-    whole = [sum(values) for values in zip(*(found[name] for name in PHASES if found[name]), strict=True)]
-    return {"tokens": sizes.tokens, "seconds": whole, "phases": found, "shape": asdict(sizes), "lora_r": lora_r}
+            began = time.process_time()
+            for name, seconds in found.items():
+                seconds.append(_seconds(getattr(products, name)))
+            cpu.append(time.process_time() - began)
+    return {
+        "tokens": sizes.tokens,
+        "seconds": [sum(values) for values in zip(*found.values(), strict=True)],
+        "cpu_seconds": cpu,
+        "phases": found,
+        "shape": asdict(sizes),
+        "lora_r": lora_r,
+    }
 
 
 def _seconds(run: Callable[[], object]) -> float:
@@ -90,6 +98,9 @@ class _Products:
         most = max(shape.tokens + shape.prompts * shape.prompt, shape.rows)
         self.narrow = torch.randn(most, lora_r)
         self.inputs = {width: torch.randn(most, width) for w in (*self.weights, self.head) for width in w.shape}
+        heads, longest = self.config.num_attention_heads, shape.prompt + shape.completion
+        width = getattr(self.config, "head_dim", None) or self.config.hidden_size // heads
+        self.attended = torch.randn(3, max(shape.prompts, shape.rows), heads, longest, width)
 
     def prompts(self) -> None:
         """Run the distinct prompts once, before decoding."""
@@ -157,10 +168,10 @@ class _Products:
         import torch
         from torch.nn.functional import scaled_dot_product_attention as attend
 
-        heads = self.config.num_attention_heads
-        width = getattr(self.config, "head_dim", None) or self.config.hidden_size // heads
         sizes: Sequence[int] = (queries, keys, keys)
-        q, k, v = (torch.randn(rows, heads, size, width, requires_grad=backward) for size in sizes)
+        q, k, v = (x[:rows, :, :size].detach() for x, size in zip(self.attended, sizes, strict=True))
+        for x in (q, k, v):
+            x.requires_grad_(backward)
         for _ in range(self.config.num_hidden_layers):
             if backward:
                 with torch.enable_grad():

@@ -27,13 +27,14 @@ def run(quick: bool) -> dict[str, Any]:
     size, dtypes = SIZES[quick], DTYPES[: 1 if quick else 2]
     found: dict[str, Any] = {}
     for dtype in dtypes:
-        runs = {case: partial(_one, case, dtype, size, 2 if quick else REPEATS) for case in CASES}
+        runs = {case: partial(one, case, dtype, size, 2 if quick else REPEATS) for case in CASES}
         measured = rounds(runs, 1 if quick else ROUNDS)
         found[dtype] = {case: pooled(results) for case, results in measured.items()}
     return {"size": dict(zip(("rows", "width", "vocab"), size, strict=True)), "heads": found}
 
 
-def _one(case: str, dtype: str, size: tuple[int, int, int], repeats: int) -> dict[str, Any]:
+def one(case: str, dtype: str, size: tuple[int, int, int], repeats: int) -> dict[str, Any]:
+    """A case in a process of its own, on the part of the rows that fits."""
     rows = size[0] // KL_ROWS if case == "naive kl" else size[0]
     arguments = {"case": case, "dtype": dtype, "size": (rows, *size[1:]), "repeats": repeats}
     return isolated("benchmarks.head_cases:one", arguments)

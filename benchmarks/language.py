@@ -60,16 +60,8 @@ def run(quick: bool) -> dict[str, Any]:
         found = rounds(chosen, 1 if quick else 2)
     return {
         "shape": shape,
-        "runs": [{"case": name} | _pooled(results) for name, results in found.items()],
+        "runs": [{"case": name} | pooled(results) for name, results in found.items()],
     }
-
-
-def _pooled(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    if "phases" not in results[0]:
-        return pooled(results)
-    phases = {name: [v for r in results for v in r["phases"][name]] for name in results[0]["phases"]}
-    seconds = [value for result in results for value in result["seconds"]]
-    return dict(results[0]) | {"seconds": seconds, "phases": phases, "load": max(result["load"] for result in results)}
 
 
 def write_setting(folder: Path) -> tuple[str, str, int]:

@@ -100,12 +100,14 @@ def rounds(runs: Mapping[str, Callable[[], dict[str, Any]]], count: int) -> dict
 
 
 def pooled(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The runs of one case as one: all seconds, the highest memory, the highest load."""
+    """The runs of one case as one: all seconds, the highest memory, the highest load; a floor has no memory."""
     found = dict(results[0])
     for name in ("seconds", "cpu_seconds"):
         found[name] = [value for result in results for value in result[name]]
-    for name in ("extra_mib", "load"):
+    for name in {"extra_mib", "load"} & found.keys():
         found[name] = max(result[name] for result in results)
+    if "phases" in found:
+        found["phases"] = {name: [v for result in results for v in result["phases"][name]] for name in found["phases"]}
     return found
 
 

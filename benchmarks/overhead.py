@@ -10,10 +10,11 @@ from typing import Any
 from benchmarks.measure import middle, pooled, spread
 from benchmarks.plots import Panel, draw
 from benchmarks.records import Benchmark, table, verdict
-from benchmarks.step import SHAPES, TRAINERS
+from benchmarks.step import SHAPES
 from benchmarks.step_runs import BETA, COMPLETION, GROUP, Setting, write_setting
 from benchmarks.turns import in_turn
 
+TRAINERS = ("trl", "klamp")
 TARGET = 2 / 3
 WARMUP = 2
 SETS = {True: 1, False: 3}

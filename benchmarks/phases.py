@@ -23,7 +23,7 @@ RULES: dict[str, Sequence[Rule]] = {
         ("training/checkpoint.py", "save", "outside"),
         ("training/sampling.py", "generate", "generation"),
         ("training/rollouts.py", "rewards_of", "reward"),
-        ("training/scorer.py", "_exact", "exact KL"),
+        ("scoring/scorer.py", "_exact", "exact KL"),
         ("training/rollouts.py", "_with_reference", "reference"),
         ("training/rollouts.py", "_with_policy_pass", "policy, before the loss"),
         ("torch/_tensor.py", "backward", "backward"),

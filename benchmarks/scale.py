@@ -60,7 +60,7 @@ def run(quick: bool) -> dict[str, Any]:
 
 
 def _steps(folder: Path, quick: bool, group: int, prompt: int) -> list[dict[str, Any]]:
-    """One group per step, with both trainers."""
+    """One group per step, with every trainer."""
     settings = {"group": group, "prompts_per_step": 1, "steps": 3 if quick else 4, "warmup": 1}
     runs = measured(folder, MODEL[quick], prompt, count=1, settings=settings)
     return [seen | {"theme": "step", "case": seen["trainer"]} for seen in runs]

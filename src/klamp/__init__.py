@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # what type checkers, editors and the documentation see; _HOM
     from klamp import errors as errors
     from klamp.config import KLConfig, LossConfig, build_objective, preset
     from klamp.core.advantages import group_advantages
+    from klamp.core.beta_rules import adaptive_kl_coefficient
     from klamp.core.clipping import clip_kl, kl_budget
     from klamp.core.controllers import (
         DualController,
@@ -50,6 +51,7 @@ __all__ = [
     "StepController",
     "Totals",
     "__version__",
+    "adaptive_kl_coefficient",
     "build_objective",
     "check_sync",
     "clip_kl",
@@ -79,6 +81,7 @@ _HOMES = {
     "ProportionalController": "core.controllers",
     "StepController": "core.controllers",
     "Totals": "core.masking",
+    "adaptive_kl_coefficient": "core.beta_rules",
     "build_objective": "config",
     "check_sync": "hosts.common.sync",
     "clip_kl": "core.clipping",

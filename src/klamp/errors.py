@@ -12,7 +12,7 @@
     ├── ModelError             (ValueError)         a model or tokenizer that cannot be used
     ├── RunFolderError         (FileExistsError)    an output folder that would be overwritten or cannot be resumed
     ├── TrainingStopped        (RuntimeError)       training ended before its last step; the state is saved
-    ├── TrainerFailed          (RuntimeError)       a trainer that klamp started ended early, or stopped answering
+    ├── TrainerFailed          (RuntimeError)       a process or program that trains ended early, or stopped answering
     └── UnsupportedVersion     (ImportError)        a host library outside the range that klamp was tested with
         └── MissingLibrary                          a library that is not installed; names the extra that brings it
 
@@ -30,9 +30,29 @@ from difflib import get_close_matches
 from importlib import metadata
 from typing import Any
 
+LONGEST_VALUE = 200
+"""Characters of a wrong value that a message shows."""
+URL = re.compile(r"([A-Za-z][\w+.-]*://)(\S+)")
+"""A URL in a text, up to the next space."""
+HOST = re.compile(r"(\[[\da-fA-F:.]+\]|[\w.-]*)(:\d*)?")
+"""What a URL names without a user: a host, and perhaps a port."""
+
+
+def without_credentials(text: str) -> str:
+    """A text whose URLs have no user, no password and no query; one whose parts cannot be told apart loses more."""
+    return URL.sub(_shown, text)
+
+
+def _shown(found: re.Match[str]) -> str:
+    scheme, rest = found.groups()
+    host = re.split("[/?#]", rest, maxsplit=1)[0]
+    if not HOST.fullmatch(host):
+        rest = rest.rpartition("@")[2]
+    return scheme + re.sub(r"\?[^\s'\"<>)\]},]*", "", rest)
+
 
 class KlampError(Exception):
-    """Root of every klamp error; its text reads what / got / why / fix.
+    """Root of every klamp error; its text reads what / got / why / fix, with no credentials of a URL in it.
 
     Args:
         what: one sentence that says what is wrong.
@@ -42,6 +62,9 @@ class KlampError(Exception):
     """
 
     def __init__(self, what: str, *, got: object = None, why: str = "", fix: str = "") -> None:
+        what, why, fix = map(without_credentials, (what, why, fix))
+        shown = without_credentials(str(got))
+        got = got if shown == str(got) else shown
         self.what, self.got, self.why, self.fix = what, got, why, fix
         parts = [what]
         if got is not None:
@@ -111,7 +134,7 @@ class TrainingStopped(KlampError, RuntimeError):
 
 
 class TrainerFailed(KlampError, RuntimeError):
-    """A program that trains, which klamp started, ended before its last step or stopped answering; quotes its log."""
+    """A process of a run, or a program that klamp started to train, ended before its last step or stopped answering."""
 
 
 class UnsupportedVersion(KlampError, ImportError):
@@ -184,7 +207,12 @@ def unknown_name(kind: str, name: object, known: Iterable[str], *, why: str = ""
     names = sorted(known)
     nearest = get_close_matches(str(name), names, n=1, cutoff=0.5)
     fix = f"did you mean {nearest[0]!r}?" if nearest else f"choose one of: {', '.join(names)}"
-    return UnknownNameError(f"unknown {kind}", got=repr(name), why=why or f"known: {', '.join(names)}", fix=fix)
+    return UnknownNameError(f"unknown {kind}", got=brief(repr(name)), why=why or f"known: {', '.join(names)}", fix=fix)
+
+
+def brief(text: str) -> str:
+    """A text for a message, cut where it is too long to be read."""
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
 
 
 def missing_library(library: str, *, by: str, instead: str = "") -> MissingLibrary:

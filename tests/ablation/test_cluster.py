@@ -8,9 +8,11 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -172,7 +174,7 @@ def test_ctrl_c_lets_the_step_end_and_the_run_goes_on_from_there(
 def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UnsupportedVersion, match=r"pip install 'klamp\[ray\]'"):
-        load_ray()
+        load_ray("local")
 
 
 def test_an_address_that_nothing_answers_at_is_named() -> None:
@@ -207,7 +209,11 @@ def test_a_host_that_does_not_listen_is_told_before_ray_waits_for_it(address: st
 
 def test_a_cluster_that_was_there_is_left_alone_and_an_own_one_ends() -> None:
     calls: list[Any] = []
-    fake = SimpleNamespace(init=lambda **given: calls.append(given), shutdown=lambda: calls.append("shutdown"))
+    fake = SimpleNamespace(
+        init=lambda **given: calls.append(given),
+        shutdown=lambda: calls.append("shutdown"),
+        util=SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1"),
+    )
     with connected(SimpleNamespace(is_initialized=lambda: True, **vars(fake)), "auto"):
         pass
     assert calls == []
@@ -216,6 +222,49 @@ def test_a_cluster_that_was_there_is_left_alone_and_an_own_one_ends() -> None:
         assert calls[0]["log_to_driver"] is False
     assert calls[1:] == ["shutdown"]
     assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
+
+
+def test_an_own_cluster_that_would_listen_to_other_machines_is_refused_and_ended() -> None:
+    calls: list[str] = []
+    fake = SimpleNamespace(
+        __version__="99",
+        is_initialized=lambda: False,
+        init=lambda **_: calls.append("init"),
+        shutdown=lambda: calls.append("shutdown"),
+        util=SimpleNamespace(get_node_ip_address=lambda: "192.0.2.7"),
+    )
+    with pytest.raises(ConfigError, match="would listen to other machines") as error, connected(fake, "local"):
+        pass
+    assert "Ray 99 at 192.0.2.7" in str(error.value)
+    assert calls == ["init", "shutdown"]
+
+
+@pytest.mark.parametrize("imported", ["import ray", ""], ids=["ray_was_imported", "ray_was_not"])
+def test_an_own_cluster_is_reached_from_this_machine_only_and_asks_for_a_token(imported: str, tmp_path: Path) -> None:
+    program = f"""{imported}
+import json, os
+import psutil
+from klamp.ablation.cluster import connected, load_ray
+ray = load_ray("local")
+with connected(ray, "local"):
+    ray.get(ray.remote(lambda: None).remote(), timeout=60)
+    own = psutil.Process()
+    every = [each for process in [own, *own.children(recursive=True)] for each in process.net_connections("inet")]
+    found = {{each.laddr.ip.removeprefix("::ffff:") for each in every if each.status == "LISTEN"}}
+from ray._private.ray_constants import ENABLE_RAY_CLUSTER
+left = [ENABLE_RAY_CLUSTER, os.environ.get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")]
+print(json.dumps([sorted(found), os.environ.get("RAY_AUTH_MODE"), left]))
+"""
+    removed = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+    environment = {name: value for name, value in os.environ.items() if name not in removed}
+    environment |= {"HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout.splitlines()[-1]) == [["127.0.0.1"], "token", [True, None]]
+    if find_spec("ray._private.authentication"):  # from 2.52 on
+        assert (tmp_path / ".ray" / "auth_token").read_text()
 
 
 @pytest.mark.parametrize("wrong", [{"cpus_per_run": 0}, {"gpus_per_run": -1}, {"retries": -1}])

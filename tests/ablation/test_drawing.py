@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from tests.ablation.figures import means, points, whiskers
 
@@ -13,6 +15,7 @@ from klamp.ablation.drawing import (
     join_means,
     named,
     new_figure,
+    save,
     show_decades,
     style,
     tidy,
@@ -105,3 +108,19 @@ def test_a_tidy_diagram_has_labels_and_no_box() -> None:
     tidy(axes, x="beta", y="nats", title="KL")
     assert (axes.get_xlabel(), axes.get_ylabel(), axes.get_title()) == ("beta", "nats", "KL")
     assert [side for side, spine in axes.spines.items() if not spine.get_visible()] == ["right", "top"]
+
+
+def test_a_figure_is_written_for_screens_and_for_papers_with_the_same_bytes_each_time(tmp_path: Path) -> None:
+    def write(folder: Path) -> list[bytes]:
+        folder.mkdir()
+        figure = new_figure(3, 2)
+        tidy(figure.subplots(), x="step", y="reward", title="KL(policy‖start)")
+        files = save(figure, folder / "picture.png", dpi=80)
+        assert [file.name for file in files] == ["picture.png", "picture.pdf", "picture.svg"]
+        return [file.read_bytes() for file in files]
+
+    first, again = write(tmp_path / "a"), write(tmp_path / "b")
+    assert first == again
+    _, pdf, svg = first
+    assert pdf.startswith(b"%PDF") and b"/Type3" not in pdf, "letters as fonts, which publishers ask for"
+    assert b"<svg" in svg and b"dc:date" not in svg

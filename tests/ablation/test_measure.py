@@ -12,14 +12,14 @@ from tests.training.conftest import TINY, disturb, stored, tiny_llama
 
 from klamp.ablation import measure as module
 from klamp.ablation.measure import Pair, load_pair, measure, numbers_of
+from klamp.scoring.probe import probe
+from klamp.scoring.scorer import Scorer
 from klamp.tasks import arithmetic_tokenizer
 from klamp.tasks.base import Example, Task
 from klamp.training import checkpoint
 from klamp.training.config import RolloutConfig, TrainConfig
 from klamp.training.models import end_tokens, load_model
-from klamp.training.probe import probe
 from klamp.training.references import FrozenReference
-from klamp.training.scorer import Scorer
 from klamp.training.trainer import train_run
 
 TEMPERATURE = 0.8

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from klamp.ablation.outcome import OUTCOME, Outcome, read_outcome, write_outcome
@@ -41,3 +44,13 @@ def test_a_damaged_file_is_named(tmp_path, text) -> None:
         read_outcome(tmp_path)
     error = caught.value
     assert str(tmp_path / OUTCOME) in str(error.got) and error.why and "delete that file" in error.fix
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"seed": "0"}, {"numbers": [1.0]}, {"before": {"addition": "good"}}, {"by_step": {"step": 3}}, {"arm": None}],
+)
+def test_a_field_of_another_type_is_refused_by_name(tmp_path: Path, change: dict[str, object]) -> None:
+    (tmp_path / "outcome.json").write_text(json.dumps({"run": "a", "arm": "a", "seed": 0, **change}))
+    with pytest.raises(DataError, match=f"TypeError: {next(iter(change))} is "):
+        read_outcome(tmp_path)

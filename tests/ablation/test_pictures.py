@@ -15,6 +15,7 @@ from tests.ablation.outcomes import BEFORE, failed, outcome, sweep
 from klamp.ablation.pictures import draw_courses, draw_forgetting, draw_frontier, write_pictures
 from klamp.ablation.statistics import rank_correlation
 
+FORMATS = (".png", ".pdf", ".svg")
 BETAS = [{"beta": 0.0}, {"beta": 0.001}, {"beta": 0.01}, {"beta": 0.1}]
 
 
@@ -47,7 +48,7 @@ def test_two_runs_have_no_rank_correlation_and_the_title_says_so() -> None:
     assert figure.axes[0].get_title() == "no rank correlation (2 runs)"
 
 
-def test_courses_are_means_with_a_band_and_beta_zero_has_no_kl() -> None:
+def test_courses_are_means_with_a_band_and_beta_zero_has_a_mark_for_its_kl() -> None:
     runs = sweep(BETAS[:2], steps=5)
     figure = draw_courses(runs)
     assert figure is not None
@@ -59,8 +60,21 @@ def test_courses_are_means_with_a_band_and_beta_zero_has_no_kl() -> None:
     for band, seeds in zip(reward.collections, of_arm, strict=True):
         drawn = band.get_paths()[0].vertices[:, 1]
         assert (min(drawn), max(drawn)) == pytest.approx((np.min(seeds), np.max(seeds)))
-    assert [len(line.get_xdata()) for line in kl.lines] == [0, 5]
+    assert [len(line.get_xdata()) for line in kl.lines] == [1, 5]
+    assert (kl.lines[0].get_xdata()[0], kl.lines[0].get_marker()) == (5, "o"), "after the last step"
+    assert kl.lines[0].get_ydata()[0] == pytest.approx(np.mean([run.numbers["kl/reverse"] for run in runs[:3]]))
+    assert kl.get_title() == "mark: exact, after training (none was logged)" and reward.get_title() == ""
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["beta=0.0", "beta=0.001"], "every arm"
     assert (kl.get_ylabel(), length.get_ylabel()) == ("KL, k3 (nats/token)", "length (tokens)")
+
+
+def test_what_an_arm_has_nothing_of_is_said() -> None:
+    course = {"step": [1, 2], "reward": [0.1, 0.2], "kl/k3": [0.1, 0.2]}
+    figure = draw_courses([outcome("a", by_step=course), outcome("b", by_step={"step": [1, 2]}, numbers={})])
+    assert figure is not None
+    assert [axes.get_title() for axes in figure.axes] == ["no data: b", "no data: b"]
+    every = draw_courses([outcome("a", by_step={"step": [1, 2], "reward": [0.1, 0.2]})])
+    assert every is not None and len(every.axes) == 2, "the KL of beta 0 alone is a panel too"
 
 
 def test_a_course_keeps_to_the_steps_that_most_seeds_have() -> None:
@@ -102,7 +116,8 @@ def test_nothing_makes_them_fail(name: str, tmp_path: Path) -> None:
     before = dict(mpl.rcParams)
     written = write_pictures(HARD[name], tmp_path)
     assert "sweep.png" in [file.name for file in written]
-    for file in written:
+    assert {file.suffix for file in written} == {".png", ".pdf", ".svg"}
+    for file in (each for each in written if each.suffix == ".png"):
         image = imread(file)
         assert min(image.shape[:2]) > 300
         assert image[..., :3].std() > 0.02, "something was drawn"
@@ -117,7 +132,8 @@ def test_without_a_run_that_was_done_there_is_no_picture(tmp_path: Path) -> None
 
 def test_all_four_are_written(tmp_path: Path) -> None:
     written = write_pictures(sweep(BETAS), tmp_path)
-    assert [file.name for file in written] == ["frontier.png", "sweep.png", "forgetting.png", "courses.png"]
+    names = [f"{name}{ending}" for name in ("frontier", "sweep", "forgetting", "courses") for ending in FORMATS]
+    assert [file.name for file in written] == names
     assert all(file.stat().st_size > 10_000 for file in written)
 
 

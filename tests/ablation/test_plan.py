@@ -108,6 +108,14 @@ def test_a_service_is_refused() -> None:
     assert "backend='tinker'" in caught.value.got and caught.value.fix
 
 
+def test_an_adapter_of_verl_is_refused() -> None:
+    base = {"model": "Qwen/Qwen3-8B", "backend": "verl"}
+    assert runs(Plan(base=base, arms=grid({"beta": [0.1]})))
+    with pytest.raises(ConfigError, match="cannot measure verl's adapters") as caught:
+        runs(Plan(base=base, arms=grid({"lora_r": [8]})))
+    assert "lora_r=8 in the arm" in caught.value.got
+
+
 @pytest.mark.parametrize("change", [{"arms": ()}, {"seeds": ()}, {"seeds": (1, 1)}, {"arms": grid({"beta": [0]}) * 2}])
 def test_plans_that_are_none_are_refused(change) -> None:
     with pytest.raises(ConfigError):

@@ -114,7 +114,7 @@ def test_ends_are_held_against_the_first_arm_with_the_same_seed(swept: tuple[Run
 
 def test_table_and_picture_are_of_the_task_with_fillers(swept: tuple[Run, ...], tmp_path: Path) -> None:
     files = write_saturation(swept, tmp_path)
-    assert [file.name for file in files] == ["saturation.md", "saturation.png"]
+    assert [file.name for file in files] == ["saturation.md", "saturation.png", "saturation.pdf", "saturation.svg"]
     text = files[0].read_text()
     assert "| no KL | 2 |" in text and "| loss | 1 |" in text and "other" not in text
     assert files[1].read_bytes().startswith(b"\x89PNG")

@@ -10,7 +10,19 @@ from tests.ablation.outcomes import failed, outcome, sweep
 
 from klamp.ablation.columns import BY_NAME, GROUPS
 from klamp.ablation.statistics import bootstrap_interval
-from klamp.ablation.table import cell_text, lines, markdown, notes, number, plain, reading, summarise
+from klamp.ablation.table import (
+    Table,
+    cell_text,
+    compared,
+    comparison_lines,
+    lines,
+    markdown,
+    notes,
+    number,
+    plain,
+    reading,
+    summarise,
+)
 
 
 def test_a_cell_is_the_mean_over_seeds_and_its_bootstrap_interval() -> None:
@@ -107,7 +119,7 @@ def test_one_seed_has_a_mean_and_no_interval() -> None:
     assert cell_text(table.rows[0].cells["rl/after"], 1) == "0.9"
     said = " ".join(notes(table))
     assert "One seed per arm" in said
-    assert "RL skill, best mean: a (0.9); one seed, so no interval." in said
+    assert "RL skill, best mean: a (0.9); no arm has two seeds in common with a, so no test." in said
 
 
 def test_the_page_names_units_and_draws_one_table_per_group() -> None:
@@ -121,7 +133,7 @@ def test_the_page_names_units_and_draws_one_table_per_group() -> None:
     ):
         assert text in page
     tables = [block.split("\n") for block in page.split("\n\n") if block.startswith("| arm")]
-    assert [len(block) for block in tables] == [5, 5, 5]
+    assert [len(block) for block in tables] == [5, 5, 5, 6], "the last one: two arms in two numbers"
     for block in tables:
         assert len({line.replace("\\|", "").count("|") for line in block}) == 1, "as many cells in every row"
     assert "Mean over seeds [95 % bootstrap interval of the mean]." in page
@@ -136,20 +148,65 @@ def test_lines_are_the_same_cells_for_a_terminal() -> None:
     assert lines(summarise([failed()]), "skills") == ((), ())
 
 
-def test_the_reading_names_the_arms_that_cannot_be_told_from_the_best() -> None:
-    scores = {"a": (0.80, 0.84, 0.86), "b": (0.83, 0.85, 0.90), "c": (0.70, 0.71, 0.72), "d": (0.79, 0.80, 0.835)}
-    runs = [outcome(arm, i, after={"addition": x}) for arm, xs in scores.items() for i, x in enumerate(xs)]
-    table = summarise(runs)
+SCORES = {"a": (0.80, 0.84, 0.86), "b": (0.83, 0.85, 0.90), "c": (0.701, 0.741, 0.760), "d": (0.79, 0.83, 0.85)}
+
+
+def of_scores(scores: dict[str, tuple[float, ...]]) -> Table:
+    return summarise([outcome(arm, i, after={"addition": x}) for arm, xs in scores.items() for i, x in enumerate(xs)])
+
+
+def test_the_reading_compares_with_the_first_arm_seed_by_seed() -> None:
+    table = of_scores(SCORES)
+    found = compared(table, BY_NAME["rl/after"])
+    assert table.control == "a" and list(found) == ["b", "c", "d"]
+    assert found["c"].differences == pytest.approx((-0.099, -0.099, -0.1))
     said = reading(table, BY_NAME["rl/after"])
-    assert said == "RL skill, best mean: b (0.86); intervals overlap with that of a and d."
-    apart = summarise([run for run in runs if run.arm in "bc"])
-    assert reading(apart, BY_NAME["rl/after"]) == "RL skill, best mean: b (0.86); no other arm's interval overlaps."
-    assert reading(summarise([run for run in runs if run.arm == "a"]), BY_NAME["rl/after"]) == ""
+    assert said.startswith(
+        "RL skill, best mean: b (0.86). Against a, seed by seed: a difference is shown for c (-0.09933"
+    )
+    assert f"none is shown for b ({number(found['b'].detectable or 0)}); in brackets what these seeds could" in said
+    assert said.endswith("no test for d, the same difference in every seed.")
+    assert reading(of_scores({"a": SCORES["a"]}), BY_NAME["rl/after"]) == ""
+
+
+def test_two_seeds_and_ties_are_never_said_to_be_apart() -> None:
+    two = reading(of_scores({"a": (0.5, 0.6), "b": (0.9, 1.1)}), BY_NAME["rl/after"])
+    assert "a difference is shown" not in two and "none is shown for b (" in two
+    ties = reading(of_scores({"a": (1.0, 1.0, 1.0), "b": (0.0, 0.0, 0.0)}), BY_NAME["rl/after"])
+    assert ties.endswith("seed by seed: no test for b, the same difference in every seed.")
+    assert "overlap" not in two + ties
+    one = reading(of_scores({"a": (0.5,), "b": (0.9,)}), BY_NAME["rl/after"])
+    assert one == "RL skill, best mean: b (0.9); no arm has two seeds in common with a, so no test."
+
+
+def test_only_seeds_that_both_have_are_paired() -> None:
+    runs = [outcome("a", seed, after={"addition": 0.1 * seed}) for seed in (0, 1, 2)]
+    runs += [outcome("b", seed, after={"addition": 0.2 * seed}) for seed in (1, 2, 5)]
+    found = compared(summarise([*runs, failed("a", 5)]), BY_NAME["rl/after"])
+    assert found["b"].differences == pytest.approx((0.1, 0.2))
+
+
+def test_the_comparisons_stand_in_the_page_and_in_json() -> None:
+    table = of_scores(SCORES)
+    heading, rows = comparison_lines(table)
+    assert heading == ("arm", "number", "seeds", "difference", "p, Holm", "effect, g", "could have shown")
+    assert [row[0] for row in rows] == ["b", "c", "d"]
+    assert rows[1][3].startswith("-0.09933 [-0.1008, -0.0979]") and rows[2][4:] == ("-", "-", "-")
+    page = markdown(table)
+    assert "## Against a, seed by seed\n" in page and "t-test with Holm's correction" in page
+    content = json.loads(json.dumps(plain(table), allow_nan=False))
+    assert content["control"] == "a"
+    assert [each["arm"] for each in content["comparisons"]] == ["b", "c", "d"]
+    assert content["comparisons"][2]["p"] is None
+    assert content["arms"][0]["numbers"]["rl/after"]["seeds"] == [0, 1, 2]
+    assert comparison_lines(of_scores({"a": (0.5,), "b": (0.6,)})) == ((), ())
 
 
 def test_arms_with_the_same_best_mean_are_all_named() -> None:
-    runs = [outcome(arm, i, after={"addition": x}) for arm, x in (("a", 1.0), ("b", 0.5), ("c", 1.0)) for i in range(2)]
-    assert reading(summarise(runs), BY_NAME["rl/after"]).startswith("RL skill, best mean: a and c (1); no other arm")
+    table = of_scores({"a": (1.0, 1.0), "b": (0.5, 0.5), "c": (1.0, 1.0)})
+    assert reading(table, BY_NAME["rl/after"]).startswith(
+        "RL skill, best mean: a and c (1). Against a, seed by seed: no test"
+    )
 
 
 def test_the_best_of_what_should_be_low_is_the_lowest() -> None:

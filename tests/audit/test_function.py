@@ -10,6 +10,7 @@ import torch
 
 from klamp.audit import load_subject
 from klamp.audit.function import load_function
+from klamp.cli import main
 from klamp.errors import ConfigError
 
 SOURCE = """
@@ -21,6 +22,16 @@ class Losses:
     @staticmethod
     def k2(policy, ref):
         return (policy - ref).square() / 2
+def with_mask(policy, ref, mask):
+    return (policy - ref) * mask
+def alone(policy):
+    return policy
+def mean(policy, ref):
+    return (policy - ref).mean().item()
+def nothing_back(policy, ref):
+    policy - ref
+def failing(policy, ref):
+    raise RuntimeError("no such\\nbackend")
 """
 
 
@@ -62,3 +73,22 @@ def test_what_cannot_be_had_is_refused_with_the_reason(module: str, path: str, t
     with pytest.raises(ConfigError) as caught:
         load_function(path.format(module))
     assert text in caught.value.text
+
+
+@pytest.mark.parametrize(
+    ("function", "got"),
+    [
+        ("with_mask", "missing 1 required positional argument: 'mask'"),
+        ("alone", "takes 1 positional argument but 2 were given"),
+        ("mean", "it returned 0.5 (float)"),
+        ("nothing_back", "it returned None"),
+        ("failing", "RuntimeError: no such backend"),
+    ],
+)
+def test_a_function_of_another_form_is_refused_with_the_form_that_is_asked_for(
+    module: str, function: str, got: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["audit", f"{module}:{function}"]) == 2
+    err = capsys.readouterr().err
+    assert got in err and "function(policy_logprobs [B, T], ref_logprobs [B, T]) -> [B, T]" in err
+    assert "Traceback" not in err

@@ -4,7 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks import controllers, exact, floor, head_cases, heads, language, phases, references, scale
+from benchmarks import (
+    controllers,
+    exact,
+    floor,
+    gpu,
+    head_cases,
+    heads,
+    language,
+    over_floor,
+    phases,
+    references,
+    scale,
+    step,
+    waits,
+)
 
 
 def seen(seconds: float, mib: float, **more: Any) -> dict[str, Any]:
@@ -35,7 +49,26 @@ def step_results(klamp: float = 1.0, trl: float = 2.0, kl: tuple[float, float] =
 def whole_steps() -> dict[str, Any]:
     """Those with KL alone, as `step` returns them."""
     found = step_results()
-    return found | {"runs": [run for run in found["runs"] if run["beta"]]}
+    runs = [run for run in found["runs"] if run["beta"]]
+    for run in [run for run in runs if run["trainer"] == "klamp"]:
+        least = {name: value for name, value in run.items() if name != "extra_mib"}
+        runs.append(run | {"trainer": "fast", "seconds": [1.25 * s for s in run["seconds"]], "extra_mib": 10.0})
+        runs.append(least | {"trainer": "floor", "seconds": [0.8 * s for s in run["seconds"]]})
+    return found | {"runs": runs}
+
+
+def growth_results() -> dict[str, Any]:
+    """Steps of two sizes, each trainer at twice the products."""
+    phases = {"phases": {phase: [0.2] for phase in floor.PHASES}}
+    points = []
+    for over, values in over_floor.QUICK.items():
+        for x in values:
+            for case in over_floor.CASES:
+                own = phases if case == step.FLOOR else {}
+                time = 1.0 if case == step.FLOOR else 2.0
+                place = {"over": over, "x": x, "model": "3M", "prompt": x, "trainer": case}
+                points.append(place | seen(time, 10.0, tokens=1024) | own)
+    return {"base": over_floor.BASE, "points": points}
 
 
 def exact_results() -> dict[str, Any]:
@@ -114,13 +147,36 @@ def language_results() -> dict[str, Any]:
     return {"shape": {}, "runs": [*steps, *least]}
 
 
+def gpu_results() -> dict[str, Any]:
+    """One head within its bound and one outside, a step that agrees with the CPU's, and the parts."""
+    differences = [
+        {"case": case, "dtype": "float32", "device": "cuda", "worst": {"hidden": worst}}
+        for case, worst in zip(gpu.CHECKED[:2], (1e-6, 1e-3), strict=True)
+    ]
+    rows = {"rows": [dict.fromkeys(gpu.COMPARED, 0.5)]}
+    parts = {"heads": head_results(), "step": whole_steps(), "overhead": step_results()}
+    return {"heads": differences, "steps": {"device": rows, "cpu": rows}, "parts": parts}
+
+
+def wait_results() -> dict[str, Any]:
+    """A doctor that takes twice as long as reading JSON alone, and holds half a byte for each byte of the log."""
+    commands = {name: {"seconds": [2.0], "peak_mib": 500e6 / 2**20} for name in waits.COMMANDS}
+    commands["JSON of the log alone"]["seconds"] = [1.0]
+    commands["klamp report"]["output_bytes"] = 1_500_000
+    commands["klamp ablate"]["runs"] = 4
+    return {"sizes": {"run": 10**8, "log": 10**9, "steps": 5000}, "commands": commands}
+
+
 RESULTS = {
+    "gpu": gpu_results(),
+    "waits": wait_results(),
     "language": language_results(),
     "heads": head_results(),
     "exact": exact_results(),
     "controllers": controller_results(),
     "step": whole_steps(),
     "overhead": step_results(),
+    "floor": growth_results(),
     "scale": scale_results(),
     "profile": profile_results(),
     "references": reference_results(),

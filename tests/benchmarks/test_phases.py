@@ -10,16 +10,17 @@ from benchmarks.phases import RULES, Sampler, phase
 
 ROOT = Path(__file__).resolve().parents[2]
 KLAMP = "/somewhere/src/klamp/training"
+SCORER = "/somewhere/src/klamp/scoring/scorer.py"
 STACKS = {
     "generation": [
         (f"{KLAMP}/rollouts.py", "collect"),
         (f"{KLAMP}/sampling.py", "generate"),
         ("/torch/nn/modules/linear.py", "forward"),
     ],
-    "reference": [(f"{KLAMP}/rollouts.py", "_with_reference"), (f"{KLAMP}/scorer.py", "forward")],
-    "exact KL": [(f"{KLAMP}/rollouts.py", "_with_reference"), (f"{KLAMP}/scorer.py", "_exact")],
+    "reference": [(f"{KLAMP}/rollouts.py", "_with_reference"), (SCORER, "forward")],
+    "exact KL": [(f"{KLAMP}/rollouts.py", "_with_reference"), (SCORER, "_exact")],
     "backward": [(f"{KLAMP}/updates.py", "update"), ("/x/torch/_tensor.py", "backward")],
-    "forward": [(f"{KLAMP}/updates.py", "update"), (f"{KLAMP}/scorer.py", "forward")],
+    "forward": [(f"{KLAMP}/updates.py", "update"), (SCORER, "forward")],
     "optimizer": [(f"{KLAMP}/updates.py", "update"), (f"{KLAMP}/updates.py", "_step")],
     "other": [(f"{KLAMP}/trainer.py", "train_step")],
 }

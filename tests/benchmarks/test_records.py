@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.benchmarks import made_up
 
-from benchmarks import exact, heads, overhead, page, scale, step
+from benchmarks import exact, gpu, heads, overhead, page, scale, step
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.records import RESULTS, highest_load, markdown, newest, save, table, verdict
 
@@ -55,7 +55,7 @@ def test_the_committed_page_is_that_of_the_records() -> None:
 def test_every_case_of_a_head_is_in_the_table_with_its_ratio() -> None:
     results = made_up.head_results({"linear_logprobs": 1.3, "naive kl": 3.0, "products, frozen head": 0.5})
     text = heads.text(results)
-    assert set(heads.CASES) == set(made_up.ALL_CASES)
+    assert set(heads.CASES) == set(made_up.ALL_CASES) - {gpu.TILES}
     assert "| float32 | `linear_logprobs` | 1024 | 1.30 (0.65 to 2.60) | 2.60 | 1.30× | 100 |" in text
     assert "| float32 | `linear_logprobs`, frozen head | 1024 | 1.00 (0.50 to 2.00) | 2.00 | 2.00× | 100 |" in text
     assert "| float32 | naive kl | 512 | 3.00 (1.50 to 6.00) | 6.00 | 6.00× | 100 |" in text
@@ -71,9 +71,19 @@ def test_a_head_is_compared_with_the_best_of_trl_and_liger() -> None:
 
 def test_throughput_and_its_targets() -> None:
     text = step.text(made_up.whole_steps())
-    assert "| 3M | 8 | klamp | 1.00 (0.50 to 2.00) | 1,024 | 2.00× | 2.00 | 50 |" in text
+    assert "| 3M | 8 | klamp train | 1.00 (0.50 to 2.00) | 1,024 | 2.00× | 1.25× | 2.00 | 50 |" in text
     assert "- 3M, prompts of 8: klamp's throughput over TRL's: 2.00 (target at least 1.30: met)" in text
     assert "- 3M, prompts of 512: klamp's throughput over TRL's: 2.00 (target at least 2.50: **missed**)" in text
+    assert "- 3M, prompts of 8: klamp's seconds over the products alone: 1.25 (target at most 1.40: met)" in text
+    assert "- 3M, prompts of 8: fast_scoring in TRL, throughput over TRL's: 1.60 (target at least 1.40: met)" in text
+
+
+def test_an_old_record_of_steps_has_no_floor() -> None:
+    results = made_up.whole_steps()
+    results["runs"] = [run for run in results["runs"] if run["trainer"] in ("trl", "klamp")]
+    text = step.text(results)
+    assert "| 3M | 8 | klamp train | 1.00 (0.50 to 2.00) | 1,024 | 2.00× |  | 2.00 | 50 |" in text
+    assert "products alone:" not in text and "fast_scoring" not in text
 
 
 def test_the_cost_of_the_kl_is_the_difference_within_a_round() -> None:
@@ -128,11 +138,11 @@ def test_the_newest_whole_record_counts(tmp_path: Path) -> None:
 
 
 def test_the_readme_shows_heads_steps_and_the_cost_of_the_kl(tmp_path: Path) -> None:
-    for name in ("heads", "step", "overhead"):
+    for name in ("heads", "floor", "overhead"):
         keep(name, tmp_path)
     part = page.readme_part(tmp_path)
     assert "| TRL | 1.00 s, 100 MiB | 1.00 s, 100 MiB |" in part
-    assert "| 3M parameters, prompts of 8 | 512 tokens/s | 1,024 tokens/s | 2.0× | 0.40 s | 0.10 s |" in part
+    assert "| 3M parameters, prompts of 8 | 512 | 512 (1.0×) | 512 (1.0×) | 1,024 (2.0×) | 0.40 s | 0.10 s |" in part
     readme = f"# x\n\n{page.BEGIN}\nold\n{page.END}\n\nafter\n"
     assert page.with_part(readme, part) == f"# x\n\n{page.BEGIN}\n\n{part}\n\n{page.END}\n\nafter\n"
     assert page.readme_part(tmp_path / "empty") == ""

@@ -85,7 +85,7 @@ def test_the_keyboard_reaches_everything_in_order(report: Path, open_page: Open)
     names = [stop.split("|")[1] for stop in stops]
     assert "theme" in names and "f-text" in names and "more" in names and names.count("scrub") >= 12
     tokens = page.locator(".completion:visible").count()
-    assert tokens == 25 and len(stops) < 200
+    assert tokens == 25 and len(stops) < 300, "tokens and rows of tables are no stops"
 
 
 def test_focus_is_always_seen(report: Path, open_page: Open) -> None:

@@ -63,7 +63,7 @@ def test_keys_do_the_same(report: Path, open_page: Open) -> None:
     assert (slider.get_attribute("aria-valuetext") or "").startswith("step 4: reward ")
     assert slider.get_attribute("aria-label") == "Reward: values by step"
     page.keyboard.press("Tab")
-    assert figure.locator(".at").inner_text() == "step 10", "as before"
+    assert figure.locator(".at").inner_text() == "last: step 10", "as before"
     kl = chart(page, "KL to the reference")
     kl.get_by_role("slider").focus()
     shown = [item.replace("\n", " ") for item in kl.locator(".legend li:has(.value)").all_inner_texts()]
@@ -77,7 +77,7 @@ def test_every_chart_has_its_numbers_in_a_table(report: Path, open_page: Open) -
     assert figures.count() >= 12
     for i in range(figures.count()):
         figure = figures.nth(i)
-        figure.locator("summary").click()
+        figure.locator(".data > summary").click()
         assert figure.locator("table tbody tr").first.is_visible()
     rows = chart(page, "Reward").locator("tbody tr")
     reward = logged(report.parent, "reward")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,10 @@ def test_from_start_to_table(use, capsys) -> None:
     assert main(["ablate", *FLAGS]) == 0
     out = capsys.readouterr().out
     order = ["2 arms x 2 seeds in runs/ablation-beta-001; nowhere", "beta=0, seed 0: under way", "Skills", "Distance"]
-    positions = [out.index(part) for part in [*order, "The RL skill is addition", "table.md, table.json, sweep.png"]]
+    positions = [
+        out.index(part)
+        for part in [*order, "The RL skill is addition", "table.md/.json/.csv/.tex, sweep.png/.pdf/.svg"]
+    ]
     assert positions == sorted(positions) and "\x1b" not in out
     row = next(line for line in out.splitlines() if line.strip().startswith("beta=0.05  2"))
     assert "0.805" in row
@@ -101,6 +105,13 @@ def test_the_same_command_again_does_what_is_left(use, capsys) -> None:
     other = use(Fake())
     assert main(["ablate", *FLAGS, "--learning_rate", "1e-3"]) == 0
     assert len(other.ran) == 4 and Path("runs/ablation-beta-002").is_dir()
+
+
+def test_a_library_that_is_missing_is_said_before_the_first_run(use, capsys, monkeypatch) -> None:
+    fake = use(Fake(), draw=True)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["ablate", *FLAGS]) != 0
+    assert "matplotlib" in capsys.readouterr().err and fake.ran == []
 
 
 def test_an_interrupt_says_how_to_go_on(use, capsys) -> None:

@@ -6,10 +6,13 @@ import io
 from pathlib import Path
 
 from rich.console import Console
+from tests.ablation.outcomes import outcome
 
+from klamp.ablation.execute import Result
 from klamp.ablation.outcome import Outcome, write_outcome
 from klamp.ablation.plan import Plan, grid, run_folder, runs
-from klamp.cli.ablate_text import show_plan
+from klamp.ablation.table import summarise
+from klamp.cli.ablate_text import show_plan, show_result
 
 PLAN = Plan(base={"max_steps": 8, "report_to": ()}, arms=grid({"beta": [0.0, 0.1]}), seeds=(3, 5))
 
@@ -47,3 +50,25 @@ def test_what_is_there_is_told_apart(tmp_path: Path) -> None:
         write_outcome(own, Outcome(run=run.name, arm=run.arm.name, seed=run.seed, values=run.arm.values, state=state))
     (run_folder(tmp_path, begun) / "checkpoints" / "step-000002").mkdir(parents=True)
     assert "(1 done, 1 failed, to try again, 1 to continue, 1 to run)" in plan_text(tmp_path)
+
+
+def test_a_result_names_its_files_once_compares_arms_and_says_what_is_not_drawn(tmp_path: Path) -> None:
+    runs = [outcome(arm, i, after={"addition": x}) for arm, xs in SEEDS.items() for i, x in enumerate(xs)]
+    names = ("table.md", "table.csv", "sweep.png", "sweep.pdf")
+    result = Result(
+        folder=tmp_path,
+        outcomes=tuple(runs),
+        table=summarise(runs),
+        files=tuple(tmp_path / name for name in names),
+        not_drawn={"courses.png": "no run logged a step"},
+    )
+    console = Console(file=io.StringIO(), width=200)
+    show_result(console, result, "klamp ablate")
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "table.md/.csv, sweep.png/.pdf\n" in text
+    assert "not drawn    courses.png: no run logged a step\n" in text
+    assert "Against free, seed by seed\n" in text and "could have shown" in text
+    assert "a difference is shown for held" in " ".join(text.split())
+
+
+SEEDS = {"free": (0.80, 0.84, 0.86), "held": (0.701, 0.741, 0.760)}

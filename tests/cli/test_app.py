@@ -118,9 +118,16 @@ HEAVY = (
 """Libraries that no help needs; for some torch comes on top."""
 WITHOUT_TORCH = (
     *(["--help"], ["--version"], []),
-    *([name, "-h"] for name in app.COMMANDS if name not in ("explain", "train", "ablate", "model")),
+    *([name, "-h"] for name in app.COMMANDS if name not in ("evaluate", "explain", "train", "ablate", "model")),
 )
-WITH_TORCH = (["explain", "-h"], ["model", "-h"], ["train", "-h"], ["ablate", "--help"], ["ablate", "--help", "all"])
+WITH_TORCH = (
+    ["evaluate", "-h"],
+    ["explain", "-h"],
+    ["model", "-h"],
+    ["train", "-h"],
+    ["ablate", "--help"],
+    ["ablate", "--help", "all"],
+)
 
 
 def test_help_loads_only_what_it_shows() -> None:

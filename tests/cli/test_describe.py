@@ -22,7 +22,10 @@ def config_of(*flags: str) -> TrainConfig:
     ("flags", "text"),
     [
         ([], "a frozen copy of the starting policy"),
-        (["--beta", "0"], "none: beta is 0, so no reference is loaded"),
+        (
+            ["--beta", "0"],
+            "none: beta is 0, so no reference is loaded; --kl_monitor loads one, and measures the KL all the same",
+        ),
         (["--beta", "0", "--kl_controller", "dual", "--target_kl", "0.1"], "a frozen copy of the starting policy"),
         (["--lora_r", "8"], "the policy with its adapter off"),
         (["--lora_r", "8", "--reference", "frozen"], "a frozen copy of the starting policy"),
@@ -70,6 +73,16 @@ def test_the_resume_command_of_a_continued_run_is_as_short(tmp_path: Path) -> No
 def test_the_resume_command_of_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "torchrun --nproc_per_node 2 -m klamp.cli train " in words.resume_command(TrainConfig(), tmp_path)
+
+
+def test_the_resume_command_splits_the_weights_as_the_run_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher's words are not known to the processes that it starts; its variables are."""
+    told = {"WORLD_SIZE": "2", "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    command = words.resume_command(TrainConfig(), tmp_path)
+    assert command.startswith("env ACCELERATE_DEEPSPEED_ZERO_STAGE=3 ACCELERATE_USE_DEEPSPEED=true ")
+    assert "torchrun --nproc_per_node 2 -m klamp.cli train " in command
 
 
 def test_tools_are_called_so_that_the_shell_finds_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -33,6 +33,42 @@ def test_a_sound_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "sampler-mismatch       not checked, the record has no sampler/k3 or" in out
 
 
+def unchecked(out: str) -> dict[str, str]:
+    """Alarm that was not checked -> what is said of it."""
+    whole = " ".join(line.strip() if line.startswith("      ") else f"\n{line}" for line in out.splitlines())
+    lines = [line.split() for line in whole.split("\n") if "not checked, the record" in line]
+    return {words[0]: " ".join(words[1:]) for words in lines}
+
+
+def test_what_is_not_checked_names_the_flag_that_would_let_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = state(tmp_path, *SOUND)
+    assert main(["doctor", path]) == 0
+    told = unchecked(capsys.readouterr().out)
+    lacks = "not checked, the record has no settings.loss_type: --loss_type says it"
+    assert told["dr-grpo-with-kl"] == lacks
+    assert told["length-exploited"].endswith(
+        ": --map length=NAME length/reward_correlation=NAME, where it has that by another name"
+    )
+    assert told["retention"] == "not checked, the record has no evaluations", "no flag lets a state hold them"
+    flags = ["--loss_type", "dr_grpo", "--map", "kl=kl", "reward_std=kl"]
+    assert main(["doctor", path, *flags]) == 1
+    assert "dr-grpo-with-kl" not in unchecked(capsys.readouterr().out), "and it does"
+
+
+def test_a_run_of_klamps_is_told_the_flags_of_klamp_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text("beta: 0.0\n", encoding="utf-8")
+    row = {"step": 1, "reward": 0.5, "train/grad_norm": 1.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    assert main(["doctor", str(tmp_path)]) == 0
+    told = unchecked(capsys.readouterr().out)
+    assert told["kl-spike"].endswith(": klamp train --kl_monitor writes it")
+    assert told["retention"].endswith(": klamp train --eval_every writes it")
+    assert told["end-token-lost"].endswith(": klamp train --log_completions_every writes it")
+    assert not any("--map" in text for text in told.values()), "its metrics have klamp's names"
+
+
 def test_a_run_with_a_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", state(tmp_path, *SPIKE)]) == 1
     out = capsys.readouterr().out

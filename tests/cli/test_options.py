@@ -17,7 +17,8 @@ CLASSES = [each for each in vars(options).values() if dataclasses.is_dataclass(e
 
 
 def test_every_class_belongs_to_a_command() -> None:
-    assert {page.options for page in PAGES.values()} == set(CLASSES)
+    assert {page.options for page in PAGES.values()} == set(CLASSES) - {options.RunOptions}
+    assert all(issubclass(PAGES[command].options, options.RunOptions) for command in ("train", "ablate"))
 
 
 @pytest.mark.parametrize("cls", CLASSES)

@@ -10,6 +10,7 @@ import pytest
 from klamp.audit import HOSTS
 from klamp.cli.ablate_arguments import parse_ablate
 from klamp.cli.arguments import parse_train
+from klamp.cli.evaluate import read_request as read_evaluate
 from klamp.cli.explain import read_request
 from klamp.cli.fields import fields_of
 from klamp.cli.flags import read_options
@@ -20,7 +21,13 @@ from klamp.config import PRESETS
 from klamp.diagnostics.alarms import ALARMS
 from klamp.verify.printed import FORMS
 
-READERS = {"train": parse_train, "ablate": parse_ablate, "explain": read_request, "verify": read_verify}
+READERS = {
+    "train": parse_train,
+    "ablate": parse_ablate,
+    "evaluate": read_evaluate,
+    "explain": read_request,
+    "verify": read_verify,
+}
 CALLS = [(command, example) for command, page in PAGES.items() for example in page.examples]
 
 

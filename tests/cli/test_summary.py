@@ -54,8 +54,15 @@ def test_a_moving_reference_shows_the_distance_from_its_start_too(tmp_path: Path
 
 def test_without_a_reference_it_says_so(tmp_path: Path) -> None:
     lines = summary_lines(tmp_path, "--beta", "0")
-    assert any("no reference was loaded" in line for line in lines)
+    assert any("no reference was loaded; --kl_monitor loads one" in " ".join(lines) for line in lines)
     assert not any(line.startswith("nats per") for line in lines)
+
+
+def test_no_step_is_called_that(tmp_path: Path) -> None:
+    lines = summary_lines(tmp_path, "--max_steps", "0", steps=0, final_metrics={})
+    assert "done: no step was taken (--max_steps 0); the model was evaluated as it is, in 1 min 12 s" in lines
+    assert "KL from the reference: not measured; that is done in each step, and none was taken" in lines
+    assert not any(line.startswith(("nats per", "beta:")) for line in lines)
 
 
 def test_files_are_named_where_they_exist(tmp_path: Path) -> None:

@@ -25,6 +25,9 @@ EXTRAS_OF = {
     "ablation": ("train",),
     "ablation/cluster.py": ("train", "ray"),
     "ablation/cluster_worker.py": ("train", "ray"),
+    "cli/ablate.py": ("train",),
+    "cli/ablate_runs.py": ("train",),
+    "cli/evaluate.py": ("train",),
     "cli/train.py": ("train",),
     "cli/verify_model.py": ("train",),  # `klamp verify --model`
     "hosts/common/lr_guard.py": ("trl",),
@@ -34,6 +37,7 @@ EXTRAS_OF = {
     "hosts/verl": ("verl",),
     "records/tensorboard.py": ("train",),
     "records/wandb.py": ("wandb",),
+    "scoring/completions.py": ("train",),
     "tasks": ("train",),
     "tinker/testing": ("tinker", "train"),
     "trl.py": ("trl",),

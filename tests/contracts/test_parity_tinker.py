@@ -17,11 +17,11 @@ from klamp.audit.trl import build_trainer
 from klamp.config.loss import LossConfig, build_objective
 from klamp.core.objective import grpo_loss
 from klamp.core.types import Batch
+from klamp.scoring.scores import score
 from klamp.tinker import forward_backward_kl
 from klamp.tinker.testing import serve, tiny_model
 from klamp.tinker.testing.model import BaseModel, LoraShape
 from klamp.training.sampling import Completions
-from klamp.training.scoring import score
 
 BETA, LENGTH = 0.3, 8
 NORMALIZERS = {"bnpo": "token_mean", "grpo": "sequence_mean", "dr_grpo": "fixed_length"}

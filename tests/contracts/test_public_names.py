@@ -34,6 +34,7 @@ EXPORTED = [
     "StepController",
     "Totals",
     "__version__",
+    "adaptive_kl_coefficient",
     "build_objective",
     "check_sync",
     "clip_kl",
@@ -66,6 +67,7 @@ SIGNATURES = {
     "ProportionalController": "(value, *, target, horizon, clip=0.2, min_value=0.0, max_value=None)",
     "DualController": "(value, *, target, lr, min_value=0.0, max_value=None)",
     "PIDController": "(value, *, target, kp, ki, kd, min_value=0.0, max_value=None)",
+    "adaptive_kl_coefficient": "(kl_divergence, target_kl=0.05, *, kl_coefficient)",
     "preset": "(name)",
     "build_objective": "(kl, loss, *, max_length)",
     "Batch": "(*, policy_logprobs, mask, advantages, old_logprobs=None, ref_logprobs=None, sampler_logprobs=None, "

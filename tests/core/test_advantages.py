@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from klamp.core.advantages import group_advantages
+from klamp.core.advantages import group_advantages, saturated_share
 from klamp.errors import KlampError, NonFiniteError, ShapeError, UnknownNameError
 from klamp.verify.worlds import random_chain
 
@@ -86,6 +86,11 @@ def test_advantages_sum_to_zero_ignore_shifts_and_follow_permutations(scale, bas
     assert torch.allclose(group_advantages(renamed, size, **choices), wanted, rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize(("size", "share"), [(1, 1.0), (2, 2 / 3), (3, 0.0), (6, 0.0)])
+def test_the_share_of_saturated_groups_counts_those_whose_rewards_are_all_equal(size, share):
+    assert saturated_share(double(1, 1, 0, 1, 2, 2), size).item() == pytest.approx(share)
+
+
 def test_std_makes_the_size_of_rewards_drop_out_and_none_keeps_it():
     rewards = double(0, 1, 3, 0.5)
     scaled = group_advantages(1000 * rewards, 4, eps=0.0)
@@ -130,6 +135,18 @@ def test_half_precision_rewards_are_centred_in_float32():
 def test_a_reward_that_is_not_a_number_is_refused(bad):
     with pytest.raises(NonFiniteError, match="reward"):
         group_advantages(double(0, bad, 1, 1), 2)
+
+
+@pytest.mark.parametrize("scale", ["std", "none"])
+def test_a_reward_whose_square_is_past_the_largest_number_is_refused(scale):
+    with pytest.raises(NonFiniteError, match="too large for the variance"):
+        group_advantages(torch.tensor([0.0, 3e38, 0.0, 3e38]), 4, scale=scale)
+    assert group_advantages(torch.tensor([0.0, 1e17]), 2, scale=scale).isfinite().all()
+
+
+def test_rewards_whose_deviations_have_squares_of_0_have_no_advantage_instead_of_an_infinite_one():
+    tiny = torch.tensor([0.0, 1e-170], dtype=torch.float64)
+    assert group_advantages(tiny, 2, eps=0).tolist() == [0.0, 0.0]
 
 
 def test_a_batch_that_is_not_whole_groups_is_refused():

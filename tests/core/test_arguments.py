@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -45,7 +46,7 @@ def test_a_description_is_short_and_says_the_type(x: object, text: str) -> None:
     assert describe(x) == text
 
 
-@pytest.mark.parametrize("x", [1, 0.5, np.float64(0.5), 10**400])
+@pytest.mark.parametrize("x", [1, 0.5, np.float64(0.5), 10**308])
 def test_positive_numbers_pass(x: object) -> None:
     check_number("x", x, POSITIVE)
 
@@ -59,6 +60,7 @@ def test_positive_numbers_pass(x: object) -> None:
         (True, "True would count as 1", "pass a number > 0"),
         (math.nan, "nothing can be computed with it", "pass a number > 0"),
         (math.inf, "nothing can be computed with it", "pass a number > 0"),
+        (10**400, "no floating-point number is so large", "pass a number > 0"),
         (0, "it is used as a number", "pass a number > 0"),
         (None, "it is used as a number", "pass a number > 0"),
         (torch.tensor(0.1), "it is used as a number", "pass float(x)"),
@@ -135,3 +137,9 @@ def test_a_dict_in_the_place_of_a_configuration_is_told_what_to_become() -> None
     check_instance("error", KlampError("x"), Exception)
     with pytest.raises(ConfigError, match=r"kl must be a KlampError(?s:.*)fix: KlampError\(\*\*kl\)"):
         check_instance("kl", {"beta": 1}, KlampError)
+
+
+@pytest.mark.parametrize("shared", [FLOATS, IDS, MASKS, REALS, POSITIVE])
+def test_what_all_checks_share_cannot_be_changed(shared: Any) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        shared.text = "anything"

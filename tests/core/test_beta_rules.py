@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from klamp.core.beta_rules import BetaState, DualRule, FixedRule, HoldRule, PIDRule, ProportionalRule, StepRule
+from klamp.core.beta_rules import (
+    BetaState,
+    DualRule,
+    FixedRule,
+    HoldRule,
+    PIDRule,
+    ProportionalRule,
+    StepRule,
+    adaptive_kl_coefficient,
+)
 from klamp.core.controllers import (
     DualController,
     FixedController,
@@ -99,3 +108,43 @@ def test_the_start_has_to_lie_within_the_bounds():
         StepRule(target=0.05, min_value=0.2).init(0.1)
     assert DualRule(target=0.05, lr=1.0, max_value=0.3).init(0.3) == BetaState(0.3)
     assert PIDRule(target=0.05, kp=1.0, ki=0.0, kd=0.0).init(0.3) == BetaState(0.3, 0.3, -1.0)
+
+
+@pytest.mark.parametrize(("kl", "factor"), [(0.21, 3.0), (0.2, 1.0), (0.1, 1.0), (0.05, 1.0), (0.04, 0.5), (0.0, 0.5)])
+def test_the_step_rule_acts_outside_its_band_alone(kl, factor):
+    rule = StepRule(target=0.1, up=3.0, down=0.5, high=2.0, low=0.5)
+    assert rule(rule.init(0.25), kl).value == 0.25 * factor
+
+
+def test_hold_may_land_once_and_until_five_steps_after_the_target_was_reached():
+    rule = HoldRule(target=0.1)
+    assert [rule.may_land(BetaState(0.1, since=since)) for since in (-1.0, 0.0, 5.0, 6.0)] == [True, True, True, False]
+    assert not rule.may_land(BetaState(0.1, since=1.0, landed=1.0))
+    assert not StepRule(target=0.1).may_land(BetaState(0.1))
+
+
+def as_printed(kl_divergence: float, target_kl: float, kl_coefficient: float) -> float:
+    """The GRPO tutorial's function, word for word but for the coefficient, which it reads from outside."""
+    if kl_divergence > target_kl * 1.5:
+        return kl_coefficient * 1.5
+    if kl_divergence < target_kl * 0.5:
+        return kl_coefficient * 0.75
+    return kl_coefficient
+
+
+@given(st.floats(0, 10), st.floats(1e-3, 1), st.floats(0, 100))
+def test_the_tutorials_rule_is_the_step_rule(kl, target, beta):
+    assert adaptive_kl_coefficient(kl, target, kl_coefficient=beta) == as_printed(kl, target, beta)
+    assert adaptive_kl_coefficient(kl, kl_coefficient=beta) == as_printed(kl, 0.05, beta)
+    controller = StepController(beta, target=target)
+    assert adaptive_kl_coefficient(kl, target, kl_coefficient=beta) == controller.update(kl)
+
+
+def test_the_tutorials_rule_refuses_what_would_stay_in_beta():
+    for bad in (float("nan"), -0.1):
+        with pytest.raises(NonFiniteError):
+            adaptive_kl_coefficient(bad, kl_coefficient=0.01)
+    with pytest.raises(ConfigError):
+        adaptive_kl_coefficient(0.1, kl_coefficient=-1.0)
+    with pytest.raises(ConfigError):
+        adaptive_kl_coefficient(0.1, 0.0, kl_coefficient=0.01)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from klamp.core.estimators import ESTIMATORS, exact_kl, kl_estimate
+from klamp.core.estimators import ESTIMATORS, EstimatorRow, exact_kl, kl_estimate
 from klamp.errors import ConfigError, ShapeError, UnknownNameError
 from klamp.verify.oracle import examine, expected, expected_gradient, reverse_kl, variance
 from klamp.verify.worlds import Chain, enumerate_outcomes, one_position, random_chain, truncate_top_p
@@ -271,3 +272,12 @@ def test_the_table_holds_each_value_with_its_derivative(name):
     delta = double(DELTAS)
     assert ESTIMATORS[name].value(delta).tolist() == pytest.approx([FORMULAS[name](d) for d in DELTAS])
     assert ESTIMATORS[name].derivative(delta).tolist() == pytest.approx([SLOPES[name](d) for d in DELTAS])
+
+
+def test_a_row_of_the_table_is_made_by_name_alone_and_cannot_be_changed():
+    parts = {field.name: getattr(ESTIMATORS["k3"], field.name) for field in dataclasses.fields(EstimatorRow)}
+    assert EstimatorRow(**parts) == ESTIMATORS["k3"]
+    with pytest.raises(TypeError):
+        EstimatorRow(*parts.values())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ESTIMATORS["k3"].name = "k4"

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch.nn.functional import kl_div
 
 from klamp.core.estimators import exact_kl
-from klamp.errors import UnknownNameError
+from klamp.core.linear import linear_kl
+from klamp.errors import ShapeError, UnknownNameError
 from klamp.verify.oracle import examine
 from klamp.verify.worlds import random_chain
 
@@ -168,3 +169,27 @@ def test_summed_over_sampled_prefixes_it_is_unbiased_but_its_gradient_is_only_lo
 def test_an_unknown_direction_is_refused_by_name():
     with pytest.raises(UnknownNameError, match="backward"):
         exact_kl(torch.zeros(3), torch.zeros(3), direction="backward")
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize(("policy", "ref"), [((2, 3), (1, 3)), ((2, 3), (2, 1)), ((3,), (1, 3)), ((), ())])
+def test_logits_that_would_broadcast_or_have_no_vocabulary_are_refused(policy, ref):
+    with pytest.raises(ShapeError, match="vocabulary"):
+        exact_kl(torch.zeros(policy), torch.zeros(ref))
+
+
+@pytest.mark.parametrize("direction", ["reverse", "forward", "js"])
+def test_an_entry_that_rounds_to_probability_0_is_worth_0_where_the_reference_forbids_it(direction):
+    """0 times an infinite log-ratio is no number: one model masks with -inf, the other with a large negative logit."""
+    policy, ref = torch.tensor([[0.0, -1e4, 0.0]]), torch.tensor([[0.0, -torch.inf, 0.0]])
+    for kl in (exact_kl, of_a_head):
+        logits = policy.clone().requires_grad_(True)
+        value = kl(logits, ref, direction=direction)
+        (slope,) = torch.autograd.grad(value.sum(), logits)
+        assert value.item() == 0.0 and (slope == 0).all()
+
+
+def of_a_head(policy, ref, *, direction):
+    """The KL of the same logits as hidden states and bias of a head."""
+    head = torch.eye(policy.shape[-1])
+    return linear_kl(policy, head, torch.zeros_like(ref), head, direction=direction, ref_bias=ref[0])

@@ -105,3 +105,16 @@ def test_a_choice_that_is_none_is_refused_by_its_name(name: str, value: Any) -> 
     with pytest.raises(UnknownNameError, match=f"unknown {name}") as caught:
         check_fields(Meal(**{name: value}))
     assert caught.value.got == repr(value) and "None" not in caught.value.why, "None is no name"
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("soup", "a single text would be read letter by letter"),
+        (["soup"], "a configuration cannot change, and a list can"),
+        (7, "it can hold several"),
+    ],
+)
+def test_why_a_tuple_is_asked_for_depends_on_what_was_given(value: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        check_fields(Meal(courses=value), NUMBERS)

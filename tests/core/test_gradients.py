@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
+import math
+
 import pytest
 import torch
 
 from klamp.core.estimators import kl_estimate
-from klamp.core.gradients import kl_penalty
+from klamp.core.gradients import (
+    clamped_share,
+    exact_penalty,
+    kl_penalty,
+    penalty_from_weights,
+    saturated_share,
+    saturation,
+    truncated_share,
+)
 from klamp.errors import ConfigError, KlampError
 from klamp.verify.oracle import examine, expected, expected_gradient, reverse_kl, truths
 from klamp.verify.worlds import enumerate_outcomes, one_position, random_chain, truncate_top_p
@@ -284,6 +295,13 @@ def test_a_bound_that_is_not_positive_is_refused(name, bound):
         kl_penalty(zeros, zeros, mask, behavior_logprobs=zeros, **{name: bound})
 
 
+@pytest.mark.parametrize("function", [kl_penalty, penalty_from_weights, exact_penalty])
+def test_tensors_may_stand_by_position_and_choices_by_name_alone(function):
+    kinds = {name: parameter.kind.name for name, parameter in inspect.signature(function).parameters.items()}
+    assert {kinds[name] for name in ("value", "gradient", "horizon") if name in kinds} == {"KEYWORD_ONLY"}
+    assert kinds["policy_logprobs"] == kinds["mask"] == "POSITIONAL_OR_KEYWORD"
+
+
 @pytest.mark.usefixtures("shapes_unchecked")
 def test_a_mask_of_another_shape_is_refused_rather_than_broadcast():
     with pytest.raises(KlampError):
@@ -294,3 +312,37 @@ def test_the_truths_of_this_file_are_apart():
     for chain in (on_policy(0), on_policy(1), off_policy(3)):
         exact = truths(chain)
         assert (exact["reverse"] - exact["forward"]).norm() > 0.05 * exact["reverse"].norm()
+
+
+# --- how often a bound was reached ------------------------------------------------------------------------
+
+TRAINED = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]], dtype=torch.bool)
+LOG_2 = math.log(2)
+RATIOS = LOG_2 * torch.tensor([[1.0, 0.5, -2.0, 9.0], [-1.0, 3.0, -9.0, 9.0]], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("horizon", "over"), [("token", [[0, 0, 0], [0, 1, 0]]), ("sequence", [[0, 1, 0], [0, 1, 0]])])
+def test_the_share_of_truncated_weights_counts_trained_tokens_above_the_bound(horizon, over):
+    found = truncated_share(RATIOS, torch.zeros_like(RATIOS), TRAINED, horizon=horizon, max_weight=2.0)
+    assert found.item() == pytest.approx(sum(map(sum, over)) / 5)
+    larger = truncated_share(RATIOS, torch.zeros_like(RATIOS), TRAINED, horizon=horizon, max_weight=1.9)
+    assert larger > found
+
+
+def test_the_share_of_clamped_log_ratios_counts_trained_tokens_past_the_bound_on_either_side():
+    ref = torch.zeros_like(RATIOS)
+    shares = [clamped_share(RATIOS, ref, TRAINED, max_log_ratio=LOG_2 * bound).item() for bound in (0.4, 1, 2, 3)]
+    assert shares == pytest.approx([5 / 5, 2 / 5, 1 / 5, 0.0])
+
+
+def test_the_share_of_saturated_tokens_counts_trained_ones_whose_k3_a_loss_does_not_take_in():
+    edge = -math.log(saturation(torch.float64))
+    delta = torch.tensor([[edge - 1, edge + 1, 0.0, edge - 1], [1e3, edge - 2, edge - 9, 0.0]], dtype=torch.float64)
+    assert saturated_share(delta, TRAINED).item() == pytest.approx(2 / 5)
+
+
+def test_where_everything_is_masked_the_shares_are_zero():
+    nothing, ref = torch.zeros_like(TRAINED), torch.zeros_like(RATIOS)
+    assert truncated_share(RATIOS, ref, nothing, horizon="token", max_weight=1.1) == 0
+    assert clamped_share(RATIOS, ref, nothing, max_log_ratio=0.1) == 0
+    assert saturated_share(-1e3 + ref, nothing) == 0

@@ -271,6 +271,29 @@ def test_a_token_that_the_reference_forbids_costs_infinitely_much_however_small_
     assert found[0, 0] == 0 and found.isfinite().all() and slope.isfinite().all()
 
 
+# --- weights that overflow, unbounded ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("choices", CHOICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_infinite_weight_gives_infinity_or_0_and_never_nan(choices, dtype):
+    """Where policy and reference agree the penalty is 0 whatever the weight; inf * 0 and inf - inf are no numbers."""
+    policy, behavior = torch.tensor([[-1.0], [-1.0], [-40.0]], dtype=dtype), torch.full((3, 1), -2000.0, dtype=dtype)
+    ref = torch.tensor([[-1.0], [-9.0], [-1.0]], dtype=dtype)
+    found, slope = value_and_slope(policy, ref, torch.ones(3, 1, dtype=torch.bool), behavior, **choices)
+    assert not found.isnan().any() and not slope.isnan().any()
+    assert found[0] == 0 and found[1:].isinf().all()
+    assert slope[0] == (math.inf if choices == {"gradient": "own", "horizon": "token", "value": "k1"} else 0)
+    assert slope[1:].isinf().all()
+
+
+@pytest.mark.parametrize("choices", CHOICES)
+def test_sequences_of_no_token_have_a_penalty_of_no_token(choices):
+    empty = torch.zeros(3, 0)
+    found, slope = value_and_slope(empty, empty, empty.bool(), **choices)
+    assert found.shape == slope.shape == (3, 0)
+
+
 # --- past the largest number ----------------------------------------------------------------------------------
 
 

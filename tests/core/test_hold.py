@@ -46,6 +46,13 @@ def test_the_first_measurement_fills_the_filter_and_the_next_moves_level_and_tre
     assert three.value == pytest.approx(0.2 * math.exp(0.1 * min(1.0, level + 4 * trend - 1)))
 
 
+def test_by_default_it_looks_twelve_steps_ahead_and_moves_by_a_twentieth_of_what_it_sees() -> None:
+    rule = HoldRule(target=0.1, landing=0.0)
+    state = rule(BetaState(0.2, level=0.9, trend=0.01, since=9.0, start=0.2), 0.091)
+    assert (state.level, state.trend) == pytest.approx((0.91, 0.01)), "as it was foreseen"
+    assert state.value == pytest.approx(0.2 * math.exp(0.05 * (0.91 + 12 * 0.01 - 1)), rel=1e-9)
+
+
 def test_it_lands_once_when_the_kl_first_comes_up_fast() -> None:
     controller = held()
     betas = [controller.update(kl) for kl in (0.0, 0.002, 0.005, 0.01, 0.02, 0.03)]

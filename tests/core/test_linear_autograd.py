@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from tests.core.heads import LOW, OPTIONS, close, coefficients, copies, head, naive_logits, naive_logprobs, poisoned
 
 from klamp.core import tiles
-from klamp.core._linear_autograd import _together
+from klamp.core._linear_autograd import _kernels, _together
 from klamp.core.linear import linear_logprobs
 
 
@@ -162,3 +165,38 @@ def test_a_vocabulary_of_one_entry_has_no_gradient_however_large_its_logit(size)
     found.backward(incoming)
     assert (hidden.grad == 0).all()
     assert (weight.grad == 0).all()
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize(
+    ("changed", "taken"),
+    [
+        ({}, True),
+        ({"capability": (9, 0)}, True),
+        ({"capability": (7, 5)}, False),
+        ({"hip": "6.0"}, False),
+        ({"switch": "0"}, False),
+        ({"is_cuda": False}, False),
+        ({"rows": 0}, False),
+        ({"dtype": torch.float64}, False),
+        ({"contiguous": False}, False),
+    ],
+    ids=str,
+)
+def test_the_kernels_are_taken_where_they_were_made_for(
+    changed: dict[str, Any], taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = ModuleType("klamp.core._linear_triton")
+    monkeypatch.setitem(sys.modules, "klamp.core._linear_triton", kernels)
+    monkeypatch.setattr("klamp.core._linear_triton", kernels, raising=False)
+    monkeypatch.setattr(torch.version, "hip", changed.get("hip"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: changed.get("capability", (8, 0)))
+    monkeypatch.setenv("KLAMP_TRITON", changed.get("switch", "1"))
+    hidden: Any = SimpleNamespace(
+        is_cuda=changed.get("is_cuda", True),
+        shape=(changed.get("rows", 3), 4),
+        dtype=changed.get("dtype", torch.float32),
+        device="cuda",
+    )
+    weight: Any = SimpleNamespace(is_contiguous=lambda: changed.get("contiguous", True))
+    assert _kernels(hidden, weight) is (kernels if taken else None)

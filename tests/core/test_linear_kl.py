@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.core.heads import DIRECTIONS, LOW, OPTIONS, close, coefficients, copies, head, kl_inputs, naive_kl, poisoned
 
-from klamp.core import tiles
+from klamp.core import _linear_kept, tiles
 from klamp.core.linear import linear_kl
 from klamp.errors import ConfigError, ShapeError, UnknownNameError
 
@@ -117,6 +117,20 @@ def test_kl_rows_without_gradient_are_skipped(any_tiles, rows_computed):
     factor[3] = 1
     (gradient,) = torch.autograd.grad(value, weight, factor)
     assert set(rows_computed) == {1} and gradient.isfinite().all() and (gradient != 0).any()
+
+
+@pytest.mark.parametrize(("dtype", "again"), [(torch.float64, 0), (torch.float32, 2)])
+def test_products_are_kept_where_both_weights_have_one_type(monkeypatch, rows_computed, dtype, again):
+    """The room is the memory of the policy's weight gradient: those of a wider reference would be rounded in it."""
+    monkeypatch.setattr(_linear_kept, "KEEP_FROM", 0)
+    hidden, weight, ref_hidden, ref_weight = kl_inputs(n=3)
+    reference = ref_hidden.to(dtype), ref_weight.to(dtype)
+    value = linear_kl(hidden, weight, *reference)
+    rows_computed.clear()
+    gradients = torch.autograd.grad(value.sum(), (hidden, weight))
+    assert sum(rows_computed) == again * 3
+    truth = torch.autograd.grad(naive_kl(hidden, weight, *copies(reference)).sum(), (hidden, weight))
+    assert all(close(a, b, 1e-12 if dtype == torch.float64 else 1e-5) for a, b in zip(gradients, truth, strict=True))
 
 
 @pytest.mark.parametrize("wanted", [(True, False), (False, True), (True, True)])

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from klamp.core.masking import masked_mean, masked_sum, reduce_tokens
+from klamp.core.masking import Totals, masked_mean, masked_sum, natural_denominator, reduce_tokens, total_denominator
 from klamp.errors import ConfigError, KlampError, UnknownNameError
 
 POISONS = (float("nan"), float("inf"), -float("inf"))
@@ -153,9 +153,28 @@ def test_half_precision_is_summed_in_float32(dtype):
     assert total.item() == 6144.0
 
 
-def test_fixed_length_without_a_length_is_refused():
+def test_a_fixed_length_of_one_divides_by_the_sequences_alone():
+    assert reduce_tokens(VALUES, MASK, "fixed_length", length=1).item() == pytest.approx((10 + 30) / 3)
+
+
+@pytest.mark.parametrize(("reduction", "wanted"), [("token_mean", 6), ("sequence_mean", 3), ("fixed_length", 3 * 8)])
+def test_the_denominator_of_a_batch_is_that_of_totals_that_count_it(reduction, wanted):
+    length, totals = length_of(reduction), Totals(sequences=3, tokens=6, kl_tokens=4)
+    assert float(natural_denominator(MASK, reduction, length=length)) == wanted
+    assert total_denominator(totals, reduction, length=length) == wanted
+    with_kl = total_denominator(totals, reduction, length=length, part="kl")
+    assert with_kl == (4 if reduction == "token_mean" else wanted)
+
+
+@pytest.mark.parametrize("length", [None, 0, -1])
+def test_fixed_length_without_a_length_is_refused(length):
     with pytest.raises(ConfigError, match="length"):
-        reduce_tokens(VALUES, MASK, "fixed_length")
+        reduce_tokens(VALUES, MASK, "fixed_length", length=length)
+
+
+def test_fixed_length_without_a_length_is_refused_for_parts_of_a_batch_too():
+    with pytest.raises(ConfigError, match="length"):
+        total_denominator(Totals(sequences=3, tokens=6, kl_tokens=6), "fixed_length")
 
 
 @pytest.mark.usefixtures("shapes_unchecked")

@@ -226,6 +226,18 @@ def test_metrics_are_detached_scalars_that_say_what_the_loss_is_made_of():
     assert output.metrics["kl/k3"].item() == pytest.approx(k3.item(), abs=1e-14)
 
 
+@pytest.mark.parametrize("bounds", [(0.2, 0.2), (0.05, 0.4)])
+def test_the_share_of_clipped_ratios_is_that_of_the_trained_tokens_without_a_policy_gradient(bounds):
+    objective = Objective(clip_low=bounds[0], clip_high=bounds[1], beta=0.7, kl=KLTerm(placement="advantage"))
+    for changes in ({}, {"old_logprobs": None}):
+        batch = random_batch(5, **changes)
+        _, slope = loss_and_slope(batch, objective)
+        silent = (slope == 0)[batch.mask]
+        assert bool(silent.any()) == (not changes), "on policy every ratio is 1"
+        found = grpo_loss(batch, objective).metrics["policy/ratio_clipped"].item()
+        assert found == pytest.approx(silent.double().mean().item(), abs=1e-7)
+
+
 @pytest.mark.parametrize(("placement", "value"), [("loss", "k3"), ("advantage", "k1")])
 def test_a_soft_gate_scales_each_sequences_kl_gradient_by_its_sigmoid(placement, value):
     gate_kl = torch.tensor([0.0, 0.4, 0.6, 3.0], dtype=torch.float64)

@@ -10,9 +10,10 @@ from tests.core.test_objective import loss_and_slope, random_batch
 
 from klamp.core.clipping import clip_gate
 from klamp.core.estimators import ESTIMATORS
+from klamp.core.gradients import clamped_share, truncated_share
 from klamp.core.masking import reduce_tokens
 from klamp.core.objective import Objective, grpo_loss
-from klamp.core.penalty import advantages_with_kl, shifted_advantages, shifted_rewards, token_penalty
+from klamp.core.penalty import advantages_with_kl, kl_metrics, shifted_advantages, shifted_rewards, token_penalty
 from klamp.core.placement import kl_in_advantage
 from klamp.core.term import Gate, KLTerm
 from klamp.errors import ConfigError, DataError
@@ -89,9 +90,28 @@ def test_the_metrics_are_means_over_the_sequences_with_a_weight():
     torch.testing.assert_close(seen["kl/k3_sequence"], ESTIMATORS["k3"].value(delta).sum())
 
 
-@pytest.mark.parametrize("weight", [torch.tensor([1.0, -1.0, 1.0, 1.0]), torch.full((4,), float("nan"))], ids=str)
-def test_a_weight_that_is_negative_or_nan_is_refused(weight):
-    with pytest.raises(DataError, match="kl_weight"):
+@pytest.mark.parametrize("horizon", ["token", "sequence"])
+def test_what_a_bound_cuts_off_is_logged_where_there_is_one(horizon):
+    kl_mask = torch.ones(4, 5, dtype=torch.bool)
+    kl_mask[:, 1] = False
+    batch, off_policy = random_batch(kl_mask=kl_mask), "sequence" if horizon == "sequence" else "token"
+    seen = kl_metrics(batch, KLTerm(off_policy=off_policy, horizon=horizon, max_weight=1.5, max_log_ratio=0.4))
+    policy, both = batch.policy_logprobs, batch.mask & kl_mask
+    truncated = truncated_share(policy, batch.sampler_logprobs, batch.mask, horizon=horizon, max_weight=1.5)
+    clamped = clamped_share(policy, batch.ref_logprobs, both, max_log_ratio=0.4)
+    assert 0 < truncated < 1
+    assert 0 < clamped < 1
+    assert (seen["kl/weights_truncated"], seen["kl/log_ratio_clamped"]) == (truncated, clamped)
+    unbounded = kl_metrics(batch, KLTerm(off_policy=off_policy, horizon=horizon))
+    assert {"kl/weights_truncated", "kl/log_ratio_clamped"}.isdisjoint(unbounded)
+
+
+@pytest.mark.parametrize(
+    ("weight", "wrong"), [([1.0, -1.0, 1.0, 0.0], 1), ([float("nan")] * 4, 4), ([float("inf"), 1.0, -0.5, 1.0], 2)]
+)
+def test_a_weight_that_is_negative_or_nan_is_refused(weight, wrong):
+    weight = torch.tensor(weight)
+    with pytest.raises(DataError, match=f"(?s)kl_weight.*{wrong} of 4"):
         grpo_loss(random_batch(kl_weight=weight.double()), Objective(beta=0.1))
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from klamp.core.surrogates import cispo, ppo_clip, score_function
+from klamp.core.surrogates import cispo, ppo_clip, ratio_clipped, score_function
 from klamp.errors import ConfigError
 from klamp.verify.oracle import expected_gradient
 from klamp.verify.worlds import enumerate_outcomes, random_chain
@@ -67,6 +67,19 @@ def test_ppo_is_the_larger_of_the_two_losses(log_ratio, advantage, low, high):
     assert loss == pytest.approx(max(-ratio * advantage, -bounded * advantage), abs=1e-12)
 
 
+@pytest.mark.parametrize(("low", "high"), [(0.2, 0.2), (0.3, 0.15), (0.0, 0.0), (1.0, 0.28)])
+def test_the_tokens_that_count_as_clipped_are_those_that_ppo_gives_no_gradient(low, high):
+    policy, old = ratios(0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5)
+    found = []
+    for advantages in (double([2.0]), double([-2.0]), double([[1.0, -1.0, -1.0, 1.0, -1.0, 1.0, -1.0]])):
+        _, slope = loss_and_slope(ppo_clip, policy, old, advantages, clip_low=low, clip_high=high)
+        clipped = ratio_clipped(policy, old, advantages, clip_low=low, clip_high=high)
+        assert torch.equal(clipped, slope == 0)
+        found.append(clipped)
+    assert any(bool(clipped.any()) for clipped in found)
+    assert not ratio_clipped(policy, old, double([0.0]), clip_low=low, clip_high=high).any()
+
+
 # --- cispo and the score function -----------------------------------------------------------------------------
 
 
@@ -75,6 +88,12 @@ def test_cispo_bounds_the_weight_and_keeps_every_tokens_gradient():
     for advantage in (2.0, -2.0):
         _, slope = loss_and_slope(cispo, policy, old, double([advantage]), clip_low=0.2, clip_high=0.3)
         assert slope[0].tolist() == pytest.approx([-w * advantage for w in (0.8, 1.0, 1.3, 1.3)])
+
+
+def test_cispo_by_default_bounds_the_weight_above_and_not_below():
+    policy, old = ratios(0.01, 1.0, 1.27, 1.5)
+    _, slope = loss_and_slope(cispo, policy, old, double([1.0]))
+    assert slope[0].tolist() == pytest.approx([-0.01, -1.0, -1.27, -1.28])
 
 
 def test_cispo_is_minus_the_clipped_ratio_times_the_advantage_times_log_policy():

@@ -10,7 +10,7 @@ from tests.core.test_objective import random_batch
 
 from klamp.core.clipping import gate_kl
 from klamp.core.estimators import ESTIMATORS
-from klamp.core.term import KLTerm, gates_on_itself, sequence_gate_kl
+from klamp.core.term import Gate, KLTerm, gates_on_itself, sequence_gate_kl
 from klamp.errors import ConfigError
 
 
@@ -70,3 +70,12 @@ def test_the_gate_bounds_the_log_ratio_as_the_penalty_does():
 def test_without_a_reference_there_is_no_gate():
     with pytest.raises(ConfigError, match="reference"):
         sequence_gate_kl(random_batch(ref_logprobs=None), KLTerm())
+
+
+def test_a_kl_that_is_just_the_budget_is_not_over_it():
+    kl = torch.tensor([0.1, 0.5, 0.6, 0.7], dtype=torch.float64)
+    term = KLTerm(clip_method="hard", clip_threshold=0.5, clip_unit="sequence")
+    gate = Gate.of(random_batch(gate_kl=kl), term)
+    assert gate is not None
+    assert gate.metrics()["kl/over_budget"] == 2 / 4
+    assert (gate.factor > 0).tolist() == [False, False, True, True]

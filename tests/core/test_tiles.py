@@ -31,7 +31,7 @@ def test_slices_cover_everything_once_and_stay_within_the_size_of_a_tile(
     assert 4 * widest * max(1, min(tile_rows, rows)) <= max(tile_bytes, 4 * max(1, min(tile_rows, rows)))
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", [*OPTIONS, {"temperature": 1.5}])
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_the_logits_of_a_head_and_their_slope(options: dict, with_bias: bool) -> None:
     hidden, weight, bias, _ = head()

@@ -41,7 +41,7 @@ def test_what_an_alarm_needs_exists() -> None:
             if part.startswith("settings."):
                 assert part.removeprefix("settings.") in Settings.__dataclass_fields__
             else:
-                assert part in {*METRICS, *FOREIGN, "completions", "evaluations"}
+                assert part in {*METRICS, *FOREIGN, "completions", "evaluations", "sampler_logprobs"}
 
 
 def test_an_empty_run_raises_nothing() -> None:

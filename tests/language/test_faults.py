@@ -17,8 +17,8 @@ from tests.training.planted import Told, alarms, found, trained
 
 from klamp.cli.app import main
 from klamp.diagnostics.doctor import Diagnosis
+from klamp.scoring.completions import Completions
 from klamp.tasks import named_model_folder
-from klamp.training.completions import Completions
 from klamp.training.trainer import Trainer
 
 RUN: dict[str, Any] = {

@@ -12,10 +12,10 @@ import torch
 
 from klamp.cli.app import main
 from klamp.report.vocabulary import decoded
+from klamp.scoring.completions import Completions
+from klamp.scoring.scores import score
 from klamp.tasks import TaskConfig, load_task
-from klamp.training.completions import Completions
 from klamp.training.sampling import encode_prompts
-from klamp.training.scoring import score
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
 

@@ -37,12 +37,12 @@ def test_what_is_no_object_is_refused(tmp_path: Path, text: str | bytes, what: s
 
 
 def test_lines_are_read_without_the_empty_ones(tmp_path: Path) -> None:
-    assert json_lines(written(tmp_path, '{"a": 1}\n\n  \n{"a": 2}\n')) == [{"a": 1}, {"a": 2}]
-    assert json_lines(written(tmp_path, "")) == []
+    assert list(json_lines(written(tmp_path, '{"a": 1}\n\n  \n{"a": 2}\n'))) == [{"a": 1}, {"a": 2}]
+    assert list(json_lines(written(tmp_path, ""))) == []
 
 
 def test_a_last_line_that_a_killed_run_left_half_written_is_ignored(tmp_path: Path) -> None:
-    assert json_lines(written(tmp_path, '{"a": 1}\n{"a": 2')) == [{"a": 1}]
+    assert list(json_lines(written(tmp_path, '{"a": 1}\n{"a": 2'))) == [{"a": 1}]
 
 
 @pytest.mark.parametrize(
@@ -55,10 +55,26 @@ def test_a_last_line_that_a_killed_run_left_half_written_is_ignored(tmp_path: Pa
 )
 def test_another_line_that_cannot_be_read_is_named(tmp_path: Path, text: str | bytes, what: str) -> None:
     with pytest.raises(DataError, match=what):
-        json_lines(written(tmp_path, text))
+        list(json_lines(written(tmp_path, text)))
 
 
 def test_the_error_says_what_can_be_read() -> None:
     error = unreadable("no record", Path("there"), why="it is empty")
     assert FORMATS in error.fix
     assert unreadable("no record", Path("there"), why="", fix="do this").fix == "do this"
+
+
+@pytest.mark.parametrize(
+    ("text", "rows"),
+    [(b'{"a": 1}\n{"a": "\xc3', [{"a": 1}]), ('{"a": "one\u2028line"}\n', [{"a": "one\u2028line"}])],
+    ids=["cut within a letter", "a separator of lines within a text"],
+)
+def test_a_line_ends_where_json_lines_end(tmp_path: Path, text: str | bytes, rows: list[dict[str, object]]) -> None:
+    assert list(json_lines(written(tmp_path, text))) == rows
+
+
+def test_lines_are_read_as_they_are_asked_for(tmp_path: Path) -> None:
+    lines = json_lines(written(tmp_path, '{"a": 1}\n{"a": \n{"a": 3}\n'))
+    assert next(lines) == {"a": 1}
+    with pytest.raises(DataError, match="line 2"):
+        next(lines)

@@ -166,6 +166,54 @@ def test_verl_rows_without_the_end_token(tmp_path: Path, rows: dict[str, Any]) -
     assert names(diagnose(tmp_path, lines, "7.jsonl")) == ["end-token-lost"]
 
 
+TOOL = slice(4, 8)
+"""Where a tool answers, in rows of verl."""
+
+
+def with_tool(rows: dict[str, Any], i: int, **changes: Any) -> dict[str, Any]:
+    """A line of verl's in which a tool has written some tokens, which verl's sampler has 0.0 for."""
+    row = verl(rows, i, step=7)
+    row["rollout_log_probs"][TOOL] = [0.0] * 4
+    row["response_mask"][TOOL] = [0] * 4
+    return row | changes
+
+
+def found_in(folder: Path, lines: list[dict[str, Any]]) -> str:
+    """What is seen of a mask on tokens that nobody sampled; "" where nothing is."""
+    diagnosis = diagnose(folder, lines, "7.jsonl")
+    assert "mask-on-prompt" not in diagnosis.unchecked
+    return next((f.evidence.text for f in diagnosis.findings if f.alarm.name == "mask-on-prompt"), "")
+
+
+def test_verl_rows_whose_mask_covers_a_tools_answer(tmp_path: Path, rows: dict[str, Any]) -> None:
+    assert found_in(tmp_path / "sound", [with_tool(rows, i) for i in range(ROWS)]) == ""
+    everything = [1] * LENGTH + [0] * 3
+    text = found_in(tmp_path / "covered", [with_tool(rows, i, response_mask=everything) for i in range(ROWS)])
+    assert text.startswith(f"in {ROWS} of {ROWS} sequences; ") and "from position 4" in text
+
+
+def test_verl_rows_whose_mask_covers_the_padding(tmp_path: Path, rows: dict[str, Any]) -> None:
+    covered = [verl(rows, i, step=7, response_mask=[1] * (LENGTH + 3)) for i in range(ROWS)]
+    assert f"3 tokens of sequence 0 alone, from position {LENGTH}" in found_in(tmp_path, covered)
+
+
+def test_a_sampler_that_says_nothing_of_prompt_tokens(tmp_path: Path, rows: dict[str, Any]) -> None:
+    """null in the place of 0.0, as a program writes what is no number."""
+
+    def lines(mask: list[bool]) -> list[dict[str, Any]]:
+        sampler = [[None] * PROMPT + rows["policy"][i][PROMPT:] for i in range(ROWS)]
+        return [prime_rl(rows, i, loss_mask=mask, inference_logprobs=sampler[i]) for i in range(ROWS)]
+
+    covered = diagnose(tmp_path / "covered", lines([True] * (PROMPT + LENGTH)))
+    assert "mask-on-prompt" in names(covered)
+    assert names(diagnose(tmp_path / "sound", lines([False] * PROMPT + [True] * LENGTH))) == []
+
+
+def test_without_the_samplers_numbers_nobody_knows_what_the_model_wrote(tmp_path: Path, rows: dict[str, Any]) -> None:
+    bare = [verl(rows, i, step=7, rollout_log_probs=None) for i in range(ROWS)]
+    assert diagnose(tmp_path, bare, "7.jsonl").unchecked["mask-on-prompt"] == "sampler_logprobs"
+
+
 def test_groups_of_equal_rewards_have_no_signal(tmp_path: Path, rows: dict[str, Any]) -> None:
     lines = [verl(rows, i, step=7, advantages=[0.1 * i] * (LENGTH + 3)) for i in range(ROWS)]
     assert names(diagnose(tmp_path, lines, "7.jsonl")) == ["advantage-scale"]
@@ -205,4 +253,22 @@ def test_a_log_probability_above_zero_is_refused_where_it_counts() -> None:
     row = {"policy_logprobs": [-1.0, 0.4], "ref_logprobs": [-1.0, -2.0]}
     with pytest.raises(ValueError, match="a log-probability of 0.4"):
         completion_of(row, default_step=1)
-    assert completion_of({**row, "trained": [1, 0]}, default_step=1).policy == [-1.0, 0.4]
+    assert list(completion_of({**row, "trained": [1, 0]}, default_step=1).policy) == [-1.0, 0.4]
+
+
+def test_a_long_log_takes_less_memory_than_its_file(tmp_path: Path) -> None:
+    import tracemalloc
+
+    generator, file = torch.Generator().manual_seed(0), tmp_path / "completions.jsonl"
+    with file.open("w") as lines:
+        for step in range(1, 101):
+            numbers = {name: (-torch.rand(400, generator=generator)).tolist() for name in ("policy", "ref", "sampler")}
+            row = {f"{name}_logprobs": values for name, values in numbers.items()}
+            lines.write(json.dumps(row | {"step": step, "tokens": [f"word{i % 50}" for i in range(400)]}) + "\n")
+    read_record(file)  # what is imported on the way is no part of it
+    tracemalloc.start()
+    history = read_record(file)
+    held, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(history.completions) == 100
+    assert held < most < 0.8 * file.stat().st_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 
@@ -70,8 +71,8 @@ def test_legend_and_table_hold_the_numbers() -> None:
     b = Series(label="b <b>", points={2: -3.0}, slot=1)
     node = rendered(a, b)
     assert [item.text for item in node.one("ul", of="legend").all("li")] == ["a0.1235", "b <b>−3"]
-    assert node.one("table").rows() == [["step", "a", "b <b>"], ["1", "0.25", "–"], ["2", "0.1235", "−3"]]
-    assert node.one(of="at").text == "step 2"
+    assert node.one("table").rows() == [["step", "a", "b <b>"], ["1", "0.25", "–"], ["2", "0.123456", "−3"]]
+    assert node.one(of="at").text == "last: step 2"
     assert [value.attributes["data-column"] for value in node.all(of="value")] == ["1", "2"]
     assert len(node.all("caption")) == len(node.all("table")) == 1
 
@@ -80,10 +81,42 @@ def test_curves_of_a_group_share_a_line_of_the_legend() -> None:
     runs = [("a_seed-0", "a", 0.1), ("a_seed-1", "a", 0.2), ("b", "b", 0.3), ("c", "", 0.4)]
     node = rendered(*(Series(label=name, points={1: value}, group=group) for name, group, value in runs))
     items = node.one("ul", of="legend").all("li")
-    assert [item.one(of="label").text for item in items] == ["a, 2 runs", "b", "c"]
+    assert [item.one(of="label").text for item in items] == ["a, mean of 2", "b", "c"]
     shown = [[(each.text, each.attributes["data-column"]) for each in item.all(of="value")] for item in items]
-    assert shown == [[("0.1", "1"), ("0.2", "2")], [("0.3", "3")], [("0.4", "4")]]
-    assert node.one("table").rows()[0] == ["step", "a_seed-0", "a_seed-1", "b", "c"]
+    assert shown == [[("0.15", "1")], [("0.3", "4")], [("0.4", "5")]]
+    assert items[0].one(of="span").text == "0.1 to 0.2"
+    assert node.one("table").rows()[0] == ["step", "a, mean of 2", "a_seed-0", "a_seed-1", "b", "c"]
+    assert [path.classes[1] for path in node.one("svg", of="chart").all("path", of="curve")] == ["s0"] * 3
+
+
+def test_the_band_of_a_mean_goes_from_the_lowest_to_the_highest() -> None:
+    low, high = dict.fromkeys(STEPS, 0.2), dict.fromkeys(STEPS, 0.4)
+    node = rendered(
+        Series(label="a", points=low, group="g"), Series(label="b", points=high, group="g"), include=(0.0, 1.0)
+    )
+    (band,) = node.one("svg", of="chart").all("path", of="spread")
+    heights = [float(y) for _, y in re.findall(r"[ML]([\d.]+) ([\d.]+)", band.attributes["d"] or "")]
+    top = 1.05
+    assert heights[:20] == pytest.approx([BOTTOM - (BOTTOM - TOP) * 0.4 / top] * 20, abs=0.1)
+    assert heights[20:] == pytest.approx([BOTTOM - (BOTTOM - TOP) * 0.2 / top] * 20, abs=0.1)
+    assert {y for _, y in places(node)} == {round(BOTTOM - (BOTTOM - TOP) * 0.3 / top, 1)}
+    assert "1 curve. g, mean of 2: 0.3 at step 1" in node.one("desc").text
+    assert "Its band goes from 0.2 to 0.4 there." in node.one("desc").text
+
+
+def test_the_script_is_told_how_to_draw_it_again() -> None:
+    a = Series(label="a", points=dict.fromkeys(range(1000), 0.5), group="g", runs=(0,))
+    b = Series(label="b", points=dict.fromkeys(range(1000), 1.5), group="g", slot=3, runs=(1,))
+    made = chart(a, b, lines=[Line(label="t", low=0.1)], marks=[Mark(step=5, number=1, name="x")], include=(0.0,))
+    plot = json.loads(parse(render_chart(made, most=100)).one("figure").attributes["data-plot"] or "")
+    assert plot["series"] == [
+        {"slot": 0, "runs": [0, 1], "members": [2, 3]},
+        {"slot": 0, "runs": [0], "of": 1},
+        {"slot": 3, "runs": [1], "of": 1},
+    ]
+    assert (plot["axis"], plot["unit"], plot["include"], plot["knee"]) == ("step", "nats", [0.0], None)
+    assert (plot["lines"], plot["marks"]) == ([[0.1, None]], [[5, 1]])
+    assert len(plot["means"]) == 50 and plot["means"][0] == [9.5, 1.0, 0.5, 1.5]
 
 
 def test_who_cannot_see_it_is_told() -> None:

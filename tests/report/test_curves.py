@@ -33,8 +33,13 @@ def test_skills_are_kept_apart_and_the_trained_one_is_named() -> None:
     run = run_of(scores=scores, settings=Settings(rl_skill="addition"))
     (chart,) = charts([run], numbered([run]))
     assert [series.label for series in chart.series] == ["addition (trained)", "reversal"]
-    assert chart.series[1].points == {0: 1.0, 2: 0.8} and chart.include == (0.0, 1.0)
+    assert chart.series[1].points == {0: 100.0, 2: 80.0} and chart.include == (0.0, 100.0)
     assert [(mark.step, mark.number, mark.name) for mark in chart.marks] == [(2, 1, "retention")]
+
+
+def test_scores_above_1_stay_as_they_are() -> None:
+    (chart,) = charts([run_of(scores=[(0, {"a": 0.5}), (2, {"a": 12.5})])], {})
+    assert (chart.unit, chart.include, chart.series[0].points) == ("score", (0.0,), {0: 0.5, 2: 12.5})
 
 
 def test_alarms_are_marked_where_their_metrics_are() -> None:

@@ -9,6 +9,9 @@ from tests.report.pages import parse, run_of
 from klamp.diagnostics.history import Settings
 from klamp.report.headlines import Headline, headlines, side_by_side, tiles
 from klamp.report.run import ReportRun
+from klamp.report.scores import Scores
+
+POINTS = Scores(points=True)
 
 
 def said(found: list[Headline]) -> dict[str, tuple[str, str, str]]:
@@ -18,7 +21,7 @@ def said(found: list[Headline]) -> dict[str, tuple[str, str, str]]:
 def test_where_a_run_ended_and_from_where_it_came() -> None:
     reward = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
     run = run_of(reward=reward, k3=[0, 0.5, 0, 0, 0, 0.1, 0.1, 0.1, 0.1, 0.2], length=[4] * 10)
-    assert said(headlines(run, [])) == {
+    assert said(headlines(run, [], POINTS)) == {
         "Reward": ("0.8", "", "from 0.1"),
         "KL (k3)": ("0.12", "nats/token", "highest 0.5 at step 2"),
         "Length": ("4", "tokens", "constant"),
@@ -26,18 +29,18 @@ def test_where_a_run_ended_and_from_where_it_came() -> None:
 
 
 def test_short_runs_end_with_their_last_half() -> None:
-    assert said(headlines(run_of(reward=[0.0, 1.0]), []))["Reward"] == ("1", "", "from 0")
-    assert said(headlines(run_of(reward=[0.0, 0.1, 0.2, 0.4, 0.6]), []))["Reward"] == ("0.5", "", "from 0")
+    assert said(headlines(run_of(reward=[0.0, 1.0]), [], POINTS))["Reward"] == ("1", "", "from 0")
+    assert said(headlines(run_of(reward=[0.0, 0.1, 0.2, 0.4, 0.6]), [], POINTS))["Reward"] == ("0.5", "", "from 0")
 
 
 def test_the_kl_with_the_least_noise_is_taken() -> None:
     run = run_of(k1=[0.1], k3=[0.2], exact=[0.3], kl__k1_sequence=[0.7])
-    assert list(said(headlines(run, []))) == ["KL (exact)", "KL per completion (k1)"]
+    assert list(said(headlines(run, [], POINTS))) == ["KL (exact)", "KL per completion (k1)"]
 
 
 def test_what_is_not_finite_does_not_spoil_the_mean() -> None:
     run = run_of(reward=[0.5, math.nan, 0.5], k3=[math.nan, math.nan])
-    found = said(headlines(run, []))
+    found = said(headlines(run, [], POINTS))
     assert found["Reward"][0] == "0.5" and found["KL (k3)"] == ("NaN", "nats/token", "")
 
 
@@ -45,15 +48,17 @@ def test_skills_before_and_after() -> None:
     settings = Settings(rl_skill="addition")
     scores = [(0, {"addition": 0.5, "reversal": 1.0}), (9, {"addition": 0.9, "reversal": 0.75})]
     run = run_of(scores=scores, settings=settings)
-    assert said(headlines(run, ["addition", "reversal", "none"])) == {
-        "addition, trained": ("0.9", "", "from 0.5 (+0.4)"),
-        "reversal, kept": ("0.75", "", "from 1 (−0.25)"),
+    assert said(headlines(run, ["addition", "reversal", "none"], POINTS)) == {
+        "addition, trained": ("90.0", "points of 100", "from 50.0 (+40.0)"),
+        "reversal, kept": ("75.0", "points of 100", "from 100.0 (−25.0)"),
     }
     summary = {"before": {"addition": 0.25}, "after": {"addition": 0.5}}
-    assert said(headlines(run_of(details=summary), ["addition"])) == {"addition": ("0.5", "", "from 0.25 (+0.25)")}
+    assert said(headlines(run_of(details=summary), ["addition"], POINTS)) == {
+        "addition": ("50.0", "points of 100", "from 25.0 (+25.0)")
+    }
     half = run_of(scores=scores[:1], settings=settings)
-    assert said(headlines(half, ["addition"])) == {
-        "addition, trained": ("0.5", "", "not evaluated after training"),
+    assert said(headlines(half, ["addition"], POINTS)) == {
+        "addition, trained": ("50.0", "points of 100", "not evaluated after training"),
     }
 
 
@@ -68,9 +73,9 @@ def test_tiles() -> None:
 def test_side_by_side() -> None:
     runs = [run_of(name="a", reward=[0.5]), run_of(name="b", reward=[0.75], k3=[0, 0, 0, 0, 0, 0, 0.9])]
     expected = [
-        ["run", "alarms", "Reward", "KL (k3), nats/token"],
-        [" aruns/a, klamp run", "0", "0.5constant", "–"],
-        [" bruns/b, klamp run", "1", "0.75constant", "0.3highest 0.9 at step 7"],
+        ["run", "alarms", "KL (k3), nats/token", "Reward"],
+        [" aruns/a, klamp run", "0", "–", "0.5constant"],
+        [" bruns/b, klamp run", "1", "0.3highest 0.9 at step 7", "0.75constant"],
     ]
 
     def table(*some: ReportRun) -> list[list[str]]:
@@ -79,3 +84,16 @@ def test_side_by_side() -> None:
 
     assert table(*runs) == [list(column) for column in zip(*expected, strict=True)]
     assert table(*runs * 3)[:3] == expected, "many runs are rows"
+
+
+def test_every_number_says_what_it_is_the_mean_of() -> None:
+    scores = [(0, {"a": 0.5}), (9, {"a": 0.9})]
+    run = run_of(reward=[0.1] * 12, k3=[0.2] * 4, beta=[0.1], scores=scores)
+    found = {each.label: each.over for each in headlines(run, ["a"], POINTS)}
+    assert found == {
+        "Reward": "mean of last 5 steps",
+        "KL (k3)": "mean of last 2 steps",
+        "beta": "last step",
+        "a": "last evaluation",
+    }
+    assert "mean of last 5 steps" in parse(tiles(run)).all(of="tile")[0].text

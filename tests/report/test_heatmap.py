@@ -26,7 +26,8 @@ def test_cells_legend_and_table() -> None:
     assert len(cells) == 8
     assert cells[-1].classes == ["q6"] and cells[-1].text == "step 4, part 2 of 2: 0.2"
     assert float(cells[0].attributes["y"] or 0) > float(cells[-1].attributes["y"] or 0), "the beginning is below"
-    assert len(node.one("ul", of="legend").all("li")) == 7
+    legend = [item.text for item in node.one("ul", of="steps").all("li")]
+    assert legend == ["<0.0002", "0.0002", "0.00063", "0.002", "0.0063", "0.02", "0.063+"]
     assert node.one("table").rows()[:2] == [["step", "part 1 of 2", "part 2 of 2"], ["1", "0.025", "0.05"]]
 
 

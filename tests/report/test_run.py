@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from tests.report.pages import run_of
 
 from klamp.diagnostics.history import Settings
@@ -30,3 +32,11 @@ def test_the_trained_skill_comes_first() -> None:
         run_of(details={"after": {"z": 1.0}}),
     ]
     assert skills_of(runs) == ["z", "a", "b"]
+
+
+def test_the_tokens_of_a_run_are_counted_from_its_lengths() -> None:
+    batch = {"config": {"prompts_per_step": 2, "num_generations": 4}}
+    run = run_of(length=[10.0, 20.0], details=batch)
+    assert run.tokens() == {0: 0, 1: 80, 2: 240}
+    assert run_of(length=[10.0]).tokens() == {} and run_of(k3=[0.1], details=batch).tokens() == {}
+    assert run_of(length=[10.0, math.nan, 20.0], details=batch).tokens() == {0: 0, 1: 80, 3: 400}

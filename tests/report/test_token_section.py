@@ -8,7 +8,7 @@ from tests.report.pages import Node, completion, parse, run_of
 
 from klamp.report.choice import ranked
 from klamp.report.run import ReportRun
-from klamp.report.token_section import FRAME, fitting, said, token_section
+from klamp.report.token_section import FRAME, costs, fitting, said, token_section
 
 
 def many(count: int) -> ReportRun:
@@ -19,7 +19,7 @@ def many(count: int) -> ReportRun:
 
 def section(*runs: ReportRun, room: int = 10**6) -> Node:
     completions = ranked(runs)
-    return parse(token_section(runs, completions, fitting(runs, completions, room=room)))
+    return parse(token_section(runs, completions, fitting(runs, completions, room=room), costs(runs, completions)))
 
 
 def test_everything_is_there() -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
+from stat import S_IMODE
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from klamp.errors import ModelError
-from klamp.tasks.cache import cache_root, store, without_bars
+from klamp.tasks.cache import cache_root, make_readable, store, without_bars
 
 
 def test_the_root_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -27,6 +32,32 @@ def test_a_folder_appears_when_it_is_whole(tmp_path: Path) -> None:
     store(folder, write)
     assert (folder / "weights").read_text() == "all of them"
     assert [each.name for each in folder.parent.iterdir()] == ["model"]
+
+
+@pytest.fixture(params=[0o022, 0o027, 0o077], ids=oct)
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def test_a_model_is_as_readable_as_other_files(tmp_path: Path, umask: int) -> None:
+    def write(empty: Path) -> None:
+        save_file({"weight": torch.zeros(1)}, empty / "model.safetensors")
+        (empty / "inner").mkdir(0o700)
+        (empty / "program").touch(0o700)
+        (empty / "inner" / "link").symlink_to("/proc/version")
+
+    store(tmp_path / "model", write)
+    found = {path.relative_to(tmp_path).as_posix(): S_IMODE(path.lstat().st_mode) for path in tmp_path.rglob("*")}
+    del found["model/inner/link"]
+    file, folder = 0o666 & ~umask, 0o777 & ~umask
+    assert found == {
+        "model": folder,
+        "model/inner": folder,
+        "model/model.safetensors": file,
+        "model/program": file | 0o700,
+    }
 
 
 def test_what_is_killed_on_the_way_leaves_nothing(tmp_path: Path) -> None:
@@ -71,3 +102,13 @@ def test_bars_come_back_as_they_were() -> None:
             assert logging.is_progress_bar_enabled() == given
     finally:
         (logging.enable_progress_bar if shown else logging.disable_progress_bar)()
+
+
+def test_a_file_of_another_user_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("not its owner")
+
+    (tmp_path / "weights").touch(0o600)
+    monkeypatch.setattr(Path, "chmod", refuse)
+    make_readable(tmp_path)
+    assert S_IMODE((tmp_path / "weights").stat().st_mode) == 0o600

@@ -21,7 +21,7 @@ def start(target: Callable[..., None], *arguments: Any) -> BaseProcess:
     """A child that calls the function, which must be importable."""
     os.environ["OMP_NUM_THREADS"] = "1"  # read when the server loads torch; two processes share two cores
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["klamp.training.trainer", "tests.training.children"])
+    context.set_forkserver_preload(["klamp.training.trainer", "tests.training.children", "tests.reliability.kills"])
     child = context.Process(target=target, args=arguments, daemon=True)
     child.start()
     return child
@@ -79,11 +79,16 @@ def paused_run(values: dict[str, Any], step: int, here: str, on: str, told: str)
         sys.exit(130)
 
 
-def one_of_several(rank: int, count: int, ports: list[int], jobs: list[dict[str, Any]], told: str) -> None:
-    """One process of a gloo group, as torchrun starts it; trains every job and notes how each one ended."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
+def join_group(rank: int, count: int, port: int) -> None:
+    """Make this process one of a gloo group, as torchrun would."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if "lo" in {name for _, name in socket.if_nameindex()}:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo asks for the host's name, which may take its time
+
+
+def one_of_several(rank: int, count: int, ports: list[int], jobs: list[dict[str, Any]], told: str) -> None:
+    """One process of a gloo group, as torchrun starts it; trains every job and notes how each one ended."""
     import torch
     from accelerate.state import AcceleratorState
     from tests.training import rewards
@@ -97,12 +102,14 @@ def one_of_several(rank: int, count: int, ports: list[int], jobs: list[dict[str,
     logging.disable_progress_bar()
     ends = []
     for port, job in zip(ports, map(dict, jobs), strict=True):
-        os.environ["MASTER_PORT"] = str(port)
+        join_group(rank, count, port)
+        os.environ |= job.pop("environment", {})
         rewards.STATE.update(calls=0, break_at=job.pop("break_at", {}).get(rank, -1))
         try:
             train_run(TrainConfig.from_flat(job))
             ends.append("done")
         except KlampError as error:
-            ends.append(f"{type(error).__name__}: {error.what} {error.why} {getattr(error, '__notes__', '')}")
+            notes = getattr(error, "__notes__", "")
+            ends.append(f"{type(error).__name__}: {error.what} {error.got} {error.why} {notes}")
         AcceleratorState._reset_state(reset_partial_state=True)  # a run leaves its group; the next one joins another
     Path(told).write_text(json.dumps(ends), encoding="utf-8")

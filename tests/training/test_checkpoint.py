@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,19 +18,20 @@ from tests.training.test_sampling import sample
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from klamp.errors import RunFolderError
+from klamp.scoring.scores import score
 from klamp.tasks.arithmetic import arithmetic_tokenizer
-from klamp.training import checkpoint
+from klamp.training import checkpoint, seals
 from klamp.training.config import TrainConfig
 from klamp.training.folders import checkpoint_folders
-from klamp.training.scoring import score
 from klamp.training.trainer import train_run
 
 
 @pytest.fixture(scope="module")
 def runs(llama, tmp_path_factory):
-    """Finished runs: all weights, and an adapter."""
+    """Finished runs: all weights, an adapter, and a reference that moves."""
     found = {}
-    for name, changes in {"full": {}, "adapter": {"lora_r": 2}}.items():
+    moving = {"reference": "periodic", "reference_reset_steps": 1}
+    for name, changes in {"full": {}, "adapter": {"lora_r": 2}, "moving": moving}.items():
         folder = tmp_path_factory.mktemp("runs") / name
         values = {"model": llama, "output_dir": str(folder), **TINY, "save_every": 1, "keep_checkpoints": 3, **changes}
         train_run(TrainConfig.from_flat(values))
@@ -50,6 +52,14 @@ def test_only_the_newest_are_kept_and_nothing_half_written(run):
     names = sorted(p.name for p in (run.folder / "checkpoints").iterdir())
     assert names == ["step-000002", "step-000003", "step-000004"]
     assert run.newest.name == "step-000004"
+
+
+def test_the_weights_are_as_readable_as_the_files_beside_them(runs):
+    for each in runs.values():
+        modes = {path.stat().st_mode for path in (each.folder / "checkpoints").rglob("*") if path.is_file()}
+        assert modes == {(each.folder / "config.yaml").stat().st_mode}
+    written = {path.name for path in runs["moving"].folder.rglob("*.safetensors")}
+    assert written == {"model.safetensors", "reference.safetensors"}
 
 
 def test_a_checkpoint_holds_safetensors_json_and_tensors_only(run):
@@ -121,19 +131,32 @@ def test_a_checkpoint_is_on_the_disk_before_it_is_in_its_place(tmp_path, monkeyp
     synced, rename = [], Path.rename
 
     def moved(part, folder):
-        assert {each.relative_to(part) for each in (part, *part.rglob("*"))} == {
-            each.relative_to(part) for each in synced
-        }
+        assert {part, *part.rglob("*")} <= {*synced}
         return rename(part, folder)
 
     def fill(part: Path) -> None:
         (part / "policy").mkdir()
         (part / "policy" / "weights").write_text("w")
 
-    monkeypatch.setattr(checkpoint, "sync", synced.append)
+    for module in (checkpoint, seals):
+        monkeypatch.setattr(module, "sync", synced.append)
     monkeypatch.setattr(Path, "rename", moved)
     folder = checkpoint.write(tmp_path, 1, fill, state={}, keep=1)
     assert synced[-1] == folder.parent and folder.is_dir()
+
+
+def test_the_lines_of_its_steps_are_on_the_disk_before_it(tmp_path, monkeypatch):
+    synced, rename = [], Path.rename
+    (tmp_path / "metrics.jsonl").touch()
+
+    def moved(part, folder):
+        assert {tmp_path / "metrics.jsonl", tmp_path} <= {*synced}
+        return rename(part, folder)
+
+    monkeypatch.setattr(checkpoint, "sync", synced.append)
+    monkeypatch.setattr(Path, "rename", moved)
+    checkpoint.write(tmp_path, 1, lambda part: None, state={}, keep=1)
+    assert tmp_path / "checkpoints" in synced
 
 
 def test_a_step_that_is_written_a_second_time_stays_until_the_new_one_is_there(tmp_path, monkeypatch):
@@ -155,6 +178,47 @@ def test_a_step_that_is_written_a_second_time_stays_until_the_new_one_is_there(t
     assert sorted(kept) == ["new", "old"], "both are whole, under names that say so"
     checkpoint.write(tmp_path, 1, fill("new"), state={}, keep=1)
     assert [file.read_text() for file in tmp_path.rglob("weights")] == ["new"]
+
+
+@pytest.fixture
+def killed_while_deleting(run, monkeypatch):
+    """A folder whose run was killed half way through the deletion of its oldest checkpoint, after the next one."""
+
+    def killed(path, *args, **options):
+        if (path / "optimizer.pt").exists():
+            (path / "optimizer.pt").unlink()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.write(run.folder, 5, lambda part: None, state={}, keep=3)
+    return run.folder
+
+
+def test_half_of_an_old_checkpoint_is_none(killed_while_deleting):
+    found = [each.name for each in checkpoint.checkpoints(killed_while_deleting)]
+    assert found == ["step-000003", "step-000004", "step-000005"]
+
+
+def test_what_is_left_of_an_old_one_goes_at_the_next(killed_while_deleting):
+    checkpoint.tidy(killed_while_deleting, keep=3)
+    found = sorted(each.name for each in (killed_while_deleting / "checkpoints").iterdir())
+    assert found == ["step-000003", "step-000004", "step-000005"]
+
+
+def test_a_resume_deletes_what_its_run_did_not_come_to(run):
+    shutil.copytree(run.newest, run.folder / "checkpoints" / ".step-000001.old")
+    config = replace(run.config, run=replace(run.config.run, max_steps=4, keep_checkpoints=2))
+    train_run(config)
+    found = sorted(each.name for each in (run.folder / "checkpoints").iterdir())
+    assert found == ["step-000003", "step-000004"]
+
+
+def test_nothing_is_deleted_where_no_checkpoint_is_in_its_place(tmp_path):
+    (tmp_path / "checkpoints" / ".step-000001.old").mkdir(parents=True)
+    checkpoint.tidy(tmp_path, keep=1)
+    assert (tmp_path / "checkpoints" / ".step-000001.old").is_dir()
 
 
 def test_only_names_of_checkpoints_count(run):

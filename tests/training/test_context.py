@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from torch.optim import SGD
 
-from klamp.training.context import SMALL_VOCABULARY
+from klamp.config.choices import SMALL_VOCABULARY
 from klamp.training.rollouts import collect
 from klamp.training.updates import update
 

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_model
 from tests.training.conftest import disturb, steps_of, tiny_llama
 
+from klamp.core.beta_rules import adaptive_kl_coefficient
 from klamp.training import checkpoint
 from klamp.training.observers import Observer
 from klamp.training.references import MovingReference
@@ -135,6 +136,17 @@ def test_after_a_reset_the_kl_is_zero_and_the_kl_to_the_original_is_not(config_o
 def test_the_schedule_scales_beta(config_of, tmp_path):
     train_run(config_of(beta=0.1, kl_schedule="linear", kl_schedule_end=0.5))
     assert [s["beta"] for s in steps_of(tmp_path / "run")] == pytest.approx([0.1, 0.0875, 0.075, 0.0625])
+
+
+def test_the_step_controller_of_a_run_is_the_tutorials_function(config_of, tmp_path):
+    given = {"kl_controller": "step", "target_kl": 1e-3, "beta_min": 0.0, "beta_max": 100.0, "learning_rate": 2e-2}
+    train_run(config_of(beta=0.1, max_steps=8, **given))
+    steps = steps_of(tmp_path / "run")
+    for last, now in pairwise(steps):
+        expected = adaptive_kl_coefficient(last["kl/exact"], 1e-3, kl_coefficient=last["beta"])
+        assert now["beta"] == pytest.approx(expected, rel=1e-12)
+    factors = {round(now["beta"] / last["beta"], 6) for last, now in pairwise(steps)}
+    assert {0.75, 1.5} <= factors, "it goes down while nothing is learnt, and up later"
 
 
 def test_the_guard_lowers_the_learning_rate_in_proportion(config_of, tmp_path):

@@ -7,19 +7,19 @@ from itertools import pairwise
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from tests.scoring.test_scorer import MODELS, made, stretched
 from tests.training.conftest import disturb, tiny_llama
 from tests.training.test_sampling import LENGTH, PROMPTS, tokens_of
-from tests.training.test_scorer import MODELS, made, stretched
 
+from klamp.scoring.model_parts import Traits
+from klamp.scoring.probe import probe
+from klamp.scoring.scores import score
 from klamp.tasks.arithmetic import arithmetic_tokenizer
 from klamp.training import sampling
 from klamp.training.config import RolloutConfig
 from klamp.training.decoding import decode, pays_to_drop
-from klamp.training.model_parts import Traits
 from klamp.training.models import load_model
-from klamp.training.probe import probe
 from klamp.training.sampling import encode_prompts, generate, uniform_numbers
-from klamp.training.scoring import score
 
 
 def sampled(model, traits, prompts, *, stop=(1, 7, 11, 20, 33), greedy=False, **rollout):

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
+import sys
+import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,12 +33,12 @@ from klamp.errors import (
     TensorError,
 )
 from klamp.records import read_record
+from klamp.scoring.completions import Completions, select
+from klamp.scoring.scores import score
 from klamp.tasks.arithmetic import arithmetic_tokenizer
-from klamp.training.completions import Completions, select
 from klamp.training.config import OptimConfig, RolloutConfig
 from klamp.training.loop import compute_kl_divergence, compute_loss, grpo_microbatch_step, log_train, train
 from klamp.training.sampling import generate
-from klamp.training.scoring import score
 
 V = 6
 """Tokens of the enumerated vocabulary."""
@@ -312,7 +316,8 @@ def test_doctor_reads_as_much_of_the_loop_as_of_the_trainer(tmp_path):
         "train/kl_penalty", "train/grad_norm", "train/learning_rate",
     }  # fmt: skip
     diagnosis = examine(record)
-    assert set(diagnosis.unchecked.values()) <= {"completions", "evaluations", "settings.loss_type, settings.verifier"}
+    lacking = {"completions", "completions, sampler_logprobs", "evaluations", "settings.loss_type, settings.verifier"}
+    assert set(diagnosis.unchecked.values()) <= lacking
     assert not diagnosis.failed(["step-zero-kl", "sampler-mismatch", "huge-values", "negative-k1"])
 
 
@@ -423,6 +428,37 @@ def test_the_loop_refuses_what_it_cannot_use():
         assert "1+1=" in str(caught.value)
 
 
+def leaves(prompt: str, completion: str) -> float:
+    os.chdir("/")
+    return 0.0
+
+
+def switches(prompt: str, completion: str) -> float:
+    torch.set_grad_enabled(False)
+    return 0.0
+
+
+def hangs(prompt: str, completion: str) -> float:
+    return float(threading.Event().wait(60))
+
+
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [
+        (leaves, "os.chdir"),
+        (switches, "set_grad_enabled"),
+        (hangs, "too long"),
+        (lambda p, c: sys.exit(0), "SystemExit"),
+    ],
+)
+def test_what_a_reward_does_to_the_program_is_an_error(reward, words):
+    folder = Path.cwd()
+    with pytest.raises(RewardError, match=words) as caught:
+        trained(steps=1, reward=reward, reward_timeout=0.2 if reward is hangs else None)
+    assert "1+1=" in str(caught.value)
+    assert Path.cwd() == folder and torch.is_grad_enabled()
+
+
 def test_a_steps_line_reads_as_documented(caplog):
     metrics = {"kl_penalty": 0.00123, "reward": 0.5, "length/mean": 4.0, "loss": 0.12341, "grad_norm": 0.5678}
     expected = "Step 1 | Loss: 0.1234 | Grad norm: 0.5678 | Reward: 0.5000 | KL penalty: 0.0012"
@@ -430,3 +466,5 @@ def test_a_steps_line_reads_as_documented(caplog):
         assert log_train(1, metrics) == expected
     assert caplog.messages == [expected]
     assert log_train(7, {"loss": 1.0}) == "Step 7 | Loss: 1.0000"
+    assert log_train(8, {"loss": -1e-6, "kl_penalty": -4e-5}) == "Step 8 | Loss: 0.0000 | KL penalty: 0.0000"
+    assert log_train(9, {"loss": float("nan"), "kl_penalty": -6e-5}) == "Step 9 | Loss: nan | KL penalty: -0.0001"

@@ -12,6 +12,7 @@ from tests.training.conftest import tiny_gpt2, tiny_llama
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from klamp.errors import KlampError, ModelError
+from klamp.scoring.model_parts import takes
 from klamp.tasks import builtin_model
 from klamp.tasks.arithmetic import arithmetic_tokenizer
 from klamp.training.config import ModelConfig
@@ -23,7 +24,6 @@ from klamp.training.models import (
     make_ready,
     max_length,
     output_size,
-    takes,
     with_adapter,
 )
 
@@ -136,7 +136,8 @@ def test_a_file_is_no_model_folder(tmp_path):
         load_model(str(file))
 
 
-def test_a_name_that_is_nowhere_is_refused():
+def test_a_name_that_is_nowhere_is_refused(monkeypatch):
+    monkeypatch.setattr("klamp.training.hub.unreachable", lambda: "")
     with pytest.raises(ModelError, match="cannot load") as caught:
         load_model("klamp-tests/there-is-no-such-model")
     assert "neither as a folder nor on the hub" in caught.value.why
@@ -180,7 +181,7 @@ def test_what_a_model_says_about_itself():
 
 def test_what_is_ready_or_not_klamps_own_is_left_alone(monkeypatch):
     made = []
-    monkeypatch.setattr("klamp.training.models.load_base_model", lambda config, **_: made.append(config))
+    monkeypatch.setattr("klamp.training.models.cached_base_model", lambda config, **_: made.append(config))
     monkeypatch.setattr("klamp.training.models.load_named_model", lambda name, **_: made.append(name))
     make_ready("a-folder")
     assert made == []

@@ -9,9 +9,9 @@ import pytest
 import torch
 from tests.training.conftest import tiny_llama
 
+from klamp.scoring.scores import score
 from klamp.tasks import Example, arithmetic_tokenizer
 from klamp.training.own_answers import answers_as_completions, probabilities
-from klamp.training.scoring import score
 
 EXAMPLES = [
     Example(prompt="47+85=", answer="132"),

@@ -11,10 +11,10 @@ from tests.training.test_sampling import sample
 from torch.optim import SGD
 from transformers import LlamaForCausalLM
 
+from klamp.scoring.scores import score
 from klamp.training.observers import Observer
 from klamp.training.references import AdapterOffReference, FrozenReference
 from klamp.training.rollouts import collect
-from klamp.training.scoring import score
 from klamp.training.trainer import Trainer, train_run
 from klamp.training.updates import update
 

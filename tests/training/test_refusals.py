@@ -45,6 +45,12 @@ def test_what_it_cannot_do_is_refused_by_name_and_fine_at_home(field):
     TrainConfig.from_flat({"model": "some/model", "lora_r": 4} | given)
 
 
+def test_a_checkpoint_of_this_machine_is_no_model_of_a_service(tmp_path):
+    (tmp_path / "policy").mkdir()
+    with pytest.raises(ConfigError, match="backend='tinker' cannot do this(?s:.*)a checkpoint on this machine"):
+        TrainConfig.from_flat(REMOTE | {"model": str(tmp_path)})
+
+
 def test_backend_and_timeout_are_checked():
     with pytest.raises(UnknownNameError, match="unknown backend"):
         TrainConfig.from_flat({"backend": "tinkr"})

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import copy
+import json
+from base64 import b64encode
 
 import pytest
 import torch
-from tests.training.answering import in_turn
+import yaml
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from tests.training.answering import answering, in_turn
 from tests.training.conftest import assert_same_course, disturb
 
-from klamp.errors import ConfigError, ModelError
+from klamp.errors import ConfigError, KlampError, ModelError
 from klamp.training import asking, remote
 from klamp.training.remote import RemoteReference, serve
 from klamp.training.rollouts import collect
 from klamp.training.trainer import train_run
+from klamp.training.vllm_reference import connect
 
 
 @pytest.fixture
@@ -81,3 +87,83 @@ def test_what_a_remote_reference_cannot_do_is_refused_before_the_run(config_of):
         config_of(reference="remote")
     with pytest.raises(ConfigError, match="exact"):
         config_of(reference="remote", reference_url="http://127.0.0.1:9/", kl_estimator="exact")
+
+
+@pytest.fixture(scope="module")
+def told():
+    """A server, and the list whose first answer it gives."""
+    answers = [(200, {})]
+    with answering(lambda *_: answers[0]) as url:
+        yield url, answers
+
+
+numbers = st.one_of(st.floats(), st.integers(), st.none(), st.booleans(), st.text(max_size=2), st.just(10**400))
+rows = st.lists(st.one_of(st.lists(numbers, max_size=2), numbers), max_size=3)
+anything = st.recursive(
+    numbers, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner)
+)
+contents = st.one_of(
+    st.fixed_dictionaries(
+        {"logprobs": st.lists(st.lists(st.floats(-9, 0.1), min_size=1, max_size=1), max_size=3) | rows}
+    ),
+    anything,
+).map(lambda content: json.dumps(content).encode())
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(contents | st.binary(max_size=30), st.sampled_from([200, 200, 200, 204, 302, 400, 500]))
+@example(b"[" * 100_000, 200)
+@example(b'{"logprobs": [[-1e999], [0]]}', 200)
+@example(b'{"logprobs": [[NaN], [0]]}', 200)
+def test_whatever_is_answered_is_log_probabilities_or_an_error_of_klamp(monkeypatch, told, body, status):
+    monkeypatch.setattr(asking.time, "sleep", lambda _: None)
+    url, answers = told
+    answers[:] = [(status, body)]
+    found = caught = None
+    try:
+        found = RemoteReference(url).logprobs([[1], [2]], [[3], [4]], temperature=1.0)
+    except KlampError as error:
+        caught = error
+    if caught is None:
+        assert torch.tensor(found).shape == (2, 1) and torch.tensor(found).isfinite().all()
+    else:
+        assert "does not answer as it should" in caught.what and caught.why and caught.fix
+        assert all(line.isprintable() for line in str(caught).splitlines())
+
+
+@pytest.mark.parametrize("where", ["http://[", "http://host:port/", "gopher://host/"])
+def test_a_redirection_to_no_address_is_an_error_of_klamp(where, monkeypatch):
+    monkeypatch.setattr(asking.time, "sleep", lambda _: None)
+    with in_turn((302, where)) as (url, _), pytest.raises(ModelError, match="does not answer as it should"):
+        RemoteReference(url).logprobs([[1]], [[2]], temperature=1.0)
+
+
+def test_user_password_and_query_reach_the_server_and_no_file_of_the_run(config_of, context_of, tmp_path, capfd):
+    seen = set()
+    config = config_of(output_dir=str(tmp_path / "run"), beta=0.1, max_steps=1, report_to=("tensorboard",))
+    policy = context_of().policy
+
+    def answer(path, asked, headers):
+        seen.add((path, headers.get("Authorization")))
+        return (404, {}) if asked is None else (200, remote.answer(policy, asked))
+
+    with answering(answer) as url:
+        whole = url.replace("//", "//m%65:se%63ret@") + "/deep?token=sesame"
+        changes = {"reference": "remote", "reference_url": whole, "resume": False}
+        train_run(type(config).from_flat(config.flat() | changes))
+    basic = "Basic " + b64encode(b"me:secret").decode()
+    assert seen == {("/deep/v1/models?token=sesame", basic), ("/deep?token=sesame", basic)}
+    files = [file for file in (tmp_path / "run").rglob("*") if file.is_file()]
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["reference_url"] == f"{url}/deep"
+    assert any("tfevents" in file.name for file in files) and any(file.name == "metrics.jsonl" for file in files)
+    written = [*(file.read_bytes() for file in files), *(text.encode() for text in capfd.readouterr())]
+    assert not any(secret in text for text in written for secret in (b"se%63ret", b"secret", b"sesame", basic.encode()))
+
+
+def test_a_server_that_refuses_them_is_named_without_them(config_of, context_of):
+    context = context_of()
+    with answering(lambda *_: (401, {"error": "who?"})) as url:
+        config = config_of(reference="remote", reference_url=url.replace("//", "//me:secret@"))
+        with pytest.raises(ModelError, match=f"got: {url}\n.*401.*who.*no file of a run keeps") as error:
+            connect(config, context.task, context.tokenizer)
+    assert "secret" not in str(error.value) and "me:" not in str(error.value)

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -208,6 +209,12 @@ def test_a_run_killed_while_it_drops_lines_loses_none(config_of, tmp_path, monke
         assert (tmp_path / killed_at).read_text() == lines
 
 
+def test_the_configuration_of_a_run_that_begins_anew_continues_none(config_of, tmp_path):
+    """Else the file, given to a run in another folder, would look for one to continue there."""
+    RunLog(SimpleNamespace(trackers=[])).on_start(info(config_of(resume=True), tmp_path, 0))
+    assert "resume: false" in (tmp_path / "config.yaml").read_text()
+
+
 @pytest.mark.parametrize("kept", [["step-000002"], []])
 def test_tensorboard_shows_no_point_twice(config_of, tmp_path, kept):
     given = {"report_to": ("tensorboard",), "max_steps": 4, "save_every": 2}
@@ -216,6 +223,7 @@ def test_tensorboard_shows_no_point_twice(config_of, tmp_path, kept):
     for each in (tmp_path / "run" / "checkpoints").iterdir():  # as if it had been killed before they were written
         if each.name not in kept:
             shutil.rmtree(each)
+    time.sleep(1.1)  # TensorBoard reads files in the order of their names: the second of the start, then 10 before 9
     train_run(config_of(**given, resume=True))
     events = EventAccumulator(str(tmp_path / "run" / "tracking"), size_guidance={"scalars": 0})
     events.Reload()
@@ -250,7 +258,9 @@ def test_cautions_are_written_with_the_steps_done_and_go_with_what_a_resumed_run
     log.on_start(RunInfo(output_dir=tmp_path, start_step=1, **info))
     log.on_warning("no template")
     written = [json.loads(line) for line in (tmp_path / "cautions.jsonl").read_text().splitlines()]
-    assert written == [{"step": 0, "text": "no template"}, {"step": 1, "text": "no template"}]
+    assert written == [{"step": 0, "text": "no template"}], "and what was said before is not said again"
+    log.on_warning("late")
+    assert len((tmp_path / "cautions.jsonl").read_text().splitlines()) == 2
 
 
 def test_a_disk_that_is_full_at_the_beginning_or_the_end_is_said(config_of, tmp_path, monkeypatch):

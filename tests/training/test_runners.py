@@ -28,6 +28,7 @@ def test_each_has_its_own(backend, module) -> None:
         ((), None),
         (("step-000002", "step-000010"), "step-000010/policy"),
         (("checkpoint-2", "checkpoint-10"), "checkpoint-10"),
+        (("global_step_2", "global_step_10"), "global_step_10/actor/huggingface"),
         (("step-000002", "step-000002.bak"), "step-000002/policy"),
     ],
 )

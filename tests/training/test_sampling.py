@@ -10,8 +10,8 @@ from peft import LoraConfig, get_peft_model
 from tests.training.conftest import tiny_llama
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from klamp.scoring.completions import Completions
 from klamp.tasks.arithmetic import arithmetic_tokenizer
-from klamp.training.completions import Completions
 from klamp.training.config import RolloutConfig
 from klamp.training.models import end_tokens
 from klamp.training.sampling import encode_prompts, generate, uniform_numbers

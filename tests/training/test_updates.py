@@ -11,7 +11,8 @@ from tests.training.conftest import disturb
 from torch.optim import SGD, AdamW
 
 from klamp.errors import NonFiniteError
-from klamp.training import passes, updates
+from klamp.scoring import passes
+from klamp.training import updates
 from klamp.training.rollouts import collect
 from klamp.training.updates import update, with_old_logprobs
 

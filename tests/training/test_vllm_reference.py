@@ -6,22 +6,29 @@
 from __future__ import annotations
 
 import copy
+import math
+from contextlib import suppress
 
 import pytest
 import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 from tests.training.answering import answering, in_turn
 from tests.training.conftest import assert_same_course, disturb
 from tests.training.vllm_server import VLLMServer
 
-from klamp.errors import ConfigError, KLWarning, ModelError, UnknownNameError
+from klamp.errors import ConfigError, KlampError, KLWarning, ModelError, UnknownNameError
 from klamp.tasks.arithmetic import arithmetic_tokenizer
 from klamp.training import asking, vllm_reference
 from klamp.training.asking import KEY
 from klamp.training.models import load_model
 from klamp.training.remote import RemoteReference, score, serve
+from klamp.training.remote_protocol import ABOVE_ZERO
 from klamp.training.rollouts import collect
 from klamp.training.trainer import train_run
 from klamp.training.vllm_reference import VLLMReference, connect
+
+NAMES = st.sampled_from(["", "4", "id", "index", "data"])
 
 
 @pytest.fixture(autouse=True)
@@ -191,3 +198,83 @@ def test_numbers_of_other_tokens_are_refused(entries):
     answer = {"choices": [{"index": 0, "prompt_logprobs": entries}]}
     with in_turn((200, answer)) as (url, _), pytest.raises(ModelError, match="other tokens"):
         VLLMReference(url, "start").logprobs([[3]], [[4]], temperature=1.0)
+
+
+@pytest.fixture(scope="module")
+def told():
+    """A server, and what it answers to a question, and to a GET."""
+    answers = {}
+    with answering(lambda _, asked, __: (200, answers[asked is not None])) as url:
+        yield url, answers
+
+
+junk = st.one_of(
+    st.none(), st.booleans(), st.integers(-1, 2), st.just(10**400), st.floats(), st.sampled_from(["", "4"])
+)
+anything = st.recursive(junk, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(NAMES, inner), max_leaves=6)
+cards = st.lists(st.fixed_dictionaries({}, optional={"id": anything, "max_model_len": anything, "parent": anything}))
+entries = st.lists(
+    st.none() | st.dictionaries(st.just("4"), st.fixed_dictionaries({"logprob": junk})) | anything, max_size=3
+)
+choices = st.lists(
+    st.fixed_dictionaries({}, optional={"index": junk, "prompt_logprobs": entries | anything}), max_size=2
+)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(listed=cards | anything, said=st.one_of(st.fixed_dictionaries({"choices": choices | anything}), anything))
+@example(listed=[{"id": []}], said=None)
+@example(listed=[{"id": "a", "max_model_len": float("inf")}], said=None)
+@example(listed=[{"id": "a"}, {"id": 3}], said=None)
+@example(listed=[{"id": "a", "max_model_len": 50, "parent": {}}], said=None)
+def test_whatever_a_server_answers_it_is_connected_or_refused(context, config_of, told, listed, said):
+    url, answers = told
+    answers.update({False: {"data": listed}, True: said})
+    for act in (
+        lambda: connect(config_of(reference="remote", reference_url=url), context.task, context.tokenizer),
+        lambda: VLLMReference(url, "a").logprobs([[3]], [[4]], temperature=1.0),
+    ):
+        with suppress(KlampError):
+            act()
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(said=entries)
+@example(said=[None, {"4": {"logprob": 10**400}}])
+@example(said=[None, {"4": {"logprob": "-1"}}])
+@example(said=[None, {"4": {"logprob": True}}])
+def test_whatever_entries_are_answered_they_are_log_probabilities_or_refused(told, said):
+    url, answers = told
+    answers[True] = {"choices": [{"index": 0, "prompt_logprobs": said}]}
+    with suppress(ModelError):
+        (row,) = VLLMReference(url, "a").logprobs([[3]], [[4]], temperature=1.0)
+        assert said[1]["4"]["logprob"] == row[0] <= ABOVE_ZERO and math.isfinite(row[0]) and type(row[0]) is not bool
+
+
+@pytest.mark.parametrize("entry", [3, "x", {"x": {}}, {}, None, [[]]])
+def test_tokens_of_a_text_that_are_not_named_are_refused(context, config_of, server_of, entry):
+    server = server_of()
+
+    def answer(path, asked, headers):
+        if asked and isinstance(asked["prompt"][0], str):
+            said = [{"index": i, "prompt_logprobs": [None, entry]} for i in range(len(asked["prompt"]))]
+            return 200, {"choices": said}
+        return server.answer(path, asked, headers)
+
+    with answering(answer) as url, pytest.raises(ModelError):
+        connect(config_of(reference="remote", reference_url=url), context.task, context.tokenizer)
+
+
+def test_user_and_query_go_with_every_question(context, config_of, server_of):
+    server, seen = server_of(), set()
+
+    def answer(path, asked, headers):
+        seen.add((path, headers.get("Authorization")))
+        return server.answer(path.partition("?")[0], asked, headers)
+
+    with answering(answer) as url:
+        config = config_of(reference="remote", reference_url=url.replace("//", "//me:secret@") + "/v1/?key=sesame")
+        reference = connect(config, context.task, context.tokenizer)
+    basic = "Basic bWU6c2VjcmV0"
+    assert seen == {("/v1/models?key=sesame", basic), ("/v1/completions?key=sesame", basic)}
+    assert reference.describe() == f"start on the server at {url}"

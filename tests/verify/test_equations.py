@@ -69,4 +69,10 @@ def test_weights_horizons_and_placements_show() -> None:
 def test_reductions_and_clips_show() -> None:
     assert "mean over completions of the sum over tokens" in lines(kl_normalizer="sequence_sum")[0]
     assert lines(kl_clip_method="hard")[-1].endswith("1 where the completion's KL is above the budget, 0 below")
+    clipped = {"kl_estimator": "k1", "kl_clip_method": "hard", "kl_horizon": "sequence"}
+    assert lines(**clipped, kl_placement="reward") == [
+        "advantage = A[reward] - beta * A[sum_t delta_t], A: how advantages are formed of rewards",
+        "beta multiplied by 1 where the completion's KL is above the budget, 0 below",
+    ]
+    assert lines(**clipped, kl_placement="advantage")[1].startswith("beta multiplied by 1 where")
     assert lines(kl_clip_method="soft", kl_clip_temperature=0.5)[-1].endswith("- budget) / 0.5)")

@@ -48,6 +48,11 @@ def test_the_verdict(choices: dict, verdict: str) -> None:
     assert explain(**choices).verdict == verdict
 
 
+def test_without_a_kl_it_says_how_one_is_measured_all_the_same() -> None:
+    assert "kl_monitor=True loads a reference" in dict(explain(beta=0.0).lines)["monitor"]
+    assert "monitor" not in dict(explain().lines)
+
+
 @pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 def test_a_term_that_follows_neither_kl_is_called_that() -> None:
     found = explain(kl_estimator="abs", kl_gradient="own", beta=0.01)

@@ -8,7 +8,7 @@ from pathlib import Path
 from klamp.ablation.plan import Run, run_folder
 from klamp.ablation.table import escaped
 from klamp.diagnostics.history import Answer, answer_of, first_answers, last_answers
-from klamp.training.folders import ANSWERS, lines_of
+from klamp.training.folders import ANSWERS, each_readable, lines_of
 
 MARKDOWN = "answers.md"
 """The file that is written into the folder of the ablation."""
@@ -52,7 +52,7 @@ def write_answers(every: Sequence[Run], folder: Path) -> tuple[Path, ...]:
     """
     seed = every[0].seed
     arms = {run.arm.name: lines_of(run_folder(folder, run) / ANSWERS) for run in every if run.seed == seed}
-    text = markdown({arm: [answer_of(row) for row in rows] for arm, rows in arms.items()}, seed=seed)
+    text = markdown({arm: each_readable(rows, answer_of) for arm, rows in arms.items()}, seed=seed)
     if not text:
         return ()
     (folder / MARKDOWN).write_text(text, encoding="utf-8")

@@ -13,6 +13,7 @@ from klamp.ablation.outcome import read_outcome
 from klamp.ablation.plan import Plan, Run, folder_name, named, plain_plan, plan_of, run_folder, runs
 from klamp.errors import KlampError, RunFolderError
 from klamp.tasks.cache import Progress
+from klamp.tasks.files import yaml_of
 from klamp.training.folders import RUNS, free_folder
 from klamp.training.lock import LOCK
 from klamp.training.whole_files import write_whole
@@ -44,10 +45,10 @@ def read_plan(folder: Path) -> Plan:
     """
     file = folder / PLAN
     try:
-        plan = plan_of(yaml.safe_load(file.read_text(encoding="utf-8")))
+        plan = plan_of(yaml_of(file.read_text(encoding="utf-8")))
         runs(plan)
         return plan
-    except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
+    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise RunFolderError(
             "the plan in the ablation's folder cannot be read",
             got=str(file),

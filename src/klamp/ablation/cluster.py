@@ -6,8 +6,10 @@ import logging
 import os
 import secrets
 import socket
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from klamp.ablation.one_run import failed
 from klamp.ablation.outcome import OUTCOME, Outcome, read_outcome, write_outcome
 from klamp.ablation.plan import Run, plain_run, run_folder
 from klamp.ablation.ray_files import pack_all
+from klamp.config.addresses import check_cluster
 from klamp.errors import ConfigError, TrainingStopped, missing_library
 
 LOCAL = "local"
@@ -26,6 +29,8 @@ POLL = 0.5
 """Seconds between two looks at the cluster."""
 REACH = 10.0
 """Longest wait for a host to answer, in seconds."""
+SEVERAL = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""The variable by which Ray has clusters of several machines, on any system: 0 keeps one on the loopback interface."""
 
 
 class RayExecutor:
@@ -51,6 +56,7 @@ class RayExecutor:
                 got=f"cpus_per_run={cpus_per_run}, gpus_per_run={gpus_per_run}, retries={retries}",
                 fix="1, 0 and 3 are the defaults",
             )
+        check_cluster(address, "address")
         self.address, self.retries = address, retries
         self.cpus, self.gpus = cpus_per_run, gpus_per_run
 
@@ -68,7 +74,7 @@ class RayExecutor:
             ConfigError: no cluster answers, or one on this machine could never hold a run.
             TrainingStopped: Ctrl-C, once the runs under way have saved their state.
         """
-        ray = load_ray()
+        ray = load_ray(self.address)
         with connected(ray, self.address):
             self._check_resources(ray)
             tasks = _Tasks(ray, folder, tell)
@@ -196,13 +202,26 @@ def sign_of(folder: Path) -> str:
 def connected(ray: Any, address: str) -> Iterator[None]:
     """A context with a connection to the cluster: the existing one, or a new one that is closed at the end.
 
+    A new one listens on the loopback interface only: whoever reaches a Ray cluster can run code in it.
+
     Raises:
-        ConfigError: no cluster answers at the address.
+        ConfigError: no cluster answers at the address, or a new one would listen to other machines.
     """
     if ray.is_initialized():
         yield
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # what klamp starts reports to nobody
+    with _on_loopback() if address == LOCAL else nullcontext():
+        _init(ray, address)
+        try:
+            if address == LOCAL:
+                _check_loopback(ray)
+            yield
+        finally:
+            ray.shutdown()
+
+
+def _init(ray: Any, address: str) -> None:
     own = {"include_dashboard": False} if address == LOCAL else {}
     try:
         _reach(address)
@@ -215,10 +234,41 @@ def connected(ray: Any, address: str) -> Iterator[None]:
             fix="auto finds the cluster of this machine, local starts one, ray://HOST:10001 reaches another; one that "
             "asks for a token gets it from RAY_AUTH_MODE=token and RAY_AUTH_TOKEN",
         ) from error
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """A context in which a cluster that Ray starts is reached from this machine only.
+
+    Ray turns a `_node_ip_address` of 127.0.0.1 into the machine's own address and then listens on every interface. It
+    keeps to the loopback where clusters of several machines are switched off, as they are on macOS by default: in the
+    driver by a constant, which is read when Ray is imported, and in what it starts by a variable of the environment.
+    """
+    constants, before = sys.modules.get("ray._private.ray_constants"), os.environ.get(SEVERAL)
+    several = getattr(constants, "ENABLE_RAY_CLUSTER", None)
+    os.environ[SEVERAL] = "0"
+    if several is not None:
+        setattr(constants, "ENABLE_RAY_CLUSTER", False)  # noqa: B010 - a module that is looked up has no such attribute
     try:
         yield
     finally:
-        ray.shutdown()
+        if several is not None:
+            setattr(constants, "ENABLE_RAY_CLUSTER", several)  # noqa: B010
+        os.environ.pop(SEVERAL)
+        if before is not None:
+            os.environ[SEVERAL] = before
+
+
+def _check_loopback(ray: Any) -> None:
+    address = ray.util.get_node_ip_address()
+    if not ip_address(address).is_loopback:
+        raise ConfigError(
+            "a Ray cluster of this machine would listen to other machines",
+            got=f"Ray {ray.__version__} at {address}",
+            why="whoever reaches a Ray cluster can run code in it; this version of Ray does not keep to the loopback "
+            f"interface with {SEVERAL}=0",
+            fix="leave --ray out to use the processes of this machine, or name a cluster that you protect yourself",
+        )
 
 
 def _reach(address: str) -> None:
@@ -232,12 +282,18 @@ def _reach(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=REACH).close()
 
 
-def load_ray() -> Any:
+def load_ray(address: str) -> Any:
     """The module `ray`, or the error that says how to install it.
+
+    Args:
+        address: as for `RayExecutor`. `local` asks for a token in the cluster, unless the environment says otherwise:
+            Ray reads that when it is imported, and from 2.52 on; later versions do so by themselves.
 
     Raises:
         MissingLibrary: it is not installed.
     """
+    if address == LOCAL and "ray" not in sys.modules:
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
     try:
         import ray
         import ray.exceptions

@@ -54,6 +54,8 @@ class Job:
     """Files that the run may need."""
     threads: int
     """How many threads torch may use."""
+    addresses: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Those of the run that have credentials."""
     version: str = __version__
     """The version of klamp where the ablation was started."""
 
@@ -114,7 +116,8 @@ def work(job: Job, post: Any) -> Result:
     torch.set_num_threads(job.threads)
     ray.get(post.begin.remote(job.run["name"]))  # waited for: a worker that dies at once has been counted
     folder, shared = working_folder(job)
-    run = run_of({**job.run, "config": unpack_all(job.run["config"], job.parcels, ray.get)})
+    config = unpack_all(job.run["config"], job.parcels, ray.get)
+    run = run_of({**job.run, "config": config}, job.addresses)
     own = run_folder(folder, run)
     write_run(own, run)
     with alone(own), _logged(own / LOG):
@@ -183,4 +186,11 @@ def keep_result(result: Result, own: Path) -> None:
 
 def job_of(run: Run, *, folder: Path, sign: str, parcels: Parcels, threads: int) -> Job:
     """The job of a run."""
-    return Job(run=plain_run(run), folder=str(folder.absolute()), sign=sign, parcels=parcels, threads=threads)
+    return Job(
+        run=plain_run(run),
+        folder=str(folder.absolute()),
+        sign=sign,
+        parcels=parcels,
+        threads=threads,
+        addresses=run.config.secret_addresses(),
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +17,11 @@ from klamp.ablation.checks import (
 )
 from klamp.ablation.executor import Executor, Tell, Update
 from klamp.ablation.outcome import Outcome, read_outcome
-from klamp.ablation.pictures import write_pictures
+from klamp.ablation.pictures import NOT_DRAWN, write_pictures
 from klamp.ablation.plan import Plan, Run, run_folder, runs
 from klamp.ablation.saturation import write_saturation
 from klamp.ablation.table import Table, markdown, plain, summarise
+from klamp.ablation.table_files import CSV, LATEX, csv_text, latex_text
 from klamp.tasks.cache import Progress
 from klamp.training.lock import held
 
@@ -39,6 +40,8 @@ class Result:
     """The table over the seeds of every arm."""
     files: tuple[Path, ...]
     """The files that were written for people: the table and the pictures."""
+    not_drawn: Mapping[str, str]
+    """A picture that there is no data for -> why."""
 
     @property
     def failed(self) -> tuple[Outcome, ...]:
@@ -97,12 +100,19 @@ def write_results(every: Sequence[Run], folder: Path) -> Result:
     found = [read_outcome(run_folder(folder, run)) for run in every]
     outcomes = tuple(outcome for outcome in found if outcome is not None)
     table = summarise(outcomes)
-    texts = {TABLE_MARKDOWN: markdown(table), TABLE_JSON: json.dumps(plain(table), indent=2)}
+    texts = {
+        TABLE_MARKDOWN: markdown(table),
+        TABLE_JSON: json.dumps(plain(table), indent=2),
+        CSV: csv_text(table),
+        LATEX: latex_text(table),
+    }
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
     pictures = (*write_pictures(outcomes, folder), *write_saturation(every, folder))
     files = (*(folder / name for name in texts), *write_answers(every, folder), *pictures)
-    return Result(folder=folder, outcomes=outcomes, table=table, files=files)
+    drawn = {file.name for file in pictures}
+    missing = {name: why for name, why in NOT_DRAWN.items() if name not in drawn}
+    return Result(folder=folder, outcomes=outcomes, table=table, files=files, not_drawn=missing)
 
 
 def _first_update(run: Run, folder: Path) -> Update:

@@ -16,17 +16,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from klamp.core.masking import masked_sum
 from klamp.core.types import Direction
-from klamp.tasks import load_task
+from klamp.scoring.completions import Completions, select
+from klamp.scoring.probe import probe
+from klamp.scoring.scorer import Ask, ExactKL, Scorer
 from klamp.tasks.base import Example, Task
-from klamp.training.completions import Completions, select
 from klamp.training.config import RolloutConfig, TrainConfig
-from klamp.training.models import end_tokens, load_model, load_tokenizer, with_adapter
-from klamp.training.probe import probe
+from klamp.training.models import end_tokens, load_model, load_tokenizer, max_length, with_adapter
 from klamp.training.references import AdapterOffReference, FrozenReference, LocalReference
 from klamp.training.runners import newest_policy
 from klamp.training.sampling import encode_prompts, generate, uniform_numbers
-from klamp.training.scorer import Ask, ExactKL, Scorer
-from klamp.training.setup import on_cpu
+from klamp.training.setup import check_same_vocabulary, load_prompts, on_cpu
 
 COMPLETIONS = 2
 """Completions per held-out prompt and direction."""
@@ -87,9 +86,13 @@ def measure(
         told: called between batches; may raise to stop.
         prompts: held-out prompts of each skill that are used, at most; None: all of them.
     """
-    pair = load_pair(config, folder)
+    return numbers_of(with_fewer(load_pair(config, folder), prompts), told)
+
+
+def with_fewer(pair: Pair, prompts: int | None) -> Pair:
+    """The pair with no more than so many held-out prompts of each skill; None: with all of them."""
     used = {skill: rows[:prompts] for skill, rows in pair.task.evaluation.items()}
-    return numbers_of(replace(pair, task=replace(pair.task, evaluation=used)), told)
+    return replace(pair, task=replace(pair.task, evaluation=used))
 
 
 @torch.no_grad()
@@ -180,24 +183,39 @@ def _sample(pair: Pair, sampler: Scorer, examples: Sequence[Example], uniforms: 
 def load_pair(config: TrainConfig, folder: Path) -> Pair:
     """Load the policy from a run's newest checkpoint, klamp's own or TRL's, and the model that the run started from.
 
-    With an adapter the starting model is the policy with it switched off, so that there is no second set of weights.
-
     Raises:
         ModelError: either cannot be loaded.
     """
+    return pair_from(config, newest_policy(folder))
+
+
+def pair_from(config: TrainConfig, weights: str | Path | None) -> Pair:
+    """Load a policy, and the model that the configuration names as the one that it started from.
+
+    With an adapter the starting model is the policy with it switched off, so that there is no second set of weights.
+
+    Args:
+        config: of the run, or as if there had been one.
+        weights: of the policy, or its adapter; None: nothing was trained, the policy is the starting model.
+
+    Raises:
+        ModelError: either cannot be loaded, or their vocabularies differ.
+        DataError, RewardError, UnknownNameError: a task or a prompt that cannot be used.
+    """
     device = torch.device("cpu") if on_cpu(config) else torch.accelerator.current_accelerator() or torch.device("cpu")
-    model, task, policy_folder = config.model, config.task.task, newest_policy(folder)
+    model, task = config.model, config.task.task
 
     def loaded(spec: str) -> PreTrainedModel:
         return load_model(spec, model.dtype, task=task).to(device)  # pyright: ignore[reportArgumentType]
 
     start = loaded(model.model)
     if model.lora_r:
-        policy = with_adapter(start, model, policy_folder).to(device).eval()
+        policy = with_adapter(start, model, None if weights is None else Path(weights)).to(device).eval()
         traits = probe(policy)
         reference: LocalReference = AdapterOffReference(policy, traits=traits)
     else:
-        policy = loaded(model.model if policy_folder is None else str(policy_folder))
+        policy = start if weights is None else loaded(str(weights))
+        check_same_vocabulary(start, policy)
         traits = probe(policy)
         reference = FrozenReference(start, name="the model that training started from")
     tokenizer = load_tokenizer(model.tokenizer or model.model, task=task)
@@ -206,7 +224,7 @@ def load_pair(config: TrainConfig, folder: Path) -> Pair:
         policy=Scorer(policy, traits),
         start=reference,
         tokenizer=tokenizer,
-        task=load_task(config.task, tokenizer),
+        task=load_prompts(config, tokenizer, longest=max_length(start)),
         rollout=replace(config.rollout, top_p=1.0, top_k=0),
         stop=end_tokens(start, tokenizer),
         rows=max(1, size // config.optim.gradient_accumulation_steps),

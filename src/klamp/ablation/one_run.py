@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,21 @@ def _trained_and_measured(run: Run, own: Path, told: _Told) -> Outcome:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     told.tell("measuring")
-    numbers = measure(run.config, own, lambda: told.tell("measuring"), prompts=run.kl_prompts)
+    return outcome_of(run, own, summary, lambda: told.tell("measuring"))
+
+
+def outcome_of(
+    run: Run, own: Path, summary: Mapping[str, Any], measuring: Callable[[], None] = lambda: None
+) -> Outcome:
+    """Measure a run that is over.
+
+    Args:
+        run: the run.
+        own: its folder.
+        summary: what its training came to, as in its summary.json.
+        measuring: called between batches; may raise to stop.
+    """
+    numbers = measure(run.config, own, measuring, prompts=run.kl_prompts)
     rows = [row for row in lines_of(own / METRICS_FILE) if "reward" in row]
     numbers["seconds"] = sum(row.get("speed/step_seconds", 0.0) for row in rows)
     if "beta/price" in summary["final_metrics"]:
@@ -112,12 +126,23 @@ def _trained_and_measured(run: Run, own: Path, told: _Told) -> Outcome:
 
 def _trained(run: Run, own: Path, told: _Told) -> Mapping[str, Any]:
     """The summary of the training; where the training was done before, it is read and not repeated."""
-    if (own / SUMMARY).exists() and newest_policy(own) is not None:
-        summary = json.loads((own / SUMMARY).read_text(encoding="utf-8"))
-        if summary["steps"] >= run.config.run.max_steps:
-            return summary
+    if (summary := finished(own, run.config.run.max_steps)) is not None:
+        return summary
     settings = replace(run.config.run, output_dir=str(own), resume=(own / CONFIG).exists())
     return vars(trainer_of(settings.backend)(replace(run.config, run=settings), [told]))
+
+
+def finished(own: Path, steps: int) -> Mapping[str, Any] | None:
+    """The summary of a run whose training is over; None where it is not.
+
+    Args:
+        own: folder of the run.
+        steps: how many it was to take.
+    """
+    if not (own / SUMMARY).exists() or newest_policy(own) is None:
+        return None
+    summary = json.loads((own / SUMMARY).read_text(encoding="utf-8"))
+    return summary if summary["steps"] >= steps else None
 
 
 def course(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from klamp.errors import DataError
+from klamp.tasks.files import json_of
 from klamp.training.whole_files import write_whole
 
 OUTCOME = "outcome.json"
@@ -87,11 +89,37 @@ def read_outcome(folder: Path) -> Outcome | None:
     if not file.exists():
         return None
     try:
-        return Outcome(**json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
+        return _checked(Outcome(**json_of(file.read_text(encoding="utf-8"))))
+    except (ValueError, TypeError, RecursionError) as error:
         raise DataError(
             "the outcome of a run cannot be read",
             got=str(file),
             why=f"{type(error).__name__}: {error}",
             fix="delete that file; the same `klamp ablate` command then makes it again",
         ) from error
+
+
+def _checked(outcome: Outcome) -> Outcome:
+    """The outcome, if each of its fields is of its type.
+
+    Raises:
+        TypeError: names the first that is not.
+    """
+    texts = ("run", "arm", "state", "error", "rl_skill")
+    scores = ("before", "after", "numbers")
+    right = {name: isinstance(getattr(outcome, name), str) for name in texts}
+    right |= {"seed": isinstance(outcome.seed, int), "values": isinstance(outcome.values, dict)}
+    right |= {name: _are_numbers(getattr(outcome, name), dict) for name in scores}
+    by_step = outcome.by_step
+    right["by_step"] = isinstance(by_step, dict) and all(_are_numbers(each, list) for each in by_step.values())
+    wrong = [name for name, good in right.items() if not good]
+    if wrong:
+        raise TypeError(f"{wrong[0]} is {reprlib.repr(getattr(outcome, wrong[0]))}")
+    return outcome
+
+
+def _are_numbers(found: Any, kind: type) -> bool:
+    """Whether it is a list of numbers, or a dict of them."""
+    if not isinstance(found, kind):
+        return False
+    return all(isinstance(x, int | float) for x in (found.values() if kind is dict else found))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from klamp.ablation.columns import BY_NAME, Column, retained_loss, retained_skills
-from klamp.ablation.drawing import GREY, SMALL, named, new_figure, show_decades, style, tidy, wants_logarithm
+from klamp.ablation.drawing import GREY, SMALL, named, new_figure, save, show_decades, style, tidy, wants_logarithm
 from klamp.ablation.outcome import Outcome
 from klamp.ablation.statistics import rank_correlation
 from klamp.ablation.sweep_picture import draw_sweep
@@ -19,17 +19,27 @@ if TYPE_CHECKING:
 CURVES = {"reward": "reward", "kl/k3": "KL, k3 (nats/token)", "length": "length (tokens)"}
 """Metric of `Outcome.by_step` -> label."""
 DPI = 130
+NOT_DRAWN = {
+    "frontier.png": "no run has a KL of whole completions",
+    "sweep.png": "no run has a score or a KL",
+    "forgetting.png": "no run has a KL and skills that were not trained",
+    "courses.png": "no run logged a step",
+}
+"""A picture -> why it is not there, where it is not."""
 LEAST_SPAN = 0.02
 """Scores that differ by less fill no axis: nothing was forgotten."""
 
 
 def write_pictures(outcomes: Sequence[Outcome], folder: Path, *, confidence: float = 0.95) -> tuple[Path, ...]:
-    """Draw frontier.png, sweep.png, forgetting.png and courses.png, as far as there is data; returns the files written.
+    """Draw frontier.png, sweep.png, forgetting.png and courses.png, as far as there is data, and their PDFs and SVGs.
 
     Args:
         outcomes: of all runs.
         folder: where the files go; it exists.
         confidence: of the intervals.
+
+    Returns:
+        The files that were written.
     """
     figures = {
         "frontier.png": draw_frontier(outcomes),
@@ -40,8 +50,7 @@ def write_pictures(outcomes: Sequence[Outcome], folder: Path, *, confidence: flo
     written: list[Path] = []
     for name, figure in figures.items():
         if figure is not None:
-            figure.savefig(folder / name, dpi=DPI, metadata={"Software": None})
-            written.append(folder / name)
+            written += save(figure, folder / name, dpi=DPI)
     return tuple(written)
 
 
@@ -143,7 +152,8 @@ def _correlation(pairs: Sequence[tuple[float, float]], confidence: float) -> str
 def draw_courses(outcomes: Sequence[Outcome]) -> Figure | None:
     """Draw reward, KL and length over the steps: each arm's mean over seeds, with a band from lowest to highest.
 
-    None where no run has a course. At beta 0 training measures no KL, and the arm has no line there.
+    None where no run has a course. At beta 0 training measures no KL: the arm's mark there is the exact KL that was
+    measured after training. What an arm has nothing of is said above the panel.
 
     Args:
         outcomes: of all runs.
@@ -153,21 +163,38 @@ def draw_courses(outcomes: Sequence[Outcome]) -> Figure | None:
         if outcome.state == "done":
             arms.setdefault(outcome.arm, []).append(outcome)
     courses = {metric: {arm: _course(runs, metric) for arm, runs in arms.items()} for metric in CURVES}
-    shown = [metric for metric, of in courses.items() if any(of.values())]
-    if not shown:
+    if not any(any(of.values()) for of in courses.values()):
         return None
+    ends = {arm: _measured_after(runs) for arm, runs in arms.items() if not courses["kl/k3"][arm]}
+    courses["kl/k3"] |= ends
+    shown = [metric for metric, of in courses.items() if any(of.values())]
     longest = max(len(named(arm)) for arm in arms)
     figure = new_figure(4.2 * len(shown) + 0.9 + 0.075 * longest, max(3.8, 0.6 + 0.24 * len(arms)))
     grid = figure.subplots(1, len(shown), squeeze=False)[0]
     for axes, metric in zip(grid, shown, strict=True):
         for i, (arm, course) in enumerate(courses[metric].items()):
             _draw_course(axes, named(arm), course, i, veil=0.15 if len(arms) <= 4 else 0.06)
-        tidy(axes, x="step", y=CURVES[metric])
+        tidy(axes, x="step", y=CURVES[metric], title=_beside_lines(courses[metric], ends if metric == "kl/k3" else {}))
+        axes.title.set_fontsize(SMALL)
         axes.xaxis.get_major_locator().set_params(integer=True)
     several = any(len(runs) > 1 for runs in arms.values())
     figure.suptitle("mean over seeds; band: lowest to highest seed" if several else "one seed per arm", fontsize=10)
     figure.legend(*grid[0].get_legend_handles_labels(), loc="outside right upper", fontsize=SMALL, frameon=False)
     return figure
+
+
+def _measured_after(runs: Sequence[Outcome]) -> dict[float, list[float]]:
+    """The exact KL after training, in the place of a course: last step -> values of the seeds."""
+    last = max((max(run.by_step.get("step", ()), default=0.0) for run in runs), default=0.0)
+    found = [value for run in runs if (value := BY_NAME["kl/reverse"].value(run)) is not None]
+    return {last: found} if found else {}
+
+
+def _beside_lines(of: Mapping[str, Mapping[float, Sequence[float]]], ends: Mapping[str, object]) -> str:
+    """What a panel says of the arms that have no line in it."""
+    without = [named(arm) for arm, course in of.items() if not course]
+    marks = "mark: exact, after training (none was logged)" if any(ends.values()) else ""
+    return "\n".join(filter(None, (marks, f"no data: {', '.join(without)}" if without else "")))
 
 
 def _course(runs: Sequence[Outcome], metric: str) -> dict[float, list[float]]:

@@ -9,10 +9,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from klamp.config.kl import resolve_aliases
-from klamp.errors import ConfigError, KlampError
+from klamp.errors import ConfigError, KlampError, without_credentials
 from klamp.training.config import TrainConfig, field_owners
 from klamp.training.folders import RUNS
 from klamp.training.sections import Backend
@@ -23,8 +24,8 @@ KL_PROMPTS = 256
 LONGEST_NAME = 100
 """Characters of an arm that a folder's name keeps."""
 
-MEASURED: tuple[Backend, ...] = ("local", "trl")
-"""The backends whose runs can be measured afterwards."""
+MEASURED: tuple[Backend, ...] = ("local", "trl", "verl")
+"""The backends whose runs can be measured afterwards: their checkpoints hold a model as it is loaded."""
 
 OWNED: Mapping[str, str] = {
     "seed": "the plan's seeds: --seeds 3, or `seeds: [0, 1, 2]` in the plan",
@@ -173,11 +174,11 @@ def shown(value: Any) -> str:
         return text if float(text) == value else repr(value)
     if isinstance(value, list | tuple):
         return ",".join(map(shown, value)) or "none"
-    return str(value)
+    return without_credentials(str(value))
 
 
 def plain_plan(plan: Plan) -> dict[str, Any]:
-    """The plan as plain data for YAML and JSON; `plan_of` reads it back."""
+    """The plan as plain data for YAML and JSON, without credentials of URLs; `plan_of` reads it back."""
     return {
         "name": plan.name,
         "base": _plain(plan.base),
@@ -203,7 +204,7 @@ def plan_of(content: Mapping[str, Any]) -> Plan:
 
 
 def plain_run(run: Run) -> dict[str, Any]:
-    """The run as plain data for JSON; `run_of` reads it back."""
+    """The run as plain data for JSON, without credentials of URLs; `run_of` reads it back."""
     config = _plain(run.config.flat())
     return {
         "name": run.name,
@@ -215,8 +216,12 @@ def plain_run(run: Run) -> dict[str, Any]:
     }
 
 
-def run_of(content: Mapping[str, Any]) -> Run:
+def run_of(content: Mapping[str, Any], addresses: Mapping[str, str] = MappingProxyType({})) -> Run:
     """The run that `plain_run` made plain data of.
+
+    Args:
+        content: the plain data.
+        addresses: those of its configuration that have credentials, see `TrainConfig.secret_addresses`.
 
     Raises:
         KeyError, TypeError, AttributeError: it is none.
@@ -225,7 +230,7 @@ def run_of(content: Mapping[str, Any]) -> Run:
         name=content["name"],
         arm=Arm(name=content["arm"], values=_tuples(content["values"])),
         seed=int(content["seed"]),
-        config=TrainConfig.from_flat(content["config"]),
+        config=TrainConfig.from_flat({**content["config"], **addresses}),
         kl_prompts=content.get("kl_prompts", KL_PROMPTS),
     )
 
@@ -254,15 +259,34 @@ def _config(base: Mapping[str, Any], arm: Arm, seed: int) -> TrainConfig:
         config = TrainConfig.from_flat({**base, **own, "seed": seed})
     except ConfigError as error:
         raise named(error, f"the arm {arm.name!r}") from error
+    check_measured(config, f"in the arm {arm.name!r}")
+    return config
+
+
+def check_measured(config: TrainConfig, where: str) -> None:
+    """Refuse a run that cannot be measured once it is over.
+
+    Args:
+        config: of the run.
+        where: whose it is, for the message: "in the arm 'beta=0.1'".
+
+    Raises:
+        ConfigError: its checkpoints hold no model as it is loaded.
+    """
+    if config.run.backend == "verl" and config.model.lora_r:
+        raise ConfigError(
+            "an ablation cannot measure verl's adapters",
+            got=f"backend='verl', lora_r={config.model.lora_r} {where}",
+            why="verl keeps an adapter in shards, and rounds it to bfloat16 when it puts them together",
+            fix="leave lora_r out, or set backend to trl or local",
+        )
     if config.run.backend not in MEASURED:
         raise ConfigError(
             "an ablation runs on this machine or on a Ray cluster",
-            got=f"backend={config.run.backend!r} in the arm {arm.name!r}",
-            why="it measures the exact KL over the whole vocabulary, on checkpoints that hold a model as it is loaded: "
-            "those of klamp's own loop, and TRL's",
+            got=f"backend={config.run.backend!r} {where}",
+            why="it measures the exact KL over the whole vocabulary, on checkpoints that hold a model as it is loaded",
             fix=f"leave backend out, or run the arms one by one with klamp train --backend {config.run.backend}",
         )
-    return config
 
 
 def named(error: KlampError, where: str) -> KlampError:
@@ -297,7 +321,13 @@ def _refuse_same(of_one_seed: Sequence[Run]) -> None:
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    return {name: _plain_value(value) for name, value in values.items()}
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, str):
+        return without_credentials(value)
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from klamp.errors import DataError
 from klamp.tasks import NAMED_MODELS, base_model_folder, builtin_model, named_model_folder
-from klamp.tasks.cache import cache_root
+from klamp.tasks.cache import cache_root, make_readable
 from klamp.training.models import BUILTIN
 
 FIELDS = ("model", "ref_model", "tokenizer", "task", "eval_split", "reward")
@@ -150,6 +150,7 @@ def unpack(parcel: Parcel, folder: Path, fetch: Callable[[Any], bytes]) -> None:
             target = part / safe_name(file.name)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(fetch(file.content))
+        make_readable(part)
         part.rename(folder)
     except OSError:
         if not folder.is_dir():  # else another run was quicker

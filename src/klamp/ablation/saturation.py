@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from klamp.ablation.drawing import GREY, named, new_figure, style, tidy
+from klamp.ablation.drawing import GREY, named, new_figure, save, style, tidy
 from klamp.ablation.plan import Run, run_folder
 from klamp.ablation.statistics import bootstrap_interval
 from klamp.ablation.table import Cell, cell_text
@@ -199,5 +199,4 @@ def write_saturation(every: Sequence[Run], folder: Path) -> tuple[Path, ...]:
     if not courses:
         return ()
     (folder / MARKDOWN).write_text(markdown(courses), encoding="utf-8")
-    draw(courses).savefig(folder / PICTURE, dpi=110, metadata={"Software": None})
-    return folder / MARKDOWN, folder / PICTURE
+    return folder / MARKDOWN, *save(draw(courses), folder / PICTURE, dpi=110)

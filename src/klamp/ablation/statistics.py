@@ -116,12 +116,16 @@ def rank_correlation(
     return Correlation(float(_spearman(x, y)), *interval, runs=len(x))
 
 
-def _check(confidence: float, resamples: int, *samples: Sequence[float]) -> None:
-    if not 0 < confidence < 1 or resamples < 1:
+def check_values(confidence: float, *samples: Sequence[float]) -> None:
+    """Refuse a confidence that is none, and values that have no mean and no rank.
+
+    Raises:
+        ConfigError: a confidence outside (0, 1).
+        NonFiniteError: a value that is NaN or infinite.
+    """
+    if not 0 < confidence < 1:
         raise ConfigError(
-            "an interval needs a confidence between 0 and 1, and resamples",
-            got=f"confidence={confidence}, resamples={resamples}",
-            fix=f"use 0.95 and {RESAMPLES}",
+            "an interval needs a confidence between 0 and 1", got=f"confidence={confidence}", fix="use 0.95"
         )
     for value in (value for sample in samples for value in sample):
         if not math.isfinite(value):
@@ -131,6 +135,12 @@ def _check(confidence: float, resamples: int, *samples: Sequence[float]) -> None
                 why="it has no mean and no rank",
                 fix="leave the run out, and say so",
             )
+
+
+def _check(confidence: float, resamples: int, *samples: Sequence[float]) -> None:
+    if resamples < 1:
+        raise ConfigError("an interval needs resamples", got=f"resamples={resamples}", fix=f"use {RESAMPLES}")
+    check_values(confidence, *samples)
 
 
 def _resampled(samples: tuple[Sequence[float], ...], statistic: Any, *, resamples: int, seed: int) -> np.ndarray:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from klamp.ablation.columns import COLUMNS, GROUPS, Column, Group, retained_skills
 from klamp.ablation.outcome import Outcome
+from klamp.ablation.paired import Comparison, compare
 from klamp.ablation.statistics import Interval, bootstrap_interval
 
 MISSING = "-"
@@ -25,6 +26,8 @@ class Cell:
     """The mean of the values."""
     interval: Interval | None
     """The bootstrap interval of the mean; None with one seed."""
+    seeds: tuple[int, ...] = ()
+    """The seeds of the values; empty where nobody compares them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +62,16 @@ class Table:
     """Skills that were trained; usually one."""
     retained: tuple[str, ...]
     """Skills that were measured and not trained."""
+
+    @property
+    def control(self) -> str:
+        """The arm that the others are compared with: the first one."""
+        return self.rows[0].arm if self.rows else ""
+
+    @property
+    def judged(self) -> tuple[Column, ...]:
+        """The columns that arms are compared in: the trained skill and the retained ones."""
+        return tuple(column for column in self.columns if column.name in ("rl/after", "retained/after"))
 
 
 def summarise(outcomes: Sequence[Outcome], *, confidence: float = 0.95) -> Table:
@@ -98,11 +111,12 @@ def _row(arm: str, runs: Sequence[Outcome], confidence: float) -> ArmRow:
 
 
 def _cell(column: Column, runs: Sequence[Outcome], confidence: float) -> Cell | None:
-    found = [value for run in runs if (value := column.value(run)) is not None]
+    found = {run.seed: value for run in runs if (value := column.value(run)) is not None}
     if not found:
         return None
-    interval = bootstrap_interval(found, confidence=confidence)
-    return Cell(values=tuple(found), mean=sum(found) / len(found), interval=interval)
+    values = tuple(found.values())
+    interval = bootstrap_interval(values, confidence=confidence)
+    return Cell(values=values, mean=sum(values) / len(values), interval=interval, seeds=tuple(found))
 
 
 def number(value: float) -> str:
@@ -159,14 +173,17 @@ def notes(table: Table) -> tuple[str, ...]:
         found.append(f"Mean over seeds [{100 * table.confidence:.4g} % bootstrap interval of the mean].")
         if most < FEW_SEEDS:
             found.append(f"With {most} seeds the intervals are rough, and narrower than their name says.")
-    judged = [column for column in table.columns if column.name in ("rl/after", "retained/after")]
-    return (*found, *filter(None, (reading(table, column) for column in judged)))
+    if comparison_lines(table)[0]:
+        found.append(
+            f"Differences to {table.control} are those of runs with the same seed: Student's interval, the p of a "
+            "paired t-test with Holm's correction over the arms, Hedges' g. Could have shown: the true difference "
+            "that 8 of 10 repetitions would find, at the spread seen. All of them take differences for normal noise."
+        )
+    return (*found, *filter(None, (reading(table, column) for column in table.judged)))
 
 
 def reading(table: Table, column: Column) -> str:
-    """Which arm has the best mean, and which ones cannot be told from it; "" where there is only one arm.
-
-    Overlapping intervals are no test; they only keep the eye from reading order into noise.
+    """Which arm has the best mean, and which arms differ from the first one; "" where there is only one arm.
 
     Args:
         table: the whole table.
@@ -177,20 +194,74 @@ def reading(table: Table, column: Column) -> str:
     if len(rows) < 2:
         return ""
     best = max(sign * row.cells[column.name].mean for row in rows)
-    first = [row for row in rows if sign * row.cells[column.name].mean == best]
-    tops = [row.cells[column.name].interval for row in first]
-    text = f"{column.title}, best mean: {_listed([row.arm for row in first])} ({number(sign * best)})"
-    if None in tops:
-        return f"{text}; one seed, so no interval."
-    close = [row.arm for row in rows if row not in first and _overlap(row.cells[column.name], tops)]
-    if not close:
-        return f"{text}; no other arm's interval overlaps."
-    return f"{text}; intervals overlap with that of {_listed(close)}."
+    first = [row.arm for row in rows if sign * row.cells[column.name].mean == best]
+    text = f"{column.title}, best mean: {_listed(first)} ({number(sign * best)})"
+    found = compared(table, column)
+    if not found:
+        return f"{text}; no arm has two seeds in common with {table.control}, so no test."
+    shown = [f"{arm} ({_signed(each.mean)}, p {number(each.p or 0.0)})" for arm, each in found.items() if each.is_shown]
+    open_ones = [
+        f"{arm} ({number(each.detectable)})"
+        for arm, each in found.items()
+        if each.detectable is not None and not each.is_shown
+    ]
+    untested = [arm for arm, each in found.items() if each.p is None]
+    parts = [f"a difference is shown for {_listed(shown)}"] if shown else []
+    if open_ones:
+        parts.append(f"none is shown for {_listed(open_ones)}; in brackets what these seeds could have shown")
+    if untested:
+        parts.append(f"no test for {_listed(untested)}, the same difference in every seed")
+    return f"{text}. Against {table.control}, seed by seed: {'; '.join(parts)}."
 
 
-def _overlap(cell: Cell, intervals: Iterable[Interval | None]) -> bool:
-    low, high = cell.interval or (cell.mean, cell.mean)
-    return any(low <= each.high and each.low <= high for each in intervals if each)
+def compared(table: Table, column: Column) -> dict[str, Comparison]:
+    """Each arm against the first one in a column; empty where the first one has no two seeds in common with any.
+
+    Args:
+        table: the whole table.
+        column: the number that is compared.
+    """
+    arms = {
+        row.arm: dict(zip(row.cells[column.name].seeds, row.cells[column.name].values, strict=True))
+        for row in table.rows
+        if column.name in row.cells
+    }
+    if table.control not in arms:
+        return {}
+    return compare(arms, control=table.control, confidence=table.confidence)
+
+
+def comparison_lines(table: Table) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
+    """The heading and the rows of the comparisons with the first arm, as text; both empty where there are none.
+
+    Args:
+        table: the whole table.
+    """
+    rows = [
+        (
+            arm,
+            column.title,
+            str(len(each.differences)),
+            _signed(each.mean)
+            + (f" [{_signed(each.interval.low)}, {_signed(each.interval.high)}]" if each.interval else ""),
+            MISSING if each.p is None else number(each.p),
+            MISSING if each.effect is None else number(each.effect),
+            MISSING if each.detectable is None else number(each.detectable),
+        )
+        for column in table.judged
+        for arm, each in compared(table, column).items()
+    ]
+    heading = ("arm", "number", "seeds", "difference", "p, Holm", "effect, g", "could have shown")
+    return (heading, tuple(rows)) if rows else ((), ())
+
+
+def comparison_title(table: Table) -> str:
+    """The heading of the comparisons."""
+    return f"Against {table.control}, seed by seed"
+
+
+def _signed(value: float) -> str:
+    return f"+{number(value)}" if value > 0 else number(value)
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -205,6 +276,11 @@ def markdown(table: Table) -> str:
         if heading:
             rule = ("---", *("---:" for _ in heading[1:]))
             parts.append(f"## {title}\n\n" + "\n".join(_pipes(cells) for cells in (heading, rule, *rows)))
+    heading, rows = comparison_lines(table)
+    if heading:
+        rule = ("---", "---", *("---:" for _ in heading[2:]))
+        title = escaped(comparison_title(table))
+        parts.append(f"## {title}\n\n" + "\n".join(_pipes(cells) for cells in (heading, rule, *rows)))
     parts += [escaped(note) for note in notes(table)]
     failures = [f"- {escaped(row.arm)}, {escaped(text)}" for row in table.rows for text in row.failures]
     if failures:
@@ -243,10 +319,29 @@ def plain(table: Table) -> dict[str, Any]:
             }
             for row in table.rows
         ],
+        "control": table.control,
+        "comparisons": [
+            {"column": column.name, "arm": arm, **_plain_comparison(each)}
+            for column in table.judged
+            for arm, each in compared(table, column).items()
+        ],
         "notes": list(notes(table)),
+    }
+
+
+def _plain_comparison(found: Comparison) -> dict[str, Any]:
+    low, high = found.interval or (None, None)
+    return {
+        "differences": list(found.differences),
+        "mean": found.mean,
+        "low": low,
+        "high": high,
+        "p": found.p,
+        "effect": found.effect,
+        "detectable": found.detectable,
     }
 
 
 def _plain_cell(cell: Cell) -> dict[str, Any]:
     low, high = cell.interval or (None, None)
-    return {"mean": cell.mean, "low": low, "high": high, "values": list(cell.values)}
+    return {"mean": cell.mean, "low": low, "high": high, "values": list(cell.values), "seeds": list(cell.seeds)}

@@ -1,7 +1,8 @@
 """The process that does one run of an ablation: `python -m klamp.ablation.worker RUN_FOLDER [FD]`.
 
-It reads run.json in the folder, and writes its updates, a JSON object a line, to the file descriptor. Once nobody
-reads there any more, the run is saved after its step and left: no run outlives the command that started it by long.
+It reads run.json in the folder and, from the environment, what is in no file; it writes its updates, a JSON object a
+line, to the file descriptor. Once nobody reads there any more, the run is saved after its step and left: no run
+outlives the command that started it by long.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import NoReturn
 
 from klamp.ablation.executor import Tell, Update
@@ -24,6 +26,8 @@ from klamp.ablation.plan import Run, plain_run, run_of
 from klamp.training.whole_files import write_whole
 
 RUN = "run.json"
+ADDRESSES = "KLAMP_ADDRESSES"
+"""The environment variable that brings a worker the addresses that have credentials, as JSON: field -> URL."""
 DONE, FAILED, INTERRUPTED = 0, 1, 130
 """Exit codes; FAILED has an outcome that says why."""
 
@@ -48,7 +52,8 @@ def main(arguments: Sequence[str]) -> int:
         disable_progress_bar()
         with alone(folder):
             try:
-                outcome = perform(read_run(folder), folder.parent.parent, report)
+                run = read_run(folder, json.loads(os.environ.pop(ADDRESSES, "{}")))
+                outcome = perform(run, folder.parent.parent, report)
             except TrainingStopped as stopped:
                 logging.getLogger(__name__).warning("%s", stopped)
                 return INTERRUPTED
@@ -68,9 +73,14 @@ def write_run(folder: Path, run: Run) -> None:
     write_whole(folder / RUN, json.dumps(plain_run(run), indent=2))
 
 
-def read_run(folder: Path) -> Run:
-    """Read the run that `write_run` wrote."""
-    return run_of(json.loads((folder / RUN).read_text(encoding="utf-8")))
+def read_run(folder: Path, addresses: Mapping[str, str] = MappingProxyType({})) -> Run:
+    """Read the run that `write_run` wrote.
+
+    Args:
+        folder: of the run.
+        addresses: those of its configuration whose credentials are in no file.
+    """
+    return run_of(json.loads((folder / RUN).read_text(encoding="utf-8")), addresses)
 
 
 def teller(descriptor: int) -> Tell:

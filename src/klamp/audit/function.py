@@ -25,11 +25,12 @@ def function_subject(path: str) -> Subject:
         path: `module:function` or `module:Class.method`; modules of the working directory are found too.
 
     Raises:
-        ConfigError: it cannot be imported, or is not callable.
+        ConfigError: it cannot be imported, is not callable, or not with what it would be audited with.
     """
     from klamp.verify.audit import Subject, Term
 
     function = load_function(path)
+    _try(function, path)
 
     def call(policy: Tensor, ref: Tensor) -> Tensor:
         return function(policy, ref)
@@ -64,6 +65,36 @@ def load_function(path: str) -> Callable[..., Any]:
     if not callable(found):
         raise ConfigError(f"{path} is no function", got=type(found).__name__, fix=f"name one that is: {CONTRACT}")
     return found
+
+
+def _try(function: Callable[..., Any], path: str) -> None:
+    """Call a function as the audit will, with the log-probabilities of two completions of three tokens.
+
+    Raises:
+        ConfigError: it takes other arguments, fails, or returns no tensor.
+    """
+    import torch
+
+    from klamp.core.arguments import describe
+
+    policy = torch.full((2, 3), -1.0, dtype=torch.float64, requires_grad=True)
+    try:
+        found = function(policy, policy.detach() - 0.5)
+    except Exception as error:  # the user's code, which may raise anything
+        first_line = " ".join(str(error).split())[:300]
+        raise _unfit(path, f"{type(error).__name__}: {first_line}") from error
+    if not isinstance(found, torch.Tensor):
+        raise _unfit(path, f"it returned {describe(found)}")
+
+
+def _unfit(path: str, got: str) -> ConfigError:
+    return ConfigError(
+        f"{path} cannot be called as an audit calls it",
+        got=got,
+        why=f"it is called as {CONTRACT}, with float64 tensors and nothing else",
+        fix="name a function of that form; one with more arguments needs a wrapper: def kl(policy, ref): return "
+        "yours(policy, ref, mask=torch.ones_like(policy))",
+    )
 
 
 def _import(name: str, path: str) -> Any:

@@ -16,7 +16,7 @@ from klamp.cli.ablate_arguments import AblateRequest, parse_ablate
 from klamp.cli.describe import tool
 from klamp.cli.errors import FAILED
 from klamp.cli.options import AblateOptions
-from klamp.errors import ConfigError, TrainingStopped
+from klamp.errors import ConfigError, TrainingStopped, without_credentials
 
 
 def run(argv: Sequence[str], *, console: Console | None = None, executor: Executor | None = None) -> int:
@@ -31,6 +31,11 @@ def run(argv: Sequence[str], *, console: Console | None = None, executor: Execut
         KlampError: whatever stops the ablation as a whole; the caller shows it.
     """
     request = parse_ablate(argv)
+    if request.options.runs:
+        from klamp.cli.ablate_runs import compare_runs
+
+        command = shlex.join([tool("klamp"), "ablate", *map(without_credentials, request.argv)])
+        return compare_runs(request.options, console or Console(highlight=False), command)
     plan, options = request.plan, request.options
     every = runs(plan)
     folder = Path(options.output_dir) if options.output_dir else find_folder(plan)
@@ -50,6 +55,8 @@ def run(argv: Sequence[str], *, console: Console | None = None, executor: Execut
 def _execute(
     request: AblateRequest, plan: Plan, every: Sequence[Run], *, folder: Path, executor: Executor, console: Console
 ) -> int:
+    import matplotlib  # noqa: F401  (where it is missing, that is said now and not after the last run)
+
     from klamp.ablation.execute import execute
     from klamp.cli.ablate_text import show_result
     from klamp.cli.ablate_view import board_for
@@ -87,7 +94,7 @@ def _executor(options: AblateOptions, every: Sequence[Run]) -> Executor:
 
 def _command(request: AblateRequest, folder: Path) -> str:
     """The command line that continues this ablation with the runs that are not done."""
-    words = [tool("klamp"), "ablate", *request.argv]
+    words = [tool("klamp"), "ablate", *map(without_credentials, request.argv)]
     if request.options.output_dir is None:
         words += ["--output_dir", str(folder)]
     return shlex.join(words)

@@ -12,6 +12,7 @@ from klamp.ablation.clipping import clipping_plan
 from klamp.ablation.language import language_plan
 from klamp.ablation.plan import OWNED, Arm, Plan, crossed, folder_name, grid
 from klamp.cli.ablate_file import PlanFile, read_plan_file, seeds_of
+from klamp.cli.ablate_runs import check_alone
 from klamp.cli.arguments import preset_values
 from klamp.cli.config_file import read_file
 from klamp.cli.fields import Field, fields_of, read_value
@@ -63,6 +64,8 @@ def parse_ablate(argv: Sequence[str]) -> AblateRequest:
     """
     given = _read(argv)
     options = AblateOptions(**given.options)
+    if options.runs:
+        check_alone([*given.options, *given.base, *given.sweep])
     study = options.study
     file = PlanFile() if options.plan is None else read_plan_file(Path(options.plan))
     if study and options.plan:

@@ -13,7 +13,7 @@ from klamp.ablation.execute import Result
 from klamp.ablation.executor import Executor
 from klamp.ablation.outcome import read_outcome
 from klamp.ablation.plan import Plan, Run, run_folder, shown
-from klamp.ablation.table import lines, notes
+from klamp.ablation.table import comparison_lines, comparison_title, lines, notes
 from klamp.cli.describe import describe_model, describe_task, tool
 from klamp.cli.tables import show_paragraph, show_table
 from klamp.training.config import TrainConfig
@@ -66,6 +66,10 @@ def show_result(console: Console, result: Result, command: str) -> None:
         if heading:
             print(file=out)
             show_table(out, title, heading, rows)
+    heading, rows = comparison_lines(result.table)
+    if heading:
+        print(file=out)
+        show_table(out, comparison_title(result.table), heading, rows)
     print(file=out)
     for note in notes(result.table):
         show_paragraph(out, note, width=0)
@@ -83,13 +87,23 @@ def _files(result: Result, command: str) -> list[tuple[str, str]]:
     """The paths of the ablation's files, and the commands that can follow."""
     folder = result.folder
     found = [("folder", str(folder))]
-    found += [("written", ", ".join(file.name for file in result.files))]
+    found += [("written", _by_name(result.files))]
     done = [outcome for outcome in result.outcomes if outcome.state == "done"]
+    if done and result.not_drawn:
+        found.append(("not drawn", "; ".join(f"{name}: {why}" for name, why in result.not_drawn.items())))
     if done:
         found.append(("look closer", f"{tool('klamp')} report {folder}"))
     if result.failed:
         found.append(("try again", command))
     return found
+
+
+def _by_name(files: Sequence[Path]) -> str:
+    """The names of files, those that differ in their ending as one: `sweep.png/.pdf/.svg`."""
+    endings: dict[str, list[str]] = {}
+    for file in files:
+        endings.setdefault(file.stem, []).append(file.suffix)
+    return ", ".join(stem + "/".join(each) for stem, each in endings.items())
 
 
 def _state(folder: Path, run: Run) -> str:

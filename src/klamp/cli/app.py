@@ -17,10 +17,11 @@ from klamp.cli.errors import (
     INTERRUPTED,
     cautions_shown,
     exit_code,
+    of_the_system,
     show_error,
     show_traceback,
 )
-from klamp.errors import KlampError, UnknownNameError, extra_with, missing_library
+from klamp.errors import KlampError, UnknownNameError, extra_with, missing_library, without_credentials
 
 FALSE_WORDS = ("", "0", "false", "no")
 HELP_FLAGS = ("-h", "--help")
@@ -47,10 +48,17 @@ COMMANDS = {
     "ablate": Command(
         module="klamp.cli.ablate", summary="compare settings: a grid of flags over seeds, one table, pictures"
     ),
+    "evaluate": Command(
+        module="klamp.cli.evaluate", summary="score a run or model that is there, and its exact KL to its start"
+    ),
     "verify": Command(
         module="klamp.cli.verify", summary="prove klamp's claims on this machine, in seconds", alone=True
     ),
     "explain": Command(module="klamp.cli.explain", summary="what a configuration's KL does, in words and numbers"),
+    "recommend": Command(
+        module="klamp.cli.recommend",
+        summary="a configuration to begin with, its price, the reason for each choice",
+    ),
     "audit": Command(module="klamp.cli.audit", summary="what the KL of an installed trainer, or of any function, does"),
     "doctor": Command(module="klamp.cli.doctor", summary="what is wrong with a run, from what it left behind"),
     "report": Command(module="klamp.cli.report", summary="one HTML file that shows a run, or compares several"),
@@ -66,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name; None: those of this process.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:  # trackers keep what they find there
+        sys.argv[1:] = map(without_credentials, words)
     debug = "--debug" in words or os.environ.get("KLAMP_DEBUG", "").lower() not in FALSE_WORDS
     words = [word for word in words if word != "--debug"]
     with cautions_shown():
@@ -83,6 +93,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return INTERRUPTED
         except BrokenPipeError:  # `klamp train --help | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return FAILED
+        except OSError as error:  # a name too long, no permission, a full disk: nothing that klamp could mend
+            if debug:
+                show_traceback(error)
+            show_error(of_the_system(error))
             return FAILED
 
 

@@ -57,7 +57,7 @@ def _command(name: str) -> type[Any]:
     """A command in tyro's form: its flags, and each name it knows as a subcommand with the same flags."""
     page = PAGES[name]
     own = fields_of(page.options)
-    configured = fields() if page.takes_configuration else {}
+    configured = fields() if page.takes_configuration else {name: fields()[name] for name in page.takes}
     every = {key: field for key, field in (own | configured).items() if key in own or key not in page.hidden}
     flags = {key: field for key, field in every.items() if not field.word}
     words = [word for field in own.values() if field.word for word in field.choices]

@@ -14,10 +14,11 @@ from klamp.cli.flags import unknown_key
 from klamp.cli.train_fields import fields, fields_by_any_name
 from klamp.config import ALIASES
 from klamp.config.kl import resolve_aliases
-from klamp.errors import ConfigError
+from klamp.errors import ConfigError, brief
+from klamp.tasks.files import yaml_of
 from klamp.training.config import section_classes
 
-NOT_IN_FILES = ("config", "dry_run", "debug")
+NOT_IN_FILES = ("config", "dry_run", "all", "prepare", "debug")
 """Options that a YAML file cannot hold, only a command line."""
 
 
@@ -69,17 +70,17 @@ def load_yaml(path: Path) -> Mapping[Any, Any]:
         ConfigError: no such file, no valid YAML, or no mapping.
     """
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        content = yaml_of(path.read_text(encoding="utf-8"), _Loader)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         near = sorted(each.name for each in path.parent.glob("*.y*ml"))[:5] if path.parent.is_dir() else []
         fix = f"files there: {', '.join(near)}" if near else "give the path of a YAML file"
         raise ConfigError("the configuration file cannot be read", got=str(path), why=reason, fix=fix) from error
-    except yaml.YAMLError as error:
+    except ValueError as error:
         raise ConfigError(
             "the configuration file is not valid YAML",
             got=str(path),
-            why=" ".join(str(error).split()),
+            why=brief(str(error)),
             fix="one `name: value` per line, for example `beta: 0.01`",
         ) from error
     if content is None:

@@ -9,10 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from klamp.config.describe import describe_movement
 from klamp.tasks.base_model import base_model_folder
+from klamp.tasks.files import yaml_of
 from klamp.tasks.filler import builtin_model
 from klamp.tasks.named_models import NAMED_MODELS, named_model_folder
 from klamp.training.config import TrainConfig
@@ -67,7 +66,7 @@ def describe_reference(config: TrainConfig) -> str:
     """The reference of a run and where it comes from, in words."""
     kl, model = config.kl, config.model
     if not kl.needs_reference:
-        return "none: beta is 0, so no reference is loaded"
+        return f"none: beta is 0, so no reference is loaded{MONITOR}"
     if config.run.backend == "tinker":
         return f"{model.ref_model or model.model} at the Tinker service, frozen"
     adapter = "adapter_off" if model.lora_r and model.ref_model is None else "frozen"
@@ -80,6 +79,12 @@ def describe_reference(config: TrainConfig) -> str:
     }[adapter if kl.reference == "auto" else kl.reference]
 
 
+MONITOR = "; --kl_monitor loads one, and measures the KL all the same"
+"""What is said behind the words that there is no reference."""
+LAUNCHED = ("ACCELERATE_", "FSDP_")
+"""How variables begin by which `accelerate launch` tells its processes of DeepSpeed and FSDP."""
+
+
 def resume_command(config: TrainConfig, folder: Path, **changes: Any) -> str:
     """The command that continues a run: its own configuration, and what has changed since that was written.
 
@@ -90,8 +95,8 @@ def resume_command(config: TrainConfig, folder: Path, **changes: Any) -> str:
     """
     file = folder / "config.yaml"
     try:
-        written = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except OSError:
+        written = yaml_of(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         written = {}
     wanted = {name: list(v) if isinstance(v, tuple) else v for name, v in (config.flat() | changes).items()}
     differing = [n for n, v in wanted.items() if n not in ("output_dir", "resume") and n in written and v != written[n]]
@@ -113,5 +118,6 @@ def tool(name: str) -> str:
 def _program() -> list[str]:
     processes = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or "1"
     if int(processes) > 1:  # `accelerate launch` starts several processes on GPUs only, torchrun anywhere
-        return [tool("torchrun"), "--nproc_per_node", processes, "-m", "klamp.cli"]
+        told = [f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith(LAUNCHED)]
+        return [*(["env", *told] if told else []), tool("torchrun"), "--nproc_per_node", processes, "-m", "klamp.cli"]
     return [tool("klamp")]

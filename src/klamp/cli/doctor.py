@@ -13,11 +13,12 @@ from klamp.cli.errors import show_error
 from klamp.cli.flags import read_options
 from klamp.cli.options import DoctorOptions
 from klamp.cli.tables import show_paragraph, show_table
-from klamp.diagnostics.alarm import Blamed
+from klamp.diagnostics.alarm import Alarm, Blamed
 from klamp.diagnostics.alarms import ALARMS, check_names
-from klamp.diagnostics.doctor import Diagnosis, Finding, examine
+from klamp.diagnostics.doctor import Diagnosis, Finding, examine, lacking
 from klamp.diagnostics.history import History
-from klamp.diagnostics.names import read_pairs
+from klamp.diagnostics.metrics import METRICS
+from klamp.diagnostics.names import SHORT_NAMES, read_pairs
 from klamp.diagnostics.sync import SyncReport
 from klamp.errors import DataError, KlampError
 
@@ -118,7 +119,45 @@ def show(diagnosis: Diagnosis, path: Path, out: TextIO) -> None:
     verdict = _count(alarms, "alarm") if alarms else "no alarm"
     print(f"\n{verdict}; {checked} of {len(ALARMS)} were checked", file=out)
     for name, lacks in diagnosis.unchecked.items():
-        show_paragraph(out, f"not checked, the record has no {lacks}", label=name, width=22)
+        way = way_out(ALARMS[name], history)
+        show_paragraph(out, f"not checked, the record has no {lacks}{way and f': {way}'}", label=name, width=22)
+
+
+OF_TRAIN = {"completions": "--log_completions_every", "evaluations": "--eval_every"}
+"""What the record of a klamp run may lack -> the flag of klamp train that has it written more often."""
+
+
+def way_out(alarm: Alarm, history: History) -> str:
+    """The flags that would let an alarm be checked, in words; empty where there is none.
+
+    Args:
+        alarm: one that was not checked.
+        history: the record.
+    """
+    needs = lacking(alarm, history)
+    ways = dict.fromkeys(way for need in needs if (way := _way(need, history)))
+    pairs = " ".join(f"{name}=NAME" for need in needs if (name := _mapped(need, history)))
+    return "; ".join([*ways, *([f"--map {pairs}, where it has that by another name"] if pairs else [])])
+
+
+def _way(need: str, history: History) -> str:
+    """The flag for one need: of this command, or where the record is klamp's own, of klamp train; or none."""
+    names = need.split("|")
+    if names[0].startswith("settings."):
+        return f"--{names[0].removeprefix('settings.')} says it"
+    if history.source != History.source:
+        return ""
+    flag = next((OF_TRAIN[name] for name in names if name in OF_TRAIN), "")
+    flag = "--kl_monitor" if names[0].startswith("kl/") and not history.settings.beta else flag
+    return f"klamp train {flag} writes it" if flag else ""
+
+
+def _mapped(need: str, history: History) -> str:
+    """What `--map` calls the metric that is needed; empty where the record has no names to map."""
+    if history.source == History.source or history.completions:  # what is computed from completions has no other name
+        return ""
+    short = {full: short for short, full in SHORT_NAMES.items()}
+    return next((short.get(name, name) for name in need.split("|") if name in METRICS), "")
 
 
 def show_sync(reports: Mapping[int, SyncReport], out: TextIO) -> None:

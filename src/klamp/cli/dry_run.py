@@ -1,4 +1,4 @@
-"""`klamp train --dry-run`: what would run, in words and in full; nothing is started, loaded or written."""
+"""`klamp train --dry-run`: what would run, in words and fields; inputs are opened, nothing is started or written."""
 
 from __future__ import annotations
 
@@ -19,25 +19,32 @@ from klamp.config.describe import (
     describe_rule,
 )
 from klamp.config.price import configured_price
+from klamp.errors import without_credentials
 from klamp.training.config import TrainConfig, section_classes
 from klamp.training.folders import run_folder
 from klamp.training.in_trl.arguments import trl_arguments
 from klamp.training.in_verl.overrides import command
+from klamp.training.inputs import Inputs
 
 WIDTH = 100
+OWN = ("__dry_run", "__all")
+"""Flags that belong to the dry run alone, not to the commands that it prints."""
 
 
-def plan_text(request: TrainRequest) -> str:
-    """The plan of a run as text: the settings in words, then every field.
+def plan_text(request: TrainRequest, inputs: Inputs | str = "") -> str:
+    """The plan of a run as text: the settings in words, then the fields that differ from the defaults, or all of them.
+
+    Args:
+        request: what would run.
+        inputs: what was found when its inputs were opened, or why they could not be; empty: nobody tried.
 
     Raises:
         RunFolderError: the run's folder holds another run, or there is none to continue.
     """
-    words = "\n".join(_line(name, text) for name, text in _in_words(request.config))
+    words = "\n".join(_line(name, text) for name, text in _in_words(request.config, inputs))
     return (
-        "klamp train --dry-run: nothing is started, loaded or written\n\n"
+        "klamp train --dry-run: prompts, tokenizer and reward are opened; nothing is started or written\n\n"
         f"{words}\n\n"
-        "configuration, as a YAML file takes it; #* marks what differs from the default\n\n"
         f"{_configuration(request)}"
         f"{_for_trl(request) if request.config.run.backend == 'trl' else ''}"
         f"{_for_verl(request) if request.config.run.backend == 'verl' else ''}"
@@ -48,14 +55,13 @@ def _line(name: str, text: str) -> str:
     return textwrap.fill(f"{name:<11} {text}", WIDTH, initial_indent="  ", subsequent_indent=" " * 14)
 
 
-def _in_words(config: TrainConfig) -> list[tuple[str, str]]:
+def _in_words(config: TrainConfig, inputs: Inputs | str) -> list[tuple[str, str]]:
     rollout, optim, run = config.rollout, config.optim, config.run
     per_step = rollout.prompts_per_step * rollout.num_generations
     evaluated = f"every {run.eval_every} steps, " if run.eval_every else ""
     saved = f"every {run.save_every} steps and " if run.save_every else ""
-    prompts = f"at most {config.task.train_size}" if config.task.train_size else "all"
     return [
-        ("task", f"{describe_task(config)}; {prompts} prompts"),
+        ("task", f"{describe_task(config)}; {_prompts(config, inputs)}"),
         ("model", describe_model(config)),
         *(
             [("backend", describe_backend(config))]
@@ -81,6 +87,13 @@ def _in_words(config: TrainConfig) -> list[tuple[str, str]]:
     ]
 
 
+def _prompts(config: TrainConfig, inputs: Inputs | str) -> str:
+    if isinstance(inputs, Inputs):
+        return f"{inputs.training} to train on, {inputs.held_out} held out; longest prompt (tokens): {inputs.longest}"
+    prompts = f"at most {config.task.train_size} prompts" if config.task.train_size else "all prompts"
+    return f"{prompts}, not opened: {inputs}" if inputs else prompts
+
+
 def _beta_lines(config: TrainConfig) -> list[tuple[str, str]]:
     kl, rollout = config.kl, config.rollout
     if not kl.needs_reference:
@@ -99,21 +112,27 @@ def _loss(config: TrainConfig) -> str:
 
 
 def _configuration(request: TrainRequest) -> str:
-    defaults = TrainConfig().flat()
+    defaults, values = TrainConfig().flat(), request.config.flat()
+    every = request.options.all
     lines: list[str] = []
-    values = request.config.flat()
     for section, cls in section_classes().items():
-        lines.append(f"  # {section}")
         names = [field.name for field in dataclasses.fields(cls)]
-        lines += [_entry(name, values[name], defaults[name], request) for name in names]
-    return "\n".join(lines)
+        shown = [name for name in names if every or values[name] != defaults[name]]
+        lines += [f"  # {section}"] if shown else []
+        lines += [_entry(name, values[name], defaults[name], request) for name in shown]
+    title = {
+        (True, True): "every field, as a YAML file takes it; #* marks what differs from the default",
+        (False, True): "what differs from the defaults, as a YAML file takes it; --all shows every field",
+        (False, False): "every field has its default; --all shows them",
+    }[every, bool(lines)]
+    return "\n\n".join([title, "\n".join(lines)] if lines else [title])
 
 
 def _for_trl(request: TrainRequest) -> str:
     """What TRL would be told by one process, and how to start several."""
     config = request.config
     told = trl_arguments(config, run_folder(config), processes=1, exact=config.run.exact_kl_completions)
-    words = [word for word in request.argv if word.replace("-", "_") != "__dry_run"]
+    words = _repeated(request)
     command = shlex.join(
         ["accelerate", "launch", "--multi_gpu", "--num_processes", "2", "-m", "klamp.cli", "train", *words]
     )
@@ -124,11 +143,16 @@ def _for_trl(request: TrainRequest) -> str:
     )
 
 
+def _repeated(request: TrainRequest) -> list[str]:
+    """The words of the command but those of the dry run, without the credentials of URLs."""
+    return [without_credentials(word) for word in request.argv if word.replace("-", "_") not in OWN]
+
+
 def _for_verl(request: TrainRequest) -> str:
     """The whole command of verl, and the one that writes what it reads, both ready to be pasted."""
     config = request.config
     folder = run_folder(config)
-    words = [word for word in request.argv if word.replace("-", "_") != "__dry_run"]
+    words = _repeated(request)
     named = [] if config.run.output_dir else ["--output_dir", str(folder)]
     first = shlex.join([tool("klamp"), "train", *words, *named, "--prepare"])
     whole = " \\\n    ".join(_shell(command(config, folder, "python")))
@@ -151,7 +175,7 @@ def _entry(name: str, value: Any, default: Any, request: TrainRequest) -> str:
     source = request.sources.get(name)
     notes = [f"by {source}"] if source else []
     notes += [f"default {_yaml(default)}"] if value != default else []
-    mark = "#*" if value != default else "# "
+    mark = "#*" if value != default and request.options.all else "# "
     entry = f"  {name}: {_yaml(value)}"
     return f"{entry:<44} {mark} {', '.join(notes)}" if notes else entry
 

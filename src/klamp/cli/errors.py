@@ -19,6 +19,7 @@ from klamp.errors import (
     RunFolderError,
     TrainingStopped,
     UnsupportedVersion,
+    brief,
 )
 
 FAILED, WRONG_CONFIGURATION, INTERRUPTED = 1, 2, 130
@@ -47,6 +48,17 @@ def exit_code(error: KlampError) -> int:
 def was_interrupted(error: BaseException) -> bool:
     """Whether training was stopped by Ctrl-C rather than by something that went wrong."""
     return isinstance(error, TrainingStopped) and isinstance(error.__cause__ or error.__context__, KeyboardInterrupt)
+
+
+def of_the_system(error: OSError) -> DataError:
+    """The error for a file, a folder or a connection that the system did not let klamp use, in its own words."""
+    name = "" if error.filename is None else brief(str(error.filename))
+    return DataError(
+        "the system refused what klamp asked of it",
+        got=name or None,
+        why=error.strerror or f"{type(error).__name__}: {error}",
+        fix="check that path; --debug shows where klamp used it" if name else "--debug shows what klamp was doing",
+    )
 
 
 def show_error(error: KlampError) -> None:

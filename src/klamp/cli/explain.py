@@ -1,4 +1,4 @@
-"""`klamp explain CONFIG`: what a KL term does, in plain words, every number measured by enumeration."""
+"""`klamp explain CONFIG`: what a KL term does, in words, every number measured by enumeration; or how two differ."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from klamp.cli.arguments import TrainRequest, parse_train
 from klamp.cli.fields import fields_of
 from klamp.cli.flags import read_own
 from klamp.cli.options import ExplainOptions
-from klamp.cli.tables import WIDTH, show_paragraph
+from klamp.cli.tables import WIDTH, show_paragraph, show_table
 from klamp.cli.train_fields import every_flag
 from klamp.config import PRESETS, find_preset
 from klamp.config.presets import OLD_NAMES, speaking_name
-from klamp.errors import ConfigError, KLWarning, UnknownNameError, unknown_name
+from klamp.errors import ConfigError, KLWarning, UnknownNameError, unknown_name, without_credentials
+from klamp.verify.comparison import compare, is_same
 from klamp.verify.explain import Explanation, Setting, explain_config
 from klamp.verify.explain_printed import explain_form
 from klamp.verify.printed import FORMS
 
 LENGTH = 1000
 """Completion length in tokens where neither a flag nor the configuration says one."""
+IN_NUMBERS = ("price", "noise", "control")
+"""What a comparison says in its tables already."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +50,11 @@ def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
         KlampError: a name, file or flag that cannot be used; the caller shows it.
     """
     out = sys.stdout if stream is None else stream
-    for index, explanation in enumerate(explain(read_request(argv))):
+    request = read_request(argv)
+    if len(request.options.names) == 2 and not any(speaking_name(name) in FORMS for name in request.options.names):
+        _compare(request, out)
+        return 0
+    for index, explanation in enumerate(explain(request)):
         if index:
             print(file=out)
         show_explanation(explanation, out)
@@ -78,6 +85,52 @@ def explain(request: ExplainRequest) -> list[Explanation]:
     return [_explain_name(request, name) for name in request.options.names]
 
 
+def _compare(request: ExplainRequest, out: TextIO) -> None:
+    """Print what two configurations set and do differently.
+
+    Raises:
+        UnknownNameError: no such preset, flag or choice; names the nearest.
+        ConfigError: a combination that cannot work, a file that cannot be read.
+    """
+    names = request.options.names
+    one, other = (_parsed(request, _source(name)).config.flat() for name in names)
+    fields = [(field, one[field], other[field]) for field in one if one[field] != other[field]]
+    first, second = (_explain_name(request, name) for name in names)
+    found = compare(first, second)
+    print(textwrap.fill(f"{names[0]} against {names[1]}. {found.verdict}", WIDTH) + "\n", file=out)
+    if fields:
+        shown = [(field, *map(_written, values)) for field, *values in fields]
+        show_table(out, "what is set differently", ("", *names), shown)
+    else:
+        print("no field is set differently", file=out)
+    print(file=out)
+    if found.numbers:
+        show_table(out, "in numbers", ("", *names, "ratio"), [_number_row(*each) for each in found.numbers])
+        print(file=out)
+    for label, *texts in (each for each in found.words if each[0] not in IN_NUMBERS):
+        for shown_label, name, text in zip((label, ""), names, texts, strict=True):
+            show_paragraph(out, f"{name}: {text}", label=shown_label)
+    for name, caution in found.cautions:
+        show_paragraph(out, f"{name}: {caution}", label="caution")
+    if found.same:
+        show_paragraph(out, f"{', '.join(found.same)} (see klamp explain {names[0]})", label="the same")
+
+
+def _written(value: object) -> str:
+    """The value of a field as it stands in a table."""
+    if isinstance(value, tuple):
+        return " ".join(map(str, value)) or "none"
+    return without_credentials(str(value))
+
+
+def _number_row(name: str, one: float | None, other: float | None) -> tuple[str, str, str, str]:
+    ratio = ""
+    if one and other and one * other > 0:
+        ratio = "the same" if is_same(one, other) else f"{other / one:.3g}"
+    first, second = ("-" if value is None else f"{round(value, 9):.4g}" for value in (one, other))
+    return name, first, second, ratio
+
+
 def show_explanation(explanation: Explanation, stream: TextIO) -> None:
     """Print an explanation: the verdict, the facts, the cautions."""
     print(textwrap.fill(f"{explanation.name}: {explanation.verdict}", WIDTH), file=stream)
@@ -97,27 +150,36 @@ def _explain_name(request: ExplainRequest, name: str) -> Explanation:
                 fix="klamp explain --preset recommended ... for a configuration",
             )
         return explain_form(name)
+    return _explain_flags(request, name, _source(name))
+
+
+def _source(name: str) -> list[str]:
+    """The flag that takes a configuration by its name."""
     if name.endswith((".yaml", ".yml")):
-        return _explain_flags(request, name, ["--config", name])
+        return ["--config", name]
     if name not in PRESETS:
         raise _unknown(name)
-    return _explain_flags(request, name, ["--preset", name])
+    return ["--preset", name]
+
+
+def _parsed(request: ExplainRequest, source: list[str]) -> TrainRequest:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", KLWarning)  # the explanation says the same, in its place
+        return parse_train([*source, *request.flags])
 
 
 def _explain_flags(request: ExplainRequest, name: str, source: list[str]) -> Explanation:
+    parsed = _parsed(request, source)
+    paper = find_preset(parsed.options.preset).paper if parsed.options.preset else ""
+    setting = Setting(
+        length=_length(request, parsed),
+        max_length=parsed.config.rollout.max_completion_length if "max_completion_length" in parsed.sources else None,
+        group_size=parsed.config.rollout.num_generations,
+        vocab=request.options.vocab,
+        paper=paper,
+    )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", KLWarning)  # the explanation says the same, in its place
-        parsed = parse_train([*source, *request.flags])
-        paper = find_preset(parsed.options.preset).paper if parsed.options.preset else ""
-        setting = Setting(
-            length=_length(request, parsed),
-            max_length=parsed.config.rollout.max_completion_length
-            if "max_completion_length" in parsed.sources
-            else None,
-            group_size=parsed.config.rollout.num_generations,
-            vocab=request.options.vocab,
-            paper=paper,
-        )
+        warnings.simplefilter("ignore", KLWarning)
         return explain_config(parsed.config.kl, parsed.config.loss, name=name, setting=setting)
 
 

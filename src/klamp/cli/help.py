@@ -56,8 +56,16 @@ def help_text(command: str, topic: str = "") -> str:
         return "\n".join(_choose(command, topic, parts) if topic else [*head, *_first_page(command, page, parts)])
     words = {name: field for name, field in own.items() if field.word}
     flags = {name: field for name, field in own.items() if not field.word}
+    taken = _part("of the evaluation", _taken(page.takes)) if page.takes else []
     lists = [line for title, rows in page.lists.items() for line in ("", f"{title}:", *_rows(rows()))]
-    return "\n".join([*head, *_part("arguments", words), *_part("flags", flags), *lists])
+    return "\n".join([*head, *_part("arguments", words), *_part("flags", flags), *taken, *lists])
+
+
+def _taken(names: Sequence[str]) -> dict[str, Field]:
+    """Fields of the configuration, by name."""
+    from klamp.cli.train_fields import fields
+
+    return {name: fields()[name] for name in names}
 
 
 def _width() -> int:

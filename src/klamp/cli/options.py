@@ -20,14 +20,15 @@ Question = Literal["direction", "importance-sampling", "convergence"]
 Study = Literal["clipping", "language"]
 Shell = Literal["bash", "zsh", "fish"]
 Named = Literal["smollm2"]
+Keep = Literal["skills", "nothing"]
 
 RAY_HERE = "local"
 """The address of a Ray cluster of this machine only."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions:
-    """Where the configuration comes from, and what is done with it."""
+class RunOptions:
+    """Where a configuration comes from, and whether anything is started."""
 
     config: str | None = None
     """A YAML file of flags' names and values, flat or by section (kl, loss, task, ...)."""
@@ -35,20 +36,30 @@ class TrainOptions:
     """KL and loss fields as a published recipe has them; may also stand in the file."""
     dry_run: bool = False
     """Print what would run, and start nothing."""
-    prepare: bool = False
-    """Write what the command of --dry_run reads, and start nothing (backend verl)."""
     debug: bool = False
     """Show the traceback of an error (also: KLAMP_DEBUG=1)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class AblateOptions(TrainOptions):
+class TrainOptions(RunOptions):
+    """What else is done with the configuration of one run."""
+
+    all: bool = False
+    """With --dry_run: every field, not only those that differ from the defaults."""
+    prepare: bool = False
+    """Write what the command of --dry_run reads, and start nothing (backend verl)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AblateOptions(RunOptions):
     """What an ablation compares, how often, where, and with how many processes."""
 
     study: Study | None = field(default=None, metadata={"word": "STUDY"})
     """Name of a plan that comes with klamp."""
     seeds: tuple[int, ...] = (3,)
     """One number: how many (3 is 0 1 2). Several: those seeds."""
+    runs: tuple[Path, ...] = field(default=(), metadata={"least": 1})
+    """Folders of runs (or of an ablation) that are there: they are measured and compared, nothing is trained."""
     plan: str | None = None
     """YAML file with `base`, `sweep` or `arms`, and `seeds`."""
     output_dir: str | None = None
@@ -63,6 +74,20 @@ class AblateOptions(TrainOptions):
     """With --ray: CPUs of a run, and its threads."""
     gpus_per_run: float = 0.0
     """With --ray: GPUs of a run; a fraction shares one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions:
+    """The policy that is evaluated, and where the numbers go."""
+
+    checkpoint: str | None = None
+    """A run's folder (its newest checkpoint), one of its checkpoints, or any model: a folder, a hub id, `builtin`."""
+    kl_prompts: int = field(default=256, metadata={"least": 1})
+    """Held-out prompts of each skill that the KL is measured on, at most."""
+    output: Path | None = None
+    """File to write the numbers to as well, as one JSON object."""
+    json: bool = False
+    """One JSON object instead of text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,12 +118,48 @@ class ExplainOptions:
     """Which KL term is explained, and for which completions."""
 
     names: tuple[str, ...] = field(default=(), metadata={"word": "CONFIG"})
-    """Presets, printed forms and YAML files; none: the flags alone."""
+    """Presets, printed forms and YAML files; none: the flags alone; two configurations are compared."""
     length: int | None = field(default=None, metadata={"least": 1})
     """Expected completion length in tokens, for prices, budgets and costs; None: kl_reference_length, or
     max_completion_length where it is given, else 1000."""
     vocab: int = field(default=151_936, metadata={"least": 1})
     """Vocabulary entries of the model, for the memory of its logits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecommendOptions:
+    """What is to be trained, as far as it decides the KL."""
+
+    length: int = field(default=1000, metadata={"least": 1})
+    """Mean completion length in tokens."""
+    max_length: int | None = field(default=None, metadata={"least": 1})
+    """Longest completion in tokens; None: the mean."""
+    verifier: Verifier = "model"
+    """What gives the reward: rules that cannot be fooled, or a model (or rules that can be)."""
+    keep: Keep = "skills"
+    """What else must stay: the skills that are not trained, or nothing."""
+    group_size: int = field(default=8, metadata={"least": 2})
+    """Completions per prompt."""
+    updates: int = field(default=1, metadata={"least": 1})
+    """Updates per rollout."""
+    engine: bool = False
+    """An inference engine writes the completions, and may lag behind the trainer."""
+    reward_range: float = 1.0
+    """The largest reward minus the smallest."""
+    free_kl: float | None = field(default=None, metadata={"least": 0})
+    """KL that is free, in nats per token; None: none is."""
+    exact_optimum: bool = False
+    """The run must end where beta says."""
+    steady_length: bool = False
+    """Completions must not grow under the KL."""
+    vocab: int = field(default=151_936, metadata={"least": 1})
+    """Vocabulary entries of the model."""
+    low_precision: bool = False
+    """Log-ratios of many nats are expected in half precision."""
+    json: bool = False
+    """One JSON object instead of YAML."""
+    output: Path | None = None
+    """File to write; None: it is printed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +200,10 @@ class ReportOptions:
     """What `klamp doctor` reads, or the folder of an ablation, all of whose runs are compared."""
     output: Path | None = None
     """File to write; None: report.html in the folder of the one run (or sweep) that is named, else in this folder."""
+    methods: bool = False
+    """Print the paragraph of a paper's section of methods instead, in LaTeX: words and one equation."""
+    follow: bool = False
+    """Write no file, but show the page on 127.0.0.1 while the runs go on; it loads itself again until Ctrl-C."""
 
 
 @dataclass(frozen=True, kw_only=True)

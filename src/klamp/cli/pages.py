@@ -11,6 +11,13 @@ from klamp.cli import options
 Rows = Sequence[tuple[str, str]]
 """Rows of a list in the help: a name, and the text beside it."""
 
+EVALUATED = (
+    *("task", "reward", "prompt_column", "answer_column", "skill_column", "chat_template", "system_prompt"),
+    *("eval_size", "eval_split", "task_seed", "max_completion_length", "temperature", "ref_model", "tokenizer"),
+    *("dtype", "cpu"),
+)
+"""Fields of `klamp train` that an evaluation depends on."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
@@ -30,6 +37,8 @@ class Page:
     """Whether the command takes the fields of `klamp train` as flags too."""
     hidden: Sequence[str] = ()
     """Fields of `klamp train` that the command does not take."""
+    takes: Sequence[str] = ()
+    """Fields of `klamp train` that the command takes, where it does not take the configuration as a whole."""
     lists: Mapping[str, Callable[[], Rows]] = field(default_factory=dict)
     """Heading -> function that lists names which the command knows (presets, hosts, alarms)."""
 
@@ -112,16 +121,31 @@ PAGES: Mapping[str, Page] = {
             "klamp ablate --beta 0 0.001 0.01 0.1 --seeds 3",
             "klamp ablate --kl_clip_method none hard --kl_clip_threshold 0.05 0.1 --seeds 5 7 11 --dry_run",
             "klamp ablate --plan plan.yaml --output_dir out --ray auto",
+            "klamp ablate --runs output_beta_*     # runs that are there already",
             "klamp ablate clipping",
         ),
         options=options.AblateOptions,
         takes_configuration=True,
         first={
-            "the ablation": ("study", "seeds", "plan", "output_dir", "workers", "ray", "dry_run"),
+            "the ablation": ("study", "seeds", "plan", "output_dir", "ray", "dry_run"),
             "often compared": ("beta", "target_kl", "kl_gradient", "kl_placement", "kl_clip_method", "loss_type"),
             "for all arms": ("config", "preset", "model", "task", "max_steps", "learning_rate"),
         },
         hidden=("seed", "output_dir", "resume"),
+    ),
+    "evaluate": Page(
+        usage="--checkpoint FOLDER [flags]",
+        about="Scores a policy that is there: every skill on its held-out prompts, as the run itself did, the exact KL "
+        "to the model that training started from, and how much of the other skills was kept. A run's folder, or one "
+        "of its checkpoints, brings its task and its start with it; for any other model --task and --ref_model (here: "
+        "the start) say them.",
+        examples=(
+            "klamp evaluate --checkpoint output_beta_0.01",
+            "klamp evaluate --checkpoint runs/arithmetic-001/checkpoints/step-000080 --json",
+            "klamp evaluate --checkpoint DIR --ref_model START --task data.jsonl --reward math_verify",
+        ),
+        options=options.EvaluateOptions,
+        takes=EVALUATED,
     ),
     "verify": Page(
         usage="[QUESTION] [flags]",
@@ -139,16 +163,29 @@ PAGES: Mapping[str, Page] = {
     "explain": Page(
         usage="CONFIG [CONFIG ...] [flags]",
         about="Says what a KL term does: which divergence it pulls towards, which share of the sequence's gradient it "
-        "keeps, where it clips, its price, its cost, its cautions. Nothing is loaded or trained; gradients are "
-        "measured by enumeration.",
+        "keeps, where it clips, its price, its cost, its cautions. Of two configurations it says what they set and do "
+        "differently. Nothing is loaded or trained; gradients are measured by enumeration.",
         examples=(
             "klamp explain recommended",
+            "klamp explain config_demo.yaml mine.yaml        # two compared, in words and numbers",
             "klamp explain config_demo.yaml --length 2000",
             "klamp explain --kl_estimator k3 --kl_gradient own --beta 0.04",
         ),
         options=options.ExplainOptions,
         takes_configuration=True,
         lists={"CONFIG is": list_presets},
+    ),
+    "recommend": Page(
+        usage="[flags]",
+        about="Prints a configuration to begin with, for `klamp train --config`: the KL by the rules of "
+        "docs/which-kl.md, its price per nat of a completion and per nat of the mean per token, and for each field the "
+        "reason and the record that it rests on. Nothing is loaded or trained.",
+        examples=(
+            "klamp recommend --length 1000 --verifier rules --group_size 8",
+            "klamp recommend --verifier rules --keep nothing",
+            "klamp recommend --length 400 --updates 2 --engine --output mine.yaml",
+        ),
+        options=options.RecommendOptions,
     ),
     "audit": Page(
         usage="NAME [NAME ...]",
@@ -180,11 +217,14 @@ PAGES: Mapping[str, Page] = {
         usage="RUN [RUN ...] [flags]",
         about="Writes one self-contained HTML file: headline numbers, alarms, curves over steps, the KL by position, "
         "completions with every token shaded by its log-ratio, configuration and versions. Several runs are compared: "
-        "their curves in the same charts, their numbers side by side, what differs in configuration.",
+        "their curves in the same charts, their numbers side by side, what differs in configuration. "
+        "With --methods a paragraph for a paper instead: objective, KL, reference, price and versions in words and one "
+        "equation (LaTeX), from the configuration and the versions that the run recorded.",
         examples=(
             "klamp report runs/arithmetic-001",
             "klamp report runs/arithmetic-001 runs/arithmetic-002 --output compared.html",
             "klamp report sweeps/beta",
+            "klamp report runs/arithmetic-001 --methods      # a paragraph for a paper, in LaTeX",
         ),
         options=options.ReportOptions,
     ),

@@ -1,17 +1,18 @@
-"""`klamp report RUN...`: one HTML file that shows runs, or compares them, and loads nothing."""
+"""`klamp report RUN...`: one HTML file that shows or compares runs; `--follow` serves it, `--methods` is a text."""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from klamp.cli.errors import show_caution
 from klamp.cli.flags import read_options
 from klamp.cli.options import ReportOptions
-from klamp.errors import DataError, RunFolderError
+from klamp.cli.output_file import check_output, write_output
+from klamp.errors import ConfigError, DataError
 from klamp.report.numerals import count
 
 if TYPE_CHECKING:  # imported by the command only
@@ -32,12 +33,21 @@ def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
     Raises:
         ConfigError: wrong flags.
         DataError: a record that cannot be read.
-        RunFolderError: the file exists and is no report.
+        RunFolderError: the file exists and is no report, or cannot be written.
     """
     out = sys.stdout if stream is None else stream
     options = read_options(ReportOptions, argv, command="klamp report")
+    if options.methods and options.follow:
+        raise ConfigError("--methods is a text, not a page to follow", got="--follow", fix="leave one of the two out")
+    if options.methods:
+        from klamp.cli.methods import show_methods
+
+        show_methods(records(options.runs), options.output, out)
+        return 0
+    if options.follow:
+        return follow(options, out)
     file = output_of(options)
-    check_output(file)
+    check_report_file(file)
     from klamp.report.page import render
 
     runs = read_runs(records(options.runs))
@@ -45,10 +55,37 @@ def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
         if each.history.is_empty:
             show_caution(f"{each.path}: its record holds no step; there is nothing to draw")
     page = render(runs)
-    file.write_text(page, encoding="utf-8", newline="\n")
+    write_output(file, page, what="the report")
     alarms = sum(run.levels[0] for run in runs)
     words = f"{count(len(runs), 'run')}, {count(alarms, 'alarm') if alarms else 'no alarm'}"
     print(f"{file}: {words}, {len(page.encode()) / 1000:.0f} kB", file=out, flush=True)
+    return 0
+
+
+def follow(options: ReportOptions, out: TextIO) -> int:
+    """Serve the report on the loopback until Ctrl-C.
+
+    Raises:
+        ConfigError: `--output` as well.
+        DataError: a record that cannot be read now.
+    """
+    from klamp.cli.follow import Followed, server_of
+    from klamp.report.page import render
+
+    if options.output is not None:
+        raise ConfigError("--follow writes no file", got=f"--output {options.output}", fix="leave one of the two out")
+    records(options.runs)  # says once what is left out
+
+    def page(version: str) -> str:
+        return render(read_runs(records(options.runs, tell=lambda text: None)), version=version)
+
+    with server_of(Followed(options.runs, page, show_caution)) as server:
+        print(f"http://{server.server_address[0]}:{server.server_port}/ follows", file=out, end=" ")
+        print(f"{', '.join(map(str, options.runs))}; Ctrl-C ends it", file=out, flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print("\nended", file=out, flush=True)
     return 0
 
 
@@ -58,7 +95,7 @@ def output_of(options: ReportOptions) -> Path:
     return options.output or alone / FILE
 
 
-def check_output(file: Path) -> None:
+def check_report_file(file: Path) -> None:
     """Refuse to overwrite a file that is no report.
 
     Raises:
@@ -66,21 +103,21 @@ def check_output(file: Path) -> None:
     """
     from klamp.report.page import GENERATOR
 
-    if not file.parent.is_dir():
-        raise RunFolderError("the folder of the report does not exist", got=str(file.parent), fix="make it first")
-    if file.is_dir():
-        raise RunFolderError("--output names a folder", got=str(file), fix=f"--output {file / FILE}")
-    if file.is_file() and f'content="{GENERATOR} ' not in file.read_text(encoding="utf-8", errors="replace")[:2000]:
-        raise RunFolderError(
-            "the file exists and is no report",
-            got=str(file),
-            why="it would be written over",
-            fix="choose another --output",
-        )
+    check_output(
+        file,
+        example=FILE,
+        refused="the file exists and is no report",
+        is_one=lambda text: f'content="{GENERATOR} ' in text,
+        of="the report",
+    )
 
 
-def records(paths: Sequence[Path]) -> list[Path]:
+def records(paths: Sequence[Path], *, tell: Callable[[str], None] = show_caution) -> list[Path]:
     """The records to read, those of sweeps in the place of the sweeps' folders.
+
+    Args:
+        paths: as they were named.
+        tell: is told which folders are left out.
 
     Raises:
         DataError: a record that is named twice.
@@ -91,7 +128,7 @@ def records(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         good, without = runs_in(path)
         for folder in without:
-            show_caution(f"{folder} is left out: it holds no record of a run")
+            tell(f"{folder} is left out: it holds no record of a run")
         found += good or [path]
     twice = [str(path) for path in found if found.count(path) > 1]
     if twice:

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from klamp.cli.columns import GAP, Scale, fixed, short, spoken
-from klamp.cli.describe import resume_command, tool
+from klamp.cli.describe import MONITOR, resume_command, tool
 from klamp.cli.live import skills_table
 from klamp.config.describe import describe_controller, describe_price
 from klamp.config.price import configured_price
@@ -30,18 +30,27 @@ def print_summary(console: Console, config: TrainConfig, summary: RunSummary) ->
         summary: what the trainer returned.
     """
     scale = Scale.of(summary.before, summary.after)
-    console.print(Text(f"\ndone: {summary.steps} steps in {spoken(summary.seconds)}\n", style="bold"))
+    console.print(Text(f"\n{_done(summary)} in {spoken(summary.seconds)}\n", style="bold"))
     skills = skills_table(summary.before, summary.after, scale=scale, after_title="after", trained=summary.rl_skill)
     console.print(skills)
     console.print(Text(""))
-    if config.kl.needs_reference:
+    if not summary.steps:
+        console.print(Text("KL from the reference: not measured; that is done in each step, and none was taken"))
+    elif config.kl.needs_reference:
         console.print(_kl_table(summary.final_metrics))
         console.print(Text(_beta_text(config, summary.final_metrics)), soft_wrap=True)
     else:
-        console.print(Text("KL from the reference: not measured; beta is 0, so no reference was loaded"))
+        console.print(Text(f"KL from the reference: not measured; beta is 0, so no reference was loaded{MONITOR}"))
     console.print(Text(""))
     for name, text in _files(config, summary):
         console.print(Text.assemble((f"{name:<12} ", "dim"), text), soft_wrap=True)
+
+
+def _done(summary: RunSummary) -> str:
+    """What the run did, in a few words."""
+    if summary.steps:
+        return f"done: {summary.steps} steps"
+    return "done: no step was taken (--max_steps 0); the model was evaluated as it is,"
 
 
 def _kl_table(metrics: Mapping[str, float]) -> Table:

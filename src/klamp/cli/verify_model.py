@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 
 import torch
@@ -12,10 +11,11 @@ from transformers import PreTrainedTokenizerBase
 
 from klamp.cli.options import VerifyOptions
 from klamp.errors import DataError, ModelError
+from klamp.scoring.scores import score
+from klamp.tasks.files import json_of
 from klamp.training.config import RolloutConfig
 from klamp.training.models import BUILTIN, end_tokens, load_model, load_tokenizer
 from klamp.training.sampling import Completions, encode_prompts, generate, uniform_numbers
-from klamp.training.scoring import score
 from klamp.verify.answers import Answer
 from klamp.verify.logits import verify_logits
 
@@ -96,8 +96,8 @@ def perturbed(model: nn.Module, noise: float, seed: int) -> nn.Module:
 
 def _from_json(line: str, path: str) -> str:
     try:
-        prompt = json.loads(line)["prompt"]
-    except (ValueError, KeyError, TypeError):
+        prompt = json_of(line)["prompt"]
+    except (ValueError, KeyError, TypeError, RecursionError):
         prompt = None
     if not isinstance(prompt, str):
         raise DataError(

@@ -25,6 +25,9 @@ ControllerName: TypeAlias = Literal["fixed", "hold", "step", "proportional", "du
 ReferenceName: TypeAlias = Literal["auto", "frozen", "adapter_off", "ema", "periodic", "remote"]
 DType: TypeAlias = Literal["float32", "bfloat16", "float16"]
 
+SMALL_VOCABULARY = 4096
+"""Entries up to which the exact KL of every completion is measured; its logits are small beside the activations."""
+
 
 BETA = AT_LEAST_0.but("a negative coefficient rewards leaving the reference", "use beta=0 to train without KL")
 

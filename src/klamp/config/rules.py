@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from klamp.config.choices import BETA, KLChoices
@@ -17,6 +18,9 @@ MEASURED: Mapping[str, str] = {
     "pid": "is too slow at its defaults: towards 0.05 the KL stayed above 0.11 for 90 steps",
 }
 """Name of a controller -> what it did with a target of 0.05 nats per token on the built-in task."""
+
+SHORT = 100
+"""Tokens of a short completion: a soft clip whose reference length nobody says is judged at it; klamp's choice."""
 
 
 def check_beta(beta: float, *, name: str = "beta", fix: str = "") -> None:
@@ -136,12 +140,6 @@ def _reference_and_tokens(c: KLChoices) -> list[Refusal]:
             fix="set reference_url to where a vLLM server or klamp.training.remote.serve listens",
         ),
         Refusal(
-            c.reference_url is not None and not c.reference_url.startswith(("http://", "https://")),
-            f"reference_url={c.reference_url!r} is no address",
-            why="the reference is asked over HTTP",
-            fix="write http://HOST:PORT",
-        ),
-        Refusal(
             c.reference == "remote" and c.kl_estimator == "exact",
             "kl_estimator='exact' cannot use a remote reference",
             why="the remote protocol carries log-probabilities of the sampled tokens, not whole rows of logits",
@@ -222,15 +220,8 @@ def cautions(c: KLChoices) -> list[str]:
             "budget the KL does not pull, so the controller raises beta without effect. Set kl_clip_threshold below "
             "target_kl, or leave one of the two out."
         )
-    total = None if c.use_per_token_kl_threshold else c.kl_clip_threshold
-    if c.use_per_token_kl_threshold and c.kl_reference_length is not None:
-        total = c.kl_clip_threshold * c.kl_reference_length
-    if c.kl_clip_method == "soft" and total is not None and c.kl_clip_temperature > total / 10:
-        found.append(
-            f"kl_clip_temperature={c.kl_clip_temperature:g} is wide against the budget of {total:g} nats: the "
-            "soft clip is then half open everywhere. Use kl_clip_temperature <= budget / 10, or "
-            "kl_clip_method='hard'."
-        )
+    if wide := _wide_clip(c):
+        found.append(wide)
     measured = MEASURED.get(c.controller_name)
     if measured is not None and c.target_kl is not None:
         found.append(
@@ -238,6 +229,30 @@ def cautions(c: KLChoices) -> list[str]:
             "rule that holds a target: 'hold'."
         )
     return found + _without_effect(c)
+
+
+def _wide_clip(c: KLChoices) -> str:
+    """The caution of a soft clip that is too wide for its budget; empty: it is not.
+
+    A budget per token is that of the reference length. Where nobody says that, it is measured when the run starts, and
+    the clip is judged at `SHORT` tokens.
+    """
+    threshold, width = c.kl_clip_threshold, c.kl_clip_temperature
+    measured = c.use_per_token_kl_threshold and c.kl_reference_length is None
+    budget = threshold * (c.kl_reference_length or SHORT) if c.use_per_token_kl_threshold else threshold
+    if c.kl_clip_method != "soft" or width <= budget / 10:
+        return ""
+    wide, fix = f"kl_clip_temperature={width:g} is wide against", "Use kl_clip_temperature <= budget / 10, or"
+    if measured:
+        fits = f"fits completions of {10 * width / threshold:.4g} tokens or more" if threshold > 0 else "fits none"
+        return (
+            f"{wide} a budget of {threshold:g} nats per token: it {fits}, and in short ones the soft clip is half open "
+            f"everywhere. {fix} kl_clip_method='hard'; or set kl_reference_length, if they are that long."
+        )
+    return (
+        f"{wide} the budget of {budget:g} nats: the soft clip passes {100 / (1 + math.exp(budget / width)):.2g} % of "
+        f"the pull at a KL of 0 already. {fix} kl_clip_method='hard'."
+    )
 
 
 def _without_effect(c: KLChoices) -> list[str]:

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from klamp.core._derivatives import first_only
 from klamp.core._linear_kept import Owner, Products, keep
 from klamp.core.masking import upcast
 from klamp.core.tiles import Head, TileGradient, find_columns, head_gradients, tiles
@@ -155,7 +155,7 @@ class LinearLogprobs(torch.autograd.Function):
         return found.logprobs, found.entropy
 
     @staticmethod
-    @once_differentiable
+    @first_only
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         grad, saved = grads[0], ctx.saved_tensors  # asked for once: checkpointing of activations allows no more
         if len(saved) == 1:

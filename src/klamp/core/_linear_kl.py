@@ -48,8 +48,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from klamp.core._derivatives import first_only
 from klamp.core._linear_kept import Owner, Products, keep
 from klamp.core.estimators import DIRECTIONS
 from klamp.core.masking import upcast
@@ -90,7 +90,7 @@ class LinearKL(torch.autograd.Function):
         return value
 
     @staticmethod
-    @once_differentiable
+    @first_only
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden, weight, bias, ref_hidden, ref_weight, ref_bias, *rest = ctx.saved_tensors
         kept, ctx.kept = ctx.kept, None  # written over here: a second walk computes the products again
@@ -106,6 +106,9 @@ class LinearKL(torch.autograd.Function):
                 z, slope = head.logits(mine.recall(rows, entries))
                 ref_z = ref.head.logits(other.recall(rows, entries))[0].to(z.dtype)
                 forbidden = None if bias is None else z.isneginf()
+                if ref_bias is not None:  # what rounds to p = 0 is worth 0, whatever the ratio
+                    lost = ref_z.isneginf() & ((z - log_z[rows]).exp() == 0)
+                    forbidden = lost if forbidden is None else forbidden | lost
                 d = slope_of(z, ref_z, log_z[rows], ref_log_z[rows], center[rows]).mul_(g[rows])
                 d = d if forbidden is None else d.masked_fill_(forbidden, 0)  # p log p is 0 there, not NaN
                 return d if slope is None else d.mul_(slope)

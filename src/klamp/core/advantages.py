@@ -56,7 +56,7 @@ def group_advantages(
     Raises:
         TensorError: rewards that are no tensor of numbers, or that carry a gradient.
         ShapeError: the batch is not a whole number of groups.
-        NonFiniteError: a reward that is NaN or infinite.
+        NonFiniteError: a reward that is NaN or infinite, or so large that its square is (1e18 in float32).
         ConfigError: a group of one, or an eps below 0.
         UnknownNameError: an unknown scale or baseline.
 
@@ -77,19 +77,22 @@ def group_advantages(
             why="each group holds the completions of one prompt, next to each other",
             fix="pass one reward per completion, group by group",
         )
-    if not bool(rewards.isfinite().all()):
+    groups = upcast(rewards).reshape(-1, group_size)
+    # Squares of deviations are added up over a group.
+    usable = groups.abs() <= torch.finfo(groups.dtype).max ** 0.5 / (2 * group_size)
+    if not bool(usable.all()):
         raise NonFiniteError(
-            "a reward is NaN or infinite",
-            got=f"{int((~rewards.isfinite()).sum())} of {rewards.numel()}",
+            "a reward is NaN or infinite, or too large for the variance of its group",
+            got=f"{int((~usable).sum())} of {rewards.numel()}",
             why="one such reward would turn the advantages of its whole group into NaN",
             fix="return a finite number from the reward function",
         )
-    groups = upcast(rewards).view(-1, group_size)
     centred = groups - groups.mean(-1, keepdim=True)
     if baseline == "leave_one_out":
         centred = centred * (group_size / (group_size - 1))
     if scale == "std":
-        centred = centred / (groups.std(-1, keepdim=True) + eps)
+        spread = groups.std(-1, keepdim=True) + eps
+        centred = torch.where(spread > 0, centred / spread, torch.zeros_like(centred))  # squares too small for the type
     saturated = groups.amax(-1, keepdim=True) == groups.amin(-1, keepdim=True)
     return torch.where(saturated, torch.zeros_like(centred), centred).reshape(-1)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import reprlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeGuard
@@ -45,9 +46,15 @@ FROM_0_BELOW_1 = Numbers(" in [0, 1)", lambda x: 0 <= x < 1)
 ABOVE_0_TO_1 = Numbers(" in (0, 1]", lambda x: 0 < x <= 1)
 
 
+LONG = 10**100
+"""A whole number from here on is described by its digits' number."""
+
+
 def describe(x: object) -> str:
     """What an argument is, in a few words: a value with its type, a tensor without its values."""
     dtype, shape = getattr(x, "dtype", None), getattr(x, "shape", None)
+    if isinstance(x, int) and not -LONG < x < LONG:
+        return f"a whole number of {round(x.bit_length() * math.log10(2))} digits"  # Python may refuse to write it
     if dtype is None or shape is None:
         return "None" if x is None else f"{reprlib.repr(x)} ({type(x).__name__})"
     place = f" on {x.device}" if isinstance(x, Tensor) else ""
@@ -59,8 +66,8 @@ def _is_number(x: object, *, whole: bool) -> TypeGuard[float]:
 
 
 def is_finite_number(x: object) -> TypeGuard[float]:
-    """Whether it is an int or a float, and neither a bool, nor NaN, nor infinite."""
-    return _is_number(x, whole=False) and abs(x) < math.inf
+    """Whether it is an int or a float, and neither a bool, nor NaN, nor infinite, nor past the largest float."""
+    return _is_number(x, whole=False) and bool(abs(x) <= sys.float_info.max)
 
 
 def check_is_number(name: str, x: object) -> None:
@@ -90,13 +97,13 @@ def check_number(
         ConfigError: it is something else.
     """
     number = _is_number(x, whole=whole)
-    if (x is None and optional) or (_is_number(x, whole=whole) and abs(x) < math.inf and numbers.holds(x)):
+    if (x is None and optional) or (is_finite_number(x) and number and numbers.holds(x)):
         return
     kind = "a whole number" if whole else "a number"
     way_out = numbers.fix or fix
     raise ConfigError(
         f"{name} must be {kind}{numbers.text}{', or None' if optional else ''}",
-        got=x if number else describe(x),
+        got=x if number and is_finite_number(x) else describe(x),
         why=_why_no_number(x, whole) or numbers.why or f"it is used as {kind}",
         fix=_as_number(name, x, whole) or way_out or f"pass {kind}{numbers.text}",
     )
@@ -109,6 +116,8 @@ def _why_no_number(x: object, whole: bool) -> str:
         return "text is not read as a number"
     if isinstance(x, float) and not math.isfinite(x):
         return "nothing can be computed with it"
+    if isinstance(x, int) and not is_finite_number(x):
+        return "no floating-point number is so large"
     return "it is not whole" if whole and isinstance(x, float) else ""
 
 

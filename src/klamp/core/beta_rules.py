@@ -18,6 +18,7 @@ from klamp.core.arguments import (
     POSITIVE,
     check_is_number,
     check_number,
+    is_finite_number,
 )
 from klamp.core.fields import check_fields
 from klamp.errors import ConfigError, NonFiniteError
@@ -69,7 +70,7 @@ class BetaState(NamedTuple):
 
 def _checked_kl(kl: float) -> float:
     check_is_number("kl", kl)
-    if not math.isfinite(kl) or kl < _ROUNDING:
+    if not is_finite_number(kl) or kl < _ROUNDING:
         raise NonFiniteError(
             "a controller needs a finite KL that is not negative",
             got=kl,
@@ -257,6 +258,29 @@ class StepRule(_TargetRule):
         if kl > self.high * self.target:
             return BetaState(state.value * self.up)
         return BetaState(state.value * self.down) if kl < self.low * self.target else state
+
+
+def adaptive_kl_coefficient(kl_divergence: float, target_kl: float = 0.05, *, kl_coefficient: float) -> float:
+    """The next coefficient by the rule of the GRPO tutorial: `StepRule` with its defaults, for a loop of one's own.
+
+    Equation: 1.5 kl_coefficient if kl > 1.5 target; 0.75 kl_coefficient if kl < 0.5 target; else kl_coefficient.
+
+    In a run the rule is `kl_controller="step"`. Before anything is learnt it takes a quarter off at every step, and
+    while the KL lags it goes on raising: it holds no target (docs/controllers.md); `kl_controller="hold"` does.
+
+    Args:
+        kl_divergence: exact KL or mean k3, in the unit of the target; never a mean of k1, which can be negative.
+        target_kl: the KL to hold.
+        kl_coefficient: the coefficient in force, >= 0; the tutorial reads it from outside of the function.
+
+    Raises:
+        NonFiniteError: a KL that is NaN, infinite or negative.
+        ConfigError: a coefficient or a target out of range.
+
+    Source: the GRPO tutorial (docs/sources.md)
+    """
+    rule = StepRule(target=target_kl)
+    return rule(rule.init(kl_coefficient), kl_divergence).value
 
 
 @dataclass(frozen=True, kw_only=True)

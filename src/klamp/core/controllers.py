@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from klamp.core.arguments import check_instance, is_finite_number
+from klamp.core.arguments import check_instance, describe, is_finite_number
 from klamp.core.beta_rules import (
     BetaState,
     DualRule,
@@ -98,7 +98,7 @@ class FixedController:
         if missing:
             raise ConfigError(
                 "the controller's saved state does not fit",
-                got=dict(state),
+                got=describe(dict(state)),
                 why=f"missing or not finite: {', '.join(missing)}",
                 fix="resume with the same kl_controller that wrote it",
             )

@@ -167,7 +167,7 @@ def _expectation(log_p: Tensor, log_q: Tensor) -> Tensor:
     The value is summed as q - p + p log(p/q), whose terms are never negative: the same number, since both sum to 1,
     without the cancellation that makes a small KL negative in float32. The gradient is that of the plain sum.
     """
-    empty = torch.isneginf(log_p)
+    empty = log_p.detach().exp() == 0  # also where it only rounds to 0, and times an infinite ratio would be NaN
     log_p_safe = torch.where(empty, torch.zeros_like(log_p), log_p)
     log_q_safe = torch.where(empty, torch.zeros_like(log_q), log_q)
     p, delta = log_p_safe.exp(), log_p_safe - log_q_safe
@@ -216,7 +216,8 @@ def exact_kl(
 
     Sampler: none needed for the prefix itself; averaged over prefixes it is the Rao-Blackwellised estimate for
     whoever sampled the prefixes.
-    Value: exact for the prefix, >= 0 up to rounding. A vocabulary entry with logit -inf has probability 0.
+    Value: exact for the prefix, >= 0 up to rounding. A vocabulary entry with logit -inf has probability 0, and so has
+    one whose probability rounds to 0.
     Gradient: exact for the prefix; it leaves out what a token does to later prefixes (see `kl_penalty`, horizon).
     Shapes: [..., V], [..., V] -> [...].
 

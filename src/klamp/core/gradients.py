@@ -29,6 +29,7 @@ from typing import Any, cast, get_args
 import torch
 from torch import Tensor
 
+from klamp.core._derivatives import applied, first_only
 from klamp.core.arguments import FLOATS, MASKS, POSITIVE, check_number, check_tensors
 from klamp.core.estimators import ESTIMATORS, log_ratio, needs_logits
 from klamp.core.masking import future_sum, masked
@@ -49,6 +50,7 @@ class _WithGradient(torch.autograd.Function):
         return value.clone()
 
     @staticmethod
+    @first_only
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor]:
         (coefficient,) = ctx.saved_tensors
         # A token that the loss leaves out gets 0, also where its coefficient overflowed.
@@ -60,8 +62,7 @@ def with_gradient(value: Tensor, coefficient: Tensor, policy_logprobs: Tensor) -
 
     Equation: sg(value) + sg(coefficient) (log policy - sg(log policy)).
     """
-    apply = cast(Callable[[Tensor, Tensor, Tensor], Tensor], _WithGradient.apply)  # pyright: ignore
-    return apply(value.detach(), coefficient.detach(), policy_logprobs)
+    return cast(Tensor, applied(_WithGradient, value.detach(), coefficient.detach(), policy_logprobs))
 
 
 def masked_log_ratio(
@@ -98,15 +99,16 @@ def log_weights(
 
 
 def _weigh(log_w: Tensor, x: Tensor) -> Tensor:
-    """w x; infinite where x is, also where w = exp(log_w) is too small for its type and reads 0: 0 * inf is NaN."""
-    return torch.where(x.isinf(), x, log_w.exp() * x)
+    """w x; infinite or 0 where x is, also where w = exp(log_w) leaves its type and reads 0 or inf: 0 * inf is NaN."""
+    return torch.where(x.isinf() | (x == 0), x, log_w.exp() * x)
 
 
 def _weighted_k3(log_w: Tensor, delta: Tensor) -> Tensor:
     """w (exp(-delta) - 1 + delta) without overflow in the factors."""
     near = delta > _FAR
     safe = torch.where(near, delta, torch.zeros_like(delta))
-    far = (log_w - delta).exp() + log_w.exp() * (delta - 1)
+    large = (log_w - delta).exp()
+    far = torch.where(large.isinf(), large, large + log_w.exp() * (delta - 1))  # a quarter of `large` at least
     return torch.where(near, _weigh(log_w, torch.expm1(-safe) + safe), far)
 
 
@@ -120,9 +122,10 @@ def weighted_value(value: Estimator, log_w: Tensor, delta: Tensor) -> Tensor:
 def _weighted_one_minus_u(log_w: Tensor, delta: Tensor) -> Tensor:
     """w (1 - exp(-delta)) without overflow in the factors."""
     near = delta > _FAR
-    w = log_w.exp()
     safe = torch.where(near, delta, torch.zeros_like(delta))
-    return torch.where(near, -w * torch.expm1(-safe), w - (log_w - delta).exp())
+    large = (log_w - delta).exp()
+    far = torch.where(large.isinf(), -large, log_w.exp() - large)  # more than half of `large`
+    return torch.where(near, _weigh(log_w, -torch.expm1(-safe)), far)
 
 
 def _token_reverse(value: Estimator, log_w: Tensor, delta: Tensor) -> Tensor:
@@ -263,9 +266,10 @@ def kl_penalty(
     Value: the named estimator (times the off-policy weight), 0 where masked. In a sequence whose gradient is finite it
     ends at 3e30 (float32; k3 passes that at 70 nats), so that the loss is finite too.
     Gradient: summed over tokens and averaged over samples, `reverse` is the gradient of KL(policy || ref), `forward`
-    that of KL(ref || policy), `own` that of the estimator taken as a loss (k1: zero; k2: reverse; k3: forward),
-    `none` zero. Horizon `token` holds the sampled prefixes fixed, `sequence` adds what each token does to the KL of
-    later ones. The token ratio alone is not unbiased for off-policy sequences; the prefix ratio is.
+    that of KL(ref || policy), `own` that of the estimator taken as a loss (k1: zero; k2: reverse; k3: forward), `none`
+    zero. Once differentiable; create_graph and torch.func are refused. Horizon `token` holds the sampled prefixes
+    fixed, `sequence` adds what each token does to the KL of later ones. The token ratio alone is not unbiased for
+    off-policy sequences; the prefix ratio is.
     Shapes: all [B, T] -> [B, T]. float16 and bfloat16 are computed in float32.
 
     Args:

@@ -27,6 +27,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from klamp.core._derivatives import applied
 from klamp.core._linear_autograd import LinearLogprobs
 from klamp.core._linear_kept import owner_of
 from klamp.core._linear_kl import LinearKL
@@ -117,7 +118,7 @@ def _logprobs(
     options = ((temperature, softcap), owner_of(weight), torch.is_grad_enabled(), entropy)
     given = _cast(hidden, weight, bias)
     with torch.autocast(hidden.device.type, enabled=False):
-        return cast(Any, LinearLogprobs.apply)(*given, targets.long(), *options)  # pyright: ignore
+        return applied(LinearLogprobs, *given, targets.long(), *options)
 
 
 @overload
@@ -224,7 +225,7 @@ def _kl(
     given = _cast(hidden, *head, *(None if x is None else x.detach() for x in (ref_hidden, *ref_head)))
     options = (scale, owner_of(head[0]), torch.is_grad_enabled(), direction)
     with torch.autocast(hidden.device.type, enabled=False):
-        return cast(Any, LinearKL.apply)(*given, *options)  # pyright: ignore
+        return applied(LinearKL, *given, *options)
 
 
 def linear_kl(

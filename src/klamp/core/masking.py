@@ -177,4 +177,4 @@ def suffix_sum(x: TokenValues) -> TokenValues:
 
 def future_sum(x: TokenValues) -> TokenValues:
     """The sum over the positions after each one: y_t = sum_{j > t} x_j."""
-    return suffix_sum(torch.nn.functional.pad(x[..., 1:], (0, 1)))
+    return suffix_sum(torch.nn.functional.pad(x, (0, 1))[..., 1:])

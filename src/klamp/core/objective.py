@@ -83,6 +83,7 @@ def grpo_loss(batch: Batch, objective: Objective, *, totals: Totals | None = Non
 
     Sampler: the old policy (`old_logprobs`), or the policy itself.
     Gradient: that of the surrogate plus beta times that of the penalty (`kl_penalty`), gated where the KL is clipped.
+    Once differentiable where there is a penalty.
     Shapes: see `Batch`; the loss is a scalar.
 
     Args:

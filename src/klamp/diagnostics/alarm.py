@@ -79,7 +79,8 @@ class Alarm:
     rule: Rule
     """The function that looks for it in a run."""
     needs: Sequence[str]
-    """What a record must hold: metrics (`a|b`: one of them), `completions`, `evaluations`, `settings.NAME`."""
+    """What a record must hold: metrics (`a|b`: one of them), `completions`, `sampler_logprobs` in them (or what else
+    says which tokens the model wrote), `evaluations`, `settings.NAME`."""
     limits: Sequence[Limit]
     """The thresholds that it uses."""
     level: Level = "alarm"

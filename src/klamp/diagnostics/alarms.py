@@ -194,7 +194,7 @@ ALARMS: dict[str, Alarm] = {
             "nobody chose them.",
             next_step="Decode one sequence with its mask. True must begin at the first token of the completion.",
             rule=tokens.mask_on_prompt,
-            needs=("completions",),
+            needs=("completions", "sampler_logprobs"),
             limits=(tokens.PROMPT,),
         ),
         Alarm(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from klamp.diagnostics.alarm import Alarm, Evidence
 from klamp.diagnostics.alarms import ALARMS
-from klamp.diagnostics.history import History
+from klamp.diagnostics.history import Completion, History
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,12 @@ def examine(history: History) -> Diagnosis:
 
 def missing(alarm: Alarm, history: History) -> str:
     """What a record lacks for an alarm, in words; "" where it lacks nothing."""
-    return ", ".join(" or ".join(need.split("|")) for need in alarm.needs if not _has(history, need))
+    return ", ".join(" or ".join(need.split("|")) for need in lacking(alarm, history))
+
+
+def lacking(alarm: Alarm, history: History) -> list[str]:
+    """The needs of an alarm that a record does not meet; see `Alarm.needs`."""
+    return [need for need in alarm.needs if not _has(history, need)]
 
 
 def _has(history: History, need: str) -> bool:
@@ -117,8 +122,14 @@ def _has(history: History, need: str) -> bool:
             return True
         if part == "completions" and history.completions:
             return True
+        if part == "sampler_logprobs" and any(each.sampled is not None for each in _all_completions(history)):
+            return True
         if part == "evaluations" and len(history.evaluations) > 1:
             return True
         if part.startswith("settings.") and getattr(history.settings, part.removeprefix("settings.")) is not None:
             return True
     return False
+
+
+def _all_completions(history: History) -> Iterator[Completion]:
+    return (each for completions in history.completions.values() for each in completions)

@@ -7,7 +7,10 @@ The trainer fills one step by step, readers of records fill one at once; the nam
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import reprlib
+import sys
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -77,6 +80,11 @@ class Completion:
     advantage: float | None = None
     """The advantage of the completion; where tokens have their own, the one that is largest in size."""
 
+    def __post_init__(self) -> None:
+        check_lengths(
+            {name: getattr(self, name) for name in ("tokens", "policy", "ref", "sampler", "trained", "sampled")}
+        )
+
     @property
     def is_trained(self) -> Sequence[bool]:
         """Which tokens are trained on."""
@@ -99,6 +107,46 @@ class Completion:
         pairs = zip(self.policy, other, self.is_trained, strict=True)
         found = ((i, p - o if against == "ref" else o - p) for i, (p, o, trained) in enumerate(pairs) if trained)
         return [(i, delta) for i, delta in found if math.isfinite(delta)]
+
+
+def check_lengths(lists: Mapping[str, Sequence[Any] | None]) -> None:
+    """Refuse the sequences of a completion where they are not equally long.
+
+    Raises:
+        ValueError: some differ in length.
+    """
+    lengths = {name: len(values) for name, values in lists.items() if values is not None}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"lists of different lengths: {lengths}")
+
+
+def numbers_of(values: object) -> array[float]:
+    """A list in a line of a record as numbers, NaN where it has none; 8 bytes each, since a long run has millions.
+
+    Raises:
+        TypeError, ValueError, OverflowError: it is no list of numbers.
+    """
+    return array("d", [math.nan if value is None else float(value) for value in list_of(values)])
+
+
+def texts_of(values: object) -> list[str]:
+    """A list of tokens in a line of a record as texts, equal ones held once.
+
+    Raises:
+        TypeError: it is no list.
+    """
+    return [sys.intern(str(value)) for value in list_of(values)]
+
+
+def list_of(values: object) -> Sequence[Any]:
+    """A list in a line of a record.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(values, list | tuple):
+        raise TypeError(f"{reprlib.repr(values)} where a list belongs")
+    return values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +249,7 @@ class History:
         beta = last.get("beta", self.settings.beta)
         return beta > 0 if beta is not None else any(name.startswith("kl/") for name in last)
 
-    def add_completions(self, completions: Sequence[Completion]) -> None:
+    def add_completions(self, completions: Iterable[Completion]) -> None:
         """Add completions to the steps that they were written in."""
         for each in completions:
             self.completions.setdefault(each.step, []).append(each)
@@ -215,7 +263,7 @@ class History:
         found: list[float] = []
         for row in reversed(self.rows[-10 * (count + before) :]):
             if math.isfinite(row.metrics.get(name, math.nan)):
-                found.append(_bounded(row.metrics[name]))
+                found.append(bounded(row.metrics[name]))
             if len(found) == count + before:
                 break
         return found[before:][::-1]
@@ -223,7 +271,7 @@ class History:
     def first(self, name: str, count: int) -> list[float]:
         """The values of a metric in the first `count` steps, where they have it; finite and bounded as in `last`."""
         values = (row.metrics.get(name, math.nan) for row in self.rows[:count])
-        return [_bounded(value) for value in values if math.isfinite(value)]
+        return [bounded(value) for value in values if math.isfinite(value)]
 
     def kl_name(self) -> str | None:
         """The name of the KL per token with the least noise that the latest step has: exact, k3, k1."""
@@ -243,5 +291,6 @@ class History:
             yield view
 
 
-def _bounded(value: float) -> float:
+def bounded(value: float) -> float:
+    """A value that no arithmetic on it overflows with: within 1e100 of 0."""
     return min(max(value, -1e100), 1e100)

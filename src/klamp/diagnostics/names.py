@@ -147,7 +147,7 @@ def step_of(logged: Mapping[str, object]) -> int | None:
     """The step that a logged row belongs to."""
     for name in STEP_NAMES:
         value = logged.get(name)
-        if isinstance(value, int | float):
+        if isinstance(value, int | float) and math.isfinite(value):
             return int(value)
     return None
 

@@ -47,8 +47,8 @@ def _read_file(path: Path, names: Mapping[str, str] | None) -> History:
         return read_trl_state(path, names)
     if path.suffix != ".jsonl":
         raise unreadable("a file of no known kind", path, why="its name ends in none of .jsonl, .json, .wandb")
-    lines = json_lines(path)
-    if not (lines and is_rollout(lines[0])):
+    first = next(json_lines(path), None)
+    if first is None or not is_rollout(first):
         return read_metrics(path, names)
     refuse_names(names, path, why=COMPUTED)
     return read_rollouts([path])

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from klamp.records.files import json_object
+from klamp.records.files import each_row, json_object
 from klamp.records.klamp_run import is_klamp_run
 from klamp.training.config import TrainConfig
 from klamp.training.folders import RUNS, SUMMARY, VERSIONS
@@ -38,17 +38,34 @@ def read_details(path: Path) -> Details:
     if not (path.is_dir() and is_klamp_run(path)):
         return Details()
     summary = json_object(path / SUMMARY) if (path / SUMMARY).is_file() else {}
-    versions = json_object(path / VERSIONS) if (path / VERSIONS).is_file() else {}
     return Details(
         defaults=json.loads(json.dumps(TrainConfig().flat())),
-        versions={name: str(version) for name, version in versions.items()},
-        before=_scores(summary.get("before")),
-        after=_scores(summary.get("after")),
+        versions=read_versions(path),
+        before=_scores(summary, "before", path / SUMMARY),
+        after=_scores(summary, "after", path / SUMMARY),
     )
 
 
-def _scores(found: Any) -> dict[str, float]:
-    return {name: float(score) for name, score in found.items()} if isinstance(found, dict) else {}
+def read_versions(path: Path) -> dict[str, str]:
+    """The versions of packages that stand in the folder of a klamp run; none where they are not recorded.
+
+    Raises:
+        DataError: a damaged file.
+    """
+    versions = json_object(path / VERSIONS) if (path / VERSIONS).is_file() else {}
+    return {name: str(version) for name, version in versions.items()}
+
+
+def _scores(summary: Mapping[str, Any], when: str, path: Path) -> dict[str, float]:
+    found = summary.get(when)
+    if not isinstance(found, dict):
+        return {}
+    (scores,) = each_row([found], path, _numbers, what=f"the scores {when} training are damaged")
+    return scores
+
+
+def _numbers(found: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(score) for name, score in found.items()}
 
 
 def runs_in(path: Path) -> tuple[list[Path], list[Path]]:

@@ -1,12 +1,15 @@
-"""Reading JSON and JSONL files, with one error for what cannot be read."""
+"""Reading the files of a record, with one error for what cannot be read."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from klamp.errors import DataError
-from klamp.tasks.files import json_of
+from klamp.tasks.files import json_of, yaml_of
+
+Read = TypeVar("Read")
 
 FORMATS = (
     "a klamp run folder, TRL's trainer_state.json, a TensorBoard folder, a W&B offline run, verl's file log, "
@@ -28,33 +31,76 @@ def json_object(path: Path) -> dict[str, Any]:
     try:
         found = json_of(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise unreadable("a file is not JSON", path, why=str(error)) from error
+        raise unreadable("a file is not JSON", path, why=shortened(error)) from error
     if not isinstance(found, dict):
         raise unreadable("a file holds no JSON object", path, why=f"it holds a {type(found).__name__}")
     return found
 
 
-def json_lines(path: Path) -> list[dict[str, Any]]:
-    """Read the objects in a JSONL file; a half-written last line, which a killed run leaves, is ignored.
+def yaml_object(path: Path) -> dict[str, Any]:
+    """Read the names and values in a YAML file.
 
     Raises:
-        DataError: another line is not an object.
+        DataError: it is not YAML, or holds none.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise unreadable("a file is not text", path, why=str(error)) from error
-    rows: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+        found = yaml_of(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise unreadable("a file is not YAML", path, why=shortened(error)) from error
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise unreadable("a file holds no names with values", path, why=f"it holds a {type(found).__name__}")
+    return found
+
+
+def json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects in a JSONL file, one at a time; a half-written last line, which a killed run leaves, is ignored.
+
+    Raises:
+        DataError: when it comes to another line that is not an object.
+    """
+    with path.open("rb") as lines:
+        numbered = enumerate(lines, start=1)
+        for number, line in numbered:
+            if not line.strip():
+                continue
+            try:
+                row = json_of(line.decode("utf-8"))
+            except (ValueError, RecursionError) as error:
+                no_text = isinstance(error, UnicodeDecodeError)
+                half = not no_text or error.reason == "unexpected end of data"
+                if half and next(numbered, None) is None:
+                    return
+                what = "a file is not text" if no_text else f"line {number} is not JSON"
+                raise unreadable(what, path, why=shortened(error)) from error
+            if not isinstance(row, dict):
+                raise unreadable(f"line {number} is no JSON object", path, why=f"it is a {type(row).__name__}")
+            yield row
+
+
+def each_row(
+    rows: Iterable[Any], path: Path, read: Callable[[Mapping[str, Any]], Read], *, what: str = "line {} is damaged"
+) -> Iterator[Read]:
+    """What each row of a file becomes.
+
+    Args:
+        rows: objects, as they were read.
+        path: the file, for the message.
+        read: from a row to what it says; raises as Python does where a value is missing or of another type.
+        what: the message, with a place for the row's number.
+
+    Raises:
+        DataError: one that cannot be read so.
+    """
+    for number, row in enumerate(rows, start=1):
         try:
-            row = json_of(line)
-        except (ValueError, RecursionError) as error:
-            if number == len(lines):
-                break
-            raise unreadable(f"line {number} is not JSON", path, why=str(error)) from error
-        if not isinstance(row, dict):
-            raise unreadable(f"line {number} is no JSON object", path, why=f"it is a {type(row).__name__}")
-        rows.append(row)
-    return rows
+            if not isinstance(row, Mapping):
+                raise TypeError(f"it is a {type(row).__name__}")
+            yield read(row)
+        except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+            why = f"{type(error).__name__}: {shortened(error)}"
+            raise unreadable(what.format(number), path, why=why) from error
+
+
+def shortened(error: Exception) -> str:
+    """The message of an error in one line of a length that can be read."""
+    return " ".join(str(error).split())[:200]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from klamp.config import KLWarning
 from klamp.diagnostics.history import Answer, Completion, History, Row, answer_of
-from klamp.records.files import json_lines, json_object, unreadable
+from klamp.errors import without_credentials
+from klamp.records.files import each_row, json_lines, json_object, unreadable, yaml_object
 from klamp.training.alarms import completion_of, settings_of
 from klamp.training.config import TrainConfig, field_owners
 from klamp.training.folders import ANSWERS, CAUTIONS, COMPLETIONS, CONFIG, METRICS_FILE, SUMMARY
@@ -29,10 +30,14 @@ def read_klamp_run(path: Path) -> History:
     """
     values, config = read_config(path)
     summary = json_object(path / SUMMARY) if (path / SUMMARY).is_file() else {}
-    settings = settings_of(config, rl_skill=summary.get("rl_skill"))
+    skill = summary.get("rl_skill")
+    if not isinstance(skill, str | None):
+        raise unreadable("the skill that is trained is no text", path / SUMMARY, why=f"it is a {type(skill).__name__}")
+    settings = settings_of(config, rl_skill=skill)
     history = History(source="klamp run", settings=settings, config=values)
-    for _ in _each(path / METRICS_FILE, lambda row: _add(history, row)):
-        pass
+    for scores, row in each_row(json_lines(path / METRICS_FILE), path / METRICS_FILE, _rows_of):
+        history.evaluations += [scores] if scores.metrics else []
+        history.rows += [row] if row.metrics else []
     if (path / COMPLETIONS).is_file():
         history.add_completions(read_completions(path / COMPLETIONS))
     if (path / ANSWERS).is_file():
@@ -49,24 +54,21 @@ def read_config(path: Path) -> tuple[dict[str, Any], TrainConfig]:
         DataError: it is no YAML.
         ConfigError: it is impossible in this version; fields that it does not know are passed over.
     """
-    import yaml
-
-    try:
-        values = yaml.safe_load((path / CONFIG).read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise unreadable("the configuration of a run is not YAML", path / CONFIG, why=str(error)) from error
+    values = yaml_object(path / CONFIG)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KLWarning)  # it was told when the run was started
-        return values, TrainConfig.from_flat({name: value for name, value in values.items() if name in field_owners()})
+        config = TrainConfig.from_flat({name: value for name, value in values.items() if name in field_owners()})
+    shown = {name: without_credentials(value) if isinstance(value, str) else value for name, value in values.items()}
+    return shown, config
 
 
-def read_completions(path: Path) -> list[Completion]:
-    """Read the rows of a completions.jsonl.
+def read_completions(path: Path) -> Iterator[Completion]:
+    """The rows of a completions.jsonl, one at a time.
 
     Raises:
-        DataError: a damaged line.
+        DataError: when it comes to a damaged line.
     """
-    return list(_each(path, lambda row: completion_of(int(row["step"]), row)))
+    return each_row(json_lines(path), path, lambda row: completion_of(int(row["step"]), row))
 
 
 def read_answers(path: Path) -> list[Answer]:
@@ -75,29 +77,13 @@ def read_answers(path: Path) -> list[Answer]:
     Raises:
         DataError: a damaged line.
     """
-    return list(_each(path, answer_of))
+    return list(each_row(json_lines(path), path, answer_of))
 
 
-def _each(path: Path, read: Callable[[Mapping[str, Any]], Any]) -> Iterator[Any]:
-    """What each line of a file becomes.
-
-    Raises:
-        DataError: one that cannot be read so.
-    """
-    for number, row in enumerate(json_lines(path), start=1):
-        try:
-            yield read(row)
-        except (LookupError, TypeError, ValueError, ArithmeticError) as error:
-            why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            raise unreadable(f"line {number} is damaged", path, why=why) from error
-
-
-def _add(history: History, row: Mapping[str, Any]) -> None:
+def _rows_of(row: Mapping[str, Any]) -> tuple[Row, Row]:
+    """The scores and the metrics in a line of metrics.jsonl; one of the two is empty, as klamp writes them."""
     step = int(row["step"])
     values = {name: float(value) for name, value in row.items() if name != "step"}
     scores = {name.removeprefix("eval/"): value for name, value in values.items() if name.startswith("eval/")}
     metrics = {name: value for name, value in values.items() if not name.startswith("eval/")}
-    if scores:
-        history.evaluations.append(Row(step=step, metrics=scores))
-    if metrics:
-        history.rows.append(Row(step=step, metrics=metrics))
+    return Row(step=step, metrics=scores), Row(step=step, metrics=metrics)

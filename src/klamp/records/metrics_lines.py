@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from klamp.diagnostics.history import History, Row
 from klamp.diagnostics.names import evaluations, number_names, settings_of, step_of, translate
@@ -22,24 +23,30 @@ def read_metrics(path: Path, names: Mapping[str, str] | None = None) -> History:
     Raises:
         DataError: no line has a metric that klamp knows, or none has one of `names`.
     """
-    lines = json_lines(path)
-    verls = bool(lines) and is_verl_line(lines[0])
-    lines = [flat(line) for line in lines] if verls else lines
-    check_logged(names, number_names(lines), path)
-    settings = settings_of({}, {name for line in lines for name in line}, names)
-    history = History(source="verl file log" if verls else "JSONL metrics", settings=settings)
-    for number, line in enumerate(lines, start=1):
+    verls, history = False, History(source="JSONL metrics")
+    first: dict[str, Any] = {}
+    logged: set[str] = set()
+    seen: set[str] = set()
+    for number, row in enumerate(json_lines(path), start=1):
+        if number == 1 and is_verl_line(row):
+            verls, history.source = True, "verl file log"
+        line = flat(row) if verls else row
+        first = first or line
+        logged |= number_names([line])
+        seen |= line.keys()
         step, scores, metrics = step_of(line), evaluations(line), translate(line, names)
         step = number if step is None else step
         if scores:
             history.evaluations.append(Row(step=step, metrics=scores))
         if metrics:
             history.rows.append(Row(step=step, metrics=metrics))
+    check_logged(names, logged, path)
+    history.settings = settings_of({}, seen, names)
     if not (history.rows or (verls and history.evaluations)):
         raise unreadable(
             "no metric and no token log-probabilities were found",
             path,
-            why=f"the first line has {', '.join(list(lines[0])[:12])}" if lines else "the file is empty",
+            why=f"the first line has {', '.join(list(first)[:12])}" if first else "the file is empty",
             fix="metrics: a line per step with names as TRL, verl or klamp write them (kl, reward, ...), or --map with "
             "your own; completions: old_log_probs and ref_log_prob (or policy_logprobs and ref_logprobs), one number "
             "per token",

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from klamp.diagnostics.history import Completion, History
+from klamp.diagnostics.history import Completion, History, check_lengths, numbers_of, texts_of
 from klamp.diagnostics.token_metrics import UNKNOWN, with_rows
-from klamp.records.files import json_lines, unreadable
+from klamp.records.files import each_row, json_lines, unreadable
 
 LARGEST = 0.01
 """The largest value that a log-probability may have by rounding."""
@@ -27,6 +27,8 @@ GROUP = ("uid", "group", "prompt", "input")
 PROMPT = ("prompt", "input", "question")
 PADDING = (0.0, -1.0)
 """The value that some records hold for the sampler's log-probability where there is no token."""
+UNWRITTEN = (0.0, -1.0)
+"""What verl pads the log-probabilities of the policy and of the sampler with."""
 CERTAIN = -1.0
 """A token that its sampler was certain of is above this under the policy; a prompt token mostly is not."""
 
@@ -44,13 +46,12 @@ def read_rollouts(files: Iterable[Path], *, source: str = "JSONL rollouts") -> H
     """
     history, files = History(source=source), list(files)
     for file in files:
-        for number, row in enumerate(json_lines(file), start=1):
-            try:
-                history.add_completions([completion_of(row, default_step=_step_in(file))])
-            except (ValueError, TypeError) as error:
-                raise unreadable(
-                    f"line {number} is no completion with log-probabilities", file, why=str(error)
-                ) from error
+        step = _step_in(file)
+        what = "line {} is no completion with log-probabilities"
+        found = each_row(
+            json_lines(file), file, lambda row, step=step: completion_of(row, default_step=step), what=what
+        )
+        history.add_completions(found)
     if not history.completions:
         raise unreadable("there are no completions", files[0] if files else Path(), why="the files are empty")
     return with_rows(history)
@@ -68,10 +69,8 @@ def completion_of(row: Mapping[str, Any], *, default_step: int = 1) -> Completio
     sampler, trained = _numbers(_first(row, SAMPLER)), _flags(_first(row, TRAINED))
     tokens = _first(row, TOKENS)
     lists = {"policy": policy, "ref": _numbers(_first(row, REF)), "sampler": sampler, "trained": trained}
-    lists["tokens"] = [str(token) for token in tokens] if isinstance(tokens, list) else [UNKNOWN] * len(policy)
-    lengths = {name: len(values) for name, values in lists.items() if values is not None}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(f"lists of different lengths: {lengths}")
+    lists["tokens"] = texts_of(tokens) if isinstance(tokens, list) else [UNKNOWN] * len(policy)
+    check_lengths(lists)
     on = trained if trained is not None else [True] * len(policy)
     if any(value > LARGEST for value, counts in zip(policy, on, strict=True) if counts):
         raise ValueError(f"a log-probability of {max(policy):g}: they are never above 0 (are they probabilities?)")
@@ -99,11 +98,18 @@ def _without_padding(sampler: Sequence[float] | None, trained: Sequence[bool] | 
 def _sampled(
     policy: Sequence[float], sampler: Sequence[float] | None, trained: Sequence[bool] | None
 ) -> list[bool] | None:
-    """Which tokens the sampler drew: those it scored, or was certain of as the policy nearly is."""
+    """Which tokens the sampler drew; None: it reported nothing, so that nobody knows."""
     if sampler is None:
         return None
     mask = trained or [True] * len(policy)
-    return [s != 0.0 or (p > CERTAIN and on) for p, s, on in zip(policy, sampler, mask, strict=True)]
+    return [_is_drawn(p, s, on) for p, s, on in zip(policy, sampler, mask, strict=True)]
+
+
+def _is_drawn(policy: float, sampler: float, trained: bool) -> bool:
+    """Whether the sampler drew a token: it scored it, or was certain of it as the policy nearly is."""
+    if sampler == 0.0 or math.isnan(sampler):
+        return policy > CERTAIN and trained
+    return (policy, sampler) != UNWRITTEN
 
 
 def _ended(row: Mapping[str, Any]) -> bool | None:
@@ -128,10 +134,8 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _numbers(values: Any) -> list[float] | None:
-    if not isinstance(values, list):
-        return None
-    return [math.nan if value is None else float(value) for value in values]
+def _numbers(values: Any) -> Sequence[float] | None:
+    return numbers_of(values) if isinstance(values, list) else None
 
 
 def _flags(values: Any) -> list[bool] | None:

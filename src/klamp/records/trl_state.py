@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from klamp.diagnostics.history import History, Row
 from klamp.diagnostics.names import evaluations, number_names, settings_of, translate
-from klamp.records.files import json_object, unreadable
+from klamp.records.files import each_row, json_object, unreadable
 from klamp.records.mapped import check_logged
 
 STATE = "trainer_state.json"
@@ -36,19 +37,24 @@ def read_trl_state(path: Path, names: Mapping[str, str] | None = None) -> Histor
     Raises:
         DataError: it is none, or no row has one of `names`.
     """
-    rows = json_object(path).get("log_history")
-    if not isinstance(rows, list):
+    logs = json_object(path).get("log_history")
+    if not isinstance(logs, list):
         raise unreadable("a trainer state has no log_history", path, why="without logged rows there is no history")
+    rows = list(each_row(logs, path, _with_step, what="row {} of log_history is damaged"))
     logged = {name for row in rows for name in row}
     check_logged(names, number_names(row for row in rows if not _sums_up(row)), path)
     history = History(source="TRL trainer state", settings=settings_of({}, logged, names))
     for row in rows:
-        scores, metrics, step = evaluations(row), translate(row, names), int(row.get("step", 0))
+        scores, metrics, step = evaluations(row), translate(row, names), row["step"]
         if scores:
             history.evaluations.append(Row(step=step, metrics=scores))
         if metrics and not _sums_up(row):
             history.rows.append(Row(step=step, metrics=metrics))
     return history
+
+
+def _with_step(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {**row, "step": int(row.get("step", 0))}
 
 
 def _sums_up(row: Mapping[str, object]) -> bool:

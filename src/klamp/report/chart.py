@@ -1,17 +1,19 @@
-"""A chart: curves as SVG, a legend with their latest values, and a table of the numbers."""
+"""A chart: curves as SVG, a legend with their latest values, a table of the numbers, and what the script needs."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from klamp.report.figure import Entry, data_table, figure, key
 from klamp.report.markup import Html, element, join
 from klamp.report.numerals import short
-from klamp.report.points import thin
+from klamp.report.points import means, thin
 from klamp.report.scale import Scale, fit, ticks, whole
+from klamp.report.seeds import Column, Series, columns_of, spread
 
 WIDTH, HEIGHT = 360, 190
 LEFT, RIGHT, TOP, BOTTOM = 46, 350, 10, 164
@@ -19,20 +21,8 @@ QUARTERS = (1.0, 2.0, 2.5, 5.0)
 """Distances between ticks, times powers of ten."""
 FEW = 15
 """Curves of at most this many points have a dot at each point."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Series:
-    """One curve of a chart."""
-
-    label: str
-    """The name of the curve in the legend."""
-    points: Mapping[float, float]
-    """Step -> value, in the order of steps; NaN and infinities are gaps."""
-    slot: int = 0
-    """Its colour, its dashes and the shape of its dots, by number."""
-    group: str = ""
-    """Curves of one group look alike, and share a line of the legend; empty: it has a line of its own."""
+DIGITS = 6
+"""Significant digits of the numbers in the table, which the script draws from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,18 +80,23 @@ def render_chart(chart: Chart, *, most: int = 400) -> Html:
         chart: what to show.
         most: points of a curve, about; spikes are always kept.
     """
-    steps = thin([series.points for series in chart.series], most=most)
-    total = len({step for series in chart.series for step in series.points})
-    kept = [_only(series, steps) for series in chart.series]
-    values = [value for series in kept for value in series.points.values()]
+    columns = columns_of(chart.series)
+    curves = [column.series.points for column in columns]
+    steps = thin(curves, most=most)
+    total = len({step for curve in curves for step in curve})
+    kept = [replace(column, series=_only(column.series, steps)) for column in columns]
+    values = [value for column in kept for value in column.series.points.values()]
     levels = [level for line in chart.lines for level in (line.low, line.high) if level is not None]
     y = fit(values, include=(*chart.include, *levels))
     x = _across(steps)
     drawing = _drawing(chart, kept, x=x, y=y)
     entries = _entries(kept)
     entries += [Entry(swatch=key("level" if line.high is None else "band"), label=line.label) for line in chart.lines]
-    headings = (chart.axis, *(series.label for series in kept))
-    rows = [(short(step, digits=9), *(_cell(series.points.get(step)) for series in kept)) for step in steps]
+    headings = (chart.axis, *(column.series.label for column in kept))
+    rows = [
+        (short(step, digits=9), *(short(column.series.points.get(step), digits=DIGITS) for column in kept))
+        for step in steps
+    ]
     return figure(
         name=chart.name,
         title=chart.title,
@@ -109,15 +104,42 @@ def render_chart(chart: Chart, *, most: int = 400) -> Html:
         text=chart.text,
         drawing=drawing,
         entries=entries,
-        at=f"{chart.axis} {short(steps[-1], digits=9)}" if steps else "",
+        at=f"last: {chart.axis} {short(steps[-1], digits=9)}" if steps else "",
         table=data_table(headings, rows, caption=f"{chart.title} ({chart.unit}){_thinned(len(steps), total)}"),
+        plot=_plot(chart, kept, y, means(curves, most=most)),
     )
+
+
+def _plot(chart: Chart, kept: Sequence[Column], y: Scale, means: Sequence[tuple[float, list[float | None]]]) -> str:
+    """What the script draws the chart from, besides its table."""
+    series = [
+        {"slot": column.series.slot, "runs": column.series.runs, "members": column.members, "of": column.of}
+        for column in kept
+    ]
+    found = {
+        "axis": chart.axis,
+        "unit": chart.unit,
+        "include": [*chart.include],
+        "knee": y.knee,
+        "series": [{name: value for name, value in each.items() if value not in ((), None)} for each in series],
+        "lines": [[line.low, line.high] for line in chart.lines],
+        "marks": [[mark.step, mark.number] for mark in chart.marks],
+        "means": [[_digits(x), *map(_digits, values)] for x, values in means],
+    }
+    return json.dumps(found, separators=(",", ":"), allow_nan=False)
+
+
+def _digits(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.5g}")
 
 
 def describe(chart: Chart) -> str:
     """The chart in words, for readers who cannot see it."""
-    parts = [f"{chart.text} {len(chart.series)} {'curve' if len(chart.series) == 1 else 'curves'}."]
-    for series in chart.series:
+    columns = columns_of(chart.series)
+    drawn = [column for column in columns if column.of is None]
+    parts = [f"{chart.text} {len(drawn)} {'curve' if len(drawn) == 1 else 'curves'}."]
+    for column in drawn:
+        series, band = column.series, spread(columns, column)
         finite = {step: value for step, value in series.points.items() if math.isfinite(value)}
         if not finite:
             parts.append(f"{series.label}: no finite value.")
@@ -130,13 +152,14 @@ def describe(chart: Chart) -> str:
             f"{chart.axis} {short(high)}."
         )
         lost = len(series.points) - len(finite)
+        parts += [f"Its band goes from {short(band[last][0])} to {short(band[last][1])} there."] if band else []
         parts += [f"{lost} values are not finite."] if lost else []
     parts += [f"{line.label}." for line in chart.lines]
     parts += [f"Alarm {mark.number}, {mark.name}, rose at step {mark.step}." for mark in chart.marks]
     return " ".join(parts)
 
 
-def _drawing(chart: Chart, kept: Sequence[Series], *, x: Scale, y: Scale) -> Html:
+def _drawing(chart: Chart, kept: Sequence[Column], *, x: Scale, y: Scale) -> Html:
     labelled = f"{chart.name}-title {chart.name}-text"
     return element(
         "svg",
@@ -145,7 +168,8 @@ def _drawing(chart: Chart, kept: Sequence[Series], *, x: Scale, y: Scale) -> Htm
         _bands(chart.lines, y),
         _axes(x, y),
         _levels(chart.lines, y),
-        *(_curve(series, x, y) for series in kept),
+        *(_spread(kept, column, x, y) for column in kept if column.members),
+        *(_curve(column.series, x, y) for column in kept if column.of is None),
         *(_mark(mark, x) for mark in chart.marks),
         element("line", class_="cursor", x1=LEFT, x2=LEFT, y1=TOP, y2=BOTTOM),
         class_="chart",
@@ -209,6 +233,13 @@ def _curve(series: Series, x: Scale, y: Scale) -> Html:
     return join([element("path", d="".join(path), class_=f"curve s{series.slot % 8} d{series.slot % 5}"), *dots])
 
 
+def _spread(kept: Sequence[Column], column: Column, x: Scale, y: Scale) -> Html:
+    band = spread(kept, column)
+    above = [f"{_across_at(x, step):.1f} {_down(y, high):.1f}" for step, (_, high) in band.items()]
+    below = [f"{_across_at(x, step):.1f} {_down(y, low):.1f}" for step, (low, _) in reversed(band.items())]
+    return element("path", d=f"M{'L'.join(above + below)}Z", class_=f"spread s{column.series.slot % 8}")
+
+
 def _neighbours(places: Sequence[tuple[float, float] | None]) -> list[tuple[tuple[float, float] | None, ...]]:
     padded = [None, *places, None]
     return [(a, b, c) for (a, b), (_, c) in pairwise(pairwise(padded))]
@@ -253,21 +284,30 @@ def _only(series: Series, steps: Sequence[float]) -> Series:
     return replace(series, points=points)
 
 
-def _entries(kept: Sequence[Series]) -> list[Entry]:
+def _entries(kept: Sequence[Column]) -> list[Entry]:
+    """The lines of the legend: a mean with the range of its curves, the curves of a group that has none together."""
     lines: dict[str, list[int]] = {}
-    for number, series in enumerate(kept):
-        lines.setdefault(series.group or f"{number} {series.label}", []).append(number)
+    for number, column in enumerate(kept):
+        if column.of is None:
+            alone = column.members or not column.series.group
+            lines.setdefault(f"\n{number}" if alone else column.series.group, []).append(number)
     return [_entry(kept, numbers) for numbers in lines.values()]
 
 
-def _entry(kept: Sequence[Series], numbers: Sequence[int]) -> Entry:
-    first = kept[numbers[0]]
-    few = max(len(kept[number].points) for number in numbers) <= FEW
+def _entry(kept: Sequence[Column], numbers: Sequence[int]) -> Entry:
+    first = kept[numbers[0]].series
+    few = max(len(kept[number].series.points) for number in numbers) <= FEW
     swatch = key(f"curve s{first.slot % 8} d{first.slot % 5}", shape(first.slot, 11, 5) if few else "")
-    latest = [(list(kept[number].points.values()) or [None])[-1] for number in numbers]
+    latest = [list(kept[number].series.points.items()) or [(0.0, None)] for number in numbers]
     label = first.label if len(numbers) == 1 else f"{first.group}, {len(numbers)} runs"
     columns = [number + 1 for number in numbers]
-    return Entry(swatch=swatch, label=label, values=list(zip(map(_cell, latest), columns, strict=True)))
+    band = list(spread(kept, kept[numbers[0]]).values())
+    return Entry(
+        swatch=swatch,
+        label=label,
+        values=list(zip((_cell(points[-1][1]) for points in latest), columns, strict=True)),
+        span=f"{short(band[-1][0])} to {short(band[-1][1])}" if band else "",
+    )
 
 
 def _cell(value: float | None) -> str:

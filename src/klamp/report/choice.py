@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -107,12 +108,12 @@ def compared_with(completion: Completion) -> Literal["reference", "sampler"] | N
     return None if completion.sampler is None else "sampler"
 
 
-def _ratios(each: Completion, against: str | None) -> list[float]:
+def _ratios(each: Completion, against: str | None) -> array[float]:
     other = each.ref if against == "reference" else each.sampler
     if other is None:
-        return [math.nan] * len(each.tokens)
+        return array("d", [math.nan] * len(each.tokens))
     rows = zip(each.policy, other, each.is_trained, strict=True)
-    return [p - o if on and math.isfinite(p - o) else math.nan for p, o, on in rows]
+    return array("d", [p - o if on and math.isfinite(p - o) else math.nan for p, o, on in rows])
 
 
 def blamed_tokens(run: ReportRun) -> Mapping[tuple[int, int], frozenset[int]]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from klamp.diagnostics.doctor import Finding
-from klamp.report.chart import Chart, Line, Mark, Series
+from klamp.report.chart import Chart, Line, Mark
 from klamp.report.levels import levels_of
 from klamp.report.run import ReportRun, skills_of, slots_of
+from klamp.report.scores import Scores
+from klamp.report.seeds import Series
 
 SKILLS = 12
 """The most skills that get a curve."""
@@ -139,26 +141,28 @@ def charts(runs: Sequence[ReportRun], numbers: Mapping[str, int]) -> list[Chart]
 
 def plans(runs: Sequence[ReportRun]) -> list[Plan]:
     """All plans of charts, with one for the skills of these runs."""
+    scores = Scores.of(runs)
     skills = {f"eval/{name}": name for name in skills_of(runs)[:SKILLS]}
     trained = {f"eval/{run.history.settings.rl_skill}" for run in runs}
     named = {name: label + (" (trained)" if name in trained else "") for name, label in skills.items()}
-    return [plan if plan.curves else _with_curves(plan, named) for plan in PLANS]
+    return [plan if plan.curves else _with_curves(plan, named, scores) for plan in PLANS]
 
 
-def _with_curves(plan: Plan, curves: Mapping[str, str]) -> Plan:
-    return Plan(
-        name=plan.name, title=plan.title, unit=plan.unit, text=plan.text, curves=curves, include=_whole_share(curves)
-    )
+def _with_curves(plan: Plan, curves: Mapping[str, str], scores: Scores) -> Plan:
+    return replace(plan, curves=curves, unit=scores.unit, include=scores.full)
 
 
-def _whole_share(curves: Mapping[str, str]) -> tuple[float, ...]:
-    return (0.0, 1.0) if curves else (0.0,)
+def _curve(run: ReportRun, name: str, scores: Scores) -> dict[float, float]:
+    """The values of a metric; those of a skill as scores are written."""
+    found = run.curve(name)
+    return {step: scores.scaled(value) for step, value in found.items()} if name.startswith("eval/") else found
 
 
 def _alone(run: ReportRun, numbers: Mapping[str, int]) -> Iterator[Chart]:
+    scores = Scores.of([run])
     for plan in plans([run]):
-        found = [(label, run.curve(name), slot) for slot, (name, label) in enumerate(plan.curves.items())]
-        series = [Series(label=label, points=points, slot=slot) for label, points, slot in found if points]
+        found = [(label, _curve(run, name, scores), slot) for slot, (name, label) in enumerate(plan.curves.items())]
+        series = [Series(label=label, points=points, slot=slot, runs=(0,)) for label, points, slot in found if points]
         if series:
             yield Chart(
                 name=f"chart-{plan.name}",
@@ -173,12 +177,13 @@ def _alone(run: ReportRun, numbers: Mapping[str, int]) -> Iterator[Chart]:
 
 
 def _overlaid(runs: Sequence[ReportRun]) -> Iterator[Chart]:
+    scores = Scores.of(runs)
     for plan in plans(runs):
         for name, label in plan.curves.items():
-            found = [(run, run.curve(name), slot) for run, slot in zip(runs, slots_of(runs), strict=True)]
+            found = zip(runs, [_curve(run, name, scores) for run in runs], slots_of(runs), strict=True)
             series = [
-                Series(label=run.name, points=points, slot=slot, group=run.group)
-                for run, points, slot in found
+                Series(label=run.name, points=points, slot=slot, group=run.group, runs=(number,))
+                for number, (run, points, slot) in enumerate(found)
                 if points
             ]
             if series:

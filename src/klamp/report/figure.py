@@ -18,6 +18,8 @@ class Entry:
     """The name of the curve, level or band."""
     values: Sequence[tuple[str, int]] = ()
     """Its latest values, each with its column in the table; the script shows those under the cursor in their place."""
+    span: str = ""
+    """From the lowest to the highest of the curves that it is the mean of."""
 
 
 def key(classes: str, dot: str = "") -> Html:
@@ -28,11 +30,24 @@ def key(classes: str, dot: str = "") -> Html:
         if classes == "band" or classes.startswith("q")
         else element("path", d="M0 5H22", class_=classes)
     )
-    return element("svg", sample, *dots, class_="key", viewBox="0 0 22 10", aria_hidden="true")
+    stretched = "none" if classes.startswith("q") else None
+    return element(
+        "svg", sample, *dots, class_="key", viewBox="0 0 22 10", preserveAspectRatio=stretched, aria_hidden="true"
+    )
 
 
 def figure(
-    *, name: str, title: str, unit: str, text: str, drawing: Html, entries: Sequence[Entry], at: str, table: Html
+    *,
+    name: str,
+    title: str,
+    unit: str,
+    text: str,
+    drawing: Html,
+    entries: Sequence[Entry],
+    at: str,
+    table: Html,
+    plot: str | None = None,
+    legend: str = "",
 ) -> Html:
     """A chart inside its frame.
 
@@ -45,6 +60,8 @@ def figure(
         entries: the legend.
         at: where the legend's values are from.
         table: the numbers.
+        plot: what the script draws it from, besides the table, as JSON; None: it is not drawn again.
+        legend: more classes of the legend.
     """
     items = [
         element(
@@ -52,6 +69,7 @@ def figure(
             entry.swatch,
             element("span", entry.label, class_="label"),
             *(element("span", value, class_="value", data_column=column) for value, column in entry.values),
+            *([element("span", entry.span, class_="span")] if entry.span else []),
         )
         for entry in entries
     ]
@@ -63,13 +81,14 @@ def figure(
             element("span", unit, class_="unit"),
             element("span", at, class_="at"),
         ),
-        element("ul", *items, class_="legend"),
+        element("ul", *items, class_=f"legend {legend}".strip()),
         element("div", drawing, class_="plot"),
         element("p", text, class_="says"),
         table,
         id=name,
         class_="card",
         aria_labelledby=f"{name}-heading",
+        data_plot=plot,
     )
 
 

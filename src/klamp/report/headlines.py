@@ -9,10 +9,11 @@ from statistics import fmean
 
 from klamp.report.figure import key
 from klamp.report.markup import Html, element, join
-from klamp.report.numerals import MISSING, short, signed
+from klamp.report.numerals import MISSING, count, short
 from klamp.report.points import thin
 from klamp.report.run import ReportRun, skills_of, slots_of
 from klamp.report.scale import Scale, fit
+from klamp.report.scores import Scores
 
 WINDOW = 5
 SKILLS = 6
@@ -32,20 +33,23 @@ class Headline:
     unit: str = ""
     """The unit of the number."""
     detail: str = ""
-    """Where the number was at the beginning, or how it was computed."""
+    """Where the number was at the beginning, or how high it was."""
+    over: str = ""
+    """What the number is the mean of, or where it is from."""
     course: Mapping[float, float] = field(default_factory=dict)
     """The curve that it is the end of; empty: none."""
 
 
-def headlines(run: ReportRun, skills: Sequence[str]) -> list[Headline]:
+def headlines(run: ReportRun, skills: Sequence[str], scores: Scores) -> list[Headline]:
     """The most important numbers of a run, as far as its record has them.
 
     Args:
         run: the run.
         skills: which skills to name, in order.
+        scores: how their scores are written.
     """
     found = [_over_steps(run, ("reward",), "Reward", "")]
-    found += [_skill(run, name) for name in skills]
+    found += [_skill(run, name, scores) for name in skills]
     found += [_kl(run, KL, "KL", "nats/token"), _kl(run, SEQUENCE, "KL per completion", "nats")]
     found += [
         _over_steps(run, ("length/mean",), "Length", "tokens"),
@@ -62,14 +66,23 @@ def _over_steps(run: ReportRun, names: Sequence[str], label: str, unit: str) -> 
     first, last = ends(curve)
     constant = min(curve.values()) == max(curve.values())
     detail = "constant" if constant else f"from {short(first)}"
-    return Headline(label=label, value=short(last), unit=unit, detail=detail, course=curve)
+    return Headline(label=label, value=short(last), unit=unit, detail=detail, over=_over(curve), course=curve)
+
+
+def _over(curve: Mapping[float, float]) -> str:
+    """What the last value of a curve, as `ends` gives it, is the mean of."""
+    few = _last(len(curve))
+    return "last step" if few == 1 else f"mean of last {count(few, 'step')}"
+
+
+def _last(total: int) -> int:
+    return max(1, min(WINDOW, total // 2))
 
 
 def ends(curve: Mapping[float, float]) -> tuple[float, float]:
     """The first value and the last one; the last is a mean over up to five finite values."""
     values = list(curve.values())
-    few = max(1, min(WINDOW, len(values) // 2))
-    last = [value for value in values[-few:] if math.isfinite(value)]
+    last = [value for value in values[-_last(len(values)) :] if math.isfinite(value)]
     return values[0], fmean(last) if last else values[-1]
 
 
@@ -82,11 +95,16 @@ def _kl(run: ReportRun, names: Mapping[str, str], label: str, unit: str) -> Head
     at = max(finite, key=lambda step: finite[step], default=None)
     highest = "" if at is None else f"highest {short(finite[at])} at step {short(at, digits=9)}"
     return Headline(
-        label=f"{label} ({names[name]})", value=short(ends(curve)[1]), unit=unit, detail=highest, course=curve
+        label=f"{label} ({names[name]})",
+        value=short(ends(curve)[1]),
+        unit=unit,
+        detail=highest,
+        over=_over(curve),
+        course=curve,
     )
 
 
-def _skill(run: ReportRun, name: str) -> Headline | None:
+def _skill(run: ReportRun, name: str, scores: Scores) -> Headline | None:
     curve = run.curve(f"eval/{name}")
     values = list(curve.values())
     before = run.before.get(name, values[0] if values else None)
@@ -97,10 +115,13 @@ def _skill(run: ReportRun, name: str) -> Headline | None:
     role = "" if trained is None else (", trained" if name == trained else ", kept")
     shown = after if after is not None else before
     detail = "not evaluated after training" if after is None or before is None else ""
+    over = "before training" if after is None else "last evaluation"
     if after is not None and before is not None:
-        change = round(after - before, 6)
-        detail = f"from {short(before)} ({signed(change)})" if change else "as before training"
-    return Headline(label=f"{name}{role}", value=short(shown), detail=detail, course=curve)
+        change = scores.change(before, after)
+        detail = f"from {scores.write(before)} ({change})" if round(after - before, 6) else "as before training"
+    return Headline(
+        label=f"{name}{role}", value=scores.write(shown), unit=scores.unit, detail=detail, over=over, course=curve
+    )
 
 
 def tiles(run: ReportRun) -> Html:
@@ -109,7 +130,7 @@ def tiles(run: ReportRun) -> Html:
     Args:
         run: the run.
     """
-    found = headlines(run, skills_of([run])[:SKILLS])
+    found = headlines(run, skills_of([run])[:SKILLS], Scores.of([run]))
     return element("dl", *(_tile(each) for each in found), class_="tiles")
 
 
@@ -124,6 +145,7 @@ def _tile(headline: Headline) -> Html:
             element("span", headline.unit, class_="unit"),
             class_="number",
         ),
+        element("dd", headline.over or Html("&nbsp;"), class_="detail"),
         element("dd", headline.detail or Html("&nbsp;"), class_="detail"),
         element("dd", _spark(headline.course), class_="spark", aria_hidden="true"),
         class_="tile",
@@ -141,14 +163,16 @@ def _spark(course: Mapping[float, float]) -> Html:
 
 
 def side_by_side(runs: Sequence[ReportRun]) -> tuple[list[str], list[list[str]]]:
-    """The heading and rows of a table of several runs: a few runs are its columns, many its rows.
+    """The heading and rows of a table of several runs, the KL first: a few runs are its columns, many its rows.
 
     Args:
         runs: those of the report.
     """
     skills = skills_of(runs)[:SKILLS]
-    each = [{found.label: found for found in headlines(run, skills)} for run in runs]
+    scores = Scores.of(runs)
+    each = [{found.label: found for found in headlines(run, skills, scores)} for run in runs]
     labels = list(dict.fromkeys(label for found in each for label in found))
+    labels.sort(key=lambda label: not label.startswith("KL"))
     units = {label: next(found[label].unit for found in each if label in found) for label in labels}
     names = [f"{label}, {units[label]}" if units[label] else label for label in labels]
     table: list[list[str]] = [["run", "alarms", *names]]

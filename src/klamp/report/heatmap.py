@@ -54,6 +54,7 @@ def render_heatmap(heatmap: Heatmap) -> Html:
         drawing=_drawing(heatmap, shown, edges),
         entries=entries,
         at="",
+        legend="steps",
         table=data_table(("step", *heatmap.rows), rows, caption=f"{heatmap.title} ({heatmap.unit})"),
     )
 
@@ -74,8 +75,8 @@ def level_of(value: float, edges: Sequence[float]) -> int:
 
 def _range(edges: Sequence[float], level: int) -> str:
     if level == 0:
-        return f"below {short(edges[0])}"
-    return f"from {short(edges[level - 1])}"
+        return f"<{short(edges[0])}"
+    return f"{short(edges[level - 1])}" + ("+" if level == len(edges) else "")
 
 
 def _drawing(heatmap: Heatmap, steps: Sequence[float], edges: Sequence[float]) -> Html:

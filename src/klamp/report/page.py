@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
@@ -14,41 +17,60 @@ from klamp.report.alarm_section import alarm_section, anchors, numbered, verdict
 from klamp.report.answer_section import answer_section
 from klamp.report.chart import render_chart
 from klamp.report.choice import Shown, ranked
+from klamp.report.cost import Costs
 from klamp.report.curves import charts
 from klamp.report.figure import plain_table
-from klamp.report.headlines import side_by_side, tiles
+from klamp.report.headlines import WINDOW, side_by_side, tiles
 from klamp.report.heatmap import render_heatmap
-from klamp.report.markup import Html, element
+from klamp.report.markup import Html, element, join
 from klamp.report.numerals import count
 from klamp.report.position import heatmaps, position_charts
 from klamp.report.run import ReportRun
 from klamp.report.settings_section import settings_section, versions_section
-from klamp.report.token_section import fitting, token_section
+from klamp.report.token_section import costs, fitting, token_section
 
 LIMIT = 2_000_000
 """The largest size of a page, in bytes."""
 POINTS = 40_000
 """About how many points all curves of a page have together."""
+TOKENS = 60
+"""About how many points say how many tokens a run has sampled."""
 GENERATOR = "klamp report"
-STYLES, SCRIPTS = ("page.css", "charts.css", "tokens.css"), ("theme.js", "charts.js", "tokens.js")
+FOLLOW = "follow.js"
+STYLES, SCRIPTS = (
+    ("page.css", "charts.css", "tokens.css"),
+    ("theme.js", "plot.js", "save.js", "panel.js", "charts.js", "tokens.js"),
+)
 
 
-def render(runs: Sequence[ReportRun], *, limit: int = LIMIT) -> str:
+@dataclass(frozen=True, kw_only=True)
+class _Content:
+    """What a page is made from, however much of it there is room for."""
+
+    runs: Sequence[ReportRun]
+    completions: Sequence[Shown]
+    spent: Costs
+    version: str | None
+
+
+def render(runs: Sequence[ReportRun], *, limit: int = LIMIT, version: str | None = None) -> str:
     """One HTML document that shows these runs and loads nothing.
 
     Args:
         runs: one, or several to compare.
         limit: bytes of the document, at most.
+        version: of a page that is served, which asks its server for a newer one; None: a file, which asks nobody.
 
     Raises:
         DataError: so many runs that their curves alone are larger.
     """
     completions = ranked(runs)
+    content = _Content(runs=runs, completions=completions, spent=costs(runs, completions), version=version)
     for most in (400, 200, 100, 50, 25):
-        size = len(_document(runs, completions, [], most=most).encode())
+        size = len(_document(content, [], most=most).encode())
         room = limit - size
         while room > 0:
-            page = _document(runs, completions, fitting(runs, completions, room=room), most=most)
+            page = _document(content, fitting(runs, completions, room=room), most=most)
             excess = len(page.encode()) - limit
             if excess <= 0:
                 return page
@@ -61,10 +83,11 @@ def render(runs: Sequence[ReportRun], *, limit: int = LIMIT) -> str:
     )
 
 
-def _document(runs: Sequence[ReportRun], completions: Sequence[Shown], kept: Sequence[int], *, most: int) -> str:
-    style, script = _asset(STYLES), _asset(SCRIPTS)
+def _document(content: _Content, kept: Sequence[int], *, most: int) -> str:
+    style, script = _asset(STYLES), _asset(SCRIPTS if content.version is None else (*SCRIPTS, FOLLOW))
+    own = "" if content.version is None else "connect-src 'self'; "
     policy = (
-        f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; "
+        f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; img-src data:; {own}"
         "base-uri 'none'; form-action 'none'"
     )
     head = element(
@@ -75,14 +98,17 @@ def _document(runs: Sequence[ReportRun], completions: Sequence[Shown], kept: Seq
         element("meta", name="color-scheme", content="light dark"),
         element("meta", name="generator", content=f"{GENERATOR} {__version__}"),
         element("meta", name="referrer", content="no-referrer"),
-        element("title", f"{_name(runs)} · klamp report"),
+        element("title", f"{_name(content.runs)} · klamp report"),
         element("style", Html(style)),
     )
-    body = element("body", *_body(runs, completions, kept, most=most), element("script", Html(script)))
+    body = element(
+        "body", *_body(content, kept, most=most), element("script", Html(script)), data_version=content.version
+    )
     return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"
 
 
-def _body(runs: Sequence[ReportRun], completions: Sequence[Shown], kept: Sequence[int], *, most: int) -> list[Html]:
+def _body(content: _Content, kept: Sequence[int], *, most: int) -> list[Html]:
+    runs, completions = content.runs, content.completions
     numbers = numbered(runs)
     sections = {
         "overview": ("Overview", _overview(runs)),
@@ -90,10 +116,11 @@ def _body(runs: Sequence[ReportRun], completions: Sequence[Shown], kept: Sequenc
         "curves": ("Over steps", _curves(runs, numbers, most)),
         "answers": ("Before and after", answer_section(runs)),
         "positions": ("By position", _positions(runs)),
-        "tokens": ("Token by token", token_section(runs, completions, kept)),
+        "tokens": ("Token by token", token_section(runs, completions, kept, content.spent)),
         "configuration": ("Configuration", settings_section(runs)),
         "versions": ("Versions", versions_section(runs)),
     }
+    file, served = "This file loads nothing from anywhere.", "It asks klamp, on this machine, for newer steps."
     links = [element("a", title, href=f"#{name}") for name, (title, _) in sections.items()]
     return [
         element("a", "To the content", href="#content", class_="skip"),
@@ -105,7 +132,7 @@ def _body(runs: Sequence[ReportRun], completions: Sequence[Shown], kept: Sequenc
             class_="bar",
         ),
         element("main", _title(runs), *(_section(n, t, b) for n, (t, b) in sections.items()), id="content"),
-        element("footer", element("p", f"Made by klamp {__version__}. This file loads nothing from anywhere.")),
+        element("footer", element("p", f"Made by klamp {__version__}. {file if content.version is None else served}")),
     ]
 
 
@@ -133,7 +160,12 @@ def _overview(runs: Sequence[ReportRun]) -> Html:
     if len(runs) == 1:
         return tiles(runs[0])
     headings, rows = side_by_side(runs)
-    return plain_table(headings, rows, caption="headline numbers of each run", classes="headlines")
+    text = (
+        f"Means of each run's last {WINDOW} logged steps (of its last half, where it has fewer than {2 * WINDOW}); "
+        "skills at its last evaluation."
+    )
+    table = plain_table(headings, rows, caption="headline numbers of each run", classes="headlines")
+    return join([element("p", text, class_="aside"), table])
 
 
 def _curves(runs: Sequence[ReportRun], numbers: Mapping[str, int], most: int) -> Html:
@@ -142,7 +174,18 @@ def _curves(runs: Sequence[ReportRun], numbers: Mapping[str, int], most: int) ->
         return element("p", "No metric over steps was logged.", class_="missing")
     curves = sum(len(chart.series) for chart in found)
     points = max(25, min(most, POINTS // max(1, curves)))
-    return element("div", *(render_chart(chart, most=points) for chart in found), class_="grid")
+    return element(
+        "div", *(render_chart(chart, most=points) for chart in found), class_="grid", data_tokens=_tokens(runs)
+    )
+
+
+def _tokens(runs: Sequence[ReportRun]) -> str | None:
+    """The tokens of each run by its steps, some points of each, as JSON; None unless all of them are known."""
+    known = [list(run.tokens().items()) for run in runs]
+    if not all(known):
+        return None
+    some = [[*points[:: math.ceil(len(points) / TOKENS)], points[-1]] for points in known]
+    return json.dumps([[[step, round(tokens)] for step, tokens in points] for points in some], separators=(",", ":"))
 
 
 def _positions(runs: Sequence[ReportRun]) -> Html:

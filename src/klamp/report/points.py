@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
 
 Curve = Mapping[float, float]
 """Step -> value."""
@@ -19,10 +20,8 @@ def thin(curves: Sequence[Curve], *, most: int) -> list[float]:
     steps = sorted({step for curve in curves for step in curve})
     if len(steps) <= most:
         return steps
-    size = math.ceil(len(steps) / max(1, most // (2 * max(1, len(curves)))))
     kept = {steps[0], steps[-1]}
-    for start in range(0, len(steps), size):
-        stretch = steps[start : start + size]
+    for stretch in _stretches(steps, most // (2 * max(1, len(curves)))):
         for curve in curves:
             held = [step for step in stretch if step in curve]
             if held:
@@ -31,5 +30,30 @@ def thin(curves: Sequence[Curve], *, most: int) -> list[float]:
     return sorted(kept)
 
 
+def means(curves: Sequence[Curve], *, most: int) -> list[tuple[float, list[float | None]]]:
+    """What a smoothed curve goes through where `thin` keeps extremes only: (middle of a stretch, mean of each curve).
+
+    Args:
+        curves: step -> value; what is not finite is passed over.
+        most: as for `thin`; empty where it keeps every step.
+    """
+    steps = sorted({step for curve in curves for step in curve})
+    if len(steps) <= most:
+        return []
+    found: list[tuple[float, list[float | None]]] = []
+    for stretch in _stretches(steps, most // 2):
+        held = [
+            [_order(curve[step]) for step in stretch if math.isfinite(curve.get(step, math.nan))] for curve in curves
+        ]
+        found.append((fmean(stretch), [fmean(values) if values else None for values in held]))
+    return found
+
+
+def _stretches(steps: Sequence[float], count: int) -> Iterator[Sequence[float]]:
+    size = math.ceil(len(steps) / max(1, count))
+    for start in range(0, len(steps), size):
+        yield steps[start : start + size]
+
+
 def _order(value: float) -> float:
-    return value if math.isfinite(value) else 0.0
+    return min(max(value, -1e100), 1e100) if math.isfinite(value) else 0.0

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
 from klamp.diagnostics.history import Completion
-from klamp.report.chart import Chart, Series
+from klamp.report.chart import Chart
 from klamp.report.heatmap import Heatmap
 from klamp.report.run import ReportRun, slots_of
+from klamp.report.seeds import Series
 
 STAGES = ("early steps", "middle steps", "late steps")
 BINS = 64
@@ -67,13 +67,13 @@ def _stages(runs: Sequence[ReportRun]) -> Iterator[_Stage]:
         if not parts:
             continue
         if len(runs) > 1:
-            late = by_position([each for step in parts[-1] for each in run.history.completions[step]])
+            late = by_position(each for step in parts[-1] for each in run.history.completions[step])
             yield _Stage(label=run.name, points=late, slot=slot, group=run.group)
             continue
         names = STAGES if len(parts) == len(STAGES) else ("all steps",)
         for number, (name, part) in enumerate(zip(names, parts, strict=True)):
             span = f"{part[0]}–{part[-1]}" if len(part) > 1 else f"{part[0]}"
-            completions = [each for step in part for each in run.history.completions[step]]
+            completions = (each for step in part for each in run.history.completions[step])
             yield _Stage(label=f"{name} ({span})", points=by_position(completions), slot=number)
 
 
@@ -85,7 +85,7 @@ def thirds(steps: Sequence[int]) -> list[Sequence[int]]:
     return [steps[:first], steps[first:second], steps[second:]]
 
 
-def by_position(completions: Sequence[Completion]) -> dict[float, tuple[float, float]]:
+def by_position(completions: Iterable[Completion]) -> dict[float, tuple[float, float]]:
     """Position among the tokens that the model wrote (from 1) -> mean k3 and k1 there.
 
     Long completions are cut into stretches, each named by its first place.
@@ -93,17 +93,23 @@ def by_position(completions: Sequence[Completion]) -> dict[float, tuple[float, f
     Args:
         completions: of some steps.
     """
-    seen: dict[int, list[float]] = {}
+    sums: dict[int, tuple[int, float, float]] = {}
     for each in completions:
         begin = next((i for i, sampled in enumerate(each.is_sampled) if sampled), 0)
         for position, delta in each.log_ratios():
-            seen.setdefault(position - begin + 1, []).append(delta)
-    width = math.ceil(max(seen, default=0) / BINS) or 1
-    stretches: dict[int, list[float]] = {}
-    for place, deltas in sorted(seen.items()):
+            _add(sums, position - begin + 1, (1, k3(delta), delta))
+    width = math.ceil(max(sums, default=0) / BINS) or 1
+    stretches: dict[int, tuple[int, float, float]] = {}
+    for place, found in sorted(sums.items()):
         if place > 0:
-            stretches.setdefault((place - 1) // width * width + 1, []).extend(deltas)
-    return {float(place): (fmean(map(k3, deltas)), fmean(deltas)) for place, deltas in stretches.items()}
+            _add(stretches, (place - 1) // width * width + 1, found)
+    return {float(place): (k3s / count, k1s / count) for place, (count, k3s, k1s) in stretches.items()}
+
+
+def _add(sums: dict[int, tuple[int, float, float]], place: int, more: tuple[int, float, float]) -> None:
+    """Add to the count and the two sums of a place."""
+    count, k3s, k1s = sums.get(place, (0, 0.0, 0.0))
+    sums[place] = (count + more[0], k3s + more[1], k1s + more[2])
 
 
 def k3(delta: float) -> float:

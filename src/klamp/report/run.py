@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +52,19 @@ class ReportRun:
             rows = self.history.evaluations
             return {row.step: row.metrics[skill] for row in rows if skill in row.metrics}
         return {row.step: row.metrics[name] for row in self.history.rows if name in row.metrics}
+
+    def tokens(self) -> dict[float, float]:
+        """Tokens sampled by the end of a step, from the logged lengths: step -> tokens; empty: unknown."""
+        prompts, completions = (self.config.get(name) for name in ("prompts_per_step", "num_generations"))
+        lengths = self.curve("length/mean")
+        if not (lengths and isinstance(prompts, int) and isinstance(completions, int) and prompts * completions > 0):
+            return {}
+        found, last = {0.0: 0.0}, 0.0
+        for step, length in lengths.items():
+            if step > last and math.isfinite(length):
+                found[step] = found[last] + (step - last) * length * prompts * completions
+                last = step
+        return found
 
 
 def slots_of(runs: Sequence[ReportRun]) -> list[int]:

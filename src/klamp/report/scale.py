@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from klamp.diagnostics.history import bounded
+
 FAR = 100.0
 """An axis becomes logarithmic away from 0 where the largest value is so many times the upper quartile: else nothing but
 it could be seen."""
@@ -39,7 +41,7 @@ def fit(values: Sequence[float], *, include: Sequence[float] = (), may_bend: boo
         include: values that must be on the axis too.
         may_bend: whether the axis may become logarithmic.
     """
-    finite = [_bounded(value) for value in values if math.isfinite(value)]
+    finite = [bounded(value) for value in values if math.isfinite(value)]
     shown = [*finite, *include] or [0.0, 1.0]
     low, high = min(shown), max(shown)
     sizes = [abs(value) for value in finite if value != 0]
@@ -54,10 +56,6 @@ def fit(values: Sequence[float], *, include: Sequence[float] = (), may_bend: boo
         return Scale(low=min(low, 0.0) if low >= 0 else low - margin, high=high + margin)
     margin = 0.05 * (high - low)
     return Scale(low=low - margin if low < 0 else max(0.0, low - margin), high=high + margin)
-
-
-def _bounded(value: float) -> float:
-    return min(max(value, -1e100), 1e100)
 
 
 def ticks(scale: Scale, *, most: int = 5, steps: Sequence[float] = (1.0, 2.0, 5.0)) -> list[float]:

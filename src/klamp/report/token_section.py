@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from klamp.report.choice import Place, Shown, worst_tokens
+from klamp.report.cost import Costs, Read, costs_of
+from klamp.report.cost_section import ROWS, cost_section, shares_linked
 from klamp.report.figure import plain_table
 from klamp.report.markup import Html, element, join, json_block
 from klamp.report.numerals import count, probability, signed
@@ -34,13 +36,24 @@ SORTS = {
 }
 
 
-def token_section(runs: Sequence[ReportRun], completions: Sequence[Shown], kept: Sequence[int]) -> Html:
+def costs(runs: Sequence[ReportRun], completions: Sequence[Shown]) -> Costs:
+    """What the completions cost, by word, position and prompt.
+
+    Args:
+        runs: those of the report.
+        completions: all of them.
+    """
+    return costs_of(completions, [reader_of(run) for run in runs], most=ROWS)
+
+
+def token_section(runs: Sequence[ReportRun], completions: Sequence[Shown], kept: Sequence[int], spent: Costs) -> Html:
     """The section about completions and their tokens.
 
     Args:
         runs: those of the report.
         completions: all of them, the worst first.
         kept: numbers of those that there is room for.
+        spent: what all of them cost.
     """
     if not completions:
         text = (
@@ -51,7 +64,7 @@ def token_section(runs: Sequence[ReportRun], completions: Sequence[Shown], kept:
     readers = [reader_of(run) for run in runs]
     here = {number: completions[number] for number in kept}
     worst = worst_tokens(here, most=WORST)
-    linked = links(here, worst)
+    linked = links(here, worst, shares_linked(spent, here))
     cards = [
         card(each, number, read=readers[each.run], label=_label(runs, each), linked=linked.get(number, frozenset()))
         for number, each in here.items()
@@ -60,6 +73,7 @@ def token_section(runs: Sequence[ReportRun], completions: Sequence[Shown], kept:
         [
             element("p", said(completions, list(here.values())), class_="aside", id="left-out"),
             _worst_table(runs, here, worst, readers),
+            cost_section(runs, completions, here, spent, readers),
             element("h3", "Completions", id="all-completions"),
             legend(sorted({each.against for each in completions if each.against})),
             _filters(runs, completions),
@@ -71,7 +85,7 @@ def token_section(runs: Sequence[ReportRun], completions: Sequence[Shown], kept:
     )
 
 
-def reader_of(run: ReportRun) -> Callable[[str], str]:
+def reader_of(run: ReportRun) -> Read:
     """The function that turns the tokens of a run into text."""
     rows = (each for completions in run.history.completions.values() for each in completions)
     return reader(str(token) for each in rows for token in each.tokens)
@@ -112,9 +126,11 @@ def said(completions: Sequence[Shown], kept: Sequence[Shown]) -> str:
     return f"{text}, the worst first. {total - here} are left out: the page stays below 2 MB."
 
 
-def links(completions: Mapping[int, Shown], worst: Sequence[Place]) -> Mapping[int, frozenset[int]]:
-    """The positions in each completion that the page links to: the worst tokens, and those that alarms blame."""
-    found: dict[int, frozenset[int]] = {}
+def links(
+    completions: Mapping[int, Shown], worst: Sequence[Place], others: Mapping[int, frozenset[int]]
+) -> Mapping[int, frozenset[int]]:
+    """The positions that the page links to, by completion: the worst tokens, others, and those that alarms blame."""
+    found: dict[int, frozenset[int]] = dict(others)
     for place in worst:
         found[place.shown] = found.get(place.shown, frozenset()) | {place.position}
     for number, each in completions.items():
@@ -133,7 +149,7 @@ def _worst_table(
     runs: Sequence[ReportRun],
     completions: Mapping[int, Shown],
     worst: Sequence[Place],
-    readers: Sequence[Callable[[str], str]],
+    readers: Sequence[Read],
 ) -> Html:
     if not worst:
         return element("p", "No log-ratio is different from 0.", class_="missing")
@@ -150,9 +166,7 @@ def _worst_table(
     )
 
 
-def _worst_row(
-    runs: Sequence[ReportRun], each: Shown, place: Place, readers: Sequence[Callable[[str], str]]
-) -> list[str]:
+def _worst_row(runs: Sequence[ReportRun], each: Shown, place: Place, readers: Sequence[Read]) -> list[str]:
     completion, position = each.completion, place.position
     other, read = each.other, readers[each.run]
     assert other is not None
@@ -172,11 +186,11 @@ def _worst_row(
     ]
 
 
-def _one_line(read: Callable[[str], str], each: Shown, position: int) -> str:
+def _one_line(read: Read, each: Shown, position: int) -> str:
     return shown(read(str(each.completion.tokens[position])), longest=NARROW).replace("\n", "")
 
 
-def _context(read: Callable[[str], str], each: Shown, position: int) -> Html:
+def _context(read: Read, each: Shown, position: int) -> Html:
     """The text around a token: some tokens before and after, and the end of the prompt at the beginning."""
     tokens = range(len(each.completion.tokens))
     before = "".join(_one_line(read, each, i) for i in tokens[max(0, position - BEFORE) : position])

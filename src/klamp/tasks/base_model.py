@@ -134,10 +134,23 @@ def load_base_model(
     Raises:
         ModelError: the cached folder is damaged, or the cache cannot be written.
     """
+    return _load(cached_base_model(config, progress=progress))
+
+
+def cached_base_model(config: BaseModelConfig, *, progress: Progress | None = None) -> Path:
+    """Get the base model ready, and say where it is; the first call trains it, which takes a minute.
+
+    Args:
+        config: the model and how it is taught.
+        progress: called once per training step; not at all where the cache has the model.
+
+    Raises:
+        ModelError: the cache cannot be written.
+    """
     folder = base_model_folder(config)
     if not folder.is_dir():
         _store(config, folder, progress)
-    return _load(folder)
+    return folder
 
 
 def train_base_model(config: BaseModelConfig, *, progress: Progress | None = None) -> LlamaForCausalLM:

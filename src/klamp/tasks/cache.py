@@ -6,8 +6,9 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from stat import S_IMODE
 
 from klamp.errors import ModelError
 
@@ -33,9 +34,29 @@ def store(folder: Path, write: Callable[[Path], None]) -> None:
     temporary = _temporary_folder(folder)
     try:
         write(temporary)
+        make_readable(temporary)
         _move(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def make_readable(folder: Path) -> None:
+    """Give a folder and all in it the permissions that new files have here, besides those that they have.
+
+    safetensors writes files, and tempfile makes folders, that nobody else can read, whatever the umask says.
+    """
+    probe = folder / ".umask"
+    probe.mkdir()
+    usual = S_IMODE(probe.stat().st_mode)  # the umask itself is told only to who sets it, for all threads
+    probe.rmdir()
+    for path in (folder, *folder.rglob("*")):
+        if path.is_symlink():
+            continue
+        held = S_IMODE(path.stat().st_mode)
+        wanted = held | (usual if path.is_dir() else usual & 0o666)
+        if wanted != held:
+            with suppress(PermissionError):  # of another user: it stays as it is
+                path.chmod(wanted)
 
 
 def _temporary_folder(folder: Path) -> Path:

@@ -23,6 +23,9 @@ Row = Mapping[str, Any]
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 
+LONGEST_NUMBER = 300
+"""Digits of the longest whole number that is read: a float holds up to 308, and nothing counts so far."""
+
 _HELD_OUT_SHARE = 10
 """Without a file of held-out rows, one row in this many is held out, for each skill."""
 
@@ -109,13 +112,40 @@ def json_of(text: str) -> Any:
     """What a JSON text holds.
 
     Raises:
-        ValueError: it is none, or a text in it is none: half of a surrogate pair, which cannot be shown or written.
+        ValueError: it is none; or a text in it is none: half of a surrogate pair, which cannot be shown or written; or
+            a whole number in it is larger than every float.
         RecursionError: it is nested too deeply.
     """
-    found = json.loads(text)
+    found = json.loads(text, parse_int=_whole_number)
     if "\\ud" in text.lower():
         json.dumps(found, ensure_ascii=False).encode("utf-8")
     return found
+
+
+def yaml_of(text: str, loader: type | None = None) -> Any:
+    """What a YAML text holds.
+
+    Args:
+        text: of the file.
+        loader: one of yaml's; None: the safe one.
+
+    Raises:
+        ValueError: it is none, or a value in it is none (a month 13); the message has one line.
+    """
+    import yaml
+
+    try:
+        return yaml.load(text, loader or yaml.SafeLoader)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError) as error:  # its constructors' own
+        raise ValueError(" ".join(str(error).split())) from error
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > LONGEST_NUMBER:
+        raise ValueError(f"a whole number of {len(digits)} digits: {digits[:12]}...")
+    return int(digits)
 
 
 def _decoded(line: str, file: Path, row: int) -> Any:
@@ -173,12 +203,22 @@ def read_examples(path: str, config: TaskConfig, tokenizer: PreTrainedTokenizerB
         DataError: a file, column or row that cannot be used.
     """
     rows = read_rows(path)
-    _check_columns(rows, path, config)
+    check_columns(rows, path, config)
     name = Path(path).name
     return [_example(row, f"row {i} of {name}", config, tokenizer) for i, row in enumerate(rows, start=1)]
 
 
-def _check_columns(rows: Sequence[Row], path: str, config: TaskConfig) -> None:
+def check_columns(rows: Sequence[Row], path: str, config: TaskConfig) -> None:
+    """Refuse a file that lacks a column which the configuration names.
+
+    Args:
+        rows: of the file.
+        path: of the file, for the error.
+        config: its columns are used.
+
+    Raises:
+        DataError: names the columns that are there.
+    """
     present = sorted({key for row in rows for key in row})
     wanted = [config.prompt_column, config.skill_column, config.reference_length_column]
     # the default name of the answers may be absent; one that the user chose may not

@@ -111,7 +111,7 @@ def check_prompts(
     tokenizer: PreTrainedTokenizerBase,
     max_model_length: int | None,
     max_new_tokens: int,
-) -> None:
+) -> int:
     """Refuse prompts that are empty, cannot be tokenized, or leave no room for a completion.
 
     Args:
@@ -120,10 +120,14 @@ def check_prompts(
         max_model_length: how many tokens the model can hold, prompt and completion together; None: no limit.
         max_new_tokens: how many tokens a completion may have.
 
+    Returns:
+        The tokens of the longest prompt.
+
     Raises:
         DataError: the first prompt that does not work, by its row.
     """
-    for row, (example, length) in enumerate(zip(examples, _lengths(examples, tokenizer), strict=True), start=1):
+    lengths = _lengths(examples, tokenizer)
+    for row, (example, length) in enumerate(zip(examples, lengths, strict=True), start=1):
         if length == 0:
             raise DataError(
                 f"prompt {row} has no tokens",
@@ -138,6 +142,7 @@ def check_prompts(
                 why=f"the model holds {max_model_length} tokens, and a completion may take {max_new_tokens} of them",
                 fix="remove or shorten this prompt, or allow fewer tokens per completion",
             )
+    return max(lengths, default=0)
 
 
 def _lengths(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from klamp.diagnostics.doctor import Finding
-from klamp.diagnostics.history import Completion, Row, Settings, Verifier
+from klamp.diagnostics.history import Completion, Row, Settings, Verifier, list_of, numbers_of, texts_of
 from klamp.diagnostics.watch import ALARMS_FILE, AlarmWatch
 from klamp.errors import TrainingStopped
 from klamp.tasks.config import has_own_prompts
 from klamp.training.config import TrainConfig
-from klamp.training.folders import COMPLETIONS, METRICS_FILE, lines_of, lines_until, scores_of
+from klamp.training.folders import COMPLETIONS, METRICS_FILE, each_readable, lines_of, lines_until, scores_of
 from klamp.training.observers import Observer, RunInfo
 
 RULES = ("exact_match", "math_verify", "format_regex")
@@ -85,11 +84,8 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
 
 def _completions_until(file: Path, step: int) -> list[Completion]:
     """The completions that were written down up to a step, without the lines that are damaged."""
-    found = []
-    for row in lines_until(file, step) if step else ():
-        with suppress(KeyError, TypeError, ValueError):
-            found.append(completion_of(row["step"], row))
-    return found
+    rows = lines_until(file, step) if step else ()
+    return each_readable(rows, lambda row: completion_of(row["step"], row))
 
 
 def names_in(file: Path) -> set[str]:
@@ -129,21 +125,26 @@ def _verifier(config: TrainConfig) -> Verifier | None:
 
 
 def completion_of(step: int, row: Mapping[str, Any]) -> Completion:
-    """A row of completions.jsonl as a completion for the alarms."""
+    """A row of completions.jsonl as a completion for the alarms.
 
-    def numbers(name: str) -> Sequence[float] | None:
-        return row.get(name)
+    Raises:
+        KeyError, TypeError, ValueError, OverflowError: it is none.
+    """
+
+    def given(name: str, read: Callable[[Any], Any]) -> Any:
+        return None if row.get(name) is None else read(row[name])
 
     return Completion(
         step=step,
-        tokens=row["tokens"],
-        policy=row["policy_logprobs"],
-        ref=numbers("ref_logprobs"),
-        sampler=numbers("sampler_logprobs"),
-        trained=row.get("trained"),
-        ended=row.get("ended"),
+        tokens=texts_of(row["tokens"]),
+        policy=numbers_of(row["policy_logprobs"]),
+        ref=given("ref_logprobs", numbers_of),
+        sampler=given("sampler_logprobs", numbers_of),
+        trained=given("trained", lambda flags: [bool(flag) for flag in list_of(flags)]),
+        sampled=[True] * len(row["tokens"]),  # nothing else stands in these rows
+        ended=given("ended", bool),
         group=str(row.get("prompt", "")),
         prompt=str(row.get("prompt", "")),
-        reward=row.get("reward"),
-        advantage=row.get("advantage"),
+        reward=given("reward", float),
+        advantage=given("advantage", float),
     )

@@ -10,6 +10,7 @@ from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
 
+from klamp.config.addresses import Address
 from klamp.errors import ConfigError
 
 KEY = "KLAMP_REFERENCE_KEY"
@@ -17,6 +18,8 @@ KEY = "KLAMP_REFERENCE_KEY"
 TRIES = 4
 TIMEOUT_SECONDS = 120.0
 """Longest silence of a server."""
+LARGEST_ANSWER = 2**29
+"""Bytes of an answer."""
 FAILURES = (OSError, HTTPException, json.JSONDecodeError, UnicodeDecodeError)
 """What `ask` raises where no answer came: refusals and failures of the server, of the network, no JSON."""
 
@@ -25,17 +28,18 @@ def ask(url: str, content: dict[str, Any] | None = None) -> Any:
     """Ask a server: POST where there is something to say, else GET.
 
     Args:
-        url: the address.
+        url: the address. A user and a password in it are sent as HTTP's Basic authentication, in the place of the key.
         content: what is sent as JSON.
 
     Raises:
         FAILURES: no answer; what the server refuses (status 400 to 499, or 501) is not asked again.
-        ConfigError: the key in the environment is none.
+        ConfigError: the key in the environment is none, or the address.
     """
+    address = Address(url)
     data = None if content is None else json.dumps(content).encode()
-    request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"})
-    if key := _key():
-        request.add_unredirected_header("Authorization", f"Bearer {key}")
+    request = urllib.request.Request(address.asked, data=data, headers={"Content-Type": "application/json"})
+    if authorization := address.authorization or _bearer():
+        request.add_unredirected_header("Authorization", authorization)
     for attempt in range(TRIES - 1):
         try:
             return _answer(request)
@@ -47,11 +51,19 @@ def ask(url: str, content: dict[str, Any] | None = None) -> Any:
 
 
 def _answer(request: urllib.request.Request) -> Any:
-    with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
-        return json.loads(response.read())
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
+            content = response.read(LARGEST_ANSWER + 1)
+        if len(content) > LARGEST_ANSWER:
+            raise HTTPException(f"the answer is larger than {LARGEST_ANSWER} bytes")
+        return json.loads(content)
+    except FAILURES:
+        raise
+    except (ValueError, RecursionError) as error:  # a redirection to no address; lists in lists without an end
+        raise HTTPException(f"{type(error).__name__}: {error}") from error
 
 
-def _key() -> str:
+def _bearer() -> str:
     key = os.environ.get(KEY, "").strip()
     if not (key.isascii() and key.isprintable()):
         raise ConfigError(
@@ -59,7 +71,7 @@ def _key() -> str:
             why="a key that is sent over HTTP is printable ASCII on one line",
             fix="copy the key anew",
         )
-    return key
+    return key and f"Bearer {key}"
 
 
 def status(error: BaseException) -> int | None:
@@ -76,4 +88,5 @@ def reason(error: BaseException) -> str:
         except FAILURES:
             said = ""
         text += f" {said}"
-    return " ".join(text.split())[:500]
+    plain = "".join(each if each.isprintable() else " " for each in text)  # a server may not write to the terminal
+    return " ".join(plain.split())[:500]

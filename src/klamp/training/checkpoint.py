@@ -6,16 +6,16 @@
     checkpoints/step-000050/state.json      step, controller, schedule, reference length; checksums of the other files
 
 A checkpoint is written beside its place and moved there once it is on the disk: a killed run, or a machine that loses
-power, leaves a whole one or none. What changes later on the disk is noticed before a run goes on from it.
+power, leaves a whole one or none; the lines that speak of its steps are on the disk before it. What changes later on
+the disk is noticed before a run goes on from it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import reprlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -28,8 +28,11 @@ from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from klamp.errors import RunFolderError
-from klamp.tasks.cache import without_bars
+from klamp.hosts.common.policy_folder import POLICY
+from klamp.tasks.cache import make_readable, without_bars
+from klamp.tasks.files import json_of
 from klamp.training.folders import CHECKPOINTS, SUMMARY, checkpoint_folders, lost, number_of
+from klamp.training.seals import changed, checksums, sealed, sync_all
 from klamp.training.sharding import Whole, split_like
 from klamp.training.whole_files import part_of, sync
 
@@ -48,6 +51,8 @@ UNREADABLE = (
     *(UnpicklingError, SafetensorError),
 )
 """What reading a damaged file can raise."""
+UNWRITABLE = (OSError, RuntimeError, SafetensorError)
+"""What writing a checkpoint onto a full disk can raise: torch and safetensors have errors of their own."""
 
 
 def save(
@@ -80,8 +85,8 @@ def save(
 
     def fill(part: Path) -> None:
         with without_bars():
-            policy.save_pretrained(str(part / "policy"), **weights)  # pyright: ignore[reportCallIssue]
-        tokenizer.save_pretrained(str(part / "policy"))
+            policy.save_pretrained(str(part / POLICY), **weights)  # pyright: ignore[reportCallIssue]
+        tokenizer.save_pretrained(str(part / POLICY))
         torch.save(moments, part / "optimizer.pt")
         if reference is not None:
             save_model(reference, str(part / REFERENCE))
@@ -100,36 +105,45 @@ def write(output_dir: Path, step: int, fill: Callable[[Path], None], *, state: d
         keep: how many checkpoints to leave.
     """
     folder = output_dir / CHECKPOINTS / f"step-{step:06d}"
-    part, aside = part_of(folder), folder.with_name(f".{folder.name}.old")
+    part, aside = part_of(folder), _aside(folder)
     for left in (part, aside):
         shutil.rmtree(left, ignore_errors=True)
     try:
         part.mkdir(parents=True)
         fill(part)
-        whole = state | {"step": step, "checksums": _checksums(part)}
+        whole = state | {"step": step, "checksums": checksums(part)}
         (part / "state.json").write_text(json.dumps(whole, indent=2), encoding="utf-8")
-        for path in (*part.rglob("*"), part):
+        make_readable(part)
+        sync_all(part)
+        for path in (*output_dir.glob("*.jsonl"), output_dir):
             sync(path)
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have errors of their own
+    except UNWRITABLE as error:
         shutil.rmtree(part, ignore_errors=True)
         raise lost(output_dir, error) from error
     if folder.exists():  # of a course that the run went back before
         folder.rename(aside)
     part.rename(folder)
     sync(folder.parent)
-    shutil.rmtree(aside, ignore_errors=True)
-    for old in checkpoints(output_dir)[:-keep]:
-        shutil.rmtree(old)
+    tidy(output_dir, keep=keep)
     return folder
 
 
-def _checksums(folder: Path) -> dict[str, str]:
-    """Path inside the folder -> SHA-256, for each of its files."""
-    found = {}
-    for file in sorted(each for each in folder.rglob("*") if each.is_file()):
-        with file.open("rb") as stream:
-            found[file.relative_to(folder).as_posix()] = hashlib.file_digest(stream, "sha256").hexdigest()
-    return found
+def tidy(output_dir: Path, *, keep: int) -> None:
+    """Delete all but the newest `keep` checkpoints, and what a killed run left of others.
+
+    One that goes is moved aside first: what is left of it, when a run is killed meanwhile, is no checkpoint any more.
+    Where none is in its place nothing is deleted.
+    """
+    found = checkpoints(output_dir)
+    for left in (output_dir / CHECKPOINTS).glob(".step-*") if found else ():
+        shutil.rmtree(left, ignore_errors=True)
+    for old in found[:-keep]:
+        shutil.rmtree(old.rename(_aside(old)), ignore_errors=True)
+
+
+def _aside(folder: Path) -> Path:
+    """Where a checkpoint is on its way out."""
+    return folder.with_name(f".{folder.name}.old")
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
@@ -176,24 +190,33 @@ def whole_newest(output_dir: Path) -> Path | None:
     """
     folder = newest(output_dir)
     if folder is not None:
-        _check(folder)
+        check(folder)
     return folder
 
 
-def _check(checkpoint: Path) -> None:
-    """Refuse a checkpoint whose files are not those that were written; older klamp noted no checksums.
+def check(checkpoint: Path, *, besides: str = "") -> None:
+    """Refuse a checkpoint, whose ever, whose files are not those that were written.
+
+    Args:
+        checkpoint: its folder.
+        besides: what is to be done besides deleting it.
 
     Raises:
-        RunFolderError: it is damaged.
+        RunFolderError: it is damaged; names the newest one that is whole.
     """
-    expected = load_state(checkpoint).get("checksums", {})
     try:
-        found = _checksums(checkpoint)
-        changed = [name for name, sum_ in expected.items() if found.get(name) != sum_]
+        names = changed(checkpoint, _noted(checkpoint))
     except UNREADABLE as error:
-        raise damaged(checkpoint, error) from error
-    if changed:
-        raise damaged(checkpoint, ValueError(f"{', '.join(changed)} changed on the disk since klamp wrote it"))
+        raise damaged(checkpoint, error, besides=besides) from error
+    if names:
+        error = ValueError(f"{', '.join(names)} changed on the disk since it was written")
+        raise damaged(checkpoint, error, besides=besides)
+
+
+def _noted(checkpoint: Path) -> Mapping[str, str]:
+    """The checksums of a checkpoint; older klamp noted none in its own."""
+    own = checkpoint.name.startswith("step-")
+    return _state_of(checkpoint).get("checksums", {}) if own else sealed(checkpoint)
 
 
 def load_state(checkpoint: Path) -> dict[str, Any]:
@@ -209,7 +232,7 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def _state_of(checkpoint: Path) -> dict[str, Any]:
-    state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+    state = json_of((checkpoint / "state.json").read_text(encoding="utf-8"))
     missing = sorted(STATE.keys() - state.keys())
     if missing:
         raise ValueError(f"state.json lacks {', '.join(missing)}")
@@ -236,15 +259,22 @@ def load_optimizer(checkpoint: Path, optimizer: Optimizer) -> None:
         raise damaged(checkpoint, error) from error
 
 
-def damaged(checkpoint: Path, error: Exception) -> RunFolderError:
-    """The error for a checkpoint that cannot be read; names the newest whole one before it."""
-    older = checkpoints(checkpoint.parent.parent)
-    whole = next((each for each in reversed(older) if each.name < checkpoint.name and is_whole(each)), None)
+def damaged(checkpoint: Path, error: Exception, *, besides: str = "") -> RunFolderError:
+    """The error for a checkpoint that cannot be read; names the newest whole one before it.
+
+    Args:
+        checkpoint: its folder.
+        error: what reading it raised.
+        besides: what is to be done besides deleting it.
+    """
+    kind, number = checkpoint.name.rstrip("0123456789"), number_of(checkpoint)
+    older = [each for each in checkpoint_folders(checkpoint.parent.parent) if each.name.startswith(kind)]
+    whole = next((each for each in reversed(older) if number_of(each) < number and is_whole(each)), None)
     return RunFolderError(
         "the checkpoint is damaged",
         got=str(checkpoint),
         why=f"{type(error).__name__}: {error}",
-        fix="delete that folder; "
+        fix=f"delete that folder{besides}; "
         + (f"{whole} is whole, and the run goes on from there then" if whole else "there is no whole one before it"),
     )
 
@@ -252,8 +282,7 @@ def damaged(checkpoint: Path, error: Exception) -> RunFolderError:
 def is_whole(checkpoint: Path) -> bool:
     """Whether a checkpoint's files are those that were written."""
     try:
-        state = _state_of(checkpoint)
-        return state.get("checksums", {}).items() <= _checksums(checkpoint).items()
+        return not changed(checkpoint, _noted(checkpoint))
     except UNREADABLE:
         return False
 

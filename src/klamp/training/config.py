@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from klamp.config import KLConfig, LossConfig, build_objective
+from klamp.config.addresses import Address
 from klamp.config.kl import ALIASES, resolve_aliases
 from klamp.core.fields import check_fields
 from klamp.errors import ConfigError, KLWarning
 from klamp.tasks.config import TaskConfig
-from klamp.training.refusals import check_backend, check_precision
+from klamp.training.refusals import check_backend, check_precision, check_texts
 from klamp.training.sections import ModelConfig, OptimConfig, RolloutConfig, RunConfig
 
 
@@ -48,6 +49,7 @@ class TrainConfig:
             )
         check_backend(self.kl, self.loss, self.model, self.rollout, self.optim, self.run)
         check_precision(self.model)
+        check_texts(self.flat())
         if self.kl.kl_early_stop is not None and self.optim.num_iterations == 1:
             warnings.warn(
                 f"kl_early_stop={self.kl.kl_early_stop!r} has no effect: it needs num_iterations of 2 or more, since "
@@ -57,9 +59,16 @@ class TrainConfig:
             )
 
     def flat(self) -> dict[str, Any]:
-        """All fields in one mapping: name -> plain value."""
-        sections = (getattr(self, section.name) for section in dataclasses.fields(self))
-        return {name: value for section in sections for name, value in dataclasses.asdict(section).items()}
+        """All fields in one mapping: name -> plain value; addresses without their credentials."""
+        return {name: str(x) if isinstance(x, Address) else x for name, x in self._values()}
+
+    def secret_addresses(self) -> dict[str, str]:
+        """The addresses that have credentials, as they were given: for a process that is to run this; in no file."""
+        return {name: x.whole for name, x in self._values() if isinstance(x, Address) and x.has_secrets}
+
+    def _values(self) -> Iterator[tuple[str, Any]]:
+        for section in dataclasses.fields(self):
+            yield from dataclasses.asdict(getattr(self, section.name)).items()
 
     @classmethod
     def from_flat(cls, values: Mapping[str, Any]) -> TrainConfig:

@@ -14,18 +14,17 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from klamp.config.choices import SMALL_VOCABULARY
 from klamp.core.objective import Objective
 from klamp.core.types import Direction
 from klamp.hosts.common.control import KLControl
+from klamp.scoring.completions import Completions
+from klamp.scoring.scorer import Scorer
 from klamp.tasks.base import Task
-from klamp.training.completions import Completions
 from klamp.training.config import TrainConfig
+from klamp.training.peers import Peers
 from klamp.training.references import Reference
-from klamp.training.scorer import Scorer
 from klamp.training.sharding import gathered
-
-SMALL_VOCABULARY = 4096
-"""Up to here the exact KL of every completion is measured; its logits are small beside the activations."""
 
 
 class Sampler(Protocol):
@@ -73,6 +72,8 @@ class Context:
     """The policy's scorer without wrappers; None where the weights are at a service."""
     sampler: Sampler | None = None
     """Who writes the completions; None: the policy itself, by klamp's own decoding."""
+    peers: Peers = field(default_factory=Peers)
+    """The processes of the run, which watch over each other."""
     control: KLControl = field(init=False)
     """beta, the guard of the learning rate and the reference length, as in every host."""
 
@@ -134,8 +135,10 @@ class Context:
 
     def sum_over_processes(self, x: Tensor) -> Tensor:
         """The sum of a tensor over all processes."""
-        return self.accelerator.reduce(x, reduction="sum")  # pyright: ignore[reportReturnType]
+        with self.peers.waiting():
+            return self.accelerator.reduce(x, reduction="sum")  # pyright: ignore[reportReturnType]
 
     def gather(self, x: Tensor) -> Tensor:
         """The tensors of all processes, one after the other along the first dimension."""
-        return self.accelerator.gather(x)  # pyright: ignore[reportReturnType]
+        with self.peers.waiting():
+            return self.accelerator.gather(x)  # pyright: ignore[reportReturnType]

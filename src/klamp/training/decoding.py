@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from klamp.training.model_parts import OpenedModel, Traits, cache_rows
-from klamp.training.passes import distinct, run_prompts
+from klamp.scoring.model_parts import OpenedModel, Traits, cache_rows
+from klamp.scoring.passes import distinct, run_prompts
 
 Draw: TypeAlias = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 """(scores [b, V], which completions [b], position) -> (tokens [b], their log-probabilities [b])."""

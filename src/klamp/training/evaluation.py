@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from klamp.scoring.completions import Completions
+from klamp.scoring.scores import score
 from klamp.tasks.base import Example
-from klamp.training.completions import Completions
 from klamp.training.context import Context
 from klamp.training.own_answers import probabilities
 from klamp.training.sampling import encode_prompts, generate
-from klamp.training.scoring import score
 
 BATCH = 256
 

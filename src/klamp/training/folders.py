@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 from klamp.errors import RunFolderError
+from klamp.tasks.files import json_of
 from klamp.training.config import TrainConfig
 from klamp.training.lock import LOCK
 from klamp.training.whole_files import part_of
+
+Row: TypeAlias = Mapping[str, Any]
+Read = TypeVar("Read")
 
 CONFIG = "config.yaml"
 """The file by which the folder of a run is known."""
@@ -47,6 +51,15 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
     return [row for row in rows if row is not None]
 
 
+def each_readable(rows: Iterable[Row], read: Callable[[Row], Read]) -> list[Read]:
+    """What lines of one of these files become, without those that miss a value or hold one of another type."""
+    found: list[Read] = []
+    for row in rows:
+        with suppress(LookupError, TypeError, ValueError, ArithmeticError):
+            found.append(read(row))
+    return found
+
+
 def lines_until(file: Path, step: int) -> list[dict[str, Any]]:
     """Those of them that speak of a step up to this one."""
     return [row for row in lines_of(file) if step_of(row) <= step]
@@ -66,7 +79,7 @@ def scores_of(row: Mapping[str, Any]) -> dict[str, float]:
 def row_of(line: str) -> dict[str, Any] | None:
     """The object in a line of one of these files; None where it holds none."""
     try:
-        row = json.loads(line)
+        row = json_of(line)
     except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None

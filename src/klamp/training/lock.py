@@ -91,7 +91,7 @@ def _holder(by: str) -> dict[str, Any]:
 def _read(file: IO[bytes]) -> dict[str, Any]:
     """Who holds the lock; nothing where that is just being written."""
     file.seek(0)
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         found = json.loads(file.read())
         if isinstance(found, dict):
             return found

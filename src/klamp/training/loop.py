@@ -27,13 +27,14 @@ from klamp.core.masking import Totals, masked_mean
 from klamp.core.objective import grpo_loss
 from klamp.core.types import Batch, LogProbs, Mask, TokenValues
 from klamp.errors import ConfigError, DataError
+from klamp.scoring.completions import Completions, select
+from klamp.scoring.scores import score
 from klamp.tasks.base import Example, checked
-from klamp.training.completions import Completions, select
+from klamp.tasks.guarded import Score, guarded
 from klamp.training.config import OptimConfig, RolloutConfig
 from klamp.training.loop_metrics import PartScores, measure_tokens, part_scores
 from klamp.training.models import end_tokens
 from klamp.training.sampling import encode_prompts, generate, uniform_numbers
-from klamp.training.scoring import score
 
 RewardFunction = Callable[[str, str], float]
 """reward(prompt, completion) -> a finite number."""
@@ -241,7 +242,7 @@ def _microbatch_step(
     return loss.detach(), metadata, seen
 
 
-def train(
+def train(  # noqa: PLR0913  (a word for each choice of a loop that is read, not configured)
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[str],
@@ -255,6 +256,7 @@ def train(
     optim: OptimConfig | None = None,
     seed: int = 0,
     writer: ScalarWriter | None = None,
+    reward_timeout: float | None = None,
 ) -> list[dict[str, float]]:
     """The whole GRPO loop on one process, in its plainest form.
 
@@ -275,6 +277,7 @@ def train(
         optim: micro-batches per step and the bound of the gradient's norm; the defaults of `OptimConfig`.
         seed: of the sampling.
         writer: a TensorBoard SummaryWriter.
+        reward_timeout: the longest that the reward may take for one completion, in seconds; None: as long as it likes.
 
     Returns:
         One dictionary of numbers per step, as given to `log_train`: `loss`, `policy_loss`, `kl_penalty`, `grad_norm`,
@@ -284,16 +287,19 @@ def train(
     Raises:
         ConfigError: kl_coef > 0 without a reference.
         DataError: no prompts.
-        RewardError: the reward raised, or returned something that is not a finite number.
+        RewardError: the reward raised or ended the program, returned something that is not a finite number, took too
+            long, or left the working directory or switched gradients.
     """
     if not prompts:
         raise DataError("there are no prompts", got="prompts=[]", why="a rollout needs one", fix="pass at least one")
     rollout, optim = rollout or RolloutConfig(), optim or OptimConfig()
+    scored = checked(lambda example, text: reward(example.prompt, text), name=getattr(reward, "__name__", "reward"))
+    rated = guarded(scored, seconds=reward_timeout)
     history: list[dict[str, float]] = []
     for step in range(steps):
         first = step * rollout.prompts_per_step
         chosen = [prompts[(first + i) % len(prompts)] for i in range(rollout.prompts_per_step)]
-        completions, rewards = _collect(model, tokenizer, chosen, reward, rollout, seed=seed, step=step)
+        completions, rewards = _collect(model, tokenizer, chosen, rated, rollout, seed=seed, step=step)
         advantages = group_advantages(rewards, rollout.num_generations)
         tokens = float(completions.mask.sum())
         totals = Totals(float(len(rewards)), tokens, tokens)
@@ -328,7 +334,7 @@ def _collect(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[str],
-    reward: RewardFunction,
+    rated: Score,
     rollout: RolloutConfig,
     *,
     seed: int,
@@ -348,7 +354,6 @@ def _collect(
         uniforms=uniform_numbers(seed, step, len(repeated), rollout.max_completion_length),
     )
     texts = completions.texts(tokenizer)
-    rated = checked(lambda example, text: reward(example.prompt, text), name=getattr(reward, "__name__", "reward"))
     rewards = [rated(Example(prompt=p), t) for p, t in zip(repeated, texts, strict=True)]
     return completions, torch.tensor(rewards, device=device)
 
@@ -368,7 +373,8 @@ def log_train(step: int, metrics: Mapping[str, float], *, writer: ScalarWriter |
         for name, value in metrics.items():
             writer.add_scalar(f"train/{name}", value, step)
     names = {"loss": "Loss", "grad_norm": "Grad norm", "reward": "Reward", "kl_penalty": "KL penalty"}
-    shown = [f"{text}: {metrics[name]:.4f}" for name, text in names.items() if name in metrics]
+    rounded = {name: round(metrics[name], 4) + 0.0 for name in names if name in metrics}  # -0.0000 says nothing
+    shown = [f"{names[name]}: {value:.4f}" for name, value in rounded.items()]
     line = " | ".join([f"Step {step}", *shown])
     log.info(line)
     return line

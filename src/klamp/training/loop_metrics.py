@@ -12,9 +12,9 @@ from klamp.config.price import configured_price, spread_of_group
 from klamp.core.types import LogProbs
 from klamp.diagnostics.statistics import StepRecord, repeated_pairs, step_metrics
 from klamp.hosts.common.control import beta_metrics
-from klamp.training.completions import Completions
+from klamp.scoring.completions import Completions
+from klamp.scoring.scores import Scores, joined
 from klamp.training.config import RolloutConfig
-from klamp.training.scoring import Scores, joined
 
 PartScores = tuple[Scores, Scores | None]
 """What the policy, with its entropy, and the reference gave for a micro-batch; without gradient and logits."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,12 +21,13 @@ from transformers import (
 
 from klamp.errors import ModelError
 from klamp.hosts.common.step_zero import active_dropouts
-from klamp.tasks.base_model import load_base_model
+from klamp.tasks.base_model import cached_base_model, load_base_model
 from klamp.tasks.cache import Progress
 from klamp.tasks.config import ARITHMETIC_TASK
 from klamp.tasks.filler import builtin_model
 from klamp.tasks.named_models import NAMED_MODELS, load_named_model
 from klamp.training.config import ModelConfig
+from klamp.training.hub import loadable, weights_folder
 
 BUILTIN = "builtin"
 
@@ -40,7 +40,7 @@ def load_model(
     Dropout is off for good: with it, the policy would differ from the reference before the first step.
 
     Args:
-        spec: `builtin`, a name of `NAMED_MODELS`, a local folder, or a hub id.
+        spec: `builtin`, a name of `NAMED_MODELS`, a local folder (also of a checkpoint of klamp's), or a hub id.
         dtype: data type of the weights.
         progress: told how far a model is that has to be made first: the built-in one taught, a named one converted.
         task: the task whose base model `builtin` is.
@@ -71,7 +71,7 @@ def make_ready(spec: str, *, progress: Progress | None = None, task: str = ARITH
         ModelError: it cannot be made.
     """
     if spec == BUILTIN:
-        load_base_model(builtin_model(task), progress=progress)
+        cached_base_model(builtin_model(task), progress=progress)
     else:
         _folder_of(spec, progress)
 
@@ -80,7 +80,7 @@ def load_tokenizer(spec: str, *, task: str = ARITHMETIC_TASK) -> PreTrainedToken
     """Load the tokenizer of a model, ready for left padding.
 
     Args:
-        spec: `builtin`, a name of `NAMED_MODELS`, a local folder, or a hub id.
+        spec: `builtin`, a name of `NAMED_MODELS`, a local folder (also of a checkpoint of klamp's), or a hub id.
         task: the task whose base model `builtin` is.
 
     Raises:
@@ -113,17 +113,18 @@ def ready_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrained
 
 
 def _folder_of(spec: str, progress: Progress | None = None) -> str:
-    """The folder of a named model, which is made first where it is not there; any other name as it is."""
-    return str(load_named_model(spec, progress=progress)) if spec in NAMED_MODELS else spec
+    """The folder of a named model, which is made first where it is not there, or of a checkpoint's weights; any other
+    name as it is.
+    """
+    return str(load_named_model(spec, progress=progress)) if spec in NAMED_MODELS else weights_folder(spec)
 
 
 def _pretrained(loader: Any, spec: str, what: str, **options: Any) -> Any:
-    if Path(spec).exists() and not Path(spec).is_dir():
-        raise ModelError(f"{spec} is no folder", why=f"{what} is a folder or a hub id", fix="pass the folder")
+    source = loadable(spec, what)
     try:
-        return loader.from_pretrained(spec, trust_remote_code=False, **options)
+        return loader.from_pretrained(source, trust_remote_code=False, **options)
     except Exception as error:  # the loaders raise a dozen types; all mean the same to the user
-        here = "in that folder" if Path(spec).is_dir() else "under that name, neither as a folder nor on the hub"
+        here = "in that folder" if Path(source).is_dir() else "under that name, neither as a folder nor on the hub"
         raise ModelError(
             f"cannot load {what}",
             got=spec,
@@ -204,10 +205,19 @@ def max_length(model: nn.Module) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
+def input_size(model: nn.Module) -> int:
+    """Number of vocabulary entries that the model has an embedding for."""
+    return _rows(model.get_input_embeddings())  # pyright: ignore
+
+
 def output_size(model: nn.Module) -> int:
     """Number of vocabulary entries that the model gives a logit to."""
-    head: nn.Linear = model.get_output_embeddings()  # pyright: ignore
-    return int(head.weight.shape[0])
+    return _rows(model.get_output_embeddings())  # pyright: ignore
+
+
+def _rows(layer: nn.Linear | nn.Embedding) -> int:
+    """The rows of a layer's whole weight, in whose place DeepSpeed's ZeRO-3 leaves an empty one."""
+    return int(getattr(layer.weight, "ds_shape", layer.weight.shape)[0])
 
 
 def end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -231,15 +241,10 @@ def describe_folder(folder: str) -> tuple[int | None, GenerationConfig | None]:
     Raises:
         ModelError: it holds no model.
     """
+    folder = loadable(_folder_of(folder), "a model's configuration")
     config = _pretrained(AutoConfig, folder, "a model's configuration")
     try:
         settings = GenerationConfig.from_pretrained(folder)
     except OSError:
         settings = None
     return getattr(config, "max_position_embeddings", None), settings
-
-
-def takes(model: nn.Module, argument: str) -> bool:
-    """Whether the model's forward pass takes an argument of this name."""
-    base = getattr(model, "get_base_model", lambda: model)()
-    return argument in inspect.signature(base.forward).parameters

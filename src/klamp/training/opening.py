@@ -12,6 +12,7 @@ from accelerate.utils import broadcast_object_list
 from klamp.training.config import TrainConfig
 from klamp.training.folders import check_folder, make_folder
 from klamp.training.lock import held
+from klamp.training.peers import timeout_of
 from klamp.training.setup import on_cpu
 
 
@@ -24,7 +25,7 @@ def opened_folder(config: TrainConfig) -> Iterator[Path]:
     """
     with ExitStack() as stack:
         chosen: list[str | Exception] = [""]
-        if PartialState(cpu=on_cpu(config)).is_main_process:
+        if PartialState(cpu=on_cpu(config), timeout=timeout_of(config)).is_main_process:
             try:
                 chosen[0] = str(stack.enter_context(_own(config)))
             except Exception as error:  # raised below on every process, so that none of them waits for the others

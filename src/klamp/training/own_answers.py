@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from klamp.scoring.completions import Completions
 from klamp.tasks.base import Example
-from klamp.training.completions import Completions
 from klamp.training.sampling import encode_prompts
 
 READ_AT_ONCE = 16

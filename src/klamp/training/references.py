@@ -18,11 +18,11 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from klamp.training.completions import Completions
-from klamp.training.model_parts import Traits
-from klamp.training.probe import probe
-from klamp.training.scorer import Ask, Scorer
-from klamp.training.scoring import Scores
+from klamp.scoring.completions import Completions
+from klamp.scoring.model_parts import Traits
+from klamp.scoring.probe import probe
+from klamp.scoring.scorer import Ask, Scorer
+from klamp.scoring.scores import Scores
 
 
 class Reference(Protocol):

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import warnings
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from klamp.config import KLConfig, LossConfig
 from klamp.errors import ConfigError, KLWarning, Refusal, refuse
+from klamp.hosts.common.policy_folder import policy_folder
 from klamp.training.sections import ModelConfig, OptimConfig, RolloutConfig, RunConfig
 from klamp.training.trl_refusals import trl_refusals
 from klamp.training.verl_refusals import OF_VERL, verl_refusals
 
+USER = re.compile(r"[A-Za-z][\w+.-]*://[^/?#\s]*@")
+"""The beginning of a URL that names a user."""
 VLLM_COLDEST = 0.01
 """The lowest temperature that vLLM samples at."""
 
@@ -35,6 +41,26 @@ def check_backend(
         refuse(verl_refusals(kl, loss, model, rollout, optim, run))
     else:
         refuse(_sampler(rollout, run))
+
+
+def check_texts(values: Mapping[str, Any]) -> None:
+    """Refuse URLs with a user or a password in fields whose text klamp writes and passes on as it stands.
+
+    Args:
+        values: of all fields, with addresses as they are shown.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for field, value in values.items():
+        texts = value if isinstance(value, tuple) else (value,)
+        if any(isinstance(text, str) and USER.search(text) for text in texts):
+            raise ConfigError(
+                f"{field} holds a URL with a user or a password",
+                got=" ".join(map(str, texts)),
+                why="it would be shown, and written into the run's folder; reference_url and sampler_url are not",
+                fix="leave them out; what reads the URL takes them from its own environment variables or files",
+            )
 
 
 def _of_verl(rollout: RolloutConfig, run: RunConfig) -> list[Refusal]:
@@ -119,6 +145,12 @@ def _model(kl: KLConfig, model: ModelConfig) -> list[Refusal]:
             got="model='builtin'",
             why="the weights are the service's, and it has no model of that name",
             fix="set model to a base model of the service, such as Qwen/Qwen3-8B",
+        ),
+        _Refused(
+            policy_folder(model.model) != model.model,
+            got=f"model={model.model!r}",
+            why="that is a checkpoint on this machine, and the weights are the service's",
+            fix="set model to a base model of the service; a run of klamp's goes on with --resume and its --output_dir",
         ),
         *(
             _Refused(value != default, got=f"{field}={value!r}", why="the service decides it", fix=f"leave {field} out")

@@ -1,29 +1,27 @@
 """A reference on another machine, over a small HTTP protocol of klamp's own that carries log-probabilities.
 
-One POST with JSON, one answer with JSON::
-
-    {"prompts": [[ids]], "completions": [[ids]], "temperature": 1.0}   ->   {"logprobs": [[nats]]}
-
-`serve` is a server of it for any causal LM; `RemoteReference` is its client. `klamp.training.vllm_reference` asks a
-vLLM server instead.
+`klamp.training.remote_protocol` says what a question and an answer are. `serve` is a server of it for any causal LM;
+`RemoteReference` is its client. `klamp.training.vllm_reference` asks a vLLM server instead.
 """
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from klamp.config.addresses import Address
 from klamp.errors import ConfigError, ModelError
+from klamp.scoring.completions import Completions
+from klamp.scoring.scores import Scores, score
 from klamp.training.asking import FAILURES, ask, reason
-from klamp.training.completions import Completions
-from klamp.training.scoring import Scores, score
+from klamp.training.models import input_size, output_size
+from klamp.training.remote_protocol import fault_of, question_of
+from klamp.training.remote_server import listening
 
 
 def _rows(ids: Tensor, mask: Tensor) -> list[list[int]]:
@@ -34,14 +32,15 @@ class RemoteReference:
     """A reference that answers over HTTP: log-probabilities of tokens, no logits.
 
     Args:
-        url: where the server listens.
+        url: where the server listens; a user and a password before the host are sent to it, and shown nowhere.
 
     Raises:
+        ConfigError: no http or https URL.
         ModelError: in `score`, the server does not answer, or answers with something else than was asked.
     """
 
     def __init__(self, url: str) -> None:
-        self.url = url
+        self.url = Address(url)
 
     def score(self, completions: Completions, *, temperature: float) -> Scores:
         """Ask the remote model for the log-probabilities of the completions."""
@@ -65,8 +64,8 @@ class RemoteReference:
             ModelError: the server does not answer, or answers with something else than was asked.
         """
         rows = self.answer_to(prompts, completions, temperature=temperature)
-        if not isinstance(rows, list) or [len(row) for row in rows] != [len(row) for row in completions]:
-            raise self.failed("it returned log-probabilities of other lengths than the completions")
+        if fault := fault_of(rows, completions):
+            raise self.failed(fault)
         return rows
 
     def answer_to(self, prompts: list[list[int]], completions: list[list[int]], *, temperature: float) -> Any:
@@ -123,10 +122,21 @@ def _padded(rows: list[list[int]], *, left: bool) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def answer(model: nn.Module, asked: dict[str, Any]) -> dict[str, Any]:
-    """The server's side of the protocol: the log-probabilities of the completions under a model."""
-    prompt_ids, prompt_mask = _padded(asked["prompts"], left=True)
-    ids, mask = _padded(asked["completions"], left=False)
+def answer(model: nn.Module, asked: object) -> dict[str, Any]:
+    """The server's side of the protocol: the log-probabilities of the completions under a model.
+
+    Raises:
+        DataError: what was asked is no question, or none for this model.
+        ModelError: the model returns numbers that are not finite.
+    """
+    inner: Any = getattr(model, "module", model)
+    longest = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
+    vocabulary = min(output_size(inner), input_size(inner))
+    prompts, rows, temperature = question_of(asked, vocabulary=vocabulary, longest=longest)
+    if not rows:
+        return {"logprobs": []}
+    prompt_ids, prompt_mask = _padded(prompts, left=True)
+    ids, mask = _padded(rows, left=False)
     completions = Completions(
         prompt_ids=prompt_ids,
         prompt_mask=prompt_mask.long(),
@@ -136,46 +146,24 @@ def answer(model: nn.Module, asked: dict[str, Any]) -> dict[str, Any]:
         ended=torch.ones(len(ids), dtype=torch.bool),
     )
     with torch.no_grad():
-        scores = score(model, completions, temperature=float(asked.get("temperature", 1.0)))
+        scores = score(model, completions, temperature=temperature)
+    if not scores.logprobs[mask].isfinite().all():
+        raise ModelError("the model returned log-probabilities that are not finite", got=f"temperature={temperature:g}")
     return {"logprobs": [row[kept].tolist() for row, kept in zip(scores.logprobs, mask, strict=True)]}
 
 
-def serve(model: nn.Module, *, host: str = "127.0.0.1", port: int = 0) -> AbstractContextManager[str]:
+def serve(
+    model: nn.Module, *, host: str = "127.0.0.1", port: int = 0, token: str | None = None
+) -> AbstractContextManager[str]:
     """A context in which a reference is served; gives its URL.
 
     Args:
         model: any causal LM, on the CPU.
         host: the address to listen on.
         port: 0 picks a free one.
+        token: what a client has to send as a bearer token (klamp does so from `KLAMP_REFERENCE_KEY`); None: nothing.
+
+    Raises:
+        ConfigError: other machines reach the address and there is no token, or the token is none.
     """
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            try:
-                asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                status, content = 200, answer(model, asked)
-            except (KeyError, TypeError, ValueError) as error:
-                status, content = 400, {"error": f"{type(error).__name__}: {error}"}
-            body = json.dumps(content).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Log nothing: the trainer reports what goes wrong."""
-
-    return _served(ThreadingHTTPServer((host, port), Handler))
-
-
-@contextmanager
-def _served(server: ThreadingHTTPServer) -> Iterator[str]:
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://{server.server_address[0]}:{server.server_address[1]}/"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    return listening(partial(answer, model), host=host, port=port, token=token)

@@ -18,14 +18,14 @@ from klamp.core.types import Batch, Direction
 from klamp.diagnostics.statistics import pad_tokens
 from klamp.errors import RewardError
 from klamp.hosts.common.exclusions import kl_tokens
+from klamp.scoring.completions import Completions, select
+from klamp.scoring.model_parts import Predictions
+from klamp.scoring.scorer import Ask, ExactKL
+from klamp.scoring.scores import Scores, joined
 from klamp.tasks.base import Example
-from klamp.training.completions import Completions, select
 from klamp.training.context import Context
-from klamp.training.model_parts import Predictions
 from klamp.training.references import LocalReference, Reference
 from klamp.training.sampling import encode_prompts, generate, uniform_numbers
-from klamp.training.scorer import Ask, ExactKL
-from klamp.training.scoring import Scores, joined
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,11 +161,13 @@ def rewards_of(context: Context, examples: Sequence[Example], texts: Sequence[st
     """The task's rewards, [B]; an error on one process is raised on all of them, so that none waits for ever."""
     rewards: list[float] = []
     error: RewardError | None = None
+    context.peers.at("the reward function")
     try:
         rewards = [context.task.score(e, t) for e, t in zip(examples, texts, strict=True)]
     except RewardError as raised:
         error = raised
     failed = context.sum_over_processes(torch.tensor(float(error is not None), device=context.device))
+    context.peers.at("scores and updates")
     if error is not None:
         raise error
     if failed > 0:

@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from klamp._version import __version__
 from klamp.diagnostics.doctor import Finding
 from klamp.diagnostics.watch import ALARMS_FILE
+from klamp.training.checkpoint import tidy
 from klamp.training.config import TrainConfig
 from klamp.training.folders import (
     ANSWERS,
@@ -26,6 +27,7 @@ from klamp.training.folders import (
     SCORE,
     SUMMARY,
     VERSIONS,
+    lines_of,
     lost,
     row_of,
     step_of,
@@ -86,23 +88,28 @@ class RunLog(Observer):
         self.accelerator = accelerator
         self.folder: Path | None = None
         self.step = 0
+        self.said: set[str] = set()
 
     def on_start(self, info: RunInfo) -> None:
-        """Write configuration and versions; on resume, delete what was logged after the checkpoint.
+        """Write configuration and versions; on resume, delete what is of later steps, and what a killed run left.
 
-        A run that goes on from its first step is written anew.
+        A run that goes on from its first step is written anew, as one that was never killed: whoever takes its
+        configuration for another run continues none.
         """
         self.folder = info.output_dir
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not info.start_step:
-                write_whole(self.folder / CONFIG, yaml.safe_dump(plain(info.config), sort_keys=False))
+                begun = plain(info.config) | {"resume": False}
+                write_whole(self.folder / CONFIG, yaml.safe_dump(begun, sort_keys=False))
             write_whole(self.folder / VERSIONS, json.dumps(versions(), indent=2))
             for name in (METRICS_FILE, COMPLETIONS, ANSWERS, ALARMS_FILE, CAUTIONS):
                 _keep_until(self.folder / name, info.start_step or -1)
+            tidy(self.folder, keep=info.config.run.keep_checkpoints)
         except OSError as error:
             raise unwritable(self.folder, f"{type(error).__name__}: {error}") from error
         self.step = info.start_step
+        self.said = {str(row.get("text")) for row in lines_of(self.folder / CAUTIONS)}
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics as a line of metrics.jsonl, and to the trackers."""
@@ -131,8 +138,10 @@ class RunLog(Observer):
         self._append(ALARMS_FILE, finding.record)
 
     def on_warning(self, text: str) -> None:
-        """Write the caution as a line of cautions.jsonl, with the number of steps done."""
-        self._append(CAUTIONS, {"step": self.step, "text": text})
+        """Write the caution as a line of cautions.jsonl, with the number of steps done; each one once in a run."""
+        if text not in self.said:
+            self.said.add(text)
+            self._append(CAUTIONS, {"step": self.step, "text": text})
 
     def on_end(self, summary: RunSummary) -> None:
         """Write the summary."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
+from klamp.hosts.common.policy_folder import POLICY
 from klamp.training.config import TrainConfig
 from klamp.training.folders import checkpoint_folders
 from klamp.training.observers import Observer, RunSummary
@@ -28,12 +30,22 @@ def trainer_of(backend: Backend) -> Runner:
 
 
 def newest_policy(folder: Path) -> Path | None:
-    """The model (or adapter) in a run's newest checkpoint, of klamp's own loop or TRL's; None where it has none.
+    """The model (or adapter) in a run's newest checkpoint, whoever trained; None where it has none.
+
+    verl's checkpoints hold a model only where all weights are trained: an adapter of theirs is in shards.
 
     Args:
         folder: of the run.
     """
     saved = checkpoint_folders(folder)
-    if not saved:
-        return None
-    return saved[-1] / "policy" if saved[-1].name.startswith("step-") else saved[-1]
+    return policy_in(saved[-1]) if saved else None
+
+
+def policy_in(checkpoint: Path) -> Path:
+    """Where a checkpoint has its model (or adapter), whoever trained.
+
+    Args:
+        checkpoint: one of a run's, see `checkpoint_folders`.
+    """
+    inside = {"step": POLICY, "global": "actor/huggingface"}
+    return checkpoint / inside.get(re.split("[-_]", checkpoint.name)[0], "")

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase
 
-from klamp.training.completions import Completions
+from klamp.scoring.completions import Completions
+from klamp.scoring.model_parts import OpenedModel, Traits
 from klamp.training.config import RolloutConfig
 from klamp.training.decoding import decode
 from klamp.training.draws import InverseSampler, draw, warpers_of
-from klamp.training.model_parts import OpenedModel, Traits
 
 
 def uniform_numbers(seed: int, step: int, sequences: int, length: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from klamp.config.addresses import check_cluster, settled
 from klamp.config.choices import DType
 from klamp.core.advantages import GROUP_SIZES
 from klamp.core.arguments import ABOVE_0_TO_1, AT_LEAST_0, AT_LEAST_1, FROM_0_BELOW_1, POSITIVE, Numbers
@@ -85,6 +86,7 @@ class RolloutConfig:
                 "top_k": AT_LEAST_0,
             },
         )
+        settled(self, "sampler_url")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +168,9 @@ class RunConfig:
     backend: Backend = "local"
     """Who trains: local (klamp's own loop), trl (TRL's GRPO, in this process), verl (its own program, on Ray), or
     tinker (a service that the Tinker SDK reaches)."""
+    process_timeout: float = 600.0
+    """Longest time in seconds that one process may wait for another (several processes); then the run ends, and says
+    for which."""
     service_timeout: float = 600.0
     """Longest wait for one answer of the service, in seconds."""
     gpus: int = 1
@@ -189,6 +194,7 @@ class RunConfig:
                 **dict.fromkeys(("keep_checkpoints", "log_completions_every", "gpus", "machines"), AT_LEAST_1),
                 "seed": SEEDS,
                 "exact_kl_completions": AT_LEAST_0,
+                "process_timeout": POSITIVE,
                 "service_timeout": POSITIVE,
                 "stall_timeout": POSITIVE,
             },
@@ -196,3 +202,4 @@ class RunConfig:
         if self.report_to == ("none",):  # as transformers and TRL have it
             object.__setattr__(self, "report_to", ())
         check_names(self.stop_on)
+        check_cluster(self.ray_address, "ray_address")

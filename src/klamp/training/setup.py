@@ -20,6 +20,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 from klamp.config import build_objective
 from klamp.errors import ConfigError, ModelError
 from klamp.hosts.common.exclusions import excluded_ids
+from klamp.hosts.common.policy_folder import POLICY
+from klamp.scoring.probe import probe
+from klamp.scoring.scorer import Scorer
 from klamp.tasks import check_prompts, load_task
 from klamp.tasks.base import Task
 from klamp.training import checkpoint
@@ -29,16 +32,16 @@ from klamp.training.master_weights import MasterAdamW
 from klamp.training.models import (
     BUILTIN,
     end_tokens,
+    input_size,
     load_model,
     load_tokenizer,
+    make_ready,
     max_length,
     output_size,
     with_adapter,
 )
 from klamp.training.observers import Observer, progress_of
-from klamp.training.probe import probe
 from klamp.training.references import AdapterOffReference, FrozenReference, MovingReference, Reference
-from klamp.training.scorer import Scorer
 from klamp.training.sharding import check_fsdp, check_version
 from klamp.training.vllm_reference import connect
 
@@ -151,9 +154,10 @@ def load_start(config: TrainConfig, accelerator: Accelerator, observers: Sequenc
     Raises:
         ModelError, DataError, RewardError, UnknownNameError: whatever does not fit, before any work.
     """
+    name, task_name = config.model.model, config.task.task
     with accelerator.main_process_first():  # the built-in model is trained once, by one process
-        progress = progress_of(observers)
-        model = load_model(config.model.model, config.model.dtype, progress=progress, task=config.task.task)
+        make_ready(name, progress=progress_of(observers), task=task_name)
+    model = load_model(name, config.model.dtype, task=task_name)  # by all together: ZeRO-3 gives each its part
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.model, task=config.task.task)
     _check_vocabulary(model, tokenizer, config.model)
     task = load_prompts(config, tokenizer, longest=max_length(model))
@@ -210,7 +214,7 @@ def build(config: TrainConfig, accelerator: Accelerator, folder: Path, observers
 
 
 def _check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> None:
-    size = int(model.get_input_embeddings().weight.shape[0])  # pyright: ignore[reportCallIssue]
+    size = input_size(model)
     if len(tokenizer) > size:
         raise ModelError(
             "the tokenizer has more tokens than the model",
@@ -243,8 +247,8 @@ def _resumed(start: nn.Module, config: TrainConfig, folder: Path) -> nn.Module:
     """Load the policy of a checkpoint."""
     try:
         if config.model.lora_r:
-            return with_adapter(start, config.model, folder / "policy")  # pyright: ignore
-        return load_model(str(folder / "policy"), config.model.dtype)
+            return with_adapter(start, config.model, folder / POLICY)  # pyright: ignore
+        return load_model(str(folder / POLICY), config.model.dtype)
     except ModelError as error:
         raise checkpoint.damaged(folder, error) from error
 
@@ -306,14 +310,23 @@ def load_reference(config: TrainConfig, policy: nn.Module) -> PreTrainedModel:
     """
     assert config.model.ref_model is not None
     model = load_model(config.model.ref_model, config.model.dtype, task=config.task.task)
-    if output_size(model) != output_size(policy):
+    check_same_vocabulary(model, policy)
+    return model
+
+
+def check_same_vocabulary(reference: nn.Module, policy: nn.Module) -> None:
+    """Refuse a reference that cannot be compared with a policy token by token.
+
+    Raises:
+        ModelError: it has another vocabulary.
+    """
+    if output_size(reference) != output_size(policy):
         raise ModelError(
             "the reference has another vocabulary than the policy",
-            got=f"reference {output_size(model)}, policy {output_size(policy)}",
+            got=f"reference {output_size(reference)}, policy {output_size(policy)}",
             why="log-probabilities of the same token ids would speak of different tokens",
             fix="use a reference of the same model family",
         )
-    return model
 
 
 def _placed(model: nn.Module, config: TrainConfig, accelerator: Accelerator) -> nn.Module:

@@ -9,6 +9,7 @@ from typing import Any
 
 from klamp.diagnostics.sync import SyncReport
 from klamp.errors import DataError
+from klamp.hosts.common.policy_folder import POLICY
 from klamp.hosts.common.sync import check_sync
 from klamp.training.config import TrainConfig
 from klamp.training.folders import COMPLETIONS, checkpoint_folders, lines_of, number_of
@@ -65,7 +66,7 @@ def check_run(config: TrainConfig, folder: Path) -> Iterator[tuple[int, SyncRepo
 
 def _policy(config: TrainConfig, checkpoint: Path) -> Any:
     """The policy of a checkpoint."""
-    task, model, inside = config.task.task, config.model, checkpoint / "policy"
+    task, model, inside = config.task.task, config.model, checkpoint / POLICY
     saved = inside if inside.is_dir() else checkpoint
     if model.lora_r:
         return with_adapter(load_model(model.model, model.dtype, task=task), model, saved).eval()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from klamp.core.objective import Objective
 from klamp.errors import KlampError, RunFolderError
+from klamp.scoring.probe import notes
 from klamp.tasks.chat_format import chat_cautions
 from klamp.training import checkpoint
 from klamp.training.config import TrainConfig
@@ -21,10 +22,10 @@ from klamp.training.folders import number_of
 from klamp.training.measurement import control_metrics
 from klamp.training.observers import Observer, RunSummary
 from klamp.training.opening import opened_folder
-from klamp.training.probe import notes
+from klamp.training.peers import watched
 from klamp.training.reference_length import measure_reference_length
 from klamp.training.rollouts import Rollout, collect
-from klamp.training.run import Run, deferred_interrupts
+from klamp.training.run import Interrupt, Run, deferred_interrupts
 from klamp.training.runlog import RunLog, begin_trackers
 from klamp.training.setup import build, make_accelerator, make_optimizer
 from klamp.training.sharding import is_sharded, prepare, put_together
@@ -97,6 +98,7 @@ class Trainer(Run):
         if not main:
             self.saved = (self.step, None)
             return None
+        context.peers.at("saving", step=self.step)
         folder = checkpoint.save(
             context.output_dir,
             self.step,
@@ -153,6 +155,7 @@ class Trainer(Run):
 
     def collect(self, beta: float) -> Rollout:
         """Sample and rate the completions of this step."""
+        self.context.peers.at("sampling", step=self.step + 1)
         with self.context.gathered():
             return collect(self.context, self.prompts(self.step), step=self.step, beta=beta)
 
@@ -188,18 +191,8 @@ class Trainer(Run):
             self.after = self.evaluate()
         with deferred_interrupts() as interrupt:
             try:
-                while self.step < run.max_steps:
-                    self.metrics = self.train_step()
-                    self.tell(lambda o: o.on_step(self.step, self.metrics))
-                    last = self.step == run.max_steps
-                    if self.is_due(run.eval_every):
-                        self.after = self.evaluate()
-                    if self.is_due(run.save_every):
-                        self.save()
-                    if not last and run.stop_on and self._anywhere(self.alarms.stopped_by is not None):
-                        raise self.alarms.stop(self.step, run.max_steps)
-                    if not last and self._anywhere(interrupt.asked):
-                        raise KeyboardInterrupt
+                with self.context.peers.explaining():
+                    self._take_steps(interrupt)
             except KeyboardInterrupt as stop:
                 raise self.stopped(*self._keep()) from stop
             except KlampError as error:
@@ -208,6 +201,21 @@ class Trainer(Run):
                     error.add_note(f"  the state after step {step} is saved in {folder}")
                 raise
         return self._summary(time.perf_counter() - started, self.after)
+
+    def _take_steps(self, interrupt: Interrupt) -> None:
+        run = self.context.config.run
+        while self.step < run.max_steps:
+            self.metrics = self.train_step()
+            self.tell(lambda o: o.on_step(self.step, self.metrics))
+            last = self.step == run.max_steps
+            if self.is_due(run.eval_every):
+                self.after = self.evaluate()
+            if self.is_due(run.save_every):
+                self.save()
+            if not last and run.stop_on and self._anywhere(self.alarms.stopped_by is not None):
+                raise self.alarms.stop(self.step, run.max_steps)
+            if not last and self._anywhere(interrupt.asked):
+                raise KeyboardInterrupt
 
     def _keep(self) -> tuple[int, Path | None]:
         """The step to continue from and its folder: the last one done, or in mid-update the newest on disk.
@@ -232,10 +240,11 @@ def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSum
         KlampError: bad input before any work, or an error in the run with its state saved; see `klamp.errors`.
     """
     check_sampler(config)
-    with opened_folder(config) as folder:
+    with opened_folder(config) as folder, watched(config, folder) as peers:
         accelerator = make_accelerator(config, folder)
         try:
             context = build(config, accelerator, folder, observers)
+            context.peers = peers
             with sampler_of(context) as context.sampler:
                 return _train(context, observers)
         finally:

@@ -17,11 +17,11 @@ from klamp.core.objective import Objective, grpo_loss, without_gradient
 from klamp.core.types import Batch, Direction
 from klamp.errors import NonFiniteError
 from klamp.hosts.common.control import check_kl, held_kl
-from klamp.training.completions import select
+from klamp.scoring.completions import select
+from klamp.scoring.scorer import Ask
+from klamp.scoring.scores import Scores, joined
 from klamp.training.context import Context
 from klamp.training.rollouts import Rollout, exact_of
-from klamp.training.scorer import Ask
-from klamp.training.scoring import Scores, joined
 from klamp.training.sharding import whole
 
 

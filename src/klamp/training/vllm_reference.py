@@ -9,7 +9,6 @@ truncation of a request or of the server's defaults enters them.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,12 +16,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from klamp.config.addresses import Address
 from klamp.errors import ConfigError, DataError, KLWarning, ModelError, unknown_name
 from klamp.tasks import check_prompts
 from klamp.tasks.base import Task
 from klamp.training.asking import FAILURES, KEY, ask, reason, status
 from klamp.training.config import TrainConfig
 from klamp.training.remote import RemoteReference
+from klamp.training.remote_protocol import is_logprob
 
 AT_ONCE = 32
 """Sequences in a request: the server batches them, and the answer stays within megabytes."""
@@ -32,8 +33,6 @@ PROBES = 8
 """Prompts whose tokens are compared."""
 NO_SUCH_PAGE = (400, 404, 405, 415, 422, 501)
 """How servers that know no list of models answer to the question for it."""
-ABOVE_ZERO = 1e-3
-"""What rounding may add to a log-probability of 0."""
 
 Entry = dict[str, dict[str, Any]] | None
 """What a server says of one position: the token's id -> its log-probability; of the first position nothing."""
@@ -105,7 +104,8 @@ class VLLMReference(RemoteReference):
             ModelError: it answers something else.
         """
         settings = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "add_special_tokens": False}
-        answer = ask(f"{self.url}/v1/completions", {"model": self.name, "prompt": list(prompts), **settings})
+        url = self.url.beside(f"{self.url}/v1/completions")
+        answer = ask(url, {"model": self.name, "prompt": list(prompts), **settings})
         try:
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
             found = [choice.get("prompt_logprobs") for choice in choices]
@@ -120,12 +120,15 @@ class VLLMReference(RemoteReference):
     def _numbers(self, ids: list[int], entries: list[Entry]) -> list[float]:
         try:
             pairs = zip(ids[1:], entries[1:], strict=True)
-            numbers = [float((entry or {})[str(token)]["logprob"]) for token, entry in pairs]
+            numbers = [(entry or {})[str(token)]["logprob"] for token, entry in pairs]
+            if not all(isinstance(number, int | float) for number in numbers):
+                raise TypeError("no number")
         except (KeyError, TypeError, ValueError) as error:
             raise self.failed("it returned numbers of other tokens than those that it was sent") from error
-        if not all(math.isfinite(number) and number <= ABOVE_ZERO for number in numbers):
+        if not all(map(is_logprob, numbers)):
+            other = str(next(number for number in numbers if not is_logprob(number)))[:20]
             raise self.failed(
-                f"it returned numbers that are no log-probabilities (the largest is {max(numbers):g}): vLLM does so "
+                f"it returned numbers that are no log-probabilities ({other} is one of them): vLLM does so "
                 "with --logprobs-mode raw_logits or processed_logits; start it with raw_logprobs, its default"
             )
         return numbers
@@ -144,7 +147,7 @@ def connect(config: TrainConfig, task: Task, tokenizer: PreTrainedTokenizerBase)
             sequences, or has another tokenizer.
         ConfigError: a name or a temperature that the server cannot honour.
     """
-    url = config.kl.reference_url or ""
+    url = Address(config.kl.reference_url or "", "reference_url")
     cards = _cards(url)
     reference = _own(config, url) if cards is None else _served(config, url, cards)
     if isinstance(reference, VLLMReference) and cards is not None:
@@ -157,26 +160,33 @@ def connect(config: TrainConfig, task: Task, tokenizer: PreTrainedTokenizerBase)
     return reference
 
 
-def _cards(url: str) -> dict[str, dict[str, Any]] | None:
+def _cards(url: Address) -> dict[str, dict[str, Any]] | None:
     """What a server says of its models, by name; None where it lists none: it is one of klamp's own protocol."""
     try:
-        answer = ask(f"{_root(url)}/v1/models")
+        answer = ask(url.beside(f"{_root(url)}/v1/models"))
     except FAILURES as error:
         if status(error) in NO_SUCH_PAGE:
             return None
-        key = f" (the key is what the environment variable {KEY} holds)" if status(error) in (401, 403) else ""
+        key = f" (the key is what the environment variable {KEY} holds, or a user and a password before the host in "
+        key = f"{key}reference_url, which no file of a run keeps)" if status(error) in (401, 403) else ""
         raise RemoteReference(url).failed(reason(error) + key) from error
     found = answer.get("data") if isinstance(answer, dict) else None
-    if not isinstance(found, list) or not all(isinstance(card, dict) and "id" in card for card in found):
+    if not isinstance(found, list) or not all(isinstance(card, dict) and _is_card(card) for card in found):
         return None
     return {card["id"]: card for card in found}
 
 
-def _root(url: str) -> str:
+def _is_card(card: dict[str, Any]) -> bool:
+    longest, parent = card.get("max_model_len"), card.get("parent")
+    known = longest is None or (type(longest) is int and longest > 0)
+    return isinstance(card.get("id"), str) and known and (parent is None or isinstance(parent, str))
+
+
+def _root(url: Address) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-def _own(config: TrainConfig, url: str) -> RemoteReference:
+def _own(config: TrainConfig, url: Address) -> RemoteReference:
     """The reference on a server of klamp's own protocol."""
     if config.kl.reference_name is not None:
         raise ConfigError(
@@ -188,9 +198,9 @@ def _own(config: TrainConfig, url: str) -> RemoteReference:
     return RemoteReference(url)
 
 
-def _served(config: TrainConfig, url: str, cards: dict[str, dict[str, Any]]) -> VLLMReference:
+def _served(config: TrainConfig, url: Address, cards: dict[str, dict[str, Any]]) -> VLLMReference:
     """The reference on a vLLM server, by its name there."""
-    reference = VLLMReference(_root(url), _name(config, cards))
+    reference = VLLMReference(url.beside(_root(url)), _name(config, cards))
     reference.check_temperature(config.rollout.temperature)
     return reference
 
@@ -250,7 +260,7 @@ def _check_tokenizer(reference: VLLMReference, tokenizer: PreTrainedTokenizerBas
             stacklevel=2,
         )
         return
-    except (StopIteration, ValueError) as error:
+    except (StopIteration, TypeError, ValueError) as error:
         raise reference.failed("it does not name the tokens of a text by their ids") from error
     for text, mine, other in zip(texts, ours, theirs, strict=True):
         if list(mine[1:]) != other:

@@ -24,11 +24,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from klamp.core.masking import masked_mean
 from klamp.errors import MissingLibrary, ModelError
-from klamp.training.completions import Completions
+from klamp.scoring.completions import Completions
+from klamp.scoring.scores import score
 from klamp.training.config import RolloutConfig, TrainConfig
 from klamp.training.context import Context, Sampler
 from klamp.training.sampling import encode_prompts, uniform_numbers
-from klamp.training.scoring import score
 from klamp.training.setup import check_alone
 
 SHARE = 0.3

@@ -33,19 +33,22 @@ WHERE: Mapping[str, str] = {
 
 def equations(kl: KLConfig, loss: LossConfig) -> list[str]:
     """The equations of a configuration's KL: what is added where, and its gradient; delta = log policy - log ref."""
+    gates = [] if kl.kl_clip_method == "none" else [_gate(kl)]
+    if kl.kl_placement == "reward" and gates:
+        formed = "advantage = A[reward] - beta * A[sum_t delta_t], A: how advantages are formed of rewards"
+        return [formed, f"beta multiplied by {gates[0]}"]
     if kl.kl_placement == "reward":
         return ["reward = reward - beta * sum_t delta_t, before the advantages are formed"]
     if kl.kl_placement == "advantage":
         shift = "sum over j >= t of delta_j" if kl.kl_horizon == "sequence" else "delta_t"
-        return [f"advantage_t = advantage_t - beta * {shift}, after the advantages are formed"]
-    lines = [
+        moved = f"advantage_t = advantage_t - beta * {shift}, after the advantages are formed"
+        return [moved, *(f"beta multiplied by {gate}" for gate in gates)]
+    return [
         f"loss = policy loss + beta * R[penalty], R: {describe_average(kl_reduction(kl, loss))}",
         f"penalty_t = {_value(kl)}",
         f"gradient of penalty_t = {_gradient(kl)}",
+        *(f"gradient multiplied by {gate}" for gate in gates),
     ]
-    if kl.kl_clip_method != "none":
-        lines.append(f"gradient multiplied by {_gate(kl)}")
-    return lines
 
 
 def _value(kl: KLConfig) -> str:

@@ -8,7 +8,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from klamp.config import KLConfig, LossConfig
 from klamp.config.describe import (
@@ -18,7 +19,7 @@ from klamp.config.describe import (
     describe_price,
 )
 from klamp.config.loss import kl_reduction
-from klamp.config.price import configured_price
+from klamp.config.price import Price, configured_price
 from klamp.verify.config_facts import LENGTH, ConfigFacts, Gate, Pull, bare_term, measure_config
 from klamp.verify.convergence import BETA, follow, worlds
 from klamp.verify.equations import equations
@@ -45,6 +46,8 @@ class Explanation:
     """The facts behind the verdict, as pairs of label and text."""
     cautions: tuple[str, ...]
     """What it may not do although its name suggests it; each with the way out."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """What was measured, with its unit in words -> the number; none where there is no KL."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +82,8 @@ def explain_config(kl: KLConfig, loss: LossConfig, *, name: str, setting: Settin
     paper = [("paper", setting.paper)] if setting.paper else []
     if not kl.needs_reference:
         text = "No KL: beta is 0, no reference is loaded, and it costs nothing."
-        return Explanation(name=name, verdict=text, lines=tuple(paper), cautions=())
+        lines = [("monitor", "kl_monitor=True loads a reference, and measures the KL all the same"), *paper]
+        return Explanation(name=name, verdict=text, lines=tuple(lines), cautions=())
     facts = measure_config(kl, loss, length=setting.length)
     lines = [
         *(("equation" if i == 0 else "", text) for i, text in enumerate(equations(kl, loss))),
@@ -99,10 +103,35 @@ def explain_config(kl: KLConfig, loss: LossConfig, *, name: str, setting: Settin
         *paper,
     ]
     cautions = (*kl.cautions(), *_not_measured(kl))
-    return Explanation(name=name, verdict=_verdict(kl, loss, facts), lines=tuple(lines), cautions=cautions)
+    return Explanation(
+        name=name,
+        verdict=verdict_of(kl, loss, facts),
+        lines=tuple(lines),
+        cautions=cautions,
+        numbers=_measured(kl, loss, facts, setting),
+    )
 
 
-def _verdict(kl: KLConfig, loss: LossConfig, facts: ConfigFacts) -> str:
+def _measured(kl: KLConfig, loss: LossConfig, facts: ConfigFacts, setting: Setting) -> dict[str, float]:
+    """The numbers that two configurations can be compared by."""
+    price = _price_of(kl, loss, setting)
+    unit = "standard deviations of a group's rewards" if price.scaled else "reward"
+    found = {
+        f"price: {unit} per nat of a completion": price.per_completion,
+        "value: % off KL(policy||ref)": 100 * facts.value_bias,
+        "one position: cosine with KL(policy||ref)": facts.position.cosine_reverse,
+        "whole completions: % of the gradient kept": 100 * facts.sequence.share,
+        "in the loss: cosine with the whole gradient": facts.in_loss.cosine_reverse,
+        "second update: cosine with KL(policy||ref)": facts.off_policy.cosine_reverse,
+        "noise: scatter of one completion / its mean": facts.sequence.noise,
+    }
+    if facts.gate is not None:
+        found["clip: budget, nats per completion"] = facts.gate.budget
+        found["clip: open at half the budget, %"] = 100 * facts.gate.at[0.5]
+    return {name: value for name, value in found.items() if not math.isnan(value)}
+
+
+def verdict_of(kl: KLConfig, loss: LossConfig, facts: ConfigFacts) -> str:
     """What it does, with the reduction in force: a mean over each completion's own length bends most gradients."""
     if kl.beta == 0 and kl.controller_name == "fixed":
         return "No pull: beta is 0; the KL is only measured and logged."
@@ -236,9 +265,12 @@ def _numbers(facts: ConfigFacts) -> list[Line]:
 
 
 def _price(kl: KLConfig, loss: LossConfig, setting: Setting) -> str:
+    return describe_price(_price_of(kl, loss, setting), group_size=setting.group_size)
+
+
+def _price_of(kl: KLConfig, loss: LossConfig, setting: Setting) -> Price:
     size, length = setting.group_size, setting.length
-    price = configured_price(kl, loss, group_size=size, mean_length=length, max_length=setting.max_length or length)
-    return describe_price(price, group_size=size)
+    return configured_price(kl, loss, group_size=size, mean_length=length, max_length=setting.max_length or length)
 
 
 def _where_it_ends(kl: KLConfig, loss: LossConfig) -> list[Line]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent / "on_a_cpu"
-LIMIT = 390
+LIMIT = 600
 """Seconds after which a run and all that it started are killed: verl's driver waits for ever for a dead worker."""
 
 PLUGINS = "[verl.plugins]\ncpu = verl_on_a_cpu\n[vllm.general_plugins]\ncpu = vllm_on_a_cpu:keep_weights\n"
@@ -62,6 +62,9 @@ ARGUMENTS = {
     "reward.num_workers": 1,
     "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
     "data.dataloader_num_workers": 0,
+    # a look for completions twenty times a second
+    "trainer.v1.sampler.custom_sampler.path": str(HERE / "impatient.py"),
+    "trainer.v1.sampler.custom_sampler.name": "Impatient",
     # a cluster with more places than there are cores
     "ray_kwargs.ray_init.num_cpus": 16,
     "+ray_kwargs.ray_init.include_dashboard": False,
@@ -164,14 +167,24 @@ def training(folder: Path, *, gpus: int = 1, verl: Mapping[str, Any] | None = No
         verl: arguments of verl, which win over those above.
         fields: of klamp's configuration.
     """
-    arguments = ARGUMENTS | {"+ray_kwargs.ray_init.num_gpus": gpus} | dict(verl or {})
+    arguments = with_engines(gpus) | dict(verl or {})
     flags = {"output_dir": folder, "backend": "verl", "gpus": gpus, "report_to": "none", **fields}
     return [
         "train",
         *(word for name, value in flags.items() for word in (f"--{name}", str(value))),
         "--verl_args",
-        *(f"{key}={value}" for key, value in arguments.items()),
+        *as_words(arguments),
     ]
+
+
+def with_engines(count: int) -> dict[str, Any]:
+    """The arguments of verl for some workers, each with an engine."""
+    return ARGUMENTS | {"+ray_kwargs.ray_init.num_gpus": count}
+
+
+def as_words(arguments: Mapping[str, Any]) -> list[str]:
+    """Arguments of verl as its command line has them."""
+    return [f"{key}={value}" for key, value in arguments.items()]
 
 
 def distributions(place: Path) -> Path:

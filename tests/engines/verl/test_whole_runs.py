@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engines.verl.programs import LIMIT, started, training
+import yaml
+from tests.engines.verl.programs import LIMIT, as_words, started, training, with_engines
 
 from klamp import KLConfig
 from klamp.cli import main
@@ -35,7 +36,12 @@ SIZES: dict[str, Any] = {
     "eval_size": 4,
     "eval_every": 0,
 }
-SAME = 1e-4
+ROOM: dict[str, Any] = {
+    "actor_rollout_ref.rollout.max_num_seqs": 192,
+    "actor_rollout_ref.rollout.max_num_batched_tokens": 4096,
+}
+"""A whole step's completions at once in vLLM."""
+SAME = 1e-5
 """Bound on the difference between two kernels' probabilities of a token under the same weights, in float32."""
 ROUNDED = 2e-3
 """Bound on the mean difference of log-probabilities where vLLM has the weights in bfloat16, in nats per token."""
@@ -72,6 +78,31 @@ def controlled(kl: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[float
         found.append(rule.value)
         rule.update(row["kl/k3"])
     return found
+
+
+def test_an_ablation_by_two_backends_learns_the_built_in_task(tmp_path: Path) -> None:
+    """As TRL and a service do (`tests/training/in_trl/test_builtin_task.py`), with a KL that is measured alike."""
+    folder, plan = tmp_path / "ablation", tmp_path / "plan.yaml"
+    base = {"prompts_per_step": 24, "max_steps": 40, "learning_rate": 3e-4, "eval_size": 64, "eval_every": 0}
+    base |= {"report_to": [], "save_every": 0}
+    by_verl = {"backend": "verl", "max_prompt_length": 16, "verl_args": as_words(with_engines(1) | ROOM)}
+    arms = {"local": {"save_every": 40}, "verl": by_verl}
+    plan.write_text(yaml.safe_dump({"base": base, "arms": arms, "seeds": [0]}), encoding="utf-8")
+    words = ["ablate", "--plan", str(plan), "--output_dir", str(folder), "--workers", "1"]
+    with started(words, tmp_path) as running:
+        assert running.wait() == 0, running.said()[-5000:]
+        assert running.left(patience=5) == {}
+    found = {name: json.loads((folder / "runs" / f"{name}_seed-0" / "outcome.json").read_text()) for name in arms}
+    for outcome in found.values():
+        assert outcome["before"]["addition"] < 0.9
+        assert outcome["after"]["addition"] >= 0.98 and min(outcome["after"].values()) >= 0.9
+    verl, local = (found[name]["numbers"]["kl/reverse"] for name in ("verl", "local"))
+    assert 0.5 < verl / local < 2 and local > 0.05
+
+    means = logged(folder / "runs" / "verl_seed-0", ENGINE.replace("max", "mean"))
+    assert len(means) == 40 and max(means) < 0.1 * SAME, "vLLM follows the actor over all steps"
+    differences = logged(folder / "runs" / "verl_seed-0", ENGINE)
+    assert max(differences) < 10 * SAME, "single tokens, where probabilities are sharp"
 
 
 CONTROLLED: dict[str, Any] = {"beta": 0.04, "target_kl": 0.005, "kl_controller": "proportional"}

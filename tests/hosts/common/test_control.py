@@ -199,3 +199,14 @@ def test_a_controller_lands_there_once() -> None:
     for kl in (0.01, 0.03, 0.06, 0.1):
         control.update(kl, metrics, GROUPS)
     assert control.beta(0, 1) == pytest.approx(price_at_distance(GROUPS, 4 * 0.05), rel=0.2)
+
+
+def test_after_it_landed_the_rewards_are_not_asked_again() -> None:
+    control = KLControl(KLConfig(beta=0.01, target_kl=0.05))
+    metrics = {"beta": 0.01, "beta/price": 0.01, "length/mean": 4.0}
+    for kl in (0.01, 0.03, 0.06, 0.1):
+        control.update(kl, metrics, GROUPS)
+    assert not control.controller.may_land
+    rule = control.controller.rule
+    control.update(0.1, metrics, 100 * GROUPS)
+    assert control.controller.rule is rule

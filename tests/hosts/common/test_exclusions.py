@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -46,6 +48,31 @@ def test_an_unknown_token_is_refused_and_named():
         excluded_ids(("<nowhere>",), TOKENIZER)
     with pytest.raises(ConfigError, match="999999"):
         excluded_ids((999999,), TOKENIZER)
+
+
+def test_names_after_special_are_read_too():
+    plus = TOKENIZER.convert_tokens_to_ids("+")
+    assert set(excluded_ids(("special", "+"), TOKENIZER)) == {*excluded_ids(("special",), TOKENIZER), plus}
+
+
+class WithUnknown(SimpleNamespace):
+    """A tokenizer that turns what it does not know into a token of its own, as most do."""
+
+    unk_token, unk_token_id, words = "<unk>", 0, ("<unk>", "a")
+
+    def __len__(self):
+        return len(self.words)
+
+    def convert_tokens_to_ids(self, name):
+        return self.words.index(name) if name in self.words else self.unk_token_id
+
+
+def test_the_unknown_token_is_excluded_by_its_name_or_id_and_not_by_an_unknown_word():
+    tokenizer = WithUnknown()
+    assert excluded_ids(("<unk>",), tokenizer) == excluded_ids((0,), tokenizer) == [0]
+    assert excluded_ids(("a",), tokenizer) == excluded_ids(("1",), tokenizer) == [1]
+    with pytest.raises(ConfigError, match="nowhere"):
+        excluded_ids(("nowhere",), tokenizer)
 
 
 def test_a_prefix_counts_trained_tokens_only():

@@ -103,6 +103,19 @@ def test_a_stale_model_is_told_from_a_stale_head(side: str, tied: bool) -> None:
     assert half.gaps[sync.START_HEAD] < 1e-6
 
 
+@pytest.mark.parametrize("without", ["model", "start"])
+def test_a_model_without_a_head_of_its_own_has_no_reading_with_another_head(
+    without: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = model()
+    made = moved(start)
+    told_first = told(made)
+    monkeypatch.setattr(made if without == "model" else start, "get_output_embeddings", lambda: None)
+    report = checked(made, told_first, start=start)
+    assert report.in_sync
+    assert all(sync.START_HEAD not in side.gaps and sync.START in side.gaps for side in report.sides)
+
+
 @pytest.mark.parametrize("side", ["sampler", "trainer"])
 def test_another_temperature_is_named(side: str) -> None:
     made = model()

@@ -322,3 +322,15 @@ def test_over_http_a_service_that_fails_once_or_always(reference, standin):
     standin.inject(Fault(kind="fail", route="asample", times=None))
     with pytest.raises(ModelError, match="sequence 0: the reference did not answer in 2 attempts"):
         compute(reference, retries=1, concurrency=1)
+
+
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_a_client_that_nobody_has_awaited_is_awaited(service, standin, caplog):
+    """Newer SDKs hand out a future of a client; used as one in async code, it blocks the loop and logs a stack."""
+
+    async def scenario():
+        client = service.create_sampling_client(base_model=standin.base_model)
+        return await compute_reference_logprobs(client, PROMPTS, RESPONSES)
+
+    assert asyncio.run(scenario()) == close(of_the_model(PROMPTS, RESPONSES))
+    assert "async context" not in caplog.text and "Stack for calling sync" not in caplog.text

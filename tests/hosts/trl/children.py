@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from tests.hosts.trl.hosts import klamp_trainer, model, saved, stock_trainer
 
+from klamp.scoring import passes
+
 RUNS: dict[str, dict[str, Any]] = {
     "dapo": {"loss_type": "dapo", "gradient_accumulation_steps": 2, "num_iterations": 2},
     "grpo": {"loss_type": "grpo", "mask_truncated_completions": True, "max_completion_length": 24},
@@ -28,6 +30,11 @@ CLIPPED = {
 }
 
 
+PLAIN = {"optim": "sgd", "learning_rate": 0.1}
+QUIET = {"loss_type": "grpo", "beta": 0.0}
+"""A run in which the second process has no advantage but 0: nothing to learn from."""
+
+
 def run(make: Any, policy: Any, folder: Path, **options: Any) -> tuple[list[float], Any, list[Any]]:
     trainer = make(copy.deepcopy(policy), folder, **(SPLIT | options))
     losses, batches = [], []
@@ -39,6 +46,8 @@ def run(make: Any, policy: Any, folder: Path, **options: Any) -> tuple[list[floa
 
     def generating(inputs: Any) -> Any:
         batches.append(generate(inputs))
+        if options.get("beta") == 0.0 and trainer.accelerator.process_index == 1:
+            batches[-1]["advantages"] *= 0
         return batches[-1]
 
     trainer.compute_loss, trainer._generate_and_score_completions = noting, generating
@@ -58,6 +67,13 @@ def main(folder: Path) -> None:
         ours, two, _ = run(klamp_trainer, base, folder / "out", **options)
         weights = zip(one.model.parameters(), two.model.parameters(), strict=True)
         found[name] = {"stock": stock, "ours": ours, "same weights": all(torch.equal(a, b) for a, b in weights)}
+    passes.PASS_TOKENS = 0  # so that short prompts are shared too
+    for name, options in (RUNS | {"quiet": QUIET}).items():
+        stock, one, _ = run(stock_trainer, base, folder / "out", **(options | PLAIN))
+        fast, two, _ = run(klamp_trainer, base, folder / "out", **(options | PLAIN), fast_scoring="require")
+        weights = zip(one.model.parameters(), two.model.parameters(), strict=True)
+        apart = max(float((a - b).abs().max()) for a, b in weights)
+        found[f"{name}, fast"] = {"stock": stock, "ours": fast, "apart": apart}
     base.config._name_or_path = ""  # in memory only: copied on every process
     _, trainer, batches = run(klamp_trainer, base, folder / "out", **CLIPPED)
     found["gates"] = [batch["klamp_gate_kl"].tolist() for batch in batches]

@@ -21,7 +21,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     command = [sys.executable, *launch, "-m", "tests.hosts.trl.children"]
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))),
         "CUDA_VISIBLE_DEVICES": "",
         "FOLDER": str(folder),
     }
@@ -37,6 +37,15 @@ def test_untouched_every_process_has_the_losses_of_the_stock_class(ranks: list[d
         assert found[name]["ours"] == found[name]["stock"]
         assert found[name]["same weights"]
     assert ranks[0][name]["stock"] != ranks[1][name]["stock"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dapo", "grpo", "quiet"])
+def test_fast_scoring_has_the_losses_and_weights_of_the_stock_class(ranks: list[dict[str, Any]], name: str) -> None:
+    for found in ranks:
+        fast = found[f"{name}, fast"]
+        assert fast["ours"] == pytest.approx(fast["stock"], abs=1e-5)
+        assert fast["apart"] <= 1e-5
 
 
 @pytest.mark.slow

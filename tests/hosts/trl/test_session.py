@@ -63,3 +63,10 @@ def test_a_loss_scores_the_policy_once() -> None:
     for seen in ([], [one, one]):
         with pytest.raises(UnsupportedVersion, match=f"{len(seen)} calls of _get_per_token_logps_and_entropies"):
             only_scoring(seen)
+
+
+def test_who_learns_is_known_within_one_loss_only() -> None:
+    session = Session.of(None, max_length=8)
+    with session.learning(torch.tensor([True, False])):
+        assert session.learns is not None
+    assert session.learns is None

@@ -43,7 +43,6 @@ TRANSLATED: dict[str, tuple[Any, dict[str, Any]]] = {
     "gradient_accumulation_steps": (4, {}),
     "gradient_checkpointing": (True, {}),
     "seed": (1, {}),
-    "keep_checkpoints": (3, {}),
 }
 
 REFUSED = {

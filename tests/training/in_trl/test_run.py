@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 from tests.training.conftest import rows_of, steps_of
 from tests.training.in_trl.conftest import QUICK
 from tests.training.test_trainer import Recorder
@@ -88,6 +90,13 @@ def test_a_run_leaves_and_tells_what_a_local_one_does(whole):
     assert row["speed/step_seconds"] > 0 and row["speed/tokens_per_second"] > 0
 
 
+def test_its_checkpoints_are_as_readable_as_the_files_beside_them(whole):
+    folder = folder_of(whole[0])
+    files = [path for path in (folder / "checkpoints").rglob("*") if path.is_file()]
+    assert "model.safetensors" in {file.name for file in files}
+    assert {file.stat().st_mode for file in files} == {(folder / "config.yaml").stat().st_mode}
+
+
 def test_report_and_doctor_read_it(whole, tmp_path):
     from klamp.cli import main
 
@@ -164,6 +173,40 @@ def test_a_reward_that_fails_names_the_newest_checkpoint(quick, monkeypatch):
     with pytest.raises(RewardError) as failed:
         train_run(quick(max_steps=5, save_every=1, eval_size=1))
     assert any("the state after step" in note for note in failed.value.__notes__)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "trainer_state.json"])
+def test_a_byte_that_changed_since_is_noticed_and_the_newest_whole_one_is_named(whole, tmp_path, name):
+    folder = Path(shutil.copytree(folder_of(whole[0]), tmp_path / "copy"))
+    file = folder / "checkpoints" / "checkpoint-5" / name
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    config = replace(whole[0], run=replace(whole[0].run, resume=True, output_dir=str(folder), max_steps=6))
+    with pytest.raises(RunFolderError, match="the checkpoint is damaged") as caught:
+        train_run(config)
+    assert name in caught.value.why
+    assert f"{folder}/checkpoints/checkpoint-4 is whole" in caught.value.fix
+    shutil.rmtree(file.parent)
+    assert train_run(config).steps == 6
+
+
+SAVE_WEIGHTS = "transformers.modeling_utils.safe_save_file"
+
+
+@pytest.mark.parametrize("writes", ["torch.save", "klamp.training.in_trl.trainer.seal", SAVE_WEIGHTS])
+def test_a_full_disk_ends_it_and_names_what_is_whole(quick, tmp_path, monkeypatch, writes):
+    class Fills(Observer):
+        def on_step(self, step, metrics):
+            if step == 3:
+                error = SafetensorError if writes == SAVE_WEIGHTS else OSError
+                monkeypatch.setattr(writes, lambda *_, **__: (_ for _ in ()).throw(error("No space left on device")))
+
+    with pytest.raises(RunFolderError, match=r"(?s)cannot be written any more.*No space left") as caught:
+        train_run(quick(max_steps=4, save_every=1, eval_size=1), [Fills()])
+    whole = tmp_path / "run" / "checkpoints" / "checkpoint-2"
+    assert caught.value.__notes__ == [f"  the state after step 2 is saved in {whole}"]
+    assert sorted(each.name for each in whole.parent.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
 
 
 def test_without_a_checkpoint_it_begins_anew(quick, tmp_path):

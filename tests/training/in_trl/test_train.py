@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import traceback
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +12,17 @@ import pytest
 from accelerate.utils import DistributedType
 from tests.training.conftest import steps_of, stored, tiny_llama
 
+from klamp.config.addresses import Address
 from klamp.core.controllers import StepController
 from klamp.errors import ConfigError, MissingLibrary, ModelError
-from klamp.training.in_trl.train import check_devices, check_split, check_vllm, train_run
+from klamp.training.in_trl.train import (
+    check_devices,
+    check_split,
+    check_vllm,
+    credentials_unsaid,
+    train_run,
+    whole_address,
+)
 from klamp.training.observers import Observer
 
 
@@ -75,7 +84,6 @@ def test_one_process_for_each_gpu(quick, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "stage", "message"),
     [
-        ({}, 3, "ZeRO-3"),
         ({"dtype": "bfloat16"}, 2, "copies of 16-bit"),
         ({"dtype": "bfloat16"}, None, "copies of 16-bit"),
     ],
@@ -87,9 +95,8 @@ def test_weights_that_cannot_be_divided_so_are_refused(quick, monkeypatch, chang
     monkeypatch.setenv("ACCELERATE_USE_FSDP", str(stage is None))
     with pytest.raises(ConfigError, match=message):
         check_split(quick(**changes), accelerator)
-    if changes:
-        check_split(quick(**changes, lora_r=2), accelerator)
-        check_split(quick(**changes, master_weights="none"), accelerator)
+    check_split(quick(**changes, lora_r=2), accelerator)
+    check_split(quick(**changes, master_weights="none"), accelerator)
 
 
 class Warned(Observer):
@@ -146,3 +153,25 @@ def test_the_controller_moves_beta_from_step_to_step(quick, tmp_path):
         controller.update(row["kl/exact"])
     assert [row["beta"] for row in steps_of(tmp_path / "run")] == pytest.approx(betas, rel=1e-6)
     assert betas[2] != betas[3]
+
+
+SERVER = Address("http://me:secret@there:8000/?token=sesame")
+
+
+def test_credentials_of_vllms_server_are_for_its_client_and_not_for_what_trl_saves():
+    args: Any = SimpleNamespace(vllm_server_base_url=str(SERVER))
+    with whole_address(args, SERVER):
+        assert args.vllm_server_base_url == "http://me:secret@there:8000/?token=sesame"
+    assert args.vllm_server_base_url == "http://there:8000/"
+
+
+def test_no_error_of_vllms_client_shows_them():
+    with pytest.raises(ModelError, match="does not answer TRL as it should") as caught, credentials_unsaid(SERVER):
+        raise ConnectionError(f"nobody at {SERVER.whole}")
+    assert "ConnectionError: nobody at http://there:8000/" in caught.value.why
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "secret" not in shown and "sesame" not in shown
+    for error in (ConnectionError("nobody"), ConfigError("bad")):
+        with pytest.raises(type(error)) as same, credentials_unsaid(SERVER):
+            raise error
+        assert same.value is error

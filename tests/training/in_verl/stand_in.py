@@ -4,6 +4,7 @@ Its behaviour is a JSON object in the variable STAND_IN:
 
     seconds   that a step takes
     fail      the step in which it ends with code 3
+    full      the step whose checkpoint finds no room
     hang      the step in which it stops answering, and so does a helper in a process group of its own
     offset    nats that the KL has from the first step on
     score     whether answers are scored with klamp's reward function, which takes seconds to load
@@ -82,7 +83,10 @@ def main() -> None:
             sys.exit(3)
         time.sleep(TOLD.get("seconds", 0))
         if step % int(given["trainer.save_freq"]) == 0 or step == steps:
+            if step == TOLD.get("full"):
+                raise OSError(28, "No space left on device")
             (saved / f"global_step_{step}").mkdir(parents=True)
+            (saved / f"global_step_{step}" / "weights.pt").write_bytes(b"weights")
             newest.write_text(str(step))
         (rollouts / f"{step}.jsonl").write_text("{}\n")
         data: dict[str, object] = {

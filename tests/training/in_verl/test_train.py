@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tests.training.in_verl.conftest import missing
 
-from klamp.errors import ConfigError, DataError, MissingLibrary, TrainerFailed, TrainingStopped
+from klamp.errors import ConfigError, DataError, MissingLibrary, RunFolderError, TrainerFailed, TrainingStopped
 from klamp.records import read_record
 from klamp.training.folders import lines_of
 from klamp.training.in_verl.process import members
@@ -86,7 +86,7 @@ def test_a_run_goes_on_from_verls_newest_checkpoint(quick, stand_in, tmp_path):
     with pytest.raises(TrainerFailed, match="verl ended after step 3 of 4") as caught:
         train_run(quick())
     assert "RuntimeError: an engine died" in str(caught.value) and "exit code 3" in str(caught.value)
-    assert "global_step_2" in str(caught.value)
+    assert "global_step_2" in caught.value.__notes__[0]
     stand_in()
     told = Told()
     summary = train_run(quick(resume=True), [told])
@@ -95,6 +95,27 @@ def test_a_run_goes_on_from_verls_newest_checkpoint(quick, stand_in, tmp_path):
     rows = lines_of(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows if "reward" in row] == [1, 2, 3, 4]
     assert set(summary.before.values()) == {0.0} and set(summary.after.values()) == {0.4}
+
+
+def test_a_full_disk_is_one_error_that_names_what_is_whole(quick, stand_in, tmp_path):
+    stand_in(full=4)
+    with pytest.raises(RunFolderError, match=r"(?s)cannot be written any more.*No space left") as caught:
+        train_run(quick())
+    assert "Traceback" not in str(caught.value)
+    whole = tmp_path / "run" / "checkpoints" / "global_step_2"
+    assert caught.value.__notes__ == [f"  the state after step 2 is saved in {whole}"]
+
+
+def test_a_byte_that_changed_since_is_noticed_and_the_newest_whole_one_is_named(quick, stand_in, tmp_path):
+    stand_in(seconds=0.5)
+    train_run(quick())
+    saved = tmp_path / "run" / "checkpoints"
+    (saved / "global_step_4" / "weights.pt").write_bytes(b"Weights")
+    with pytest.raises(RunFolderError, match="the checkpoint is damaged") as caught:
+        train_run(quick(resume=True, max_steps=5))
+    assert "weights.pt" in caught.value.why
+    assert f"{saved}/global_step_2 is whole" in caught.value.fix
+    assert f"into {saved}/latest_checkpointed_iteration.txt" in caught.value.fix
 
 
 def test_one_that_ended_before_its_first_checkpoint_begins_anew(quick, stand_in, tmp_path):

@@ -5,17 +5,23 @@ klamp's own trainers, TRL, Unsloth and verl's controller all go by this; what a 
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from klamp.config import KLConfig
 from klamp.config.price import Price, price_at_distance
+from klamp.core.arguments import check_instance, describe, is_finite_number
 from klamp.core.schedules import kl_schedule_factor
-from klamp.errors import NonFiniteError, RunFolderError
+from klamp.errors import ConfigError, NonFiniteError, RunFolderError
+
+OWN = ("reference_length", "last_kl")
+"""What a saved state holds besides the controller's: numbers, or None."""
 
 NEVER_ZERO = sys.float_info.min
 """What a host sees in place of a beta of 0 while klamp wants the reference scored: hosts drop it at exactly 0."""
@@ -176,8 +182,9 @@ class KLControl:
 
         Raises:
             RunFolderError: it was written by another controller.
-            ConfigError: a number is missing.
+            ConfigError: no state, or a number in it is missing.
         """
+        _check_state(state)
         if state["controller_name"] != self.kl.controller_name:
             raise RunFolderError(
                 "the checkpoint was written with another controller of beta",
@@ -187,3 +194,36 @@ class KLControl:
             )
         self.controller.load_state_dict(state["controller"])
         self.reference_length, self.last_kl = state["reference_length"], state["last_kl"]
+
+
+def _check_state(state: Mapping[str, Any]) -> None:
+    check_instance("state", state, Mapping, fix="pass what state_dict returned")
+    missing = [name for name in ("controller_name", "controller", *OWN) if name not in state]
+    wrong = [name for name in OWN if not (state.get(name) is None or is_finite_number(state[name]))]
+    if missing or wrong:
+        raise ConfigError(
+            "the saved state of beta does not fit",
+            got=describe(dict(state)),
+            why=f"missing, or no number: {', '.join(missing or wrong)}",
+            fix="continue from another checkpoint",
+        )
+
+
+def read_state(file: Path) -> Mapping[str, Any]:
+    """What klamp left in a host's checkpoint, to be given to `KLControl.load_state_dict`.
+
+    Raises:
+        RunFolderError: the file is damaged.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise TypeError(f"it holds a {type(found).__name__}")
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise RunFolderError(
+            "klamp's state in the checkpoint cannot be read",
+            got=str(file),
+            why=f"{type(error).__name__}: {error}",
+            fix="continue from another checkpoint",
+        ) from error
+    return found

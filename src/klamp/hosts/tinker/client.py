@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any, Unpack
 
 from torch import Tensor
 
 from klamp.config import KLConfig
+from klamp.errors import ConfigError
 from klamp.hosts.tinker.datums import with_inputs
 from klamp.hosts.tinker.loss import loss_of_rows
 from klamp.hosts.tinker.options import KL_COEF, LossOptions, make_settings
@@ -32,7 +34,7 @@ def forward_backward_kl(
     Two passes over the data (a forward, then a forward and backward), one with a `server_loss` that the server runs.
 
     Args:
-        client: a `TrainingClient`.
+        client: a `TrainingClient`, or the SDK's future of one; in async code one that was awaited.
         data: datums as `build_datum` makes them.
         kl_coef: see `compute_grpo_kl_loss`.
         cliprange: see there.
@@ -45,7 +47,8 @@ def forward_backward_kl(
         `optim_step` before waiting for it. With SDKs before 0.36 the call itself waits for the first pass.
 
     Raises:
-        ConfigError: see `compute_grpo_kl_loss`; a `server_loss` made for another configuration.
+        ConfigError: see `compute_grpo_kl_loss`; a `server_loss` made for another configuration; in async code a client
+            that nobody has awaited.
         DataError, ShapeError, NonFiniteError, EmptyMaskError: data that cannot be used; nothing was sent.
         UnsupportedVersion: the SDK is missing or outside the range.
 
@@ -53,6 +56,7 @@ def forward_backward_kl(
     no gradient is sent, and SDKs from 0.36 on then take no more requests on this client. Save the state before.
     """
     load_tinker()
+    client = _awaited(client)
     settings = make_settings(kl_coef, cliprange, kl, **options)
     rows = settings.read(data)
     if server_loss is not None:
@@ -63,3 +67,29 @@ def forward_backward_kl(
 
     bare = [with_inputs(datum, {"target_tokens": datum.loss_fn_inputs["target_tokens"]}) for datum in data]
     return client.forward_backward_custom(bare, loss)
+
+
+def _awaited(client: Any) -> Any:
+    """The client, where newer SDKs have handed out a future of it.
+
+    Raises:
+        ConfigError: it would have to be waited for, in async code.
+    """
+    if not hasattr(client, "result_async"):
+        return client
+    if _in_async_code() and not client.future().done():
+        raise ConfigError(
+            "the training client has to be awaited before it is used in async code",
+            got=type(client).__name__,
+            why="the SDK hands out a future of it; to wait for it here would block the event loop",
+            fix="client = await service.create_lora_training_client(...), once, before the first step",
+        )
+    return client.result()
+
+
+def _in_async_code() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

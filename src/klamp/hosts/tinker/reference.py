@@ -10,7 +10,7 @@ from typing import Any
 from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, POSITIVE, check_number, describe
 from klamp.errors import DataError, NonFiniteError, ShapeError
 from klamp.hosts.tinker.padded import token_ids
-from klamp.hosts.tinker.retrying import Asker
+from klamp.hosts.tinker.retrying import Asker, resolve
 from klamp.hosts.tinker.versions import load_tinker
 
 
@@ -31,8 +31,8 @@ async def compute_reference_logprobs(
     anything else ends it at once. Where the SDK can score a suffix only (0.34 and later) the prompt is not scored.
 
     Args:
-        ref_client: a `SamplingClient` of the base model (or of a snapshot); a client that has only
-            `compute_logprobs_async` will do.
+        ref_client: a `SamplingClient` of the base model (or of a snapshot), or the SDK's future of one, which is
+            awaited first; a client that has only `compute_logprobs_async` will do.
         prompt_tokens: one list of ids per response, none of them empty.
         response_tokens: the responses; an empty one gives an empty list and costs no request.
         concurrency: requests in flight at a time.
@@ -60,7 +60,7 @@ async def compute_reference_logprobs(
     prompts = _sequences("prompt_tokens", prompt_tokens)
     responses = _sequences("response_tokens", response_tokens)
     _check_sequences(prompts, responses)
-    asker = Asker(ref_client, retries=retries, backoff=backoff, timeout=timeout)
+    asker = Asker(await resolve(ref_client), retries=retries, backoff=backoff, timeout=timeout)
     free = asyncio.Semaphore(concurrency)
 
     async def one(i: int, prompt: list[int], response: list[int]) -> list[float]:

@@ -9,6 +9,7 @@ import trl
 from klamp.config import KLConfig
 from klamp.hosts.common.fields import KLFields, kl_config, settle_fields
 from klamp.hosts.common.refusals import warn_without_kl
+from klamp.hosts.trl.fast_scoring import check_choice
 from klamp.hosts.trl.patched import refuse_classes
 from klamp.hosts.trl.refusals import check_arguments, settle_reference
 
@@ -33,8 +34,18 @@ class GRPOConfig(KLFields, trl.GRPOConfig):
         },
     )
 
+    fast_scoring: bool | str = field(
+        default=False,
+        metadata={
+            "help": "Score completions by klamp: each distinct prompt is run once, padding never reaches the output "
+            "head, logits are never held. The numbers are TRL's up to rounding; where it cannot be done, that is said "
+            "once and TRL's own scoring is used. 'require' refuses instead."
+        },
+    )
+
     def __post_init__(self) -> None:
         refuse_classes()
+        check_choice(self.fast_scoring)
         settle_fields(self)
         kl = self.kl_config()
         if kl is not None:

@@ -93,7 +93,7 @@ def _reference(trainer: Any, host: str) -> str:
 
 
 def _notes(trainer: Any, kl: KLConfig | None, host: str, loss_types: Mapping[str, Reduction | None]) -> tuple[str, ...]:
-    args, used = trainer.args, trainer.beta != 0
+    args, used, fast = trainer.args, trainer.beta != 0, getattr(getattr(trainer, "_klamp", None), "fast", None)
     liger = getattr(args, "use_liger_kernel", False) and liger_bypasses()
     split = loss_types.get(trainer.loss_type, "unknown") is None
     return that_apply([
@@ -104,6 +104,7 @@ def _notes(trainer: Any, kl: KLConfig | None, host: str, loss_types: Mapping[str
          "starts from where it was loaded"),
         (used and split, "each micro-batch is divided by its own tokens, so that the KL depends on how the batch is "
          "split"),
+        (fast is not None, str(fast)),
         (0 < trainer.beta <= NEVER_ZERO, f"beta is 0 for the loss; {host} sees the smallest number so that it scores "
          "the reference"),
     ])  # fmt: skip

@@ -17,7 +17,7 @@ from klamp.core.advantages import Baseline
 from klamp.core.types import Reduction
 from klamp.hosts.common.loss import KL_SCALE, Coefficient, batch_of, check_hook_ran, gated_penalty
 from klamp.hosts.common.rollout import Generation, needs_old_logprobs, prepared
-from klamp.hosts.trl import exact, measure, state, sync
+from klamp.hosts.trl import exact, fast_scoring, measure, state, sync
 from klamp.hosts.trl.session import Scoring, Session, only_scoring
 
 if TYPE_CHECKING:
@@ -54,13 +54,22 @@ class KLMixin(Host):
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         session = self._klamp
-        if session.seen is None:
-            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-        with exact.hidden_states(self, model, wanted=session.exact_rows > 0) as kept:
-            result = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-        hidden = exact.of_completions(kept, result[0].shape[1])
-        session.seen.append(Scoring(model, args, kwargs, result[0], hidden))
+        wanted = session.seen is not None and session.exact_rows > 0
+        fast = fast_scoring.scored(self, (model, *args), kwargs, hidden=wanted)
+        if fast is None:
+            with exact.hidden_states(self, model, wanted=wanted) as kept:
+                result = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+            hidden = exact.of_completions(kept, result[0].shape[1])
+        else:
+            result, hidden = (*fast[:2], None), fast[2]
+        if session.seen is not None:
+            session.seen.append(Scoring(model, args, kwargs, result[0], hidden))
         return result
+
+    def _host_class(self, method: str) -> type:
+        """The class whose method comes after klamp's."""
+        line = type(self).__mro__
+        return next(each for each in line[line.index(KLMixin) + 1 :] if method in vars(each))
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
@@ -73,6 +82,7 @@ class KLMixin(Host):
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         session, beta = self._klamp, self._refresh_beta()
+        fast_scoring.settle(self)
         with session.listening() as seen:
             output = super()._generate_and_score_completions(inputs)
         sync.watch(self, output)
@@ -120,7 +130,7 @@ class KLMixin(Host):
         session = self._klamp
         session.losses += 1
         beta = self._refresh_beta()
-        with session.listening() as seen:
+        with session.listening() as seen, session.learning(fast_scoring.learning_rows(self, inputs, beta)):
             if session.control is None or not session.control.kl.needs_reference:
                 loss = super()._compute_loss(model, inputs)
             else:

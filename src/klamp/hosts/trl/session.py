@@ -15,6 +15,7 @@ from klamp.core.term import KLTerm
 from klamp.errors import UnsupportedVersion
 from klamp.hosts.common.control import KLControl
 from klamp.hosts.common.window import Window
+from klamp.hosts.trl.fast_scoring import FastScoring
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,10 @@ class Session:
     """The standard deviation that the last advantages were divided by, in reward; None: there was none."""
     rewards: Tensor | None = None
     """The rewards of the last completions of all processes, a group in each row; None: there is no single one."""
+    fast: FastScoring | None = None
+    """klamp's scorer in the place of TRL's; None: nobody asked for it."""
+    learns: Tensor | None = None
+    """Which completions of the present loss have a gradient, [B]; None: any may."""
     seen: list[Scoring] | None = None
     """The calls of TRL's scoring method that were collected; None while nobody collects."""
 
@@ -86,6 +91,15 @@ class Session:
             yield self.seen
         finally:
             self.seen = outer
+
+    @contextmanager
+    def learning(self, rows: Tensor | None) -> Iterator[None]:
+        """A context in which only these completions have a gradient, [B]; None: any may."""
+        self.learns = rows
+        try:
+            yield
+        finally:
+            self.learns = None
 
     def note_rewards(self, completion_ids: list[Any], rewards: Tensor) -> None:
         """Remember the lengths of completions, and which of them have a reward."""

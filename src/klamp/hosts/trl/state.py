@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from klamp.errors import KLWarning
+from klamp.hosts.common.control import read_state
 
 FILE = "klamp_state.json"
 
@@ -34,7 +35,7 @@ def load(trainer: Any, folder: str | None) -> None:
         return
     path = Path(folder) / FILE
     if path.exists():
-        session.control.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
+        session.control.load_state_dict(read_state(path))
         return
     warnings.warn(
         f"The checkpoint {folder} holds no {FILE}: beta starts again from its configured value, and a reference length "

@@ -16,7 +16,9 @@ from klamp.errors import ConfigError, KLWarning
 from klamp.hosts.common.control import NEVER_ZERO
 from klamp.hosts.common.fields import kl_config
 from klamp.hosts.common.lr_guard import LearningRateGuard
+from klamp.hosts.common.policy_folder import policy_folder
 from klamp.hosts.common.refusals import warn_without_kl
+from klamp.hosts.trl import console, fast_scoring
 from klamp.hosts.trl.doctor import DoctorCallback
 from klamp.hosts.trl.exact import check_exact, why_not_exact
 from klamp.hosts.trl.mixin import KLMixin
@@ -33,8 +35,8 @@ class GRPOTrainer(KLMixin, trl.GRPOTrainer):
     where there is a KL.
 
     Args:
-        model: as in TRL. One that lives in memory only is copied for the reference, where TRL would load it again from
-            a path that does not exist.
+        model: as in TRL, or the folder of a checkpoint of klamp train. One that lives in memory only is copied for the
+            reference, where TRL would load it again from a path that does not exist.
         reward_funcs: as in TRL.
         args: `klamp.trl.GRPOConfig` (or TRL's own).
         positional: TRL's further arguments.
@@ -58,6 +60,7 @@ class GRPOTrainer(KLMixin, trl.GRPOTrainer):
         **options: Any,
     ) -> None:
         refuse_classes()
+        model, ref_model = (policy_folder(each) if isinstance(each, str) else each for each in (model, ref_model))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", KLWarning)  # said when the arguments were made
             kl = None if args is None else kl_config(args)
@@ -90,6 +93,7 @@ def _built_with(args: Any, *, reference: bool) -> Iterator[None]:
 def _join(trainer: Any, kl: KLConfig | None, own: Any, *, chosen: bool) -> None:
     """Give a trainer its session, and the reference where klamp supplies one."""
     trainer._klamp = session = Session.of(kl, max_length=trainer.max_completion_length)
+    session.fast = fast_scoring.asked_for(trainer.args)
     peft = hasattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config")
     if kl is not None:
         check_trainer(kl, trainer, peft=peft, own=own is not None)
@@ -106,6 +110,8 @@ def _join(trainer: Any, kl: KLConfig | None, own: Any, *, chosen: bool) -> None:
             callback.other_reference = callback.other_reference or chosen
     session.reference = _described(trainer, peft=peft, copied=own is not None, chosen=chosen)
     _choose_exact(trainer, kl)
+    fast_scoring.settle(trainer)
+    console.shorten(trainer)
     if session.control is not None and session.control.kl.kl_lr_guard is not None:
         trainer.add_callback(LearningRateGuard(partial(getattr, session.control, "rate_factor")))
     trainer._refresh_beta()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from klamp.config import KLConfig
 from klamp.errors import ConfigError, KLWarning
-from klamp.hosts.common.control import KLControl
+from klamp.hosts.common.control import KLControl, read_state
 from klamp.hosts.verl import names
 from klamp.hosts.verl.columns import PER_ROW, Sampled, Settings, columns, for_all_rows
 from klamp.hosts.verl.hooks import RewardController
@@ -111,7 +111,7 @@ class Driver:
         if not file.is_file():
             warnings.warn(f"{file} is missing: beta starts where it started once", KLWarning, stacklevel=2)
             return
-        for name, state in json.loads(file.read_text(encoding="utf-8")).items():
+        for name, state in read_state(file).items():
             if name in controls:
                 controls[name].load_state_dict(state)
 

@@ -21,6 +21,7 @@ LOSS_TYPES: Mapping[LossType, str] = {"dapo": "dapo", "grpo": "grpo", "dr_grpo":
 AROUND = (
     *("ref_model", "tokenizer", "dtype", "master_weights", "lora_r", "lora_alpha", "lora_target_modules"),
     *("advantage_baseline", "output_dir", "max_steps", "eval_every", "save_every", "resume"),
+    *("keep_checkpoints", "process_timeout"),
     *("log_completions", "log_completions_every", "log_answers", "report_to", "stop_on", "cpu", "backend", "model"),
 )
 """Fields that klamp honours around TRL's loop: models, advantages, the run's folder; besides those of the task."""
@@ -66,7 +67,6 @@ def trl_arguments(config: TrainConfig, folder: Path, *, processes: int, exact: i
         "max_grad_norm": optim.max_grad_norm,
         "gradient_checkpointing": config.model.gradient_checkpointing,
         "gradient_checkpointing_kwargs": {"use_reentrant": False} if config.model.gradient_checkpointing else None,
-        "save_total_limit": run.keep_checkpoints,
         **({} if exact is None else {"exact_kl_completions": exact}),
         **_rollout(config.rollout),
         **_loss(config.loss),
@@ -96,7 +96,7 @@ def part_size(config: TrainConfig, processes: int) -> int:
 
 def _rollout(rollout: RolloutConfig) -> dict[str, Any]:
     asked = rollout.sampler == "vllm" or rollout.sampler_url is not None
-    server = {"vllm_mode": "server", "vllm_server_base_url": rollout.sampler_url}
+    server = {"vllm_mode": "server", "vllm_server_base_url": rollout.sampler_url and str(rollout.sampler_url)}
     vllm = {"use_vllm": True, **({"vllm_mode": "colocate"} if rollout.sampler_url is None else server)}
     return {
         "num_generations": rollout.num_generations,

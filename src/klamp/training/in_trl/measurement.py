@@ -9,12 +9,12 @@ from torch import Tensor
 
 from klamp.core.objective import Objective, grpo_loss
 from klamp.hosts.common.loss import GATE_KL, KL_MASK, REFERENCE_LENGTH, loss_mask
-from klamp.training.completions import Completions
+from klamp.scoring.completions import Completions
+from klamp.scoring.scores import Scores
 from klamp.training.context import Context
 from klamp.training.in_trl.data import EXAMPLE
 from klamp.training.in_trl.trainer import Generated
 from klamp.training.rollouts import Rollout, totals_of
-from klamp.training.scoring import Scores
 from klamp.training.updates import UpdateOutput, batch_of, kl_from_old, named_losses, over_processes, share_of
 
 

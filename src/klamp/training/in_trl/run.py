@@ -10,16 +10,16 @@ from typing import Any
 
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer import TRAINER_STATE_NAME
+from trl.models import unwrap_model_for_generation
 
 from klamp.diagnostics.names import translate
 from klamp.errors import KlampError, TrainingStopped
 from klamp.training import checkpoint
 from klamp.training.context import Context
 from klamp.training.evaluation import Evaluation, evaluate
-from klamp.training.folders import checkpoint_folders, number_of
+from klamp.training.folders import number_of
 from klamp.training.in_trl.measurement import rollout_of, update_of
-from klamp.training.in_trl.trainer import RunTrainer
+from klamp.training.in_trl.trainer import RunTrainer, checkpoints
 from klamp.training.measurement import control_metrics
 from klamp.training.models import former_names
 from klamp.training.observers import Observer, RunInfo, RunSummary
@@ -54,8 +54,12 @@ class TRLRun(Run):
     def examine(self) -> Evaluation:
         """Every skill's score now, and some answers."""
         accelerator, plugin = self.trainer.accelerator, getattr(self.trainer.accelerator.state, "fsdp_plugin", None)
-        self.context.policy = policy = accelerator.unwrap_model(self.trainer.model_wrapped)
-        with gathered(policy, split_after_passes=plugin is not None and bool(plugin.reshard_after_forward)):
+        wrapped: Any = self.trainer.model_wrapped
+        self.context.policy = policy = accelerator.unwrap_model(wrapped)
+        with (
+            gathered(policy, split_after_passes=plugin is not None and bool(plugin.reshard_after_forward)),
+            unwrap_model_for_generation(wrapped, accelerator),  # under ZeRO-3 every process gets all weights
+        ):
             return evaluate(self.context)
 
     def reference_model(self) -> nn.Module | None:
@@ -82,7 +86,7 @@ class TRLRun(Run):
         if not self.before:
             self.before = self.after = self.evaluate()
         try:
-            with deferred_interrupts() as self.interrupt, former_names():
+            with deferred_interrupts() as self.interrupt, former_names(), self.context.peers.explaining():
                 if self.step < self.context.config.run.max_steps:
                     self.trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
         except KeyboardInterrupt as stop:
@@ -164,6 +168,7 @@ class AfterStep(TrainerCallback):
         """Start the clock of a step; TRL generates within the first of its updates."""
         if not self.run.outputs:
             self.run.started = time.perf_counter()
+            self.run.context.peers.at("sampling", step=self.run.step + 1)
 
     def on_log(
         self,
@@ -183,11 +188,6 @@ class AfterStep(TrainerCallback):
         self.run.tell(lambda o: o.on_checkpoint(self.run.step, folder))
 
 
-def checkpoints(output_dir: Path) -> list[Path]:
-    """TRL's complete checkpoints of a run, oldest first; its loop's state is written after weights and moments."""
-    return [folder for folder in checkpoint_folders(output_dir) if (folder / TRAINER_STATE_NAME).exists()]
-
-
 def newest(output_dir: Path) -> Path | None:
     """TRL's newest checkpoint of a run; None where it was killed before its first.
 
@@ -195,3 +195,15 @@ def newest(output_dir: Path) -> Path | None:
         RunFolderError: the folder is one of a run that had some.
     """
     return checkpoint.last_of(checkpoints(output_dir), output_dir, begin="checkpoint-")
+
+
+def whole_newest(output_dir: Path) -> Path | None:
+    """The same, read once to its last byte.
+
+    Raises:
+        RunFolderError: it is damaged; names the newest one that is whole.
+    """
+    folder = newest(output_dir)
+    if folder is not None:
+        checkpoint.check(folder)
+    return folder

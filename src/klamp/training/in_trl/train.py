@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from klamp.hosts.trl.versions import check_version
 
@@ -20,7 +22,8 @@ import torch  # noqa: E402  (the version is checked before TRL is opened up)
 from accelerate import Accelerator  # noqa: E402
 
 from klamp.config import build_objective  # noqa: E402
-from klamp.errors import ConfigError, KLWarning  # noqa: E402
+from klamp.config.addresses import Address  # noqa: E402
+from klamp.errors import ConfigError, KlampError, KLWarning, ModelError, without_credentials  # noqa: E402
 from klamp.hosts.common.exclusions import excluded_ids  # noqa: E402
 from klamp.hosts.trl.config import GRPOConfig  # noqa: E402
 from klamp.tasks.chat_format import chat_cautions  # noqa: E402
@@ -28,11 +31,12 @@ from klamp.training.config import TrainConfig  # noqa: E402
 from klamp.training.context import Context  # noqa: E402
 from klamp.training.in_trl.arguments import part_size, trl_arguments  # noqa: E402
 from klamp.training.in_trl.data import dataset_of, reward_function  # noqa: E402
-from klamp.training.in_trl.run import TRLRun, newest  # noqa: E402
+from klamp.training.in_trl.run import TRLRun, whole_newest  # noqa: E402
 from klamp.training.in_trl.trainer import RunTrainer  # noqa: E402
 from klamp.training.models import adapter_config, adapter_errors, former_names, output_size  # noqa: E402
 from klamp.training.observers import Observer, RunSummary  # noqa: E402
 from klamp.training.opening import opened_folder  # noqa: E402
+from klamp.training.peers import watched  # noqa: E402
 from klamp.training.runlog import RunLog, begin_trackers  # noqa: E402
 from klamp.training.setup import (  # noqa: E402
     Start,
@@ -62,15 +66,20 @@ def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSum
     check_vllm(config)
     check_devices(config)
     reference_kind(config)
-    with opened_folder(config) as folder:
+    with (
+        credentials_unsaid(config.rollout.sampler_url),
+        opened_folder(config) as folder,
+        watched(config, folder) as peers,
+    ):
         accelerator = make_accelerator(config, folder)
         try:
             part_size(config, accelerator.num_processes)
             check_split(config, accelerator)
             if config.run.resume:
-                newest(folder)
+                whole_newest(folder)
             start = load_start(config, accelerator, observers)
             context = context_of(config, folder, accelerator, start)
+            context.peers = peers
             run = TRLRun(context, [RunLog(accelerator), *observers], trainer_of(context, start))
             if config.run.resume:
                 run.resume()
@@ -127,16 +136,9 @@ def check_split(config: TrainConfig, accelerator: Accelerator) -> None:
     """Refuse ways to divide the weights among processes that a run cannot have.
 
     Raises:
-        ConfigError: DeepSpeed's ZeRO-3, float32 copies of 16-bit weights, or an FSDP that accelerate does not use here.
+        ConfigError: float32 copies of 16-bit weights, or an FSDP that accelerate does not use here.
     """
     split, plugin = is_used(accelerator), accelerator.state.deepspeed_plugin
-    if plugin is not None and plugin.zero_stage == 3:
-        raise ConfigError(
-            "klamp train does not run under DeepSpeed's ZeRO-3",
-            got="zero_stage 3",
-            why="under it all processes load a model together, and klamp lets the main process load first",
-            fix="use zero_stage 2, or FSDP2; or klamp.trl in a script of your own, which was run under ZeRO-3",
-        )
     copies = config.model.dtype == "bfloat16" and config.model.master_weights == "float32" and not config.model.lora_r
     if copies and (split or plugin is not None):
         raise ConfigError(
@@ -145,6 +147,16 @@ def check_split(config: TrainConfig, accelerator: Accelerator) -> None:
             why="FSDP2 and DeepSpeed put their own weights into the optimizer in the place of the copies",
             fix="set dtype='float32' or master_weights='none', or use backend='local', which divides them under FSDP2",
         )
+
+
+def save_whole_models(plugin: Any) -> None:
+    """Have DeepSpeed's ZeRO-3 put the model together in each checkpoint, which holds its parts alone else.
+
+    Args:
+        plugin: accelerate's settings of DeepSpeed, of TRL's arguments; None: it is not used.
+    """
+    if plugin is not None and plugin.zero_stage == 3:
+        plugin.deepspeed_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
 
 
 def context_of(config: TrainConfig, folder: Path, accelerator: Accelerator, start: Start) -> Context:
@@ -180,14 +192,54 @@ def trainer_of(context: Context, start: Start) -> RunTrainer:
     reference = load_reference(config, start.model) if named else None
     with former_names(), adapter_errors(model):
         warnings.simplefilter("ignore", KLWarning)  # said when the configuration was made
-        return RunTrainer(
-            config,
-            start.stop,
-            model=start.model,
-            ref_model=reference,
-            reward_funcs=reward_function(context),
-            args=GRPOConfig(**given, use_cpu=cpu, dataloader_pin_memory=not cpu),
-            train_dataset=dataset_of(start.task),
-            processing_class=start.tokenizer,
-            peft_config=adapter_config(model) if model.lora_r else None,
-        )
+        args = GRPOConfig(**given, use_cpu=cpu, dataloader_pin_memory=not cpu)
+        save_whole_models(args.deepspeed_plugin)
+        with whole_address(args, config.rollout.sampler_url):
+            return RunTrainer(
+                config,
+                start.stop,
+                model=start.model,
+                ref_model=reference,
+                reward_funcs=reward_function(context),
+                args=args,
+                train_dataset=dataset_of(start.task),
+                processing_class=start.tokenizer,
+                peft_config=adapter_config(model) if model.lora_r else None,
+            )
+
+
+@contextmanager
+def whole_address(args: GRPOConfig, url: str | None) -> Iterator[None]:
+    """A context in which TRL's arguments hold the address of vLLM's server with its user and password.
+
+    TRL's client takes it from there; afterwards they are without, since TRL saves its arguments with each checkpoint.
+    """
+    if isinstance(url, Address):
+        args.vllm_server_base_url = url.whole
+    try:
+        yield
+    finally:
+        args.vllm_server_base_url = url and str(url)
+
+
+@contextmanager
+def credentials_unsaid(url: str | None) -> Iterator[None]:
+    """A context in which no error of TRL's client shows the user and the password of its server's address.
+
+    Raises:
+        ModelError: in the place of an error that does.
+    """
+    try:
+        yield
+    except KlampError:
+        raise
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        if not (isinstance(url, Address) and url.has_secrets) or without_credentials(text) == text:
+            raise
+        raise ModelError(
+            "vLLM's server does not answer TRL as it should",
+            got=f"sampler_url={str(url)!r}, with a user",
+            why=text,
+            fix="check the address, the user and the password; a run that had begun goes on with --resume",
+        ) from None  # which would show them

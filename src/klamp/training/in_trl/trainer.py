@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import trl
@@ -12,12 +14,17 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase
 from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from klamp.core.advantages import group_advantages
 from klamp.errors import UnsupportedVersion
 from klamp.hosts.trl.trainer import GRPOTrainer
+from klamp.training.checkpoint import UNWRITABLE
 from klamp.training.config import TrainConfig
+from klamp.training.folders import checkpoint_folders, lost
 from klamp.training.in_trl.data import StepOrder
+from klamp.training.peers import is_wait_in_vain
+from klamp.training.seals import SEAL, seal
 from klamp.training.setup import adamw, schedule_of
 from klamp.training.updates import not_finite
 
@@ -118,6 +125,23 @@ class RunTrainer(GRPOTrainer, OwnAdvantages):
             self._created_lr_scheduler = True
         return self.lr_scheduler
 
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """TRL's, which writes in place: what it cannot finish goes; once it is sealed, all but the newest go."""
+        folder = Path(str(self.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        keep = self.config.run.keep_checkpoints
+        try:
+            super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()  # sharded by FSDP2, each process writes a part
+            if self.accelerator.is_main_process:
+                seal(folder)
+                for old in checkpoints(folder.parent.parent)[:-keep]:
+                    rmtree(old)
+        except UNWRITABLE as error:
+            if is_wait_in_vain(error):
+                raise
+            rmtree(folder, ignore_errors=True)
+            raise lost(folder.parent.parent, error) from error
+
     def _get_train_sampler(self, dataset: Any = None) -> Sampler[int]:
         rows: Any = self.train_dataset if dataset is None else dataset
         return StepOrder(self.config, len(rows))
@@ -157,6 +181,12 @@ class RunTrainer(GRPOTrainer, OwnAdvantages):
         if not bool(isfinite(loss)):
             raise not_finite("the loss is not finite", f"loss {float(loss.detach())}")
         return loss
+
+
+def checkpoints(output_dir: Path) -> list[Path]:
+    """TRL's complete checkpoints of a run, oldest first."""
+    found = checkpoint_folders(output_dir)
+    return [each for each in found if each.name.startswith(PREFIX_CHECKPOINT_DIR) and (each / SEAL).exists()]
 
 
 def check_prompts_stand(rows: Any, output: Any, tokenizer: PreTrainedTokenizerBase) -> None:

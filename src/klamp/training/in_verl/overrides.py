@@ -15,6 +15,7 @@ from klamp.tasks.base_model import base_model_folder
 from klamp.tasks.filler import builtin_model
 from klamp.tasks.named_models import NAMED_MODELS, named_model_folder
 from klamp.training.config import OptimConfig, TrainConfig
+from klamp.training.hub import weights_folder
 from klamp.training.in_verl.layout import Layout
 from klamp.training.verl_refusals import OF_VERL
 
@@ -35,6 +36,7 @@ NO_DUAL_CLIP = 1e9
 """verl's second bound of the ratio, where advantages are negative, out of reach: klamp's loss has none."""
 
 MODEL, ROLLOUT, REWARD = "actor_rollout_ref.model", "actor_rollout_ref.rollout", "reward.custom_reward_function"
+CHECKPOINT, RESUMED = "actor_rollout_ref.actor.checkpoint", ("model", "optimizer", "extra")
 TOLD = "+ray_kwargs.ray_init.runtime_env.env_vars"
 
 AROUND = (
@@ -43,7 +45,7 @@ AROUND = (
 )
 """Fields that klamp honours around verl; besides those of the task."""
 
-WITHOUT_MEANING = ("service_timeout",)
+WITHOUT_MEANING = ("service_timeout", "process_timeout")
 """Fields that speak of another backend."""
 
 
@@ -89,7 +91,8 @@ def model_path(config: TrainConfig) -> str:
         return str(base_model_folder(builtin_model(config.task.task)).absolute())
     if name in NAMED_MODELS:
         return str(named_model_folder(name).absolute())
-    return str(Path(name).absolute()) if Path(name).is_dir() else name
+    folder = weights_folder(name)
+    return str(Path(folder).absolute()) if Path(folder).is_dir() else folder
 
 
 def _data(config: TrainConfig, layout: Layout) -> dict[str, Any]:
@@ -200,6 +203,9 @@ def _trainer(config: TrainConfig, layout: Layout) -> dict[str, Any]:
         "trainer.save_freq": run.save_every or run.max_steps,
         "trainer.test_freq": run.eval_every or run.max_steps,
         "trainer.val_before_train": not run.resume,
+        # the shards to go on from; with all weights, beside them the model as it is loaded
+        f"{CHECKPOINT}.save_contents": (*RESUMED, *(() if config.model.lora_r else ("hf_model",))),
+        f"{CHECKPOINT}.load_contents": RESUMED,
         "trainer.max_actor_ckpt_to_keep": run.keep_checkpoints,
         "trainer.resume_mode": "auto" if run.resume else "disable",
         "trainer.default_local_dir": str(layout.checkpoints),

@@ -8,15 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from klamp.errors import TrainerFailed
+from klamp.errors import KlampError, TrainerFailed
 from klamp.training import checkpoint
 from klamp.training.context import Context
+from klamp.training.folders import lost
 from klamp.training.in_verl.layout import Layout
 from klamp.training.in_verl.measurement import LogReader, metrics_of, scores_of
 from klamp.training.in_verl.process import Child
 from klamp.training.observers import Observer, RunInfo, RunSummary
 from klamp.training.run import Interrupt, Run, deferred_interrupts
+from klamp.training.seals import SEAL, seal
 
+FULL = ("No space left on device", "Disk quota exceeded", "PytorchStreamWriter failed writing")
+"""How a line of verl's output says that the disk is full."""
 POLL = 0.2
 """Seconds between two looks at the log."""
 
@@ -44,12 +48,14 @@ class VerlRun(Run):
         """Continue from verl's newest checkpoint, with what was measured until then; from the start if there is none.
 
         Raises:
-            RunFolderError: the folder is one of a run that had some.
+            RunFolderError: the folder is one of a run that had some, or it is damaged.
         """
         newest = self.layout.newest_step()
         found = [self.layout.checkpoint(newest)] if newest else []
         if checkpoint.last_of(found, self.context.output_dir, begin="global_step_") is None:
             return
+        if (found[0] / SEAL).exists():  # klamp was there when it was complete
+            checkpoint.check(found[0], besides=f", and write the number of another one into {self.layout.newest}")
         self.step = self.saved = newest
         self.after = self.recall()
 
@@ -64,13 +70,18 @@ class VerlRun(Run):
         try:
             with deferred_interrupts() as interrupt, self.child:
                 self._follow(interrupt)
+                if self.step < self.context.config.run.max_steps:
+                    raise self._failed(
+                        f"verl ended after step {self.step} of {self.context.config.run.max_steps}",
+                        got=f"exit code {self.child.code}",
+                    )
         except KeyboardInterrupt as stop:
             raise self.stopped(*self._kept()) from stop
-        if self.step < self.context.config.run.max_steps:
-            raise self._failed(
-                f"verl ended after step {self.step} of {self.context.config.run.max_steps}",
-                got=f"exit code {self.child.code}",
-            )
+        except KlampError as error:
+            step, folder = self._kept()
+            if folder is not None:
+                error.add_note(f"  the state after step {step} is saved in {folder}")
+            raise
         return self._summary(time.monotonic() - started, self.after)
 
     def _follow(self, interrupt: Interrupt) -> None:
@@ -116,7 +127,17 @@ class VerlRun(Run):
         newest = self.layout.newest_step()
         if newest > self.saved:
             self.saved = newest
+            self._seal(self.layout.checkpoint(newest))
             self.tell(lambda o: o.on_checkpoint(newest, self.layout.checkpoint(newest)))
+
+    def _seal(self, folder: Path) -> None:
+        """Note the checksums of a checkpoint that verl calls complete; it may delete it meanwhile, for newer ones."""
+        try:
+            seal(folder)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise lost(self.context.output_dir, error) from error
 
     def _check_heard(self) -> None:
         limit = self.context.config.run.stall_timeout
@@ -127,14 +148,15 @@ class VerlRun(Run):
                 why="its driver waits for ever where a worker or an engine has died",
             )
 
-    def _failed(self, what: str, *, got: str, why: str = "") -> TrainerFailed:
-        step, folder = self._kept()
-        kept = f"; the state after step {step} is saved in {folder}" if folder else ""
+    def _failed(self, what: str, *, got: str, why: str = "") -> KlampError:
         shown = self.child.last_lines()
+        full = next((line for line in shown.splitlines() if any(words in line for words in FULL)), None)
+        if full is not None:
+            return lost(self.context.output_dir, OSError(full))
         return TrainerFailed(
             what,
             got=f"{got}; the end of {self.layout.output}:\n{shown}" if shown else got,
-            why=f"{why}{kept}".removeprefix("; "),
+            why=why,
             fix="read the log; raise stall_timeout where a step takes longer than that; "
             "--dry_run prints the command to try by hand",
         )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from klamp.errors import ConfigError, KlampError, ModelError
+from klamp.errors import ConfigError, KlampError, ModelError, without_credentials
 from klamp.hosts.tinker.versions import load_tinker
 
 HOSTED = "the hosted service"
@@ -63,8 +63,8 @@ class Connection:
 
     @property
     def where(self) -> str:
-        """The address of the server, in words."""
-        return os.environ.get("TINKER_BASE_URL") or HOSTED
+        """The address of the server, in words; without credentials."""
+        return without_credentials(os.environ.get("TINKER_BASE_URL", "")) or HOSTED
 
     def ask(self, what: str, call: Callable[[], Any]) -> Any:
         """Make a call to the service on a thread of its own, with a limit on the wait: the SDK may wait for ever.

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from klamp.scoring.completions import Completions
 from klamp.tasks.base import Example
-from klamp.training.completions import Completions
 from klamp.training.context import Context
 from klamp.training.evaluation import Evaluation, evaluated
 from klamp.training.own_answers import probabilities

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from klamp.core.checks import check_logprobs
 from klamp.errors import ConfigError
 from klamp.hosts.tinker.reference import compute_reference_logprobs
+from klamp.scoring.completions import Completions
+from klamp.scoring.scores import Scores
 from klamp.tasks.base import Example
-from klamp.training.completions import Completions
 from klamp.training.context import Context
 from klamp.training.sampling import encode_prompts
-from klamp.training.scoring import Scores
 from klamp.training.service.connection import Connection
 
 

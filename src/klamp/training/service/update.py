@@ -11,9 +11,9 @@ from torch import Tensor
 from klamp.core.objective import Objective, grpo_loss
 from klamp.diagnostics.statistics import pad_tokens
 from klamp.errors import KlampError
+from klamp.scoring.scores import Scores
 from klamp.training.context import Context
 from klamp.training.rollouts import Rollout
-from klamp.training.scoring import Scores
 from klamp.training.service.connection import Connection
 from klamp.training.service.rollout import token_lists
 from klamp.training.updates import (

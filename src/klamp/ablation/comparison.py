@@ -1,0 +1,215 @@
+"""Compares runs that are there already: the table and the pictures that an ablation of them would have had.
+
+The folder of a comparison is that of an ablation: `runs/NAME/` has the small files of each run and its outcome.json, so
+that reports are made from it as usual. The runs themselves are read, and nothing is written into their folders.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from klamp.ablation.execute import Result, write_results
+from klamp.ablation.one_run import finished, outcome_of
+from klamp.ablation.outcome import read_outcome, write_outcome
+from klamp.ablation.plan import KL_PROMPTS, Arm, Run, check_measured, folder_name, run_folder, shown
+from klamp.diagnostics.watch import ALARMS_FILE
+from klamp.errors import DataError, RunFolderError
+from klamp.tasks.files import json_of
+from klamp.training.config import TrainConfig
+from klamp.training.folders import (
+    ANSWERS,
+    CAUTIONS,
+    COMPLETIONS,
+    CONFIG,
+    METRICS_FILE,
+    RUNS,
+    SUMMARY,
+    VERSIONS,
+    free_folder,
+)
+from klamp.training.lock import LOCK, held
+from klamp.training.runners import newest_policy
+from klamp.training.whole_files import write_whole
+
+COMPARED = "compared.json"
+"""The file in the folder of a comparison that says which checkpoints were compared."""
+KEPT = (CONFIG, VERSIONS, METRICS_FILE, COMPLETIONS, ANSWERS, ALARMS_FILE, CAUTIONS, SUMMARY)
+"""The files of a run that its comparison keeps."""
+NO_VARIANT = (
+    *("seed", "output_dir", "resume", "report_to", "eval_every", "save_every", "keep_checkpoints"),
+    *("log_completions", "log_completions_every", "log_answers", "exact_kl_completions", "cpu", "stop_on"),
+    *("process_timeout", "service_timeout", "stall_timeout"),
+)
+"""Fields in which runs may differ and be the same variant: they change what is written, not what is learnt."""
+SAME_TASK = ("train_size", "reward_timeout")
+"""Fields of a task in which it may differ and still ask and score the same held-out prompts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """One of the runs that are compared."""
+
+    run: Run
+    """The run as an ablation would have it: its arm is what sets it apart from the others."""
+    folder: Path
+    """Its own folder."""
+
+
+def as_runs(given: Sequence[tuple[Path, TrainConfig]], *, kl_prompts: int = KL_PROMPTS) -> tuple[Compared, ...]:
+    """The runs of some folders, their arms named by the fields in which they differ.
+
+    Args:
+        given: folder and configuration of each run.
+        kl_prompts: held-out prompts of each skill, at most, that the KL is measured on.
+
+    Raises:
+        DataError: one that is not over; two that had not the same task, or are the same variant with the same seed.
+        ConfigError: one whose policy cannot be measured.
+    """
+    flat = [config.flat() for _, config in given]
+    for (folder, config), values in zip(given, flat, strict=True):
+        _check_task(given[0], (folder, config))
+        check_measured(config, f"in {folder / CONFIG}")
+        _check_finished(folder, values["max_steps"])
+    names = [name for name in flat[0] if name not in NO_VARIANT and len({repr(values[name]) for values in flat}) > 1]
+    found: list[Compared] = []
+    for (folder, config), values in zip(given, flat, strict=True):
+        own = {name: values[name] for name in names}
+        arm = Arm(name=" ".join(f"{name}={shown(value)}" for name, value in own.items()) or "base", values=own)
+        seed = config.run.seed
+        run = Run(name=f"{folder_name(arm.name)}_seed-{seed}", arm=arm, seed=seed, config=config, kl_prompts=kl_prompts)
+        found.append(Compared(run=run, folder=folder))
+    _refuse_twice(found)
+    return tuple(found)
+
+
+def compare(compared: Sequence[Compared], folder: Path, told: Callable[[Run], None] = lambda run: None) -> Result:
+    """Measure every run that is not measured yet, then write the table and the pictures.
+
+    Args:
+        compared: see `as_runs`.
+        folder: where; one that holds this comparison is continued.
+        told: told of each run before it is measured.
+
+    Raises:
+        RunFolderError: the folder holds something else, or another process works in it.
+        KlampError: a model or a task that cannot be loaded.
+    """
+    check_folder(compared, folder)
+    (folder / RUNS).mkdir(parents=True, exist_ok=True)
+    with held(folder, by="klamp ablate"):
+        write_whole(folder / COMPARED, json.dumps(_content(compared), indent=2))
+        for each in compared:
+            own = run_folder(folder, each.run)
+            if read_outcome(own) is None:
+                told(each.run)
+                _measure(each, own)
+        return write_results([each.run for each in compared], folder)
+
+
+def find_folder(compared: Sequence[Compared], root: Path = Path("runs")) -> Path:
+    """The folder below `root` that holds this comparison, else the next free one."""
+    swept = dict.fromkeys(name for each in compared for name in each.run.arm.values)
+    stem = f"comparison-{folder_name('-'.join(swept) or 'seeds')}"
+    held_there = (each for each in sorted(root.glob(f"{stem}-[0-9][0-9][0-9]")) if _held(each) == _content(compared))
+    return next(held_there, None) or free_folder(root, stem)
+
+
+def check_folder(compared: Sequence[Compared], folder: Path) -> None:
+    """Refuse a folder that holds anything but this comparison; nothing is written.
+
+    Raises:
+        RunFolderError: it does, or it is a file.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise RunFolderError("the output folder is a file", got=str(folder), fix="choose another --output_dir")
+    if not folder.is_dir() or all(each.name == LOCK for each in folder.iterdir()):
+        return
+    if _held(folder) != _content(compared):
+        raise RunFolderError(
+            "the output folder holds other files, or the comparison of other runs",
+            got=str(folder),
+            why="a comparison never writes over what is there",
+            fix="choose another --output_dir, or leave it out",
+        )
+
+
+def _measure(each: Compared, own: Path) -> None:
+    summary = finished(each.folder, each.run.config.run.max_steps)
+    assert summary is not None, "it was checked"
+    outcome = outcome_of(each.run, each.folder, summary)
+    own.mkdir(exist_ok=True)
+    for name in KEPT:
+        if (each.folder / name).is_file():
+            shutil.copyfile(each.folder / name, own / name)
+    write_outcome(own, outcome)
+
+
+def _content(compared: Sequence[Compared]) -> dict[str, Any]:
+    """What tells a comparison from another one: the checkpoints, and on how many prompts they are measured."""
+    return {
+        "kl_prompts": sorted({each.run.kl_prompts for each in compared}),
+        "runs": {each.run.name: str((newest_policy(each.folder) or each.folder).resolve()) for each in compared},
+    }
+
+
+def _held(folder: Path) -> object:
+    """What the folder of a comparison says of it; None where it says nothing."""
+    try:
+        return json_of((folder / COMPARED).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def _check_task(first: tuple[Path, TrainConfig], other: tuple[Path, TrainConfig]) -> None:
+    one, another = (vars(config.task) for _, config in (first, other))
+    for name in one:
+        if one[name] != another[name] and name not in SAME_TASK:
+            raise DataError(
+                "these runs cannot be compared: they had not the same task",
+                got=f"{name} is {shown(one[name])!r} in {first[0]} and {shown(another[name])!r} in {other[0]}",
+                why="their scores are of different prompts or rewards, and one table would mix them",
+                fix="name runs of one task, or score each with klamp evaluate --checkpoint FOLDER --task NAME",
+            )
+
+
+def _check_finished(folder: Path, steps: int) -> None:
+    try:
+        summary = finished(folder, steps)
+    except (ValueError, TypeError, LookupError, OSError) as error:
+        raise DataError(
+            "the summary of a run is damaged",
+            got=str(folder / SUMMARY),
+            why=f"{type(error).__name__}: {error}",
+            fix=f"finish the run again: {_resumed(folder)}",
+        ) from error
+    if summary is None:
+        raise DataError(
+            "a run is not finished",
+            got=str(folder),
+            why=f"it has no checkpoint, or no summary of {steps} steps",
+            fix=f"finish it: {_resumed(folder)}",
+        )
+
+
+def _resumed(folder: Path) -> str:
+    return f"klamp train --config {folder / CONFIG} --output_dir {folder} --resume"
+
+
+def _refuse_twice(found: Sequence[Compared]) -> None:
+    twice = next((name for name, count in Counter(each.run.name for each in found).items() if count > 1), None)
+    if twice is None:
+        return
+    same = [each for each in found if each.run.name == twice]
+    raise DataError(
+        "two runs are the same variant with the same seed",
+        got=f"{same[0].folder} and {same[1].folder}",
+        why=f"both are {same[0].run.arm.name!r}, seed {same[0].run.seed}: their numbers would count twice",
+        fix="name one of them",
+    )

@@ -1,0 +1,276 @@
+"""`klamp evaluate --checkpoint FOLDER`: what a policy that is there scores, how far it went, what it kept."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from klamp.cli.columns import Scale, fixed
+from klamp.cli.fields import fields_of
+from klamp.cli.flags import read_own
+from klamp.cli.options import EvaluateOptions
+from klamp.cli.pages import EVALUATED
+from klamp.cli.tables import show_paragraph, show_table
+from klamp.cli.train_fields import fields as train_fields
+from klamp.cli.train_fields import read_train_flag
+from klamp.errors import ConfigError, KLWarning, RunFolderError
+
+if TYPE_CHECKING:  # imported by the command only
+    from klamp.ablation.outcome import Outcome
+    from klamp.training.config import TrainConfig
+
+OF_ANY_TASK = ("eval_size", "task_seed", "reward_timeout")
+"""Fields of a task that another task takes over from it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateRequest:
+    """What a command line of `klamp evaluate` asks for."""
+
+    options: EvaluateOptions
+    """The options of `klamp evaluate` itself."""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Field of `klamp train` -> value that takes the place of the run's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """The policy that is evaluated."""
+
+    config: TrainConfig
+    """The configuration to evaluate it with; its model is the start, or without one the policy."""
+    weights: str | None
+    """Folder (or id) of the policy, or of its adapter; None: it is the configuration's model."""
+    start: str | None
+    """The model that training started from; None: not known."""
+    steps: int | None = None
+    """The number of steps that the checkpoint's name tells; None: it is no checkpoint."""
+
+
+def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
+    """Run `klamp evaluate` with these arguments; returns the exit code.
+
+    Args:
+        argv: the arguments after `evaluate`.
+        stream: where the numbers go; None: stdout.
+
+    Raises:
+        KlampError: a checkpoint, a task or a flag that cannot be used; the caller shows it.
+    """
+    out = sys.stdout if stream is None else stream
+    request = read_request(argv)
+    options = request.options
+    if options.output is not None and not options.output.absolute().parent.is_dir():
+        folder = str(options.output.parent)
+        raise RunFolderError("the folder of the output does not exist", got=folder, fix="make it first")
+    subject = find_subject(request)
+    from transformers.utils.logging import disable_progress_bar
+
+    from klamp.ablation.evaluate import evaluate
+
+    disable_progress_bar()
+    found = evaluate(subject.config, subject.weights, start=subject.start is not None, prompts=options.kl_prompts)
+    text = json.dumps(as_object(options.checkpoint or "", subject, found), indent=2)
+    if options.output is not None:
+        options.output.write_text(text + "\n", encoding="utf-8")
+    if options.json:
+        print(text, file=out, flush=True)
+    else:
+        show(options.checkpoint or "", subject, found, out)
+    return 0
+
+
+def read_request(argv: Sequence[str]) -> EvaluateRequest:
+    """What a command line of `klamp evaluate` asks for.
+
+    Raises:
+        UnknownNameError: an unknown flag; names the nearest.
+        ConfigError: a value that cannot be read, or no checkpoint.
+    """
+    taken = {f"--{name}" for name in EVALUATED}
+    taken |= {f"--no_{name}" for name in EVALUATED if train_fields()[name].is_switch}
+    given, others = read_own(fields_of(EvaluateOptions), argv, command="klamp evaluate", others=taken)
+    options = EvaluateOptions(**given)
+    if not options.checkpoint:
+        raise ConfigError(
+            "--checkpoint is missing",
+            why="there is nothing to evaluate",
+            fix="klamp evaluate --checkpoint FOLDER: a run's folder, one of its checkpoints, or any model",
+        )
+    return EvaluateRequest(options=options, changes=dict(read_train_flag(flag, texts) for flag, texts in others))
+
+
+def find_subject(request: EvaluateRequest) -> Subject:
+    """The policy that `--checkpoint` names, with the configuration of its run where it has one.
+
+    Raises:
+        RunFolderError: a run without a checkpoint.
+        ConfigError: a run whose weights cannot be had, or flags that do not fit it.
+        DataError: a damaged configuration.
+    """
+    from klamp.records.klamp_run import read_config
+
+    checkpoint, changes = request.options.checkpoint or "", dict(request.changes)
+    start = changes.pop("ref_model", None)
+    found = _in_a_run(Path(checkpoint).expanduser().resolve())
+    if found is None:
+        named = {"model": start or checkpoint, "tokenizer": None if start is None else checkpoint}
+        return Subject(config=_config(named | changes), weights=None if start is None else checkpoint, start=start)
+    run, saved = found
+    config = read_config(run)[1]
+    if saved is None:
+        raise RunFolderError(
+            "the run has no checkpoint",
+            got=str(run),
+            why="the weights of a policy are in its checkpoints",
+            fix="let it take its first steps, or name another run",
+        )
+    _check_weights(config, run, start)
+    values = config.flat() | {"resume": False, "output_dir": None}
+    if start is not None:
+        values |= {"model": start, "tokenizer": values["tokenizer"] or values["model"]}
+    from klamp.training.folders import number_of
+    from klamp.training.runners import policy_in
+
+    steps = number_of(saved) if saved.name.startswith("step-") else None
+    return Subject(
+        config=_config(_with_task(values, changes)), weights=str(policy_in(saved)), start=values["model"], steps=steps
+    )
+
+
+def _in_a_run(folder: Path) -> tuple[Path, Path | None] | None:
+    """The run that a folder is or belongs to, and the checkpoint that it names; None: it belongs to no run.
+
+    Of a run, the newest checkpoint; None where it has none yet.
+    """
+    from klamp.records.klamp_run import is_klamp_run
+    from klamp.training.folders import CHECKPOINTS, NAMED, checkpoint_folders
+
+    if is_klamp_run(folder):
+        saved = checkpoint_folders(folder)
+        return folder, saved[-1] if saved else None
+    for checkpoint in (folder, folder.parent):  # the checkpoint itself, or the model in it
+        run = checkpoint.parent.parent
+        if NAMED.fullmatch(checkpoint.name) and checkpoint.parent.name == CHECKPOINTS and is_klamp_run(run):
+            return run, checkpoint
+    return None
+
+
+def _check_weights(config: TrainConfig, run: Path, start: str | None) -> None:
+    from klamp.ablation.plan import check_measured
+
+    check_measured(config, f"in {run / 'config.yaml'}")
+    if start is not None and config.model.lora_r:
+        raise ConfigError(
+            "--ref_model cannot be given for an adapter",
+            got=f"--ref_model {start}, lora_r={config.model.lora_r} in {run / 'config.yaml'}",
+            why="an adapter belongs to the model that it was trained on, which is its start",
+            fix="leave --ref_model out",
+        )
+
+
+def _with_task(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with the changes; another task brings its own reward and columns."""
+    from klamp.tasks.config import TaskConfig
+
+    kept = dict(values)
+    if changes.get("task", kept["task"]) != kept["task"]:
+        kept |= {each.name: each.default for each in fields(TaskConfig) if each.name not in OF_ANY_TASK}
+    return kept | dict(changes)
+
+
+def _config(values: Mapping[str, Any]) -> TrainConfig:
+    from klamp.training.config import TrainConfig
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", KLWarning)  # of a KL that nobody is about to train with
+        return TrainConfig.from_flat(values)
+
+
+def as_object(checkpoint: str, subject: Subject, found: Outcome) -> dict[str, Any]:
+    """The evaluation as an object of JSON.
+
+    Args:
+        checkpoint: as it was named.
+        subject: what was evaluated.
+        found: what came of it.
+    """
+    from klamp.ablation.columns import retained_after, retained_before, retained_loss
+
+    return {
+        "checkpoint": checkpoint,
+        "weights": subject.weights or subject.config.model.model,
+        "steps": subject.steps,
+        "start": subject.start,
+        "task": subject.config.task.task,
+        "rl_skill": found.rl_skill,
+        "scores": dict(found.after),
+        "before": dict(found.before),
+        "retained": {
+            "before": retained_before(found),
+            "after": retained_after(found),
+            "forgotten": retained_loss(found),
+        },
+        **found.numbers,
+    }
+
+
+def show(checkpoint: str, subject: Subject, found: Outcome, out: TextIO) -> None:
+    """Print the evaluation: the skills, the KL to the start, what was kept.
+
+    Args:
+        checkpoint: as it was named.
+        subject: what was evaluated.
+        found: what came of it.
+        out: where to.
+    """
+    from klamp.ablation.columns import retained_after, retained_before, retained_loss
+
+    scale = Scale.of(found.before, found.after)
+    steps = "" if subject.steps is None else f", after {subject.steps} steps"
+    print(f"{checkpoint}{steps}; greedy answers to held-out prompts of {subject.config.task.task}\n", file=out)
+    rows = [
+        (
+            f"{skill} (trained)" if skill == found.rl_skill and subject.start is not None else skill,
+            scale.write(found.before.get(skill)),
+            scale.write(score),
+            scale.change(found.before.get(skill), score),
+        )
+        for skill, score in found.after.items()
+    ]
+    show_table(out, "skills", ("", "start", "now", "change"), rows)
+    print(file=out)
+    if subject.start is None:
+        show_paragraph(out, "no start is known, so there is no KL and no retention: --ref_model names it", label="KL")
+        return
+    show_table(out, f"exact KL to the start, {subject.start}", ("", *DIRECTIONS), _kl_rows(found))
+    after = retained_after(found)
+    if after is not None:
+        kept, lost = scale.write(retained_before(found)), scale.change(0.0, retained_loss(found)).lstrip("+")
+        print(file=out)
+        show_paragraph(
+            out, f"{scale.write(after)} of {kept}, the mean of the other skills; {lost} forgotten", label="retention"
+        )
+
+
+DIRECTIONS = {"KL(policy‖start)": "reverse", "KL(start‖policy)": "forward"}
+"""Heading -> how the names of its numbers end."""
+
+
+def _kl_rows(found: Outcome) -> list[tuple[str, ...]]:
+    prompts = {"kl": found.rl_skill, "kl_retained": "the other skills"}
+    units = {"": "nats per token", "_sequence": "nats per completion"}
+    return [
+        (
+            f"{prompts[group]}, {unit}",
+            *(fixed(4)(found.numbers[f"{group}/{each}{end}"]) for each in DIRECTIONS.values()),
+        )
+        for group in prompts
+        for end, unit in units.items()
+        if f"{group}/reverse{end}" in found.numbers
+    ]

@@ -1,0 +1,104 @@
+// What charts are computed with: numbers as text, axes and their ticks, smoothing, the part of a curve in a range.
+const plot = (() => {
+  const STEPS = [1, 2, 2.5, 5, 10];
+  const LOG_STEPS = [1, 2, 5];
+
+  // A number as people write it, as klamp.report.numerals has it.
+  function write(value, digits = 4) {
+    if (value === null || value === undefined) return "–";
+    if (Number.isNaN(value)) return "NaN";
+    const sign = value < 0 ? "−" : "", size = Math.abs(value);
+    if (size === 0 || size === Infinity) return `${sign}${size ? "∞" : "0"}`;
+    const isPlain = size >= 1e-4 && size < 1e6;
+    const decimals = Math.max(0, isPlain ? digits - 1 - Math.floor(Math.log10(size)) : digits - 1);
+    const [mantissa, power] = (isPlain ? size.toFixed(decimals) : size.toExponential(decimals)).split("e");
+    const short = mantissa.includes(".") ? mantissa.replace(/\.?0+$/, "") : mantissa;
+    return `${sign}${short}${power ? `e${power.replace("+", "").replace("-", "−")}` : ""}`;
+  }
+  // The number in a cell of a table: null where there is none.
+  function read(text) {
+    if (text === "–") return null;
+    if (text.endsWith("∞")) return text.startsWith("−") ? -Infinity : Infinity;
+    return Number(text.replaceAll("−", "-"));
+  }
+
+  // The exponentially weighted mean of the values so far: each weighs less by 1/e for every `span` that lies behind.
+  function smooth(xs, ys, span) {
+    let sum = 0, weight = 0, last = null;
+    return ys.map((y, i) => {
+      if (!Number.isFinite(y)) return y;
+      const keep = last === null ? 0 : Math.exp((last - xs[i]) / span);
+      [sum, weight, last] = [keep * sum + y, keep * weight + 1, xs[i]];
+      return sum / weight;
+    });
+  }
+
+  // The points from one x to another; where a line crosses an edge, it is cut there.
+  function clip(points, from, to) {
+    const found = [];
+    points.forEach(([x, y], i) => {
+      const [before, low] = points[i - 1] ?? [x, NaN];
+      for (const edge of [from, to]) {
+        if (before < edge && edge < x && Number.isFinite(low + y)) {
+          found.push([edge, low + ((y - low) * (edge - before)) / (x - before)]);
+        }
+      }
+      if (x >= from && x <= to) found.push([x, y]);
+    });
+    return found;
+  }
+
+  // The axis with room for these values: linear, or logarithmic away from 0 (asinh, linear below its knee).
+  function axis(values, { include = [], log = false, knee = null } = {}) {
+    const finite = values.filter(Number.isFinite).map((value) => Math.min(Math.max(value, -1e100), 1e100));
+    const sizes = finite.filter((value) => value !== 0).map(Math.abs);
+    const bend = log && sizes.length ? knee ?? kneeOf(finite, sizes) : null;
+    const shown = [...finite, ...(bend === null || finite.length === 0 ? include : [])];
+    let low = Math.min(...(shown.length ? shown : [0])), high = Math.max(...(shown.length ? shown : [1]));
+    const there = (value) => (bend === null ? value : Math.asinh(value / bend));
+    const back = (place) => (bend === null ? place : Math.sinh(place) * bend);
+    let margin = 0.05 * (there(high) - there(low));
+    if (high - low <= 1e-12 * Math.max(Math.abs(low), Math.abs(high))) margin = Math.abs(there(high)) / 2 || 1;
+    const floor = back(there(low) - margin);
+    low = low >= 0 && bend === null ? Math.max(0, floor) : floor;
+    high = back(there(high) + margin);
+    const place = (value) => (there(Math.min(Math.max(value, low), high)) - there(low)) / (there(high) - there(low));
+    return { low, high, place, bend };
+  }
+  function kneeOf(finite, sizes) {
+    const least = Math.min(...sizes);
+    return finite.every((value) => value > 0) ? least / 2 : Math.max(least, Math.max(...sizes) / 1e4);
+  }
+
+  function ticks({ low, high, bend }, most = 5) {
+    if (bend !== null) return decades(low, high, bend, most);
+    const least = (high - low) / most, power = 10 ** Math.floor(Math.log10(least));
+    const step = STEPS.find((factor) => factor * power >= least * (1 - 1e-9)) * power;
+    const first = Math.ceil(low / step - 1e-9), last = Math.floor(high / step + 1e-9);
+    return Array.from({ length: Math.max(0, last - first + 1) }, (_, i) => Number(((first + i) * step).toPrecision(12)));
+  }
+  function decades(low, high, bend, most) {
+    const first = Math.floor(Math.log10(bend)), last = Math.floor(Math.log10(Math.max(Math.abs(low), Math.abs(high))));
+    const sizes = [];
+    for (let power = first; power <= last; power += 1) for (const factor of LOG_STEPS) sizes.push([factor, power]);
+    const all = sizes.filter(([factor, power]) => factor * 10 ** power >= bend);
+    const inside = (factors) => {
+      const kept = all.filter(([factor]) => factors.includes(factor)).map(([factor, power]) => factor * 10 ** power);
+      return [...kept.map((size) => -size), 0, ...kept].filter((value) => value >= low && value <= high);
+    };
+    let found = inside([1]);
+    if (found.filter((value) => value !== 0).length < 3) found = inside(LOG_STEPS);
+    const every = Math.ceil(found.length / (most + 2));
+    return found.filter((value, i) => value === 0 || (found.length - 1 - i) % every === 0).map((value) => Number(value.toPrecision(12)));
+  }
+
+  // Where a curve of [x, y] is between its points.
+  function between(points, x) {
+    const after = points.findIndex((point) => point[0] >= x);
+    if (after <= 0) return points.at(after)[1];
+    const [[a, low], [b, high]] = [points[after - 1], points[after]];
+    return b > a ? low + ((high - low) * (x - a)) / (b - a) : high;
+  }
+
+  return { write, read, smooth, clip, axis, ticks, between };
+})();

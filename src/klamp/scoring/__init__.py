@@ -1,0 +1,1 @@
+"""Scores completions with the parts of a causal language model: each distinct prompt once, logits never held."""

@@ -1,0 +1,227 @@
+"""The parts of a causal language model, each usable by itself: decoder, output head, cache.
+
+Log-probabilities are then computed where they are needed and nowhere else, and a prompt's keys and values are computed
+once for all of its completions. Whether a model can be opened so is found out by trying: `klamp.scoring.probe`.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from klamp.core.estimators import exact_kl
+from klamp.core.linear import linear_kl, linear_logprobs
+from klamp.core.types import Direction
+
+Sharing: TypeAlias = Literal["no", "values", "gradient"]
+"""Whether completions can be run on the cache of their prompt: not at all, without gradient, or with it."""
+Positions: TypeAlias = Literal["tokens", "columns"]
+"""What a token's position counts: the tokens before it, or those and the padding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """Which parts of a model can be used by themselves, as `probe` found out."""
+
+    head: bool = False
+    """Whether the model's logits are its last hidden states through its output head."""
+    sharing: Sharing = "no"
+    """Whether the model's cache can be shared by completions of one prompt, and with gradient or without."""
+    positions: Positions = "tokens"
+    """How the positions that the model is told are counted; a choice of the caller."""
+
+
+class Head(NamedTuple):
+    """The output head: logits = scale * cap(hidden @ weight^T + bias), cap(x) = softcap tanh(x / softcap)."""
+
+    weight: Tensor
+    bias: Tensor | None
+    softcap: float | None
+    scale: float
+
+    def to(self, device: torch.device) -> Head:
+        """The same head on another device."""
+        bias = None if self.bias is None else self.bias.to(device)
+        return self._replace(weight=self.weight.to(device), bias=bias)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The logits of hidden states, in float32: [..., H] -> [..., V]."""
+        raw = nn.functional.linear(hidden, self.weight, self.bias).float()
+        capped = raw if self.softcap is None else self.softcap * torch.tanh(raw / self.softcap)
+        return capped if self.scale == 1 else capped * self.scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predictions:
+    """What a model predicts at some positions: hidden states with the head they belong to, or logits."""
+
+    values: Tensor
+    """[..., H] hidden states, or [..., V] logits where there is no head."""
+    head: Head | None
+
+    def padded(self, length: int) -> Predictions:
+        """The predictions [R, t, ...] with zeros appended: [R, length, ...]."""
+        return replace(self, values=nn.functional.pad(self.values, (0, 0, 0, length - self.values.shape[1])))
+
+    def logits(self) -> Tensor:
+        """The predictions as logits in float32, [..., V]."""
+        return self.values.float() if self.head is None else self.head.logits(self.values)
+
+    def to(self, device: torch.device) -> Predictions:
+        """The same predictions on another device."""
+        return Predictions(values=self.values.to(device), head=None if self.head is None else self.head.to(device))
+
+
+def token_logprobs(
+    found: Predictions, targets: Tensor, *, temperature: float, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probabilities of one token per position in nats, with gradient; the entropy there, detached.
+
+    Shapes: predictions [N, ...], targets [N] -> [N], [N] or None.
+    """
+    head = found.head
+    if head is not None:
+        given: Any = (found.values, head.weight, targets)
+        options: Any = {"bias": head.bias, "softcap": head.softcap, "temperature": temperature / head.scale}
+        if not entropy:
+            return linear_logprobs(*given, **options), None  # pyright: ignore[reportReturnType]
+        return linear_logprobs(*given, **options, return_entropy=True)  # pyright: ignore[reportReturnType]
+    logits = found.logits() / temperature
+    normaliser = logits.logsumexp(-1)
+    logprobs = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - normaliser
+    if not entropy:
+        return logprobs, None
+    with torch.no_grad():
+        log_p = logits - normaliser.unsqueeze(-1)
+        return logprobs, -(log_p.exp() * log_p).sum(-1)
+
+
+def divergence(policy: Predictions, ref: Predictions, *, temperature: float, direction: Direction) -> Tensor:
+    """Exact KL at each position in nats, with gradient in the policy. [N, ...], [N, ...] -> [N]"""
+    ours, theirs = policy.head, ref.head
+    if ours is None or theirs is None or ours[2:] != theirs[2:]:
+        return exact_kl(policy.logits() / temperature, ref.logits() / temperature, direction=direction)
+    return linear_kl(
+        policy.values,
+        ours.weight,
+        ref.values,
+        theirs.weight,
+        direction=direction,
+        policy_bias=ours.bias,
+        ref_bias=theirs.bias,
+        temperature=temperature / ours.scale,
+        softcap=ours.softcap,
+    )
+
+
+def head_of(causal: nn.Module) -> Head | None:
+    """The output head of a model if it is a plain linear layer (not adapted, quantised or parametrised); else None."""
+    layer = causal.get_output_embeddings()  # pyright: ignore[reportCallIssue]
+    if type(layer) is not nn.Linear:
+        return None
+    config = causal.config
+    scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1.0)
+    return Head(layer.weight, layer.bias, getattr(config, "final_logit_softcapping", None), scale)
+
+
+def steady_length(config: Any) -> int | None:
+    """The longest sequence in which a token's values do not depend on later tokens; None: any length.
+
+    Some rotary frequencies follow the longest sequence of a pass: those of `dynamic` past the model's length, those of
+    `longrope` (Phi-3 with a long context) past the length that it was first trained on.
+    """
+    given = getattr(config, "rope_parameters", None) or {}
+    bounds = [
+        rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        for rope in (given, *(x for x in given.values() if isinstance(x, dict)))
+        if rope.get("rope_type") in ("dynamic", "longrope")
+    ]
+    return min(bounds, default=None)
+
+
+class OpenedModel:
+    """A causal language model (with or without adapter) whose decoder, head and cache are used separately.
+
+    Args:
+        model: the model.
+        traits: what it allows.
+        prompt_width: columns of the whole batch's prompts, from which positions of the kind `columns` are counted.
+    """
+
+    def __init__(self, model: nn.Module, traits: Traits, *, prompt_width: int | None = None) -> None:
+        self.causal: nn.Module = getattr(model, "get_base_model", lambda: model)()
+        self.traits = traits
+        self.runs: nn.Module = self.causal.base_model if traits.head else self.causal  # pyright: ignore
+        self.takes_positions = takes(self.runs, "position_ids")
+        self.takes_keep = takes(self.runs, "logits_to_keep")
+        self.steady_length = steady_length(self.causal.config)
+        self.prompt_width = prompt_width if traits.positions == "columns" else None
+
+    def is_steady(self, length: int) -> bool:
+        """Whether a prompt gives the same values alone as it does within a sequence of this length."""
+        return self.steady_length is None or length <= self.steady_length
+
+    def head(self) -> Head | None:
+        """The head with its present weights."""
+        return head_of(self.causal) if self.traits.head else None
+
+    def predictions(self, values: Tensor) -> Predictions:
+        """The output of `run` together with the head that it needs."""
+        return Predictions(values=values, head=self.head())
+
+    def run(
+        self, ids: Tensor, prompt_mask: Tensor, *, keep: int, cache: Any = None, use_cache: bool = False
+    ) -> tuple[Tensor, Any]:
+        """Runs the model: its predictions at the last `keep` positions, [b, keep, H or V], and the cache.
+
+        Padding on the right is not masked: nothing that counts looks at it.
+
+        Args:
+            ids: [b, t] the tokens of prompts with their completions, or what follows the cache.
+            prompt_mask: [b, P], 1 on tokens of the left-padded prompts.
+            keep: number of positions, at most t.
+            cache: keys and values of what came before; it is changed.
+            use_cache: whether to make one.
+        """
+        past, width = 0 if cache is None else int(cache.get_seq_length()), prompt_mask.shape[1]
+        columns = torch.arange(past, past + ids.shape[1], device=ids.device)
+        padded = not bool(prompt_mask.all())
+        options: dict[str, Any] = {"use_cache": use_cache or cache is not None}
+        if cache is not None:
+            options["past_key_values"] = cache
+        if padded:
+            options["attention_mask"] = nn.functional.pad(prompt_mask, (0, past + ids.shape[1] - width), value=1)
+        if self.takes_positions:
+            tokens = prompt_mask.sum(-1, keepdim=True) if self.prompt_width is None else self.prompt_width
+            options["position_ids"] = (columns[None] - (width - tokens)).clamp(min=0)
+        if self.takes_keep:
+            options["logits_to_keep"] = keep
+        out = self.runs(input_ids=ids, **options)
+        values = out.last_hidden_state if self.traits.head else out.logits
+        return values[:, values.shape[1] - keep :], getattr(out, "past_key_values", None)
+
+
+def checkpoints(model: nn.Module) -> bool:
+    """Whether gradient checkpointing is on, which takes a model's cache away."""
+    return model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+def cache_rows(cache: Any, rows: Tensor) -> Any:
+    """A copy of a cache with some of its rows, each as often as asked for."""
+    found = copy.copy(cache)
+    found.layers = [copy.copy(layer) for layer in cache.layers]
+    for layer in found.layers:  # recurrent layers hold their states in lists, which would be shared
+        vars(layer).update({k: copy.copy(v) for k, v in vars(layer).items() if isinstance(v, list | dict)})
+    found.reorder_cache(rows)
+    return found
+
+
+def takes(model: nn.Module, argument: str) -> bool:
+    """Whether the model's forward pass takes an argument of this name."""
+    base = getattr(model, "get_base_model", lambda: model)()
+    return argument in inspect.signature(base.forward).parameters

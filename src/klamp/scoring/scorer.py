@@ -1,0 +1,185 @@
+"""Scores completions: all that needs the model's weights happens in one module call, as data parallelism requires.
+
+Only unmasked tokens reach the output head, whose logits are never held (`linear_logprobs`); prompts that completions
+share are run once where that pays (`klamp.scoring.passes`); rows that take no part in the gradient get none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from klamp.core.types import Direction
+from klamp.scoring.completions import Completions
+from klamp.scoring.model_parts import OpenedModel, Predictions, Traits, checkpoints, divergence, token_logprobs
+from klamp.scoring.passes import run_rows
+from klamp.scoring.scores import Scores
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactKL:
+    """A request to measure the exact KL too: in which rows, against what, with which gradient."""
+
+    rows: Tensor
+    """[B] bool: rows in which the exact KL is measured."""
+    ref: Predictions
+    """[R, T, ...] predictions of the reference for these rows."""
+    directions: tuple[Direction, ...] = ("reverse", "forward")
+    """The directions that are measured."""
+    learns: tuple[Direction, ...] = ()
+    """The directions whose gradient is needed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """A request to a scorer: temperature, and what to measure."""
+
+    temperature: float
+    """The temperature of the sampler, so that all models are compared at the same one."""
+    entropy: bool = False
+    """Whether the entropy is measured."""
+    exact: ExactKL | None = None
+    """How the exact KL is measured; None: not at all."""
+    keep: Tensor | None = None
+    """[B] bool: rows whose predictions are returned, with gradient where there is one."""
+    learns: Tensor | None = None
+    """[B] bool: rows that take part in the gradient; None: all of them."""
+    known: Scores | None = None
+    """Scores of the other rows, if they are known already."""
+
+
+EXACT = {"reverse": "exact", "forward": "exact_forward"}
+"""Direction -> the field of `Scores` that holds it."""
+
+
+class Scorer(nn.Module):
+    """A causal LM that scores completions; wrap this, not the model, for data parallelism.
+
+    Equation: log softmax(logits / temperature) at each token of the completion, exact up to rounding whichever way
+    it is computed.
+
+    Args:
+        model: any causal LM, with an adapter or not.
+        traits: what it allows; see `klamp.scoring.probe`.
+    """
+
+    def __init__(self, model: nn.Module, traits: Traits | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self.traits = traits or Traits()
+
+    def can_share(self) -> bool:
+        """Whether the cache of prompts can be used now; gradient checkpointing forbids it in training mode."""
+        if checkpoints(self.model):
+            return False
+        if torch.is_grad_enabled():
+            return self.traits.sharing == "gradient"
+        return self.traits.sharing == "gradient" or (self.traits.sharing == "values" and not self.model.training)
+
+    def forward(self, completions: Completions, ask: Ask) -> Scores:
+        """Score completions, with gradient where that is enabled and asked for."""
+        count = completions.ids.shape[0]
+        learns = ask.learns
+        if not torch.is_grad_enabled() or learns is None:
+            every = torch.arange(count, device=completions.ids.device)
+            runs = [(every, torch.is_grad_enabled())]
+        else:
+            others = torch.zeros_like(learns) if ask.known is not None else ~learns
+            runs = [(learns.nonzero()[:, 0], True), (others.nonzero()[:, 0], False)]
+        opened = OpenedModel(self.model, self.traits, prompt_width=completions.prompt_ids.shape[1])
+        pieces = _Pieces(completions, ask)
+        for rows, grad in runs:
+            if len(rows):
+                with torch.set_grad_enabled(grad):
+                    pieces.add(opened, *run_rows(opened, completions, rows, can_share=self.can_share()))
+        scores = pieces.scores()
+        return scores if len(runs[0][0]) or not torch.is_grad_enabled() else self._anchored(scores)
+
+    def _anchored(self, scores: Scores) -> Scores:
+        """The scores plus 0 times every weight: data parallelism must see all weights even without a gradient."""
+        nothing = sum((p.flatten()[:1].sum() * 0 for p in self.model.parameters() if p.requires_grad), torch.zeros(()))
+        return Scores(**{**vars(scores), "logprobs": scores.logprobs + nothing})
+
+
+class _Pieces:
+    """The scores of parts of the tokens, put together at the end."""
+
+    def __init__(self, completions: Completions, ask: Ask) -> None:
+        self.completions, self.ask = completions, ask
+        self.places: dict[str, list[Tensor]] = {}
+        self.values: dict[str, list[Tensor]] = {}
+        self.shape: dict[str, tuple[int, ...]] = {}
+        self.head: Predictions | None = None
+
+    def add(self, opened: OpenedModel, values: Tensor, places: Tensor) -> None:
+        """Add the model's predictions at some positions of the flattened tokens."""
+        ask, found = self.ask, opened.predictions(values)
+        targets = self.completions.ids.flatten()[places]
+        logprobs, entropy = token_logprobs(found, targets, temperature=ask.temperature, entropy=ask.entropy)
+        self._note("logprobs", logprobs, places)
+        if entropy is not None:
+            self._note("entropy", entropy, places)
+        if ask.exact is not None:
+            self._exact(ask.exact, found, places)
+        if ask.keep is not None:
+            self.head = found
+            at, where = self._among(ask.keep, places)
+            self._note("predictions", values[at], where)
+
+    def _note(self, name: str, values: Tensor, places: Tensor) -> None:
+        self.values.setdefault(name, []).append(values)
+        self.places.setdefault(name, []).append(places)
+
+    def _among(self, rows: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Which positions lie in some rows, and their places once the other rows are left out."""
+        length = self.completions.ids.shape[1]
+        row = places // length
+        at = rows[row].nonzero()[:, 0]
+        rank = rows.long().cumsum(0) - 1
+        return at, rank[row[at]] * length + places[at] % length
+
+    def _exact(self, exact: ExactKL, found: Predictions, places: Tensor) -> None:
+        at, where = self._among(exact.rows, places)
+        if not len(at):
+            return
+        length = self.completions.ids.shape[1]
+        values = exact.ref.values[:, :length].flatten(0, 1)[where]
+        ref = Predictions(values=values, head=exact.ref.head)
+        policy = found if len(at) == len(places) else Predictions(values=found.values[at], head=found.head)
+        for direction in exact.directions:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and direction in exact.learns):
+                kl = divergence(policy, ref, temperature=self.ask.temperature, direction=direction)
+            self._note(EXACT[direction], kl, places[at])
+
+    def scores(self) -> Scores:
+        """The scores of all tokens, [B, T]."""
+        exact = () if self.ask.exact is None else self.ask.exact.directions
+        return Scores(
+            logprobs=self._whole("logprobs", wanted=True),  # pyright: ignore[reportArgumentType]
+            entropy=self._whole("entropy", wanted=self.ask.entropy),
+            exact=self._whole("exact", wanted="reverse" in exact),
+            exact_forward=self._whole("exact_forward", wanted="forward" in exact),
+            predictions=self._kept(),
+        )
+
+    def _whole(self, name: str, *, wanted: bool) -> Tensor | None:
+        if not wanted:
+            return None
+        ids, known = self.completions.ids, self.ask.known
+        before = None if known is None else getattr(known, name)
+        whole = torch.zeros(ids.shape, device=ids.device) if before is None else before[:, : ids.shape[1]]
+        if name not in self.values:
+            return whole
+        values, places = torch.cat(self.values[name]), torch.cat(self.places[name])
+        at = (places // ids.shape[1], places % ids.shape[1])
+        return whole.to(values.dtype).index_put(at, values)  # no view: FSDP2 hangs its backward hook on this tensor
+
+    def _kept(self) -> Predictions | None:
+        if self.ask.keep is None or self.head is None:
+            return None
+        values, places = torch.cat(self.values["predictions"]), torch.cat(self.places["predictions"])
+        rows, length = int(self.ask.keep.sum()), self.completions.ids.shape[1]
+        whole = values.new_zeros(rows * length, values.shape[1]).index_copy(0, places, values)
+        return Predictions(values=whole.view(rows, length, values.shape[1]), head=self.head.head)

@@ -1,0 +1,174 @@
+"""Runs that are there already, compared as if an ablation had made them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.ablation.test_one_run import numbers_of
+from tests.training.conftest import TINY
+
+from klamp.ablation import comparison
+from klamp.ablation.comparison import KEPT, NO_VARIANT, SAME_TASK, Compared, as_runs, check_folder, compare, find_folder
+from klamp.ablation.one_run import perform
+from klamp.ablation.outcome import Outcome, read_outcome
+from klamp.ablation.plan import Plan, grid, run_folder, runs
+from klamp.errors import ConfigError, DataError, RunFolderError
+from klamp.records.details import runs_in
+from klamp.tasks.config import TaskConfig
+from klamp.training.config import TrainConfig, field_owners
+from klamp.training.trainer import train_run
+
+
+def configured(**changes) -> TrainConfig:
+    return TrainConfig.from_flat({"max_steps": 2, **changes})
+
+
+def finished_run(folder: Path, *, steps: int = 2, **changes) -> tuple[Path, TrainConfig]:
+    """What is looked at of a run before anything is loaded."""
+    (folder / "checkpoints" / f"step-{steps:06d}" / "policy").mkdir(parents=True)
+    summary = {"steps": steps, "rl_skill": "addition", "before": {}, "after": {}, "final_metrics": {}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder, configured(**changes)
+
+
+def test_it_has_the_numbers_of_an_ablation_that_ran_them(llama, tmp_path) -> None:
+    base = {"model": llama, **TINY, "eval_size": 3, "max_steps": 3}
+    given = []
+    for beta in (0.0, 0.05):
+        folder = tmp_path / f"output_beta_{beta}"
+        config = TrainConfig.from_flat({**base, "beta": beta, "output_dir": str(folder), "save_every": 1})
+        train_run(config)
+        given.append((folder, config))
+    before = {path: path.stat().st_mtime_ns for folder, _ in given for path in folder.rglob("*")}
+    told = []
+    result = compare(as_runs(given), tmp_path / "out", lambda run: told.append(run.name))
+    assert told == ["beta-0_seed-0", "beta-0.05_seed-0"]
+    made = runs(Plan(base=base, arms=grid({"beta": [0.0, 0.05]}), seeds=(0,)))
+    for run, outcome in zip(made, result.outcomes, strict=True):
+        one = perform(run, tmp_path / "ablated", lambda update: None)
+        assert numbers_of(outcome) == numbers_of(one)
+        assert (outcome.run, outcome.arm, outcome.values) == (one.run, one.arm, one.values)
+        assert (outcome.before, outcome.after, outcome.rl_skill) == (one.before, one.after, one.rl_skill)
+        assert outcome.by_step == one.by_step
+    assert {"table.md", "table.json", "sweep.png", "courses.png", "answers.md"} <= {file.name for file in result.files}
+    assert runs_in(tmp_path / "out")[0] == [run_folder(tmp_path / "out", run) for run in made], "a report can be made"
+    assert before == {path: path.stat().st_mtime_ns for folder, _ in given for path in folder.rglob("*")}
+    told.clear()
+    assert compare(as_runs(given), tmp_path / "out", lambda run: told.append(run.name)).outcomes == result.outcomes
+    assert not told, "what was measured is not measured again"
+
+
+def test_arms_are_named_by_what_differs_and_seeds_are_no_difference(tmp_path) -> None:
+    given = [
+        finished_run(tmp_path / "a", beta=0.0, seed=0, eval_every=1, output_dir="a"),
+        finished_run(tmp_path / "b", beta=0.01, seed=0, output_dir="b"),
+        finished_run(tmp_path / "c", beta=0.01, seed=4, report_to=()),
+    ]
+    found = as_runs(given, kl_prompts=7)
+    assert [each.run.name for each in found] == ["beta-0_seed-0", "beta-0.01_seed-0", "beta-0.01_seed-4"]
+    assert [each.run.arm.values for each in found] == [{"beta": 0.0}, {"beta": 0.01}, {"beta": 0.01}]
+    assert {each.run.kl_prompts for each in found} == {7}
+    seeds = as_runs(given[1:])
+    assert [each.run.arm.name for each in seeds] == ["base", "base"]
+
+
+def test_what_is_no_variant_is_a_field() -> None:
+    assert set(NO_VARIANT) <= field_owners().keys()
+    assert set(SAME_TASK) <= vars(TaskConfig()).keys()
+
+
+def test_other_tasks_are_refused(tmp_path) -> None:
+    given = [finished_run(tmp_path / "a"), finished_run(tmp_path / "b", task="arithmetic-filler")]
+    with pytest.raises(DataError, match="not the same task") as caught:
+        as_runs(given)
+    assert f"task is 'arithmetic' in {tmp_path / 'a'}" in caught.value.got and "arithmetic-filler" in caught.value.got
+    other = finished_run(tmp_path / "c", eval_size=3)
+    with pytest.raises(DataError, match="not the same task"):
+        as_runs([given[0], other])
+    fewer = finished_run(tmp_path / "d", train_size=9)
+    assert [each.run.arm.name for each in as_runs([given[0], fewer])] == ["train_size=0", "train_size=9"]
+
+
+def test_a_run_that_is_not_finished_is_refused(tmp_path) -> None:
+    done = finished_run(tmp_path / "a")
+    half = finished_run(tmp_path / "b", steps=1, beta=0.1)
+    empty = (tmp_path / "c", configured(beta=0.2))
+    for other in (half, empty):
+        with pytest.raises(DataError, match="not finished") as caught:
+            as_runs([done, other])
+        assert str(other[0]) == caught.value.got and f"--output_dir {other[0]} --resume" in caught.value.fix
+    (done[0] / "summary.json").write_text('{"steps": ')
+    with pytest.raises(DataError, match="damaged"):
+        as_runs([done])
+
+
+def test_one_variant_and_seed_counts_once(tmp_path) -> None:
+    given = [finished_run(tmp_path / name, beta=0.1) for name in "ab"]
+    with pytest.raises(DataError, match="the same variant with the same seed") as caught:
+        as_runs([*given, finished_run(tmp_path / "c")])
+    assert str(tmp_path / "a") in caught.value.got and str(tmp_path / "b") in caught.value.got
+
+
+def test_a_run_at_a_service_cannot_be_measured(tmp_path) -> None:
+    run = finished_run(tmp_path / "a", backend="tinker", model="Qwen/Qwen3-8B")
+    with pytest.raises(ConfigError, match="on this machine") as caught:
+        as_runs([run])
+    assert str(tmp_path / "a" / "config.yaml") in caught.value.got
+
+
+@pytest.fixture
+def measured(monkeypatch) -> list[str]:
+    """The runs that were measured; nothing is loaded."""
+    seen: list[str] = []
+
+    def outcome_of(run, own, summary) -> Outcome:
+        seen.append(run.name)
+        ids = {"run": run.name, "arm": run.arm.name, "seed": run.seed, "values": run.arm.values}
+        return Outcome(**ids, rl_skill="addition", numbers={"kl/reverse": 0.1, "reward": 0.5})
+
+    monkeypatch.setattr(comparison, "outcome_of", outcome_of)
+    monkeypatch.setattr("klamp.ablation.execute.write_pictures", lambda outcomes, folder: ())
+    return seen
+
+
+def two(tmp_path: Path) -> tuple[Compared, ...]:
+    return as_runs([finished_run(tmp_path / "a"), finished_run(tmp_path / "b", beta=0.5)])
+
+
+def test_the_small_files_of_the_runs_are_kept(tmp_path, measured) -> None:
+    (compared, _) = two(tmp_path)
+    for name in KEPT[:3]:
+        (compared.folder / name).write_text("{}")
+    compare([compared], tmp_path / "out")
+    own = run_folder(tmp_path / "out", compared.run)
+    assert {file.name for file in own.iterdir()} == {*KEPT[:3], "summary.json", "outcome.json"}
+    assert read_outcome(own) is not None and not (compared.folder / "outcome.json").exists()
+
+
+def test_a_folder_of_anything_else_is_refused(tmp_path, measured) -> None:
+    compared, folder = two(tmp_path), tmp_path / "out"
+    compare(compared, folder)
+    check_folder(compared, folder)
+    with pytest.raises(RunFolderError, match="other files"):
+        compare(compared[:1], folder)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").touch()
+    with pytest.raises(RunFolderError):
+        compare(compared, tmp_path / "full")
+    (tmp_path / "file").touch()
+    with pytest.raises(RunFolderError, match="is a file"):
+        compare(compared, tmp_path / "file")
+    assert measured == ["beta-0.01_seed-0", "beta-0.5_seed-0"]
+
+
+def test_the_same_comparison_has_its_folder_and_a_run_that_went_on_is_another(tmp_path, measured, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    compared = two(tmp_path)
+    first = find_folder(compared)
+    assert first == Path("runs/comparison-beta-001")
+    compare(compared, first)
+    assert find_folder(compared) == first
+    (tmp_path / "a" / "checkpoints" / "step-000009" / "policy").mkdir(parents=True)
+    assert find_folder(compared) == Path("runs/comparison-beta-002")

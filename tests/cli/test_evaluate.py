@@ -1,0 +1,145 @@
+"""`klamp evaluate`: which policy a name stands for, what is printed, what is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from tests.training.conftest import TINY, llama, rows_of, stored  # noqa: F401  (llama: a fixture)
+
+from klamp.cli import main
+from klamp.cli.evaluate import find_subject, read_request, run
+from klamp.cli.help import help_text
+from klamp.cli.pages import EVALUATED
+from klamp.cli.train_fields import fields
+from klamp.training.config import TrainConfig
+from klamp.training.folders import scores_of
+from klamp.training.trainer import train_run
+
+
+@pytest.fixture(scope="module")
+def trained(llama, tmp_path_factory) -> Path:  # noqa: F811  (the fixture above)
+    """The folder of a short run with two checkpoints."""
+    folder = tmp_path_factory.mktemp("runs") / "output_beta_0.01"
+    values = {"model": llama, **TINY, "eval_size": 7, "max_steps": 4, "eval_every": 2, "save_every": 2}
+    train_run(TrainConfig.from_flat({**values, "output_dir": str(folder)}))
+    return folder
+
+
+def as_json(*argv: str) -> dict:
+    out = io.StringIO()
+    assert run([*argv, "--json"], stream=out) == 0
+    return json.loads(out.getvalue())
+
+
+def evaluations(folder: Path) -> dict[int, dict[str, float]]:
+    return {int(row["step"]): scores for row in rows_of(folder) if (scores := scores_of(row))}
+
+
+def test_a_run_has_the_numbers_of_its_last_evaluation(trained) -> None:
+    found = as_json("--checkpoint", str(trained))
+    scores = evaluations(trained)
+    assert found["scores"] == scores[4] and found["before"] == scores[0]
+    assert (found["steps"], found["rl_skill"], found["task"]) == (4, "addition", "arithmetic")
+    others = [skill for skill in scores[4] if skill != "addition"]
+    assert found["retained"]["after"] == pytest.approx(sum(scores[4][s] for s in others) / 2)
+    assert found["retained"]["before"] == pytest.approx(sum(scores[0][s] for s in others) / 2)
+    assert found["kl/reverse"] > 1e-5 and found["kl_retained/forward"] > 0
+
+
+@pytest.mark.parametrize("inside", ["", "policy"])
+def test_a_checkpoint_of_a_run_brings_its_run_with_it(trained, inside) -> None:
+    found = as_json("--checkpoint", str(trained / "checkpoints" / "step-000002" / inside))
+    assert found["scores"] == evaluations(trained)[2] and found["steps"] == 2
+    assert found["kl/reverse"] != as_json("--checkpoint", str(trained))["kl/reverse"]
+
+
+def test_any_model_is_scored_and_with_a_start_measured(trained, llama, tmp_path) -> None:  # noqa: F811
+    weights = trained / "checkpoints" / "step-000004" / "policy"
+    copy = stored_copy(weights, tmp_path / "copy")
+    flags = ["--reward", TINY["reward"], "--eval_size", "7", "--max_completion_length", "6", "--cpu"]
+    alone = as_json("--checkpoint", copy, *flags)
+    assert alone["scores"] == evaluations(trained)[4]
+    assert alone["start"] is None and not alone["before"] and "kl/reverse" not in alone
+    assert alone["retained"] == {"before": None, "after": None, "forgotten": None}
+    measured = as_json("--checkpoint", copy, *flags, "--ref_model", llama)
+    of_the_run = as_json("--checkpoint", str(trained))
+    assert (measured["scores"], measured["before"]) == (of_the_run["scores"], of_the_run["before"])
+    for name in ("kl/reverse", "kl/forward_sequence", "kl_retained/reverse", "length", "reward"):
+        assert measured[name] == pytest.approx(of_the_run[name], rel=1e-4), name
+
+
+def stored_copy(weights: Path, folder: Path) -> str:
+    from transformers import AutoModelForCausalLM
+
+    return stored(AutoModelForCausalLM.from_pretrained(weights), folder)
+
+
+def test_another_task_brings_its_own_reward(trained, tmp_path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(10, 60)))
+    request = read_request(["--checkpoint", str(trained), "--task", str(data), "--reward", "exact_match"])
+    config = find_subject(request).config
+    assert (config.task.task, config.task.reward, config.task.eval_size) == (str(data), "exact_match", 7)
+    assert config.rollout.max_completion_length == TINY["max_completion_length"]
+    same = find_subject(read_request(["--checkpoint", str(trained), "--eval_size", "3"])).config
+    assert (same.task.reward, same.task.eval_size) == (TINY["reward"], 3)
+    found = as_json("--checkpoint", str(trained), "--task", str(data), "--reward", "exact_match")
+    assert list(found["scores"]) == ["task"] and found["kl/reverse"] > 0
+
+
+def test_what_it_prints_and_writes(trained, tmp_path, capsys) -> None:
+    file = tmp_path / "evaluation.json"
+    assert main(["evaluate", "--checkpoint", str(trained), "--output", str(file)]) == 0
+    out = capsys.readouterr().out
+    found = json.loads(file.read_text())
+    assert found["scores"] == evaluations(trained)[4]
+    lines = {line.split()[0]: line.split() for line in out.splitlines() if line.strip()}
+    assert lines["addition"][:2] == ["addition", "(trained)"]
+    assert lines["subtraction"][2] == f"{100 * found['scores']['subtraction']:.1f}"
+    assert f"{found['kl/reverse']:.4f}" in out and f"{found['kl_retained/forward_sequence']:.4f}" in out
+    assert "retention" in out and f"{100 * found['retained']['after']:.1f} of " in out
+    assert out.startswith(f"{trained}, after 4 steps; ")
+
+
+def test_a_model_without_a_start_says_what_is_missing(llama, capsys) -> None:  # noqa: F811
+    assert main(["evaluate", "--checkpoint", llama, "--eval_size", "2", "--cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "--ref_model" in out and "retention " not in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--kl_prompts", "3"], "--checkpoint is missing"),
+        (["--checkpoint", "x", "--beta", "0.1"], "unknown flag"),
+        (["--checkpoint", "no/such/folder/here"], "cannot load"),
+        (["--checkpoint", "x", "--output", "nowhere/file.json"], "the folder of the output does not exist"),
+    ],
+)
+def test_what_is_refused(argv, said, capsys) -> None:
+    assert main(["evaluate", *argv]) in (1, 2)
+    err = capsys.readouterr().err
+    assert f"klamp: error: {said}" in err and "Traceback" not in err and "  fix: " in err
+
+
+def test_a_run_without_a_checkpoint_and_an_adapter_with_another_start(trained, tmp_path, capsys) -> None:
+    young = tmp_path / "young"
+    young.mkdir()
+    for name in ("config.yaml", "metrics.jsonl"):
+        (young / name).write_bytes((trained / name).read_bytes())
+    assert main(["evaluate", "--checkpoint", str(young)]) == 1
+    assert "the run has no checkpoint" in capsys.readouterr().err
+    (young / "checkpoints" / "step-000001").mkdir(parents=True)
+    text = (young / "config.yaml").read_text().replace("lora_r: 0", "lora_r: 2")
+    (young / "config.yaml").write_text(text)
+    assert main(["evaluate", "--checkpoint", str(young), "--ref_model", "builtin"]) == 2
+    assert "--ref_model cannot be given for an adapter" in capsys.readouterr().err
+
+
+def test_its_flags_are_fields_and_stand_in_the_help() -> None:
+    assert set(EVALUATED) <= fields().keys()
+    text = help_text("evaluate")
+    assert all(f"--{name}" in text for name in (*EVALUATED, "checkpoint", "json", "output"))

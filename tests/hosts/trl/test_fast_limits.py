@@ -1,0 +1,115 @@
+"""Each reason for which TRL's own scoring is used, by name; and what none of them touches."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import trl
+from peft import LoraConfig
+from tests.hosts.trl.hosts import arguments, build, generated, gradient_of, klamp_trainer, model
+
+from klamp.config import KLConfig
+from klamp.errors import ConfigError, KLWarning
+from klamp.hosts.trl.fast_limits import why_not_fast, why_not_these
+from klamp.trl import GRPOConfig, attach
+
+MASK = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 0]])
+
+
+@pytest.fixture(scope="module")
+def fast(base: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return klamp_trainer(base, tmp_path_factory.mktemp("limits"), beta=0.3, fast_scoring=True)
+
+
+def test_nothing_forbids_it(fast: Any) -> None:
+    assert why_not_fast(fast) == ""
+    assert why_not_these(fast, MASK, 2, {"pixel_values": None, "compute_aux_loss": False}) == ""
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value", "words"),
+    [
+        ("trainer", "is_fsdp_enabled", True, "FSDP or ZeRO-3"),
+        ("args", "torch_compile", True, "compiled"),
+        ("args", "cast_lm_head_to_fp32", True, "cast_lm_head_to_fp32"),
+        ("model", "hf_device_map", {"": 0, "lm_head": 1}, "several devices"),
+        ("model", "peft_config", {"default": SimpleNamespace(is_prompt_learning=True)}, "virtual tokens"),
+    ],
+)
+def test_what_a_trainer_has_that_forbids_it(
+    fast: Any, owner: str, name: str, value: object, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder = fast if owner == "trainer" else getattr(fast, owner)
+    monkeypatch.setattr(holder, name, value, raising=False)
+    assert words in why_not_fast(fast)
+
+
+def test_split_sequences_forbid_it(fast: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(fast.accelerator), "parallelism_config", SimpleNamespace(cp_enabled=True))
+    assert "split over processes" in why_not_fast(fast)
+
+
+def test_dropout_forbids_it(tmp_path: Path) -> None:
+    adapter = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=0.1)
+    with pytest.warns(match=r"in spite of fast_scoring: dropout is on \(p\)"):
+        klamp_trainer(model(), tmp_path, fast_scoring=True, trainer={"peft_config": adapter})
+    with pytest.raises(ConfigError, match="dropout is on"):
+        klamp_trainer(model(), tmp_path, fast_scoring="require", trainer={"peft_config": adapter})
+
+
+def test_a_subclass_that_scores_by_itself_keeps_its_own(base: Any, tmp_path: Path) -> None:
+    class Mine(trl.GRPOTrainer):
+        def _get_per_token_logps_and_entropies(self, *args: Any, **options: Any) -> Any:
+            return super()._get_per_token_logps_and_entropies(*args, **options)
+
+    trainer = build(Mine, base, arguments(GRPOConfig, tmp_path, fast_scoring=True))
+    with pytest.warns(match="Mine scores completions in a way of its own"):
+        attach(trainer, KLConfig(beta=0.1))
+
+
+def test_an_adapted_head_is_left_to_trl(base: Any, tmp_path: Path) -> None:
+    adapter = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", modules_to_save=["lm_head"])
+    with pytest.warns(match="not its last hidden states through a plain output head"):
+        klamp_trainer(model(), tmp_path, fast_scoring=True, trainer={"peft_config": adapter})
+
+
+@pytest.mark.parametrize(
+    ("mask", "others", "words"),
+    [
+        (MASK, {"pixel_values": torch.zeros(1)}, "more than tokens (pixel_values)"),
+        (MASK, {"compute_aux_loss": True}, "router's auxiliary loss"),
+        (torch.tensor([[1, 0, 1, 1, 1]]), {}, "padding amid"),
+        (torch.tensor([[1, 1, 1, 0, 1]]), {}, "padding amid"),
+    ],
+)
+def test_what_completions_have_that_forbids_it(fast: Any, mask: torch.Tensor, others: Any, words: str) -> None:
+    assert words in why_not_these(fast, mask, 2, others)
+
+
+def test_the_entropy_bonus_is_left_to_trl_where_it_needs_a_gradient(fast: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(fast, "_entropy_bonus_enabled", True)
+    assert "entropy's gradient" in why_not_these(fast, MASK, 2, {})
+    with torch.no_grad():
+        assert why_not_these(fast, MASK, 2, {}) == ""
+
+
+def test_a_reason_is_said_once_and_trl_does_the_work(base: Any, tmp_path: Path) -> None:
+    trainer = klamp_trainer(base, tmp_path, beta=0.0, fast_scoring=True)
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    inputs = generated(trainer) | {"token_type_ids": None}
+    inputs["completion_mask"][0, 1] = 0
+    with pytest.warns(match="padding amid a prompt or a completion"):
+        first = gradient_of(trainer, trainer.compute_loss(trainer.model, inputs))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", KLWarning)
+        again = gradient_of(trainer, trainer.compute_loss(trainer.model, inputs))
+    assert torch.equal(first, again)
+    trainer._klamp.fast.required = True
+    with pytest.raises(ConfigError, match="padding amid"):
+        trainer.compute_loss(trainer.model, inputs)

@@ -1,0 +1,191 @@
+"""Fast scoring is TRL's to 1e-5: every loss, and whole runs with adapters, checkpointing, updates, evaluation."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from tests.hosts.trl.hosts import generated, klamp_trainer, model, noisy, run, saved, stock_trainer
+from tests.hosts.trl.test_matrix import BETA, INPUTS, LOSS_TYPES, OPTIONS, SOME, _recorded, loss_and_gradient
+
+from klamp.errors import ConfigError, UnknownNameError
+from klamp.hosts.trl import fast_scoring
+from klamp.scoring import passes
+from klamp.scoring.model_parts import OpenedModel
+from klamp.trl import effective
+
+SMALL = 1e-5
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cheap_passes() -> Iterator[None]:
+    """Prompts of a few tokens are shared too: a pass costs nothing."""
+    kept, passes.PASS_TOKENS = passes.PASS_TOKENS, 0
+    yield
+    passes.PASS_TOKENS = kept
+
+
+@pytest.fixture
+def cached(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
+    """Every pass over prompts alone: whether it had a gradient, and how many prompts it had."""
+    inner, seen = OpenedModel.run, []
+
+    def noting(self: OpenedModel, ids: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if options.get("use_cache"):
+            seen.append((torch.is_grad_enabled(), len(ids)))
+        return inner(self, ids, *args, **options)
+
+    monkeypatch.setattr(OpenedModel, "run", noting)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def folder(base: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("fast")
+    saved(base, made / "base")
+    return made
+
+
+@pytest.fixture(scope="module")
+def pair(base: Any, folder: Path) -> tuple[Any, Any, dict[str, dict[str, Any]]]:
+    """A stock trainer, a fast one, and recorded micro-batches."""
+    policy = noisy(base)
+    policy.config._name_or_path = str(folder / "base")
+    stock = stock_trainer(copy.deepcopy(policy), folder, beta=BETA)
+    fast = klamp_trainer(copy.deepcopy(policy), folder, beta=BETA, fast_scoring="require")
+    for trainer in (stock, fast):
+        trainer.model.train()
+        trainer.current_gradient_accumulation_steps = 1
+    fast._klamp.fast.required = False  # the entropy bonus is TRL's
+    return stock, fast, _recorded(stock)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("beta", [BETA, 0.0])
+def test_every_loss_and_its_gradient_is_that_of_trl(pair: Any, loss_type: str, option: str, beta: float) -> None:
+    stock, fast, inputs = pair
+    options = {"loss_type": loss_type, "beta": beta} | OPTIONS[option]
+    for name in INPUTS if option == "plain" else SOME:
+        for trainer in (stock, fast):
+            for metrics in trainer._metrics["train"].values():
+                metrics.clear()
+        expected, gradient = loss_and_gradient(stock, inputs[name], options)
+        found, found_gradient = loss_and_gradient(fast, inputs[name], options)
+        assert found == pytest.approx(expected, abs=SMALL, rel=SMALL), name
+        assert (found_gradient - gradient).abs().max() <= SMALL * max(1.0, float(gradient.abs().max())), name
+        for metric, values in stock._metrics["train"].items():
+            assert fast._metrics["train"][metric] == pytest.approx(values, abs=SMALL, rel=SMALL, nan_ok=True), metric
+
+
+LORA = {"peft_config": LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)}
+RUNS: dict[str, dict[str, Any]] = {
+    "several updates, accumulation": {"num_iterations": 2, "gradient_accumulation_steps": 2, "num_generations": 4},
+    "misaligned": {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "loss_type": "cispo"},
+    "no KL": {"beta": 0.0, "loss_type": "grpo", "importance_sampling_level": "sequence", "num_iterations": 2},
+    "adapter": {"trainer": LORA},
+    "adapter, checkpointing": {"trainer": LORA, "gradient_checkpointing": True},
+    "checkpointing": {"gradient_checkpointing": True},
+    "evaluation": {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4},
+    "truncated": {"mask_truncated_completions": True, "max_completion_length": 24, "loss_type": "luspo"},
+    "klamp's k3": {"kl_estimator": "k3", "num_iterations": 2},
+    "klamp's exact KL": {"kl_estimator": "exact"},
+    "klamp's clip": {"kl_clip_method": "hard", "kl_clip_threshold": 0.01, "num_iterations": 2},
+}
+PLAIN = {"optim": "sgd", "learning_rate": 0.1}
+"""AdamW would make steps of full size out of rounding, where a gradient is 0."""
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_has_the_losses_metrics_and_weights_of_one_without(
+    base: Any, folder: Path, name: str, cached: list[tuple[bool, int]]
+) -> None:
+    options, path = PLAIN | RUNS[name], str(folder / "base")
+    expected, without = run(klamp_trainer, folder / "out", path, base, **options)
+    assert not cached
+    found, fast = run(klamp_trainer, folder / "out", path, base, fast_scoring="require", **options)
+    assert fast._klamp.fast.traits and not fast._klamp.fast.told
+    assert {grad for grad, _ in cached} >= ({False} if options.get("gradient_checkpointing") else {True})
+    assert found == pytest.approx(expected, abs=SMALL)
+    for one, two in zip(without.model.parameters(), fast.model.parameters(), strict=True):
+        assert torch.allclose(one, two, atol=SMALL)
+    for row, other in zip(without.state.log_history, fast.state.log_history, strict=True):
+        timed = {key for key in row if "time" in key or "per_second" in key}
+        kept = {key: value for key, value in row.items() if key not in timed and value is not None}
+        assert {key: other[key] for key in kept} == pytest.approx(kept, abs=SMALL, rel=SMALL, nan_ok=True)
+
+
+def test_a_group_runs_its_prompt_once(base: Any, folder: Path, cached: list[tuple[bool, int]]) -> None:
+    trainer = klamp_trainer(base, folder, beta=0.3, fast_scoring="require", trainer={"ref_model": noisy(base)})
+    trainer.model.train()
+    cached.clear()
+    inputs = generated(trainer)
+    assert len(inputs["prompt_ids"]) == 4 and cached == [(False, 2)], "the reference: two prompts, four completions"
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.compute_loss(trainer.model, inputs)
+    assert cached[1:] == [(True, 2)]
+
+
+def test_only_completions_with_a_gradient_are_run_with_one(base: Any, folder: Path) -> None:
+    trainer = klamp_trainer(base, folder, beta=0.0, fast_scoring="require")
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    inputs = generated(trainer) | {"advantages": torch.tensor([1.0, 0.0, 0.0, -1.0])}
+    assert fast_scoring.learning_rows(trainer, inputs, 0.0).tolist() == [True, False, False, True]
+    trainer.beta = 0.1
+    assert fast_scoring.learning_rows(trainer, inputs, 0.0).tolist() == [True] * 4, "TRL's KL pulls at all of them"
+    trainer.beta = 0.0
+    inputs["advantages"] *= 0
+    trainer.compute_loss(trainer.model, inputs).backward()
+    assert all(p.grad is not None and not p.grad.any() for p in trainer.model.parameters())
+    assert trainer._klamp.learns is None
+
+
+def test_off_by_default_and_none_but_a_bool_or_require(base: Any, folder: Path) -> None:
+    assert klamp_trainer(base, folder)._klamp.fast is None
+    with pytest.raises(UnknownNameError, match="fast_scoring"):
+        klamp_trainer(base, folder, fast_scoring="always")
+
+
+def test_a_model_whose_scores_are_not_trls_is_left_to_trl(
+    base: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fast_scoring, "_same_as_host", lambda *_: False)
+    with pytest.warns(match="TRL's own scoring is used in spite of fast_scoring: TRL's scores of the model are others"):
+        trainer = klamp_trainer(base, folder, beta=0.3, fast_scoring=True)
+    assert "TRL's own scoring is used: TRL's scores" in str(effective(trainer))
+    with pytest.raises(ConfigError, match="fast_scoring='require' cannot be honoured"):
+        klamp_trainer(base, folder, beta=0.3, fast_scoring="require")
+
+
+def test_the_trial_tells_another_temperature(base: Any, folder: Path) -> None:
+    trainer = klamp_trainer(base, folder, fast_scoring=True)
+    (traits,) = trainer._klamp.fast.traits.values()
+    call = fast_scoring._trial(trainer.model)
+    assert fast_scoring._same_as_host(trainer, trainer.model, call, traits)
+    trainer.temperature = 1.01  # TRL has put its own into the model
+    assert not fast_scoring._same_as_host(trainer, trainer.model, call, traits)
+
+
+def test_positions_are_counted_as_trl_counts_them(folder: Path) -> None:
+    """GPT-2 has a vector for each position, and is told none by TRL: padding counts."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": len(model().get_input_embeddings().weight), "n_embd": 16, "n_layer": 2, "n_head": 2}
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "summary_first_dropout": 0.0}
+    made = GPT2LMHeadModel(GPT2Config(**sizes, **off, n_positions=64, initializer_range=0.3, bos_token_id=None))
+    trainer = klamp_trainer(made, folder, fast_scoring="require")
+    (traits,) = trainer._klamp.fast.traits.values()
+    assert traits.positions == "columns"
+
+
+def test_effective_says_what_is_in_force(base: Any, folder: Path) -> None:
+    said = str(effective(klamp_trainer(base, folder, beta=0.3, fast_scoring=True)))
+    assert "completions are scored by klamp: each distinct prompt once, no padding in the head" in said
+    assert "scored by klamp" not in str(effective(klamp_trainer(base, folder, beta=0.3)))

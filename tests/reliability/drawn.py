@@ -1,0 +1,94 @@
+"""What the fuzzers share: how many examples they draw, hostile values and texts, and a command run in this process."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+from klamp.cli import main
+from klamp.errors import KlampError
+
+FACTOR = float(os.environ.get("KLAMP_FUZZ", "1"))
+"""KLAMP_FUZZ=50 draws fifty times as many examples."""
+
+
+def examples(count: int) -> settings:
+    """Settings of a fuzzer that draws `count` examples in `make test`."""
+    slow = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large]
+    return settings(max_examples=max(1, int(count * FACTOR)), deadline=None, suppress_health_check=slow)
+
+
+NUMBERS = (0, 1, -1, 2**31, 2**63, 2**70, -(2**70), 10**400, 0.5, -0.0, 1e308, -1e308, 5e-324, *(math.nan, math.inf))
+TEXTS = ("", " ", "text", "1", "nan", "-inf", "True", "\ud800", "é\u2028\x00\x1b[31m", "[red]", "<b>", "9" * 5000)
+PLAIN: tuple[Any, ...] = (None, True, False, *NUMBERS, -math.inf, *TEXTS, [], {}, [[]], [None], {"": None}, {"a": {}})
+"""Values that JSON can hold and a reader may not expect."""
+
+values = st.one_of(
+    st.sampled_from(PLAIN),
+    st.lists(st.sampled_from(PLAIN), max_size=4),
+    st.dictionaries(st.sampled_from(TEXTS), st.sampled_from(PLAIN), max_size=3),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=8),
+)
+
+LINES = (
+    *("null", "3", "[]", '"text"', "{", "}", '{"step": 1', "NaN", "{}", "\x00" * 40, " ", "﻿{}", "---", "a: b: c"),
+    *("[" * 100_000, '{"a":' * 100_000, '{"step": ' + "9" * 5000 + "}", '{"step": 1e999}', '{"step": "\\ud800"}'),
+)
+"""Lines that are no row of any record."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run(words: Sequence[str]) -> Ended:
+    """Run a command line in this process; whatever it raises but SystemExit is its fault and comes out.
+
+    Its streams refuse what no UTF-8 terminal or file takes, as a user's do.
+    """
+    out, err = (_stream(errors) for errors in ("strict", "backslashreplace"))
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            code = main(list(words))
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else 1
+    texts = [stream.buffer.getvalue().decode("utf-8") for stream in (out, err)]  # pyright: ignore
+    return Ended(code, *texts)
+
+
+def _stream(errors: str) -> io.TextIOWrapper:
+    return io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors=errors, write_through=True)
+
+
+def check_readable(ended: Ended) -> None:
+    """Hold that a command ended with one of its codes, and where it failed said why, without a traceback."""
+    assert ended.code in (0, 1, 2), ended
+    assert "Traceback" not in ended.out + ended.err, ended
+    if ended.code == 2:
+        assert ended.err.count("klamp: error: ") == 1, ended
+
+
+def check_says_what(error: KlampError) -> None:
+    """Hold that an error has its message, of a length that can be read."""
+    assert error.what and len(str(error)) < 2000, str(error)[:2000]
+
+
+def check_says_why(error: KlampError) -> None:
+    """Hold that an error has its reason too."""
+    check_says_what(error)
+    assert error.why, str(error)

@@ -1,0 +1,448 @@
+"""The functions of the core under drawn tensors: log-ratios to 1e5, -inf, NaN under the mask, every type, odd strides.
+
+Four properties, whatever is drawn: the value is finite where the mathematics is (and is that of float64 there), what
+stands under a mask changes no bit of value or gradient, the type is float32 or float64 as the inputs ask, and what
+cannot be computed is refused in a KlampError with its reason.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.reliability.drawn import check_says_why, examples
+from torch import Tensor
+
+import klamp
+from klamp.core.advantages import group_advantages, saturated_share
+from klamp.core.clipping import ClipLevel, clip_gate, gate_kl
+from klamp.core.gradients import log_weights, masked_log_ratio, truncated_share
+from klamp.core.masking import future_sum, masked_mean, masked_sum, reduce_tokens, suffix_sum
+from klamp.core.placement import kl_in_advantage, kl_in_reward
+from klamp.core.surrogates import cispo, importance_ratio, ppo_clip, ratio_clipped, score_function
+from klamp.core.types import ClipMethod, Direction, Estimator, Gradient, Horizon, Reduction
+from klamp.errors import KlampError
+
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # as a user has it
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+POISON = (math.nan, math.inf, -math.inf, 1e30)
+SIZES = (0, 1e-30, 1e-6, 0.1, 1, 20, 80, 89, 110, 700, 1e4, 1e5)
+"""Sizes of log-probabilities, between which are those where exp in some type under- or overflows."""
+
+sizes = st.sampled_from(SIZES)
+shapes = st.one_of(st.tuples(st.integers(1, 4), st.integers(1, 6)), st.sampled_from([(0, 3), (3, 0), (0, 0), (1, 1)]))
+
+
+def strided(x: Tensor, how: str) -> Tensor:
+    """The same numbers with other strides: of a transpose, of every second column, of an expanded row."""
+    if how == "transposed":
+        return x.t().contiguous().t()
+    if how == "every second":
+        wide = torch.full((*x.shape[:-1], 2 * x.shape[-1]), math.nan, dtype=x.dtype)
+        wide[..., ::2] = x
+        return wide[..., ::2]
+    return x
+
+
+strides = st.sampled_from(["plain", "plain", "transposed", "every second"])
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Log-probabilities of a batch in the types and strides that were drawn, and a mask."""
+
+    policy: Tensor
+    ref: Tensor
+    behavior: Tensor
+    mask: Tensor
+    poison: float
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that results have: float64 where any input is."""
+        return torch.float64 if torch.float64 in {x.dtype for x in (self.policy, self.ref)} else torch.float32
+
+    def poisoned(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The log-probabilities with something else wherever the mask is False."""
+        return tuple(torch.where(self.mask, x, self.poison) for x in (self.policy, self.ref, self.behavior))  # pyright: ignore
+
+
+@st.composite
+def batches(draw: st.DrawFn, *, forbidden: bool = False) -> Drawn:
+    """Log-probabilities of all sizes to 1e5 nats; with `forbidden` also -inf, as of a token that a model rules out."""
+    shape, seed = draw(shapes), draw(st.integers(0, 2**32 - 1))
+    generator = torch.Generator().manual_seed(seed)
+    dtypes = draw(
+        st.one_of(st.sampled_from(FLOATS).map(lambda d: (d, d, d)), st.tuples(*[st.sampled_from(FLOATS)] * 3))
+    )
+    tensors = []
+    for dtype in dtypes:
+        found = -torch.rand(shape, generator=generator, dtype=torch.float64) * draw(sizes)
+        found = found.clamp(min=torch.finfo(dtype).min)  # float16 ends at 65504
+        if forbidden:
+            found = found.masked_fill(torch.rand(shape, generator=generator) < 0.2, -math.inf)
+        tensors.append(strided(found.to(dtype), draw(strides)))
+    mask = torch.rand(shape, generator=generator) < draw(st.sampled_from([0.0, 0.5, 0.8, 1.0]))
+    return Drawn(*tensors, strided(mask, "transposed"), draw(st.sampled_from(POISON)))
+
+
+def value_and_slope(loss: Callable[[Tensor], Tensor], policy: Tensor) -> tuple[Tensor, Tensor]:
+    """A function's value, and the gradient of its sum."""
+    leaf = policy.detach().requires_grad_(True)
+    value = loss(leaf)
+    (slope,) = torch.autograd.grad(value.sum(), leaf, allow_unused=True, materialize_grads=True)
+    return value.detach(), slope
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are equal bit by bit, NaN at the same places."""
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+
+
+def like_float64(found: Tensor, exact: Tensor, *, roundings: float) -> bool:
+    """Whether numbers are those that float64 has, up to roundings, wherever those fit into their type."""
+    top = torch.finfo(found.dtype).max * 1e-8  # where a loss saturates
+    fits = exact.abs() < top
+    error = (found.double() - exact).abs()
+    return bool((error[fits] <= roundings * torch.finfo(found.dtype).eps * (1 + exact[fits].abs())).all())
+
+
+choices = st.fixed_dictionaries(
+    {
+        "value": st.sampled_from(get_args(Estimator)),
+        "gradient": st.sampled_from(get_args(Gradient)),
+        "horizon": st.sampled_from(get_args(Horizon)),
+        "max_weight": st.sampled_from([None, 0.5, 10.0]),
+        "max_log_ratio": st.sampled_from([None, 1e-3, 20.0]),
+    }
+).filter(lambda chosen: (chosen["gradient"], chosen["horizon"]) != ("own", "sequence"))
+
+
+@given(batch=batches(), estimator=st.sampled_from(get_args(Estimator)))
+@examples(60)
+def test_kl_estimate_is_that_of_float64_wherever_it_fits(batch: Drawn, estimator: Estimator) -> None:
+    found, slope = value_and_slope(lambda x: klamp.kl_estimate(x, batch.ref, estimator=estimator), batch.policy)
+    assert found.dtype == batch.dtype and slope.dtype == batch.policy.dtype and found.shape == batch.policy.shape
+    assert not found.isnan().any()
+    delta = (batch.policy.to(batch.dtype) - batch.ref.to(batch.dtype)).double()
+    exact = {"k1": delta, "k2": delta**2 / 2, "k3": torch.expm1(-delta) + delta, "abs": delta.abs()}[estimator]
+    growth = 1 + delta.abs().amax().item() if delta.numel() else 1
+    assert like_float64(found, exact, roundings=4 * growth)
+
+
+@given(batch=batches(), chosen=choices, corrected=st.booleans())
+@examples(120)
+def test_kl_penalty(batch: Drawn, chosen: dict[str, Any], corrected: bool) -> None:
+    def penalty(policy: Tensor, ref: Tensor, behavior: Tensor) -> tuple[Tensor, Tensor]:
+        behind = behavior if corrected else None
+        return value_and_slope(
+            lambda x: klamp.kl_penalty(x, ref, batch.mask, behavior_logprobs=behind, **chosen), policy
+        )
+
+    found, slope = penalty(batch.policy, batch.ref, batch.behavior)
+    assert slope.dtype == batch.policy.dtype and not found.isnan().any()
+    assert (found[~batch.mask] == 0).all() and (slope[~batch.mask] == 0).all()
+    if not corrected:
+        assert found.dtype == batch.dtype
+        assert found.isfinite().all() or not slope.isfinite().all(), "the loss is finite wherever its gradient is"
+        linear = chosen["gradient"] == "none" or (chosen["gradient"], chosen["horizon"]) == ("reverse", "token")
+        assert slope.isfinite().all() or not linear or batch.policy.dtype == torch.float16
+    dirty = penalty(*batch.poisoned())
+    assert same(found, dirty[0]) and same(slope, dirty[1])
+
+
+@given(batch=batches(forbidden=True), chosen=choices, corrected=st.booleans())
+@examples(60)
+def test_kl_penalty_where_a_model_rules_tokens_out_stays_infinite_and_under_the_mask_nothing(
+    batch: Drawn, chosen: dict[str, Any], corrected: bool
+) -> None:
+    behavior = batch.behavior if corrected else None
+    found, slope = value_and_slope(
+        lambda x: klamp.kl_penalty(x, batch.ref, batch.mask, behavior_logprobs=behavior, **chosen), batch.policy
+    )
+    assert (found[~batch.mask] == 0).all() and (slope[~batch.mask] == 0).all()
+    clean = batch.mask.any(-1) & (
+        batch.mask <= (batch.policy.isfinite() & batch.ref.isfinite() & batch.behavior.isfinite())
+    ).all(-1)
+    assert not found[clean].isnan().any(), "another row's token reaches no row"
+
+
+@given(batch=batches(forbidden=True), direction=st.sampled_from(get_args(Direction)), alike=st.booleans())
+@examples(80)
+def test_exact_kl_is_not_negative_and_nan_only_where_a_model_has_no_token_left(
+    batch: Drawn, direction: Direction, alike: bool
+) -> None:
+    policy, ref = batch.policy, batch.policy.to(batch.ref.dtype) if alike else batch.ref
+    if policy.shape[-1] == 0:
+        return
+    found, slope = value_and_slope(lambda x: klamp.exact_kl(x, ref, direction=direction), policy)
+    assert found.dtype == (torch.float64 if torch.float64 in (policy.dtype, ref.dtype) else torch.float32)
+    possible = ~(policy.isneginf().all(-1) | ref.isneginf().all(-1))
+    assert not found[possible].isnan().any() and (found[possible] >= 0).all()
+    assert not slope[possible & found.isfinite()].isnan().any()
+    if direction == "js":
+        assert (found[possible] <= math.log(2) + 1e-5).all()
+    if alike and policy.dtype == ref.dtype:
+        assert (found[possible] < 1e-12).all() and (slope[possible].abs() < 1e-6).all()
+
+
+@given(batch=batches(), direction=st.sampled_from(get_args(Direction)), data=st.data())
+@examples(40)
+def test_the_exact_kl_of_a_head_is_that_of_its_logits(batch: Drawn, direction: Direction, data: st.DataObject) -> None:
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
+    rows, width = batch.policy.shape
+    entries = data.draw(st.integers(1, 7))
+    if not width:
+        return
+    scale = data.draw(st.sampled_from([1e-3, 1.0, 30.0]))
+    hidden, ref_hidden = (x.to(dtype).nan_to_num(neginf=-1).clamp(-1, 0) for x in (batch.policy, batch.ref))
+    weight, ref_weight = (scale * torch.randn(entries, width).to(dtype) for _ in range(2))
+    found, slope = value_and_slope(
+        lambda x: klamp.linear_kl(x, weight, ref_hidden, ref_weight, direction=direction), hidden
+    )
+    assert found.shape == (rows,) and found.isfinite().all() and (found >= -1e-6).all() and slope.isfinite().all()
+    logits = ((hidden @ weight.t()), (ref_hidden @ ref_weight.t()))
+    wanted = klamp.exact_kl(*logits, direction=direction)
+    assert torch.allclose(found.double(), wanted.double(), rtol=1e-4, atol=1e-5)
+    targets = torch.randint(0, entries, (rows,))
+    scored = klamp.linear_logprobs(hidden, weight, targets)
+    wanted = logits[0].to(scored.dtype).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    assert (scored <= 0).all() and torch.allclose(scored, wanted, rtol=1e-4, atol=1e-4)
+
+
+@given(batch=batches(), reduction=st.sampled_from(get_args(Reduction)))
+@examples(40)
+def test_sums_and_means_of_tokens(batch: Drawn, reduction: Reduction) -> None:
+    outcomes = []
+    for x in (batch.policy, batch.poisoned()[0]):
+        for function in (
+            lambda x: reduce_tokens(x, batch.mask, reduction, length=5),
+            lambda x: masked_sum(x, batch.mask, -1),
+            lambda x: masked_mean(x, batch.mask),
+        ):
+            outcomes.append(value_and_slope(function, x))
+    for clean, dirty in zip(outcomes[:3], outcomes[3:], strict=True):
+        assert same(clean[0], dirty[0]) and same(clean[1], dirty[1]) and (clean[1][~batch.mask] == 0).all()
+    assert outcomes[1][0].isfinite().all() and outcomes[2][0].isfinite().all()
+    assert outcomes[0][0].isfinite() or not batch.mask.shape[0], "a batch of no sequence has no mean of them"
+    exact = batch.policy.double()
+    assert torch.allclose(suffix_sum(exact) - exact, future_sum(exact), rtol=1e-9, atol=1e-6)
+
+
+@given(
+    batch=batches(),
+    method=st.sampled_from(get_args(ClipMethod)),
+    threshold=sizes,
+    temperature=st.sampled_from([1e-30, 0.1, 1.0, 1e30]),
+)
+@examples(60)
+def test_clips_and_gates(batch: Drawn, method: ClipMethod, threshold: float, temperature: float) -> None:
+    kl = batch.policy.abs()
+    found, slope = value_and_slope(lambda x: klamp.clip_kl(x, threshold, method=method, temperature=temperature), kl)
+    gate = clip_gate(kl, threshold, method=method, temperature=temperature)
+    assert found.dtype == gate.dtype == (kl.dtype if kl.dtype == torch.float64 else torch.float32)
+    assert found.isfinite().all() and slope.isfinite().all()
+    assert (found >= 0).all() and (gate >= 0).all() and (gate <= 1).all()
+    if method == "hard":
+        assert (found <= upper(kl)).all()
+
+
+def upper(kl: Tensor) -> Tensor:
+    """The KL itself, as a clip sees it."""
+    return kl if kl.dtype == torch.float64 else kl.float()
+
+
+@given(batch=batches(), level=st.sampled_from(get_args(ClipLevel)), own=st.booleans(), size=st.integers(1, 4))
+@examples(40)
+def test_the_kl_that_decides_a_clip_is_never_a_completions_own_unless_asked(
+    batch: Drawn, level: ClipLevel, own: bool, size: int
+) -> None:
+    kl = batch.policy[:, 0].abs() if batch.policy.shape[-1] else batch.policy.sum(-1)
+    measured = batch.mask.any(-1)
+    try:
+        found = gate_kl(kl, level=level, group_size=size, own=own, measured=measured)
+    except KlampError as error:
+        check_says_why(error)
+        return
+    assert found.shape == kl.shape and found.isfinite().all() and (found >= 0).all()
+    if not own:
+        for i in range(len(kl)):
+            other = torch.where(torch.arange(len(kl)) == i, math.nan, kl)
+            assert gate_kl(other, level=level, group_size=size, own=own, measured=measured)[i] == found[i]
+
+
+@given(batch=batches(), data=st.data())
+@examples(60)
+def test_surrogates_are_finite_where_the_ratio_is(batch: Drawn, data: st.DataObject) -> None:
+    low, high = data.draw(st.sampled_from([(0.2, 0.2), (0.0, 0.0), (1.0, 1e30)]))
+    rows = torch.randn(batch.policy.shape[0]) * data.draw(sizes)
+    finite = importance_ratio(batch.policy, batch.behavior).isfinite()
+    bounds = {"clip_low": low, "clip_high": high}
+    for loss in (
+        lambda x: ppo_clip(x, batch.behavior, rows, **bounds),
+        lambda x: cispo(x, batch.behavior, rows, **bounds),
+        lambda x: score_function(x, batch.behavior, rows),
+    ):
+        found, slope = value_and_slope(loss, batch.policy)
+        assert found.shape == batch.policy.shape and not found[finite].isnan().any()
+        assert not slope[finite].isnan().any()
+    clipped = ratio_clipped(batch.policy, batch.behavior, rows, **bounds)
+    assert clipped.dtype == torch.bool
+
+
+rewards = st.lists(st.one_of(st.floats(width=32), st.sampled_from([0.0, 1.0, 3e38, -3e38, 1e-45])), max_size=8)
+
+
+@given(
+    given=rewards,
+    size=st.integers(0, 5),
+    scale=st.sampled_from(["std", "none"]),
+    baseline=st.sampled_from(["mean", "leave_one_out"]),
+    eps=st.sampled_from([0, 1e-4, 1e30]),
+    dtype=st.sampled_from([*FLOATS, torch.int64, torch.bool]),
+)
+@examples(100)
+def test_advantages_are_finite_or_the_rewards_are_refused(
+    given: list[float], size: int, scale: Any, baseline: Any, eps: float, dtype: torch.dtype
+) -> None:
+    drawn = torch.tensor(given, dtype=torch.float64)
+    drawn = drawn.to(dtype) if dtype.is_floating_point else drawn.nan_to_num(0, 1, -1).clamp(-9, 9).to(dtype)
+    try:
+        found = group_advantages(drawn, size, scale=scale, baseline=baseline, eps=eps)
+    except KlampError as error:
+        check_says_why(error)
+        return
+    assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32) and found.shape == drawn.shape
+    assert found.isfinite().all()
+    assert 0 <= saturated_share(drawn, size) <= 1 or not len(drawn)
+
+
+@given(batch=batches(), beta=st.sampled_from([0.0, 1e-30, 0.04, 1e5]), data=st.data())
+@examples(60)
+def test_the_kl_in_reward_and_advantage_sees_nothing_under_the_mask(
+    batch: Drawn, beta: float, data: st.DataObject
+) -> None:
+    bound, horizon = data.draw(st.sampled_from([None, 10.0])), data.draw(st.sampled_from(get_args(Horizon)))
+    rows = torch.randn(batch.policy.shape[0])
+    found = []
+    for policy, ref, behavior in ((batch.policy, batch.ref, batch.behavior), batch.poisoned()):
+        spent = masked_sum(masked_log_ratio(policy, ref, batch.mask, max_log_ratio=bound), batch.mask, -1)
+        weights = log_weights(policy, behavior, batch.mask, horizon=horizon, max_weight=bound)
+        share = truncated_share(policy, behavior, batch.mask, horizon=horizon, max_weight=10.0)
+        shifted = kl_in_advantage(rows, policy, ref, batch.mask, beta=beta, horizon=horizon, max_log_ratio=bound)
+        found.append((kl_in_reward(rows, spent, beta=beta), weights, share, shifted))
+    for clean, dirty in zip(*found, strict=True):
+        assert same(clean, dirty) and clean.isfinite().all()
+
+
+CONTROLLERS: Mapping[str, Callable[[float, float, float], Any]] = {
+    "fixed": lambda value, target, rate: klamp.FixedController(value),
+    "step": lambda value, target, rate: klamp.StepController(value, target=target, up=rate),
+    "proportional": lambda value, target, rate: klamp.ProportionalController(value, target=target, horizon=3),
+    "dual": lambda value, target, rate: klamp.DualController(value, target=target, lr=rate),
+    "pid": lambda value, target, rate: klamp.PIDController(value, target=target, kp=rate, ki=rate, kd=rate),
+    "hold": lambda value, target, rate: klamp.HoldController(value, target=target),
+}
+anything = st.one_of(st.floats(), st.sampled_from([0, 1, 10**400, 2**70, "0.1", None, True]), sizes)
+
+
+@pytest.mark.parametrize("name", CONTROLLERS)
+def test_a_controller_stays_finite_and_within_its_bounds_or_refuses(name: str) -> None:
+    @given(value=anything, target=anything, rate=anything, kls=st.lists(anything, max_size=6), saved=anything)
+    @examples(25)
+    def holds(value: Any, target: Any, rate: Any, kls: list[Any], saved: Any) -> None:
+        try:
+            controller = CONTROLLERS[name](value, target, rate)
+        except KlampError as error:
+            check_says_why(error)
+            return
+        for kl in kls:
+            before = controller.state_dict()
+            try:
+                assert 0 <= controller.update(kl) < math.inf
+            except KlampError as error:
+                check_says_why(error)
+                after = controller.state_dict()
+                assert after == before, "a refused KL changes nothing"
+        state = controller.state_dict()
+        controller.load_state_dict(state)
+        assert controller.state_dict() == state
+        try:
+            controller.load_state_dict(dict.fromkeys(state, saved))
+            assert math.isfinite(controller.value) and math.isfinite(controller.update(0.1))
+        except KlampError as error:
+            check_says_why(error)
+
+    holds()
+
+
+SIGNATURES: tuple[tuple[Any, str, dict[str, str]], ...] = (
+    (klamp.kl_estimate, "tensor tensor", {"name": "estimator"}),
+    (klamp.exact_kl, "tensor tensor", {"name": "direction"}),
+    (
+        klamp.kl_penalty,
+        "tensor tensor mask",
+        {"name": "value gradient horizon", "tensor": "behavior_logprobs", "number": "max_weight max_log_ratio"},
+    ),
+    (klamp.clip_kl, "tensor number", {"name": "method", "number": "temperature"}),
+    (klamp.clip_kl, "tensor tensor", {"name": "method", "number": "temperature"}),
+    (klamp.kl_budget, "number", {"flag": "per_token", "number": "reference_length"}),
+    (klamp.kl_budget, "number", {"flag": "per_token", "tensor": "reference_length"}),
+    (klamp.group_advantages, "tensor number", {"name": "scale baseline", "number": "eps"}),
+    (klamp.linear_logprobs, "tensor tensor ids", {"tensor": "bias", "number": "temperature softcap"}),
+    (klamp.linear_kl, "tensor tensor tensor tensor", {"name": "direction", "tensor": "policy_bias ref_bias"}),
+    (
+        klamp.Batch,
+        "",
+        {
+            "tensor": "policy_logprobs advantages ref_logprobs gate_kl kl_weight",
+            "mask": "mask kl_mask",
+            "number": "reference_length group_size",
+        },
+    ),
+    (
+        klamp.KLConfig,
+        "",
+        {
+            "name": "kl_estimator kl_gradient kl_horizon",
+            "number": "beta target_kl kl_reference_length kl_max_log_ratio",
+        },
+    ),
+)
+"""A public function, the kinds of its positional arguments, and those of others by their names."""
+NEEDED = ("method", "per_token", "reference_length", "policy_logprobs", "advantages", "mask")
+"""Arguments without a default."""
+
+
+@given(data=st.data())
+@examples(150)
+def test_whatever_is_handed_to_a_public_function_is_computed_or_refused_in_words(data: st.DataObject) -> None:
+    """Tensors of drawn types and shapes in each place, numbers and names of any kind: a result or a KlampError."""
+    dtypes = [*FLOATS, torch.int64, torch.bool, torch.complex64, torch.uint8]
+    drawn = st.builds(
+        lambda shape, dtype: torch.ones(shape).to(dtype),
+        st.lists(st.integers(0, 3), max_size=3),
+        st.sampled_from([torch.float32, *dtypes]),
+    )
+    common = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=3))
+    fitting = st.sampled_from(FLOATS).map(lambda dtype: -torch.ones(common, dtype=dtype))
+    tensor = st.one_of(fitting, fitting, fitting, drawn, st.sampled_from([None, 1.0, "x"]))
+    mask = st.one_of(st.just(torch.ones(common, dtype=torch.bool)), drawn)
+    name = st.sampled_from(["k1", "k3", "exact", "reverse", "own", "token", "sequence", "hard", "std", "", None, 3])
+    number = st.one_of(anything, st.integers(-1, 4), st.just(torch.tensor(1.0)))
+    kinds = {"tensor": tensor, "mask": mask, "ids": drawn, "name": name, "number": number, "flag": st.booleans()}
+    function, places, options = data.draw(st.sampled_from(SIGNATURES))
+    arguments = [kinds[each] for each in places.split()]
+    options = {key: kinds[kind] for kind, keys in options.items() for key in keys.split()}
+    given = {key: data.draw(each) for key, each in options.items() if key in NEEDED or data.draw(st.booleans())}
+    try:
+        function(*(data.draw(each) for each in arguments), **given)
+    except KlampError as error:
+        check_says_why(error)

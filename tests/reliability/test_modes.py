@@ -1,0 +1,121 @@
+"""The whole objective in torch's modes: autocast, deterministic algorithms, inference_mode and no_grad.
+
+What torch.func and second derivatives are told is in tests/core/test_derivatives.py; torch.compile in test_compile.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+import pytest
+import torch
+from tests.reliability.objectives import OBJECTIVES, inputs, loss_and_slopes
+from torch import Tensor
+
+from klamp.core.estimators import exact_kl
+from klamp.core.gradients import kl_penalty
+from klamp.core.linear import linear_kl, linear_logprobs
+from klamp.core.masking import masked_sum
+from klamp.core.objective import Objective
+
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")
+
+CASES = pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """torch refuses every operation that is not deterministic."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@CASES
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast_the_losses_are_what_they_are_without(objective: Objective, dtype: torch.dtype) -> None:
+    """Autocast rounds products of matrices; there is none between log-probabilities and the loss."""
+    plain = loss_and_slopes(objective, inputs())
+    with torch.autocast("cpu", dtype):
+        cast = loss_and_slopes(objective, inputs())
+    assert cast[0].dtype == torch.float32
+    assert all(torch.equal(a, b) for a, b in zip(plain, cast, strict=True))
+
+
+@CASES
+@pytest.mark.usefixtures("deterministic")
+def test_nothing_needs_an_algorithm_that_is_not_deterministic(objective: Objective) -> None:
+    first, second = loss_and_slopes(objective, inputs()), loss_and_slopes(objective, inputs())
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_heads_are_deterministic() -> None:
+    found = [_head_slopes() for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def _head_slopes() -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 8, generator=generator).requires_grad_(True) for n in (40, 50))
+    targets = torch.arange(40)
+    value = linear_logprobs(hidden, weight, targets).sum() + linear_kl(hidden, weight, hidden * 2, weight).sum()
+    return value.detach(), *torch.autograd.grad(value, (hidden, weight))
+
+
+@CASES
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_values_without_gradients_are_those_with_them(
+    objective: Objective, mode: Callable[[], AbstractContextManager[None]]
+) -> None:
+    from klamp.core.objective import grpo_loss
+
+    batch = inputs()
+    wanted = grpo_loss(batch, objective)
+    with mode():
+        found = grpo_loss(batch, objective)
+    assert not found.loss.requires_grad and torch.equal(found.loss, wanted.loss.detach())
+    assert found.metrics.keys() == wanted.metrics.keys()
+    assert all(torch.equal(found.metrics[name], value) for name, value in wanted.metrics.items())
+
+
+@CASES
+def test_log_probabilities_that_were_scored_under_inference_mode_are_data_like_any_other(objective: Objective) -> None:
+    batch = inputs()
+    with torch.inference_mode():
+        names = ("old_logprobs", "ref_logprobs", "sampler_logprobs")
+        scored = {name: getattr(batch, name).clone() for name in names}
+    plain, found = loss_and_slopes(objective, batch), loss_and_slopes(objective, batch, **scored)
+    assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+
+
+def test_logits_of_the_reference_may_come_from_inference_mode() -> None:
+    policy = torch.randn(3, 5, requires_grad=True)
+    with torch.inference_mode():
+        ref = torch.randn(3, 5)
+    for direction in ("reverse", "forward", "js"):
+        found, wanted = (exact_kl(policy, each, direction=direction).sum() for each in (ref, ref.clone()))
+        slopes = [torch.autograd.grad(each, policy)[0] for each in (found, wanted)]
+        assert torch.equal(found, wanted) and torch.equal(*slopes)
+
+
+def test_a_penalty_that_is_computed_again_in_the_backward_pass_is_the_same() -> None:
+    """Checkpointing of activations runs the forward pass twice."""
+    from torch.utils.checkpoint import checkpoint
+
+    batch = inputs()
+
+    def penalty(x: Tensor) -> Tensor:
+        return masked_sum(kl_penalty(x * 1.5, batch.ref_logprobs, batch.mask, horizon="sequence"), batch.mask)
+
+    slopes = []
+    for loss in (
+        penalty,
+        lambda x: checkpoint(penalty, x, use_reentrant=False),
+        lambda x: checkpoint(penalty, x, use_reentrant=True),
+    ):
+        x = batch.policy_logprobs.detach().requires_grad_(True)
+        loss(x).backward()
+        slopes.append(x.grad)
+    assert torch.equal(slopes[0], slopes[1]) and torch.equal(slopes[0], slopes[2])

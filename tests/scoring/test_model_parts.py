@@ -1,0 +1,165 @@
+"""The parts of a model, each by itself, against the whole: head, log-probabilities, exact KL, cache."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tests.training.conftest import tiny_gpt2, tiny_llama
+from torch import nn
+
+from klamp.core.estimators import exact_kl
+from klamp.scoring.model_parts import (
+    Head,
+    OpenedModel,
+    Predictions,
+    Traits,
+    cache_rows,
+    checkpoints,
+    divergence,
+    head_of,
+    steady_length,
+    token_logprobs,
+)
+
+N, H, V = 6, 5, 11
+
+
+def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def head(**changes: object) -> Head:
+    return Head(numbers(V, H, seed=1), numbers(V, seed=2), 2.0, 0.5)._replace(**changes)
+
+
+def test_the_logits_of_a_head_are_capped_and_then_scaled() -> None:
+    hidden, given = numbers(N, H), head()
+    raw = hidden @ given.weight.t() + given.bias
+    assert torch.allclose(given.logits(hidden), 0.5 * 2.0 * torch.tanh(raw / 2.0))
+    assert torch.allclose(head(softcap=None, scale=1.0, bias=None).logits(hidden), hidden @ given.weight.t())
+    assert head().logits(hidden.bfloat16().float()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("given", [head(), head(softcap=None, bias=None, scale=1.0)], ids=["capped", "plain"])
+def test_log_probabilities_are_the_same_from_hidden_states_and_from_logits(given: Head, entropy: bool) -> None:
+    hidden, targets = numbers(N, H).requires_grad_(True), torch.arange(N) % V
+    ways = []
+    for found in (Predictions(values=hidden, head=given), Predictions(values=given.logits(hidden), head=None)):
+        logprobs, spread = token_logprobs(found, targets, temperature=0.7, entropy=entropy)
+        ways.append((logprobs, spread, torch.autograd.grad(logprobs.sum(), hidden, retain_graph=True)[0]))
+    log_p = (given.logits(hidden) / 0.7).log_softmax(-1)
+    for logprobs, spread, gradient in ways:
+        assert torch.allclose(logprobs, log_p.gather(1, targets[:, None])[:, 0], atol=1e-6)
+        assert torch.allclose(gradient, ways[0][2], atol=1e-5)
+        assert (spread is not None) == entropy
+        assert spread is None or (torch.allclose(spread, -(log_p.exp() * log_p).sum(-1), atol=1e-6))
+        assert spread is None or not spread.requires_grad
+
+
+@pytest.mark.parametrize("direction", ["reverse", "forward", "js"])
+def test_the_exact_kl_of_two_heads_of_one_form_and_of_different_ones(direction) -> None:
+    ours, theirs = numbers(N, H).requires_grad_(True), numbers(N, H, seed=3)
+    policy, ref = Predictions(values=ours, head=head()), Predictions(values=theirs, head=head())
+    uncapped = Predictions(values=theirs, head=head(softcap=None))
+    for other in (ref, uncapped, Predictions(values=head().logits(theirs), head=None)):
+        found = divergence(policy, other, temperature=0.7, direction=direction)
+        expected = exact_kl(policy.logits() / 0.7, other.logits() / 0.7, direction=direction)
+        assert torch.allclose(found, expected, atol=1e-5)
+        assert found.min() > 0
+        (gradient,) = torch.autograd.grad(found.sum(), ours)
+        assert gradient.abs().max() > 0
+
+
+def test_predictions_are_padded_and_moved() -> None:
+    found = Predictions(values=numbers(2, 3, H), head=head())
+    padded = found.padded(5)
+    assert padded.values.shape == (2, 5, H)
+    assert torch.equal(padded.values[:, :3], found.values)
+    assert (padded.values[:, 3:] == 0).all()
+    moved = found.to(torch.device("meta"))
+    assert moved.head is not None
+    assert {moved.values.device.type, moved.head.weight.device.type} == {"meta"}
+
+
+def test_the_head_of_a_model_is_a_plain_linear_layer_or_none() -> None:
+    model = tiny_llama(tie_word_embeddings=False)
+    found = head_of(model)
+    assert found is not None
+    assert found.weight is model.lm_head.weight
+    assert (found.bias, found.softcap, found.scale) == (None, None, 1.0)
+
+    class Adapted(nn.Linear):
+        """A linear layer that does something more."""
+
+    model.set_output_embeddings(Adapted(32, 11))
+    assert head_of(model) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "length"),
+    [
+        ({"rope_parameters": None}, None),
+        ({"rope_parameters": {"rope_type": "default"}}, None),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, 64),
+        ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 32}}, 32),
+        ({"rope_parameters": {"full": {"rope_type": "default"}, "window": {"rope_type": "dynamic"}}}, 64),
+    ],
+)
+def test_how_long_a_sequence_may_be_before_later_tokens_change_earlier_ones(config: dict, length: int | None) -> None:
+    assert steady_length(SimpleNamespace(max_position_embeddings=64, **config)) == length
+
+
+@pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2])
+@torch.no_grad()
+def test_an_opened_model_on_a_cache_gives_what_the_whole_model_gives(make) -> None:
+    model = make()
+    traits = Traits(head=True, sharing="gradient")
+    opened = OpenedModel(model, traits)
+    ids = torch.randint(1, 10, (2, 7), generator=torch.Generator().manual_seed(0))
+    prompt_mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    whole = model(
+        input_ids=ids,
+        attention_mask=nn.functional.pad(prompt_mask, (0, 4), value=1),
+        position_ids=(torch.arange(7) - (3 - prompt_mask.sum(-1, keepdim=True))).clamp(min=0),
+    ).logits
+    _, cache = opened.run(ids[:, :3], prompt_mask, keep=1, use_cache=True)
+    values, _ = opened.run(ids[:, 3:], prompt_mask, keep=4, cache=cache)
+    assert torch.allclose(opened.predictions(values).logits(), whole[:, 3:].float(), atol=1e-4)
+    closed, _ = OpenedModel(model, Traits()).run(ids, prompt_mask, keep=4)
+    assert torch.allclose(closed.float(), whole[:, 3:].float(), atol=1e-4)
+
+
+@torch.no_grad()
+def test_rows_of_a_cache_are_a_copy() -> None:
+    opened = OpenedModel(tiny_llama(), Traits(head=True, sharing="values"))
+    mask = torch.ones(2, 3, dtype=torch.long)
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    _, cache = opened.run(ids, mask, keep=1, use_cache=True)
+    before = cache.layers[0].keys.clone()
+    rows = cache_rows(cache, torch.tensor([1, 1, 0]))
+    assert torch.equal(rows.layers[0].keys, before[[1, 1, 0]])
+    opened.run(torch.tensor([[7], [8], [9]]), mask[[0, 0, 0]], keep=1, cache=rows)
+    assert torch.equal(cache.layers[0].keys, before), "the cache that was given is as it was"
+
+
+def test_positions_by_columns_count_the_padding_that_was_cut_off() -> None:
+    model = tiny_gpt2().eval()
+    ids = torch.tensor([[0, 0, 5, 6, 7], [0, 3, 4, 5, 6]])
+    mask = (ids > 0).long()
+    with torch.no_grad():
+        expected = model(input_ids=ids, attention_mask=mask, position_ids=torch.arange(5)[None]).logits[:, -1]
+        opened = OpenedModel(model, Traits(positions="columns"), prompt_width=5)
+        found = opened.run(ids[:, 1:], mask[:, 1:], keep=1)[0][:, 0]
+        by_tokens = OpenedModel(model, Traits(), prompt_width=5).run(ids[:, 1:], mask[:, 1:], keep=1)[0][:, 0]
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert not torch.allclose(by_tokens, expected, atol=1e-3)
+
+
+def test_gradient_checkpointing_is_seen_while_it_is_in_force() -> None:
+    model = tiny_llama()
+    assert not checkpoints(model.train())
+    model.gradient_checkpointing_enable()
+    assert checkpoints(model) and not checkpoints(model.eval())

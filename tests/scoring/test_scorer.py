@@ -1,0 +1,351 @@
+"""The scorer against the plain forward of `score`: the same numbers and the same gradient, whatever it saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tests.training.conftest import disturb
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from klamp.core.estimators import exact_kl
+from klamp.scoring import passes
+from klamp.scoring import scorer as scorer_module
+from klamp.scoring.completions import Completions
+from klamp.scoring.model_parts import OpenedModel, Traits
+from klamp.scoring.passes import Plan, run_rows
+from klamp.scoring.probe import probe
+from klamp.scoring.scorer import Ask, ExactKL, Scorer
+from klamp.scoring.scores import score
+
+V, P, T = 50, 7, 6
+SIZES = {
+    "vocab_size": V,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
+
+
+def gpt2() -> GPT2LMHeadModel:
+    config = GPT2Config(vocab_size=V, n_positions=64, n_embd=32, n_layer=2, n_head=2, initializer_range=0.2)
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    return GPT2LMHeadModel(config)
+
+
+def lora():
+    model = get_peft_model(qwen2(), LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM"))
+    disturb(model)
+    return model
+
+
+def qwen2():
+    return Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True))
+
+
+def adapted_head():
+    model = get_peft_model(qwen2(), LoraConfig(r=3, target_modules=["lm_head", "q_proj"], task_type="CAUSAL_LM"))
+    disturb(model)
+    return model
+
+
+MODELS: dict[str, Callable[[], torch.nn.Module]] = {
+    "qwen2, tied, grouped keys": qwen2,
+    "gpt2, absolute positions": gpt2,
+    "mistral, window of 4": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4)),
+    "gemma2, window and cap": lambda: Gemma2ForCausalLM(
+        Gemma2Config(**SIZES, sliding_window=4, final_logit_softcapping=3.0, query_pre_attn_scalar=8)
+    ),
+    "granite, scaled logits": lambda: GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=2.5)),
+    "lora": lora,
+    "lora on the head": adapted_head,
+}
+
+
+def made(name: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name]().eval()
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request) -> torch.nn.Module:
+    return made(request.param)
+
+
+def completions(groups: int = 3, size: int = 4) -> Completions:
+    """Groups of unequal completions; the prompts are padded on the left by 0, 3 and 5 columns."""
+    generator = torch.Generator().manual_seed(2)
+    prompts = torch.randint(1, V, (groups, P), generator=generator)
+    prompt_mask = (torch.arange(P) >= torch.tensor([0, 3, 5])[:groups, None]).long()
+    rows = groups * size
+    lengths = torch.randint(1, T + 1, (rows,), generator=generator)
+    lengths[:2] = torch.tensor([T, 1])
+    mask = torch.arange(T) < lengths[:, None]
+    return Completions(
+        prompt_ids=(prompts * prompt_mask).repeat_interleave(size, 0),
+        prompt_mask=prompt_mask.repeat_interleave(size, 0),
+        ids=torch.randint(1, V, (rows, T), generator=generator) * mask,
+        mask=mask,
+        sampler_logprobs=torch.zeros(mask.shape),
+        ended=torch.ones(rows, dtype=torch.bool),
+    )
+
+
+def gradients(model, total: torch.Tensor) -> dict[str, torch.Tensor]:
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    found = torch.autograd.grad(total, list(named.values()), allow_unused=True)
+    return {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(named.items(), found, strict=True)}
+
+
+def assert_same_gradient(found, expected) -> None:
+    """In every weight, to 1e-5 of the largest entry of the whole gradient."""
+    scale = max(float(g.abs().max()) for g in expected.values())
+    assert scale > 0.1
+    for name, g in expected.items():
+        torch.testing.assert_close(
+            found[name], g, rtol=0, atol=1e-5 * max(1.0, scale), msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+WEIGHTS = torch.randn(12, T, generator=torch.Generator().manual_seed(1))
+
+
+def plain(model, data: Completions, temperature: float = 0.9):
+    scores = score(model, data, temperature=temperature)
+    total = (torch.where(data.mask, scores.logprobs, 0.0) * WEIGHTS[: len(data.ids)]).sum()
+    return scores, gradients(model, total)
+
+
+PLANS = {
+    "plain": Plan(shared=False, buckets=[list(range(12))], tokens=0),
+    "plain, by length": Plan(shared=False, buckets=[[0, 4, 7], [1, 2, 3, 5], [6, 8, 9, 10, 11]], tokens=0),
+    "shared": Plan(shared=True, buckets=[list(range(12))], tokens=0),
+    "shared, by length": Plan(shared=True, buckets=[[11, 0, 3], [1, 2, 4, 5, 6], [7, 8, 9, 10]], tokens=0),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_way_gives_the_scores_and_the_gradient_of_a_plain_forward(model, monkeypatch, plan):
+    data, traits = completions(), probe(model)
+    assert traits.sharing == "gradient"
+    expected, expected_gradient = plain(model, data)
+    monkeypatch.setattr(scorer_module, "run_rows", lambda *a, **k: run_rows(*a, **(k | {"plan": PLANS[plan]})))
+    scores = Scorer(model, traits)(data, Ask(temperature=0.9, entropy=True))
+    torch.testing.assert_close(scores.logprobs[data.mask], expected.logprobs[data.mask], rtol=0, atol=1e-5)
+    assert (scores.logprobs[~data.mask] == 0).all()
+    entropy = torch.distributions.Categorical(logits=expected.logits.double()).entropy()[data.mask]
+    torch.testing.assert_close(scores.entropy[data.mask].double(), entropy, rtol=0, atol=1e-5)
+    assert not scores.entropy.requires_grad
+    assert_same_gradient(gradients(model, (scores.logprobs * WEIGHTS).sum()), expected_gradient)
+
+
+def test_rows_that_do_not_learn_have_their_scores_and_no_gradient():
+    model, data = made("qwen2, tied, grouped keys"), completions()
+    learns = torch.arange(12) % 3 == 0
+    scorer = Scorer(model, probe(model))
+    scores = scorer(data, Ask(temperature=0.9, entropy=True, learns=learns))
+    expected = score(model, data, temperature=0.9)
+    torch.testing.assert_close(scores.logprobs[data.mask], expected.logprobs[data.mask], rtol=0, atol=1e-5)
+    kept = torch.where(data.mask & learns[:, None], expected.logprobs, 0.0)
+    assert_same_gradient(gradients(model, (scores.logprobs * WEIGHTS).sum()), gradients(model, (kept * WEIGHTS).sum()))
+
+
+def test_where_no_row_learns_the_gradient_is_zero_in_every_weight():
+    model, data = made("qwen2, tied, grouped keys"), completions()
+    nobody = torch.zeros(12, dtype=torch.bool)
+    scores = Scorer(model, probe(model))(data, Ask(temperature=1.0, learns=nobody))
+    scores.logprobs.sum().backward()
+    assert all(p.grad is not None and (p.grad == 0).all() for p in model.parameters())
+
+
+def test_predictions_that_are_kept_have_their_gradient():
+    model, data = made("qwen2, tied, grouped keys"), completions()
+    traits = probe(model)
+    ask = Ask(temperature=1.0, keep=torch.ones(12, dtype=torch.bool))
+    expected = gradients(model, Scorer(model, traits)(data, ask).logprobs[data.mask].sum())
+    scores = Scorer(model, traits)(data, ask)
+    assert scores.predictions is not None
+    values = scores.predictions.values[data.mask]
+    found = OpenedModel(model, traits).predictions(values).logits().log_softmax(-1)
+    chosen = found.gather(-1, data.ids[data.mask][:, None])[:, 0]
+    assert_same_gradient(gradients(model, chosen.sum()), expected)
+
+
+def test_known_scores_are_taken_and_not_computed():
+    model, data = made("qwen2, tied, grouped keys"), completions()
+    scorer, learns = Scorer(model, probe(model)), torch.arange(12) < 5
+    with torch.no_grad():
+        before = scorer(data, Ask(temperature=1.0, entropy=True))
+    marked = replace(before, logprobs=before.logprobs + 7.0)
+    rows = []
+    handle = model.model.register_forward_hook(
+        lambda m, a, k, out: rows.append(k["input_ids"].shape[0]), with_kwargs=True
+    )
+    scores = scorer(data, Ask(temperature=1.0, entropy=True, learns=learns, known=marked))
+    handle.remove()
+    assert sum(rows) == 5
+    torch.testing.assert_close(scores.logprobs[~learns], marked.logprobs[~learns], rtol=0, atol=0)
+    kept = data.mask & learns[:, None]
+    torch.testing.assert_close(scores.logprobs[kept], before.logprobs[kept], rtol=0, atol=1e-5)
+    torch.testing.assert_close(scores.entropy, before.entropy, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("learning", [(), ("reverse",), ("forward",)])
+@pytest.mark.parametrize("name", ["qwen2, tied, grouped keys", "gemma2, window and cap", "lora on the head"])
+def test_the_exact_kl_is_that_of_the_logits_with_its_gradient(name, learning):
+    policy, ref, data = made(name), made(name), completions()
+    disturb(policy, size=0.1)
+    rows = torch.arange(12) % 4 < 2
+    with torch.no_grad():
+        ref_scores = score(ref, data, temperature=0.8)
+        kept = Scorer(ref, probe(ref))(data, Ask(temperature=0.8, keep=rows)).predictions
+    scorer = Scorer(policy, probe(policy))
+    assert (kept.head is None) == (name == "lora on the head")
+    found = scorer(data, Ask(temperature=0.8, exact=ExactKL(rows=rows, ref=kept, learns=learning)))
+    logits = score(policy, data, temperature=0.8).logits
+    counted = data.mask & rows[:, None]
+    for direction, ours in (("reverse", found.exact), ("forward", found.exact_forward)):
+        expected = torch.where(counted, exact_kl(logits, ref_scores.logits, direction=direction), 0.0)
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+        assert expected.abs().max() > 0.1
+        assert ours.requires_grad == (direction in learning)
+        if direction in learning:
+            assert_same_gradient(gradients(policy, ours.sum()), gradients(policy, expected.sum()))
+
+
+def test_two_heads_of_different_form_meet_in_their_logits():
+    """A reference with an adapted head keeps logits, the policy hidden states."""
+    policy, ref, data = made("qwen2, tied, grouped keys"), made("lora on the head"), completions()
+    rows = torch.ones(12, dtype=torch.bool)
+    with torch.no_grad():
+        kept = Scorer(ref, probe(ref))(data, Ask(temperature=1.0, keep=rows)).predictions
+        found = Scorer(policy, probe(policy))(data, Ask(temperature=1.0, exact=ExactKL(rows=rows, ref=kept)))
+        logits = [score(m, data, temperature=1.0).logits for m in (policy, ref)]
+    torch.testing.assert_close(found.exact[data.mask], exact_kl(*logits)[data.mask], rtol=1e-4, atol=1e-5)
+
+
+def test_only_unmasked_tokens_reach_the_head(monkeypatch):
+    seen = []
+    usual = scorer_module.token_logprobs
+    monkeypatch.setattr(scorer_module, "token_logprobs", lambda p, t, **k: seen.append(len(t)) or usual(p, t, **k))
+    model, data = made("qwen2, tied, grouped keys"), completions()
+    Scorer(model, probe(model))(data, Ask(temperature=1.0))
+    assert seen == [int(data.mask.sum())] and seen[0] < data.mask.numel() * 0.8
+
+
+def test_a_long_prompt_is_run_once_for_its_group():
+    """Tokens through the decoder, counted."""
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(**(SIZES | {"max_position_embeddings": 512}))).eval()
+    data = completions(groups=2)
+    ids = torch.randint(1, V, (2, 200), generator=torch.Generator().manual_seed(0)).repeat_interleave(4, 0)
+    data = replace(data, prompt_ids=ids, prompt_mask=torch.ones_like(ids))
+    counted: dict[str, list[int]] = {}
+
+    def tokens(traits: Traits) -> torch.Tensor:
+        seen = counted.setdefault(traits.sharing, [])
+        handle = model.model.register_forward_hook(
+            lambda m, a, k, out: seen.append(k["input_ids"].numel()), with_kwargs=True
+        )
+        scores = Scorer(model, traits)(data, Ask(temperature=1.0))
+        handle.remove()
+        return scores.logprobs
+
+    plainly, shared = tokens(Traits(head=True)), tokens(probe(model))
+    torch.testing.assert_close(shared, plainly, rtol=0, atol=1e-5)
+    assert counted["no"] == [8 * (200 + T - 1)]
+    assert counted["gradient"] == [2 * 200, 8 * (T - 1)]
+
+
+def test_checkpointed_activations_are_scored_the_plain_way():
+    model, data = made("qwen2, tied, grouped keys"), completions()
+    _, expected_gradient = plain(model, data)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    traits = probe(model)
+    assert traits == Traits(head=True, sharing="values") and model.training
+    scorer = Scorer(model, traits)
+    assert not scorer.can_share()
+    scores = scorer(data, Ask(temperature=0.9))
+    assert_same_gradient(gradients(model, (scores.logprobs * WEIGHTS).sum()), expected_gradient)
+    with torch.no_grad():
+        assert not scorer.can_share(), "in training mode the cache is taken away without gradient too"
+        model.eval()
+        assert scorer.can_share()
+
+
+ROPES = {
+    "longrope": {"short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0], "factor": 4.0},
+    "dynamic": {"factor": 4.0},
+}
+
+
+def stretched(rope: str, length: int = 64) -> torch.nn.Module:
+    """A model whose rotary frequencies change once a sequence of the pass is longer than `length`."""
+    given = {"rope_type": rope, "rope_theta": 100.0, **ROPES[rope]}
+    if rope == "longrope":
+        given["original_max_position_embeddings"] = length
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(**(SIZES | {"max_position_embeddings": length, "rope_parameters": given}))
+    ).eval()
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_where_frequencies_follow_the_length_long_rows_are_scored_with_their_prompt(monkeypatch, rope):
+    """The probe's few tokens show nothing of it: a prompt run by itself would get the frequencies of a short row."""
+    monkeypatch.setattr(passes, "PASS_TOKENS", 0)  # prompts are shared, and rows split by length, wherever that is less
+    model, data, seen = stretched(rope, length=P + 3), completions(), []
+    traits = probe(model)
+    assert traits == Traits(head=True, sharing="gradient")
+    handle = model.model.register_forward_hook(
+        lambda m, a, k, out: seen.append(tuple(k["input_ids"].shape)), with_kwargs=True
+    )
+    found = Scorer(model, traits)(data, Ask(temperature=0.9)).logprobs
+    assert seen == [(12, P + T - 1)]
+    handle.remove()
+    if rope == "longrope":  # dynamic frequencies differ with each token more, and the plain forward runs one more
+        expected, expected_gradient = plain(model, data)
+        torch.testing.assert_close(found[data.mask], expected.logprobs[data.mask], rtol=0, atol=1e-5)
+        assert_same_gradient(gradients(model, (found * WEIGHTS).sum()), expected_gradient)
+    assert OpenedModel(model, traits).is_steady(P + 3) and not OpenedModel(model, traits).is_steady(P + 4)
+    assert OpenedModel(made("qwen2, tied, grouped keys"), traits).is_steady(10**9)
+
+
+def test_low_precision_is_opened_too():
+    model, data = made("qwen2, tied, grouped keys").bfloat16(), completions()
+    traits = probe(model)
+    assert traits == Traits(head=True, sharing="gradient")
+    with torch.no_grad():
+        ours = Scorer(model, traits)(data, Ask(temperature=1.0)).logprobs
+        expected = score(model, data, temperature=1.0).logprobs
+        exact = score(model.float(), data, temperature=1.0).logprobs
+    ours_off, theirs_off = ((x - exact)[data.mask].abs().max() for x in (ours, expected))
+    assert ours_off <= 2 * theirs_off + 1e-3
+
+
+def test_an_opened_model_runs_what_it_says():
+    model = made("qwen2, tied, grouped keys")
+    assert OpenedModel(model, Traits(head=True)).runs is model.model
+    assert OpenedModel(model, Traits()).runs is model

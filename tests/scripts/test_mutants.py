@@ -1,0 +1,117 @@
+"""The mutation run: which tests it chooses, what it counts, and that equivalent mutants are of the code as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from scripts.mutants import (
+    Mutant,
+    annotations,
+    equivalent,
+    makes_sense,
+    modules,
+    page_of,
+    record_of,
+    recorded,
+    report,
+    source,
+    stages,
+    text,
+)
+
+from scripts import mutants
+
+SCHEDULES = "core/schedules.py"
+
+
+def names(files: tuple[str, ...]) -> list[str]:
+    return [Path(file).name for file in files]
+
+
+def changed(before: str, after: str) -> Mutant:
+    code = source(SCHEDULES)
+    assert code.count(before) == 1
+    number = code[: code.index(before)].count("\n") + 1
+    return Mutant(SCHEDULES, "by hand", number, code.replace(before, after))
+
+
+def test_the_tests_of_a_modules_name_run_before_those_that_import_it() -> None:
+    first, second = stages("core/gradients.py")
+    assert names(first) == ["test_gradients.py", "test_gradients_numerics.py", "test_gradients_sequence.py"]
+    assert "test_penalty.py" in names(second)
+    assert "test_schedules.py" not in names(second)
+    assert names(stages("core/_linear_kl.py")[0]) == ["test_linear_kl.py"]
+    slow = [module for module in modules() if "test_linear.py" in names(sum(stages(module), ()))]
+    assert slow == ["core/linear.py"]
+
+
+@pytest.mark.parametrize("module", modules())
+def test_every_module_has_tests_to_run(module: str) -> None:
+    assert stages(module)
+    assert all(Path(file).is_file() for files in stages(module) for file in files)
+
+
+def test_annotations_are_left_alone_and_defaults_are_not() -> None:
+    code = "def f(x: int | None = 1 | 2) -> int | str:\n    y: bool | None = 3 | 4\n"
+    texts = [code.splitlines()[start[0] - 1][start[1] : end[1]] for start, end in annotations(code)]
+    assert sorted(texts) == ["bool | None", "int | None", "int | str"]
+
+
+def test_an_operator_is_replaced_by_one_of_its_kind() -> None:
+    kept = ("core/ReplaceBinaryOperator_Add_Sub", "core/ReplaceComparisonOperator_Lt_LtE", "core/AddNot")
+    assert all(makes_sense(name) for name in kept)
+    left = ("core/ReplaceBinaryOperator_Add_LShift", "core/ReplaceComparisonOperator_Eq_Lt", "core/NoOp")
+    assert not any(makes_sense(name) for name in left)
+
+
+@pytest.mark.parametrize("key", equivalent(), ids=str)
+def test_an_equivalent_mutant_is_of_a_line_that_is_there_and_says_why(key: mutants.Key) -> None:
+    module, _, line, becomes = key
+    assert line in [line.strip() for line in source(module).splitlines()]
+    assert line != becomes
+    assert len(equivalent()[key].split()) > 4
+
+
+def test_the_report_counts_by_module_and_shows_what_survived() -> None:
+    mutant = changed("1 - (1 - end) * x", "1 + (1 - end) * x")
+    shown = report([(mutant, "caught")] * 3 + [(mutant, "alive"), (mutant, "equivalent")], "a run")
+    assert "Of 5 mutants: 3 caught, 1 alive, 1 equivalent." in shown
+    assert "equivalent: **75.0 %**." in shown
+    assert "| core/schedules.py | 3 | 1 | 1 |" in shown
+    assert "\n-        return 1 - (1 - end) * x\n+        return 1 + (1 - end) * x\n" in shown
+    assert mutant.key == (SCHEDULES, "by hand", "return 1 - (1 - end) * x", "return 1 + (1 - end) * x")
+
+
+def test_a_mistake_is_caught_and_a_change_of_nothing_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "test_half.py"
+    file.write_text(
+        "from klamp.core.schedules import kl_schedule_factor\n\n\n"
+        "def test_half():\n    assert kl_schedule_factor(5, 10, schedule='linear') == 0.5\n"
+    )
+    monkeypatch.setattr(mutants, "stages", lambda module: [(str(file),)])
+    workplace = mutants.Workplace(tmp_path / "copy")
+    assert workplace.catches(changed("1 - (1 - end) * x", "1 + (1 - end) * x"))
+    assert not workplace.catches(changed("1 - (1 - end) * x", "1 - x * (1 - end)"))
+    workplace.limit = lambda files: 1.0
+    assert workplace.catches(changed("return 1 - (1 - end) * x", "while True: pass")), "tests that never end"
+    assert (workplace.copy / "klamp" / SCHEDULES).read_text(encoding="utf-8") == source(SCHEDULES)
+
+
+def test_the_page_shows_the_record() -> None:
+    page = mutants.PAGE.read_text(encoding="utf-8")
+    assert page_of(page, recorded()) == page, "what is on the page comes from make mutants MUTANTS_ARGS=--record"
+
+
+def test_a_record_is_kept_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mutants, "RECORD", tmp_path / "record.json")
+    monkeypatch.setattr(mutants, "PAGE", tmp_path / "page.md")
+    mutants.PAGE.write_text(page_of(f"before\n{mutants.BEGIN}\nold\n{mutants.END}\nafter\n", None), encoding="utf-8")
+    assert recorded() is None and "No run is recorded yet" in mutants.PAGE.read_text(encoding="utf-8")
+    mutant = changed("1 - (1 - end) * x", "1 + (1 - end) * x")
+    found = record_of([(mutant, "caught")] * 3 + [(mutant, "alive"), (mutant, "equivalent")], "a run")
+    mutants.keep(found)
+    assert recorded() == found and found["modules"] == {SCHEDULES: {"caught": 3, "alive": 1, "equivalent": 1}}
+    page = mutants.PAGE.read_text(encoding="utf-8")
+    assert page == f"before\n{mutants.BEGIN}\n\n{text(found)}\n\n{mutants.END}\nafter\n"
+    assert "- core/schedules.py: `return 1 - (1 - end) * x` → `return 1 + (1 - end) * x`" in page
