@@ -81,6 +81,7 @@ def test_what_is_no_address_is_refused_without_its_secrets(url: str) -> None:
         KLConfig(reference="remote", reference_url=url)
     assert "me:" not in str(caught.value) and "phrase" not in str(caught.value)
     assert caught.value.why and caught.value.fix
+    assert ("is not shown" in str(caught.value)) == ("@" in url), "what is left out is said to be left out"
 
 
 @pytest.mark.parametrize(

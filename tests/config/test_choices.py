@@ -122,3 +122,37 @@ def test_which_controller_is_in_force_and_whether_a_reference_is_needed(
 )
 def test_whether_tokens_carry_no_kl(fields: dict[str, Any], excludes: bool) -> None:
     assert KLChoices(**fields).excludes is excludes
+
+
+DEFAULTS = {
+    "beta": 0.01,
+    "kl_clip_threshold": 0.5,
+    "kl_clip_temperature": 1.0,
+    "kl_controller_gain": 0.05,
+    "kl_controller_lead": 12.0,
+    "kl_controller_factors": (1.5, 0.75, 1.5, 0.5),
+    "kl_controller_horizon": 100,
+    "kl_controller_clip": 0.2,
+    "kl_controller_lr": 0.01,
+    "kl_controller_gains": (0.1, 0.01, 0.1),
+    "kl_exclude_prefix": 0,
+    "kl_warmup_steps": 0,
+    "kl_schedule_end": 0.0,
+    "reference_decay": 0.99,
+    "reference_reset_steps": 100,
+    "reference_share": 1.0,
+    "epsilon": 0.2,
+}
+
+
+def test_the_numbers_that_nobody_sets_change_only_on_purpose() -> None:
+    """Another default is another run for everyone who left it out."""
+    found = {
+        field.name: field.default
+        for cls in (KLConfig, LossConfig)
+        for field in dataclasses.fields(cls)
+        if isinstance(field.default, int | float | tuple)
+        and not isinstance(field.default, bool)
+        and field.default != ()
+    }
+    assert found == DEFAULTS

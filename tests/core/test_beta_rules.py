@@ -148,3 +148,11 @@ def test_the_tutorials_rule_refuses_what_would_stay_in_beta():
         adaptive_kl_coefficient(0.1, kl_coefficient=-1.0)
     with pytest.raises(ConfigError):
         adaptive_kl_coefficient(0.1, 0.0, kl_coefficient=0.01)
+
+
+@NAMES
+def test_a_rule_takes_its_numbers_by_name(name):
+    """A target and a bound are both plain numbers: by their order they would be mistaken for one another."""
+    rule_of, _, _ = PAIRS[name]
+    with pytest.raises(TypeError, match="positional"):
+        rule_of(0.05)

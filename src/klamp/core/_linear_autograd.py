@@ -27,7 +27,7 @@ from torch import Tensor
 from klamp.core._derivatives import first_only
 from klamp.core._linear_kept import Owner, Products, keep
 from klamp.core.masking import upcast
-from klamp.core.tiles import Head, TileGradient, find_columns, head_gradients, tiles
+from klamp.core.tiles import Head, TileGradient, exp_, find_columns, head_gradients, tiles
 
 
 class _Scores(NamedTuple):
@@ -81,7 +81,7 @@ def _score(products: Products, targets: Tensor, *, entropy: bool, pull: bool) ->
             column, inside = find_columns(targets[rows], entries)
             picked[rows] += torch.where(inside, z.gather(1, column), 0)[:, 0]
             top = z.amax(1, keepdim=True).clamp(min=low)
-            p = z.sub_(top).exp() if entropy else z.sub_(top).exp_()
+            p = exp_(z.sub_(top).clone() if entropy else z.sub_(top))
             total = p.sum(1)
             normalisers[i, rows] = total.log() + top[:, 0]
             if entropies is not None:  # both terms are >= 0; past -800 nothing is left of the exponential
@@ -111,7 +111,7 @@ def _tile_gradient(products: Products, targets: Tensor, grad: Tensor, normaliser
     def of_tile(rows: slice, entries: slice) -> Tensor:
         z, slope = products.head.logits(products.recall(rows, entries))
         column, inside = find_columns(targets[rows], entries)
-        d = z.sub_(normaliser[rows]).exp_().mul_(-grad[rows])
+        d = exp_(z.sub_(normaliser[rows])).mul_(-grad[rows])
         d = d.scatter_(1, column, torch.where(inside, grad[rows] * rest[rows], d.gather(1, column)))
         return d if slope is None else d.mul_(slope)
 

@@ -53,7 +53,7 @@ from klamp.core._derivatives import first_only
 from klamp.core._linear_kept import Owner, Products, keep
 from klamp.core.estimators import DIRECTIONS
 from klamp.core.masking import upcast
-from klamp.core.tiles import Head, Tile, TileGradient, head_gradients, tiles
+from klamp.core.tiles import Head, Tile, TileGradient, exp_, head_gradients, tiles
 from klamp.core.types import Direction
 
 Spare = tuple[Tile, Tile]
@@ -127,17 +127,17 @@ class LinearKL(torch.autograd.Function):
 
 def _reverse_slope(z: Tensor, ref_z: Tensor, log_z: Tensor, ref_log_z: Tensor, center: Tensor) -> Tensor:
     d = torch.sub(z, ref_z, out=ref_z).sub_(log_z - ref_log_z + center)
-    return d.mul_(z.sub_(log_z).exp_())
+    return d.mul_(exp_(z.sub_(log_z)))
 
 
 def _forward_slope(z: Tensor, ref_z: Tensor, log_z: Tensor, ref_log_z: Tensor, center: Tensor) -> Tensor:
-    return z.sub_(log_z).exp_().sub_(ref_z.sub_(ref_log_z).exp_())
+    return exp_(z.sub_(log_z)).sub_(exp_(ref_z.sub_(ref_log_z)))
 
 
 def _js_slope(z: Tensor, ref_z: Tensor, log_z: Tensor, ref_log_z: Tensor, center: Tensor) -> Tensor:
     log_p, log_q = z.sub_(log_z), ref_z.sub_(ref_log_z)
     log_m = torch.logaddexp(log_p, log_q) - math.log(2)
-    return torch.sub(log_p, log_m, out=log_m).sub_(center).mul_(log_p.exp_()).div_(2)
+    return torch.sub(log_p, log_m, out=log_m).sub_(center).mul_(exp_(log_p)).div_(2)
 
 
 _SLOPES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]] = {
@@ -157,7 +157,7 @@ def _within(z: Tensor, other: Tensor, spare: Spare) -> tuple[Tensor, Tensor, Ten
         log_p, log_q = (y - total[:, None].clamp(min=least) for y, total in zip((z, other), sums, strict=True))
         return *sums, DIRECTIONS["reverse"](log_p, log_q)
     top = z.amax(1, keepdim=True)  # the largest logit is subtracted before exp and added to log Z_i again
-    p = z.sub_(top).exp_()  # not yet divided by its total
+    p = exp_(z.sub_(top))  # not yet divided by its total
     total = p.sum(1, keepdim=True)
     terms = torch.mul(p, x, out=spare[1].shaped(*z.shape))
     center = terms.sum(1, keepdim=True).div_(total)  # m: x is y - z up to here, and less its mean from here on

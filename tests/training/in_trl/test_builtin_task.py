@@ -18,7 +18,7 @@ SIZES |= {"eval_every": 0, "save_every": 0, "log_completions": 0, "report_to": (
 
 
 def ended(run: Any, folder: Any, **changes: Any) -> dict[str, float]:
-    """The KLs of a run's last ten steps, once it has learned to add (98 %, as far as its prompts tell) and kept the rest."""
+    """The KLs of a run's last ten steps, once it can add (98 %, as far as its prompts tell) and kept the rest."""
     config = TrainConfig.from_flat({**SIZES, "output_dir": str(folder), **changes})
     summary = run(config)
     standard_error = math.sqrt(0.98 * 0.02 / config.task.eval_size)
