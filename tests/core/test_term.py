@@ -41,6 +41,16 @@ def test_the_gate_takes_the_exact_kl_at_its_level_and_k3_of_the_others(exact, le
     assert torch.equal(both, sequence_gate_kl(batch, term)) == (level != "batch")
 
 
+def test_a_sequences_own_kl_decides_only_where_it_is_exact_and_so_is_the_gradient():
+    """A sampled gradient beside a measured exact KL, or an exact term without one: the others decide."""
+    batch = random_batch()
+    exact = replace(batch, exact_kl=batch.policy_logprobs**2)
+    k3 = (ESTIMATORS["k3"].value((batch.policy_logprobs - batch.ref_logprobs).detach()) * batch.mask).sum(-1)
+    for given, value, own in ((exact, "k3", (exact.exact_kl.detach() * batch.mask).sum(-1)), (batch, "exact", k3)):
+        found = sequence_gate_kl(given, KLTerm(value=value))
+        torch.testing.assert_close(found, own.view(2, 2).flip(-1).reshape(-1))
+
+
 def test_sequences_whose_kl_was_not_measured_count_in_no_gate():
     """Without a weight, or without a token: a padded row, a truncated completion that is masked."""
     batch = random_batch()
