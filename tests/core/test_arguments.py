@@ -113,7 +113,8 @@ def test_which_data_types_a_kind_of_tensor_has(kind: Any, dtypes: tuple[torch.dt
 
 @pytest.mark.parametrize("x", [[1.0], np.zeros(1), 1.0, None, "text", {}])
 def test_what_is_no_tensor_is_refused(x: object) -> None:
-    with pytest.raises(TensorError, match=r"x must be a torch.Tensor\n  got: (?s:.*)\n  why: (?s:.*)\n  fix: "):
+    fix = "pass x" if x is None else r"torch.as_tensor\(x\).float\(\)"
+    with pytest.raises(TensorError, match=rf"x must be a torch.Tensor\n  got: (?s:.*)\n  why: (?s:.*)\n  fix: {fix}$"):
         check_tensors(FLOATS, x=x)
 
 

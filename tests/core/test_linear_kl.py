@@ -65,6 +65,19 @@ def test_entries_that_both_biases_forbid_have_no_part_in_the_kl(any_tiles, direc
         assert close(a, b)
 
 
+def test_what_the_policy_alone_forbids_costs_nothing_of_its_own(any_tiles):
+    """The policy's mass is on the others, the reference's everywhere: KL(policy || ref) and its slope are finite."""
+    hidden, weight, ref_hidden, ref_weight = kl_inputs()
+    bias = torch.zeros(23, dtype=torch.float64).index_fill(0, torch.arange(7, 23), -math.inf)
+    ours = linear_kl(hidden, weight, ref_hidden, ref_weight, policy_bias=bias)
+    log_p = (hidden @ weight[:7].t()).log_softmax(-1)
+    log_q = (ref_hidden @ ref_weight.t()).log_softmax(-1)[:, :7]
+    truth = (log_p.exp() * (log_p - log_q)).sum(-1)
+    assert close(ours, truth)
+    for a, b in zip(*(torch.autograd.grad(x.sum(), (hidden, weight)) for x in (ours, truth)), strict=True):
+        assert close(a, b)
+
+
 def test_what_the_reference_forbids_costs_infinitely_much(any_tiles):
     given, bias = kl_inputs(), biases()["ref_bias"].detach().clone()
     bias[7:] = -math.inf
