@@ -116,6 +116,12 @@ def annotations(code: str) -> list[tuple[Place, Place]]:
     return [((a.lineno, a.col_offset), (a.end_lineno or 0, a.end_col_offset or 0)) for a in found if a is not None]
 
 
+def is_a_marker(code: str, place: Place) -> bool:
+    """Whether the sign there is the bare `*` of a list of parameters, which multiplies nothing."""
+    line, column = place
+    return code.splitlines()[line - 1][column : column + 2] in ("*,", "*")
+
+
 def makes_sense(operator: str) -> bool:
     """Whether an operator of Cosmic Ray makes mistakes that a person could make."""
     name, *replaced = operator.rpartition("/")[2].split("_")
@@ -136,7 +142,7 @@ def mistakes(module: str) -> Iterator[tuple[Place, str, int]]:
             continue
         positions = (place for node in nodes for place in operator().mutation_positions(node))
         for occurrence, (start, _) in enumerate(positions):
-            if not any(first <= start < last for first, last in types):
+            if not is_a_marker(source(module), start) and not any(first <= start < last for first, last in types):
                 yield start, name, occurrence
 
 

@@ -46,6 +46,7 @@ TAKEN: list[dict[str, Any]] = [
     {},
     {"main": "pie", "sweet": "cake"},
     {"guests": 3, "price": 0, "tip": 1, "anything": [math.nan]},
+    {"guests": 2**63 - 1},
     {"tip": -1.5, "note": "late", "hot": False, "courses": ("a", "b"), "seats": (1, "window")},
     {"shares": (1, 0.25), "cook": Cook(name="Bob")},
 ]
@@ -53,6 +54,7 @@ TAKEN: list[dict[str, Any]] = [
 # (field, value, what the error says, and the way out)
 REFUSED: list[tuple[str, Any, str, str]] = [
     ("guests", 0, "guests must be a whole number > 0", "guests=1 is the default"),
+    ("guests", 2**63, "guests is too large", "guests=1 is the default"),
     ("guests", 2.0, "guests must be a whole number > 0", "guests=1 is the default"),
     ("guests", True, "guests must be a whole number > 0", "guests=1 is the default"),
     ("guests", "3", "guests must be a whole number > 0", "guests=3, without quotes"),

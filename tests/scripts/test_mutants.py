@@ -9,6 +9,7 @@ from scripts.mutants import (
     Mutant,
     annotations,
     equivalent,
+    is_a_marker,
     makes_sense,
     modules,
     page_of,
@@ -56,6 +57,12 @@ def test_annotations_are_left_alone_and_defaults_are_not() -> None:
     code = "def f(x: int | None = 1 | 2) -> int | str:\n    y: bool | None = 3 | 4\n"
     texts = [code.splitlines()[start[0] - 1][start[1] : end[1]] for start, end in annotations(code)]
     assert sorted(texts) == ["bool | None", "int | None", "int | str"]
+
+
+def test_a_star_between_parameters_is_no_product() -> None:
+    code = "def f(x, *, y=2 * 3):\n    return x * y * (\n        *\n"
+    stars = [(n, c) for n, line in enumerate(code.splitlines(), 1) for c, sign in enumerate(line) if sign == "*"]
+    assert [is_a_marker(code, star) for star in stars] == [True, False, False, False, True]
 
 
 def test_an_operator_is_replaced_by_one_of_its_kind() -> None:
