@@ -185,18 +185,28 @@ def equivalent() -> dict[Key, str]:
 
 
 def stages(module: str) -> list[tuple[str, ...]]:
-    """The test files of a module's name, then the others of its folder that import it."""
+    """The test files of a module's name, then those of its folder that import it, then those of what imports it."""
     folder, name = Path(module).parent, Path(module).stem
+    files = sorted((TESTS / folder).glob("test_*.py"))
+    exactly = [file for file in files if file.stem == f"test_{name.lstrip('_')}"]
+    quick = [file for file in files if file.name not in SLOW]
+    own = [file for file in quick if file.stem.startswith(f"test_{name.lstrip('_')}_")]
+    users = [file.stem for file in (SOURCE / folder).glob("*.py") if _imports(file, folder, name)]
+    importing = [file for file in quick if _imports(file, folder, name)]
+    of_users = [file for file in quick if any(_imports(file, folder, user) for user in users)]
+    found, known = list[tuple[str, ...]](), set[Path]()
+    for wanted in (exactly + own, importing, of_users):
+        found.append(tuple(str(file) for file in wanted if file not in known))
+        known.update(wanted)
+    return [some for some in found if some]
+
+
+@functools.cache
+def _imports(file: Path, folder: Path, name: str) -> bool:
+    """Whether a file names a module of a folder of klamp's in one of its imports."""
     package = ".".join(("klamp", *folder.parts))
-    imports = re.compile(rf"^from {package}(\.{name} import| import .*\b{name}\b)", re.MULTILINE)
-    own, importing = list[str](), list[str]()
-    for file in sorted((TESTS / folder).glob("test_*.py")):
-        exactly = file.stem == f"test_{name.lstrip('_')}"
-        if exactly or (file.stem.startswith(f"test_{name.lstrip('_')}_") and file.name not in SLOW):
-            own.append(str(file))
-        elif file.name not in SLOW and imports.search(file.read_text(encoding="utf-8")):
-            importing.append(str(file))
-    return [tuple(files) for files in (own, importing) if files]
+    lines = re.compile(rf"^from {package}(\.{name} import| import .*\b{name}\b)", re.MULTILINE)
+    return lines.search(file.read_text(encoding="utf-8")) is not None
 
 
 def _in_a_process(files: tuple[str, ...], copy: str) -> None:

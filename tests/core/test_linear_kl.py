@@ -78,6 +78,20 @@ def test_what_the_policy_alone_forbids_costs_nothing_of_its_own(any_tiles):
         assert close(a, b)
 
 
+@pytest.mark.parametrize("shift", [0.0, -5000.0])
+def test_what_the_reference_forbids_costs_nothing_where_the_policy_never_goes(any_tiles, shift):
+    """Its probability rounds to 0, whatever all logits are shifted by."""
+    hidden, weight, ref_hidden, ref_weight = kl_inputs()
+    forbidden = torch.arange(7, 23)
+    ref_bias = torch.zeros(23, dtype=torch.float64).index_fill(0, forbidden, -math.inf)
+    bias = torch.full_like(ref_bias, shift).index_fill(0, forbidden, shift - 2000.0)
+    ours = linear_kl(hidden, weight, ref_hidden, ref_weight, policy_bias=bias, ref_bias=ref_bias)
+    truth = naive_kl(hidden, weight[:7], ref_hidden, ref_weight[:7])
+    assert close(ours, truth, atol=1e-11)
+    for a, b in zip(*(torch.autograd.grad(x.sum(), (hidden, weight)) for x in (ours, truth)), strict=True):
+        assert close(a, b, atol=1e-11)
+
+
 def test_what_the_reference_forbids_costs_infinitely_much(any_tiles):
     given, bias = kl_inputs(), biases()["ref_bias"].detach().clone()
     bias[7:] = -math.inf

@@ -38,11 +38,12 @@ def changed(before: str, after: str) -> Mutant:
 
 
 def test_the_tests_of_a_modules_name_run_before_those_that_import_it() -> None:
-    first, second = stages("core/gradients.py")
+    first, second, *_ = stages("core/gradients.py")
     assert names(first) == ["test_gradients.py", "test_gradients_numerics.py", "test_gradients_sequence.py"]
     assert "test_penalty.py" in names(second)
     assert "test_schedules.py" not in names(second)
     assert names(stages("core/_linear_kl.py")[0]) == ["test_linear_kl.py"]
+    assert names(stages("core/beta_rules.py")[2]) == ["test_controllers.py"], "the controllers use the rules"
     slow = [module for module in modules() if "test_linear.py" in names(sum(stages(module), ()))]
     assert slow == ["core/linear.py"]
 

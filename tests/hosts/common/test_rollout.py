@@ -103,6 +103,9 @@ def test_what_a_host_divides_by_and_what_klamp_does(reduction: Any, expected: li
     mask = torch.tensor([[True, True, True], [True, True, False]])
     carried = torch.tensor([[False, True, True], [False, True, False]])
     assert exclusion_scale(mask, carried, reduction, Single()).tolist() == pytest.approx(expected)
+    nothing = torch.zeros(1, 3, dtype=torch.bool)
+    if reduction == "sequence_mean":
+        assert exclusion_scale(nothing, nothing, reduction, Single()).tolist() == [1.0], "no tokens: 1 over 1"
 
 
 def test_tokens_are_counted_over_all_processes() -> None:
