@@ -46,6 +46,7 @@ PAGE = ROOT / "docs" / "reliability.md"
 COMMAND = "make mutants MUTANTS_ARGS=--record"
 BEGIN, END = f"<!-- mutants: written by `{COMMAND}` -->", "<!-- end of mutants -->"
 OUTCOMES = ("caught", "alive", "equivalent")
+CONTRACT = TESTS / "contracts" / "test_dataclasses.py"
 SLOW = ("test_linear.py", "test_linear_triton.py")  # a minute each: for the modules of exactly their names
 TO_CATCH = 0.95
 
@@ -185,7 +186,10 @@ def equivalent() -> dict[Key, str]:
 
 
 def stages(module: str) -> list[tuple[str, ...]]:
-    """The test files of a module's name, then those of its folder that import it, then those of what imports it."""
+    """The test files of a module's name, then those of its folder that import it, then those of what imports it.
+
+    Before them the contract of all dataclasses, which are declared in any module.
+    """
     folder, name = Path(module).parent, Path(module).stem
     files = sorted((TESTS / folder).glob("test_*.py"))
     exactly = [file for file in files if file.stem == f"test_{name.lstrip('_')}"]
@@ -195,7 +199,7 @@ def stages(module: str) -> list[tuple[str, ...]]:
     importing = [file for file in quick if _imports(file, folder, name)]
     of_users = [file for file in quick if any(_imports(file, folder, user) for user in users)]
     found, known = list[tuple[str, ...]](), set[Path]()
-    for wanted in (exactly + own, importing, of_users):
+    for wanted in ([CONTRACT] if "@dataclass" in source(module) else [], exactly + own, importing, of_users):
         found.append(tuple(str(file) for file in wanted if file not in known))
         known.update(wanted)
     return [some for some in found if some]

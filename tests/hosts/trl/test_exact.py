@@ -48,10 +48,12 @@ def test_hidden_states_are_collected_while_somebody_wants_them(trainer: Any) -> 
 
 def test_completions_are_predicted_from_the_places_before_them() -> None:
     kept = [torch.arange(5.0).view(1, 5, 1), 10 + torch.arange(5.0).view(1, 5, 1)]
-    found = of_completions(kept, 2)
+    logprobs = torch.zeros(2, 2)
+    found = of_completions(kept, logprobs)
     assert found is not None
     assert found[..., 0].tolist() == [[2.0, 3.0], [12.0, 13.0]]
-    assert of_completions([], 2) is None
+    assert of_completions([], logprobs) is None
+    assert of_completions(kept, None) is None, "a host that scores elsewhere"
 
 
 def test_the_first_rows_of_each_group_are_kept_as_copies(trainer: Any) -> None:

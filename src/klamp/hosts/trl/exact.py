@@ -89,9 +89,12 @@ def hidden_states(trainer: Any, model: Any, *, wanted: bool) -> Iterator[list[Te
         handle.remove()
 
 
-def of_completions(kept: list[Tensor], length: int) -> Tensor | None:
-    """The hidden states from which the last `length` tokens were predicted, [B, T, H]."""
-    return torch.cat(kept)[:, -length - 1 : -1] if kept else None
+def of_completions(kept: list[Tensor], logprobs: Tensor | None) -> Tensor | None:
+    """The hidden states from which the tokens of these log-probabilities [B, T] were predicted, [B, T, H].
+
+    None where none were kept, or where the host scores elsewhere and gives no log-probabilities here (Unsloth's loss).
+    """
+    return None if not kept or logprobs is None else torch.cat(kept)[:, -logprobs.shape[1] - 1 : -1]
 
 
 def keep_reference(trainer: Any, output: dict[str, Any], hidden: Tensor | None) -> None:

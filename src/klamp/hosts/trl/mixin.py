@@ -59,7 +59,7 @@ class KLMixin(Host):
         if fast is None:
             with exact.hidden_states(self, model, wanted=wanted) as kept:
                 result = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-            hidden = exact.of_completions(kept, result[0].shape[1])
+            hidden = exact.of_completions(kept, result[0])
         else:
             result, hidden = (*fast[:2], None), fast[2]
         if session.seen is not None:
