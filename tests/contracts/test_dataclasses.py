@@ -1,0 +1,38 @@
+"""What is handed around in core, config and hosts/common is frozen, and made by names, not by order."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import klamp
+
+ROOT = Path(klamp.__file__).parent
+CHANGED = {"KLFields"}
+"""Fields of a dataclass of TRL's, which is not frozen."""
+BY_ORDER = {"_Field", "Numbers", "Kind", "Gate", "ActiveDropout", "KLFields"}
+"""Few fields of their own, each of another kind."""
+
+
+def made() -> Iterator[type]:
+    for package in ("core", "config", "hosts/common"):
+        for file in sorted((ROOT / package).glob("*.py")):
+            if file.stem == "_linear_triton":
+                continue
+            module = importlib.import_module(".".join(("klamp", *Path(package).parts, file.stem)))
+            found = (
+                each for each in vars(module).values() if isinstance(each, type) and dataclasses.is_dataclass(each)
+            )
+            yield from (each for each in found if each.__module__ == module.__name__)
+
+
+def test_data_is_frozen_and_made_by_names() -> None:
+    own = {
+        each: [f for f in dataclasses.fields(each) if f.name in vars(each).get("__annotations__", {})]
+        for each in made()
+    }
+    assert len(own) > 20
+    assert {each.__name__ for each in own if not each.__dataclass_params__.frozen} == CHANGED  # pyright: ignore
+    assert {each.__name__ for each, fields in own.items() if any(not f.kw_only for f in fields)} == BY_ORDER
