@@ -14,7 +14,7 @@ from klamp.core.clipping import clip_kl
 from klamp.core.estimators import DIRECTIONS, ESTIMATORS
 from klamp.core.gradients import COEFFICIENTS, kl_penalty
 from klamp.core.types import Batch, LossOutput
-from klamp.errors import ShapeError, UnknownNameError
+from klamp.errors import ConfigError, ShapeError, UnknownNameError
 
 ONE = torch.zeros(1, 1)
 TRUE = torch.ones(1, 1, dtype=torch.bool)
@@ -88,6 +88,13 @@ def test_advantages_that_fit_neither_completions_nor_tokens_are_refused(shape: t
     two = torch.zeros(2, 3)
     with pytest.raises(ShapeError, match="advantages"):
         Batch(policy_logprobs=two, mask=two == 0, advantages=torch.zeros(shape))
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize("size", [0, 1.5, True])
+def test_the_size_of_a_group_is_a_whole_number(size: Any) -> None:
+    with pytest.raises(ConfigError, match="group_size must be a whole number >= 1"):
+        Batch(policy_logprobs=ONE, mask=TRUE, advantages=torch.zeros(1), group_size=size)
 
 
 def test_a_loss_can_be_taken_apart() -> None:
