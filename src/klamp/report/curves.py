@@ -191,11 +191,17 @@ def _overlaid(runs: Sequence[ReportRun]) -> Iterator[Chart]:
                     name=f"chart-{plan.name}-{list(plan.curves).index(name)}",
                     title=plan.title if len(plan.curves) == 1 or label == plan.name else f"{plan.title}: {label}",
                     unit=plan.unit,
-                    text=plan.text,
+                    text=plan.text + _without_curve(runs, name),
                     series=series,
                     lines=_shared_levels(runs, plan.name),
                     include=plan.include,
                 )
+
+
+def _without_curve(runs: Sequence[ReportRun], name: str) -> str:
+    """Which runs logged no KL in their steps and have one all the same, as a sentence to add."""
+    names = [run.name for run in runs if name.startswith("kl/") and run.is_measured and not run.curve(name)]
+    return f" No curve of {', '.join(names)}: measured after training, see Overview." if names else ""
 
 
 def _shared_levels(runs: Sequence[ReportRun], name: str) -> list[Line]:

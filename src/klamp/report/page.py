@@ -164,6 +164,11 @@ def _overview(runs: Sequence[ReportRun]) -> Html:
         f"Means of each run's last {WINDOW} logged steps (of its last half, where it has fewer than {2 * WINDOW}); "
         "skills at its last evaluation."
     )
+    if any(run.is_measured for run in runs):
+        text += (
+            " KL from the start: exact, against the model that training started from, measured once after training on "
+            "completions to held-out prompts, in every run alike, whatever its steps logged (outcome.json)."
+        )
     table = plain_table(headings, rows, caption="headline numbers of each run", classes="headlines")
     return join([element("p", text, class_="aside"), table])
 

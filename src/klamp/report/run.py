@@ -33,6 +33,8 @@ class ReportRun:
     """Skill -> score before training; empty: the first evaluation."""
     after: Mapping[str, float] = field(default_factory=dict)
     """The same after training; empty: the last evaluation."""
+    measured: Mapping[str, float] = field(default_factory=dict)
+    """Name -> value, measured once after training on held-out prompts; empty: nobody measured."""
 
     @property
     def history(self) -> History:
@@ -44,6 +46,11 @@ class ReportRun:
         """The number of alarms and the number of notes that rose."""
         alarms = sum(finding.alarm.level == "alarm" for finding in self.diagnosis.findings)
         return alarms, len(self.diagnosis.findings) - alarms
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether its KL was measured after training, whatever its steps logged."""
+        return "kl/reverse" in self.measured
 
     def curve(self, name: str) -> dict[float, float]:
         """The values of a metric, or of `eval/SKILL`: step -> value."""
