@@ -316,6 +316,18 @@ def test_a_mean_along_tokens_lies_in_its_band(tmp_path: Path, open_page: Open) -
     assert low < float(mean) < high and high - low == pytest.approx(0.2, abs=0.05), "all at one step"
 
 
+def test_runs_by_trl_are_aligned_by_the_tokens_that_it_counts(tmp_path: Path, open_page: Open) -> None:
+    reward = [step / 10 for step in range(4)]
+    runs = [
+        run_of(name=f"s{n}", reward=reward, length__total=[n * each for each in (100, 200, 300, 400)]) for n in (1, 2)
+    ]
+    page = open_page(write(tmp_path / "trl.html", *runs))
+    figure = chart(page, "Reward")
+    page.get_by_label("Along").select_option("tokens, prompts included")
+    first, second = [each[-1][0] for each in curves(figure)]
+    assert first < second == pytest.approx(RIGHT, abs=0.3)
+
+
 def test_without_tokens_there_is_no_such_choice(alone: Path, open_page: Open) -> None:
     page = open_page(alone)
     assert page.get_by_label("Along").count() == page.get_by_label("Seeds").count() == 0

@@ -153,6 +153,7 @@ def read_runs(paths: Sequence[Path]) -> list[ReportRun]:
     for path, name in zip(paths, names_of(paths), strict=True):
         history, details = read_record(path), read_details(path)
         outcome = read_outcome(path) if is_klamp_run(path) else None
+        measured = {} if outcome is None else outcome.numbers
         runs.append(
             ReportRun(
                 name=name,
@@ -164,7 +165,8 @@ def read_runs(paths: Sequence[Path]) -> list[ReportRun]:
                 versions=details.versions,
                 before=details.before,
                 after=details.after,
-                measured={} if outcome is None else outcome.numbers,
+                kl_after=measured.get("kl/reverse"),
+                kl_after_sequence=measured.get("kl/reverse_sequence"),
             )
         )
     return runs

@@ -200,7 +200,7 @@ def _overlaid(runs: Sequence[ReportRun]) -> Iterator[Chart]:
 
 def _without_curve(runs: Sequence[ReportRun], name: str) -> str:
     """Which runs logged no KL in their steps and have one all the same, as a sentence to add."""
-    names = [run.name for run in runs if name.startswith("kl/") and run.is_measured and not run.curve(name)]
+    names = [run.name for run in runs if name.startswith("kl/") and run.kl_after is not None and not run.curve(name)]
     return f" No curve of {', '.join(names)}: measured after training, see Overview." if names else ""
 
 

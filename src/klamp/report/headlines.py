@@ -20,13 +20,8 @@ SKILLS = 6
 COLUMNS = 5
 KL = {"kl/exact": "exact", "kl/k3": "k3", "kl/k1": "k1"}
 SEQUENCE = {"kl/exact_sequence": "exact", "kl/k3_sequence": "k3", "kl/k1_sequence": "k1"}
-MEASURED = {
-    "kl/reverse": ("KL from the start (exact)", "nats/token"),
-    "kl/reverse_sequence": ("KL from the start per completion (exact)", "nats"),
-}
-"""Name of a number that an ablation measures after training -> its label and unit."""
-AFTER = tuple(label for label, _ in MEASURED.values())
-"""The labels of those numbers."""
+AFTER, AFTER_SEQUENCE = "KL from the start (exact)", "KL from the start per completion (exact)"
+"""The KL that was measured after training, whatever the steps logged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,17 +53,7 @@ def headlines(run: ReportRun, skills: Sequence[str], scores: Scores) -> list[Hea
     found = [_over_steps(run, ("reward",), "Reward", "")]
     found += [_skill(run, name, scores) for name in skills]
     found += [_kl(run, KL, "KL", "nats/token"), _kl(run, SEQUENCE, "KL per completion", "nats")]
-    found += [
-        Headline(
-            label=label,
-            value=short(run.measured[name]),
-            unit=unit,
-            detail="from outcome.json",
-            over="after training, on held-out prompts",
-        )
-        for name, (label, unit) in MEASURED.items()
-        if name in run.measured
-    ]
+    found += [_after(run.kl_after, AFTER, "nats/token"), _after(run.kl_after_sequence, AFTER_SEQUENCE, "nats")]
     found += [
         _over_steps(run, ("length/mean",), "Length", "tokens"),
         _over_steps(run, ("policy/entropy",), "Entropy", "nats/token"),
@@ -120,6 +105,13 @@ def _kl(run: ReportRun, names: Mapping[str, str], label: str, unit: str) -> Head
         over=_over(curve),
         course=curve,
     )
+
+
+def _after(value: float | None, label: str, unit: str) -> Headline | None:
+    if value is None:
+        return None
+    over = "after training, on held-out prompts"
+    return Headline(label=label, value=short(value), unit=unit, detail="from outcome.json", over=over)
 
 
 def _skill(run: ReportRun, name: str, scores: Scores) -> Headline | None:
@@ -192,7 +184,7 @@ def side_by_side(runs: Sequence[ReportRun]) -> tuple[list[str], list[list[str]]]
     scores = Scores.of(runs)
     each = [{found.label: found for found in headlines(run, skills, scores)} for run in runs]
     labels = list(dict.fromkeys(label for found in each for label in found))
-    labels.sort(key=lambda label: (label not in AFTER, not label.startswith("KL")))
+    labels.sort(key=lambda label: (label not in (AFTER, AFTER_SEQUENCE), not label.startswith("KL")))
     units = {label: next(found[label].unit for found in each if label in found) for label in labels}
     names = [f"{label}, {units[label]}" if units[label] else label for label in labels]
     table: list[list[str]] = [["run", "alarms", *names]]
@@ -207,6 +199,6 @@ def side_by_side(runs: Sequence[ReportRun]) -> tuple[list[str], list[list[str]]]
 
 def _both(headline: Headline | None, label: str, run: ReportRun) -> Html:
     if headline is None:
-        elsewhere = label.startswith("KL") and label not in AFTER and run.is_measured
+        elsewhere = label not in (AFTER, AFTER_SEQUENCE) and label.startswith("KL") and run.kl_after is not None
         return join([Html(MISSING), element("small", "logged at no step")]) if elsewhere else Html(MISSING)
     return join([element("b", headline.value), element("small", headline.detail)])
