@@ -145,7 +145,7 @@ METRICS: dict[str, MetricRow] = {
         _row("advantage/max", "reward", "neither", "maximum over tokens", "Largest advantage, in logs of verl."),
         _row("advantage/min", "reward", "neither", "minimum over tokens", "Smallest advantage, in logs of verl."),
         _row("length/mean", "tokens", "neither", "mean over completions", "Completion length, end token included."),
-        _row("length/total", "tokens", "neither", "running total", "Tokens of prompts and completions, in logs of TRL."),
+        _row("length/total", "tokens", "neither", "running total", "Tokens of prompts and completions; logged in TRL."),
         _row("length/truncated", "share", "lower", "mean over completions", "Completions cut at the length limit."),
         _row(
             "length/repeated",

@@ -190,7 +190,7 @@ def _curves(runs: Sequence[ReportRun], numbers: Mapping[str, int], most: int) ->
 
 
 def _tokens(runs: Sequence[ReportRun]) -> str | None:
-    """The tokens of each run by its steps, some points of each, as JSON; None unless all of them are known and count the same."""
+    """The tokens of each run by its steps, some points of each, as JSON; None unless all are known and alike."""
     known = [list(run.tokens().items()) for run in runs]
     if not all(known) or len({run.counts_prompts for run in runs}) > 1:
         return None
