@@ -110,10 +110,10 @@ def test_an_arm_without_a_pull_keeps_its_kl(tmp_path: Path) -> None:
     table = {row[0]: row[1:] for row in made.one("table", of="headlines").rows()}
     assert names_in(made) == ["beta-0_seed-0", "beta-0.1_seed-0"]
     row = table["KL from the start (exact), nats/token"]
-    assert row == ["0.61from outcome.json", "0.08from outcome.json"]
+    assert row == ["0.61on held-out prompts", "0.08on held-out prompts"]
     assert "measured once after training on completions to held-out prompts" in made.one(id="overview").text
     (said,) = [each.text for each in made.one("figure", id="chart-kl-1").all("p", of="says")]
-    assert "No curve of beta-0_seed-0: measured after training" in said and "beta-0.1" not in said
+    assert "No curve of beta-0: measured after training" in said and "beta-0.1" not in said
     assert main(["report", str(free)]) == 0
     assert "0.61" in [each.text for each in page(free / "report.html").all(of="big")]
 

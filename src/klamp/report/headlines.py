@@ -110,8 +110,8 @@ def _kl(run: ReportRun, names: Mapping[str, str], label: str, unit: str) -> Head
 def _after(value: float | None, label: str, unit: str) -> Headline | None:
     if value is None:
         return None
-    over = "after training, on held-out prompts"
-    return Headline(label=label, value=short(value), unit=unit, detail="from outcome.json", over=over)
+    over, detail = "after training (outcome.json)", "on held-out prompts"
+    return Headline(label=label, value=short(value), unit=unit, detail=detail, over=over)
 
 
 def _skill(run: ReportRun, name: str, scores: Scores) -> Headline | None:
@@ -185,6 +185,8 @@ def side_by_side(runs: Sequence[ReportRun]) -> tuple[list[str], list[list[str]]]
     each = [{found.label: found for found in headlines(run, skills, scores)} for run in runs]
     labels = list(dict.fromkeys(label for found in each for label in found))
     labels.sort(key=lambda label: (label not in (AFTER, AFTER_SEQUENCE), not label.startswith("KL")))
+    if len(runs) > COLUMNS:  # a column more would not fit on a page
+        labels = [label for label in labels if label != AFTER_SEQUENCE]
     units = {label: next(found[label].unit for found in each if label in found) for label in labels}
     names = [f"{label}, {units[label]}" if units[label] else label for label in labels]
     table: list[list[str]] = [["run", "alarms", *names]]
