@@ -106,6 +106,15 @@ def test_hostile_text_is_shown_and_not_run(hostile: Path, open_page: Open) -> No
     assert page.locator("img").count() == 0 and page.locator("script").count() == 2
 
 
+def test_runs_side_by_side_have_columns_of_one_width_on_a_phone(tmp_path: Path, open_page: Open) -> None:
+    file = tmp_path / "two.html"
+    file.write_text(render([run_of(name=f"beta-0.1_seed-{n}", reward=[0.5], exact=[0.1]) for n in (0, 1)]))
+    page = open_page(file, viewport=NARROW)
+    cells = page.locator("table.headlines tbody tr").first.locator("td").all()
+    widths = [cell.evaluate("node => node.offsetWidth") for cell in cells]
+    assert len(widths) == 2 and min(widths) >= 112 and widths[0] == pytest.approx(widths[1], abs=1), widths
+
+
 def test_names_of_fields_and_packages_are_not_broken_on_a_phone(comparison: Path, open_page: Open) -> None:
     page = open_page(comparison, viewport=NARROW)
     for name in ("transformers", "platform", "torch_threads"):

@@ -20,7 +20,7 @@ from klamp.report.choice import Shown, ranked
 from klamp.report.cost import Costs
 from klamp.report.curves import charts
 from klamp.report.figure import plain_table
-from klamp.report.headlines import WINDOW, side_by_side, tiles
+from klamp.report.headlines import COLUMNS, WINDOW, side_by_side, tiles
 from klamp.report.heatmap import render_heatmap
 from klamp.report.markup import Html, element, join
 from klamp.report.numerals import count
@@ -169,7 +169,8 @@ def _overview(runs: Sequence[ReportRun]) -> Html:
             " KL from the start: exact, against the model that training started from, measured once after training on "
             "completions to held-out prompts, in every run alike, whatever its steps logged (outcome.json)."
         )
-    table = plain_table(headings, rows, caption="headline numbers of each run", classes="headlines")
+    look = "headlines few" if len(runs) <= COLUMNS else "headlines"
+    table = plain_table(headings, rows, caption="headline numbers of each run", classes=look)
     return join([element("p", text, class_="aside"), table])
 
 
