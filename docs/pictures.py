@@ -1,7 +1,11 @@
-"""Makes the pictures of the README and the documentation from a language study: `python docs/pictures.py FOLDER`.
+"""Makes the pictures of the README and the documentation, in a browser (scripts/chromium.sh).
 
-FOLDER is that of `klamp ablate language`. Written are docs/language-frontier.png (the ablation's own picture),
-docs/language-answers.png and docs/language-tokens.png (parts of `klamp report` of three of its runs, in a browser).
+`python docs/pictures.py language FOLDER` writes docs/language-frontier.png (the ablation's own picture),
+docs/language-answers.png and docs/language-tokens.png (parts of `klamp report` of three of its runs). FOLDER is that of
+`klamp ablate language`.
+
+`python docs/pictures.py report RUN` writes docs/report.png (the top of its report) and docs/report-tokens.png (tokens,
+in the dark, with one read out). RUN is that of docs/report.md, by its name there: runs/held.
 """
 
 from __future__ import annotations
@@ -9,9 +13,13 @@ from __future__ import annotations
 import argparse  # noqa: TID251  (a program of its own)
 import shutil
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
-from playwright.sync_api import sync_playwright
+from PIL import Image
+from playwright.sync_api import Page, sync_playwright
 
 from klamp.ablation.language import language_plan
 from klamp.ablation.plan import folder_name
@@ -35,16 +43,67 @@ REST = """(table, most) => {
 """Removes the questions beyond that."""
 
 
-def main(folder: Path) -> None:
-    """Make all pictures.
+TOP = 1212
+"""Height of the picture of a report's top: headlines, and the first row of charts."""
+
+
+def language(folder: Path) -> None:
+    """Make the pictures of a language study.
 
     Args:
         folder: of the study.
     """
     shutil.copy(folder / "frontier.png", DOCS / "language-frontier.png")
-    page = folder / "pictures.html"
-    runs = [str(folder / "runs" / f"{folder_name(arm)}_seed-0") for arm in ARMS]
-    if klamp(["report", *runs, "--output", str(page)]):
+    runs = [folder / "runs" / f"{folder_name(arm)}_seed-0" for arm in ARMS]
+    with opened(*runs, file=folder / "pictures.html") as shown:
+        shown.locator("header.bar").evaluate("bar => bar.remove()")  # it would lie over what is photographed
+        shown.locator("table.answers").evaluate(REST, QUESTIONS)
+        shown.locator("table.answers").screenshot(path=DOCS / "language-answers.png")
+        shown.locator("#completions").evaluate(
+            "(list, most) => [...list.children].slice(most).forEach(card => card.remove())", COMPLETIONS
+        )
+        shown.locator("#tokens").screenshot(path=DOCS / "language-tokens.png")
+
+
+def report(run: Path) -> None:
+    """Make the pictures of a report of one run.
+
+    Args:
+        run: its folder.
+    """
+    file = run / "pictures.html"
+    with opened(run, file=file, height=TOP) as shown:
+        photograph(shown, DOCS / "report.png")
+    with opened(run, file=file, height=760, theme="dark") as shown:
+        shown.locator("#all-completions").evaluate(
+            "heading => scrollTo(0, heading.getBoundingClientRect().top + scrollY - 120)"
+        )
+        shown.locator(".completion").nth(1).locator(".tokens span").first.hover()
+        photograph(shown, DOCS / "report-tokens.png")
+
+
+def photograph(page: Page, file: Path) -> None:
+    """Write what a page shows, in 256 colours: a third of the bytes.
+
+    Args:
+        page: in the browser.
+        file: a PNG.
+    """
+    page.screenshot(path=file)
+    Image.open(file).convert("RGB").quantize(256).save(file, optimize=True)
+
+
+@contextmanager
+def opened(*runs: Path, file: Path, height: int = 900, theme: Literal["light", "dark"] = "light") -> Iterator[Page]:
+    """The report of some runs in a browser.
+
+    Args:
+        runs: their folders.
+        file: where the report is written.
+        height: of the window.
+        theme: of the page.
+    """
+    if klamp(["report", *map(str, runs), "--output", str(file)]):
         raise SystemExit("no report was written")
     browser = subprocess.run(
         [DOCS.parent / "scripts" / "chromium.sh", "--find"], capture_output=True, text=True, check=True
@@ -53,19 +112,15 @@ def main(folder: Path) -> None:
         running = playwright.chromium.launch(
             executable_path=browser.stdout.strip(), args=["--no-sandbox", "--disable-dev-shm-usage"]
         )
-        shown = running.new_page(viewport={"width": 1280, "height": 900})
-        shown.goto(page.absolute().as_uri())
-        shown.locator("header.bar").evaluate("bar => bar.remove()")  # it would lie over what is photographed
-        shown.locator("table.answers").evaluate(REST, QUESTIONS)
-        shown.locator("table.answers").screenshot(path=DOCS / "language-answers.png")
-        shown.locator("#completions").evaluate(
-            "(list, most) => [...list.children].slice(most).forEach(card => card.remove())", COMPLETIONS
-        )
-        shown.locator("#tokens").screenshot(path=DOCS / "language-tokens.png")
+        shown = running.new_page(viewport={"width": 1280, "height": height}, color_scheme=theme)
+        shown.goto(file.absolute().as_uri())
+        yield shown
         running.close()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Make the pictures of the README and the documentation.")
-    parser.add_argument("folder", type=Path, help="of `klamp ablate language`")
-    main(parser.parse_args().folder)
+    parser.add_argument("what", choices=("language", "report"))
+    parser.add_argument("folder", type=Path, help="of `klamp ablate language`, or of a run")
+    given = parser.parse_args()
+    {"language": language, "report": report}[given.what](given.folder)

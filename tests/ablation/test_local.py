@@ -18,7 +18,7 @@ from klamp.ablation.executor import Update
 from klamp.ablation.local import LocalExecutor, local_executor
 from klamp.ablation.outcome import Outcome, read_outcome, write_outcome
 from klamp.ablation.plan import Plan, grid, run_folder, runs
-from klamp.errors import TrainingStopped
+from klamp.errors import ConfigError, TrainingStopped
 
 RUNS = runs(Plan(base={"max_steps": 3}, arms=grid({"beta": [0.0, 0.1, 0.2, 0.3]}), seeds=(0,)))
 
@@ -240,6 +240,20 @@ def test_the_cores_are_shared_out(monkeypatch, cores, count, asked, workers, thr
     assert (found.workers, found.threads, found.devices) == (workers, threads, ())
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert local_executor(count, workers=asked).threads == 7, "what the user set is kept"
+
+
+@pytest.mark.parametrize(("cores", "workers"), [(6, 6), (None, 1)])
+def test_where_the_system_does_not_say_which_cores_are_ours_all_count(monkeypatch, cores, workers) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    assert local_executor(12, cpu=True).workers == workers
+
+
+def test_windows_is_refused_in_words(monkeypatch) -> None:
+    monkeypatch.setattr(os, "name", "nt")
+    with pytest.raises(ConfigError, match="does not run on Windows") as caught:
+        local_executor(1, cpu=True)
+    assert "WSL" in caught.value.fix
 
 
 def test_with_accelerators_each_has_a_worker(monkeypatch) -> None:

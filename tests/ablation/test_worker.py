@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
 
@@ -100,3 +101,9 @@ def test_a_second_worker_of_the_same_run_waits(own) -> None:
         order.append("first")
     thread.join(10)
     assert order == ["first", "second"]
+
+
+def test_where_no_file_can_be_locked_nothing_is_waited_for(own, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    with alone(own), alone(own):
+        pass

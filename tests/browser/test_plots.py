@@ -316,6 +316,39 @@ def test_a_mean_along_tokens_lies_in_its_band(tmp_path: Path, open_page: Open) -
     assert low < float(mean) < high and high - low == pytest.approx(0.2, abs=0.05), "all at one step"
 
 
+def test_runs_by_trl_are_aligned_by_the_tokens_that_it_counts(tmp_path: Path, open_page: Open) -> None:
+    reward = [step / 10 for step in range(4)]
+    runs = [
+        run_of(name=f"s{n}", reward=reward, length__total=[n * each for each in (100, 200, 300, 400)]) for n in (1, 2)
+    ]
+    page = open_page(write(tmp_path / "trl.html", *runs))
+    figure = chart(page, "Reward")
+    page.get_by_label("Along").select_option("tokens, prompts included")
+    first, second = [each[-1][0] for each in curves(figure)]
+    assert first < second == pytest.approx(RIGHT, abs=0.3)
+
+
+def test_scores_under_the_cursor_are_written_as_in_the_tiles(tmp_path: Path, open_page: Open) -> None:
+    scores = [(step, {"a": 0.74609375, "b": 1.0} if step < 9 else {"a": 0.99609375, "b": 1.0}) for step in (0, 5, 9)]
+    page = open_page(write(tmp_path / "scores.html", run_of(reward=[0.5] * 9, scores=scores)))
+    figure, legend = chart(page, "Skills on held-out prompts"), ".legend .value"
+    tiles = page.locator(".tile").filter(has_text="points of 100").locator(".big")
+    assert tiles.all_inner_texts() == ["99.6", "100.0"]
+    assert figure.locator(legend).all_inner_texts() == ["99.6", "100.0"]
+    hover(page, figure, 0.05)
+    assert figure.locator(legend).all_inner_texts() == ["74.6", "100.0"]
+    assert [values[0] for values in readout(figure).values()] == ["74.6", "100.0"]
+
+
+def test_seeds_that_agree_have_no_range(tmp_path: Path, open_page: Open) -> None:
+    runs = [run_of(name=f"a_seed-{n}", beta=[0.0, 0.1, 0.1 * n], details={"group": "a"}) for n in (1, 2)]
+    page = open_page(write(tmp_path / "agree.html", *runs))
+    figure = chart(page, "beta")
+    assert figure.locator(".legend .span").inner_text() == "0.1 to 0.2"
+    hover(page, figure, 0.5)
+    assert figure.locator(".legend .span").inner_text() == "each"
+
+
 def test_without_tokens_there_is_no_such_choice(alone: Path, open_page: Open) -> None:
     page = open_page(alone)
     assert page.get_by_label("Along").count() == page.get_by_label("Seeds").count() == 0
@@ -333,6 +366,7 @@ def test_the_overview_of_a_sweep_is_not_cut(tmp_path: Path, open_page: Open) -> 
             length=noisy(9),
             beta=noisy(11),
             policy__entropy=noisy(13),
+            details={"kl_after": 0.12345, "kl_after_sequence": 4.5678},
         )
         for i in range(8)
     ]
@@ -340,8 +374,9 @@ def test_the_overview_of_a_sweep_is_not_cut(tmp_path: Path, open_page: Open) -> 
     region = page.get_by_role("region", name="Table: headline numbers of each run")
     assert region.evaluate("node => node.scrollWidth <= node.clientWidth"), "all columns are seen at 1280 px"
     headings = region.locator("thead th").all_inner_texts()
-    assert headings[:4] == ["run", "alarms", "KL (exact), nats/token", "KL per completion (exact), nats"]
-    assert len(headings) == 14
+    assert headings[:3] == ["run", "alarms", "KL from the start (exact), nats/token"]
+    assert headings[3:5] == ["KL (exact), nats/token", "KL per completion (exact), nats"]
+    assert len(headings) == 15
 
 
 def test_the_legend_of_the_heat_map_is_one_row(tmp_path: Path, open_page: Open) -> None:

@@ -6,6 +6,7 @@ from io import BytesIO
 from pathlib import Path
 from unicodedata import normalize
 
+import pytest
 from playwright.sync_api import Browser
 from pypdf import PdfReader
 from tests.browser.conftest import watched
@@ -50,6 +51,22 @@ def test_paper_is_white_whatever_the_theme(browser: Browser, report: Path) -> No
         assert (
             page.evaluate("getComputedStyle(document.querySelector('.p1, .p2, .p3, .p4')).printColorAdjust") == "exact"
         )
+
+
+@pytest.mark.parametrize("which", ["report", "comparison"])
+def test_nothing_is_wider_than_the_paper_and_nothing_on_it_asks_to_be_pressed(
+    which: str, browser: Browser, request: pytest.FixtureRequest
+) -> None:
+    paper = {"width": 688, "height": 980}  # A4 within its margins, in CSS pixels
+    with watched(browser, request.getfixturevalue(which), viewport=paper) as page:
+        page.emulate_media(media="print")
+        wide = page.locator("main table").evaluate_all(
+            """(tables, most) => tables.filter(table => table.getBoundingClientRect().right > most + 1)
+              .map(table => table.caption.textContent)""",
+            paper["width"],
+        )
+        assert wide == []
+        assert page.locator("button:visible").count() == 0
 
 
 def test_without_a_script_the_page_is_whole(browser: Browser, report: Path) -> None:

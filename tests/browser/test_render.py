@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,12 @@ OVERFLOW = """() => {
     .filter((node) => node.getBoundingClientRect().right > wide + 1)
     .map((node) => node.outerHTML.slice(0, 120))];
 }"""
+TEXT = """node => {
+  const text = document.createRange();
+  text.selectNodeContents(node);
+  return text.getBoundingClientRect().toJSON();
+}"""
+"""The place of a node's text, without what is around it."""
 
 
 @pytest.mark.parametrize("which", ["report", "comparison", "hostile"])
@@ -96,3 +104,37 @@ def test_hostile_text_is_shown_and_not_run(hostile: Path, open_page: Open) -> No
     first.hover()
     assert page.locator("#tip .token").inner_text().startswith("</script></style><img")
     assert page.locator("img").count() == 0 and page.locator("script").count() == 2
+
+
+def test_runs_side_by_side_have_columns_of_one_width_on_a_phone(tmp_path: Path, open_page: Open) -> None:
+    file = tmp_path / "two.html"
+    file.write_text(render([run_of(name=f"beta-0.1_seed-{n}", reward=[0.5], exact=[0.1]) for n in (0, 1)]))
+    page = open_page(file, viewport=NARROW)
+    cells = page.locator("table.headlines tbody tr").first.locator("td").all()
+    widths = [cell.evaluate("node => node.offsetWidth") for cell in cells]
+    assert len(widths) == 2 and min(widths) >= 112 and widths[0] == pytest.approx(widths[1], abs=1), widths
+
+
+def test_names_of_fields_and_packages_are_not_broken_on_a_phone(comparison: Path, open_page: Open) -> None:
+    page = open_page(comparison, viewport=NARROW)
+    for name in ("transformers", "platform", "torch_threads"):
+        cell = page.locator("#versions th code", has_text=re.compile(f"^{name}$"))
+        lines = cell.evaluate("node => node.getClientRects().length")
+        assert lines == 1, name
+
+
+def test_the_words_on_the_buttons_of_a_chart_are_on_one_line(report: Path, open_page: Open) -> None:
+    page = open_page(report)
+    tools = page.locator("#chart-reward .tools")
+    places = [tools.get_by_text(name, exact=True).evaluate(TEXT)["top"] for name in ("Log", "Enlarge", "Save")]
+    assert max(places) - min(places) < 0.5, places
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_a_heat_maps_shades_have_labels_that_keep_apart(width: int, tmp_path: Path, open_page: Open) -> None:
+    parts = {f"kl__position__{n}_of_8": [0.00017 * n, 0.17 / n] for n in (1, 2)}
+    file = tmp_path / "heat.html"
+    file.write_text(render([run_of(reward=[0.1, 0.2], **parts)]), encoding="utf-8")
+    page = open_page(file, viewport={"width": width, "height": 900})
+    texts = [label.evaluate(TEXT) for label in page.locator(".legend.steps .label").all()]
+    assert len(texts) == 7 and all(one["right"] + 4 < other["left"] for one, other in pairwise(texts)), texts

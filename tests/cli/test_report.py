@@ -9,6 +9,7 @@ import pytest
 import yaml
 from tests.report.pages import Node, parse
 
+from klamp.ablation.outcome import Outcome, write_outcome
 from klamp.cli import main
 from klamp.cli.flags import read_options
 from klamp.cli.options import ReportOptions
@@ -94,6 +95,33 @@ def test_the_runs_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert names_in(made) == names
     curves = made.one("figure", id="chart-reward-0").one("svg", of="chart").all("path", of="curve")
     assert [curve.classes[1] for curve in curves] == ["s0", "s1"], "seeds of one arm are one curve"
+
+
+def test_an_arm_without_a_pull_keeps_its_kl(tmp_path: Path) -> None:
+    runs = tmp_path / "sweep" / "runs"
+    held = klamp_run(runs / "beta-0.1_seed-0", beta=0.1)
+    free = klamp_run(runs / "beta-0_seed-0", beta=0.0)
+    lines(free / "metrics.jsonl", *({"step": i, "reward": 0.5, "beta": 0.0} for i in range(1, 8)))
+    for folder, kl in ((held, 0.08), (free, 0.61)):
+        numbers = {"kl/reverse": kl, "kl/reverse_sequence": 4 * kl, "length": 4.0}
+        write_outcome(folder, Outcome(run=folder.name, arm=folder.name, seed=0, numbers=numbers))
+    assert main(["report", str(tmp_path / "sweep")]) == 0
+    made = page(tmp_path / "sweep" / "report.html")
+    table = {row[0]: row[1:] for row in made.one("table", of="headlines").rows()}
+    assert names_in(made) == ["beta-0_seed-0", "beta-0.1_seed-0"]
+    row = table["KL from the start (exact), nats/token"]
+    assert row == ["0.61on held-out prompts", "0.08on held-out prompts"]
+    assert "measured once after training on completions to held-out prompts" in made.one(id="overview").text
+    (said,) = [each.text for each in made.one("figure", id="chart-kl-1").all("p", of="says")]
+    assert "No curve of beta-0: measured after training" in said and "beta-0.1" not in said
+    assert main(["report", str(free)]) == 0
+    assert "0.61" in [each.text for each in page(free / "report.html").all(of="big")]
+
+
+def test_an_outcome_of_another_program_is_left_alone(tmp_path: Path) -> None:
+    file = lines(tmp_path / "other" / "metrics.jsonl", {"step": 1, "kl/k3": 0.1})
+    (file.parent / "outcome.json").write_text("[]")
+    assert main(["report", str(file.parent)]) == 0
 
 
 def test_what_other_trainers_write(tmp_path: Path) -> None:

@@ -88,6 +88,33 @@ print(klamp.kl_estimate(policy, ref, estimator="k1").tolist())
     assert run_python(code).strip() == "[[0.5, -1.0]]"
 
 
+IMPORTED_ELSEWHERE = """
+import importlib, os, signal, sys
+def load(names):
+    for name in names:
+        importlib.import_module(name)
+load({names})  # with all that others need: what that does on another system is theirs
+for name in [name for name in sys.modules if name.partition(".")[0] == "klamp"]:
+    del sys.modules[name]
+for name in ("fcntl", "resource"):
+    sys.modules[name] = None
+for module, name in ((os, "sched_getaffinity"), (os, "register_at_fork"), (os, "getuid"), (signal, "SIGHUP")):
+    delattr(module, name)
+load({names})
+print("all")
+"""
+"""Imports modules once more without what macOS (the affinity) and Windows (all of it) lack."""
+
+
+@pytest.mark.slow
+def test_no_module_needs_what_linux_alone_has_to_be_imported() -> None:
+    parts = ("ablation", "cli", "records", "report", "training")
+    paths = [path.relative_to(SOURCE.parent) for part in parts for path in sorted((SOURCE / part).glob("*.py"))]
+    names = [".".join(path.with_suffix("").parts) for path in paths if path.stem not in ("__init__", "__main__")]
+    assert "klamp.training.lock" in names and "klamp.ablation.worker" in names
+    assert run_python(IMPORTED_ELSEWHERE.format(names=names)).splitlines()[-1] == "all"
+
+
 @pytest.mark.parametrize("path", list_floor_files(), ids=lambda path: str(path.relative_to(SOURCE)))
 def test_the_floor_imports_torch_and_jaxtyping_only(path: Path) -> None:
     imported: set[str] = set()

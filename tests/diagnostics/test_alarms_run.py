@@ -6,8 +6,10 @@ import math
 
 import pytest
 from tests.diagnostics.histories import completion, history_of, look
+from tests.report.pages import run_of
 
 from klamp.diagnostics.history import History, Row, Settings
+from klamp.report.scores import Scores
 
 
 @pytest.mark.parametrize(
@@ -118,3 +120,14 @@ def test_retention(before: float, after: float, size: int | None, alarmed: bool)
     found = look("retention", history)
     assert (found is not None) is alarmed
     assert found is None or ("chat" in found.text and "math" not in found.text)
+
+
+def test_retention_writes_scores_as_the_report_does() -> None:
+    history = History(settings=Settings(rl_skill="math"))
+    history.evaluations = [Row(step=0, metrics={"chat": 0.99609375}), Row(step=5, metrics={"chat": 0.5})]
+    scores = Scores.of([run_of(scores=[(row.step, dict(row.metrics)) for row in history.evaluations])])
+    found = look("retention", history)
+    assert found is not None and found.text == f"chat went from {scores.write(0.99609375)} of 100 to 50.0 of 100"
+    history.evaluations.append(Row(step=6, metrics={"chat": 0.5, "essays": 7.0}))
+    found = look("retention", history)
+    assert found is not None and found.text == "chat went from 0.996 to 0.5", "one of them is no share"

@@ -73,6 +73,11 @@ def test_the_state_of_a_real_run(trl_run: Path) -> None:
         "policy/entropy",
     } <= (history.names)
     assert history.settings.verifier == "rules", "by the name of the reward function"
+    totals = [row.metrics["length/total"] for row in history.rows]
+    lengths = [row.metrics["length/mean"] for row in history.rows]
+    assert totals == pytest.approx([sum(8 * (4 + length) for length in lengths[: n + 1]) for n in range(6)]), (
+        "8 completions and their prompts of 4 tokens a step"
+    )
     diagnosis = examine(history)
     alarms = found(diagnosis)
     assert alarms["step-zero-kl"] == 1

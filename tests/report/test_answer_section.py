@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from tests.report.pages import Node, parse, run_of
 
-from klamp.diagnostics.history import Answer
+from klamp.diagnostics.history import Answer, Row
 from klamp.report.answer_section import LONGEST, answer_section
+from klamp.report.headlines import headlines
 from klamp.report.run import ReportRun
+from klamp.report.scores import Scores
 
 TAG = "<script>alert(1)</script>"
 
@@ -40,8 +42,8 @@ def test_a_question_stands_beside_what_was_answered_first_and_last() -> None:
     )
     assert made.one("table").rows() == [
         ["question", "before", "after"],
-        ["1+1=addition", "3score 0", "2score 1"],
-        ["rev abcd=reversal", "dcbascore 1", "dcbscore 0"],
+        ["1+1=addition", "3score 0.0", "2score 100.0"],
+        ["rev abcd=reversal", "dcbascore 100.0", "dcbscore 0.0"],
     ]
 
 
@@ -53,8 +55,21 @@ def test_several_runs_stand_side_by_side_after_what_the_first_answered_before() 
     )
     assert made.one("table").rows() == [
         ["question", "before", "none", "a", "b"],
-        ["1+1=addition", "3score 0", "–", "2score 0", "5score 0"],
+        ["1+1=addition", "3score 0.0", "–", "2score 0.0", "5score 0.0"],
     ]
+
+
+def test_scores_are_written_as_in_the_overview() -> None:
+    run = run_with("a", answer(0, "3", score=0.996), answer(9, "2", score=1.0))
+    run.history.evaluations += [Row(step=0, metrics={"addition": 0.996}), Row(step=9, metrics={"addition": 1.0})]
+    tile, *_ = headlines(run, ["addition"], Scores.of([run]))
+    made = section(run)
+    assert made.one("table").rows()[1] == ["1+1=addition", "3score 99.6", f"2score {tile.value}"]
+    assert f"with their scores ({tile.unit})" in made.text
+    run.history.evaluations += [Row(step=10, metrics={"addition": 2.5})]
+    made = section(run)
+    assert made.one("table").rows()[1] == ["1+1=addition", "3score 0.996", "2score 1"], "they do not lie in 0 to 1"
+    assert "with their scores;" in made.text
 
 
 def test_what_a_model_wrote_is_text_and_not_too_long() -> None:

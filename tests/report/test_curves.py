@@ -75,3 +75,16 @@ def test_a_target_is_drawn_where_all_runs_have_it() -> None:
 
     assert both(0.1) == [["beta rests from 0.05 to 0.15", "target 0.1"]]
     assert both(0.2) == [[]]
+
+
+def test_the_arms_without_a_curve_of_the_kl_are_named_once() -> None:
+    free = [run_of(name=f"free_seed-{n}", reward=[0.5], details={"kl_after": 0.6, "group": "free"}) for n in (0, 1)]
+    runs = [*free, run_of(name="held", reward=[0.5], k3=[0.1], kl__log_ratio_max=[2.0], details={"kl_after": 0.1})]
+    said = {chart.title: chart.text for chart in charts(runs, {})}
+    assert said["KL to the reference: k3"].endswith(" No curve of free: measured after training, see Overview.")
+    assert [title for title, text in said.items() if "No curve of" in text] == ["KL to the reference: k3"]
+
+
+def test_scores_have_the_decimals_that_they_have_everywhere() -> None:
+    decimals = {chart.title: chart.decimals for chart in charts([run_of(k3=[0.0], scores=[(0, {"a": 0.5})])], {})}
+    assert decimals == {"KL to the reference": None, "Skills on held-out prompts": 1}

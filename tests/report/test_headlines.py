@@ -86,6 +86,21 @@ def test_side_by_side() -> None:
     assert table(*runs * 3)[:3] == expected, "many runs are rows"
 
 
+def test_a_run_whose_steps_logged_no_kl_keeps_the_one_that_was_measured_after_training() -> None:
+    free = run_of(name="free", reward=[0.5, 0.5], details={"kl_after": 0.6, "kl_after_sequence": 2.4})
+    held = run_of(name="held", reward=[0.5, 0.5], k3=[0.0, 0.1], details={"kl_after": 0.08})
+    found = said(headlines(free, [], POINTS))
+    assert found["KL from the start (exact)"] == ("0.6", "nats/token", "on held-out prompts")
+    assert found["KL from the start per completion (exact)"] == ("2.4", "nats", "on held-out prompts")
+    _, rows = side_by_side([free, held])
+    table = [[parse(cell).text for cell in row] for row in rows]
+    assert table[1:4] == [
+        ["KL from the start (exact), nats/token", "0.6on held-out prompts", "0.08on held-out prompts"],
+        ["KL from the start per completion (exact), nats", "2.4on held-out prompts", "–"],
+        ["KL (k3), nats/token", "–logged at no step", "0.1highest 0.1 at step 2"],
+    ]
+
+
 def test_every_number_says_what_it_is_the_mean_of() -> None:
     scores = [(0, {"a": 0.5}), (9, {"a": 0.9})]
     run = run_of(reward=[0.1] * 12, k3=[0.2] * 4, beta=[0.1], scores=scores)

@@ -27,7 +27,7 @@ def test_cells_legend_and_table() -> None:
     assert cells[-1].classes == ["q6"] and cells[-1].text == "step 4, part 2 of 2: 0.2"
     assert float(cells[0].attributes["y"] or 0) > float(cells[-1].attributes["y"] or 0), "the beginning is below"
     legend = [item.text for item in node.one("ul", of="steps").all("li")]
-    assert legend == ["<0.0002", "0.0002", "0.00063", "0.002", "0.0063", "0.02", "0.063+"]
+    assert legend == ["below", "0.0002", "0.00063", "0.002", "0.0063", "0.02", "0.063+"]
     assert node.one("table").rows()[:2] == [["step", "part 1 of 2", "part 2 of 2"], ["1", "0.025", "0.05"]]
 
 

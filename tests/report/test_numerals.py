@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from klamp.report.numerals import count, probability, setting, short, signed
+from klamp.report.numerals import count, probability, rounded, setting, short, signed
 
 
 @pytest.mark.parametrize(
@@ -83,3 +83,9 @@ def test_count() -> None:
 )
 def test_setting(value: object, text: str) -> None:
     assert setting(value) == text
+
+
+def test_rounded() -> None:
+    assert [rounded(value, decimals=1) for value in (99.609, 100.0, -2.25, 0.0)] == ["99.6", "100.0", "−2.2", "0.0"]
+    assert [rounded(value, decimals=1) for value in (None, math.nan, math.inf)] == ["–", "NaN", "∞"]
+    assert rounded(99.609, decimals=None) == "99.61" and rounded(99.609, decimals=None, digits=3) == "99.6"

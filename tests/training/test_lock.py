@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
 
@@ -61,7 +63,7 @@ def test_a_folder_that_is_deleted_meanwhile_ends_nothing(tmp_path):
 
 
 def test_a_file_that_its_holder_takes_away_is_not_the_lock(tmp_path, monkeypatch):
-    opened, real = [], lock.fcntl.flock
+    opened, real = [], fcntl.flock
 
     def flock(file, how):
         real(file, how)
@@ -69,7 +71,7 @@ def test_a_file_that_its_holder_takes_away_is_not_the_lock(tmp_path, monkeypatch
         if len(opened) == 1:  # its holder lets go between our opening and our locking
             (tmp_path / LOCK).unlink()
 
-    monkeypatch.setattr(lock.fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     with held(tmp_path, by="x"):
         assert len(opened) == 2 and opened[0].closed
         assert os.path.samestat(os.fstat(opened[1].fileno()), (tmp_path / LOCK).stat())
@@ -115,14 +117,17 @@ def test_a_holder_that_was_killed_does_not_live_on_in_its_children(tmp_path):
         os.kill(orphan, signal.SIGKILL)
 
 
-@pytest.fixture
-def no_locks(monkeypatch):
-    """A file system that knows no locks, as some network file systems."""
+@pytest.fixture(params=["file system", "operating system"])
+def no_locks(monkeypatch, request):
+    """A file system that knows no locks, as some network file systems; a system that has no flock."""
 
     def flock(file, how):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(lock.fcntl, "flock", flock)
+    if request.param == "file system":
+        monkeypatch.setattr(fcntl, "flock", flock)
+    else:
+        monkeypatch.setitem(sys.modules, "fcntl", None)
 
 
 @pytest.mark.parametrize("changes", [{"host": "elsewhere"}, {"process": os.getpid()}, {"process": 1}])
@@ -139,3 +144,18 @@ def test_without_locks_the_dead_and_the_unreadable_hold_nothing(tmp_path, no_loc
     with held(tmp_path, by="y"), pytest.raises(RunFolderError), held(tmp_path, by="z"):
         pass
     assert not (tmp_path / LOCK).exists()
+
+
+def test_where_a_signal_would_ask_nobody_a_process_is_taken_to_be_alive(monkeypatch):
+    monkeypatch.setattr(os, "name", "nt")
+    monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("signal 0 is Ctrl-C there"))
+    assert lock._may_live(DEAD) and not lock._may_live({})
+
+
+def test_a_lock_is_waited_for_or_not(tmp_path):
+    file = tmp_path / "x"
+    with file.open("wb") as first, file.open("wb") as second:
+        lock.flock(first, wait=True)
+        with pytest.raises(BlockingIOError) as caught:
+            lock.flock(second, wait=False)
+        assert caught.value.errno in lock.TAKEN

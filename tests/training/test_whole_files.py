@@ -35,3 +35,9 @@ def test_one_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
 def test_a_folder_is_synced_as_a_file_is(tmp_path):
     sync(tmp_path)
     assert part_of(tmp_path / "b").name == ".b.part"
+
+
+def test_a_system_that_opens_no_folder_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.delattr(os, "O_DIRECTORY")
+    monkeypatch.setattr(os, "open", lambda *_: pytest.fail("Windows refuses that"))
+    sync(tmp_path)

@@ -19,6 +19,7 @@ from klamp.ablation.executor import Tell, Update, noting_interrupts, stopped
 from klamp.ablation.outcome import OUTCOME, Outcome, read_outcome, write_outcome
 from klamp.ablation.plan import Run, run_folder
 from klamp.ablation.worker import ADDRESSES, INTERRUPTED, write_run
+from klamp.errors import ConfigError
 
 LOG = "log.txt"
 READ_ON = 5.0
@@ -86,12 +87,27 @@ def local_executor(count: int, *, workers: int | None = None, cpu: bool = False)
         count: runs of the plan, those that are done already included: threads must not depend on what is left.
         workers: processes at a time; None: as above.
         cpu: whether the runs stay on the CPU.
+
+    Raises:
+        ConfigError: on Windows.
     """
-    cores, devices = len(os.sched_getaffinity(0)), () if cpu else visible_devices()
+    if os.name == "nt":
+        raise ConfigError(
+            "an ablation does not run on Windows",
+            got=sys.platform,
+            why="its workers report through a pipe that they inherit, and end by signals, as on Linux and macOS",
+            fix="use WSL, or run the arms one by one with klamp train and compare them with klamp ablate --runs",
+        )
+    cores, devices = usable_cores(), () if cpu else visible_devices()
     fitting = workers or min(count, len(devices) or cores) or 1
     given = os.environ.get("OMP_NUM_THREADS", "")
     threads = int(given) if given.isdigit() and int(given) else max(1, cores // fitting)
     return LocalExecutor(workers=fitting, threads=threads, devices=devices)
+
+
+def usable_cores() -> int:
+    """How many cores this process may use; all of the machine's where the system does not say (macOS, Windows)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def visible_devices() -> tuple[str, ...]:

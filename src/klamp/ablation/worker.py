@@ -8,14 +8,13 @@ outlives the command that started it by long.
 from __future__ import annotations
 
 import atexit
-import fcntl
 import json
 import logging
 import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
@@ -23,6 +22,7 @@ from typing import NoReturn
 
 from klamp.ablation.executor import Tell, Update
 from klamp.ablation.plan import Run, plain_run, run_of
+from klamp.training.lock import flock
 from klamp.training.whole_files import write_whole
 
 RUN = "run.json"
@@ -98,9 +98,13 @@ def teller(descriptor: int) -> Tell:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Wait until no other process works on the run: a worker without its parent still saves its last step."""
+    """Wait until no other process works on the run: a worker without its parent still saves its last step.
+
+    Where files cannot be locked, nothing is waited for.
+    """
     with (folder / RUN).open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        with suppress(OSError):
+            flock(file, wait=True)
         yield
 
 

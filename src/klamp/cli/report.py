@@ -142,14 +142,18 @@ def read_runs(paths: Sequence[Path]) -> list[ReportRun]:
     Raises:
         DataError: a record that cannot be read.
     """
+    from klamp.ablation.outcome import read_outcome
     from klamp.diagnostics.doctor import examine
     from klamp.records import read_record
     from klamp.records.details import read_details
+    from klamp.records.klamp_run import is_klamp_run
     from klamp.report.run import ReportRun
 
     runs: list[ReportRun] = []
     for path, name in zip(paths, names_of(paths), strict=True):
         history, details = read_record(path), read_details(path)
+        outcome = read_outcome(path) if is_klamp_run(path) else None
+        measured = {} if outcome is None else outcome.numbers
         runs.append(
             ReportRun(
                 name=name,
@@ -161,6 +165,8 @@ def read_runs(paths: Sequence[Path]) -> list[ReportRun]:
                 versions=details.versions,
                 before=details.before,
                 after=details.after,
+                kl_after=measured.get("kl/reverse"),
+                kl_after_sequence=measured.get("kl/reverse_sequence"),
             )
         )
     return runs

@@ -105,8 +105,14 @@ def retention(history: History) -> Evidence | None:
     for skill in before.keys() & now.keys() - {history.settings.rl_skill}:
         old, new = before[skill], now[skill]
         if old - new > max(DROPPED.value * (1.0 if 0 <= old <= 1 else abs(old)), _noise(old, new, history)):
-            worst.append((old - new, f"{skill} went from {number(old)} to {number(new)}"))
+            worst.append((old - new, f"{skill} went from {_score(old, history)} to {_score(new, history)}"))
     return Evidence("; ".join(text for _, text in sorted(worst, reverse=True))) if worst else None
+
+
+def _score(value: float, history: History) -> str:
+    """A score as the report and the terminal write it: of 100, where all scores lie between 0 and 1."""
+    shares = all(0 <= each <= 1 for row in history.evaluations for each in row.metrics.values())
+    return f"{100 * value:.1f} of 100" if shares else number(value)
 
 
 def _noise(old: float, new: float, history: History) -> float:

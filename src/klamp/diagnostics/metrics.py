@@ -145,6 +145,7 @@ METRICS: dict[str, MetricRow] = {
         _row("advantage/max", "reward", "neither", "maximum over tokens", "Largest advantage, in logs of verl."),
         _row("advantage/min", "reward", "neither", "minimum over tokens", "Smallest advantage, in logs of verl."),
         _row("length/mean", "tokens", "neither", "mean over completions", "Completion length, end token included."),
+        _row("length/total", "tokens", "neither", "running total", "Tokens of prompts and completions; logged in TRL."),
         _row("length/truncated", "share", "lower", "mean over completions", "Completions cut at the length limit."),
         _row(
             "length/repeated",
@@ -172,6 +173,7 @@ RECORDED_NAMES: Mapping[str, Mapping[str, str]] = {
         "entropy": "policy/entropy",
         "completions/mean_length": "length/mean",
         "completion_length": "length/mean",
+        "num_tokens": "length/total",
         "completions/clipped_ratio": "length/truncated",
         "clip_ratio/region_mean": "policy/ratio_clipped",
         "frac_reward_zero_std": "groups/saturated",

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from klamp.diagnostics.history import Answer, first_answers, last_answers
 from klamp.report.figure import plain_table
 from klamp.report.markup import Html, element, join, shorten
-from klamp.report.numerals import MISSING, short
+from klamp.report.numerals import MISSING
 from klamp.report.run import ReportRun
+from klamp.report.scores import Scores
 
 LONGEST = 400
 """Characters of an answer that are shown."""
@@ -25,18 +26,20 @@ def answer_section(runs: Sequence[ReportRun]) -> Html:
     first = next((run for run in runs if run.history.answers), None)
     if first is None:
         return element("p", "No answers of an evaluation were written.", class_="missing")
+    scores = Scores.of(runs)
     before = first_answers(first.history.answers)
     after = [last_answers(run.history.answers) for run in runs]
     rows = [
         (
             _question(skill, question),
-            _cell(before[skill, question]),
-            *(_cell(found.get((skill, question))) for found in after),
+            _cell(before[skill, question], scores),
+            *(_cell(found.get((skill, question)), scores) for found in after),
         )
         for skill, question in list(before)[:MOST]
     ]
     headings = ("question", "before", *(run.name if len(runs) > 1 else "after" for run in runs))
-    text = "Greedy answers to held-out prompts, with their scores; before training, and after the last evaluation."
+    unit = f" ({scores.unit})" if scores.points else ""
+    text = f"Greedy answers to held-out prompts, with their scores{unit}; before training, and at the last evaluation."
     table = plain_table(headings, rows, caption="answers before and after training", classes="answers")
     return join([element("p", text, class_="aside"), table])
 
@@ -45,8 +48,8 @@ def _question(skill: str, question: str) -> Html:
     return join([shorten(question, LONGEST), element("small", skill)])
 
 
-def _cell(answer: Answer | None) -> Html:
+def _cell(answer: Answer | None, scores: Scores) -> Html:
     if answer is None:
         return Html(MISSING)
     text = shorten(answer.completion.strip(), LONGEST) or "(nothing)"
-    return join([element("q", text), element("small", f"score {short(answer.score)}")])
+    return join([element("q", text), element("small", f"score {scores.write(answer.score)}")])

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from klamp.report.figure import Entry, data_table, figure, key
 from klamp.report.markup import Html, element, join
-from klamp.report.numerals import short
+from klamp.report.numerals import rounded, short
 from klamp.report.points import means, thin
 from klamp.report.scale import Scale, fit, ticks, whole
 from klamp.report.seeds import Column, Series, columns_of, spread
@@ -71,6 +71,8 @@ class Chart:
     """What the horizontal axis counts."""
     include: Sequence[float] = ()
     """Values that the vertical axis must have room for."""
+    decimals: int | None = None
+    """Decimals of the values in the legend; None: as many as four digits need."""
 
 
 def render_chart(chart: Chart, *, most: int = 400) -> Html:
@@ -90,7 +92,7 @@ def render_chart(chart: Chart, *, most: int = 400) -> Html:
     y = fit(values, include=(*chart.include, *levels))
     x = _across(steps)
     drawing = _drawing(chart, kept, x=x, y=y)
-    entries = _entries(kept)
+    entries = _entries(kept, chart.decimals)
     entries += [Entry(swatch=key("level" if line.high is None else "band"), label=line.label) for line in chart.lines]
     headings = (chart.axis, *(column.series.label for column in kept))
     rows = [
@@ -121,6 +123,7 @@ def _plot(chart: Chart, kept: Sequence[Column], y: Scale, means: Sequence[tuple[
         "unit": chart.unit,
         "include": [*chart.include],
         "knee": y.knee,
+        "decimals": chart.decimals,
         "series": [{name: value for name, value in each.items() if value not in ((), None)} for each in series],
         "lines": [[line.low, line.high] for line in chart.lines],
         "marks": [[mark.step, mark.number] for mark in chart.marks],
@@ -284,17 +287,17 @@ def _only(series: Series, steps: Sequence[float]) -> Series:
     return replace(series, points=points)
 
 
-def _entries(kept: Sequence[Column]) -> list[Entry]:
+def _entries(kept: Sequence[Column], decimals: int | None) -> list[Entry]:
     """The lines of the legend: a mean with the range of its curves, the curves of a group that has none together."""
     lines: dict[str, list[int]] = {}
     for number, column in enumerate(kept):
         if column.of is None:
             alone = column.members or not column.series.group
             lines.setdefault(f"\n{number}" if alone else column.series.group, []).append(number)
-    return [_entry(kept, numbers) for numbers in lines.values()]
+    return [_entry(kept, numbers, decimals) for numbers in lines.values()]
 
 
-def _entry(kept: Sequence[Column], numbers: Sequence[int]) -> Entry:
+def _entry(kept: Sequence[Column], numbers: Sequence[int], decimals: int | None) -> Entry:
     first = kept[numbers[0]].series
     few = max(len(kept[number].series.points) for number in numbers) <= FEW
     swatch = key(f"curve s{first.slot % 8} d{first.slot % 5}", shape(first.slot, 11, 5) if few else "")
@@ -305,13 +308,17 @@ def _entry(kept: Sequence[Column], numbers: Sequence[int]) -> Entry:
     return Entry(
         swatch=swatch,
         label=label,
-        values=list(zip((_cell(points[-1][1]) for points in latest), columns, strict=True)),
-        span=f"{short(band[-1][0])} to {short(band[-1][1])}" if band else "",
+        values=[
+            (rounded(points[-1][1], decimals=decimals), column) for points, column in zip(latest, columns, strict=True)
+        ],
+        span=_span(*band[-1], decimals) if band else "",
     )
 
 
-def _cell(value: float | None) -> str:
-    return short(value, digits=4)
+def _span(low: float, high: float, decimals: int | None) -> str:
+    """From the lowest to the highest of the values that a mean is of."""
+    ends = [rounded(value, decimals=decimals, digits=3) for value in (low, high)]
+    return "each" if low == high else " to ".join(ends)
 
 
 def _thinned(shown: int, total: int) -> str:

@@ -32,6 +32,8 @@ class Plan:
     """Metric -> its label, the most telling first."""
     include: Sequence[float] = (0.0,)
     """Values that the vertical axis must have room for."""
+    decimals: int | None = None
+    """Decimals of the values, where they are written with as many everywhere."""
 
 
 PLANS: tuple[Plan, ...] = (
@@ -149,7 +151,7 @@ def plans(runs: Sequence[ReportRun]) -> list[Plan]:
 
 
 def _with_curves(plan: Plan, curves: Mapping[str, str], scores: Scores) -> Plan:
-    return replace(plan, curves=curves, unit=scores.unit, include=scores.full)
+    return replace(plan, curves=curves, unit=scores.unit, include=scores.full, decimals=scores.decimals)
 
 
 def _curve(run: ReportRun, name: str, scores: Scores) -> dict[float, float]:
@@ -173,6 +175,7 @@ def _alone(run: ReportRun, numbers: Mapping[str, int]) -> Iterator[Chart]:
                 lines=levels_of(run, plan.name),
                 marks=_marks(run, plan, numbers),
                 include=plan.include,
+                decimals=plan.decimals,
             )
 
 
@@ -191,11 +194,21 @@ def _overlaid(runs: Sequence[ReportRun]) -> Iterator[Chart]:
                     name=f"chart-{plan.name}-{list(plan.curves).index(name)}",
                     title=plan.title if len(plan.curves) == 1 or label == plan.name else f"{plan.title}: {label}",
                     unit=plan.unit,
-                    text=plan.text,
+                    text=plan.text + _without_curve(runs, plan, name),
                     series=series,
                     lines=_shared_levels(runs, plan.name),
                     include=plan.include,
+                    decimals=plan.decimals,
                 )
+
+
+def _without_curve(runs: Sequence[ReportRun], plan: Plan, name: str) -> str:
+    """Which arms logged no KL in their steps and have one all the same, as a sentence to add."""
+    if plan.name not in ("kl", "kl-completion"):
+        return ""
+    without = [run for run in runs if run.kl_after is not None and not run.curve(name)]
+    names = dict.fromkeys(run.group or run.name for run in without)
+    return f" No curve of {', '.join(names)}: measured after training, see Overview." if names else ""
 
 
 def _shared_levels(runs: Sequence[ReportRun], name: str) -> list[Line]:

@@ -20,6 +20,8 @@ SKILLS = 6
 COLUMNS = 5
 KL = {"kl/exact": "exact", "kl/k3": "k3", "kl/k1": "k1"}
 SEQUENCE = {"kl/exact_sequence": "exact", "kl/k3_sequence": "k3", "kl/k1_sequence": "k1"}
+AFTER, AFTER_SEQUENCE = "KL from the start (exact)", "KL from the start per completion (exact)"
+"""The KL that was measured after training, whatever the steps logged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,7 @@ def headlines(run: ReportRun, skills: Sequence[str], scores: Scores) -> list[Hea
     found = [_over_steps(run, ("reward",), "Reward", "")]
     found += [_skill(run, name, scores) for name in skills]
     found += [_kl(run, KL, "KL", "nats/token"), _kl(run, SEQUENCE, "KL per completion", "nats")]
+    found += [_after(run.kl_after, AFTER, "nats/token"), _after(run.kl_after_sequence, AFTER_SEQUENCE, "nats")]
     found += [
         _over_steps(run, ("length/mean",), "Length", "tokens"),
         _over_steps(run, ("policy/entropy",), "Entropy", "nats/token"),
@@ -102,6 +105,13 @@ def _kl(run: ReportRun, names: Mapping[str, str], label: str, unit: str) -> Head
         over=_over(curve),
         course=curve,
     )
+
+
+def _after(value: float | None, label: str, unit: str) -> Headline | None:
+    if value is None:
+        return None
+    over, detail = "after training (outcome.json)", "on held-out prompts"
+    return Headline(label=label, value=short(value), unit=unit, detail=detail, over=over)
 
 
 def _skill(run: ReportRun, name: str, scores: Scores) -> Headline | None:
@@ -165,6 +175,8 @@ def _spark(course: Mapping[float, float]) -> Html:
 def side_by_side(runs: Sequence[ReportRun]) -> tuple[list[str], list[list[str]]]:
     """The heading and rows of a table of several runs, the KL first: a few runs are its columns, many its rows.
 
+    A KL that was measured after training stands before those of the steps: runs that logged none have it, too.
+
     Args:
         runs: those of the report.
     """
@@ -172,20 +184,23 @@ def side_by_side(runs: Sequence[ReportRun]) -> tuple[list[str], list[list[str]]]
     scores = Scores.of(runs)
     each = [{found.label: found for found in headlines(run, skills, scores)} for run in runs]
     labels = list(dict.fromkeys(label for found in each for label in found))
-    labels.sort(key=lambda label: not label.startswith("KL"))
+    labels.sort(key=lambda label: (label not in (AFTER, AFTER_SEQUENCE), not label.startswith("KL")))
+    if len(runs) > COLUMNS:  # a column more would not fit on a page
+        labels = [label for label in labels if label != AFTER_SEQUENCE]
     units = {label: next(found[label].unit for found in each if label in found) for label in labels}
     names = [f"{label}, {units[label]}" if units[label] else label for label in labels]
     table: list[list[str]] = [["run", "alarms", *names]]
     for run, found, slot in zip(runs, each, slots_of(runs), strict=True):
         look = key(f"curve s{slot % 8} d{slot % 5}")
         name = join([look, Html(" "), element("b", run.name), element("small", f"{run.path}, {run.history.source}")])
-        table.append([name, str(run.levels[0]), *(_both(found.get(label)) for label in labels)])
+        table.append([name, str(run.levels[0]), *(_both(found.get(label), label, run) for label in labels)])
     if len(runs) <= COLUMNS:
         table = [list(row) for row in zip(*table, strict=True)]
     return table[0], table[1:]
 
 
-def _both(headline: Headline | None) -> Html:
+def _both(headline: Headline | None, label: str, run: ReportRun) -> Html:
     if headline is None:
-        return Html(MISSING)
+        elsewhere = label not in (AFTER, AFTER_SEQUENCE) and label.startswith("KL") and run.kl_after is not None
+        return join([Html(MISSING), element("small", "logged at no step")]) if elsewhere else Html(MISSING)
     return join([element("b", headline.value), element("small", headline.detail)])

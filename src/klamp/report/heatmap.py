@@ -75,7 +75,7 @@ def level_of(value: float, edges: Sequence[float]) -> int:
 
 def _range(edges: Sequence[float], level: int) -> str:
     if level == 0:
-        return f"<{short(edges[0])}"
+        return "below"
     return f"{short(edges[level - 1])}" + ("+" if level == len(edges) else "")
 
 

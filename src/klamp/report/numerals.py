@@ -33,6 +33,19 @@ def short(value: float | None, *, digits: int = 3) -> str:
     return f"{MINUS}{text}" if value < 0 else text
 
 
+def rounded(value: float | None, *, decimals: int | None, digits: int = 4) -> str:
+    """A number with so many decimals, or, where there is no rule for them, with so many significant digits.
+
+    Args:
+        value: the number; None: there is none.
+        decimals: that all numbers of its kind have; None: see `digits`.
+        digits: as in `short`.
+    """
+    if decimals is None or value is None or not math.isfinite(value):
+        return short(value, digits=digits)
+    return f"{value:.{decimals}f}".replace("-", MINUS)
+
+
 def signed(value: float, *, digits: int = 3) -> str:
     """A number with its sign, + included."""
     return short(value, digits=digits) if value <= 0 else f"+{short(value, digits=digits)}"

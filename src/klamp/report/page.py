@@ -20,7 +20,7 @@ from klamp.report.choice import Shown, ranked
 from klamp.report.cost import Costs
 from klamp.report.curves import charts
 from klamp.report.figure import plain_table
-from klamp.report.headlines import WINDOW, side_by_side, tiles
+from klamp.report.headlines import COLUMNS, WINDOW, side_by_side, tiles
 from klamp.report.heatmap import render_heatmap
 from klamp.report.markup import Html, element, join
 from klamp.report.numerals import count
@@ -164,7 +164,13 @@ def _overview(runs: Sequence[ReportRun]) -> Html:
         f"Means of each run's last {WINDOW} logged steps (of its last half, where it has fewer than {2 * WINDOW}); "
         "skills at its last evaluation."
     )
-    table = plain_table(headings, rows, caption="headline numbers of each run", classes="headlines")
+    if any(run.kl_after is not None for run in runs):
+        text += (
+            " KL from the start: exact, against the model that training started from, measured once after training on "
+            "completions to held-out prompts, in every run alike, whatever its steps logged (outcome.json)."
+        )
+    look = "headlines few" if len(runs) <= COLUMNS else "headlines"
+    table = plain_table(headings, rows, caption="headline numbers of each run", classes=look)
     return join([element("p", text, class_="aside"), table])
 
 
@@ -174,15 +180,20 @@ def _curves(runs: Sequence[ReportRun], numbers: Mapping[str, int], most: int) ->
         return element("p", "No metric over steps was logged.", class_="missing")
     curves = sum(len(chart.series) for chart in found)
     points = max(25, min(most, POINTS // max(1, curves)))
+    tokens, counted = _tokens(runs), "tokens, prompts included" if runs[0].counts_prompts else "tokens sampled"
     return element(
-        "div", *(render_chart(chart, most=points) for chart in found), class_="grid", data_tokens=_tokens(runs)
+        "div",
+        *(render_chart(chart, most=points) for chart in found),
+        class_="grid",
+        data_tokens=tokens,
+        data_counted=tokens and counted,
     )
 
 
 def _tokens(runs: Sequence[ReportRun]) -> str | None:
-    """The tokens of each run by its steps, some points of each, as JSON; None unless all of them are known."""
+    """The tokens of each run by its steps, some points of each, as JSON; None unless all are known and alike."""
     known = [list(run.tokens().items()) for run in runs]
-    if not all(known):
+    if not all(known) or len({run.counts_prompts for run in runs}) > 1:
         return None
     some = [[*points[:: math.ceil(len(points) / TOKENS)], points[-1]] for points in known]
     return json.dumps([[[step, round(tokens)] for step, tokens in points] for points in some], separators=(",", ":"))

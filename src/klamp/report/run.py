@@ -33,6 +33,10 @@ class ReportRun:
     """Skill -> score before training; empty: the first evaluation."""
     after: Mapping[str, float] = field(default_factory=dict)
     """The same after training; empty: the last evaluation."""
+    kl_after: float | None = None
+    """Exact KL(policy‖start) in nats per token, measured once after training on held-out prompts; None: it was not."""
+    kl_after_sequence: float | None = None
+    """The same in nats per completion."""
 
     @property
     def history(self) -> History:
@@ -54,7 +58,24 @@ class ReportRun:
         return {row.step: row.metrics[name] for row in self.history.rows if name in row.metrics}
 
     def tokens(self) -> dict[float, float]:
-        """Tokens sampled by the end of a step, from the logged lengths: step -> tokens; empty: unknown."""
+        """Tokens by the end of a step, prompts included or not (`counts_prompts`): step -> tokens; empty: unknown."""
+        return self._sampled() or self._total()
+
+    @property
+    def counts_prompts(self) -> bool:
+        """Whether `tokens` counts those of prompts too, as TRL does, and not only those that were sampled."""
+        return not self._sampled()
+
+    def _total(self) -> dict[float, float]:
+        """What the record says itself: a total that never falls."""
+        found, last = {0.0: 0.0}, 0.0
+        for step, tokens in self.curve("length/total").items():
+            if step > 0 and math.isfinite(tokens) and tokens >= last:
+                found[step] = last = tokens
+        return found if len(found) > 1 else {}
+
+    def _sampled(self) -> dict[float, float]:
+        """The tokens of completions, from the logged lengths."""
         prompts, completions = (self.config.get(name) for name in ("prompts_per_step", "num_generations"))
         lengths = self.curve("length/mean")
         if not (lengths and isinstance(prompts, int) and isinstance(completions, int) and prompts * completions > 0):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from klamp.report.numerals import MINUS, MISSING, short
+from klamp.report.numerals import MINUS, MISSING, rounded
 from klamp.report.run import ReportRun
 
 
@@ -29,6 +29,11 @@ class Scores:
         return "points of 100" if self.points else "score"
 
     @property
+    def decimals(self) -> int | None:
+        """Decimals of the written numbers; None: as many as four digits need."""
+        return 1 if self.points else None
+
+    @property
     def full(self) -> tuple[float, ...]:
         """The values that an axis of scores has room for."""
         return (0.0, 100.0) if self.points else (0.0,)
@@ -39,7 +44,7 @@ class Scores:
 
     def write(self, value: float | None) -> str:
         """A score as text."""
-        return f"{100 * value:.1f}" if self.points and value is not None else short(value, digits=4)
+        return rounded(None if value is None else self.scaled(value), decimals=self.decimals)
 
     def change(self, before: float | None, after: float | None) -> str:
         """The change of a score as text, with its sign."""

@@ -1,13 +1,13 @@
 """The lock on a folder that one process at a time may write: who holds it, and how it passes on from the dead.
 
 The operating system holds the lock (flock) and lets go of it when the process ends, however it ends. The file beside it
-says who it is, for the message alone. Where a file system has no locks, what the file says is all there is to go by.
+says who it is, for the message alone. Where a file system has no locks, or the system no flock (Windows), what the file
+says is all there is to go by.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import socket
@@ -34,7 +34,8 @@ def _let_go() -> None:
     _held.clear()
 
 
-os.register_at_fork(after_in_child=_let_go)
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_let_go)
 
 
 @contextmanager
@@ -64,6 +65,26 @@ def held(folder: Path, *, by: str) -> Iterator[None]:
                 path.unlink(missing_ok=True)
             with suppress(OSError):
                 file.close()
+            if os.name == "nt":  # where no open file can be deleted
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)
+
+
+def flock(file: IO[bytes], *, wait: bool) -> None:
+    """Have the operating system lock a file for this process, until it is closed.
+
+    Args:
+        file: open.
+        wait: whether for a process that has the lock, however long.
+
+    Raises:
+        OSError: another process has it (`TAKEN`), or there are no locks here.
+    """
+    try:
+        import fcntl
+    except ImportError as error:  # Windows
+        raise OSError(errno.ENOLCK, "this system has no flock") from error
+    fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _taken(path: Path) -> IO[bytes]:
@@ -71,7 +92,7 @@ def _taken(path: Path) -> IO[bytes]:
     while True:
         file = path.open("a+b")
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            flock(file, wait=False)
         except OSError as error:
             found = _read(file)
             if error.errno in TAKEN or _may_live(found):
@@ -99,10 +120,10 @@ def _read(file: IO[bytes]) -> dict[str, Any]:
 
 
 def _may_live(holder: dict[str, Any]) -> bool:
-    """Whether a process that the file names may be at work still: of another host, nobody here can tell."""
+    """Whether a process that the file names may be at work still: of another host, or on Windows, nobody can tell."""
     if not holder:
         return False
-    if holder.get("host") != socket.gethostname():
+    if holder.get("host") != socket.gethostname() or os.name == "nt":  # where signal 0 is Ctrl-C, and no question
         return True
     try:
         os.kill(int(holder["process"]), 0)

@@ -28,7 +28,9 @@ from klamp.training.references import FrozenReference
 from klamp.training.rollouts import Rollout
 from klamp.training.updates import CARRIED, UpdateOutput
 
-ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+HANGUP = getattr(signal, "SIGHUP", None)
+"""None on Windows."""
+ENDS = tuple(number for number in (signal.SIGINT, signal.SIGTERM, HANGUP) if number is not None)
 """The signals that end a run."""
 
 
@@ -211,7 +213,7 @@ def deferred_interrupts() -> Iterator[Interrupt]:
     if threading.current_thread() is not threading.main_thread():
         yield interrupt
         return
-    heard = [number for number in ENDS if signal.getsignal(number) is not signal.SIG_IGN or number != signal.SIGHUP]
+    heard = [number for number in ENDS if signal.getsignal(number) is not signal.SIG_IGN or number != HANGUP]
     previous = {number: signal.signal(number, interrupt) for number in heard}
     try:
         yield interrupt

@@ -28,7 +28,9 @@ def write_whole(file: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Wait until a file, or the names in a folder, are on the disk; not on Windows, which opens no folder."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)

@@ -207,6 +207,12 @@
 
     // ---- The values under the cursor
 
+    // A value as the legend has it: with the decimals of its kind, where it has some.
+    function said(value, digits = 4) {
+      const isFixed = data.decimals !== null && Number.isFinite(value);
+      return isFixed ? value.toFixed(data.decimals).replace("-", "−") : plot.write(value, digits);
+    }
+
     function keysOf() {
       const found = new Map();
       for (const value of figure.querySelectorAll(".value[data-column]")) {
@@ -233,7 +239,9 @@
       const found = isAlongTokens() && each.members ? nearestOf(withPoints(each.column).raw.points, rowPlace(row)) : null;
       const same = found ? numbers[0].indexOf(found[2]) : row; // the step of the mean that is shown
       const inside = (each.members ?? []).map((column) => numbers[column][same]).filter(Number.isFinite);
-      return inside.length ? `${plot.write(Math.min(...inside), 3)} to ${plot.write(Math.max(...inside), 3)}` : "";
+      const [low, high] = [Math.min(...inside), Math.max(...inside)];
+      if (!inside.length) return "";
+      return low === high ? "each" : `${said(low, 3)} to ${said(high, 3)}`;
     }
     function withPoints(column) {
       const each = series[column - 1];
@@ -241,8 +249,8 @@
     }
     function say(row) {
       slider.value = row;
-      const said = drawn.map((each) => `${each.label} ${plot.write(valueOf(each, row))}`);
-      slider.setAttribute("aria-valuetext", `${where(row)}: ${said.join(", ")}`);
+      const each = drawn.map((one) => `${one.label} ${said(valueOf(one, row))}`);
+      slider.setAttribute("aria-valuetext", `${where(row)}: ${each.join(", ")}`);
     }
     function show(row) {
       say(row);
@@ -251,7 +259,7 @@
       cursor.setAttribute("x2", cx);
       cursor.classList.add("on");
       at.textContent = where(row);
-      for (const value of values) value.textContent = plot.write(valueOf(withPoints(Number(value.dataset.column)), row));
+      for (const value of values) value.textContent = said(valueOf(withPoints(Number(value.dataset.column)), row));
       spans.forEach((span) => {
         const column = Number(span.closest("li").querySelector(".value").dataset.column);
         span.textContent = rangeOf(series[column - 1], row);
@@ -263,8 +271,8 @@
       for (const each of drawn) {
         const soft = each.soft ? nearestOf(each.soft.points, rowPlace(row))?.[1] ?? null : null;
         const line = node("div", {}, keys.get(each.column).cloneNode(true), node("dt", {}, each.members ? each.label.replace(/, mean of \d+$/, "") : each.label));
-        line.append(node("dd", {}, plot.write(valueOf(each, row))));
-        line.append(node("dd", {}, each.soft ? `~ ${plot.write(soft)}` : rangeOf(each, row)));
+        line.append(node("dd", {}, said(valueOf(each, row))));
+        line.append(node("dd", {}, each.soft ? `~ ${said(soft)}` : rangeOf(each, row)));
         list.append(line);
       }
       readout.replaceChildren(node("p", {}, where(row)), list);

@@ -1,6 +1,7 @@
 // What is set for all charts over steps: smoothing, steps or tokens, seeds; kept while the page is open in its tab.
 const panel = (() => {
-  const tokens = JSON.parse(document.querySelector("[data-tokens]")?.dataset.tokens ?? "null");
+  const { tokens: known = "null", counted } = document.querySelector("[data-tokens]")?.dataset ?? {};
+  const tokens = JSON.parse(known);
   const memory = `klamp-charts ${location.pathname}`;
   const remembered = recall();
   const all = { smooth: 0, along: "step", seeds: "band", ...remembered.all };
@@ -55,7 +56,7 @@ const panel = (() => {
     });
     bar.append(node("label", { for: "c-smooth" }, "Smoothing"), slider, said);
     const choices = [];
-    if (tokens) choices.push(["along", "Along", { step: "steps", tokens: "tokens sampled" }]);
+    if (tokens) choices.push(["along", "Along", { step: "steps", tokens: counted }]);
     if (overSteps.some((chart) => chart.hasBands)) choices.push(["seeds", "Seeds", { band: "mean and band", each: "each run" }]);
     for (const [name, label, options] of choices) {
       const select = node("select", { id: `c-${name}` });
