@@ -1,0 +1,76 @@
+"""The documentation's site in a real browser: code is not cut on a laptop, no page is wider than its window."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ("index.html", "from-scratch.html", "training.html", "do/index.html", "do/steady-length.html", "alarms.html")
+COLUMNS = """() => {
+  const pen = document.createElement('canvas').getContext('2d');
+  return [...document.querySelectorAll('pre > code')].map((code) => {
+    const style = getComputedStyle(code);
+    pen.font = `${style.fontSize} ${style.fontFamily}`;
+    const room = code.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight);
+    return Math.floor(room / (pen.measureText('0'.repeat(100)).width / 100));
+  });
+}"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"})
+    return folder
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 800, 400])
+def test_pages_fit_their_window_and_code_its_block(browser: Browser, site: Path, width: int, scheme: Any) -> None:
+    opened = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    page = opened.new_page()
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    for name in PAGES:
+        page.goto((site / name).as_uri())
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), name
+        assert min(page.evaluate(COLUMNS), default=999) >= {1280: 120, 800: 90, 400: 45}[width], name
+        grounds = page.evaluate("getComputedStyle(document.body).backgroundColor").strip("rgba()").split(",")
+        assert (sum(map(float, grounds[:3])) < 3 * 128) == (scheme == "dark"), name
+    assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
+    opened.close()
+
+
+def test_the_recording_is_on_the_first_screen_of_a_laptop_and_plays(browser: Browser, site: Path) -> None:
+    opened = browser.new_context(viewport={"width": 1280, "height": 800})
+    page = opened.new_page()
+    page.goto((site / "index.html").as_uri())
+    box = page.locator("img[src$='demo.svg']").bounding_box()
+    assert box is not None
+    assert box["y"] + box["height"] < 800 and box["width"] > 600
+    page.goto((site / "demo.svg").as_uri())
+    moved = "getComputedStyle(document.getElementById('frames')).transform"
+    before = page.evaluate(moved)
+    page.wait_for_function(f"{moved} !== {before!r}")
+    opened.close()
+
+
+def test_who_asked_for_less_motion_sees_the_end_of_the_recording(browser: Browser, site: Path) -> None:
+    opened = browser.new_context(reduced_motion="reduce")
+    page = opened.new_page()
+    page.goto((site / "demo.svg").as_uri())
+    strip = "getComputedStyle(document.getElementById('frames'))"
+    style = page.evaluate(f"[{strip}.animationName, {strip}.transform]")
+    frames = page.evaluate("document.getElementById('frames').children.length")
+    width = page.evaluate("document.documentElement.viewBox.baseVal.width")
+    assert style[0] == "none"
+    assert float(style[1].split(",")[4]) == pytest.approx(-(frames - 1) * width, abs=frames)
+    opened.close()

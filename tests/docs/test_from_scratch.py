@@ -1,0 +1,83 @@
+"""The tutorial from scratch, typed in line by line: its blocks run in one namespace and print what the page shows."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.docs.pages import DOCS
+
+from klamp.cli.explain import explain, read_request
+from klamp.diagnostics.doctor import examine
+from klamp.records import read_record
+
+PAGE = (DOCS / "from-scratch.md").read_text(encoding="utf-8")
+STEPS = re.findall(r"```python\n(.*?)```\n+```text\n(.*?)```", PAGE, re.S)
+EXACT = 3
+"""The first blocks ask no model: what they print is the same on every machine."""
+COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", PAGE, re.S) for line in block.splitlines()]
+
+
+@dataclass(frozen=True)
+class Session:
+    """What somebody has who followed the page to its end."""
+
+    printed: list[str]
+    names: dict[str, Any]
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def session(default_base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Session:
+    folder = tmp_path_factory.mktemp("from-scratch")
+    names: dict[str, Any] = {}
+    printed = []
+    with contextlib.chdir(folder):
+        for code, _ in STEPS:
+            with contextlib.redirect_stdout(io.StringIO()) as output:
+                exec(code, names)
+            printed.append(output.getvalue())
+    return Session(printed, names, folder)
+
+
+def form(text: str) -> list[str]:
+    """The text without its numbers and the width of its gaps."""
+    return re.sub(r"[+-]?\d+(?:\.\d+)?", "#", text).split()
+
+
+def test_every_block_of_code_shows_what_it_prints() -> None:
+    assert len(STEPS) == PAGE.count("```python\n") == PAGE.count("```text\n") == 7
+
+
+@pytest.mark.parametrize("number", range(len(STEPS)))
+def test_a_block_prints_what_the_page_shows(session: Session, number: int) -> None:
+    shown = STEPS[number][1]
+    if number < EXACT:
+        assert session.printed[number] == shown
+    assert form(session.printed[number]) == form(shown)
+
+
+def test_what_the_page_says_of_the_numbers_holds(session: Session) -> None:
+    steps, history = session.printed[4].splitlines(), session.names["history"]
+    assert steps[0].endswith("KL penalty: 0.0000"), "policy and reference are one model"
+    assert "-0.0000" not in "".join(session.printed)
+    first, last = history[:5], history[-5:]
+    assert sum(each["reward"] for each in last) > sum(each["reward"] for each in first)
+    assert all(each["kl_penalty"] == pytest.approx(0.01 * each["kl/k1"], rel=1e-4, abs=1e-9) for each in history)
+    assert sum(each["kl/k3"] for each in last) > 0.1
+
+
+def test_its_record_can_be_examined(session: Session) -> None:
+    unchecked = examine(read_record(session.folder / "runs" / "from-scratch")).unchecked
+    assert {"kl-spike", "huge-values", "kl-high"}.isdisjoint(unchecked)
+
+
+def test_its_explanation_can_be_had(shapes_unchecked: None) -> None:
+    (command,) = [line for line in COMMANDS if line.startswith("klamp explain")]
+    assert explain(read_request(shlex.split(command)[2:]))

@@ -1,0 +1,80 @@
+"""The notebook, its cells run in order in one namespace of a fresh process, with sizes that take seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+NOTEBOOK = Path(__file__).resolve().parents[2] / "examples" / "first_run.ipynb"
+CELLS = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+SIZES = {"STEPS": "3", "PROMPTS, ANSWERS": "4, 4", "EVALUATED": "16"}
+SHOW_LAST = """
+import ast, sys
+for source in sys.argv[1:]:
+    body = ast.parse(source).body
+    last = body.pop() if isinstance(body[-1], ast.Expr) else None
+    exec(compile(ast.Module(body, []), "cell", "exec"), globals())
+    if last is not None:
+        shown = eval(compile(ast.Expression(last.value), "cell", "eval"), globals())
+        print("Out:", shown)
+figure.savefig("curves.png")
+"""
+"""What a notebook does with its cells: runs them, and shows the value of the last line."""
+
+
+def smaller(source: str) -> str:
+    """The cell with the sizes of the test."""
+    for name, size in SIZES.items():
+        source = re.sub(rf"^{name} = [\d, ]+", f"{name} = {size}  ", source, flags=re.M)
+    return source
+
+
+@pytest.fixture(scope="module")
+def printed(default_base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    folder = tmp_path_factory.mktemp("notebook")
+    cells = [smaller("".join(cell["source"])) for cell in CELLS if cell["cell_type"] == "code"]
+    assert all(f"{name} = {size} " in cells[0] for name, size in SIZES.items())
+    done = subprocess.run(
+        [sys.executable, "-c", SHOW_LAST, *cells],
+        cwd=folder,
+        env=os.environ | {"MPLBACKEND": "Agg", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout, folder
+
+
+def test_it_measures_a_kl_and_its_estimators_agree(printed: tuple[str, Path]) -> None:
+    shown = re.search(r"Out: \{'exact': (\S+), 'k1': (\S+), 'k3': (\S+)\}", printed[0])
+    assert shown
+    exact, k1, k3 = map(float, shown.groups())
+    assert exact > 0.01 and k3 == pytest.approx(exact, rel=0.1) and k1 == pytest.approx(exact, rel=0.25)
+
+
+def test_it_trains_and_draws_the_kl(printed: tuple[str, Path]) -> None:
+    text, folder = printed
+    assert re.search(r"^addition +\S+ -> +\S+$", text, re.M)
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "runs" / "first-run" / "report.html").is_file()
+
+
+def test_it_reads_the_reports_numbers(printed: tuple[str, Path]) -> None:
+    lines = {line[:26].strip(): line[26:].split() for line in printed[0].splitlines() if "(" in line[26:]}
+    assert {"Reward", "addition, trained", "KL (exact)", "KL per completion (exact)", "beta"} <= set(lines)
+    assert lines["beta"][:2] == ["0.01", "reward/nat"]
+    page = (printed[1] / "runs" / "first-run" / "report.html").read_text(encoding="utf-8")
+    assert lines["Reward"][0] in page
+
+
+def test_it_is_kept_without_outputs() -> None:
+    code = [cell for cell in CELLS if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+    assert len({cell["id"] for cell in CELLS}) == len(CELLS)
