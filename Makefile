@@ -6,7 +6,8 @@ PYTHON ?= python3.11 python3
 VENV  := .venv
 BIN   := $(VENV)/bin
 READY := $(VENV)/.installed-for-klamp
-PIP   := $(BIN)/python -m pip --disable-pip-version-check install -qq
+# Packages are compiled when they are imported, which most of their modules never are.
+PIP   := $(BIN)/python -m pip --disable-pip-version-check install -qq --no-compile
 
 # Two workers with one thread each: the machine that these checks are timed on has two cores.
 WORKERS     ?= 2

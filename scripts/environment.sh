@@ -53,7 +53,7 @@ case "$name" in
     ;;
   oldest)
     # All of it as it is listed. The list leaves out what that torch brings for CUDA and does not load at import.
-    foundation=(--no-deps --no-compile --requirement constraints-oldest.txt)
+    foundation=(--no-deps --requirement constraints-oldest.txt)
     packages=()
     tests=()
     without_dependencies=()
@@ -81,7 +81,8 @@ if [[ "$candidate" == missing ]]; then
 fi
 "$candidate" -m venv "$folder"
 python="$folder/bin/python"
-install() { "$python" -m pip --disable-pip-version-check install -qq --constraint "$constraints" "$@"; }
+# Compiled when they are imported, which most of these packages never are.
+install() { "$python" -m pip --disable-pip-version-check install -qq --no-compile --constraint "$constraints" "$@"; }
 of_torch() { "$python" -m pip --disable-pip-version-check freeze | grep -E '^(torch==|triton==|nvidia-)' || true; }
 
 install "${foundation[@]}"
