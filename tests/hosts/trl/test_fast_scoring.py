@@ -163,12 +163,14 @@ def test_a_model_whose_scores_are_not_trls_is_left_to_trl(
         klamp_trainer(base, folder, beta=0.3, fast_scoring="require")
 
 
-def test_the_trial_tells_another_temperature(base: Any, folder: Path) -> None:
+def test_the_trial_tells_another_temperature(base: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = klamp_trainer(base, folder, fast_scoring=True)
     (traits,) = trainer._klamp.fast.traits.values()
     call = fast_scoring._trial(trainer.model)
     assert fast_scoring._same_as_host(trainer, trainer.model, call, traits)
-    trainer.temperature = 1.01  # TRL has put its own into the model
+    warmer, scores = copy.copy(trainer), fast_scoring._scores
+    warmer.temperature = 1.01
+    monkeypatch.setattr(fast_scoring, "_scores", lambda _trainer, *rest: scores(warmer, *rest))
     assert not fast_scoring._same_as_host(trainer, trainer.model, call, traits)
 
 
