@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks import (
     controllers,
+    elsewhere,
     exact,
     gpu,
     heads,
@@ -31,7 +32,21 @@ from benchmarks import (
 )
 from benchmarks.records import RESULTS, Benchmark, markdown, measure, save
 
-MODULES = (heads, exact, step, over_floor, overhead, scale, profiles, references, language, waits, controllers, gpu)
+MODULES = (
+    heads,
+    exact,
+    step,
+    elsewhere,
+    over_floor,
+    overhead,
+    scale,
+    profiles,
+    references,
+    language,
+    waits,
+    controllers,
+    gpu,
+)
 BENCHMARKS: dict[str, Benchmark] = {module.BENCHMARK.name: module.BENCHMARK for module in MODULES}
 
 

@@ -38,6 +38,7 @@ GRPOTrainer and its chunked head, Liger's, the matrix products without which the
 | `exact` | the exact KL: all logits against `linear_kl`, over N and V |
 | `step` | a whole GRPO step with KL: TRL, `klamp.trl` with `fast_scoring`, `klamp train`, the products alone |
 | `floor` | the same against the products alone, over group size, prompt, completion, model and adapter |
+| `elsewhere` | the same step with an adapter, in 16 bits, with long completions, with a vocabulary of 151,936 |
 | `overhead` | the same step with KL and at beta 0 |
 | `scale` | heads against N and V, a step against the group size and the prompt's length |
 | `profile` | where the CPU time of a step goes, phase by phase |

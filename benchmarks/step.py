@@ -68,7 +68,7 @@ def measured(
 ) -> list[dict[str, Any]]:
     """Every case on one model and one length of prompts, in turn, `count` times."""
     path, prompts = write_setting(folder, model, length)
-    steps, warmup = STEPS[model]
+    steps, warmup = STEPS.get(model, (0, 0))
     common = {"model": path, "prompts": prompts, "steps": steps, "warmup": warmup} | dict(settings or {})
     runs = {name: partial(isolated, *_call(Setting(trainer=name, **common), length)) for name in cases}
     place = {"model": model, "prompt": length, "shape": shape, "beta": BETA}

@@ -15,6 +15,7 @@ SIZES: dict[str, dict[str, int]] = {
     "tiny": {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
     "3M": {"vocab_size": 8192, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4},
     "27M": {"vocab_size": 32_768, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8},
+    "wide": {"vocab_size": 151_936, "hidden_size": 896, "intermediate_size": 2432, "num_hidden_layers": 2},
 }
 """Name -> the sizes of a Qwen2 with tied embeddings and heads of 32 dimensions (of 16 for the tiny one)."""
 

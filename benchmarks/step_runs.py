@@ -33,6 +33,8 @@ class Setting:
     """JSON lines of prompts."""
     lora_r: int = 0
     """Rank of an adapter on every linear layer; 0: all weights are trained."""
+    dtype: str = "float32"
+    """Data type of the weights."""
     beta: float = BETA
     """Coefficient of the KL; at 0 there is no reference."""
     group: int = GROUP
@@ -112,6 +114,7 @@ def run_klamp(setting: Setting, folder: str, seen: Seen) -> None:
         "reward": setting.reward,
         "chat_template": False,
         "lora_r": setting.lora_r,
+        "dtype": setting.dtype,
         "beta": setting.beta,
         "loss_type": "dapo",
         "prompts_per_step": setting.prompts_per_step,
@@ -167,7 +170,7 @@ def _in_trl(classes: tuple[Any, Any], setting: Setting, folder: str, seen: Seen,
     make_arguments, make_trainer = classes
     args = make_arguments(
         output_dir=f"{folder}/run",
-        model_init_kwargs={"dtype": "float32"},
+        model_init_kwargs={"dtype": setting.dtype},
         per_device_train_batch_size=sequences,
         gradient_accumulation_steps=1,
         num_generations=setting.group,

@@ -6,6 +6,7 @@ from typing import Any
 
 from benchmarks import (
     controllers,
+    elsewhere,
     exact,
     floor,
     gpu,
@@ -55,6 +56,16 @@ def whole_steps() -> dict[str, Any]:
         runs.append(run | {"trainer": "fast", "seconds": [1.25 * s for s in run["seconds"]], "extra_mib": 10.0})
         runs.append(least | {"trainer": "floor", "seconds": [0.8 * s for s in run["seconds"]]})
     return found | {"runs": runs}
+
+
+def elsewhere_results() -> dict[str, Any]:
+    """Three trainers, of which TRL takes twice as long."""
+    places = {}
+    for name, (model, prompt, _) in elsewhere.PLACES.items():
+        times = {"trl": 2.0, "fast": 1.0, "klamp": 0.9}
+        place = {"model": model, "prompt": prompt, "shape": "", "beta": 0.04, "sets": 3}
+        places[name] = [place | {"trainer": t} | seen(s, 50.0 * s, tokens=1024) for t, s in times.items()]
+    return {"places": places}
 
 
 def growth_results() -> dict[str, Any]:
@@ -177,6 +188,7 @@ RESULTS = {
     "step": whole_steps(),
     "overhead": step_results(),
     "floor": growth_results(),
+    "elsewhere": elsewhere_results(),
     "scale": scale_results(),
     "profile": profile_results(),
     "references": reference_results(),

@@ -56,7 +56,9 @@ def test_the_counts_of_both_runs_have_one_entry_per_test() -> None:
 
 def test_losses_are_compared_to_the_last_bit_where_both_pass() -> None:
     found = compare(STOCK, OTHER)
-    assert (found.trained, found.other_losses) == (2, ["other loss"])
+    assert (found.trained, found.other_losses, found.far_losses) == (2, ["other loss"], [])
+    far = compare({"a": Result("passed", losses=("0x1p-3",))}, {"a": Result("passed", losses=("0x1.001p-3",))})
+    assert far.far_losses == ["a"]
 
 
 def test_two_equal_runs_have_no_difference() -> None:

@@ -1,6 +1,7 @@
 """pytest plugin for TRL's own tests: their dataset, the classes under test, and a record of what became of each test.
 
-KLAMP_OWN_CLASSES=klamp puts klamp's GRPOConfig and GRPOTrainer in the place of TRL's before a test module is imported.
+KLAMP_OWN_CLASSES=klamp puts klamp's GRPOConfig and GRPOTrainer in the place of TRL's before a test module is imported;
+KLAMP_OWN_CLASSES=fast does so with `fast_scoring` on wherever a test does not speak of it.
 KLAMP_OWN_RECORD names the file that gets one line of JSON per test, as each ends: a crash loses the running test only.
 KLAMP_OWN_HUBS is the folder that own_hub.py filled; HF_HOME is a folder of the run's own.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import dataclasses
 import inspect
 import io
 import json
@@ -79,11 +81,22 @@ def record_losses(train: Any) -> Any:
 def pytest_configure(config: pytest.Config) -> None:
     datasets.load_dataset = serve_dataset(datasets.load_dataset)
     Trainer.train = record_losses(Trainer.train)
-    if os.environ.get("KLAMP_OWN_CLASSES") == "klamp":
+    classes = os.environ.get("KLAMP_OWN_CLASSES")
+    if classes in ("klamp", "fast"):
         import klamp.trl
 
-        trl.GRPOConfig = klamp.trl.GRPOConfig
+        trl.GRPOConfig = with_fast_scoring(klamp.trl.GRPOConfig) if classes == "fast" else klamp.trl.GRPOConfig
         trl.GRPOTrainer = klamp.trl.GRPOTrainer
+
+
+def with_fast_scoring(config: Any) -> Any:
+    """A configuration class whose default is `fast_scoring=True`."""
+
+    @dataclasses.dataclass
+    class GRPOConfig(config):
+        fast_scoring: bool | str = True
+
+    return GRPOConfig
 
 
 def hub_for(test: Any) -> str:
