@@ -232,6 +232,7 @@ def test_a_soft_clip_of_a_length_that_is_measured_is_judged_at_short_completions
     assert "budget of 0.05 nats per token: it fits completions of 200 tokens or more" in caution
     assert cautions(replace(small, kl_reference_length=200)) == []
     assert cautions(replace(small, kl_clip_temperature=0.5)) == [], "a tenth of 5 nats, at 100 tokens"
+    assert cautions(replace(small, kl_clip_temperature=0.501)) != []
     assert cautions(replace(small, kl_clip_threshold=0.5)) == []
     assert "it fits none" in cautions(replace(small, kl_clip_threshold=0.0))[0]
 

@@ -156,3 +156,14 @@ def test_a_rule_takes_its_numbers_by_name(name):
     rule_of, _, _ = PAIRS[name]
     with pytest.raises(TypeError, match="positional"):
         rule_of(0.05)
+
+
+def test_until_the_target_is_reached_beta_is_never_below_its_start_and_from_then_on_it_may_be():
+    """The KL comes down steeply and jumps: filtered it reaches the target, and is foreseen below it."""
+    rule = HoldRule(target=1.0)
+    falling = rule.init(0.1)._replace(level=0.98, trend=-0.5)
+    reached = rule(falling, 2.0)
+    assert reached.since == 0 and reached.trend < 0
+    assert reached.value < 0.1
+    before = rule(falling._replace(level=0.7), 1.5)
+    assert before.since < 0 and before.value == 0.1

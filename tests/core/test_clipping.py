@@ -9,8 +9,8 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from klamp.core.clipping import clip_gate, clip_kl, kl_budget
-from klamp.errors import ConfigError, KlampError, UnknownNameError
+from klamp.core.clipping import clip_gate, clip_kl, gate_kl, kl_budget
+from klamp.errors import ConfigError, KlampError, ShapeError, UnknownNameError
 
 kl_values = st.floats(-5, 200, allow_subnormal=False)
 METHODS = ("none", "hard", "soft")
@@ -183,3 +183,10 @@ def test_a_temperature_that_is_not_positive_is_refused(temperature):
 def test_an_unknown_method_is_refused_by_name():
     with pytest.raises(UnknownNameError, match="sofft"):
         clip_kl(double(1.0), 0.5, method="sofft")
+
+
+@pytest.mark.parametrize("size", [None, 3])
+def test_a_gate_over_groups_needs_whole_ones(size: int | None) -> None:
+    with pytest.raises(ShapeError, match="whole number of groups"):
+        gate_kl(torch.ones(4), level="group", group_size=size, own=True)
+    assert gate_kl(torch.arange(4.0), level="group", group_size=2, own=True).tolist() == [0.5, 0.5, 2.5, 2.5]

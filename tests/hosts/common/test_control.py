@@ -178,7 +178,11 @@ GROUPS = torch.tensor([[0.0, 1, 1, 0], [1, 1, 1, 1]])
 
 @pytest.mark.parametrize(
     ("metrics", "rewards"),
-    [({}, GROUPS), ({"beta": 0.1, "beta/price": 0.1, "length/mean": 5.0}, None), ({"beta": 0.1}, GROUPS)],
+    [({}, GROUPS), ({"beta": 0.1, "beta/price": 0.1, "length/mean": 5.0}, None), ({"beta": 0.1}, GROUPS)]
+    + [
+        ({"beta": 0.1, "beta/price": price, "length/mean": length}, GROUPS)
+        for price, length in ((0.1, 0.0), (0.0, 5.0))
+    ],
 )
 def test_where_a_step_does_not_tell_the_default_is_kept(metrics: dict[str, float], rewards: Any) -> None:
     assert landing_beta(0.05, metrics, rewards) is None

@@ -48,6 +48,8 @@ def test_an_unknown_token_is_refused_and_named():
         excluded_ids(("<nowhere>",), TOKENIZER)
     with pytest.raises(ConfigError, match="999999"):
         excluded_ids((999999,), TOKENIZER)
+    with pytest.raises(ConfigError, match=f"use an id below {len(TOKENIZER)}"):
+        excluded_ids((len(TOKENIZER),), TOKENIZER)
 
 
 def test_names_after_special_are_read_too():
