@@ -121,6 +121,10 @@ def test_the_state_of_another_controller_is_refused() -> None:
     broken = control_of("pid").state_dict() | {"controller": {"value": 0.2}}
     with pytest.raises(ConfigError, match="integral"):
         control_of("pid").load_state_dict(broken)
+    whole = control_of("pid").state_dict()
+    for unfit in (whole | {"last_kl": "much"}, {name: value for name, value in whole.items() if name != "last_kl"}):
+        with pytest.raises(ConfigError, match="why: missing, or no number: last_kl"):
+            control_of("pid").load_state_dict(unfit)
 
 
 def test_the_users_length_comes_before_the_datas_and_that_before_the_measured_one() -> None:
