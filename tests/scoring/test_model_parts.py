@@ -15,7 +15,6 @@ from klamp.scoring.model_parts import (
     OpenedModel,
     Predictions,
     Traits,
-    cache_rows,
     checkpoints,
     divergence,
     head_of,
@@ -130,19 +129,6 @@ def test_an_opened_model_on_a_cache_gives_what_the_whole_model_gives(make) -> No
     assert torch.allclose(opened.predictions(values).logits(), whole[:, 3:].float(), atol=1e-4)
     closed, _ = OpenedModel(model, Traits()).run(ids, prompt_mask, keep=4)
     assert torch.allclose(closed.float(), whole[:, 3:].float(), atol=1e-4)
-
-
-@torch.no_grad()
-def test_rows_of_a_cache_are_a_copy() -> None:
-    opened = OpenedModel(tiny_llama(), Traits(head=True, sharing="values"))
-    mask = torch.ones(2, 3, dtype=torch.long)
-    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
-    _, cache = opened.run(ids, mask, keep=1, use_cache=True)
-    before = cache.layers[0].keys.clone()
-    rows = cache_rows(cache, torch.tensor([1, 1, 0]))
-    assert torch.equal(rows.layers[0].keys, before[[1, 1, 0]])
-    opened.run(torch.tensor([[7], [8], [9]]), mask[[0, 0, 0]], keep=1, cache=rows)
-    assert torch.equal(cache.layers[0].keys, before), "the cache that was given is as it was"
 
 
 def test_positions_by_columns_count_the_padding_that_was_cut_off() -> None:

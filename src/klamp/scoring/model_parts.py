@@ -6,7 +6,6 @@ once for all of its completions. Whether a model can be opened so is found out b
 
 from __future__ import annotations
 
-import copy
 import inspect
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -209,16 +208,6 @@ class OpenedModel:
 def checkpoints(model: nn.Module) -> bool:
     """Whether gradient checkpointing is on, which takes a model's cache away."""
     return model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-
-
-def cache_rows(cache: Any, rows: Tensor) -> Any:
-    """A copy of a cache with some of its rows, each as often as asked for."""
-    found = copy.copy(cache)
-    found.layers = [copy.copy(layer) for layer in cache.layers]
-    for layer in found.layers:  # recurrent layers hold their states in lists, which would be shared
-        vars(layer).update({k: copy.copy(v) for k, v in vars(layer).items() if isinstance(v, list | dict)})
-    found.reorder_cache(rows)
-    return found
 
 
 def takes(model: nn.Module, argument: str) -> bool:

@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from klamp.scoring.model_parts import OpenedModel, Traits, cache_rows
+from klamp.scoring.cache import cache_rows
+from klamp.scoring.model_parts import OpenedModel, Traits
 from klamp.scoring.passes import distinct, run_prompts
 
 Draw: TypeAlias = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
@@ -48,7 +49,7 @@ def decode(
     """
     opened, device = OpenedModel(model, traits), prompt_ids.device
     prefix = run_prompts(opened, *distinct(prompt_ids, prompt_mask))
-    values, cache = prefix.last[prefix.which], cache_rows(prefix.cache, prefix.which)
+    values, cache = prefix.last[prefix.which], cache_rows(prefix.cache, prefix.which, room=length)
     ends = torch.tensor(list(stop), device=device)
     ids = torch.zeros(len(prompt_ids), length, dtype=torch.long, device=device)
     logprobs = torch.zeros(ids.shape, device=device)

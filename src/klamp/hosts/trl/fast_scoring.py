@@ -30,6 +30,7 @@ from klamp.scoring.scorer import Ask, Scorer
 
 POSITIONS: tuple[Positions, ...] = ("columns", "tokens")
 """How models may count positions where nobody tells them: most by columns, padding included."""
+FIRST_PASS = "; generation by transformers runs each distinct prompt once"
 NO_GRADIENT = (
     "with fast_scoring the model's cache cannot carry a prompt's gradient (gradient checkpointing takes the cache "
     "away): prompts are run once in passes without gradient only; gradient_checkpointing=False is faster"
@@ -57,7 +58,8 @@ class FastScoring:
         shared = all(each.sharing == "gradient" for each in self.traits.values())
         once = "each distinct prompt once" if shared else "each completion with its prompt where the cache is no help"
         apart = "".join(f"; but not where {reason}" for reason in sorted(self.told))
-        return f"completions are scored by klamp: {once}, no padding in the head, no logits held{apart}"
+        first = "" if any(each.sharing == "no" for each in self.traits.values()) else FIRST_PASS
+        return f"completions are scored by klamp: {once}, no padding in the head, no logits held{first}{apart}"
 
 
 def asked_for(args: Any) -> FastScoring | None:
@@ -94,13 +96,13 @@ def settle(trainer: Any) -> None:
             fast.traits[id(plain_model(trainer, model))] = traits
     fast.reason = reason
     if reason:
-        _fall_back(trainer, reason)
+        fall_back(trainer, reason)
     elif trainer.args.gradient_checkpointing or any(each.sharing != "gradient" for each in fast.traits.values()):
         trainer._caution(NO_GRADIENT)
 
 
-def _fall_back(trainer: Any, reason: str) -> None:
-    """Say once that TRL's own scoring is used, and why.
+def fall_back(trainer: Any, reason: str, *, what: str = "TRL's own scoring") -> None:
+    """Say once that TRL's own way is taken, and why.
 
     Raises:
         ConfigError: fast scoring is required.
@@ -111,10 +113,10 @@ def _fall_back(trainer: Any, reason: str) -> None:
             "fast_scoring='require' cannot be honoured",
             got=type(trainer.model).__name__,
             why=reason,
-            fix="set fast_scoring=True: TRL's own scoring is then used where klamp's cannot be",
+            fix=f"set fast_scoring=True: {what} is then used where klamp's cannot be",
         )
     if reason not in fast.told and trainer.accelerator.is_main_process:
-        trainer._caution(f"TRL's own scoring is used in spite of fast_scoring: {reason}")
+        trainer._caution(f"{what} is used in spite of fast_scoring: {reason}")
     fast.told.add(reason)
 
 
@@ -223,7 +225,7 @@ def scored(trainer: Any, args: tuple[Any, ...], options: dict[str, Any], *, hidd
     if not reason and not opened.is_steady(call.input_ids.shape[1]):
         reason = "the rotary frequencies of such long sequences follow the longest of a pass"
     if reason:
-        _fall_back(trainer, reason)
+        fall_back(trainer, reason)
         return None
     return _scores(trainer, model, call, traits)
 
@@ -257,22 +259,22 @@ def _pass(trainer: Any, model: Any, call: Call, rows: slice, traits: Traits) -> 
         found = {"logprobs": scores.logprobs, "entropy": scores.entropy, "hidden": kept}
         return {name: each for name, each in found.items() if each is not None}
 
-    with _forward_of(causal, forward), trainer.accelerator.autocast():
+    with replaced(causal, "forward", forward), trainer.accelerator.autocast():
         return model(input_ids=call.input_ids[rows], attention_mask=call.attention_mask[rows])
 
 
 @contextmanager
-def _forward_of(model: nn.Module, forward: Any) -> Iterator[None]:
-    """A context in which a model's forward pass is another function; its wrappers and hooks stay."""
-    before = vars(model).get("forward")
-    model.forward = forward
+def replaced(model: nn.Module, method: str, function: Any) -> Iterator[None]:
+    """A context in which a method of this model is another function; its wrappers and hooks stay."""
+    before = vars(model).get(method)
+    setattr(model, method, function)
     try:
         yield
     finally:
         if before is None:
-            del model.forward
+            delattr(model, method)
         else:
-            model.forward = before
+            setattr(model, method, before)
 
 
 def learning_rows(trainer: Any, inputs: Any, beta: float) -> Tensor | None:

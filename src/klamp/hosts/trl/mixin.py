@@ -17,7 +17,7 @@ from klamp.core.advantages import Baseline
 from klamp.core.types import Reduction
 from klamp.hosts.common.loss import KL_SCALE, Coefficient, batch_of, check_hook_ran, gated_penalty
 from klamp.hosts.common.rollout import Generation, needs_old_logprobs, prepared
-from klamp.hosts.trl import exact, fast_scoring, measure, state, sync
+from klamp.hosts.trl import exact, fast_batches, fast_generation, fast_scoring, measure, state, sync
 from klamp.hosts.trl.session import Scoring, Session, only_scoring
 
 if TYPE_CHECKING:
@@ -80,10 +80,18 @@ class KLMixin(Host):
         measure.after_rewards(self, completion_ids_list, groups)
         return rewards
 
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        before = getattr(self, "_buffered_inputs", None)
+        inputs = super()._prepare_inputs(generation_batch)
+        if not fast_batches.applies(self) or self._buffered_inputs is before:
+            return inputs
+        self._buffered_inputs = fast_batches.regrouped(self._buffered_inputs, self.args.gradient_accumulation_steps)
+        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         session, beta = self._klamp, self._refresh_beta()
         fast_scoring.settle(self)
-        with session.listening() as seen:
+        with session.listening() as seen, fast_generation.prompts_once(self):
             output = super()._generate_and_score_completions(inputs)
         sync.watch(self, output)
         if output.get("ref_per_token_logps") is None or (session.control is None and not seen):

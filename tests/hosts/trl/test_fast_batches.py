@@ -1,0 +1,87 @@
+"""Micro-batches keep groups together where that changes neither loss nor gradient of an optimizer step."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.hosts.trl.hosts import klamp_trainer, run, saved
+from tests.hosts.trl.test_fast_scoring import PLAIN, SMALL, of_steps
+from tests.hosts.trl.test_matrix import LOSS_TYPES
+
+from klamp.hosts.trl.fast_batches import OWN_MEAN, keeps_sums, regrouped
+
+ACCUMULATED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "num_generations": 4}
+
+
+def batches(prompts: list[int], size: int) -> list[dict[str, Any]]:
+    """Micro-batches of rows with these prompts, and all kinds of fields."""
+    rows = [
+        {
+            "prompt_ids": torch.tensor(part)[:, None],
+            "prompt_mask": torch.ones(len(part), 1, dtype=torch.long),
+            "number": torch.arange(first, first + len(part)),
+            "name": [f"row {first + row}" for row in range(len(part))],
+            "total": torch.tensor(7),
+            "nothing": None,
+        }
+        for first in range(0, len(prompts), size)
+        for part in [prompts[first : first + size]]
+    ]
+    return rows
+
+
+def test_rows_stay_in_their_optimizer_step_and_fields_with_their_row() -> None:
+    found = regrouped(batches([3, 1, 1, 3, 2, 1, 1, 2], 2), accumulated=2)
+    assert [batch["prompt_ids"][:, 0].tolist() for batch in found] == [[1, 1], [3, 3], [1, 1], [2, 2]]
+    assert [batch["number"].tolist() for batch in found] == [[1, 2], [0, 3], [5, 6], [4, 7]]
+    for batch in found:
+        assert batch["name"] == [f"row {number}" for number in batch["number"]]
+        assert batch["total"] == 7 and batch["nothing"] is None
+
+
+def test_a_field_that_is_no_row_each_leaves_them_as_they_were() -> None:
+    given = [batch | {"odd": (1, 2)} for batch in batches([1, 2, 1, 2], 2)]
+    assert regrouped(given, accumulated=2) is given
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_the_gradient_of_a_step_is_that_without(base: Any, tmp_path: Path, loss_type: str) -> None:
+    path = saved(base, tmp_path / "base")
+    options = PLAIN | ACCUMULATED | {"loss_type": loss_type, "max_steps": 2}
+    seen = []
+    for fast in (False, "require"):
+        losses, trainer = run(klamp_trainer, tmp_path / "out", path, base, fast_scoring=fast, **options)
+        seen.append((of_steps(losses, 4), [p.detach().clone() for p in trainer.model.parameters()]))
+        if fast:
+            prompts = [len(batch["prompt_ids"].unique(dim=0)) for batch in trainer._buffered_inputs]
+            assert (prompts == [1, 1, 1, 1]) or loss_type in OWN_MEAN
+    (expected, weights), (found, moved) = seen
+    assert found == pytest.approx(expected, abs=SMALL)
+    assert all(torch.allclose(one, two, atol=SMALL) for one, two in zip(weights, moved, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value"),
+    [
+        ("loss_type", "bnpo"),
+        ("top_entropy_quantile", 0.5),
+        ("_entropy_bonus_enabled", True),
+        ("aux_loss_enabled", True),
+    ],
+)
+def test_what_is_divided_by_a_micro_batchs_own_count_is_left_alone(
+    base: Any, tmp_path: Path, attribute: str, value: Any
+) -> None:
+    trainer = copy.copy(klamp_trainer(base, tmp_path, fast_scoring="require", **ACCUMULATED))
+    assert keeps_sums(trainer)
+    setattr(trainer, attribute, value)
+    assert not keeps_sums(trainer)
+
+
+def test_steps_that_are_made_of_two_generations_are_left_alone(base: Any, tmp_path: Path) -> None:
+    options = ACCUMULATED | {"gradient_accumulation_steps": 2, "steps_per_generation": 3, "num_generations": 2}
+    assert not keeps_sums(klamp_trainer(base, tmp_path, fast_scoring="require", **options))
