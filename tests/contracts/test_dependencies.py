@@ -37,6 +37,7 @@ EXTRAS_OF = {
     "hosts/verl": ("verl",),
     "records/tensorboard.py": ("train",),
     "records/wandb.py": ("wandb",),
+    "scoring/cache.py": ("train",),
     "scoring/completions.py": ("train",),
     "tasks": ("train",),
     "tinker/testing": ("tinker", "train"),

@@ -85,8 +85,9 @@ class KLMixin(Host):
         inputs = super()._prepare_inputs(generation_batch)
         if not fast_batches.applies(self) or self._buffered_inputs is before:
             return inputs
-        self._buffered_inputs = fast_batches.regrouped(self._buffered_inputs, self.args.gradient_accumulation_steps)
-        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+        args: Any = self.args
+        self._buffered_inputs = fast_batches.regrouped(self._buffered_inputs, args.gradient_accumulation_steps)
+        return self._buffered_inputs[self._step % args.steps_per_generation]
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         session, beta = self._klamp, self._refresh_beta()
