@@ -32,6 +32,7 @@ def test_the_completions_are_those_of_generation_without(
 ) -> None:
     ids = []
     for fast in (False, "require"):
+        torch.manual_seed(7)  # TRL 1.10 draws an adapter's weights before it sets its seed
         trainer = klamp_trainer(copy.deepcopy(base), tmp_path, fast_scoring=fast, seed=3, **MADE[name])
         trainer.model.train()
         cached.clear()
