@@ -19,7 +19,7 @@ LICENCES_ARGS ?=
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install demo demo-language test test-slow test-language test-report test-verl test-unsloth test-vllm test-oldest test-wheel test-pythons mutants lock licences advisories lint format docs pytest clean distclean
+.PHONY: help install demo demo-language test test-slow test-language test-report test-verl test-unsloth test-vllm test-oldest test-wheel test-pythons environments mutants lock licences advisories lint format docs pytest clean distclean
 
 help:
 	@echo "make demo    make the environment, train on the built-in task, write the run's report"
@@ -34,6 +34,7 @@ help:
 	@echo "make test-oldest    with the oldest versions of torch, TRL, Tinker and the rest that klamp declares, likewise"
 	@echo "make test-wheel     the wheel as pip installs it, with nothing but what it asks for"
 	@echo "make test-pythons   the wheel on the other Pythons that klamp declares; one that is not here is passed over"
+	@echo "make environments   those that the targets above make for themselves, all of them now"
 	@echo "make mutants   small mistakes put into core, config and hosts/common: which do the tests notice? (MUTANTS_ARGS='--number 50')"
 	@echo "make licences   what is installed in the environment, and under which licence; fails on one that is unknown or not allowed"
 	@echo "make advisories   known weaknesses of the pinned versions, by pip-audit; says so where it reaches no database"
@@ -138,6 +139,10 @@ test-verl test-unsloth test-vllm test-oldest: test-%: .venv-%/.installed-for-kla
 
 .venv-%/.installed-for-klamp: constraints-%.txt scripts/environment.sh
 	PYTHON="$(PYTHON)" scripts/environment.sh $*
+
+environments: $(READY)
+	@$(MAKE) --no-print-directory $(patsubst %,.venv-%/.installed-for-klamp,verl unsloth vllm oldest)
+	PYTHON="$(PYTHON)" scripts/wheel_environments.sh wheel wheel-trl wheel-tinker python3.12 python3.13
 
 # What a user has after `pip install klamp`.
 test-wheel: $(READY)
