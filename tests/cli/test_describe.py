@@ -70,6 +70,12 @@ def test_the_resume_command_of_a_continued_run_is_as_short(tmp_path: Path) -> No
     assert command[-3:] == ["--resume", "--max_steps", "9"]
 
 
+@pytest.mark.parametrize("text", ["", "- 1", "a: [*b]", "3"])
+def test_a_damaged_configuration_ends_no_run_that_is_done(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    assert words.resume_command(TrainConfig(), tmp_path, max_steps=9).endswith(f"--output_dir {tmp_path} --resume")
+
+
 def test_the_resume_command_of_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "torchrun --nproc_per_node 2 -m klamp.cli train " in words.resume_command(TrainConfig(), tmp_path)

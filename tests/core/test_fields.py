@@ -55,6 +55,7 @@ TAKEN: list[dict[str, Any]] = [
 REFUSED: list[tuple[str, Any, str, str]] = [
     ("guests", 0, "guests must be a whole number > 0", "guests=1 is the default"),
     ("guests", 2**63, "guests is too large", "guests=1 is the default"),
+    ("price", 1e39, "price is too large", "price=2.5 is the default"),
     ("guests", 2.0, "guests must be a whole number > 0", "guests=1 is the default"),
     ("guests", True, "guests must be a whole number > 0", "guests=1 is the default"),
     ("guests", "3", "guests must be a whole number > 0", "guests=3, without quotes"),

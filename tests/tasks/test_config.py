@@ -20,6 +20,8 @@ from klamp.tasks.config import BUILT_IN_TASKS, TaskConfig
         ({"task": ""}, "no task is named"),
         ({"train_size": -1}, "train_size must be a whole number >= 0"),
         ({"eval_size": 0}, "eval_size must be a whole number >= 1"),
+        ({"reward_timeout": 0.0}, "reward_timeout must be a number > 0"),
+        ({"reward_timeout": 1e10}, "reward_timeout must be a number > 0 and at most 1e9"),
     ],
 )
 def test_a_configuration_that_cannot_work_is_refused(changes: dict[str, Any], what: str) -> None:

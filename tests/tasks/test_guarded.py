@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from pathlib import Path
@@ -57,14 +58,16 @@ def test_one_that_hangs_is_named_with_its_prompt():
 
 
 @pytest.mark.parametrize("seconds", [None, 60.0])
-def test_an_error_comes_through(seconds):
+@pytest.mark.parametrize("error", [SystemExit(0), asyncio.CancelledError()])
+def test_an_error_comes_through(seconds, error):
     def breaks(example, text):
-        raise SystemExit(0)
+        raise error
 
-    with pytest.raises(RewardError, match="raised SystemExit"):
+    with pytest.raises(RewardError, match=f"raised {type(error).__name__}"):
         guarded(checked(breaks, name="mine"), seconds=seconds)(PROMPT, "2")
 
 
-def test_a_number_that_no_float_holds_is_not_finite():
+@pytest.mark.parametrize("digits", [400, 5000])
+def test_a_number_that_no_float_holds_is_not_finite(digits):
     with pytest.raises(RewardError, match="not finite"):
-        checked(lambda example, text: 10**400, name="mine")(PROMPT, "2")
+        checked(lambda example, text: 10**digits, name="mine")(PROMPT, "2")

@@ -12,7 +12,7 @@ from klamp.training.rollouts import collect
 from klamp.training.updates import update
 
 
-@pytest.mark.parametrize(("rows", "parts"), [(12, 1), (12, 5), (12, 12), (7, 3), (3, 8), (1, 4)])
+@pytest.mark.parametrize(("rows", "parts"), [(12, 1), (12, 5), (12, 12), (7, 3), (3, 8), (1, 4), (3, 2**40)])
 def test_parts_cover_every_row_once_in_order_and_near_equal(context_of, rows, parts):
     context = context_of(gradient_accumulation_steps=parts)
     slices = list(context.parts(rows))

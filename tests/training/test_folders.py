@@ -17,7 +17,8 @@ def test_folders_are_numbered_and_never_taken_twice(tmp_path):
     (tmp_path / "a-002").write_text("")
     (tmp_path / "a-004").mkdir()
     assert free_folder(tmp_path, "a") == tmp_path / "a-003"
-    assert free_folder(tmp_path, "b") == tmp_path / "b-001"
+    (tmp_path / "b-001").symlink_to(tmp_path / "nowhere")
+    assert free_folder(tmp_path, "b") == tmp_path / "b-002"
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,11 @@ def test_other_files_a_file_and_nothing_to_resume_are_refused(tmp_path):
     with pytest.raises(RunFolderError, match="is a file") as caught:
         check_folder(other / "thesis.tex", resume=False)
     assert caught.value.got and caught.value.why and caught.value.fix
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(RunFolderError, match="a link that leads nowhere"):
+        make_folder(TrainConfig.from_flat({"output_dir": str(tmp_path / "link")}))
+    with pytest.raises(RunFolderError, match=r"(?s)cannot be written.*null byte"):
+        make_folder(TrainConfig.from_flat({"output_dir": f"{tmp_path}/a\0b"}))
     for folder in (other, tmp_path / "missing"):
         with pytest.raises(RunFolderError, match="no run to continue") as caught:
             check_folder(folder, resume=True)

@@ -47,6 +47,11 @@ def said_by(launcher: subprocess.Popen[str]) -> str:
     return said
 
 
+def seconds_since(folder: Path) -> float:
+    """How long ago the last step was written, which was just before a process died or hung."""
+    return time.time() - (folder / "metrics.jsonl").stat().st_mtime
+
+
 def newest(folder: Path) -> Path:
     """The newest checkpoint."""
     return max((folder / "checkpoints").glob("*-*[0-9]"), key=lambda each: int(re.split("[-_]", each.name)[-1]))
@@ -54,6 +59,7 @@ def newest(folder: Path) -> Path:
 
 def test_a_process_that_dies_is_named_with_the_newest_checkpoint(llama, tmp_path):
     said = said_by(launched(llama, tmp_path / "run", f"exit:1:{IN_STEP_3}"))
+    assert seconds_since(tmp_path / "run") < 60, "whatever process_timeout is"
     assert re.search(f"{ONE} is gone.* it was in: step \\d: the reward function", said), said
     assert str(newest(tmp_path / "run")) in said
     assert said.count("Traceback") <= 1, "torchrun's own"

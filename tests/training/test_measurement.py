@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from klamp.training.measurement import completion_row, control_metrics, gather_record
+from klamp.training.measurement import completion_row, control_metrics, gather_record, speed
 from klamp.training.rollouts import collect
 from klamp.training.updates import update
 
@@ -25,6 +25,11 @@ def test_divided_by_the_std_the_price_is_that_of_the_groups_that_teach_something
     context = context_of(scale_rewards="std", advantage_baseline="leave_one_out")
     assert control_metrics(context, 0.06, SEEN)["beta/price"] == pytest.approx(0.06 * 0.4)
     assert control_metrics(context, 0.06, SEEN | {"reward_std": 0.0, "groups/saturated": 1.0}) == {"beta": 0.06}
+
+
+def test_speed_is_none_where_the_clock_stands_still():
+    assert speed(30.0, 1.5) == {"speed/step_seconds": 1.5, "speed/tokens_per_second": 20.0}
+    assert speed(30.0, 0.0) == {"speed/step_seconds": 0.0}
 
 
 def test_a_record_holds_the_step_as_it_was_before_the_update(context_of):

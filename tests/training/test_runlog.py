@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.record_writer import RecordWriter
 from tests.training.conftest import TINY, rows_of, steps_of
 from transformers import AutoModelForCausalLM
 
@@ -21,7 +22,7 @@ from klamp._version import __version__
 from klamp.diagnostics.metrics import METRICS
 from klamp.errors import RunFolderError
 from klamp.training.config import TrainConfig
-from klamp.training.observers import RunInfo, RunSummary
+from klamp.training.observers import Observer, RunInfo, RunSummary
 from klamp.training.runlog import RunLog, plain, versions
 from klamp.training.trainer import train_run
 
@@ -270,8 +271,38 @@ def test_a_disk_that_is_full_at_the_beginning_or_the_end_is_said(config_of, tmp_
     log = RunLog(SimpleNamespace(trackers=[]))
     log.on_start(info(config_of(), tmp_path, 0))
     monkeypatch.setattr("klamp.training.runlog.write_whole", full)
-    with pytest.raises(RunFolderError, match="No space left"):
-        RunLog(SimpleNamespace(trackers=[])).on_start(info(config_of(), tmp_path, 0))
+    for done, words in ((0, "cannot be written\n"), (2, "cannot be written any more")):
+        with pytest.raises(RunFolderError, match=f"(?s){words}.*No space left") as caught:
+            RunLog(SimpleNamespace(trackers=[])).on_start(info(config_of(), tmp_path, done))
+        assert getattr(caught.value, "__notes__", []) == ["  the checkpoint of step 2 is as it was"][: done // 2]
     summary = RunSummary(output_dir=tmp_path, steps=1, seconds=1.0, rl_skill="a", before={}, after={})
     with pytest.raises(RunFolderError, match=r"(?s)any more.*No space left"):
         log.on_end(summary)
+
+
+class Fills(Observer):
+    """Lets the disk be full for TensorBoard's file from some step on."""
+
+    def __init__(self, step: int, patch: pytest.MonkeyPatch) -> None:
+        self.step, self.patch = step, patch
+
+    def on_start(self, info):
+        self.on_step(0, {})
+
+    def on_step(self, step, metrics):
+        if step == self.step:
+            error = OSError(28, "No space left on device")
+            self.patch.setattr(RecordWriter, "write", lambda *_: (_ for _ in ()).throw(error))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_disk_that_is_full_for_tensorboard_ends_the_run_with_what_is_whole(config_of, tmp_path, monkeypatch):
+    given = {"report_to": ("tensorboard",), "save_every": 1}
+    with monkeypatch.context() as patch, pytest.raises(RunFolderError, match=r"(?s)any more.*No space left") as caught:
+        train_run(config_of(**given), [Fills(2, patch)])
+    whole = tmp_path / "run" / "checkpoints" / "step-000002"
+    assert caught.value.__notes__ == [f"  the state after step 2 is saved in {whole}"]
+    with monkeypatch.context() as patch, pytest.raises(RunFolderError, match=r"(?s)any more.*No space left") as caught:
+        train_run(config_of(**given, resume=True), [Fills(0, patch)])
+    assert caught.value.__notes__ == ["  the checkpoint of step 2 is as it was"]
+    assert train_run(config_of(**given, resume=True)).steps == 4

@@ -21,6 +21,7 @@ SECTIONS = (ModelConfig, RolloutConfig, OptimConfig, RunConfig)
         (RolloutConfig, {"max_completion_length": 0}, "max_completion_length"),
         (RolloutConfig, {"temperature": 0.0}, "temperature"),
         (RolloutConfig, {"temperature": float("nan")}, "temperature"),
+        (RolloutConfig, {"temperature": 1e-300}, "temperature"),
         (RolloutConfig, {"top_p": 0.0}, "top_p"),
         (RolloutConfig, {"top_p": 1.1}, "top_p"),
         (OptimConfig, {"learning_rate": 0.0}, "learning_rate"),
@@ -71,7 +72,13 @@ def test_every_choice_of_a_literal_is_accepted(section):
                 assert getattr(section(**{name: choice}), name) == choice
 
 
-@pytest.mark.parametrize("values", [{"seed": -1}, {"seed": 2**70}, {"seed": 10**400}, {"max_steps": 10**400}])
+@pytest.mark.parametrize(
+    "values",
+    [
+        *({"seed": -1}, {"seed": 2**70}, {"seed": 10**400}, {"max_steps": 10**400}),
+        *({"process_timeout": 1e300}, {"service_timeout": 1e10}, {"stall_timeout": 1e10}),
+    ],
+)
 def test_a_number_that_nothing_can_be_done_with_is_refused(values):
     with pytest.raises(ConfigError, match=next(iter(values))):
         RunConfig(**values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -177,6 +178,14 @@ def test_more_prompts_in_a_step_than_there_are_go_round(context_of):
     trainer = Trainer(context_of(prompts_per_step=3, train_size=2), [])
     first, second = ([e.prompt for e in trainer.prompts(step)] for step in (0, 1))
     assert len({*first[:2]}) == len({first[2], second[0]}) == len({*second[1:]}) == 2
+
+
+def test_a_clock_that_stands_still_ends_no_run(config_of, tmp_path, monkeypatch):
+    for clock in ("perf_counter", "monotonic", "time"):
+        monkeypatch.setattr(time, clock, lambda: 7.0)
+    assert train_run(config_of(max_steps=2)).steps == 2
+    rows = [row for row in rows_of(tmp_path / "run", keep_speed=True) if "reward" in row]
+    assert [row["speed/step_seconds"] for row in rows] == [0, 0]
 
 
 def test_a_run_of_no_steps_evaluates_and_stops(config_of, tmp_path):

@@ -95,9 +95,10 @@ def resume_command(config: TrainConfig, folder: Path, **changes: Any) -> str:
     """
     file = folder / "config.yaml"
     try:
-        written = yaml_of(file.read_text(encoding="utf-8"))
+        found = yaml_of(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        written = {}
+        found = None
+    written = found if isinstance(found, dict) else {}
     wanted = {name: list(v) if isinstance(v, tuple) else v for name, v in (config.flat() | changes).items()}
     differing = [n for n, v in wanted.items() if n not in ("output_dir", "resume") and n in written and v != written[n]]
     words = [*_program(), "train", "--config", str(file), "--output_dir", str(folder), "--resume"]

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+
+import torch
 
 from klamp.core.arguments import ANY, Numbers, check_flag, check_instance, check_number, describe
 from klamp.errors import ConfigError, check_name
 
 LARGEST = 2**63 - 1
 """The largest whole number that a field takes."""
+LARGEST_FLOAT = torch.finfo(torch.float32).max
+"""The largest other number."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,8 @@ def _check(field: _Field, x: object, numbers: Numbers) -> None:
         return
     elif field.kinds in ((int,), (float,)):
         whole = field.kinds == (int,)
-        if isinstance(x, int) and abs(x) > LARGEST:
+        largest = LARGEST if isinstance(x, int) else LARGEST_FLOAT
+        if isinstance(x, int | float) and largest < abs(x) < math.inf:
             raise ConfigError(f"{field.name} is too large", got=describe(x), why="no tensor holds it", fix=field.fix)
         check_number(field.name, x, numbers, whole=whole, optional=field.optional, fix=field.fix)
     elif field.kinds == (bool,):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
-from klamp.errors import RewardError
+from klamp.errors import RewardError, brief
 
 RewardFunction = Callable[["Example", str], Any]
 """An unchecked reward: an example and the text of one completion give a number."""
@@ -88,9 +88,9 @@ def checked(function: RewardFunction, *, name: str) -> Callable[[Example, str], 
     def score(example: Example, completion: str) -> float:
         try:
             value = function(example, completion)
-        except RewardError:
+        except (RewardError, KeyboardInterrupt):
             raise
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # sys.exit, a cancelled task of asyncio
             raise RewardError(
                 f"the reward function {name} raised {type(error).__name__}",
                 got=f"{error}\n{where(example, completion)}",
@@ -109,10 +109,17 @@ def _finite_float(value: Any, name: str, example: Example, completion: str) -> f
     kind = "a number that is not finite" if number is not None else f"{type(value).__name__}, not a number"
     raise RewardError(
         f"the reward function {name} returned {kind}",
-        got=f"{value!r}\n{where(example, completion)}",
+        got=f"{_quoted(value)}\n{where(example, completion)}",
         why="one such reward turns the advantages of its whole group into NaN, or stops training later on",
         fix="return a finite int, float or bool for every completion",
     )
+
+
+def _quoted(value: Any) -> str:
+    try:
+        return brief(repr(value))
+    except Exception as error:  # Python writes no whole number of thousands of digits
+        return f"{type(error).__name__}: {error}"
 
 
 def _as_float(value: Any) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, POSITIVE
+from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, SECONDS
 from klamp.core.fields import check_fields
 from klamp.errors import ConfigError
 
@@ -75,7 +75,7 @@ class TaskConfig:
     """Longest time in seconds that the reward of one completion may take; then the run ends. None: no limit."""
 
     def __post_init__(self) -> None:
-        check_fields(self, {"train_size": AT_LEAST_0, "eval_size": AT_LEAST_1, "reward_timeout": POSITIVE})
+        check_fields(self, {"train_size": AT_LEAST_0, "eval_size": AT_LEAST_1, "reward_timeout": SECONDS})
         if not self.task:
             raise ConfigError(
                 "no task is named",

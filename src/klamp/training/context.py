@@ -126,7 +126,8 @@ class Context:
 
     def parts(self, rows: int) -> Iterator[slice]:
         """The parts, nearly equal, that `rows` completions are computed in: gradient_accumulation_steps of them."""
-        bounds = torch.linspace(0, rows, self.config.optim.gradient_accumulation_steps + 1).round().long().tolist()
+        count = min(rows, self.config.optim.gradient_accumulation_steps)
+        bounds = torch.linspace(0, rows, count + 1).round().long().tolist()
         return (slice(a, b) for a, b in pairwise(bounds) if b > a)
 
     def gathered(self) -> AbstractContextManager[None]:

@@ -131,13 +131,13 @@ def make_folder(config: TrainConfig) -> tuple[Path, bool]:
             return folder, True
         except FileExistsError:  # another process was faster
             continue
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a name with a NUL, which a YAML file can hold
             raise unwritable(folder, f"{type(error).__name__}: {error}") from error
 
 
 def free_folder(root: Path, name: str) -> Path:
     """The first of root/name-001, root/name-002, ... that does not exist."""
-    return next(folder for i in range(1, 10**6) if not (folder := root / f"{name}-{i:03d}").exists())
+    return next(folder for i in range(1, 10**6) if not os.path.lexists(folder := root / f"{name}-{i:03d}"))
 
 
 def check_folder(folder: Path, *, resume: bool) -> None:
@@ -149,9 +149,9 @@ def check_folder(folder: Path, *, resume: bool) -> None:
     """
     _check_writable(folder)
     held = folder.is_dir() and any(not _is_begun(each) for each in folder.iterdir())
-    if folder.exists() and not folder.is_dir():
+    if os.path.lexists(folder) and not folder.is_dir():
         raise RunFolderError(
-            "the output folder is a file",
+            f"the output folder is {'a file' if folder.exists() else 'a link that leads nowhere'}",
             got=str(folder),
             why="a run writes several files into a folder",
             fix="choose another --output_dir",

@@ -70,6 +70,11 @@ def held(folder: Path, *, by: str) -> Iterator[None]:
                     path.unlink(missing_ok=True)
 
 
+def descriptors() -> list[int]:
+    """The file descriptors of the locks that this process holds: a child that inherits them holds the folders too."""
+    return [file.fileno() for file in _held]
+
+
 def flock(file: IO[bytes], *, wait: bool) -> None:
     """Have the operating system lock a file for this process, until it is closed.
 

@@ -57,6 +57,12 @@ def control_metrics(context: Context, beta: float, metrics: Mapping[str, float])
     return context.control.metrics(price, spread_of_group(metrics["reward_std"], metrics["groups/saturated"]))
 
 
+def speed(tokens: float, seconds: float) -> dict[str, float]:
+    """How long a step took, and its tokens per second; without these where the clock stood still."""
+    found = {"speed/step_seconds": seconds}
+    return found | {"speed/tokens_per_second": tokens / seconds} if seconds > 0 else found
+
+
 def completion_row(context: Context, rollout: Rollout, output: UpdateOutput, i: int) -> dict[str, object]:
     """A completion with its tokens and their log-probabilities, as a line of completions.jsonl."""
     mask = rollout.completions.mask[i]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from accelerate import Accelerator
 from klamp._version import __version__
 from klamp.diagnostics.doctor import Finding
 from klamp.diagnostics.watch import ALARMS_FILE
+from klamp.errors import RunFolderError
 from klamp.training.checkpoint import tidy
 from klamp.training.config import TrainConfig
 from klamp.training.folders import (
@@ -77,8 +79,25 @@ def begin_trackers(accelerator: Any, config: TrainConfig, folder: Path, *, done:
     try:
         accelerator.init_trackers("tracking", config=values, init_kwargs=options)
     except OSError as error:
-        accelerator.trackers.clear()  # one that never began cannot be ended
-        raise unwritable(folder / "tracking", f"{type(error).__name__}: {error}") from error
+        _leave_trackers(accelerator)
+        raise _refused(folder / "tracking", error, done=done) from error
+
+
+def _refused(path: Path, error: OSError, *, done: int) -> RunFolderError:
+    """The error for a run that cannot write before its first step, or before the first one that it goes on with."""
+    if not done:
+        return unwritable(path, f"{type(error).__name__}: {error}")
+    found = lost(path, error)
+    found.add_note(f"  the checkpoint of step {done} is as it was")
+    return found
+
+
+def _leave_trackers(accelerator: Any) -> None:
+    """End the trackers now, each as far as it can: one that could not write, or never began, fails at its end too."""
+    for tracker in accelerator.trackers:
+        with suppress(OSError, AttributeError):
+            tracker.finish()
+    accelerator.trackers.clear()
 
 
 class RunLog(Observer):
@@ -107,7 +126,7 @@ class RunLog(Observer):
                 _keep_until(self.folder / name, info.start_step or -1)
             tidy(self.folder, keep=info.config.run.keep_checkpoints)
         except OSError as error:
-            raise unwritable(self.folder, f"{type(error).__name__}: {error}") from error
+            raise _refused(self.folder, error, done=info.start_step) from error
         self.step = info.start_step
         self.said = {str(row.get("text")) for row in lines_of(self.folder / CAUTIONS)}
 
@@ -168,8 +187,14 @@ class RunLog(Observer):
             raise lost(self.folder, error) from error
 
     def _track(self, values: Mapping[str, float], step: int) -> None:
-        if self.accelerator.trackers:
+        if not self.accelerator.trackers:
+            return
+        try:
             self.accelerator.log(dict(values), step=step)
+        except OSError as error:
+            assert self.folder is not None
+            _leave_trackers(self.accelerator)
+            raise lost(self.folder, error) from error
 
 
 def _keep_until(file: Path, step: int) -> None:

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 from klamp.config.addresses import check_cluster, settled
 from klamp.config.choices import DType
 from klamp.core.advantages import GROUP_SIZES
-from klamp.core.arguments import ABOVE_0_TO_1, AT_LEAST_0, AT_LEAST_1, FROM_0_BELOW_1, POSITIVE, Numbers
+from klamp.core.arguments import ABOVE_0_TO_1, AT_LEAST_0, AT_LEAST_1, FROM_0_BELOW_1, POSITIVE, SECONDS, Numbers
 from klamp.core.fields import check_fields
 from klamp.core.schedules import Schedule
 from klamp.diagnostics.alarms import check_names
@@ -46,6 +46,9 @@ class ModelConfig:
         check_fields(self, {"lora_r": AT_LEAST_0, "lora_alpha": AT_LEAST_1})
 
 
+TEMPERATURES = Numbers(" >= 1e-6", lambda x: x >= 1e-6)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """How completions are sampled. A step samples prompts_per_step * num_generations of them, over all processes."""
@@ -81,7 +84,7 @@ class RolloutConfig:
                 "num_generations": GROUP_SIZES,
                 "max_completion_length": AT_LEAST_1,
                 "max_prompt_length": AT_LEAST_1,
-                "temperature": POSITIVE.but(greedy, "use 1.0"),
+                "temperature": TEMPERATURES.but(greedy, "use 1.0"),
                 "top_p": ABOVE_0_TO_1.but("it is a share of the probability", "use 1.0 to sample the whole policy"),
                 "top_k": AT_LEAST_0,
             },
@@ -194,9 +197,9 @@ class RunConfig:
                 **dict.fromkeys(("keep_checkpoints", "log_completions_every", "gpus", "machines"), AT_LEAST_1),
                 "seed": SEEDS,
                 "exact_kl_completions": AT_LEAST_0,
-                "process_timeout": POSITIVE,
-                "service_timeout": POSITIVE,
-                "stall_timeout": POSITIVE,
+                "process_timeout": SECONDS,
+                "service_timeout": SECONDS,
+                "stall_timeout": SECONDS,
             },
         )
         if self.report_to == ("none",):  # as transformers and TRL have it

@@ -19,7 +19,7 @@ from klamp.training import checkpoint
 from klamp.training.config import TrainConfig
 from klamp.training.context import Context
 from klamp.training.folders import number_of
-from klamp.training.measurement import control_metrics
+from klamp.training.measurement import control_metrics, speed
 from klamp.training.observers import Observer, RunSummary
 from klamp.training.opening import opened_folder
 from klamp.training.peers import watched
@@ -142,8 +142,7 @@ class Trainer(Run):
         if kl is not None:
             self._check_step_zero(metrics["kl/k3"])
             self.control.update(kl, metrics, self._groups_of_rewards(rollout))
-        seconds = time.perf_counter() - started
-        metrics |= {"speed/step_seconds": seconds, "speed/tokens_per_second": float(rollout.totals.tokens) / seconds}
+        metrics |= speed(float(rollout.totals.tokens), time.perf_counter() - started)
         self._show_completions(rollout, outputs[0])
         self.step += 1
         if self.context.reference is not None:

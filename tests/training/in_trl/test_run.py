@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -148,6 +149,12 @@ def test_a_run_that_is_done_is_only_summed_up(whole):
     assert summary.steps == 5
     assert summary.after == {name[5:]: x for name, x in rows[-1].items() if name.startswith("eval/")}
     assert summary.final_metrics == {name: x for name, x in rows[-2].items() if name != "step"}
+
+
+def test_a_clock_that_stands_still_ends_no_run(quick, monkeypatch):
+    for clock in ("perf_counter", "monotonic", "time"):
+        monkeypatch.setattr(time, clock, lambda: 7.0)
+    assert train_run(quick(max_steps=2, eval_size=1)).steps == 2
 
 
 def test_an_alarm_of_stop_on_ends_it(quick, tmp_path):

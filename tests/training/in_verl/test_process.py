@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -12,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from klamp.errors import RunFolderError
 from klamp.training.in_verl import process
-from klamp.training.in_verl.process import SHOWN_LINES, Child, members
+from klamp.training.in_verl.guard import members
+from klamp.training.in_verl.process import SHOWN_LINES, Child
+from klamp.training.lock import held
 
 POLITE = """
 import signal, sys, time
@@ -106,11 +108,20 @@ def test_an_error_within_ends_it(child):
     assert members(session_of(running)) == []
 
 
-def test_members_are_those_of_the_session_that_still_run():
-    assert os.getpid() in members(os.getsid(0))
-    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-    assert members(other.pid) == [other.pid]
-    other.kill()
-    wait_for(lambda: Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z")
-    assert members(other.pid) == [], "a zombie is over"
-    other.wait()
+def test_where_its_holder_is_killed_all_of_it_ends_and_until_then_the_folder_is_locked(child, tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "GRACE", 2.0)
+    running = child(STUBBORN)
+    holder = os.fork()
+    if not holder:
+        with held(tmp_path, by="klamp train"), running:
+            time.sleep(240)
+        os._exit(0)
+    wait_for(lambda: "ready" in running.last_lines())
+    session = int(Path(f"/proc/{holder}/task/{holder}/children").read_text())
+    os.kill(holder, signal.SIGKILL)
+    os.waitpid(holder, 0)
+    with pytest.raises(RunFolderError, match="another klamp train works"), held(tmp_path, by="klamp train"):
+        pass
+    wait_for(lambda: not members(session))
+    with held(tmp_path, by="klamp train"):
+        assert running.last_lines() == "ready", "nothing of it had words about that"

@@ -75,6 +75,9 @@ def test_what_it_goes_on_from(run_of, tmp_path):
         run.resume()
     other.rmdir()
     run.layout.newest.write_text("4")
+    with pytest.raises(RunFolderError, match=r"damaged(?s:.*)write the number of another one into"):
+        run.resume()  # somebody deleted its folder: verl would begin anew, and repeat the steps
+    run.layout.checkpoint(4).mkdir()
     lines = [
         {"step": 0, "eval/a": 0.1},
         {"step": 4, "reward": 0.4},

@@ -20,7 +20,7 @@ from klamp.training.evaluation import Evaluation, evaluate
 from klamp.training.folders import number_of
 from klamp.training.in_trl.measurement import rollout_of, update_of
 from klamp.training.in_trl.trainer import RunTrainer, checkpoints
-from klamp.training.measurement import control_metrics
+from klamp.training.measurement import control_metrics, speed
 from klamp.training.models import former_names
 from klamp.training.observers import Observer, RunInfo, RunSummary
 from klamp.training.run import Interrupt, Run, deferred_interrupts
@@ -123,8 +123,7 @@ class TRLRun(Run):
         metrics |= control_metrics(self.context, beta, metrics)
         if "kl/k3" in metrics:
             self._check_step_zero(metrics["kl/k3"])
-        seconds = time.perf_counter() - self.started
-        metrics |= {"speed/step_seconds": seconds, "speed/tokens_per_second": float(rollout.totals.tokens) / seconds}
+        metrics |= speed(float(rollout.totals.tokens), time.perf_counter() - self.started)
         self._show_completions(rollout, self.outputs[0])
         self.outputs = []
         self._end_step(metrics, control)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
-import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+
+from klamp.training.in_verl import guard
+from klamp.training.lock import descriptors
 
 SHOWN_LINES = 20
 """How much of the end of the output an error quotes."""
@@ -16,14 +20,12 @@ SHOWN_LINES = 20
 GRACE = 20.0
 """Seconds that processes have to end by themselves once they are asked to."""
 
-POLL = 0.05
-
 
 class Child:
     """A program in a session of its own, which is over when the context is left.
 
     Ray gives its processes groups of their own, within the session of the program that started them: it is the session
-    that is ended.
+    that is ended, by the guard that leads it where this process is killed.
 
     Args:
         words: the command.
@@ -39,13 +41,17 @@ class Child:
         self.output.parent.mkdir(parents=True, exist_ok=True)
         with self.output.open("ab") as file:
             self.process = subprocess.Popen(
-                self.words,
-                stdin=subprocess.DEVNULL,
+                [sys.executable, "-I", "-S", guard.__file__],
+                stdin=subprocess.PIPE,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env=os.environ | {"PYTHONUNBUFFERED": "1"},
                 start_new_session=True,
+                pass_fds=descriptors(),  # the folder stays locked until the last of its processes has ended
             )
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"words": self.words, "grace": GRACE}).encode() + b"\n")
+        self.process.stdin.flush()
         return self
 
     def __exit__(
@@ -62,18 +68,15 @@ class Child:
 
     def end(self) -> None:
         """Ask all processes of the session to end, wait, and kill those that do not."""
-        assert self.process is not None
-        self._signal(signal.SIGTERM)
-        until = time.monotonic() + GRACE
+        assert self.process is not None and self.process.stdin is not None
         try:
-            while self._left() and time.monotonic() < until:
-                time.sleep(POLL)
-        finally:  # also at a second Ctrl-C
-            self._signal(signal.SIGKILL)
+            guard.end(self._left, GRACE)
+        finally:
             self.process.wait()
+            self.process.stdin.close()
             until = time.monotonic() + GRACE  # a killed process takes a moment to be gone
             while self._left() and time.monotonic() < until:
-                time.sleep(POLL)
+                time.sleep(guard.POLL)
 
     def last_lines(self) -> str:
         """The end of what it printed."""
@@ -87,30 +90,4 @@ class Child:
         """The processes of the session that still run."""
         assert self.process is not None
         self.process.poll()  # so that it does not stay behind as a zombie
-        return members(self.process.pid)
-
-    def _signal(self, number: signal.Signals) -> None:
-        for pid in self._left():
-            try:
-                os.kill(pid, number)
-            except ProcessLookupError:
-                continue
-
-
-def members(session: int) -> list[int]:
-    """The processes of a session that have not ended, as Linux lists them; zombies are over.
-
-    Args:
-        session: the id of the process that opened it.
-    """
-    found: list[int] = []
-    for each in Path("/proc").iterdir():
-        if not each.name.isdigit():
-            continue
-        try:
-            after_name = (each / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(after_name[3]) == session and after_name[0] not in "ZX":
-            found.append(int(each.name))
-    return found
+        return guard.members(self.process.pid)

@@ -54,7 +54,8 @@ class VerlRun(Run):
         found = [self.layout.checkpoint(newest)] if newest else []
         if checkpoint.last_of(found, self.context.output_dir, begin="global_step_") is None:
             return
-        if (found[0] / SEAL).exists():  # klamp was there when it was complete
+        # Without a seal klamp was killed before it was there to see it; without a folder verl would begin anew.
+        if (found[0] / SEAL).exists() or not found[0].is_dir():
             checkpoint.check(found[0], besides=f", and write the number of another one into {self.layout.newest}")
         self.step = self.saved = newest
         self.after = self.recall()
