@@ -104,9 +104,9 @@ class Completion:
         other = self.ref if against == "ref" else self.sampler
         if other is None:
             return []
-        pairs = zip(self.policy, other, self.is_trained, strict=True)
-        found = ((i, p - o if against == "ref" else o - p) for i, (p, o, trained) in enumerate(pairs) if trained)
-        return [(i, delta) for i, delta in found if math.isfinite(delta)]
+        above, below = (self.policy, other) if against == "ref" else (other, self.policy)
+        rows = enumerate(zip(above, below, self.is_trained, strict=True))
+        return [(i, delta) for i, (a, b, trained) in rows if trained and math.isfinite(delta := a - b)]
 
 
 def check_lengths(lists: Mapping[str, Sequence[Any] | None]) -> None:
