@@ -243,6 +243,25 @@ def test_only_completions_with_a_gradient_are_run_with_one(base: Any, folder: Pa
     assert trainer._klamp.learns is None
 
 
+def test_weights_that_are_elsewhere_are_said_and_not_passed_over(
+    base: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = klamp_trainer(base, folder, beta=0.3, fast_scoring=True)
+    trainer._klamp.fast.traits.clear()
+    monkeypatch.setattr(trainer.accelerator.state, "device", torch.device("cpu", 1))
+    fast_scoring.settle(trainer)
+    assert trainer._klamp.fast.traits, "accelerate numbers the CPU by process"
+    trainer._klamp.fast.traits.clear()
+    monkeypatch.setattr(trainer.accelerator.state, "device", torch.device("meta"))
+    fast_scoring.settle(trainer)
+    call = fast_scoring._trial(trainer.model)
+    with pytest.warns(match="the weights are not where the trainer computes"):
+        assert fast_scoring.scored(trainer, (trainer.model,), call, hidden=False) is None
+    trainer._klamp.fast.required = True
+    with pytest.raises(ConfigError, match="cannot be honoured"):
+        fast_scoring.scored(trainer, (trainer.model,), call, hidden=False)
+
+
 def test_off_by_default_and_none_but_a_bool_or_require(base: Any, folder: Path) -> None:
     assert klamp_trainer(base, folder)._klamp.fast is None
     with pytest.raises(UnknownNameError, match="fast_scoring"):
