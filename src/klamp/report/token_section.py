@@ -25,6 +25,8 @@ NARROW = 24
 """The most characters of a token in the table of the worst ones."""
 LEAST = 30
 """The fewest bytes that a token needs on the page."""
+PATIENCE = 200
+"""So many completions in a row that were drawn and found too large for what is left of the page end the search."""
 SORTS = {
     "worst": "worst token first",
     "kl": "largest KL first",
@@ -89,6 +91,8 @@ def token_section(runs: Sequence[ReportRun], completions: Sequence[Shown], kept:
 def fitting(runs: Sequence[ReportRun], completions: Sequence[Shown], *, room: int) -> list[int]:
     """The numbers of the completions that the page can hold, first ones first; too large ones are passed over.
 
+    A long run has tens of thousands of them, and what is left of a page is soon too small for most: see `PATIENCE`.
+
     Args:
         runs: those of the report.
         completions: in the order of their importance.
@@ -96,13 +100,16 @@ def fitting(runs: Sequence[ReportRun], completions: Sequence[Shown], *, room: in
     """
     readers = [run.read for run in runs]
     kept: list[int] = []
-    room -= FRAME
+    missed, room = 0, room - FRAME
     for number, each in enumerate(completions):
+        if missed == PATIENCE:
+            break
         begin, end = each.span
         if LEAST * (end - begin) > room:
             continue
         whole = card(each, number, read=readers[each.run], label=_label(runs, each), linked=frozenset())
         size = len(whole.encode()) + len(json.dumps(numbers_of(each), separators=(",", ":"))) + 12
+        missed = 0 if size <= room else missed + 1
         if size <= room:
             kept.append(number)
             room -= size
