@@ -8,7 +8,7 @@ import pytest
 from tests.report.pages import completion, run_of
 
 from klamp.report.choice import ranked
-from klamp.report.cost import Costs, costs_of, words_of
+from klamp.report.cost import Costs, costs_of, shares_of, words_of
 from klamp.report.position import k3
 
 NAN = math.nan
@@ -50,11 +50,21 @@ def test_the_cost_of_words_positions_and_prompts() -> None:
 
 def test_each_leads_to_its_completions_and_their_costliest_token() -> None:
     rows = [scored(["a", " a"], [0.1 * n, 0.2 * n], step=n) for n in (1, 3, 2)]
-    found = costs(*rows)
-    (word,) = found.words
-    shown = ranked([run_of(completions=rows)])
-    assert [shown[share.shown].completion.step for share in word.shares] == [3, 2, 1]
-    assert {share.position for share in word.shares} == {1}
+    shown = dict(enumerate(ranked([run_of(completions=rows)])))
+    for kept, steps in ((shown, [3, 2, 1]), ({n: shown[n] for n in (0, 2)}, [3, 1]), ({}, [])):
+        words, positions, _ = shares_of(costs(*rows), kept, [lambda token: token])
+        assert [shown[share.shown].completion.step for share in words["a"]] == steps, "only of those on the page"
+        assert {share.position for share in words["a"]} <= {1}
+        assert [len(shares) for shares in positions.values()] == [len(steps)] * 2
+    assert words_and_k3(rows[0]) == pytest.approx(2 * (k3(0.1) + k3(0.2))), "twins count each"
+
+
+def words_and_k3(row) -> float:
+    """What two twins of a completion add to their word."""
+    found = costs(row, row)
+    (share,) = shares_of(found, {0: ranked([run_of(completions=[row, row])])[0]}, [lambda token: token])[0]["a"]
+    assert share.k3 == pytest.approx(found.words[0].k3)
+    return share.k3
 
 
 def test_only_what_the_reference_scored_counts() -> None:

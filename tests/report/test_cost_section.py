@@ -5,8 +5,9 @@ from __future__ import annotations
 from tests.report.pages import Node, completion, parse, run_of
 
 from klamp.report.choice import ranked
+from klamp.report.cost import shares_of
 from klamp.report.cost_section import LINKS, LONG, cost_section, pairs_of, shares_linked
-from klamp.report.token_section import costs, reader_of
+from klamp.report.token_section import costs
 
 HOSTILE = "<img src=x onerror=alert(1)>\u202e"
 
@@ -21,8 +22,9 @@ def rows():
 def section(*completions, kept: int = 100) -> Node:
     runs = [run_of(completions=completions)]
     found = ranked(runs)
-    here = range(min(kept, len(found)))
-    return parse(cost_section(runs, found, here, costs(runs, found), [reader_of(run) for run in runs]))
+    here = dict(list(enumerate(found))[:kept])
+    spent, readers = costs(runs, found), [run.read for run in runs]
+    return parse(cost_section(runs, found, here, spent, shares_of(spent, here, readers), readers))
 
 
 def test_every_line_has_its_share_and_its_completions() -> None:
@@ -41,10 +43,8 @@ def test_every_line_has_its_share_and_its_completions() -> None:
 def test_links_lead_to_what_is_on_the_page() -> None:
     runs = [run_of(completions=rows())]
     found = ranked(runs)
-    spent = costs(runs, found)
-    assert shares_linked(spent, range(6)) == {n: frozenset({0}) for n in (0, 1, 2, 3)}, (
-        "two per line; prompts alternate"
-    )
+    behind = shares_of(costs(runs, found), dict(enumerate(found)), [run.read for run in runs])
+    assert shares_linked(behind) == {n: frozenset({0}) for n in (0, 1, 2, 3)}, "two per line; prompts alternate"
     made = section(*rows(), kept=1)
     assert {link.attributes["href"] for link in made.all("a")} == {"#c0-0"}
     assert "not on the page" in section(*rows(), kept=0).text

@@ -8,7 +8,7 @@ from tests.report.pages import Node, completion, parse, run_of
 
 from klamp.report.choice import ranked
 from klamp.report.run import ReportRun
-from klamp.report.token_section import FRAME, costs, fitting, said, token_section
+from klamp.report.token_section import FRAME, PATIENCE, costs, fitting, said, token_section
 
 
 def many(count: int) -> ReportRun:
@@ -117,3 +117,10 @@ def test_without_completions_it_says_what_is_missing() -> None:
 def test_a_policy_at_its_reference_has_no_worst_token() -> None:
     made = section(run_of(completions=[completion()]))
     assert "No log-ratio is different from 0." in made.text and len(made.all("article")) == 1
+
+
+def test_the_search_for_what_fits_ends(monkeypatch) -> None:
+    run, drawn = many(3 * PATIENCE), []
+    monkeypatch.setattr("klamp.report.token_section.card", lambda *given, **_: drawn.append(given) or "x" * 1000)
+    assert len(fitting([run], ranked([run]), room=FRAME + 2500)) == 2
+    assert len(drawn) == 2 + PATIENCE

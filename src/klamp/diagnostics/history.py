@@ -12,6 +12,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal, TypeAlias
 
 Verifier: TypeAlias = Literal["rules", "model"]
@@ -88,12 +89,12 @@ class Completion:
     @property
     def is_trained(self) -> Sequence[bool]:
         """Which tokens are trained on."""
-        return [True] * len(self.tokens) if self.trained is None else self.trained
+        return every(len(self.tokens)) if self.trained is None else self.trained
 
     @property
     def is_sampled(self) -> Sequence[bool]:
         """Which tokens the model wrote."""
-        return [True] * len(self.tokens) if self.sampled is None else self.sampled
+        return every(len(self.tokens)) if self.sampled is None else self.sampled
 
     def log_ratios(self, against: Side = "ref") -> list[tuple[int, float]]:
         """The log-ratios of the trained tokens that have both log-probabilities: (position, log-ratio).
@@ -104,9 +105,9 @@ class Completion:
         other = self.ref if against == "ref" else self.sampler
         if other is None:
             return []
-        pairs = zip(self.policy, other, self.is_trained, strict=True)
-        found = ((i, p - o if against == "ref" else o - p) for i, (p, o, trained) in enumerate(pairs) if trained)
-        return [(i, delta) for i, delta in found if math.isfinite(delta)]
+        above, below = (self.policy, other) if against == "ref" else (other, self.policy)
+        rows = enumerate(zip(above, below, self.is_trained, strict=True))
+        return [(i, delta) for i, (a, b, trained) in rows if trained and math.isfinite(delta := a - b)]
 
 
 def check_lengths(lists: Mapping[str, Sequence[Any] | None]) -> None:
@@ -136,6 +137,18 @@ def texts_of(values: object) -> list[str]:
         TypeError: it is no list.
     """
     return [sys.intern(str(value)) for value in list_of(values)]
+
+
+@lru_cache(maxsize=4096)
+def every(length: int) -> Sequence[bool]:
+    """True for each of so many tokens; held once for each length, since most completions of a long run have it."""
+    return (True,) * length
+
+
+def flags_of(values: Iterable[object]) -> Sequence[bool]:
+    """A flag for each token; where all are True, in no memory of its own."""
+    found = [bool(value) for value in values]
+    return every(len(found)) if all(found) else found
 
 
 def list_of(values: object) -> Sequence[Any]:

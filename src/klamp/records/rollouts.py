@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from klamp.diagnostics.history import Completion, History, check_lengths, numbers_of, texts_of
+from klamp.diagnostics.history import Completion, History, check_lengths, every, flags_of, numbers_of, texts_of
 from klamp.diagnostics.token_metrics import UNKNOWN, with_rows
 from klamp.records.files import each_row, json_lines, unreadable
 
@@ -71,7 +71,7 @@ def completion_of(row: Mapping[str, Any], *, default_step: int = 1) -> Completio
     lists = {"policy": policy, "ref": _numbers(_first(row, REF)), "sampler": sampler, "trained": trained}
     lists["tokens"] = texts_of(tokens) if isinstance(tokens, list) else [UNKNOWN] * len(policy)
     check_lengths(lists)
-    on = trained if trained is not None else [True] * len(policy)
+    on = trained if trained is not None else every(len(policy))
     if any(value > LARGEST for value, counts in zip(policy, on, strict=True) if counts):
         raise ValueError(f"a log-probability of {max(policy):g}: they are never above 0 (are they probabilities?)")
     keep = _without_padding(sampler, trained, len(policy))
@@ -97,12 +97,12 @@ def _without_padding(sampler: Sequence[float] | None, trained: Sequence[bool] | 
 
 def _sampled(
     policy: Sequence[float], sampler: Sequence[float] | None, trained: Sequence[bool] | None
-) -> list[bool] | None:
+) -> Sequence[bool] | None:
     """Which tokens the sampler drew; None: it reported nothing, so that nobody knows."""
     if sampler is None:
         return None
-    mask = trained or [True] * len(policy)
-    return [_is_drawn(p, s, on) for p, s, on in zip(policy, sampler, mask, strict=True)]
+    rows = zip(policy, sampler, trained or every(len(policy)), strict=True)
+    return flags_of(_is_drawn(p, s, on) for p, s, on in rows)
 
 
 def _is_drawn(policy: float, sampler: float, trained: bool) -> bool:
@@ -138,8 +138,8 @@ def _numbers(values: Any) -> Sequence[float] | None:
     return numbers_of(values) if isinstance(values, list) else None
 
 
-def _flags(values: Any) -> list[bool] | None:
-    return [bool(value) for value in values] if isinstance(values, list) else None
+def _flags(values: Any) -> Sequence[bool] | None:
+    return flags_of(values) if isinstance(values, list) else None
 
 
 def _one(row: Mapping[str, Any], names: Sequence[str]) -> float | None:

@@ -12,7 +12,7 @@ from klamp.report.figure import plain_table
 from klamp.report.markup import Html, element, join
 from klamp.report.numerals import count, probability
 from klamp.report.run import ReportRun
-from klamp.report.token_section import NARROW, reader_of
+from klamp.report.token_section import NARROW
 from klamp.report.vocabulary import shown
 
 FEW = 3
@@ -147,7 +147,7 @@ def _tokens(runs: Sequence[ReportRun], findings: Mapping[int, Finding], anchors:
     several = len(runs) > 1
     rows: list[list[str]] = []
     for run, finding in findings.items():
-        read = reader_of(runs[run])
+        read = runs[run].read
         for token in finding.evidence.tokens[: FEW if several else None]:
             row = _blamed(token, shown(read(token.token), longest=NARROW), anchors, run)
             rows.append([*row, runs[run].name] if several else row)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 
 from klamp.report.choice import Shown
 from klamp.report.position import BINS, k3
-
-Read = Callable[[str], str]
+from klamp.report.vocabulary import Read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +22,9 @@ class Share:
     """Its part, in nats; twins count each."""
     position: int
     """The position of its token with the largest part."""
-    largest: float
-    """The part of that token, in nats, in one of the twins."""
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Cost:
     """What one word, position or prompt costs, over all completions that were written."""
 
@@ -36,8 +34,6 @@ class Cost:
     """The sum of k3 over its tokens, in nats."""
     times: int = 0
     """How often it occurs."""
-    shares: list[Share] = field(default_factory=list)
-    """What each completion adds, the largest first."""
 
     @property
     def mean(self) -> float:
@@ -47,7 +43,7 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What the completions of a page cost, thrice divided."""
+    """What all completions that were written cost, thrice divided."""
 
     total: float
     """The sum of k3 over all tokens, in nats."""
@@ -57,6 +53,12 @@ class Costs:
     """By position among the tokens that the model wrote, the costliest first."""
     prompts: Sequence[Cost]
     """By prompt, the costliest first; an occurrence is a completion."""
+    width: int
+    """How many positions are joined."""
+
+
+Shares = Mapping[str, Sequence[Share]]
+"""Label -> what each completion on the page adds, the largest first."""
 
 
 def costs_of(completions: Sequence[Shown], readers: Sequence[Read], *, most: int) -> Costs:
@@ -67,25 +69,52 @@ def costs_of(completions: Sequence[Shown], readers: Sequence[Read], *, most: int
         readers: of each run: turns its tokens into text.
         most: words, positions and prompts to keep.
     """
-    known = [(number, each) for number, each in enumerate(completions) if each.against == "reference"]
-    longest = max((sum(each.completion.is_sampled) for _, each in known), default=0)
+    known = [each for each in completions if each.against == "reference"]
+    longest = max((sum(each.completion.is_sampled) for each in known), default=0)
     width = math.ceil(longest / BINS) or 1
     words, positions, prompts = _Tally(), _Tally(), _Tally()
-    for number, each in known:
-        parts = {i: k3(ratio) for i, ratio in enumerate(each.ratios) if math.isfinite(ratio)}
-        read = readers[each.run]
-        for word, inside in words_of([read(str(token)) for token in each.completion.tokens]):
-            words.add(word, number, each.times, {i: parts[i] for i in inside if i in parts})
-        begin = next((i for i, sampled in enumerate(each.completion.is_sampled) if sampled), 0)
-        for i, part in parts.items():
-            positions.add(_stretch(i - begin, width), number, each.times, {i: part})
-        prompts.add(each.completion.prompt or each.completion.group, number, each.times, parts)
+    for each in known:
+        parts = _parts(each)
+        for word, inside in _words(each, readers[each.run], parts):
+            words.add(word, each.times, sum([parts[i] for i in inside]))
+        for label, i in _positions(each, parts, width):
+            positions.add(label, each.times, parts[i])
+        if parts:
+            prompts.add(prompt_of(each), each.times, sum(parts.values()))
     return Costs(
         total=sum(each.k3 for each in prompts.found.values()),
         words=words.costliest(most),
         positions=positions.costliest(most),
         prompts=[each for each in prompts.costliest(most) if each.label],
+        width=width,
     )
+
+
+def shares_of(costs: Costs, kept: Mapping[int, Shown], readers: Sequence[Read]) -> tuple[Shares, Shares, Shares]:
+    """What the completions on the page add to the costliest words, positions and prompts.
+
+    Only these have a share: of all that were written, the shares would take more memory than the record.
+
+    Args:
+        costs: of all completions.
+        kept: those on the page, by number.
+        readers: of each run: turns its tokens into text.
+    """
+    words, positions, prompts = (_Behind(found) for found in (costs.words, costs.positions, costs.prompts))
+    for number, each in kept.items():
+        if each.against == "reference":
+            parts = _parts(each)
+            by_word = _words(each, readers[each.run], parts)
+            by_position = _positions(each, parts, costs.width)
+            words.add(number, each.times, ((word, {i: parts[i] for i in inside}) for word, inside in by_word))
+            positions.add(number, each.times, ((label, {i: parts[i]}) for label, i in by_position))
+            prompts.add(number, each.times, [(prompt_of(each), parts)])
+    return words.shares(), positions.shares(), prompts.shares()
+
+
+def prompt_of(each: Shown) -> str:
+    """The prompt of a completion; where the record has none, the name of its group."""
+    return each.completion.prompt or each.completion.group
 
 
 def words_of(texts: Sequence[str]) -> Iterator[tuple[str, list[int]]]:
@@ -99,44 +128,76 @@ def words_of(texts: Sequence[str]) -> Iterator[tuple[str, list[int]]]:
         if inside and not (texts[i - 1][-1:].isalpha() and text[:1].isalpha()):
             yield _word(texts, inside), inside
             inside = []
-        inside = [*inside, i]
+        inside.append(i)
     if inside:
         yield _word(texts, inside), inside
 
 
-def _word(texts: Sequence[str], inside: Iterable[int]) -> str:
-    text = "".join(texts[i] for i in inside)
+def _word(texts: Sequence[str], inside: Sequence[int]) -> str:
+    text = texts[inside[0]] if len(inside) == 1 else "".join([texts[i] for i in inside])
     return text.strip() or text
 
 
+def _parts(each: Shown) -> dict[int, float]:
+    """Position -> k3 there, where it is known."""
+    return {i: k3(ratio) for i, ratio in enumerate(each.ratios) if math.isfinite(ratio)}
+
+
+def _words(each: Shown, read: Read, parts: Mapping[int, float]) -> Iterator[tuple[str, list[int]]]:
+    """The words that have a number, each with the positions of its tokens that have one."""
+    for word, inside in words_of([read(str(token)) for token in each.completion.tokens]):
+        counted = [i for i in inside if i in parts]
+        if counted:
+            yield word, counted
+
+
+def _positions(each: Shown, parts: Iterable[int], width: int) -> Iterator[tuple[str, int]]:
+    """The name of the stretch of each token that has a number, and its position."""
+    begin = next((i for i, sampled in enumerate(each.completion.is_sampled) if sampled), 0)
+    return ((_stretch(i - begin, width), i) for i in parts)
+
+
+@cache
 def _stretch(place: int, width: int) -> str:
     first = place // width * width + 1
     return str(first) if width == 1 else f"{first}–{first + width - 1}"
 
 
 class _Tally:
+    """Sums by label."""
+
     def __init__(self) -> None:
         self.found: dict[str, Cost] = {}
 
-    def add(self, label: str, number: int, times: int, parts: dict[int, float]) -> None:
-        """Count what some tokens of a completion cost, if any has a number."""
-        if not parts:
-            return
-        cost = self.found.setdefault(label, Cost(label=label))
-        part = times * sum(parts.values())
-        cost.k3, cost.times = cost.k3 + part, cost.times + times
-        worst = max(parts, key=lambda i: parts[i])
-        before = cost.shares.pop() if cost.shares and cost.shares[-1].shown == number else None
-        if before is not None and before.largest >= parts[worst]:
-            worst, largest = before.position, before.largest
-        else:
-            largest = parts[worst]
-        part += 0.0 if before is None else before.k3
-        cost.shares.append(Share(shown=number, k3=part, position=worst, largest=largest))
+    def add(self, label: str, times: int, part: float) -> None:
+        """Count what some tokens of a completion cost."""
+        cost = self.found.get(label)
+        if cost is None:
+            cost = self.found[label] = Cost(label=label)
+        cost.k3 += times * part
+        cost.times += times
 
     def costliest(self, most: int) -> list[Cost]:
-        """The costliest labels, with their costliest completions first."""
-        found = sorted((cost for cost in self.found.values() if cost.k3 > 0), key=lambda cost: -cost.k3)[:most]
-        for cost in found:
-            cost.shares.sort(key=lambda share: -share.k3)
-        return found
+        """The costliest labels."""
+        return sorted((cost for cost in self.found.values() if cost.k3 > 0), key=lambda cost: -cost.k3)[:most]
+
+
+class _Behind:
+    """The tokens behind some labels, by completion."""
+
+    def __init__(self, costs: Sequence[Cost]) -> None:
+        self.found: dict[str, list[Share]] = {cost.label: [] for cost in costs}
+
+    def add(self, number: int, times: int, labelled: Iterable[tuple[str, Mapping[int, float]]]) -> None:
+        """Note what the tokens of a completion cost in all its twins."""
+        found: dict[str, dict[int, float]] = {}
+        for label, parts in labelled:
+            if label in self.found and parts:
+                found.setdefault(label, {}).update(parts)
+        for label, parts in found.items():
+            worst = max(parts, key=lambda i, parts=parts: parts[i])
+            self.found[label].append(Share(shown=number, k3=times * sum(parts.values()), position=worst))
+
+    def shares(self) -> Shares:
+        """Label -> what each completion adds, the largest first."""
+        return {label: sorted(found, key=lambda share: -share.k3) for label, found in self.found.items()}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from klamp.report.choice import Shown
-from klamp.report.cost import Cost, Costs
+from klamp.report.cost import Cost, Costs, Share, Shares, prompt_of
 from klamp.report.figure import plain_table
 from klamp.report.markup import Html, element, join, shorten
 from klamp.report.numerals import count, short
@@ -31,8 +31,9 @@ PROMPT = 90
 def cost_section(
     runs: Sequence[ReportRun],
     completions: Sequence[Shown],
-    kept: Collection[int],
+    kept: Mapping[int, Shown],
     costs: Costs,
+    behind: Sequence[Shares],
     readers: Sequence[Callable[[str], str]],
 ) -> Html:
     """The tables of costs, and the same prompts early and late.
@@ -40,8 +41,9 @@ def cost_section(
     Args:
         runs: those of the report.
         completions: all of them.
-        kept: numbers of those on the page.
+        kept: those on the page, by number.
         costs: of all of them.
+        behind: what those on the page add to words, positions and prompts.
         readers: of each run: turns its tokens into text.
     """
     if costs.total <= 0:
@@ -51,16 +53,16 @@ def cost_section(
         f"k3 summed over all {count(sum(each.times for each in completions), 'completion')}{over} that were written, "
         f"{short(costs.total)} nats, whether there is room for them below or not."
     )
-    parts = {"word": costs.words, "position": costs.positions, "prompt": costs.prompts}
+    found = (costs.words, costs.positions, costs.prompts)
     tables = [
         element(
             "div",
             element("h4", f"By {name}", id=f"cost-{name}"),
-            _table(name, found, completions, kept, costs.total),
+            _table(name, some, shares, kept, costs.total),
             class_=f"cost by-{name}",
         )
-        for name, found in parts.items()
-        if found
+        for name, some, shares in zip(("word", "position", "prompt"), found, behind, strict=True)
+        if some
     ]
     return join(
         [
@@ -72,16 +74,20 @@ def cost_section(
     )
 
 
-def shares_linked(costs: Costs, kept: Collection[int]) -> dict[int, frozenset[int]]:
-    """The positions that the tables link to: number of a completion on the page -> positions."""
+def shares_linked(shares: Sequence[Shares]) -> dict[int, frozenset[int]]:
+    """The positions that the tables link to: number of a completion on the page -> positions.
+
+    Args:
+        shares: those behind words, positions and prompts.
+    """
     found: dict[int, frozenset[int]] = {}
-    for cost in (*costs.words, *costs.positions, *costs.prompts):
-        for share in [share for share in cost.shares if share.shown in kept][:LINKS]:
+    for each in (each for some in shares for each in some.values()):
+        for share in each[:LINKS]:
             found[share.shown] = found.get(share.shown, frozenset()) | {share.position}
     return found
 
 
-def _table(name: str, found: Sequence[Cost], completions: Sequence[Shown], kept: Collection[int], total: float) -> Html:
+def _table(name: str, found: Sequence[Cost], shares: Shares, kept: Mapping[int, Shown], total: float) -> Html:
     often = "completions" if name == "prompt" else "times"
     headings = (name, "share", "nats", "nats each", often, "where")
     rows = [
@@ -91,7 +97,7 @@ def _table(name: str, found: Sequence[Cost], completions: Sequence[Shown], kept:
             short(cost.k3),
             short(cost.mean),
             str(cost.times),
-            _where(name, cost, completions, kept),
+            _where(name, cost, shares[cost.label], kept),
         )
         for cost in found
     ]
@@ -105,15 +111,14 @@ def _label(name: str, cost: Cost) -> Html:
     return element("code", shown(cost.label, longest=longest).replace("\n", ""))
 
 
-def _where(name: str, cost: Cost, completions: Sequence[Shown], kept: Collection[int]) -> Html:
-    here = [share for share in cost.shares if share.shown in kept]
+def _where(name: str, cost: Cost, here: Sequence[Share], kept: Mapping[int, Shown]) -> Html:
     if not here:
         return element("span", "not on the page", class_="since")
     links = [
         element(
             "a",
-            f"step {completions[share.shown].completion.step}",
-            element("span", f", completion {completions[share.shown].index + 1}", class_="unseen"),
+            f"step {kept[share.shown].completion.step}",
+            element("span", f", completion {kept[share.shown].index + 1}", class_="unseen"),
             href=f"#c{share.shown}-{share.position}",
             class_="jump",
         )
@@ -140,17 +145,22 @@ def pairs_of(completions: Sequence[Shown], costs: Costs) -> list[tuple[Shown, Sh
         completions: all of them.
         costs: of them.
     """
+    runs: dict[str, dict[int, list[Shown]]] = {cost.label: {} for cost in costs.prompts}
+    for each in completions:
+        if prompt_of(each) in runs and each.against == "reference" and any(map(math.isfinite, each.ratios)):
+            runs[prompt_of(each)].setdefault(each.run, []).append(each)
     found: list[tuple[Shown, Shown]] = []
-    for cost in costs.prompts:
-        runs: dict[int, list[Shown]] = {}
-        for share in cost.shares:
-            runs.setdefault(completions[share.shown].run, []).append(completions[share.shown])
-        for each in runs.values():
-            each.sort(key=lambda one: (one.completion.step, one.index))
-            if each[0].completion.step < each[-1].completion.step:
-                last = next(one for one in each if one.completion.step == each[-1].completion.step)
-                found.append((each[0], last))
+    for several in runs.values():
+        for some in _costliest_first(list(several.values())):
+            early = min(some, key=lambda each: (each.completion.step, each.index))
+            late = min(some, key=lambda each: (-each.completion.step, each.index))
+            found += [(early, late)] if early.completion.step < late.completion.step else []
     return found[:PAIRS]
+
+
+def _costliest_first(runs: Sequence[list[Shown]]) -> Sequence[list[Shown]]:
+    """Completions of several runs, those of the run with the costliest one first."""
+    return runs if len(runs) == 1 else sorted(runs, key=lambda some: -max(each.times * each.k3 for each in some))
 
 
 def _pairs(

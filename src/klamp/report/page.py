@@ -50,6 +50,8 @@ class _Content:
     runs: Sequence[ReportRun]
     completions: Sequence[Shown]
     spent: Costs
+    positions: Html
+    """The section of charts by position."""
     version: str | None
 
 
@@ -65,7 +67,13 @@ def render(runs: Sequence[ReportRun], *, limit: int = LIMIT, version: str | None
         DataError: so many runs that their curves alone are larger.
     """
     completions = ranked(runs)
-    content = _Content(runs=runs, completions=completions, spent=costs(runs, completions), version=version)
+    content = _Content(
+        runs=runs,
+        completions=completions,
+        spent=costs(runs, completions),
+        positions=_positions(runs),
+        version=version,
+    )
     for most in (400, 200, 100, 50, 25):
         size = len(_document(content, [], most=most).encode())
         room = limit - size
@@ -115,7 +123,7 @@ def _body(content: _Content, kept: Sequence[int], *, most: int) -> list[Html]:
         "alarms": ("Alarms", alarm_section(runs, anchors(completions, kept))),
         "curves": ("Over steps", _curves(runs, numbers, most)),
         "answers": ("Before and after", answer_section(runs)),
-        "positions": ("By position", _positions(runs)),
+        "positions": ("By position", content.positions),
         "tokens": ("Token by token", token_section(runs, completions, kept, content.spent)),
         "configuration": ("Configuration", settings_section(runs)),
         "versions": ("Versions", versions_section(runs)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -93,23 +94,28 @@ def by_position(completions: Iterable[Completion]) -> dict[float, tuple[float, f
     Args:
         completions: of some steps.
     """
-    sums: dict[int, tuple[int, float, float]] = {}
+    sums: dict[int, list[float]] = defaultdict(_nothing)
     for each in completions:
         begin = next((i for i, sampled in enumerate(each.is_sampled) if sampled), 0)
         for position, delta in each.log_ratios():
-            _add(sums, position - begin + 1, (1, k3(delta), delta))
+            _add(sums[position - begin + 1], (1, k3(delta), delta))
     width = math.ceil(max(sums, default=0) / BINS) or 1
-    stretches: dict[int, tuple[int, float, float]] = {}
+    stretches: dict[int, list[float]] = defaultdict(_nothing)
     for place, found in sorted(sums.items()):
         if place > 0:
-            _add(stretches, (place - 1) // width * width + 1, found)
+            _add(stretches[(place - 1) // width * width + 1], found)
     return {float(place): (k3s / count, k1s / count) for place, (count, k3s, k1s) in stretches.items()}
 
 
-def _add(sums: dict[int, tuple[int, float, float]], place: int, more: tuple[int, float, float]) -> None:
+def _nothing() -> list[float]:
+    return [0, 0.0, 0.0]
+
+
+def _add(sums: list[float], more: Sequence[float]) -> None:
     """Add to the count and the two sums of a place."""
-    count, k3s, k1s = sums.get(place, (0, 0.0, 0.0))
-    sums[place] = (count + more[0], k3s + more[1], k1s + more[2])
+    sums[0] += more[0]
+    sums[1] += more[1]
+    sums[2] += more[2]
 
 
 def k3(delta: float) -> float:

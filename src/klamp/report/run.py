@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from klamp.diagnostics.doctor import Diagnosis
 from klamp.diagnostics.history import History
+from klamp.report.vocabulary import Read, reader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,12 @@ class ReportRun:
         """The number of alarms and the number of notes that rose."""
         alarms = sum(finding.alarm.level == "alarm" for finding in self.diagnosis.findings)
         return alarms, len(self.diagnosis.findings) - alarms
+
+    @cached_property
+    def read(self) -> Read:
+        """The function that turns its tokens into text."""
+        every = (each.tokens for completions in self.history.completions.values() for each in completions)
+        return reader(map(str, set[str]().union(*every)))
 
     def curve(self, name: str) -> dict[float, float]:
         """The values of a metric, or of `eval/SKILL`: step -> value."""

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from klamp.report.choice import Place, Shown, worst_tokens
-from klamp.report.cost import Costs, Read, costs_of
+from klamp.report.cost import Costs, costs_of, shares_of
 from klamp.report.cost_section import ROWS, cost_section, shares_linked
 from klamp.report.figure import plain_table
 from klamp.report.markup import Html, element, join, json_block
 from klamp.report.numerals import count, probability, signed
 from klamp.report.run import ReportRun
 from klamp.report.tokens import card, legend, numbers_of, shade
-from klamp.report.vocabulary import reader, shown
+from klamp.report.vocabulary import Read, shown
 
 WORST = 15
 BEFORE, AFTER, PROMPT = 8, 4, 40
@@ -25,6 +25,8 @@ NARROW = 24
 """The most characters of a token in the table of the worst ones."""
 LEAST = 30
 """The fewest bytes that a token needs on the page."""
+PATIENCE = 200
+"""So many completions in a row that were drawn and found too large for what is left of the page end the search."""
 SORTS = {
     "worst": "worst token first",
     "kl": "largest KL first",
@@ -43,7 +45,7 @@ def costs(runs: Sequence[ReportRun], completions: Sequence[Shown]) -> Costs:
         runs: those of the report.
         completions: all of them.
     """
-    return costs_of(completions, [reader_of(run) for run in runs], most=ROWS)
+    return costs_of(completions, [run.read for run in runs], most=ROWS)
 
 
 def token_section(runs: Sequence[ReportRun], completions: Sequence[Shown], kept: Sequence[int], spent: Costs) -> Html:
@@ -61,10 +63,11 @@ def token_section(runs: Sequence[ReportRun], completions: Sequence[Shown], kept:
             "log_completions_every steps; for other trainers see the names that `klamp doctor` reads."
         )
         return element("p", text, class_="missing")
-    readers = [reader_of(run) for run in runs]
+    readers = [run.read for run in runs]
     here = {number: completions[number] for number in kept}
     worst = worst_tokens(here, most=WORST)
-    linked = links(here, worst, shares_linked(spent, here))
+    behind = shares_of(spent, here, readers)
+    linked = links(here, worst, shares_linked(behind))
     cards = [
         card(each, number, read=readers[each.run], label=_label(runs, each), linked=linked.get(number, frozenset()))
         for number, each in here.items()
@@ -73,7 +76,7 @@ def token_section(runs: Sequence[ReportRun], completions: Sequence[Shown], kept:
         [
             element("p", said(completions, list(here.values())), class_="aside", id="left-out"),
             _worst_table(runs, here, worst, readers),
-            cost_section(runs, completions, here, spent, readers),
+            cost_section(runs, completions, here, spent, behind, readers),
             element("h3", "Completions", id="all-completions"),
             legend(sorted({each.against for each in completions if each.against})),
             _filters(runs, completions),
@@ -85,29 +88,28 @@ def token_section(runs: Sequence[ReportRun], completions: Sequence[Shown], kept:
     )
 
 
-def reader_of(run: ReportRun) -> Read:
-    """The function that turns the tokens of a run into text."""
-    rows = (each for completions in run.history.completions.values() for each in completions)
-    return reader(str(token) for each in rows for token in each.tokens)
-
-
 def fitting(runs: Sequence[ReportRun], completions: Sequence[Shown], *, room: int) -> list[int]:
     """The numbers of the completions that the page can hold, first ones first; too large ones are passed over.
+
+    A long run has tens of thousands of them, and what is left of a page is soon too small for most: see `PATIENCE`.
 
     Args:
         runs: those of the report.
         completions: in the order of their importance.
         room: bytes.
     """
-    readers = [reader_of(run) for run in runs]
+    readers = [run.read for run in runs]
     kept: list[int] = []
-    room -= FRAME
+    missed, room = 0, room - FRAME
     for number, each in enumerate(completions):
+        if missed == PATIENCE:
+            break
         begin, end = each.span
         if LEAST * (end - begin) > room:
             continue
         whole = card(each, number, read=readers[each.run], label=_label(runs, each), linked=frozenset())
         size = len(whole.encode()) + len(json.dumps(numbers_of(each), separators=(",", ":"))) + 12
+        missed = 0 if size <= room else missed + 1
         if size <= room:
             kept.append(number)
             room -= size

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, lru_cache
 
 from klamp.report.markup import visible
+
+Read = Callable[[str], str]
+"""Turns a token of a run into text."""
 
 LONGEST = 80
 """The most characters of a token that are shown."""
@@ -13,7 +16,7 @@ BYTE_LEVEL = "ĠĊ"
 """A space and a line break in byte-level vocabularies (GPT-2 and its heirs)."""
 
 
-def reader(tokens: Iterable[str]) -> Callable[[str], str]:
+def reader(tokens: Iterable[str]) -> Read:
     """The function that turns tokens of one run into text: byte-level ones are decoded, `▁` becomes a space.
 
     Args:
@@ -32,6 +35,7 @@ def _bytes() -> dict[str, int]:
     return {chr(byte): byte for byte in plain} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
+@lru_cache(maxsize=2**18)
 def decoded(token: str) -> str:
     """A byte-level token as text; a byte that is only a part of a character is written as a number."""
     table = _bytes()

@@ -117,7 +117,7 @@ def json_of(text: str) -> Any:
         RecursionError: it is nested too deeply.
     """
     found = json.loads(text, parse_int=_whole_number)
-    if "\\ud" in text.lower():
+    if "\\ud" in text or "\\uD" in text:
         json.dumps(found, ensure_ascii=False).encode("utf-8")
     return found
 

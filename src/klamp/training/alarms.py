@@ -7,7 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from klamp.diagnostics.doctor import Finding
-from klamp.diagnostics.history import Completion, Row, Settings, Verifier, list_of, numbers_of, texts_of
+from klamp.diagnostics.history import (
+    Completion,
+    Row,
+    Settings,
+    Verifier,
+    every,
+    flags_of,
+    list_of,
+    numbers_of,
+    texts_of,
+)
 from klamp.diagnostics.watch import ALARMS_FILE, AlarmWatch
 from klamp.errors import TrainingStopped
 from klamp.tasks.config import has_own_prompts
@@ -140,8 +150,8 @@ def completion_of(step: int, row: Mapping[str, Any]) -> Completion:
         policy=numbers_of(row["policy_logprobs"]),
         ref=given("ref_logprobs", numbers_of),
         sampler=given("sampler_logprobs", numbers_of),
-        trained=given("trained", lambda flags: [bool(flag) for flag in list_of(flags)]),
-        sampled=[True] * len(row["tokens"]),  # nothing else stands in these rows
+        trained=given("trained", lambda flags: flags_of(list_of(flags))),
+        sampled=every(len(row["tokens"])),  # nothing else stands in these rows
         ended=given("ended", bool),
         group=str(row.get("prompt", "")),
         prompt=str(row.get("prompt", "")),

@@ -33,7 +33,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
 @pytest.mark.parametrize("case", CASES)
 def test_a_stage_has_the_numbers_of_plain_data_parallelism(found: Any, kind: str, case: str) -> None:
     if case not in found[kind][0]:
-        assert (kind, case) == ("zero3", "exact")
+        assert kind == "zero3" and case in ("exact", "fast")
         return
     for there, here in zip(found["ddp"], found[kind], strict=True):
         plain, sharded = there[case], here[case]
@@ -66,3 +66,12 @@ def test_the_exact_kl_is_refused_where_no_process_has_the_whole_head(found: Any)
     assert "the output head is spread over processes" in found["zero3"][0]["exact refused"]
     for row in found["zero2"][0]["exact"]["rows"][1:]:
         assert row["kl/exact"] > 0
+
+
+def test_fast_scoring_has_the_numbers_of_trls_own(found: Any) -> None:
+    for kind in ("ddp", "zero2"):
+        for rank in found[kind]:
+            assert any("scored by klamp: each distinct prompt once" in note for note in rank["fast"]["notes"])
+            for row, wanted in zip(rank["fast"]["rows"], rank["slow"]["rows"], strict=True):
+                assert row == {name: pytest.approx(wanted[name], abs=1e-5, rel=1e-5) for name in wanted}
+    assert "FSDP or ZeRO-3 splits the weights" in found["zero3"][0]["fast refused"]

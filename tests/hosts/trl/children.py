@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig
 from tests.hosts.trl.hosts import klamp_trainer, model, saved, stock_trainer
 
 from klamp.scoring import passes
@@ -33,9 +34,13 @@ CLIPPED = {
 PLAIN = {"optim": "sgd", "learning_rate": 0.1}
 QUIET = {"loss_type": "grpo", "beta": 0.0}
 """A run in which the second process has no advantage but 0: nothing to learn from."""
+LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+ADAPTER = {"trainer": {"peft_config": LORA}, "gradient_checkpointing": True, "importance_sampling_level": "sequence"}
+FAST = RUNS | {"quiet": QUIET, "adapter": ADAPTER}
 
 
 def run(make: Any, policy: Any, folder: Path, **options: Any) -> tuple[list[float], Any, list[Any]]:
+    torch.manual_seed(7)  # an adapter's weights
     trainer = make(copy.deepcopy(policy), folder, **(SPLIT | options))
     losses, batches = [], []
     inner, generate = trainer.compute_loss, trainer._generate_and_score_completions
@@ -68,12 +73,14 @@ def main(folder: Path) -> None:
         weights = zip(one.model.parameters(), two.model.parameters(), strict=True)
         found[name] = {"stock": stock, "ours": ours, "same weights": all(torch.equal(a, b) for a, b in weights)}
     passes.PASS_TOKENS = 0  # so that short prompts are shared too
-    for name, options in (RUNS | {"quiet": QUIET}).items():
+    for name, options in FAST.items():
         stock, one, _ = run(stock_trainer, base, folder / "out", **(options | PLAIN))
         fast, two, _ = run(klamp_trainer, base, folder / "out", **(options | PLAIN), fast_scoring="require")
         weights = zip(one.model.parameters(), two.model.parameters(), strict=True)
         apart = max(float((a - b).abs().max()) for a, b in weights)
-        found[f"{name}, fast"] = {"stock": stock, "ours": fast, "apart": apart}
+        rows = [(one.state.log_history, "stock rows"), (two.state.log_history, "our rows")]
+        found[f"{name}, fast"] = {"stock": stock, "ours": fast, "apart": apart} | {key: each for each, key in rows}
+        found[f"{name}, fast"]["in force"] = str(two._klamp.fast)
     base.config._name_or_path = ""  # in memory only: copied on every process
     _, trainer, batches = run(klamp_trainer, base, folder / "out", **CLIPPED)
     found["gates"] = [batch["klamp_gate_kl"].tolist() for batch in batches]

@@ -15,6 +15,7 @@ from tests.hosts.trl.hosts import arguments, build, generated, gradient_of, klam
 
 from klamp.config import KLConfig
 from klamp.errors import ConfigError, KLWarning
+from klamp.hosts.trl import fast_limits
 from klamp.hosts.trl.fast_limits import why_not_fast, why_not_these
 from klamp.trl import GRPOConfig, attach
 
@@ -47,6 +48,14 @@ def test_what_a_trainer_has_that_forbids_it(
     holder = fast if owner == "trainer" else getattr(fast, owner)
     monkeypatch.setattr(holder, name, value, raising=False)
     assert words in why_not_fast(fast)
+
+
+def test_a_fused_loss_forbids_it(fast: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast.args, "use_liger_kernel", True)
+    monkeypatch.setattr(fast_limits, "liger_bypasses", lambda: True)
+    assert "Liger's kernel" in why_not_fast(fast)
+    monkeypatch.setattr(fast_limits, "liger_bypasses", lambda: False)
+    assert why_not_fast(fast) == "", "later versions of TRL only swap layers"
 
 
 def test_split_sequences_forbid_it(fast: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,28 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
-from tests.hosts.trl.hosts import generated, klamp_trainer, model, noisy, run, saved, stock_trainer
-from tests.hosts.trl.test_matrix import BETA, INPUTS, LOSS_TYPES, OPTIONS, SOME, _recorded, loss_and_gradient
+from peft import LoraConfig, get_peft_model
+from tests.hosts.trl.hosts import (
+    generated,
+    klamp_trainer,
+    model,
+    noisy,
+    plain_logits,
+    plain_logprobs,
+    run,
+    saved,
+    stock_trainer,
+)
+from tests.hosts.trl.test_matrix import (
+    BETA,
+    INPUTS,
+    LOSS_TYPES,
+    OPTIONS,
+    SOME,
+    _recorded,
+    loss_and_gradient,
+    options_set,
+)
 
 from klamp.errors import ConfigError, UnknownNameError
 from klamp.hosts.trl import fast_scoring
@@ -20,6 +39,10 @@ from klamp.scoring.model_parts import OpenedModel
 from klamp.trl import effective
 
 SMALL = 1e-5
+HALF = torch.tensor([1.0, 0.0, 0.0, -1.0])
+"""Advantages with which two of four completions have no gradient where there is no KL."""
+OWN = "the entropy bonus needs the entropy's gradient"
+"""The only option whose loss is left to TRL's scoring."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -62,7 +85,8 @@ def pair(base: Any, folder: Path) -> tuple[Any, Any, dict[str, dict[str, Any]]]:
         trainer.model.train()
         trainer.current_gradient_accumulation_steps = 1
     fast._klamp.fast.required = False  # the entropy bonus is TRL's
-    return stock, fast, _recorded(stock)
+    inputs = _recorded(stock)
+    return stock, fast, inputs | {"half silent": inputs["later update"] | {"advantages": HALF}}
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -70,8 +94,9 @@ def pair(base: Any, folder: Path) -> tuple[Any, Any, dict[str, dict[str, Any]]]:
 @pytest.mark.parametrize("beta", [BETA, 0.0])
 def test_every_loss_and_its_gradient_is_that_of_trl(pair: Any, loss_type: str, option: str, beta: float) -> None:
     stock, fast, inputs = pair
+    fast._klamp.fast.told.clear()
     options = {"loss_type": loss_type, "beta": beta} | OPTIONS[option]
-    for name in INPUTS if option == "plain" else SOME:
+    for name in ("half silent", *(INPUTS if option == "plain" else SOME)):
         for trainer in (stock, fast):
             for metrics in trainer._metrics["train"].values():
                 metrics.clear()
@@ -81,6 +106,73 @@ def test_every_loss_and_its_gradient_is_that_of_trl(pair: Any, loss_type: str, o
         assert (found_gradient - gradient).abs().max() <= SMALL * max(1.0, float(gradient.abs().max())), name
         for metric, values in stock._metrics["train"].items():
             assert fast._metrics["train"][metric] == pytest.approx(values, abs=SMALL, rel=SMALL, nan_ok=True), metric
+    assert fast._klamp.fast.told == ({OWN} if option == "entropy bonus" else set()), "the scoring was klamp's"
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_every_loss_of_an_evaluation_is_that_of_trl(pair: Any, loss_type: str) -> None:
+    stock, fast, inputs = pair
+    losses: dict[str, list[float]] = {}
+    for trainer, name in ((stock, "stock"), (fast, "fast")):
+        trainer.model.eval()
+        trainer._metrics["eval"].clear()
+        with torch.no_grad(), options_set(trainer, {"loss_type": loss_type}):
+            losses[name] = [trainer.compute_loss(trainer.model, dict(each)).item() for each in inputs.values()]
+        trainer.model.train()
+    assert losses["fast"] == pytest.approx(losses["stock"], abs=SMALL, rel=SMALL)
+    for metric, values in stock._metrics["eval"].items():
+        assert fast._metrics["eval"][metric] == pytest.approx(values, abs=SMALL, rel=SMALL, nan_ok=True), metric
+
+
+MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_weights_of_an_engines_log_probabilities_are_those_of_trl(
+    pair: Any, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Old policy, reference, weights and loss, with log-probabilities as vLLM gives them; one of them is missing."""
+    made, (stock, fast, _) = {}, pair
+    fast._klamp.fast.told.clear()
+    plain = generated(stock)
+    with torch.no_grad():
+        own = plain_logprobs(plain_logits(stock.model, plain), plain)
+    drawn = own + 0.05 * torch.randn(own.shape, generator=torch.Generator().manual_seed(4))
+    drawn[1, 0] = torch.nan
+    lengths = plain["completion_mask"].sum(-1)
+    said = [row[:length].tolist() for row, length in zip(drawn, lengths, strict=True)]
+    for name, trainer in (("stock", stock), ("fast", fast)):
+        monkeypatch.setattr(trainer, "_generate_single_turn", _engine(trainer, said))
+        monkeypatch.setattr(trainer, "use_vllm", True)
+        monkeypatch.setattr(trainer, "vllm_importance_sampling_mode", mode)
+        trainer._metrics["train"].clear()
+        trainer.state.num_input_tokens_seen = 0
+        made[name] = generated(trainer)
+    assert made["stock"]["importance_sampling_ratio"].std() > 0.01
+    for name, value in made["stock"].items():
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(made["fast"][name], value, rtol=SMALL, atol=SMALL, equal_nan=True)
+    for metric, values in stock._metrics["train"].items():
+        assert fast._metrics["train"][metric] == pytest.approx(values, abs=SMALL, rel=SMALL), metric
+    for loss_type in LOSS_TYPES if mode.startswith("token") else LOSS_TYPES[:-2]:  # vespo takes no sequence's weight
+        expected, gradient = loss_and_gradient(stock, made["stock"], {"loss_type": loss_type})
+        found, found_gradient = loss_and_gradient(fast, made["fast"], {"loss_type": loss_type})
+        assert found == pytest.approx(expected, abs=SMALL, rel=SMALL), loss_type
+        assert (found_gradient - gradient).abs().max() <= SMALL * max(1.0, float(gradient.abs().max())), loss_type
+    assert not fast._klamp.fast.told
+
+
+def _engine(trainer: Any, logprobs: list[list[float]]) -> Any:
+    """The trainer's own generation, as if an engine had reported these log-probabilities with it."""
+    inner = trainer._generate_single_turn
+
+    def generate(*args: Any) -> Any:
+        trainer.use_vllm = False
+        ids, _ = inner(*args)
+        trainer.use_vllm = True
+        return ids, logprobs
+
+    return generate
 
 
 LORA = {"peft_config": LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)}
@@ -90,6 +182,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "no KL": {"beta": 0.0, "loss_type": "grpo", "importance_sampling_level": "sequence", "num_iterations": 2},
     "adapter": {"trainer": LORA},
     "adapter, checkpointing": {"trainer": LORA, "gradient_checkpointing": True},
+    "adapter that was trained before": {"before": LORA["peft_config"], "num_iterations": 2},
     "checkpointing": {"gradient_checkpointing": True},
     "evaluation": {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4},
     "truncated": {"mask_truncated_completions": True, "max_completion_length": 24, "loss_type": "luspo"},
@@ -108,10 +201,13 @@ def test_a_run_has_the_losses_metrics_and_weights_of_one_without(
     base: Any, folder: Path, name: str, cached: list[tuple[bool, int]]
 ) -> None:
     options, path = PLAIN | RUNS[name], str(folder / "base")
+    if "before" in options:
+        base = get_peft_model(copy.deepcopy(base), options.pop("before"))
     expected, without = run(klamp_trainer, folder / "out", path, base, **options)
     assert not cached
     found, fast = run(klamp_trainer, folder / "out", path, base, fast_scoring="require", **options)
     assert fast._klamp.fast.traits and not fast._klamp.fast.told
+    assert (fast.ref_model is None) == ("adapter" in name or options.get("beta") == 0), "no second model for an adapter"
     assert {grad for grad, _ in cached} >= ({False} if options.get("gradient_checkpointing") else {True})
     size = options.get("gradient_accumulation_steps", 1)
     assert of_steps(found, size) == pytest.approx(of_steps(expected, size), abs=SMALL)
@@ -121,6 +217,7 @@ def test_a_run_has_the_losses_metrics_and_weights_of_one_without(
         others = {key for key in row if "time" in key or "per_second" in key}
         others |= {key for key in row if size > 1 and key.split("/")[0] in OF_MICRO_BATCHES}
         kept = {key: value for key, value in row.items() if key not in others and value is not None}
+        assert row.keys() == other.keys()
         assert {key: other[key] for key in kept} == pytest.approx(kept, abs=SMALL, rel=SMALL, nan_ok=True)
 
 
@@ -154,6 +251,25 @@ def test_only_completions_with_a_gradient_are_run_with_one(base: Any, folder: Pa
     trainer.compute_loss(trainer.model, inputs).backward()
     assert all(p.grad is not None and not p.grad.any() for p in trainer.model.parameters())
     assert trainer._klamp.learns is None
+
+
+def test_weights_that_are_elsewhere_are_said_and_not_passed_over(
+    base: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = klamp_trainer(base, folder, beta=0.3, fast_scoring=True)
+    trainer._klamp.fast.traits.clear()
+    monkeypatch.setattr(trainer.accelerator.state, "device", torch.device("cpu", 1))
+    fast_scoring.settle(trainer)
+    assert trainer._klamp.fast.traits, "accelerate numbers the CPU by process"
+    trainer._klamp.fast.traits.clear()
+    monkeypatch.setattr(trainer.accelerator.state, "device", torch.device("meta"))
+    fast_scoring.settle(trainer)
+    call = fast_scoring._trial(trainer.model)
+    with pytest.warns(match="the weights are not where the trainer computes"):
+        assert fast_scoring.scored(trainer, (trainer.model,), call, hidden=False) is None
+    trainer._klamp.fast.required = True
+    with pytest.raises(ConfigError, match="cannot be honoured"):
+        fast_scoring.scored(trainer, (trainer.model,), call, hidden=False)
 
 
 def test_off_by_default_and_none_but_a_bool_or_require(base: Any, folder: Path) -> None:

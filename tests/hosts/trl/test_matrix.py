@@ -6,6 +6,8 @@ The trainers are built once; recorded micro-batches go through both under every 
 from __future__ import annotations
 
 import copy
+import inspect
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import trl
 from tests.hosts.trl.hosts import LENGTH, dataset, klamp_trainer, model, noisy, saved, stock_trainer
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo")
@@ -111,6 +114,12 @@ def loss_and_gradient(trainer: Any, inputs: dict[str, Any], options: dict[str, A
         loss = trainer.compute_loss(trainer.model, dict(inputs))
         loss.backward()
     return loss.item(), torch.cat([p.grad.flatten().clone() for p in trainer.model.parameters() if p.requires_grad])
+
+
+def test_these_are_all_losses_that_the_installed_trl_has() -> None:
+    source = inspect.getsource(trl.GRPOTrainer._compute_loss)
+    named = re.findall(r'self\.loss_type (?:==|in) (\[.*?\]|"\w+")', source)
+    assert set(re.findall(r'"(\w+)"', " ".join(named))) == set(LOSS_TYPES)
 
 
 @pytest.mark.parametrize("option", OPTIONS)

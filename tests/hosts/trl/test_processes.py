@@ -40,12 +40,21 @@ def test_untouched_every_process_has_the_losses_of_the_stock_class(ranks: list[d
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dapo", "grpo", "quiet"])
-def test_fast_scoring_has_the_losses_and_weights_of_the_stock_class(ranks: list[dict[str, Any]], name: str) -> None:
+@pytest.mark.parametrize("name", ["dapo", "grpo", "quiet", "adapter"])
+def test_fast_scoring_has_the_losses_metrics_and_weights_of_the_stock_class(
+    ranks: list[dict[str, Any]], name: str
+) -> None:
     for found in ranks:
         fast = found[f"{name}, fast"]
+        assert fast["in force"].startswith("completions are scored by klamp: each "), (
+            "or TRL's scoring is compared with it"
+        )
         assert fast["ours"] == pytest.approx(fast["stock"], abs=1e-5)
         assert fast["apart"] <= 1e-5
+        for row, other in zip(fast["stock rows"], fast["our rows"], strict=True):
+            timed = {key for key in row if "time" in key or "per_second" in key}
+            kept = {key: value for key, value in row.items() if key not in timed and value is not None}
+            assert {key: other[key] for key in kept} == pytest.approx(kept, abs=1e-5, rel=1e-5, nan_ok=True)
 
 
 @pytest.mark.slow

@@ -88,8 +88,8 @@ def settle(trainer: Any) -> None:
     if fast is None or fast.reason or fast.traits:
         return
     reason = why_not_fast(trainer)
-    if not reason and next(trainer.model.parameters()).device != trainer.accelerator.device:
-        return
+    if not reason and next(trainer.model.parameters()).device.type != trainer.accelerator.device.type:
+        return  # accelerate numbers the CPU by process: cpu:1 is no other device than cpu
     for model in (trainer.model, trainer.ref_model):
         if model is not None and not reason:
             traits, reason = _tried_out(trainer, model)
@@ -211,6 +211,9 @@ def scored(trainer: Any, args: tuple[Any, ...], options: dict[str, Any], *, hidd
     """
     session = trainer._klamp
     if session.fast is None or session.fast.reason:
+        return None
+    if not session.fast.traits:
+        _fall_back(trainer, "the weights are not where the trainer computes")
         return None
     given = inspect.signature(getattr(trl.GRPOTrainer, SCORING)).bind(trainer, *args, **options).arguments
     model = given.pop("model")
