@@ -213,7 +213,7 @@ def scored(trainer: Any, args: tuple[Any, ...], options: dict[str, Any], *, hidd
     if session.fast is None or session.fast.reason:
         return None
     if not session.fast.traits:
-        _fall_back(trainer, "the weights are not where the trainer computes")
+        fall_back(trainer, "the weights are not where the trainer computes")
         return None
     given = inspect.signature(getattr(trl.GRPOTrainer, SCORING)).bind(trainer, *args, **options).arguments
     model = given.pop("model")
