@@ -15,7 +15,7 @@ from tests.hosts.trl.hosts import arguments, build, generated, gradient_of, klam
 
 from klamp.config import KLConfig
 from klamp.errors import ConfigError, KLWarning
-from klamp.hosts.trl import fast_limits
+from klamp.hosts.trl import fast_limits, fast_scoring
 from klamp.hosts.trl.fast_limits import why_not_fast, why_not_these
 from klamp.trl import GRPOConfig, attach
 
@@ -70,6 +70,14 @@ def test_dropout_forbids_it(tmp_path: Path) -> None:
         klamp_trainer(model(), tmp_path, fast_scoring=True, trainer={"peft_config": adapter})
     with pytest.raises(ConfigError, match="dropout is on"):
         klamp_trainer(model(), tmp_path, fast_scoring="require", trainer={"peft_config": adapter})
+
+
+def test_klamps_class_in_the_place_of_trls_is_no_subclass_of_somebody_else(
+    fast: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trl, "GRPOTrainer", type(fast))
+    assert why_not_fast(fast) == ""
+    assert fast_scoring.learning_rows(fast, generated(fast), 0.0) is not None
 
 
 def test_a_subclass_that_scores_by_itself_keeps_its_own(base: Any, tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import trl
 from torch import Tensor
+from trl.trainer import grpo_trainer
 
 from klamp.scoring.passes import distinct
 
@@ -32,7 +32,7 @@ def keeps_sums(trainer: Any) -> bool:
     return (
         trainer.args.gradient_accumulation_steps > 1
         and max(steps) % min(steps) == 0  # else some optimizer steps take their rows out of two generation batches
-        and trainer._host_class("_compute_loss") is trl.GRPOTrainer
+        and trainer._host_class("_compute_loss") is grpo_trainer.GRPOTrainer
         and trainer.loss_type not in OWN_MEAN
         and getattr(trainer, "top_entropy_quantile", 1.0) == 1.0
         and not getattr(trainer, "_entropy_bonus_enabled", False)

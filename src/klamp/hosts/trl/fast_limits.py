@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import trl
 from torch import Tensor
+from trl.trainer import grpo_trainer
 
 from klamp.hosts.common.step_zero import active_dropouts
 from klamp.hosts.trl.exact import plain_model, weights_are_split
@@ -22,7 +22,7 @@ def why_not_fast(trainer: Any) -> str:
     owner = trainer._host_class(SCORING)
     dropouts = sorted({each.name for each in active_dropouts(trainer.accelerator.unwrap_model(trainer.model))})
     rows = [
-        (owner is not trl.GRPOTrainer, f"{owner.__name__} scores completions in a way of its own"),
+        (owner is not grpo_trainer.GRPOTrainer, f"{owner.__name__} scores completions in a way of its own"),
         (weights_are_split(trainer), "FSDP or ZeRO-3 splits the weights layer by layer, and processes would run the "
          "layers unequally often"),
         (_sequences_are_split(trainer), "sequences or matrices are split over processes"),

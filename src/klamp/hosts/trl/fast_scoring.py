@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import trl
 from torch import Tensor, nn
 from trl.trainer import grpo_trainer
 
@@ -156,7 +155,7 @@ def _same_as_host(trainer: Any, model: Any, call: dict[str, Any], traits: Traits
         return torch.stack([each[mask].float() for each in found[:2] if each is not None])
 
     try:
-        own = partial(getattr(trl.GRPOTrainer, SCORING), trainer, model, **call)
+        own = partial(getattr(grpo_trainer.GRPOTrainer, SCORING), trainer, model, **call)
         expected, also = together(own(batch_size=4)), together(own(batch_size=2))
         ours = together(_scores(trainer, model, Call(**call), traits))
     except Exception:  # as in klamp.scoring.probe: models refuse in a dozen ways
@@ -215,7 +214,7 @@ def scored(trainer: Any, args: tuple[Any, ...], options: dict[str, Any], *, hidd
     if not session.fast.traits:
         fall_back(trainer, "the weights are not where the trainer computes")
         return None
-    given = inspect.signature(getattr(trl.GRPOTrainer, SCORING)).bind(trainer, *args, **options).arguments
+    given = inspect.signature(getattr(grpo_trainer.GRPOTrainer, SCORING)).bind(trainer, *args, **options).arguments
     model = given.pop("model")
     traits = session.fast.traits.get(id(plain_model(trainer, model)))
     if traits is None:  # a model of somebody else's
@@ -289,7 +288,7 @@ def learning_rows(trainer: Any, inputs: Any, beta: float) -> Tensor | None:
         beta: klamp's coefficient in force.
     """
     session = trainer._klamp
-    if session.fast is None or trainer._host_class("_compute_loss") is not trl.GRPOTrainer:
+    if session.fast is None or trainer._host_class("_compute_loss") is not grpo_trainer.GRPOTrainer:
         return None
     if trainer._entropy_bonus_enabled or trainer.aux_loss_enabled:
         return None

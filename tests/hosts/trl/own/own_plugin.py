@@ -96,6 +96,7 @@ def with_fast_scoring(config: Any) -> Any:
     class GRPOConfig(config):
         fast_scoring: bool | str = True
 
+    GRPOConfig.__module__, GRPOConfig.__qualname__ = "trl", "GRPOConfig"  # where it is put: pickle looks for it there
     return GRPOConfig
 
 
