@@ -16,7 +16,7 @@ SEQUENCES = 8
 TILE = 4096
 
 LOGPROB_CASES = ("naive", "row chunks", "TRL", "Liger, log-probabilities", "Liger, GRPO loss", "linear_logprobs")
-FROZEN_CASES = ("TRL, frozen head", "linear_logprobs, frozen head")
+FROZEN_CASES = ("TRL, frozen head", "linear_logprobs, frozen head", "linear_kl, frozen head")
 KL_CASES = ("naive kl", "linear_kl")
 FLOORS = ("products", "products, frozen head")
 
@@ -177,6 +177,7 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "linear_logprobs, frozen head": klamp_head,
     "naive kl": lambda given: naive_kl(given).backward(given.factor),
     "linear_kl": klamp_kl,
+    "linear_kl, frozen head": klamp_kl,
 }
 
 

@@ -79,7 +79,7 @@ def verdicts(results: Mapping[str, Any]) -> list[str]:
     """Each target with what was measured."""
     lines = []
     for dtype, cases in results["heads"].items():
-        own, kl = cases["linear_logprobs"], cases["linear_kl"]
+        own = cases["linear_logprobs"]
         lines.append(
             verdict(
                 f"{dtype}: `linear_logprobs` over the products alone",
@@ -92,8 +92,23 @@ def verdicts(results: Mapping[str, Any]) -> list[str]:
             best = min(rivals, key=lambda name: of(rivals[name]))
             share = of(own) / of(rivals[best])
             lines.append(verdict(f"{dtype}: its {what} over those of the best of TRL and Liger ({best})", share, 1.0))
-        lines.append(verdict(f"{dtype}: `linear_kl` over `linear_logprobs`", per_row(kl) / per_row(own), KL_TARGET))
-    return lines
+        for name in ("", ", frozen head"):
+            kl, own = (cases.get(f"{head}{name}") for head in ("linear_kl", "linear_logprobs"))
+            if kl and own:  # older records have no KL of a frozen head
+                what = f"{dtype}: `linear_kl` over `linear_logprobs`{name}"
+                lines.append(verdict(what, per_row(kl) / per_row(own), KL_TARGET))
+    return [*lines, _products(results["size"])]
+
+
+def _products(size: Mapping[str, int]) -> str:
+    """How many products the two heads form, so that a reader knows how close to a target they can come."""
+    n, h = size["rows"], size["width"]
+    logprobs, kl = 3 + max(0, n - h) / n, 4 + 2 * max(0, n - h / 2) / n
+    return (
+        f"- The products alone: `linear_kl` forms {kl:.2f} of a row's, `linear_logprobs` {logprobs:.2f}, which is "
+        f"{kl / logprobs:.2f} times as many; where the head is frozen 5 and 2, 2.50 times "
+        "([why](decisions/0011-what-a-step-does-once.md))."
+    )
 
 
 def plot(results: Mapping[str, Any], file: Path) -> None:
