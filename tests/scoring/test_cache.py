@@ -7,7 +7,7 @@ import torch
 from tests.training.conftest import tiny_llama
 from transformers import DynamicCache
 
-from klamp.scoring.cache import RoomyLayer, cache_rows
+from klamp.scoring.cache import AHEAD, RoomyLayer, cache_rows
 from klamp.scoring.model_parts import OpenedModel, Traits
 
 
@@ -48,10 +48,12 @@ def test_appending_in_place_is_appending(room: int) -> None:
         assert roomy.get_seq_length() == plain.get_seq_length()
 
 
-def test_memory_is_taken_once() -> None:
+@pytest.mark.parametrize(("room", "tokens", "copies"), [(3, 3, 0), (3, 4, 1), (1000, AHEAD, 0), (1000, AHEAD + 1, 1)])
+def test_memory_is_taken_for_many_tokens_and_not_for_all(room: int, tokens: int, copies: int) -> None:
     cache = DynamicCache()
     cache.update(*states(2, 5, seed=0), layer_idx=0)
-    roomy = cache_rows(cache, torch.tensor([0, 1]), room=3)
-    places = {roomy.update(*states(2, 1, seed=step), layer_idx=0)[0].data_ptr() for step in range(3)}
-    assert len(places) == 1
-    assert roomy.update(*states(2, 1, seed=9), layer_idx=0)[0].data_ptr() not in places
+    roomy = cache_rows(cache, torch.tensor([0, 1]), room=room)
+    held = roomy.layers[0].held[0]
+    assert held.shape[2] == 5 + min(room, AHEAD)
+    places = [roomy.update(*states(2, 1, seed=step), layer_idx=0)[0].data_ptr() for step in range(tokens)]
+    assert len(set(places)) == 1 + copies

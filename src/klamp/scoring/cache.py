@@ -1,7 +1,7 @@
 """Keys and values of prompts, copied for the completions that share them, with room for what is still to be written.
 
 transformers appends to a cache by making a new one, token after token: with long prompts a generation copies more than
-it computes. Here the memory of the whole completion is taken once, and each token is written into it.
+it computes. Here memory is taken for many tokens at once, and each token is written into it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,14 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 
+AHEAD = 128
+"""Tokens that memory is taken for at once: copies become rare, and little is taken for completions that end early."""
+
+
 class RoomyLayer(DynamicLayer):
     """A layer of a cache that appends in place; for passes without gradient.
 
-    Its keys and values are the used part of longer tensors. Where those are full, as much again is taken.
+    Its keys and values are the used part of longer tensors. Where those are full, longer ones take their place.
     """
 
     keys: Any
@@ -27,17 +31,17 @@ class RoomyLayer(DynamicLayer):
 
     @classmethod
     def of(cls, layer: DynamicLayer, rows: Tensor, room: int) -> RoomyLayer:
-        """Some rows of a layer, each as often as asked for, with room for so many tokens more."""
+        """Some rows of a layer, each as often as asked for; so many tokens are to come."""
         made = cls.__new__(cls)
         vars(made).update(vars(layer))
-        made._take(rows, room)
+        made._take(rows, min(room, AHEAD))
         return made
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values: all of them, with what was there."""
         start, more = self.get_seq_length(), key_states.shape[-2]
         if start + more > self.held[0].shape[-2]:
-            self._take(torch.arange(len(self.keys), device=self.keys.device), start + more)
+            self._take(torch.arange(len(self.keys), device=self.keys.device), max(more, AHEAD))
         for held, states in zip(self.held, (key_states, value_states), strict=True):
             held[:, :, start : start + more] = states
         self._use(start + more)
@@ -66,7 +70,7 @@ def cache_rows(cache: Any, rows: Tensor, *, room: int = 0) -> Any:
     Args:
         cache: of transformers; it is left as it is.
         rows: [B] which.
-        room: tokens that will be appended to it without gradient; 0: it is not known how many, and with gradient.
+        room: tokens that will be appended to it at most, without gradient; 0: with gradient, or nobody knows.
     """
     found = copy.copy(cache)
     found.layers = [_layer_rows(layer, rows, room) for layer in cache.layers]
