@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-
 AHEAD = 128
 """Tokens that memory is taken for at once: copies become rare, and little is taken for completions that end early."""
 
