@@ -104,6 +104,14 @@ def _setting(folder: Path) -> list[str]:
     return [*CPU, *(str(word) for name, value in given.items() for word in (f"--{name}", value))]
 
 
+ALONE = """import resource, subprocess, sys
+code = subprocess.run(sys.argv[2:]).returncode
+with open(sys.argv[1], "w") as file:
+    file.write(str(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss))
+sys.exit(code)"""
+"""Runs a command from a small process: Linux counts what its parent held when it began as the command's own peak."""
+
+
 def _often(repeats: int, command: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
     found = [command(i) for i in range(repeats)]
     return found[0] | {
@@ -122,19 +130,20 @@ def _python(*arguments: str, failing: bool = False, until: Callable[[], bool] | 
     Raises:
         RuntimeError: it failed, where that is no finding of its own; with the end of its messages.
     """
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as said, tempfile.NamedTemporaryFile("r") as peak:
         begin = time.perf_counter()
-        process = subprocess.Popen([sys.executable, *arguments], stdout=said, stderr=said, env=surroundings()[1])
+        words = [sys.executable, "-S", "-c", ALONE, peak.name, sys.executable, *arguments]
+        process = subprocess.Popen(words, stdout=said, stderr=said, env=surroundings()[1])
         held: float | None = None
         while until is not None and held is None and process.poll() is None:
             held = time.perf_counter() - begin if until() else None
             time.sleep(0.005)
-        _, status, used = os.wait4(process.pid, 0)
+        code = process.wait()
         seconds = time.perf_counter() - begin if held is None else held
-        if os.waitstatus_to_exitcode(status) > int(failing):
+        if code > int(failing) or code < 0:
             said.seek(0)
             raise RuntimeError(f"{' '.join(arguments[:3])} failed:\n{said.read().decode()[-2000:]}")
-    return {"seconds": [seconds], "peak_mib": used.ru_maxrss / 1024}
+        return {"seconds": [seconds], "peak_mib": int(peak.read()) / 1024}
 
 
 def _first_step(folder: Path, arguments: Sequence[str]) -> dict[str, Any]:
