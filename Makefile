@@ -106,9 +106,11 @@ pytest: $(READY)
 
 # Whole programs, whole runs, and what compiles or measures memory: each file takes a quarter of a minute or more.
 SLOW := tests/examples tests/benchmarks tests/contracts/test_credentials.py tests/tasks/test_filler_model.py tests/audit/test_trl.py \
-	tests/ablation/test_cluster.py tests/ablation/test_comparison.py tests/ablation/test_execute.py tests/ablation/test_pictures.py tests/ablation/test_one_run.py tests/ablation/test_measure.py \
+	tests/ablation/test_cluster.py tests/ablation/test_comparison.py tests/ablation/test_execute.py \
+	tests/ablation/test_pictures.py tests/ablation/test_one_run.py tests/ablation/test_measure.py \
 	tests/cli/test_ablate_runs.py tests/core/test_linear.py tests/core/test_linear_triton.py tests/hosts/trl/test_processes.py \
-	tests/scripts/test_mutants.py tests/training/test_lost_processes.py tests/training/test_processes.py tests/training/test_alarms.py tests/training/test_controls.py tests/training/test_resume.py \
+	tests/scripts/test_mutants.py tests/training/test_lost_processes.py \
+	tests/training/test_processes.py tests/training/test_alarms.py tests/training/test_controls.py tests/training/test_resume.py \
 	tests/training/in_trl/test_processes.py tests/training/in_trl/test_builtin_task.py tests/training/in_trl/test_measurement.py \
 	tests/training/in_trl/test_run.py tests/training/in_verl/test_train.py tests/training/service/test_failures.py \
 	tests/training/service/test_train.py tests/training/service/test_trainer.py tests/training/service/test_update.py \

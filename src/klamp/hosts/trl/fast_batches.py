@@ -60,10 +60,15 @@ def regrouped(batches: list[Batch], accumulated: int) -> list[Batch]:
     return found
 
 
+def _is_of_all(value: Any) -> bool:
+    """Whether a field is that of the whole generation batch, not of a row each."""
+    return value is None or (isinstance(value, Tensor) and value.ndim == 0)
+
+
 def _joined(values: list[Any]) -> Any:
     """A field of several micro-batches as that of one; NotImplemented where it is none of a row each."""
     first = values[0]
-    if first is None or (isinstance(first, Tensor) and first.ndim == 0):
+    if _is_of_all(first):
         return first
     if isinstance(first, Tensor):
         return torch.cat(values)
@@ -71,6 +76,6 @@ def _joined(values: list[Any]) -> Any:
 
 
 def _rows(value: Any, rows: Tensor) -> Any:
-    if value is None or (isinstance(value, Tensor) and value.ndim == 0):
+    if _is_of_all(value):
         return value
     return value[rows.to(value.device)] if isinstance(value, Tensor) else [value[row] for row in rows.tolist()]

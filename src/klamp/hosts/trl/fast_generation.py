@@ -28,9 +28,9 @@ SETTINGS = ("assistant_early_exit", "cache_implementation", "penalty_alpha", "pr
 def prompts_once(trainer: Any) -> Iterator[None]:
     """A context in which `generate` of a trainer's model runs each distinct prompt once, where that is possible."""
     fast = trainer._klamp.fast
-    causal = plain_model(trainer, trainer.model)
-    traits = None if fast is None or fast.reason else fast.traits.get(id(causal))
-    if traits is None or traits.sharing == "no":
+    causal = None if fast is None or fast.reason else plain_model(trainer, trainer.model)
+    traits = None if fast is None or causal is None else fast.traits.get(id(causal))
+    if causal is None or traits is None or traits.sharing == "no":
         yield
         return
     inner = causal.generate
@@ -59,7 +59,7 @@ def why_not_once(causal: nn.Module, options: dict[str, Any]) -> str:
     others = sorted(name for name, value in options.items() if name not in KNOWN and value is not None)
     if others:
         return f"the input is more than tokens ({', '.join(others)})"
-    settings = options.get("generation_config") or getattr(causal, "generation_config", None)
+    settings = _settings(causal, options)
     own = [name for name in SETTINGS if getattr(settings, name, None) is not None]
     several = max(getattr(settings, name, None) or 1 for name in ("num_beams", "num_return_sequences")) > 1
     if own or several or getattr(settings, "use_cache", None) is False:
@@ -67,13 +67,16 @@ def why_not_once(causal: nn.Module, options: dict[str, Any]) -> str:
     return ""
 
 
+def _settings(causal: nn.Module, options: dict[str, Any]) -> Any:
+    return options.get("generation_config") or getattr(causal, "generation_config", None)
+
+
 def _cache_of_prompts(causal: nn.Module, ids: Tensor, mask: Tensor, options: dict[str, Any]) -> Any:
     """The keys and values of all of the prompts but their last token; None where that saves nothing or is not exact.
 
     `generate` itself runs the last token, for each completion.
     """
-    settings = options.get("generation_config") or getattr(causal, "generation_config", None)
-    longest = getattr(settings, "max_new_tokens", None) or 1
+    longest = getattr(_settings(causal, options), "max_new_tokens", None) or 1
     opened = OpenedModel(causal, Traits())  # the model as it is called, so that its wrappers count
     if ids.shape[1] < 2 or checkpoints(causal) or not opened.is_steady(ids.shape[1] + longest):
         return None
