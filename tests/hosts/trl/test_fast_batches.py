@@ -12,7 +12,7 @@ from tests.hosts.trl.hosts import klamp_trainer, run, saved
 from tests.hosts.trl.test_fast_scoring import PLAIN, SMALL, of_steps
 from tests.hosts.trl.test_matrix import LOSS_TYPES
 
-from klamp.hosts.trl.fast_batches import OWN_MEAN, keeps_sums, regrouped
+from klamp.hosts.trl.fast_batches import OWN_MEAN, cut, keeps_sums
 
 ACCUMULATED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "num_generations": 4}
 
@@ -35,7 +35,8 @@ def batches(prompts: list[int], size: int) -> list[dict[str, Any]]:
 
 
 def test_rows_stay_in_their_optimizer_step_and_fields_with_their_row() -> None:
-    found = regrouped(batches([3, 1, 1, 3, 2, 1, 1, 2], 2), accumulated=2)
+    cuts = cut(batches([3, 1, 1, 3, 2, 1, 1, 2], 2), accumulated=2)
+    found = [batch for each in cuts for batch in each.batches]
     assert [batch["prompt_ids"][:, 0].tolist() for batch in found] == [[1, 1], [3, 3], [1, 1], [2, 2]]
     assert [batch["number"].tolist() for batch in found] == [[1, 2], [0, 3], [5, 6], [4, 7]]
     for batch in found:
@@ -43,24 +44,37 @@ def test_rows_stay_in_their_optimizer_step_and_fields_with_their_row() -> None:
         assert batch["total"] == 7 and batch["nothing"] is None
 
 
-def test_a_field_that_is_no_row_each_leaves_them_as_they_were() -> None:
-    given = [batch | {"odd": (1, 2)} for batch in batches([1, 2, 1, 2], 2)]
-    assert regrouped(given, accumulated=2) is given
+def test_scores_go_back_to_the_rows_of_trls_micro_batches() -> None:
+    (found,) = cut(batches([3, 1, 1, 3, 2, 1, 1, 2], 2), accumulated=4)
+    for _ in range(2):
+        found.scores += [(batch["number"][:, None] * 1.0, None) for batch in found.batches]
+        assert [scores[0][:, 0].tolist() for scores in found.own_scores()] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    found.scores += [(batch["number"][:, None], -batch["number"][:, None]) for batch in found.batches]
+    assert torch.cat([scores[1] for scores in found.own_scores()])[:, 0].tolist() == [0, -1, -2, -3, -4, -5, -6, -7]
+
+
+@pytest.mark.parametrize("odd", [(1, 2), torch.zeros(7, 3), ["a"]])
+def test_a_field_that_is_no_row_each_leaves_them_as_they_were(odd: Any) -> None:
+    assert cut([batch | {"odd": odd} for batch in batches([1, 2, 1, 2], 2)], accumulated=2) == []
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_the_gradient_of_a_step_is_that_without(base: Any, tmp_path: Path, loss_type: str) -> None:
     path = saved(base, tmp_path / "base")
     options = PLAIN | ACCUMULATED | {"loss_type": loss_type, "max_steps": 2}
-    seen = []
+    seen, logged = [], []
     for fast in (False, "require"):
         losses, trainer = run(klamp_trainer, tmp_path / "out", path, base, fast_scoring=fast, **options)
         seen.append((of_steps(losses, 4), [p.detach().clone() for p in trainer.model.parameters()]))
+        rows = [row for row in trainer.state.log_history if "loss" in row]
+        logged.append([{key: value for key, value in row.items() if "time" not in key} for row in rows])
         if fast:
-            prompts = [len(batch["prompt_ids"].unique(dim=0)) for batch in trainer._buffered_inputs]
-            assert (prompts == [1, 1, 1, 1]) or loss_type in OWN_MEAN
+            prompts = [len(batch["prompt_ids"].unique(dim=0)) for each in trainer._klamp.cuts for batch in each.batches]
+            assert prompts == ([] if loss_type in OWN_MEAN else [1, 1, 1, 1])
     (expected, weights), (found, moved) = seen
     assert found == pytest.approx(expected, abs=SMALL)
+    for row, other in zip(*logged, strict=True):
+        assert other == pytest.approx(row, abs=SMALL, rel=SMALL, nan_ok=True)
     assert all(torch.allclose(one, two, atol=SMALL) for one, two in zip(weights, moved, strict=True))
 
 

@@ -2,10 +2,14 @@
 
 TRL shuffles a generation batch and cuts it into micro-batches. Which completions an optimizer step takes stays as it
 was drawn; only which of its micro-batches each of them is in changes, where that changes neither loss nor gradient.
+What TRL logs of each micro-batch is that of its own: once a step is scored, its loss measures them again, without a model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,24 +44,78 @@ def keeps_sums(trainer: Any) -> bool:
     )
 
 
-def regrouped(batches: list[Batch], accumulated: int) -> list[Batch]:
-    """The micro-batches with the rows of each optimizer step in the order of their prompts.
+Scores = tuple[Tensor, Tensor | None]
+"""Log-probabilities and entropies of a micro-batch's completions, [B, T] each."""
+
+
+@dataclass
+class Cut:
+    """The completions that an optimizer step takes from a generation batch, cut by TRL and by klamp."""
+
+    own: list[Batch]
+    """TRL's micro-batches."""
+    batches: list[Batch]
+    """The same rows in the order of their prompts, in micro-batches of the same sizes."""
+    order: Tensor
+    """Where each row of `batches` stands among those of `own`; [B]."""
+    scores: list[Scores] = field(default_factory=list)
+    """Of the micro-batches that the loss was computed of; of `batches`."""
+
+    def own_scores(self) -> list[Scores]:
+        """The scores of TRL's micro-batches; the step forgets them, as its next update has others."""
+        sizes = [len(batch["prompt_ids"]) for batch in self.own]
+        logprobs, entropies = (_back(list(each), self.order, sizes) for each in zip(*self.scores, strict=True))
+        self.scores = []
+        return list(zip(logprobs, entropies, strict=True))
+
+
+def cut(batches: list[Batch], accumulated: int) -> list[Cut]:
+    """The micro-batches of a generation batch, an optimizer step's together; none where a field is no row each.
 
     Args:
-        batches: as TRL cut them; of equal size.
+        batches: as TRL cut them.
         accumulated: how many of them an optimizer step takes.
     """
-    found: list[Batch] = []
+    found: list[Cut] = []
     for first in range(0, len(batches), accumulated):
         part = batches[first : first + accumulated]
-        whole = {name: _joined([batch[name] for batch in part]) for name in part[0]}
-        if any(value is NotImplemented for value in whole.values()):
-            return batches
-        order = distinct(whole["prompt_ids"], whole["prompt_mask"])[2].argsort(stable=True)
         sizes = [len(batch["prompt_ids"]) for batch in part]
+        whole = {name: _joined([batch[name] for batch in part], sizes) for name in part[0]}
+        if any(value is NotImplemented for value in whole.values()):
+            return []
+        order = distinct(whole["prompt_ids"], whole["prompt_mask"])[2].argsort(stable=True)
         rows = order.split(sizes)
-        found += [{name: _rows(value, chosen) for name, value in whole.items()} for chosen in rows]
+        anew = [{name: _rows(value, chosen) for name, value in whole.items()} for chosen in rows]
+        found.append(Cut(part, anew, order))
     return found
+
+
+@contextmanager
+def own_metrics(trainer: Any, seen: list[Any], loss: Callable[[Batch], Any]) -> Iterator[None]:
+    """A context for a loss: TRL logs what it measures of its own micro-batches, once all of a step are scored.
+
+    Args:
+        trainer: with a session.
+        seen: the calls of TRL's scoring method inside the loss.
+        loss: TRL's loss of a micro-batch.
+    """
+    session = trainer._klamp
+    if not (session.cuts and trainer.model.training):
+        yield
+        return
+    metrics = trainer._metrics["train"]
+    before = {name: len(values) for name, values in metrics.items()}
+    yield
+    for name, values in metrics.items():
+        del values[before.get(name, 0) :]
+    number = trainer._step % trainer.args.steps_per_generation
+    present = session.cuts[number // len(session.cuts[0].own)]
+    present.scores += [(each.logprobs.detach(), each.entropies) for each in seen]
+    if len(present.scores) < len(present.own):
+        return
+    for batch, scores in zip(present.own, present.own_scores(), strict=True):
+        with torch.no_grad(), session.knowing(scores):
+            loss(batch)
 
 
 def _is_of_all(value: Any) -> bool:
@@ -65,17 +123,28 @@ def _is_of_all(value: Any) -> bool:
     return value is None or (isinstance(value, Tensor) and value.ndim == 0)
 
 
-def _joined(values: list[Any]) -> Any:
-    """A field of several micro-batches as that of one; NotImplemented where it is none of a row each."""
+def _joined(values: list[Any], sizes: list[int]) -> Any:
+    """A field of several micro-batches as that of one; NotImplemented where it is none of a row each (patches of pictures)."""
     first = values[0]
     if _is_of_all(first):
         return first
+    if not isinstance(first, Tensor | list) or [len(value) for value in values] != sizes:
+        return NotImplemented
     if isinstance(first, Tensor):
         return torch.cat(values)
-    return [row for value in values for row in value] if isinstance(first, list) else NotImplemented
+    return [row for value in values for row in value]
 
 
 def _rows(value: Any, rows: Tensor) -> Any:
     if _is_of_all(value):
         return value
     return value[rows.to(value.device)] if isinstance(value, Tensor) else [value[row] for row in rows.tolist()]
+
+
+def _back(parts: list[Tensor | None], order: Tensor, sizes: list[int]) -> list[Tensor | None]:
+    """Rows that stand in klamp's order, in TRL's."""
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        return [None] * len(sizes)
+    joined = torch.cat(known)
+    return list(joined[order.argsort().to(joined.device)].split(sizes))

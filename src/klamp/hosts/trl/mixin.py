@@ -7,7 +7,8 @@ penalty, and TRL masks and normalises it with the policy loss, whatever the loss
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -54,6 +55,8 @@ class KLMixin(Host):
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         session = self._klamp
+        if session.known is not None:
+            return (*session.known, None)
         wanted = session.seen is not None and session.exact_rows > 0
         fast = fast_scoring.scored(self, (model, *args), kwargs, hidden=wanted)
         if fast is None:
@@ -63,7 +66,7 @@ class KLMixin(Host):
         else:
             result, hidden = (*fast[:2], None), fast[2]
         if session.seen is not None:
-            session.seen.append(Scoring(model, args, kwargs, result[0], hidden))
+            session.seen.append(Scoring(model, args, kwargs, result[0], result[1], hidden))
         return result
 
     def _host_class(self, method: str) -> type:
@@ -83,11 +86,14 @@ class KLMixin(Host):
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         before = getattr(self, "_buffered_inputs", None)
         inputs = super()._prepare_inputs(generation_batch)
-        if not fast_batches.applies(self) or self._buffered_inputs is before:
+        session, args = self._klamp, cast(Any, self.args)
+        if self._buffered_inputs is not before:
+            applies = fast_batches.applies(self)
+            session.cuts = fast_batches.cut(self._buffered_inputs, args.gradient_accumulation_steps) if applies else []
+        if not (session.cuts and self.model.training):
             return inputs
-        args: Any = self.args
-        self._buffered_inputs = fast_batches.regrouped(self._buffered_inputs, args.gradient_accumulation_steps)
-        return self._buffered_inputs[self._step % args.steps_per_generation]
+        batches = [batch for each in session.cuts for batch in each.batches]
+        return batches[self._step % args.steps_per_generation]
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         session, beta = self._klamp, self._refresh_beta()
@@ -139,11 +145,13 @@ class KLMixin(Host):
         session = self._klamp
         session.losses += 1
         beta = self._refresh_beta()
+        own = partial(super()._compute_loss, model)
         with session.listening() as seen, session.learning(fast_scoring.learning_rows(self, inputs, beta)):
-            if session.control is None or not session.control.kl.needs_reference:
-                loss = super()._compute_loss(model, inputs)
-            else:
-                loss = self._loss_with_penalty(model, inputs, seen, beta)
+            with fast_batches.own_metrics(self, seen, own):
+                if session.control is None or not session.control.kl.needs_reference:
+                    loss = own(inputs)
+                else:
+                    loss = self._loss_with_penalty(model, inputs, seen, beta)
         if inputs.get("ref_per_token_logps") is not None and (session.control is not None or len(seen) == 1):
             measure.after_loss(self, inputs, only_scoring(seen), beta)
         return loss
