@@ -45,6 +45,7 @@ MODULES = (
     language,
     waits,
     controllers,
+    unsloth,
     gpu,
 )
 BENCHMARKS: dict[str, Benchmark] = {module.BENCHMARK.name: module.BENCHMARK for module in MODULES}
@@ -78,7 +79,7 @@ def main() -> None:
         return
     controlled = partial(controllers.run, targets=tuple(given.targets), seeds=given.seeds)
     chosen = BENCHMARKS | {controllers.BENCHMARK.name: replace(controllers.BENCHMARK, run=controlled)}
-    every = [each for name, each in chosen.items() if name != gpu.BENCHMARK.name]
+    every = [each for name, each in chosen.items() if name not in (gpu.BENCHMARK.name, unsloth.BENCHMARK.name)]
     for benchmark in every if given.name == "all" else [chosen[given.name]]:
         record = measure(benchmark, quick=given.quick)
         print(json.dumps(record, indent=1) if given.json else markdown(record, benchmark), flush=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +38,26 @@ def run(quick: bool) -> dict[str, Any]:
 
 def text(results: Mapping[str, Any]) -> str:
     """A row per place and trainer, and the targets."""
-    rows, verdicts = [], []
-    for name, runs in results["places"].items():
-        here = {seen["trainer"]: seen for seen in runs}
+    verdicts = [line for name, runs in results["places"].items() for line in _verdicts(name, by_trainer(runs))]
+    return compared(results["places"]) + "\n\n" + "\n".join(verdicts)
+
+
+def by_trainer(runs: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The runs of a place by their trainers."""
+    return {seen["trainer"]: seen for seen in runs}
+
+
+def compared(places: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """A table with a row per place and trainer, each against TRL's there."""
+    rows = []
+    for name, runs in places.items():
+        here = by_trainer(runs)
         for trainer, seen in here.items():
             rate = throughput(seen) / throughput(here["trl"])
             cells = (f"{rate:.2f}×", f"{middle(seen['cpu_seconds']):.2f}", f"{seen['extra_mib']:,.0f}")
             rows.append((name, seen["model"], seen["prompt"], NAMES[trainer], spread(seen["seconds"]), *cells))
-        verdicts += _verdicts(name, here)
     headings = ("where", "model", "prompt", "trainer", "seconds per step, median (range)", "against TRL")
-    return table((*headings, "CPU seconds", "extra peak MiB"), rows) + "\n\n" + "\n".join(verdicts)
+    return table((*headings, "CPU seconds", "extra peak MiB"), rows)
 
 
 def _verdicts(name: str, here: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -70,13 +70,15 @@ def timed(run: Callable[[], object], repeats: int) -> dict[str, Any]:
     return {"seconds": seconds, "cpu_seconds": cpu, "extra_mib": peak.extra_mib()}
 
 
-def isolated(target: str, arguments: Mapping[str, Any], *, threads: int = 2) -> dict[str, Any]:
-    """`module:function(**arguments)` in a fresh process; its result, with threads and load average.
+def isolated(
+    target: str, arguments: Mapping[str, Any], *, threads: int = 2, python: str = sys.executable
+) -> dict[str, Any]:
+    """`module:function(**arguments)` in a fresh process of an interpreter; its result, with threads and load average.
 
     Raises:
         RuntimeError: the process failed; with the end of its messages.
     """
-    command = [sys.executable, "-m", "benchmarks.measure", target, json.dumps(dict(arguments))]
+    command = [python, "-m", "benchmarks.measure", target, json.dumps(dict(arguments))]
     threads, environment = surroundings(threads)
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:

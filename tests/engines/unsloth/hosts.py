@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import klamp.trl
+from benchmarks.unsloth_cpu import with_switches
 from klamp.config import KLConfig
 from klamp.hosts.trl.patched import host_class
 from klamp.hosts.unsloth.host import in_place, loss_function
@@ -44,15 +45,7 @@ def model(seed: int = 0) -> Any:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
     ids = {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
     made = LlamaForCausalLM(LlamaConfig(**sizes, **heads, **ids, initializer_range=0.2))
-    return stubbed(made)
-
-
-def stubbed(made: Any) -> Any:
-    """With stand-ins for Unsloth's switches between training and inference."""
-    made._unsloth_user_float32 = True  # else Unsloth makes it half precision
-    made.for_training = lambda *_, **__: made.train()
-    made.for_inference = lambda *_, **__: made.eval()
-    return made
+    return with_switches(made)
 
 
 def saved(made: Any, folder: Path) -> str:

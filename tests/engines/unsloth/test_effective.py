@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.engines.unsloth.hosts import attached, model, move, saved, stubbed, trainer
+from tests.engines.unsloth.hosts import attached, model, move, saved, trainer
 
 import klamp.trl
+from benchmarks.unsloth_cpu import with_switches
 from klamp.config import KLConfig
 from klamp.hosts.unsloth.effective import clamp_note
 from klamp.hosts.unsloth.host import Clamps
@@ -18,7 +19,7 @@ PAST = "Unsloth's own k3 stops at 10 nats per token: past a log-ratio of -2.61 a
 def test_a_stock_trainer(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    made = stubbed(AutoModelForCausalLM.from_pretrained(saved(model(), tmp_path)))
+    made = with_switches(AutoModelForCausalLM.from_pretrained(saved(model(), tmp_path)))
     found = klamp.trl.effective(trainer(tmp_path, made, beta=0.25, loss_type="bnpo"))
     assert found.host.startswith("unsloth 2026.10.7, trl 1.15.0, UnslothGRPOTrainer")
     (term,) = found.terms

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engines.unsloth.hosts import attached, compared, model, move, saved, stubbed
+from tests.engines.unsloth.hosts import attached, compared, model, move, saved
 from tests.engines.unsloth.matrix import CASES, TWICE, UNWEIGHTED, assert_same
 
+from benchmarks.unsloth_cpu import with_switches
 from klamp.config import KLConfig
 
 BETA = 0.3
@@ -41,7 +42,7 @@ def test_the_default_of_trl_the_kl_times_the_policy_ratio(case: str, tmp_path: P
 def test_a_lora_adapter(tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
-    made = stubbed(get_peft_model(model(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"])))
+    made = with_switches(get_peft_model(model(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"])))
     host = attached(tmp_path, own(), made, **UNWEIGHTED, **TWICE)
     assert host.ref_model is None
     move(host.model, 0.3)
@@ -51,7 +52,7 @@ def test_a_lora_adapter(tmp_path: Path) -> None:
 def test_a_reference_that_unsloth_has_loaded(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    made = stubbed(AutoModelForCausalLM.from_pretrained(saved(model(), tmp_path)))
+    made = with_switches(AutoModelForCausalLM.from_pretrained(saved(model(), tmp_path)))
     host = attached(tmp_path, own(), made, beta=0.5, **UNWEIGHTED)
     loaded = host.ref_model
     assert loaded is not None and loaded is not made

@@ -64,3 +64,14 @@ def test_bfloat16_and_two_updates_per_rollout(default_base_model: Path) -> None:
     assert all(math.isfinite(row["kl/k3"]) for row in found["rows"])
     assert abs(first["kl/k3"]) < 1e-2 < others[-1]["kl/k3"]
     assert any(row["kl/weights_truncated"] > 0 for row in found["rows"])
+
+
+def test_fast_scoring_has_trls_numbers_of_vllms_completions(default_base_model: Path) -> None:
+    found = result_of(HERE / "fast.py", str(default_base_model))
+    assert found["in force"].startswith("completions are scored by klamp: each distinct prompt once")
+    assert found["told"] == [], "nothing was left to TRL"
+    for name, size in {"loss": 4, "gradient": 4, "old": 2, "reference": 2}.items():
+        assert len(found["apart"][name]) == size and max(found["apart"][name]) < 1e-5, name
+    assert max(found["apart"]["engine"]) < 1e-5, "vLLM follows the policy"
+    assert max(found["apart"]["ratio"]) < 1e-5, "so that TRL's correction is 1"
+    assert found["kl"][0] < 1e-6 < 1e-3 < found["kl"][-1], "the policy has moved"

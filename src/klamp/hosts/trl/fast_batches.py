@@ -2,7 +2,7 @@
 
 TRL shuffles a generation batch and cuts it into micro-batches. Which completions an optimizer step takes stays as it
 was drawn; only which of its micro-batches each of them is in changes, where that changes neither loss nor gradient.
-What TRL logs of each micro-batch is that of its own: once a step is scored, its loss measures them again, without a model.
+What TRL logs of each micro-batch is that of its own: once a step is scored, its loss measures them again, from scores.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def keeps_sums(trainer: Any) -> bool:
     )
 
 
-Scores = tuple[Tensor, Tensor | None]
+Scores = tuple[Tensor, Tensor]
 """Log-probabilities and entropies of a micro-batch's completions, [B, T] each."""
 
 
@@ -64,7 +64,8 @@ class Cut:
     def own_scores(self) -> list[Scores]:
         """The scores of TRL's micro-batches; the step forgets them, as its next update has others."""
         sizes = [len(batch["prompt_ids"]) for batch in self.own]
-        logprobs, entropies = (_back(list(each), self.order, sizes) for each in zip(*self.scores, strict=True))
+        back = self.order.argsort().to(self.scores[0][0].device)
+        logprobs, entropies = (torch.cat(each)[back].split(sizes) for each in zip(*self.scores, strict=True))
         self.scores = []
         return list(zip(logprobs, entropies, strict=True))
 
@@ -110,7 +111,7 @@ def own_metrics(trainer: Any, seen: list[Any], loss: Callable[[Batch], Any]) -> 
         del values[before.get(name, 0) :]
     number = trainer._step % trainer.args.steps_per_generation
     present = session.cuts[number // len(session.cuts[0].own)]
-    present.scores += [(each.logprobs.detach(), each.entropies) for each in seen]
+    present.scores += [(each.logprobs.detach(), each.entropies) for each in seen]  # TRL's loss asks for both
     if len(present.scores) < len(present.own):
         return
     for batch, scores in zip(present.own, present.own_scores(), strict=True):
@@ -124,10 +125,11 @@ def _is_of_all(value: Any) -> bool:
 
 
 def _joined(values: list[Any], sizes: list[int]) -> Any:
-    """A field of several micro-batches as that of one; NotImplemented where it is none of a row each (patches of pictures)."""
+    """A field of several micro-batches as that of one; NotImplemented where it is none of a row each."""
     first = values[0]
     if _is_of_all(first):
         return first
+    # Patches of pictures, for one, are more than rows.
     if not isinstance(first, Tensor | list) or [len(value) for value in values] != sizes:
         return NotImplemented
     if isinstance(first, Tensor):
@@ -139,12 +141,3 @@ def _rows(value: Any, rows: Tensor) -> Any:
     if _is_of_all(value):
         return value
     return value[rows.to(value.device)] if isinstance(value, Tensor) else [value[row] for row in rows.tolist()]
-
-
-def _back(parts: list[Tensor | None], order: Tensor, sizes: list[int]) -> list[Tensor | None]:
-    """Rows that stand in klamp's order, in TRL's."""
-    known = [part for part in parts if part is not None]
-    if len(known) < len(parts):
-        return [None] * len(sizes)
-    joined = torch.cat(known)
-    return list(joined[order.argsort().to(joined.device)].split(sizes))

@@ -86,11 +86,11 @@ class KLMixin(Host):
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         before = getattr(self, "_buffered_inputs", None)
         inputs = super()._prepare_inputs(generation_batch)
-        session, args = self._klamp, cast(Any, self.args)
-        if self._buffered_inputs is not before:
+        session, args, buffered = self._klamp, cast(Any, self.args), cast(Any, self._buffered_inputs)
+        if buffered is not before:
             applies = fast_batches.applies(self)
-            session.cuts = fast_batches.cut(self._buffered_inputs, args.gradient_accumulation_steps) if applies else []
-        if not (session.cuts and self.model.training):
+            session.cuts = fast_batches.cut(buffered, args.gradient_accumulation_steps) if applies else []
+        if not (session.cuts and cast(Any, self.model).training):
             return inputs
         batches = [batch for each in session.cuts for batch in each.batches]
         return batches[self._step % args.steps_per_generation]
@@ -146,12 +146,12 @@ class KLMixin(Host):
         session.losses += 1
         beta = self._refresh_beta()
         own = partial(super()._compute_loss, model)
-        with session.listening() as seen, session.learning(fast_scoring.learning_rows(self, inputs, beta)):
-            with fast_batches.own_metrics(self, seen, own):
-                if session.control is None or not session.control.kl.needs_reference:
-                    loss = own(inputs)
-                else:
-                    loss = self._loss_with_penalty(model, inputs, seen, beta)
+        learns = fast_scoring.learning_rows(self, inputs, beta)
+        with session.listening() as seen, session.learning(learns), fast_batches.own_metrics(self, seen, own):
+            if session.control is None or not session.control.kl.needs_reference:
+                loss = own(inputs)
+            else:
+                loss = self._loss_with_penalty(model, inputs, seen, beta)
         if inputs.get("ref_per_token_logps") is not None and (session.control is not None or len(seen) == 1):
             measure.after_loss(self, inputs, only_scoring(seen), beta)
         return loss
