@@ -9,6 +9,10 @@ READY := $(VENV)/.installed-for-klamp
 # Packages are compiled when they are imported, which most of their modules never are.
 PIP   := $(BIN)/python -m pip --disable-pip-version-check install -qq --no-compile
 
+# What a module is compiled to is kept, whatever the surroundings say: the checks start hundreds of processes, each of
+# which would spend ten seconds on compiling torch and transformers anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 # Two workers with one thread each: the machine that these checks are timed on has two cores.
 WORKERS     ?= 2
 PYTEST_ARGS ?=
