@@ -28,6 +28,7 @@ from benchmarks import (
     references,
     scale,
     step,
+    unsloth,
     waits,
 )
 from benchmarks.records import RESULTS, Benchmark, markdown, measure, save

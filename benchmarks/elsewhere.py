@@ -47,15 +47,15 @@ def by_trainer(runs: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]
     return {seen["trainer"]: seen for seen in runs}
 
 
-def compared(places: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """A table with a row per place and trainer, each against TRL's there."""
+def compared(places: Mapping[str, Sequence[Mapping[str, Any]]], names: Mapping[str, str] = NAMES) -> str:
+    """A table with a row per place and trainer, each by its name and against TRL's there."""
     rows = []
     for name, runs in places.items():
         here = by_trainer(runs)
         for trainer, seen in here.items():
             rate = throughput(seen) / throughput(here["trl"])
             cells = (f"{rate:.2f}×", f"{middle(seen['cpu_seconds']):.2f}", f"{seen['extra_mib']:,.0f}")
-            rows.append((name, seen["model"], seen["prompt"], NAMES[trainer], spread(seen["seconds"]), *cells))
+            rows.append((name, seen["model"], seen["prompt"], names[trainer], spread(seen["seconds"]), *cells))
     headings = ("where", "model", "prompt", "trainer", "seconds per step, median (range)", "against TRL")
     return table((*headings, "CPU seconds", "extra peak MiB"), rows)
 

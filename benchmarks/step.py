@@ -26,7 +26,6 @@ QUICK_SHAPES = {"short": SHORT, "medium": 128}
 TRAINERS = ("trl", "fast", "klamp")
 FLOOR = "floor"
 NAMES = {"trl": "TRL", "fast": "klamp.trl, fast_scoring", "klamp": "klamp train", FLOOR: "products alone"}
-NAMES |= {"unsloth": "Unsloth"}
 STEPS = {"tiny": (3, 1), "3M": (8, 2), "27M": (4, 1)}
 """Model -> steps of a run, and how many of them are warm-up."""
 QUICK_STEPS = {"steps": 3, "warmup": 1}

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.elsewhere import compared
 from benchmarks.records import Benchmark
-from benchmarks.step import QUICK_SHAPES, SHAPES, TRAINERS, measured
+from benchmarks.step import NAMES, QUICK_SHAPES, SHAPES, TRAINERS, measured
 
 PYTHON = Path(__file__).resolve().parent.parent / ".venv-unsloth" / "bin" / "python"
 
@@ -41,7 +41,7 @@ def run(quick: bool) -> dict[str, Any]:
 
 def text(results: Mapping[str, Any]) -> str:
     """A row per length of prompts and trainer."""
-    return compared(results["places"])
+    return compared(results["places"], NAMES | {"unsloth": "Unsloth"})
 
 
 BENCHMARK = Benchmark(
