@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,24 @@ def test_a_run_without_a_checkpoint_and_an_adapter_with_another_start(trained, t
     (young / "config.yaml").write_text(text)
     assert main(["evaluate", "--checkpoint", str(young), "--ref_model", "builtin"]) == 2
     assert "--ref_model cannot be given for an adapter" in capsys.readouterr().err
+
+
+def test_weights_that_changed_on_the_disk_are_refused_and_a_damaged_optimizer_is_not_asked_for(
+    trained, tmp_path, capsys
+) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(trained, copy)
+    newest = copy / "checkpoints" / "step-000004"
+    (newest / "optimizer.pt").write_bytes(b"")
+    assert as_json("--checkpoint", str(copy))["steps"] == 4
+    weights = newest / "policy" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    assert main(["evaluate", "--checkpoint", str(copy)]) == 1
+    err = capsys.readouterr().err
+    assert "the checkpoint is damaged" in err and "policy/model.safetensors changed on the disk" in " ".join(
+        err.split()
+    )
+    assert "step-000002 is whole" in " ".join(err.split())
 
 
 def test_its_flags_are_fields_and_stand_in_the_help() -> None:

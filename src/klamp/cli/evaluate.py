@@ -109,7 +109,7 @@ def find_subject(request: EvaluateRequest) -> Subject:
     """The policy that `--checkpoint` names, with the configuration of its run where it has one.
 
     Raises:
-        RunFolderError: a run without a checkpoint.
+        RunFolderError: a run without a checkpoint, or one whose weights are not those that were written.
         ConfigError: a run whose weights cannot be had, or flags that do not fit it.
         DataError: a damaged configuration.
     """
@@ -134,9 +134,13 @@ def find_subject(request: EvaluateRequest) -> Subject:
     values = config.flat() | {"resume": False, "output_dir": None}
     if start is not None:
         values |= {"model": start, "tokenizer": values["tokenizer"] or values["model"]}
+    from klamp.training.checkpoint import check
     from klamp.training.folders import number_of
     from klamp.training.runners import policy_in
+    from klamp.training.seals import SEAL
 
+    if saved.name.startswith("step-") or (saved / SEAL).exists():
+        check(saved, inside=policy_in(saved))
     steps = number_of(saved) if saved.name.startswith("step-") else None
     return Subject(
         config=_config(_with_task(values, changes)), weights=str(policy_in(saved)), start=values["model"], steps=steps

@@ -194,18 +194,21 @@ def whole_newest(output_dir: Path) -> Path | None:
     return folder
 
 
-def check(checkpoint: Path, *, besides: str = "") -> None:
+def check(checkpoint: Path, *, besides: str = "", inside: Path | None = None) -> None:
     """Refuse a checkpoint, whose ever, whose files are not those that were written.
 
     Args:
         checkpoint: its folder.
         besides: what is to be done besides deleting it.
+        inside: the folder in it whose files are looked at; None: all are.
 
     Raises:
         RunFolderError: it is damaged; names the newest one that is whole.
     """
+    inside = checkpoint if inside is None else inside
     try:
-        names = changed(checkpoint, _noted(checkpoint))
+        noted = {name: sum_ for name, sum_ in _noted(checkpoint).items() if (checkpoint / name).is_relative_to(inside)}
+        names = changed(checkpoint, noted)
     except UNREADABLE as error:
         raise damaged(checkpoint, error, besides=besides) from error
     if names:

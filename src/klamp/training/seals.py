@@ -20,11 +20,13 @@ SEAL = "checksums.json"
 
 def checksums(folder: Path) -> dict[str, str]:
     """Path inside the folder -> SHA-256, for each of its files."""
-    found = {}
-    for file in sorted(each for each in folder.rglob("*") if each.is_file()):
-        with file.open("rb") as stream:
-            found[file.relative_to(folder).as_posix()] = hashlib.file_digest(stream, "sha256").hexdigest()
-    return found
+    files = sorted(each for each in folder.rglob("*") if each.is_file())
+    return {file.relative_to(folder).as_posix(): _checksum(file) for file in files}
+
+
+def _checksum(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def changed(folder: Path, noted: Mapping[str, str]) -> list[str]:
@@ -34,8 +36,8 @@ def changed(folder: Path, noted: Mapping[str, str]) -> list[str]:
         folder: of the checkpoint.
         noted: their checksums.
     """
-    found = checksums(folder)
-    return [name for name, sum_ in noted.items() if found.get(name) != sum_]
+    files = {name: folder / name for name in noted}
+    return [name for name, file in files.items() if not file.is_file() or _checksum(file) != noted[name]]
 
 
 def sync_all(folder: Path) -> None:
