@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -278,6 +279,18 @@ def test_what_the_alarms_know_of_a_configuration(changes: dict[str, str], verifi
     )
     others = settings_of(TrainConfig.from_flat({"beta": 0.02, **changes}))
     assert others.loss_type == "dr_grpo, leave_one_out", "its average alone is not the recipe"
+
+
+def test_a_score_that_is_none_in_a_damaged_record_is_passed_over(tmp_path: Path) -> None:
+    rows = [{"step": step, "eval/addition": 0.5, "eval/words": None if step < 2 else 0.1} for step in (0, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    observer = AlarmObserver(lambda call: None, rl_skill="addition")
+    observer.on_start(SimpleNamespace(config=TrainConfig(), output_dir=tmp_path, start_step=2))  # type: ignore[arg-type]
+    assert [dict(row.metrics) for row in observer.watch.history.evaluations] == [
+        {"addition": 0.5},
+        {"addition": 0.5, "words": 0.1},
+    ]
+    observer.on_step(3, {"kl/k3": 0.1})
 
 
 def test_what_was_seen_before_a_checkpoint_counts_after_it(tmp_path: Path) -> None:

@@ -73,7 +73,10 @@ def step_of(row: Mapping[str, Any] | None) -> float:
 
 def scores_of(row: Mapping[str, Any]) -> dict[str, float]:
     """The scores of an evaluation in a line of metrics.jsonl: skill -> score; none in the line of a step."""
-    return {name.removeprefix(SCORE): row[name] for name in row if name.startswith(SCORE)}
+    scores = {name.removeprefix(SCORE): row[name] for name in row if name.startswith(SCORE)}
+    return {
+        name: score for name, score in scores.items() if isinstance(score, int | float)
+    }  # a damaged line has others
 
 
 def row_of(line: str) -> dict[str, Any] | None:
