@@ -18,6 +18,7 @@ WORKERS     ?= 2
 PYTEST_ARGS ?=
 DEMO_ARGS   ?=
 LANGUAGE_ARGS ?=
+LANGUAGE_THREADS ?= 2
 MUTANTS_ARGS ?=
 LICENCES_ARGS ?=
 
@@ -126,7 +127,7 @@ test-slow: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist load $(SLOW) $(PYTEST_ARGS)
 
 test-language: $(SMOLLM2)
-	OMP_NUM_THREADS=2 $(BIN)/pytest tests/language $(PYTEST_ARGS)
+	OMP_NUM_THREADS=$(LANGUAGE_THREADS) $(BIN)/pytest tests/language $(PYTEST_ARGS)
 
 # In a real browser: the one that is there, else Debian's Chromium.
 test-report: $(READY)
