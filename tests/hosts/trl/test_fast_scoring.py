@@ -132,7 +132,7 @@ MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 def test_the_weights_of_an_engines_log_probabilities_are_those_of_trl(
     pair: Any, mode: str, missing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Old policy, reference, weights and loss, with log-probabilities as vLLM gives them, one of them missing or not."""
+    """Old policy, reference, weights and loss, with log-probabilities as vLLM gives them; one may be missing."""
     made, (stock, fast, _) = {}, pair
     fast._klamp.fast.told.clear()
     plain = generated(stock)
