@@ -40,9 +40,9 @@ def text(results: Mapping[str, Any]) -> str:
 BENCHMARK = Benchmark(
     name="unsloth",
     title="A step of Unsloth's trainer on a CPU",
-    about="As `step`; Unsloth's trainer in the environment of `make test-unsloth`, with its older TRL. On a CPU Unsloth "
-    "has neither its kernels nor models of its own, its compiler is off, and so is its way to run a prompt once for its "
-    "completions, which is on by default on a GPU: what is measured is its trainer and its loss around a plain model.",
+    about="As `step`; Unsloth's trainer in the environment of `make test-unsloth`, with its older TRL. On a CPU "
+    "Unsloth has neither its kernels nor models of its own, its compiler is off, and so is its way to run a prompt once "
+    "for its completions, which is on by default on a GPU: what is measured is its trainer around a plain model.",
     run=run,
     text=text,
 )
