@@ -41,8 +41,8 @@ BENCHMARK = Benchmark(
     name="unsloth",
     title="A step of Unsloth's trainer on a CPU",
     about="As `step`; Unsloth's trainer in the environment of `make test-unsloth`, with its older TRL. On a CPU "
-    "Unsloth has neither its kernels nor models of its own, its compiler is off, and so is its way to run a prompt once "
-    "for its completions, which is on by default on a GPU: what is measured is its trainer around a plain model.",
+    "Unsloth has neither its kernels nor models of its own, its compiler is off, and so is its way to run a prompt "
+    "once for its completions, which is on by default on a GPU: what is measured is its trainer around a plain model.",
     run=run,
     text=text,
 )
