@@ -154,9 +154,14 @@ def test_the_weights_of_an_engines_log_probabilities_are_those_of_trl(
         assert missing
         pytest.skip("this TRL has no weight where the engine left a log-probability out")
     assert made["stock"]["importance_sampling_ratio"].std() > 0.01
+    padding = made["stock"]["completion_mask"] == 0  # where some versions of TRL score the token of padding
     for name, value in made["stock"].items():
         if isinstance(value, torch.Tensor):
-            torch.testing.assert_close(made["fast"][name], value, rtol=SMALL, atol=SMALL, equal_nan=True)
+            one, two = (
+                each.masked_fill(padding, 0) if each.shape == padding.shape else each
+                for each in (made["fast"][name], value)
+            )
+            torch.testing.assert_close(one, two, rtol=SMALL, atol=SMALL, equal_nan=True)
     for metric, values in stock._metrics["train"].items():
         assert fast._metrics["train"][metric] == pytest.approx(values, abs=SMALL, rel=SMALL), metric
     for loss_type in LOSS_TYPES if mode.startswith("token") else LOSS_TYPES[:-2]:  # vespo takes no sequence's weight
