@@ -74,9 +74,8 @@ def step_of(row: Mapping[str, Any] | None) -> float:
 def scores_of(row: Mapping[str, Any]) -> dict[str, float]:
     """The scores of an evaluation in a line of metrics.jsonl: skill -> score; none in the line of a step."""
     scores = {name.removeprefix(SCORE): row[name] for name in row if name.startswith(SCORE)}
-    return {
-        name: score for name, score in scores.items() if isinstance(score, int | float)
-    }  # a damaged line has others
+    # A damaged line has others than numbers.
+    return {name: score for name, score in scores.items() if isinstance(score, int | float)}
 
 
 def row_of(line: str) -> dict[str, Any] | None:

@@ -110,7 +110,9 @@ def own_metrics(trainer: Any, seen: list[Any], loss: Callable[[Batch], Any]) -> 
     for name, values in metrics.items():
         del values[before.get(name, 0) :]
     number = trainer._step % trainer.args.steps_per_generation
-    present = session.cuts[number // len(session.cuts[0].own)]
+    cut_number, place = divmod(number, len(session.cuts[0].own))
+    present = session.cuts[cut_number]
+    present.scores = present.scores if place else []
     present.scores += [(each.logprobs.detach(), each.entropies) for each in seen]  # TRL's loss asks for both
     if len(present.scores) < len(present.own):
         return
