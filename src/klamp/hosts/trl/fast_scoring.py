@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
 from trl.trainer import grpo_trainer
 
@@ -123,8 +124,9 @@ def _tried_out(trainer: Any, model: Any) -> tuple[Traits, str]:
     """What a model allows; and why fast scoring cannot use it, "" where it can."""
     unwrapped = trainer.accelerator.unwrap_model(model)
     plain = grpo_trainer.disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs)
-    with plain, trainer.accelerator.autocast():
-        traits = probe(unwrapped)
+    with plain:
+        with trainer.accelerator.autocast():
+            traits = probe(unwrapped)
         if not traits.head:
             return traits, "the model's logits are not its last hidden states through a plain output head"
         call = _trial(unwrapped)
@@ -156,13 +158,29 @@ def _same_as_host(trainer: Any, model: Any, call: dict[str, Any], traits: Traits
 
     try:
         own = partial(getattr(grpo_trainer.GRPOTrainer, SCORING), trainer, model, **call)
-        expected, also = together(own(batch_size=4)), together(own(batch_size=2))
+        with _as_prepared(trainer, model):
+            expected, also = together(own(batch_size=4)), together(own(batch_size=2))
         ours = together(_scores(trainer, model, Call(**call), traits))
     except Exception:  # as in klamp.scoring.probe: models refuse in a dozen ways
         return False
     low = next(model.parameters()).dtype.itemsize < 4 or trainer.accelerator.mixed_precision not in ("no", None)
     bound = 8 * (also - expected).abs().max() + (1e-2 if low else 1e-5) * expected.abs().max()
     return bool(((ours - expected).abs() <= bound).all())
+
+
+@contextmanager
+def _as_prepared(trainer: Any, model: Any) -> Iterator[None]:
+    """A context in which a model computes as accelerate will have it: in mixed precision, with outputs in float32."""
+    causal = plain_model(trainer, model)
+    inner = causal.forward
+
+    def forward(*args: Any, **options: Any) -> Any:
+        with trainer.accelerator.autocast():
+            return inner(*args, **options)
+
+    mixed = trainer.accelerator.mixed_precision not in ("no", None)
+    with replaced(causal, "forward", convert_outputs_to_fp32(forward) if mixed else forward):
+        yield
 
 
 @dataclass(frozen=True, kw_only=True)
