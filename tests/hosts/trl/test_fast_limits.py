@@ -131,3 +131,14 @@ def test_a_reason_is_said_once_and_trl_does_the_work(base: Any, tmp_path: Path) 
     trainer._klamp.fast.required = True
     with pytest.raises(ConfigError, match="padding amid"):
         trainer.compute_loss(trainer.model, inputs)
+
+
+def test_in_mixed_precision_it_is_tried_out_against_a_prepared_model(tmp_path: Any) -> None:
+    """Whose logits are in float32, so that TRL's scores are too; autocast alone would leave them 16 bits on a CPU."""
+    trainer = klamp_trainer(model(), tmp_path, bf16=True, fast_scoring="require", beta=0.0)
+    with torch.no_grad(), fast_scoring._as_prepared(trainer, trainer.model):
+        call = fast_scoring._trial(trainer.model)
+        scores = trl.GRPOTrainer._get_per_token_logps_and_entropies(trainer, trainer.model, **call)[0]
+    assert scores.dtype == torch.float32 and (scores != scores.bfloat16().float()).any()
+    trainer.train()
+    assert trainer._klamp.fast.traits and not trainer._klamp.fast.told
