@@ -134,12 +134,11 @@ def find_subject(request: EvaluateRequest) -> Subject:
     values = config.flat() | {"resume": False, "output_dir": None}
     if start is not None:
         values |= {"model": start, "tokenizer": values["tokenizer"] or values["model"]}
-    from klamp.training.checkpoint import check
+    from klamp.training.checkpoint import check, is_noted
     from klamp.training.folders import number_of
     from klamp.training.runners import policy_in
-    from klamp.training.seals import SEAL
 
-    if saved.name.startswith("step-") or (saved / SEAL).exists():
+    if is_noted(saved):
         check(saved, inside=policy_in(saved))
     steps = number_of(saved) if saved.name.startswith("step-") else None
     return Subject(

@@ -32,7 +32,7 @@ from klamp.hosts.common.policy_folder import POLICY
 from klamp.tasks.cache import make_readable, without_bars
 from klamp.tasks.files import json_of
 from klamp.training.folders import CHECKPOINTS, SUMMARY, checkpoint_folders, lost, number_of
-from klamp.training.seals import changed, checksums, sealed, sync_all
+from klamp.training.seals import SEAL, changed, checksums, sealed, sync_all
 from klamp.training.sharding import Whole, split_like
 from klamp.training.whole_files import part_of, sync
 
@@ -216,10 +216,18 @@ def check(checkpoint: Path, *, besides: str = "", inside: Path | None = None) ->
         raise damaged(checkpoint, error, besides=besides)
 
 
+def is_noted(checkpoint: Path) -> bool:
+    """Whether a checkpoint should have checksums: klamp's own, or another that was complete once."""
+    return _is_own(checkpoint) or (checkpoint / SEAL).exists()
+
+
+def _is_own(checkpoint: Path) -> bool:
+    return checkpoint.name.startswith("step-")
+
+
 def _noted(checkpoint: Path) -> Mapping[str, str]:
     """The checksums of a checkpoint; older klamp noted none in its own."""
-    own = checkpoint.name.startswith("step-")
-    return _state_of(checkpoint).get("checksums", {}) if own else sealed(checkpoint)
+    return _state_of(checkpoint).get("checksums", {}) if _is_own(checkpoint) else sealed(checkpoint)
 
 
 def load_state(checkpoint: Path) -> dict[str, Any]:

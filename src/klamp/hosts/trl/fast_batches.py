@@ -91,6 +91,15 @@ def cut(batches: list[Batch], accumulated: int) -> list[Cut]:
     return found
 
 
+def present(trainer: Any) -> tuple[Cut, int] | None:
+    """The cut that a trainer is at, and the number of the micro-batch in it; None where it takes TRL's own."""
+    cuts = trainer._klamp.cuts
+    if not (cuts and trainer.model.training):
+        return None
+    number, place = divmod(trainer._step % trainer.args.steps_per_generation, len(cuts[0].own))
+    return cuts[number], place
+
+
 @contextmanager
 def own_metrics(trainer: Any, seen: list[Any], loss: Callable[[Batch], Any]) -> Iterator[None]:
     """A context for a loss: TRL logs what it measures of its own micro-batches, once all of a step are scored.
@@ -100,24 +109,22 @@ def own_metrics(trainer: Any, seen: list[Any], loss: Callable[[Batch], Any]) -> 
         seen: the calls of TRL's scoring method inside the loss.
         loss: TRL's loss of a micro-batch.
     """
-    session = trainer._klamp
-    if not (session.cuts and trainer.model.training):
+    at = present(trainer)
+    if at is None:
         yield
         return
+    step, place = at
     metrics = trainer._metrics["train"]
     before = {name: len(values) for name, values in metrics.items()}
     yield
     for name, values in metrics.items():
         del values[before.get(name, 0) :]
-    number = trainer._step % trainer.args.steps_per_generation
-    cut_number, place = divmod(number, len(session.cuts[0].own))
-    present = session.cuts[cut_number]
-    present.scores = present.scores if place else []
-    present.scores += [(each.logprobs.detach(), each.entropies) for each in seen]  # TRL's loss asks for both
-    if len(present.scores) < len(present.own):
+    scores = [(each.logprobs.detach(), each.entropies) for each in seen]  # TRL's loss asks for both
+    step.scores = step.scores + scores if place else scores
+    if len(step.scores) < len(step.own):
         return
-    for batch, scores in zip(present.own, present.own_scores(), strict=True):
-        with torch.no_grad(), session.knowing(scores):
+    for batch, known in zip(step.own, step.own_scores(), strict=True):
+        with torch.no_grad(), trainer._klamp.knowing(known):
             loss(batch)
 
 

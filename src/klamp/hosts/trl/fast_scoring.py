@@ -163,14 +163,22 @@ def _same_as_host(trainer: Any, model: Any, call: dict[str, Any], traits: Traits
         ours = together(_scores(trainer, model, Call(**call), traits))
     except Exception:  # as in klamp.scoring.probe: models refuse in a dozen ways
         return False
-    low = next(model.parameters()).dtype.itemsize < 4 or trainer.accelerator.mixed_precision not in ("no", None)
+    low = next(model.parameters()).dtype.itemsize < 4 or _is_mixed(trainer)
     bound = 8 * (also - expected).abs().max() + (1e-2 if low else 1e-5) * expected.abs().max()
     return bool(((ours - expected).abs() <= bound).all())
+
+
+def _is_mixed(trainer: Any) -> bool:
+    """Whether a trainer computes in mixed precision."""
+    return trainer.accelerator.mixed_precision not in ("no", None)
 
 
 @contextmanager
 def _as_prepared(trainer: Any, model: Any) -> Iterator[None]:
     """A context in which a model computes as accelerate will have it: in mixed precision, with outputs in float32."""
+    if not _is_mixed(trainer):
+        yield
+        return
     causal = plain_model(trainer, model)
     inner = causal.forward
 
@@ -178,8 +186,7 @@ def _as_prepared(trainer: Any, model: Any) -> Iterator[None]:
         with trainer.accelerator.autocast():
             return inner(*args, **options)
 
-    mixed = trainer.accelerator.mixed_precision not in ("no", None)
-    with replaced(causal, "forward", convert_outputs_to_fp32(forward) if mixed else forward):
+    with replaced(causal, "forward", convert_outputs_to_fp32(forward)):
         yield
 
 

@@ -86,14 +86,12 @@ class KLMixin(Host):
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         before = getattr(self, "_buffered_inputs", None)
         inputs = super()._prepare_inputs(generation_batch)
-        session, args, buffered = self._klamp, cast(Any, self.args), cast(Any, self._buffered_inputs)
+        args, buffered = cast(Any, self.args), cast(Any, self._buffered_inputs)
         if buffered is not before:
             applies = fast_batches.applies(self)
-            session.cuts = fast_batches.cut(buffered, args.gradient_accumulation_steps) if applies else []
-        if not (session.cuts and cast(Any, self.model).training):
-            return inputs
-        batches = [batch for each in session.cuts for batch in each.batches]
-        return batches[self._step % args.steps_per_generation]
+            self._klamp.cuts = fast_batches.cut(buffered, args.gradient_accumulation_steps) if applies else []
+        at = fast_batches.present(self)
+        return inputs if at is None else at[0].batches[at[1]]
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         session, beta = self._klamp, self._refresh_beta()
