@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tests.hosts.trl.test_fast_scoring import LORA, cached
 from transformers import GenerationConfig
 
 from klamp.errors import ConfigError
-from klamp.hosts.trl.fast_generation import why_not_once
+from klamp.hosts.trl.fast_generation import prompts_once, why_not_once
 
 __all__ = ["cached"]
 
@@ -50,6 +51,22 @@ def test_prompts_that_are_all_different_are_left_to_transformers(
     cached.clear()
     generated(trainer, rows=rows_of(4, 1))
     assert cached == []
+
+
+def test_a_model_without_a_cache_in_training_mode_is_left_to_transformers(
+    base: Any, tmp_path: Path, cached: list[tuple[bool, int]]
+) -> None:
+    """As those of a sliding window in older transformers, which make one in evaluation only."""
+    trainer = klamp_trainer(base, tmp_path, fast_scoring="require")
+    traits = trainer._klamp.fast.traits
+    traits.update({key: replace(each, sharing="values") for key, each in traits.items()})
+    for training in (True, False):
+        trainer.model.train(training)
+        cached.clear()
+        with torch.no_grad(), prompts_once(trainer):
+            ids, mask = torch.ones(4, 3, dtype=torch.long), torch.ones(4, 3, dtype=torch.long)
+            trainer.model.generate(ids, attention_mask=mask, generation_config=GenerationConfig(max_new_tokens=2))
+        assert cached == ([] if training else [(False, 1)])
 
 
 def test_a_cache_of_ones_own_is_said_once_and_refused_where_required(base: Any, tmp_path: Path) -> None:

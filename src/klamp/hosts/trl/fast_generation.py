@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from klamp.hosts.trl.exact import plain_model
 from klamp.hosts.trl.fast_scoring import fall_back, replaced
 from klamp.scoring.cache import cache_rows
-from klamp.scoring.model_parts import OpenedModel, Traits, checkpoints
+from klamp.scoring.model_parts import OpenedModel, Traits
 from klamp.scoring.passes import distinct, run_prompts
+from klamp.scoring.scorer import Scorer
 
 KNOWN = ("disable_compile", "generation_config", "synced_gpus")
 """What `generate` may be asked for besides tokens."""
@@ -42,7 +43,8 @@ def prompts_once(trainer: Any) -> Iterator[None]:
         reason = why_not_once(causal, options)
         if reason:
             fall_back(trainer, reason, what="transformers' own first pass")
-        cache = None if reason else _cache_of_prompts(causal, input_ids, attention_mask, options)
+        apart = reason or not Scorer(causal, traits).can_share()
+        cache = None if apart else _cache_of_prompts(causal, input_ids, attention_mask, options)
         return inner(**given, **({} if cache is None else {"past_key_values": cache}))
 
     with replaced(causal, "generate", generate):
@@ -78,7 +80,7 @@ def _cache_of_prompts(causal: nn.Module, ids: Tensor, mask: Tensor, options: dic
     """
     longest = getattr(_settings(causal, options), "max_new_tokens", None) or 1
     opened = OpenedModel(causal, Traits())  # the model as it is called, so that its wrappers count
-    if ids.shape[1] < 2 or checkpoints(causal) or not opened.is_steady(ids.shape[1] + longest):
+    if ids.shape[1] < 2 or not opened.is_steady(ids.shape[1] + longest):
         return None
     some, their_mask, which = distinct(ids[:, :-1], mask[:, :-1])
     if len(some) == len(ids):

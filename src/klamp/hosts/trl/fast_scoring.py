@@ -58,7 +58,7 @@ class FastScoring:
         shared = all(each.sharing == "gradient" for each in self.traits.values())
         once = "each distinct prompt once" if shared else "each completion with its prompt where the cache is no help"
         apart = "".join(f"; but not where {reason}" for reason in sorted(self.told))
-        first = "" if any(each.sharing == "no" for each in self.traits.values()) else FIRST_PASS
+        first = FIRST_PASS if shared else ""
         return f"completions are scored by klamp: {once}, no padding in the head, no logits held{first}{apart}"
 
 
