@@ -8,7 +8,8 @@
 #
 # What `make test-wheel` and `make test-pythons` install into is made by scripts/wheel_environments.sh.
 # PYTHON names the interpreters to try (default: python3.11 python3), of which the first that is 3.11 or newer is taken.
-# Made once; again when this file or the constraints change.
+# Made once; again when this file or the constraints change. What .venv has in the same version (and .venv-verl, for vLLM)
+# is linked, not unpacked again.
 # torch goes first and alone (with triton, where the host imports it even on a CPU), so that a CPU build that is at hand
 # is taken as it is. What declares CUDA libraries among its dependencies goes in without them, and the last step makes
 # sure that nothing brought any.
@@ -83,10 +84,19 @@ fi
 python="$folder/bin/python"
 # Compiled when they are imported, which most of these packages never are.
 install() { "$python" -m pip --disable-pip-version-check install -qq --no-compile --constraint "$constraints" "$@"; }
+link() {
+  local other
+  for other in .venv $([[ "$name" == vllm ]] && echo .venv-verl); do
+    [[ -e "$other/.installed-for-klamp" ]] && "$other/bin/python" scripts/link_packages.py "$folder" "$constraints" "$@"
+  done
+  return 0
+}
 of_torch() { "$python" -m pip --disable-pip-version-check freeze | grep -E '^(torch==|triton==|nvidia-)' || true; }
 
+link torch triton # by themselves: pip names what is missing of every package that it finds
 install "${foundation[@]}"
 before="$(of_torch)"
+link
 if [[ ${#packages[@]} -gt 0 ]]; then
   install "${packages[@]}" "${tests[@]}"
 fi

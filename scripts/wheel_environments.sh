@@ -56,6 +56,7 @@ for name in "$@"; do
   "$python" -m venv --clear "$folder"
   case "$name" in
     wheel)
+      if [[ -e .venv/.installed-for-klamp ]]; then .venv/bin/python scripts/link_packages.py "$folder" constraints.txt torch; fi
       install --constraint constraints.txt torch # first and alone, so that a CPU build at hand is taken as it is
       install --constraint constraints.txt .
       ;;

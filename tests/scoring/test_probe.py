@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tests.training.conftest import tiny_gpt2, tiny_llama
-from transformers import GemmaConfig, GemmaForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import GemmaConfig, GemmaForCausalLM, LlamaModel, MambaConfig, MambaForCausalLM
 from transformers.cache_utils import DynamicLayer
 
 from klamp.scoring import probe as probe_module
@@ -68,6 +68,20 @@ def test_a_cap_that_the_configuration_does_not_name_is_noticed():
 def test_a_cache_without_gradient_serves_values_only(monkeypatch):
     keeps_no_gradient(monkeypatch)
     assert probe(tiny_llama()) == Traits(head=True, sharing="values")
+
+
+def test_a_cache_that_is_made_in_evaluation_only_serves_values_only(monkeypatch):
+    """As Cohere2 and Gemma have it in older transformers; a model is tried out before a trainer puts it into training."""
+    usual = LlamaModel.forward
+
+    def forward(self, *args, use_cache=None, **kwargs):
+        return usual(self, *args, use_cache=use_cache and not self.training, **kwargs)
+
+    monkeypatch.setattr(LlamaModel, "forward", forward)
+    for training in (False, True):
+        model = tiny_llama().train(training)
+        assert probe(model).sharing == "values"
+        assert model.training == training
 
 
 def keeps_no_gradient(monkeypatch):
@@ -132,3 +146,6 @@ def test_a_probe_leaves_the_model_and_the_random_numbers_as_they_were():
     assert torch.equal(torch.rand(3), expected)
     assert model.training and all(p.grad is None for p in model.parameters())
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    torch.manual_seed(5)
+    probe(tiny_gpt2().eval())  # tried out in training mode too, where it drops
+    assert torch.equal(torch.rand(3), expected)

@@ -36,7 +36,7 @@ def probe(model: nn.Module) -> Traits:
 
     The head: whether the last hidden states through it give the model's own log-probabilities. Its cache: whether
     completions of unequal length on the keys and values of left-padded prompts score the same as in one row, and give
-    the same gradient in a few small weights. A model that raises at any of it is used the plain way.
+    the same gradient in a few small weights, and whether it makes one in training mode. A model that raises at any of it is used the plain way.
 
     What counts as the same is judged by how far the plain way moves when its rows are run in one pass instead of two,
     which in exact arithmetic changes nothing.
@@ -47,7 +47,7 @@ def probe(model: nn.Module) -> Traits:
     head = head_of(OpenedModel(model, plain).causal) is not None
     head = head and _agrees(lambda: _logprobs(model, completions, Traits(head=True), APART), expected, close)
     traits = Traits(head=head)
-    with _evaluating(model):
+    with _in_mode(model, training=False):
         values = _agrees(lambda: _logprobs(model, completions, traits, SHARED), expected, close)
     trained: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
     weights = sorted(trained, key=Tensor.numel)[:SMALL_PARAMETERS]
@@ -56,7 +56,7 @@ def probe(model: nn.Module) -> Traits:
     expected, also = (_gradient(model, completions, traits, weights, plan) for plan in (APART, TOGETHER))
     close = _bound(model, expected, also, low=LOW_GRADIENT)
     same = _agrees(lambda: _gradient(model, completions, traits, weights, SHARED), expected, close)
-    return replace(traits, sharing="gradient" if same else "values")
+    return replace(traits, sharing="gradient" if same and _caches_in_training(model, completions) else "values")
 
 
 def notes(traits: Traits) -> list[str]:
@@ -134,11 +134,20 @@ def _agrees(attempt: Callable[[], Tensor], expected: Tensor, close: float) -> bo
         return False
 
 
+@torch.no_grad()
+def _caches_in_training(model: nn.Module, completions: Completions) -> bool:
+    """Whether a model keeps keys and values in training mode too, which some do in evaluation only."""
+    device = completions.ids.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), _in_mode(model, training=True):
+        opened = OpenedModel(model, Traits())
+        return opened.run(completions.prompt_ids, completions.prompt_mask, keep=1, use_cache=True)[1] is not None
+
+
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    training = model.training
-    model.eval()
+def _in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    before = model.training
+    model.train(training)
     try:
         yield
     finally:
-        model.train(training)
+        model.train(before)
