@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Puts packages of the environment that runs this into another one as hard links, where the other pins the same versions.
+"""Puts packages of the environment that runs this into another one as hard links, where the pins agree.
 
     .venv/bin/python scripts/link_packages.py TARGET CONSTRAINTS [NAME ...]
 
-TARGET is a virtual environment, CONSTRAINTS its pins; NAMEs narrow the packages to some of them. What is linked takes no
-room on the disk and no time to unpack (torch and triton alone are 1.7 GB in every environment), and pip finds it
+TARGET is a virtual environment, CONSTRAINTS its pins; NAMEs narrow the packages to some of them. What is linked takes
+no room on the disk and no time to unpack (torch and triton alone are 1.7 GB in every environment), and pip finds it
 installed. A package that pip removes from one of the environments stays in the other. Does nothing where TARGET has
 another Python, or lies on another disk.
 """

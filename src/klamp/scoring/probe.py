@@ -36,7 +36,8 @@ def probe(model: nn.Module) -> Traits:
 
     The head: whether the last hidden states through it give the model's own log-probabilities. Its cache: whether
     completions of unequal length on the keys and values of left-padded prompts score the same as in one row, and give
-    the same gradient in a few small weights, and whether it makes one in training mode. A model that raises at any of it is used the plain way.
+    the same gradient in a few small weights; and whether it is made in training mode. A model that raises at any of it
+    is used the plain way.
 
     What counts as the same is judged by how far the plain way moves when its rows are run in one pass instead of two,
     which in exact arithmetic changes nothing.
