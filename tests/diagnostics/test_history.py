@@ -7,7 +7,7 @@ import math
 import pytest
 from tests.diagnostics.histories import completion, history_of
 
-from klamp.diagnostics.history import Row, Settings
+from klamp.diagnostics.history import History, Row, Settings, Written
 
 
 def test_the_last_values_of_a_metric_skip_steps_without_it() -> None:
@@ -57,3 +57,23 @@ def test_a_replay_shows_the_run_as_it_grew() -> None:
     history.add_completions([completion(2), completion(2), completion(3)])
     seen = [(len(view.rows), len(view.evaluations), view.step, len(view.completions)) for view in history.replay()]
     assert seen == [(0, 1, 0, 0), (1, 1, 1, 0), (2, 1, 2, 1), (2, 2, 2, 1), (3, 2, 3, 2), (3, 3, 3, 2)]
+
+
+def test_a_replay_keeps_the_completions_that_rules_look_at() -> None:
+    history = history_of(reward=[0.1] * 9)
+    history.add_completions(map(completion, range(1, 10)))
+    *_, last = history.replay()
+    assert list(last.completions) == [1, 7, 8, 9]
+    assert len(history.completions) == 9
+
+
+def test_a_replay_reads_what_is_unread_once_and_keeps_its_rows() -> None:
+    history = History(
+        unread=(Written(step=s, completions=[completion(s)], row=Row(step=s, metrics={})) for s in (1, 2))
+    )
+    assert [(view.step, len(view.completions), len(history.rows)) for view in history.replay()] == [
+        (1, 1, 1),
+        (2, 2, 2),
+    ]
+    assert list(history.completions) == [1, 2] and not history.unread
+    assert [view.step for view in history.replay()] == [1, 2]

@@ -6,9 +6,9 @@ import math
 from dataclasses import replace
 
 import pytest
-from tests.diagnostics.histories import completion, history_of
+from tests.diagnostics.histories import completion
 
-from klamp.diagnostics.token_metrics import completion_metrics, with_rows
+from klamp.diagnostics.token_metrics import completion_metrics, row_of
 
 
 def test_metrics_are_over_trained_tokens() -> None:
@@ -45,9 +45,7 @@ def test_groups_and_repetition() -> None:
     assert completion_metrics([replace(said, tokens=("?",) * 6)])["length/repeated"] == 0, "tokens without a name"
 
 
-def test_rows_are_made_for_steps_that_have_none() -> None:
-    history = history_of(reward=[0.5])
+def test_the_row_of_a_step_counts_its_prompts() -> None:
     twice = [completion(2, reward=0.25, group="a"), completion(2, reward=0.25, group="a")]
-    history.add_completions([completion(1, reward=0.0), *twice, completion(2, reward=0.25, group="b")])
-    rows = with_rows(history).rows
-    assert [(row.step, row.metrics["reward"], row.prompts) for row in rows] == [(1, 0.5, None), (2, 0.25, 2)]
+    row = row_of(2, [*twice, completion(2, reward=0.25, group="b")])
+    assert (row.step, row.metrics["reward"], row.prompts) == (2, 0.25, 2)

@@ -11,8 +11,11 @@ import torch
 from tests.training.conftest import disturb, tiny_llama
 from torch import Tensor, nn
 
+from klamp.cli.app import main
 from klamp.diagnostics.doctor import Diagnosis, examine
+from klamp.diagnostics.history import WRITTEN
 from klamp.records import read_record
+from klamp.records.in_order import StepsOutOfOrder
 from klamp.records.rollouts import completion_of
 from klamp.tasks.arithmetic import arithmetic_tokenizer
 
@@ -81,7 +84,10 @@ def diagnose(folder: Path, lines: list[dict[str, Any]], name: str = "token_expor
     file = folder / name
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    return examine(read_record(folder))
+    found, streamed = (examine(read_record(folder, hold=hold)) for hold in (True, False))
+    assert (found.findings, found.unchecked) == (streamed.findings, streamed.unchecked)
+    assert found.history.rows == streamed.history.rows
+    return found
 
 
 def names(diagnosis: Diagnosis) -> list[str]:
@@ -272,3 +278,34 @@ def test_a_long_log_takes_less_memory_than_its_file(tmp_path: Path) -> None:
     tracemalloc.stop()
     assert len(history.completions) == 100
     assert held < most < 0.8 * file.stat().st_size
+
+
+def test_a_long_log_is_examined_a_step_at_a_time(tmp_path: Path) -> None:
+    import tracemalloc
+
+    peaks = []
+    for steps in (1, 20, 200):  # the first imports what is imported on the way
+        file = tmp_path / f"{steps}.jsonl"
+        numbers = [-0.5] * 2000
+        row = {"policy_logprobs": numbers, "ref_logprobs": numbers, "tokens": [f"word{i % 50}" for i in range(2000)]}
+        file.write_text("".join(json.dumps(row | {"step": step}) + "\n" for step in range(1, steps + 1)))
+        tracemalloc.start()
+        diagnosis = examine(read_record(file, hold=False))
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert [row.step for row in diagnosis.history.rows] == list(range(1, steps + 1))
+        assert len(diagnosis.history.completions) == min(steps, WRITTEN + 1)
+    assert peaks[2] < 1.5 * peaks[1], "ten times as many steps"
+
+
+def test_a_log_that_goes_back_to_an_earlier_step_is_read_as_a_whole(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "log.jsonl"
+    lines = [{"step": step, "policy_logprobs": [-1.0], "ref_logprobs": [-1.0], "reward": 0.5} for step in (1, 3, 2, 3)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(StepsOutOfOrder):
+        examine(read_record(file, hold=False))
+    assert main(["doctor", str(file)]) == 0
+    assert "3 logged steps up to step 3" in capsys.readouterr().out
+    file.write_text("".join(json.dumps(line) + "\n" for line in [*lines[:2], {"step": 4}]))
+    assert main(["doctor", str(file)]) == 2, "what is damaged is found wherever it is"
+    assert "line 3 is no completion" in capsys.readouterr().err

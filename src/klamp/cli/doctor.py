@@ -40,15 +40,12 @@ def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
     check_names(options.fail_on)
     names = read_pairs(options.map)
     try:
-        from klamp.records import read_record
-
-        history = read_record(options.path, names)
+        diagnosis = _examined(options, names)
         reports = _synced(options.path) if options.check_sync else {}
     except KlampError as error:
         show_error(error)
         return UNREADABLE
-    history.settings = dataclasses.replace(history.settings, **_settings(options))
-    diagnosis = examine(history)
+    history = diagnosis.history
     checked = diagnosis.findings or reports
     if not checked and (history.is_empty or len(diagnosis.unchecked) == len(ALARMS)):
         show_error(_nothing_to_check(options.path, history))
@@ -62,6 +59,26 @@ def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
         show(diagnosis, options.path, out)
         show_sync(reports, out)
     return ALARMED if failed else HEALTHY
+
+
+def _examined(options: DoctorOptions, names: Mapping[str, str]) -> Diagnosis:
+    """What the alarms find in a record, of which no more is held in memory than they look at.
+
+    Raises:
+        KlampError: it cannot be read.
+    """
+    from klamp.records import read_record
+    from klamp.records.in_order import StepsOutOfOrder
+
+    def read(hold: bool) -> Diagnosis:
+        history = read_record(options.path, names, hold=hold)
+        history.settings = dataclasses.replace(history.settings, **_settings(options))
+        return examine(history)
+
+    try:
+        return read(hold=False)
+    except StepsOutOfOrder:
+        return read(hold=True)
 
 
 def _synced(path: Path) -> dict[int, SyncReport]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from klamp.diagnostics.alarm import Alarm, Evidence
 from klamp.diagnostics.alarms import ALARMS
-from klamp.diagnostics.history import Completion, History
+from klamp.diagnostics.history import History
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,15 +82,17 @@ def examine(history: History) -> Diagnosis:
 
     Args:
         history: the run; as much of it as the record holds.
+
+    Raises:
+        DataError: completions that are still in their files cannot be read.
     """
-    lacks = {name: missing(alarm, history) for name, alarm in ALARMS.items()}
-    checked = [alarm for name, alarm in ALARMS.items() if not lacks[name]]
     raised: dict[str, dict[int, Evidence]] = {}
     for view in history.replay():
-        for alarm in checked:
+        for alarm in ALARMS.values():
             evidence = alarm.rule(view)
             if evidence is not None:
                 raised.setdefault(alarm.name, {}).setdefault(view.step, evidence)
+    lacks = {name: missing(alarm, history) for name, alarm in ALARMS.items()}
     findings = [
         Finding(
             alarm=ALARMS[name],
@@ -100,6 +102,7 @@ def examine(history: History) -> Diagnosis:
             evidence=seen[min(seen)],
         )
         for name, seen in raised.items()
+        if not lacks[name]
     ]
     findings.sort(key=lambda finding: (finding.alarm.level != "alarm", finding.first_step))
     return Diagnosis(history=history, findings=findings, unchecked={name: text for name, text in lacks.items() if text})
@@ -122,14 +125,10 @@ def _has(history: History, need: str) -> bool:
             return True
         if part == "completions" and history.completions:
             return True
-        if part == "sampler_logprobs" and any(each.sampled is not None for each in _all_completions(history)):
+        if part == "sampler_logprobs" and history.tells_sampler:
             return True
         if part == "evaluations" and len(history.evaluations) > 1:
             return True
         if part.startswith("settings.") and getattr(history.settings, part.removeprefix("settings.")) is not None:
             return True
     return False
-
-
-def _all_completions(history: History) -> Iterator[Completion]:
-    return (each for completions in history.completions.values() for each in completions)

@@ -6,6 +6,7 @@ The trainer fills one step by step, readers of records fill one at once; the nam
 
 from __future__ import annotations
 
+import heapq
 import math
 import reprlib
 import sys
@@ -20,6 +21,8 @@ Side: TypeAlias = Literal["ref", "sampler"]
 
 EARLY = 50
 """Steps at the beginning of a run that rules may look back to."""
+WRITTEN = 3
+"""Steps with completions, the latest, that rules may look at besides the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,6 +221,18 @@ def _answers_at(answers: Sequence[Answer], step: int) -> dict[Question, Answer]:
     return {(answer.skill, answer.question): answer for answer in answers if answer.step == step}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What was written in one step."""
+
+    step: int
+    """The step, from 1."""
+    completions: Sequence[Completion]
+    """The completions of the step."""
+    row: Row | None = None
+    """The metrics that they give, where the record has no others."""
+
+
 @dataclass(kw_only=True)
 class History:
     """The record of a run, or of the part of it that has happened."""
@@ -233,7 +248,11 @@ class History:
     evaluations: list[Row] = field(default_factory=list)
     """Number of steps done -> (skill -> mean score)."""
     completions: dict[int, list[Completion]] = field(default_factory=dict)
-    """Step -> the completions that were written in it."""
+    """Step -> the completions that were written in it; of a run under way, those that rules may look at."""
+    unread: Iterable[Written] = ()
+    """Completions that are still in their files, in order of their steps; a replay reads them, once."""
+    tells_sampler: bool = False
+    """Whether some completion says which of its tokens the model wrote."""
     answers: list[Answer] = field(default_factory=list)
     """Answers of evaluations, in order."""
     cautions: list[str] = field(default_factory=list)
@@ -266,6 +285,12 @@ class History:
         """Add completions to the steps that they were written in."""
         for each in completions:
             self.completions.setdefault(each.step, []).append(each)
+            self.tells_sampler |= each.sampled is not None
+
+    def forget_completions(self) -> None:
+        """Drop the completions that no rule looks at any more."""
+        for old in sorted(self.completions)[1:-WRITTEN]:
+            del self.completions[old]
 
     def last(self, name: str, count: int, *, before: int = 0) -> list[float]:
         """The values of a metric in the last `count` steps that have it, the latest last, `before` of them left out.
@@ -292,16 +317,33 @@ class History:
         return next((name for name in ("kl/exact", "kl/k3", "kl/k1") if name in last), None)
 
     def replay(self) -> Iterator[History]:
-        """The run as it was after each step and evaluation; always the same object, which grows."""
+        """The run as it was after each step and evaluation; always the same object, which grows.
+
+        Completions that are not held are read on the way. Of them this history keeps the rows that they give, and at
+        the end what the last view holds.
+        """
         view = History(source=self.source, settings=self.settings)
-        events = [(row.step, 1, row) for row in self.rows] + [(row.step, 2, row) for row in self.evaluations]
-        for step, kind, row in sorted(events, key=lambda event: event[:2]):
-            if kind == 1:
-                view.rows.append(row)
-                view.completions |= {step: self.completions[step]} if step in self.completions else {}
+        held = (Written(step=step, completions=self.completions[step]) for step in sorted(self.completions))
+        events = heapq.merge(
+            ((each.step, 0, each) for each in held),
+            ((each.step, 0, each) for each in self.unread),
+            ((row.step, 1, row) for row in sorted(self.rows, key=lambda row: row.step)),
+            ((row.step, 2, row) for row in sorted(self.evaluations, key=lambda row: row.step)),
+            key=lambda event: event[:2],
+        )
+        for _, kind, event in events:
+            if isinstance(event, Written):
+                view.add_completions(event.completions)
+                view.forget_completions()
+                if event.row is None:
+                    continue
+                self.rows.append(event.row)
+                view.rows.append(event.row)
             else:
-                view.evaluations.append(row)
+                (view.rows if kind == 1 else view.evaluations).append(event)
             yield view
+        if self.unread:
+            self.completions, self.tells_sampler, self.unread = view.completions, view.tells_sampler, ()
 
 
 def bounded(value: float) -> float:

@@ -10,7 +10,7 @@ from statistics import fmean
 import torch
 
 from klamp.core.estimators import ESTIMATORS
-from klamp.diagnostics.history import Completion, History, Row, Side
+from klamp.diagnostics.history import Completion, Row, Side
 from klamp.diagnostics.statistics import group_metrics
 
 UNKNOWN = "?"
@@ -67,17 +67,11 @@ def _group_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     return {name: float(value) for name, value in group_metrics(rewards, lengths, size).items()}
 
 
-def with_rows(history: History) -> History:
-    """The same history, with a row of metrics for every step that has completions and no row of its own.
+def row_of(step: int, completions: Sequence[Completion]) -> Row:
+    """The row of metrics of a step that the record has completions of, and nothing else.
 
     Args:
-        history: changed in place.
+        step: the step.
+        completions: those that were written in it.
     """
-    logged = {row.step for row in history.rows}
-    made = [
-        Row(step=step, metrics=completion_metrics(completions), prompts=len({each.group for each in completions}))
-        for step, completions in history.completions.items()
-        if step not in logged
-    ]
-    history.rows = sorted([*history.rows, *made], key=lambda row: row.step)
-    return history
+    return Row(step=step, metrics=completion_metrics(completions), prompts=len({each.group for each in completions}))

@@ -11,9 +11,8 @@ from klamp.diagnostics.history import EARLY, Completion, History, Row, Settings
 
 ALARMS_FILE = "alarms.jsonl"
 """The file that alarms of a run are written to as they rise, one `Finding.record` a line."""
-LATE, WRITTEN = 150, 3
-"""Steps at the end of a run (at its beginning `EARLY`), and steps with completions, that are kept: no rule looks at
-more."""
+LATE = 150
+"""Steps at the end of a run (at its beginning `EARLY`) that are kept: no rule looks at more."""
 
 
 class AlarmWatch:
@@ -52,8 +51,7 @@ class AlarmWatch:
         del self.history.rows[EARLY:-LATE]
         self.history.evaluations.extend(evaluations)
         self.history.add_completions(list(completions))
-        for old in sorted(self.history.completions)[:-WRITTEN]:
-            del self.history.completions[old]
+        self.history.forget_completions()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
         """The alarms that rise with the metrics of a step and were not told before."""

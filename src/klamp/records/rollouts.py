@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from klamp.diagnostics.history import Completion, History, check_lengths, every, flags_of, numbers_of, texts_of
-from klamp.diagnostics.token_metrics import UNKNOWN, with_rows
+from klamp.diagnostics.token_metrics import UNKNOWN, row_of
 from klamp.records.files import each_row, json_lines, unreadable
+from klamp.records.in_order import by_step
 
 LARGEST = 0.01
 """The largest value that a log-probability may have by rounding."""
@@ -38,23 +40,35 @@ def is_rollout(row: Mapping[str, Any]) -> bool:
     return isinstance(_first(row, POLICY), list)
 
 
-def read_rollouts(files: Iterable[Path], *, source: str = "JSONL rollouts") -> History:
+def read_rollouts(files: Iterable[Path], *, source: str = "JSONL rollouts", hold: bool = True) -> History:
     """Read the history in files of completions.
+
+    Args:
+        files: in order of their steps.
+        source: who wrote them, in words.
+        hold: whether the completions are held; else they are left unread, but for the first.
 
     Raises:
         DataError: a line that cannot be used, or no line at all.
     """
     history, files = History(source=source), list(files)
-    for file in files:
-        step = _step_in(file)
-        what = "line {} is no completion with log-probabilities"
-        found = each_row(
-            json_lines(file), file, lambda row, step=step: completion_of(row, default_step=step), what=what
-        )
-        history.add_completions(found)
-    if not history.completions:
+    found = chain.from_iterable(map(_completions_in, files))
+    first = next(found, None)
+    if first is None:
         raise unreadable("there are no completions", files[0] if files else Path(), why="the files are empty")
-    return with_rows(history)
+    every_one = chain([first], found)
+    if not hold:
+        history.unread = by_step(every_one, with_rows=True)
+        return history
+    history.add_completions(every_one)
+    history.rows = [row_of(step, history.completions[step]) for step in sorted(history.completions)]
+    return history
+
+
+def _completions_in(file: Path) -> Iterator[Completion]:
+    step = step_in(file)
+    what = "line {} is no completion with log-probabilities"
+    return each_row(json_lines(file), file, lambda row: completion_of(row, default_step=step), what=what)
 
 
 def completion_of(row: Mapping[str, Any], *, default_step: int = 1) -> Completion:
@@ -151,7 +165,7 @@ def _one(row: Mapping[str, Any], names: Sequence[str]) -> float | None:
     return None if value is None else float(value)
 
 
-def _step_in(file: Path) -> int:
+def step_in(file: Path) -> int:
     """The step in the name of a file: 12.jsonl, or step_12/rank_0.jsonl."""
     for name in (file.stem, file.parent.name):
         found = re.fullmatch(r"(?:step[_-])?(\d+)", name)
