@@ -216,7 +216,8 @@ def text(results: Mapping[str, Any]) -> str:
         f"({sizes['run'] / 1e6:,.0f} MB); its report has {commands['klamp report']['output_bytes'] / 1e6:.2f} MB.",
         f"- The log of completions has {sizes['log'] / 1e6:,.0f} MB. The doctor takes "
         f"{middle(log['seconds']) / middle(alone['seconds']):.1f} times as long as reading its JSON alone, and holds "
-        f"{log['peak_mib'] - commands['klamp doctor']['peak_mib']:.0f} MiB more than for the long run, however long it is.",
+        f"{log['peak_mib']:.0f} MiB at most, libraries included; with the long run, a record "
+        f"{sizes['log'] / sizes['run']:.1f} times as small, {commands['klamp doctor']['peak_mib']:.0f} MiB.",
         f"- The ablation has {ablation['runs']} runs of one step, one after the other: "
         f"{middle(ablation['seconds']) / ablation['runs']:.1f} s each.",
     ]
