@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """TRL's own tests of GRPO, once with TRL's classes and once with klamp's in their place, compared test by test.
 
-    scripts/trl_own_tests.py CHECKOUT [--python .venv-oldest/bin/python] [-k EXPR] [--fast_scoring]
+    scripts/trl_own_tests.py CHECKOUT [--python .venv-oldest/bin/python] [-k EXPR] [--fast_scoring] [--first_step]
 
 CHECKOUT is TRL's repository: a folder with tests/ in it, or a git directory (a revision of it by --revision). It should
 be of the version that the environment holds; TRL's releases come without tests, so there is nothing to fetch them from.
@@ -140,6 +140,7 @@ def run_tests(folder: Path, classes: str, options: argparse.Namespace) -> dict[s
     variables = environment(
         home, KLAMP_OWN_CLASSES=classes, KLAMP_OWN_RECORD=str(record), KLAMP_OWN_HUBS=str(folder / "hubs")
     )
+    variables |= {"KLAMP_OWN_FIRST_STEP": "1"} if options.first_step else {}
     command = [options.python, "-m", "pytest", "-p", "own_plugin", "-p", "no:cacheprovider", "-q", "--tb=short", SUITE]
     command += ["--basetemp", str(folder / f"files-{classes}"), "--timeout", str(options.timeout), "-k", options.k]
     with (folder / f"{classes}.log").open("w") as log:
@@ -155,6 +156,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--python", default=str(ROOT / ".venv-oldest" / "bin" / "python"))
     parser.add_argument("-k", default="", metavar="EXPR", help="pytest's own -k")
     parser.add_argument("--fast_scoring", action="store_true", help="klamp's class with fast_scoring on")
+    parser.add_argument("--first_step", action="store_true", help="both train for one step in float32")
     parser.add_argument("--timeout", type=int, default=300, help="seconds per test")
     parser.add_argument("--keep", type=Path, help="a new folder for the logs and records; without it they are removed")
     options = parser.parse_args()

@@ -1,7 +1,9 @@
 """pytest plugin for TRL's own tests: their dataset, the classes under test, and a record of what became of each test.
 
 KLAMP_OWN_CLASSES=klamp puts klamp's GRPOConfig and GRPOTrainer in the place of TRL's before a test module is imported;
-KLAMP_OWN_CLASSES=fast does so with `fast_scoring` on wherever a test does not speak of it.
+KLAMP_OWN_CLASSES=fast does so with `fast_scoring` on wherever a test does not speak of it. KLAMP_OWN_FIRST_STEP=1 has
+either class train for one step in float32, likewise, whose gradient norm counts as a loss: the tests' learning rate of
+0.1 makes of a difference in the last bit one in the second digit.
 KLAMP_OWN_RECORD names the file that gets one line of JSON per test, as each ends: a crash loses the running test only.
 KLAMP_OWN_HUBS is the folder that own_hub.py filled; HF_HOME is a folder of the run's own.
 """
@@ -22,6 +24,7 @@ from typing import Any
 import datasets
 import pytest
 import trl
+from accelerate.state import AcceleratorState
 from datasets import Dataset, DatasetDict, IterableDatasetDict
 from transformers import Trainer
 
@@ -31,6 +34,8 @@ TRAINED_ON = 12  # of 14 rows; the dataset that the tests name has 17 of 19
 ZEN = "trl-internal-testing/zen"
 # Ids of Qwen's written out; and a test that needs an end of turn never to be sampled.
 NEEDS_FULL = re.compile(r"\b1516[45]\d\b|_all_masked")
+
+FIRST_STEP = {"bf16": False, "max_steps": 1, "logging_steps": 1}
 
 losses: list[str] = []  # of the training runs of the running test
 
@@ -73,6 +78,8 @@ def record_losses(train: Any) -> Any:
     def recorded(self: Any, *args: Any, **options: Any) -> Any:
         result = train(self, *args, **options)
         losses.append(float(result.training_loss).hex())
+        if os.environ.get("KLAMP_OWN_FIRST_STEP"):
+            losses.extend(float(row["grad_norm"]).hex() for row in self.state.log_history if "grad_norm" in row)
         return result
 
     return recorded
@@ -82,22 +89,21 @@ def pytest_configure(config: pytest.Config) -> None:
     datasets.load_dataset = serve_dataset(datasets.load_dataset)
     Trainer.train = record_losses(Trainer.train)
     classes = os.environ.get("KLAMP_OWN_CLASSES")
+    defaults = dict(FIRST_STEP) if os.environ.get("KLAMP_OWN_FIRST_STEP") else {}
     if classes in ("klamp", "fast"):
         import klamp.trl
 
-        trl.GRPOConfig = with_fast_scoring(klamp.trl.GRPOConfig) if classes == "fast" else klamp.trl.GRPOConfig
-        trl.GRPOTrainer = klamp.trl.GRPOTrainer
+        trl.GRPOConfig, trl.GRPOTrainer = klamp.trl.GRPOConfig, klamp.trl.GRPOTrainer
+        defaults |= {"fast_scoring": True} if classes == "fast" else {}
+    trl.GRPOConfig = with_defaults(trl.GRPOConfig, defaults) if defaults else trl.GRPOConfig
 
 
-def with_fast_scoring(config: Any) -> Any:
-    """A configuration class whose default is `fast_scoring=True`."""
-
-    @dataclasses.dataclass
-    class GRPOConfig(config):
-        fast_scoring: bool | str = True
-
-    GRPOConfig.__module__, GRPOConfig.__qualname__ = "trl", "GRPOConfig"  # where it is put: pickle looks for it there
-    return GRPOConfig
+def with_defaults(config: Any, defaults: dict[str, Any]) -> Any:
+    """A configuration class with other defaults."""
+    fields = [(name, Any, dataclasses.field(default=value)) for name, value in defaults.items()]
+    made: Any = dataclasses.make_dataclass("GRPOConfig", fields, bases=(config,))
+    made.__module__ = "trl"  # where it is put: pickle looks for it there
+    return made
 
 
 def hub_for(test: Any) -> str:
@@ -109,6 +115,9 @@ def hub_for(test: Any) -> str:
 def pytest_runtest_protocol(item: pytest.Function) -> Any:
     """Each test starts with no losses, and finds its models where huggingface_hub looks for them."""
     losses.clear()
+    if os.environ.get("KLAMP_OWN_FIRST_STEP"):  # a test without arguments would leave the others in mixed precision
+        os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
+        AcceleratorState._reset_state(reset_partial_state=True)
     hub = Path(os.environ["HF_HOME"]) / "hub"
     hub.unlink(missing_ok=True)
     hub.symlink_to(Path(os.environ["KLAMP_OWN_HUBS"]) / hub_for(item.function))
