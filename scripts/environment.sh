@@ -80,7 +80,7 @@ if [[ "$candidate" == missing ]]; then
   echo "klamp needs Python 3.11 or newer; name yours: PYTHON=/path/to/python3.11 $0 $name" >&2
   exit 1
 fi
-"$candidate" -m venv "$folder"
+"$candidate" -m venv --clear "$folder" # what a making that was ended has left, too
 python="$folder/bin/python"
 # Compiled when they are imported, which most of these packages never are.
 install() { "$python" -m pip --disable-pip-version-check install -qq --no-compile --constraint "$constraints" "$@"; }

@@ -31,6 +31,8 @@ def test_a_text_has_its_parts_in_one_order_and_leaves_out_what_is_not_there():
     assert str(whole) == "it is wrong\n  got: 3\n  why: since\n  fix: do this"
     assert str(ConfigError("it is wrong")) == "it is wrong"
     assert str(ConfigError("it is wrong", got=0)) == "it is wrong\n  got: 0", "0 is a value like any other"
+    long = ConfigError("it is wrong", got=["9" * 10_000])
+    assert str(long) == f"it is wrong\n  got: ['{'9' * 998}..." and len(long.got[0]) == 10_000
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)

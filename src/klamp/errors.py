@@ -32,6 +32,8 @@ from typing import Any
 
 LONGEST_VALUE = 200
 """Characters of a wrong value that a message shows."""
+LONGEST_GOT = 1000
+"""Characters of all that klamp received that a message shows, whatever it is made of."""
 URL = re.compile(r"([A-Za-z][\w+.-]*://)(\S+)")
 """A URL in a text, up to the next space."""
 HOST = re.compile(r"(\[[\da-fA-F:.]+\]|[\w.-]*)(:\d*)?")
@@ -54,6 +56,8 @@ def _shown(found: re.Match[str]) -> str:
 class KlampError(Exception):
     """Root of every klamp error; its text reads what / got / why / fix, with no credentials of a URL in it.
 
+    Of what klamp received the text has the first thousand characters: records and checkpoints may hold anything.
+
     Args:
         what: one sentence that says what is wrong.
         got: the value that klamp received.
@@ -68,7 +72,7 @@ class KlampError(Exception):
         self.what, self.got, self.why, self.fix = what, got, why, fix
         parts = [what]
         if got is not None:
-            parts.append(f"  got: {got}")
+            parts.append(f"  got: {shown if len(shown) <= LONGEST_GOT else shown[:LONGEST_GOT] + '...'}")
         if why:
             parts.append(f"  why: {why}")
         if fix:
