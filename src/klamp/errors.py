@@ -72,7 +72,7 @@ class KlampError(Exception):
         self.what, self.got, self.why, self.fix = what, got, why, fix
         parts = [what]
         if got is not None:
-            parts.append(f"  got: {shown if len(shown) <= LONGEST_GOT else shown[:LONGEST_GOT] + '...'}")
+            parts.append(f"  got: {brief(shown, LONGEST_GOT)}")
         if why:
             parts.append(f"  why: {why}")
         if fix:
@@ -214,9 +214,9 @@ def unknown_name(kind: str, name: object, known: Iterable[str], *, why: str = ""
     return UnknownNameError(f"unknown {kind}", got=brief(repr(name)), why=why or f"known: {', '.join(names)}", fix=fix)
 
 
-def brief(text: str) -> str:
+def brief(text: str, longest: int = LONGEST_VALUE) -> str:
     """A text for a message, cut where it is too long to be read."""
-    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
+    return text if len(text) <= longest else f"{text[:longest]}..."
 
 
 def missing_library(library: str, *, by: str, instead: str = "") -> MissingLibrary:

@@ -18,6 +18,7 @@ def test_every_command_runs_on_small_records() -> None:
 
 def test_the_doctor_is_compared_with_reading_the_log() -> None:
     text = waits.text(made_up.wait_results())
-    assert "2.0 times as long as reading its JSON alone, and holds 477 MiB at most" in text
+    assert "2.0 times as long as reading its JSON alone, and holds 477 MiB at most, libraries included" in text
+    assert "with the long run, a record 10.0 times as small, 477 MiB" in text
     assert "4 runs of one step, one after the other: 0.5 s each" in text
     assert "5,000 steps and 50,000 completions (100 MB); its report has 1.50 MB" in text

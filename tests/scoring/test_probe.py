@@ -84,6 +84,20 @@ def test_a_cache_that_is_made_in_evaluation_only_serves_values_only(monkeypatch)
         assert model.training == training
 
 
+def test_a_model_that_makes_no_cache_in_training_mode_and_raises_is_used_the_plain_way(monkeypatch):
+    usual = LlamaModel.forward
+
+    def forward(self, *args, use_cache=None, **kwargs):
+        if use_cache and self.training:
+            raise ValueError("no cache while training")
+        return usual(self, *args, use_cache=use_cache, **kwargs)
+
+    monkeypatch.setattr(LlamaModel, "forward", forward)
+    model = tiny_llama().eval()
+    assert probe(model).sharing == "values"
+    assert not model.training
+
+
 def keeps_no_gradient(monkeypatch):
     usual = DynamicLayer.update
 

@@ -139,9 +139,12 @@ def _agrees(attempt: Callable[[], Tensor], expected: Tensor, close: float) -> bo
 def _caches_in_training(model: nn.Module, completions: Completions) -> bool:
     """Whether a model keeps keys and values in training mode too, which some do in evaluation only."""
     device = completions.ids.device
+    opened = OpenedModel(model, Traits())
     with torch.random.fork_rng([device] if device.type == "cuda" else []), _in_mode(model, training=True):
-        opened = OpenedModel(model, Traits())
-        return opened.run(completions.prompt_ids, completions.prompt_mask, keep=1, use_cache=True)[1] is not None
+        try:
+            return opened.run(completions.prompt_ids, completions.prompt_mask, keep=1, use_cache=True)[1] is not None
+        except Exception:  # as in _agrees
+            return False
 
 
 @contextmanager

@@ -35,7 +35,9 @@ ZEN = "trl-internal-testing/zen"
 # Ids of Qwen's written out; and a test that needs an end of turn never to be sampled.
 NEEDS_FULL = re.compile(r"\b1516[45]\d\b|_all_masked")
 
-FIRST_STEP = {"bf16": False, "max_steps": 1, "logging_steps": 1}
+FIRST_STEP = (
+    {"bf16": False, "max_steps": 1, "logging_steps": 1} if os.environ.get("KLAMP_OWN_FIRST_STEP") else {}
+)  # what a test gets where it does not speak of it
 
 losses: list[str] = []  # of the training runs of the running test
 
@@ -78,7 +80,7 @@ def record_losses(train: Any) -> Any:
     def recorded(self: Any, *args: Any, **options: Any) -> Any:
         result = train(self, *args, **options)
         losses.append(float(result.training_loss).hex())
-        if os.environ.get("KLAMP_OWN_FIRST_STEP"):
+        if FIRST_STEP:
             losses.extend(float(row["grad_norm"]).hex() for row in self.state.log_history if "grad_norm" in row)
         return result
 
@@ -89,7 +91,7 @@ def pytest_configure(config: pytest.Config) -> None:
     datasets.load_dataset = serve_dataset(datasets.load_dataset)
     Trainer.train = record_losses(Trainer.train)
     classes = os.environ.get("KLAMP_OWN_CLASSES")
-    defaults = dict(FIRST_STEP) if os.environ.get("KLAMP_OWN_FIRST_STEP") else {}
+    defaults = dict(FIRST_STEP)
     if classes in ("klamp", "fast"):
         import klamp.trl
 
@@ -115,7 +117,7 @@ def hub_for(test: Any) -> str:
 def pytest_runtest_protocol(item: pytest.Function) -> Any:
     """Each test starts with no losses, and finds its models where huggingface_hub looks for them."""
     losses.clear()
-    if os.environ.get("KLAMP_OWN_FIRST_STEP"):  # a test without arguments would leave the others in mixed precision
+    if FIRST_STEP:  # a test without arguments would leave the others in mixed precision
         os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
         AcceleratorState._reset_state(reset_partial_state=True)
     hub = Path(os.environ["HF_HOME"]) / "hub"
