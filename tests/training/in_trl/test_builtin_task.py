@@ -45,7 +45,7 @@ def test_a_service_learns_it_with_an_adapter(default_base_model, tmp_path, monke
     from klamp.tinker.testing import serve
     from klamp.training.service import train as by_service
 
-    adapter = {"lora_r": 32, "learning_rate": 1e-3, "prompts_per_step": 12}
+    adapter = {"lora_r": 32, "learning_rate": 1.5e-3, "warmup_steps": 2, "prompts_per_step": 12, "max_steps": 25}
     here = ended(trainer.train_run, tmp_path / "local", backend="local", cpu=True, **adapter)
     with serve(load_model("builtin"), load_tokenizer("builtin"), name="klamp/builtin") as standin:
         for name, value in standin.environment.items():
