@@ -50,6 +50,25 @@ def test_what_raises_leaves_nothing_behind_either(tmp_path):
     assert Path.cwd() == before
 
 
+@pytest.mark.parametrize("seconds", [None, 60.0])
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_process_that_it_forks_does_not_come_back(raises, seconds, capfd):
+    here = os.getpid()
+
+    def forks(example, text):
+        child = os.fork()
+        if child == 0:
+            return 1 / (0.0 if raises else 1.0)
+        return float(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    try:
+        code = guarded(forks, seconds=seconds)(PROMPT, "2")
+    finally:
+        if os.getpid() != here:
+            os._exit(0)  # the fault that this is about: there would be two that test
+    assert code == 1.0 and "forked" in capfd.readouterr().err
+
+
 def test_one_that_hangs_is_named_with_its_prompt():
     on = threading.Event()
     with pytest.raises(RewardError, match=r"(?s)too long.*1\+1=.*completion: '2'"):

@@ -25,9 +25,11 @@ def guarded(score: Score, *, seconds: float | None) -> Score:
 
     Returns:
         A function of the same signature. It raises RewardError where the reward left the working directory or switched
-        gradients, both of which are put back, or took too long.
+        gradients, both of which are put back, or took too long. A process that the reward has forked ends where it
+        would come back from the reward, with code 1 and one line.
     """
-    call = score if seconds is None else _in_time(score, seconds)
+    call = _in_one_process(score)
+    call = call if seconds is None else _in_time(call, seconds)
 
     def guard(example: Example, completion: str) -> float:
         folder, gradients = _folder(), torch.is_grad_enabled()
@@ -57,6 +59,21 @@ def _folder() -> Path | None:
     with suppress(OSError):  # deleted meanwhile
         return Path.cwd()
     return None
+
+
+def _in_one_process(score: Score) -> Score:
+    """The reward, from which no process that it has forked comes back: two would train in one folder."""
+
+    def call(example: Example, completion: str) -> float:
+        process = os.getpid()
+        try:
+            return score(example, completion)
+        finally:
+            if os.getpid() != process:
+                os.write(2, b"klamp: the reward function came back in a process that it had forked, which ends here\n")
+                os._exit(1)
+
+    return call
 
 
 def _in_time(score: Score, seconds: float) -> Score:
