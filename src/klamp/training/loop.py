@@ -308,7 +308,7 @@ def train(  # noqa: PLR0913  (a word for each choice of a loop that is read, not
         scores: list[PartScores] = []
         parts = torch.arange(len(rewards)).tensor_split(optim.gradient_accumulation_steps)
         for rows in filter(len, parts):
-            loss, seen, scored = _microbatch_step(
+            loss, seen, part = _microbatch_step(
                 model,
                 select(completions, rows),
                 advantages[rows],
@@ -319,7 +319,7 @@ def train(  # noqa: PLR0913  (a word for each choice of a loop that is read, not
             )
             found = {"loss": loss, "kl_penalty": seen["kl_penalty_mean"], "policy_loss": seen["policy_loss"]}
             metrics = {name: value + float(found[name]) for name, value in metrics.items()}
-            scores.append(scored)
+            scores.append(part)
         metrics["learning_rate"] = float(optimizer.param_groups[0]["lr"])
         metrics["grad_norm"] = float(clip_grad_norm_(model.parameters(), optim.max_grad_norm or float("inf")))
         optimizer.step()
