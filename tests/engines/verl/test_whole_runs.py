@@ -83,10 +83,10 @@ def controlled(kl: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[float
 def test_an_ablation_by_two_backends_learns_the_built_in_task(tmp_path: Path) -> None:
     """As TRL and a service do (`tests/training/in_trl/test_builtin_task.py`), with a KL that is measured alike."""
     folder, plan = tmp_path / "ablation", tmp_path / "plan.yaml"
-    base = {"prompts_per_step": 24, "max_steps": 25, "warmup_steps": 2, "learning_rate": 4e-4, "eval_size": 64}
-    base |= {"eval_every": 0, "report_to": [], "save_every": 0}
+    base = {"prompts_per_step": 24, "max_steps": 40, "learning_rate": 3e-4, "eval_size": 64, "eval_every": 0}
+    base |= {"report_to": [], "save_every": 0}
     by_verl = {"backend": "verl", "max_prompt_length": 16, "verl_args": as_words(with_engines(1) | ROOM)}
-    arms = {"local": {"save_every": 25}, "verl": by_verl}
+    arms = {"local": {"save_every": 40}, "verl": by_verl}
     plan.write_text(yaml.safe_dump({"base": base, "arms": arms, "seeds": [0]}), encoding="utf-8")
     words = ["ablate", "--plan", str(plan), "--output_dir", str(folder), "--workers", "1"]
     with started(words, tmp_path) as running:
@@ -95,12 +95,12 @@ def test_an_ablation_by_two_backends_learns_the_built_in_task(tmp_path: Path) ->
     found = {name: json.loads((folder / "runs" / f"{name}_seed-0" / "outcome.json").read_text()) for name in arms}
     for outcome in found.values():
         assert outcome["before"]["addition"] < 0.9
-        assert outcome["after"]["addition"] >= 0.95 and min(outcome["after"].values()) >= 0.9
+        assert outcome["after"]["addition"] >= 0.98 and min(outcome["after"].values()) >= 0.9
     verl, local = (found[name]["numbers"]["kl/reverse"] for name in ("verl", "local"))
     assert 0.5 < verl / local < 2 and local > 0.05
 
     means = logged(folder / "runs" / "verl_seed-0", ENGINE.replace("max", "mean"))
-    assert len(means) == 25 and max(means) < 0.1 * SAME, "vLLM follows the actor over all steps"
+    assert len(means) == 40 and max(means) < 0.1 * SAME, "vLLM follows the actor over all steps"
     differences = logged(folder / "runs" / "verl_seed-0", ENGINE)
     assert max(differences) < 10 * SAME, "single tokens, where probabilities are sharp"
 
