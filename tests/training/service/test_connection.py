@@ -25,11 +25,11 @@ def test_answers_come_back_futures_waited_for(connection):
 
 
 def test_a_wait_ends(connection):
-    for call in (concurrent.futures.Future, lambda: time.sleep(5)):
+    for call in (concurrent.futures.Future, lambda: time.sleep(60)):
         connection.seconds, started = 0.5, time.monotonic()
         with pytest.raises(ModelError, match="did not answer in time") as caught:
             connection.ask("take a step", call)
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < 30
         assert "asked to take a step; nothing within 0.5 s" in caught.value.text
         assert connection.where in caught.value.text
         assert "service_timeout" in caught.value.fix
