@@ -280,7 +280,7 @@ def test_a_long_log_takes_less_memory_than_its_file(tmp_path: Path, process: Poo
             numbers = {name: (-torch.rand(400, generator=generator)).tolist() for name in ("policy", "ref", "sampler")}
             row = {f"{name}_logprobs": values for name, values in numbers.items()}
             lines.write(json.dumps(row | {"step": step, "tokens": [f"word{i % 50}" for i in range(400)]}) + "\n")
-    held, most = process.apply_async(_memory_of_a_reading, (file,)).get(60)
+    held, most = process.apply_async(_memory_of_a_reading, (file,)).get(120)
     assert held < most < 0.8 * file.stat().st_size
 
 
@@ -296,7 +296,7 @@ def _memory_of_a_reading(file: Path) -> tuple[int, int]:
 
 
 def test_a_long_log_is_examined_a_step_at_a_time(tmp_path: Path, process: Pool) -> None:
-    peaks = process.apply_async(_peaks_of_examinations, (tmp_path,)).get(60)
+    peaks = process.apply_async(_peaks_of_examinations, (tmp_path,)).get(120)
     assert peaks[2] < 1.5 * peaks[1], "ten times as many steps"
 
 
@@ -322,7 +322,7 @@ def test_a_log_that_goes_back_to_an_earlier_step_is_read_as_a_whole(tmp_path: Pa
     lines = [{"step": step, "policy_logprobs": [-1.0], "ref_logprobs": [-1.0], "reward": 0.5} for step in (1, 3, 2, 3)]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(StepsOutOfOrder):
-        examine(read_record(file))
+        examine(read_record(file, hold=False))
     assert main(["doctor", str(file)]) == 0
     assert "3 logged steps up to step 3" in capsys.readouterr().out
     file.write_text("".join(json.dumps(line) + "\n" for line in [*lines[:2], {"step": 4}]))
