@@ -10,7 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.training.conftest import stored, tiny_llama
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from tests.training.conftest import steps_of, stored, tiny_llama
 
 from klamp.errors import ConfigError, DataError, KlampError, ModelError, RunFolderError, UnknownNameError
 from klamp.tasks.arithmetic import arithmetic_tokenizer
@@ -44,6 +46,27 @@ def test_an_unknown_tracker_is_refused(config_of):
     refused(config_of(report_to=("tensorbored",)), ConfigError, "tracker cannot be used")
 
 
+@pytest.fixture
+def of_its_own():
+    """A state of accelerate's that is this test's: it is one for the whole process."""
+    AcceleratorState._reset_state()
+    yield
+    AcceleratorState._reset_state()
+
+
+def test_mixed_precision_is_refused_before_any_work(config_of, monkeypatch, of_its_own):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    error = refused(config_of(), ConfigError, "does not run in accelerate's mixed precision")
+    assert "mixed_precision bf16" in error.text and "--dtype bfloat16" in error.fix
+
+
+def test_another_trainer_of_the_process_leaves_no_precision_behind(config_of, tmp_path, of_its_own):
+    assert Accelerator(cpu=True, mixed_precision="bf16").mixed_precision == "bf16"
+    train_run(config_of(max_steps=1, eval_every=0, save_every=0))
+    first = steps_of(tmp_path / "run")[0]
+    assert first["kl/exact"] == first["kl/k3"] == 0, "the policy is its reference"
+
+
 def test_a_tracker_that_is_not_installed_is_refused_instead_of_passed_over(config_of):
     error = refused(config_of(report_to=("tensorboard", "clearml")), ConfigError, "tracker cannot be used")
     assert "not installed: clearml" in error.why
@@ -51,7 +74,9 @@ def test_a_tracker_that_is_not_installed_is_refused_instead_of_passed_over(confi
 
 def test_prompts_that_do_not_divide_over_the_processes_are_refused(config_of, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(setup, "Accelerator", lambda **_: SimpleNamespace(num_processes=2, log_with=[]))
+    monkeypatch.setattr(
+        setup, "Accelerator", lambda **_: SimpleNamespace(num_processes=2, log_with=[], mixed_precision="no")
+    )
     with pytest.raises(ConfigError, match="do not divide") as caught:
         make_accelerator(config_of(prompts_per_step=3), Path())
     assert "multiple of 2" in caught.value.fix and "3" in caught.value.got

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState, is_initialized
 from accelerate.utils import set_seed
 from torch import nn
 from torch.optim import AdamW, Optimizer
@@ -81,12 +82,14 @@ def make_accelerator(config: TrainConfig, folder: Path) -> Accelerator:
         folder: its folder, which the trackers write into.
 
     Raises:
-        ConfigError: an unknown tracker, prompts that do not divide over the processes, or an FSDP that klamp does not
-            run under.
+        ConfigError: an unknown tracker, prompts that do not divide over the processes, mixed precision, or an FSDP that
+            klamp does not run under.
     """
     sharded_here = config.run.backend == "local"
     if sharded_here or config.run.backend == "trl":
         check_version()
+    if is_initialized() and AcceleratorState().mixed_precision != "no":
+        AcceleratorState._reset_state()  # that of another trainer in this process (TRL's default) would be this run's
     try:
         accelerator = Accelerator(
             cpu=on_cpu(config),
@@ -111,6 +114,7 @@ def make_accelerator(config: TrainConfig, folder: Path) -> Accelerator:
         )
     if sharded_here:
         check_fsdp(accelerator)
+        _check_precision(accelerator)
     if config.rollout.prompts_per_step % accelerator.num_processes:
         raise ConfigError(
             "the prompts of a step do not divide over the processes",
@@ -119,6 +123,18 @@ def make_accelerator(config: TrainConfig, folder: Path) -> Accelerator:
             fix=f"use a multiple of {accelerator.num_processes}",
         )
     return accelerator
+
+
+def _check_precision(accelerator: Accelerator) -> None:
+    """Refuse accelerate's mixed precision, which would cast what the policy learns from and not its reference."""
+    if accelerator.mixed_precision != "no":
+        raise ConfigError(
+            "klamp train does not run in accelerate's mixed precision",
+            got=f"mixed_precision {accelerator.mixed_precision}",
+            why="the learning pass would be cast and the reference's not: a KL between two equal models, and not 0",
+            fix="give klamp's --dtype bfloat16 instead, and launch with --mixed_precision no "
+            "(or unset ACCELERATE_MIXED_PRECISION)",
+        )
 
 
 def _check_trackers(config: TrainConfig, accelerator: Accelerator) -> None:
