@@ -43,7 +43,7 @@ from klamp.training.models import (
 )
 from klamp.training.observers import Observer, progress_of
 from klamp.training.references import AdapterOffReference, FrozenReference, MovingReference, Reference
-from klamp.training.sharding import check_fsdp, check_version
+from klamp.training.sharding import check_fsdp, check_precision, check_version
 from klamp.training.vllm_reference import connect
 
 ELSEWHERE = ("tinker", "verl")
@@ -114,7 +114,7 @@ def make_accelerator(config: TrainConfig, folder: Path) -> Accelerator:
         )
     if sharded_here:
         check_fsdp(accelerator)
-        _check_precision(accelerator)
+        check_precision(accelerator)
     if config.rollout.prompts_per_step % accelerator.num_processes:
         raise ConfigError(
             "the prompts of a step do not divide over the processes",
@@ -123,18 +123,6 @@ def make_accelerator(config: TrainConfig, folder: Path) -> Accelerator:
             fix=f"use a multiple of {accelerator.num_processes}",
         )
     return accelerator
-
-
-def _check_precision(accelerator: Accelerator) -> None:
-    """Refuse accelerate's mixed precision, which would cast what the policy learns from and not its reference."""
-    if accelerator.mixed_precision != "no":
-        raise ConfigError(
-            "klamp train does not run in accelerate's mixed precision",
-            got=f"mixed_precision {accelerator.mixed_precision}",
-            why="the learning pass would be cast and the reference's not: a KL between two equal models, and not 0",
-            fix="give klamp's --dtype bfloat16 instead, and launch with --mixed_precision no "
-            "(or unset ACCELERATE_MIXED_PRECISION)",
-        )
 
 
 def _check_trackers(config: TrainConfig, accelerator: Accelerator) -> None:

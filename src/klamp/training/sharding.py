@@ -99,6 +99,22 @@ def check_fsdp(accelerator: Accelerator) -> None:
         )
 
 
+def check_precision(accelerator: Accelerator) -> None:
+    """Refuse accelerate's mixed precision, which would cast what the policy learns from and not its reference.
+
+    Raises:
+        ConfigError: the launcher asks for it.
+    """
+    if accelerator.mixed_precision != "no":
+        raise ConfigError(
+            "klamp train does not run in accelerate's mixed precision",
+            got=f"mixed_precision {accelerator.mixed_precision}",
+            why="the learning pass would be cast and the reference's not: a KL between two equal models, and not 0",
+            fix="give klamp's --dtype bfloat16 instead, and launch with --mixed_precision no "
+            "(or unset ACCELERATE_MIXED_PRECISION)",
+        )
+
+
 def unusable_options(accelerator: Accelerator) -> dict[str, str]:
     """Settings of FSDP that klamp cannot use: the setting as it is given -> what to give instead."""
     state: Any = accelerator.state
