@@ -31,6 +31,8 @@ from klamp.ablation.plan import Arm, Run, run_folder
 from klamp.errors import ConfigError, TrainingStopped, UnsupportedVersion
 from klamp.training.config import TrainConfig
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("ray")
 
 JUDGES = Path(judges.__file__)

@@ -20,6 +20,8 @@ from klamp.tasks.config import TaskConfig
 from klamp.training.config import TrainConfig, field_owners
 from klamp.training.trainer import train_run
 
+pytestmark = pytest.mark.slow
+
 
 def configured(**changes) -> TrainConfig:
     return TrainConfig.from_flat({"max_steps": 2, **changes})

@@ -23,6 +23,8 @@ from klamp.ablation.plan import Plan, Run, run_folder, runs
 from klamp.errors import ConfigError, RunFolderError, TrainingStopped
 from klamp.training import checkpoint
 
+pytestmark = pytest.mark.slow
+
 REWARD = "tests.ablation.rewards:digits_or_trouble"
 TROUBLE = "KLAMP_TEST_TROUBLE"
 
@@ -50,7 +52,6 @@ def same(one: Outcome | None, other: Outcome | None) -> bool:
     return replace(one, numbers=numbers_of(one)) == replace(other, numbers=numbers_of(other))
 
 
-@pytest.mark.slow
 def test_runs_that_die_fail_or_are_stopped_are_done_by_the_next_call(plan_with, tmp_path, monkeypatch) -> None:
     """Two arms, two seeds, real processes. One run is done; one is killed with SIGKILL in its fourth step, one has a
     reward that raises there, and Ctrl-C stops the last one. Then nothing troubles them any more."""

@@ -22,6 +22,8 @@ from klamp.training.models import end_tokens, load_model
 from klamp.training.references import FrozenReference
 from klamp.training.trainer import train_run
 
+pytestmark = pytest.mark.slow
+
 TEMPERATURE = 0.8
 
 

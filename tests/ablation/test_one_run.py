@@ -18,6 +18,8 @@ from klamp.errors import TrainingStopped
 from klamp.training import checkpoint
 from klamp.training.runners import newest_policy
 
+pytestmark = pytest.mark.slow
+
 CHANGING = ("seconds",)
 """Numbers that no seed fixes."""
 

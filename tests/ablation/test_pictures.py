@@ -15,6 +15,8 @@ from tests.ablation.outcomes import BEFORE, failed, outcome, sweep
 from klamp.ablation.pictures import draw_courses, draw_forgetting, draw_frontier, write_pictures
 from klamp.ablation.statistics import rank_correlation
 
+pytestmark = pytest.mark.slow
+
 FORMATS = (".png", ".pdf", ".svg")
 BETAS = [{"beta": 0.0}, {"beta": 0.001}, {"beta": 0.01}, {"beta": 0.1}]
 

@@ -17,6 +17,8 @@ from klamp.cli.audit import run
 from klamp.cli.audit_table import row
 from klamp.verify.audit import Audit, audit
 
+pytestmark = pytest.mark.slow
+
 DEFAULT = "use_bias_correction_kl=True (default)"
 PLAIN = "use_bias_correction_kl=False"
 SEQUENCE = "sequence-level ratio, bias correction"

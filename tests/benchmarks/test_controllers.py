@@ -8,6 +8,8 @@ from tests.benchmarks import made_up
 from benchmarks.controllers import RULES, judged, text
 from klamp.config import KLConfig
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_run_is_judged_from_20_steps_after_it_first_reached_its_target() -> None:
     kl = [0.01] * 10 + [0.19] * 10 + [0.1] * 40

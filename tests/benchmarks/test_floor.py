@@ -12,6 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.floor import PHASES, Shape, _Products, one
 
+pytestmark = pytest.mark.slow
+
 WIDTH, HIDDEN, LAYERS, VOCAB, RANK = 16, 24, 2, 40, 3
 SHAPE = Shape(prompts=2, prompt=5, group=3, completion=4)
 

@@ -8,6 +8,8 @@ from tests.benchmarks import made_up
 
 from benchmarks import gpu
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_dry_mode_runs_every_part_and_agrees_with_float64() -> None:
     found = gpu.run(quick=True)

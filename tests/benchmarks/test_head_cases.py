@@ -7,6 +7,8 @@ import torch
 
 from benchmarks.head_cases import CASES, FLOORS, SEQUENCES, Inputs, make_inputs, one, prepared
 
+pytestmark = pytest.mark.slow
+
 SIZE = (4 * SEQUENCES, 24, 5000)
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 KL_TOLERANCE = {"float32": 3e-5, "bfloat16": 0.2}

@@ -9,6 +9,8 @@ import torch
 
 from benchmarks.measure import Peak, isolated, machine, pooled, rounds, spread
 
+pytestmark = pytest.mark.slow
+
 MIB = 2**20
 
 

@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks.phases import RULES, Sampler, phase
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 KLAMP = "/somewhere/src/klamp/training"
 SCORER = "/somewhere/src/klamp/scoring/scorer.py"

@@ -13,6 +13,8 @@ from benchmarks import exact, gpu, heads, overhead, page, scale, step
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.records import RESULTS, highest_load, markdown, newest, save, table, verdict
 
+pytestmark = pytest.mark.slow
+
 
 def keep(name: str, folder: Path, *, quick: bool = False, date: str = "2026-11-21") -> None:
     """A made-up record in a folder, without its picture."""

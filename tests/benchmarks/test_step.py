@@ -15,6 +15,8 @@ from benchmarks.step_model import END, HELD, PAD, TOKENIZER, make_tokenizer, mea
 from benchmarks.step_runs import Seen, Setting, one, write_setting
 from benchmarks.turns import in_turn
 
+pytestmark = pytest.mark.slow
+
 VOCABULARY = 512
 
 
@@ -61,7 +63,6 @@ def test_the_reward_is_the_mean_number_in_thousands() -> None:
     assert mean_word(["w100 w300", "w100w301", ""]) == [0.2, 0.2005, 0.0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["klamp", "trl"])
 def test_both_trainers_take_the_steps_that_are_asked_for(trainer: str, written: tuple[str, str]) -> None:
     setting = Setting(trainer=trainer, model=written[0], prompts=written[1], group=4, completion=6, steps=3, warmup=1)
@@ -72,7 +73,6 @@ def test_both_trainers_take_the_steps_that_are_asked_for(trainer: str, written: 
     assert seen["extra_mib"] > 0
 
 
-@pytest.mark.slow
 def test_runs_in_turn_take_their_steps_one_after_the_other(written: tuple[str, str]) -> None:
     common: dict[str, Any] = {"model": written[0], "prompts": written[1], "group": 4, "completion": 6, "steps": 3}
     settings = {trainer: Setting(trainer=trainer, warmup=1, **common) for trainer in ("klamp", "trl")}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from tests.benchmarks import made_up
 
 from benchmarks import waits
+
+pytestmark = pytest.mark.slow
 
 
 def test_every_command_runs_on_small_records() -> None:

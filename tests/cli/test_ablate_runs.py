@@ -16,6 +16,8 @@ from klamp.cli.ablate_runs import summary_lines
 from klamp.training.config import TrainConfig
 from klamp.training.trainer import train_run
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def made(llama, tmp_path_factory) -> Path:  # noqa: F811  (the fixture above)

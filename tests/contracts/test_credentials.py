@@ -21,6 +21,8 @@ from klamp.cli import main
 from klamp.records.klamp_run import read_config
 from klamp.training import remote
 
+pytestmark = pytest.mark.slow
+
 BASIC = "Basic " + b64encode(b"me:secret").decode()
 SECRETS = ("se%63ret", "secret", "m%65", "sesame", BASIC.partition(" ")[2])
 WHOLE = "http://m%65:se%63ret@host:8000/deep?token=sesame"
@@ -119,7 +121,6 @@ def test_a_run_its_trackers_its_report_and_its_continuation(
     assert leaking(run) == []
 
 
-@pytest.mark.slow
 def test_an_ablation_its_plan_and_its_runs(
     klamp: Program, server: str, asked: set[Any], small: str, elsewhere: Path
 ) -> None:

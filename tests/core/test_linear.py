@@ -18,6 +18,8 @@ from klamp.core.estimators import exact_kl
 from klamp.core.linear import linear_kl, linear_logprobs
 from klamp.errors import ConfigError, ShapeError, TensorError
 
+pytestmark = pytest.mark.slow
+
 # --- linear_logprobs --------------------------------------------------------------------------------------
 
 

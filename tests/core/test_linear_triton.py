@@ -12,6 +12,8 @@ import pytest
 import torch
 from tests.core import triton_cases
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 NOTEBOOK = Path(__file__).resolve().parents[2] / "examples" / "first_run.ipynb"
 CELLS = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
 SIZES = {"STEPS": "3", "PROMPTS, ANSWERS": "4, 4", "EVALUATED": "16"}

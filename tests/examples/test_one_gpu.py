@@ -17,6 +17,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from klamp.records import read_record
 
+pytestmark = pytest.mark.slow
+
 FILE = Path(__file__).resolve().parents[2] / "examples" / "trl_one_gpu.py"
 TEMPLATE = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
 

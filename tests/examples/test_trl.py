@@ -16,6 +16,8 @@ from klamp.tasks import load_task
 from klamp.tasks.config import TaskConfig
 from klamp.training.models import load_tokenizer
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEBUG = {"debug/kl_mean", "debug/kl_max", "debug/kl_min", "debug/ref_logp_mean", "debug/policy_logp_mean"}
 

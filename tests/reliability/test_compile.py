@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_values_and_gradients_are_those_without_torch_compile(backend: str) -> None:
     words = [sys.executable, "-m", "tests.reliability.compiled", backend]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from tests.reliability.kills import AT_RANDOM, Ground, Kill, plan
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:

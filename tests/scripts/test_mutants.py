@@ -24,6 +24,8 @@ from scripts.mutants import (
 
 from scripts import mutants
 
+pytestmark = pytest.mark.slow
+
 SCHEDULES = "core/schedules.py"
 
 

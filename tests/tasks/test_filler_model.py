@@ -10,6 +10,8 @@ import torch
 from klamp.tasks import FillerModelConfig, TaskConfig, load_base_model, load_task
 from klamp.tasks.filler import FILLER
 
+pytestmark = pytest.mark.slow
+
 
 @torch.no_grad()
 def sampled(model: Any, tokenizer: Any, skill: str, *, sample: bool) -> list[tuple[str, str]]:

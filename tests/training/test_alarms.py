@@ -30,6 +30,8 @@ from klamp.training.observers import RunInfo
 from klamp.training.references import MovingReference
 from klamp.training.trainer import Trainer, train_run
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.usefixtures("default_base_model")
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from klamp.training.observers import Observer
 from klamp.training.references import MovingReference
 from klamp.training.trainer import train_run
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def config_of(config_of):

@@ -16,6 +16,8 @@ import pytest
 from tests.training import children
 from tests.training.conftest import TINY, rows_of
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 BASE: dict[str, Any] = {**TINY, "prompts_per_step": 2, "max_steps": 6, "eval_every": 0, "save_every": 1, "eval_size": 1}
 BASE |= {"reward": "tests.training.rewards:faulty", "report_to": "none"}

@@ -16,6 +16,8 @@ from tests.training.planted import ARITHMETIC, Told, alarms, found, trained
 from klamp.diagnostics.alarms_reward import TRUNCATED
 from klamp.training.trainer import Trainer
 
+pytestmark = pytest.mark.slow
+
 BUILT_IN: dict[str, Any] = {**ARITHMETIC, "prompts_per_step": 8, "warmup_steps": 5}
 TINY_REWARD: dict[str, Any] = {
     "beta": 0.0,

@@ -21,6 +21,8 @@ from klamp.training import checkpoint
 from klamp.training.config import TrainConfig
 from klamp.training.trainer import train_run
 
+pytestmark = pytest.mark.slow
+
 COMMON = {**TINY, "prompts_per_step": 4, "eval_size": 5, "beta": 0.05, "warmup_steps": 0}
 HARD = {
     "gradient_accumulation_steps": 3,

@@ -20,6 +20,8 @@ from klamp.training import checkpoint, trainer, updates
 from klamp.training.observers import Observer
 from klamp.training.trainer import train_run
 
+pytestmark = pytest.mark.slow
+
 LATE = {"max_steps": 6, "eval_every": 2, "save_every": 2}
 K1 = {"kl_estimator": "k1"}
 CASES = {

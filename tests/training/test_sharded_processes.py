@@ -20,6 +20,8 @@ from klamp.training import checkpoint
 from klamp.training.config import TrainConfig
 from klamp.training.trainer import train_run
 
+pytestmark = pytest.mark.slow
+
 REWARD = {
     "kl_estimator": "k1",
     "kl_placement": "reward",

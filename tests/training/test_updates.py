@@ -16,6 +16,8 @@ from klamp.training import updates
 from klamp.training.rollouts import collect
 from klamp.training.updates import update, with_old_logprobs
 
+pytestmark = pytest.mark.slow
+
 BETA = 0.3
 K1 = {"kl_estimator": "k1"}
 CLIP = {"kl_clip_threshold": 0.2, "kl_reference_length": 6}

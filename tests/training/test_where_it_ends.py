@@ -12,6 +12,8 @@ from klamp.training.checkpoint import checkpoints
 from klamp.training.config import TrainConfig
 from klamp.training.trainer import train_run
 
+pytestmark = pytest.mark.slow
+
 BETA = 0.3
 RUN: dict[str, Any] = {
     "reward": "tests.training.tabular:reward",

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from klamp.config import KLConfig, LossConfig
 from klamp.verify import answers_convergence
 from klamp.verify.answers_convergence import LOSSES, answer_convergence, claims_exact, terms
 from klamp.verify.convergence import worlds
+
+pytestmark = pytest.mark.slow
 
 
 def test_every_claim_holds(monkeypatch):

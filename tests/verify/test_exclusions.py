@@ -19,6 +19,7 @@ from klamp.verify.oracle import gradient_of
 from klamp.verify.worlds import Chain, list_prefixes, prefix_probs, random_chain
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.usefixtures("shapes_unchecked"),
     pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning"),
 ]

@@ -24,7 +24,7 @@ from klamp.verify.one_step import Scene, examine_config
 from klamp.verify.oracle import gradient_of, reverse_kl, truths
 from klamp.verify.worlds import enumerate_outcomes, random_chain
 
-pytestmark = pytest.mark.usefixtures("shapes_unchecked")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("shapes_unchecked")]
 
 BUDGET, WIDTH = 0.3, 0.03
 CLIPS: dict[str, dict[str, Any]] = {

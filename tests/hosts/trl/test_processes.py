@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -30,7 +32,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dapo", "grpo"])
 def test_untouched_every_process_has_the_losses_of_the_stock_class(ranks: list[dict[str, Any]], name: str) -> None:
     for found in ranks:
@@ -39,7 +40,6 @@ def test_untouched_every_process_has_the_losses_of_the_stock_class(ranks: list[d
     assert ranks[0][name]["stock"] != ranks[1][name]["stock"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dapo", "grpo", "quiet", "adapter"])
 def test_fast_scoring_has_the_losses_metrics_and_weights_of_the_stock_class(
     ranks: list[dict[str, Any]], name: str
@@ -57,7 +57,6 @@ def test_fast_scoring_has_the_losses_metrics_and_weights_of_the_stock_class(
             assert {key: other[key] for key in kept} == pytest.approx(kept, abs=1e-5, rel=1e-5, nan_ok=True)
 
 
-@pytest.mark.slow
 def test_a_group_on_two_processes_is_gated_as_one(ranks: list[dict[str, Any]]) -> None:
     assert all(len(batch) == 2 for found in ranks for batch in found["gates"])  # half of four completions
     for here, there in zip(ranks[0]["gates"], ranks[1]["gates"], strict=True):
@@ -68,7 +67,6 @@ def test_a_group_on_two_processes_is_gated_as_one(ranks: list[dict[str, Any]]) -
     assert len(set(gates)) == 4 and min(gates) > 0
 
 
-@pytest.mark.slow
 def test_length_scale_metrics_and_beta_are_those_of_all_processes(ranks: list[dict[str, Any]]) -> None:
     sizes = [[size for found in ranks for size in found["sizes"][step]] for step in range(2)]
     for found in ranks:

@@ -13,6 +13,8 @@ from klamp.training.config import TrainConfig
 from klamp.training.in_trl import train
 from klamp.training.models import load_model, load_tokenizer
 
+pytestmark = pytest.mark.slow
+
 SIZES: dict[str, Any] = {"prompts_per_step": 16, "max_steps": 40, "learning_rate": 3e-4, "eval_size": 128}
 SIZES |= {"eval_every": 0, "save_every": 0, "log_completions": 0, "report_to": ()}
 
@@ -29,7 +31,6 @@ def ended(run: Any, folder: Any, **changes: Any) -> dict[str, float]:
     return {name: sum(row[name] for row in last) / 10 for name in ("kl/exact", "kl/k3") if name in last[0]}
 
 
-@pytest.mark.slow
 def test_every_loop_learns_it_and_ends_as_far_away(default_base_model, tmp_path):
     here = ended(trainer.train_run, tmp_path / "local", backend="local", cpu=True)
     by_trl = ended(train.train_run, tmp_path / "trl", backend="trl", cpu=True)
@@ -38,7 +39,6 @@ def test_every_loop_learns_it_and_ends_as_far_away(default_base_model, tmp_path)
     assert 0.05 < here["kl/exact"] < 0.3
 
 
-@pytest.mark.slow
 def test_a_service_learns_it_with_an_adapter(default_base_model, tmp_path, monkeypatch):
     """As far away as `local` ends with the same adapter, k3 for k3: the service tells no exact KL."""
     pytest.importorskip("tinker")

@@ -11,6 +11,8 @@ from tests.training.conftest import steps_of
 from klamp.core.advantages import group_advantages
 from klamp.training.in_trl.train import train_run
 
+pytestmark = pytest.mark.slow
+
 CHOICES = {
     "dr_grpo": {},
     "grpo in parts": {"loss_type": "grpo", "gradient_accumulation_steps": 2},

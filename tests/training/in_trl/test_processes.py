@@ -16,6 +16,8 @@ from tests.training.in_trl.conftest import QUICK
 
 from klamp.core.advantages import group_advantages
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[3]
 CHANGES: dict[str, Any] = {"prompts_per_step": 4, "gradient_accumulation_steps": 2, "loss_type": "dapo"}
 CHANGES |= {"target_kl": 0.02, "kl_controller": "step", "log_completions": 16, "log_completions_every": 1}
@@ -46,7 +48,6 @@ def run(llama, tmp_path_factory) -> Path:
     return trained(llama, tmp_path_factory.mktemp("processes") / "run", ["-m", "klamp.cli"], {})
 
 
-@pytest.mark.slow
 def test_sharded_by_fsdp2_it_has_the_same_numbers(run, llama, tmp_path):
     """With one prompt of each skill one process has nothing to answer, and must not wait for the other's weights."""
     program = [str(ROOT / "examples/accelerate/fsdp2_on_cpu.py"), str(ROOT / "src/klamp/cli/__main__.py")]
@@ -57,7 +58,6 @@ def test_sharded_by_fsdp2_it_has_the_same_numbers(run, llama, tmp_path):
         assert row == {name: pytest.approx(wanted[name], abs=1e-5) for name in row}
 
 
-@pytest.mark.slow
 def test_the_loss_is_klamp_s_over_both(run):
     rows = steps_of(run)
     assert [row["step"] for row in rows] == [1, 2, 3]
@@ -67,7 +67,6 @@ def test_the_loss_is_klamp_s_over_both(run):
     assert rows[2]["beta"] == pytest.approx(1.5 * rows[1]["beta"]), "the controller went on after the second start"
 
 
-@pytest.mark.slow
 def test_groups_and_evaluations_are_those_of_all(run):
     lines = [json.loads(line) for line in (run / "completions.jsonl").read_text().splitlines()]
     shown = [line for line in lines if line["step"] == 2]

@@ -23,6 +23,8 @@ from klamp.training.in_trl.run import checkpoints, newest
 from klamp.training.in_trl.train import train_run
 from klamp.training.observers import Observer
 
+pytestmark = pytest.mark.slow
+
 LONG = {"max_steps": 5, "eval_every": 2, "save_every": 2, "eval_size": 2}
 SHORT = {"max_steps": 3, "eval_every": 2, "eval_size": 1}
 

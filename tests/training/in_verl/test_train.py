@@ -20,6 +20,8 @@ from klamp.training.in_verl.guard import members
 from klamp.training.in_verl.train import prepare, train_run
 from klamp.training.observers import Observer
 
+pytestmark = pytest.mark.slow
+
 
 class Told(Observer):
     """Notes what a run tells."""

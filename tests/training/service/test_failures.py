@@ -19,6 +19,8 @@ from klamp.tasks import arithmetic_tokenizer
 from klamp.tinker.testing import Fault, serve
 from klamp.training.service.train import train_run
 
+pytestmark = pytest.mark.slow
+
 FAST = {
     "max_steps": 3,
     "prompts_per_step": 2,

@@ -16,6 +16,8 @@ from klamp.training import checkpoint
 from klamp.training.observers import Observer
 from klamp.training.service.train import train_run
 
+pytestmark = pytest.mark.slow
+
 SHORT = {"max_steps": 2, "eval_every": 0, "save_every": 0, "eval_size": 1}
 
 

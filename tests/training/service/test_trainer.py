@@ -14,6 +14,8 @@ from klamp.training.service import trainer as module
 from klamp.training.service.train import train_run
 from klamp.training.service.trainer import RemoteWeights, TinkerTrainer
 
+pytestmark = pytest.mark.slow
+
 SHORT = {"max_steps": 2, "eval_every": 0, "save_every": 0, "prompts_per_step": 2, "eval_size": 1}
 
 

@@ -21,6 +21,8 @@ from klamp.training.service.connection import Connection
 from klamp.training.service.update import update
 from klamp.training.setup import build, make_accelerator
 
+pytestmark = pytest.mark.slow
+
 CONTROLS = {
     "k3": {},
     "no KL": {"beta": 0.0},

@@ -11,7 +11,8 @@ from klamp.core.placement import kl_in_advantage, kl_in_reward
 from klamp.verify.proofs import placement
 from klamp.verify.proofs.placement import prove_placement
 
-pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # checked in tests/core; here they would cost minutes
+# Shapes are checked in tests/core; here they would cost minutes.
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("shapes_unchecked")]
 
 
 def test_a_shift_of_the_advantage_with_the_wrong_sign(monkeypatch: pytest.MonkeyPatch) -> None:
