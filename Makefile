@@ -21,6 +21,7 @@ LANGUAGE_ARGS ?=
 LANGUAGE_THREADS ?= 2
 MUTANTS_ARGS ?=
 LICENCES_ARGS ?=
+DOCS_ARGS     ?=
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -104,7 +105,7 @@ format: $(READY)
 	$(BIN)/ruff format
 
 docs: $(READY)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(DOCS_ARGS)
 
 pytest: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile $(SLOW:%=--ignore=%) --ignore=tests/browser --ignore=tests/language --ignore=tests/packaging $(PYTEST_ARGS)

@@ -1,0 +1,55 @@
+"""`make docs` fails on what a reader would stumble over: small sites with a planted fault, built by that command."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from tests.docs.pages import ROOT
+
+SITE = f"""
+INHERIT: {ROOT}/mkdocs.yml
+docs_dir: pages
+site_dir: site
+theme: {{ name: mkdocs }}
+extra_css: []
+hooks: []
+plugins: []
+nav: [Start: index.md, Other: other.md]
+"""
+"""The project's own settings (what is a warning, above all), for pages that build in a second."""
+
+
+def build(folder: Path, **pages: str) -> subprocess.CompletedProcess[str]:
+    """What `make docs` says of a site with these pages beside `other.md`, whose one heading is `#here`."""
+    (folder / "pages").mkdir()
+    (folder / "mkdocs.yml").write_text(SITE, encoding="utf-8")
+    for name, text in {"other": "# Here", **pages}.items():
+        (folder / "pages" / f"{name}.md").write_text(text, encoding="utf-8")
+    as_it_is = "--old-file=.venv/.installed-for-klamp"  # these tests run in that environment
+    command = ["make", "docs", as_it_is, f"DOCS_ARGS=--config-file {folder}/mkdocs.yml"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_a_site_without_a_fault_is_built(tmp_path: Path) -> None:
+    said = build(tmp_path, index="# Start\n\n[other](other.md#here)")
+    assert said.returncode == 0, said.stderr
+    assert (tmp_path / "site" / "index.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("pages", "named"),
+    [
+        ({"index": "[gone](gone.md)"}, "gone.md"),
+        ({"index": "[gone](other.md#gone)"}, "other.md#gone"),
+        ({"index": "[gone](#gone)"}, "#gone"),
+        ({"index": "![gone](gone.png)"}, "gone.png"),
+        ({"index": "[gone](/other.md)"}, "/other.md"),
+        ({"index": "# Start", "unlisted": "# In no navigation"}, "unlisted.md"),
+    ],
+    ids=["page", "anchor", "anchor of the page", "picture", "absolute", "navigation"],
+)
+def test_a_planted_fault_fails_the_build_and_is_named(tmp_path: Path, pages: dict[str, str], named: str) -> None:
+    said = build(tmp_path, **pages)
+    assert said.returncode != 0 and named in said.stderr, said.stderr
