@@ -6,7 +6,6 @@ PYTHON ?= python3.11 python3
 VENV  := .venv
 BIN   := $(VENV)/bin
 READY := $(VENV)/.installed-for-klamp
-# Packages are compiled when they are imported, which most of their modules never are.
 PIP   := $(BIN)/python -m pip --disable-pip-version-check install -qq --no-compile
 
 # What a module is compiled to is kept, whatever the surroundings say: the checks start hundreds of processes, each of
@@ -22,16 +21,23 @@ LANGUAGE_THREADS ?= 2
 MUTANTS_ARGS ?=
 LICENCES_ARGS ?=
 DOCS_ARGS     ?=
+EVERYTHING_ARGS ?=
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install demo demo-language test test-slow test-language test-report test-verl test-unsloth test-vllm test-oldest test-wheel test-pythons environments mutants lock licences advisories lint format docs pytest clean distclean
+.PHONY: help install demo demo-language test lint docs pytest gate-slow $(addprefix gate-,verl unsloth vllm oldest) \
+	test-everything test-slow test-language test-report test-verl test-unsloth test-vllm test-oldest test-wheel test-pythons \
+	environments mutants lock licences advisories format clean distclean
 
 help:
 	@echo "make demo    make the environment, train on the built-in task, write the run's report"
 	@echo "make demo-language   the same with a real language model, SmolLM2-135M: a quarter of an hour"
-	@echo "make test    every check: lint, types, imports, docs, tests (PYTEST_ARGS='-k name' narrows the tests)"
-	@echo "make test-slow   the examples, the benchmarks and whole ablations, as programs"
+	@echo "make test    every check of the gate: lint, types, imports, docs, tests (PYTEST_ARGS='-k name' narrows the tests)"
+	@echo "make gate-slow   ten killed runs, and what must be several processes; gate-verl, gate-vllm, gate-unsloth,"
+	@echo "                 gate-oldest: one short real run each, and what must be equal there"
+	@echo "make test-everything   all of the targets below, each once on this commit; writes their record into the docs"
+	@echo "                       (EVERYTHING_ARGS='test-slow mutants' narrows it; what passed is not run again)"
+	@echo "make test-slow   the tests marked slow: whole programs and runs, what a run has learned, a hundred kills"
 	@echo "make test-language   what only a real language model shows, on SmolLM2-135M"
 	@echo "make test-report   the HTML report in a real browser (Chromium; installed with apt-get where there is none)"
 	@echo "make test-verl   the tests against a real trainer whose pins clash with ours, in an environment of its own"
@@ -47,29 +53,15 @@ help:
 	@echo "make lock    the hashes of the pinned files, written to requirements-dev.lock"
 	@echo "make lint    ruff, spelling, pyright and the import contracts"
 	@echo "make format  let ruff rewrite what it can"
-	@echo "make docs    build the documentation into site/; fails on an undocumented public name"
+	@echo "make docs    build the documentation into site/; fails on a dead link and on an undocumented public name"
 	@echo "make clean   remove caches and built files (make distclean: the environments and .cache too)"
 
 install: $(READY)
 
-# Run again whenever what is to be installed has changed. torch goes first and alone, so that a CPU build
-# that is already at hand is taken as it is, and nothing else decides which torch that will be.
-$(READY): pyproject.toml constraints.txt
-	@set -e; \
-	for candidate in $(PYTHON); do \
-	  if "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then \
-	    python="$$candidate"; break; \
-	  fi; \
-	done; \
-	if [ -z "$$python" ]; then \
-	  echo "klamp needs Python 3.11 or newer; tried: $(PYTHON). Name yours: make PYTHON=/path/to/python3.11" >&2; \
-	  exit 1; \
-	fi; \
-	echo "Making $(VENV) with $$("$$python" --version) and installing klamp: once, two to five minutes."; \
-	"$$python" -m venv $(VENV); \
-	$(PIP) torch --constraint constraints.txt; \
-	$(PIP) --editable '.[train,wandb,trl,tinker,ray,dev]' --constraint constraints.txt; \
-	touch $@
+# Every environment is made by one script, which keeps it by the hash of its pins: what changed a file's time only costs
+# nothing.
+$(READY): pyproject.toml constraints.txt scripts/environment.sh
+	@PYTHON="$(PYTHON)" scripts/environment.sh dev
 
 demo: $(READY)
 	$(BIN)/klamp train $(DEMO_ARGS)
@@ -107,25 +99,19 @@ format: $(READY)
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(DOCS_ARGS)
 
+# What `make test` leaves out: tests marked slow, and the folders that need more than .venv.
+ELSEWHERE := --ignore=tests/browser --ignore=tests/engines --ignore=tests/language --ignore=tests/packaging
+
 pytest: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile $(SLOW:%=--ignore=%) --ignore=tests/browser --ignore=tests/language --ignore=tests/packaging $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile -m "not slow" $(ELSEWHERE) $(PYTEST_ARGS)
 
-# Whole programs, whole runs, and what compiles or measures memory: each file takes a quarter of a minute or more.
-SLOW := tests/examples tests/benchmarks tests/contracts/test_credentials.py tests/tasks/test_filler_model.py tests/audit/test_trl.py \
-	tests/ablation/test_cluster.py tests/ablation/test_comparison.py tests/ablation/test_execute.py \
-	tests/ablation/test_pictures.py tests/ablation/test_one_run.py tests/ablation/test_measure.py \
-	tests/cli/test_ablate_runs.py tests/core/test_linear.py tests/core/test_linear_triton.py tests/hosts/trl/test_processes.py \
-	tests/scripts/test_mutants.py tests/training/test_lost_processes.py \
-	tests/training/test_processes.py tests/training/test_alarms.py tests/training/test_controls.py tests/training/test_resume.py \
-	tests/training/in_trl/test_processes.py tests/training/in_trl/test_builtin_task.py tests/training/in_trl/test_measurement.py \
-	tests/training/in_trl/test_run.py tests/training/in_verl/test_train.py tests/training/service/test_failures.py \
-	tests/training/service/test_train.py tests/training/service/test_trainer.py tests/training/service/test_update.py \
-	tests/training/test_sharded_processes.py tests/training/test_updates.py tests/training/test_where_it_ends.py \
-	tests/training/test_planted_runs.py tests/verify/test_gates.py tests/verify/test_exclusions.py \
-	tests/verify/test_answers_convergence.py tests/verify/proofs/test_placement.py tests/reliability/test_compile.py tests/reliability/test_hundred_kills.py
-
+# Whole programs, whole runs, what a run has learned, and what compiles or measures memory.
 test-slow: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist load $(SLOW) $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist load -m slow $(ELSEWHERE) $(PYTEST_ARGS)
+
+# Of the slow ones those that every landing runs too: ten kills, and what must be several processes.
+gate-slow: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist load -m "slow and gate" $(ELSEWHERE) $(PYTEST_ARGS)
 
 test-language: $(SMOLLM2)
 	OMP_NUM_THREADS=$(LANGUAGE_THREADS) $(BIN)/pytest tests/language $(PYTEST_ARGS)
@@ -136,30 +122,44 @@ test-report: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/browser $(PYTEST_ARGS)
 
 # What clashes with the development environment has one of its own: hosts with other pins, and the oldest versions.
+# `test-` runs the whole suite; `gate-` what every landing runs, one short real run and what must be equal there.
 test-verl: SUITE := tests/engines/verl
 test-unsloth: SUITE := -n $(WORKERS) --dist loadfile tests/engines/unsloth
 test-vllm: SUITE := -n $(WORKERS) --dist loadfile tests/engines/vllm tests/engines/deepspeed tests/engines/verifiers
 test-oldest: SUITE := -n $(WORKERS) --dist loadfile tests/core tests/config tests/verify/proofs tests/diagnostics \
 	tests/hosts/common tests/hosts/trl tests/test_trl.py tests/hosts/tinker tests/tinker tests/training/service
+gate-verl: SUITE := -m gate tests/engines/verl
+gate-unsloth: SUITE := -m gate tests/engines/unsloth
+gate-vllm: SUITE := -m gate tests/engines/vllm tests/engines/deepspeed
+gate-oldest: SUITE := -n $(WORKERS) --dist loadfile -m "not slow" tests/core/test_estimators.py tests/core/test_gradients.py \
+	tests/core/test_objective.py tests/config tests/hosts/trl tests/test_trl.py tests/hosts/tinker
 
-test-verl test-unsloth test-vllm test-oldest: test-%: .venv-%/.installed-for-klamp
+ENGINES := verl unsloth vllm oldest
+
+$(ENGINES:%=test-%): test-%: .venv-%/.installed-for-klamp
 	OMP_NUM_THREADS=1 .venv-$*/bin/pytest $(SUITE) $(PYTEST_ARGS)
 
-.venv-%/.installed-for-klamp: constraints-%.txt scripts/environment.sh
-	PYTHON="$(PYTHON)" scripts/environment.sh $*
+$(ENGINES:%=gate-%): gate-%: .venv-%/.installed-for-klamp
+	OMP_NUM_THREADS=1 .venv-$*/bin/pytest $(SUITE) $(PYTEST_ARGS)
 
-environments: $(READY)
-	@$(MAKE) --no-print-directory $(patsubst %,.venv-%/.installed-for-klamp,verl unsloth vllm oldest)
-	PYTHON="$(PYTHON)" scripts/wheel_environments.sh wheel wheel-trl wheel-tinker python3.12 python3.13
+.venv-%/.installed-for-klamp: constraints-%.txt scripts/environment.sh pyproject.toml $(READY)
+	@PYTHON="$(PYTHON)" scripts/environment.sh $*
+
+environments: $(ENGINES:%=.venv-%/.installed-for-klamp)
+	@PYTHON="$(PYTHON)" scripts/environment.sh wheel wheel-trl wheel-tinker python3.12 python3.13
 
 # What a user has after `pip install klamp`.
 test-wheel: $(READY)
-	PYTHON="$(PYTHON)" scripts/wheel_environments.sh wheel wheel-trl wheel-tinker
+	@PYTHON="$(PYTHON)" scripts/environment.sh wheel wheel-trl wheel-tinker
 	$(BIN)/pytest tests/packaging/test_wheel.py $(PYTEST_ARGS)
 
 test-pythons: $(READY)
-	scripts/wheel_environments.sh python3.12 python3.13
+	@scripts/environment.sh python3.12 python3.13
 	$(BIN)/pytest tests/packaging/test_pythons.py $(PYTEST_ARGS)
+
+# Everything, for an hour or more: each target once on this commit, and their record in docs/reliability.md.
+test-everything: $(READY)
+	$(BIN)/python scripts/everything.py $(EVERYTHING_ARGS)
 
 # Cosmic Ray makes the mistakes; what it runs tests with (a database, a server) is not needed.
 COSMIC_RAY := $(VENV)/.installed-cosmic-ray
