@@ -14,6 +14,7 @@ from tests.engines.unsloth.matrix import CASES, TWICE, UNWEIGHTED, assert_same
 from benchmarks.unsloth_cpu import with_switches
 from klamp.config import KLConfig
 
+pytestmark = pytest.mark.gate
 BETA = 0.3
 
 

@@ -137,6 +137,7 @@ def test_attaching_changes_beta_and_nothing_else_of_the_arguments(tmp_path: Path
     assert trl.GRPOConfig(output_dir=str(tmp_path), loss_type="grpo").beta == 0.001
 
 
+@pytest.mark.gate
 def test_klamps_own_classes_are_refused_with_the_way_out(tmp_path: Path) -> None:
     for build in (lambda: klamp.trl.GRPOConfig(output_dir=str(tmp_path)), lambda: klamp.trl.GRPOTrainer(model())):
         with pytest.raises(
@@ -181,6 +182,7 @@ def test_a_batch_without_reference_raises(tmp_path: Path) -> None:
         attached(tmp_path, KLConfig(beta=BETA), kind=Forgets).train()
 
 
+@pytest.mark.gate
 def test_a_given_reference_is_used_and_stays_frozen(tmp_path: Path) -> None:
     other = model(seed=7)
     kept = copy.deepcopy(other.state_dict())
@@ -190,6 +192,7 @@ def test_a_given_reference_is_used_and_stays_frozen(tmp_path: Path) -> None:
     assert host.state.log_history[0]["kl/k3"] > 0.05
 
 
+@pytest.mark.gate
 def test_the_kl_before_the_first_update_is_0(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     host = attached(tmp_path, KLConfig(beta=BETA), per_device_train_batch_size=8)
     host.train()
@@ -233,6 +236,7 @@ def test_an_evaluation_has_metrics_of_its_own_and_no_say_in_beta(tmp_path: Path)
     assert host._klamp.control.controller.value == BETA
 
 
+@pytest.mark.gate
 def test_the_controller_follows_and_is_saved(tmp_path: Path) -> None:
     kl = KLConfig(beta=BETA, target_kl=1e-6)
     options: dict[str, Any] = {"learning_rate": 1e-2, "save_strategy": "steps", "save_steps": 4, "max_steps": 6}

@@ -119,6 +119,7 @@ def _in_reward(batch: Batch, rewards: Tensor, kl: KLConfig) -> Tensor:
     return advantages_with_kl(rewards, batch, term, beta=0.3, gate=Gate.of(batch, term), advantages=formed)
 
 
+@pytest.mark.gate
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("average", AVERAGES)
 @pytest.mark.parametrize("term", TERMS)

@@ -55,6 +55,7 @@ def klamp_loss(step: Step, name: str, beta: float, reduction: str) -> torch.Tens
     return grpo_loss(step.batch(), objective).loss
 
 
+@pytest.mark.gate
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("average", AVERAGES)
 @pytest.mark.parametrize("name", TERMS)
@@ -77,6 +78,7 @@ def test_without_padding_it_is_the_same(name: str) -> None:
     torch.testing.assert_close(gradient(nested, step), gradient(padded, step), rtol=0, atol=1e-12)
 
 
+@pytest.mark.gate
 @pytest.mark.usefixtures("registered")
 def test_float32_to_1e_6() -> None:
     step = Step.random(16, 40, dtype=torch.float32)
@@ -87,6 +89,7 @@ def test_float32_to_1e_6() -> None:
         torch.testing.assert_close(gradient(found, step), gradient(expected, step), rtol=0, atol=1e-6)
 
 
+@pytest.mark.gate
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("name", ["klamp:kl_horizon=sequence,kl_off_policy=sequence", "klamp:kl_off_policy=token"])
 @pytest.mark.parametrize("average", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
@@ -256,6 +259,7 @@ def rewarded(step: Step, control: object, kind: str) -> tuple[torch.Tensor, dict
     return data.batch["token_level_rewards"] - tensors["token_level_scores"], metrics
 
 
+@pytest.mark.gate
 @pytest.mark.usefixtures("registered")
 def test_the_reward_loses_beta_times_k1() -> None:
     step = Step.random()
@@ -276,6 +280,7 @@ def test_the_kl_in_the_reward_is_no_loss() -> None:
         algorithms.kl_penalty(step.policy, step.ref, "klamp")
 
 
+@pytest.mark.gate
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize(
     "rule", ["", ":kl_controller=step", ":kl_controller=proportional", ":kl_controller=dual", ":kl_controller=pid"]

@@ -80,6 +80,16 @@ def controlled(kl: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[float
     return found
 
 
+@pytest.mark.gate
+def test_a_short_run(tmp_path: Path) -> None:
+    """What every landing asks of the real engine; what a run learns is asked below."""
+    folder = tmp_path / "run"
+    rows = run(folder, max_steps=2, beta=0.04)
+    assert abs(rows[0]["kl/k3"]) < 1e-6 < rows[1]["kl/k3"], "the reference is the policy it began with"
+    differences = logged(folder, ENGINE)
+    assert len(differences) == 2 and max(differences) < SAME, "vLLM follows the actor"
+
+
 def test_an_ablation_by_two_backends_learns_the_built_in_task(tmp_path: Path) -> None:
     """As TRL and a service do (`tests/training/in_trl/test_builtin_task.py`), with a KL that is measured alike."""
     folder, plan = tmp_path / "ablation", tmp_path / "plan.yaml"
