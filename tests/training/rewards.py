@@ -30,6 +30,16 @@ def sevens(completion: str, **_: Any) -> float:
     return min(completion.count("7"), 8) / 8
 
 
+def hundred(completion: str, **_: Any) -> float:
+    """`digits` in percent."""
+    return 100 * digits(completion)
+
+
+def nearly_equal(completion: str, **_: Any) -> float:
+    """1, and a hundred-thousandth for every character."""
+    return 1 + 1e-5 * len(completion)
+
+
 def constant(completion: str, **_: Any) -> float:
     """No signal at all."""
     return 1.0

@@ -1,0 +1,364 @@
+"""Runs with something wrong in them, and sound ones: what each is, and what any seed of it must show.
+
+The faults are of two kinds. Some are of the machinery: a sampler that is not synced, a mask that loses a token. In the
+others nothing is wrong but what the run was asked to do.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from tests.training import rewards
+from tests.training.conftest import disturb, stored, tiny_gpt2, tiny_llama
+from tests.training.planted import ARITHMETIC, Told, alarms, trained
+
+from klamp.diagnostics.doctor import Diagnosis
+from klamp.training import rollouts
+from klamp.training.references import MovingReference
+from klamp.training.trainer import Trainer
+
+Plant = Callable[[Trainer, Told, ExitStack], None]
+Steps = tuple[int, int]
+
+REWARDS = "tests.training.rewards:"
+ANY: Steps = (1, 1000)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planted:
+    """A run to be trained."""
+
+    changes: Mapping[str, Any]
+    """Of the configuration of a tiny run; `model` is llama or gpt2 (tiny, random), or builtin."""
+    finds: Mapping[str, Steps] = field(default_factory=dict)
+    """Alarm or note -> the first and the last step at which it may rise, whatever the seed and the threads."""
+    alone: bool = False
+    """Whether no other alarm may rise; notes may."""
+    learns: bool = False
+    """Whether the last ten steps must earn more than the first ten."""
+    plant: Plant | None = None
+    """Makes something wrong with the trainer; what it patches, the stack undoes."""
+
+    def misses(self, diagnosis: Diagnosis) -> list[str]:
+        """What is not as it must be, in words; empty if all is well."""
+        first = {each.alarm.name: each.first_step for each in diagnosis.findings}
+        said = [f"{name} is not found" for name in self.finds if name not in first]
+        for name, (low, high) in self.finds.items():
+            if name in first and not low <= first[name] <= high:
+                said.append(f"{name} rose at step {first[name]}, not from {low} to {high}")
+        if self.alone and (others := alarms(diagnosis) - self.finds.keys()):
+            said.append(f"{', '.join(sorted(others))} should not be found")
+        if self.learns and self.gain(diagnosis) <= 0:
+            said.append("it learned nothing")
+        return said
+
+    @staticmethod
+    def gain(diagnosis: Diagnosis) -> float:
+        """How much more reward the last ten steps earn than the first ten, in the mean."""
+        reward = [row.metrics["reward"] for row in diagnosis.history.rows]
+        return fmean(reward[-10:]) - fmean(reward[:10])
+
+
+def train(planted: Planted, folder: Path, **changes: Any) -> Diagnosis:
+    """Train a run in folder/run, and examine what it wrote.
+
+    Args:
+        planted: the run.
+        folder: where its model lies too.
+        changes: of its configuration, such as another seed.
+    """
+    values = {"model": "llama", **planted.changes, **changes}
+    for name in ("model", "ref_model"):
+        if values.get(name) in MODELS:
+            values[name] = stored(MODELS[values[name]](), folder / values[name])
+    with ExitStack() as undone:
+        plant = planted.plant
+        return trained(
+            folder / "run",
+            plant=None if plant is None else lambda trainer, told: plant(trainer, told, undone),
+            **values,
+        )
+
+
+def _elsewhere() -> Any:
+    model = tiny_llama()
+    disturb(model)
+    return model
+
+
+MODELS: dict[str, Callable[[], Any]] = {"llama": tiny_llama, "gpt2": tiny_gpt2, "llama-elsewhere": _elsewhere}
+
+
+# faults of the machinery ----------------------------------------------------------------------------------------------
+
+
+def _adapter_not_zero(trainer: Trainer, told: Told, undone: ExitStack) -> None:
+    disturb(trainer.context.policy, size=0.02)
+
+
+def _stale_sampler(trainer: Trainer, told: Told, undone: ExitStack) -> None:
+    """Completions come from the weights that the run began with: they are never synced."""
+    real, old = rollouts.generate, copy.deepcopy(trainer.context.policy)
+    undone.enter_context(patch.object(rollouts, "generate", lambda model, *args, **kwargs: real(old, *args, **kwargs)))
+
+
+def _stale_and_exploding(trainer: Trainer, told: Told, undone: ExitStack) -> None:
+    _stale_sampler(trainer, told, undone)
+    told.after_step = lambda step: disturb(trainer.context.policy, size=0.5) if step == 2 else None
+
+
+def _reference_that_follows(trainer: Trainer, told: Told, undone: ExitStack) -> None:
+    trainer.context.reference = MovingReference(copy.deepcopy(trainer.context.policy), reset_steps=1)
+
+
+def _one_wrong_update(trainer: Trainer, told: Told, undone: ExitStack) -> None:
+    told.after_step = lambda step: disturb(trainer.context.policy, size=0.1) if step == 8 else None
+
+
+def _drift(trainer: Trainer, told: Told, undone: ExitStack) -> None:
+    told.after_step = lambda step: disturb(trainer.context.policy, seed=step, size=0.008)
+
+
+def _mask_without_ends(trainer: Trainer, told: Told, undone: ExitStack) -> None:
+    real = rollouts._masks
+
+    def without_ends(context: Any, completions: Any) -> Any:
+        last = torch.zeros_like(completions.mask)
+        last[torch.arange(len(last)), completions.mask.sum(-1) - 1] = True
+        return real(context, replace(completions, mask=completions.mask & ~(last & completions.ended[:, None])))
+
+    undone.enter_context(patch.object(rollouts, "_masks", without_ends))
+
+
+def _pay(trainer: Trainer, told: Told, undone: ExitStack) -> None:
+    """Every further character takes something from the reward."""
+    undone.enter_context(patch.dict(rewards.STATE, pay=-0.1))
+
+
+def _pay_for_length_later(trainer: Trainer, told: Told, undone: ExitStack) -> None:
+    _pay(trainer, told, undone)
+    told.after_step = lambda step: rewards.STATE.update(pay=0.05) if step == 20 else None
+
+
+# settings -------------------------------------------------------------------------------------------------------------
+
+SCALED = {"loss_type": "grpo", "advantage_baseline": "mean"}
+"""Advantages of the size 1, with which a few steps of a tiny model go far enough."""
+BUILT_IN: dict[str, Any] = {**ARITHMETIC, "prompts_per_step": 8}
+SOUND: dict[str, Any] = {**BUILT_IN, "learning_rate": 2e-4, "eval_size": 32, "max_steps": 40}
+TINY_REWARD: dict[str, Any] = {
+    "model": "gpt2",
+    "beta": 0.0,
+    "scale_rewards": "none",
+    "max_completion_length": 24,
+    "prompts_per_step": 6,
+    "num_generations": 8,
+    "learning_rate": 5e-3,
+    "lr_scheduler_type": "constant",
+}
+"""A small random model that takes up any reward within some tens of steps."""
+PADDED: dict[str, Any] = {
+    **TINY_REWARD,
+    "reward": f"{REWARDS}seven",
+    "beta": 0.1,
+    "learning_rate": 2e-3,
+    "max_steps": 40,
+}
+"""The first character is learned and costs most of the KL; every further one takes something from the reward."""
+CUT: dict[str, Any] = {
+    "reward": f"{REWARDS}odd",
+    "beta": 0.05,
+    "max_completion_length": 2,
+    "prompts_per_step": 6,
+    "num_generations": 8,
+    "learning_rate": 2e-3,
+    "max_steps": 40,
+}
+"""Every answer is cut, from the start on, and rewarded all the same."""
+IN_THE = {"kl_estimator": "k1", "kl_horizon": "sequence"}
+
+FAULTY: dict[str, Planted] = {
+    "adapter-not-zero": Planted(
+        changes={"lora_r": 4, "max_steps": 1}, plant=_adapter_not_zero, finds={"step-zero-kl": (1, 1)}
+    ),
+    "adapter-not-synced": Planted(
+        changes={"lora_r": 4, "max_steps": 22, **SCALED},
+        plant=_stale_sampler,
+        finds={"sampler-mismatch": (2, 10)},
+    ),
+    "exploded-not-synced": Planted(
+        changes={"beta": 0.0, "kl_monitor": True, "max_steps": 3},
+        plant=_stale_and_exploding,
+        finds={"huge-values": (3, 3), "k3-far-above-k1": (3, 3), "sampler-mismatch": ANY},
+    ),
+    "reference-that-follows": Planted(
+        changes={"max_steps": 22, "num_generations": 8, "learning_rate": 1e-2},
+        plant=_reference_that_follows,
+        finds={"detached-reference": ANY},
+    ),
+    "one-wrong-update": Planted(
+        changes={**ARITHMETIC, "prompts_per_step": 12, "max_steps": 10},
+        plant=_one_wrong_update,
+        finds={"kl-spike": (9, 9), "spike-with-reward-drop": (9, 10)},
+    ),
+    "exploding-rate": Planted(
+        changes={"learning_rate": 1.0, "max_steps": 8}, finds={"kl-spike": (2, 6), "kl-high": (2, 8)}
+    ),
+    "cut-answers": Planted(
+        changes={**ARITHMETIC, "max_completion_length": 2, "max_steps": 6}, finds={"truncated": (5, 5)}
+    ),
+    "large-advantages": Planted(
+        changes={"reward": f"{REWARDS}hundred", "scale_rewards": "none", "max_steps": 2},
+        finds={"advantage-scale": (1, 2)},
+    ),
+    "divided-noise": Planted(
+        changes={"reward": f"{REWARDS}nearly_equal", "scale_rewards": "std", "max_steps": 2},
+        finds={"advantage-scale": (1, 2)},
+    ),
+    "low-target": Planted(
+        changes={
+            **ARITHMETIC,
+            "beta": 0.1,
+            "target_kl": 1e-3,
+            "kl_controller": "step",
+            "learning_rate": 3e-4,
+            "max_steps": 28,
+            **SCALED,
+        },
+        finds={"beta-runaway": (12, 28)},
+    ),
+    "lost-end-token": Planted(
+        changes={"max_steps": 2, "log_completions": 12}, plant=_mask_without_ends, finds={"end-token-lost": (1, 2)}
+    ),
+    "dr-grpo-with-a-rule": Planted(
+        changes={"reward": "", "advantage_baseline": "mean", "beta": 0.04, "max_steps": 2},
+        finds={"dr-grpo-with-kl": (0, 1)},
+    ),
+    "lost-skill": Planted(
+        changes={**ARITHMETIC, "learning_rate": 3e-3, "beta": 0.0, "max_steps": 12, "eval_size": 32},
+        finds={"retention": (12, 12)},
+    ),
+    "little-learning": Planted(
+        changes={"learning_rate": 1e-6, "max_steps": 20, "prompts_per_step": 1}, finds={"kl-low": (20, 20)}
+    ),
+    "diluted": Planted(changes=PADDED, plant=_pay_for_length_later, finds={"dilution": (21, 40)}),
+    "rate-hundredfold": Planted(
+        changes={**BUILT_IN, "learning_rate": 1e-2, "warmup_steps": 10, "max_steps": 40},
+        finds={"reward-collapse": (3, 40), "kl-far": (3, 40), "saturated": (20, 40)},
+    ),
+    "rate-thirtyfold": Planted(
+        changes={**BUILT_IN, "learning_rate": 3e-3, "warmup_steps": 10, "max_steps": 20},
+        finds={"reward-collapse": ANY, "kl-far": ANY},
+    ),
+    "drift": Planted(
+        changes={
+            "reward": f"{REWARDS}constant",
+            "beta": 0.0,
+            "kl_monitor": True,
+            "prompts_per_step": 12,
+            "max_steps": 32,
+        },
+        plant=_drift,
+        finds={"kl-growing": (25, 32)},
+    ),
+    "paid-length": Planted(
+        changes={**TINY_REWARD, "reward": f"{REWARDS}long", "learning_rate": 2e-3, "max_steps": 30},
+        finds={"length-exploited": ANY},
+    ),
+    "one-word": Planted(
+        changes={**TINY_REWARD, "reward": f"{REWARDS}sevens", "max_completion_length": 12, "max_steps": 60},
+        finds={"repetition": ANY},
+    ),
+    "constant-reward": Planted(
+        changes={"reward": f"{REWARDS}constant", "max_steps": 20}, finds={"saturated": (20, 20)}
+    ),
+    "beta-too-high": Planted(
+        changes={**BUILT_IN, "beta": 50.0, "max_steps": 12}, finds={"kl-dominates": ANY}, alone=True
+    ),
+    "beta-too-low": Planted(
+        changes={**BUILT_IN, "learning_rate": 3e-4, "max_steps": 40, "beta": 1e-4},
+        finds={"kl-inert": ANY},
+        alone=True,
+    ),
+    "clip-too-narrow": Planted(
+        changes={
+            **BUILT_IN,
+            "beta": 0.01,
+            "kl_clip_method": "hard",
+            "kl_clip_threshold": 0.5,
+            "kl_reference_length": 5,
+            "max_steps": 40,
+        },
+        finds={"kl-inert": ANY},
+        alone=True,
+    ),
+    "wrong-reference": Planted(
+        changes={"ref_model": "llama-elsewhere", "beta": 0.05, "max_steps": 1},
+        finds={"reference-differs": (1, 1)},
+        alone=True,
+    ),
+    "low-limit": Planted(changes={**BUILT_IN, "max_completion_length": 2, "max_steps": 6}, finds={"truncated": (5, 5)}),
+}
+"""Runs with a fault, by the names of their records."""
+
+_QUIET: dict[str, dict[str, Any]] = {
+    "sound": SOUND,
+    "sound-seed-1": {**SOUND, "seed": 1},
+    "sound-beta-0": {**SOUND, "beta": 0.0},
+    "sound-beta-1": {**SOUND, "beta": 1.0},
+    "sound-target": {**SOUND, "target_kl": 0.05},
+    "sound-tight-target": {**SOUND, "target_kl": 0.02, "seed": 2},
+    "sound-adapter": {**SOUND, "lora_r": 8, "learning_rate": 1e-3, "beta": 0.04},
+    "sound-by-std": {**SOUND, "loss_type": "grpo", "scale_rewards": "std", "advantage_baseline": "mean"},
+    "sound-dapo": {**SOUND, "loss_type": "dapo", "seed": 3},
+    "sound-in-the-reward": {**SOUND, "kl_placement": "reward", **IN_THE},
+    "sound-in-the-advantage": {**SOUND, "kl_placement": "advantage", **IN_THE},
+    "sound-two-updates": {**SOUND, "num_iterations": 2},
+    "sound-moving-reference": {**SOUND, "reference": "ema", "beta": 0.1},
+    "sound-small-groups": {**SOUND, "num_generations": 4, "prompts_per_step": 16, "seed": 4},
+    "sound-exact": {**SOUND, "kl_estimator": "exact", "seed": 5},
+    "short": {**ARITHMETIC, "max_steps": 22, "eval_size": 16},
+    "short-adapter": {
+        **ARITHMETIC,
+        "max_steps": 16,
+        "eval_size": 16,
+        "seed": 1,
+        "beta": 0.04,
+        "lora_r": 8,
+        "learning_rate": 3e-4,
+    },
+    "short-beta-0": {**ARITHMETIC, "max_steps": 8, "seed": 2, "beta": 0.0},
+    "short-in-the-advantage": {**ARITHMETIC, "max_steps": 8, "seed": 3, "kl_placement": "advantage", **IN_THE},
+    "short-target": {
+        **ARITHMETIC,
+        "max_steps": 8,
+        "seed": 4,
+        "target_kl": 0.05,
+        "reference": "ema",
+        "num_iterations": 2,
+    },
+    "short-dr-grpo": {**ARITHMETIC, "max_steps": 8, "seed": 5, "loss_type": "dr_grpo", "beta": 0.0},
+    "cut-by-design-llama": CUT,
+    "cut-by-design-gpt2": {**CUT, "model": "gpt2"},
+}
+QUIET: dict[str, Planted] = {
+    **{name: Planted(changes=changes, alone=True, learns=name.startswith("sound")) for name, changes in _QUIET.items()},
+    "paid-for-shortness": Planted(changes=PADDED, plant=_pay, alone=True),
+}
+"""Runs in which no alarm may rise."""
+
+RUNS = FAULTY | QUIET
+RECORDED = (
+    *FAULTY,
+    *("sound", "sound-beta-0", "sound-target", "sound-in-the-reward", "sound-moving-reference", "short-adapter"),
+    *("cut-by-design-gpt2", "paid-for-shortness"),
+)
+"""The names of the runs whose records lie in the tree; the others only run."""
