@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+from tests.waiting import SECONDS
 
 FLAGS = ["--backend", "tinker", "--model", "klamp/tiny", "--lora_r", "4", "--prompts_per_step", "2", "--report_to"]
 FLAGS += ["--num_generations", "3", "--eval_size", "1", "--max_completion_length", "6", "--warmup_steps", "0"]
@@ -84,7 +85,7 @@ def tiny_run(**changes):
 
     from klamp.training.config import TrainConfig
 
-    own = {"backend": "tinker", "model": "klamp/tiny", "lora_r": 4, "service_timeout": 30.0, "cpu": False}
+    own = {"backend": "tinker", "model": "klamp/tiny", "lora_r": 4, "service_timeout": SECONDS, "cpu": False}
     return TrainConfig.from_flat({**TINY, **own, **changes})
 
 
@@ -99,7 +100,7 @@ def connection(tiny):
     """A session of the trainer's with `tiny`."""
     from klamp.training.service.connection import Connection
 
-    return Connection(30.0)
+    return Connection(SECONDS)
 
 
 @pytest.fixture

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 from tests.training.rewards import digits
+from tests.waiting import wait_for
 
 CALLS = {"count": 0}
 BEFORE = 9 + 3 * 12
@@ -18,13 +18,12 @@ BEFORE = 9 + 3 * 12
 
 def digits_or_trouble(completion: str, **_: Any) -> float:
     """Share of digits; a run that the environment names is killed in its fourth step, or its reward raises there, or
-    it waits for a file in its third and is slow from then on."""
+    it waits for a file in its third."""
     CALLS["count"] += 1
     trouble = json.loads(os.environ.get("KLAMP_TEST_TROUBLE", "{}"))
     mine = trouble.get(_run_name())
     if mine == "wait" and CALLS["count"] > 9 + 2 * 12:
-        _wait_for(Path(trouble["until"]))
-        time.sleep(0.1 / 12)
+        wait_for(Path(trouble["until"]))
     if mine == "kill" and CALLS["count"] > BEFORE + 2:
         os.kill(os.getpid(), signal.SIGKILL)
     if mine == "raise" and CALLS["count"] > BEFORE + 2:
@@ -36,9 +35,3 @@ def _run_name() -> str:
     """The run of this worker, from its command line; another word in the process of the tests."""
     words = Path("/proc/self/cmdline").read_bytes().decode().split("\0")
     return next((Path(word).name for word in words if "_seed-" in Path(word).name), "")
-
-
-def _wait_for(file: Path) -> None:
-    deadline = time.monotonic() + 240
-    while not file.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from tests.ablation import judges
 from tests.training.conftest import TINY, stored, tiny_llama
+from tests.waiting import wait_for
 
 from klamp.ablation import cluster
 from klamp.ablation.cluster import RayExecutor, connected, load_ray, reason_of, sign_of
@@ -154,7 +155,7 @@ def test_ctrl_c_lets_the_step_end_and_the_run_goes_on_from_there(
     def tell(update: Update) -> None:
         told.append(update)
         if update.step == 1 and update.metrics:
-            judges.wait_for(folder / "waiting")
+            wait_for(folder / "waiting")
             signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(TrainingStopped, match="1 of 1 runs not done") as stopped:
@@ -249,7 +250,7 @@ import psutil
 from klamp.ablation.cluster import connected, load_ray
 ray = load_ray("local")
 with connected(ray, "local"):
-    ray.get(ray.remote(lambda: None).remote(), timeout=60)
+    ray.get(ray.remote(lambda: None).remote(), timeout=240)
     own = psutil.Process()
     every = [each for process in [own, *own.children(recursive=True)] for each in process.net_connections("inet")]
     found = {{each.laddr.ip.removeprefix("::ffff:") for each in every if each.status == "LISTEN"}}
@@ -260,9 +261,7 @@ print(json.dumps([sorted(found), os.environ.get("RAY_AUTH_MODE"), left]))
     removed = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
     environment = {name: value for name, value in os.environ.items() if name not in removed}
     environment |= {"HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    run = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
+    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout.splitlines()[-1]) == [["127.0.0.1"], "token", [True, None]]
     if find_spec("ray._private.authentication"):  # from 2.52 on

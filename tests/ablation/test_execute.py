@@ -64,12 +64,13 @@ def test_runs_that_die_fail_or_are_stopped_are_done_by_the_next_call(plan_with, 
     told: list[Update] = []
 
     def watch(update: Update) -> None:
-        """Ctrl-C once the others have ended and the last one has taken two steps."""
+        """Ctrl-C once the others have ended and the last one has taken two steps; it goes on when it has been told."""
         told.append(update)
         ended = {u.run for u in told if u.state in ("done", "failed")}
         stepped = any(u.run == names[3] and u.step >= 2 and u.metrics for u in told)
         if len(ended) == 3 and stepped and not any(u.state == "stopping" for u in told):
             os.kill(os.getpid(), signal.SIGINT)
+        if update.state == "stopping":
             (tmp_path / "go on").touch()
 
     with pytest.raises(TrainingStopped, match="3 of 4 runs not done"):

@@ -8,10 +8,11 @@ import signal
 import sys
 import textwrap
 import threading
-import time
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
+from tests.waiting import SECONDS, is_running
 
 from klamp.ablation import local
 from klamp.ablation.executor import Update
@@ -76,19 +77,23 @@ def test_every_run_runs_and_tells(executor, tmp_path) -> None:
 
 
 def test_no_more_at_once_than_there_are_workers(executor, tmp_path) -> None:
+    """The first two wait for each other, so that they have run at the same time; at no moment were there three."""
+    marks = tmp_path / "marks"
     body = f"""
-    here = Path({str(tmp_path)!r}) / f"at-work-{{os.getpid()}}"
-    here.touch()
-    time.sleep(0.15)
-    count = len(list(Path({str(tmp_path)!r}).glob("at-work-*")))
-    tell("running", 1, metrics={{"count": count}})
-    time.sleep(0.15)
-    here.unlink()
+    def mark(sign):
+        with open({str(marks)!r}, "a") as file:
+            file.write(sign)
+
+    mark("+")
+    while beta < 0.2 and Path({str(marks)!r}).read_text().count("+") < 2:
+        time.sleep(0.01)
+    mark("-")
     done()
     """
     told = told_by(executor(body, workers=2), tmp_path)
-    counts = [u.metrics["count"] for u in told if u.metrics]
-    assert len(counts) == 4 and max(counts) == 2
+    for signs in (marks.read_text(), "".join({"running": "+", "done": "-"}[u.state] for u in told)):
+        at_work = list(accumulate(1 if sign == "+" else -1 for sign in signs))
+        assert len(at_work) == 8 and max(at_work) == 2 and at_work[-1] == 0
 
 
 ENDS = """
@@ -129,18 +134,16 @@ def test_an_old_outcome_does_not_stand_for_a_run_that_died(executor, tmp_path) -
 def test_a_pipe_that_a_grandchild_holds_open_does_not_hang(executor, tmp_path, monkeypatch) -> None:
     body = f"""
     import subprocess
-    child = subprocess.Popen(["sleep", "60"], pass_fds=(descriptor,))
+    child = subprocess.Popen(["sleep", "3600"], pass_fds=(descriptor,))
     Path({str(tmp_path)!r}, str(child.pid)).touch()
     tell("running", 1)
     """
     monkeypatch.setattr(local, "READ_ON", 0.2)
-    started = time.monotonic()
     LocalExecutor.run(executor(body), RUNS[:1], tmp_path, lambda update: None)
-    assert time.monotonic() - started < 30
+    (grandchild,) = (int(file.name) for file in tmp_path.iterdir() if file.name.isdigit())
+    assert is_running(grandchild), "it was not waited for"
+    os.kill(grandchild, signal.SIGKILL)
     assert outcomes(tmp_path)[0.0].state == "failed"
-    for file in tmp_path.iterdir():
-        if file.name.isdigit():
-            os.kill(int(file.name), signal.SIGKILL)
 
 
 SAVES = """
@@ -202,9 +205,10 @@ def test_an_error_in_the_display_leaves_no_worker_behind(executor, tmp_path) -> 
 
 
 def test_it_works_outside_the_main_thread(executor, tmp_path) -> None:
-    thread = threading.Thread(target=executor("done()").run, args=(RUNS, tmp_path, lambda update: None))
+    given = (RUNS, tmp_path, lambda update: None)
+    thread = threading.Thread(target=executor("done()").run, args=given, daemon=True)
     thread.start()
-    thread.join(60)
+    thread.join(SECONDS)
     assert {outcome.state for outcome in outcomes(tmp_path).values()} == {"done"}
 
 
@@ -221,7 +225,6 @@ def test_a_worker_has_its_threads_its_device_and_the_parents_modules(executor, t
     own_group = os.getpgrp() == os.getpid()
     words = os.environ["OMP_NUM_THREADS"], os.environ["CUDA_VISIBLE_DEVICES"], VALUE, own_group
     tell("running", 1, text=" ".join(map(str, words)))
-    time.sleep(0.3)
     done()
     """
     told = told_by(executor(body, workers=2, threads=5, devices=("GPU-a", "GPU-b")), tmp_path)

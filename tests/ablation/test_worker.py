@@ -6,16 +6,19 @@ import json
 import os
 import sys
 import threading
-import time
+from typing import IO
 
 import pytest
+from tests.waiting import SECONDS
 
 from klamp.ablation import one_run as performing
+from klamp.ablation import worker
 from klamp.ablation.executor import Update
 from klamp.ablation.outcome import Outcome
 from klamp.ablation.plan import run_folder, runs
 from klamp.ablation.worker import DONE, FAILED, INTERRUPTED, alone, main, read_run, teller, write_run
 from klamp.errors import TrainingStopped
+from klamp.training import lock
 
 UPDATE = Update(run="a", state="running", step=1, metrics={"reward": 0.5})
 
@@ -86,20 +89,27 @@ def test_once_nobody_reads_the_run_is_interrupted() -> None:
     os.close(writes)
 
 
-def test_a_second_worker_of_the_same_run_waits(own) -> None:
+def test_a_second_worker_of_the_same_run_waits(own, monkeypatch) -> None:
     """One that lost its command may still be saving its last step."""
-    order = []
+    order, refused = [], threading.Event()
+
+    def flock(file: IO[bytes], *, wait: bool) -> None:
+        with pytest.raises(BlockingIOError):
+            lock.flock(file, wait=False)
+        refused.set()
+        lock.flock(file, wait=wait)
 
     def second() -> None:
         with alone(own):
             order.append("second")
 
     with alone(own):
-        thread = threading.Thread(target=second)
+        monkeypatch.setattr(worker, "flock", flock)
+        thread = threading.Thread(target=second, daemon=True)
         thread.start()
-        time.sleep(0.2)
+        assert refused.wait(SECONDS)
         order.append("first")
-    thread.join(10)
+    thread.join(SECONDS)
     assert order == ["first", "second"]
 
 

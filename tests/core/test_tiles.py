@@ -8,9 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.core.heads import OPTIONS, close, coefficients, head, naive_logits
+from tests.core.heads import OPTIONS, close, coefficients, head, naive_logits, naive_logprobs
+from tests.core.held import Held
 
 from klamp.core import tiles
+from klamp.core.linear import linear_kl, linear_logprobs
 from klamp.core.tiles import Head, Tile, find_columns, gradients, head_gradients
 
 
@@ -104,3 +106,38 @@ def test_rows_whose_gradient_is_zero_are_never_asked_for() -> None:
     assert all(
         close(a, b.detach()) for a, b in zip(found, (whole @ weight, whole.t() @ hidden, whole.sum(0)), strict=True)
     )
+
+
+ROWS, ENTRIES = 512, 4000
+MATRIX = 4 * ROWS * ENTRIES
+"""Bytes of all logits in float32."""
+SCORED = {
+    "log-probabilities": linear_logprobs,
+    "with the entropy": lambda *given: linear_logprobs(*given, return_entropy=True)[0],
+    "KL": lambda hidden, weight, targets: linear_kl(hidden, weight, 2 * hidden.detach(), weight),
+    "naive": naive_logprobs,
+}
+
+
+def held_by(name: str) -> Held:
+    """What the way there and back takes, of so many rows and entries."""
+    hidden, weight, _, targets = head(ROWS, 8, ENTRIES, dtype=torch.float32)
+    with Held() as held:
+        SCORED[name](hidden, weight, targets).sum().backward()
+    return held
+
+
+@pytest.mark.parametrize("name", [name for name in SCORED if name != "naive"])
+def test_neither_on_the_way_there_nor_back_is_more_held_than_a_few_tiles(name: str, monkeypatch) -> None:
+    """Counted; tests/core/test_linear.py measures a process that does the same at the size of a model."""
+    monkeypatch.setattr(tiles, "TILE_BYTES", 2**16)
+    monkeypatch.setattr(tiles, "TILE_ROWS", 64)
+    held = held_by(name)
+    assert held.largest <= MATRIX / 60, "a tile, or the gradient of the weight"
+    assert held.most < MATRIX / 8
+
+
+def test_the_count_sees_a_matrix_of_logits() -> None:
+    held = held_by("naive")
+    assert held.largest == MATRIX
+    assert 3 * MATRIX <= held.most < 3.1 * MATRIX, "logits, their log-softmax, and the gradient of one"

@@ -1,5 +1,8 @@
 """The stand-in for the Tinker service and its clients."""
 
+from types import SimpleNamespace
+
+import pytest
 from tests.standin import (
     client,
     connection,
@@ -14,8 +17,11 @@ from tests.standin import (
     trainer,
 )
 
+from klamp.tinker.testing import futures
+
 __all__ = [
     "client",
+    "clock",
     "connection",
     "context",
     "reference",
@@ -27,3 +33,15 @@ __all__ = [
     "tiny",
     "trainer",
 ]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The moments that the worker's clock shows, from 100 s on: only what is slept moves it."""
+    now = [100.0]
+
+    def sleep(seconds: float) -> None:
+        now.append(now[-1] + seconds)
+
+    monkeypatch.setattr(futures, "time", SimpleNamespace(monotonic=lambda: now[-1], sleep=sleep))
+    return now

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from tests.waiting import SECONDS
 from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 
@@ -26,8 +27,8 @@ def in_process(**changes: Any) -> Iterator[Service]:
 
 def result(service: Service, answer: dict[str, Any]) -> Any:
     """What a promised request came to."""
-    found = service.worker.wait(answer["request_id"], 30)
-    assert found is not None, "it is done within seconds"
+    found = service.worker.wait(answer["request_id"], SECONDS)
+    assert found is not None
     return found
 
 

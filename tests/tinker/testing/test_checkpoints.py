@@ -6,6 +6,7 @@ import pytest
 import tinker
 import torch
 from tests.standin import ready
+from tests.waiting import SECONDS
 from tinker import types
 
 from klamp.tinker.testing import serve
@@ -22,12 +23,12 @@ DATA = [
 
 def train(client, steps=1):
     for _ in range(steps):
-        client.forward_backward(DATA, "cross_entropy").result(timeout=30)
-        client.optim_step(types.AdamParams(learning_rate=0.01)).result(timeout=30)
+        client.forward_backward(DATA, "cross_entropy").result(timeout=SECONDS)
+        client.optim_step(types.AdamParams(learning_rate=0.01)).result(timeout=SECONDS)
 
 
 def loss(client):
-    return client.forward(DATA, "cross_entropy").result(timeout=30).metrics["loss:sum"]
+    return client.forward(DATA, "cross_entropy").result(timeout=SECONDS).metrics["loss:sum"]
 
 
 def test_a_run_goes_on_from_its_checkpoint_in_another_server(tmp_path):
@@ -35,7 +36,7 @@ def test_a_run_goes_on_from_its_checkpoint_in_another_server(tmp_path):
         service = tinker.ServiceClient(base_url=standin.url, api_key=standin.api_key)
         client = ready(service.create_lora_training_client(standin.base_model, rank=2, seed=0))
         train(client, 3)
-        path = client.save_state("three").result(timeout=30).path
+        path = client.save_state("three").result(timeout=SECONDS).path
         saved = loss(client)
         train(client, 2)
         expected = loss(client)
@@ -56,18 +57,19 @@ def test_a_run_goes_on_from_its_checkpoint_in_another_server(tmp_path):
 
 
 def test_weights_for_a_sampler_can_be_named(service, trainer, standin):
-    path = trainer.save_weights_for_sampler("named").result(timeout=30).path
+    path = trainer.save_weights_for_sampler("named").result(timeout=SECONDS).path
     sampler = ready(service.create_sampling_client(model_path=path))
-    assert sampler.compute_logprobs(types.ModelInput.from_ints([1, 2])).result(timeout=30)[0] is None
+    assert sampler.compute_logprobs(types.ModelInput.from_ints([1, 2])).result(timeout=SECONDS)[0] is None
 
 
 def test_a_snapshot_stays_when_the_weights_move(trainer):
     prompt = types.ModelInput.from_ints([1, 2, 3, 4])
     snapshot = ready(trainer.save_weights_and_get_sampling_client())
-    before = snapshot.compute_logprobs(prompt).result(timeout=30)
+    before = snapshot.compute_logprobs(prompt).result(timeout=SECONDS)
     train(trainer, 2)
-    assert snapshot.compute_logprobs(prompt).result(timeout=30) == before
-    assert ready(trainer.save_weights_and_get_sampling_client()).compute_logprobs(prompt).result(timeout=30) != before
+    assert snapshot.compute_logprobs(prompt).result(timeout=SECONDS) == before
+    moved = ready(trainer.save_weights_and_get_sampling_client())
+    assert moved.compute_logprobs(prompt).result(timeout=SECONDS) != before
 
 
 @pytest.mark.parametrize("path", ["weights/a", "tinker://run/weights", "tinker://run/weights/a/b", "tinker://../x/y"])
@@ -77,6 +79,6 @@ def test_a_path_that_is_none_is_refused(path, tmp_path):
 
 
 def test_a_name_is_not_taken_twice(trainer):
-    trainer.save_state("twice").result(timeout=30)
+    trainer.save_state("twice").result(timeout=SECONDS)
     with pytest.raises(Exception, match="exists already"):
-        trainer.save_state("twice").result(timeout=30)
+        trainer.save_state("twice").result(timeout=SECONDS)

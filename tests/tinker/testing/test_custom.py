@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import tinker
 import torch
+from tests.waiting import SECONDS
 from tinker import types
 
 from klamp.tinker.testing.custom import CustomLoss
@@ -37,12 +38,12 @@ def datums():
 
 
 def test_the_server_runs_it_in_one_pass_with_the_same_gradient(standin, service, trainer):
-    handle = service.create_custom_loss(loss, {"logprobs": 1, "advantages": 1, "scale": 0}).result(timeout=30)
+    handle = service.create_custom_loss(loss, {"logprobs": 1, "advantages": 1, "scale": 0}).result(timeout=SECONDS)
     before = standin.requests["forward_backward"]
-    result = trainer.forward_backward_custom(datums(), handle).result(timeout=30)
+    result = trainer.forward_backward_custom(datums(), handle).result(timeout=SECONDS)
     assert standin.requests["forward_backward"] == before + 1
     found = {name: tensor.grad.clone() for name, tensor in standin.weights().items()}
-    trainer.optim_step(types.AdamParams(learning_rate=0.0)).result(timeout=30)
+    trainer.optim_step(types.AdamParams(learning_rate=0.0)).result(timeout=SECONDS)
 
     def here(data, logprobs_list):
         rows = [d.loss_fn_inputs for d in data]
@@ -52,7 +53,7 @@ def test_the_server_runs_it_in_one_pass_with_the_same_gradient(standin, service,
         ]
         return sum(part for part, _ in parts), {"mean": sum(float(m["custom/mean:mean"]) for _, m in parts) / 2}
 
-    local = trainer.forward_backward_custom(datums(), here).result(timeout=30)
+    local = trainer.forward_backward_custom(datums(), here).result(timeout=SECONDS)
     assert result.metrics["loss:sum"] == pytest.approx(local.metrics["loss:sum"], rel=1e-6)
     assert result.metrics["custom/mean:mean"] == pytest.approx(local.metrics["mean"], rel=1e-6)
     assert result.metrics["custom/count:sum"] == 3.0
@@ -63,14 +64,14 @@ def test_the_server_runs_it_in_one_pass_with_the_same_gradient(standin, service,
 def test_data_without_what_it_reads_are_refused(service, trainer):
     handle = service.create_custom_loss(
         lambda logprobs, advantages: ((logprobs * advantages).sum(), {}), {"logprobs": 1, "advantages": 1}
-    ).result(timeout=30)
+    ).result(timeout=SECONDS)
     bare = [
         types.Datum(model_input=types.ModelInput.from_ints([1]), loss_fn_inputs={"target_tokens": torch.tensor([2])})
     ]
     with pytest.raises(tinker.BadRequestError, match=r"'advantages'\] of rank 1 is missing"):
-        trainer.forward_backward(bare, "custom", {"loss_id": handle.loss_id}).result(timeout=30)
+        trainer.forward_backward(bare, "custom", {"loss_id": handle.loss_id}).result(timeout=SECONDS)
     with pytest.raises(tinker.NotFoundError, match="no custom loss 'x'"):
-        trainer.forward_backward(bare, "custom", {"loss_id": "x"}).result(timeout=30)
+        trainer.forward_backward(bare, "custom", {"loss_id": "x"}).result(timeout=SECONDS)
 
 
 NODES = [

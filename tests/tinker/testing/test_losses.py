@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import tinker
 import torch
+from tests.waiting import SECONDS
 from tinker import types
 
 from klamp.tinker.testing import losses
@@ -97,5 +98,5 @@ def test_a_refusal_is_an_http_error_and_holds_up_nothing(trainer):
     tokens = types.ModelInput.from_ints([1, 2, 3])
     bare = types.Datum(model_input=tokens, loss_fn_inputs={"target_tokens": torch.tensor([2, 3, 4])})
     with pytest.raises(tinker.BadRequestError, match="missing .*'advantages', 'logprobs'"):
-        trainer.forward_backward([bare], "ppo").result(timeout=20)
-    assert len(trainer.forward([bare], "cross_entropy").result(timeout=20).loss_fn_outputs) == 1
+        trainer.forward_backward([bare], "ppo").result(timeout=SECONDS)
+    assert len(trainer.forward([bare], "cross_entropy").result(timeout=SECONDS).loss_fn_outputs) == 1

@@ -9,6 +9,7 @@ import tinker
 import torch
 from peft import LoraConfig, get_peft_model
 from tests.standin import ready
+from tests.waiting import SECONDS
 from tinker import types
 
 from klamp.tinker.testing import serve, tiny_model
@@ -76,7 +77,7 @@ def assert_equal_gradients(standin, expected):
 
 def test_cross_entropy_over_the_wire_is_autograd(double, client):
     data = datums(weights=noise(1.0))
-    result = client.forward_backward(data, "cross_entropy").result(timeout=30)
+    result = client.forward_backward(data, "cross_entropy").result(timeout=SECONDS)
     value, expected = reference_gradient(double, lambda i, x: -(noise(1.0)(i, len(x)) * x).sum())
     assert result.metrics["loss:sum"] == pytest.approx(value, rel=1e-6)
     assert_equal_gradients(double, expected)
@@ -91,7 +92,7 @@ def test_ppo_over_the_wire_is_autograd(double, client):
 
     data = datums(logprobs=old, advantages=advantages)
     bounds = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.3}
-    result = client.forward_backward(data, "ppo", loss_fn_config=bounds).result(timeout=30)
+    result = client.forward_backward(data, "ppo", loss_fn_config=bounds).result(timeout=SECONDS)
     value, expected = reference_gradient(double, loss)
     assert result.metrics["loss:sum"] == pytest.approx(value, rel=1e-6)
     assert_equal_gradients(double, expected)
@@ -104,16 +105,16 @@ def test_a_custom_loss_over_the_wire_is_autograd(double, client):
         loss = sum(((x * weight(i, len(x))) ** 2).sum() for i, x in enumerate(logprobs_list))
         return loss, {}
 
-    client.forward_backward_custom(datums(), custom).result(timeout=30)
+    client.forward_backward_custom(datums(), custom).result(timeout=SECONDS)
     _, expected = reference_gradient(double, lambda i, x: ((x * weight(i, len(x))) ** 2).sum())
     assert_equal_gradients(double, expected)
 
 
 def test_gradients_of_several_calls_add_up_and_a_forward_pass_adds_none(double, client):
     data = datums(weights=noise(1.0))
-    client.forward_backward(data[:1], "cross_entropy").result(timeout=30)
-    client.forward(data, "cross_entropy").result(timeout=30)
-    client.forward_backward(data[1:], "cross_entropy").result(timeout=30)
+    client.forward_backward(data[:1], "cross_entropy").result(timeout=SECONDS)
+    client.forward(data, "cross_entropy").result(timeout=SECONDS)
+    client.forward_backward(data[1:], "cross_entropy").result(timeout=SECONDS)
     _, expected = reference_gradient(double, lambda i, x: -(noise(1.0)(i, len(x)) * x).sum())
     assert_equal_gradients(double, expected)
 
@@ -124,10 +125,10 @@ def test_an_optimizer_step_is_that_of_torch(double, client):
     plain = {name: tensor.clone().requires_grad_(True) for name, tensor in before.items()}
     optimizer = torch.optim.AdamW(plain.values(), lr=0.01, betas=(0.8, 0.9), eps=1e-8, weight_decay=0.1)
     for _ in range(2):
-        client.forward_backward(datums(weights=noise(1.0)), "cross_entropy").result(timeout=30)
+        client.forward_backward(datums(weights=noise(1.0)), "cross_entropy").result(timeout=SECONDS)
         gradients = {name: tensor.grad.clone() for name, tensor in double.weights().items()}
         norm = torch.cat([g.flatten() for g in gradients.values()]).norm()
-        answer = client.optim_step(types.AdamParams(**params, grad_clip_norm=1.0)).result(timeout=30)
+        answer = client.optim_step(types.AdamParams(**params, grad_clip_norm=1.0)).result(timeout=SECONDS)
         assert answer.metrics["grad_norm:mean"] == pytest.approx(float(norm), rel=1e-6)
         for name, tensor in plain.items():
             tensor.grad = gradients[name] / (norm + 1e-6)

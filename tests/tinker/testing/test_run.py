@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tinker
 from tests.standin import ready
+from tests.waiting import SECONDS
 from tinker import types
 
 from klamp.tasks import arithmetic_tokenizer
@@ -21,7 +22,7 @@ def test_it_serves_a_model_and_tokenizer_of_ones_own():
         prompt = tokenizer("1+2=", add_special_tokens=False)["input_ids"]
         row = (
             sampler.sample(types.ModelInput.from_ints(prompt), 1, types.SamplingParams(max_tokens=30, seed=1))
-            .result(timeout=30)
+            .result(timeout=SECONDS)
             .sequences[0]
         )
         assert (row.stop_reason == "stop") == (row.tokens[-1] == tokenizer.eos_token_id)
@@ -35,7 +36,7 @@ def test_the_same_draws_whatever_the_order_of_arrival():
             client = ready(service.create_sampling_client(base_model=standin.base_model))
             params = types.SamplingParams(max_tokens=4)
             futures = [client.sample(types.ModelInput.from_ints([1, i]), 2, params) for i in range(8)]
-            return [[row.tokens for row in future.result(timeout=30).sequences] for future in futures]
+            return [[row.tokens for row in future.result(timeout=SECONDS).sequences] for future in futures]
 
     first = draws()
     assert first == draws()

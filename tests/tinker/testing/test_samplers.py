@@ -9,6 +9,7 @@ import pytest
 import tinker
 import torch
 from tests.tinker.testing.routes import in_process, new_run, result
+from tests.waiting import SECONDS
 from tinker import types
 from tinker.proto.response_conv import deserialize_proto_response
 
@@ -137,12 +138,12 @@ def test_a_sampling_request_that_cannot_be_met_is_refused(reference, wrong):
     if "topk_prompt_logprobs" in wrong:
         given["include_prompt_logprobs"] = True
     with pytest.raises(tinker.BadRequestError):
-        reference.sample(**given).result(timeout=30)
+        reference.sample(**given).result(timeout=SECONDS)
 
 
 def test_last_n_scores_a_suffix(reference):
     prompt = types.ModelInput.from_ints([1, 2, 3, 4])
-    whole = reference.compute_logprobs(prompt).result(timeout=30)
+    whole = reference.compute_logprobs(prompt).result(timeout=SECONDS)
     if "prompt_logprobs_last_n" not in inspect.signature(reference.compute_logprobs).parameters:
         pytest.skip("this SDK scores whole prompts only")
-    assert reference.compute_logprobs(prompt, 2).result(timeout=30) == [None, None, *whole[2:]]
+    assert reference.compute_logprobs(prompt, 2).result(timeout=SECONDS) == [None, None, *whole[2:]]

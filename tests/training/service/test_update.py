@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.standin import ready
 from tests.training.conftest import TINY, stored, tiny_llama
+from tests.waiting import SECONDS
 
 from klamp.errors import NonFiniteError
 from klamp.tinker.testing import Fault
@@ -53,7 +54,7 @@ class Both:
         )
         self.here = build(config, make_accelerator(config, folder), folder, ())
         self.here.wrapped = self.here.accelerator.prepare_model(self.here.wrapped)
-        self.connection = Connection(30.0)
+        self.connection = Connection(SECONDS)
         service = self.connection.service
         self.client = ready(service.create_lora_training_client(tiny.base_model, rank=4, train_unembed=False))
         self.weights = tiny.weights()
