@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 from pathlib import Path
 
 # Before anything that reads them is imported; `setdefault`, so that a person can still say otherwise.
@@ -34,6 +35,24 @@ torch.set_num_threads(1)
 hypothesis.settings.register_profile("klamp", deadline=None, print_blob=True)
 hypothesis.settings.register_profile("ci", parent=hypothesis.settings.get_profile("klamp"), derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "klamp")
+
+
+WHOLE_FILE_IS_SLOW = re.compile(r"^pytestmark = .*\bpytest\.mark\.slow\b", re.M)
+LEFT_OUT = {
+    "not slow": lambda text: WHOLE_FILE_IS_SLOW.search(text) is not None,
+    "slow": lambda text: "mark.slow" not in text,
+    "slow and gate": lambda text: "mark.gate" not in text,
+    "gate": lambda text: "mark.gate" not in text,
+}
+"""What the Makefile's targets choose with `-m` -> whether nothing in a test file is among it, by the file's text."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file of which nothing is chosen is not imported for nothing, in each of the workers."""
+    left_out = LEFT_OUT.get(config.option.markexpr)
+    if left_out is None or not collection_path.match("test_*.py"):
+        return None
+    return left_out(collection_path.read_text(encoding="utf-8")) or None
 
 
 @pytest.fixture(autouse=True)
