@@ -66,6 +66,7 @@ def test_the_callers_random_state_is_left_alone() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
+@pytest.mark.slow
 def test_training_learns(cache: Path) -> None:
     losses: list[float] = []
     config = replace(TINY, steps=150, batch_size=32, learning_rate=1e-2)

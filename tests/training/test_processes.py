@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from tests.training import children
-from tests.training.conftest import TINY, rows_of, steps_of
+from tests.training.conftest import TINY, disturb, rows_of, steps_of, stored, tiny_llama
 from tests.training.test_resume import assert_same_run
 
 from klamp.training import checkpoint
@@ -74,7 +74,10 @@ def pair(llama, tmp_path_factory):
     jobs["second fails"] = job("second fails", **broken) | {"break_at": {1: 6 + 16 + 6 + 3}}
     jobs["resumed"] = job("second fails", resume=True)
     jobs["odd"] = job("odd", prompts_per_step=3)
-    jobs["stopped"] = job("stopped", stop_on=("kl-high",), learning_rate=1.0, max_steps=10, save_every=0)
+    other = tiny_llama()
+    disturb(other)  # 0.6 nats per token away from the start on, which is high after five steps
+    away = {"ref_model": stored(other, folder / "other"), "learning_rate": 1e-6}
+    jobs["stopped"] = job("stopped", stop_on=("kl-high",), max_steps=10, save_every=0, **away)
     ports, told = children.free_ports(len(jobs)), [folder / f"told-{rank}" for rank in range(2)]
     group = [
         children.start(children.one_of_several, rank, 2, ports, list(jobs.values()), str(told[rank])) for rank in (0, 1)
@@ -103,7 +106,7 @@ def test_two_processes_train_as_one(pair, name):
     one, two = pair.folder / f"one {name}", pair.folder / f"two {name}"
     assert_close(one, two)
     rows = steps_of(one)
-    assert len(rows) == SAME[name].get("max_steps", 4) and rows[-1]["kl/exact"] > 1e-4, "something was learned"
+    assert len(rows) == SAME[name].get("max_steps", 4) and rows[-1]["kl/exact"] > 1e-6, "the policy moved"
     assert json.loads((two / "summary.json").read_text())["before"]
 
 
@@ -140,7 +143,7 @@ def test_prompts_that_do_not_divide_are_refused_on_every_process(pair):
 def test_an_alarm_that_the_main_process_sees_stops_both_after_the_same_step(pair):
     mine, other = (ends["stopped"] for ends in pair.ends)
     step = steps_of(pair.folder / "stopped")[-1]["step"]
-    assert step < 10
+    assert step == 5
     assert mine.startswith(f"TrainingStopped: training was stopped after step {step} of 10 by the alarm kl-high")
     assert other.startswith(f"TrainingStopped: training was stopped after step {step} of 10 by an alarm")
     assert [folder.name for folder in (pair.folder / "stopped" / "checkpoints").iterdir()] == [f"step-{step:06d}"]

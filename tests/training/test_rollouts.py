@@ -146,7 +146,9 @@ def test_a_reward_that_failed_elsewhere_stops_this_process_too(context_of):
 def grown(context_of, **changes) -> dict[str, float]:
     """Metrics of a fourth step under a beta that started at 0."""
     settings = {"beta": 0.0, "kl_controller": "dual", "target_kl": 1e-3, "kl_controller_lr": 5.0, "warmup_steps": 0}
-    trainer = Trainer(context_of(**settings, **changes), [])
+    context = context_of(**settings, **changes)
+    disturb(context.policy, size=0.02)  # far above the target from the first step on
+    trainer = Trainer(context, [])
     first, *_, last = [trainer.train_step() for _ in range(4)]
     assert first["beta"] == 0.0 < last["beta"]
     return last

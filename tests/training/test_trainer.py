@@ -81,7 +81,7 @@ def test_another_seed_gives_other_numbers(run, tmp_path):
 
 
 def test_the_policy_changes_and_so_does_what_is_measured(run):
-    assert run.steps[-1]["kl/exact"] > 1e-4
+    assert run.steps[-1]["kl/exact"] > 1e-6, "equal models have a KL of 1e-9"
     assert len({row["train/loss"] for row in run.steps[1:]}) == 6
     assert all(row["policy/ratio_clipped"] >= 0 and row["policy/updates"] == 2 for row in run.steps)
 
@@ -217,6 +217,7 @@ def test_observers_are_closed_after_a_refusal_too(config_of):
     assert recorder.calls[-1] == ("close",)
 
 
+@pytest.mark.slow
 def test_everything_learns_a_reward_that_is_easy(config_of, tmp_path):
     """Shorter is better; a few steps are enough to see it, with KL in the loss and a clipped one."""
     changes = {"reward": "tests.training.rewards:short", "max_steps": 25, "eval_every": 0, "save_every": 0}

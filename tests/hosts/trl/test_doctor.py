@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 from tests.hosts.trl.hosts import klamp_trainer, model, noisy, saved, stock_trainer
+from tests.training.conftest import disturb
+from transformers import TrainerCallback
 
 from klamp.diagnostics.doctor import examine
 from klamp.errors import KLWarning, UnknownNameError
@@ -16,7 +18,16 @@ from klamp.hosts.trl.doctor import settings_of_arguments
 from klamp.records import read_record
 from klamp.trl import DoctorCallback, GRPOConfig
 
-FAST: dict[str, Any] = {"learning_rate": 0.3, "max_steps": 12, "beta": 0.05, "warmup_steps": 0}
+JUMPS: dict[str, Any] = {"learning_rate": 1e-4, "max_steps": 8, "beta": 0.05, "warmup_steps": 0}
+"""A calm run, in which something jumps."""
+
+
+class Jump(TrainerCallback):
+    """Moves the weights after the third step, so that the KL of the fourth one is a spike, whatever is learned."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if state.global_step == 3:
+            disturb(model, size=0.2)
 
 
 def run(
@@ -24,8 +35,8 @@ def run(
 ) -> tuple[Any, DoctorCallback, list[str]]:
     """A trained trainer, its callback, and what klamp warned of."""
     callback = options.pop("callback", None) or DoctorCallback(options.pop("stop_on", ()))
-    given = options.pop("trainer", {})
-    trainer = build(policy or model(), folder, trainer={**given, "callbacks": [callback]}, **options)
+    given, jumps = options.pop("trainer", {}), [Jump()] if options.pop("jumps", False) else []
+    trainer = build(policy or model(), folder, trainer={**given, "callbacks": [*jumps, callback]}, **options)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         trainer.train()
@@ -33,7 +44,7 @@ def run(
 
 
 def test_a_run_that_explodes_is_told_once_with_its_cause(tmp_path: Path) -> None:
-    _, callback, told = run(tmp_path, **FAST)
+    _, callback, told = run(tmp_path, jumps=True, **JUMPS)
     (spike,) = [text for text in told if ": kl-spike:" in text]
     assert "likely the learning rate" in spike and "Next step:" in spike
     names = [finding.alarm.name for finding in callback.findings]
@@ -44,30 +55,31 @@ def test_a_run_that_explodes_is_told_once_with_its_cause(tmp_path: Path) -> None
 
 
 def test_the_callback_finds_what_the_doctor_finds_afterwards(tmp_path: Path) -> None:
-    trainer, callback, _ = run(tmp_path, **FAST, save_strategy="no")
+    trainer, callback, _ = run(tmp_path, jumps=True, **JUMPS, save_strategy="no")
     trainer.save_state()
     afterwards = examine(read_record(tmp_path))
     assert {each.alarm.name for each in callback.findings} == {each.alarm.name for each in afterwards.findings}
 
 
 def test_an_alarm_that_is_named_ends_the_run_with_a_checkpoint_and_it_goes_on(tmp_path: Path) -> None:
-    trainer, callback, told = run(tmp_path, stop_on="kl-spike", save_strategy="steps", save_steps=100, **FAST)
+    saving = {"save_strategy": "steps", "save_steps": 100}
+    trainer, callback, told = run(tmp_path, jumps=True, stop_on="kl-spike", **saving, **JUMPS)
     step = trainer.state.global_step
-    assert step < 12 and callback.stopped_by is not None and callback.stopped_by.first_step == step
+    assert step == 4 and callback.stopped_by is not None and callback.stopped_by.first_step == step
     assert f"training stops after step {step}: stop_on names kl-spike" in told
     assert (tmp_path / f"checkpoint-{step}").is_dir()
     again = DoctorCallback()
-    second = klamp_trainer(model(), tmp_path, trainer={"callbacks": [again]}, save_strategy="no", **FAST)
+    second = klamp_trainer(model(), tmp_path, trainer={"callbacks": [again]}, save_strategy="no", **JUMPS)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         second.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
-    assert second.state.global_step == 12
+    assert second.state.global_step == 8
     assert not [each for each in seen if ": kl-spike:" in str(each.message)], "it was told before"
 
 
 def test_a_stock_trainer_has_the_alarms_that_its_log_allows(tmp_path: Path) -> None:
     base = saved(model(), tmp_path / "base")
-    _, callback, told = run(tmp_path, build=stock_trainer, policy=base, **FAST)
+    _, callback, told = run(tmp_path, build=stock_trainer, policy=base, jumps=True, **JUMPS)
     assert "kl-spike" in {finding.alarm.name for finding in callback.findings} and told
 
 
