@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -80,14 +79,13 @@ def write_files(config: TrainConfig, folder: Path) -> None:
 
 
 def fake_trainer(
-    folder: Path, *, loading: int = 0, pause: float = 0.0, at_step: Callable[[int], None] = lambda step: None
+    folder: Path, *, loading: int = 0, at_step: Callable[[int], None] = lambda step: None
 ) -> Callable[[TrainConfig, Sequence[Observer]], RunSummary]:
     """A stand-in for `train_run`.
 
     Args:
         folder: folder of the run.
         loading: steps of loading before it.
-        pause: seconds that each step takes.
         at_step: called after each step; may raise.
     """
 
@@ -97,11 +95,9 @@ def fake_trainer(
         for watcher in observers:
             for done in range(1, loading + 1):
                 watcher.on_loading("teaching the built-in base model", done, loading, 3.0 / done)
-                time.sleep(pause)
             watcher.on_start(run_info(config, folder))
             watcher.on_evaluation(0, BEFORE)
         for step in range(1, steps + 1):
-            time.sleep(pause)
             for watcher in observers:
                 watcher.on_step(step, metrics_at(step, config))
                 if step == 20:

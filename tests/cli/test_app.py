@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -131,7 +130,7 @@ WITH_TORCH = (
 
 
 def test_help_loads_only_what_it_shows() -> None:
-    """`klamp --help` is there in a tenth of a second; the help of a run needs the classes of its configuration."""
+    """`klamp --help` asks for no library; the help of a run needs the classes of its configuration."""
     calls = [*WITHOUT_TORCH, *WITH_TORCH]
     code = (
         "import sys\nfrom klamp.cli import main\n"
@@ -147,8 +146,7 @@ def test_help_loads_only_what_it_shows() -> None:
 
 
 def test_a_real_process(tmp_path: Path) -> None:
-    """`python -m klamp.cli`: code 2 and four parts on stderr; quick, because nothing heavy is imported."""
-    started = time.perf_counter()
+    """`python -m klamp.cli`: code 2 and four parts on stderr; nothing heavy is imported."""
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "klamp.cli", "train", "--kl_penlty", "0.1"],
         capture_output=True,
@@ -162,7 +160,6 @@ def test_a_real_process(tmp_path: Path) -> None:
     loaded = {line.rsplit("|", 1)[-1].strip().split(".")[0] for line in done.stderr.splitlines() if "|" in line}
     assert "torch" in loaded
     assert not loaded & {"transformers", "accelerate", "datasets", "peft", "tensorboard", "wandb"}
-    assert time.perf_counter() - started < 30
 
 
 def test_a_library_of_an_extra_that_is_missing_is_named_with_the_extra(

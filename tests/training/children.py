@@ -9,12 +9,14 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-SECONDS = 240
+from tests.ports import kept_port
+from tests.waiting import SECONDS, wait_for
+
+__all__ = ["SECONDS", "end", "free_ports", "join_group", "one_of_several", "paused_run", "start", "wait_for"]
 
 
 def start(target: Callable[..., None], *arguments: Any) -> BaseProcess:
@@ -38,22 +40,9 @@ def end(children: Sequence[BaseProcess]) -> list[int | None]:
     return codes
 
 
-def wait_for(file: Path) -> None:
-    """Until another process has written a file."""
-    deadline = time.monotonic() + SECONDS
-    while not file.exists():
-        if time.monotonic() > deadline:
-            raise TimeoutError(file)
-        time.sleep(0.02)
-
-
 def free_ports(count: int) -> list[int]:
-    """Ports that nothing listens on."""
-    with ExitStack() as stack:
-        found = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in found:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in found]
+    """Ports that nothing listens on, kept for whoever is told of them."""
+    return [kept_port() for _ in range(count)]
 
 
 def paused_run(values: dict[str, Any], step: int, here: str, on: str, told: str) -> None:

@@ -10,9 +10,11 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from tests.waiting import wait_for, wait_until
 
 from klamp.errors import RunFolderError
 from klamp.training import lock
@@ -29,8 +31,7 @@ def child_that_holds(folder: Path) -> int:
             (folder / "ready").touch()
             time.sleep(240)
         os._exit(0)
-    while not (folder / "ready").exists():
-        time.sleep(0.01)
+    wait_for(folder / "ready")
     return number
 
 
@@ -91,6 +92,13 @@ def test_a_child_of_the_holder_does_not_hold_it(tmp_path):
         os.waitpid(child, 0)
 
 
+def can_hold(folder: Path) -> bool:
+    """Whether nobody has the lock."""
+    with suppress(RunFolderError), held(folder, by="y"):
+        return True
+    return False
+
+
 def test_a_holder_that_was_killed_does_not_live_on_in_its_children(tmp_path):
     reader, writer = os.pipe()
     holder = os.fork()
@@ -105,14 +113,7 @@ def test_a_holder_that_was_killed_does_not_live_on_in_its_children(tmp_path):
     os.kill(holder, signal.SIGKILL)
     os.waitpid(holder, 0)
     try:
-        deadline = time.monotonic() + 60
-        while True:  # the orphan lets go first thing, but when it gets to it nobody knows
-            try:
-                with held(tmp_path, by="y"):
-                    break
-            except RunFolderError:
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+        wait_until(lambda: can_hold(tmp_path))  # the orphan lets go first thing, but when it gets to it nobody knows
     finally:
         os.kill(orphan, signal.SIGKILL)
 

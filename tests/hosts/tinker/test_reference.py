@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import math
-import time
 import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.hosts.tinker.fakes import FakeSampler, score
+from tests.hosts.tinker.fakes import FakeSampler, score, skipping
 
 from klamp.errors import ConfigError, DataError, ModelError, NonFiniteError, ShapeError
 from klamp.hosts.tinker.reference import response_part
@@ -24,8 +23,8 @@ PROMPTS = [[1, 2, 3], [1, 2, 3], [4, 5], [4, 5]]
 RESPONSES = [[10], [11, 12], [13, 14, 15], [16, 17]]
 
 
-def compute(client, prompts=PROMPTS, responses=RESPONSES, **options):
-    return asyncio.run(compute_reference_logprobs(client, prompts, responses, **{"backoff": 0.001} | options))
+def compute(client, prompts=PROMPTS, responses=RESPONSES, *, run=asyncio.run, **options):
+    return run(compute_reference_logprobs(client, prompts, responses, **{"backoff": 0.001} | options))
 
 
 def expected(prompts=PROMPTS, responses=RESPONSES):
@@ -37,14 +36,14 @@ def expected(prompts=PROMPTS, responses=RESPONSES):
 
 def test_the_order_is_that_of_the_responses_whichever_answers_first():
     client = FakeSampler(delays={10: 0.03, 12: 0.02, 15: 0.01})
-    assert compute(client) == expected()
+    assert compute(client, run=skipping) == expected()
     assert client.asked == [[*p, *r] for p, r in zip(PROMPTS, RESPONSES, strict=True)]
 
 
 @pytest.mark.parametrize("concurrency", [1, 2, 64])
 def test_no_more_requests_at_a_time_than_asked_for(concurrency):
     client = FakeSampler(delays=dict.fromkeys((10, 12, 15, 17), 0.005))
-    compute(client, concurrency=concurrency)
+    compute(client, concurrency=concurrency, run=skipping)
     assert client.most == min(concurrency, 4)
 
 
@@ -132,18 +131,16 @@ def test_what_will_not_pass_ends_it_at_once_and_leaves_nothing_behind():
     response = httpx.Response(400, request=httpx.Request("POST", "http://127.0.0.1/asample"))
     refusal = tinker.BadRequestError("no such model", response=response, body=None)
     client = FakeSampler(faults={10: [refusal]}, delays={12: 30, 15: 30, 17: 30})
-    start = time.monotonic()
     with pytest.raises(ModelError, match="sequence 0: the reference refuses .*\n  got: BadRequestError: no such model"):
-        compute(client)
-    assert time.monotonic() - start < 10
-    assert client.now == 0
+        compute(client, run=skipping)
+    assert client.now == 0 and sorted(client.cancelled) == [12, 15, 17], "nobody waited for the others' answers"
     assert sum(tokens[-1] == 10 for tokens in client.asked) == 1
 
 
 def test_a_client_that_never_answers_runs_into_the_timeout():
     client = FakeSampler(delays={15: 3600})
     with pytest.raises(ModelError, match="sequence 2: the reference did not answer in 2 attempts"):
-        compute(client, timeout=0.02, retries=1)
+        compute(client, timeout=0.02, retries=1, run=skipping)
     assert client.now == 0
 
 
@@ -153,11 +150,12 @@ def test_cancelling_it_cancels_the_requests():
     async def scenario():
         task = asyncio.ensure_future(compute_reference_logprobs(client, PROMPTS, RESPONSES))
         await asyncio.sleep(0.01)
+        assert client.now == 4
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    asyncio.run(scenario())
+    skipping(scenario())
     assert client.now == 0
 
 
@@ -310,10 +308,8 @@ def test_over_http_none_inside_a_response(reference, standin):
 
 def test_over_http_a_service_that_does_not_answer(reference, standin):
     standin.inject(Fault(kind="slow", route="asample", seconds=60, times=None))
-    start = time.monotonic()
     with pytest.raises(ModelError, match="did not answer in 2 attempts"):
         compute(reference, timeout=0.2, retries=1)
-    assert time.monotonic() - start < 20
 
 
 def test_over_http_a_service_that_fails_once_or_always(reference, standin):

@@ -2,7 +2,7 @@
 
 Its behaviour is a JSON object in the variable STAND_IN:
 
-    seconds   that a step takes
+    patient   whether it goes on from a checkpoint only once klamp has sealed it
     fail      the step in which it ends with code 3
     full      the step whose checkpoint finds no room
     hang      the step in which it stops answering, and so does a helper in a process group of its own
@@ -57,6 +57,14 @@ def scored(given: dict[str, str], row: dict) -> float:
     return score(row["data_source"], "7", truth, row["extra_info"], task=told, reward_router_address=None)
 
 
+def sealed(folder: Path) -> None:
+    """Return once klamp has seen a checkpoint; where it never does, it ends this program."""
+    from klamp.training.seals import SEAL
+
+    while not (folder / SEAL).exists():
+        time.sleep(0.02)
+
+
 def hang() -> None:
     helper = subprocess.Popen([sys.executable, "-c", STUBBORN], process_group=0)
     print(f"helper {helper.pid}", flush=True)
@@ -81,13 +89,14 @@ def main() -> None:
         if step == TOLD.get("fail"):
             print("RuntimeError: an engine died", file=sys.stderr)
             sys.exit(3)
-        time.sleep(TOLD.get("seconds", 0))
         if step % int(given["trainer.save_freq"]) == 0 or step == steps:
             if step == TOLD.get("full"):
                 raise OSError(28, "No space left on device")
             (saved / f"global_step_{step}").mkdir(parents=True)
             (saved / f"global_step_{step}" / "weights.pt").write_bytes(b"weights")
             newest.write_text(str(step))
+            if TOLD.get("patient"):
+                sealed(saved / f"global_step_{step}")
         (rollouts / f"{step}.jsonl").write_text("{}\n")
         data: dict[str, object] = {
             "training/global_step": step,

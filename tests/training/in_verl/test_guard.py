@@ -7,10 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from tests.training.in_verl.test_process import STUBBORN, wait_for
+from tests.training.in_verl.test_process import STUBBORN
+from tests.waiting import SECONDS, is_running, wait_until
 
 from klamp.training.in_verl import guard
 from klamp.training.in_verl.guard import members
@@ -35,7 +35,7 @@ def guarded(code: str, *, grace: float = 0.2) -> subprocess.Popen[bytes]:
 )
 def test_it_ends_as_its_program_does(code, ends_with):
     with guarded(code) as found:
-        assert found.wait(60) == ends_with
+        assert found.wait(SECONDS) == ends_with
 
 
 def test_once_nobody_holds_its_input_all_of_the_session_ends():
@@ -43,8 +43,8 @@ def test_once_nobody_holds_its_input_all_of_the_session_ends():
     assert found.stdout.readline() == b"ready\n"
     assert len(members(found.pid)) == 3, "the guard, its program and what that has started"
     found.stdin.close()
-    assert found.wait(60) == 128 + 9
-    assert members(found.pid) == []
+    assert found.wait(SECONDS) == 128 + 9
+    wait_until(lambda: members(found.pid) == [])  # a killed process takes a moment to be gone
     found.stdout.close()
 
 
@@ -54,7 +54,7 @@ def test_asked_to_end_it_waits_for_its_program():
         found.stdout.readline()
         for pid in members(found.pid):
             os.kill(pid, signal.SIGTERM)
-        assert found.wait(60) == 3
+        assert found.wait(SECONDS) == 3
 
 
 def test_members_are_those_of_the_session_that_still_run():
@@ -62,6 +62,6 @@ def test_members_are_those_of_the_session_that_still_run():
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     assert members(other.pid) == [other.pid]
     other.kill()
-    wait_for(lambda: Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z")
+    wait_until(lambda: not is_running(other.pid))
     assert members(other.pid) == [], "a zombie is over"
     other.wait()

@@ -8,10 +8,13 @@ import re
 import signal
 import threading
 import time
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.training.in_verl.conftest import missing
+from tests.waiting import is_running, wait_until
 
 from klamp.errors import ConfigError, DataError, MissingLibrary, RunFolderError, TrainerFailed, TrainingStopped
 from klamp.records import read_record
@@ -109,7 +112,7 @@ def test_a_full_disk_is_one_error_that_names_what_is_whole(quick, stand_in, tmp_
 
 
 def test_a_byte_that_changed_since_is_noticed_and_the_newest_whole_one_is_named(quick, stand_in, tmp_path):
-    stand_in(seconds=0.5)
+    stand_in(patient=True)
     train_run(quick())
     saved = tmp_path / "run" / "checkpoints"
     (saved / "global_step_4" / "weights.pt").write_bytes(b"Weights")
@@ -136,11 +139,9 @@ def helper_of(folder: Path) -> int:
     return int(found[1])
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+def has_hung(log: Path) -> bool:
+    """Whether the stand-in has stopped answering."""
+    return log.exists() and re.search(r"helper \d+\n", log.read_text()) is not None
 
 
 @pytest.fixture
@@ -149,12 +150,16 @@ def impatient(monkeypatch):
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_trainer_that_stops_answering_is_ended_with_all_its_processes(quick, stand_in, tmp_path):
+def test_a_trainer_that_stops_answering_is_ended_with_all_its_processes(quick, stand_in, tmp_path, monkeypatch):
+    """The clock stands still until it has, and then runs: 4 s from one look to the next."""
     stand_in(hang=2)
+    log, now = tmp_path / "run" / "log.txt", count(0.0, 4.0)
+    clock = SimpleNamespace(monotonic=lambda: next(now) if has_hung(log) else 0.0, sleep=time.sleep)
+    monkeypatch.setattr("klamp.training.in_verl.run.time", clock)
     with pytest.raises(TrainerFailed, match="no step for too long") as caught:
         train_run(quick(stall_timeout=10.0))
     assert "step 2" in str(caught.value), "the end of the log"
-    assert not is_running(helper_of(tmp_path / "run"))
+    wait_until(lambda: not is_running(helper_of(tmp_path / "run")))  # a killed process takes a moment to be gone
 
 
 @pytest.mark.usefixtures("impatient")
@@ -164,9 +169,7 @@ def test_an_interrupt_ends_all_processes_and_names_the_checkpoint(number, quick,
     log = tmp_path / "run" / "log.txt"
 
     def interrupt() -> None:
-        until = time.monotonic() + 60
-        while time.monotonic() < until and not (log.exists() and "helper" in log.read_text()):
-            time.sleep(0.05)
+        wait_until(lambda: has_hung(log))
         os.kill(os.getpid(), number)
 
     waiting = threading.Thread(target=interrupt)
@@ -176,11 +179,13 @@ def test_an_interrupt_ends_all_processes_and_names_the_checkpoint(number, quick,
     waiting.join()
     assert isinstance(caught.value.__cause__, KeyboardInterrupt)
     assert "global_step_2" in str(caught.value) and "--resume" in str(caught.value)
-    assert not is_running(helper_of(tmp_path / "run"))
+    wait_until(lambda: not is_running(helper_of(tmp_path / "run")))  # a killed process takes a moment to be gone
 
 
+@pytest.mark.usefixtures("impatient")
 def test_an_alarm_of_stop_on_ends_the_run(quick, stand_in):
-    stand_in(offset=0.5, seconds=0.3)
+    """One that would never end by itself."""
+    stand_in(offset=0.5, hang=3)
     with pytest.raises(TrainingStopped, match="by the alarm step-zero-kl"):
         train_run(quick(stop_on=["step-zero-kl"], max_steps=50))
 
