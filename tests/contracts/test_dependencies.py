@@ -53,6 +53,7 @@ GUESTS = {
     "audit/trl.py": {"trl", "datasets", "tokenizers", "transformers"},
     "audit/verl.py": {"verl", "tensordict"},
     "core/_linear_triton.py": {"triton"},
+    "hosts/common/packing.py": {"vllm"},
     "training/in_trl/data.py": {"datasets"},
     "training/vllm_sampler.py": {"vllm"},
 }

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import copy
-import sys
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from tests.hosts.common.fake_vllm import put_in_place
 from tests.training.conftest import TINY, disturb, steps_of, tiny_llama
 from tests.training.test_controls import StopAfter
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from klamp.config import KLConfig
 from klamp.errors import ConfigError, MissingLibrary, ModelError, TrainingStopped
+from klamp.hosts.common.packing import packing
 from klamp.training import vllm_sampler
 from klamp.training.config import ModelConfig, TrainConfig
 from klamp.training.models import with_adapter
@@ -99,11 +100,8 @@ class Engine:
 @pytest.fixture(autouse=True)
 def vllm(monkeypatch: pytest.MonkeyPatch) -> type[Engine]:
     """The stand-in in the place of vLLM; the names of vLLM's that klamp's code uses."""
-    module, operations = ModuleType("vllm"), ModuleType("vllm._custom_ops")
-    module.LLM, module.SamplingParams, module._custom_ops = Engine, Settings, operations  # pyright: ignore
-    operations._supports_onednn = True  # pyright: ignore
-    monkeypatch.setitem(sys.modules, "vllm", module)
-    monkeypatch.setitem(sys.modules, "vllm._custom_ops", operations)
+    module = put_in_place(monkeypatch, amx=True)
+    module.LLM, module.SamplingParams = Engine, Settings
     monkeypatch.setattr(vllm_sampler, "find_spec", lambda name: object())
     monkeypatch.setattr(Engine, "made", [])
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL"):
@@ -175,9 +173,19 @@ def test_what_vllm_is_told(context_of):
     assert torch.equal(ends.any(-1), first.completions.ended)
 
 
-def test_packed_weights_are_not_asked_for(context_of):
-    with sampler_of(context_of(**RUN)):
-        assert sys.modules["vllm._custom_ops"]._supports_onednn is False
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_packed_weights_are_not_asked_for(context_of, dtype):
+    assert packing(getattr(torch, dtype))
+    with sampler_of(context_of(**RUN, dtype=dtype)):
+        assert packing(getattr(torch, dtype)) == []
+
+
+def test_a_vllm_that_packs_whatever_it_is_told_is_refused_before_it_is_made(config_of, monkeypatch, tmp_path):
+    monkeypatch.setattr(vllm_sampler, "pack_nothing", lambda: None)
+    with pytest.raises(ConfigError, match="vLLM packs the model's weights on this CPU"):
+        train_run(config_of(**RUN))
+    assert not Engine.made
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_answers_become_padded_completions():

@@ -24,6 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from klamp.core.masking import masked_mean
 from klamp.errors import MissingLibrary, ModelError
+from klamp.hosts.common.packing import check_packing, pack_nothing
 from klamp.scoring.completions import Completions
 from klamp.scoring.scores import score
 from klamp.training.config import RolloutConfig, TrainConfig
@@ -80,6 +81,7 @@ def sampler_of(context: Context) -> Iterator[Sampler | None]:
 
     Raises:
         ModelError: vLLM cannot run the model, or does not take its weights.
+        ConfigError: a vLLM that packs weights on this CPU whatever klamp says.
     """
     if context.config.rollout.sampler == "own":
         yield None
@@ -242,7 +244,8 @@ def _engine(context: Context) -> Iterator[Any]:
         from vllm import LLM
 
         if on_cpu:
-            _pack_nothing()
+            pack_nothing()
+            check_packing(getattr(torch, config.model.dtype))
         memory = {"kv_cache_memory_bytes": CPU_CACHE} if on_cpu else {"gpu_memory_utilization": SHARE}
         _describe(context.policy, Path(folder))
         with _refusals(context):
@@ -277,13 +280,6 @@ def _refusals(context: Context) -> Iterator[None]:
             why=f"{type(error).__name__}: {str(error)[:500]}",
             fix="set sampler='own', or use an architecture that vLLM has on this device",
         ) from error
-
-
-def _pack_nothing() -> None:
-    """Keep vLLM from packing weights for oneDNN: it would keep using the packed copies of an output head."""
-    import vllm._custom_ops as operations
-
-    operations._supports_onednn = False
 
 
 def _describe(policy: nn.Module, folder: Path) -> None:

@@ -1,7 +1,7 @@
 """Runs of klamp's own loop whose completions vLLM writes, on the CPU, and what they logged: JSON of name -> fields.
 
-Two fields are none of klamp's: `stop`, after which step a run is stopped, to go on from there; and `pack`, to let vLLM
-pack its weights as it does for models that are never loaded anew.
+Two fields are none of klamp's: `stop`, after which step a run is stopped, to go on from there; and `packs`, to let vLLM
+pack its weights as it does for models that are never loaded anew: "seen" by klamp before, or "unseen".
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tests.engines.vllm.amx import imitate_if_asked
 from tests.training.test_controls import StopAfter
 
-from klamp.errors import ModelError, TrainingStopped
+from klamp.errors import KlampError, TrainingStopped
 from klamp.training import vllm_sampler
 from klamp.training.config import TrainConfig
 from klamp.training.folders import COMPLETIONS, METRICS_FILE, lines_of
@@ -41,22 +43,25 @@ def logged(values: dict[str, Any]) -> dict[str, Any]:
     return {"rows": kept, "differences": list(differences.values())}
 
 
-def refused(values: dict[str, Any]) -> dict[str, Any]:
-    """How a run ends whose engine packs its weights."""
-    unpacked = vllm_sampler._pack_nothing
-    vllm_sampler._pack_nothing = lambda: None
+def ended(values: dict[str, Any]) -> dict[str, Any]:
+    """What a run logged, or how it ends: that of one takes no other with it."""
+    kept = vllm_sampler.pack_nothing, vllm_sampler.check_packing
+    packs = values.pop("packs", "")
+    if packs:
+        vllm_sampler.pack_nothing = lambda: None
+    if packs == "unseen":
+        vllm_sampler.check_packing = lambda dtype: None
     try:
         return logged(values)
-    except ModelError as error:
+    except KlampError as error:
         return {"error": str(error)}
+    except Exception:
+        return {"error": traceback.format_exc()}
     finally:
-        vllm_sampler._pack_nothing = unpacked
+        vllm_sampler.pack_nothing, vllm_sampler.check_packing = kept
 
 
 if __name__ == "__main__":
+    imitate_if_asked()
     runs = json.loads(sys.argv[1])  # noqa: TID251  (a program of its own)
-    print(
-        json.dumps(
-            {name: refused(values) if values.pop("pack", False) else logged(values) for name, values in runs.items()}
-        )
-    )
+    print(json.dumps({name: ended(values) for name, values in runs.items()}))

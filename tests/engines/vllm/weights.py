@@ -12,13 +12,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import vllm._custom_ops as operations
 from safetensors.torch import load_file, save_file
+from tests.engines.vllm.amx import imitate_if_asked
 from torch import Tensor
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-operations._supports_onednn = False  # it packs weights and drops them, so that new ones could not be loaded
+from klamp.hosts.common.packing import pack_nothing
+
+imitate_if_asked()
+pack_nothing()  # in the server's worker too; packed weights are dropped, and new ones could not be loaded
 
 LIMIT = 120
 """Seconds within which announced weights are there."""

@@ -12,11 +12,15 @@ from typing import Any
 import pytest
 import torch
 import trl
+from tests.hosts.common.fake_vllm import put_in_place
 from tests.hosts.trl.hosts import generated, klamp_trainer, model, plain_logits, plain_logprobs, saved, stock_trainer
 
+from klamp.config import KLConfig
 from klamp.diagnostics.sync import START, WEIGHTS
 from klamp.errors import ConfigError, KLWarning
-from klamp.hosts.trl.sync import SyncCallback, look, watch
+from klamp.hosts.common.packing import pack_nothing
+from klamp.hosts.trl.sync import SyncCallback, check_engine, look, watch
+from klamp.trl import attach
 
 
 def logprobs(made: Any, output: Any) -> torch.Tensor:
@@ -138,3 +142,43 @@ def test_the_callback_wants_a_trainer_and_leaves_klamp_s_alone(trainer: Any) -> 
     callback = SyncCallback(trainer)
     callback.on_pre_optimizer_step(trainer.args, trainer.state, trainer.control)
     assert callback.batches is None
+
+
+def with_engine(trainer: Any, dtype: torch.dtype) -> Any:
+    """A trainer with what stands for vLLM in its own process."""
+    config = SimpleNamespace(dtype=dtype)
+    trainer.vllm_generation = SimpleNamespace(llm=SimpleNamespace(llm_engine=SimpleNamespace(model_config=config)))
+    return trainer
+
+
+@pytest.mark.parametrize("amx", [False, True])
+def test_an_engine_that_packs_weights_is_refused_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, amx: bool
+) -> None:
+    init = trl.GRPOTrainer.__init__
+
+    def made(self: Any, *given: Any, **options: Any) -> None:
+        init(self, *given, **options)
+        with_engine(self, torch.bfloat16)
+
+    attached = with_engine(stock_trainer(saved(model(), tmp_path / "base"), tmp_path, trainer=None), torch.bfloat16)
+    vllm = put_in_place(monkeypatch, amx=amx)
+    monkeypatch.setattr(trl.GRPOTrainer, "__init__", made)
+    refusal = "vLLM packs the model's weights on this CPU"
+    with pytest.raises(ConfigError, match=refusal):
+        klamp_trainer(model(), tmp_path)
+    with pytest.raises(ConfigError, match=refusal):
+        attach(attached, KLConfig(beta=0.1))
+    vllm._custom_ops._supports_onednn = False
+    if amx:
+        with pytest.raises(ConfigError, match=f"{refusal}\n.*AMX"):
+            klamp_trainer(model(), tmp_path)
+    pack_nothing()
+    klamp_trainer(model(), tmp_path)
+
+
+def test_a_server_of_vllm_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_in_place(monkeypatch, amx=True)
+    trainer = klamp_trainer(model(), tmp_path)
+    trainer.vllm_generation = SimpleNamespace(mode="server")
+    check_engine(trainer)

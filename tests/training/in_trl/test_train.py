@@ -9,12 +9,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from accelerate.utils import DistributedType
+from tests.hosts.common.fake_vllm import put_in_place
 from tests.training.conftest import steps_of, stored, tiny_llama
 
 from klamp.config.addresses import Address
 from klamp.core.controllers import StepController
 from klamp.errors import ConfigError, MissingLibrary, ModelError
+from klamp.hosts.common.packing import packing
+from klamp.training.in_trl import train
 from klamp.training.in_trl.train import (
     check_devices,
     check_split,
@@ -35,6 +39,20 @@ def test_a_missing_vllm_is_said_before_any_work(changes, quick, tmp_path, monkey
     assert not (tmp_path / "run").exists()
     monkeypatch.setattr("klamp.training.vllm_sampler.find_spec", lambda name: object())
     check_vllm(quick(**changes))
+
+
+def test_an_engine_in_this_process_packs_no_weights(quick, monkeypatch):
+    put_in_place(monkeypatch, amx=True)
+    monkeypatch.setattr("klamp.training.vllm_sampler.find_spec", lambda name: object())
+
+    def made(*_, **__):
+        raise ConfigError("the trainer is made now", got=packing(torch.bfloat16))
+
+    monkeypatch.setattr(train, "RunTrainer", made)
+    for changes, packs in (({"sampler_url": "http://there:8000"}, True), ({"sampler": "vllm"}, False)):
+        with pytest.raises(ConfigError, match="the trainer is made now") as error:
+            train_run(quick(**changes))
+        assert bool(error.value.got) == packs
 
 
 def test_a_missing_trl_is_one_readable_error():

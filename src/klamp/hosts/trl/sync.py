@@ -13,6 +13,7 @@ from klamp.core.arguments import describe
 from klamp.diagnostics.sync import SAME, SyncReport
 from klamp.errors import ConfigError, KLWarning, UnsupportedVersion
 from klamp.hosts.common.loss import loss_mask
+from klamp.hosts.common.packing import check_packing
 from klamp.hosts.common.sync import check_sync
 from klamp.hosts.trl.exact import weights_are_split
 
@@ -20,6 +21,20 @@ ROWS = 4
 """Completions that are scored again."""
 FURTHER = 2.0
 """How many times further off than at the last look the sampler has to be for another one."""
+
+
+def check_engine(trainer: Any) -> None:
+    """Refuse a trainer with an engine in its own process that would not take the policy's weights.
+
+    Args:
+        trainer: built, and its engine with it.
+
+    Raises:
+        ConfigError: vLLM on a CPU, which packs them.
+    """
+    engine = getattr(getattr(trainer, "vllm_generation", None), "llm", None)
+    if engine is not None:
+        check_packing(engine.llm_engine.model_config.dtype)
 
 
 class Seen(Protocol):

@@ -18,7 +18,7 @@ from klamp.hosts.common.fields import kl_config
 from klamp.hosts.common.lr_guard import LearningRateGuard
 from klamp.hosts.common.policy_folder import policy_folder
 from klamp.hosts.common.refusals import warn_without_kl
-from klamp.hosts.trl import console, fast_scoring
+from klamp.hosts.trl import console, fast_scoring, sync
 from klamp.hosts.trl.doctor import DoctorCallback
 from klamp.hosts.trl.exact import check_exact, why_not_exact
 from klamp.hosts.trl.mixin import KLMixin
@@ -45,7 +45,8 @@ class GRPOTrainer(KLMixin, trl.GRPOTrainer):
         options: TRL's further arguments by name.
 
     Raises:
-        ConfigError: a KL option that cannot work in TRL; with the reason.
+        ConfigError: a KL option that cannot work in TRL, or a vLLM in this process that packs its weights (on a CPU);
+            with the reason.
         ModelError: the reference is the policy itself.
         UnsupportedVersion: while training: TRL's loss does not take the KL where klamp puts it.
     """
@@ -92,6 +93,7 @@ def _built_with(args: Any, *, reference: bool) -> Iterator[None]:
 
 def _join(trainer: Any, kl: KLConfig | None, own: Any, *, chosen: bool) -> None:
     """Give a trainer its session, and the reference where klamp supplies one."""
+    sync.check_engine(trainer)
     trainer._klamp = session = Session.of(kl, max_length=trainer.max_completion_length)
     session.fast = fast_scoring.asked_for(trainer.args)
     peft = hasattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config")

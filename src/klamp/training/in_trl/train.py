@@ -25,6 +25,7 @@ from klamp.config import build_objective  # noqa: E402
 from klamp.config.addresses import Address  # noqa: E402
 from klamp.errors import ConfigError, KlampError, KLWarning, ModelError, without_credentials  # noqa: E402
 from klamp.hosts.common.exclusions import excluded_ids  # noqa: E402
+from klamp.hosts.common.packing import pack_nothing  # noqa: E402
 from klamp.hosts.trl.config import GRPOConfig  # noqa: E402
 from klamp.tasks.chat_format import chat_cautions  # noqa: E402
 from klamp.training.config import TrainConfig  # noqa: E402
@@ -194,6 +195,8 @@ def trainer_of(context: Context, start: Start) -> RunTrainer:
         warnings.simplefilter("ignore", KLWarning)  # said when the configuration was made
         args = GRPOConfig(**given, use_cpu=cpu, dataloader_pin_memory=not cpu)
         save_whole_models(args.deepspeed_plugin)
+        if cpu and config.rollout.sampler == "vllm" and config.rollout.sampler_url is None:
+            pack_nothing()
         with whole_address(args, config.rollout.sampler_url):
             return RunTrainer(
                 config,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def keep_weights() -> None:
-    """Keep vLLM from packing weights for oneDNN: it drops the originals, and new ones could not be loaded."""
-    import vllm._custom_ops as operations
+    """Keep vLLM from packing weights, on any processor: it drops the originals, and new ones could not be loaded."""
+    from klamp.hosts.common.packing import pack_nothing
 
-    operations._supports_onednn = False
+    pack_nothing()
