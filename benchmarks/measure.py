@@ -20,7 +20,7 @@ PACKAGES = ("klamp", "torch", "transformers", "trl", "liger-kernel", "accelerate
 
 
 class Peak:
-    """Peak memory above what was held at the start: ru_maxrss of the process, or the accelerator's own count."""
+    """Peak memory above what was held at the start: that of the process, or the accelerator's own count."""
 
     def start(self) -> None:
         """What is held from here on counts; the process's peak starts anew where Linux lets it."""
@@ -39,13 +39,22 @@ class Peak:
             import torch
 
             return torch.cuda.max_memory_allocated() / 2**20 - self.held
-        return max(0.0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - self.held)
+        return max(0.0, peak_mib() - self.held)
 
 
 def _cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def peak_mib() -> float:
+    """The most memory that this process has held.
+
+    Linux's VmHWM, and not ru_maxrss, which is never less than what the process that started this one held then.
+    """
+    status = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) / 1024 for line in status if line.startswith("VmHWM:"))
 
 
 def _resident_mib() -> float:

@@ -1,19 +1,18 @@
 """What each kind of reference costs in memory and time: one run of two steps each, in a process of its own.
 
-Peak memory is the operating system's (ru_maxrss of the process), so it counts weights, gradients, optimizer and
+Peak memory is the operating system's (VmHWM of the process), so it counts weights, gradients, optimizer and
 activations; the difference to the run without a reference is what the reference costs.
 """
 
 from __future__ import annotations
 
 import json
-import resource
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import isolated
+from benchmarks.measure import isolated, peak_mib
 from benchmarks.records import Benchmark, table
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -83,7 +82,7 @@ def one(model: str, kind: str, url: str | None = None) -> dict[str, float]:
         prompts.write_text("".join(json.dumps({"prompt": f"{i}+{i}="}) + "\n" for i in range(64)))
         settings |= {"task": str(prompts), "eval_split": str(prompts), "reward": "benchmarks.references:length"}
         train_run(TrainConfig.from_flat(settings | {"output_dir": f"{folder}/run"}), [watch])
-    return {"peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, "step_seconds": watch.seconds}
+    return {"peak_mib": peak_mib(), "step_seconds": watch.seconds}
 
 
 def _served(model: str, kind: str) -> dict[str, Any]:

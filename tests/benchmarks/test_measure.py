@@ -19,13 +19,21 @@ def where_and(value: int) -> dict[str, int]:
     return {"pid": os.getpid(), "threads_seen": torch.get_num_threads(), "value": value}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="counts the accelerator's memory there")
-def test_the_peak_counts_what_was_held_and_given_back() -> None:
+def held_and_given_back() -> dict[str, float]:
+    """Called in another process, whose memory nobody else uses; the first time loads what torch needs."""
     peak = Peak()
-    peak.start()
-    held = torch.ones(200 * MIB, dtype=torch.uint8)
-    del held
-    assert 195 < peak.extra_mib() < 260
+    for _ in range(2):
+        peak.start()
+        held = torch.ones(200 * MIB, dtype=torch.uint8)
+        del held
+    return {"extra_mib": peak.extra_mib()}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts the accelerator's memory there")
+def test_the_peak_counts_what_was_held_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow, as all of this file: what a process holds hangs on how its machine hands out memory."""
+    monkeypatch.setenv("PYTHONPATH", f"{os.path.dirname(__file__)}")  # noqa: PTH120
+    assert 195 < isolated("test_measure:held_and_given_back", {}, threads=1)["extra_mib"] < 260
 
 
 def test_a_run_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +81,8 @@ def test_the_spread_is_median_and_range() -> None:
     assert spread([3.0, 1.0, 10.0]) == "3.00 (1.00 to 10.00)"
 
 
-def test_the_machine_is_named_with_its_versions() -> None:
+def test_the_machine_is_named_with_its_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 7)
     found = machine()
-    assert found["cores"] == os.cpu_count()
+    assert found["cores"] == 7
     assert found["versions"]["torch"] == torch.__version__

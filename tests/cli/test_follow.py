@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.cli.test_report import klamp_run, lines
+from tests.waiting import SECONDS
 
 from klamp.cli import main
 from klamp.cli.follow import Followed, server_of, signature
@@ -26,7 +27,7 @@ def served(followed: Followed) -> Iterator[Callable[..., tuple[int, str, dict[st
         assert host == "127.0.0.1" and port > 0
 
         def get(path: str, method: str = "GET", **headers: str) -> tuple[int, str, dict[str, str]]:
-            connection = http.client.HTTPConnection(host, port, timeout=10)
+            connection = http.client.HTTPConnection(host, port, timeout=SECONDS)
             connection.request(method, path, headers=headers)
             answer = connection.getresponse()
             return answer.status, answer.read().decode(), dict(answer.getheaders())

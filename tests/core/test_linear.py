@@ -154,7 +154,8 @@ def test_inside_torch_compile(shapes_unchecked, backend):
 
 
 MEASURE = """
-import resource, sys, torch
+import sys, torch
+from pathlib import Path
 from klamp.core.linear import linear_kl, linear_logprobs
 torch.set_num_threads(1)
 n, h, v = 4096, 64, int(sys.argv[2])
@@ -164,7 +165,9 @@ def run(n):
     scores = linear_logprobs(x, weight, torch.arange(n)) if sys.argv[1] == "logprobs" else None
     y = linear_kl(x, weight, x * 2, weight) if scores is None else scores
     y.sum().backward()
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def peak():  # ru_maxrss is never less than what the process held that started this one
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
 run(8)
 before = peak()
 run(n)
@@ -172,10 +175,11 @@ print(peak() - before)
 """
 
 
-@pytest.mark.parametrize(("name", "vocab"), [("logprobs", 50_000), ("kl", 25_000)])
-def test_peak_memory_is_a_small_part_of_the_matrix_of_logits(name, vocab):
+@pytest.mark.parametrize("name", ["logprobs", "kl"])
+def test_peak_memory_is_a_small_part_of_the_matrix_of_logits(name):
     """Slow, as it hangs on how a machine hands out memory: tests/core/test_tiles.py counts what is held instead."""
+    vocab = 50_000
     command = [sys.executable, "-c", MEASURE, name, str(vocab)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    matrix = 4096 * vocab * 4  # 781 MiB at 50,000; the naive head needs it two or three times
-    assert int(done.stdout) < matrix / 4
+    matrix = 4096 * vocab * 4  # 781 MiB; the naive head needs it two or three times
+    assert 0 < int(done.stdout) < matrix / 4

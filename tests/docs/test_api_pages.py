@@ -12,7 +12,10 @@ from types import ModuleType
 import pytest
 from tests.docs.pages import DOCS, load
 
-NAMED = {path.name: re.findall(r"^::: (\S+)$", path.read_text(encoding="utf-8"), re.M) for path in DOCS.glob("api*.md")}
+NAMED = {
+    path.name: re.findall(r"^::: (\S+)$", path.read_text(encoding="utf-8"), re.M)
+    for path in sorted(DOCS.glob("api*.md"))
+}
 MODULES = [module for modules in NAMED.values() for module in modules]
 
 

@@ -10,7 +10,7 @@ from tests.docs.pages import DOCS, ROOT
 from klamp.cli.app import COMMANDS
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = {page.name: page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *DOCS.rglob("*.md"))}
+PAGES = {page.name: page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *sorted(DOCS.rglob("*.md")))}
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from tests.docs.pages import DOCS, ROOT
 
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob(".github/**/*.*"), *DOCS.rglob("*.md")]
-SOURCES = [*(ROOT / "src").rglob("*.py"), *(ROOT / "examples").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob(".github/**/*.*"), *DOCS.rglob("*.md")])
+SOURCES = sorted(file for place in ("src", "examples", "benchmarks") for file in (ROOT / place).rglob("*.py"))
 DOTTED = re.compile(r"(?<![\w./-])klamp(?:\.[A-Za-z_]\w*)+")
 PATHS = re.compile(r"(?<![\w./-])(?:src/klamp|tests|scripts|examples|benchmarks|docs)/[\w./-]*\w")
 FOREIGN = {"tests/test_grpo_trainer.py"}

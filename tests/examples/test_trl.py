@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tests.ports import kept_port
 
 from klamp.tasks import load_task
 from klamp.tasks.config import TaskConfig
@@ -82,11 +82,8 @@ def test_the_demonstration_of_kl_clipping(tmp_path):
 
 def launched(tmp_path: Path, name: str, *first: str, flags: tuple[str, ...] = ()) -> tuple[dict[str, list[float]], str]:
     """Every scalar that two processes logged, under a configuration of accelerate; and what they printed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     launch = ["-m", "accelerate.commands.launch", "--config_file", f"examples/accelerate/{name}.yaml"]
-    launch += ["--main_process_port", str(port), *first, "examples/trl_train.py", "train"]
+    launch += ["--main_process_port", str(kept_port()), *first, "examples/trl_train.py", "train"]
     arguments = ["--kl-beta", "0.04", "--batch-size", "8", "--max-steps", "3", "--learning-rate", "0.001"]
     printed = run(*launch, *arguments, *flags, "--output-dir", str(tmp_path / name), "--report-to", "tensorboard")
     (folder,) = {path.parent for path in (tmp_path / name).rglob("events.*")}

@@ -7,6 +7,7 @@ import socket
 from urllib.error import HTTPError
 
 import pytest
+from tests.ports import kept_port
 from tests.training.answering import answering, in_turn
 
 from klamp.errors import ConfigError
@@ -51,7 +52,7 @@ def test_a_server_that_keeps_failing_is_given_up():
 
 def test_no_server_no_json_and_silence_are_failures(monkeypatch):
     with pytest.raises(FAILURES) as error:
-        ask("http://127.0.0.1:9/")
+        ask(f"http://127.0.0.1:{kept_port()}/")
     assert status(error.value) is None
     with in_turn((200, b"<html>")) as (url, _), pytest.raises(json.JSONDecodeError):
         ask(url)

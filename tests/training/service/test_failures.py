@@ -1,6 +1,8 @@
 """What can go wrong in a whole run over real HTTP: it stops with its state saved, and goes on to the same numbers.
 
-A server that dies is waited for as long as the SDK goes on trying, so these take their time: `make test-slow`.
+A server that dies is waited for as long as the SDK goes on trying, so these take their time. They are slow for another
+reason too: a service that answers too late is told from one that answers by `service_timeout`, here 5 s, which every
+request before it has to keep.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.ports import kept_port
 from tests.standin import FLAGS, saved_step, tiny_run
 from tests.training import rewards
 from tests.training.conftest import steps_of, tiny_llama
@@ -132,10 +135,11 @@ def test_a_server_that_dies_stops_the_run_and_another_takes_it_up(
 
 def test_a_server_that_is_not_there(run_of, tmp_path, monkeypatch):
     monkeypatch.setenv("TINKER_API_KEY", "tml-x")
-    monkeypatch.setenv("TINKER_BASE_URL", "http://127.0.0.1:9")
+    where = f"http://127.0.0.1:{kept_port()}"
+    monkeypatch.setenv("TINKER_BASE_URL", where)
     with pytest.raises(ModelError, match="asked to open a session|asked to train an adapter") as caught:
         train_run(run_of(service_timeout=1.5))
-    assert "http://127.0.0.1:9" in caught.value.text
+    assert where in caught.value.text
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
