@@ -1,4 +1,4 @@
-"""Five runs that are killed in `make test`, a hundred in `make test-slow`; and the harness, which must notice."""
+"""Ten runs that are killed, wherever somebody lands a change; and the harness, which must notice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.reliability.points import POINTS
 from tests.reliability.runs import CASES, differing
 from torch.utils.tensorboard import SummaryWriter
 
-QUICK = (
+TEN = (
     Kill(case="controller", blows=(Blow(point=AT_RANDOM, share=0.5),)),
     Kill(case="EMA", blows=(Blow(point="while a metrics line is written", share=0.6),)),
     Kill(case="periodic", blows=(Blow(point="while an old checkpoint is deleted", share=0.9),)),
@@ -26,7 +26,19 @@ QUICK = (
             Blow(point="while TensorBoard's file is written", share=0.4),
         ),
     ),
+    Kill(case="two processes", blows=(Blow(point="while the state is saved", share=0.5),)),
+    Kill(case="controller", blows=(Blow(point="before a checkpoint is in its place", share=0.5),)),
+    Kill(case="LoRA", blows=(Blow(point="while the moments are saved", share=0.5),)),
+    Kill(case="EMA", blows=(Blow(point="while the reference is saved", share=0.5),)),
+    Kill(
+        case="periodic",
+        blows=(
+            Blow(point="between a metrics line and TensorBoard", share=0.6),
+            Blow(point="before a resume has cut the metrics", share=0.0),
+        ),
+    ),
 )
+"""Each case, and each kind of file: a hundred more, which a seed draws, are in test_hundred_kills.py."""
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +46,9 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
     return Ground(tmp_path_factory.mktemp("kills"))
 
 
-@pytest.mark.parametrize("kill", QUICK, ids=str)
+@pytest.mark.slow
+@pytest.mark.gate
+@pytest.mark.parametrize("kill", TEN, ids=str)
 def test_a_killed_run_ends_as_one_that_never_was(ground: Ground, kill: Kill) -> None:
     outcome = ground.strike(kill)
     assert outcome.differs == []
@@ -53,10 +67,11 @@ def test_every_point_and_case_has_its_turn() -> None:
 
 
 def test_a_run_comes_by_all_that_it_can_be_killed_at(ground: Ground) -> None:
+    learned = "while an alarm is written"  # whether one rises in seven steps, another seed decides otherwise
     for case in ("controller", "EMA"):
         passed = ground.undisturbed(case).passed
-        missing = {point for point in FIRST if not passed[point]}
-        assert missing == {point for point, cases in ONLY.items() if case not in cases}
+        missing = {point for point in FIRST if not passed[point]} - {learned}
+        assert missing == {point for point, cases in ONLY.items() if case not in cases} - {learned}
 
 
 # the comparison ------------------------------------------------------------------------------------------------------
@@ -77,11 +92,17 @@ def test_a_copy_is_equal(ground: Ground, copied: Path) -> None:
     assert found(ground, copied) == []
 
 
-@pytest.mark.parametrize("name", ["metrics", "completions", "answers", "alarms"])
+@pytest.mark.parametrize("name", ["metrics", "completions", "answers"])
 def test_a_line_that_is_there_twice_is_seen(ground: Ground, copied: Path, name: str) -> None:
     file = copied / f"{name}.jsonl"
     file.write_text(file.read_text() + file.read_text().splitlines()[-1] + "\n")
     assert found(ground, copied) == [name]
+
+
+def test_an_alarm_too_many_is_seen(ground: Ground, copied: Path) -> None:
+    with (copied / "alarms.jsonl").open("a") as file:
+        file.write('{"step": 7, "name": "kl-far"}\n')
+    assert "alarms" in found(ground, copied)
 
 
 def test_a_torn_line_is_seen(ground: Ground, copied: Path) -> None:

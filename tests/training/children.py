@@ -100,5 +100,7 @@ def one_of_several(rank: int, count: int, ports: list[int], jobs: list[dict[str,
         except KlampError as error:
             notes = getattr(error, "__notes__", "")
             ends.append(f"{type(error).__name__}: {error.what} {error.got} {error.why} {notes}")
-        AcceleratorState._reset_state(reset_partial_state=True)  # a run leaves its group; the next one joins another
+        if torch.distributed.is_initialized():  # one that was refused has left its group to the end of its process
+            torch.distributed.destroy_process_group()
+        AcceleratorState._reset_state(reset_partial_state=True)  # the next one joins another
     Path(told).write_text(json.dumps(ends), encoding="utf-8")

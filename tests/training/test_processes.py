@@ -8,8 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -57,17 +59,42 @@ SAME = {
     "skipped": SKIPPED,
 }
 """What two processes must train as one does."""
+AT_A_GATE = ("default", "hard", "skipped")
+"""Those of them that are trained wherever somebody lands a change."""
+
+
+def trained(folder: Path, same: Sequence[str], job: Any, others: Any = None) -> SimpleNamespace:
+    """Two processes over gloo train a list of jobs; one process trains those that must be the same.
+
+    Args:
+        folder: where all of them lie.
+        same: the names of those that must be the same.
+        job: makes a job from its name and what it changes.
+        others: further jobs for the two processes.
+    """
+    jobs = {name: job(f"two {name}", **SAME[name]) for name in same} | (others or {})
+    ports, told = children.free_ports(len(jobs)), [folder / f"told-{rank}" for rank in range(2)]
+    group = [
+        children.start(children.one_of_several, rank, 2, ports, list(jobs.values()), str(told[rank])) for rank in (0, 1)
+    ]
+    for name in same:
+        train_run(TrainConfig.from_flat(job(f"one {name}", **SAME[name])))
+    codes = children.end(group)
+    assert codes == [0, 0]
+    ends = [dict(zip(jobs, json.loads(file.read_text()), strict=True)) for file in told]
+    return SimpleNamespace(folder=folder, ends=ends)
+
+
+def jobs_in(folder: Path, llama: str) -> Any:
+    """What makes a job from its name and what it changes."""
+    return lambda name, **changes: {"model": llama, **COMMON, **changes, "output_dir": str(folder / name)}
 
 
 @pytest.fixture(scope="module")
 def pair(llama, tmp_path_factory):
-    """Two processes over gloo train a list of jobs; one process trains those that must be the same."""
+    """The runs that two processes train wherever somebody lands a change."""
     folder = tmp_path_factory.mktemp("pair")
-
-    def job(name: str, **changes):
-        return {"model": llama, **COMMON, **changes, "output_dir": str(folder / name)}
-
-    jobs = {name: job(f"two {name}", **changes) for name, changes in SAME.items()}
+    job, jobs = jobs_in(folder, llama), {}
     broken = {"reward": "tests.training.rewards:breaks", "save_every": 0}
     # Evaluations have 9 prompts for the first process and 6 for the second, steps 8 completions for each.
     jobs["first fails"] = job("first fails", **broken) | {"break_at": {0: 9 + 16 + 9 + 3}}
@@ -78,16 +105,14 @@ def pair(llama, tmp_path_factory):
     disturb(other)  # 0.6 nats per token away from the start on, which is high after five steps
     away = {"ref_model": stored(other, folder / "other"), "learning_rate": 1e-6}
     jobs["stopped"] = job("stopped", stop_on=("kl-high",), max_steps=10, save_every=0, **away)
-    ports, told = children.free_ports(len(jobs)), [folder / f"told-{rank}" for rank in range(2)]
-    group = [
-        children.start(children.one_of_several, rank, 2, ports, list(jobs.values()), str(told[rank])) for rank in (0, 1)
-    ]
-    for name, changes in SAME.items():
-        train_run(TrainConfig.from_flat(job(f"one {name}", **changes)))
-    codes = children.end(group)
-    assert codes == [0, 0]
-    ends = [dict(zip(jobs, json.loads(file.read_text()), strict=True)) for file in told]
-    return SimpleNamespace(folder=folder, ends=ends)
+    return trained(folder, AT_A_GATE, job, jobs)
+
+
+@pytest.fixture(scope="module")
+def other_pair(llama, tmp_path_factory):
+    """The others."""
+    folder = tmp_path_factory.mktemp("other-pair")
+    return trained(folder, [name for name in SAME if name not in AT_A_GATE], jobs_in(folder, llama))
 
 
 def assert_close(one: Path, two: Path) -> None:
@@ -100,8 +125,11 @@ def assert_close(one: Path, two: Path) -> None:
             assert other[name] == pytest.approx(line[name], rel=1e-5, abs=1e-5), f"{name} at step {line['step']}"
 
 
-@pytest.mark.parametrize("name", SAME)
-def test_two_processes_train_as_one(pair, name):
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.gate] if name in AT_A_GATE else []) for name in SAME]
+)
+def test_two_processes_train_as_one(name, request):
+    pair = request.getfixturevalue("pair" if name in AT_A_GATE else "other_pair")
     assert pair.ends[0][name] == pair.ends[1][name] == "done"
     one, two = pair.folder / f"one {name}", pair.folder / f"two {name}"
     assert_close(one, two)
@@ -110,6 +138,7 @@ def test_two_processes_train_as_one(pair, name):
     assert json.loads((two / "summary.json").read_text())["before"]
 
 
+@pytest.mark.gate
 def test_some_rows_are_skipped_and_some_are_not(pair):
     assert all(0 < row["policy/skipped"] < 1 for row in steps_of(pair.folder / "two skipped"))
 
@@ -121,6 +150,7 @@ def test_the_harder_case_is_hard(pair):
     assert any(row["policy/ratio_clipped"] > 0 for row in rows)
 
 
+@pytest.mark.gate
 def test_a_reward_that_fails_on_one_process_ends_both_with_the_state_saved(pair):
     for name, failing in (("first fails", 0), ("second fails", 1)):
         mine, other = pair.ends[failing][name], pair.ends[1 - failing][name]
@@ -130,16 +160,19 @@ def test_a_reward_that_fails_on_one_process_ends_both_with_the_state_saved(pair)
         assert (pair.folder / name / "checkpoints" / "step-000002").is_dir()
 
 
+@pytest.mark.gate
 def test_two_processes_resume_with_the_same_numbers(pair):
     assert pair.ends[0]["resumed"] == pair.ends[1]["resumed"] == "done"
     assert_same_run(pair.folder / "two default", pair.folder / "second fails")
 
 
+@pytest.mark.gate
 def test_prompts_that_do_not_divide_are_refused_on_every_process(pair):
     for ends in pair.ends:
         assert ends["odd"].startswith("ConfigError: the prompts of a step do not divide")
 
 
+@pytest.mark.gate
 def test_an_alarm_that_the_main_process_sees_stops_both_after_the_same_step(pair):
     mine, other = (ends["stopped"] for ends in pair.ends)
     step = steps_of(pair.folder / "stopped")[-1]["step"]
@@ -154,6 +187,7 @@ def test_an_alarm_that_the_main_process_sees_stops_both_after_the_same_step(pair
 LONG = {**TINY, "beta": 0.05, "max_steps": 6, "eval_every": 2, "save_every": 3}
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     ("number", "code", "newest"),
     [(signal.SIGKILL, -signal.SIGKILL, 3), (signal.SIGTERM, 130, 5), (signal.SIGINT, 130, 5)],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -27,25 +28,45 @@ SHARDED = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_P
 SHARDED |= {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
 
 
+KLAMP = ["-m", "klamp.cli"]
+
+
+def begun(llama: str, folder: Path, program: list[str], environment: dict[str, str]) -> Path:
+    """A run of two steps on two processes."""
+    return launched(llama, folder, program, environment, "--max_steps=2")
+
+
 def trained(llama: str, folder: Path, program: list[str], environment: dict[str, str]) -> Path:
     """A run of two steps on two processes, continued to a third."""
+    begun(llama, folder, program, environment)
+    return launched(llama, folder, program, environment, "--resume")
+
+
+def launched(llama: str, folder: Path, program: list[str], environment: dict[str, str], more: str) -> Path:
+    """A run on two processes, begun or continued."""
     values = {**QUICK, **CHANGES, "model": llama, "output_dir": str(folder), "report_to": "none"}
     flags = [f"--{name}={value}" for name, value in values.items() if name != "cpu"]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *program]
     around = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}/src:{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
-    for more in (["--max_steps=2"], ["--resume"]):
-        command = [*launch, "train", *flags, "--cpu", *more]
-        done = subprocess.run(
-            command, env=os.environ | around | environment, capture_output=True, text=True, timeout=300, check=False
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        assert "2 processes" in done.stdout
+    command = [*launch, "train", *flags, "--cpu", more]
+    done = subprocess.run(
+        command, env=os.environ | around | environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "2 processes" in done.stdout
     return folder
 
 
 @pytest.fixture(scope="module")
-def run(llama, tmp_path_factory) -> Path:
-    return trained(llama, tmp_path_factory.mktemp("processes") / "run", ["-m", "klamp.cli"], {})
+def two_steps(llama, tmp_path_factory) -> Path:
+    return begun(llama, tmp_path_factory.mktemp("begun") / "run", KLAMP, {})
+
+
+@pytest.fixture(scope="module")
+def run(llama, two_steps, tmp_path_factory) -> Path:
+    """The run of two steps, continued to a third in a copy of its folder."""
+    folder = shutil.copytree(two_steps, tmp_path_factory.mktemp("continued") / "run")
+    return launched(llama, folder, KLAMP, {}, "--resume")
 
 
 def test_sharded_by_fsdp2_it_has_the_same_numbers(run, llama, tmp_path):
@@ -58,21 +79,29 @@ def test_sharded_by_fsdp2_it_has_the_same_numbers(run, llama, tmp_path):
         assert row == {name: pytest.approx(wanted[name], abs=1e-5) for name in row}
 
 
-def test_the_loss_is_klamp_s_over_both(run):
-    rows = steps_of(run)
-    assert [row["step"] for row in rows] == [1, 2, 3]
+@pytest.mark.gate
+def test_the_loss_is_klamp_s_over_both(two_steps):
+    rows = steps_of(two_steps)
+    assert [row["step"] for row in rows] == [1, 2]
     for row in rows:
         assert row["train/loss"] == pytest.approx(row["train/policy_loss"] + row["train/kl_penalty"], abs=1e-6)
     assert rows[0]["kl/k3"] < 1e-6 < rows[1]["kl/k3"]
+
+
+def test_a_second_start_goes_on(run):
+    rows = steps_of(run)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert rows[2]["train/loss"] == pytest.approx(rows[2]["train/policy_loss"] + rows[2]["train/kl_penalty"], abs=1e-6)
     assert rows[2]["beta"] == pytest.approx(1.5 * rows[1]["beta"]), "the controller went on after the second start"
+    assert [row["step"] for row in rows_of(run) if "eval/addition" in row] == [0, 2, 3]
 
 
-def test_groups_and_evaluations_are_those_of_all(run):
-    lines = [json.loads(line) for line in (run / "completions.jsonl").read_text().splitlines()]
+@pytest.mark.gate
+def test_groups_and_evaluations_are_those_of_all(two_steps):
+    lines = [json.loads(line) for line in (two_steps / "completions.jsonl").read_text().splitlines()]
     shown = [line for line in lines if line["step"] == 2]
     assert len(shown) == 8, "those of the main process"
     rewards = torch.tensor([line["reward"] for line in shown])
     wanted = group_advantages(rewards, 4, scale="std", baseline="leave_one_out")
     assert [line["advantage"] for line in shown] == pytest.approx(wanted.tolist(), abs=1e-5)
-    evaluated = [row for row in rows_of(run) if "eval/addition" in row]
-    assert [row["step"] for row in evaluated] == [0, 2, 3]
+    assert [row["step"] for row in rows_of(two_steps) if "eval/addition" in row] == [0, 2]
