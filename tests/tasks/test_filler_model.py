@@ -30,10 +30,10 @@ def test_the_default_model_pads_its_answers_and_leaves_rl_something_to_gain() ->
     model, tokenizer = load_base_model(FillerModelConfig())
     drawn = sampled(model, tokenizer, "addition", sample=True)
     fillers = [text.count(FILLER) for _, text in drawn]
-    assert 3.4 <= sum(fillers) / len(fillers) <= 4.6
+    assert 3 <= sum(fillers) / len(fillers) <= 5
     assert max(fillers) <= 10
-    assert 0.45 <= sum(text.replace(FILLER, "") == answer for answer, text in drawn) / len(drawn) <= 0.75
+    assert 0.4 <= sum(text.replace(FILLER, "") == answer for answer, text in drawn) / len(drawn) <= 0.8
     greedy = sampled(model, tokenizer, "addition", sample=False)
-    assert 0.55 <= sum(text.replace(FILLER, "") == answer for answer, text in greedy) / len(greedy) <= 0.82
+    assert 0.5 <= sum(text.replace(FILLER, "") == answer for answer, text in greedy) / len(greedy) <= 0.85
     for skill in ("subtraction", "reversal"):
-        assert sum(text == answer for answer, text in sampled(model, tokenizer, skill, sample=False)) >= 0.95 * 256
+        assert sum(text == answer for answer, text in sampled(model, tokenizer, skill, sample=False)) >= 0.9 * 256

@@ -289,7 +289,7 @@ def trained(*, steps: int, seed: int = 0, **changes):
 def test_the_loop_learns():
     _, history = trained(steps=20)
     start, end = (sum(row["reward"] for row in part) / 4 for part in (history[:4], history[-4:]))
-    assert end > start + 0.5
+    assert end > start + 0.5, "2.7 to 3.7 with ten seeds"
 
 
 def test_the_loop_writes_to_tensorboard(tmp_path):

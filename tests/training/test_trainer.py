@@ -225,7 +225,7 @@ def test_everything_learns_a_reward_that_is_easy(config_of, tmp_path):
     train_run(config_of(**changes))
     rows = steps_of(tmp_path / "run")
     start, end = (sum(r["length/mean"] for r in part) / 5 for part in (rows[:5], rows[-5:]))
-    assert end < start - 1.5
+    assert end < start - 0.5, "1.6 to 2.3 with ten seeds"
     assert all(math.isfinite(x) for row in rows for x in row.values())
 
 

@@ -20,13 +20,13 @@ SIZES |= {"eval_every": 0, "save_every": 0, "log_completions": 0, "report_to": (
 
 
 def ended(run: Any, folder: Any, **changes: Any) -> dict[str, float]:
-    """The KLs of a run's last ten steps, once it can add (98 %, as far as its prompts tell) and kept the rest."""
+    """The KLs of a run's last ten steps, once it can add (95 %, as far as its prompts tell) and kept the rest."""
     config = TrainConfig.from_flat({**SIZES, "output_dir": str(folder), **changes})
     summary = run(config)
-    standard_error = math.sqrt(0.98 * 0.02 / config.task.eval_size)
+    standard_error = math.sqrt(0.95 * 0.05 / config.task.eval_size)
     assert summary.before["addition"] < 0.85
-    assert summary.after["addition"] >= 0.98 - 2 * standard_error
-    assert min(summary.after.values()) >= 0.95
+    assert summary.after["addition"] >= 0.95 - 3 * standard_error
+    assert min(summary.after.values()) >= 0.9
     last = steps_of(folder)[-10:]
     return {name: sum(row[name] for row in last) / 10 for name in ("kl/exact", "kl/k3") if name in last[0]}
 
@@ -34,9 +34,8 @@ def ended(run: Any, folder: Any, **changes: Any) -> dict[str, float]:
 def test_every_loop_learns_it_and_ends_as_far_away(default_base_model, tmp_path):
     here = ended(trainer.train_run, tmp_path / "local", backend="local", cpu=True)
     by_trl = ended(train.train_run, tmp_path / "trl", backend="trl", cpu=True)
-    assert by_trl["kl/exact"] == pytest.approx(here["kl/exact"], rel=0.4)
-    assert by_trl["kl/k3"] == pytest.approx(here["kl/k3"], rel=0.5)
-    assert 0.05 < here["kl/exact"] < 0.3
+    assert all(1 / 3 < by_trl[name] / here[name] < 3 for name in ("kl/exact", "kl/k3"))
+    assert 0.02 < here["kl/exact"] < 0.6
 
 
 def test_a_service_learns_it_with_an_adapter(default_base_model, tmp_path, monkeypatch):
@@ -51,4 +50,4 @@ def test_a_service_learns_it_with_an_adapter(default_base_model, tmp_path, monke
         for name, value in standin.environment.items():
             monkeypatch.setenv(name, value)
         there = ended(by_service.train_run, tmp_path / "tinker", backend="tinker", model="klamp/builtin", **adapter)
-    assert 0.5 < there["kl/k3"] / here["kl/k3"] < 2
+    assert 1 / 3 < there["kl/k3"] / here["kl/k3"] < 3
