@@ -18,7 +18,6 @@ from klamp.core.estimators import exact_kl
 from klamp.core.linear import linear_kl, linear_logprobs
 from klamp.errors import ConfigError, ShapeError, TensorError
 
-pytestmark = pytest.mark.slow
 
 # --- linear_logprobs --------------------------------------------------------------------------------------
 
@@ -136,6 +135,7 @@ def test_under_autocast_it_computes_what_a_linear_layer_would():
     assert all(a.dtype == torch.float32 and torch.allclose(a, b, atol=0.1) for a, b in zip(*gradients, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_inside_torch_compile(shapes_unchecked, backend):
     hidden, weight, _, targets = head()
@@ -175,6 +175,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["logprobs", "kl"])
 def test_peak_memory_is_a_small_part_of_the_matrix_of_logits(name):
     """Slow, as it hangs on how a machine hands out memory: tests/core/test_tiles.py counts what is held instead."""
