@@ -18,7 +18,6 @@ from klamp.core.estimators import exact_kl
 from klamp.core.linear import linear_kl, linear_logprobs
 from klamp.errors import ConfigError, ShapeError, TensorError
 
-
 # --- linear_logprobs --------------------------------------------------------------------------------------
 
 
