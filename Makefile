@@ -107,11 +107,11 @@ pytest: $(READY)
 
 # Whole programs, whole runs, what a run has learned, and what compiles or measures memory.
 test-slow: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist load -m slow $(ELSEWHERE) $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile -m slow $(ELSEWHERE) $(PYTEST_ARGS)
 
 # Of the slow ones those that every landing runs too: ten kills, and what must be several processes.
 gate-slow: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist load -m "slow and gate" $(ELSEWHERE) $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile -m "slow and gate" $(ELSEWHERE) $(PYTEST_ARGS)
 
 test-language: $(SMOLLM2)
 	OMP_NUM_THREADS=$(LANGUAGE_THREADS) $(BIN)/pytest tests/language $(PYTEST_ARGS)

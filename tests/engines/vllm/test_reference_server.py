@@ -82,6 +82,7 @@ def random_completions(size: int) -> Completions:
     )
 
 
+@pytest.mark.gate
 @torch.no_grad()
 def test_the_numbers_are_those_of_a_local_reference(connected: Callable[..., VLLMReference], folder: str) -> None:
     model = load_model(folder)

@@ -41,10 +41,11 @@ def ran(**changes: Any) -> Any:
 def assert_vllm_follows(found: Any) -> None:
     assert max(found["differences"]) < 1e-5
     assert found["rows"][0]["kl/k3"] < 1e-9
-    assert found["rows"][-1]["kl/k3"] > 0.05, "the policy has moved, and vLLM with it"
+    assert found["rows"][-1]["kl/k3"] > 1e-3, "the policy has moved by far more than the bound, and vLLM with it"
     assert all(abs(row["sampler/k1"]) < 1e-5 for row in found["rows"])
 
 
+@pytest.mark.gate
 def test_vllm_follows_the_policy(default_base_model: Path) -> None:
     assert_vllm_follows(ran(sampler="vllm"))
 
@@ -70,6 +71,7 @@ def test_bfloat16_and_two_updates_per_rollout(
     assert any(row["kl/weights_truncated"] > 0 for row in found["rows"])
 
 
+@pytest.mark.gate
 def test_fast_scoring_has_trls_numbers_of_vllms_completions(default_base_model: Path) -> None:
     found = result_of(HERE / "fast.py", str(default_base_model))
     assert found["in force"].startswith("completions are scored by klamp: each distinct prompt once")
@@ -81,6 +83,7 @@ def test_fast_scoring_has_trls_numbers_of_vllms_completions(default_base_model: 
     assert found["kl"][0] < 1e-6 < 1e-3 < found["kl"][-1], "the policy has moved"
 
 
+@pytest.mark.gate
 def test_an_engine_that_packs_as_with_amx_is_refused_before_the_first_step(
     default_base_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,7 @@ from klamp.hosts.common.packing import pack_nothing
 imitate_if_asked()
 pack_nothing()  # in the server's worker too; packed weights are dropped, and new ones could not be loaded
 
-LIMIT = 120
+LIMIT = 240
 """Seconds within which announced weights are there."""
 FLAGS = (
     *("--worker-extension-cls", f"{__name__}.Extension"),
