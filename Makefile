@@ -27,7 +27,7 @@ EVERYTHING_ARGS ?=
 .NOTPARALLEL:
 .PHONY: help install demo demo-language test lint docs pytest gate-slow $(addprefix gate-,verl unsloth vllm oldest) \
 	test-everything test-slow test-language test-report test-verl test-unsloth test-vllm test-oldest test-wheel test-pythons \
-	environments mutants lock licences advisories format clean distclean
+	environments fuzz mutants lock licences advisories format clean distclean
 
 help:
 	@echo "make demo    make the environment, train on the built-in task, write the run's report"
@@ -48,6 +48,7 @@ help:
 	@echo "make test-pythons   the wheel on the other Pythons that klamp declares; one that is not here is passed over"
 	@echo "make environments   those that the targets above make for themselves, all of them now"
 	@echo "make mutants   small mistakes put into core, config and hosts/common: which do the tests notice? (MUTANTS_ARGS='--number 50')"
+	@echo "make fuzz   drawn inputs: others than those of make test, five times as many (KLAMP_FUZZ=50: fifty times)"
 	@echo "make licences   what is installed in the environment, and under which licence; fails on one that is unknown or not allowed"
 	@echo "make advisories   known weaknesses of the pinned versions, by pip-audit; says so where it reaches no database"
 	@echo "make lock    the hashes of the pinned files, written to requirements-dev.lock"
@@ -112,6 +113,10 @@ test-slow: $(READY)
 # Of the slow ones those that every landing runs too: ten kills, and what must be several processes.
 gate-slow: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile -m "slow and gate" $(ELSEWHERE) $(PYTEST_ARGS)
+
+# Other inputs than those that `make test` draws, and five times as many.
+fuzz: $(READY)
+	KLAMP_FUZZ=$${KLAMP_FUZZ:-5} OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile -m "not slow" tests/reliability $(PYTEST_ARGS)
 
 test-language: $(SMOLLM2)
 	OMP_NUM_THREADS=$(LANGUAGE_THREADS) $(BIN)/pytest tests/language $(PYTEST_ARGS)

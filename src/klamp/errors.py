@@ -32,8 +32,8 @@ from typing import Any
 
 LONGEST_VALUE = 200
 """Characters of a wrong value that a message shows."""
-LONGEST_GOT = 1000
-"""Characters of all that klamp received that a message shows, whatever it is made of."""
+LONGEST_PART = 1000
+"""Characters that a message shows of what klamp received, and of the reason, which may repeat it."""
 URL = re.compile(r"([A-Za-z][\w+.-]*://)(\S+)")
 """A URL in a text, up to the next space."""
 HOST = re.compile(r"(\[[\da-fA-F:.]+\]|[\w.-]*)(:\d*)?")
@@ -56,7 +56,8 @@ def _shown(found: re.Match[str]) -> str:
 class KlampError(Exception):
     """Root of every klamp error; its text reads what / got / why / fix, with no credentials of a URL in it.
 
-    Of what klamp received the text has the first thousand characters: records and checkpoints may hold anything.
+    Of what klamp received, and of the reason, the text has the first thousand characters: records and checkpoints may
+    hold anything, and what reads them repeats it.
 
     Args:
         what: one sentence that says what is wrong.
@@ -72,9 +73,9 @@ class KlampError(Exception):
         self.what, self.got, self.why, self.fix = what, got, why, fix
         parts = [what]
         if got is not None:
-            parts.append(f"  got: {brief(shown, LONGEST_GOT)}")
+            parts.append(f"  got: {brief(shown, LONGEST_PART)}")
         if why:
-            parts.append(f"  why: {why}")
+            parts.append(f"  why: {brief(why, LONGEST_PART)}")
         if fix:
             parts.append(f"  fix: {fix}")
         self.text = "\n".join(parts)

@@ -17,7 +17,7 @@ from klamp.cli import main
 from klamp.errors import KlampError
 
 FACTOR = float(os.environ.get("KLAMP_FUZZ", "1"))
-"""KLAMP_FUZZ=50 draws fifty times as many examples."""
+"""KLAMP_FUZZ=50 draws fifty times as many examples, and others each time."""
 
 
 def examples(count: int) -> settings:

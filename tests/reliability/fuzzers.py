@@ -57,8 +57,8 @@ def text() -> str:
     ]
     return "\n".join(
         (
-            f"**{total:,}** inputs in {tests} tests, at each `make test`; `KLAMP_FUZZ=20` draws twenty times as many "
-            "where the file is one of `tests/reliability`.",
+            f"**{total:,}** inputs in {tests} tests, at each `make test`; `KLAMP_FUZZ=20 make fuzz` draws twenty times "
+            "as many, and others, where the file is one of `tests/reliability`.",
             "",
             "| what is drawn | where | tests | inputs |",
             "| --- | --- | --- | --- |",
