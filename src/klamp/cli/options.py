@@ -200,8 +200,6 @@ class ReportOptions:
     """What `klamp doctor` reads, or the folder of an ablation, all of whose runs are compared."""
     output: Path | None = None
     """File to write; None: report.html in the folder of the one run (or sweep) that is named, else in this folder."""
-    methods: bool = False
-    """Print the paragraph of a paper's section of methods instead, in LaTeX: words and one equation."""
     follow: bool = False
     """Write no file, but show the page on 127.0.0.1 while the runs go on; it loads itself again until Ctrl-C."""
 

@@ -217,14 +217,11 @@ PAGES: Mapping[str, Page] = {
         usage="RUN [RUN ...] [flags]",
         about="Writes one self-contained HTML file: headline numbers, alarms, curves over steps, the KL by position, "
         "completions with every token shaded by its log-ratio, configuration and versions. Several runs are compared: "
-        "their curves in the same charts, their numbers side by side, what differs in configuration. "
-        "With --methods a paragraph for a paper instead: objective, KL, reference, price and versions in words and one "
-        "equation (LaTeX), from the configuration and the versions that the run recorded.",
+        "their curves in the same charts, their numbers side by side, what differs in configuration.",
         examples=(
             "klamp report runs/arithmetic-001",
             "klamp report runs/arithmetic-001 runs/arithmetic-002 --output compared.html",
             "klamp report sweeps/beta",
-            "klamp report runs/arithmetic-001 --methods      # a paragraph for a paper, in LaTeX",
         ),
         options=options.ReportOptions,
     ),
