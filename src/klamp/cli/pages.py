@@ -175,18 +175,6 @@ PAGES: Mapping[str, Page] = {
         takes_configuration=True,
         lists={"CONFIG is": list_presets},
     ),
-    "recommend": Page(
-        usage="[flags]",
-        about="Prints a configuration to begin with, for `klamp train --config`: the KL by the rules of "
-        "docs/which-kl.md, its price per nat of a completion and per nat of the mean per token, and for each field the "
-        "reason and the record that it rests on. Nothing is loaded or trained.",
-        examples=(
-            "klamp recommend --length 1000 --verifier rules --group_size 8",
-            "klamp recommend --verifier rules --keep nothing",
-            "klamp recommend --length 400 --updates 2 --engine --output mine.yaml",
-        ),
-        options=options.RecommendOptions,
-    ),
     "audit": Page(
         usage="NAME [NAME ...]",
         about="Runs the KL of what is installed here through the enumeration oracle: the bias of its value, the "
@@ -233,17 +221,6 @@ PAGES: Mapping[str, Page] = {
         examples=("klamp model smollm2     # elsewhere: --model_name_or_path $(klamp model smollm2)",),
         options=options.ModelOptions,
         lists={"models": list_models},
-    ),
-    "completion": Page(
-        usage="SHELL",
-        about="Prints a script with which a shell completes klamp's commands, flags and choices at the Tab key. Write "
-        "it where the shell looks for it, once; it holds the flags of this version.",
-        examples=(
-            "klamp completion bash > ~/.local/share/bash-completion/completions/klamp",
-            "klamp completion zsh > ~/.zfunc/_klamp          # a folder of $fpath",
-            "klamp completion fish > ~/.config/fish/completions/klamp.fish",
-        ),
-        options=options.CompletionOptions,
     ),
 }
 """Command -> its help."""

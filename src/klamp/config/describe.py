@@ -152,18 +152,3 @@ def describe_price(price: Price, *, group_size: int, of_batch: bool = False) -> 
     least, most = (price.at(std) for std in spreads_of_right_or_wrong(group_size))
     span = f"{least:.3g} to {most:.3g} for rewards of 0 and 1 in groups of {group_size}"
     return f"{text}; no single number is the price: {span}"
-
-
-def describe_both_prices(price: Price, *, group_size: int, length: float) -> str:
-    """A price in words and in both units: per nat of a whole completion, and per nat of the logged mean per token.
-
-    Args:
-        price: from `price_of`.
-        group_size: completions per prompt.
-        length: mean length of the completions in tokens.
-    """
-    spread = " x that standard deviation" if price.scaled else ""
-    return (
-        f"{describe_price(price, group_size=group_size)}; of the mean per token, at {length:g} tokens: "
-        f"{price.per_token(length):.3g}{spread} per nat"
-    )
