@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import Locator, Page, expect
-from tests.browser.conftest import NARROW, Open
+from tests.browser.conftest import Open
 from tests.browser.test_charts import chart
 from tests.report.pages import completion, run_of
 
@@ -377,17 +377,6 @@ def test_the_overview_of_a_sweep_is_not_cut(tmp_path: Path, open_page: Open) -> 
     assert headings[:3] == ["run", "alarms", "KL from the start (exact), nats/token"]
     assert headings[3:5] == ["KL (exact), nats/token", "KL per completion (exact), nats"]
     assert len(headings) == 15
-
-
-def test_the_legend_of_the_heat_map_is_one_row(tmp_path: Path, open_page: Open) -> None:
-    rows = {f"kl__position__{part}_of_8": [0.0003 * part * step for step in range(40)] for part in range(1, 9)}
-    for viewport in ({"width": 1280, "height": 900}, {"width": 768, "height": 900}, NARROW):
-        page = open_page(write(tmp_path / "heat.html", run_of(**rows)), viewport=viewport)
-        items = page.locator("ul.steps li")
-        boxes = [box for box in (item.bounding_box() for item in items.all()) if box]
-        assert len(boxes) == 7 and len({box["y"] for box in boxes}) == 1
-        cut = items.evaluate_all("all => all.filter((li) => li.scrollWidth > li.clientWidth + 1).length")
-        assert cut == 0
 
 
 def test_the_completions_behind_a_word(tmp_path: Path, open_page: Open) -> None:

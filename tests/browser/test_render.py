@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -128,13 +127,3 @@ def test_the_words_on_the_buttons_of_a_chart_are_on_one_line(report: Path, open_
     tools = page.locator("#chart-reward .tools")
     places = [tools.get_by_text(name, exact=True).evaluate(TEXT)["top"] for name in ("Log", "Enlarge", "Save")]
     assert max(places) - min(places) < 0.5, places
-
-
-@pytest.mark.parametrize("width", [400, 1280])
-def test_a_heat_maps_shades_have_labels_that_keep_apart(width: int, tmp_path: Path, open_page: Open) -> None:
-    parts = {f"kl__position__{n}_of_8": [0.00017 * n, 0.17 / n] for n in (1, 2)}
-    file = tmp_path / "heat.html"
-    file.write_text(render([run_of(reward=[0.1, 0.2], **parts)]), encoding="utf-8")
-    page = open_page(file, viewport={"width": width, "height": 900})
-    texts = [label.evaluate(TEXT) for label in page.locator(".legend.steps .label").all()]
-    assert len(texts) == 7 and all(one["right"] + 4 < other["left"] for one, other in pairwise(texts)), texts

@@ -76,8 +76,7 @@ def test_from_start_to_table(use, capsys) -> None:
     out = capsys.readouterr().out
     order = ["2 arms x 2 seeds in runs/ablation-beta-001; nowhere", "beta=0, seed 0: under way", "Skills", "Distance"]
     positions = [
-        out.index(part)
-        for part in [*order, "The RL skill is addition", "table.md/.json/.csv/.tex, sweep.png/.pdf/.svg"]
+        out.index(part) for part in [*order, "The RL skill is addition", "table.md/.json/.csv, sweep.png/.pdf/.svg"]
     ]
     assert positions == sorted(positions) and "\x1b" not in out
     row = next(line for line in out.splitlines() if line.strip().startswith("beta=0.05  2"))

@@ -47,7 +47,6 @@ def test_a_line_of_the_legend_knows_the_columns_of_its_values() -> None:
 
 def test_the_sample_of_a_band_is_a_box_and_that_of_a_curve_a_line() -> None:
     assert [child.tag for child in parsed(key("band"))] == ["rect"]
-    assert [child.tag for child in parsed(key("q3"))] == ["rect"]
     curve = parsed(key("line s2", dot="M0 0"))
     assert [child.get("class") for child in curve] == ["line s2", "dot s2"]
     assert curve.get("aria-hidden") == "true", "the label says the same in words"

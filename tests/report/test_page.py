@@ -31,7 +31,6 @@ def whole_run(name: str = "a") -> ReportRun:
         k1=[0.0, 0.02, 0.03, 0.03, 0.03, 0.03, 0.6],
         k3=[0.0, 0.02, 0.03, 0.03, 0.03, 0.03, 0.7],
         length=[4.0] * 7,
-        kl__position__1_of_8=[0.1] * 7,
     )
 
 
@@ -53,7 +52,7 @@ def test_its_sections_in_their_order() -> None:
     ]
     assert made.one("h1").text == "a" and made.one("head").one("title").text == "a · klamp report"
     assert made.one(of="source").text == "runs/a · klamp run, 7 logged steps up to step 7"
-    assert len(made.all("figure")) == 7
+    assert len(made.all("figure")) == 6
 
 
 def test_every_link_has_its_target_and_every_id_is_unique() -> None:

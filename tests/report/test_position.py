@@ -7,7 +7,7 @@ import math
 import pytest
 from tests.report.pages import completion, run_of
 
-from klamp.report.position import BINS, by_position, heatmaps, k3, position_charts, thirds
+from klamp.report.position import BINS, by_position, k3, position_charts, thirds
 
 
 def test_means_by_position() -> None:
@@ -62,10 +62,3 @@ def test_charts_of_several_runs_show_how_they_ended() -> None:
 
 def test_without_a_reference_there_is_no_chart() -> None:
     assert position_charts([run_of(completions=[completion(ref=None)]), run_of()]) == []
-
-
-def test_what_was_logged_becomes_a_picture() -> None:
-    run = run_of(kl__position__10_of_16=[0.3, 0.4], kl__position__2_of_16=[0.1, 0.2], k3=[0.1, 0.1])
-    (heatmap,) = heatmaps([run])
-    assert heatmap.rows == {"part 2 of 16": {1: 0.1, 2: 0.2}, "part 10 of 16": {1: 0.3, 2: 0.4}}
-    assert heatmaps([run_of(k3=[0.1])]) == []

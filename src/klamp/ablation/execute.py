@@ -21,7 +21,7 @@ from klamp.ablation.pictures import NOT_DRAWN, write_pictures
 from klamp.ablation.plan import Plan, Run, run_folder, runs
 from klamp.ablation.saturation import write_saturation
 from klamp.ablation.table import Table, markdown, plain, summarise
-from klamp.ablation.table_files import CSV, LATEX, csv_text, latex_text
+from klamp.ablation.table_files import CSV, csv_text
 from klamp.tasks.cache import Progress
 from klamp.training.lock import held
 
@@ -104,7 +104,6 @@ def write_results(every: Sequence[Run], folder: Path) -> Result:
         TABLE_MARKDOWN: markdown(table),
         TABLE_JSON: json.dumps(plain(table), indent=2),
         CSV: csv_text(table),
-        LATEX: latex_text(table),
     }
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")

@@ -56,15 +56,10 @@ COMMANDS = {
         module="klamp.cli.verify", summary="prove klamp's claims on this machine, in seconds", alone=True
     ),
     "explain": Command(module="klamp.cli.explain", summary="what a configuration's KL does, in words and numbers"),
-    "recommend": Command(
-        module="klamp.cli.recommend",
-        summary="a configuration to begin with, its price, the reason for each choice",
-    ),
     "audit": Command(module="klamp.cli.audit", summary="what the KL of an installed trainer, or of any function, does"),
     "doctor": Command(module="klamp.cli.doctor", summary="what is wrong with a run, from what it left behind"),
     "report": Command(module="klamp.cli.report", summary="one HTML file that shows a run, or compares several"),
     "model": Command(module="klamp.cli.model", summary="the folder of a real language model that a package carries"),
-    "completion": Command(module="klamp.cli.completion", summary="a script with which a shell completes all of this"),
 }
 
 

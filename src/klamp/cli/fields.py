@@ -50,7 +50,7 @@ class Field:
     aliases: tuple[str, ...] = ()
     """Other names of the field, which mean the same."""
     suggested: tuple[str, ...] = ()
-    """Names that a shell completes, for a field that takes any text."""
+    """Names that the help shows, for a field that takes any text."""
 
     @property
     def members(self) -> tuple[Any, ...]:

@@ -18,9 +18,7 @@ from klamp.diagnostics.history import Verifier
 
 Question = Literal["direction", "importance-sampling", "convergence"]
 Study = Literal["clipping", "language"]
-Shell = Literal["bash", "zsh", "fish"]
 Named = Literal["smollm2"]
-Keep = Literal["skills", "nothing"]
 
 RAY_HERE = "local"
 """The address of a Ray cluster of this machine only."""
@@ -127,42 +125,6 @@ class ExplainOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecommendOptions:
-    """What is to be trained, as far as it decides the KL."""
-
-    length: int = field(default=1000, metadata={"least": 1})
-    """Mean completion length in tokens."""
-    max_length: int | None = field(default=None, metadata={"least": 1})
-    """Longest completion in tokens; None: the mean."""
-    verifier: Verifier = "model"
-    """What gives the reward: rules that cannot be fooled, or a model (or rules that can be)."""
-    keep: Keep = "skills"
-    """What else must stay: the skills that are not trained, or nothing."""
-    group_size: int = field(default=8, metadata={"least": 2})
-    """Completions per prompt."""
-    updates: int = field(default=1, metadata={"least": 1})
-    """Updates per rollout."""
-    engine: bool = False
-    """An inference engine writes the completions, and may lag behind the trainer."""
-    reward_range: float = 1.0
-    """The largest reward minus the smallest."""
-    free_kl: float | None = field(default=None, metadata={"least": 0})
-    """KL that is free, in nats per token; None: none is."""
-    exact_optimum: bool = False
-    """The run must end where beta says."""
-    steady_length: bool = False
-    """Completions must not grow under the KL."""
-    vocab: int = field(default=151_936, metadata={"least": 1})
-    """Vocabulary entries of the model."""
-    low_precision: bool = False
-    """Log-ratios of many nats are expected in half precision."""
-    json: bool = False
-    """One JSON object instead of YAML."""
-    output: Path | None = None
-    """File to write; None: it is printed."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class AuditOptions:
     """The KL implementations that are audited."""
 
@@ -200,8 +162,6 @@ class ReportOptions:
     """What `klamp doctor` reads, or the folder of an ablation, all of whose runs are compared."""
     output: Path | None = None
     """File to write; None: report.html in the folder of the one run (or sweep) that is named, else in this folder."""
-    methods: bool = False
-    """Print the paragraph of a paper's section of methods instead, in LaTeX: words and one equation."""
     follow: bool = False
     """Write no file, but show the page on 127.0.0.1 while the runs go on; it loads itself again until Ctrl-C."""
 
@@ -212,11 +172,3 @@ class ModelOptions:
 
     name: Named = field(metadata={"word": "NAME"})
     """A model with a name of its own."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompletionOptions:
-    """The shell that completion is printed for."""
-
-    shell: Shell = field(metadata={"word": "SHELL"})
-    """The shell that reads the script."""

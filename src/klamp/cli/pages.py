@@ -175,18 +175,6 @@ PAGES: Mapping[str, Page] = {
         takes_configuration=True,
         lists={"CONFIG is": list_presets},
     ),
-    "recommend": Page(
-        usage="[flags]",
-        about="Prints a configuration to begin with, for `klamp train --config`: the KL by the rules of "
-        "docs/which-kl.md, its price per nat of a completion and per nat of the mean per token, and for each field the "
-        "reason and the record that it rests on. Nothing is loaded or trained.",
-        examples=(
-            "klamp recommend --length 1000 --verifier rules --group_size 8",
-            "klamp recommend --verifier rules --keep nothing",
-            "klamp recommend --length 400 --updates 2 --engine --output mine.yaml",
-        ),
-        options=options.RecommendOptions,
-    ),
     "audit": Page(
         usage="NAME [NAME ...]",
         about="Runs the KL of what is installed here through the enumeration oracle: the bias of its value, the "
@@ -217,14 +205,11 @@ PAGES: Mapping[str, Page] = {
         usage="RUN [RUN ...] [flags]",
         about="Writes one self-contained HTML file: headline numbers, alarms, curves over steps, the KL by position, "
         "completions with every token shaded by its log-ratio, configuration and versions. Several runs are compared: "
-        "their curves in the same charts, their numbers side by side, what differs in configuration. "
-        "With --methods a paragraph for a paper instead: objective, KL, reference, price and versions in words and one "
-        "equation (LaTeX), from the configuration and the versions that the run recorded.",
+        "their curves in the same charts, their numbers side by side, what differs in configuration.",
         examples=(
             "klamp report runs/arithmetic-001",
             "klamp report runs/arithmetic-001 runs/arithmetic-002 --output compared.html",
             "klamp report sweeps/beta",
-            "klamp report runs/arithmetic-001 --methods      # a paragraph for a paper, in LaTeX",
         ),
         options=options.ReportOptions,
     ),
@@ -236,17 +221,6 @@ PAGES: Mapping[str, Page] = {
         examples=("klamp model smollm2     # elsewhere: --model_name_or_path $(klamp model smollm2)",),
         options=options.ModelOptions,
         lists={"models": list_models},
-    ),
-    "completion": Page(
-        usage="SHELL",
-        about="Prints a script with which a shell completes klamp's commands, flags and choices at the Tab key. Write "
-        "it where the shell looks for it, once; it holds the flags of this version.",
-        examples=(
-            "klamp completion bash > ~/.local/share/bash-completion/completions/klamp",
-            "klamp completion zsh > ~/.zfunc/_klamp          # a folder of $fpath",
-            "klamp completion fish > ~/.config/fish/completions/klamp.fish",
-        ),
-        options=options.CompletionOptions,
     ),
 }
 """Command -> its help."""

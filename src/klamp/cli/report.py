@@ -1,4 +1,4 @@
-"""`klamp report RUN...`: one HTML file that shows or compares runs; `--follow` serves it, `--methods` is a text."""
+"""`klamp report RUN...`: one HTML file that shows or compares runs; `--follow` serves it."""
 
 from __future__ import annotations
 
@@ -37,13 +37,6 @@ def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
     """
     out = sys.stdout if stream is None else stream
     options = read_options(ReportOptions, argv, command="klamp report")
-    if options.methods and options.follow:
-        raise ConfigError("--methods is a text, not a page to follow", got="--follow", fix="leave one of the two out")
-    if options.methods:
-        from klamp.cli.methods import show_methods
-
-        show_methods(records(options.runs), options.output, out)
-        return 0
     if options.follow:
         return follow(options, out)
     file = output_of(options)

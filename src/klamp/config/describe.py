@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from klamp.config.kl import KLConfig
 from klamp.config.price import Price, spreads_of_right_or_wrong
 from klamp.core.beta_rules import DualRule, HoldRule, PIDRule, ProportionalRule, StepRule
-from klamp.core.term import Placement, gates_on_itself
+from klamp.core.term import Placement
 from klamp.core.types import Gradient, Reduction
 
 PLACEMENTS: Mapping[Placement, str] = {
@@ -65,29 +65,6 @@ def describe_clip(kl: KLConfig, *, length: float | str | None = None) -> str:
     else:
         budget = "nats per token of the reference length"
     return f"{kl.kl_clip_method} clip at {kl.kl_clip_threshold:g} {budget}"
-
-
-def describe_gate(kl: KLConfig) -> str:
-    """Whose KL decides the clip of a completion, in words; empty without a clip."""
-    if kl.kl_clip_method == "none":
-        return ""
-    if kl.clip_level == "sequence":
-        return "its own KL, exact at the sampled prefixes"
-    members = {"group": "completions of its prompt", "batch": "completions of the batch"}[kl.clip_level]
-    own = gates_on_itself(kl.kl_estimator, kl.kl_gradient, kl.kl_horizon, kl.kl_off_policy)
-    return f"the mean exact KL of all {members}, its own included" if own else f"the mean KL of the other {members}"
-
-
-def describe_exclusions(kl: KLConfig) -> str:
-    """Which tokens carry no KL, in words; empty where all do."""
-    parts: list[str] = []
-    if kl.kl_exclude_tokens:
-        parts.append(f"the tokens {', '.join(map(str, kl.kl_exclude_tokens))}")
-    if kl.kl_exclude_prefix:
-        parts.append(f"the first {kl.kl_exclude_prefix} tokens of each completion")
-    if kl.kl_exclude_between:
-        parts.append(f"what stands between {' and '.join(kl.kl_exclude_between)}, both included")
-    return "; ".join(parts)
 
 
 def describe_controller(kl: KLConfig) -> str:
@@ -175,18 +152,3 @@ def describe_price(price: Price, *, group_size: int, of_batch: bool = False) -> 
     least, most = (price.at(std) for std in spreads_of_right_or_wrong(group_size))
     span = f"{least:.3g} to {most:.3g} for rewards of 0 and 1 in groups of {group_size}"
     return f"{text}; no single number is the price: {span}"
-
-
-def describe_both_prices(price: Price, *, group_size: int, length: float) -> str:
-    """A price in words and in both units: per nat of a whole completion, and per nat of the logged mean per token.
-
-    Args:
-        price: from `price_of`.
-        group_size: completions per prompt.
-        length: mean length of the completions in tokens.
-    """
-    spread = " x that standard deviation" if price.scaled else ""
-    return (
-        f"{describe_price(price, group_size=group_size)}; of the mean per token, at {length:g} tokens: "
-        f"{price.per_token(length):.3g}{spread} per nat"
-    )

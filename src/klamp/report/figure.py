@@ -13,9 +13,9 @@ class Entry:
     """One line of a legend."""
 
     swatch: Html
-    """A small drawing of the curve, level or band."""
+    """A small drawing of the curve or band."""
     label: str
-    """The name of the curve, level or band."""
+    """The name of the curve or band."""
     values: Sequence[tuple[str, int]] = ()
     """Its latest values, each with its column in the table; the script shows those under the cursor in their place."""
     span: str = ""
@@ -23,17 +23,14 @@ class Entry:
 
 
 def key(classes: str, dot: str = "") -> Html:
-    """The small sample of a curve, level or band in a legend."""
+    """The small sample of a curve or band in a legend."""
     dots = [element("path", d=dot, class_=f"dot {classes.split()[1]}")] if dot else []
     sample = (
         element("rect", x=0, y=0, width=22, height=10, class_=classes)
-        if classes == "band" or classes.startswith("q")
+        if classes == "band"
         else element("path", d="M0 5H22", class_=classes)
     )
-    stretched = "none" if classes.startswith("q") else None
-    return element(
-        "svg", sample, *dots, class_="key", viewBox="0 0 22 10", preserveAspectRatio=stretched, aria_hidden="true"
-    )
+    return element("svg", sample, *dots, class_="key", viewBox="0 0 22 10", aria_hidden="true")
 
 
 def figure(
@@ -47,7 +44,6 @@ def figure(
     at: str,
     table: Html,
     plot: str | None = None,
-    legend: str = "",
 ) -> Html:
     """A chart inside its frame.
 
@@ -61,7 +57,6 @@ def figure(
         at: where the legend's values are from.
         table: the numbers.
         plot: what the script draws it from, besides the table, as JSON; None: it is not drawn again.
-        legend: more classes of the legend.
     """
     items = [
         element(
@@ -81,7 +76,7 @@ def figure(
             element("span", unit, class_="unit"),
             element("span", at, class_="at"),
         ),
-        element("ul", *items, class_=f"legend {legend}".strip()),
+        element("ul", *items, class_="legend"),
         element("div", drawing, class_="plot"),
         element("p", text, class_="says"),
         table,

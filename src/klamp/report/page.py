@@ -21,10 +21,9 @@ from klamp.report.cost import Costs
 from klamp.report.curves import charts
 from klamp.report.figure import plain_table
 from klamp.report.headlines import COLUMNS, WINDOW, side_by_side, tiles
-from klamp.report.heatmap import render_heatmap
 from klamp.report.markup import Html, element, join
 from klamp.report.numerals import count
-from klamp.report.position import heatmaps, position_charts
+from klamp.report.position import position_charts
 from klamp.report.run import ReportRun
 from klamp.report.settings_section import settings_section, versions_section
 from klamp.report.token_section import costs, fitting, token_section
@@ -208,10 +207,9 @@ def _tokens(runs: Sequence[ReportRun]) -> str | None:
 
 
 def _positions(runs: Sequence[ReportRun]) -> Html:
-    found = [render_chart(chart) for chart in position_charts(runs)] + [render_heatmap(each) for each in heatmaps(runs)]
+    found = [render_chart(chart) for chart in position_charts(runs)]
     if not found:
-        text = "Neither completions with a reference's log-probabilities nor kl/position/* were written."
-        return element("p", text, class_="missing")
+        return element("p", "No completions with a reference's log-probabilities were written.", class_="missing")
     return element("div", *found, class_="grid")
 
 

@@ -1,22 +1,19 @@
-"""The KL by the position of tokens in their completions, from written completions and from logged metrics."""
+"""The KL by the position of tokens in their completions, from written completions."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from klamp.diagnostics.history import Completion
 from klamp.report.chart import Chart
-from klamp.report.heatmap import Heatmap
 from klamp.report.run import ReportRun, slots_of
 from klamp.report.seeds import Series
 
 STAGES = ("early steps", "middle steps", "late steps")
 BINS = 64
-LOGGED = re.compile(r"kl/position/(\d+)_of_(\d+)")
 
 
 def position_charts(runs: Sequence[ReportRun]) -> list[Chart]:
@@ -121,31 +118,3 @@ def _add(sums: list[float], more: Sequence[float]) -> None:
 def k3(delta: float) -> float:
     """The estimator k3 of one log-ratio, bounded so that its means stay finite."""
     return math.expm1(min(-delta, 600.0)) + delta
-
-
-def heatmaps(runs: Sequence[ReportRun]) -> list[Heatmap]:
-    """Heatmaps of the logged KL by position over steps, for runs that have it.
-
-    Args:
-        runs: those of the report.
-    """
-    found: list[Heatmap] = []
-    for number, run in enumerate(runs):
-        rows = _logged(run)
-        if rows:
-            found.append(
-                Heatmap(
-                    name=f"chart-position-logged-{number}",
-                    title="k3 by position and step" + (f": {run.name}" if len(runs) > 1 else ""),
-                    unit="nats/token",
-                    text="As logged over all tokens of a step; rows are parts of the longest completion allowed.",
-                    rows=rows,
-                )
-            )
-    return found
-
-
-def _logged(run: ReportRun) -> Mapping[str, Mapping[float, float]]:
-    parts = {name: LOGGED.fullmatch(name) for name in run.history.names}
-    places = sorted((int(part[2]), int(part[1]), name) for name, part in parts.items() if part)
-    return {f"part {place} of {of}": run.curve(name) for of, place, name in places}
