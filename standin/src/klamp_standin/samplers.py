@@ -5,11 +5,11 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 
-from klamp.tinker.testing import losses, sampling
-from klamp.tinker.testing.faults import Fault
-from klamp.tinker.testing.futures import Result
-from klamp.tinker.testing.protocol import Refused, encode_samples, prompt_tokens
-from klamp.tinker.testing.service import Body, Service
+from klamp_standin import losses, sampling
+from klamp_standin.faults import Fault
+from klamp_standin.futures import Result
+from klamp_standin.protocol import Refused, encode_samples, prompt_tokens
+from klamp_standin.service import Body, Service
 
 _NOT_HERE = ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k")
 _NAN = float("nan")

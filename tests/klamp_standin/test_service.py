@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tests.tinker.testing.routes import in_process, new_run, result
+from tests.klamp_standin.routes import in_process, new_run, result
 
 from klamp.tasks import arithmetic_tokenizer
-from klamp.tinker.testing.faults import Fault
-from klamp.tinker.testing.protocol import Refused
+from klamp_standin.faults import Fault
+from klamp_standin.protocol import Refused
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ import torch
 from tests.waiting import SECONDS
 from tinker import types
 
-from klamp.tinker.testing.custom import CustomLoss
-from klamp.tinker.testing.protocol import Refused
+from klamp_standin.custom import CustomLoss
+from klamp_standin.protocol import Refused
 
 pytestmark = pytest.mark.skipif(
     not hasattr(tinker.ServiceClient, "create_custom_loss"), reason="custom losses came with SDK 0.36"

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from klamp.tinker.testing.model import LoraShape, Trained, Weights
-from klamp.tinker.testing.protocol import Refused
+from klamp_standin.model import LoraShape, Trained, Weights
+from klamp_standin.protocol import Refused
 
 
 @dataclass(frozen=True, kw_only=True)

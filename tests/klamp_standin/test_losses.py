@@ -8,8 +8,8 @@ import torch
 from tests.waiting import SECONDS
 from tinker import types
 
-from klamp.tinker.testing import losses
-from klamp.tinker.testing.protocol import Refused, TrainingRequest
+from klamp_standin import losses
+from klamp_standin.protocol import Refused, TrainingRequest
 
 LOGPROBS = [torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64), torch.tensor([-0.1, -3.0], dtype=torch.float64)]
 OLD = [torch.tensor([-1.5, -2.0, -0.1]), torch.tensor([-0.1, -2.0])]

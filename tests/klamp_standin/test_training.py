@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.tinker.testing.routes import in_process, new_run, result, training
+from tests.klamp_standin.routes import in_process, new_run, result, training
 from tinker import types
 from tinker.proto.response_conv import deserialize_proto_response
 
-from klamp.tinker.testing import training as routes
-from klamp.tinker.testing.faults import Fault
-from klamp.tinker.testing.protocol import Refused
+from klamp_standin import training as routes
+from klamp_standin.faults import Fault
+from klamp_standin.protocol import Refused
 
 ADAM = {"learning_rate": 0.003, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
-from klamp.tinker.testing.faults import Fault
-from klamp.tinker.testing.server import Server
-from klamp.tinker.testing.service import Service
+from klamp_standin.faults import Fault
+from klamp_standin.server import Server
+from klamp_standin.service import Service
 
 NAME = "klamp/standin"
 API_KEY = "tml-standin"

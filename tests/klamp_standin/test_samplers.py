@@ -8,15 +8,15 @@ import math
 import pytest
 import tinker
 import torch
-from tests.tinker.testing.routes import in_process, new_run, result
+from tests.klamp_standin.routes import in_process, new_run, result
 from tests.waiting import SECONDS
 from tinker import types
 from tinker.proto.response_conv import deserialize_proto_response
 
-from klamp.tinker.testing import samplers
-from klamp.tinker.testing.faults import Fault
-from klamp.tinker.testing.protocol import Refused
-from klamp.tinker.testing.training import save_weights_for_sampler
+from klamp_standin import samplers
+from klamp_standin.faults import Fault
+from klamp_standin.protocol import Refused
+from klamp_standin.training import save_weights_for_sampler
 
 PROMPT = [1, 2, 3]
 

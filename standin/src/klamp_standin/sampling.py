@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
-from klamp.tinker.testing.protocol import Refused
+from klamp_standin.protocol import Refused
 
 DEFAULT_LENGTH = 64
 Sampled = tuple[list[int], list[float], bool]

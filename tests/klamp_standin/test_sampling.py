@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from klamp.tinker.testing import sampling, tiny_model
-from klamp.tinker.testing.protocol import Refused
+from klamp_standin import sampling, tiny_model
+from klamp_standin.protocol import Refused
 
 PROMPT = [1, 2, 3]
 

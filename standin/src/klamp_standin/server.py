@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from klamp.tinker.testing import samplers, training
-from klamp.tinker.testing.faults import Fault, FaultPlan
-from klamp.tinker.testing.protocol import PROTO, Refused
-from klamp.tinker.testing.service import Body, Service
+from klamp_standin import samplers, training
+from klamp_standin.faults import Fault, FaultPlan
+from klamp_standin.protocol import PROTO, Refused
+from klamp_standin.service import Body, Service
 
 WAIT_SECONDS = 5.0
 """How long a question for a future is held open before the client is told to ask again."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klamp.tinker.testing.protocol import Refused, TrainingRequest
+from klamp_standin.protocol import Refused, TrainingRequest
 
 _NAMES = (
     "abs add amax amin cat ceil clamp clamp_max clamp_min clip cos cumsum detach div double eq exp expand_as expm1 "

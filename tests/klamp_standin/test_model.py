@@ -12,8 +12,8 @@ from tests.standin import ready
 from tests.waiting import SECONDS
 from tinker import types
 
-from klamp.tinker.testing import serve, tiny_model
-from klamp.tinker.testing.model import BaseModel, LoraShape, Trained
+from klamp_standin import serve, tiny_model
+from klamp_standin.model import BaseModel, LoraShape, Trained
 
 SEQUENCES = [[1, 2, 3, 4, 5, 6], [7, 8, 9], [10, 11, 12, 13]]
 

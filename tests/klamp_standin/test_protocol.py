@@ -10,8 +10,8 @@ from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_proto_response
 
-from klamp.tinker.testing import protocol
-from klamp.tinker.testing.protocol import Refused
+from klamp_standin import protocol
+from klamp_standin.protocol import Refused
 
 
 def encoded(loss_fn_config=None, **inputs):

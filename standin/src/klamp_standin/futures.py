@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from klamp.tinker.testing.protocol import Refused
+from klamp_standin.protocol import Refused
 
 Result = bytes | dict[str, Any]
 KEPT = 4096

@@ -9,9 +9,9 @@ from tests.standin import ready
 from tests.waiting import SECONDS
 from tinker import types
 
-from klamp.tinker.testing import serve
-from klamp.tinker.testing.checkpoints import Checkpoints
-from klamp.tinker.testing.protocol import Refused
+from klamp_standin import serve
+from klamp_standin.checkpoints import Checkpoints
+from klamp_standin.protocol import Refused
 
 DATA = [
     types.Datum(

@@ -8,7 +8,7 @@ from tests.waiting import SECONDS
 from tinker import types
 
 from klamp.tasks import arithmetic_tokenizer
-from klamp.tinker.testing import serve, tiny_model
+from klamp_standin import serve, tiny_model
 
 
 def test_it_serves_a_model_and_tokenizer_of_ones_own():

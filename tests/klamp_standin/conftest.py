@@ -17,7 +17,7 @@ from tests.standin import (
     trainer,
 )
 
-from klamp.tinker.testing import futures
+from klamp_standin import futures
 
 __all__ = [
     "client",

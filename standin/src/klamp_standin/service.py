@@ -9,12 +9,12 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from klamp.tinker.testing.checkpoints import Checkpoints
-from klamp.tinker.testing.custom import CustomLoss
-from klamp.tinker.testing.faults import Fault
-from klamp.tinker.testing.futures import Result, Worker
-from klamp.tinker.testing.model import BaseModel, Trained, Weights
-from klamp.tinker.testing.protocol import Refused
+from klamp_standin.checkpoints import Checkpoints
+from klamp_standin.custom import CustomLoss
+from klamp_standin.faults import Fault
+from klamp_standin.futures import Result, Worker
+from klamp_standin.model import BaseModel, Trained, Weights
+from klamp_standin.protocol import Refused
 
 Body = dict[str, Any]
 """The JSON of a request or an answer."""

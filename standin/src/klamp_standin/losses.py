@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from klamp.tinker.testing.protocol import Refused, TrainingRequest
+from klamp_standin.protocol import Refused, TrainingRequest
 
 if TYPE_CHECKING:
-    from klamp.tinker.testing.custom import CustomLoss
+    from klamp_standin.custom import CustomLoss
 
 _RL = ("target_tokens", "logprobs", "advantages")
 INPUTS: dict[str, tuple[str, ...]] = {

@@ -11,9 +11,9 @@ from tests.waiting import SECONDS
 from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 
-from klamp.tinker.testing import tiny_model
-from klamp.tinker.testing.service import Service
-from klamp.tinker.testing.training import create_model
+from klamp_standin import tiny_model
+from klamp_standin.service import Service
+from klamp_standin.training import create_model
 
 
 @contextmanager

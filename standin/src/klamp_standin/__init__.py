@@ -15,7 +15,7 @@ It serves the SDK from 0.25 to 0.38 and is strict where the hosted service is la
 another dtype or another length is refused with HTTP 400. `serve` and `Fault` say the rest.
 """
 
-from klamp.tinker.testing.faults import Fault
-from klamp.tinker.testing.run import Standin, serve, tiny_model
+from klamp_standin.faults import Fault
+from klamp_standin.run import Standin, serve, tiny_model
 
 __all__ = ["Fault", "Standin", "serve", "tiny_model"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from tests.waiting import SECONDS
 
-from klamp.tinker.testing.futures import Lane, Worker
-from klamp.tinker.testing.protocol import Refused
+from klamp_standin.futures import Lane, Worker
+from klamp_standin.protocol import Refused
 
 
 @pytest.fixture

@@ -8,19 +8,19 @@ from dataclasses import asdict
 
 import torch
 
-from klamp.tinker.testing import losses
-from klamp.tinker.testing.custom import CustomLoss, read_custom_loss
-from klamp.tinker.testing.faults import Fault
-from klamp.tinker.testing.futures import Lane, Result
-from klamp.tinker.testing.model import LoraShape, Trained
-from klamp.tinker.testing.protocol import (
+from klamp_standin import losses
+from klamp_standin.custom import CustomLoss, read_custom_loss
+from klamp_standin.faults import Fault
+from klamp_standin.futures import Lane, Result
+from klamp_standin.model import LoraShape, Trained
+from klamp_standin.protocol import (
     Refused,
     TrainingRequest,
     decode_training,
     encode_training,
     training_seq,
 )
-from klamp.tinker.testing.service import Body, Service
+from klamp_standin.service import Body, Service
 
 
 def create_model(service: Service, body: Body, faults: Sequence[Fault]) -> Body:

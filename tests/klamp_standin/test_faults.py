@@ -12,8 +12,8 @@ import torch
 from tests.waiting import SECONDS
 from tinker import types
 
-from klamp.tinker.testing import futures, serve
-from klamp.tinker.testing.faults import Fault, FaultPlan
+from klamp_standin import futures, serve
+from klamp_standin.faults import Fault, FaultPlan
 
 PROMPT = types.ModelInput.from_ints([1, 2, 3, 4])
 
