@@ -18,18 +18,15 @@ from klamp.hosts.tinker.mismatch import sampler_mismatch
 from klamp.hosts.tinker.options import LossOptions
 from klamp.hosts.tinker.placement import penalize_rewards, shift_advantages
 from klamp.hosts.tinker.reference import compute_reference_logprobs
-from klamp.hosts.tinker.server_loss import ServerLoss, create_kl_loss
 
 __all__ = [
     "Effective",
     "EffectiveTerm",
     "LossOptions",
-    "ServerLoss",
     "build_datum",
     "compute_grpo_kl_loss",
     "compute_reference_logprobs",
     "count_tokens",
-    "create_kl_loss",
     "effective",
     "forward_backward_kl",
     "penalize_rewards",
