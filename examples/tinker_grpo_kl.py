@@ -6,8 +6,8 @@
 Each step: sample a group of responses per prompt, score them, normalise the rewards within each group, ask the
 reference (the base model) for its log-probabilities, put everything into datums, and take one optimizer step on the
 clipped surrogate plus the KL. With --kl-coef 0 the built-in PPO loss does it, in one pass and without a reference.
-Offline it trains the built-in arithmetic model, which the first use teaches in about a minute, and counts at the end
-what the service was asked.
+Offline (`pip install klamp-standin`) it trains the built-in arithmetic model, which the first use teaches in about a
+minute, and counts at the end what the service was asked.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tinker
 import torch
@@ -27,7 +27,9 @@ from tinker import types
 from klamp import KLConfig, group_advantages
 from klamp.tasks import BaseModelConfig, Example, Task, TaskConfig, arithmetic_task, load_base_model
 from klamp.tinker import build_datum, compute_reference_logprobs, forward_backward_kl, strip_for_builtin
-from klamp.tinker.testing import Standin, serve
+
+if TYPE_CHECKING:
+    from klamp.tinker.testing import Standin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +114,8 @@ def service_of(local: bool) -> Iterator[tuple[Any, Standin | None]]:
     if not local:
         yield tinker.ServiceClient(), None
         return
+    from klamp.tinker.testing import serve
+
     model, tokenizer = load_base_model(BaseModelConfig())
     with serve(model, tokenizer, name="klamp/arithmetic") as standin:
         yield tinker.ServiceClient(base_url=standin.url, api_key=standin.api_key), standin

@@ -3,7 +3,8 @@
 #
 #   scripts/environment.sh NAME ...
 #
-#   dev                       .venv: klamp with all its extras but verl and unsloth, and the tools of `make test`
+#   dev                       .venv: klamp with all its extras but verl and unsloth, its stand-in for Tinker, and the
+#                             tools of `make test`
 #   verl                      verl, and vLLM on a CPU (ENGINE= leaves it out: for one's own, on GPUs)
 #   unsloth                   Unsloth and the TRL that it patches, likewise
 #   vllm                      vLLM on a CPU beside TRL, DeepSpeed and verifiers
@@ -47,7 +48,7 @@ find_python() {
   done
 }
 
-declared() { sed -n '/^\[project\]/,/^\[project.urls\]/p' pyproject.toml; }
+declared() { sed -n '/^\[project\]/,/^\[project.urls\]/p' pyproject.toml standin/pyproject.toml; }
 # What decides which packages an environment has.
 hash_of_pins() { { cat scripts/environment.sh "$constraints"; declared; echo "${ENGINE-}"; } | sha256sum | cut -d ' ' -f 1; }
 pip() { "$folder/bin/python" -m pip --disable-pip-version-check "$@"; }
@@ -76,7 +77,7 @@ make_host() {
   if [[ ${#without_dependencies[@]} -gt 0 ]]; then
     install --no-deps "${without_dependencies[@]}" 2> "$folder/pip.log" || { cat "$folder/pip.log" >&2; exit 1; }
   fi
-  pip install -qq --no-deps --editable .
+  pip install -qq --no-deps "${ours[@]}"
   after="$(of_torch)"
   if [[ "$before" != "$after" ]]; then
     printf 'The packages of %s changed torch or brought CUDA libraries.\nbefore:\n%s\nafter:\n%s\n' \
@@ -102,6 +103,7 @@ make_python() {
 make_environment() {
   local folder="$PWD/.venv-$name" constraints=constraints.txt candidates="${PYTHON:-python3.11 python3}"
   local foundation=(torch) packages=() unwanted=() without_dependencies=() kind=host
+  local ours=(--editable .)
   case "$name" in
     dev) folder="$PWD/.venv" kind=dev ;;
     verl)
@@ -135,6 +137,7 @@ make_environment() {
     oldest)
       # All of it as it is listed. The list leaves out what that torch brings for CUDA and does not load at import.
       foundation=(--no-deps --requirement constraints-oldest.txt)
+      ours+=(--editable ./standin)
       ;;
     wheel | wheel-trl | wheel-tinker) kind="${name%%-*}" ;;
     python3.*) kind=python candidates="$name $(echo "$HOME/.pyenv/versions/${name#python}".*/bin/python)" ;;
@@ -162,7 +165,7 @@ make_environment() {
   case "$kind" in
     dev)
       install torch
-      install --editable '.[train,wandb,trl,tinker,ray,dev]'
+      install --editable '.[train,wandb,trl,tinker,ray,dev]' --editable ./standin
       ;;
     host) make_host ;;
     python) make_python ;;

@@ -36,6 +36,7 @@ AUDIT, PIP_AUDIT = ROOT / "build" / "audit", "pip-audit==2.10.1"
 
 EXEMPT = {"torch": "a build for the CPU that is at hand is taken as it is, and is another file than the index's"}
 """Pins without a hash, and why."""
+OURS = {"klamp", "klamp-standin"}
 
 # --- exact files ----------------------------------------------------------------------------------------------
 
@@ -58,7 +59,7 @@ def lock_of(report: Mapping[str, Any]) -> str:
         "# To install from it:",
         "#   pip install torch --constraint constraints.txt",
         "#   pip install --no-deps --require-hashes --requirement requirements-dev.lock",
-        "#   pip install --no-deps --editable .",
+        "#   pip install --no-deps --editable . --editable ./standin",
         *(f"# Without a hash: {name}, since {why}." for name, why in EXEMPT.items()),
     )
     return "\n".join([*head, *(entries[name] for name in sorted(entries)), ""])
@@ -131,10 +132,10 @@ def by_hand() -> dict[str, dict[str, str]]:
 
 
 def installed() -> dict[str, tuple[str, str]]:
-    """What is installed here, but klamp: name -> version and licence."""
+    """What is installed here, but klamp and its stand-in: name -> version and licence."""
     found = {canonicalize_name(each.name): (each.version, licence_of(each)) for each in distributions()}
     known = {name: entry["licence"] for name, entry in by_hand().items()}
-    return {name: (version, known.get(name, own)) for name, (version, own) in sorted(found.items()) if name != "klamp"}
+    return {name: (version, known.get(name, own)) for name, (version, own) in sorted(found.items()) if name not in OURS}
 
 
 def refused(found: Mapping[str, tuple[str, str]]) -> dict[str, str]:

@@ -50,7 +50,7 @@ class Trial:
         import tinker
 
         from klamp.tinker.testing import tiny_model
-        from klamp.tinker.testing.model import BaseModel
+        from klamp_standin.model import BaseModel
 
         self.tinker, self.folder = tinker, folder
         self.service = tinker.ServiceClient(base_url=url, api_key="tml-dummy")
@@ -88,7 +88,7 @@ class Trial:
         """Save a snapshot at the server and read its LoRA weights from the file."""
         from safetensors.torch import load
 
-        from klamp.tinker.testing.model import LoraShape, Weights
+        from klamp_standin.model import LoraShape, Weights
 
         self.paths[name] = self.client.save_weights_for_sampler(name).result(timeout=WAIT).path
         (file,) = self.folder.glob(f"checkpoints/*/sampler_weights/{name}.tar.gz")

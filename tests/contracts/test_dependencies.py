@@ -40,7 +40,6 @@ EXTRAS_OF = {
     "scoring/cache.py": ("train",),
     "scoring/completions.py": ("train",),
     "tasks": ("train",),
-    "tinker/testing": ("tinker", "train"),
     "trl.py": ("trl",),
     "training": ("train",),
     "training/in_trl": ("train", "trl"),
@@ -54,6 +53,7 @@ GUESTS = {
     "audit/verl.py": {"verl", "tensordict"},
     "core/_linear_triton.py": {"triton"},
     "hosts/common/packing.py": {"vllm"},
+    "tinker/testing.py": {"klamp-standin"},
     "training/in_trl/data.py": {"datasets"},
     "training/vllm_sampler.py": {"vllm"},
 }
@@ -82,7 +82,6 @@ DOORS = {
     "klamp.training.in_verl.train": ("train",),
     "klamp.training.service.train": ("train", "tinker"),
     "klamp.tinker": ("tinker",),
-    "klamp.tinker.testing": ("tinker", "train"),
     "klamp.trl": ("trl",),
     "klamp.unsloth": ("unsloth",),
     "klamp.verl": ("verl",),
@@ -93,6 +92,7 @@ DOORS = {
 NOT_IMPORTED = {
     "gguf": "transformers reads weights in that format with it",
     "antlr4-python3-runtime": "math-verify's parser, which its own extra names differently",
+    "tinker": "imported by its name when a function needs it, not by a statement",
     "unsloth": "imported by the user, before klamp",
 }
 
@@ -187,6 +187,16 @@ def test_a_door_opens_with_its_extra_alone(door: str) -> None:
 def test_the_walk_from_a_door_finds_what_lies_behind_it() -> None:
     assert {"klamp", "klamp.hosts.common.lr_guard", "transformers", "trl.trainer", "torch"} <= loaded_with("klamp.trl")
     assert "klamp.trl" not in loaded_with("klamp.core.objective")
+
+
+def test_the_stand_in_imports_only_what_its_distribution_declares() -> None:
+    standin = ROOT / "standin"
+    project = tomllib.loads((standin / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = "\n".join(project["dependencies"])
+    asked = {*re.findall(r"^[\w-]+", lines, re.M), *declared("tinker")}
+    files = (standin / "src").rglob("*.py")
+    found = {name for file in files for name in libraries(imports(file, within_functions=True))} - {"klamp-standin"}
+    assert "klamp[tinker]" in lines and found <= asked
 
 
 def test_the_lists_above_name_only_what_exists() -> None:

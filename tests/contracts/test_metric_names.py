@@ -21,7 +21,6 @@ from klamp.core.types import Batch
 from klamp.diagnostics.metrics import METRICS, OWN_INTERFACES, RECORDED_NAMES
 from klamp.hosts.tinker.loss import compute_grpo_kl_loss
 from klamp.hosts.tinker.mismatch import sampler_mismatch
-from klamp.hosts.tinker.server_formula import INPUTS, datum_loss, on_server
 from klamp.training.loop import compute_loss
 
 FAMILIES = sorted({name.partition("/")[0] for name in METRICS if "/" in name})
@@ -102,14 +101,6 @@ def test_what_klamp_tinker_gives() -> None:
     _, metrics = compute_grpo_kl_loss(data, policies, kl=kl, group_size=2)
     assert metrics.keys() <= METRICS.keys() and {"train/loss", "train/denominator"} <= metrics.keys()
     assert sampler_mismatch(data, policies).keys() <= METRICS.keys()
-
-
-def test_what_its_loss_on_the_server_gives() -> None:
-    rows = {name: torch.rand(3) for name in INPUTS}
-    _, metrics = datum_loss(Objective(beta=0.3))(-torch.rand(3), *rows.values())
-    documented = OWN_INTERFACES["klamp.tinker, on the server"]
-    assert metrics.keys() == documented.keys()
-    assert all(on_server(ours) == theirs for theirs, ours in documented.items())
 
 
 def test_what_the_loop_of_the_guide_gives() -> None:

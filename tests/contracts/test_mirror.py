@@ -9,6 +9,7 @@ import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
 SOURCE = TESTS.parent / "src" / "klamp"
+STANDIN = TESTS.parent / "standin" / "src"
 
 ENGINES = {"hosts/unsloth": "engines/unsloth", "hosts/verl": "engines/verl", "verl": "engines/verl"}
 """Folder of modules that need a package of an environment of its own -> where their tests may be too."""
@@ -16,8 +17,12 @@ ENGINES = {"hosts/unsloth": "engines/unsloth", "hosts/verl": "engines/verl", "ve
 
 def modules() -> list[str]:
     """Every module that holds code, by its path without `.py`; no `__init__`, no door that only passes on names."""
-    paths = (path for path in SOURCE.rglob("*.py") if path.name not in ("__init__.py", "__main__.py", "_version.py"))
-    return sorted(str(path.relative_to(SOURCE).with_suffix("")) for path in paths if not only_exports(path))
+    return sorted(
+        str(path.relative_to(source).with_suffix(""))
+        for source in (SOURCE, STANDIN)
+        for path in source.rglob("*.py")
+        if path.name not in ("__init__.py", "__main__.py", "_version.py") and not only_exports(path)
+    )
 
 
 def only_exports(path: Path) -> bool:
@@ -54,7 +59,7 @@ def has_tests(module: str) -> bool:
 @pytest.mark.parametrize("module", modules())
 def test_every_module_has_a_test_file_of_its_name(module: str) -> None:
     where = " or ".join(str(place.relative_to(TESTS.parent)) for place in places(module))
-    assert has_tests(module), f"src/klamp/{module}.py has no tests: write {where}"
+    assert has_tests(module), f"{module}.py has no tests: write {where}"
 
 
 def test_a_door_is_told_from_a_room(tmp_path: Path) -> None:

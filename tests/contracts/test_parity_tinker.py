@@ -20,8 +20,8 @@ from klamp.core.types import Batch
 from klamp.scoring.scores import score
 from klamp.tinker import forward_backward_kl
 from klamp.tinker.testing import serve, tiny_model
-from klamp.tinker.testing.model import BaseModel, LoraShape
 from klamp.training.sampling import Completions
+from klamp_standin.model import BaseModel, LoraShape
 
 BETA, LENGTH = 0.3, 8
 NORMALIZERS = {"bnpo": "token_mean", "grpo": "sequence_mean", "dr_grpo": "fixed_length"}

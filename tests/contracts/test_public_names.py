@@ -123,9 +123,8 @@ HOST_SIGNATURES = {
         "compute_reference_logprobs": "(ref_client, prompt_tokens, response_tokens, *, concurrency=64, retries=5, "
         "backoff=0.5, timeout=300.0)",
         "count_tokens": "(data)",
-        "create_kl_loss": "(service_client, kl_coef=0.01, cliprange=0.2, kl=None)",
         "effective": "(kl_coef=0.01, cliprange=0.2, kl=None, **options)",
-        "forward_backward_kl": "(client, data, kl_coef=0.01, cliprange=0.2, kl=None, *, server_loss=None, **options)",
+        "forward_backward_kl": "(client, data, kl_coef=0.01, cliprange=0.2, kl=None, **options)",
         "penalize_rewards": "(rewards, logprobs, ref_logprobs, kl, *, beta=None, kl_masks=None)",
         "sampler_mismatch": "(data, logprobs_list)",
         "shift_advantages": "(data, kl, *, beta=None, baseline='none', group_size=None, reference_length=None)",

@@ -20,13 +20,6 @@ DOTTED = re.compile(r"(?<![\w./-])klamp(?:\.[A-Za-z_]\w*)+")
 PATHS = re.compile(r"(?<![\w./-])(?:src/klamp|tests|scripts|examples|benchmarks|docs)/[\w./-]*\w")
 FOREIGN = {"tests/test_grpo_trainer.py"}
 """Files of other projects."""
-MOVED = re.compile(r"^\| `([\w./{}, ]+)` \| `([\w./{}, ]+)` \|$", re.M)
-"""A row of the changelog's tables of what moved: the old place, the new one."""
-
-
-def text_of(file: Path) -> str:
-    """The text of a file, without the old places in tables of what moved."""
-    return MOVED.sub(r"\2", file.read_text(encoding="utf-8"))
 
 
 @cache
@@ -54,18 +47,10 @@ def _holds(thing: object, names: list[str]) -> bool:
 
 @pytest.mark.parametrize("file", [*PAGES, *SOURCES], ids=lambda file: str(file.relative_to(ROOT)))
 def test_every_name_and_path_exists(file: Path) -> None:
-    text = text_of(file)
+    text = file.read_text(encoding="utf-8")
     assert [name for name in sorted({*DOTTED.findall(text)}) if not is_there(name)] == []
     paths = {*PATHS.findall(text)} - FOREIGN
     assert [path for path in sorted(paths) if not (ROOT / path).exists() and not (ROOT / f"{path}.md").exists()] == []
-
-
-def test_what_moved_is_gone_from_its_old_place_and_there_at_the_new_one() -> None:
-    rows = MOVED.findall((ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
-    assert rows
-    for old, new in rows:
-        assert not is_there(old), old
-        assert is_there(new), new
 
 
 @pytest.mark.parametrize(

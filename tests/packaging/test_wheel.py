@@ -53,6 +53,19 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert f"{told}licenses/LICENSE" in names
 
 
+def test_the_wheel_of_the_stand_in_holds_its_package_and_nothing_else(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path)]
+    subprocess.run([*build, str(ROOT / "standin")], check=True)
+    (wheel,) = tmp_path.iterdir()
+    with ZipFile(wheel) as file:
+        names = set(file.namelist())
+    told = f"klamp_standin-{klamp.__version__}.dist-info/"
+    source = ROOT / "standin" / "src"
+    files = {str(path.relative_to(source)) for path in source.rglob("*.py")} | {"klamp_standin/py.typed"}
+    assert {name for name in names if not name.startswith(told)} == files
+    assert f"{told}licenses/LICENSE" in names
+
+
 def test_what_the_wheel_says_of_itself(base: Environment) -> None:
     folder = next(base.folder.glob("lib/python3*/site-packages/klamp-*.dist-info"))
     told = metadata.Distribution.at(folder).metadata
@@ -170,6 +183,8 @@ print(type(datum).__module__.partition(".")[0])
 """
     assert with_tinker.python(code) == "tinker"
     assert with_tinker.python("import importlib.util as u; print(u.find_spec('peft'))") == "None"
+    done = with_tinker.run("python", "-c", "import klamp.tinker.testing")
+    assert "fix: pip install klamp-standin" in done.stderr, done.stderr
 
 
 @pytest.fixture(scope="session")

@@ -165,10 +165,7 @@ COEFFICIENTS: dict[tuple[str, str], Callable[[Estimator, Tensor, Tensor], Tensor
     ("sequence", "forward"): _sequence_forward,
     ("sequence", "none"): _no_gradient,
 }
-"""(horizon, gradient) -> c_t from the estimator, log w and delta: the table at the top of this module.
-
-In the rows of the horizon `token`, and in `weighted_value`, there is nothing that torch.fx could not trace.
-"""
+"""(horizon, gradient) -> c_t from the estimator, log w and delta: the table at the top of this module."""
 
 
 def saturation(dtype: torch.dtype) -> float:

@@ -240,11 +240,5 @@ OWN_INTERFACES: Mapping[str, Mapping[str, str]] = {
         "grad_norm": "train/grad_norm",
         "learning_rate": "train/learning_rate",
     },
-    "klamp.tinker, on the server": {
-        "custom/train_policy_loss:sum": "train/policy_loss",
-        "custom/train_kl_penalty:sum": "train/kl_penalty",
-        "custom/kl_k1:sum": "kl/k1",
-        "custom/kl_k3:sum": "kl/k3",
-    },
 }
 """The parts of klamp whose names were given -> the name there -> that of `METRICS`."""

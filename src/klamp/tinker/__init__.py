@@ -6,7 +6,7 @@
     sampler_mismatch                            whether the sampler is the trainer
     effective                                   what the KL of a call will really do, in words
 
-`klamp.tinker.testing` is a stand-in server to run all of it against, offline.
+`klamp.tinker.testing` is a stand-in server to run all of it against, offline: `pip install klamp-standin`.
 """
 
 from klamp.hosts.common.effective import Effective, EffectiveTerm
@@ -18,18 +18,15 @@ from klamp.hosts.tinker.mismatch import sampler_mismatch
 from klamp.hosts.tinker.options import LossOptions
 from klamp.hosts.tinker.placement import penalize_rewards, shift_advantages
 from klamp.hosts.tinker.reference import compute_reference_logprobs
-from klamp.hosts.tinker.server_loss import ServerLoss, create_kl_loss
 
 __all__ = [
     "Effective",
     "EffectiveTerm",
     "LossOptions",
-    "ServerLoss",
     "build_datum",
     "compute_grpo_kl_loss",
     "compute_reference_logprobs",
     "count_tokens",
-    "create_kl_loss",
     "effective",
     "forward_backward_kl",
     "penalize_rewards",

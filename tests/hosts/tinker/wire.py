@@ -10,7 +10,7 @@ import torch
 
 from klamp.tinker import build_datum, compute_reference_logprobs
 from klamp.tinker.testing import tiny_model
-from klamp.tinker.testing.model import BaseModel, LoraShape, Weights
+from klamp_standin.model import BaseModel, LoraShape, Weights
 
 PROMPTS = [[1, 2, 3], [1, 2, 3], [4, 5], [4, 5]]
 RESPONSES = [[10, 11, 12], [13], [14, 15, 16, 17], [18, 19]]

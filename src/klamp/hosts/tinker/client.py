@@ -13,7 +13,6 @@ from klamp.errors import ConfigError
 from klamp.hosts.tinker.datums import with_inputs
 from klamp.hosts.tinker.loss import loss_of_rows
 from klamp.hosts.tinker.options import KL_COEF, LossOptions, make_settings
-from klamp.hosts.tinker.server_loss import ServerLoss
 from klamp.hosts.tinker.versions import load_tinker
 
 
@@ -23,15 +22,13 @@ def forward_backward_kl(
     kl_coef: float = KL_COEF,
     cliprange: float | tuple[float, float] = 0.2,
     kl: KLConfig | None = None,
-    *,
-    server_loss: ServerLoss | None = None,
     **options: Unpack[LossOptions],
 ) -> Any:
     """Forward and backward pass of `compute_grpo_kl_loss` through a `TrainingClient`: the gradient adds up there.
 
     The data is checked before anything is sent: an error inside a loss would leave the client unusable. The service
     gets datums that hold `target_tokens` only, so that SDKs before 0.32 take them too; the loss reads the full ones.
-    Two passes over the data (a forward, then a forward and backward), one with a `server_loss` that the server runs.
+    Two passes over the data: a forward, then a forward and backward.
 
     Args:
         client: a `TrainingClient`, or the SDK's future of one; in async code one that was awaited.
@@ -39,7 +36,6 @@ def forward_backward_kl(
         kl_coef: see `compute_grpo_kl_loss`.
         cliprange: see there.
         kl: see there.
-        server_loss: from `create_kl_loss`, with the same `kl` and `cliprange`: the server's custom-loss route.
         options: those of `compute_grpo_kl_loss`, see `LossOptions`.
 
     Returns:
@@ -47,8 +43,7 @@ def forward_backward_kl(
         `optim_step` before waiting for it. With SDKs before 0.36 the call itself waits for the first pass.
 
     Raises:
-        ConfigError: see `compute_grpo_kl_loss`; a `server_loss` made for another configuration; in async code a client
-            that nobody has awaited.
+        ConfigError: see `compute_grpo_kl_loss`; in async code a client that nobody has awaited.
         DataError, ShapeError, NonFiniteError, EmptyMaskError: data that cannot be used; nothing was sent.
         UnsupportedVersion: the SDK is missing or outside the range.
 
@@ -59,8 +54,6 @@ def forward_backward_kl(
     client = _awaited(client)
     settings = make_settings(kl_coef, cliprange, kl, **options)
     rows = settings.read(data)
-    if server_loss is not None:
-        return server_loss.forward_backward(client, data, rows, settings)
 
     def loss(_: Sequence[Any], logprobs_list: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
         return loss_of_rows(rows, logprobs_list, settings)

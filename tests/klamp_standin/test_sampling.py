@@ -1,0 +1,100 @@
+"""Sampling and scoring: draws follow the distribution, log-probabilities are those of the model, stops stop."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from klamp_standin import sampling, tiny_model
+from klamp_standin.protocol import Refused
+
+PROMPT = [1, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(8)
+
+
+def params(*, end=(), longest=64, seed=0, **given):
+    return sampling.SamplingParams.read({"max_tokens": 4} | given, end=end, seed=seed, longest=longest)
+
+
+def draw(model, count, **given):
+    out = sampling.read(model, PROMPT)
+    return sampling.sample(model, out, count, params(**given), lambda ids: "".join(chr(97 + i) for i in ids))
+
+
+def distribution(model, tokens):
+    return model(torch.tensor([tokens])).logits[0, -1].detach().double().log_softmax(-1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_draws_follow_the_distribution(model, temperature):
+    count = 20_000
+    rows = draw(model, count, max_tokens=1, temperature=temperature)
+    expected = (distribution(model, PROMPT) / temperature).softmax(-1)
+    found = torch.bincount(torch.tensor([row[0] for row, *_ in rows]), minlength=8) / count
+    errors = (expected * (1 - expected) / count).sqrt()
+    assert ((found - expected).abs() < 5 * errors).all()
+
+
+def test_log_probabilities_are_those_of_the_model_at_any_temperature(model):
+    for temperature in (1.0, 0.3, 0.0):
+        ((tokens, logprobs, _),) = draw(model, 1, temperature=temperature)
+        for i, token in enumerate(tokens):
+            expected = distribution(model, [*PROMPT, *tokens[:i]])[token]
+            assert logprobs[i] == pytest.approx(float(expected), abs=1e-5)
+
+
+def test_temperature_zero_is_greedy(model):
+    ((tokens, *_),) = draw(model, 1, temperature=0.0)
+    for i, token in enumerate(tokens):
+        assert token == int(distribution(model, [*PROMPT, *tokens[:i]]).argmax())
+
+
+def test_truncation_leaves_the_likeliest(model):
+    likeliest = set(distribution(model, PROMPT).topk(2).indices.tolist())
+    assert {row[0] for row, *_ in draw(model, 500, max_tokens=1, top_k=2)} == likeliest
+    ranked = distribution(model, PROMPT).exp().sort(descending=True)
+    nucleus = set(ranked.indices[: int((ranked.values.cumsum(0) < 0.5).sum()) + 1].tolist())
+    assert {row[0] for row, *_ in draw(model, 2000, max_tokens=1, top_p=0.5)} == nucleus
+
+
+def test_the_seed_alone_decides(model):
+    assert draw(model, 5, seed=3) == draw(model, 5, seed=3)
+    assert draw(model, 5, seed=3) != draw(model, 5, seed=4)
+
+
+def test_end_tokens_and_stops_end_a_sequence(model):
+    for given in ({"end": range(8)}, {"stop": list(range(8))}):
+        assert all(len(tokens) == 1 and ended for tokens, _, ended in draw(model, 4, **given))
+    rows = draw(model, 200, max_tokens=8, stop="a")
+    texts = ["".join(chr(97 + i) for i in tokens) for tokens, *_ in rows]
+    assert any(ended for *_, ended in rows)
+    for text, (*_, ended) in zip(texts, rows, strict=True):
+        assert ended == text.endswith("a")
+        assert "a" not in text[:-1]
+        assert ended or len(text) == 8
+    assert all(len(tokens) == 4 and not ended for tokens, _, ended in draw(model, 4, end=range(8), stop=[]))
+
+
+def test_prompt_log_probabilities(model):
+    tokens = [1, 2, 3, 4, 5]
+    logits = sampling.read(model, tokens).logits[0]
+    found = sampling.prompt_logprobs(logits, tokens, None)
+    assert math.isnan(found[0])
+    assert len(found) == 5
+    for i in range(1, 5):
+        assert found[i] == pytest.approx(float(distribution(model, tokens[:i])[tokens[i]]), abs=1e-5)
+    suffix = sampling.prompt_logprobs(logits, tokens, 2)
+    assert suffix[3:] == found[3:]
+    assert all(math.isnan(value) for value in suffix[:3])
+
+
+@pytest.mark.parametrize("wrong", [{"max_tokens": 65}, {"temperature": -1}, {"top_p": 0}])
+def test_parameters_that_cannot_be_met_are_refused(wrong):
+    with pytest.raises(Refused):
+        params(**wrong)
