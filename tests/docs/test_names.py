@@ -15,9 +15,9 @@ import pytest
 from tests.docs.pages import DOCS, ROOT
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob(".github/**/*.*"), *DOCS.rglob("*.md")]
-SOURCES = [*(ROOT / "src").rglob("*.py"), *(ROOT / "examples").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+SOURCES = [file for folder in ("src", "examples", "benchmarks", "studies") for file in (ROOT / folder).rglob("*.py")]
 DOTTED = re.compile(r"(?<![\w./-])klamp(?:\.[A-Za-z_]\w*)+")
-PATHS = re.compile(r"(?<![\w./-])(?:src/klamp|tests|scripts|examples|benchmarks|docs)/[\w./-]*\w")
+PATHS = re.compile(r"(?<![\w./-])(?:src/klamp|tests|scripts|examples|benchmarks|studies|docs)/[\w./-]*\w")
 FOREIGN = {"tests/test_grpo_trainer.py"}
 """Files of other projects."""
 MOVED = re.compile(r"^\| `([\w./{}, ]+)` \| `([\w./{}, ]+)` \|$", re.M)
