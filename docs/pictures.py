@@ -2,7 +2,7 @@
 
 `python docs/pictures.py language FOLDER` writes docs/language-frontier.png (the ablation's own picture),
 docs/language-answers.png and docs/language-tokens.png (parts of `klamp report` of three of its runs). FOLDER is that of
-`klamp ablate language`.
+`python -m studies.language`.
 
 `python docs/pictures.py report RUN` writes docs/report.png (the top of its report) and docs/report-tokens.png (tokens,
 in the dark, with one read out). RUN is that of docs/report.md, by its name there: runs/held.
@@ -21,13 +21,11 @@ from typing import Literal
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
-from klamp.ablation.language import language_plan
+from klamp.ablation.checks import read_plan
 from klamp.ablation.plan import folder_name
 from klamp.cli import main as klamp
 
 DOCS = Path(__file__).resolve().parent
-ARMS = tuple(arm.name for arm in language_plan().arms)
-"""The arms that are shown side by side, with seed 0."""
 QUESTIONS = 2
 """Questions of each skill that are shown of the table of answers."""
 COMPLETIONS = 4
@@ -48,13 +46,13 @@ TOP = 1212
 
 
 def language(folder: Path) -> None:
-    """Make the pictures of a language study.
+    """Make the pictures of a language study: its arms side by side, with seed 0.
 
     Args:
         folder: of the study.
     """
     shutil.copy(folder / "frontier.png", DOCS / "language-frontier.png")
-    runs = [folder / "runs" / f"{folder_name(arm)}_seed-0" for arm in ARMS]
+    runs = [folder / "runs" / f"{folder_name(arm.name)}_seed-0" for arm in read_plan(folder).arms]
     with opened(*runs, file=folder / "pictures.html") as shown:
         shown.locator("header.bar").evaluate("bar => bar.remove()")  # it would lie over what is photographed
         shown.locator("table.answers").evaluate(REST, QUESTIONS)
@@ -121,6 +119,6 @@ def opened(*runs: Path, file: Path, height: int = 900, theme: Literal["light", "
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Make the pictures of the README and the documentation.")
     parser.add_argument("what", choices=("language", "report"))
-    parser.add_argument("folder", type=Path, help="of `klamp ablate language`, or of a run")
+    parser.add_argument("folder", type=Path, help="of `python -m studies.language`, or of a run")
     given = parser.parse_args()
     {"language": language, "report": report}[given.what](given.folder)

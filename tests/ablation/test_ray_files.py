@@ -135,19 +135,6 @@ def test_the_built_in_model_is_put_where_klamp_looks_for_it(cache: Path, monkeyp
     assert base_model_folder(BaseModelConfig()).is_relative_to(cache / "elsewhere")
 
 
-def test_the_built_in_models_of_two_tasks_are_two(cache: Path) -> None:
-    from klamp.tasks import builtin_model
-
-    for task in ("arithmetic", "arithmetic-filler"):
-        folder = base_model_folder(builtin_model(task))
-        folder.mkdir(parents=True)
-        (folder / "name").write_text(task)
-    store = Store()
-    configs = [{"model": "builtin", "task": task} for task in ("arithmetic", "arithmetic-filler")]
-    pack_all(configs, store.put)
-    assert store.held == [b"arithmetic", b"arithmetic-filler"]
-
-
 @pytest.mark.parametrize("name", ["../x", "a/../../x", "/etc/passwd", "", ".", "a\\..\\b", "C:evil", "a\0b"])
 def test_a_name_that_leads_out_of_the_folder_is_refused(name: str, model: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="leads out of its folder"):

@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from klamp.ablation.clipping import clipping_plan
 from klamp.ablation.plan import runs
 from klamp.cli.ablate_arguments import DEFAULTS, parse_ablate
 from klamp.cli.options import RAY_HERE
 from klamp.config import PRESETS
-from klamp.errors import ConfigError, UnknownNameError
+from klamp.errors import ConfigError
 from klamp.training.config import TrainConfig
 
 
@@ -80,8 +79,7 @@ def test_the_commands_own_flags(words, expected) -> None:
         ("--beta 0 1 --seeds x", "--seeds cannot be read", ""),
         ("--beta 0 1 --workers 0", "--workers takes 1 or more", ""),
         ("plan.yaml", "a word that belongs to no flag", "klamp ablate --plan plan.yaml"),
-        ("cliping", "unknown study", "clipping"),
-        ("clipping --plan a.yaml", "cannot be read", ""),
+        ("--plan nowhere.yaml", "cannot be read", ""),
         ("--no_cpu 3", "takes no value", ""),
         ("--preset nothing", "unknown preset", ""),
         ("--config nowhere.yaml", "cannot be read", ""),
@@ -209,30 +207,6 @@ def test_a_flag_that_every_arm_overrides_is_refused(tmp_path) -> None:
     with pytest.raises(ConfigError, match="--beta has no effect"):
         plan_of(f"--plan {file} --beta 0.5")
     assert plan_of(f"--plan {write(tmp_path, 'arms: {a: {beta: 0}, b: {}}')} --beta 0.5").base["beta"] == 0.5
-
-
-# studies -------------------------------------------------------------------------------------------------------------
-
-
-def test_a_study_takes_flags_and_seeds() -> None:
-    assert plan_of("clipping") == clipping_plan(base=DEFAULTS)
-    plan = plan_of("clipping --max_steps 4 --seeds 2 --learning_rate 1e-3")
-    expected = clipping_plan(seeds=(0, 1), base={"max_steps": 4, "learning_rate": 1e-3, **DEFAULTS})
-    assert plan == expected and len(runs(plan)) == 2 * len(plan.arms)
-
-
-def test_a_study_can_be_crossed_with_a_sweep() -> None:
-    plan = plan_of("clipping --learning_rate 1e-3 1e-4")
-    assert len(plan.arms) == 2 * len(clipping_plan().arms)
-    with pytest.raises(ConfigError, match="which is swept"):
-        plan_of("clipping --beta 0.1 0.2")
-
-
-def test_a_study_is_no_plan_file(tmp_path) -> None:
-    with pytest.raises(ConfigError, match="the study clipping is a plan of its own"):
-        plan_of(f"clipping --plan {write(tmp_path, 'seeds: 3')}")
-    with pytest.raises(UnknownNameError):
-        plan_of("clippings")
 
 
 def test_what_a_run_needs_of_a_cluster_is_refused_without_one(capsys: pytest.CaptureFixture[str]) -> None:

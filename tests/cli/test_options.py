@@ -9,7 +9,6 @@ import pytest
 
 from klamp.ablation.plan import OWNED
 from klamp.cli import options
-from klamp.cli.ablate_arguments import STUDIES
 from klamp.cli.fields import fields_of
 from klamp.cli.pages import PAGES
 
@@ -41,5 +40,4 @@ def test_defaults_are_as_large_as_they_must_be(cls: Any) -> None:
 
 
 def test_the_names_are_those_of_the_tables() -> None:
-    assert fields_of(options.AblateOptions)["study"].choices == tuple(STUDIES)
     assert set(PAGES["ablate"].hidden) == OWNED.keys()

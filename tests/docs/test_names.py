@@ -15,9 +15,11 @@ import pytest
 from tests.docs.pages import DOCS, ROOT
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob(".github/**/*.*"), *DOCS.rglob("*.md")])
-SOURCES = sorted(file for place in ("src", "examples", "benchmarks") for file in (ROOT / place).rglob("*.py"))
+SOURCES = sorted(
+    file for place in ("src", "examples", "benchmarks", "studies") for file in (ROOT / place).rglob("*.py")
+)
 DOTTED = re.compile(r"(?<![\w./-])klamp(?:\.[A-Za-z_]\w*)+")
-PATHS = re.compile(r"(?<![\w./-])(?:src/klamp|tests|scripts|examples|benchmarks|docs)/[\w./-]*\w")
+PATHS = re.compile(r"(?<![\w./-])(?:src/klamp|tests|scripts|examples|benchmarks|studies|docs)/[\w./-]*\w")
 FOREIGN = {"tests/test_grpo_trainer.py"}
 """Files of other projects."""
 

@@ -73,7 +73,6 @@ def test_names_to_stop_on_are_checked() -> None:
     ("changes", "verifier"),
     [
         ({}, "rules"),
-        ({"task": "arithmetic-filler"}, "rules"),
         ({"task": "reasoning_gym:leg_counting"}, "rules"),
         ({"reward": "tests.training.rewards:digits"}, None),
         ({"task": "data.jsonl", "reward": "math_verify"}, "rules"),

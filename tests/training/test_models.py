@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from klamp.errors import KlampError, ModelError
 from klamp.scoring.model_parts import takes
-from klamp.tasks import builtin_model
+from klamp.tasks import BaseModelConfig
 from klamp.tasks.arithmetic import arithmetic_tokenizer
 from klamp.training.config import ModelConfig
 from klamp.training.models import (
@@ -187,4 +187,4 @@ def test_what_is_ready_or_not_klamps_own_is_left_alone(monkeypatch):
     assert made == []
     make_ready("smollm2")
     make_ready(BUILTIN)
-    assert made == ["smollm2", builtin_model("arithmetic")]
+    assert made == ["smollm2", BaseModelConfig()]

@@ -19,7 +19,6 @@ from klamp.ablation.executor import Executor, Tell, Update
 from klamp.ablation.outcome import Outcome, read_outcome
 from klamp.ablation.pictures import NOT_DRAWN, write_pictures
 from klamp.ablation.plan import Plan, Run, run_folder, runs
-from klamp.ablation.saturation import write_saturation
 from klamp.ablation.table import Table, markdown, plain, summarise
 from klamp.ablation.table_files import CSV, csv_text
 from klamp.tasks.cache import Progress
@@ -107,7 +106,7 @@ def write_results(every: Sequence[Run], folder: Path) -> Result:
     }
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
-    pictures = (*write_pictures(outcomes, folder), *write_saturation(every, folder))
+    pictures = write_pictures(outcomes, folder)
     files = (*(folder / name for name in texts), *write_answers(every, folder), *pictures)
     drawn = {file.name for file in pictures}
     missing = {name: why for name, why in NOT_DRAWN.items() if name not in drawn}

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from klamp.errors import DataError
-from klamp.tasks import NAMED_MODELS, base_model_folder, builtin_model, named_model_folder
+from klamp.tasks import NAMED_MODELS, BaseModelConfig, base_model_folder, named_model_folder
 from klamp.tasks.cache import cache_root, make_readable
 from klamp.training.models import BUILTIN
 
@@ -54,7 +54,7 @@ class Parcel:
 
 
 Parcels = Mapping[str, Parcel]
-"""Value of a field -> its parcel; the built-in model has a key for each task."""
+"""Value of a field -> its parcel."""
 
 
 def pack_all(configs: list[Mapping[str, Any]], put: Callable[[bytes], Any]) -> dict[str, Parcel]:
@@ -177,15 +177,14 @@ def safe_name(name: str) -> PurePosixPath:
 
 
 def _key(config: Mapping[str, Any], field: str) -> str:
-    """The key of a field's value; the built-in model has another key for each task."""
-    value = str(config.get(field) or "")
-    return f"{BUILTIN} of {config.get('task')}" if value == BUILTIN else value
+    """The key of a field's value."""
+    return str(config.get(field) or "")
 
 
 def _made_by_klamp(config: Mapping[str, Any], value: str) -> Path | None:
     """The folder of the cache that a model of klamp's own has; None for any other value."""
     if value == BUILTIN:
-        return base_model_folder(builtin_model(str(config["task"])))
+        return base_model_folder(BaseModelConfig())
     return named_model_folder(value) if value in NAMED_MODELS else None
 
 

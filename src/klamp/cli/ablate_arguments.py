@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from klamp.ablation.clipping import clipping_plan
-from klamp.ablation.language import language_plan
-from klamp.ablation.plan import OWNED, Arm, Plan, crossed, folder_name, grid
+from klamp.ablation.plan import KL_PROMPTS, OWNED, Arm, Plan, crossed, folder_name, grid
 from klamp.cli.ablate_file import PlanFile, read_plan_file, seeds_of
 from klamp.cli.ablate_runs import check_alone
 from klamp.cli.arguments import preset_values
@@ -22,10 +19,6 @@ from klamp.cli.train_fields import every_flag, fields_by_any_name, read_train_fl
 from klamp.config.kl import resolve_aliases
 from klamp.errors import ConfigError
 from klamp.training.config import TrainConfig, field_owners
-
-STUDIES: Mapping[str, Callable[..., Plan]] = {"clipping": clipping_plan, "language": language_plan}
-"""Name after `klamp ablate` -> the plan of a study: called with `base` and, where given, `seeds`."""
-
 
 DEFAULTS: Mapping[str, Any] = {"report_to": (), "keep_checkpoints": 1}
 """Field -> an ablation's default where it is not that of `klamp train`: many runs need much room on disk."""
@@ -59,22 +52,14 @@ def parse_ablate(argv: Sequence[str]) -> AblateRequest:
     of a single run may be given to --config; its seed, output_dir and resume are left out.
 
     Raises:
-        UnknownNameError: an unknown flag, key, preset, study or choice; names the nearest.
+        UnknownNameError: an unknown flag, key, preset or choice; names the nearest.
         ConfigError: a value that cannot be read, or that would be passed over in silence.
     """
     given = _read(argv)
     options = AblateOptions(**given.options)
     if options.runs:
         check_alone([*given.options, *given.base, *given.sweep])
-    study = options.study
     file = PlanFile() if options.plan is None else read_plan_file(Path(options.plan))
-    if study and options.plan:
-        raise ConfigError(
-            f"the study {study} is a plan of its own",
-            got=f"--plan {options.plan}",
-            why="one of the two would be passed over",
-            fix=f"klamp ablate {study}, or klamp ablate --plan {options.plan}",
-        )
     one = read_file(options.config) if options.config else {}
     base = {**{name: value for name, value in one.items() if name not in OWNED}, **file.base, **given.base}
     sweep = {name: values for name, values in file.sweep.items() if name not in given.base} | given.sweep
@@ -84,15 +69,10 @@ def parse_ablate(argv: Sequence[str]) -> AblateRequest:
     arms = _arms(file.arms, sweep, _Recipe(shared=recipe, fixed=frozenset(base.keys() | sweep.keys())))
     base = {**DEFAULTS, **recipe, **base}
     seeds = seeds_of(list(options.seeds), "--seeds") if "seeds" in given.options else file.seeds
-    if study:
-        plan = STUDIES[study](base=base, **({} if seeds is None else {"seeds": seeds}))
-        plan = dataclasses.replace(plan, arms=crossed(plan.arms, arms)) if sweep else plan
-    else:
-        task = Path(str(base.get("task", "arithmetic"))).stem
-        name = file.name or "-".join(sweep) or Path(options.plan or task).stem
-        plan = Plan(name=folder_name(name), base=base, arms=arms, seeds=seeds or (0, 1, 2))
-    asked = options.kl_prompts or file.kl_prompts
-    plan = plan if asked is None else dataclasses.replace(plan, kl_prompts=asked)
+    task = Path(str(base.get("task", "arithmetic"))).stem
+    name = file.name or "-".join(sweep) or Path(options.plan or task).stem
+    kl_prompts = options.kl_prompts or file.kl_prompts or KL_PROMPTS
+    plan = Plan(name=folder_name(name), base=base, arms=arms, seeds=seeds or (0, 1, 2), kl_prompts=kl_prompts)
     _refuse_without_effect(given.base, plan.arms)
     return AblateRequest(plan=plan, options=options, argv=tuple(argv))
 

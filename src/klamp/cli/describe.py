@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from klamp.config.describe import describe_movement
-from klamp.tasks.base_model import base_model_folder
+from klamp.tasks.base_model import BaseModelConfig, base_model_folder
 from klamp.tasks.files import yaml_of
-from klamp.tasks.filler import builtin_model
 from klamp.tasks.named_models import NAMED_MODELS, named_model_folder
 from klamp.training.config import TrainConfig
 
@@ -32,7 +31,7 @@ def describe_model(config: TrainConfig) -> str:
         return f"{model.model} at the Tinker service; a LoRA adapter of rank {model.lora_r or 32} is trained"
     name = model.model
     if name == BUILTIN:
-        cached = base_model_folder(builtin_model(config.task.task)).is_dir()
+        cached = base_model_folder(BaseModelConfig()).is_dir()
         state = "cached" if cached else "not cached yet: taught first, a few minutes"
         name = f"builtin: a small Llama for arithmetic ({state})"
     if name in NAMED_MODELS:

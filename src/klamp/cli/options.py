@@ -17,7 +17,6 @@ from typing import Literal
 from klamp.diagnostics.history import Verifier
 
 Question = Literal["direction", "importance-sampling", "convergence"]
-Study = Literal["clipping", "language"]
 Named = Literal["smollm2"]
 
 RAY_HERE = "local"
@@ -52,8 +51,6 @@ class TrainOptions(RunOptions):
 class AblateOptions(RunOptions):
     """What an ablation compares, how often, where, and with how many processes."""
 
-    study: Study | None = field(default=None, metadata={"word": "STUDY"})
-    """Name of a plan that comes with klamp."""
     seeds: tuple[int, ...] = (3,)
     """One number: how many (3 is 0 1 2). Several: those seeds."""
     runs: tuple[Path, ...] = field(default=(), metadata={"least": 1})

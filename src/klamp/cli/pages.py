@@ -112,7 +112,7 @@ PAGES: Mapping[str, Page] = {
         },
     ),
     "ablate": Page(
-        usage="[STUDY] [flags]",
+        usage="[flags]",
         about="Trains the same thing in several ways, several seeds each, and compares what came out. A flag of klamp "
         "train with one value holds for all arms; with several it is compared, and several such flags make a grid "
         "(fields that hold several values themselves: in a YAML plan only). The same command again goes on where it "
@@ -122,12 +122,11 @@ PAGES: Mapping[str, Page] = {
             "klamp ablate --kl_clip_method none hard --kl_clip_threshold 0.05 0.1 --seeds 5 7 11 --dry_run",
             "klamp ablate --plan plan.yaml --output_dir out --ray auto",
             "klamp ablate --runs output_beta_*     # runs that are there already",
-            "klamp ablate clipping",
         ),
         options=options.AblateOptions,
         takes_configuration=True,
         first={
-            "the ablation": ("study", "seeds", "plan", "output_dir", "ray", "dry_run"),
+            "the ablation": ("seeds", "plan", "output_dir", "ray", "dry_run"),
             "often compared": ("beta", "target_kl", "kl_gradient", "kl_placement", "kl_clip_method", "loss_type"),
             "for all arms": ("config", "preset", "model", "task", "max_steps", "learning_rate"),
         },

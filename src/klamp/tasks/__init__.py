@@ -9,8 +9,7 @@ from klamp.errors import ConfigError
 from klamp.tasks.arithmetic import arithmetic_task, arithmetic_tokenizer
 from klamp.tasks.base import Example, Task, checked
 from klamp.tasks.base_model import BaseModelConfig, base_model_folder, load_base_model
-from klamp.tasks.config import BUILT_IN_TASKS, FILLER_TASK, LANGUAGE_TASKS, TaskConfig, has_own_prompts
-from klamp.tasks.filler import FillerModelConfig, builtin_model, filler_task
+from klamp.tasks.config import ARITHMETIC_TASK, LANGUAGE_TASKS, TaskConfig, has_own_prompts
 from klamp.tasks.guarded import guarded
 from klamp.tasks.language import language_task
 from klamp.tasks.named_models import NAMED_MODELS, load_named_model, named_model_folder
@@ -24,16 +23,13 @@ __all__ = [
     "NAMED_MODELS",
     "BaseModelConfig",
     "Example",
-    "FillerModelConfig",
     "Task",
     "TaskConfig",
     "arithmetic_task",
     "arithmetic_tokenizer",
     "base_model_folder",
-    "builtin_model",
     "check_prompts",
     "checked",
-    "filler_task",
     "load_base_model",
     "load_named_model",
     "load_task",
@@ -55,8 +51,8 @@ def load_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
         ConfigError: options that do not fit this kind of task.
     """
     _refuse_unused(config)
-    if config.task in BUILT_IN_TASKS:
-        task = (filler_task if config.task == FILLER_TASK else arithmetic_task)(config)
+    if config.task == ARITHMETIC_TASK:
+        task = arithmetic_task(config)
     elif config.task in LANGUAGE_TASKS:
         task = language_task(config, tokenizer)
     elif config.task.startswith("reasoning_gym:"):
@@ -78,7 +74,7 @@ _NOT_ARITHMETIC = ("chat_template", "system_prompt")
 def _refuse_unused(config: TaskConfig) -> None:
     """Refuse options that this kind of task would ignore."""
     unused = _FILES_ONLY if has_own_prompts(config.task) else ()
-    unused += _NOT_ARITHMETIC if config.task in BUILT_IN_TASKS else ()
+    unused += _NOT_ARITHMETIC if config.task == ARITHMETIC_TASK else ()
     for name in unused:
         if getattr(config, name):
             raise ConfigError(

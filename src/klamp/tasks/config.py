@@ -8,9 +8,8 @@ from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, SECONDS
 from klamp.core.fields import check_fields
 from klamp.errors import ConfigError
 
-ARITHMETIC_TASK, FILLER_TASK = "arithmetic", "arithmetic-filler"
-BUILT_IN_TASKS = (ARITHMETIC_TASK, FILLER_TASK)
-"""Tasks that need no data and have a base model of their own."""
+ARITHMETIC_TASK = "arithmetic"
+"""The built-in task, which needs no data and has a base model of its own."""
 
 DESCRIBE_TASK, DISTINCT_TASK, SENTIMENT_TASK = "describe", "describe-distinct", "sentiment"
 LANGUAGE_TASKS = (DESCRIBE_TASK, DISTINCT_TASK, SENTIMENT_TASK)
@@ -23,7 +22,7 @@ def has_own_prompts(task: str) -> bool:
     Args:
         task: as `TaskConfig.task`.
     """
-    return task in (*BUILT_IN_TASKS, *LANGUAGE_TASKS) or task.startswith("reasoning_gym:")
+    return task in (ARITHMETIC_TASK, *LANGUAGE_TASKS) or task.startswith("reasoning_gym:")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +34,8 @@ class TaskConfig:
     """
 
     task: str = "arithmetic"
-    """`arithmetic`, `arithmetic-filler` (its reward does not see padding), `describe`, `describe-distinct` and
-    `sentiment` (in English), `reasoning_gym:NAME`, or the path of a .jsonl, .json or .parquet file."""
+    """`arithmetic`, `describe`, `describe-distinct` and `sentiment` (in English), `reasoning_gym:NAME`, or the path of
+    a .jsonl, .json or .parquet file."""
 
     reward: str = ""
     """`exact_match`, `math_verify`, `format_regex:PATTERN` or `module:function`; empty: the task's own."""

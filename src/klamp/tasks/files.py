@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from klamp.errors import ConfigError, DataError, missing_library, unknown_name
 from klamp.tasks.base import Example, Task, checked
-from klamp.tasks.config import BUILT_IN_TASKS, LANGUAGE_TASKS, TaskConfig
+from klamp.tasks.config import ARITHMETIC_TASK, LANGUAGE_TASKS, TaskConfig
 from klamp.tasks.prompts import prompt_text
 from klamp.tasks.rewards import exact_match
 
@@ -77,7 +77,7 @@ def read_rows(path: str) -> list[Row]:
     """
     file = Path(path).expanduser()
     if file.suffix.lower() not in SUFFIXES:
-        known = (*BUILT_IN_TASKS, *LANGUAGE_TASKS, "reasoning_gym:NAME", *(f"PATH{suffix}" for suffix in SUFFIXES))
+        known = (ARITHMETIC_TASK, *LANGUAGE_TASKS, "reasoning_gym:NAME", *(f"PATH{suffix}" for suffix in SUFFIXES))
         raise unknown_name("task", path, known)
     if not file.is_file():
         raise DataError(

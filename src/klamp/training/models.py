@@ -21,10 +21,9 @@ from transformers import (
 
 from klamp.errors import ModelError
 from klamp.hosts.common.step_zero import active_dropouts
-from klamp.tasks.base_model import cached_base_model, load_base_model
+from klamp.tasks.base_model import BaseModelConfig, cached_base_model, load_base_model
 from klamp.tasks.cache import Progress
 from klamp.tasks.config import ARITHMETIC_TASK
-from klamp.tasks.filler import builtin_model
 from klamp.tasks.named_models import NAMED_MODELS, load_named_model
 from klamp.training.config import ModelConfig
 from klamp.training.hub import loadable, weights_folder
@@ -49,7 +48,7 @@ def load_model(
         ModelError: the folder or id holds no causal LM.
     """
     if spec == BUILTIN:
-        model, _ = load_base_model(builtin_model(task), progress=progress)
+        model, _ = load_base_model(BaseModelConfig(), progress=progress)
         model = model.to(getattr(torch, dtype))
     else:
         spec = _folder_of(spec, progress)
@@ -71,7 +70,7 @@ def make_ready(spec: str, *, progress: Progress | None = None, task: str = ARITH
         ModelError: it cannot be made.
     """
     if spec == BUILTIN:
-        cached_base_model(builtin_model(task), progress=progress)
+        cached_base_model(BaseModelConfig(), progress=progress)
     else:
         _folder_of(spec, progress)
 
@@ -87,7 +86,7 @@ def load_tokenizer(spec: str, *, task: str = ARITHMETIC_TASK) -> PreTrainedToken
         ModelError: no tokenizer there, or one without an end token.
     """
     if spec == BUILTIN:
-        _, tokenizer = load_base_model(builtin_model(task))
+        _, tokenizer = load_base_model(BaseModelConfig())
     else:
         tokenizer = _pretrained(AutoTokenizer, _folder_of(spec), "a tokenizer")
     return ready_tokenizer(tokenizer, spec)

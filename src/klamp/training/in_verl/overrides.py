@@ -11,8 +11,7 @@ from klamp.config.loss import LOSS_TYPES
 from klamp.core.types import Reduction
 from klamp.hosts.verl.hydra import written
 from klamp.hosts.verl.overrides import ACTOR, overrides
-from klamp.tasks.base_model import base_model_folder
-from klamp.tasks.filler import builtin_model
+from klamp.tasks.base_model import BaseModelConfig, base_model_folder
 from klamp.tasks.named_models import NAMED_MODELS, named_model_folder
 from klamp.training.config import OptimConfig, TrainConfig
 from klamp.training.hub import weights_folder
@@ -88,7 +87,7 @@ def model_path(config: TrainConfig) -> str:
     """The folder or hub id of the model, as a process elsewhere finds it."""
     name = config.model.model
     if name == "builtin":
-        return str(base_model_folder(builtin_model(config.task.task)).absolute())
+        return str(base_model_folder(BaseModelConfig()).absolute())
     if name in NAMED_MODELS:
         return str(named_model_folder(name).absolute())
     folder = weights_folder(name)

@@ -1,4 +1,4 @@
-"""The plan behind `klamp ablate clipping`: does a clip keep a policy from lengthening its completions for its KL?
+"""`python -m studies.clipping`: does a clip keep a policy from lengthening its completions for its KL?
 
 The clipping notes (docs/sources.md) say that once the reward has saturated, a policy exploits the KL term by writing
 more, and that a hard or soft threshold prevents it. The arms take that apart: a control without KL (nothing that
@@ -9,16 +9,21 @@ docs/clipping-study.md.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from klamp.ablation.plan import Arm, Plan
-from klamp.tasks.config import FILLER_TASK
+from klamp.ablation.checks import read_plan
+from klamp.ablation.plan import Arm, Plan, runs
+from klamp.cli.errors import FAILED
+from studies.command import ablate
+from studies.fillers import REWARD, model_folder, teach
+from studies.saturation import write_saturation
 
 NAME = "clipping"
 
 BASE: Mapping[str, Any] = {
-    "task": FILLER_TASK,
+    "reward": REWARD,
     "beta": 0.1,
     "loss_type": "grpo",
     "scale_rewards": "none",
@@ -31,13 +36,14 @@ BASE: Mapping[str, Any] = {
     "max_steps": 150,
     "eval_every": 0,
     "save_every": 0,
+    "keep_checkpoints": 1,
     "eval_size": 128,
     "log_completions": 64,
     "log_completions_every": 10,
     "report_to": (),
 }
-"""What all arms share. Advantages are not divided by their standard deviation: with the KL in the reward beta would
-drop out. The rate is constant, so that the policy can still move once the reward has saturated."""
+"""What all arms share, beside the base model. Advantages are not divided by their standard deviation: with the KL in
+the reward beta would drop out. The rate is constant, so that the policy still moves once the reward has saturated."""
 
 PLACES: Mapping[str, Mapping[str, Any]] = {
     "loss": {},
@@ -89,4 +95,23 @@ def clipping_plan(*, seeds: Sequence[int] = (0, 1, 2), base: Mapping[str, Any] |
         for place, values in PLACES.items()
         for clip in (None, *CLIPS)
     )
-    return Plan(name=NAME, base={**BASE, **(base or {})}, arms=(CONTROL, *placed, *FORMS), seeds=tuple(seeds))
+    shared = {"model": model_folder(), **BASE, **(base or {})}
+    return Plan(name=NAME, base=shared, arms=(CONTROL, *placed, *FORMS), seeds=tuple(seeds))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the study, then write its own table and picture beside those of any ablation; returns the exit code.
+
+    Args:
+        argv: see `studies.command.ablate`; None: those of this process.
+    """
+    teach()
+    code, folder = ablate(clipping_plan(), sys.argv[1:] if argv is None else argv)
+    if code in (0, FAILED):
+        for file in write_saturation(runs(read_plan(folder)), folder):
+            print(f"wrote {file}")
+    return code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

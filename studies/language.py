@@ -1,4 +1,4 @@
-"""The plan behind `klamp ablate language`: what a KL keeps of a real language model that learns an exploitable reward.
+"""`python -m studies.language`: what a KL keeps of a real language model that learns an exploitable reward.
 
 SmolLM2-135M-Instruct is asked to describe things and rewarded for happy words, repeats included. The arms: no KL at
 all; the KL of klamp's default at several prices; and k1 as a loss, whose expected gradient is zero on-policy, so that
@@ -7,11 +7,13 @@ it should end where no KL ends. What came is in docs/language.md.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from klamp.ablation.plan import Arm, Plan
 from klamp.tasks.config import DESCRIBE_TASK
+from studies.command import ablate
 
 NAME = "language"
 
@@ -30,6 +32,7 @@ BASE: Mapping[str, Any] = {
     "eval_every": 15,
     "eval_size": 64,
     "save_every": 15,
+    "keep_checkpoints": 1,
     "log_completions_every": 5,
     "report_to": (),
 }
@@ -56,3 +59,7 @@ def language_plan(*, seeds: Sequence[int] = (0, 1, 2), base: Mapping[str, Any] |
     k1 = Arm(name="k1 as a loss", values={"beta": RIGHT, "kl_estimator": "k1", "kl_gradient": "own"})
     arms = (NO_KL, *priced, k1)
     return Plan(name=NAME, base={**BASE, **(base or {})}, arms=arms, seeds=tuple(seeds), kl_prompts=KL_PROMPTS)
+
+
+if __name__ == "__main__":
+    raise SystemExit(ablate(language_plan(), sys.argv[1:])[0])

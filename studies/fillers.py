@@ -1,5 +1,9 @@
 """A variant of the built-in task in which completions may hold fillers, which the reward does not see.
 
+`python -m studies.fillers` teaches its base model, once, and prints where it is. `klamp train` takes both from there:
+
+    klamp train --model FOLDER --reward studies.fillers:score_without_fillers
+
     prompt         completion        reward
     47+85=         132               1
     47+85=         ====132           1        fillers do not count, wherever they stand
@@ -15,31 +19,23 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from klamp.errors import ConfigError
-from klamp.tasks.arithmetic import MAX_COMPLETION_LENGTH, MAX_MODEL_LENGTH, MAX_PROMPT_LENGTH, arithmetic_task
-from klamp.tasks.base import Example, Task, checked
-from klamp.tasks.base_model import BaseModelConfig
-from klamp.tasks.config import FILLER_TASK, TaskConfig
+from klamp.tasks.arithmetic import MAX_COMPLETION_LENGTH, MAX_MODEL_LENGTH, MAX_PROMPT_LENGTH
+from klamp.tasks.base_model import BaseModelConfig, base_model_folder, cached_base_model
 
 FILLER = "="
 """The character that the reward does not see."""
 
 
-def score_without_fillers(example: Example, completion: str) -> float:
+REWARD = "studies.fillers:score_without_fillers"
+"""The reward by the name that a configuration takes."""
+
+
+def score_without_fillers(completion: str, answer: str) -> float:
     """The reward 1.0 where the completion without its fillers is the answer, else 0.0."""
-    return float(completion.replace(FILLER, "") == example.answer)
-
-
-def filler_task(config: TaskConfig) -> Task:
-    """The built-in task with the reward that does not see fillers.
-
-    Args:
-        config: its sizes and its seed are used.
-    """
-    score = checked(score_without_fillers, name=FILLER_TASK)
-    return replace(arithmetic_task(config), name=FILLER_TASK, score=score)
+    return float(completion.replace(FILLER, "") == answer)
 
 
 def with_fillers(rows: Iterable[tuple[str, str]], *, most: int, seed: int) -> Iterator[tuple[str, str]]:
@@ -88,10 +84,15 @@ class FillerModelConfig(BaseModelConfig):
         return with_fillers(super().rows(count), most=self.most_fillers, seed=self.seed)
 
 
-def builtin_model(task: str) -> BaseModelConfig:
-    """The base model that `builtin` stands for in a task: that of the filler task, or the arithmetic one.
+def model_folder() -> str:
+    """Where the base model is once it has been taught."""
+    return str(base_model_folder(FillerModelConfig()))
 
-    Args:
-        task: as `TaskConfig.task`.
-    """
-    return FillerModelConfig() if task == FILLER_TASK else BaseModelConfig()
+
+def teach() -> str:
+    """Teach the base model where that has not been done, which takes two minutes; returns its folder."""
+    return str(cached_base_model(FillerModelConfig()))
+
+
+if __name__ == "__main__":
+    print(teach())

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from klamp.tasks import FillerModelConfig, TaskConfig, load_base_model, load_task
-from klamp.tasks.filler import FILLER
+from klamp.tasks import TaskConfig, load_base_model, load_task
+from studies.fillers import FILLER, FillerModelConfig
 
 pytestmark = pytest.mark.slow
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 def sampled(model: Any, tokenizer: Any, skill: str, *, sample: bool) -> list[tuple[str, str]]:
     """(answer, completion) pairs on held-out prompts."""
     torch.manual_seed(0)
-    rows = load_task(TaskConfig(task="arithmetic-filler", train_size=1, eval_size=256), tokenizer).evaluation[skill]
+    rows = load_task(TaskConfig(train_size=1, eval_size=256), tokenizer).evaluation[skill]
     batch = tokenizer([e.prompt for e in rows], return_tensors="pt", padding=True)
     options = {"do_sample": True, "temperature": 1.0, "top_k": 0} if sample else {"do_sample": False}
     tokens = model.generate(**batch, max_new_tokens=16, **options)

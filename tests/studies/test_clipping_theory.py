@@ -13,10 +13,10 @@ from klamp.config import KLConfig, LossConfig
 from klamp.tasks.arithmetic import EOS_TOKEN
 from klamp.tasks.base_model import BaseModelConfig
 from klamp.tasks.corpus import HEAVY_COLUMN
-from klamp.tasks.filler import FillerModelConfig
 from klamp.verify.one_step import Scene, examine_config
 from klamp.verify.oracle import gradient_of
 from klamp.verify.worlds import random_chain
+from studies.fillers import FillerModelConfig
 
 MOST = FillerModelConfig().most_fillers
 STOP = [1 / (MOST + 1 - k) for k in range(MOST + 1)]

@@ -7,10 +7,10 @@ from itertools import combinations
 
 import pytest
 
-from klamp.ablation.clipping import CLIPS, CONTROL, FORMS, PER_TOKEN, TOTAL, clipping_plan
 from klamp.ablation.plan import Run, runs
 from klamp.config import KLWarning
 from klamp.errors import UnknownNameError
+from studies.clipping import CLIPS, CONTROL, FORMS, PER_TOKEN, TOTAL, clipping_plan
 
 
 def configured(**changes: object) -> dict[str, Run]:

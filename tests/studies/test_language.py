@@ -8,10 +8,10 @@ from pathlib import Path
 
 import yaml
 
-from klamp.ablation.language import KL_PROMPTS, NO_KL, RIGHT, language_plan
 from klamp.ablation.plan import Run, runs
 from klamp.config import KLWarning
 from klamp.training.config import TrainConfig
+from studies.language import KL_PROMPTS, NO_KL, RIGHT, language_plan
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "describe.yaml"
 

@@ -15,14 +15,14 @@ import torch
 from klamp.errors import ConfigError
 from klamp.tasks import BaseModelConfig, TaskConfig, arithmetic_tokenizer, base_model_folder, load_base_model, load_task
 from klamp.tasks.arithmetic import ALPHABET, MAX_MODEL_LENGTH, SKILLS, pairs
+from klamp.tasks.base_model import cached_base_model
 from klamp.tasks.corpus import IGNORED, training_tensors
-from klamp.tasks.filler import FILLER, FillerModelConfig, builtin_model, with_fillers
 from klamp.training.config import TrainConfig
 from klamp.training.models import load_model, load_tokenizer
 from klamp.training.trainer import train_run
+from studies.fillers import FILLER, REWARD, FillerModelConfig, model_folder, teach, with_fillers
 
-SMALL = TaskConfig(task="arithmetic-filler", train_size=20, eval_size=5)
-NAMES = ("arithmetic-filler", "arithmetic")
+SMALL = TaskConfig(reward=REWARD, train_size=20, eval_size=5)
 TINY = FillerModelConfig(hidden_size=16, layers=1, heads=2, steps=3, batch_size=8)
 
 
@@ -43,8 +43,7 @@ def test_fillers_do_not_count_wherever_they_stand() -> None:
 
 
 def test_prompts_are_those_of_the_original_task() -> None:
-    variant, original = (load_task(replace(SMALL, task=name), arithmetic_tokenizer()) for name in NAMES)
-    assert (variant.name, original.name) == NAMES
+    variant, original = (load_task(replace(SMALL, reward=each), arithmetic_tokenizer()) for each in (REWARD, ""))
     assert variant.train == original.train
     assert variant.evaluation == original.evaluation
     assert variant.rl_skill == original.rl_skill
@@ -99,39 +98,33 @@ def test_the_original_base_model_keeps_its_folder() -> None:
     assert base_model_folder(FillerModelConfig(most_fillers=3)) != base_model_folder(FillerModelConfig())
 
 
-def test_builtin_follows_the_task() -> None:
-    assert builtin_model("arithmetic-filler") == FillerModelConfig()
-    for task in ("arithmetic", "data.jsonl", "reasoning_gym:leg_counting"):
-        assert type(builtin_model(task)) is BaseModelConfig
-        assert builtin_model(task) == BaseModelConfig()
-
-
 @pytest.fixture
-def tiny_builtin(cache: Path, monkeypatch: pytest.MonkeyPatch) -> FillerModelConfig:
-    """`builtin` is a model of three steps."""
-    from klamp.training import models
-
-    other = BaseModelConfig(hidden_size=16, layers=1, heads=2, steps=3, batch_size=8)
-    small = {FillerModelConfig: TINY, BaseModelConfig: other}
-    monkeypatch.setattr(models, "builtin_model", lambda task: small[type(builtin_model(task))])
-    return TINY
+def tiny(cache: Path) -> str:
+    """A base model of three steps."""
+    return str(cached_base_model(TINY))
 
 
-def test_the_trainer_loads_the_model_of_the_task(tiny_builtin: FillerModelConfig) -> None:
-    expected = load_base_model(tiny_builtin)[0]
-    loaded = load_model("builtin", task="arithmetic-filler")
+def test_the_commands_model_is_the_default_one(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr("studies.fillers.cached_base_model", lambda config: asked.append(config) or "folder")
+    assert teach() == "folder" and asked == [FillerModelConfig()]
+    assert model_folder() == str(base_model_folder(FillerModelConfig()))
+
+
+def test_the_folder_is_a_model_for_the_trainer(tiny: str) -> None:
+    expected = load_base_model(TINY)[0]
+    loaded = load_model(tiny)
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), expected.parameters(), strict=True))
-    others = load_model("builtin")
-    assert not all(torch.equal(a, b) for a, b in zip(others.parameters(), expected.parameters(), strict=True))
-    assert len(load_tokenizer("builtin", task="arithmetic-filler")) == len(arithmetic_tokenizer())
+    assert len(load_tokenizer(tiny)) == len(arithmetic_tokenizer())
 
 
 @pytest.mark.parametrize("reference", ["frozen", "ema"])
 def test_a_run_of_the_variant_starts_from_its_model_and_can_be_resumed(
-    tiny_builtin: FillerModelConfig, tmp_path: Path, reference: str
+    tiny: str, tmp_path: Path, reference: str
 ) -> None:
     values: dict[str, Any] = {
-        "task": "arithmetic-filler",
+        "model": tiny,
+        "reward": REWARD,
         "reference": reference,
         "train_size": 8,
         "eval_size": 2,
@@ -145,5 +138,5 @@ def test_a_run_of_the_variant_starts_from_its_model_and_can_be_resumed(
     summary = train_run(TrainConfig.from_flat({**values, "max_steps": 2, "resume": True}))
     assert summary.steps == 2
     taught = {folder.name for folder in (tmp_path / "cache").iterdir()}
-    assert taught == {base_model_folder(tiny_builtin).name}, "no other model was taught"
+    assert taught == {base_model_folder(TINY).name}, "no other model was taught"
     assert summary.final_metrics["kl/k3"] < 0.1

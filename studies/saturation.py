@@ -12,9 +12,8 @@ from klamp.ablation.drawing import GREY, named, new_figure, save, style, tidy
 from klamp.ablation.plan import Run, run_folder
 from klamp.ablation.statistics import bootstrap_interval
 from klamp.ablation.table import Cell, cell_text
-from klamp.tasks.config import FILLER_TASK
-from klamp.tasks.filler import FILLER
 from klamp.training.folders import COMPLETIONS, METRICS_FILE, lines_of
+from studies.fillers import FILLER
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -189,13 +188,13 @@ def _mean(group: Sequence[Course]) -> tuple[Sequence[int], list[float]]:
 
 
 def write_saturation(every: Sequence[Run], folder: Path) -> tuple[Path, ...]:
-    """Write the table and picture of runs whose task has fillers; nothing where there are none.
+    """Write the table and picture of a study's runs; nothing where none has taken a step.
 
     Args:
         every: the runs.
         folder: of the ablation.
     """
-    courses = read_courses([run for run in every if run.config.task.task == FILLER_TASK], folder)
+    courses = read_courses(every, folder)
     if not courses:
         return ()
     (folder / MARKDOWN).write_text(markdown(courses), encoding="utf-8")

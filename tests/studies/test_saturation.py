@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from klamp.ablation.plan import Arm, Plan, Run, run_folder, runs
-from klamp.ablation.saturation import Course, course_of, draw, markdown, read_courses, write_saturation
+from studies.saturation import Course, course_of, draw, markdown, read_courses, write_saturation
 
 
 def rows_of(rewards: list[float], lengths: list[float], **more: float) -> list[dict[str, Any]]:
@@ -76,9 +76,9 @@ def test_the_table_has_a_row_per_arm_with_its_interval() -> None:
 
 @pytest.fixture
 def swept(tmp_path: Path) -> tuple[Run, ...]:
-    """The runs of two arms and two seeds, three of which wrote something; and one on another task."""
-    arms = (Arm(name="no KL", values={"beta": 0.0}), Arm(name="loss"), Arm(name="other", values={"task": "arithmetic"}))
-    every = runs(Plan(base={"task": "arithmetic-filler"}, arms=arms, seeds=(0, 1)))
+    """The runs of two arms and two seeds, three of which wrote something; and one more arm."""
+    arms = (Arm(name="no KL", values={"beta": 0.0}), Arm(name="loss"), Arm(name="other", values={"beta": 0.2}))
+    every = runs(Plan(arms=arms, seeds=(0, 1)))
     for run in every:
         if (run.arm.name, run.seed) == ("loss", 1):
             continue
@@ -112,16 +112,15 @@ def test_ends_are_held_against_the_first_arm_with_the_same_seed(swept: tuple[Run
     assert [arm for arm, _ in found] == ["no KL", "no KL", "loss", "other", "other"], "arm by arm"
 
 
-def test_table_and_picture_are_of_the_task_with_fillers(swept: tuple[Run, ...], tmp_path: Path) -> None:
+def test_table_and_picture_are_written_into_the_folder(swept: tuple[Run, ...], tmp_path: Path) -> None:
     files = write_saturation(swept, tmp_path)
     assert [file.name for file in files] == ["saturation.md", "saturation.png", "saturation.pdf", "saturation.svg"]
     text = files[0].read_text()
-    assert "| no KL | 2 |" in text and "| loss | 1 |" in text and "other" not in text
+    assert "| no KL | 2 |" in text and "| loss | 1 |" in text and "| other | 2 |" in text
     assert files[1].read_bytes().startswith(b"\x89PNG")
 
 
-def test_nothing_is_written_where_no_run_has_fillers(swept: tuple[Run, ...], tmp_path: Path) -> None:
-    assert write_saturation([run for run in swept if run.arm.name == "other"], tmp_path) == ()
+def test_nothing_is_written_where_no_run_has_taken_a_step(swept: tuple[Run, ...], tmp_path: Path) -> None:
     assert write_saturation(swept, tmp_path / "empty") == ()
     assert not list(tmp_path.glob("saturation.*"))
 
