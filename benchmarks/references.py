@@ -23,7 +23,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "periodic": {"reference": "periodic"},
     "none (beta 0), LoRA": {"beta": 0.0, "lora_r": 8},
     "adapter_off, LoRA": {"reference": "adapter_off", "lora_r": 8},
-    "remote": {"reference": "remote"},
 }
 SIZES = {True: (256, 4), False: (640, 8)}
 
@@ -61,7 +60,7 @@ def length(completions: list[str], **_: object) -> list[float]:
     return [float(len(text)) for text in completions]
 
 
-def one(model: str, kind: str, url: str | None = None) -> dict[str, float]:
+def one(model: str, kind: str) -> dict[str, float]:
     """One run of a kind in this process: peak memory and the time of its second step."""
     from klamp.training.config import TrainConfig
     from klamp.training.observers import Observer
@@ -76,7 +75,7 @@ def one(model: str, kind: str, url: str | None = None) -> dict[str, float]:
     watch = Watch()
     settings: dict[str, Any] = {"model": model, "beta": 0.01, "report_to": (), "eval_size": 1}
     settings |= {"prompts_per_step": 4, "num_generations": 4, "max_steps": 2, "save_every": 0, "cpu": True}
-    settings |= KINDS[kind] | ({"reference_url": url} if url else {})
+    settings |= KINDS[kind]
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder) / "prompts.jsonl"
         prompts.write_text("".join(json.dumps({"prompt": f"{i}+{i}="}) + "\n" for i in range(64)))
@@ -85,23 +84,12 @@ def one(model: str, kind: str, url: str | None = None) -> dict[str, float]:
     return {"peak_mib": peak_mib(), "step_seconds": watch.seconds}
 
 
-def _served(model: str, kind: str) -> dict[str, Any]:
-    """The run in a fresh process; for the remote kind the server is here, so that its memory is not counted."""
-    arguments = {"model": model, "kind": kind}
-    if kind != "remote":
-        return isolated("benchmarks.references:one", arguments)
-    from klamp.training.models import load_model
-    from klamp.training.remote import serve
-
-    with serve(load_model(model)) as url:
-        return isolated("benchmarks.references:one", arguments | {"url": url})
-
-
 def run(quick: bool) -> dict[str, Any]:
     """Measure every kind."""
     with tempfile.TemporaryDirectory() as folder:
         size = make_model(Path(folder) / "model", quick)
-        found = {kind: _served(f"{folder}/model", kind) for kind in KINDS}
+        arguments = {"model": f"{folder}/model"}
+        found = {kind: isolated("benchmarks.references:one", arguments | {"kind": kind}) for kind in KINDS}
     return {"model_mib": size, "kinds": found}
 
 
@@ -124,11 +112,11 @@ BENCHMARK = Benchmark(
     title="What a reference costs in memory",
     about="Each row is a run of two steps (16 completions) in a process of its own; peak memory is the whole "
     "process's. One run each: the step's seconds only show the order of magnitude. The reward differs within every "
-    "group, so that the runs at beta 0 have a gradient too. Every row with a KL holds something besides weights, the "
-    "remote one's too, whose weights are in another process: take that row as the base of the others. A frozen copy is "
-    "one model; a moving one two, itself and the original that the second KL is taken to. A bfloat16 copy is made "
-    "from the float32 one, so its peak is that of both for a moment, and half a model stays. With LoRA the adapter is "
-    "switched off: no weights of its own.",
+    "group, so that the runs at beta 0 have a gradient too. Every row with a KL holds something besides weights: how "
+    "much shows in the row of a remote reference, whose weights are in another process (measured with a server of "
+    "klamp's own, which has left). A frozen copy is one model; a moving one two, itself and the original that the "
+    "second KL is taken to. A bfloat16 copy is made from the float32 one, so its peak is that of both for a moment, "
+    "and half a model stays. With LoRA the adapter is switched off: no weights of its own.",
     run=run,
     text=text,
 )

@@ -1,9 +1,8 @@
-"""User, password and query of every address that klamp takes: sent to the server, and found nowhere else."""
+"""User, password, query and key of every server that klamp asks: found nowhere else, refused where they would be."""
 
 from __future__ import annotations
 
 import sys
-from base64 import b64encode
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,19 +13,18 @@ from tests.standin import FLAGS
 from tests.training import rewards
 from tests.training.answering import answering
 from tests.training.conftest import TINY, stored, tiny_llama
+from tests.training.vllm_server import VLLMServer
 
-from klamp.ablation.cluster_worker import job_of
-from klamp.ablation.plan import Plan, run_of, runs
 from klamp.cli import main
 from klamp.records.klamp_run import read_config
-from klamp.training import remote
+from klamp.tasks import arithmetic_tokenizer
+from klamp.training.asking import KEY
 
 pytestmark = pytest.mark.slow
 
-BASIC = "Basic " + b64encode(b"me:secret").decode()
-SECRETS = ("se%63ret", "secret", "m%65", "sesame", BASIC.partition(" ")[2])
+SECRETS = ("se%63ret", "secret", "m%65", "sesame")
 WHOLE = "http://m%65:se%63ret@host:8000/deep?token=sesame"
-SHOWN = "http://host:8000/deep"
+ASKED = {("/v1/models", "Bearer sesame"), ("/v1/completions", "Bearer sesame")}
 REMOTE = ("--reference", "remote", "--reference_url")
 
 Program = Callable[..., tuple[int, str]]
@@ -63,15 +61,15 @@ def asked() -> set[tuple[str, str | None]]:
 
 @pytest.fixture
 def server(asked: set[tuple[str, str | None]]) -> Iterator[str]:
-    """A remote reference; gives its host and port."""
-    model = tiny_llama()
+    """The address of a remote reference, which wants a key."""
+    known = VLLMServer(tiny_llama(), arithmetic_tokenizer(), key="sesame")
 
     def answer(path: str, content: Any, headers: dict[str, str]) -> tuple[int, object]:
         asked.add((path, headers.get("Authorization")))
-        return (404, {}) if content is None else (200, remote.answer(model, content))
+        return known.answer(path, content, headers)
 
     with answering(answer) as url:
-        yield url.removeprefix("http://")
+        yield url
 
 
 @pytest.fixture
@@ -100,38 +98,40 @@ def test_a_run_its_trackers_its_report_and_its_continuation(
     klamp: Program, server: str, asked: set[Any], small: str, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
-    run, given = elsewhere / "run", (*REMOTE, f"http://m%65:se%63ret@{server}/deep?token=sesame")
+    monkeypatch.setenv(KEY, "sesame")
+    run, given = elsewhere / "run", (*REMOTE, server)
     code, said = klamp(
         "train", "--config", small, *given, "--output_dir", str(run), "--report_to", "tensorboard", "wandb"
     )
-    assert code == 0 and f"http://{server}/deep" in said and "--resume" in said
-    assert asked == {("/deep/v1/models?token=sesame", BASIC), ("/deep?token=sesame", BASIC)}
+    assert code == 0 and server in said and "--resume" in said
+    assert asked == ASKED
     assert {"config.yaml", "metrics.jsonl", "tracking", "wandb"} <= {each.name for each in run.iterdir()}
     assert any("tfevents" in file.name for file in run.rglob("*"))
     assert any(file.suffix == ".wandb" for file in run.rglob("*"))
 
     asked.clear()
     again = ("--config", str(run / "config.yaml"), "--output_dir", str(run), "--resume", "--max_steps", "2")
-    assert klamp("train", *again, *given)[0] == 0
-    assert ("/deep?token=sesame", BASIC) in asked
+    assert klamp("train", *again)[0] == 0
+    assert asked == ASKED
     values, config = read_config(run)
-    assert values["reference_url"] == f"http://{server}/deep" == config.kl.reference_url
+    assert values["reference_url"] == server == config.kl.reference_url
     assert klamp("doctor", str(run))[0] in (0, 1)
     assert klamp("report", str(run))[0] == 0
     assert leaking(run) == []
 
 
 def test_an_ablation_its_plan_and_its_runs(
-    klamp: Program, server: str, asked: set[Any], small: str, elsewhere: Path
+    klamp: Program, server: str, asked: set[Any], small: str, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two arms whose names are made of their addresses, by the processes that `klamp ablate` starts."""
+    monkeypatch.setenv(KEY, "sesame")
     base = yaml.safe_load(Path(small).read_text())
     given = [f"--{name}={value}" for name, value in base.items() if name not in ("report_to", "cpu")]
-    urls = [f"http://m%65:se%63ret@{server}/{name}?token=sesame" for name in "ab"]
+    urls = [server, f"{server}/v1"]
     words = ("ablate", *given, "--cpu", "--report_to", "tensorboard", *REMOTE, *urls, "--seeds", "1")
     code, said = klamp(*words, "--workers", "1", "--output_dir", "out")
-    assert code == 0 and f"reference_url=http://{server}/a" in said
-    assert asked >= {(f"/{name}?token=sesame", BASIC) for name in "ab"}
+    assert code == 0 and f"reference_url={server}" in said
+    assert asked == ASKED
     found = {each.name for each in (elsewhere / "out").rglob("*")}
     assert {"plan.yaml", "run.json", "config.yaml", "table.json", "outcome.json"} <= found
     assert leaking(elsewhere / "out") == []
@@ -156,25 +156,6 @@ def test_the_tinker_service(klamp: Program, elsewhere: Path, monkeypatch: pytest
     assert leaking(elsewhere / "run") == []
 
 
-DRY = {
-    "reference": ("train", *REMOTE, WHOLE),
-    "every_field": ("train", "--all", *REMOTE, WHOLE),
-    "sampler": ("train", "--backend", "trl", "--sampler_url", WHOLE.partition("?")[0]),
-    "ablation": ("ablate", *REMOTE, WHOLE, "--beta", "0.1", "0.2"),
-    "arms": ("ablate", *REMOTE, WHOLE, WHOLE.replace("deep", "deeper")),
-}
-
-
-@pytest.mark.parametrize("words", DRY.values(), ids=DRY)
-def test_a_dry_run(words: tuple[str, ...], klamp: Program, small: str, elsewhere: Path) -> None:
-    code, said = klamp(words[0], "--dry-run", "--model", str(elsewhere / "tiny"), *words[1:])
-    assert code == 0 and SHOWN in said, said
-
-
-def test_an_explanation(klamp: Program) -> None:
-    assert klamp("explain", *REMOTE, WHOLE)[0] == 0
-
-
 REFUSED = {
     "cluster": ("train", "--backend", "verl", "--ray_address", "ray://me:secret@head:10001"),
     "cluster_without_a_scheme": ("train", "--backend", "verl", "--ray_address", "me:secret@head:6379"),
@@ -182,7 +163,10 @@ REFUSED = {
     "arguments_of_verl": ("train", "--backend", "verl", "--verl_args", "a=1", "b=http://me:secret@host/c"),
     "model": ("train", "--model", "https://me:secret@hub/model"),
     "data": ("train", "--task", "https://me:secret@host/data.jsonl"),
-    "no_address": ("train", *REMOTE, "gopher://me:secret@host"),
+    "reference": ("train", *REMOTE, WHOLE),
+    "sampler": ("train", "--backend", "trl", "--sampler_url", WHOLE.partition("?")[0]),
+    "ablation": ("ablate", *REMOTE, WHOLE, "--beta", "0.1", "0.2"),
+    "arms": ("ablate", *REMOTE, WHOLE, WHOLE.replace("deep", "deeper")),
     "cluster_of_an_ablation": ("ablate", "--ray", "ray://me:secret@head:10001", "--beta", "0.1", "0.2"),
     "the_same_without_a_scheme": ("ablate", "--ray", "me:secret@head:6379", "--beta", "0.1", "0.2"),
     "base_of_an_ablation": ("ablate", "--model", "https://me:secret@hub/model", "--beta", "0.1", "0.2"),
@@ -198,11 +182,3 @@ def test_where_they_could_only_be_shown_they_are_refused(
     code, said = klamp(*words, *more)
     assert code == 2 and "why:" in said and "fix:" in said
     assert not list(elsewhere.iterdir())
-
-
-def test_a_worker_of_a_cluster_is_told_them_apart(elsewhere: Path) -> None:
-    (run,) = runs(Plan(base={"reference": "remote", "reference_url": WHOLE}, seeds=(0,)))
-    job = job_of(run, folder=elsewhere, sign="", parcels={}, threads=1)
-    assert leaks(f"{job} {job.run}".encode()) == []
-    address: Any = run_of(job.run, job.addresses).config.kl.reference_url
-    assert address.whole == WHOLE

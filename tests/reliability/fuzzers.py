@@ -16,8 +16,6 @@ MODULES = {
     "tests.reliability.test_fuzz_command_line": "command lines, configuration files, plans",
     "tests.reliability.test_fuzz_data": "files of prompts and answers",
     "tests.reliability.test_fuzz_records": "records that doctor, report and a resume read, checkpoints, outcomes",
-    "tests.training.test_remote_server": "what the reference's server is sent, over HTTP",
-    "tests.training.test_remote": "what it answers, over HTTP",
     "tests.training.test_vllm_reference": "what a vLLM server answers, over HTTP",
     "tests.reliability.test_metamorphic": "the whole objective, whose value may not change: padding, order, "
     "micro-batches, masked tokens; and scales in beta",

@@ -40,10 +40,9 @@ def test_what_is_drawn_is_counted_over_cases_and_in_tests_within_tests() -> None
     core = fuzzers.drawn("tests.reliability.test_fuzz_core")
     assert core["test_kl_penalty"] == 120 and len(core) == 13
     assert core["test_a_controller_stays_finite_and_within_its_bounds_or_refuses"] == 25 * len(CONTROLLERS)
-    assert fuzzers.drawn("tests.training.test_remote_server").keys() == {
-        "test_whatever_json_is_asked_it_is_answered_or_refused_with_a_reason",
-        "test_whatever_bytes_are_posted_are_refused_with_a_reason",
-        "test_whatever_is_sent_is_answered_or_was_no_request",
+    assert fuzzers.drawn("tests.training.test_vllm_reference").keys() == {
+        "test_whatever_a_server_answers_it_is_connected_or_refused",
+        "test_whatever_entries_are_answered_they_are_log_probabilities_or_refused",
     }
 
 

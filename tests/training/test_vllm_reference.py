@@ -19,15 +19,14 @@ from tests.training.conftest import assert_same_course, disturb
 from tests.training.vllm_server import VLLMServer
 
 from klamp.errors import ConfigError, KlampError, KLWarning, ModelError, UnknownNameError
+from klamp.scoring.scores import score
 from klamp.tasks.arithmetic import arithmetic_tokenizer
 from klamp.training import asking, vllm_reference
 from klamp.training.asking import KEY
 from klamp.training.models import load_model
-from klamp.training.remote import RemoteReference, score, serve
-from klamp.training.remote_protocol import ABOVE_ZERO
 from klamp.training.rollouts import collect
 from klamp.training.trainer import train_run
-from klamp.training.vllm_reference import VLLMReference, connect
+from klamp.training.vllm_reference import ABOVE_ZERO, VLLMReference, connect
 
 NAMES = st.sampled_from(["", "4", "id", "index", "data"])
 
@@ -90,7 +89,8 @@ def test_a_run_equals_the_run_with_a_frozen_reference(config_of, tmp_path):
     with answering(server.answer) as url:
         asked = {"reference": "remote", "reference_url": f"{url}/v1"}
         train_run(config_of(output_dir=str(tmp_path / "away"), beta=0.1, **asked))
-    assert_same_course(tmp_path / "frozen", tmp_path / "away")
+    away = assert_same_course(tmp_path / "frozen", tmp_path / "away")
+    assert all("kl/exact" not in row for row in away)
 
 
 @pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/"])
@@ -101,13 +101,22 @@ def test_the_address_is_the_servers_with_or_without_v1(found, server_of, path):
     assert reference.weights() is None
 
 
-def test_a_server_of_klamps_own_protocol_is_told_apart(context, config_of):
-    with serve(context.policy) as url:
-        config = config_of(reference="remote", reference_url=url, temperature=0.7)
-        assert type(connect(config, context.task, context.tokenizer)) is RemoteReference
-        config = config_of(reference="remote", reference_url=url, reference_name="start")
-        with pytest.raises(ConfigError, match="reference_name is for a server that lists its models"):
-            connect(config, context.task, context.tokenizer)
+@pytest.mark.parametrize(
+    "answer", [(404, {"detail": "Not Found"}), (200, {"data": 3}), (200, []), (200, {"data": [1]})]
+)
+def test_a_server_that_lists_no_models_is_refused(answer, context, config_of):
+    with in_turn(answer) as (url, asked), pytest.raises(ModelError, match="does not answer as it should"):
+        connect(config_of(reference="remote", reference_url=url), context.task, context.tokenizer)
+    assert asked == [None]
+
+
+def test_what_a_remote_reference_cannot_do_is_refused_before_the_run(config_of):
+    with pytest.raises(ConfigError, match="reference_url"):
+        config_of(reference="remote")
+    with pytest.raises(ConfigError, match="exact"):
+        config_of(reference="remote", reference_url="http://127.0.0.1:9/", kl_estimator="exact")
+    with pytest.raises(ConfigError, match="cannot be measured"), VLLMReference("http://h", "start").sampling_model():
+        pass
 
 
 def test_another_temperature_is_refused_before_anything_is_scored(found, server_of, context):
@@ -115,7 +124,6 @@ def test_another_temperature_is_refused_before_anything_is_scored(found, server_
     with pytest.raises(ConfigError, match="temperature 1 only") as error:
         found(server, temperature=0.6)
     assert "temperature=0.6" in str(error.value)
-    assert "klamp.training.remote.serve" in str(error.value)
     assert server.asked == []
     completions = collect(context, list(context.task.train[:1]), step=0, beta=0.01).completions
     with pytest.raises(ConfigError, match="temperature 1 only"):
@@ -265,18 +273,3 @@ def test_tokens_of_a_text_that_are_not_named_are_refused(context, config_of, ser
 
     with answering(answer) as url, pytest.raises(ModelError):
         connect(config_of(reference="remote", reference_url=url), context.task, context.tokenizer)
-
-
-def test_user_and_query_go_with_every_question(context, config_of, server_of):
-    server, seen = server_of(), set()
-
-    def answer(path, asked, headers):
-        seen.add((path, headers.get("Authorization")))
-        return server.answer(path.partition("?")[0], asked, headers)
-
-    with answering(answer) as url:
-        config = config_of(reference="remote", reference_url=url.replace("//", "//me:secret@") + "/v1/?key=sesame")
-        reference = connect(config, context.task, context.tokenizer)
-    basic = "Basic bWU6c2VjcmV0"
-    assert seen == {("/v1/models?key=sesame", basic), ("/v1/completions?key=sesame", basic)}
-    assert reference.describe() == f"start on the server at {url}"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
-
-from klamp.training import remote
 
 
 class VLLMServer:
@@ -63,8 +62,9 @@ class VLLMServer:
     def entries(self, ids: list[int]) -> list[dict[str, dict[str, Any]] | None] | None:
         if self.without:
             return None
-        numbers = remote.answer(self.model, {"prompts": [ids[:1]], "completions": [ids[1:]]})["logprobs"][0]
-        pairs = zip(ids[1:], numbers, strict=True)
+        with torch.no_grad():
+            rows = self.model(torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)
+        pairs = zip(ids[1:], rows.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].tolist(), strict=True)
         return [None, *({str(token): {"logprob": x * self.scale, "rank": 1}} for token, x in pairs)]
 
 

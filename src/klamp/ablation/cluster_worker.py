@@ -54,8 +54,6 @@ class Job:
     """Files that the run may need."""
     threads: int
     """How many threads torch may use."""
-    addresses: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Those of the run that have credentials."""
     version: str = __version__
     """The version of klamp where the ablation was started."""
 
@@ -117,7 +115,7 @@ def work(job: Job, post: Any) -> Result:
     ray.get(post.begin.remote(job.run["name"]))  # waited for: a worker that dies at once has been counted
     folder, shared = working_folder(job)
     config = unpack_all(job.run["config"], job.parcels, ray.get)
-    run = run_of({**job.run, "config": config}, job.addresses)
+    run = run_of({**job.run, "config": config})
     own = run_folder(folder, run)
     write_run(own, run)
     with alone(own), _logged(own / LOG):
@@ -192,5 +190,4 @@ def job_of(run: Run, *, folder: Path, sign: str, parcels: Parcels, threads: int)
         sign=sign,
         parcels=parcels,
         threads=threads,
-        addresses=run.config.secret_addresses(),
     )

@@ -18,7 +18,7 @@ from typing import TypeAlias
 from klamp.ablation.executor import Tell, Update, noting_interrupts, stopped
 from klamp.ablation.outcome import OUTCOME, Outcome, read_outcome, write_outcome
 from klamp.ablation.plan import Run, run_folder
-from klamp.ablation.worker import ADDRESSES, INTERRUPTED, write_run
+from klamp.ablation.worker import INTERRUPTED, write_run
 from klamp.errors import ConfigError
 
 LOG = "log.txt"
@@ -173,7 +173,7 @@ class _Work:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=self.executor.environment(slot) | {ADDRESSES: json.dumps(run.config.secret_addresses())},
+                env=self.executor.environment(slot),
                 pass_fds=(writes,),
                 start_new_session=True,  # Ctrl-C on the terminal reaches the parent alone, which passes it on once
             )

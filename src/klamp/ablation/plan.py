@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from klamp.config.kl import resolve_aliases
@@ -216,12 +215,11 @@ def plain_run(run: Run) -> dict[str, Any]:
     }
 
 
-def run_of(content: Mapping[str, Any], addresses: Mapping[str, str] = MappingProxyType({})) -> Run:
+def run_of(content: Mapping[str, Any]) -> Run:
     """The run that `plain_run` made plain data of.
 
     Args:
         content: the plain data.
-        addresses: those of its configuration that have credentials, see `TrainConfig.secret_addresses`.
 
     Raises:
         KeyError, TypeError, AttributeError: it is none.
@@ -230,7 +228,7 @@ def run_of(content: Mapping[str, Any], addresses: Mapping[str, str] = MappingPro
         name=content["name"],
         arm=Arm(name=content["arm"], values=_tuples(content["values"])),
         seed=int(content["seed"]),
-        config=TrainConfig.from_flat({**content["config"], **addresses}),
+        config=TrainConfig.from_flat(content["config"]),
         kl_prompts=content.get("kl_prompts", KL_PROMPTS),
     )
 

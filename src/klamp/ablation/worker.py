@@ -13,11 +13,10 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from types import MappingProxyType
 from typing import NoReturn
 
 from klamp.ablation.executor import Tell, Update
@@ -26,8 +25,6 @@ from klamp.training.lock import flock
 from klamp.training.whole_files import write_whole
 
 RUN = "run.json"
-ADDRESSES = "KLAMP_ADDRESSES"
-"""The environment variable that brings a worker the addresses that have credentials, as JSON: field -> URL."""
 DONE, FAILED, INTERRUPTED = 0, 1, 130
 """Exit codes; FAILED has an outcome that says why."""
 
@@ -52,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
         disable_progress_bar()
         with alone(folder):
             try:
-                run = read_run(folder, json.loads(os.environ.pop(ADDRESSES, "{}")))
+                run = read_run(folder)
                 outcome = perform(run, folder.parent.parent, report)
             except TrainingStopped as stopped:
                 logging.getLogger(__name__).warning("%s", stopped)
@@ -73,14 +70,13 @@ def write_run(folder: Path, run: Run) -> None:
     write_whole(folder / RUN, json.dumps(plain_run(run), indent=2))
 
 
-def read_run(folder: Path, addresses: Mapping[str, str] = MappingProxyType({})) -> Run:
+def read_run(folder: Path) -> Run:
     """Read the run that `write_run` wrote.
 
     Args:
         folder: of the run.
-        addresses: those of its configuration whose credentials are in no file.
     """
-    return run_of(json.loads((folder / RUN).read_text(encoding="utf-8")), addresses)
+    return run_of(json.loads((folder / RUN).read_text(encoding="utf-8")))
 
 
 def teller(descriptor: int) -> Tell:

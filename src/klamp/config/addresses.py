@@ -1,77 +1,38 @@
-"""Addresses of servers in a configuration, whose credentials are used and never shown."""
+"""Addresses of servers and clusters in a configuration, which is shown and kept: without user, password and query."""
 
 from __future__ import annotations
 
-from base64 import b64encode
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 from klamp.errors import ConfigError
 
 
-class Address(str):
-    """A URL that is shown, compared and written without user, password and query; a request has them.
-
-    As a text it is the URL without them, so that no file, tracker or message can hold what it does not see.
+def check_server(url: str | None, field: str, *, key: str) -> None:
+    """Refuse what is no address of a server, and one with a user, a password or a query.
 
     Args:
-        url: the URL; an address stays as it is.
+        url: the address; None: there is none.
         field: the name of the field that it stands in.
+        key: where the server's client takes a key from.
 
     Raises:
-        ConfigError: it is no http or https URL.
+        ConfigError: it is no http or https URL, or more than one.
     """
-
-    user: str
-    """USER:PASSWORD, or a user alone, as they stand in the URL; "" where there is none."""
-    query: str
-    """What stands after the question mark."""
-
-    def __new__(cls, url: str, field: str = "url") -> Address:
-        if isinstance(url, Address):
-            return url
-        if not _is_sound(url):
-            shown = url.rpartition("@")[2].partition("?")[0]
-            raise ConfigError(
-                f"{field}={shown!r} is no address",
-                got="a text with an @: what stands before it is not shown" if "@" in url else None,
-                why="the server is asked over HTTP",
-                fix="write http://HOST:PORT; in a password, %2F, %3F, %23 and %40 stand for / ? # and @",
-            )
-        parts = urlsplit(url)
-        user, _, host = parts.netloc.rpartition("@")
-        address = super().__new__(cls, urlunsplit((parts.scheme, host, parts.path, "", "")))
-        address.user, address.query = user, parts.query
-        return address
-
-    def beside(self, url: str) -> Address:
-        """Another address of the same server: with the credentials of this one."""
-        address = Address(url)
-        address.user, address.query = self.user, self.query
-        return address
-
-    @property
-    def asked(self) -> str:
-        """The URL of a request, which `authorization` goes with."""
-        return f"{self}?{self.query}" if self.query else str(self)
-
-    @property
-    def authorization(self) -> str | None:
-        """The header of HTTP's Basic authentication; None: no user was given."""
-        if not self.user:
-            return None
-        user, _, password = self.user.partition(":")
-        return "Basic " + b64encode(f"{unquote(user)}:{unquote(password)}".encode()).decode()
-
-    @property
-    def whole(self) -> str:
-        """The URL with all that is not shown: for whom it is meant, and for nobody else."""
-        parts = urlsplit(self.asked)
-        return urlunsplit(parts._replace(netloc=f"{self.user}@{parts.netloc}" if self.user else parts.netloc))
-
-    @property
-    def has_secrets(self) -> bool:
-        """Whether there is anything that is not shown."""
-        return bool(self.user or self.query)
+    if url is None:
+        return
+    if set(url) & {"@", "?"}:
+        raise ConfigError(
+            f"{field} holds more than the address of a server",
+            got="a text with an @ or a question mark, which is not shown",
+            why="a configuration is shown, and written into the run's folder",
+            fix=f"write http://HOST:PORT; what the server wants to know of you comes from {key}",
+        )
+    if not _is_sound(url):
+        raise ConfigError(
+            f"{field}={url!r} is no address",
+            why="the server is asked over HTTP",
+            fix="write http://HOST:PORT",
+        )
 
 
 def _is_sound(url: str) -> bool:
@@ -82,17 +43,6 @@ def _is_sound(url: str) -> bool:
         return False
     plain = url.isascii() and url.isprintable() and not set(url) & set(" \\<>\"'")
     return plain and in_range and parts.scheme in ("http", "https") and bool(parts.hostname)
-
-
-def settled(config: object, field: str) -> None:
-    """Make a field of a frozen configuration, where it is set, an `Address`.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    url = getattr(config, field)
-    if url is not None:
-        object.__setattr__(config, field, Address(url, field))
 
 
 def check_cluster(address: str | None, field: str) -> None:

@@ -152,7 +152,7 @@ class KLChoices:
     reference_dtype: DType | None = None
     """Data type of a reference with weights of its own; None: the policy's."""
     reference_url: str | None = None
-    """remote: where the reference answers: the address of a vLLM server, or of `klamp.training.remote.serve`."""
+    """remote: the address of the vLLM server that the reference answers at."""
     reference_name: str | None = None
     """remote: the model's name at a vLLM server; None: the only one that it serves."""
     reference_share: float = 1.0

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from klamp.config.addresses import settled
+from klamp.config.addresses import check_server
 from klamp.config.choices import NUMBERS, ControllerName, KLChoices
 from klamp.config.rules import cautions, refusals
 from klamp.core import controllers
@@ -96,7 +96,7 @@ class KLConfig(KLChoices, _OtherNames):
 
     def __post_init__(self, *_: object) -> None:
         check_fields(self, NUMBERS)
-        settled(self, "reference_url")
+        check_server(self.reference_url, "reference_url", key="the environment variable KLAMP_REFERENCE_KEY")
         check_gradient_choice(self.kl_estimator, self.kl_gradient, self.kl_horizon)
         self._check_combinations()
         for text in self.cautions():

@@ -137,12 +137,12 @@ def _reference_and_tokens(c: KLChoices) -> list[Refusal]:
             c.reference == "remote" and c.reference_url is None,
             "reference='remote' needs reference_url",
             why="the reference is asked over HTTP",
-            fix="set reference_url to where a vLLM server or klamp.training.remote.serve listens",
+            fix="set reference_url to where a vLLM server listens",
         ),
         Refusal(
             c.reference == "remote" and c.kl_estimator == "exact",
             "kl_estimator='exact' cannot use a remote reference",
-            why="the remote protocol carries log-probabilities of the sampled tokens, not whole rows of logits",
+            why="a server returns log-probabilities of the sampled tokens, not whole rows of logits",
             fix="use kl_estimator='k3', or a reference on this machine",
         ),
         Refusal(

@@ -10,7 +10,6 @@ from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
 
-from klamp.config.addresses import Address
 from klamp.errors import ConfigError
 
 KEY = "KLAMP_REFERENCE_KEY"
@@ -28,17 +27,16 @@ def ask(url: str, content: dict[str, Any] | None = None) -> Any:
     """Ask a server: POST where there is something to say, else GET.
 
     Args:
-        url: the address. A user and a password in it are sent as HTTP's Basic authentication, in the place of the key.
+        url: the address.
         content: what is sent as JSON.
 
     Raises:
         FAILURES: no answer; what the server refuses (status 400 to 499, or 501) is not asked again.
-        ConfigError: the key in the environment is none, or the address.
+        ConfigError: the key in the environment is none.
     """
-    address = Address(url)
     data = None if content is None else json.dumps(content).encode()
-    request = urllib.request.Request(address.asked, data=data, headers={"Content-Type": "application/json"})
-    if authorization := address.authorization or _bearer():
+    request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"})
+    if authorization := _bearer():
         request.add_unredirected_header("Authorization", authorization)
     for attempt in range(TRIES - 1):
         try:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from klamp.config import KLConfig, LossConfig, build_objective
-from klamp.config.addresses import Address
 from klamp.config.kl import ALIASES, resolve_aliases
 from klamp.core.fields import check_fields
 from klamp.errors import ConfigError, KLWarning
@@ -59,16 +58,9 @@ class TrainConfig:
             )
 
     def flat(self) -> dict[str, Any]:
-        """All fields in one mapping: name -> plain value; addresses without their credentials."""
-        return {name: str(x) if isinstance(x, Address) else x for name, x in self._values()}
-
-    def secret_addresses(self) -> dict[str, str]:
-        """The addresses that have credentials, as they were given: for a process that is to run this; in no file."""
-        return {name: x.whole for name, x in self._values() if isinstance(x, Address) and x.has_secrets}
-
-    def _values(self) -> Iterator[tuple[str, Any]]:
-        for section in dataclasses.fields(self):
-            yield from dataclasses.asdict(getattr(self, section.name)).items()
+        """All fields in one mapping: name -> plain value."""
+        sections = (dataclasses.asdict(getattr(self, section.name)) for section in dataclasses.fields(self))
+        return {name: value for section in sections for name, value in section.items()}
 
     @classmethod
     def from_flat(cls, values: Mapping[str, Any]) -> TrainConfig:

@@ -4,7 +4,7 @@ frozen        a model of its own that never changes
 adapter_off   the policy with its LoRA adapter switched off: no weights of its own
 ema           a copy that follows the policy slowly
 periodic      a copy that becomes the policy every so many steps
-remote        another machine, see `klamp.training.remote`
+remote        a vLLM server, see `klamp.training.vllm_reference`
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def check_texts(values: Mapping[str, Any]) -> None:
     """Refuse URLs with a user or a password in fields whose text klamp writes and passes on as it stands.
 
     Args:
-        values: of all fields, with addresses as they are shown.
+        values: of all fields.
 
     Raises:
         ConfigError: there is one.
@@ -58,7 +58,7 @@ def check_texts(values: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"{field} holds a URL with a user or a password",
                 got=" ".join(map(str, texts)),
-                why="it would be shown, and written into the run's folder; reference_url and sampler_url are not",
+                why="it would be shown, and written into the run's folder",
                 fix="leave them out; what reads the URL takes them from its own environment variables or files",
             )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from klamp.config.addresses import check_cluster, settled
+from klamp.config.addresses import check_cluster, check_server
 from klamp.config.choices import DType
 from klamp.core.advantages import GROUP_SIZES
 from klamp.core.arguments import ABOVE_0_TO_1, AT_LEAST_0, AT_LEAST_1, FROM_0_BELOW_1, POSITIVE, SECONDS, Numbers
@@ -89,7 +89,7 @@ class RolloutConfig:
                 "top_k": AT_LEAST_0,
             },
         )
-        settled(self, "sampler_url")
+        check_server(self.sampler_url, "sampler_url", key="your ~/.netrc, which TRL's client reads")
 
 
 @dataclass(frozen=True, kw_only=True)

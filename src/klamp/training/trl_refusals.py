@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 from klamp.config import LOSS_TYPES, KLConfig, LossConfig
-from klamp.config.addresses import Address
 from klamp.config.loss import kl_reduction
 from klamp.errors import Refusal
 from klamp.hosts.common.refusals import host_refusals
@@ -23,7 +22,6 @@ def trl_refusals(
         *_loss(kl, loss),
         *_reference(kl, model, run),
         *_steps(kl, rollout, optim),
-        *_sampler(rollout),
     ]
 
 
@@ -80,18 +78,6 @@ def _reference(kl: KLConfig, model: ModelConfig, run: RunConfig) -> list[Refusal
             why="the reference is the policy itself with its adapter off, in the policy's data type",
             fix="leave reference_dtype out, or set ref_model",
         ),
-    ]
-
-
-def _sampler(rollout: RolloutConfig) -> list[Refusal]:
-    address = rollout.sampler_url
-    return [
-        _Refused(
-            isinstance(address, Address) and bool(address.query),
-            got=f"sampler_url={address!r} with a query",
-            why="TRL asks the server without it",
-            fix="leave out what follows the question mark; a user and a password before the host are passed on",
-        )
     ]
 
 

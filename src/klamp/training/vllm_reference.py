@@ -4,26 +4,28 @@ A sequence is sent to `/v1/completions` as a prompt of token ids with `prompt_lo
 their ids, one token is generated and thrown away. The numbers are those of the model itself: no temperature, penalty or
 truncation of a request or of the server's defaults enters them.
 
-`connect` tells such a server from one of klamp's own protocol, and checks either before any work.
+`connect` checks such a server before any work.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, TypeGuard
 
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from klamp.config.addresses import Address
 from klamp.errors import ConfigError, DataError, KLWarning, ModelError, unknown_name
+from klamp.scoring.completions import Completions
+from klamp.scoring.scores import Scores
 from klamp.tasks import check_prompts
 from klamp.tasks.base import Task
 from klamp.training.asking import FAILURES, KEY, ask, reason, status
 from klamp.training.config import TrainConfig
-from klamp.training.remote import RemoteReference
-from klamp.training.remote_protocol import is_logprob
 
 AT_ONCE = 32
 """Sequences in a request: the server batches them, and the answer stays within megabytes."""
@@ -31,15 +33,17 @@ CONCURRENT = 4
 """Requests under way."""
 PROBES = 8
 """Prompts whose tokens are compared."""
-NO_SUCH_PAGE = (400, 404, 405, 415, 422, 501)
-"""How servers that know no list of models answer to the question for it."""
+ABOVE_ZERO = 1e-3
+"""What rounding may add to a log-probability of 0."""
+LOWEST = torch.finfo(torch.float32).min
+"""The lowest log-probability."""
 
 Entry = dict[str, dict[str, Any]] | None
 """What a server says of one position: the token's id -> its log-probability; of the first position nothing."""
 
 
-class VLLMReference(RemoteReference):
-    """A reference that a vLLM server scores.
+class VLLMReference:
+    """A reference that a vLLM server scores: log-probabilities of tokens, no logits.
 
     Equation: log softmax(logits) at each token of the completion; temperature 1 only.
 
@@ -53,12 +57,36 @@ class VLLMReference(RemoteReference):
     """
 
     def __init__(self, url: str, name: str) -> None:
-        super().__init__(url)
-        self.name = name
+        self.url, self.name = url, name
 
-    def describe(self) -> str:
-        """Where the reference comes from, in words."""
-        return f"{self.name} on the server at {self.url}"
+    def score(self, completions: Completions, *, temperature: float) -> Scores:
+        """Ask the server for the log-probabilities of the completions."""
+        prompts = _rows(completions.prompt_ids, completions.prompt_mask)
+        rows = self.logprobs(prompts, _rows(completions.ids, completions.mask), temperature=temperature)
+        logprobs = torch.zeros(completions.ids.shape)
+        logprobs[completions.mask.cpu()] = torch.tensor([x for row in rows for x in row], dtype=torch.float32)
+        return Scores(logits=None, logprobs=logprobs.to(completions.ids.device))
+
+    def logprobs(
+        self, prompts: list[list[int]], completions: list[list[int]], *, temperature: float
+    ) -> list[list[float]]:
+        """The log-probability of every token of some completions, in nats.
+
+        Args:
+            prompts: the ids before each completion.
+            completions: the ids that are scored.
+            temperature: that of the sampler.
+
+        Raises:
+            ModelError: the server does not answer, or answers with something else than was asked.
+            ConfigError: the temperature is not 1.
+        """
+        self.check_temperature(temperature)
+        sequences = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+        parts = [sequences[start : start + AT_ONCE] for start in range(0, len(sequences), AT_ONCE)]
+        with ThreadPoolExecutor(CONCURRENT) as pool:
+            rows = [row for part in pool.map(self._scored, parts) for row in part]
+        return [row[len(row) - len(tokens) :] for row, tokens in zip(rows, completions, strict=True)]
 
     def check_temperature(self, temperature: float) -> None:
         """Refuse a temperature at which the server cannot score.
@@ -73,27 +101,15 @@ class VLLMReference(RemoteReference):
                 why="klamp compares policy and reference at the sampling temperature, and vLLM returns the "
                 "log-probabilities of prompts before any temperature: their difference is not 0 even between "
                 "equal models (.34 nats per token were measured at temperature .6)",
-                fix="set temperature=1, or serve the reference with klamp.training.remote.serve, or keep it on this "
-                "machine (reference='frozen')",
+                fix="set temperature=1, or keep the reference on this machine (reference='frozen')",
             )
-
-    def answer_to(
-        self, prompts: list[list[int]], completions: list[list[int]], *, temperature: float
-    ) -> list[list[float]]:
-        """The server's log-probabilities of the completions, each in nats."""
-        self.check_temperature(temperature)
-        sequences = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
-        parts = [sequences[start : start + AT_ONCE] for start in range(0, len(sequences), AT_ONCE)]
-        with ThreadPoolExecutor(CONCURRENT) as pool:
-            rows = [row for part in pool.map(self._scored, parts) for row in part]
-        return [row[len(row) - len(tokens) :] for row, tokens in zip(rows, completions, strict=True)]
 
     def _scored(self, sequences: list[list[int]]) -> list[list[float]]:
         """The log-probabilities of all tokens but the first of each sequence."""
         try:
             found = self.entries(sequences)
         except FAILURES as error:
-            raise self.failed(reason(error)) from error
+            raise failed(self.url, reason(error)) from error
         return [self._numbers(ids, entries) for ids, entries in zip(sequences, found, strict=True)]
 
     def entries(self, prompts: Sequence[list[int]] | Sequence[str]) -> list[list[Entry]]:
@@ -104,16 +120,16 @@ class VLLMReference(RemoteReference):
             ModelError: it answers something else.
         """
         settings = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "add_special_tokens": False}
-        url = self.url.beside(f"{self.url}/v1/completions")
-        answer = ask(url, {"model": self.name, "prompt": list(prompts), **settings})
+        answer = ask(f"{self.url}/v1/completions", {"model": self.name, "prompt": list(prompts), **settings})
         try:
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
             found = [choice.get("prompt_logprobs") for choice in choices]
         except (KeyError, TypeError, AttributeError) as error:
-            raise self.failed("it does not answer as /v1/completions does") from error
+            raise failed(self.url, "it does not answer as /v1/completions does") from error
         if len(found) != len(prompts) or not all(isinstance(each, list) and each for each in found):
-            raise self.failed(
-                "it returned no log-probabilities of the prompts: it has to know prompt_logprobs, as vLLM does"
+            raise failed(
+                self.url,
+                "it returned no log-probabilities of the prompts: it has to know prompt_logprobs, as vLLM does",
             )
         return found
 
@@ -124,17 +140,64 @@ class VLLMReference(RemoteReference):
             if not all(isinstance(number, int | float) for number in numbers):
                 raise TypeError("no number")
         except (KeyError, TypeError, ValueError) as error:
-            raise self.failed("it returned numbers of other tokens than those that it was sent") from error
+            raise failed(self.url, "it returned numbers of other tokens than those that it was sent") from error
         if not all(map(is_logprob, numbers)):
             other = str(next(number for number in numbers if not is_logprob(number)))[:20]
-            raise self.failed(
+            raise failed(
+                self.url,
                 f"it returned numbers that are no log-probabilities ({other} is one of them): vLLM does so "
-                "with --logprobs-mode raw_logits or processed_logits; start it with raw_logprobs, its default"
+                "with --logprobs-mode raw_logits or processed_logits; start it with raw_logprobs, its default",
             )
         return numbers
 
+    @contextmanager
+    def sampling_model(self) -> Iterator[nn.Module]:
+        """Refuse: the weights are not here.
 
-def connect(config: TrainConfig, task: Task, tokenizer: PreTrainedTokenizerBase) -> RemoteReference:
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "the reference length cannot be measured with a remote reference",
+            got=self.url,
+            why="the server is asked to score tokens, not to sample them",
+            fix="set kl_reference_length, or give it as a data column",
+        )
+        yield
+
+    def after_step(self, policy: nn.Module, step: int) -> None:
+        """Does nothing: the server's model never moves."""
+
+    def weights(self) -> nn.Module | None:
+        """None: the weights are on the other machine."""
+        return None
+
+    def describe(self) -> str:
+        """Where the reference comes from, in words."""
+        return f"{self.name} on the server at {self.url}"
+
+
+def is_logprob(x: object) -> TypeGuard[float]:
+    """Whether this is a number that a log-probability can be, in float32."""
+    return isinstance(x, int | float) and not isinstance(x, bool) and LOWEST <= x <= ABOVE_ZERO
+
+
+def failed(url: str, why: str) -> ModelError:
+    """The error for a server that does not answer as it should."""
+    return ModelError(
+        "the remote reference does not answer as it should",
+        got=url,
+        why=why,
+        fix="check that the server runs and serves the reference of this tokenizer; a run that had begun goes on "
+        "with --resume",
+    )
+
+
+def _rows(ids: Tensor, mask: Tensor) -> list[list[int]]:
+    return [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
+
+
+def connect(config: TrainConfig, task: Task, tokenizer: PreTrainedTokenizerBase) -> VLLMReference:
     """The reference that answers at `reference_url`, found to fit the run.
 
     Args:
@@ -147,32 +210,28 @@ def connect(config: TrainConfig, task: Task, tokenizer: PreTrainedTokenizerBase)
             sequences, or has another tokenizer.
         ConfigError: a name or a temperature that the server cannot honour.
     """
-    url = Address(config.kl.reference_url or "", "reference_url")
+    url = (config.kl.reference_url or "").rstrip("/").removesuffix("/v1")
     cards = _cards(url)
-    reference = _own(config, url) if cards is None else _served(config, url, cards)
-    if isinstance(reference, VLLMReference) and cards is not None:
-        _check_lengths(config, task, tokenizer, reference, cards)
+    reference = VLLMReference(url, _name(config, cards))
+    reference.check_temperature(config.rollout.temperature)
+    _check_lengths(config, task, tokenizer, cards[reference.name], cards)
     prompts = [example.prompt for example in task.train[:PROBES]]
     ids: Any = tokenizer(prompts[0], add_special_tokens=False)["input_ids"]
     reference.logprobs([ids], [[tokenizer.eos_token_id]], temperature=config.rollout.temperature)  # pyright: ignore
-    if isinstance(reference, VLLMReference):
-        _check_tokenizer(reference, tokenizer, prompts)
+    _check_tokenizer(reference, tokenizer, prompts)
     return reference
 
 
-def _cards(url: Address) -> dict[str, dict[str, Any]] | None:
-    """What a server says of its models, by name; None where it lists none: it is one of klamp's own protocol."""
+def _cards(url: str) -> dict[str, dict[str, Any]]:
+    """What a server says of its models, by name."""
     try:
-        answer = ask(url.beside(f"{_root(url)}/v1/models"))
+        answer = ask(f"{url}/v1/models")
     except FAILURES as error:
-        if status(error) in NO_SUCH_PAGE:
-            return None
-        key = f" (the key is what the environment variable {KEY} holds, or a user and a password before the host in "
-        key = f"{key}reference_url, which no file of a run keeps)" if status(error) in (401, 403) else ""
-        raise RemoteReference(url).failed(reason(error) + key) from error
+        key = f" (the key is what the environment variable {KEY} holds)" if status(error) in (401, 403) else ""
+        raise failed(url, reason(error) + key) from error
     found = answer.get("data") if isinstance(answer, dict) else None
     if not isinstance(found, list) or not all(isinstance(card, dict) and _is_card(card) for card in found):
-        return None
+        raise failed(url, "it lists no models at /v1/models, as vLLM does")
     return {card["id"]: card for card in found}
 
 
@@ -180,29 +239,6 @@ def _is_card(card: dict[str, Any]) -> bool:
     longest, parent = card.get("max_model_len"), card.get("parent")
     known = longest is None or (type(longest) is int and longest > 0)
     return isinstance(card.get("id"), str) and known and (parent is None or isinstance(parent, str))
-
-
-def _root(url: Address) -> str:
-    return url.rstrip("/").removesuffix("/v1")
-
-
-def _own(config: TrainConfig, url: Address) -> RemoteReference:
-    """The reference on a server of klamp's own protocol."""
-    if config.kl.reference_name is not None:
-        raise ConfigError(
-            "reference_name is for a server that lists its models, as vLLM does",
-            got=f"reference_name={config.kl.reference_name!r}, reference_url={url!r}",
-            why=f"there is no such list at {_root(url)}/v1/models; a server of klamp's own protocol has one model",
-            fix="leave reference_name out, or check the address",
-        )
-    return RemoteReference(url)
-
-
-def _served(config: TrainConfig, url: Address, cards: dict[str, dict[str, Any]]) -> VLLMReference:
-    """The reference on a vLLM server, by its name there."""
-    reference = VLLMReference(url.beside(_root(url)), _name(config, cards))
-    reference.check_temperature(config.rollout.temperature)
-    return reference
 
 
 def _name(config: TrainConfig, cards: dict[str, dict[str, Any]]) -> str:
@@ -225,11 +261,10 @@ def _check_lengths(
     config: TrainConfig,
     task: Task,
     tokenizer: PreTrainedTokenizerBase,
-    reference: VLLMReference,
+    card: dict[str, Any],
     cards: dict[str, dict[str, Any]],
 ) -> None:
-    """Refuse a server that takes only shorter sequences than the run may have."""
-    card = cards[reference.name]
+    """Refuse a server that takes only shorter sequences than the run may have; an adapter's limit is its base's."""
     longest = card.get("max_model_len") or cards.get(card.get("parent") or "", {}).get("max_model_len")
     if longest is None:
         return
@@ -238,7 +273,7 @@ def _check_lengths(
     except DataError as error:
         raise ModelError(
             "the reference's server takes only shorter sequences than this run may have",
-            got=f"max_model_len={longest} at {reference.url}, max_completion_length="
+            got=f"max_model_len={longest} at {config.kl.reference_url}, max_completion_length="
             f"{config.rollout.max_completion_length}",
             why=f"{error.what}; one token more is generated after each sequence",
             fix="start the server with a larger --max-model-len, or shorten prompts or completions",
@@ -261,7 +296,7 @@ def _check_tokenizer(reference: VLLMReference, tokenizer: PreTrainedTokenizerBas
         )
         return
     except (StopIteration, TypeError, ValueError) as error:
-        raise reference.failed("it does not name the tokens of a text by their ids") from error
+        raise failed(reference.url, "it does not name the tokens of a text by their ids") from error
     for text, mine, other in zip(texts, ours, theirs, strict=True):
         if list(mine[1:]) != other:
             raise ModelError(

@@ -15,11 +15,11 @@ from tests.training.conftest import TINY, disturb, steps_of, stored, tiny_llama
 from klamp.cli import main
 from klamp.errors import ConfigError, ModelError, UnknownNameError
 from klamp.scoring.completions import Completions
+from klamp.scoring.scores import score
 from klamp.tasks import load_task
 from klamp.training.asking import KEY, ask
 from klamp.training.config import TrainConfig
 from klamp.training.models import load_model, load_tokenizer
-from klamp.training.remote import score
 from klamp.training.vllm_reference import VLLMReference, connect
 
 SECRET = "a-key-of-this-test"

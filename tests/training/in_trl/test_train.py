@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import traceback
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,6 @@ from accelerate.utils import DistributedType
 from tests.hosts.common.fake_vllm import put_in_place
 from tests.training.conftest import steps_of, stored, tiny_llama
 
-from klamp.config.addresses import Address
 from klamp.core.controllers import StepController
 from klamp.errors import ConfigError, MissingLibrary, ModelError
 from klamp.hosts.common.packing import packing
@@ -23,9 +21,7 @@ from klamp.training.in_trl.train import (
     check_devices,
     check_split,
     check_vllm,
-    credentials_unsaid,
     train_run,
-    whole_address,
 )
 from klamp.training.observers import Observer
 
@@ -171,25 +167,3 @@ def test_the_controller_moves_beta_from_step_to_step(quick, tmp_path):
         controller.update(row["kl/exact"])
     assert [row["beta"] for row in steps_of(tmp_path / "run")] == pytest.approx(betas, rel=1e-6)
     assert betas[2] != betas[3]
-
-
-SERVER = Address("http://me:secret@there:8000/?token=sesame")
-
-
-def test_credentials_of_vllms_server_are_for_its_client_and_not_for_what_trl_saves():
-    args: Any = SimpleNamespace(vllm_server_base_url=str(SERVER))
-    with whole_address(args, SERVER):
-        assert args.vllm_server_base_url == "http://me:secret@there:8000/?token=sesame"
-    assert args.vllm_server_base_url == "http://there:8000/"
-
-
-def test_no_error_of_vllms_client_shows_them():
-    with pytest.raises(ModelError, match="does not answer TRL as it should") as caught, credentials_unsaid(SERVER):
-        raise ConnectionError(f"nobody at {SERVER.whole}")
-    assert "ConnectionError: nobody at http://there:8000/" in caught.value.why
-    shown = "".join(traceback.format_exception(caught.value))
-    assert "secret" not in shown and "sesame" not in shown
-    for error in (ConnectionError("nobody"), ConfigError("bad")):
-        with pytest.raises(type(error)) as same, credentials_unsaid(SERVER):
-            raise error
-        assert same.value is error

@@ -96,7 +96,7 @@ def part_size(config: TrainConfig, processes: int) -> int:
 
 def _rollout(rollout: RolloutConfig) -> dict[str, Any]:
     asked = rollout.sampler == "vllm" or rollout.sampler_url is not None
-    server = {"vllm_mode": "server", "vllm_server_base_url": rollout.sampler_url and str(rollout.sampler_url)}
+    server = {"vllm_mode": "server", "vllm_server_base_url": rollout.sampler_url}
     vllm = {"use_vllm": True, **({"vllm_mode": "colocate"} if rollout.sampler_url is None else server)}
     return {
         "num_generations": rollout.num_generations,

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,7 @@ import torch  # noqa: E402  (the version is checked before TRL is opened up)
 from accelerate import Accelerator  # noqa: E402
 
 from klamp.config import build_objective  # noqa: E402
-from klamp.config.addresses import Address  # noqa: E402
-from klamp.errors import ConfigError, KlampError, KLWarning, ModelError, without_credentials  # noqa: E402
+from klamp.errors import ConfigError, KLWarning  # noqa: E402
 from klamp.hosts.common.exclusions import excluded_ids  # noqa: E402
 from klamp.hosts.common.packing import pack_nothing  # noqa: E402
 from klamp.hosts.trl.config import GRPOConfig  # noqa: E402
@@ -67,11 +65,7 @@ def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSum
     check_vllm(config)
     check_devices(config)
     reference_kind(config)
-    with (
-        credentials_unsaid(config.rollout.sampler_url),
-        opened_folder(config) as folder,
-        watched(config, folder) as peers,
-    ):
+    with opened_folder(config) as folder, watched(config, folder) as peers:
         accelerator = make_accelerator(config, folder)
         try:
             part_size(config, accelerator.num_processes)
@@ -197,52 +191,14 @@ def trainer_of(context: Context, start: Start) -> RunTrainer:
         save_whole_models(args.deepspeed_plugin)
         if cpu and config.rollout.sampler == "vllm" and config.rollout.sampler_url is None:
             pack_nothing()
-        with whole_address(args, config.rollout.sampler_url):
-            return RunTrainer(
-                config,
-                start.stop,
-                model=start.model,
-                ref_model=reference,
-                reward_funcs=reward_function(context),
-                args=args,
-                train_dataset=dataset_of(start.task),
-                processing_class=start.tokenizer,
-                peft_config=adapter_config(model) if model.lora_r else None,
-            )
-
-
-@contextmanager
-def whole_address(args: GRPOConfig, url: str | None) -> Iterator[None]:
-    """A context in which TRL's arguments hold the address of vLLM's server with its user and password.
-
-    TRL's client takes it from there; afterwards they are without, since TRL saves its arguments with each checkpoint.
-    """
-    if isinstance(url, Address):
-        args.vllm_server_base_url = url.whole
-    try:
-        yield
-    finally:
-        args.vllm_server_base_url = url and str(url)
-
-
-@contextmanager
-def credentials_unsaid(url: str | None) -> Iterator[None]:
-    """A context in which no error of TRL's client shows the user and the password of its server's address.
-
-    Raises:
-        ModelError: in the place of an error that does.
-    """
-    try:
-        yield
-    except KlampError:
-        raise
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-        if not (isinstance(url, Address) and url.has_secrets) or without_credentials(text) == text:
-            raise
-        raise ModelError(
-            "vLLM's server does not answer TRL as it should",
-            got=f"sampler_url={str(url)!r}, with a user",
-            why=text,
-            fix="check the address, the user and the password; a run that had begun goes on with --resume",
-        ) from None  # which would show them
+        return RunTrainer(
+            config,
+            start.stop,
+            model=start.model,
+            ref_model=reference,
+            reward_funcs=reward_function(context),
+            args=args,
+            train_dataset=dataset_of(start.task),
+            processing_class=start.tokenizer,
+            peft_config=adapter_config(model) if model.lora_r else None,
+        )
