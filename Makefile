@@ -81,10 +81,10 @@ demo-language: $(READY)
 	$(BIN)/klamp train --config examples/describe.yaml $(LANGUAGE_ARGS)
 	@$(BIN)/klamp report $$(ls -dt runs/*/ | head -n 1) && echo "Open that file in a browser: the section Before and after shows its answers."
 
-# The built-in model, which many tests need, is taught once for all of them: a minute.
+# The built-in model, which many tests need, is taught once for all of them, by both cores: a minute.
 test: $(READY)
 	@$(MAKE) --no-print-directory lint docs
-	KLAMP_CACHE="$${KLAMP_CACHE:-$(CURDIR)/.cache/klamp}" OMP_NUM_THREADS=1 $(BIN)/python -m tests.base_model
+	KLAMP_CACHE="$${KLAMP_CACHE:-$(CURDIR)/.cache/klamp}" OMP_NUM_THREADS=$(WORKERS) $(BIN)/python -m tests.base_model
 	@$(MAKE) --no-print-directory pytest
 
 lint: $(READY)
