@@ -1,4 +1,4 @@
-"""The wheel, built once, in the environments that scripts/wheel_environments.sh has made for it."""
+"""The wheel, built once, in the environments that scripts/environment.sh has made for it."""
 
 from __future__ import annotations
 
