@@ -61,7 +61,7 @@ install: $(READY)
 
 # Every environment is made by one script, which keeps it by the hash of its pins: what changed a file's time only costs
 # nothing.
-$(READY): pyproject.toml constraints.txt scripts/environment.sh
+$(READY): pyproject.toml standin/pyproject.toml constraints.txt scripts/environment.sh
 	@PYTHON="$(PYTHON)" scripts/environment.sh dev
 
 demo: $(READY)
