@@ -89,7 +89,7 @@ def _executor(options: AblateOptions, every: Sequence[Run]) -> Executor:
         )
     from klamp.ablation.cluster import RayExecutor
 
-    return RayExecutor(options.ray, cpus_per_run=options.cpus_per_run, gpus_per_run=options.gpus_per_run)
+    return RayExecutor(address=options.ray, cpus_per_run=options.cpus_per_run, gpus_per_run=options.gpus_per_run)
 
 
 def _command(request: AblateRequest, folder: Path) -> str:
