@@ -8,18 +8,17 @@ from pathlib import Path
 import pytest
 import yaml
 
-from klamp.ablation import checks as prepare
-from klamp.ablation.checks import (
+from klamp.ablation import execute as prepare
+from klamp.ablation.execute import (
     PLAN,
     check_folder,
     check_references,
     find_folder,
-    is_done,
     load_shared,
     open_folder,
     read_plan,
 )
-from klamp.ablation.outcome import Outcome, write_outcome
+from klamp.ablation.outcome import Outcome, is_done, write_outcome
 from klamp.ablation.plan import Arm, Plan, grid, run_folder, runs
 from klamp.errors import ConfigError, DataError, RewardError, RunFolderError, UnknownNameError
 from klamp.training.lock import held

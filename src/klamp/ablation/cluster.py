@@ -21,8 +21,8 @@ from typing import Any
 
 from klamp._version import __version__
 from klamp.ablation.executor import Tell, Update, noting_interrupts, stopped
-from klamp.ablation.one_run import failed, perform
-from klamp.ablation.outcome import OUTCOME, Outcome, read_outcome, write_outcome
+from klamp.ablation.one_run import perform
+from klamp.ablation.outcome import OUTCOME, Outcome, failed, read_outcome, write_outcome
 from klamp.ablation.plan import Run, plain_run, run_folder, run_of
 from klamp.ablation.worker import RUN, alone, write_run
 from klamp.config.addresses import check_cluster

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from klamp.ablation.checks import check_folder, check_references, find_folder
+from klamp.ablation.execute import check_folder, check_references, find_folder
 from klamp.ablation.executor import Executor
 from klamp.ablation.plan import Plan, Run, runs
 from klamp.cli.ablate_arguments import AblateRequest, parse_ablate
