@@ -153,8 +153,8 @@ def load_shared(waiting: Sequence[Run], progress: Progress | None = None) -> Non
         seen.append(inputs)
         try:
             for name in filter(None, {model.model, model.ref_model}):
-                make_ready(name, progress=progress, task=task.task)
-            load_task(task, load_tokenizer(model.tokenizer or model.model, task=task.task))
+                make_ready(name, progress=progress)
+            load_task(task, load_tokenizer(model.tokenizer or model.model))
         except KlampError as error:
             raise named(error, f"the arm {run.arm.name!r}") from error
 

@@ -209,10 +209,10 @@ def pair_from(config: TrainConfig, weights: str | Path | None) -> Pair:
         DataError, RewardError, UnknownNameError: a task or a prompt that cannot be used.
     """
     device = torch.device("cpu") if on_cpu(config) else torch.accelerator.current_accelerator() or torch.device("cpu")
-    model, task = config.model, config.task.task
+    model = config.model
 
     def loaded(spec: str) -> PreTrainedModel:
-        return load_model(spec, model.dtype, task=task).to(device)  # pyright: ignore[reportArgumentType]
+        return load_model(spec, model.dtype).to(device)  # pyright: ignore[reportArgumentType]
 
     start = loaded(model.model)
     if model.lora_r:
@@ -224,7 +224,7 @@ def pair_from(config: TrainConfig, weights: str | Path | None) -> Pair:
         check_same_vocabulary(start, policy)
         traits = probe(policy)
         reference = FrozenReference(start, name="the model that training started from")
-    tokenizer = load_tokenizer(model.tokenizer or model.model, task=task)
+    tokenizer = load_tokenizer(model.tokenizer or model.model)
     size = config.rollout.prompts_per_step * config.rollout.num_generations
     return Pair(
         policy=Scorer(policy, traits),
