@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from klamp.ablation.checks import read_plan
+from klamp.ablation.execute import read_plan
 from klamp.ablation.plan import Arm, Plan, runs
 from klamp.cli.errors import FAILED
 from studies.command import ablate

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from klamp.ablation.checks import PLAN, find_folder, open_folder
+from klamp.ablation.execute import PLAN, find_folder, open_folder
 from klamp.ablation.plan import Plan
 from klamp.cli import main as klamp
 from klamp.cli.errors import exit_code, show_error

@@ -11,7 +11,7 @@ from typing import Any
 FOLDER = "KLAMP_TEST_FOLDER"
 """Environment variable: the folder in which they look for each other's marks."""
 SECONDS = 240
-"""After which they wait no more. This file travels to workers by itself, so that it takes nothing from others."""
+"""After which they wait no more."""
 
 
 def digits(completion: str, **_: Any) -> float:

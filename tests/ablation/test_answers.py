@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from klamp.ablation.answers import LONGEST, MARKDOWN, markdown, write_answers
+from klamp.ablation.execute import ANSWERS_MARKDOWN, LONGEST_ANSWER, answers_markdown, write_answers
 from klamp.ablation.plan import Plan, grid, run_folder, runs
 from klamp.diagnostics.history import Answer
 from klamp.training.folders import ANSWERS
@@ -20,7 +20,7 @@ def row(step: int, completion: str, *, question: str = "1+1=", skill: str = "add
 
 
 def test_a_question_stands_beside_what_each_arm_answered_last() -> None:
-    table = markdown(
+    table = answers_markdown(
         {
             "free": [
                 answer(0, "3"),
@@ -45,14 +45,14 @@ def test_a_question_stands_beside_what_each_arm_answered_last() -> None:
 
 
 def test_what_a_model_wrote_cannot_leave_its_cell() -> None:
-    table = markdown({"a": [answer(0, "one | two\n\n# three"), answer(1, "<b>*loud*</b>")]}, seed=0)
+    table = answers_markdown({"a": [answer(0, "one | two\n\n# three"), answer(1, "<b>*loud*</b>")]}, seed=0)
     last = table.splitlines()[-1]
     assert last == "| 1+1= (addition) | one \\| two # three | &lt;b>\\*loud\\*&lt;/b> |"
 
 
 def test_a_long_answer_is_cut_and_says_so() -> None:
-    cell = markdown({"a": [answer(0, "a" * (LONGEST + 1))]}, seed=0).splitlines()[-1].split(" | ")[1]
-    assert cell == "a" * (LONGEST - 1) + "…"
+    cell = answers_markdown({"a": [answer(0, "a" * (LONGEST_ANSWER + 1))]}, seed=0).splitlines()[-1].split(" | ")[1]
+    assert cell == "a" * (LONGEST_ANSWER - 1) + "…"
 
 
 def test_the_file_holds_the_runs_of_the_first_seed(tmp_path: Path) -> None:
@@ -62,6 +62,6 @@ def test_the_file_holds_the_runs_of_the_first_seed(tmp_path: Path) -> None:
         folder = run_folder(tmp_path, run)
         folder.mkdir(parents=True)
         (folder / ANSWERS).write_text(json.dumps(row(0, run.name)) + "\n", encoding="utf-8")
-    assert write_answers(every, tmp_path) == (tmp_path / MARKDOWN,)
-    text = (tmp_path / MARKDOWN).read_text(encoding="utf-8")
+    assert write_answers(every, tmp_path) == (tmp_path / ANSWERS_MARKDOWN,)
+    text = (tmp_path / ANSWERS_MARKDOWN).read_text(encoding="utf-8")
     assert "seed 3" in text and "beta-0.1_seed-3" in text and "seed-4" not in text

@@ -8,18 +8,17 @@ from pathlib import Path
 import pytest
 import yaml
 
-from klamp.ablation import checks as prepare
-from klamp.ablation.checks import (
+from klamp.ablation import execute as prepare
+from klamp.ablation.execute import (
     PLAN,
     check_folder,
     check_references,
     find_folder,
-    is_done,
     load_shared,
     open_folder,
     read_plan,
 )
-from klamp.ablation.outcome import Outcome, write_outcome
+from klamp.ablation.outcome import Outcome, is_done, write_outcome
 from klamp.ablation.plan import Arm, Plan, grid, run_folder, runs
 from klamp.errors import ConfigError, DataError, RewardError, RunFolderError, UnknownNameError
 from klamp.training.lock import held
@@ -143,12 +142,12 @@ def test_inputs_that_cannot_be_used_are_refused_before_any_run(plan_with, change
 def test_the_base_model_is_made_once_and_shown(monkeypatch) -> None:
     made, told = [], []
 
-    def fake(spec, *, progress, task):
+    def fake(spec, *, progress):
         made.append(spec)
         progress(1, 2, 3.0)
 
     monkeypatch.setattr("klamp.training.models.make_ready", fake)
-    monkeypatch.setattr("klamp.training.models.load_tokenizer", lambda spec, *, task: None)
+    monkeypatch.setattr("klamp.training.models.load_tokenizer", lambda spec: None)
     arms = grid({"train_size": [2, 4], "beta": [0.0, 0.1]})
     load_shared(runs(Plan(base={"eval_size": 2}, arms=arms, seeds=(0, 1))), lambda *at: told.append(at))
     assert made == ["builtin"] * 2 and told == [(1, 2, 3.0)] * 2

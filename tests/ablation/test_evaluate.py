@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from tests.training.conftest import TINY, rows_of
 
-from klamp.ablation.evaluate import evaluate
-from klamp.ablation.measure import measure
+from klamp.ablation.measure import evaluate, measure
 from klamp.errors import ModelError
 from klamp.training.checkpoint import newest
 from klamp.training.config import TrainConfig

@@ -13,8 +13,7 @@ import pytest
 from tests.ablation.test_one_run import numbers_of
 from tests.training.conftest import rows_of
 
-from klamp.ablation.checks import open_folder
-from klamp.ablation.execute import Result, execute, write_results
+from klamp.ablation.execute import Result, execute, open_folder, write_results
 from klamp.ablation.executor import Tell, Update
 from klamp.ablation.local import LocalExecutor
 from klamp.ablation.one_run import perform

@@ -1,4 +1,5 @@
-"""Intervals and rank correlations against the enumeration of every resample, and against closed forms."""
+"""Intervals, rank correlations and comparisons with the control: against the enumeration of every resample, closed
+forms, scipy's tests, simulation."""
 
 from __future__ import annotations
 
@@ -7,10 +8,21 @@ import math
 import random
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 from scipy import stats
 
-from klamp.ablation.statistics import Interval, bootstrap_interval, rank_correlation
+from klamp.ablation.statistics import (
+    POWER,
+    Interval,
+    bootstrap_interval,
+    compare,
+    detectable,
+    effect_size,
+    holm,
+    p_value,
+    rank_correlation,
+)
 from klamp.errors import ConfigError, NonFiniteError, ShapeError
 
 
@@ -153,3 +165,116 @@ def test_what_has_no_mean_and_no_rank_is_refused() -> None:
     for wrong in ({"confidence": 1.0}, {"confidence": 0.0}, {"resamples": 0}):
         with pytest.raises(ConfigError):
             bootstrap_interval([0.1, 0.2], **wrong)
+
+
+A, B = {0: 0.80, 1: 0.84, 2: 0.86, 3: 0.81}, {0: 0.83, 1: 0.85, 2: 0.90, 3: 0.88}
+
+
+def test_one_arm_against_the_control_is_the_paired_t_test() -> None:
+    found = compare({"a": A, "b": B}, control="a")["b"]
+    theirs = stats.ttest_rel(list(B.values()), list(A.values()))
+    assert found.p == pytest.approx(theirs.pvalue)
+    assert found.interval == pytest.approx(tuple(theirs.confidence_interval(0.95)))
+    assert found.mean == pytest.approx(np.mean(list(B.values())) - np.mean(list(A.values())))
+    assert found.is_shown == (theirs.pvalue < 0.05)
+
+
+def test_pairing_takes_out_what_the_seeds_share() -> None:
+    noise = [0.0, 0.3, -0.2, 0.5]
+    arms = {"a": dict(enumerate(noise)), "b": {i: x + 0.1 + 0.001 * i for i, x in enumerate(noise)}}
+    assert compare(arms, control="a")["b"].is_shown
+    assert not stats.ttest_ind(list(arms["a"].values()), list(arms["b"].values())).pvalue < 0.05
+
+
+def test_the_sign_is_arm_minus_control_and_seeds_are_matched_by_their_number() -> None:
+    found = compare({"a": {3: 1.0, 1: 2.0, 9: 0.0}, "b": {1: 2.5, 3: 1.2, 7: 0.0}}, control="a")["b"]
+    assert found.differences == pytest.approx((0.5, 0.2))
+
+
+def test_holm_against_its_definition() -> None:
+    """An arm is rejected at a level where every smaller p, counted from the smallest, is below level / (m - k + 1)."""
+    draw = random.Random(0)
+    for _ in range(50):
+        ps = [draw.random() ** 3 for _ in range(4)]
+        corrected = holm(ps)
+        for level in (0.01, 0.05, 0.2):
+            rejected: set[int] = set()
+            for k, index in enumerate(sorted(range(4), key=ps.__getitem__)):
+                if ps[index] * (4 - k) >= level:
+                    break
+                rejected.add(index)
+            assert {i for i, p in enumerate(corrected) if p < level} == rejected
+    assert holm([]) == []
+
+
+def test_more_arms_need_more_evidence() -> None:
+    alone = compare({"a": A, "b": B}, control="a")["b"]
+    among = compare(
+        {"a": A, "b": B, **{f"{i}": {s: x + 0.01 * (s == i) for s, x in A.items()} for i in range(3)}}, control="a"
+    )
+    assert alone.p is not None and among["b"].p is not None and among["b"].p > alone.p
+    assert alone.detectable is not None and among["b"].detectable is not None
+    assert among["b"].detectable > alone.detectable
+
+
+def test_the_test_keeps_its_level() -> None:
+    draw, tries = np.random.default_rng(0), 4000
+    shown = sum((p_value(draw.normal(size=3).tolist()) or 1.0) < 0.05 for _ in range(tries))
+    assert shown / tries == pytest.approx(0.05, abs=4 * math.sqrt(0.05 * 0.95 / tries))
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 5, 10])
+@pytest.mark.parametrize("level", [0.05, 0.05 / 14])
+def test_what_is_detectable_is_found_in_eight_of_ten(seeds: int, level: float) -> None:
+    """At a spread of 1, drawn 20,000 times."""
+    unit = [x * math.sqrt((seeds - 1) / sum(y * y for y in _centred(seeds))) for x in _centred(seeds)]
+    shift = detectable(unit, level=level)
+    assert shift is not None
+    draws = np.random.default_rng(1).normal(loc=shift, size=(20_000, seeds))
+    found = stats.ttest_1samp(draws, 0.0, axis=1).pvalue < level
+    assert found.mean() == pytest.approx(POWER, abs=4 * math.sqrt(POWER * (1 - POWER) / 20_000))
+
+
+def _centred(seeds: int) -> list[float]:
+    return [i - (seeds - 1) / 2 for i in range(seeds)]
+
+
+def test_it_agrees_with_the_noncentral_t_where_that_is_exact() -> None:
+    values = [0.1, 0.4, 0.2, 0.5, 0.3, 0.2]
+    shift = detectable(values, level=0.05)
+    assert shift is not None
+    noncentrality = shift / stats.sem(values)
+    critical = stats.t.isf(0.025, 5)
+    power = stats.nct.sf(critical, 5, noncentrality) + stats.nct.cdf(-critical, 5, noncentrality)
+    assert power == pytest.approx(POWER, abs=1e-4)
+
+
+def test_the_effect_size_is_not_biased_by_few_seeds() -> None:
+    draws = np.random.default_rng(2).normal(loc=0.8, size=(8_000, 4)).tolist()
+    found = [g for values in draws if (g := effect_size(values)) is not None]
+    assert np.mean(found) == pytest.approx(0.8, abs=4 * np.std(found) / math.sqrt(len(found)))
+    assert effect_size([0.1, 0.2]) is None, "two differences: the correction is 0"
+
+
+@pytest.mark.parametrize("differences", [(0.0, 0.0, 0.0), (1.0, 1.0), (0.1, 0.1, 0.1 + 1e-17)])
+def test_without_a_spread_there_is_no_test(differences: tuple[float, ...]) -> None:
+    arms = {"a": dict.fromkeys(range(len(differences)), 0.0), "b": dict(enumerate(differences))}
+    found = compare(arms, control="a")["b"]
+    assert (found.p, found.effect, found.detectable, found.interval) == (None, None, None, None)
+    assert not found.is_shown
+
+
+def test_two_seeds_show_only_what_is_nearly_the_same_in_both() -> None:
+    for one, other in itertools.product((0.1, 0.5, 1.0), repeat=2):
+        p = p_value([one, other])
+        assert (p is None) == (one == other) and (p is None or p > 0.05)
+
+
+def test_an_arm_with_one_common_seed_is_left_out_and_wrong_input_is_refused() -> None:
+    assert compare({"a": A, "b": {0: 1.0, 9: 2.0}}, control="a") == {}
+    with pytest.raises(ConfigError, match="no such control"):
+        compare({"a": A}, control="b")
+    with pytest.raises(NonFiniteError):
+        compare({"a": A, "b": {0: math.nan, 1: 1.0}}, control="a")
+    with pytest.raises(ConfigError, match="between 0 and 1"):
+        compare({"a": A, "b": B}, control="a", confidence=1.0)

@@ -194,7 +194,7 @@ def test_the_configuration_of_a_single_run_is_a_base(tmp_path) -> None:
 
 
 def test_the_plan_that_an_ablation_writes_can_be_read(tmp_path) -> None:
-    from klamp.ablation.checks import open_folder
+    from klamp.ablation.execute import open_folder
 
     plan = plan_of("--beta 0 1e-05 --kl_exclude_tokens special --max_steps 3 --reward format_regex:a+ --seeds 2")
     open_folder(plan, tmp_path / "out")

@@ -24,7 +24,6 @@ EXTRAS_OF = {
     "": (),
     "ablation": ("train",),
     "ablation/cluster.py": ("train", "ray"),
-    "ablation/cluster_worker.py": ("train", "ray"),
     "cli/ablate.py": ("train",),
     "cli/ablate_runs.py": ("train",),
     "cli/evaluate.py": ("train",),

@@ -17,7 +17,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.reliability.drawn import LINES, check_readable, check_says_what, examples, run, values
 
-from klamp.ablation.answers import markdown
+from klamp.ablation.execute import answers_markdown
 from klamp.ablation.outcome import Outcome, read_outcome
 from klamp.config import KLConfig
 from klamp.diagnostics.history import answer_of
@@ -223,4 +223,4 @@ def test_a_resume_takes_up_what_can_be_read_of_damaged_records(record: tuple[str
         observer.on_start(info)  # pyright: ignore[reportArgumentType]
         observer.on_step(5, {"kl/k3": 0.1, "reward": 0.5})
         answers = each_readable(lines_of(folder / "answers.jsonl"), answer_of)
-        assert markdown({"a": answers}, seed=0).count("|") >= 0
+        assert answers_markdown({"a": answers}, seed=0).count("|") >= 0

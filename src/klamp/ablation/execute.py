@@ -1,28 +1,163 @@
-"""Runs a plan from its first run to its table and pictures."""
+"""Runs a plan from its first run to its table and pictures: the folder, what is checked before, what is written."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from klamp.ablation.answers import write_answers
-from klamp.ablation.checks import (
-    check_folder,
-    check_references,
-    is_done,
-    load_shared,
-    open_folder,
-)
+import yaml
+
 from klamp.ablation.executor import Executor, Tell, Update
-from klamp.ablation.outcome import Outcome, read_outcome
+from klamp.ablation.outcome import Outcome, is_done, read_outcome
 from klamp.ablation.pictures import NOT_DRAWN, write_pictures
-from klamp.ablation.plan import Plan, Run, run_folder, runs
-from klamp.ablation.table import Table, markdown, plain, summarise
-from klamp.ablation.table_files import CSV, csv_text
+from klamp.ablation.plan import Plan, Run, folder_name, named, plain_plan, plan_of, run_folder, runs
+from klamp.ablation.table import CSV, Table, csv_text, escaped, markdown, plain, summarise
+from klamp.diagnostics.history import Answer, answer_of, first_answers, last_answers
+from klamp.errors import KlampError, RunFolderError
 from klamp.tasks.cache import Progress
-from klamp.training.lock import held
+from klamp.tasks.files import yaml_of
+from klamp.training.folders import ANSWERS, RUNS, each_readable, free_folder, lines_of
+from klamp.training.lock import LOCK, held
+from klamp.training.whole_files import write_whole
+
+PLAN = "plan.yaml"
+HEADER = (
+    "# The plan of this ablation; `klamp ablate --plan` reads it. The same command again continues what is not done.\n"
+)
+
+
+def find_folder(plan: Plan, root: Path = Path("runs")) -> Path:
+    """The folder of this plan below `root`: the one that holds it already, or a part of it; else the next free one.
+
+    So the same command, given again without a folder, goes on where it stopped.
+    """
+    stem = f"ablation-{folder_name(plan.name)}"
+    for folder in sorted(root.glob(f"{stem}-[0-9][0-9][0-9]")):
+        with suppress(RunFolderError):  # a damaged plan is not this one
+            if (folder / PLAN).exists() and not difference(read_plan(folder), plan):
+                return folder
+    return free_folder(root, stem)
+
+
+def read_plan(folder: Path) -> Plan:
+    """The plan that a folder was made with.
+
+    Raises:
+        RunFolderError: its file is damaged, or this version of klamp refuses what it says.
+    """
+    file = folder / PLAN
+    try:
+        plan = plan_of(yaml_of(file.read_text(encoding="utf-8")))
+        runs(plan)
+        return plan
+    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
+        raise RunFolderError(
+            "the plan in the ablation's folder cannot be read",
+            got=str(file),
+            why=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+            fix="choose another --output_dir",
+        ) from error
+
+
+def check_folder(plan: Plan, folder: Path) -> None:
+    """Refuse a folder that holds another plan than this one or the beginning of it; nothing is written.
+
+    Raises:
+        RunFolderError: another ablation, or other files.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise RunFolderError("the output folder is a file", got=str(folder), fix="choose another --output_dir")
+    if (folder / PLAN).exists():
+        found = difference(read_plan(folder), plan)
+        if found:
+            raise RunFolderError(
+                "the output folder holds another ablation",
+                got=f"{folder / PLAN}: {found}",
+                why="one table would mix the runs of two plans; only arms and seeds may be added",
+                fix="choose another --output_dir, or repeat the command that made the folder",
+            )
+    elif folder.is_dir() and any(each.name != LOCK for each in folder.iterdir()):
+        raise RunFolderError(
+            "the output folder holds other files",
+            got=str(folder),
+            why="an ablation never writes over what is there",
+            fix="choose another --output_dir",
+        )
+
+
+def difference(held: Plan, asked: Plan) -> str:
+    """Why this plan cannot continue the plan that a folder holds, in words; "" where it can."""
+    before, after = ({run.name: run for run in runs(plan)} for plan in (held, asked))
+    if held.kl_prompts != asked.kl_prompts:
+        return f"kl_prompts is {held.kl_prompts} there, {asked.kl_prompts} here"
+    for name, run in before.items():
+        if name not in after:
+            return f"its run {name} is not part of this plan"
+        old, new = run.config.flat(), after[name].config.flat()
+        changed = sorted(field for field in old if old[field] != new[field])
+        if changed:
+            return f"{changed[0]} of the arm {run.arm.name!r} is {old[changed[0]]!r} there, {new[changed[0]]!r} here"
+    return ""
+
+
+def open_folder(plan: Plan, folder: Path) -> None:
+    """Make the folder and write the plan into it, or add new arms and seeds to the plan that it holds.
+
+    Raises:
+        RunFolderError: see `check_folder`.
+    """
+    check_folder(plan, folder)
+    (folder / RUNS).mkdir(parents=True, exist_ok=True)
+    text = HEADER + yaml.safe_dump(plain_plan(plan), sort_keys=False, allow_unicode=True)
+    write_whole(folder / PLAN, text)
+
+
+def check_references(every: Sequence[Run]) -> None:
+    """Refuse references that do not fit their model, before anything is loaded.
+
+    Raises:
+        ConfigError: with the name of the arm.
+    """
+    from klamp.training.setup import reference_kind
+
+    for run in every:
+        try:
+            reference_kind(run.config)
+        except KlampError as error:
+            raise named(error, f"the arm {run.arm.name!r}") from error
+
+
+def load_shared(waiting: Sequence[Run], progress: Progress | None = None) -> None:
+    """Load what runs share: make models of klamp's own that are not cached, and try every task and reward once.
+
+    Args:
+        waiting: the runs that are not done.
+        progress: told how far a model is that has to be made.
+
+    Raises:
+        KlampError: a tokenizer, task or reward that cannot be used, with the name of the arm.
+    """
+    from klamp.tasks import load_task
+    from klamp.training.models import load_tokenizer, make_ready
+
+    seen: list[Any] = []
+    for run in waiting:
+        model, task = run.config.model, run.config.task
+        inputs = (model.model, model.ref_model, model.tokenizer, task)
+        if inputs in seen:
+            continue
+        seen.append(inputs)
+        try:
+            for name in filter(None, {model.model, model.ref_model}):
+                make_ready(name, progress=progress)
+            load_task(task, load_tokenizer(model.tokenizer or model.model))
+        except KlampError as error:
+            raise named(error, f"the arm {run.arm.name!r}") from error
+
 
 TABLE_MARKDOWN, TABLE_JSON = "table.md", "table.json"
 
@@ -119,3 +254,52 @@ def _first_update(run: Run, folder: Path) -> Update:
     if outcome is not None and outcome.state == "done":
         return Update(run=run.name, state="kept", step=steps, steps=steps, metrics=outcome.numbers)
     return Update(run=run.name, state="waiting", steps=steps)
+
+
+ANSWERS_MARKDOWN = "answers.md"
+"""The file that is written into the folder of the ablation."""
+
+LONGEST_ANSWER = 160
+"""Characters of an answer that are shown."""
+
+
+def answers_markdown(arms: Mapping[str, Sequence[Answer]], *, seed: int) -> str:
+    """The table of answers: one row per question, first what was answered before training.
+
+    Args:
+        arms: name of an arm -> the answers of its run; what the first arm answered before stands for all.
+        seed: that of the runs.
+    """
+    answers = {arm: rows for arm, rows in arms.items() if rows}
+    if not answers:
+        return ""
+    first = next(iter(answers.values()))
+    before = first_answers(first)
+    after = {arm: last_answers(found) for arm, found in answers.items()}
+    lines = [("question", "before", *after), ("---",) * (len(after) + 2)]
+    for (skill, question), answer in before.items():
+        cells = (_cell(found.get((skill, question))) for found in after.values())
+        lines.append((f"{question} ({skill})", _cell(answer), *cells))
+    rows = "".join(f"| {' | '.join(escaped(cell) for cell in line)} |\n" for line in lines)
+    return f"Greedy answers to held-out questions, seed {seed}.\n\n{rows}"
+
+
+def _cell(answer: Answer | None) -> str:
+    plain = "" if answer is None else " ".join(answer.completion.split())
+    return plain if len(plain) <= LONGEST_ANSWER else f"{plain[: LONGEST_ANSWER - 1]}…"
+
+
+def write_answers(every: Sequence[Run], folder: Path) -> tuple[Path, ...]:
+    """Write the answers of the first seed's runs; nothing where no run wrote any.
+
+    Args:
+        every: the runs of the plan.
+        folder: of the ablation.
+    """
+    seed = every[0].seed
+    arms = {run.arm.name: lines_of(run_folder(folder, run) / ANSWERS) for run in every if run.seed == seed}
+    text = answers_markdown({arm: each_readable(rows, answer_of) for arm, rows in arms.items()}, seed=seed)
+    if not text:
+        return ()
+    (folder / ANSWERS_MARKDOWN).write_text(text, encoding="utf-8")
+    return (folder / ANSWERS_MARKDOWN,)

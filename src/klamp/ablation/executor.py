@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal, Protocol, TypeAlias
 
-from klamp.ablation.checks import is_done
+from klamp.ablation.outcome import is_done
 from klamp.ablation.plan import Run
 from klamp.errors import TrainingStopped
 

@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from typing import TypeAlias
 
 from klamp.ablation.executor import Tell, Update, noting_interrupts, stopped
-from klamp.ablation.outcome import OUTCOME, Outcome, read_outcome, write_outcome
+from klamp.ablation.outcome import OUTCOME, failed, read_outcome, write_outcome
 from klamp.ablation.plan import Run, run_folder
 from klamp.ablation.worker import INTERRUPTED, write_run
 from klamp.errors import ConfigError
@@ -197,8 +197,7 @@ class _Work:
             return
         run = child.run
         error = f"{_how_ended(child.process.returncode)}\n{_last_line(own / LOG)}\nlog: {own / LOG}"
-        values = {"run": run.name, "arm": run.arm.name, "seed": run.seed, "values": run.arm.values}
-        write_outcome(own, Outcome(**values, state="failed", error=error))
+        write_outcome(own, failed(run, error))
         self.tell(Update(run=run.name, state="failed", text=error.partition("\n")[0]))
 
 

@@ -1,4 +1,4 @@
-"""Measures how far a trained policy is from the model that it started from: exact KLs on held-out prompts.
+"""Measures how far a trained policy is from the model that it started from, by exact KLs; scores one that is there.
 
 Every run is measured against its own starting model, whatever reference it trained with, and at beta 0, where it had
 none. Prompts and draws are the same in every run, so that arms differ by their policies and not by luck.
@@ -11,9 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from klamp.ablation.outcome import Outcome
+from klamp.ablation.plan import KL_PROMPTS
+from klamp.config import build_objective
 from klamp.core.masking import masked_sum
 from klamp.core.types import Direction
 from klamp.scoring.completions import Completions, select
@@ -21,7 +25,9 @@ from klamp.scoring.probe import probe
 from klamp.scoring.scorer import Ask, ExactKL, Scorer
 from klamp.tasks.base import Example, Task
 from klamp.training.config import RolloutConfig, TrainConfig
-from klamp.training.models import end_tokens, load_model, load_tokenizer, max_length, with_adapter
+from klamp.training.context import Context
+from klamp.training.evaluation import evaluate as scores_in
+from klamp.training.models import end_tokens, load_model, load_tokenizer, max_length, output_size, with_adapter
 from klamp.training.references import AdapterOffReference, FrozenReference, LocalReference
 from klamp.training.runners import newest_policy
 from klamp.training.sampling import encode_prompts, generate, uniform_numbers
@@ -203,10 +209,10 @@ def pair_from(config: TrainConfig, weights: str | Path | None) -> Pair:
         DataError, RewardError, UnknownNameError: a task or a prompt that cannot be used.
     """
     device = torch.device("cpu") if on_cpu(config) else torch.accelerator.current_accelerator() or torch.device("cpu")
-    model, task = config.model, config.task.task
+    model = config.model
 
     def loaded(spec: str) -> PreTrainedModel:
-        return load_model(spec, model.dtype, task=task).to(device)  # pyright: ignore[reportArgumentType]
+        return load_model(spec, model.dtype).to(device)  # pyright: ignore[reportArgumentType]
 
     start = loaded(model.model)
     if model.lora_r:
@@ -218,7 +224,7 @@ def pair_from(config: TrainConfig, weights: str | Path | None) -> Pair:
         check_same_vocabulary(start, policy)
         traits = probe(policy)
         reference = FrozenReference(start, name="the model that training started from")
-    tokenizer = load_tokenizer(model.tokenizer or model.model, task=task)
+    tokenizer = load_tokenizer(model.tokenizer or model.model)
     size = config.rollout.prompts_per_step * config.rollout.num_generations
     return Pair(
         policy=Scorer(policy, traits),
@@ -229,3 +235,68 @@ def pair_from(config: TrainConfig, weights: str | Path | None) -> Pair:
         stop=end_tokens(start, tokenizer),
         rows=max(1, size // config.optim.gradient_accumulation_steps),
     )
+
+
+def evaluate(
+    config: TrainConfig,
+    weights: str | Path | None,
+    *,
+    start: bool = True,
+    prompts: int = KL_PROMPTS,
+    told: Callable[[], None] = lambda: None,
+) -> Outcome:
+    """Score and measure a policy as the run that it comes from did.
+
+    Args:
+        config: of that run, or as if there had been one: its model is what the policy started from.
+        weights: of the policy, or its adapter; None: the policy is the configuration's model.
+        start: whether the configuration's model is what the policy started from; without it, no KL and no `before`.
+        prompts: held-out prompts of each skill that the KL is measured on, at most.
+        told: called between batches of that; may raise to stop.
+
+    Returns:
+        `before` and `after` are greedy scores by skill, over all held-out prompts; `numbers` as of an ablation's run.
+
+    Raises:
+        ModelError: a model that cannot be loaded, or two that do not share a vocabulary.
+        DataError, RewardError, UnknownNameError: a task that cannot be used with it.
+    """
+    pair = pair_from(config, weights)
+    before: dict[str, float] = {}
+    numbers: dict[str, float] = {}
+    after = _scores(config, pair, pair.policy)
+    if start:
+        with pair.start.sampling_model():  # switches an adapter off
+            before = _scores(config, pair, pair.start.scorer)
+        numbers = numbers_of(with_fewer(pair, prompts), told)
+    name = str(weights or config.model.model)
+    return Outcome(
+        run=name,
+        arm=name,
+        seed=config.run.seed,
+        rl_skill=pair.task.rl_skill,
+        before=before,
+        after=after,
+        numbers=numbers,
+    )
+
+
+def _scores(config: TrainConfig, pair: Pair, scorer: Scorer) -> dict[str, float]:
+    """Every skill's greedy score, by the trainer's own evaluation."""
+    context = Context(
+        config=config,
+        output_dir=Path(),
+        accelerator=Accelerator(cpu=on_cpu(config)),
+        policy=scorer.model,
+        wrapped=scorer,
+        scorer=scorer,
+        reference=None,
+        original=None,
+        excluded=[],
+        tokenizer=pair.tokenizer,
+        task=pair.task,
+        objective=build_objective(config.kl, config.loss, max_length=config.rollout.max_completion_length),
+        stop=list(pair.stop),
+        vocabulary=output_size(scorer.model),
+    )
+    return scores_in(context).scores

@@ -14,7 +14,7 @@ import torch
 
 from klamp.ablation.executor import RunState, Tell, Update
 from klamp.ablation.measure import measure
-from klamp.ablation.outcome import Outcome, write_outcome
+from klamp.ablation.outcome import Outcome, failed, write_outcome
 from klamp.ablation.plan import Run, run_folder
 from klamp.diagnostics.doctor import Finding
 from klamp.errors import KlampError, TrainingStopped
@@ -61,16 +61,6 @@ def perform(run: Run, folder: Path, report: Tell) -> Outcome:
     write_outcome(own, outcome)
     told.tell(outcome.state, metrics=outcome.numbers, text=outcome.error.partition("\n")[0])
     return outcome
-
-
-def failed(run: Run, error: str) -> Outcome:
-    """The outcome of a run that failed.
-
-    Args:
-        run: the run.
-        error: why; the first line says what happened.
-    """
-    return Outcome(run=run.name, arm=run.arm.name, seed=run.seed, values=run.arm.values, state="failed", error=error)
 
 
 def was_interrupted(error: BaseException) -> bool:

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from klamp.ablation.columns import BY_NAME, Column, retained_loss, retained_skills
 from klamp.ablation.drawing import GREY, SMALL, named, new_figure, save, show_decades, style, tidy, wants_logarithm
-from klamp.ablation.outcome import Outcome
+from klamp.ablation.outcome import BY_NAME, Column, Outcome, retained_loss, retained_skills
 from klamp.ablation.statistics import rank_correlation
 from klamp.ablation.sweep_picture import draw_sweep
 

@@ -1,15 +1,15 @@
-"""The table of an ablation: for each arm the mean over seeds and its bootstrap interval."""
+"""The table of an ablation: for each arm the mean over seeds and its bootstrap interval; as text, JSON and CSV."""
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from klamp.ablation.columns import COLUMNS, GROUPS, Column, Group, retained_skills
-from klamp.ablation.outcome import Outcome
-from klamp.ablation.paired import Comparison, compare
-from klamp.ablation.statistics import Interval, bootstrap_interval
+from klamp.ablation.outcome import COLUMNS, GROUPS, Column, Group, Outcome, retained_skills
+from klamp.ablation.statistics import Comparison, Interval, bootstrap_interval, compare
 
 MISSING = "-"
 FEW_SEEDS = 10
@@ -345,3 +345,24 @@ def _plain_comparison(found: Comparison) -> dict[str, Any]:
 def _plain_cell(cell: Cell) -> dict[str, Any]:
     low, high = cell.interval or (None, None)
     return {"mean": cell.mean, "low": low, "high": high, "values": list(cell.values), "seeds": list(cell.seeds)}
+
+
+CSV = "table.csv"
+"""The file that is written into the folder of the ablation."""
+
+
+def csv_text(table: Table) -> str:
+    """The table as CSV: a row per arm, number and seed, nothing rounded.
+
+    Args:
+        table: the table.
+    """
+    written = io.StringIO()
+    rows = csv.writer(written, lineterminator="\n")
+    rows.writerow(("arm", "number", "title", "unit", "seed", "value"))
+    for row in table.rows:
+        for column in table.columns:
+            cell = row.cells.get(column.name)
+            for seed, value in zip(cell.seeds, cell.values, strict=True) if cell else ():
+                rows.writerow((row.arm, column.name, column.title, column.unit, seed, repr(value)))
+    return written.getvalue()

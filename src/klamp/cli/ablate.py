@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from klamp.ablation.checks import check_folder, check_references, find_folder
+from klamp.ablation.execute import check_folder, check_references, find_folder
 from klamp.ablation.executor import Executor
 from klamp.ablation.plan import Plan, Run, runs
 from klamp.cli.ablate_arguments import AblateRequest, parse_ablate
@@ -89,7 +89,7 @@ def _executor(options: AblateOptions, every: Sequence[Run]) -> Executor:
         )
     from klamp.ablation.cluster import RayExecutor
 
-    return RayExecutor(options.ray, cpus_per_run=options.cpus_per_run, gpus_per_run=options.gpus_per_run)
+    return RayExecutor(address=options.ray, cpus_per_run=options.cpus_per_run, gpus_per_run=options.gpus_per_run)
 
 
 def _command(request: AblateRequest, folder: Path) -> str:

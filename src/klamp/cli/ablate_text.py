@@ -8,10 +8,9 @@ from typing import TextIO, cast
 
 from rich.console import Console
 
-from klamp.ablation.columns import GROUPS
 from klamp.ablation.execute import Result
 from klamp.ablation.executor import Executor
-from klamp.ablation.outcome import read_outcome
+from klamp.ablation.outcome import GROUPS, read_outcome
 from klamp.ablation.plan import Plan, Run, run_folder, shown
 from klamp.ablation.table import comparison_lines, comparison_title, lines, notes
 from klamp.cli.describe import describe_model, describe_task, tool

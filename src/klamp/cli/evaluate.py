@@ -71,7 +71,7 @@ def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
     subject = find_subject(request)
     from transformers.utils.logging import disable_progress_bar
 
-    from klamp.ablation.evaluate import evaluate
+    from klamp.ablation.measure import evaluate
 
     disable_progress_bar()
     found = evaluate(subject.config, subject.weights, start=subject.start is not None, prompts=options.kl_prompts)
@@ -203,7 +203,7 @@ def as_object(checkpoint: str, subject: Subject, found: Outcome) -> dict[str, An
         subject: what was evaluated.
         found: what came of it.
     """
-    from klamp.ablation.columns import retained_after, retained_before, retained_loss
+    from klamp.ablation.outcome import retained_after, retained_before, retained_loss
 
     return {
         "checkpoint": checkpoint,
@@ -232,7 +232,7 @@ def show(checkpoint: str, subject: Subject, found: Outcome, out: TextIO) -> None
         found: what came of it.
         out: where to.
     """
-    from klamp.ablation.columns import retained_after, retained_before, retained_loss
+    from klamp.ablation.outcome import retained_after, retained_before, retained_loss
 
     scale = Scale.of(found.before, found.after)
     steps = "" if subject.steps is None else f", after {subject.steps} steps"

@@ -23,7 +23,6 @@ from klamp.errors import ModelError
 from klamp.hosts.common.step_zero import active_dropouts
 from klamp.tasks.base_model import BaseModelConfig, cached_base_model, load_base_model
 from klamp.tasks.cache import Progress
-from klamp.tasks.config import ARITHMETIC_TASK
 from klamp.tasks.named_models import NAMED_MODELS, load_named_model
 from klamp.training.config import ModelConfig
 from klamp.training.hub import loadable, weights_folder
@@ -31,9 +30,7 @@ from klamp.training.hub import loadable, weights_folder
 BUILTIN = "builtin"
 
 
-def load_model(
-    spec: str, dtype: str = "float32", *, progress: Progress | None = None, task: str = ARITHMETIC_TASK
-) -> PreTrainedModel:
+def load_model(spec: str, dtype: str = "float32", *, progress: Progress | None = None) -> PreTrainedModel:
     """Load a causal language model with every dropout off, in evaluation mode.
 
     Dropout is off for good: with it, the policy would differ from the reference before the first step.
@@ -42,7 +39,6 @@ def load_model(
         spec: `builtin`, a name of `NAMED_MODELS`, a local folder (also of a checkpoint of klamp's), or a hub id.
         dtype: data type of the weights.
         progress: told how far a model is that has to be made first: the built-in one taught, a named one converted.
-        task: the task whose base model `builtin` is.
 
     Raises:
         ModelError: the folder or id holds no causal LM.
@@ -58,13 +54,12 @@ def load_model(
     return model.eval()
 
 
-def make_ready(spec: str, *, progress: Progress | None = None, task: str = ARITHMETIC_TASK) -> None:
+def make_ready(spec: str, *, progress: Progress | None = None) -> None:
     """Make a model of klamp's own that is not in the cache yet; any other name is left alone.
 
     Args:
         spec: see `load_model`.
         progress: see `load_model`.
-        task: see `load_model`.
 
     Raises:
         ModelError: it cannot be made.
@@ -75,12 +70,11 @@ def make_ready(spec: str, *, progress: Progress | None = None, task: str = ARITH
         _folder_of(spec, progress)
 
 
-def load_tokenizer(spec: str, *, task: str = ARITHMETIC_TASK) -> PreTrainedTokenizerBase:
+def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model, ready for left padding.
 
     Args:
         spec: `builtin`, a name of `NAMED_MODELS`, a local folder (also of a checkpoint of klamp's), or a hub id.
-        task: the task whose base model `builtin` is.
 
     Raises:
         ModelError: no tokenizer there, or one without an end token.

@@ -158,11 +158,11 @@ def load_start(config: TrainConfig, accelerator: Accelerator, observers: Sequenc
     Raises:
         ModelError, DataError, RewardError, UnknownNameError: whatever does not fit, before any work.
     """
-    name, task_name = config.model.model, config.task.task
+    name = config.model.model
     with accelerator.main_process_first():  # the built-in model is trained once, by one process
-        make_ready(name, progress=progress_of(observers), task=task_name)
-    model = load_model(name, config.model.dtype, task=task_name)  # by all together: ZeRO-3 gives each its part
-    tokenizer = load_tokenizer(config.model.tokenizer or config.model.model, task=config.task.task)
+        make_ready(name, progress=progress_of(observers))
+    model = load_model(name, config.model.dtype)  # by all together: ZeRO-3 gives each its part
+    tokenizer = load_tokenizer(config.model.tokenizer or config.model.model)
     _check_vocabulary(model, tokenizer, config.model)
     task = load_prompts(config, tokenizer, longest=max_length(model))
     return Start(model=model, tokenizer=tokenizer, task=task, stop=end_tokens(model, tokenizer))
@@ -313,7 +313,7 @@ def load_reference(config: TrainConfig, policy: nn.Module) -> PreTrainedModel:
         ModelError: there is none, or it has another vocabulary than the policy.
     """
     assert config.model.ref_model is not None
-    model = load_model(config.model.ref_model, config.model.dtype, task=config.task.task)
+    model = load_model(config.model.ref_model, config.model.dtype)
     check_same_vocabulary(model, policy)
     return model
 
@@ -353,7 +353,7 @@ def _placed(model: nn.Module, config: TrainConfig, accelerator: Accelerator) -> 
 
 def _fresh_policy(config: TrainConfig, accelerator: Accelerator) -> nn.Module:
     """Load the policy as it was before the first step, for a run that is resumed."""
-    start = load_model(config.model.model, config.model.dtype, task=config.task.task)
+    start = load_model(config.model.model, config.model.dtype)
     return _policy(start, config, None, accelerator)
 
 

@@ -43,8 +43,8 @@ def check_run(config: TrainConfig, folder: Path) -> Iterator[tuple[int, SyncRepo
             why="a step's weights are those before it: the model of the start, or the checkpoint of the step before",
             fix="set log_completions_every=1; where transformers generates for TRL, a sampler tells nothing",
         )
-    tokenizer = load_tokenizer(config.model.tokenizer or config.model.model, task=config.task.task)
-    start = load_model(config.model.model, config.model.dtype, task=config.task.task)
+    tokenizer = load_tokenizer(config.model.tokenizer or config.model.model)
+    start = load_model(config.model.model, config.model.dtype)
     for step in steps:
         saved, rows = weights[step], kept[step]
         moved = saved is not None and not config.model.lora_r  # with an adapter, the start is the policy without it
@@ -66,11 +66,11 @@ def check_run(config: TrainConfig, folder: Path) -> Iterator[tuple[int, SyncRepo
 
 def _policy(config: TrainConfig, checkpoint: Path) -> Any:
     """The policy of a checkpoint."""
-    task, model, inside = config.task.task, config.model, checkpoint / POLICY
+    model, inside = config.model, checkpoint / POLICY
     saved = inside if inside.is_dir() else checkpoint
     if model.lora_r:
-        return with_adapter(load_model(model.model, model.dtype, task=task), model, saved).eval()
-    return load_model(str(saved), model.dtype, task=task)
+        return with_adapter(load_model(model.model, model.dtype), model, saved).eval()
+    return load_model(str(saved), model.dtype)
 
 
 def _by_step(file: Path) -> dict[int, list[dict[str, Any]]]:

@@ -111,8 +111,8 @@ def context_of(config: TrainConfig, folder: Path, accelerator: Accelerator, obse
     Raises:
         ModelError, DataError, RewardError, UnknownNameError: whatever does not fit, before any work.
     """
-    make_ready(config.model.model, progress=progress_of(observers), task=config.task.task)
-    tokenizer = load_tokenizer(config.model.tokenizer or config.model.model, task=config.task.task)
+    make_ready(config.model.model, progress=progress_of(observers))
+    tokenizer = load_tokenizer(config.model.tokenizer or config.model.model)
     longest, settings = describe_folder(model_path(config))
     task = load_prompts(config, tokenizer, longest=longest)
     weightless = nn.Module()
