@@ -95,7 +95,7 @@ def test_without_kl_there_is_no_controller_and_no_reference() -> None:
 
 
 def test_who_writes_the_completions_is_said_where_it_is_not_the_policy() -> None:
-    assert "klamp's own loop; completions by vLLM in this process" in plan("--sampler", "vllm")
+    assert "completions by vLLM in the training processes" in plan("--backend", "trl", "--sampler", "vllm")
     assert "completions by" not in plan()
 
 

@@ -54,7 +54,6 @@ GUESTS = {
     "hosts/common/packing.py": {"vllm"},
     "tinker/testing.py": {"klamp-standin"},
     "training/in_trl/data.py": {"datasets"},
-    "training/vllm_sampler.py": {"vllm"},
 }
 
 # What has to be importable with these extras alone: all that is imported on the way, within functions apart.

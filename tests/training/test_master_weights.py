@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from tests.training.conftest import steps_of, tiny_llama
@@ -15,7 +13,6 @@ from klamp.training import checkpoint
 from klamp.training.config import TrainConfig
 from klamp.training.master_weights import MASTERS, MasterAdamW
 from klamp.training.setup import make_optimizer
-from klamp.training.sharding import put_together, split_like
 from klamp.training.trainer import train_run
 
 FULL = {"dtype": "bfloat16", "lr_scheduler_type": "constant", "warmup_steps": 0}
@@ -96,14 +93,6 @@ def test_a_state_without_copies_continues_from_the_weights():
     resumed.load_state_dict(saved)
     for master, weight in zip(resumed.masters, model.parameters(), strict=True):
         assert torch.equal(master, weight.float())
-
-
-def test_sharded_runs_put_the_copies_together_and_split_them():
-    model = tiny_llama().bfloat16()
-    optimizer = stepped(model)
-    whole = put_together(model, optimizer, keep=True)
-    assert all(torch.equal(a, b) for a, b in zip(whole.optimizer[MASTERS], optimizer.masters, strict=True))
-    assert split_like(copy.deepcopy(whole.optimizer), optimizer).keys() == whole.optimizer.keys()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -65,11 +65,12 @@ def test_what_it_can_do_passes(given):
     ("backend", "given"),
     [
         ("local", {"sampler_url": "http://there:8000"}),
+        ("local", {"sampler": "vllm"}),
         ("tinker", {"sampler_url": "http://there:8000"}),
         ("tinker", {"sampler": "vllm"}),
     ],
 )
-def test_a_server_writes_for_trl_alone_and_an_engine_for_a_policy_that_is_here(backend, given):
+def test_vllm_writes_for_trl_alone(backend, given):
     with pytest.raises(ConfigError, match=f"backend='{backend}' cannot do this") as caught:
         TrainConfig.from_flat({"backend": backend, "model": "some/model", **given})
     assert "set backend to trl" in str(caught.value)

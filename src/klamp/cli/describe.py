@@ -54,8 +54,6 @@ def describe_backend(config: TrainConfig) -> str:
         gpus = "1 GPU" if run.gpus == 1 else f"{run.gpus} GPUs"
         size = gpus if run.machines == 1 else f"{gpus} on each of {run.machines} machines"
         return f"verl: its own program on {cluster}, {size}; completions by vLLM"
-    if run.backend == "local":
-        return "local: klamp's own loop; completions by vLLM in this process"
     sampler = "transformers" if rollout.sampler == "own" else "vLLM in the training processes"
     sampler = sampler if rollout.sampler_url is None else f"a vLLM server at {rollout.sampler_url}"
     return f"trl: TRL's GRPO in this process; completions by {sampler}"

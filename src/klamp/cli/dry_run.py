@@ -63,11 +63,7 @@ def _in_words(config: TrainConfig, inputs: Inputs | str) -> list[tuple[str, str]
     return [
         ("task", f"{describe_task(config)}; {_prompts(config, inputs)}"),
         ("model", describe_model(config)),
-        *(
-            [("backend", describe_backend(config))]
-            if run.backend in ("trl", "verl") or rollout.sampler != "own"
-            else []
-        ),
+        *([("backend", describe_backend(config))] if run.backend in ("trl", "verl") else []),
         ("reference", describe_reference(config)),
         ("KL", describe_kl(config.kl)),
         *_beta_lines(config),

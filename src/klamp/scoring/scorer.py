@@ -174,7 +174,7 @@ class _Pieces:
             return whole
         values, places = torch.cat(self.values[name]), torch.cat(self.places[name])
         at = (places // ids.shape[1], places % ids.shape[1])
-        return whole.to(values.dtype).index_put(at, values)  # no view: FSDP2 hangs its backward hook on this tensor
+        return whole.to(values.dtype).index_put(at, values)
 
     def _kept(self) -> Predictions | None:
         if self.ask.keep is None or self.head is None:

@@ -33,7 +33,6 @@ from klamp.tasks.cache import make_readable, without_bars
 from klamp.tasks.files import json_of
 from klamp.training.folders import CHECKPOINTS, SUMMARY, checkpoint_folders, lost, number_of
 from klamp.training.seals import SEAL, changed, checksums, sealed, sync_all
-from klamp.training.sharding import Whole, split_like
 from klamp.training.whole_files import part_of, sync
 
 REFERENCE = "reference.safetensors"
@@ -65,7 +64,6 @@ def save(
     reference: nn.Module | None,
     state: dict[str, Any],
     keep: int,
-    whole: Whole | None = None,
 ) -> Path:
     """Write the checkpoint of a step, and delete all but the newest `keep`.
 
@@ -78,16 +76,13 @@ def save(
         reference: weights of a reference that moves.
         state: plain numbers and names.
         keep: how many checkpoints to leave.
-        whole: weights and moments, where the policy's are split over processes.
     """
-    weights = {} if whole is None else {"state_dict": whole.weights}
-    moments = optimizer.state_dict() if whole is None else whole.optimizer
 
     def fill(part: Path) -> None:
         with without_bars():
-            policy.save_pretrained(str(part / POLICY), **weights)  # pyright: ignore[reportCallIssue]
+            policy.save_pretrained(str(part / POLICY))  # pyright: ignore[reportCallIssue]
         tokenizer.save_pretrained(str(part / POLICY))
-        torch.save(moments, part / "optimizer.pt")
+        torch.save(optimizer.state_dict(), part / "optimizer.pt")
         if reference is not None:
             save_model(reference, str(part / REFERENCE))
 
@@ -265,7 +260,7 @@ def load_optimizer(checkpoint: Path, optimizer: Optimizer) -> None:
     """
     try:
         saved = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)
-        optimizer.load_state_dict(split_like(saved, optimizer))
+        optimizer.load_state_dict(saved)
     except UNREADABLE as error:
         raise damaged(checkpoint, error) from error
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from accelerate import Accelerator
@@ -18,24 +16,11 @@ from klamp.config.choices import SMALL_VOCABULARY
 from klamp.core.objective import Objective
 from klamp.core.types import Direction
 from klamp.hosts.common.control import KLControl
-from klamp.scoring.completions import Completions
 from klamp.scoring.scorer import Scorer
 from klamp.tasks.base import Task
 from klamp.training.config import TrainConfig
 from klamp.training.peers import Peers
 from klamp.training.references import Reference
-from klamp.training.sharding import gathered
-
-
-class Sampler(Protocol):
-    """Writes the completions of a step in the policy's place, with its weights as they are now."""
-
-    def __call__(self, prompt_ids: Tensor, prompt_mask: Tensor, uniforms: Tensor, /) -> Completions:
-        """One completion for each prompt, drawn from nothing but its own numbers.
-
-        Shapes: prompt_ids, prompt_mask [B, P] left-padded, uniforms [B, T] in [0, 1).
-        """
-        ...
 
 
 @dataclass(kw_only=True)
@@ -70,8 +55,6 @@ class Context:
     """The number of entries that the policy gives a logit to."""
     scorer: Scorer | None = None
     """The policy's scorer without wrappers; None where the weights are at a service."""
-    sampler: Sampler | None = None
-    """Who writes the completions; None: the policy itself, by klamp's own decoding."""
     peers: Peers = field(default_factory=Peers)
     """The processes of the run, which watch over each other."""
     control: KLControl = field(init=False)
@@ -129,10 +112,6 @@ class Context:
         count = min(rows, self.config.optim.gradient_accumulation_steps)
         bounds = torch.linspace(0, rows, count + 1).round().long().tolist()
         return (slice(a, b) for a, b in pairwise(bounds) if b > a)
-
-    def gathered(self) -> AbstractContextManager[None]:
-        """A context in which every process holds all of the policy's weights; all processes must enter it."""
-        return gathered(self.wrapped)
 
     def sum_over_processes(self, x: Tensor) -> Tensor:
         """The sum of a tensor over all processes."""

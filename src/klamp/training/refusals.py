@@ -17,8 +17,6 @@ from klamp.training.verl_refusals import OF_VERL, verl_refusals
 
 USER = re.compile(r"[A-Za-z][\w+.-]*://[^/?#\s]*@")
 """The beginning of a URL that names a user."""
-VLLM_COLDEST = 0.01
-"""The lowest temperature that vLLM samples at."""
 
 _Refused = partial(Refusal, what="backend='tinker' cannot do this")
 
@@ -80,30 +78,17 @@ def _of_verl(rollout: RolloutConfig, run: RunConfig) -> list[Refusal]:
 
 
 def _sampler(rollout: RolloutConfig, run: RunConfig) -> list[Refusal]:
-    """The refusals of another sampler than the backend's own; klamp's own loop takes vLLM in its process."""
-    asked = (
-        ("sampler", rollout.sampler, ("own", "vllm") if run.backend == "local" else ("own",)),
-        ("sampler_url", rollout.sampler_url, (None,)),
-    )
+    """The refusals of another sampler than the backend's own."""
+    asked = (("sampler", rollout.sampler, "own"), ("sampler_url", rollout.sampler_url, None))
     return [
-        *(
-            Refusal(
-                value not in taken,
-                what=f"backend={run.backend!r} cannot do this",
-                got=f"{field}={value!r}",
-                why="it writes the completions itself",
-                fix=f"leave {field} out, or set backend to trl",
-            )
-            for field, value, taken in asked
-        ),
         Refusal(
-            rollout.sampler == "vllm" and rollout.temperature < VLLM_COLDEST,
-            what="vLLM samples at no such temperature",
-            got=f"temperature={rollout.temperature:g}, sampler='vllm'",
-            why=f"it takes {VLLM_COLDEST} in the place of whatever is below, so that its log-probabilities would be "
-            "those of another policy",
-            fix=f"set temperature to {VLLM_COLDEST} or more, or sampler='own'",
-        ),
+            value != own,
+            what=f"backend={run.backend!r} cannot do this",
+            got=f"{field}={value!r}",
+            why="it writes the completions itself",
+            fix=f"leave {field} out, or set backend to trl",
+        )
+        for field, value, own in asked
     ]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -86,24 +85,18 @@ def collect(context: Context, examples: Sequence[Example], *, step: int, beta: f
     rows = (mine[:, None] * size + torch.arange(size)).reshape(-1)
     uniforms = uniform_numbers(config.run.seed, step, len(examples) * size, config.rollout.max_completion_length)
     prompt_ids, prompt_mask = encode_prompts([e.prompt for e in chosen], context.tokenizer, context.device)
-    sampler = context.sampler or partial(_by_policy, context)
-    completions = sampler(prompt_ids, prompt_mask, uniforms[rows])
-    weights = kl_weights(context, len(examples) * size, step=step)
-    return rate(context, chosen, completions, beta=beta, kl_weight=None if weights is None else weights[rows])
-
-
-def _by_policy(context: Context, prompt_ids: Tensor, prompt_mask: Tensor, uniforms: Tensor) -> Completions:
-    """One completion for each prompt, by klamp's own decoding."""
-    return generate(
+    completions = generate(
         context.policy,
         prompt_ids,
         prompt_mask,
-        rollout=context.config.rollout,
+        rollout=config.rollout,
         stop=context.stop,
         pad=context.pad,
-        uniforms=uniforms,
+        uniforms=uniforms[rows],
         traits=None if context.scorer is None else context.scorer.traits,
     )
+    weights = kl_weights(context, len(examples) * size, step=step)
+    return rate(context, chosen, completions, beta=beta, kl_weight=None if weights is None else weights[rows])
 
 
 def kl_weights(context: Context, sequences: int, *, step: int) -> Tensor | None:

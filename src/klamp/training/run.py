@@ -48,7 +48,6 @@ class Run:
         self.context = context
         self.alarms = AlarmObserver(self.tell, rl_skill=context.task.rl_skill, stop_on=context.config.run.stop_on)
         self.observers = [*observers, self.alarms] if context.accelerator.is_main_process else []
-        self.agreed = False
         self.step = 0
         self.before: dict[str, float] = {}
         self.metrics: dict[str, float] = {}
@@ -71,8 +70,7 @@ class Run:
 
     def examine(self) -> Evaluation:
         """Every skill's score now, and some answers."""
-        with self.context.gathered():
-            return evaluate(self.context)
+        return evaluate(self.context)
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate every skill now and tell the observers."""
@@ -141,8 +139,7 @@ class Run:
     def _anywhere(self, asked: bool) -> bool:
         """Whether any process was asked to stop, so that all of them stop after the same step."""
         asked_for = self.context.sum_over_processes(torch.tensor(float(asked), device=self.context.device))
-        self.agreed = bool(asked_for > 0)
-        return self.agreed
+        return bool(asked_for > 0)
 
     def stopped(self, step: int, folder: Path | None) -> TrainingStopped:
         """The error that ends an interrupted run.

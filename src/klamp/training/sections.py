@@ -70,8 +70,7 @@ class RolloutConfig:
     mask_truncated_completions: bool = False
     """Leave completions out of the loss that reached max_completion_length without an end token."""
     sampler: Sampler = "own"
-    """Who writes the completions: the backend's own generation, or vllm inside the training process (backend local) or
-    processes (backend trl)."""
+    """Who writes the completions: the backend's own generation, or vllm inside the training processes (backend trl)."""
     sampler_url: str | None = None
     """Address of a vLLM server that `trl vllm-serve` runs, which writes them instead (backend trl); None: no server."""
 

@@ -29,6 +29,7 @@ from klamp.tasks.base import Task
 from klamp.training import checkpoint
 from klamp.training.config import ModelConfig, TrainConfig
 from klamp.training.context import Context
+from klamp.training.launch import check_precision
 from klamp.training.master_weights import MasterAdamW
 from klamp.training.models import (
     BUILTIN,
@@ -43,7 +44,6 @@ from klamp.training.models import (
 )
 from klamp.training.observers import Observer, progress_of
 from klamp.training.references import AdapterOffReference, FrozenReference, MovingReference, Reference
-from klamp.training.sharding import check_fsdp, check_precision, check_version
 from klamp.training.vllm_reference import connect
 
 ELSEWHERE = ("tinker", "verl")
@@ -55,25 +55,6 @@ def on_cpu(config: TrainConfig) -> bool:
     return config.run.cpu or config.run.backend in ELSEWHERE or not torch.accelerator.is_available()
 
 
-def check_alone(config: TrainConfig, *, why: str) -> None:
-    """Refuse several processes where one is enough.
-
-    Args:
-        config: the run.
-        why: where the work is done instead.
-
-    Raises:
-        ConfigError: a launcher started several.
-    """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError(
-            f"backend={config.run.backend!r} runs in one process",
-            got=f"WORLD_SIZE={os.environ['WORLD_SIZE']}",
-            why=why,
-            fix="start it without torchrun",
-        )
-
-
 def make_accelerator(config: TrainConfig, folder: Path) -> Accelerator:
     """The accelerator of a run; its trackers are named and not started yet.
 
@@ -82,12 +63,9 @@ def make_accelerator(config: TrainConfig, folder: Path) -> Accelerator:
         folder: its folder, which the trackers write into.
 
     Raises:
-        ConfigError: an unknown tracker, prompts that do not divide over the processes, mixed precision, or an FSDP that
-            klamp does not run under.
+        ConfigError: an unknown tracker, prompts that do not divide over the processes, or mixed precision for klamp's
+            own loop.
     """
-    sharded_here = config.run.backend == "local"
-    if sharded_here or config.run.backend == "trl":
-        check_version()
     if is_initialized() and AcceleratorState().mixed_precision != "no":
         AcceleratorState._reset_state()  # that of another trainer in this process (TRL's default) would be this run's
     try:
@@ -112,8 +90,7 @@ def make_accelerator(config: TrainConfig, folder: Path) -> Accelerator:
             why="each of them would train a model of its own in the same folder",
             fix="launch with torchrun or accelerate launch --multi_gpu (which also joins CPU processes)",
         )
-    if sharded_here:
-        check_fsdp(accelerator)
+    if config.run.backend == "local":
         check_precision(accelerator)
     if config.rollout.prompts_per_step % accelerator.num_processes:
         raise ConfigError(

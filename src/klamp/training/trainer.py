@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from klamp.training import checkpoint
 from klamp.training.config import TrainConfig
 from klamp.training.context import Context
 from klamp.training.folders import number_of
+from klamp.training.launch import check_one_machine
 from klamp.training.measurement import control_metrics, speed
 from klamp.training.observers import Observer, RunSummary
 from klamp.training.opening import opened_folder
@@ -28,9 +29,7 @@ from klamp.training.rollouts import Rollout, collect
 from klamp.training.run import Interrupt, Run, deferred_interrupts
 from klamp.training.runlog import RunLog, begin_trackers
 from klamp.training.setup import build, make_accelerator, make_optimizer
-from klamp.training.sharding import is_sharded, prepare, put_together
 from klamp.training.updates import UpdateOutput, update, with_old_logprobs
-from klamp.training.vllm_sampler import check_sampler, sampler_of
 
 
 class Trainer(Run):
@@ -38,7 +37,7 @@ class Trainer(Run):
 
     def __init__(self, context: Context, observers: Sequence[Observer]) -> None:
         super().__init__(context, observers)
-        context.wrapped = prepare(context.wrapped, context.accelerator)
+        context.wrapped = context.accelerator.prepare_model(context.wrapped)
         self.optimizer, self.schedule = make_optimizer(context)
         self.whole = True
         self.optimizer.register_step_pre_hook(self._between_steps)
@@ -86,16 +85,14 @@ class Trainer(Run):
         self.after = self.scores_at(self.step)
 
     def save(self) -> Path | None:
-        """Write a checkpoint of the last step done: the main process, with what others have of sharded weights.
+        """Write a checkpoint of the last step done: the main process does.
 
         A step that this run has saved before is not written again.
         """
         if self.saved[0] == self.step:
             return self.saved[1]
         context = self.context
-        main, sharded = context.accelerator.is_main_process, is_sharded(context.wrapped)
-        whole = put_together(context.policy, self.optimizer, keep=main) if sharded else None
-        if not main:
+        if not context.accelerator.is_main_process:
             self.saved = (self.step, None)
             return None
         context.peers.at("saving", step=self.step)
@@ -108,7 +105,6 @@ class Trainer(Run):
             reference=None if context.reference is None else context.reference.weights(),
             state=self._state(),
             keep=context.config.run.keep_checkpoints,
-            whole=whole,
         )
         self.saved = (self.step, folder)
         self.tell(lambda o: o.on_checkpoint(self.step, folder))
@@ -146,17 +142,14 @@ class Trainer(Run):
         self._show_completions(rollout, outputs[0])
         self.step += 1
         if self.context.reference is not None:
-            moves = self.context.reference.weights() is not None
-            with self.context.gathered() if moves else nullcontext():
-                self.context.reference.after_step(self.context.policy, self.step)
+            self.context.reference.after_step(self.context.policy, self.step)
         self.whole = True
         return metrics
 
     def collect(self, beta: float) -> Rollout:
         """Sample and rate the completions of this step."""
         self.context.peers.at("sampling", step=self.step + 1)
-        with self.context.gathered():
-            return collect(self.context, self.prompts(self.step), step=self.step, beta=beta)
+        return collect(self.context, self.prompts(self.step), step=self.step, beta=beta)
 
     def update(self, rollout: Rollout, objective: Objective) -> UpdateOutput:
         """One optimizer step on them."""
@@ -217,11 +210,8 @@ class Trainer(Run):
                 raise KeyboardInterrupt
 
     def _keep(self) -> tuple[int, Path | None]:
-        """The step to continue from and its folder: the last one done, or in mid-update the newest on disk.
-
-        Sharded weights take all processes to save: after an error, which may be of one alone, it is the newest too.
-        """
-        if self.whole and (self.agreed or not is_sharded(self.context.wrapped)) and self.context.output_dir.is_dir():
+        """The step to continue from and its folder: the last one done, or in mid-update the newest on disk."""
+        if self.whole and self.context.output_dir.is_dir():
             with suppress(KeyboardInterrupt, RunFolderError):  # impatience, a full disk: what is there is there
                 return self.step, self.save()
         found = checkpoint.checkpoints(self.context.output_dir)
@@ -238,14 +228,13 @@ def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSum
     Raises:
         KlampError: bad input before any work, or an error in the run with its state saved; see `klamp.errors`.
     """
-    check_sampler(config)
+    check_one_machine()
     with opened_folder(config) as folder, watched(config, folder) as peers:
         accelerator = make_accelerator(config, folder)
         try:
             context = build(config, accelerator, folder, observers)
             context.peers = peers
-            with sampler_of(context) as context.sampler:
-                return _train(context, observers)
+            return _train(context, observers)
         finally:
             for observer in observers if accelerator.is_main_process else ():
                 observer.close()
@@ -262,6 +251,5 @@ def _train(context: Context, observers: Sequence[Observer]) -> RunSummary:
     trainer.warn(*(notes(context.scorer.traits) if context.scorer is not None else ()))
     begin_trackers(accelerator, config, context.output_dir, done=trainer.step)
     if trainer.step == 0:
-        with context.gathered():
-            measure_reference_length(context)
+        measure_reference_length(context)
     return trainer.run()

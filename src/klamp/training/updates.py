@@ -22,7 +22,6 @@ from klamp.scoring.scorer import Ask
 from klamp.scoring.scores import Scores, joined
 from klamp.training.context import Context
 from klamp.training.rollouts import Rollout, exact_of
-from klamp.training.sharding import whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +199,7 @@ def over_processes(context: Context, sums: Mapping[str, Tensor | float]) -> dict
 def _step(context: Context, optimizer: Optimizer, loss: float) -> float:
     bound = context.config.optim.max_grad_norm
     parameters = [p for p in context.policy.parameters() if p.requires_grad]
-    norm = whole(context.accelerator.clip_grad_norm_(parameters, bound if bound > 0 else float("inf")))
+    norm = context.accelerator.clip_grad_norm_(parameters, bound if bound > 0 else float("inf"))
     grad_norm = float(norm) if norm is not None else 0.0
     if not (torch.isfinite(torch.tensor(loss)) and torch.isfinite(torch.tensor(grad_norm))):
         optimizer.zero_grad()

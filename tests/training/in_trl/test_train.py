@@ -28,18 +28,18 @@ from klamp.training.observers import Observer
 
 @pytest.mark.parametrize("changes", [{"sampler": "vllm"}, {"sampler_url": "http://there:8000"}])
 def test_a_missing_vllm_is_said_before_any_work(changes, quick, tmp_path, monkeypatch):
-    monkeypatch.setattr("klamp.training.vllm_sampler.find_spec", lambda name: None)
+    monkeypatch.setattr("klamp.training.in_trl.train.find_spec", lambda name: None)
     with pytest.raises(MissingLibrary, match="vLLM, which is not installed") as missing:
         train_run(quick(**changes))
     assert 'pip install "trl[vllm]"' in str(missing.value)
     assert not (tmp_path / "run").exists()
-    monkeypatch.setattr("klamp.training.vllm_sampler.find_spec", lambda name: object())
+    monkeypatch.setattr("klamp.training.in_trl.train.find_spec", lambda name: object())
     check_vllm(quick(**changes))
 
 
 def test_an_engine_in_this_process_packs_no_weights(quick, monkeypatch):
     put_in_place(monkeypatch, amx=True)
-    monkeypatch.setattr("klamp.training.vllm_sampler.find_spec", lambda name: object())
+    monkeypatch.setattr("klamp.training.in_trl.train.find_spec", lambda name: object())
 
     def made(*_, **__):
         raise ConfigError("the trainer is made now", got=packing(torch.bfloat16))

@@ -19,12 +19,12 @@ from klamp.training.context import Context
 from klamp.training.evaluation import Evaluation, evaluate
 from klamp.training.folders import number_of
 from klamp.training.in_trl.measurement import rollout_of, update_of
+from klamp.training.in_trl.split import gathered
 from klamp.training.in_trl.trainer import RunTrainer, checkpoints
 from klamp.training.measurement import control_metrics, speed
 from klamp.training.models import former_names
 from klamp.training.observers import Observer, RunInfo, RunSummary
 from klamp.training.run import Interrupt, Run, deferred_interrupts
-from klamp.training.sharding import gathered
 from klamp.training.updates import UpdateOutput, not_finite
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch  # noqa: E402  (the version is checked before TRL is opened up)
 from accelerate import Accelerator  # noqa: E402
 
 from klamp.config import build_objective  # noqa: E402
-from klamp.errors import ConfigError, KLWarning  # noqa: E402
+from klamp.errors import ConfigError, KLWarning, MissingLibrary  # noqa: E402
 from klamp.hosts.common.exclusions import excluded_ids  # noqa: E402
 from klamp.hosts.common.packing import pack_nothing  # noqa: E402
 from klamp.hosts.trl.config import GRPOConfig  # noqa: E402
@@ -31,6 +32,7 @@ from klamp.training.context import Context  # noqa: E402
 from klamp.training.in_trl.arguments import part_size, trl_arguments  # noqa: E402
 from klamp.training.in_trl.data import dataset_of, reward_function  # noqa: E402
 from klamp.training.in_trl.run import TRLRun, whole_newest  # noqa: E402
+from klamp.training.in_trl.split import check_fsdp_version, is_used  # noqa: E402
 from klamp.training.in_trl.trainer import RunTrainer  # noqa: E402
 from klamp.training.models import adapter_config, adapter_errors, former_names, output_size  # noqa: E402
 from klamp.training.observers import Observer, RunSummary  # noqa: E402
@@ -45,8 +47,6 @@ from klamp.training.setup import (  # noqa: E402
     on_cpu,
     reference_kind,
 )
-from klamp.training.sharding import is_used  # noqa: E402
-from klamp.training.vllm_sampler import check_installed  # noqa: E402
 
 
 def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSummary:
@@ -63,6 +63,7 @@ def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSum
         KlampError: bad input before any work, or an error in the run; see `klamp.errors`.
     """
     check_vllm(config)
+    check_fsdp_version()
     check_devices(config)
     reference_kind(config)
     with opened_folder(config) as folder, watched(config, folder) as peers:
@@ -103,10 +104,14 @@ def check_vllm(config: TrainConfig) -> None:
     Raises:
         MissingLibrary: it is missing.
     """
-    if config.rollout.sampler == "vllm" or config.rollout.sampler_url is not None:
-        check_installed(
+    asked = config.rollout.sampler == "vllm" or config.rollout.sampler_url is not None
+    if asked and find_spec("vllm") is None:
+        raise MissingLibrary(
+            "sampler='vllm' needs vLLM, which is not installed",
+            got="no module vllm",
             why="TRL talks to vLLM's server through it, or generates with it in the training processes",
-            install='pip install "trl[vllm]"',
+            fix='pip install "trl[vllm]", or in a checkout of klamp make an environment that has it for CPUs: '
+            "scripts/environment.sh vllm; or leave sampler and sampler_url out",
         )
 
 
@@ -140,7 +145,7 @@ def check_split(config: TrainConfig, accelerator: Accelerator) -> None:
             "float32 copies of 16-bit weights cannot be divided among processes by TRL",
             got=f"dtype={config.model.dtype!r}, master_weights='float32'",
             why="FSDP2 and DeepSpeed put their own weights into the optimizer in the place of the copies",
-            fix="set dtype='float32' or master_weights='none', or use backend='local', which divides them under FSDP2",
+            fix="set dtype='float32' or master_weights='none'",
         )
 
 

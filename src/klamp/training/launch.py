@@ -1,0 +1,72 @@
+"""What a launcher may ask of a run: processes on one machine, each with all weights, in the model's own data type."""
+
+from __future__ import annotations
+
+import os
+
+from accelerate import Accelerator
+
+from klamp.errors import ConfigError
+from klamp.training.config import TrainConfig
+
+SPLITS = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DeepSpeed"}
+"""The variables by which `accelerate launch` asks for weights that are divided among processes."""
+
+
+def asked_for(variable: str) -> bool:
+    """Whether the launcher asks for what a variable of accelerate's names."""
+    return os.environ.get(variable, "false").lower() == "true"
+
+
+def check_one_machine() -> None:
+    """Refuse what klamp's own loop does not do, before accelerate sets it up.
+
+    Raises:
+        ConfigError: the launcher asks for weights that are divided among processes, or for several machines.
+    """
+    found = [words for variable, words in SPLITS.items() if asked_for(variable)]
+    everywhere, here = (os.environ.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if "LOCAL_WORLD_SIZE" in os.environ and everywhere != here:
+        found.append(f"{everywhere} processes, {here} of them on this machine")
+    if found:
+        raise ConfigError(
+            "klamp's own loop is for one machine, with all weights in each process",
+            got=", ".join(found),
+            why="TRL has FSDP2, DeepSpeed and vLLM, and verl several machines; both take the same configuration",
+            fix="launch it in the same way with --backend trl, or without a launcher with --backend verl",
+        )
+
+
+def check_precision(accelerator: Accelerator) -> None:
+    """Refuse accelerate's mixed precision, which would cast what the policy learns from and not its reference.
+
+    Raises:
+        ConfigError: the launcher asks for it.
+    """
+    if accelerator.mixed_precision != "no":
+        raise ConfigError(
+            "klamp train does not run in accelerate's mixed precision",
+            got=f"mixed_precision {accelerator.mixed_precision}",
+            why="the learning pass would be cast and the reference's not: a KL between two equal models, and not 0",
+            fix="give klamp's --dtype bfloat16 instead, and launch with --mixed_precision no "
+            "(or unset ACCELERATE_MIXED_PRECISION)",
+        )
+
+
+def check_alone(config: TrainConfig, *, why: str) -> None:
+    """Refuse several processes where one is enough.
+
+    Args:
+        config: the run.
+        why: where the work is done instead.
+
+    Raises:
+        ConfigError: a launcher started several.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            f"backend={config.run.backend!r} runs in one process",
+            got=f"WORLD_SIZE={os.environ['WORLD_SIZE']}",
+            why=why,
+            fix="start it without torchrun",
+        )

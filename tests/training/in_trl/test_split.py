@@ -1,0 +1,51 @@
+"""FSDP1, and an FSDP that accelerate drops, are refused under TRL; two real processes are in test_processes.py."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils import DistributedType
+
+from klamp.errors import ConfigError
+from klamp.training.in_trl.split import gathered, is_used
+from klamp.training.in_trl.train import train_run
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+
+
+@pytest.mark.parametrize("version", ["1", None])
+def test_fsdp1_is_refused_before_any_work(quick, tmp_path, asked, monkeypatch, version):
+    monkeypatch.delenv("FSDP_VERSION", raising=False)
+    if version:
+        monkeypatch.setenv("FSDP_VERSION", version)
+    with pytest.raises(ConfigError, match="FSDP1") as caught:
+        train_run(quick())
+    assert "--fsdp_version 2" in caught.value.fix and not (tmp_path / "run").exists()
+
+
+def test_fsdp_that_accelerate_drops_on_cpus_is_refused(asked, monkeypatch):
+    accelerator: Any = SimpleNamespace(
+        num_processes=2, distributed_type=DistributedType.MULTI_CPU, device=torch.device("cpu")
+    )
+    with pytest.raises(ConfigError, match="accelerate does not use it here") as caught:
+        is_used(accelerator)
+    assert caught.value.got == "2 processes on cpu"
+    accelerator.num_processes = 1
+    assert not is_used(accelerator), "its weights are whole either way"
+    accelerator.distributed_type = DistributedType.FSDP
+    assert is_used(accelerator)
+    monkeypatch.delenv("ACCELERATE_USE_FSDP")
+    assert not is_used(accelerator)
+
+
+def test_whole_weights_are_left_as_they_are():
+    module = torch.nn.Linear(2, 2)
+    before = module.weight
+    with gathered(module, split_after_passes=True):
+        assert module.weight is before
