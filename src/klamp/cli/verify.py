@@ -13,9 +13,8 @@ from klamp.cli.flags import read_own
 from klamp.cli.options import VerifyOptions
 from klamp.cli.tables import show_paragraph, show_table
 from klamp.errors import ConfigError
-from klamp.verify.answers import Answer, answer_direction
+from klamp.verify.answers import Answer, answer_direction, answer_importance_sampling
 from klamp.verify.answers_convergence import answer_convergence
-from klamp.verify.answers_sampling import answer_importance_sampling
 from klamp.verify.estimator_facts import EstimatorFacts, measure_estimators
 from klamp.verify.proofs import PROOFS, Check, run_section
 

@@ -122,11 +122,6 @@ class StepReport:
     policy_gradient: Float[Tensor, "prefixes vocab"]
     """Expected gradient of the same step without the KL."""
 
-    @property
-    def share_of_sequence(self) -> float:
-        """The multiple of the gradient of KL(policy||ref) that is nearest to the expected gradient: 1 is all."""
-        return self.kl.matches["reverse"].projection
-
 
 def scene(
     seed: int = 0,

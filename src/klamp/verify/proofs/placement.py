@@ -18,7 +18,6 @@ from klamp.verify.oracle import gradient_of
 from klamp.verify.proofs.check import Check, follows, is_equal, is_true
 
 KINDS: dict[Rewards, str] = {"equal": "saturated groups", "mixed": "mixed groups"}
-NOT_SCALED = LossConfig(scale_rewards="none", advantage_baseline="leave_one_out")
 
 
 def prove_placement() -> list[Check]:
