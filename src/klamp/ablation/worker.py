@@ -19,9 +19,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
+from filelock import lock_descriptor
+
 from klamp.ablation.executor import Tell, Update
 from klamp.ablation.plan import Run, plain_run, run_of
-from klamp.training.lock import flock
 from klamp.training.whole_files import write_whole
 
 RUN = "run.json"
@@ -100,7 +101,7 @@ def alone(folder: Path) -> Iterator[None]:
     """
     with (folder / RUN).open("rb") as file:
         with suppress(OSError):
-            flock(file, wait=True)
+            lock_descriptor(file.fileno())
         yield
 
 

@@ -19,7 +19,6 @@ from klamp.hosts.common.control import KLControl
 from klamp.scoring.scorer import Scorer
 from klamp.tasks.base import Task
 from klamp.training.config import TrainConfig
-from klamp.training.peers import Peers
 from klamp.training.references import Reference
 
 
@@ -55,8 +54,6 @@ class Context:
     """The number of entries that the policy gives a logit to."""
     scorer: Scorer | None = None
     """The policy's scorer without wrappers; None where the weights are at a service."""
-    peers: Peers = field(default_factory=Peers)
-    """The processes of the run, which watch over each other."""
     control: KLControl = field(init=False)
     """beta, the guard of the learning rate and the reference length, as in every host."""
 
@@ -115,10 +112,8 @@ class Context:
 
     def sum_over_processes(self, x: Tensor) -> Tensor:
         """The sum of a tensor over all processes."""
-        with self.peers.waiting():
-            return self.accelerator.reduce(x, reduction="sum")  # pyright: ignore[reportReturnType]
+        return self.accelerator.reduce(x, reduction="sum")  # pyright: ignore[reportReturnType]
 
     def gather(self, x: Tensor) -> Tensor:
         """The tensors of all processes, one after the other along the first dimension."""
-        with self.peers.waiting():
-            return self.accelerator.gather(x)  # pyright: ignore[reportReturnType]
+        return self.accelerator.gather(x)  # pyright: ignore[reportReturnType]

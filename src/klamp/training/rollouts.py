@@ -154,13 +154,11 @@ def rewards_of(context: Context, examples: Sequence[Example], texts: Sequence[st
     """The task's rewards, [B]; an error on one process is raised on all of them, so that none waits for ever."""
     rewards: list[float] = []
     error: RewardError | None = None
-    context.peers.at("the reward function")
     try:
         rewards = [context.task.score(e, t) for e, t in zip(examples, texts, strict=True)]
     except RewardError as raised:
         error = raised
     failed = context.sum_over_processes(torch.tensor(float(error is not None), device=context.device))
-    context.peers.at("scores and updates")
     if error is not None:
         raise error
     if failed > 0:

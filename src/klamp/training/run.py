@@ -74,7 +74,6 @@ class Run:
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate every skill now and tell the observers."""
-        self.context.peers.at("the evaluation", step=self.step)
         found = self.examine()
         self.tell(lambda o: o.on_evaluation(self.step, found.scores))
         self.tell(lambda o: o.on_answers(self.step, found.answers))

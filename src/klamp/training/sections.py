@@ -171,8 +171,7 @@ class RunConfig:
     """Who trains: local (klamp's own loop), trl (TRL's GRPO, in this process), verl (its own program, on Ray), or
     tinker (a service that the Tinker SDK reaches)."""
     process_timeout: float = 600.0
-    """Longest time in seconds that one process may wait for another (several processes); then the run ends, and says
-    for which."""
+    """Longest time in seconds that one process may wait for another (several processes); then the run ends."""
     service_timeout: float = 600.0
     """Longest wait for one answer of the service, in seconds."""
     gpus: int = 1

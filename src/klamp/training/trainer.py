@@ -23,7 +23,7 @@ from klamp.training.launch import check_one_machine
 from klamp.training.measurement import control_metrics, speed
 from klamp.training.observers import Observer, RunSummary
 from klamp.training.opening import opened_folder
-from klamp.training.peers import watched
+from klamp.training.peers import explained
 from klamp.training.reference_length import measure_reference_length
 from klamp.training.rollouts import Rollout, collect
 from klamp.training.run import Interrupt, Run, deferred_interrupts
@@ -95,7 +95,6 @@ class Trainer(Run):
         if not context.accelerator.is_main_process:
             self.saved = (self.step, None)
             return None
-        context.peers.at("saving", step=self.step)
         folder = checkpoint.save(
             context.output_dir,
             self.step,
@@ -148,7 +147,6 @@ class Trainer(Run):
 
     def collect(self, beta: float) -> Rollout:
         """Sample and rate the completions of this step."""
-        self.context.peers.at("sampling", step=self.step + 1)
         return collect(self.context, self.prompts(self.step), step=self.step, beta=beta)
 
     def update(self, rollout: Rollout, objective: Objective) -> UpdateOutput:
@@ -183,7 +181,7 @@ class Trainer(Run):
             self.after = self.evaluate()
         with deferred_interrupts() as interrupt:
             try:
-                with self.context.peers.explaining():
+                with explained(self.context.config):
                     self._take_steps(interrupt)
             except KeyboardInterrupt as stop:
                 raise self.stopped(*self._keep()) from stop
@@ -211,7 +209,8 @@ class Trainer(Run):
 
     def _keep(self) -> tuple[int, Path | None]:
         """The step to continue from and its folder: the last one done, or in mid-update the newest on disk."""
-        if self.whole and self.context.output_dir.is_dir():
+        main = self.context.accelerator.is_main_process
+        if self.whole and main and self.context.output_dir.is_dir():
             with suppress(KeyboardInterrupt, RunFolderError):  # impatience, a full disk: what is there is there
                 return self.step, self.save()
         found = checkpoint.checkpoints(self.context.output_dir)
@@ -229,11 +228,10 @@ def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSum
         KlampError: bad input before any work, or an error in the run with its state saved; see `klamp.errors`.
     """
     check_one_machine()
-    with opened_folder(config) as folder, watched(config, folder) as peers:
+    with explained(config), opened_folder(config) as folder:
         accelerator = make_accelerator(config, folder)
         try:
             context = build(config, accelerator, folder, observers)
-            context.peers = peers
             return _train(context, observers)
         finally:
             for observer in observers if accelerator.is_main_process else ():

@@ -24,6 +24,7 @@ from klamp.training.in_trl.trainer import RunTrainer, checkpoints
 from klamp.training.measurement import control_metrics, speed
 from klamp.training.models import former_names
 from klamp.training.observers import Observer, RunInfo, RunSummary
+from klamp.training.peers import explained
 from klamp.training.run import Interrupt, Run, deferred_interrupts
 from klamp.training.updates import UpdateOutput, not_finite
 
@@ -86,7 +87,7 @@ class TRLRun(Run):
         if not self.before:
             self.before = self.after = self.evaluate()
         try:
-            with deferred_interrupts() as self.interrupt, former_names(), self.context.peers.explaining():
+            with deferred_interrupts() as self.interrupt, former_names(), explained(self.context.config):
                 if self.step < self.context.config.run.max_steps:
                     self.trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
         except KeyboardInterrupt as stop:
@@ -167,7 +168,6 @@ class AfterStep(TrainerCallback):
         """Start the clock of a step; TRL generates within the first of its updates."""
         if not self.run.outputs:
             self.run.started = time.perf_counter()
-            self.run.context.peers.at("sampling", step=self.run.step + 1)
 
     def on_log(
         self,

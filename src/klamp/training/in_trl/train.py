@@ -37,7 +37,7 @@ from klamp.training.in_trl.trainer import RunTrainer  # noqa: E402
 from klamp.training.models import adapter_config, adapter_errors, former_names, output_size  # noqa: E402
 from klamp.training.observers import Observer, RunSummary  # noqa: E402
 from klamp.training.opening import opened_folder  # noqa: E402
-from klamp.training.peers import watched  # noqa: E402
+from klamp.training.peers import explained  # noqa: E402
 from klamp.training.runlog import RunLog, begin_trackers  # noqa: E402
 from klamp.training.setup import (  # noqa: E402
     Start,
@@ -66,7 +66,7 @@ def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSum
     check_fsdp_version()
     check_devices(config)
     reference_kind(config)
-    with opened_folder(config) as folder, watched(config, folder) as peers:
+    with explained(config), opened_folder(config) as folder:
         accelerator = make_accelerator(config, folder)
         try:
             part_size(config, accelerator.num_processes)
@@ -75,7 +75,6 @@ def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSum
                 whole_newest(folder)
             start = load_start(config, accelerator, observers)
             context = context_of(config, folder, accelerator, start)
-            context.peers = peers
             run = TRLRun(context, [RunLog(accelerator), *observers], trainer_of(context, start))
             if config.run.resume:
                 run.resume()
