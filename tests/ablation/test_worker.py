@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-import sys
 import threading
-from typing import IO
 
+import filelock
 import pytest
 from tests.waiting import SECONDS
 
@@ -18,7 +18,6 @@ from klamp.ablation.outcome import Outcome
 from klamp.ablation.plan import run_folder, runs
 from klamp.ablation.worker import DONE, FAILED, INTERRUPTED, alone, main, read_run, teller, write_run
 from klamp.errors import TrainingStopped
-from klamp.training import lock
 
 UPDATE = Update(run="a", state="running", step=1, metrics={"reward": 0.5})
 
@@ -93,18 +92,17 @@ def test_a_second_worker_of_the_same_run_waits(own, monkeypatch) -> None:
     """One that lost its command may still be saving its last step."""
     order, refused = [], threading.Event()
 
-    def flock(file: IO[bytes], *, wait: bool) -> None:
-        with pytest.raises(BlockingIOError):
-            lock.flock(file, wait=False)
+    def lock_descriptor(descriptor: int) -> None:
+        assert not filelock.lock_descriptor(descriptor, blocking=False)
         refused.set()
-        lock.flock(file, wait=wait)
+        filelock.lock_descriptor(descriptor)
 
     def second() -> None:
         with alone(own):
             order.append("second")
 
     with alone(own):
-        monkeypatch.setattr(worker, "flock", flock)
+        monkeypatch.setattr(worker, "lock_descriptor", lock_descriptor)
         thread = threading.Thread(target=second, daemon=True)
         thread.start()
         assert refused.wait(SECONDS)
@@ -114,6 +112,9 @@ def test_a_second_worker_of_the_same_run_waits(own, monkeypatch) -> None:
 
 
 def test_where_no_file_can_be_locked_nothing_is_waited_for(own, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "fcntl", None)
+    def lock_descriptor(descriptor: int) -> None:
+        raise OSError(errno.ENOSYS, "no locks here")
+
+    monkeypatch.setattr(worker, "lock_descriptor", lock_descriptor)
     with alone(own), alone(own):
         pass

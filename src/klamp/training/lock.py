@@ -15,8 +15,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from klamp.errors import RunFolderError
 
 LOCK = ".lock"
@@ -36,6 +34,8 @@ def held(folder: Path, *, by: str) -> Iterator[None]:
     Raises:
         RunFolderError: another one has it; says which process, on which host, and since when. Or there are no locks.
     """
+    from filelock import FileLock, Timeout  # part of the extra `train`; who only reads a run needs no lock
+
     path, process = folder / LOCK, os.getpid()
     descriptors: list[int] = []
 
