@@ -56,7 +56,7 @@ def request(loss_fn="ppo", *, tokens=(1, 2, 3), config=None, forward_only=False,
 
 
 def check(asked):
-    losses.check(asked, 64, 8, None)
+    losses.check(asked, 64, 8)
 
 
 def test_a_request_that_fits_passes():

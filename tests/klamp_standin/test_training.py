@@ -113,11 +113,3 @@ def test_nan_is_put_into_the_answer_and_not_into_the_weights(service):
     found = trained(service, model_id, 1, faults=[Fault(kind="nan", route="forward_backward")])
     assert [x != x for x in found.loss_fn_outputs[0]["logprobs"].data] == [False, True]
     assert all(x.isfinite().all() for x in gradients(service, model_id).values())
-
-
-def test_an_unknown_custom_loss_is_refused(service):
-    request = routes.decode_training(training(new_run(service, 95), 1))
-    unknown = type(request)(**{**vars(request), "loss_fn": "custom", "loss_fn_config": {"loss_id": "loss-x"}})
-    with pytest.raises(Refused, match="no custom loss 'loss-x'"):
-        routes._custom(service, unknown)
-    assert routes._custom(service, request) is None

@@ -10,15 +10,11 @@ Source: https://tinker-docs.thinkingmachines.ai/losses
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from klamp_standin.protocol import Refused, TrainingRequest
-
-if TYPE_CHECKING:
-    from klamp_standin.custom import CustomLoss
 
 _RL = ("target_tokens", "logprobs", "advantages")
 INPUTS: dict[str, tuple[str, ...]] = {
@@ -31,25 +27,21 @@ BOUNDS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 """The settings of ppo: the lowest and highest ratio."""
 
 
-def check(request: TrainingRequest, vocabulary: int, longest: int | None, custom: CustomLoss | None) -> None:
+def check(request: TrainingRequest, vocabulary: int, longest: int | None) -> None:
     """Refuse a request whose data do not fit its loss.
 
     Raises:
         Refused: an unknown loss or setting; a datum with a missing or extra key, another dtype or length, a token
             outside the vocabulary, or more tokens than the model takes.
     """
-    if custom is not None:
-        custom.check(request)
-    elif request.loss_fn not in INPUTS:
-        raise Refused(f"unknown loss_fn {request.loss_fn!r}; the stand-in has {', '.join(INPUTS)} and custom")
-    else:
-        _check_settings(request)
+    if request.loss_fn not in INPUTS:
+        raise Refused(f"unknown loss_fn {request.loss_fn!r}; the stand-in has {', '.join(INPUTS)}")
+    _check_settings(request)
     if not request.tokens:
         raise Refused("data is empty")
     for i, (tokens, inputs) in enumerate(zip(request.tokens, request.inputs, strict=True)):
         check_tokens(f"data[{i}].model_input", tokens, vocabulary, longest)
-        if custom is None:
-            _check_keys(i, inputs, INPUTS[request.loss_fn], optional=_optional(request))
+        _check_keys(i, inputs, INPUTS[request.loss_fn], optional=_optional(request))
         _check_tensors(i, len(tokens), inputs)
         check_tokens(f"data[{i}] target_tokens", inputs["target_tokens"].tolist(), vocabulary, None)
 
@@ -88,7 +80,7 @@ def _check_tensors(i: int, length: int, inputs: Mapping[str, Tensor]) -> None:
         wanted = torch.int64 if name == "target_tokens" else torch.float32
         if tensor.dtype != wanted:
             raise Refused(f"{where} is {tensor.dtype}; {wanted} is needed")
-        if tensor.ndim > 0 and tuple(tensor.shape) != (length,):
+        if tuple(tensor.shape) != (length,):
             raise Refused(f"{where} has shape {tuple(tensor.shape)}; model_input has {length} tokens")
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise Refused(f"{where} holds NaN or infinity")

@@ -19,8 +19,8 @@ from klamp_standin.service import Body, Service
 
 WAIT_SECONDS = 5.0
 """How long a question for a future is held open before the client is told to ask again."""
-CLIENT_CONFIG = {"use_pyqwest_transport": False, "custom_loss_server_side": True}
-"""What the SDK asks for first: its plain HTTP client, and custom losses that are uploaded where it can (0.36+)."""
+CLIENT_CONFIG = {"use_pyqwest_transport": False}
+"""What the SDK asks for first: its plain HTTP client."""
 NOW: dict[str, Callable[[Service, Body], Body]] = {
     "client/config": lambda service, body: CLIENT_CONFIG,
     "client/dynamic_config": lambda service, body: {},
@@ -34,7 +34,6 @@ NOW: dict[str, Callable[[Service, Body], Body]] = {
 }
 """The routes that are answered at once."""
 LATER: dict[str, Callable[[Service, Any, Sequence[Fault]], Body]] = {
-    "create_custom_loss": training.create_custom_loss,
     "create_model": training.create_model,
     "load_weights": training.load_weights,
     "forward_backward": training.forward_backward,

@@ -10,7 +10,6 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from klamp_standin.checkpoints import Checkpoints
-from klamp_standin.custom import CustomLoss
 from klamp_standin.faults import Fault
 from klamp_standin.futures import Result, Worker
 from klamp_standin.model import BaseModel, Trained, Weights
@@ -48,7 +47,6 @@ class Service:
         self.end, self.seed = list(end), seed
         self.runs: dict[str, Trained] = {}
         self.samplers: dict[str, tuple[Weights | None, str | None]] = {}
-        self.custom_losses: dict[str, CustomLoss] = {}
         self.checkpoints = Checkpoints(folder)
         self.worker = Worker()
         self.tokens: Counter[str] = Counter()

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Sequence
 from dataclasses import asdict
 
 import torch
 
 from klamp_standin import losses
-from klamp_standin.custom import CustomLoss, read_custom_loss
 from klamp_standin.faults import Fault
 from klamp_standin.futures import Lane, Result
 from klamp_standin.model import LoraShape, Trained
 from klamp_standin.protocol import (
     Refused,
-    TrainingRequest,
     decode_training,
     encode_training,
     training_seq,
@@ -56,8 +53,7 @@ def forward_backward(service: Service, raw: bytes, faults: Sequence[Fault]) -> B
     service.run(model_id)
     try:
         request = decode_training(raw)
-        custom = _custom(service, request)
-        losses.check(request, service.base.vocabulary, service.base.longest, custom)
+        losses.check(request, service.base.vocabulary, service.base.longest)
     except Refused:
         service.worker.skip(model_id, number)
         raise
@@ -66,39 +62,15 @@ def forward_backward(service: Service, raw: bytes, faults: Sequence[Fault]) -> B
         with torch.set_grad_enabled(not request.forward_only):
             targets = [inputs["target_tokens"] for inputs in request.inputs]
             logprobs = service.base.logprobs(service.run(model_id).weights, request.tokens, targets)
-            if custom is None:
-                loss, metrics = losses.summed(request.loss_fn, logprobs, request.inputs, request.loss_fn_config), {}
-            else:
-                loss, metrics = custom.summed(logprobs, request.inputs)
+            loss = losses.summed(request.loss_fn, logprobs, request.inputs, request.loss_fn_config)
         if not request.forward_only:
             loss.backward()
         service.tokens["forward" if request.forward_only else "forward_backward"] += sum(map(len, request.tokens))
         if any(fault.kind == "nan" for fault in faults):
             logprobs[0] = torch.cat([logprobs[0].detach()[:-1], torch.tensor([torch.nan])])
-        return encode_training(logprobs, metrics | {"loss:sum": float(loss.detach())})
+        return encode_training(logprobs, {"loss:sum": float(loss.detach())})
 
     return service.promise(f"{model_id}:{number}", job, faults, lane=model_id, number=number)
-
-
-def _custom(service: Service, request: TrainingRequest) -> CustomLoss | None:
-    """The uploaded loss that a request names; None for a built-in one."""
-    if request.loss_fn != "custom":
-        return None
-    loss_id = str(request.loss_fn_config.get("loss_id"))
-    if loss_id not in service.custom_losses:
-        raise Refused(f"there is no custom loss {loss_id!r}", status=404)
-    return service.custom_losses[loss_id]
-
-
-def create_custom_loss(service: Service, body: Body, faults: Sequence[Fault]) -> Body:
-    """Store an uploaded loss."""
-    loss, loss_id = read_custom_loss(body), f"loss-{uuid.uuid4().hex[:12]}"
-
-    def job() -> Result:
-        service.custom_losses[loss_id] = loss
-        return {"type": "create_custom_loss", "loss_id": loss_id}
-
-    return service.promise(f"{body['session_id']}:loss:{body['custom_loss_seq_id']}", job, faults)
 
 
 def optim_step(service: Service, body: Body, faults: Sequence[Fault]) -> Body:
