@@ -53,10 +53,12 @@ def ended(folder: Path, **changes: Any) -> tabular.Ended:
     ids=["loss-k3-sequence", "reward-k1", "advantage-k1-sequence", "loss-k3-sequence-four-updates"],
 )
 def test_the_exact_settings_end_at_the_optimum(kl: dict[str, Any], tmp_path: Path) -> None:
-    assert ended(tmp_path, **kl).distance < 1e-3
+    """At most 0.0009 with ten seeds, by one thread and by two."""
+    assert ended(tmp_path, **kl).distance < 5e-3
 
 
 def test_the_token_horizon_ends_further_from_the_reference(tmp_path: Path) -> None:
+    """0.053 to 0.057 with ten seeds, by one thread and by two, at 1.12 to 1.17 of the optimum's KL."""
     found = ended(tmp_path)
-    assert found.distance > 5e-3
-    assert found.kl > 1.1 * found.optimal_kl
+    assert found.distance > 2e-2
+    assert found.kl > 1.05 * found.optimal_kl
