@@ -18,7 +18,7 @@ from tests.training.vllm_server import VLLMServer
 from klamp.cli import main
 from klamp.records.klamp_run import read_config
 from klamp.tasks import arithmetic_tokenizer
-from klamp.training.asking import KEY
+from klamp.training.vllm_reference import KEY
 
 pytestmark = pytest.mark.slow
 

@@ -11,15 +11,15 @@ from tests.ports import kept_port
 from tests.training.answering import answering, in_turn
 
 from klamp.errors import ConfigError
-from klamp.training import asking
-from klamp.training.asking import FAILURES, KEY, ask, reason, status
+from klamp.training import vllm_reference
+from klamp.training.vllm_reference import FAILURES, KEY, ask, reason, status
 
 
 @pytest.fixture(autouse=True)
 def waits(monkeypatch):
     """The seconds between the tries, which are not waited for."""
     found: list[float] = []
-    monkeypatch.setattr(asking.time, "sleep", found.append)
+    monkeypatch.setattr(vllm_reference.time, "sleep", found.append)
     return found
 
 
@@ -46,7 +46,7 @@ def test_a_refusal_is_not(code):
 def test_a_server_that_keeps_failing_is_given_up():
     with in_turn((503, {})) as (url, asked), pytest.raises(HTTPError):
         ask(url)
-    assert len(asked) == asking.TRIES
+    assert len(asked) == vllm_reference.TRIES
     assert asked[0] is None, "nothing to say: a GET"
 
 
@@ -56,7 +56,7 @@ def test_no_server_no_json_and_silence_are_failures(monkeypatch):
     assert status(error.value) is None
     with in_turn((200, b"<html>")) as (url, _), pytest.raises(json.JSONDecodeError):
         ask(url)
-    monkeypatch.setattr(asking, "TIMEOUT_SECONDS", 0.05)
+    monkeypatch.setattr(vllm_reference, "TIMEOUT_SECONDS", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(TimeoutError):
         ask(f"http://127.0.0.1:{silent.getsockname()[1]}/")
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from klamp.errors import RunFolderError
 from klamp.scoring.scores import score
 from klamp.tasks.arithmetic import arithmetic_tokenizer
-from klamp.training import checkpoint, seals
+from klamp.training import checkpoint
 from klamp.training.config import TrainConfig
 from klamp.training.folders import checkpoint_folders
 from klamp.training.trainer import train_run
@@ -138,8 +138,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_is_in_its_place(tmp_path, monkeyp
         (part / "policy").mkdir()
         (part / "policy" / "weights").write_text("w")
 
-    for module in (checkpoint, seals):
-        monkeypatch.setattr(module, "sync", synced.append)
+    monkeypatch.setattr(checkpoint, "sync", synced.append)
     monkeypatch.setattr(Path, "rename", moved)
     folder = checkpoint.write(tmp_path, 1, fill, state={}, keep=1)
     assert synced[-1] == folder.parent and folder.is_dir()

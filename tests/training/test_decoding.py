@@ -17,9 +17,8 @@ from klamp.scoring.scores import score
 from klamp.tasks.arithmetic import arithmetic_tokenizer
 from klamp.training import sampling
 from klamp.training.config import RolloutConfig
-from klamp.training.decoding import decode, pays_to_drop
 from klamp.training.models import load_model
-from klamp.training.sampling import encode_prompts, generate, uniform_numbers
+from klamp.training.sampling import decode, encode_prompts, generate, pays_to_drop, uniform_numbers
 
 
 def sampled(model, traits, prompts, *, stop=(1, 7, 11, 20, 33), greedy=False, **rollout):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from klamp.training.config import RolloutConfig
-from klamp.training.draws import BLOCK, InverseSampler, draw, warpers_of
+from klamp.training.sampling import BLOCK, InverseSampler, draw, warpers_of
 
 
 def drawn(scores: torch.Tensor, uniforms: torch.Tensor, **rollout: float) -> tuple[torch.Tensor, torch.Tensor]:

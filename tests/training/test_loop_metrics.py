@@ -11,7 +11,7 @@ from klamp.config import KLConfig, LossConfig
 from klamp.scoring.completions import select
 from klamp.scoring.scores import Scores, score
 from klamp.training.config import RolloutConfig
-from klamp.training.loop_metrics import measure_tokens, part_scores
+from klamp.training.loop import measure_tokens, part_scores
 
 ROLLOUT = RolloutConfig(num_generations=3, max_completion_length=8)
 KL, LOSS = KLConfig(beta=0.5, kl_estimator="k1"), LossConfig(loss_type="dapo", advantage_baseline="mean")

@@ -14,7 +14,7 @@ from klamp.scoring.completions import Completions
 from klamp.tasks.arithmetic import arithmetic_tokenizer
 from klamp.training.config import RolloutConfig
 from klamp.training.models import end_tokens
-from klamp.training.sampling import encode_prompts, generate, uniform_numbers
+from klamp.training.sampling import encode_prompts, examples_of_step, generate, uniform_numbers
 
 CPU = torch.device("cpu")
 PROMPTS = ["1+1=", "rev abcde=", "123+456=", "7-2=", "q", "rev zz=", "99-98=", "100+999="]
@@ -177,3 +177,19 @@ def test_the_settings_come_back_after_a_failure_too(tmp_path: Path):
     with pytest.raises(IndexError):
         generate(model, bad, torch.ones_like(bad), rollout=RolloutConfig(), stop=[1], pad=0, uniforms=None)
     assert model.generation_config is kept
+
+
+def test_every_epoch_holds_every_prompt_once():
+    picked = [row for step in range(10) for row in examples_of_step(step, 10, size=3, seed=0)]
+    epochs = [picked[i : i + 10] for i in range(0, 30, 10)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_more_prompts_than_there_are_come_again():
+    assert sorted(examples_of_step(0, 2, size=5, seed=0)[:4]) == [0, 0, 1, 1]
+
+
+def test_another_seed_is_another_order():
+    assert examples_of_step(4, 100, size=9, seed=0) == examples_of_step(4, 100, size=9, seed=0)
+    assert examples_of_step(4, 100, size=9, seed=0) != examples_of_step(4, 100, size=9, seed=1)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from klamp.training.seals import SEAL, changed, checksums, seal, sealed
+from klamp.training.checkpoint import SEAL, changed, checksums, seal, sealed
 
 
 @pytest.fixture

@@ -21,19 +21,18 @@ from tests.training.vllm_server import VLLMServer
 from klamp.errors import ConfigError, KlampError, KLWarning, ModelError, UnknownNameError
 from klamp.scoring.scores import score
 from klamp.tasks.arithmetic import arithmetic_tokenizer
-from klamp.training import asking, vllm_reference
-from klamp.training.asking import KEY
+from klamp.training import vllm_reference
 from klamp.training.models import load_model
 from klamp.training.rollouts import collect
 from klamp.training.trainer import train_run
-from klamp.training.vllm_reference import ABOVE_ZERO, VLLMReference, connect
+from klamp.training.vllm_reference import ABOVE_ZERO, KEY, VLLMReference, connect
 
 NAMES = st.sampled_from(["", "4", "id", "index", "data"])
 
 
 @pytest.fixture(autouse=True)
 def no_waits(monkeypatch):
-    monkeypatch.setattr(asking.time, "sleep", lambda _: None)
+    monkeypatch.setattr(vllm_reference.time, "sleep", lambda _: None)
 
 
 @pytest.fixture
@@ -188,7 +187,7 @@ def test_the_key_comes_from_the_environment(found, server_of, monkeypatch):
 def test_a_server_that_fails_or_is_not_there_is_refused_before_the_run(context, config_of, status):
     with in_turn((status, {"error": "loading"})) as (url, asked), pytest.raises(ModelError, match="loading"):
         connect(config_of(reference="remote", reference_url=url), context.task, context.tokenizer)
-    assert len(asked) == asking.TRIES
+    assert len(asked) == vllm_reference.TRIES
     nobody = f"http://127.0.0.1:{kept_port()}"
     with pytest.raises(ModelError, match="remote reference does not answer"):
         connect(config_of(reference="remote", reference_url=nobody), context.task, context.tokenizer)

@@ -12,6 +12,7 @@ the disk is noticed before a run goes on from it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import reprlib
 import shutil
@@ -32,9 +33,10 @@ from klamp.hosts.common.policy_folder import POLICY
 from klamp.tasks.cache import make_readable, without_bars
 from klamp.tasks.files import json_of
 from klamp.training.folders import CHECKPOINTS, SUMMARY, checkpoint_folders, lost, number_of
-from klamp.training.seals import SEAL, changed, checksums, sealed, sync_all
-from klamp.training.whole_files import part_of, sync
+from klamp.training.whole_files import part_of, sync, write_whole
 
+SEAL = "checksums.json"
+"""The file in a checkpoint of TRL or verl that holds its checksums; where it is, the checkpoint was complete."""
 REFERENCE = "reference.safetensors"
 STATE: dict[str, type | tuple[type, ...]] = {
     "step": int,
@@ -305,3 +307,50 @@ def load_reference(checkpoint: Path, reference: nn.Module | None) -> None:
         load_model(reference, str(checkpoint / REFERENCE))
     except UNREADABLE as error:
         raise damaged(checkpoint, error) from error
+
+
+def checksums(folder: Path) -> dict[str, str]:
+    """Path inside the folder -> SHA-256, for each of its files."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {file.relative_to(folder).as_posix(): _checksum(file) for file in files}
+
+
+def _checksum(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def changed(folder: Path, noted: Mapping[str, str]) -> list[str]:
+    """The files of a checkpoint that are not those that were written; one that came later is none of them.
+
+    Args:
+        folder: of the checkpoint.
+        noted: their checksums.
+    """
+    files = {name: folder / name for name in noted}
+    return [name for name, file in files.items() if not file.is_file() or _checksum(file) != noted[name]]
+
+
+def sync_all(folder: Path) -> None:
+    """Wait until a folder and everything in it is on the disk."""
+    for path in (*folder.rglob("*"), folder):
+        sync(path)
+
+
+def seal(folder: Path) -> None:
+    """Note the checksums of a checkpoint that is complete, once it is on the disk."""
+    make_readable(folder)
+    sync_all(folder)
+    write_whole(folder / SEAL, json.dumps(checksums(folder), indent=2))
+
+
+def sealed(folder: Path) -> dict[str, str]:
+    """The checksums that were noted.
+
+    Raises:
+        OSError, ValueError: there are none, or they cannot be read.
+    """
+    noted = json.loads((folder / SEAL).read_text(encoding="utf-8"))
+    if not isinstance(noted, dict):
+        raise ValueError(f"{SEAL} holds no checksums")
+    return noted

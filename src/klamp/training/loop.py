@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from klamp.config import KLConfig, LossConfig, build_objective
+from klamp.config.price import configured_price, spread_of_group
 from klamp.config.rules import check_beta
 from klamp.core.advantages import group_advantages
 from klamp.core.arguments import FLOATS, MASKS, check_instance, check_tensors
@@ -26,18 +27,21 @@ from klamp.core.gradients import kl_penalty
 from klamp.core.masking import Totals, masked_mean
 from klamp.core.objective import grpo_loss
 from klamp.core.types import Batch, LogProbs, Mask, TokenValues
+from klamp.diagnostics.statistics import StepRecord, repeated_pairs, step_metrics
 from klamp.errors import ConfigError, DataError
+from klamp.hosts.common.control import beta_metrics
 from klamp.scoring.completions import Completions, select
-from klamp.scoring.scores import score
+from klamp.scoring.scores import Scores, joined, score
 from klamp.tasks.base import Example, checked
 from klamp.tasks.guarded import Score, guarded
 from klamp.training.config import OptimConfig, RolloutConfig
-from klamp.training.loop_metrics import PartScores, measure_tokens, part_scores
 from klamp.training.models import end_tokens
 from klamp.training.sampling import encode_prompts, generate, uniform_numbers
 
 RewardFunction = Callable[[str, str], float]
 """reward(prompt, completion) -> a finite number."""
+PartScores = tuple[Scores, Scores | None]
+"""What the policy, with its entropy, and the reference gave for a micro-batch; without gradient and logits."""
 
 log = logging.getLogger("klamp.training.loop")
 
@@ -378,3 +382,60 @@ def log_train(step: int, metrics: Mapping[str, float], *, writer: ScalarWriter |
     line = " | ".join([f"Step {step}", *shown])
     log.info(line)
     return line
+
+
+def part_scores(policy: Scores, ref_log_probs: LogProbs | None) -> PartScores:
+    """Keep of a micro-batch's scores what its metrics need.
+
+    The entropy comes from logits that are held for the gradient; a completion at a time, so that it copies few of them.
+
+    Args:
+        policy: the scores of B completions, with gradient.
+        ref_log_probs: [B, T] under the reference; None: there is none.
+    """
+    entropy = None
+    if policy.logits is not None:
+        entropy = torch.stack([torch.special.entr(row.softmax(-1)).sum(-1) for row in policy.logits.detach()])
+    ref = None if ref_log_probs is None else Scores(logprobs=ref_log_probs.detach())
+    return Scores(logprobs=policy.logprobs.detach(), entropy=entropy), ref
+
+
+def measure_tokens(
+    completions: Completions,
+    rewards: Tensor,
+    parts: Sequence[PartScores],
+    *,
+    rollout: RolloutConfig,
+    kl: KLConfig,
+    loss: LossConfig,
+) -> dict[str, float]:
+    """What the tokens of a step give, under klamp's names, with beta and its price.
+
+    Args:
+        completions: all of the step, B of them.
+        rewards: [B]
+        parts: the scores of consecutive micro-batches, which are all of the completions together.
+        rollout: how they were sampled.
+        kl: the KL term of the loss.
+        loss: the policy loss and the advantages.
+    """
+    length, group = completions.ids.shape[1], rollout.num_generations
+    policy = joined([part for part, _ in parts], length)
+    refs = [ref for _, ref in parts if ref is not None]
+    record = StepRecord(
+        mask=completions.mask,
+        kl_mask=completions.mask,
+        policy=policy.logprobs,
+        sampler=completions.sampler_logprobs,
+        rewards=rewards,
+        ended=completions.ended,
+        lengths=completions.mask.sum(-1),
+        repeated=repeated_pairs(completions.ids, completions.mask),
+        entropy=policy.entropy,
+        ref=joined(refs, length).logprobs if refs else None,
+    )
+    metrics = step_metrics(record, group_size=group, max_length=rollout.max_completion_length)
+    price = configured_price(
+        kl, loss, group_size=group, mean_length=metrics["length/mean"], max_length=rollout.max_completion_length
+    )
+    return metrics | beta_metrics(price, spread_of_group(metrics["reward_std"], metrics["groups/saturated"]))

@@ -23,9 +23,9 @@ from klamp.training.evaluation import Evaluation, evaluate
 from klamp.training.folders import METRICS_FILE, lines_of, lines_until, scores_of
 from klamp.training.measurement import completion_row, gather_record
 from klamp.training.observers import Observer, RunInfo, RunSummary
-from klamp.training.order import examples_of_step
 from klamp.training.references import FrozenReference
 from klamp.training.rollouts import Rollout
+from klamp.training.sampling import examples_of_step
 from klamp.training.updates import CARRIED, UpdateOutput
 
 HANGUP = getattr(signal, "SIGHUP", None)

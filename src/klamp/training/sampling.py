@@ -6,19 +6,53 @@ policy's cumulative distribution at its number. One process or several, one batc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerBase,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
+from klamp.scoring.cache import cache_rows
 from klamp.scoring.completions import Completions
 from klamp.scoring.model_parts import OpenedModel, Traits
+from klamp.scoring.passes import distinct, run_prompts
 from klamp.training.config import RolloutConfig
-from klamp.training.decoding import decode
-from klamp.training.draws import InverseSampler, draw, warpers_of
+
+Draw: TypeAlias = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+"""(scores [b, V], which completions [b], position) -> (tokens [b], their log-probabilities [b])."""
+
+BLOCK = 256
+"""How many neighbouring tokens are summed to a block before single tokens are looked at."""
+DROP_AT = 0.75
+"""Ended completions are taken out of the cache once no more than this share of its rows goes on."""
+
+
+def examples_of_step(step: int, rows: int, *, size: int, seed: int) -> list[int]:
+    """The rows of a step's prompts: consecutive slices of a fresh order in every epoch.
+
+    Args:
+        step: number of the step, from 0.
+        rows: how many prompts there are.
+        size: prompts per step.
+        seed: of the run.
+    """
+    picked: list[int] = []
+    position = step * size
+    while len(picked) < size:
+        epoch, offset = divmod(position + len(picked), rows)
+        generator = torch.Generator().manual_seed((seed * 7919 + epoch) % 2**63)
+        order = torch.randperm(rows, generator=generator)[offset:].tolist()
+        picked += order[: size - len(picked)]
+    return picked
 
 
 def uniform_numbers(seed: int, step: int, sequences: int, length: int) -> Tensor:
@@ -110,14 +144,14 @@ def _decoded(
 ) -> tuple[Tensor, Tensor]:
     warpers = warpers_of(rollout)
 
-    def taken(scores: Tensor, rows: Tensor, t: int) -> tuple[Tensor, Tensor]:
+    def take(scores: Tensor, rows: Tensor, t: int) -> tuple[Tensor, Tensor]:
         if uniforms is None:
             return scores.argmax(-1), torch.zeros(len(scores), device=scores.device)
         numbers = uniforms[rows.to(uniforms.device), t]
         return draw(scores, numbers, temperature=rollout.temperature, warpers=warpers)
 
     length = rollout.max_completion_length
-    return decode(model, traits, prompt_ids, prompt_mask, length=length, stop=stop, draw=taken)
+    return decode(model, traits, prompt_ids, prompt_mask, length=length, stop=stop, take=take)
 
 
 def _generated(
@@ -144,3 +178,129 @@ def _generated(
     )
     ids = out[:, prompt_ids.shape[1] :]
     return ids, torch.zeros(ids.shape) if sampler is None else torch.cat(sampler.logprobs, -1).float()
+
+
+def pays_to_drop(going_on: int, held: int) -> bool:
+    """Whether it is worth copying the cache to drop ended completions: not for each one, for copying costs time."""
+    return going_on <= DROP_AT * held
+
+
+def decode(
+    model: nn.Module,
+    traits: Traits,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    *,
+    length: int,
+    stop: Sequence[int],
+    take: Draw,
+) -> tuple[Tensor, Tensor]:
+    """Completions and the log-probabilities of their tokens, [B, t], t <= length; arbitrary after an end token.
+
+    What a completion draws depends on its own prompt and tokens alone, so neither the shared prompts nor the batch it
+    is in change it, but for rounding.
+
+    Args:
+        model: the policy, whose cache can be shared.
+        traits: that it can.
+        prompt_ids, prompt_mask: left-padded prompts, [B, P].
+        length: most tokens of a completion.
+        stop: ids that end one.
+        take: takes the next tokens.
+    """
+    opened, device = OpenedModel(model, traits), prompt_ids.device
+    prefix = run_prompts(opened, *distinct(prompt_ids, prompt_mask))
+    values, cache = prefix.last[prefix.which], cache_rows(prefix.cache, prefix.which, room=length)
+    ends = torch.tensor(list(stop), device=device)
+    ids = torch.zeros(len(prompt_ids), length, dtype=torch.long, device=device)
+    logprobs = torch.zeros(ids.shape, device=device)
+    rows, going = torch.arange(len(ids), device=device), torch.ones(len(ids), dtype=torch.bool, device=device)
+    for t in range(length):
+        token, logprob = take(opened.predictions(values[:, -1]).logits(), rows, t)
+        ids[rows, t], logprobs[rows, t] = token, logprob.to(logprobs.dtype)
+        going &= ~torch.isin(token, ends)
+        left = int(going.sum())
+        if left == 0 or t + 1 == length:
+            return ids[:, : t + 1], logprobs[:, : t + 1]
+        if pays_to_drop(left, len(rows)):
+            rows, token, cache, going = _without_ended(rows, token, cache, going)
+        values, cache = opened.run(token[:, None], prompt_mask[rows], keep=1, cache=cache)
+    return ids, logprobs
+
+
+def _without_ended(rows: Tensor, token: Tensor, cache: Any, going: Tensor) -> tuple[Tensor, Tensor, Any, Tensor]:
+    kept = going.nonzero()[:, 0]
+    cache.reorder_cache(kept)
+    return rows[kept], token[kept], cache, going[kept]
+
+
+def warpers_of(rollout: RolloutConfig) -> LogitsProcessorList:
+    """The top-p and top-k of a configuration, as transformers' own functions."""
+    warpers = LogitsProcessorList()
+    if rollout.top_k > 0:
+        warpers.append(TopKLogitsWarper(rollout.top_k))
+    if rollout.top_p < 1:
+        warpers.append(TopPLogitsWarper(rollout.top_p))
+    return warpers
+
+
+def draw(
+    scores: Tensor, uniforms: Tensor, *, temperature: float, warpers: LogitsProcessorList
+) -> tuple[Tensor, Tensor]:
+    """The next token of each sequence, and its log-probability under the distribution it is drawn from, in nats.
+
+    Equation: the first token at which the cumulative distribution exceeds the uniform number, in float64. The sum
+    runs over blocks of tokens and then within one, so that few of the float64 numbers are ever formed.
+
+    Shapes: scores [B, V], uniforms [B] in [0, 1), float64 -> [B], [B].
+    """
+    scaled = scores.float() if temperature == 1 else scores.float() / temperature
+    if len(warpers):
+        scaled = warpers(None, scaled)  # pyright: ignore[reportArgumentType]
+    top = scaled.amax(-1, keepdim=True)
+    weights = (scaled - top).exp_()
+    blocks = _block_sums(weights)
+    block, left = _invert(blocks, uniforms.to(weights.device).unsqueeze(-1), total=True)
+    inside = block * BLOCK + torch.arange(BLOCK, device=weights.device)
+    beyond = inside >= weights.shape[1]
+    within = weights.gather(-1, inside.clamp(max=weights.shape[1] - 1)).double().masked_fill(beyond, 0.0)
+    token = block * BLOCK + _invert(within, left, total=False)[0]
+    logprob = scaled.gather(-1, token) - top - blocks.sum(-1, keepdim=True).log()
+    return token.squeeze(-1), logprob.float().squeeze(-1)
+
+
+def _block_sums(weights: Tensor) -> Tensor:
+    """The sums of each BLOCK neighbours, in float64; the last block may be shorter."""
+    whole = weights.shape[1] // BLOCK * BLOCK
+    parts = [weights[:, :whole].unflatten(-1, (-1, BLOCK)).sum(-1, dtype=torch.float64)] if whole else []
+    if whole < weights.shape[1]:
+        parts.append(weights[:, whole:].sum(-1, keepdim=True, dtype=torch.float64))
+    return torch.cat(parts, dim=-1)
+
+
+def _invert(weights: Tensor, at: Tensor, *, total: bool) -> tuple[Tensor, Tensor]:
+    """The first entry at which the cumulative sum exceeds `at` times the total, and how far into it that is. [B, 1]
+
+    The last possible entry, not the last of all, where rounding puts the number past the end.
+    """
+    cumulative = weights.cumsum(-1)
+    end = cumulative[:, -1:]
+    limit = torch.minimum(at * end if total else at, end.nextafter(torch.zeros_like(end)))
+    index = (cumulative <= limit).sum(-1, keepdim=True)
+    before = torch.where(index > 0, cumulative.gather(-1, (index - 1).clamp(min=0)), 0.0)
+    return index, limit - before
+
+
+class InverseSampler(LogitsProcessor):
+    """A step of transformers' `generate` that draws each next token and makes all others impossible."""
+
+    def __init__(self, uniforms: Tensor, prompt_length: int, rollout: RolloutConfig) -> None:
+        self.uniforms, self.prompt_length, self.temperature = uniforms, prompt_length, rollout.temperature
+        self.warpers = warpers_of(rollout)
+        self.logprobs: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        uniforms = self.uniforms[:, input_ids.shape[1] - self.prompt_length]
+        token, logprobs = draw(scores, uniforms, temperature=self.temperature, warpers=self.warpers)
+        self.logprobs.append(logprobs.unsqueeze(-1))
+        return torch.full_like(scores, -torch.inf).scatter(-1, token.unsqueeze(-1), 0.0)

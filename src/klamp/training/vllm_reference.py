@@ -9,11 +9,17 @@ truncation of a request or of the server's defaults enters them.
 
 from __future__ import annotations
 
+import json
+import os
+import time
+import urllib.request
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from http.client import HTTPException
 from typing import Any, TypeGuard
+from urllib.error import HTTPError
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +30,17 @@ from klamp.scoring.completions import Completions
 from klamp.scoring.scores import Scores
 from klamp.tasks import check_prompts
 from klamp.tasks.base import Task
-from klamp.training.asking import FAILURES, KEY, ask, reason, status
 from klamp.training.config import TrainConfig
 
+KEY = "KLAMP_REFERENCE_KEY"
+"""The environment variable whose value is sent as a bearer token; it is in no message and no file of klamp's."""
+TRIES = 4
+TIMEOUT_SECONDS = 120.0
+"""Longest silence of a server."""
+LARGEST_ANSWER = 2**29
+"""Bytes of an answer."""
+FAILURES = (OSError, HTTPException, json.JSONDecodeError, UnicodeDecodeError)
+"""What `ask` raises where no answer came: refusals and failures of the server, of the network, no JSON."""
 AT_ONCE = 32
 """Sequences in a request: the server batches them, and the answer stays within megabytes."""
 CONCURRENT = 4
@@ -229,10 +243,10 @@ def _cards(url: str) -> dict[str, dict[str, Any]]:
     except FAILURES as error:
         key = f" (the key is what the environment variable {KEY} holds)" if status(error) in (401, 403) else ""
         raise failed(url, reason(error) + key) from error
-    found = answer.get("data") if isinstance(answer, dict) else None
-    if not isinstance(found, list) or not all(isinstance(card, dict) and _is_card(card) for card in found):
+    cards = answer.get("data") if isinstance(answer, dict) else None
+    if not isinstance(cards, list) or not all(isinstance(card, dict) and _is_card(card) for card in cards):
         raise failed(url, "it lists no models at /v1/models, as vLLM does")
-    return {card["id"]: card for card in found}
+    return {card["id"]: card for card in cards}
 
 
 def _is_card(card: dict[str, Any]) -> bool:
@@ -309,3 +323,70 @@ def _check_tokenizer(reference: VLLMReference, tokenizer: PreTrainedTokenizerBas
 
 def _start(ids: list[int]) -> str:
     return f"{len(ids)} tokens {ids[:12]}"
+
+
+def ask(url: str, content: dict[str, Any] | None = None) -> Any:
+    """Ask a server: POST where there is something to say, else GET.
+
+    Args:
+        url: the address.
+        content: what is sent as JSON.
+
+    Raises:
+        FAILURES: no answer; what the server refuses (status 400 to 499, or 501) is not asked again.
+        ConfigError: the key in the environment is none.
+    """
+    data = None if content is None else json.dumps(content).encode()
+    request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"})
+    if authorization := _bearer():
+        request.add_unredirected_header("Authorization", authorization)
+    for attempt in range(TRIES - 1):
+        try:
+            return _answer(request)
+        except FAILURES as error:
+            if status(error) in {*range(400, 500), 501} - {429}:
+                raise
+            time.sleep(0.1 * 2**attempt)
+    return _answer(request)
+
+
+def _answer(request: urllib.request.Request) -> Any:
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
+            content = response.read(LARGEST_ANSWER + 1)
+        if len(content) > LARGEST_ANSWER:
+            raise HTTPException(f"the answer is larger than {LARGEST_ANSWER} bytes")
+        return json.loads(content)
+    except FAILURES:
+        raise
+    except (ValueError, RecursionError) as error:  # a redirection to no address; lists in lists without an end
+        raise HTTPException(f"{type(error).__name__}: {error}") from error
+
+
+def _bearer() -> str:
+    key = os.environ.get(KEY, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError(
+            f"{KEY} is no key",
+            why="a key that is sent over HTTP is printable ASCII on one line",
+            fix="copy the key anew",
+        )
+    return key and f"Bearer {key}"
+
+
+def status(error: BaseException) -> int | None:
+    """The HTTP status of a failure; None: there was no answer."""
+    return error.code if isinstance(error, HTTPError) else None
+
+
+def reason(error: BaseException) -> str:
+    """Why there is no answer, in one line: with what the server says to it."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, HTTPError):
+        try:
+            said = error.read(2000).decode(errors="replace")
+        except FAILURES:
+            said = ""
+        text += f" {said}"
+    plain = "".join(sign if sign.isprintable() else " " for sign in text)  # a server may not write to the terminal
+    return " ".join(plain.split())[:500]

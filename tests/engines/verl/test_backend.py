@@ -46,8 +46,7 @@ from klamp.training.in_verl.layout import Layout
 from klamp.training.in_verl.measurement import LogReader, metrics_of, scores_of
 from klamp.training.in_verl.overrides import AS_IT_STANDS, verl_overrides
 from klamp.training.models import load_tokenizer
-from klamp.training.order import examples_of_step
-from klamp.training.sampling import encode_prompts
+from klamp.training.sampling import encode_prompts, examples_of_step
 from klamp.training.setup import schedule_of
 from klamp.verl import effective
 

@@ -17,10 +17,9 @@ from klamp.errors import ConfigError, ModelError, UnknownNameError
 from klamp.scoring.completions import Completions
 from klamp.scoring.scores import score
 from klamp.tasks import load_task
-from klamp.training.asking import KEY, ask
 from klamp.training.config import TrainConfig
 from klamp.training.models import load_model, load_tokenizer
-from klamp.training.vllm_reference import VLLMReference, connect
+from klamp.training.vllm_reference import KEY, VLLMReference, ask, connect
 
 SECRET = "a-key-of-this-test"
 COUNT, PROMPT, LENGTH = 72, 9, 30

@@ -59,7 +59,7 @@ def scored(given: dict[str, str], row: dict) -> float:
 
 def sealed(folder: Path) -> None:
     """Return once klamp has seen a checkpoint; where it never does, it ends this program."""
-    from klamp.training.seals import SEAL
+    from klamp.training.checkpoint import SEAL
 
     while not (folder / SEAL).exists():
         time.sleep(0.02)

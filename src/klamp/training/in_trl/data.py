@@ -11,8 +11,8 @@ from klamp.hosts.common.rollout import LENGTH_COLUMN
 from klamp.tasks.base import Task
 from klamp.training.config import TrainConfig
 from klamp.training.context import Context
-from klamp.training.order import examples_of_step
 from klamp.training.rollouts import rewards_of
+from klamp.training.sampling import examples_of_step
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -19,12 +19,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from klamp.core.advantages import group_advantages
 from klamp.errors import UnsupportedVersion
 from klamp.hosts.trl.trainer import GRPOTrainer
-from klamp.training.checkpoint import UNWRITABLE
+from klamp.training.checkpoint import SEAL, UNWRITABLE, seal
 from klamp.training.config import TrainConfig
 from klamp.training.folders import checkpoint_folders, lost
 from klamp.training.in_trl.data import StepOrder
 from klamp.training.peers import is_wait_in_vain
-from klamp.training.seals import SEAL, seal
 from klamp.training.setup import adamw, schedule_of
 from klamp.training.updates import not_finite
 

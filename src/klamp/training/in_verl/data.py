@@ -16,7 +16,7 @@ from klamp.tasks.base import Example, Task
 from klamp.tasks.config import TaskConfig
 from klamp.training.config import TrainConfig
 from klamp.training.in_verl.layout import Layout
-from klamp.training.order import examples_of_step
+from klamp.training.sampling import examples_of_step
 
 TRAIN = "train"
 """What stands in a row of the training prompts where a held-out one names its skill."""

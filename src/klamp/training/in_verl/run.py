@@ -10,6 +10,7 @@ from typing import Any
 
 from klamp.errors import KlampError, TrainerFailed
 from klamp.training import checkpoint
+from klamp.training.checkpoint import SEAL, seal
 from klamp.training.context import Context
 from klamp.training.folders import lost
 from klamp.training.in_verl.layout import Layout
@@ -17,7 +18,6 @@ from klamp.training.in_verl.measurement import LogReader, metrics_of, scores_of
 from klamp.training.in_verl.process import Child
 from klamp.training.observers import Observer, RunInfo, RunSummary
 from klamp.training.run import Interrupt, Run, deferred_interrupts
-from klamp.training.seals import SEAL, seal
 
 FULL = ("No space left on device", "Disk quota exceeded", "PytorchStreamWriter failed writing")
 """How a line of verl's output says that the disk is full."""
