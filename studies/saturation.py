@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from klamp.ablation.drawing import GREY, named, new_figure, save, style, tidy
+from klamp.ablation.pictures import GREY, named, new_figure, save, style, tidy
 from klamp.ablation.plan import Run, run_folder
 from klamp.ablation.statistics import bootstrap_interval
 from klamp.ablation.table import Cell, cell_text

@@ -17,7 +17,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.reliability.drawn import LINES, check_readable, check_says_what, examples, run, values
 
-from klamp.ablation.execute import answers_markdown
 from klamp.ablation.outcome import Outcome, read_outcome
 from klamp.config import KLConfig
 from klamp.diagnostics.history import answer_of
@@ -222,5 +221,4 @@ def test_a_resume_takes_up_what_can_be_read_of_damaged_records(record: tuple[str
         info = SimpleNamespace(config=TrainConfig(), output_dir=folder, start_step=4)
         observer.on_start(info)  # pyright: ignore[reportArgumentType]
         observer.on_step(5, {"kl/k3": 0.1, "reward": 0.5})
-        answers = each_readable(lines_of(folder / "answers.jsonl"), answer_of)
-        assert answers_markdown({"a": answers}, seed=0).count("|") >= 0
+        each_readable(lines_of(folder / "answers.jsonl"), answer_of)

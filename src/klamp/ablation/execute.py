@@ -15,12 +15,11 @@ from klamp.ablation.executor import Executor, Tell, Update
 from klamp.ablation.outcome import Outcome, is_done, read_outcome
 from klamp.ablation.pictures import NOT_DRAWN, write_pictures
 from klamp.ablation.plan import Plan, Run, folder_name, named, plain_plan, plan_of, run_folder, runs
-from klamp.ablation.table import CSV, Table, csv_text, escaped, markdown, plain, summarise
-from klamp.diagnostics.history import Answer, answer_of, first_answers, last_answers
+from klamp.ablation.table import CSV, Table, csv_text, markdown, plain, summarise
 from klamp.errors import KlampError, RunFolderError
 from klamp.tasks.cache import Progress
 from klamp.tasks.files import yaml_of
-from klamp.training.folders import ANSWERS, RUNS, each_readable, free_folder, lines_of
+from klamp.training.folders import RUNS, free_folder
 from klamp.training.lock import LOCK, held
 from klamp.training.whole_files import write_whole
 
@@ -242,7 +241,7 @@ def write_results(every: Sequence[Run], folder: Path) -> Result:
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
     pictures = write_pictures(outcomes, folder)
-    files = (*(folder / name for name in texts), *write_answers(every, folder), *pictures)
+    files = (*(folder / name for name in texts), *pictures)
     drawn = {file.name for file in pictures}
     missing = {name: why for name, why in NOT_DRAWN.items() if name not in drawn}
     return Result(folder=folder, outcomes=outcomes, table=table, files=files, not_drawn=missing)
@@ -254,52 +253,3 @@ def _first_update(run: Run, folder: Path) -> Update:
     if outcome is not None and outcome.state == "done":
         return Update(run=run.name, state="kept", step=steps, steps=steps, metrics=outcome.numbers)
     return Update(run=run.name, state="waiting", steps=steps)
-
-
-ANSWERS_MARKDOWN = "answers.md"
-"""The file that is written into the folder of the ablation."""
-
-LONGEST_ANSWER = 160
-"""Characters of an answer that are shown."""
-
-
-def answers_markdown(arms: Mapping[str, Sequence[Answer]], *, seed: int) -> str:
-    """The table of answers: one row per question, first what was answered before training.
-
-    Args:
-        arms: name of an arm -> the answers of its run; what the first arm answered before stands for all.
-        seed: that of the runs.
-    """
-    answers = {arm: rows for arm, rows in arms.items() if rows}
-    if not answers:
-        return ""
-    first = next(iter(answers.values()))
-    before = first_answers(first)
-    after = {arm: last_answers(found) for arm, found in answers.items()}
-    lines = [("question", "before", *after), ("---",) * (len(after) + 2)]
-    for (skill, question), answer in before.items():
-        cells = (_cell(found.get((skill, question))) for found in after.values())
-        lines.append((f"{question} ({skill})", _cell(answer), *cells))
-    rows = "".join(f"| {' | '.join(escaped(cell) for cell in line)} |\n" for line in lines)
-    return f"Greedy answers to held-out questions, seed {seed}.\n\n{rows}"
-
-
-def _cell(answer: Answer | None) -> str:
-    plain = "" if answer is None else " ".join(answer.completion.split())
-    return plain if len(plain) <= LONGEST_ANSWER else f"{plain[: LONGEST_ANSWER - 1]}…"
-
-
-def write_answers(every: Sequence[Run], folder: Path) -> tuple[Path, ...]:
-    """Write the answers of the first seed's runs; nothing where no run wrote any.
-
-    Args:
-        every: the runs of the plan.
-        folder: of the ablation.
-    """
-    seed = every[0].seed
-    arms = {run.arm.name: lines_of(run_folder(folder, run) / ANSWERS) for run in every if run.seed == seed}
-    text = answers_markdown({arm: each_readable(rows, answer_of) for arm, rows in arms.items()}, seed=seed)
-    if not text:
-        return ()
-    (folder / ANSWERS_MARKDOWN).write_text(text, encoding="utf-8")
-    return (folder / ANSWERS_MARKDOWN,)
