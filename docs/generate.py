@@ -17,8 +17,8 @@ from klamp.diagnostics.alarm import Alarm
 from klamp.diagnostics.alarms import ALARMS
 from klamp.diagnostics.metrics import METRICS, OWN_INTERFACES, RECORDED_NAMES, MetricRow
 from klamp.verify.config_facts import LENGTH, ConfigFacts, measure_config
-from klamp.verify.estimator_facts import EstimatorFacts, measure_estimators
-from klamp.verify.gradient_names import IN_WORDS
+from klamp.verify.oracle import IN_WORDS
+from klamp.verify.proofs.values import EstimatorFacts, measure_estimators
 
 DOCS = Path(__file__).resolve().parent
 

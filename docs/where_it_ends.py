@@ -1,6 +1,6 @@
 """Writes the tables and the picture of where-it-ends.md: `python docs/where_it_ends.py`, a minute.
 
-Both come from `klamp.verify.answers_convergence`, which `klamp verify convergence` prints. A test repeats some rows.
+Both come from `klamp.verify.convergence`, which `klamp verify convergence` prints. A test repeats some rows.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from klamp.verify.answers import TextTable
-from klamp.verify.answers_convergence import LOSSES, answer_convergence, ends, terms
+from klamp.verify.convergence import LOSSES, answer_convergence, ends, terms
 
 DOCS = Path(__file__).resolve().parent
 PAGE, PICTURE = DOCS / "where-it-ends.md", DOCS / "where-it-ends.svg"

@@ -11,9 +11,9 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 import torch
 
-from klamp.audit import HOSTS, Host, hosts, load_subject
+from klamp.audit import HOSTS, Host, load_subject
+from klamp.audit.examine import Subject, Term
 from klamp.errors import UnknownNameError, UnsupportedVersion
-from klamp.verify.audit import Subject, Term
 
 FAKE = Host(package="fakehost", module="klamp_fake_host", tried=("1.2.0", "1.10.1"), what="a stand-in")
 
@@ -27,7 +27,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         module.subject = subject  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, FAKE.module, module)
         monkeypatch.setitem(HOSTS, "fake", FAKE)
-        monkeypatch.setattr(hosts, "version", lambda package: version)
+        monkeypatch.setattr("klamp.audit.version", lambda package: version)
 
     return install
 
@@ -41,7 +41,7 @@ def test_a_host_that_is_not_installed_says_so(name: str, monkeypatch: pytest.Mon
     def not_installed(package: str) -> str:
         raise PackageNotFoundError(package)
 
-    monkeypatch.setattr(hosts, "version", not_installed)
+    monkeypatch.setattr("klamp.audit.version", not_installed)
     with pytest.raises(UnsupportedVersion, match="is not installed") as caught:
         load_subject(name)
     assert f"pip install {HOSTS[name].package}=={HOSTS[name].tried[1]}" in caught.value.text

@@ -9,9 +9,9 @@ from tests.engines.enumeration import VOCAB, assert_follows, expected_loss, make
 from torch import Tensor
 
 from klamp.audit import load_subject
+from klamp.audit.examine import Audit, audit
 from klamp.audit.liger import kl_loss
 from klamp.cli.audit_table import row
-from klamp.verify.audit import Audit, audit
 
 PLAIN = "use_bias_correction_kl=False (default)"
 CORRECTED = "use_bias_correction_kl=True"

@@ -12,10 +12,10 @@ from tests.engines.enumeration import assert_follows, expected_loss, make_world
 from torch import Tensor
 
 from klamp.audit import load_subject
+from klamp.audit.examine import Audit, audit
 from klamp.audit.trl import build_trainer, kl_loss
 from klamp.cli.audit import run
 from klamp.cli.audit_table import row
-from klamp.verify.audit import Audit, audit
 
 pytestmark = pytest.mark.slow
 

@@ -44,7 +44,7 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     def not_installed(package: str) -> str:
         raise PackageNotFoundError(package)
 
-    monkeypatch.setattr("klamp.audit.hosts.version", not_installed)
+    monkeypatch.setattr("klamp.audit.version", not_installed)
     monkeypatch.setattr("importlib.metadata.version", not_installed)
 
 

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from klamp.audit.examine import Reach, Term, TermFinding
 from klamp.cli.audit_table import HEADINGS, row, sentences
-from klamp.verify.audit import Finding, Term
-from klamp.verify.gradient_names import Followed
 from klamp.verify.judge import judge
-from klamp.verify.precision import Reach
+from klamp.verify.oracle import Followed
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 
@@ -25,9 +24,9 @@ def clamped(policy: Tensor, ref: Tensor) -> Tensor:
     return k3(policy - (policy - ref - (policy - ref).clamp(-2.0, 2.0)), ref)
 
 
-def finding(function=k3, **changes: object) -> Finding:
+def finding(function=k3, **changes: object) -> TermFinding:
     term = Term.of_function("as a loss", function)
-    whole = Finding(
+    whole = TermFinding(
         term=term,
         judgement=judge(function),
         near=Followed("local_forward", 1.0),
@@ -41,15 +40,15 @@ def finding(function=k3, **changes: object) -> Finding:
 
 
 @pytest.fixture(scope="module")
-def sound() -> Finding:
+def sound() -> TermFinding:
     return finding()
 
 
-def cells(found: Finding) -> dict[str, str]:
+def cells(found: TermFinding) -> dict[str, str]:
     return dict(zip(HEADINGS, row(found), strict=True))
 
 
-def test_a_sound_term(sound: Finding) -> None:
+def test_a_sound_term(sound: TermFinding) -> None:
     assert cells(sound) == {
         "KL term": "as a loss",
         "value": "unbiased",
@@ -73,14 +72,14 @@ def test_a_sound_term(sound: Finding) -> None:
         (None, "neither"),
     ],
 )
-def test_a_gradient_by_its_name_and_factor(sound: Finding, followed: Followed | None, text: str) -> None:
+def test_a_gradient_by_its_name_and_factor(sound: TermFinding, followed: Followed | None, text: str) -> None:
     if followed is None:
         assert cells(sound)["off-policy"] == text
     else:
         assert cells(dataclasses.replace(sound, off_policy=followed))["off-policy"] == text
 
 
-def test_how_far_out_it_is_right(sound: Finding) -> None:
+def test_how_far_out_it_is_right(sound: TermFinding) -> None:
     short = Reach(dtype=torch.float16, low=-4, high=11, far=30, failure="inf")
     none = Reach(dtype=torch.bfloat16, low=0, high=0, far=30, failure="off")
     found = cells(dataclasses.replace(sound, reach=(sound.reach[0], none, short)))
@@ -96,7 +95,7 @@ def test_a_clamp_shows_where_it_stops_and_what_it_does_to_the_value() -> None:
     assert sentence.endswith("near the reference the value is unbiased.")
 
 
-def test_tokens_that_get_in_each_others_way_are_told(sound: Finding) -> None:
+def test_tokens_that_get_in_each_others_way_are_told(sound: TermFinding) -> None:
     found = dataclasses.replace(sound, on_policy=Followed("none of these", 0.0))
     assert cells(found)["gradient"] == "neither"
     assert sentences(found) == [
@@ -105,6 +104,6 @@ def test_tokens_that_get_in_each_others_way_are_told(sound: Finding) -> None:
 
 
 def test_a_term_that_raises_has_no_cells() -> None:
-    found = Finding(term=Term.of_function("in the reward", k3), error="ValueError: no")
+    found = TermFinding(term=Term.of_function("in the reward", k3), error="ValueError: no")
     assert row(found) == ("in the reward", "raises", *["-"] * 6)
     assert sentences(found) == ["in the reward: raises ValueError: no."]

@@ -16,7 +16,7 @@ from klamp.config import PRESETS
 from klamp.errors import ConfigError, UnknownNameError
 from klamp.verify import worlds
 from klamp.verify.explain import Setting
-from klamp.verify.printed import FORMS
+from klamp.verify.printed_formulas import FORMS
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 

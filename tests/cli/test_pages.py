@@ -19,7 +19,7 @@ from klamp.cli.train_fields import fields
 from klamp.cli.verify import read_options as read_verify
 from klamp.config import PRESETS
 from klamp.diagnostics.alarms import ALARMS
-from klamp.verify.printed import FORMS
+from klamp.verify.printed_formulas import FORMS
 
 READERS = {
     "train": parse_train,

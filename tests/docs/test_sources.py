@@ -11,8 +11,7 @@ from tests.docs.pages import DOCS, ROOT
 from klamp.cli.explain import explain, read_request
 from klamp.config.presets import OLD_NAMES
 from klamp.diagnostics.alarms import ALARMS
-from klamp.verify.explain_printed import explain_form
-from klamp.verify.printed import FORMS
+from klamp.verify.printed_formulas import FORMS, explain_form
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.docs.pages import DOCS, load
 
-from klamp.verify.answers_convergence import LOSSES, ends, terms
+from klamp.verify.convergence import LOSSES, ends, terms
 
 PAGE = (DOCS / "where-it-ends.md").read_text(encoding="utf-8")
 

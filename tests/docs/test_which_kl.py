@@ -11,7 +11,7 @@ import pytest
 from klamp.cli.arguments import parse_train
 from klamp.cli.explain import read_request
 from klamp.config import PRESETS
-from klamp.verify.printed import FORMS
+from klamp.verify.printed_formulas import FORMS
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "which-kl.md").read_text(encoding="utf-8")
 CODE = [

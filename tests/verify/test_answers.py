@@ -11,7 +11,7 @@ import torch
 from klamp.core.estimators import ESTIMATORS
 from klamp.verify.answers import (
     ROWS,
-    Sampled,
+    SampleMean,
     answer_direction,
     answer_importance_sampling,
     direction_worlds,
@@ -44,9 +44,9 @@ def test_samples_agree_with_the_expectation_and_their_error_shrinks() -> None:
 
 
 def test_a_mean_that_is_off_does_not_fit() -> None:
-    assert not Sampled(mean=1.0, error=0.01).fits(1.1)
-    assert Sampled(mean=1.0, error=0.01).fits(1.04)
-    assert Sampled(mean=1.23456, error=0.0123).text == "1.235 +- 0.01"
+    assert not SampleMean(mean=1.0, error=0.01).fits(1.1)
+    assert SampleMean(mean=1.0, error=0.01).fits(1.04)
+    assert SampleMean(mean=1.23456, error=0.0123).text == "1.235 +- 0.01"
 
 
 def test_following() -> None:

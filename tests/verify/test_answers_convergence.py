@@ -5,17 +5,16 @@ from __future__ import annotations
 import pytest
 
 from klamp.config import KLConfig, LossConfig
-from klamp.verify import answers_convergence
-from klamp.verify.answers_convergence import LOSSES, answer_convergence, claims_exact, terms
-from klamp.verify.convergence import worlds
+from klamp.verify import convergence
+from klamp.verify.convergence import LOSSES, answer_convergence, claims_exact, terms, worlds
 
 pytestmark = pytest.mark.slow
 
 
 def test_every_claim_holds(monkeypatch):
     small = worlds()[:2]  # the command counts 6 tokens too
-    monkeypatch.setattr(answers_convergence, "worlds", lambda: small)
-    answers_convergence.ends.cache_clear()
+    monkeypatch.setattr(convergence, "worlds", lambda: small)
+    convergence.ends.cache_clear()
     answer = answer_convergence()
     assert [check.claim for check in answer.checks if not check.passed] == []
     assert len(answer.checks) > 40
@@ -24,7 +23,7 @@ def test_every_claim_holds(monkeypatch):
     assert rows["loss, k3, sequence"][:2] == ("exact", "exact")
     assert rows["loss, k1, gradient own"][0] == "runs away"
     assert set(rows) == set(terms())
-    answers_convergence.ends.cache_clear()
+    convergence.ends.cache_clear()
 
 
 def test_what_is_claimed_to_be_exact():

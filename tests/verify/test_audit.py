@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from klamp.audit.examine import NEAR_SPREAD, Subject, Term, TermFinding, audit, audit_term, near_reference, per_token
 from klamp.errors import ShapeError
-from klamp.verify.audit import NEAR_SPREAD, Finding, Subject, Term, audit, audit_term, near_reference, per_token
 from klamp.verify.worlds import enumerate_outcomes, random_chain
 
 
@@ -27,7 +27,7 @@ def by_completion(policy: Tensor, ref: Tensor, old: Tensor) -> Tensor:
     return (k3(policy, ref) * torch.exp((policy - old).mean())).sum()
 
 
-def names(finding: Finding) -> tuple[str, str, str]:
+def names(finding: TermFinding) -> tuple[str, str, str]:
     assert finding.judgement and finding.on_policy and finding.off_policy
     return finding.judgement.gradient.follows.name, finding.on_policy.name, finding.off_policy.name
 

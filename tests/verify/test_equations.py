@@ -11,7 +11,7 @@ import torch
 
 from klamp.config import KLConfig, LossConfig
 from klamp.core.gradients import kl_penalty
-from klamp.verify.equations import COEFFICIENTS, OWN, equations
+from klamp.verify.explain import COEFFICIENTS, OWN, equations
 
 
 def lines(**choices: object) -> list[str]:

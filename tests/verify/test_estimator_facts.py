@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from klamp.core.estimators import ESTIMATORS
-from klamp.verify.estimator_facts import measure_estimators
+from klamp.verify.proofs.values import measure_estimators
 
 CLAIMED = {"zero": "zero", "reverse KL": "reverse", "forward KL": "forward", "L1 distance": "none of these"}
 

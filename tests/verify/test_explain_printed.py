@@ -10,8 +10,7 @@ import pytest
 from klamp.config.presets import OLD_NAMES
 from klamp.errors import UnknownNameError
 from klamp.verify.explain import Explanation
-from klamp.verify.explain_printed import explain_form
-from klamp.verify.printed import FORMS
+from klamp.verify.printed_formulas import FORMS, explain_form
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # checked in tests/core; here they would cost minutes
 
@@ -43,7 +42,7 @@ def test_the_verdict_follows_from_the_numbers(name: str, words: str, monkeypatch
     assert words in explained(name).verdict
     other = "k3-as-loss" if name != "k3-as-loss" else "k1-as-loss"
     swapped = dataclasses.replace(FORMS[name], value=FORMS[other].value, use=FORMS[other].use)
-    monkeypatch.setattr("klamp.verify.printed.FORMS", {name: swapped})
+    monkeypatch.setattr("klamp.verify.printed_formulas.FORMS", {name: swapped})
     assert words not in explain_form(name).verdict
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from klamp.verify.gradient_names import NOTHING_KNOWN, Followed, cosine, name_gradient, share
-from klamp.verify.oracle import truths
+from klamp.verify.oracle import NOTHING_KNOWN, Followed, cosine, name_gradient, share, truths
 from klamp.verify.worlds import random_chain
 
 CHAINS = [random_chain(seed, vocab=4, length=1, eos=None) for seed in range(2)]

@@ -9,7 +9,7 @@ import torch
 
 from klamp.core.estimators import ESTIMATORS
 from klamp.errors import ShapeError
-from klamp.verify.logits import verify_logits
+from klamp.verify.answers import verify_logits
 
 NAMES = ("the policy", "the reference")
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from klamp.audit.examine import Reach, measure_reach
 from klamp.core.gradients import kl_penalty
-from klamp.verify.precision import Reach, measure_reach
 
 
 def k2(policy: Tensor, ref: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from klamp.config.presets import OLD_NAMES
 from klamp.errors import UnknownNameError
 from klamp.verify.oracle import expected_gradient, truths
-from klamp.verify.printed import FORMS, as_function, find_form, measure_form, used
+from klamp.verify.printed_formulas import FORMS, as_function, find_form, measure_form, used
 from klamp.verify.worlds import random_chain
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # checked in tests/core; here they would cost minutes

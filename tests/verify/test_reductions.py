@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from klamp.verify.reductions import COLUMNS, LENGTHS, LOG_RATIO, name_reduction, token_weights
+from klamp.audit.examine import COLUMNS, LENGTHS, LOG_RATIO, name_reduction, token_weights
 
 
 def k2(policy: Tensor, ref: Tensor, mask: Tensor) -> Tensor:

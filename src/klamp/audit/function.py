@@ -13,7 +13,7 @@ from klamp.errors import ConfigError
 if TYPE_CHECKING:  # torch is loaded with the first subject: the help needs the names alone
     from torch import Tensor
 
-    from klamp.verify.audit import Subject
+    from klamp.audit.examine import Subject
 
 CONTRACT = "function(policy_logprobs [B, T], ref_logprobs [B, T]) -> [B, T]"
 
@@ -27,7 +27,7 @@ def function_subject(path: str) -> Subject:
     Raises:
         ConfigError: it cannot be imported, is not callable, or not with what it would be audited with.
     """
-    from klamp.verify.audit import Subject, Term
+    from klamp.audit.examine import Subject, Term
 
     function = load_function(path)
     _try(function, path)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from klamp.verify.audit import BatchLoss, Subject, Term
+from klamp.audit.examine import BatchLoss, Subject, Term
 
 AVERAGES = ("token_mean", "prompt_mean", "none")
 

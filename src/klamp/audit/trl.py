@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from klamp.audit.examine import BatchLoss, Subject, Term
 from klamp.config import TRL_LOSS_TYPES
-from klamp.verify.audit import BatchLoss, Subject, Term
 
 TITLE = "GRPOTrainer"
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klamp.verify.audit import BatchLoss, Subject, Term
+from klamp.audit.examine import BatchLoss, Subject, Term
 
 LOSS_TYPES = ("low_var_kl", "kl", "abs", "mse", "low_var_kl+", "kl+", "abs+", "full")
 REWARD_TYPES = ("kl", "abs", "mse", "low_var_kl")

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from klamp.audit import load_subject
+from klamp.audit.examine import Audit, audit
 from klamp.cli.audit_table import HEADINGS, LEGEND, row, sentences
 from klamp.cli.errors import show_caution
 from klamp.cli.flags import read_options
 from klamp.cli.options import AuditOptions
 from klamp.cli.tables import show_table
-from klamp.verify.audit import Audit, audit
 
 GOOD, BAD = ("unbiased", "reverse", "±30"), ("zero", "neither", "-reverse", "-forward", "raises", "everywhere")
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from klamp.verify.audit import Finding
-from klamp.verify.gradient_names import Followed
+from klamp.audit.examine import Reach, TermFinding
 from klamp.verify.judge import FAR, Judgement
-from klamp.verify.precision import Reach
+from klamp.verify.oracle import Followed
 
 Row: TypeAlias = tuple[str, ...]
 
@@ -35,7 +34,7 @@ SHORT = {
 UNBIASED = 1e-5
 
 
-def row(finding: Finding) -> Row:
+def row(finding: TermFinding) -> Row:
     """The cells of one term, under `HEADINGS`."""
     judgement = finding.judgement
     if judgement is None or finding.off_policy is None:
@@ -50,7 +49,7 @@ def row(finding: Finding) -> Row:
     )
 
 
-def sentences(finding: Finding) -> list[str]:
+def sentences(finding: TermFinding) -> list[str]:
     """The sentences below the table: what the cells of a term's row do not say."""
     judgement, name = finding.judgement, finding.term.name
     if judgement is None:
@@ -76,7 +75,7 @@ def _bias(bias: float) -> str:
     return "unbiased" if abs(bias) < UNBIASED else f"{bias:+.1%}"
 
 
-def _gradient(finding: Finding, judgement: Judgement) -> str:
+def _gradient(finding: TermFinding, judgement: Judgement) -> str:
     if not finding.token_by_token:
         return _short(finding.on_policy)
     whole, near = _short(judgement.gradient.follows), _short(finding.near)

@@ -19,8 +19,7 @@ from klamp.config import PRESETS, find_preset
 from klamp.config.presets import OLD_NAMES, speaking_name
 from klamp.errors import ConfigError, KLWarning, UnknownNameError, unknown_name, without_credentials
 from klamp.verify.explain import Explanation, Line, Setting, explain_config
-from klamp.verify.explain_printed import explain_form
-from klamp.verify.printed import FORMS
+from klamp.verify.printed_formulas import FORMS, explain_form
 
 LENGTH = 1000
 """Completion length in tokens where neither a flag nor the configuration says one."""

@@ -46,7 +46,7 @@ class Page:
 def list_presets() -> Rows:
     """The presets and formulas that `klamp explain` knows by name."""
     from klamp.config import PRESETS
-    from klamp.verify.printed import FORMS
+    from klamp.verify.printed_formulas import FORMS
 
     return [
         ("a preset", ", ".join(name for name in PRESETS if name not in FORMS)),

@@ -14,9 +14,9 @@ from klamp.cli.options import VerifyOptions
 from klamp.cli.tables import show_paragraph, show_table
 from klamp.errors import ConfigError
 from klamp.verify.answers import Answer, answer_direction, answer_importance_sampling
-from klamp.verify.answers_convergence import answer_convergence
-from klamp.verify.estimator_facts import EstimatorFacts, measure_estimators
+from klamp.verify.convergence import answer_convergence
 from klamp.verify.proofs import PROOFS, Check, run_section
+from klamp.verify.proofs.values import EstimatorFacts, measure_estimators
 
 QUESTIONS: dict[str, Callable[..., Answer]] = {
     "direction": answer_direction,

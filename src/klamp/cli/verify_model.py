@@ -16,8 +16,7 @@ from klamp.tasks.files import json_of
 from klamp.training.config import RolloutConfig
 from klamp.training.models import BUILTIN, end_tokens, load_model, load_tokenizer
 from klamp.training.sampling import Completions, encode_prompts, generate, uniform_numbers
-from klamp.verify.answers import Answer
-from klamp.verify.logits import verify_logits
+from klamp.verify.answers import Answer, verify_logits
 
 PROMPTS = (
     "The capital of France is",

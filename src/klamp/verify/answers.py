@@ -8,15 +8,31 @@ expectation by enumeration, a seeded Monte Carlo mean with its standard error, a
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from klamp.core.estimators import kl_estimate
+from klamp.core.estimators import exact_kl, kl_estimate
 from klamp.core.gradients import kl_penalty
-from klamp.verify.gradient_names import NOTHING_KNOWN, Followed, cosine, name_gradient
-from klamp.verify.oracle import Loss, expected, expected_gradient, forward_kl, reverse_kl, truths, variance
+from klamp.core.types import Estimator, Gradient
+from klamp.errors import ShapeError
+from klamp.verify.oracle import (
+    NOTHING_KNOWN,
+    Followed,
+    Loss,
+    cosine,
+    expected,
+    expected_gradient,
+    forward_kl,
+    name_gradient,
+    reverse_kl,
+    truths,
+    variance,
+)
 from klamp.verify.proofs.check import Check, is_equal, is_true
 from klamp.verify.worlds import Chain, Outcomes, enumerate_outcomes, one_position, random_chain
 
@@ -60,7 +76,7 @@ class Answer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampled:
+class SampleMean:
     """The mean of a formula over drawn completions, with its standard error."""
 
     mean: float
@@ -99,7 +115,7 @@ def klamps_penalty(y: Outcomes) -> Tensor:
     return kl_penalty(y.policy_logprobs, y.ref_logprobs, y.mask, value="k3", behavior_logprobs=behavior)
 
 
-def draw(chain: Chain, loss: Loss, *, samples: int, seed: int) -> Sampled:
+def draw(chain: Chain, loss: Loss, *, samples: int, seed: int) -> SampleMean:
     """Mean of a formula (summed over tokens) over completions drawn from the chain's sampler.
 
     Args:
@@ -112,7 +128,7 @@ def draw(chain: Chain, loss: Loss, *, samples: int, seed: int) -> Sampled:
     values = torch.where(outcomes.mask, loss(outcomes).detach(), 0.0).sum(-1)
     generator = torch.Generator().manual_seed(seed)
     drawn = values[torch.multinomial(outcomes.probs, samples, replacement=True, generator=generator)]
-    return Sampled(mean=drawn.mean().item(), error=math.sqrt(variance(chain, loss).item() / samples))
+    return SampleMean(mean=drawn.mean().item(), error=math.sqrt(variance(chain, loss).item() / samples))
 
 
 def follow(chains: list[Chain], loss: Loss) -> tuple[Followed, float]:
@@ -310,3 +326,139 @@ def sampling_worlds() -> dict[str, Chain]:
         "reference": one_position(policy, ref, ref),
         "older policy": one_position(policy, ref, older),
     }
+
+
+VocabRows = Float[Tensor, "prefixes vocab"]
+TokenLoss = Callable[[Tensor, Tensor], Tensor]
+
+RELATIVE = 1e-8
+"""Relative error up to which numbers are equal; sums over a large vocabulary round."""
+
+
+def verify_logits(
+    policy_logits: VocabRows, ref_logits: VocabRows, tokens: Int[Tensor, " prefixes"], *, names: tuple[str, str]
+) -> Answer:
+    """Measures the estimators and their gradients on the distributions of a real model.
+
+    Args:
+        policy_logits: the policy's row at each sampled prefix; any floating-point type, computed in float64.
+        ref_logits: the reference's row at the same prefixes.
+        tokens: the token that the policy sampled there.
+        names: what to call the policy and the reference.
+
+    Raises:
+        ShapeError: rows that do not belong together.
+    """
+    if policy_logits.shape != ref_logits.shape or tokens.shape != policy_logits.shape[:1]:
+        raise ShapeError(
+            "policy, reference and tokens do not belong together",
+            got=f"{tuple(policy_logits.shape)}, {tuple(ref_logits.shape)}, {tuple(tokens.shape)}",
+            why="each prefix has a row of both models over one vocabulary, and a sampled token",
+            fix="use two models with the same tokenizer",
+        )
+    policy, ref = policy_logits.detach().double(), ref_logits.detach().double()
+    reverse = exact_kl(policy, ref).mean().item()
+    forward = exact_kl(policy, ref, direction="forward").mean().item()
+    values, value_checks = _values(policy, ref, tokens, reverse)
+    gradients, gradient_checks = _gradients(policy, ref)
+    prefixes, vocab = policy.shape
+    title = (
+        f"{prefixes} sampled prefixes, {vocab:,} tokens; KL(policy||ref) = {reverse:.4g}, "
+        f"KL(ref||policy) = {forward:.4g} nats per token"
+    )
+    return Answer(
+        question=f"What do the estimators do on {names[0]} against {names[1]}?",
+        tables=(
+            TextTable(title=title, columns=("value", "exact", "against KL(policy||ref)", "sampled"), rows=values),
+            gradients,
+        ),
+        checks=(
+            is_true("the two models differ", reverse > 1e-12, f"{reverse:.3g} nats", expected="more than 0"),
+            *value_checks,
+            *gradient_checks,
+        ),
+        words=(
+            "exact: summed over the whole vocabulary at each prefix; sampled: what the drawn tokens alone say, with "
+            "the standard error that so few of them have. A value may be unbiased and its gradient that of another "
+            "divergence.",
+        ),
+    )
+
+
+def _values(
+    policy: VocabRows, ref: VocabRows, tokens: Tensor, target: float
+) -> tuple[tuple[tuple[str, ...], ...], tuple[Check, ...]]:
+    log_policy, log_ref = policy.log_softmax(-1), ref.log_softmax(-1)
+    probs = log_policy.exp()
+    rows: list[tuple[str, ...]] = []
+    checks: list[Check] = []
+    for name in get_args(Estimator):
+        each = kl_estimate(log_policy, log_ref, estimator=name)
+        each = torch.where(probs > 0, each, 0.0)
+        mean = (probs * each).sum(-1)
+        noise = (probs * (each - mean[:, None]).square()).sum(-1)
+        drawn = SampleMean(
+            mean=each.gather(-1, tokens[:, None]).mean().item(), error=math.sqrt(noise.sum().item()) / len(tokens)
+        )
+        exact = mean.mean().item()
+        relative = exact / target - 1 if target else 0.0
+        off = "unbiased" if abs(relative) < RELATIVE else f"{100 * relative:+.2g} %"
+        rows.append((name, f"{exact:.5g}", off, drawn.text))
+        if name in ("k1", "k3"):
+            checks.append(is_equal(f"{name} is unbiased (relative)", relative, 0.0, tolerance=RELATIVE))
+    return tuple(rows), tuple(checks)
+
+
+def _gradients(policy: VocabRows, ref: VocabRows) -> tuple[TextTable, tuple[Check, ...]]:
+    known = _known(policy, ref)
+    rows: list[tuple[str, ...]] = []
+    checks: list[Check] = []
+    for (value, gradient), truth in FOLLOWED.items():
+        found, angles = _follow_over_vocabulary(policy, ref, _penalty(value, gradient), known)
+        claim = f"{value}, gradient {gradient}"
+        rows.append((claim, found.in_words, f"{angles[0]:.4f}", f"{angles[1]:.4f}"))
+        checks.append(is_true(f"{claim} as a loss", found.is_exactly(truth), found.in_words, expected=truth))
+    columns = ("as a loss", "is the gradient of", "cosine KL(policy||ref)", "cosine KL(ref||policy)")
+    title = "expected gradient with respect to the logits, all prefixes together"
+    return TextTable(title=title, columns=columns, rows=tuple(rows)), tuple(checks)
+
+
+FOLLOWED: Mapping[tuple[Estimator, Gradient], str] = {
+    ("k1", "own"): "zero",
+    ("k2", "own"): "reverse",
+    ("k3", "own"): "forward",
+    ("k3", "reverse"): "reverse",
+    ("abs", "own"): NOTHING_KNOWN,
+}
+"""(value, gradient) -> the name of the known gradient that it should follow at every position."""
+
+
+def _penalty(value: Estimator, gradient: Gradient) -> TokenLoss:
+    def loss(log_policy: Tensor, log_ref: Tensor) -> Tensor:
+        mask = log_policy > -torch.inf
+        return kl_penalty(log_policy, log_ref, mask, value=value, gradient=gradient)
+
+    return loss
+
+
+def _known(policy: VocabRows, ref: VocabRows) -> dict[str, Tensor]:
+    """The known gradients with respect to the logits, from their formulas: those of both KLs, and zero."""
+    log_p, log_q = policy.log_softmax(-1), ref.log_softmax(-1)
+    p, q = log_p.exp(), log_q.exp()
+    delta = torch.where(p > 0, log_p - log_q, 0.0)
+    reverse = p * (delta - (p * delta).sum(-1, keepdim=True))
+    return {"zero": torch.zeros_like(p), "reverse": reverse, "forward": p - q}
+
+
+def _follow_over_vocabulary(
+    policy: VocabRows, ref: VocabRows, loss: TokenLoss, known: dict[str, Tensor]
+) -> tuple[Followed, tuple[float, float]]:
+    """Names the expected gradient sum_v sg(policy_v) grad loss_v over every token v of the vocabulary."""
+    logits = policy.clone().requires_grad_(True)
+    log_policy = logits.log_softmax(-1)
+    per_token = loss(log_policy, ref.log_softmax(-1))
+    (gradient,) = torch.autograd.grad((log_policy.detach().exp() * per_token).sum(), logits)
+    found = name_gradient([gradient], [known], tolerance=1e-7)
+    if found.name == "zero":
+        return found, (0.0, 0.0)
+    return found, (cosine([gradient], [known["reverse"]]), cosine([gradient], [known["forward"]]))

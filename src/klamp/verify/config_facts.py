@@ -18,9 +18,9 @@ from klamp.core.estimators import exact_kl
 from klamp.core.gradients import kl_penalty
 from klamp.core.term import sequence_gate_kl
 from klamp.core.types import Batch
-from klamp.verify.gradient_names import Followed, cosine, name_gradient, share
 from klamp.verify.judge import Probe, judge
 from klamp.verify.one_step import Scene, StepReport, examine_config, scene
+from klamp.verify.oracle import Followed, cosine, name_gradient, share
 from klamp.verify.worlds import Outcomes, Sampler
 
 SEEDS = range(4)
@@ -45,7 +45,7 @@ class Pull:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gate:
+class ClipFacts:
     """How far a clip is open at different KLs; `budget` in nats per completion."""
 
     budget: float
@@ -77,7 +77,7 @@ class ConfigFacts:
     """Expected value of the KL's part of the loss over one completion, in nats; NaN where it is not in the loss."""
     value_bias: float
     """The expected value minus KL(policy||ref), divided by KL(policy||ref)."""
-    gate: Gate | None
+    gate: ClipFacts | None
     """How far the clip is open; None without a clip."""
     probes: tuple[Probe, ...]
     """One token at +-30 nats in every floating-point type; () where the KL is not made of log-probabilities."""
@@ -181,12 +181,12 @@ def _kept(whole: Pull, averaged: Pull, found: list[StepReport], reduced: list[St
     return cosine([report.kl.gradient for report in reduced], [report.kl.gradient for report in found])
 
 
-def _gate(kl: KLConfig, *, length: float) -> Gate:
+def _gate(kl: KLConfig, *, length: float) -> ClipFacts:
     budget = total_budget(kl, length=length)
     sizes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0], dtype=torch.float64)
     method, temperature = kl.kl_clip_method, kl.kl_clip_temperature
     factors = clip_gate(sizes * budget, budget, method=method, temperature=temperature)
-    return Gate(
+    return ClipFacts(
         budget=budget,
         at=dict(zip(sizes.tolist(), factors.tolist(), strict=True)),
         open_below=_open_share(kl, budget, 0.5),

@@ -29,8 +29,18 @@ import torch
 from torch import Tensor
 
 from klamp.errors import ShapeError, unknown_name
-from klamp.verify.gradient_names import Followed, cosine, name_gradient
-from klamp.verify.oracle import Loss, expected, expected_gradient, forward_kl, reverse_kl, truths, variance
+from klamp.verify.oracle import (
+    Followed,
+    Loss,
+    cosine,
+    expected,
+    expected_gradient,
+    forward_kl,
+    name_gradient,
+    reverse_kl,
+    truths,
+    variance,
+)
 from klamp.verify.worlds import Chain, Outcomes, enumerate_outcomes, random_chain
 
 KLFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]

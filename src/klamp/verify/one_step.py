@@ -34,8 +34,7 @@ from klamp.core.penalty import advantages_with_kl
 from klamp.core.term import Gate, KLTerm, sequence_gate_kl, sequence_kl
 from klamp.core.types import Batch, Reduction
 from klamp.errors import ConfigError
-from klamp.verify.gradient_names import Followed, name_gradient
-from klamp.verify.oracle import Report, Truths, gradient_of, report, truths
+from klamp.verify.oracle import Followed, Report, Truths, gradient_of, name_gradient, report, truths
 from klamp.verify.worlds import Chain, Outcomes, Sampler, enumerate_outcomes, random_chain
 
 Denominators: TypeAlias = Literal["group", "expected"]

@@ -11,10 +11,10 @@ from tests.engines.enumeration import assert_follows, expected_loss, make_world
 from torch import Tensor
 
 from klamp.audit import load_subject
+from klamp.audit.examine import Audit, TermFinding, audit
 from klamp.audit.verl import ppo_loss, reward_kl
 from klamp.cli.audit import run
 from klamp.cli.audit_table import row, sentences
-from klamp.verify.audit import Audit, Finding, audit
 
 ALL = ("±30", "±30", "±30")
 DEFAULT = "kl_loss_type=low_var_kl (k3) (default)"
@@ -39,7 +39,7 @@ def audited() -> Audit:
     return audit(load_subject("verl"))
 
 
-def find(audited: Audit, name: str) -> Finding:
+def find(audited: Audit, name: str) -> TermFinding:
     (found,) = [finding for finding in audited.findings if finding.term.name == name]
     return found
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from klamp.verify.gradient_names import NOTHING_KNOWN
-from klamp.verify.oracle import truths
+from klamp.verify.oracle import NOTHING_KNOWN, truths
 from klamp.verify.proofs.check import follows, is_equal, is_true, run_section
 from klamp.verify.worlds import random_chain
 

@@ -9,8 +9,8 @@ from tests.verify.proofs.broken import failures
 from klamp.core.clipping import clip_gate, clip_kl
 from klamp.core.penalty import advantages_with_kl
 from klamp.verify import one_step
-from klamp.verify.proofs import clipping
-from klamp.verify.proofs.clipping import prove_clipping
+from klamp.verify.proofs import steps
+from klamp.verify.proofs.steps import prove_clipping
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # checked in tests/core; here they would cost minutes
 
@@ -19,7 +19,7 @@ def test_a_clip_at_half_of_its_threshold(monkeypatch: pytest.MonkeyPatch) -> Non
     def at_half(kl: torch.Tensor, threshold: float, **choices: object) -> torch.Tensor:
         return clip_kl(kl, threshold / 2, **choices)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(clipping, "clip_kl", at_half)
+    monkeypatch.setattr(steps, "clip_kl", at_half)
     assert {"hard: max(0, 2 - 5) + max(0, 8 - 5)", "soft: slope sigmoid(8 - 5), by autograd"} <= set(
         failures(prove_clipping)
     )

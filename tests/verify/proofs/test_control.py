@@ -6,7 +6,7 @@ import pytest
 from tests.verify.proofs.broken import failures
 
 from klamp.core.beta_rules import BetaState, DualRule, PIDRule, ProportionalRule, StepRule
-from klamp.verify.proofs.control import prove_controllers
+from klamp.verify.proofs.steps import prove_controllers
 
 
 def test_a_step_rule_that_always_doubles(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,8 @@ import torch
 from tests.verify.proofs.broken import break_coefficient, failures
 
 from klamp.core.gradients import kl_penalty
-from klamp.verify.proofs import numerics
-from klamp.verify.proofs.numerics import prove_numerics
+from klamp.verify.proofs import values
+from klamp.verify.proofs.values import prove_numerics
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # checked in tests/core; here they would cost minutes
 
@@ -28,7 +28,7 @@ def test_a_mask_that_is_applied_after_the_exponential(monkeypatch: pytest.Monkey
     def unmasked(policy, ref, mask, **choices):
         return kl_penalty(policy.nan_to_num(neginf=-9.0, nan=-9.0), ref.nan_to_num(), mask, **choices) + 0 * policy
 
-    monkeypatch.setattr(numerics, "kl_penalty", unmasked)
+    monkeypatch.setattr(values, "kl_penalty", unmasked)
     assert {"a masked -inf changes nothing", "a masked nan changes nothing"} <= set(failures(prove_numerics))
 
 
@@ -37,5 +37,5 @@ def test_a_penalty_that_differentiates_its_weight(monkeypatch: pytest.MonkeyPatc
         delta = policy - ref
         return (policy - policy.detach()).exp() * (torch.exp(-delta) - 1 + delta)
 
-    monkeypatch.setattr(numerics, "kl_penalty", differentiated)
+    monkeypatch.setattr(values, "kl_penalty", differentiated)
     assert "float32, -20 nats: klamp keeps what w k3 loses" in failures(prove_numerics)

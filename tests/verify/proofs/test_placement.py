@@ -8,8 +8,8 @@ from tests.verify.proofs.broken import failures
 
 from klamp.core.advantages import group_advantages
 from klamp.core.placement import kl_in_advantage, kl_in_reward
-from klamp.verify.proofs import placement
-from klamp.verify.proofs.placement import prove_placement
+from klamp.verify.proofs import steps
+from klamp.verify.proofs.steps import prove_placement
 
 # Shapes are checked in tests/core; here they would cost minutes.
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("shapes_unchecked")]
@@ -34,10 +34,10 @@ def test_a_saturated_group_that_divides_noise_by_eps(monkeypatch: pytest.MonkeyP
     def noisy(rewards: torch.Tensor, group_size: int, **choices: object) -> torch.Tensor:
         return group_advantages(rewards, group_size, **choices) + 1e-6  # type: ignore[arg-type]
 
-    monkeypatch.setattr(placement, "group_advantages", noisy)
+    monkeypatch.setattr(steps, "group_advantages", noisy)
     assert "a group whose rewards are all equal" in failures(prove_placement)
 
 
 def test_a_reward_that_is_divided_by_the_std_and_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "build_objective", lambda *args, **kwargs: None)
+    monkeypatch.setattr(steps, "build_objective", lambda *args, **kwargs: None)
     assert failures(prove_placement) == ["so klamp refuses it"]

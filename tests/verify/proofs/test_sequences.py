@@ -9,8 +9,8 @@ import torch
 from tests.verify.proofs.broken import break_coefficient, failures
 
 from klamp.core.estimators import DIRECTIONS
-from klamp.verify.proofs import sequences
-from klamp.verify.proofs.sequences import prove_sequence_formulas, prove_sequences
+from klamp.verify.proofs import gradients
+from klamp.verify.proofs.gradients import prove_sequence_formulas, prove_sequences
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # checked in tests/core; here they would cost minutes
 
@@ -38,7 +38,7 @@ def test_weights_of_single_tokens_instead_of_prefixes(monkeypatch: pytest.Monkey
     def of_tokens(policy, behavior, mask, *, horizon, max_weight=None):
         return torch.zeros_like(policy) if behavior is None else (policy - behavior).detach()
 
-    monkeypatch.setattr(sequences, "log_weights", of_tokens)
+    monkeypatch.setattr(gradients, "log_weights", of_tokens)
     assert failures(prove_sequences) == ["off-policy, prefix ratio, exact"]
 
 
@@ -46,10 +46,10 @@ def test_weights_of_single_tokens_instead_of_prefixes(monkeypatch: pytest.Monkey
     ("part", "broken", "claim"),
     [
         ("_to_go", lambda x: x, "k1 reward-to-go (FRPO)"),
-        ("_prefix_ratio", sequences._ratio, "prefix-product ratio times k3, differentiated"),
-        ("_mean_ratio", sequences._prefix_ratio, "geometric-mean ratio times k3 (GSPO's)"),
+        ("_prefix_ratio", gradients._w, "prefix-product ratio times k3, differentiated"),
+        ("_mean_ratio", gradients._prefix_ratio, "geometric-mean ratio times k3 (GSPO's)"),
     ],
 )
 def test_a_plain_formula(part: str, broken: Callable[..., object], claim: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sequences, part, broken)
+    monkeypatch.setattr(gradients, part, broken)
     assert claim in failures(prove_sequence_formulas)

@@ -7,13 +7,9 @@ True
 from collections.abc import Mapping
 
 from klamp.verify.proofs.check import Check, Proof, run_section
-from klamp.verify.proofs.clipping import prove_clipping
-from klamp.verify.proofs.control import prove_controllers
-from klamp.verify.proofs.gradients import prove_formulas, prove_gradients
-from klamp.verify.proofs.numerics import prove_numerics
-from klamp.verify.proofs.placement import prove_placement
-from klamp.verify.proofs.sequences import prove_sequence_formulas, prove_sequences
-from klamp.verify.proofs.values import prove_gaussians, prove_values
+from klamp.verify.proofs.gradients import prove_formulas, prove_gradients, prove_sequence_formulas, prove_sequences
+from klamp.verify.proofs.steps import prove_clipping, prove_controllers, prove_placement
+from klamp.verify.proofs.values import prove_gaussians, prove_numerics, prove_values
 
 ESTIMATOR_PROOFS: Mapping[str, Proof] = {
     "values: tokens of the policy": prove_values,

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from klamp.verify.gradient_names import IN_WORDS, NOTHING_KNOWN, name_gradient
-from klamp.verify.oracle import Truths
+from klamp.verify.oracle import IN_WORDS, NOTHING_KNOWN, Truths, name_gradient
 
 EXACT = 1e-9
 """Largest error, in float64, of what is claimed to be equal."""

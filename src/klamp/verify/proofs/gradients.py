@@ -1,4 +1,4 @@
-"""Checks of the gradients at one position: which divergence each choice of `kl_penalty` follows."""
+"""Checks of the gradients: which divergence each penalty follows, at one position and over completions."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from klamp.core.gradients import kl_penalty
-from klamp.core.types import Estimator, Gradient
-from klamp.verify.gradient_names import NOTHING_KNOWN
-from klamp.verify.oracle import Loss, Truths, expected_gradient, truths
+from klamp.core.estimators import exact_kl
+from klamp.core.gradients import exact_penalty, kl_penalty, log_weights
+from klamp.core.types import Estimator, Gradient, Horizon
+from klamp.verify.oracle import NOTHING_KNOWN, Loss, Truths, expected_gradient, truths
 from klamp.verify.proofs.check import Check, follows, is_true
 from klamp.verify.worlds import Chain, Outcomes, Sampler, one_position, random_chain
 
@@ -54,14 +54,13 @@ def prove_formulas() -> list[Check]:
     return [*checks, is_true("k3 in the reward, near the reference: cancels", size < 0.05, text, expected="below 5 %")]
 
 
-def penalty(value: Estimator, gradient: Gradient, *, sampler: Sampler = "policy") -> Loss:
+def penalty(value: Estimator, gradient: Gradient, horizon: Horizon = "token", *, sampler: Sampler = "policy") -> Loss:
     """klamp's penalty as a loss of enumerated completions."""
 
     def loss(y: Outcomes) -> Tensor:
         behavior = y.sampler_logprobs if sampler == "other" else None
-        return kl_penalty(
-            y.policy_logprobs, y.ref_logprobs, y.mask, value=value, gradient=gradient, behavior_logprobs=behavior
-        )
+        choices = {"value": value, "gradient": gradient, "horizon": horizon, "behavior_logprobs": behavior}
+        return kl_penalty(y.policy_logprobs, y.ref_logprobs, y.mask, **choices)  # pyright: ignore[reportArgumentType]
 
     return loss
 
@@ -105,3 +104,79 @@ def _k2(y: Outcomes) -> Tensor:
 
 def _k3(y: Outcomes) -> Tensor:
     return (-_k1(y)).exp() - 1 + _k1(y)
+
+
+def prove_sequences() -> list[Check]:
+    """Checks `kl_penalty` and the exact KL on short chains with an end token."""
+    rows: list[tuple[str, Loss, str, Sampler]] = [
+        ("horizon token, value k2", penalty("k2", "reverse", "token"), "local", "policy"),
+        ("horizon token, value k3", penalty("k3", "reverse", "token"), "local", "policy"),
+        ("horizon token, exact", _exact("token"), "local", "policy"),
+        ("horizon token, gradient forward", penalty("k3", "forward", "token"), "local_forward", "policy"),
+        ("horizon sequence, value k1", penalty("k1", "reverse", "sequence"), "reverse", "policy"),
+        ("horizon sequence, value k3", penalty("k3", "reverse", "sequence"), "reverse", "policy"),
+        ("horizon sequence, exact", _exact("sequence"), "reverse", "policy"),
+        ("horizon sequence, gradient forward", penalty("k3", "forward", "sequence"), "forward", "policy"),
+        (
+            "off-policy, prefix ratio, value k1",
+            penalty("k1", "reverse", "sequence", sampler="other"),
+            "reverse",
+            "other",
+        ),
+        (
+            "off-policy, prefix ratio, value k3",
+            penalty("k3", "reverse", "sequence", sampler="other"),
+            "reverse",
+            "other",
+        ),
+        ("off-policy, prefix ratio, exact", _exact("sequence", "other"), "reverse", "other"),
+        (
+            "off-policy, prefix ratio, forward",
+            penalty("k3", "forward", "sequence", sampler="other"),
+            "forward",
+            "other",
+        ),
+        ("off-policy, token ratio", penalty("k3", "reverse", "token", sampler="other"), "local_sampled", "other"),
+    ]
+    return [_check_sequences(*row) for row in rows]
+
+
+def prove_sequence_formulas() -> list[Check]:
+    """Checks the same for formulas that are differentiated as they are written, without klamp."""
+    rows: list[tuple[str, Loss, str, Sampler]] = [
+        ("half the square of the summed log-ratio", lambda y: _k1(y).sum(-1) ** 2 / 2, "reverse", "policy"),
+        ("k1 reward-to-go (FRPO)", lambda y: _to_go(_k1(y)).detach() * y.policy_logprobs, "reverse", "policy"),
+        ("prefix-product ratio times k3, differentiated", lambda y: _prefix_ratio(y) * _k3(y), "reverse", "other"),
+        ("token ratio times k3, differentiated", lambda y: _w(y) * _k3(y), "local_sampled", "other"),
+        ("geometric-mean ratio times k3 (GSPO's)", lambda y: _mean_ratio(y) * _k3(y), NOTHING_KNOWN, "other"),
+        ("k1 as a loss, over the sequence", _k1, "zero", "policy"),
+    ]
+    return [_check_sequences(*row) for row in rows]
+
+
+def _check_sequences(claim: str, loss: Loss, name: str, sampler: Sampler) -> Check:
+    chains = [random_chain(seed, vocab=3, length=3, sampler=sampler) for seed in (0, 1)]
+    return follows(claim, [expected_gradient(chain, loss) for chain in chains], [truths(c) for c in chains], name)
+
+
+def _exact(horizon: Horizon, sampler: Sampler = "policy") -> Loss:
+    def loss(y: Outcomes) -> Tensor:
+        behavior = y.sampler_logprobs if sampler == "other" else None
+        log_w = log_weights(y.policy_logprobs, behavior, y.mask, horizon="sequence")
+        exact = exact_kl(y.policy_logits, y.ref_logits)
+        return exact_penalty(y.policy_logprobs, exact, log_w, y.mask, gradient="reverse", horizon=horizon)
+
+    return loss
+
+
+def _to_go(x: Tensor) -> Tensor:
+    return x.flip(-1).cumsum(-1).flip(-1)
+
+
+def _prefix_ratio(y: Outcomes) -> Tensor:
+    return (y.policy_logprobs - y.sampler_logprobs).cumsum(-1).exp()
+
+
+def _mean_ratio(y: Outcomes) -> Tensor:
+    log_w = torch.where(y.mask, y.policy_logprobs - y.sampler_logprobs, 0.0).sum(-1, keepdim=True)
+    return (log_w / y.mask.sum(-1, keepdim=True)).exp()

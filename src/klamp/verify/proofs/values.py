@@ -1,16 +1,19 @@
-"""Checks of the values: mean, noise and sign of each estimator, for tokens of the policy."""
+"""Checks of the values: mean, noise and sign of each estimator, and thirty nats away in every number type."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import get_args
 
 import torch
 from torch import Tensor
 
 from klamp.core.estimators import ESTIMATORS, exact_kl, kl_estimate
-from klamp.core.types import Estimator
-from klamp.verify.oracle import Loss, expected, reverse_kl, variance
+from klamp.core.gradients import kl_penalty
+from klamp.core.types import Estimator, Gradient
+from klamp.verify.judge import DTYPES, FAR, judge
+from klamp.verify.oracle import Followed, Loss, examine, expected, name_gradient, reverse_kl, truths, variance
 from klamp.verify.proofs.check import Check, is_equal, is_true
 from klamp.verify.worlds import Chain, Outcomes, enumerate_outcomes, one_position, random_chain, truncate_top_p
 
@@ -134,3 +137,148 @@ def _moments(name: Estimator, m: float) -> tuple[float, float]:
     values = kl_estimate(-(x**2) / 2, -((x - m) ** 2) / 2, estimator=name)
     mean = (density * values).sum()
     return mean.item(), (density * (values - mean) ** 2).sum().item()
+
+
+def prove_numerics() -> list[Check]:
+    """Checks log-ratios of +-30 nats, and masked positions that hold -inf and NaN."""
+    return [*(_pull(dtype) for dtype in DTYPES), *(_forward(dtype) for dtype in DTYPES), *_masked(), _cancellation()]
+
+
+def _pull(dtype: torch.dtype) -> Check:
+    """Checks gradient='reverse': the slope at one token is its log-ratio, for every value."""
+    found: list[str] = []
+    right = True
+    for delta in (FAR, -FAR):
+        slopes = {_slope(value, "reverse", dtype, delta) for value in NAMES}
+        right &= slopes == {delta}
+        found.append("/".join(f"{slope:+g}" for slope in sorted(slopes)))
+    text = f"slopes {' and '.join(found)}"
+    return is_true(f"{_name(dtype)}, +-30 nats, gradient reverse", right, text, expected="slopes +30 and -30")
+
+
+def _forward(dtype: torch.dtype) -> Check:
+    """Checks gradient='forward': 1 - ref/policy, which float16 holds only where the log-ratio is bounded."""
+    bound = 10.0 if dtype == torch.float16 else None
+    far = FAR if bound is None else bound
+    slopes = [_slope("k3", "forward", dtype, delta, bound) for delta in (FAR, -FAR)]
+    wanted = [-math.expm1(-far), -math.expm1(far)]
+    right = all(abs(got / want - 1) < 5e-3 for got, want in zip(slopes, wanted, strict=True))
+    extra = ", kl_max_log_ratio 10" if bound else ""
+    return is_true(
+        f"{_name(dtype)}, +-30 nats, gradient forward{extra}",
+        right,
+        f"slopes {slopes[0]:+.3g} and {slopes[1]:+.3g}",
+        expected=f"slopes {wanted[0]:+.3g} and {wanted[1]:+.3g}",
+    )
+
+
+def _masked() -> list[Check]:
+    """Checks that masked positions reach neither value nor gradient, whatever they hold."""
+    checks: list[Check] = []
+    for poison in (-math.inf, math.nan):
+        policy = torch.tensor([[-1.0, poison]], requires_grad=True)
+        ref, mask = torch.tensor([[-2.0, poison]]), torch.tensor([[True, False]])
+        total = kl_penalty(policy, ref, mask).sum()
+        (slope,) = torch.autograd.grad(total, policy)
+        finite = bool(total.isfinite() and slope.isfinite().all() and slope[0, 1] == 0)
+        checks.append(is_true(f"a masked {poison} changes nothing", finite, f"slopes {slope.tolist()[0]}"))
+    return checks
+
+
+def _cancellation() -> Check:
+    """Checks that differentiating w * k3 in float32 loses the gradient far away, and that klamp's form keeps it."""
+    policy, ref = torch.tensor([[-20.0]], requires_grad=True), torch.tensor([[0.0]])
+    delta = policy - ref
+    naive = (policy - policy.detach()).exp() * (torch.exp(-delta) - 1 + delta)
+    (lost,) = torch.autograd.grad(naive.sum(), policy)
+    kept = _slope("k3", "reverse", torch.float32, -20.0)
+    right = abs(lost.item() + 20.0) > 1.0 and kept == -20.0
+    text = f"klamp {kept:+g}, w k3 differentiated {lost.item():+g}"
+    return is_true("float32, -20 nats: klamp keeps what w k3 loses", right, text, expected="klamp -20")
+
+
+def _slope(
+    value: Estimator, gradient: Gradient, dtype: torch.dtype, delta: float, max_log_ratio: float | None = None
+) -> float:
+    """d penalty / d log policy of one token; NaN where the penalty is not finite."""
+    near, far = -0.5, -0.5 - abs(delta)
+    first, second = (near, far) if delta > 0 else (far, near)
+    policy = torch.tensor([[first]], dtype=dtype, requires_grad=True)
+    ref: Tensor = torch.tensor([[second]], dtype=policy.dtype)
+    penalty = kl_penalty(
+        policy, ref, torch.tensor([[True]]), value=value, gradient=gradient, max_log_ratio=max_log_ratio
+    )
+    (slope,) = torch.autograd.grad(penalty.sum(), policy)
+    return slope.item() if bool(penalty.isfinite().all()) else math.nan
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimatorFacts:
+    """The measured properties of one estimator, tokens of the policy, at a KL of about 0.9 nats per token."""
+
+    name: str
+    """The name of the estimator, as in every configuration."""
+    formula: str
+    """The value in terms of delta = log policy - log ref."""
+    bias: float
+    """The expected value minus KL(policy||ref), divided by KL(policy||ref)."""
+    deviation: float
+    """Standard deviation of one token's value, in units of the KL."""
+    lowest: float
+    """Lowest value of a token, in nats."""
+    as_loss: Followed
+    """The divergence whose gradient it follows when it is differentiated."""
+    in_reward: Followed
+    """The divergence whose gradient it follows when it is taken from the reward."""
+
+    @property
+    def bias_text(self) -> str:
+        """The bias as text: `unbiased`, or in percent."""
+        return "unbiased" if abs(self.bias) < 1e-9 else f"{100 * self.bias:+.0f} %"
+
+
+def measure_estimators() -> list[EstimatorFacts]:
+    """Every estimator, and the exact KL over the vocabulary, in the oracle's one-position worlds."""
+    return [*(_measure(name) for name in NAMES), _measure_exact()]
+
+
+def _measure(name: Estimator) -> EstimatorFacts:
+    def function(policy: Tensor, ref: Tensor) -> Tensor:
+        return kl_estimate(policy, ref, estimator=name)
+
+    as_loss, in_reward = judge(function, name=name), judge(function, name=name, use="reward")
+    return EstimatorFacts(
+        name=name,
+        formula=ESTIMATORS[name].formula,
+        bias=as_loss.value.relative_bias,
+        deviation=as_loss.value.standard_deviation / as_loss.value.reverse_kl,
+        lowest=as_loss.value.lowest,
+        as_loss=as_loss.gradient.follows,
+        in_reward=in_reward.gradient.follows,
+    )
+
+
+def _measure_exact() -> EstimatorFacts:
+    def loss(y: Outcomes) -> Tensor:
+        return exact_kl(y.policy_logits, y.ref_logits)
+
+    def reward(y: Outcomes) -> Tensor:
+        return loss(y).detach() * y.policy_logprobs
+
+    chains = [random_chain(seed, vocab=5, length=1, eos=None) for seed in range(3)]
+    found = [examine(chain, loss) for chain in chains]
+    target = sum(reverse_kl(chain).item() for chain in chains)
+    known = [truths(chain) for chain in chains]
+    return EstimatorFacts(
+        name="exact",
+        formula="sum_v policy_v delta_v",
+        bias=sum(report.value_bias for report in found) / target,
+        deviation=0.0 if max(report.value_variance for report in found) < 1e-20 else float("nan"),
+        lowest=min(report.value for report in found),
+        as_loss=name_gradient([report.gradient for report in found], known),
+        in_reward=name_gradient([examine(chain, reward).gradient for chain in chains], known),
+    )

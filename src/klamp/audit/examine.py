@@ -8,6 +8,7 @@ the policy and from an older one; and through every floating-point type.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -16,11 +17,8 @@ import torch
 from torch import Tensor
 
 from klamp.errors import ShapeError
-from klamp.verify.gradient_names import Followed, name_gradient
-from klamp.verify.judge import DTYPES, FAR, Judgement, KLFunction, Use, as_loss, judge
-from klamp.verify.oracle import Loss, expected, expected_gradient, reverse_kl, truths
-from klamp.verify.precision import Reach, measure_reach
-from klamp.verify.reductions import LOG_RATIO, BatchLoss, name_reduction
+from klamp.verify.judge import DTYPES, FAR, Judgement, KLFunction, Use, as_loss, judge, one_token
+from klamp.verify.oracle import Followed, Loss, expected, expected_gradient, name_gradient, reverse_kl, truths
 from klamp.verify.worlds import Chain, Outcomes, Sampler, random_chain
 
 CompletionLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -70,7 +68,7 @@ class Subject:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class TermFinding:
     """What was found out about one term."""
 
     term: Term
@@ -108,7 +106,7 @@ class Audit:
 
     subject: Subject
     """What was audited."""
-    findings: tuple[Finding, ...]
+    findings: tuple[TermFinding, ...]
     """The findings, one per term."""
     reductions: Mapping[str, str]
     """Option -> how the KL is averaged over a batch, in words."""
@@ -128,12 +126,12 @@ def audit(subject: Subject) -> Audit:
     )
 
 
-def audit_term(term: Term) -> Finding:
+def audit_term(term: Term) -> TermFinding:
     """Examines one KL term of a trainer."""
     function = term.function or per_token(term)
     try:
         near_bias, near = near_reference(function, term.use)
-        return Finding(
+        return TermFinding(
             term=term,
             judgement=judge(function, name=term.name, use=term.use),
             near_bias=near_bias,
@@ -145,7 +143,7 @@ def audit_term(term: Term) -> Finding:
     except ShapeError:
         raise
     except Exception as error:  # whatever the host raises is the finding
-        return Finding(term=term, error=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}".rstrip(": "))
+        return TermFinding(term=term, error=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}".rstrip(": "))
 
 
 def kl_of_one_token(term: Term) -> float:
@@ -195,3 +193,141 @@ def _as_loss(term: Term) -> Loss:
         return value.detach() * policy.sum() if term.use == "reward" else value
 
     return loss
+
+
+WRONG = 0.1
+"""A gradient is wrong when it is off by more than this share of the float64 one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reach:
+    """The range of log-ratios, in whole nats, in which value and gradient are right in one floating-point type."""
+
+    dtype: torch.dtype
+    """The floating-point type of the log-probabilities."""
+    low: int
+    """The lowest log-ratio of the range, 0 or less."""
+    high: int
+    """The highest log-ratio of the range, 0 or more."""
+    far: int
+    """The largest log-ratio, of either sign, that was tried."""
+    failure: str = ""
+    """What happens first beyond them: inf, nan, zero, off, or raises; empty where nothing does."""
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether no log-ratio that was tried went wrong."""
+        return -self.low == self.high == self.far
+
+
+def measure_reach(function: KLFunction, dtype: torch.dtype, *, use: Use = "loss", far: float = 30.0) -> Reach:
+    """Raises the log-ratio nat by nat until the gradient differs from that in float64.
+
+    Args:
+        function: (policy_logprobs [B, T], ref_logprobs [B, T]) -> [B, T].
+        dtype: type of both arguments.
+        use: whether the function is differentiated, or its value is the coefficient.
+        far: where to stop, in nats.
+    """
+    low, below = _walk(function, dtype, -1, use, int(far))
+    high, above = _walk(function, dtype, 1, use, int(far))
+    return Reach(dtype=dtype, low=-low, high=high, far=int(far), failure=below or above)
+
+
+def _walk(function: KLFunction, dtype: torch.dtype, side: int, use: Use, far: int) -> tuple[int, str]:
+    for size in range(1, far + 1):
+        failure = _compare(function, dtype, side * size, use)
+        if failure:
+            return size - 1, failure
+    return far, ""
+
+
+def _compare(function: KLFunction, dtype: torch.dtype, log_ratio: int, use: Use) -> str:
+    _, right = one_token(function, torch.float64, log_ratio, use)
+    try:
+        value, got = one_token(function, dtype, log_ratio, use)
+    except Exception:  # a foreign function may raise anything; the judge quotes it
+        return "raises"
+    for number in (value, got):
+        if not math.isfinite(number):
+            return "nan" if math.isnan(number) else "inf"
+    if right == 0 or abs(got - right) <= WRONG * abs(right):
+        return ""
+    return "zero" if got == 0 else "off"
+
+
+BatchLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(policy_logprobs, ref_logprobs, mask), each [B, T] -> the KL part of the batch's loss, coefficient 1."""
+
+LENGTHS, COLUMNS = (1, 3), 5
+LOG_RATIO = 0.5
+"""The log-ratio of the one token that is away from the reference, in nats."""
+WEIGHT_TOLERANCE = 1e-4
+
+_ROWS, _TOKENS = len(LENGTHS), sum(LENGTHS)
+EVEN = {
+    1 / _TOKENS: "mean over the tokens of the batch",
+    1 / _ROWS: "sum over each completion, mean over completions",
+    1.0: "sum over the tokens of the batch",
+}
+"""The weights of tokens -> the averaging in words."""
+
+
+def name_reduction(loss: BatchLoss, one_token: float) -> str:
+    """Says in words how a trainer's loss weighs its tokens; an exception of the trainer is quoted.
+
+    Args:
+        loss: the KL part of the loss of a batch.
+        one_token: the KL of one token at a log-ratio of `LOG_RATIO`, by the same host.
+    """
+    try:
+        weights, padding = token_weights(loss, one_token)
+    except Exception as error:  # an option that the host does not have
+        return f"raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return _name_weights(weights) + (
+        ", padding included" if any(abs(weight) > WEIGHT_TOLERANCE for weight in padding) else ""
+    )
+
+
+def token_weights(loss: BatchLoss, one_token: float) -> tuple[list[float], list[float]]:
+    """The weights of the first completion's only token and of the second one's three, and those of padding."""
+    mask = torch.arange(COLUMNS) < torch.tensor(LENGTHS)[:, None]
+    kept, padding = (
+        [_loss_at(loss, mask, (row, column)) / one_token for row, column in where.nonzero().tolist()]
+        for where in (mask, ~mask)
+    )
+    return kept, padding
+
+
+def _loss_at(loss: BatchLoss, mask: Tensor, place: tuple[int, int]) -> float:
+    policy = torch.full(mask.shape, -1.0, dtype=torch.float64)
+    ref = policy.clone()
+    ref[place] -= LOG_RATIO
+    return loss(policy.requires_grad_(), ref, mask).item()
+
+
+def _name_weights(weights: list[float]) -> str:
+    first, *rest = weights
+    if all(_near(weight, first) for weight in rest):
+        return _name_even(first)
+    if _near(first, 1 / _ROWS) and all(_near(3 * weight, first) for weight in rest):
+        return "mean over each completion, mean over completions"
+    if all(_near(weight, 3 * first) for weight in rest):
+        return f"sum over tokens, each times its completion's length / (completions x {_divisor(first)})"
+    return "weights of the tokens: " + ", ".join(f"{weight:.3g}" for weight in weights)
+
+
+def _name_even(weight: float) -> str:
+    for known, words in EVEN.items():
+        if _near(weight, known):
+            return words
+    return f"sum over tokens / (completions x {_divisor(weight)})"
+
+
+def _divisor(weight: float) -> str:
+    divisor = 1 / (weight * _ROWS)
+    return "padded length" if _near(divisor, COLUMNS) else f"{divisor:.4g}"
+
+
+def _near(a: float, b: float) -> bool:
+    return abs(a - b) < WEIGHT_TOLERANCE * abs(b)
