@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import Locator, Page, expect
 from tests.browser.conftest import Open
 
-from klamp.report.vocabulary import shown
+from klamp.report.text import shown
 
 
 def tip(page: Page) -> dict[str, str]:

@@ -9,7 +9,7 @@ from tests.diagnostics.histories import completion, history_of, look
 from tests.report.pages import run_of
 
 from klamp.diagnostics.history import History, Row, Settings
-from klamp.report.scores import Scores
+from klamp.report.run import ScoreFormat
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_retention(before: float, after: float, size: int | None, alarmed: bool)
 def test_retention_writes_scores_as_the_report_does() -> None:
     history = History(settings=Settings(rl_skill="math"))
     history.evaluations = [Row(step=0, metrics={"chat": 0.99609375}), Row(step=5, metrics={"chat": 0.5})]
-    scores = Scores.of([run_of(scores=[(row.step, dict(row.metrics)) for row in history.evaluations])])
+    scores = ScoreFormat.of([run_of(scores=[(row.step, dict(row.metrics)) for row in history.evaluations])])
     found = look("retention", history)
     assert found is not None and found.text == f"chat went from {scores.write(0.99609375)} of 100 to 50.0 of 100"
     history.evaluations.append(Row(step=6, metrics={"chat": 0.5, "essays": 7.0}))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from klamp.cli.app import main
-from klamp.report.vocabulary import decoded
+from klamp.report.text import decoded
 from klamp.scoring.completions import Completions
 from klamp.scoring.scores import score
 from klamp.tasks import TaskConfig, load_task

@@ -6,7 +6,7 @@ from tests.report.pages import Node, completion, parse, run_of
 
 from klamp.diagnostics.alarms import ALARMS
 from klamp.report.alarm_section import alarm_section, anchors, numbered, verdict
-from klamp.report.choice import ranked
+from klamp.report.completions import ranked
 from klamp.report.run import ReportRun
 
 SPIKE = [0.0, 0.02, 0.03, 0.03, 0.03, 0.03, 0.7]

@@ -7,8 +7,7 @@ from tests.report.pages import Node, parse, run_of
 from klamp.diagnostics.history import Answer, Row
 from klamp.report.answer_section import LONGEST, answer_section
 from klamp.report.headlines import headlines
-from klamp.report.run import ReportRun
-from klamp.report.scores import Scores
+from klamp.report.run import ReportRun, ScoreFormat
 
 TAG = "<script>alert(1)</script>"
 
@@ -62,7 +61,7 @@ def test_several_runs_stand_side_by_side_after_what_the_first_answered_before() 
 def test_scores_are_written_as_in_the_overview() -> None:
     run = run_with("a", answer(0, "3", score=0.996), answer(9, "2", score=1.0))
     run.history.evaluations += [Row(step=0, metrics={"addition": 0.996}), Row(step=9, metrics={"addition": 1.0})]
-    tile, *_ = headlines(run, ["addition"], Scores.of([run]))
+    tile, *_ = headlines(run, ["addition"], ScoreFormat.of([run]))
     made = section(run)
     assert made.one("table").rows()[1] == ["1+1=addition", "3score 99.6", f"2score {tile.value}"]
     assert f"with their scores ({tile.unit})" in made.text

@@ -9,7 +9,22 @@ import re
 import pytest
 from tests.report.pages import Node, parse
 
-from klamp.report.chart import BOTTOM, LEFT, RIGHT, TOP, Chart, Line, Mark, Series, describe, render_chart
+from klamp.report.chart import (
+    BOTTOM,
+    LEFT,
+    RIGHT,
+    TOP,
+    Chart,
+    CurveColumn,
+    Line,
+    Mark,
+    Series,
+    columns_of,
+    describe,
+    mean,
+    render_chart,
+    spread,
+)
 
 STEPS = range(1, 21)
 
@@ -171,3 +186,33 @@ def test_one_step_is_enough() -> None:
     node = rendered(Series(label="a", points={7: 0.5}))
     dot = node.one("svg", of="chart").one("path", of="dot")
     assert (dot.attributes["d"] or "").startswith(f"M{(LEFT + RIGHT) / 2 - 3:.1f}")
+
+
+def series(label: str, group: str, points: dict[float, float], run: int = 0) -> Series:
+    return Series(label=label, points=points, group=group, runs=(run,))
+
+
+def test_a_mean_stands_before_its_runs() -> None:
+    a, b = series("a0", "a", {1: 0.0, 2: 2.0}), series("a1", "a", {1: 1.0, 2: 4.0}, run=2)
+    alone = series("b0", "b", {1: 9.0}, run=1)
+    found = columns_of([a, alone, b])
+    assert [column.series.label for column in found] == ["a, mean of 2", "a0", "a1", "b0"]
+    assert [(column.members, column.of) for column in found] == [((2, 3), None), ((), 1), ((), 1), ((), None)]
+    assert found[0].series.points == {1: 0.5, 2: 3.0} and found[0].series.runs == (0, 2)
+    assert spread(found, found[0]) == {1: (0.0, 1.0), 2: (2.0, 4.0)}
+    assert spread(found, found[3]) == {}
+
+
+def test_a_mean_is_of_all_its_runs_or_none() -> None:
+    long, short = series("a", "g", {1: 1.0, 2: 1.0, 3: 1.0}), series("b", "g", {1: 3.0, 2: math.nan})
+    assert mean([long, short]) == {1: 2.0}, "it does not jump where one run ends"
+    apart = [series("a", "g", {1: 1.0}), series("b", "g", {2: 1.0})]
+    assert columns_of(apart) == [CurveColumn(series=each) for each in apart]
+
+
+def test_the_largest_numbers_have_a_mean() -> None:
+    assert mean([series("a", "g", {1: 1e308}), series("b", "g", {1: 1.7e308})]) == {1: 1e100}
+
+
+def test_runs_without_a_group_stay_alone() -> None:
+    assert [column.of for column in columns_of([series("a", "", {1: 1.0}), series("b", "", {1: 1.0})])] == [None, None]

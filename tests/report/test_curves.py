@@ -1,13 +1,20 @@
-"""Which charts a run gets."""
+"""Which charts the page has, with targets and budgets, and the KL by position."""
 
 from __future__ import annotations
 
-from tests.report.pages import run_of
+import math
+from typing import Any
 
+import pytest
+from tests.report.pages import completion, run_of
+
+from klamp.core.controllers import StepController
 from klamp.diagnostics.history import Settings
 from klamp.diagnostics.metrics import METRICS
 from klamp.report.alarm_section import numbered
-from klamp.report.curves import PLANS, charts
+from klamp.report.chart import Line
+from klamp.report.completions import BINS, k3
+from klamp.report.curves import PLANS, by_position, charts, levels_of, position_charts, thirds
 
 
 def test_every_curve_is_a_metric() -> None:
@@ -88,3 +95,101 @@ def test_the_arms_without_a_curve_of_the_kl_are_named_once() -> None:
 def test_scores_have_the_decimals_that_they_have_everywhere() -> None:
     decimals = {chart.title: chart.decimals for chart in charts([run_of(k3=[0.0], scores=[(0, {"a": 0.5})])], {})}
     assert decimals == {"KL to the reference": None, "Skills on held-out prompts": 1}
+
+
+def lines(chart: str, curves: dict[str, list[float]] | None = None, **config: Any) -> list[tuple[float, float | None]]:
+    run = run_of(details={"config": config}, k3=[0.1], **curves or {})
+    return [(line.low, line.high) for line in levels_of(run, chart)]
+
+
+def test_a_target_with_the_band_of_its_controller() -> None:
+    band = [(pytest.approx(0.05), pytest.approx(0.15)), (0.1, None)]
+    assert lines("kl", target_kl=0.1, kl_controller="step") == band
+    factors = [2.0, 0.5, 1.2, 0.8]
+    own = lines("kl", target_kl=0.1, kl_controller="step", kl_controller_factors=factors)
+    assert own == [(pytest.approx(0.08), pytest.approx(0.12)), (0.1, None)]
+    assert lines("kl", target_kl=0.1) == [(0.1, None)]
+    assert lines("kl", target_kl=0.1, kl_controller="dual") == [(0.1, None)]
+    assert lines("kl", target_kl=0.1, kl_controller="step", beta=0.0) == [(0.1, None)]
+    assert lines("kl", target_kl=None) == lines("reward", target_kl=0.1) == []
+
+
+@pytest.mark.parametrize(("kl", "rests"), [(0.051, True), (0.149, True), (0.049, False), (0.151, False)])
+def test_in_the_band_beta_does_rest(kl: float, rests: bool) -> None:
+    run = run_of(details={"config": {"target_kl": 0.1, "kl_controller": "step"}}, k3=[0.1])
+    (band,) = [line for line in levels_of(run, "kl") if line.high is not None]
+    controller = StepController(1.0, target=0.1)
+    assert (controller.update(kl) == 1.0) is rests is (band.low <= kl <= (band.high or 0))
+
+
+def test_a_guard() -> None:
+    run = run_of(details={"config": {"kl_lr_guard": 0.3}}, k3=[0.1])
+    assert levels_of(run, "kl") == [Line(label="learning-rate guard 0.3", low=0.3)]
+
+
+def test_a_budget() -> None:
+    clip = {"kl_clip_method": "hard", "kl_clip_threshold": 0.5}
+    assert lines("kl-completion", **clip) == [], "nobody knows the length"
+    assert lines("kl-completion", kl_reference_length=8, **clip) == [(4.0, None)]
+    assert lines("kl-completion", {"kl__reference_length": [6.0]}, kl_reference_length=8, **clip) == [(3.0, None)]
+    assert lines("kl-completion", use_per_token_kl_threshold=False, **clip) == [(0.5, None)]
+    assert lines("kl-completion", {"kl__budget": [3.0]}, kl_reference_length=8, **clip) == [], "it has a curve"
+    assert lines("kl-completion", kl_clip_threshold=0.5, kl_clip_method="none") == []
+
+
+def test_the_alarm_of_the_sampler_is_a_line_without_any_configuration() -> None:
+    assert lines("sampler") == [(0.01, None)]
+
+
+def test_means_by_position() -> None:
+    rows = [
+        completion(policy=(-1.0, -2.0, -0.5), ref=(-1.5, -1.0, -0.5)),
+        completion(policy=(-1.0, -2.0), ref=(-1.1, -2.5), tokens=("4", "2")),
+    ]
+    found = by_position(rows)
+    assert {place: k1 for place, (_, k1) in found.items()} == pytest.approx({1: 0.3, 2: -0.25, 3: 0.0})
+    assert found[1][0] == pytest.approx((math.expm1(-0.5) + 0.5 + math.expm1(-0.1) + 0.1) / 2)
+
+
+def test_positions_count_from_the_first_token_that_was_written() -> None:
+    row = completion(policy=(-9.0, -2.0, -0.5), ref=(-1.0, -2.5, -0.5), sampled=(False, True, True))
+    assert {place: k1 for place, (_, k1) in by_position([row]).items()} == {1: 0.5, 2: 0.0}
+
+
+def test_long_completions_are_joined_in_stretches() -> None:
+    n = 1000
+    row = completion(tokens=["a"] * n, policy=[-1.0] * n, ref=[-1.0 - i / n for i in range(n)])
+    found = by_position([row])
+    assert len(found) <= BINS and list(found)[:2] == [1.0, 17.0]
+    assert found[1.0][1] == pytest.approx(7.5 / n)
+
+
+def test_k3_is_bounded() -> None:
+    assert k3(0.0) == 0 and k3(0.5) == pytest.approx(math.exp(-0.5) - 1 + 0.5)
+    assert math.isfinite(k3(-1e6))
+
+
+def test_stages() -> None:
+    assert thirds([]) == [] and thirds([1, 5]) == [[1, 5]]
+    assert thirds([1, 2, 3, 4, 5, 6, 7]) == [[1, 2], [3, 4], [5, 6, 7]]
+
+
+def test_charts_of_one_run_show_its_stages() -> None:
+    rows = [completion(step=step, ref=(-1.0 - step, -2.0, -0.5)) for step in (10, 20, 30)]
+    k3s, k1s = position_charts([run_of(completions=rows)])
+    assert [series.label for series in k1s.series] == ["early steps (10)", "middle steps (20)", "late steps (30)"]
+    assert [series.points[1.0] for series in k1s.series] == [10.0, 20.0, 30.0]
+    assert k3s.series[0].points[1.0] == pytest.approx(math.exp(-10) - 1 + 10)
+    assert k3s.axis == "token"
+
+
+def test_charts_of_several_runs_show_how_they_ended() -> None:
+    def run(name: str, size: float):
+        return run_of(name=name, completions=[completion(step=s, ref=(-1.0 - size * s, -2.0, -0.5)) for s in (1, 2, 3)])
+
+    _, k1s = position_charts([run("a", 1.0), run("b", 2.0), run_of(name="none")])
+    assert {series.label: series.points[1.0] for series in k1s.series} == {"a": 3.0, "b": 6.0}
+
+
+def test_without_a_reference_there_is_no_chart() -> None:
+    assert position_charts([run_of(completions=[completion(ref=None)]), run_of()]) == []

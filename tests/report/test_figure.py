@@ -5,7 +5,7 @@ from __future__ import annotations
 import xml.etree.ElementTree as ElementTree
 
 from klamp.report.figure import Entry, data_table, figure, key, plain_table
-from klamp.report.markup import element
+from klamp.report.text import element
 
 
 def parsed(html: object) -> ElementTree.Element:

@@ -8,10 +8,9 @@ from tests.report.pages import parse, run_of
 
 from klamp.diagnostics.history import Settings
 from klamp.report.headlines import Headline, headlines, side_by_side, tiles
-from klamp.report.run import ReportRun
-from klamp.report.scores import Scores
+from klamp.report.run import ReportRun, ScoreFormat
 
-POINTS = Scores(points=True)
+POINTS = ScoreFormat(points=True)
 
 
 def said(found: list[Headline]) -> dict[str, tuple[str, str, str]]:

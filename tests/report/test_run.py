@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from tests.report.pages import run_of
 
+from klamp.cli.columns import Scale
 from klamp.diagnostics.history import Settings
-from klamp.report.run import skills_of, slots_of
+from klamp.report.run import ScoreFormat, skills_of, slots_of
 
 
 def test_curves() -> None:
@@ -49,3 +51,25 @@ def test_the_tokens_that_trl_counts_include_those_of_prompts() -> None:
     batch = {"config": {"prompts_per_step": 2, "num_generations": 4}}
     both = run_of(length=[10.0, 20.0], length__total=[400.0, 700.0], details=batch)
     assert both.tokens() == {0: 0, 1: 80, 2: 240} and not both.counts_prompts
+
+
+@pytest.mark.parametrize("scores", [{"a": 0.9963, "b": 0.0}, {"a": 1.0, "b": 0.5}, {"a": 12.345, "b": 0.25}])
+def test_page_and_terminal_agree(scores: dict[str, float]) -> None:
+    run = run_of(details={"before": {"a": 0.1}, "after": scores})
+    page, terminal = ScoreFormat.of([run]), Scale.of({"a": 0.1}, scores)
+    assert page.points is terminal.points
+    for value in scores.values():
+        assert page.write(value) == terminal.write(value)
+        assert page.change(0.5, value).replace("−", "-") == terminal.change(0.5, value)
+    assert page.write(None) == page.change(None, 0.5) == "–"
+
+
+def test_the_numbers_of_a_chart_have_the_same_unit() -> None:
+    assert [ScoreFormat(points).scaled(0.996) for points in (True, False)] == pytest.approx([99.6, 0.996])
+    assert [ScoreFormat(points).unit for points in (True, False)] == ["points of 100", "score"]
+    assert [ScoreFormat(points).full for points in (True, False)] == [(0.0, 100.0), (0.0,)]
+
+
+def test_one_evaluation_outside_the_range_changes_all() -> None:
+    assert ScoreFormat.of([run_of(scores=[(0, {"a": 0.5})])]).points
+    assert not ScoreFormat.of([run_of(scores=[(0, {"a": 0.5})]), run_of(scores=[(5, {"b": -1.0})])]).points

@@ -6,7 +6,7 @@ import json
 
 from tests.report.pages import Node, completion, parse, run_of
 
-from klamp.report.choice import ranked
+from klamp.report.completions import ranked
 from klamp.report.run import ReportRun
 from klamp.report.token_section import FRAME, PATIENCE, costs, fitting, said, token_section
 

@@ -7,7 +7,7 @@ import math
 import pytest
 from tests.report.pages import Node, completion, parse, run_of
 
-from klamp.report.choice import LONGEST, ranked
+from klamp.report.completions import LONGEST, ranked
 from klamp.report.tokens import card, legend, numbers_of, shade
 
 

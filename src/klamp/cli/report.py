@@ -13,7 +13,7 @@ from klamp.cli.flags import read_options
 from klamp.cli.options import ReportOptions
 from klamp.cli.output_file import check_output, write_output
 from klamp.errors import ConfigError, DataError
-from klamp.report.numerals import count
+from klamp.report.text import count
 
 if TYPE_CHECKING:  # imported by the command only
     from klamp.report.run import ReportRun

@@ -7,13 +7,11 @@ from collections.abc import Mapping, Sequence
 from klamp.diagnostics.alarm import Blamed
 from klamp.diagnostics.alarms import ALARMS
 from klamp.diagnostics.doctor import Finding
-from klamp.report.choice import Shown
+from klamp.report.completions import Shown
 from klamp.report.figure import plain_table
-from klamp.report.markup import Html, element, join
-from klamp.report.numerals import count, probability
 from klamp.report.run import ReportRun
+from klamp.report.text import Html, count, element, join, probability, shown
 from klamp.report.token_section import NARROW
-from klamp.report.vocabulary import shown
 
 FEW = 3
 """How many tokens to blame are shown of each run, where there are several runs."""

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 
 from klamp.diagnostics.history import Answer, first_answers, last_answers
 from klamp.report.figure import plain_table
-from klamp.report.markup import Html, element, join, shorten
-from klamp.report.numerals import MISSING
-from klamp.report.run import ReportRun
-from klamp.report.scores import Scores
+from klamp.report.run import ReportRun, ScoreFormat
+from klamp.report.text import MISSING, Html, element, join, shorten
 
 LONGEST = 400
 """Characters of an answer that are shown."""
@@ -26,7 +24,7 @@ def answer_section(runs: Sequence[ReportRun]) -> Html:
     first = next((run for run in runs if run.history.answers), None)
     if first is None:
         return element("p", "No answers of an evaluation were written.", class_="missing")
-    scores = Scores.of(runs)
+    scores = ScoreFormat.of(runs)
     before = first_answers(first.history.answers)
     after = [last_answers(run.history.answers) for run in runs]
     rows = [
@@ -48,7 +46,7 @@ def _question(skill: str, question: str) -> Html:
     return join([shorten(question, LONGEST), element("small", skill)])
 
 
-def _cell(answer: Answer | None, scores: Scores) -> Html:
+def _cell(answer: Answer | None, scores: ScoreFormat) -> Html:
     if answer is None:
         return Html(MISSING)
     text = shorten(answer.completion.strip(), LONGEST) or "(nothing)"

@@ -1,19 +1,21 @@
-"""A chart: curves as SVG, a legend with their latest values, a table of the numbers, and what the script needs."""
+"""A chart: curves as SVG, a legend with their latest values, a table of the numbers, and what the script needs.
+
+Runs of one configuration with different seeds are drawn as their mean, with a band from the lowest to the highest.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from statistics import fmean
 
+from klamp.diagnostics.history import bounded
+from klamp.report.axes import Axis, fit, means, thin, ticks, whole
 from klamp.report.figure import Entry, data_table, figure, key
-from klamp.report.markup import Html, element, join
-from klamp.report.numerals import rounded, short
-from klamp.report.points import means, thin
-from klamp.report.scale import Scale, fit, ticks, whole
-from klamp.report.seeds import Column, Series, columns_of, spread
+from klamp.report.text import Html, element, join, rounded, short
 
 WIDTH, HEIGHT = 360, 190
 LEFT, RIGHT, TOP, BOTTOM = 46, 350, 10, 164
@@ -112,7 +114,7 @@ def render_chart(chart: Chart, *, most: int = 400) -> Html:
     )
 
 
-def _plot(chart: Chart, kept: Sequence[Column], y: Scale, means: Sequence[tuple[float, list[float | None]]]) -> str:
+def _plot(chart: Chart, kept: Sequence[CurveColumn], y: Axis, means: Sequence[tuple[float, list[float | None]]]) -> str:
     """What the script draws the chart from, besides its table."""
     series = [
         {"slot": column.series.slot, "runs": column.series.runs, "members": column.members, "of": column.of}
@@ -162,7 +164,7 @@ def describe(chart: Chart) -> str:
     return " ".join(parts)
 
 
-def _drawing(chart: Chart, kept: Sequence[Column], *, x: Scale, y: Scale) -> Html:
+def _drawing(chart: Chart, kept: Sequence[CurveColumn], *, x: Axis, y: Axis) -> Html:
     labelled = f"{chart.name}-title {chart.name}-text"
     return element(
         "svg",
@@ -184,7 +186,7 @@ def _drawing(chart: Chart, kept: Sequence[Column], *, x: Scale, y: Scale) -> Htm
     )
 
 
-def _axes(x: Scale, y: Scale) -> Html:
+def _axes(x: Axis, y: Axis) -> Html:
     parts: list[Html] = []
     for value in ticks(y, steps=QUARTERS):
         place = _down(y, value)
@@ -196,7 +198,7 @@ def _axes(x: Scale, y: Scale) -> Html:
     return element("g", *parts, class_="axes")
 
 
-def _bands(lines: Sequence[Line], y: Scale) -> Html:
+def _bands(lines: Sequence[Line], y: Axis) -> Html:
     parts = [
         element(
             "rect",
@@ -212,7 +214,7 @@ def _bands(lines: Sequence[Line], y: Scale) -> Html:
     return join(parts)
 
 
-def _levels(lines: Sequence[Line], y: Scale) -> Html:
+def _levels(lines: Sequence[Line], y: Axis) -> Html:
     return join(
         element("line", x1=LEFT, x2=RIGHT, y1=_down(y, line.low), y2=_down(y, line.low), class_="level")
         for line in lines
@@ -220,7 +222,7 @@ def _levels(lines: Sequence[Line], y: Scale) -> Html:
     )
 
 
-def _curve(series: Series, x: Scale, y: Scale) -> Html:
+def _curve(series: Series, x: Axis, y: Axis) -> Html:
     places = [
         (_across_at(x, step), _down(y, value)) if math.isfinite(value) else None
         for step, value in series.points.items()
@@ -236,7 +238,7 @@ def _curve(series: Series, x: Scale, y: Scale) -> Html:
     return join([element("path", d="".join(path), class_=f"curve s{series.slot % 8} d{series.slot % 5}"), *dots])
 
 
-def _spread(kept: Sequence[Column], column: Column, x: Scale, y: Scale) -> Html:
+def _spread(kept: Sequence[CurveColumn], column: CurveColumn, x: Axis, y: Axis) -> Html:
     band = spread(kept, column)
     above = [f"{_across_at(x, step):.1f} {_down(y, high):.1f}" for step, (_, high) in band.items()]
     below = [f"{_across_at(x, step):.1f} {_down(y, low):.1f}" for step, (low, _) in reversed(band.items())]
@@ -257,7 +259,7 @@ def shape(slot: int, x: float, y: float) -> str:
     return outlines[slot % 4 - 1].format(f"{x + offset[0]:.1f}", f"{y + offset[1]:.1f}")
 
 
-def _mark(mark: Mark, x: Scale) -> Html:
+def _mark(mark: Mark, x: Axis) -> Html:
     place = min(max(_across_at(x, mark.step), LEFT), RIGHT)
     return element(
         "g",
@@ -268,16 +270,16 @@ def _mark(mark: Mark, x: Scale) -> Html:
     )
 
 
-def _across(steps: Sequence[float]) -> Scale:
+def _across(steps: Sequence[float]) -> Axis:
     low, high = (steps[0], steps[-1]) if steps else (0.0, 1.0)
-    return Scale(low=low, high=high) if high > low else Scale(low=low - 1, high=high + 1)
+    return Axis(low=low, high=high) if high > low else Axis(low=low - 1, high=high + 1)
 
 
-def _across_at(x: Scale, step: float) -> float:
+def _across_at(x: Axis, step: float) -> float:
     return round(LEFT + (RIGHT - LEFT) * x(step), 1)
 
 
-def _down(y: Scale, value: float) -> float:
+def _down(y: Axis, value: float) -> float:
     place = min(max(y(min(max(value, -1e100), 1e100)), 0.0), 1.0)
     return round(BOTTOM - (BOTTOM - TOP) * place, 1)
 
@@ -287,7 +289,7 @@ def _only(series: Series, steps: Sequence[float]) -> Series:
     return replace(series, points=points)
 
 
-def _entries(kept: Sequence[Column], decimals: int | None) -> list[Entry]:
+def _entries(kept: Sequence[CurveColumn], decimals: int | None) -> list[Entry]:
     """The lines of the legend: a mean with the range of its curves, the curves of a group that has none together."""
     lines: dict[str, list[int]] = {}
     for number, column in enumerate(kept):
@@ -297,7 +299,7 @@ def _entries(kept: Sequence[Column], decimals: int | None) -> list[Entry]:
     return [_entry(kept, numbers, decimals) for numbers in lines.values()]
 
 
-def _entry(kept: Sequence[Column], numbers: Sequence[int], decimals: int | None) -> Entry:
+def _entry(kept: Sequence[CurveColumn], numbers: Sequence[int], decimals: int | None) -> Entry:
     first = kept[numbers[0]].series
     few = max(len(kept[number].series.points) for number in numbers) <= FEW
     swatch = key(f"curve s{first.slot % 8} d{first.slot % 5}", shape(first.slot, 11, 5) if few else "")
@@ -323,3 +325,84 @@ def _span(low: float, high: float, decimals: int | None) -> str:
 
 def _thinned(shown: int, total: int) -> str:
     return "" if shown == total else f"; {shown} of {total} logged steps, the extremes among them"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One curve of a chart."""
+
+    label: str
+    """The name of the curve in the legend."""
+    points: Mapping[float, float]
+    """Step -> value, in the order of steps; NaN and infinities are gaps."""
+    slot: int = 0
+    """Its colour, its dashes and the shape of its dots, by number."""
+    group: str = ""
+    """Curves of one group are drawn as their mean with a band, and share a line of the legend; empty: by itself."""
+    runs: tuple[int, ...] = ()
+    """The numbers of the runs that it is from; empty: of none, as by position."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurveColumn:
+    """A curve in its place: a column of the chart's table."""
+
+    series: Series
+    """The curve; that of a group is its mean."""
+    members: tuple[int, ...] = ()
+    """Of a mean: the columns of the curves that it is of."""
+    of: int | None = None
+    """Of a curve in a group: the column of their mean."""
+
+
+def columns_of(series: Sequence[Series]) -> list[CurveColumn]:
+    """The curves in the order of a chart's table, each mean before its runs; the first column has number 1.
+
+    Args:
+        series: the curves. Those of a group that have no step in common stay by themselves.
+    """
+    found: list[CurveColumn] = []
+    for alike in _groups(series):
+        points = mean(alike) if len(alike) > 1 else {}
+        if not points:
+            found += [CurveColumn(series=each) for each in alike]
+            continue
+        at = len(found) + 1
+        label = f"{alike[0].group}, mean of {len(alike)}"
+        runs = tuple(run for each in alike for run in each.runs)
+        middle = Series(label=label, points=points, slot=alike[0].slot, group=alike[0].group, runs=runs)
+        found.append(CurveColumn(series=middle, members=tuple(range(at + 1, at + 1 + len(alike)))))
+        found += [CurveColumn(series=each, of=at) for each in alike]
+    return found
+
+
+def mean(alike: Sequence[Series]) -> dict[float, float]:
+    """The mean of several curves, at the steps where all of them have a finite value: step -> mean."""
+    first, *others = [series.points for series in alike]
+    return {
+        step: fmean(map(bounded, (value, *(points[step] for points in others))))
+        for step, value in first.items()
+        if math.isfinite(value) and all(math.isfinite(points.get(step, math.nan)) for points in others)
+    }
+
+
+def spread(columns: Sequence[CurveColumn], column: CurveColumn) -> dict[float, tuple[float, float]]:
+    """The lowest and the highest value of a mean's curves: step -> (lowest, highest).
+
+    Args:
+        columns: all of the chart.
+        column: that of the mean.
+    """
+    curves = [columns[number - 1].series.points for number in column.members]
+    found: dict[float, tuple[float, float]] = {}
+    for step in column.series.points if curves else ():
+        values = [points[step] for points in curves if step in points]
+        found[step] = min(values), max(values)
+    return found
+
+
+def _groups(series: Sequence[Series]) -> Iterator[list[Series]]:
+    groups: dict[str, list[Series]] = {}
+    for number, each in enumerate(series):
+        groups.setdefault(each.group or f"\n{number}", []).append(each)
+    yield from groups.values()

@@ -1,23 +1,29 @@
-"""Which charts over steps the page has, and what each takes from a run."""
+"""Which charts the page has, over steps and by position; what each takes from a run, and the targets drawn in it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from klamp.core.beta_rules import StepRule
+from klamp.diagnostics.causes import MISMATCH
 from klamp.diagnostics.doctor import Finding
-from klamp.report.chart import Chart, Line, Mark
-from klamp.report.levels import levels_of
-from klamp.report.run import ReportRun, skills_of, slots_of
-from klamp.report.scores import Scores
-from klamp.report.seeds import Series
+from klamp.diagnostics.history import Completion
+from klamp.report.chart import Chart, Line, Mark, Series
+from klamp.report.completions import BINS, k3
+from klamp.report.run import ReportRun, ScoreFormat, skills_of, slots_of
+from klamp.report.text import short
 
 SKILLS = 12
 """The most skills that get a curve."""
+STAGES = ("early steps", "middle steps", "late steps")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class ChartPlan:
     """A chart that any run can have: which metrics, under which title."""
 
     name: str
@@ -36,22 +42,22 @@ class Plan:
     """Decimals of the values, where they are written with as many everywhere."""
 
 
-PLANS: tuple[Plan, ...] = (
-    Plan(
+PLANS: tuple[ChartPlan, ...] = (
+    ChartPlan(
         name="reward",
         title="Reward",
         unit="reward",
         text="Reward of the task.",
         curves={"reward": "reward"},
     ),
-    Plan(
+    ChartPlan(
         name="kl",
         title="KL to the reference",
         unit="nats/token",
         text="Estimates of one KL(policy‖ref): exact has no noise, k1 has most of it. Forward is KL(ref‖policy).",
         curves={"kl/exact": "exact", "kl/k3": "k3", "kl/k1": "k1", "kl/exact_forward": "exact forward"},
     ),
-    Plan(
+    ChartPlan(
         name="kl-completion",
         title="KL per completion",
         unit="nats",
@@ -64,28 +70,28 @@ PLANS: tuple[Plan, ...] = (
             "kl/after_clip": "after the clip",
         },
     ),
-    Plan(
+    ChartPlan(
         name="retention",
         title="Skills on held-out prompts",
         unit="score",
         text="What is trained, and what should be kept.",
         curves={},
     ),
-    Plan(
+    ChartPlan(
         name="beta",
         title="beta",
         unit="reward/nat",
         text="Coefficient of the KL in force, per token.",
         curves={"beta": "beta"},
     ),
-    Plan(
+    ChartPlan(
         name="length",
         title="Completion length",
         unit="tokens",
         text="End token included.",
         curves={"length/mean": "mean"},
     ),
-    Plan(
+    ChartPlan(
         name="shares",
         title="Cut and saturated",
         unit="share",
@@ -93,35 +99,35 @@ PLANS: tuple[Plan, ...] = (
         curves={"length/truncated": "cut", "groups/saturated": "saturated"},
         include=(0.0, 1.0),
     ),
-    Plan(
+    ChartPlan(
         name="entropy",
         title="Entropy",
         unit="nats/token",
         text="Of the policy at the prefixes that it sampled.",
         curves={"policy/entropy": "entropy"},
     ),
-    Plan(
+    ChartPlan(
         name="sampler",
         title="Sampler against trainer",
         unit="nats/token",
         text="Sampler and trainer hold the same weights, so they should agree; up to about 0.002 is healthy.",
         curves={"sampler/k3": "k3", "sampler/k1": "k1", "sampler/abs": "|difference|"},
     ),
-    Plan(
+    ChartPlan(
         name="extremes",
         title="Largest log-ratios",
         unit="nats",
         text="|log policy − log ref|: the largest of a step, and the 99th percentile.",
         curves={"kl/log_ratio_max": "largest", "kl/log_ratio_p99": "99 %"},
     ),
-    Plan(
+    ChartPlan(
         name="gradient",
         title="Gradient norm",
         unit="norm",
         text="Before clipping.",
         curves={"train/grad_norm": "norm"},
     ),
-    Plan(
+    ChartPlan(
         name="loss",
         title="Loss",
         unit="loss",
@@ -141,27 +147,27 @@ def charts(runs: Sequence[ReportRun], numbers: Mapping[str, int]) -> list[Chart]
     return list(_alone(runs[0], numbers) if len(runs) == 1 else _overlaid(runs))
 
 
-def plans(runs: Sequence[ReportRun]) -> list[Plan]:
+def plans(runs: Sequence[ReportRun]) -> list[ChartPlan]:
     """All plans of charts, with one for the skills of these runs."""
-    scores = Scores.of(runs)
+    scores = ScoreFormat.of(runs)
     skills = {f"eval/{name}": name for name in skills_of(runs)[:SKILLS]}
     trained = {f"eval/{run.history.settings.rl_skill}" for run in runs}
     named = {name: label + (" (trained)" if name in trained else "") for name, label in skills.items()}
     return [plan if plan.curves else _with_curves(plan, named, scores) for plan in PLANS]
 
 
-def _with_curves(plan: Plan, curves: Mapping[str, str], scores: Scores) -> Plan:
+def _with_curves(plan: ChartPlan, curves: Mapping[str, str], scores: ScoreFormat) -> ChartPlan:
     return replace(plan, curves=curves, unit=scores.unit, include=scores.full, decimals=scores.decimals)
 
 
-def _curve(run: ReportRun, name: str, scores: Scores) -> dict[float, float]:
+def _curve(run: ReportRun, name: str, scores: ScoreFormat) -> dict[float, float]:
     """The values of a metric; those of a skill as scores are written."""
     found = run.curve(name)
     return {step: scores.scaled(value) for step, value in found.items()} if name.startswith("eval/") else found
 
 
 def _alone(run: ReportRun, numbers: Mapping[str, int]) -> Iterator[Chart]:
-    scores = Scores.of([run])
+    scores = ScoreFormat.of([run])
     for plan in plans([run]):
         found = [(label, _curve(run, name, scores), slot) for slot, (name, label) in enumerate(plan.curves.items())]
         series = [Series(label=label, points=points, slot=slot, runs=(0,)) for label, points, slot in found if points]
@@ -180,7 +186,7 @@ def _alone(run: ReportRun, numbers: Mapping[str, int]) -> Iterator[Chart]:
 
 
 def _overlaid(runs: Sequence[ReportRun]) -> Iterator[Chart]:
-    scores = Scores.of(runs)
+    scores = ScoreFormat.of(runs)
     for plan in plans(runs):
         for name, label in plan.curves.items():
             found = zip(runs, [_curve(run, name, scores) for run in runs], slots_of(runs), strict=True)
@@ -202,7 +208,7 @@ def _overlaid(runs: Sequence[ReportRun]) -> Iterator[Chart]:
                 )
 
 
-def _without_curve(runs: Sequence[ReportRun], plan: Plan, name: str) -> str:
+def _without_curve(runs: Sequence[ReportRun], plan: ChartPlan, name: str) -> str:
     """Which arms logged no KL in their steps and have one all the same, as a sentence to add."""
     if plan.name not in ("kl", "kl-completion"):
         return ""
@@ -217,7 +223,7 @@ def _shared_levels(runs: Sequence[ReportRun], name: str) -> list[Line]:
     return [line for line in each[0] if all(line in lines for lines in each[1:])]
 
 
-def _marks(run: ReportRun, plan: Plan, numbers: Mapping[str, int]) -> list[Mark]:
+def _marks(run: ReportRun, plan: ChartPlan, numbers: Mapping[str, int]) -> list[Mark]:
     return [
         Mark(step=finding.first_step, number=numbers[finding.alarm.name], name=finding.alarm.name)
         for finding in run.diagnosis.findings
@@ -225,6 +231,157 @@ def _marks(run: ReportRun, plan: Plan, numbers: Mapping[str, int]) -> list[Mark]
     ]
 
 
-def _concerns(finding: Finding, plan: Plan) -> bool:
+def _concerns(finding: Finding, plan: ChartPlan) -> bool:
     needs = {part for need in finding.alarm.needs for part in need.split("|")}
     return bool(needs & plan.curves.keys()) or ("evaluations" in needs and plan.name == "retention")
+
+
+def levels_of(run: ReportRun, chart: str) -> list[Line]:
+    """The lines and bands of a chart; without a known configuration only those of the alarms.
+
+    Args:
+        run: whose configuration counts.
+        chart: name of the plan.
+    """
+    if chart == "kl":
+        return _target(run.config) + _level(run.config, "kl_lr_guard", "learning-rate guard")
+    if chart == "sampler":
+        return [Line(label=f"alarm above {short(MISMATCH.value)}", low=MISMATCH.value)]
+    if chart == "kl-completion" and not run.curve("kl/budget"):
+        return _budget(run)
+    return []
+
+
+def _target(config: Mapping[str, Any]) -> list[Line]:
+    target = _number(config.get("target_kl"))
+    if target is None:
+        return []
+    lines = _level(config, "target_kl", "target")
+    if config.get("kl_controller") == "step" and config.get("beta") != 0:
+        rule = StepRule(target=target)
+        _, _, above, below = config.get("kl_controller_factors") or (None, None, rule.high, rule.low)
+        low, high = below * target, above * target
+        lines.insert(0, Line(label=f"beta rests from {short(low)} to {short(high)}", low=low, high=high))
+    return lines
+
+
+def _level(config: Mapping[str, Any], name: str, label: str) -> list[Line]:
+    value = _number(config.get(name))
+    return [] if value is None else [Line(label=f"{label} {short(value)}", low=value)]
+
+
+def _budget(run: ReportRun) -> list[Line]:
+    config = run.config
+    threshold = _number(config.get("kl_clip_threshold"))
+    if config.get("kl_clip_method") not in ("hard", "soft") or threshold is None:
+        return []
+    if config.get("use_per_token_kl_threshold", True):
+        logged = list(run.curve("kl/reference_length").values())
+        length = logged[-1] if logged else _number(config.get("kl_reference_length"))
+        if length is None:
+            return []
+        threshold *= length
+    return [Line(label=f"budget {short(threshold)}", low=threshold)]
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def position_charts(runs: Sequence[ReportRun]) -> list[Chart]:
+    """Charts of mean k1 and k3 by position: over the stages of one run, or the last stage of several.
+
+    Args:
+        runs: those of the report.
+    """
+    curves = [curve for curve in _stages(runs) if curve.points]
+    if not curves:
+        return []
+    texts = {
+        "k3": "Where in a completion the policy left its reference. Tokens that were written down only.",
+        "k1": "Mean of log policy − log ref. By position it need not be positive.",
+    }
+    return [
+        Chart(
+            name=f"chart-position-{name}",
+            title=f"{name} by position",
+            unit="nats/token",
+            text=texts[name],
+            series=[
+                Series(
+                    label=curve.label,
+                    points={place: means[which] for place, means in curve.points.items()},
+                    slot=curve.slot,
+                    group=curve.group,
+                )
+                for curve in curves
+            ],
+            axis="token",
+            include=(0.0,),
+        )
+        for which, name in enumerate(("k3", "k1"))
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stage:
+    label: str
+    points: Mapping[float, tuple[float, float]]
+    slot: int
+    group: str = ""
+
+
+def _stages(runs: Sequence[ReportRun]) -> Iterator[_Stage]:
+    for run, slot in zip(runs, slots_of(runs), strict=True):
+        parts = thirds(sorted(run.history.completions))
+        if not parts:
+            continue
+        if len(runs) > 1:
+            late = by_position(each for step in parts[-1] for each in run.history.completions[step])
+            yield _Stage(label=run.name, points=late, slot=slot, group=run.group)
+            continue
+        names = STAGES if len(parts) == len(STAGES) else ("all steps",)
+        for number, (name, part) in enumerate(zip(names, parts, strict=True)):
+            span = f"{part[0]}–{part[-1]}" if len(part) > 1 else f"{part[0]}"
+            completions = (each for step in part for each in run.history.completions[step])
+            yield _Stage(label=f"{name} ({span})", points=by_position(completions), slot=number)
+
+
+def thirds(steps: Sequence[int]) -> list[Sequence[int]]:
+    """The steps divided into three stages; one stage where there are fewer than three steps."""
+    if len(steps) < 3:
+        return [steps] if steps else []
+    first, second = len(steps) // 3, 2 * len(steps) // 3
+    return [steps[:first], steps[first:second], steps[second:]]
+
+
+def by_position(completions: Iterable[Completion]) -> dict[float, tuple[float, float]]:
+    """Position among the tokens that the model wrote (from 1) -> mean k3 and k1 there.
+
+    Long completions are cut into stretches, each named by its first place.
+
+    Args:
+        completions: of some steps.
+    """
+    sums: dict[int, list[float]] = defaultdict(_nothing)
+    for each in completions:
+        begin = next((i for i, sampled in enumerate(each.is_sampled) if sampled), 0)
+        for position, delta in each.log_ratios():
+            _add(sums[position - begin + 1], (1, k3(delta), delta))
+    width = math.ceil(max(sums, default=0) / BINS) or 1
+    stretches: dict[int, list[float]] = defaultdict(_nothing)
+    for place, found in sorted(sums.items()):
+        if place > 0:
+            _add(stretches[(place - 1) // width * width + 1], found)
+    return {float(place): (k3s / count, k1s / count) for place, (count, k3s, k1s) in stretches.items()}
+
+
+def _nothing() -> list[float]:
+    return [0, 0.0, 0.0]
+
+
+def _add(sums: list[float], more: Sequence[float]) -> None:
+    """Add to the count and the two sums of a place."""
+    sums[0] += more[0]
+    sums[1] += more[1]
+    sums[2] += more[2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from klamp.report.markup import Html, element
+from klamp.report.text import Html, element
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,13 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
+from klamp.report.axes import Axis, fit, thin
 from klamp.report.figure import key
-from klamp.report.markup import Html, element, join
-from klamp.report.numerals import MISSING, count, short
-from klamp.report.points import thin
-from klamp.report.run import ReportRun, skills_of, slots_of
-from klamp.report.scale import Scale, fit
-from klamp.report.scores import Scores
+from klamp.report.run import ReportRun, ScoreFormat, skills_of, slots_of
+from klamp.report.text import MISSING, Html, count, element, join, short
 
 WINDOW = 5
 SKILLS = 6
@@ -42,7 +39,7 @@ class Headline:
     """The curve that it is the end of; empty: none."""
 
 
-def headlines(run: ReportRun, skills: Sequence[str], scores: Scores) -> list[Headline]:
+def headlines(run: ReportRun, skills: Sequence[str], scores: ScoreFormat) -> list[Headline]:
     """The most important numbers of a run, as far as its record has them.
 
     Args:
@@ -114,7 +111,7 @@ def _after(value: float | None, label: str, unit: str) -> Headline | None:
     return Headline(label=label, value=short(value), unit=unit, detail=detail, over=over)
 
 
-def _skill(run: ReportRun, name: str, scores: Scores) -> Headline | None:
+def _skill(run: ReportRun, name: str, scores: ScoreFormat) -> Headline | None:
     curve = run.curve(f"eval/{name}")
     values = list(curve.values())
     before = run.before.get(name, values[0] if values else None)
@@ -140,7 +137,7 @@ def tiles(run: ReportRun) -> Html:
     Args:
         run: the run.
     """
-    found = headlines(run, skills_of([run])[:SKILLS], Scores.of([run]))
+    found = headlines(run, skills_of([run])[:SKILLS], ScoreFormat.of([run]))
     return element("dl", *(_tile(each) for each in found), class_="tiles")
 
 
@@ -166,7 +163,7 @@ def _spark(course: Mapping[float, float]) -> Html:
     steps = [step for step in thin([course], most=120) if math.isfinite(course[step])]
     if len(steps) < 2:
         return element("svg", viewBox="0 0 120 28")
-    x, y = Scale(low=steps[0], high=steps[-1]), fit([course[step] for step in steps])
+    x, y = Axis(low=steps[0], high=steps[-1]), fit([course[step] for step in steps])
     path = "L".join(f"{120 * x(step):.1f} {26 - 24 * y(course[step]):.1f}" for step in steps)
     line = element("path", d=f"M{path}", class_="curve s0", vector_effect="non-scaling-stroke")
     return element("svg", line, viewBox="0 0 120 28", preserveAspectRatio="none")
@@ -181,7 +178,7 @@ def side_by_side(runs: Sequence[ReportRun]) -> tuple[list[str], list[list[str]]]
         runs: those of the report.
     """
     skills = skills_of(runs)[:SKILLS]
-    scores = Scores.of(runs)
+    scores = ScoreFormat.of(runs)
     each = [{found.label: found for found in headlines(run, skills, scores)} for run in runs]
     labels = list(dict.fromkeys(label for found in each for label in found))
     labels.sort(key=lambda label: (label not in (AFTER, AFTER_SEQUENCE), not label.startswith("KL")))

@@ -16,16 +16,14 @@ from klamp.errors import DataError
 from klamp.report.alarm_section import alarm_section, anchors, numbered, verdict
 from klamp.report.answer_section import answer_section
 from klamp.report.chart import render_chart
-from klamp.report.choice import Shown, ranked
-from klamp.report.cost import Costs
-from klamp.report.curves import charts
+from klamp.report.completions import Shown, ranked
+from klamp.report.cost_section import Costs
+from klamp.report.curves import charts, position_charts
 from klamp.report.figure import plain_table
 from klamp.report.headlines import COLUMNS, WINDOW, side_by_side, tiles
-from klamp.report.markup import Html, element, join
-from klamp.report.numerals import count
-from klamp.report.position import position_charts
 from klamp.report.run import ReportRun
 from klamp.report.settings_section import settings_section, versions_section
+from klamp.report.text import Html, count, element, join
 from klamp.report.token_section import costs, fitting, token_section
 
 LIMIT = 2_000_000

@@ -1,4 +1,4 @@
-"""A run as the report gets it: plain data, from whichever reader."""
+"""A run as the report gets it: plain data, from whichever reader; and how the scores of runs are written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from klamp.diagnostics.doctor import Diagnosis
 from klamp.diagnostics.history import History
-from klamp.report.vocabulary import Read, reader
+from klamp.report.text import MINUS, MISSING, Read, reader, rounded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,3 +108,48 @@ def skills_of(runs: Sequence[ReportRun]) -> list[str]:
     found |= {name for run in runs for row in run.history.evaluations for name in row.metrics}
     trained = {run.history.settings.rl_skill for run in runs}
     return sorted(found, key=lambda name: (name not in trained, name))
+
+
+@dataclass(frozen=True)
+class ScoreFormat:
+    """How scores are written."""
+
+    points: bool
+    """Whether as points of 100, else as they are."""
+
+    @classmethod
+    def of(cls, runs: Sequence[ReportRun]) -> ScoreFormat:
+        """The way that fits all scores of these runs."""
+        found: list[Mapping[str, float]] = [each for run in runs for each in (run.before, run.after)]
+        found += [row.metrics for run in runs for row in run.history.evaluations]
+        return cls(all(0 <= value <= 1 for scores in found for value in scores.values()))
+
+    @property
+    def unit(self) -> str:
+        """The unit of the written numbers."""
+        return "points of 100" if self.points else "score"
+
+    @property
+    def decimals(self) -> int | None:
+        """Decimals of the written numbers; None: as many as four digits need."""
+        return 1 if self.points else None
+
+    @property
+    def full(self) -> tuple[float, ...]:
+        """The values that an axis of scores has room for."""
+        return (0.0, 100.0) if self.points else (0.0,)
+
+    def scaled(self, value: float) -> float:
+        """A score as a number in the unit."""
+        return 100 * value if self.points else value
+
+    def write(self, value: float | None) -> str:
+        """A score as text."""
+        return rounded(None if value is None else self.scaled(value), decimals=self.decimals)
+
+    def change(self, before: float | None, after: float | None) -> str:
+        """The change of a score as text, with its sign."""
+        if before is None or after is None:
+            return MISSING
+        text = f"{100 * (after - before):+.1f}" if self.points else f"{after - before:+.4g}"
+        return text.replace("-", MINUS)

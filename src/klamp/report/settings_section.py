@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from klamp.report.figure import plain_table
-from klamp.report.markup import Html, element, join, shorten
-from klamp.report.numerals import MISSING, setting
 from klamp.report.run import ReportRun
+from klamp.report.text import MISSING, Html, element, join, setting, shorten
 
 LONGEST = 200
 IMPORTANT = (

@@ -6,15 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from klamp.report.choice import Place, Shown, worst_tokens
-from klamp.report.cost import Costs, costs_of, shares_of
-from klamp.report.cost_section import ROWS, cost_section, shares_linked
+from klamp.report.completions import Place, Shown, worst_tokens
+from klamp.report.cost_section import ROWS, Costs, cost_section, costs_of, shares_linked, shares_of
 from klamp.report.figure import plain_table
-from klamp.report.markup import Html, element, join, json_block
-from klamp.report.numerals import count, probability, signed
 from klamp.report.run import ReportRun
+from klamp.report.text import Html, Read, count, element, join, json_block, probability, shown, signed
 from klamp.report.tokens import card, legend, numbers_of, shade
-from klamp.report.vocabulary import Read, shown
 
 WORST = 15
 BEFORE, AFTER, PROMPT = 8, 4, 40

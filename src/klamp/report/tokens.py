@@ -6,10 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from klamp.report.choice import Shown
-from klamp.report.markup import Html, element, join, shorten
-from klamp.report.numerals import MISSING, count, short, signed
-from klamp.report.vocabulary import shown
+from klamp.report.completions import Shown
+from klamp.report.text import MISSING, Html, count, element, join, short, shorten, shown, signed
 
 EDGES = (0.1, 0.3, 1.0, 3.0)
 """Sizes of a log-ratio, in nats, at which the shade changes."""

@@ -3,7 +3,7 @@ const plot = (() => {
   const STEPS = [1, 2, 2.5, 5, 10];
   const LOG_STEPS = [1, 2, 5];
 
-  // A number as people write it, as klamp.report.numerals has it.
+  // A number as people write it, as klamp.report.text has it.
   function write(value, digits = 4) {
     if (value === null || value === undefined) return "–";
     if (Number.isNaN(value)) return "NaN";

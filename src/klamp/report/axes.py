@@ -1,10 +1,11 @@
-"""Axes: the place of a value on an axis, and its ticks."""
+"""Axes: the place of a value on an axis, its ticks, and which points of a long curve are drawn on it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from klamp.diagnostics.history import bounded
 
@@ -14,7 +15,7 @@ it could be seen."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scale:
+class Axis:
     """An axis from a lowest to a highest value: linear, or logarithmic above a certain size."""
 
     low: float
@@ -33,7 +34,7 @@ class Scale:
         return value if self.knee is None else math.asinh(value / self.knee)
 
 
-def fit(values: Sequence[float], *, include: Sequence[float] = (), may_bend: bool = True) -> Scale:
+def fit(values: Sequence[float], *, include: Sequence[float] = (), may_bend: bool = True) -> Axis:
     """The axis that has room for all of these values.
 
     Args:
@@ -50,15 +51,15 @@ def fit(values: Sequence[float], *, include: Sequence[float] = (), may_bend: boo
     far = max(sizes, default=0.0) > max(FAR * usual, least)
     knee = usual / 2 if may_bend and far else None
     if knee is not None:
-        return Scale(low=low, high=high, knee=knee)
+        return Axis(low=low, high=high, knee=knee)
     if high - low <= 1e-12 * max(abs(low), abs(high)):
         margin = abs(high) / 2 or 1.0
-        return Scale(low=min(low, 0.0) if low >= 0 else low - margin, high=high + margin)
+        return Axis(low=min(low, 0.0) if low >= 0 else low - margin, high=high + margin)
     margin = 0.05 * (high - low)
-    return Scale(low=low - margin if low < 0 else max(0.0, low - margin), high=high + margin)
+    return Axis(low=low - margin if low < 0 else max(0.0, low - margin), high=high + margin)
 
 
-def ticks(scale: Scale, *, most: int = 5, steps: Sequence[float] = (1.0, 2.0, 5.0)) -> list[float]:
+def ticks(scale: Axis, *, most: int = 5, steps: Sequence[float] = (1.0, 2.0, 5.0)) -> list[float]:
     """Round values to label an axis with.
 
     Args:
@@ -79,7 +80,7 @@ def _round_step(least: float, steps: Sequence[float]) -> float:
     return next(factor * power for factor in (*steps, 10.0) if factor * power >= least * (1 - 1e-9))
 
 
-def _decades(scale: Scale, most: int) -> list[float]:
+def _decades(scale: Axis, most: int) -> list[float]:
     assert scale.knee is not None
     largest = max(abs(scale.low), abs(scale.high))
     first, last = math.ceil(math.log10(scale.knee)), math.floor(math.log10(largest))
@@ -92,3 +93,56 @@ def _decades(scale: Scale, most: int) -> list[float]:
 def whole(values: Sequence[float]) -> list[float]:
     """Those ticks that are whole numbers, for axes of steps."""
     return [value for value in values if value == int(value)]
+
+
+Curve = Mapping[float, float]
+"""Step -> value."""
+
+
+def thin(curves: Sequence[Curve], *, most: int) -> list[float]:
+    """The steps to draw: all of them, or for long curves those with the extremes of each stretch.
+
+    Args:
+        curves: step -> value.
+        most: points of a curve, about.
+    """
+    steps = sorted({step for curve in curves for step in curve})
+    if len(steps) <= most:
+        return steps
+    kept = {steps[0], steps[-1]}
+    for stretch in _stretches(steps, most // (2 * max(1, len(curves)))):
+        for curve in curves:
+            held = [step for step in stretch if step in curve]
+            if held:
+                kept |= {min(held, key=lambda s: _order(curve[s])), max(held, key=lambda s: _order(curve[s]))}
+                kept |= {step for step in held if not math.isfinite(curve[step])}
+    return sorted(kept)
+
+
+def means(curves: Sequence[Curve], *, most: int) -> list[tuple[float, list[float | None]]]:
+    """What a smoothed curve goes through where `thin` keeps extremes only: (middle of a stretch, mean of each curve).
+
+    Args:
+        curves: step -> value; what is not finite is passed over.
+        most: as for `thin`; empty where it keeps every step.
+    """
+    steps = sorted({step for curve in curves for step in curve})
+    if len(steps) <= most:
+        return []
+    found: list[tuple[float, list[float | None]]] = []
+    for stretch in _stretches(steps, most // 2):
+        held = [
+            [_order(curve[step]) for step in stretch if math.isfinite(curve.get(step, math.nan))] for curve in curves
+        ]
+        found.append((fmean(stretch), [fmean(values) if values else None for values in held]))
+    return found
+
+
+def _stretches(steps: Sequence[float], count: int) -> Iterator[Sequence[float]]:
+    size = math.ceil(len(steps) / max(1, count))
+    for start in range(0, len(steps), size):
+        yield steps[start : start + size]
+
+
+def _order(value: float) -> float:
+    return min(max(value, -1e100), 1e100) if math.isfinite(value) else 0.0

@@ -1,4 +1,4 @@
-"""Axes: where values are, and which ticks they get."""
+"""Axes and their ticks; long curves keep their spikes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 
 import pytest
 
-from klamp.report.scale import Scale, fit, ticks, whole
+from klamp.report.axes import Axis, fit, means, thin, ticks, whole
 
 
 def test_a_linear_axis() -> None:
-    scale = Scale(low=-1, high=3)
+    scale = Axis(low=-1, high=3)
     assert [scale(value) for value in (-1, 0, 1, 3)] == [0, 0.25, 0.5, 1]
     assert ticks(scale, most=4) == [-1, 0, 1, 2, 3]
 
@@ -25,11 +25,11 @@ def test_a_linear_axis() -> None:
     ],
 )
 def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
-    assert ticks(Scale(low=low, high=high)) == expected
+    assert ticks(Axis(low=low, high=high)) == expected
 
 
 def test_ticks_may_be_quarters() -> None:
-    assert ticks(Scale(low=0, high=1.03), steps=(1.0, 2.0, 2.5, 5.0)) == [0, 0.25, 0.5, 0.75, 1]
+    assert ticks(Axis(low=0, high=1.03), steps=(1.0, 2.0, 2.5, 5.0)) == [0, 0.25, 0.5, 0.75, 1]
 
 
 def test_everything_is_on_the_axis() -> None:
@@ -75,3 +75,31 @@ def test_extremes_do_not_overflow() -> None:
 
 def test_steps_are_whole() -> None:
     assert whole([0.0, 0.5, 1.0]) == [0.0, 1.0]
+
+
+def test_short_curves_stay() -> None:
+    assert thin([{1: 0.0, 2: 1.0}, {2: 0.0, 5: 0.0}], most=10) == [1, 2, 5]
+    assert thin([], most=10) == []
+
+
+def test_long_ones_lose_points_but_no_extreme() -> None:
+    curve = {step: math.sin(step / 500) for step in range(1, 10001)}
+    curve[7321] = 100.0
+    curve[123] = -100.0
+    other = dict.fromkeys(curve, 0.5) | {5000: math.nan}
+    kept = thin([curve, other], most=200)
+    assert {1, 10000, 7321, 123, 5000} <= set(kept)
+    assert 100 <= len(kept) <= 2 * 200 + 10
+    assert kept == sorted(kept)
+    shown = [curve[step] for step in kept if step not in (7321, 123)]
+    assert max(shown) == max(value for step, value in curve.items() if step != 7321)
+
+
+def test_the_means_of_stretches_stand_beside_the_extremes() -> None:
+    noise = {step: float(step % 10 == 0) * 10 for step in range(1, 1001)}
+    holes = {step: math.nan if step < 600 else 2.0 for step in range(1, 1001)}
+    found = means([noise, holes], most=100)
+    assert len(found) == 50 and [values[0] for _, values in found] == [1.0] * 50, "not that of the extremes, 5"
+    assert found[0] == (10.5, [1.0, None]) and found[-1] == (990.5, [1.0, 2.0])
+    assert means([{1: 0.0, 2: 1.0}], most=10) == [], "nothing is left out"
+    assert means([dict.fromkeys(range(20), 1e308)], most=10)[0][1] == [1e100], "no sum overflows"

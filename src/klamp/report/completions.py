@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from klamp.diagnostics.history import Completion
-from klamp.report.position import k3
 from klamp.report.run import ReportRun
 
+BINS = 64
+"""The most stretches that the positions of a completion are joined in."""
 LONGEST = 3000
 """The most tokens of a completion that are shown: a stretch around the worst one."""
 
@@ -166,3 +167,8 @@ def worst_tokens(completions: Mapping[int, Shown], *, most: int) -> list[Place]:
         Place(shown=seen[0][0], position=seen[0][1], times=sum(completions[number].times for number, _ in seen))
         for seen in (places[same] for same in order)
     ]
+
+
+def k3(delta: float) -> float:
+    """The estimator k3 of one log-ratio, bounded so that its means stay finite."""
+    return math.expm1(min(-delta, 600.0)) + delta

@@ -1,0 +1,232 @@
+"""Texts of the page: escaped, numbers as people write them, tokens as text."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import re
+
+import pytest
+from tests.report.pages import parse
+
+from klamp.report.text import (
+    Html,
+    count,
+    decoded,
+    element,
+    escape,
+    join,
+    json_block,
+    probability,
+    reader,
+    rounded,
+    setting,
+    short,
+    shorten,
+    shown,
+    signed,
+    visible,
+)
+
+HOSTILE = "</script><img src=x onerror=alert(1)>\"'&<!--"
+
+
+def test_children_and_attributes_are_escaped() -> None:
+    page = element("p", HOSTILE, element("b", "x < y"), title=HOSTILE)
+    assert "<img" not in page and "<!--" not in page
+    node = parse(page).one("p")
+    assert node.attributes == {"title": HOSTILE}
+    assert node.text == HOSTILE + "x < y" and [child.name for child in node.walk()] == ["b"]
+
+
+def test_attributes() -> None:
+    made = element("input", class_="a", data_step=3, hidden=True, disabled=False, title=None, aria_label="")
+    assert made == '<input class="a" data-step="3" hidden aria-label="">'
+    assert element("br") == "<br>"
+    assert element("i") == "<i></i>"
+
+
+def test_markup_passes_and_text_does_not() -> None:
+    assert escape(Html("<b>")) == "<b>"
+    assert escape("<b>") == "&lt;b&gt;"
+    assert join(["<", Html("<br>")], " & ") == "&lt; &amp; <br>"
+
+
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        ("plain ASCII, 2 + 2", "plain ASCII, 2 + 2"),
+        ("two\nlines\tand a tab", "two\nlines\tand a tab"),
+        ("Zürich, 東京, עברית, 😀", "Zürich, 東京, עברית, 😀"),
+        ("user\u202egnp.exe", "user⟨U+202E⟩gnp.exe"),
+        ("\u2066a\u2069", "⟨U+2066⟩a⟨U+2069⟩"),
+        ("\x00\x07\x1b[31m\x7f\r", "⟨U+0000⟩⟨U+0007⟩⟨U+001B⟩[31m⟨U+007F⟩⟨U+000D⟩"),
+        ("\ud800", "⟨U+D800⟩"),
+        ("a\u200bb\u2060\ufeff\u00ad", "a⟨U+200B⟩b⟨U+2060⟩⟨U+FEFF⟩⟨U+00AD⟩"),
+        ("\u2028\u2029", "⟨U+2028⟩⟨U+2029⟩"),
+        ("\u3164\u115f", "⟨U+3164⟩⟨U+115F⟩"),
+        ("\U000e0041", "⟨U+E0041⟩"),
+        ("\ue000\uffff", "⟨U+E000⟩⟨U+FFFF⟩"),
+        ("a" + "\u0301" * 50 + "b", "a" + "\u0301" * 4 + "b"),
+    ],
+)
+def test_what_cannot_be_seen_is_written_out(text: str, seen: str) -> None:
+    assert visible(text) == seen
+    assert parse(element("p", text)).text == seen
+    element("p", text, title=text).encode("utf-8")
+
+
+def test_data_cannot_end_its_element() -> None:
+    value = {"text": HOSTILE + "\u2028\ud800", "numbers": [1.5, None]}
+    block = json_block(value, name="data")
+    assert re.findall("<[^>]*>", block) == ['<script type="application/json" id="data">', "</script>"]
+    inner = block.removeprefix('<script type="application/json" id="data">').removesuffix("</script>")
+    assert json.loads(inner) == value and inner == html.unescape(inner)
+    block.encode("ascii")
+
+
+def test_a_number_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError):
+        json_block([float("nan")], name="data")
+
+
+def test_long_text_is_cut_and_says_so() -> None:
+    assert shorten("abc", 3) == "abc"
+    assert shorten("abcde", 3) == "abc… (2 more characters)"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (1, "1"),
+        (1.0, "1"),
+        (0.1234, "0.123"),
+        (0.12, "0.12"),
+        (0.0001234, "0.000123"),
+        (0.00001234, "1.23e−5"),
+        (-0.5, "−0.5"),
+        (123.456, "123"),
+        (123456.0, "123456"),
+        (1e6, "1e6"),
+        (163500000.0, "1.64e8"),
+        (0.9996, "1"),
+        (-3e-13, "−3e−13"),
+        (math.nan, "NaN"),
+        (math.inf, "∞"),
+        (-math.inf, "−∞"),
+        (None, "–"),
+    ],
+)
+def test_short(value: float | None, text: str) -> None:
+    assert short(value) == text
+
+
+def test_digits() -> None:
+    assert short(math.pi, digits=5) == "3.1416"
+    assert short(123456789, digits=9) == "1.23456789e8"
+    assert short(2500, digits=9) == "2500"
+
+
+def test_signed() -> None:
+    assert (signed(0.25), signed(-0.25), signed(0)) == ("+0.25", "−0.25", "0")
+
+
+@pytest.mark.parametrize(
+    ("logprob", "text"),
+    [
+        (0.0, "100 %"),
+        (math.log(0.5), "50.0 %"),
+        (math.log(0.0123), "1.2 %"),
+        (math.log(0.00012), "0.012 %"),
+        (math.log(1e-9), "1e−7 %"),
+        (math.log(0.99991), "99.991 %"),
+        (-2000.0, "0 %"),
+        (0.1, "100 %"),
+        (math.nan, "–"),
+        (None, "–"),
+    ],
+)
+def test_probability(logprob: float | None, text: str) -> None:
+    assert probability(logprob) == text
+
+
+def test_count() -> None:
+    assert (count(1, "alarm"), count(0, "alarm"), count(12, "run")) == ("1 alarm", "0 alarms", "12 runs")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "none"),
+        (True, "true"),
+        (1e-4, "0.0001"),
+        ((0.1, 2), "0.1, 2"),
+        ([], "(empty)"),
+        ("", "(empty)"),
+        (3, "3"),
+    ],
+)
+def test_setting(value: object, text: str) -> None:
+    assert setting(value) == text
+
+
+def test_rounded() -> None:
+    assert [rounded(value, decimals=1) for value in (99.609, 100.0, -2.25, 0.0)] == ["99.6", "100.0", "−2.2", "0.0"]
+    assert [rounded(value, decimals=1) for value in (None, math.nan, math.inf)] == ["–", "NaN", "∞"]
+    assert rounded(99.609, decimals=None) == "99.61" and rounded(99.609, decimals=None, digits=3) == "99.6"
+
+
+TABLE = {  # made with transformers' own bytes_to_unicode, of GPT-2
+    "Hello": "Hello",
+    "Ġworld": " world",
+    "ĊĊ": "\n\n",
+    "Ã¼": "ü",
+    "æĿ±": "東",
+    "Ã": "\\xc3",
+    "<|im_end|>": "<|im_end|>",
+    "ĉ": "\t",
+}
+
+
+@pytest.mark.parametrize(("token", "text"), TABLE.items())
+def test_byte_level_tokens_are_decoded(token: str, text: str) -> None:
+    assert decoded(token) == text
+    assert reader(["a", "Ġb"])(token) == text
+
+
+def test_what_is_no_byte_stays() -> None:
+    assert decoded("東") == "東"
+
+
+def test_other_vocabularies_are_left_alone() -> None:
+    read = reader(["4", "▁the", "Ã¼"])
+    assert (read("Ã¼"), read("▁the"), read("aĠ")) == ("Ã¼", " the", "aĠ")
+
+
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        ("a", "a"),
+        (" the", " the"),
+        ("", "∅"),
+        ("   ", "␣␣␣"),
+        ("\n", "↵\n"),
+        ("\t\r", "⇥␍"),
+        ("\u202e", "⟨U+202E⟩"),
+        ("x" * 100, "x" * 80 + "…(+20)"),
+    ],
+)
+def test_shown(text: str, seen: str) -> None:
+    assert shown(text) == seen
+
+
+def test_the_table_is_that_of_transformers() -> None:
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    letters = bytes_to_unicode()
+    for byte in range(128):
+        assert decoded(letters[byte]) == chr(byte)
+    for text in ("naïve 東京 😀", "\x7f\xa0\xad"):
+        assert decoded("".join(letters[byte] for byte in text.encode())) == text
