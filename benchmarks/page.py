@@ -12,15 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import overhead, step
-from benchmarks.heads import named
 from benchmarks.measure import middle
 from benchmarks.records import RESULTS, Benchmark, newest, stem, table
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"
 README = ROOT / "README.md"
-RAW = "https://raw.githubusercontent.com/klamp-rl/klamp/main"
-"""Where a file of the repository is served as it is: the README is a package page too, which has no files beside it."""
 BEGIN, END = "<!-- benchmarks: written by `python -m benchmarks page` -->", "<!-- end of benchmarks -->"
 PICTURES = ("step", "scale", "controllers")
 """Records whose picture the documentation shows."""
@@ -83,27 +80,12 @@ def docs_page(benchmarks: Sequence[Benchmark], folder: Path = RESULTS) -> str:
 
 
 def readme_part(folder: Path = RESULTS) -> str:
-    """The README's tables: heads, then steps; a table whose record is missing is left out."""
-    head, whole, cost = (newest(name, folder) for name in ("heads", "floor", "overhead"))
-    parts = [_heads(head["results"])] if head else []
-    if whole:
-        points = [point for point in whole["results"]["points"] if point["over"] in {"prompt", "model"}]
-        parts.append(_steps(points, cost["results"] if cost else None))
-        parts.append(f"![A whole GRPO step with KL]({RAW}/docs/benchmarks-step.png)")
-    return "\n\n".join(parts)
-
-
-def _heads(results: Mapping[str, Any]) -> str:
-    """One line per head, seconds and memory of each type."""
-    heads, size = results["heads"], results["size"]
-    cases = [case for case in next(iter(heads.values())) if "frozen" not in case and "kl" not in case]
-    cell = "{:.2f} s, {:,.0f} MiB"
-    rows = [
-        (named(case), *(cell.format(middle(of[case]["seconds"]), of[case]["extra_mib"]) for of in heads.values()))
-        for case in cases
-    ]
-    where = f"N = {size['rows']:,}, H = {size['width']}, V = {size['vocab']:,}, forward and backward"
-    return table((f"output head, {where}", *heads), rows)
+    """The README's table of whole steps; empty where there is no record of them."""
+    whole, cost = newest("floor", folder), newest("overhead", folder)
+    if whole is None:
+        return ""
+    points = [point for point in whole["results"]["points"] if point["over"] in {"prompt", "model"}]
+    return _steps(points, cost["results"] if cost else None)
 
 
 def _steps(points: Sequence[Mapping[str, Any]], cost: Mapping[str, Any] | None) -> str:

@@ -139,11 +139,10 @@ def test_the_newest_whole_record_counts(tmp_path: Path) -> None:
     assert newest("step", tmp_path) is None
 
 
-def test_the_readme_shows_heads_steps_and_the_cost_of_the_kl(tmp_path: Path) -> None:
-    for name in ("heads", "floor", "overhead"):
+def test_the_readme_shows_steps_and_the_cost_of_the_kl(tmp_path: Path) -> None:
+    for name in ("floor", "overhead"):
         keep(name, tmp_path)
     part = page.readme_part(tmp_path)
-    assert "| TRL | 1.00 s, 100 MiB | 1.00 s, 100 MiB |" in part
     assert "| 3M parameters, prompts of 8 | 512 | 512 (1.0×) | 512 (1.0×) | 1,024 (2.0×) | 0.40 s | 0.10 s |" in part
     readme = f"# x\n\n{page.BEGIN}\nold\n{page.END}\n\nafter\n"
     assert page.with_part(readme, part) == f"# x\n\n{page.BEGIN}\n\n{part}\n\n{page.END}\n\nafter\n"
