@@ -11,8 +11,8 @@ from torch import nn
 
 from klamp.core.estimators import exact_kl
 from klamp.scoring.model_parts import (
-    Head,
     OpenedModel,
+    OutputHead,
     Predictions,
     Traits,
     checkpoints,
@@ -29,8 +29,8 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def head(**changes: object) -> Head:
-    return Head(numbers(V, H, seed=1), numbers(V, seed=2), 2.0, 0.5)._replace(**changes)
+def head(**changes: object) -> OutputHead:
+    return OutputHead(numbers(V, H, seed=1), numbers(V, seed=2), 2.0, 0.5)._replace(**changes)
 
 
 def test_the_logits_of_a_head_are_capped_and_then_scaled() -> None:
@@ -43,7 +43,7 @@ def test_the_logits_of_a_head_are_capped_and_then_scaled() -> None:
 
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("given", [head(), head(softcap=None, bias=None, scale=1.0)], ids=["capped", "plain"])
-def test_log_probabilities_are_the_same_from_hidden_states_and_from_logits(given: Head, entropy: bool) -> None:
+def test_log_probabilities_are_the_same_from_hidden_states_and_from_logits(given: OutputHead, entropy: bool) -> None:
     hidden, targets = numbers(N, H).requires_grad_(True), torch.arange(N) % V
     ways = []
     for found in (Predictions(values=hidden, head=given), Predictions(values=given.logits(hidden), head=None)):

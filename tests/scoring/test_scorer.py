@@ -29,7 +29,7 @@ from klamp.scoring import passes
 from klamp.scoring import scorer as scorer_module
 from klamp.scoring.completions import Completions
 from klamp.scoring.model_parts import OpenedModel, Traits
-from klamp.scoring.passes import Plan, run_rows
+from klamp.scoring.passes import PassPlan, run_rows
 from klamp.scoring.probe import probe
 from klamp.scoring.scorer import Ask, ExactKL, Scorer
 from klamp.scoring.scores import score
@@ -138,10 +138,10 @@ def plain(model, data: Completions, temperature: float = 0.9):
 
 
 PLANS = {
-    "plain": Plan(shared=False, buckets=[list(range(12))], tokens=0),
-    "plain, by length": Plan(shared=False, buckets=[[0, 4, 7], [1, 2, 3, 5], [6, 8, 9, 10, 11]], tokens=0),
-    "shared": Plan(shared=True, buckets=[list(range(12))], tokens=0),
-    "shared, by length": Plan(shared=True, buckets=[[11, 0, 3], [1, 2, 4, 5, 6], [7, 8, 9, 10]], tokens=0),
+    "plain": PassPlan(shared=False, buckets=[list(range(12))], tokens=0),
+    "plain, by length": PassPlan(shared=False, buckets=[[0, 4, 7], [1, 2, 3, 5], [6, 8, 9, 10, 11]], tokens=0),
+    "shared": PassPlan(shared=True, buckets=[list(range(12))], tokens=0),
+    "shared, by length": PassPlan(shared=True, buckets=[[11, 0, 3], [1, 2, 4, 5, 6], [7, 8, 9, 10]], tokens=0),
 }
 
 

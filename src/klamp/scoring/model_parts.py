@@ -35,7 +35,7 @@ class Traits:
     """How the positions that the model is told are counted; a choice of the caller."""
 
 
-class Head(NamedTuple):
+class OutputHead(NamedTuple):
     """The output head: logits = scale * cap(hidden @ weight^T + bias), cap(x) = softcap tanh(x / softcap)."""
 
     weight: Tensor
@@ -43,7 +43,7 @@ class Head(NamedTuple):
     softcap: float | None
     scale: float
 
-    def to(self, device: torch.device) -> Head:
+    def to(self, device: torch.device) -> OutputHead:
         """The same head on another device."""
         bias = None if self.bias is None else self.bias.to(device)
         return self._replace(weight=self.weight.to(device), bias=bias)
@@ -61,7 +61,7 @@ class Predictions:
 
     values: Tensor
     """[..., H] hidden states, or [..., V] logits where there is no head."""
-    head: Head | None
+    head: OutputHead | None
 
     def padded(self, length: int) -> Predictions:
         """The predictions [R, t, ...] with zeros appended: [R, length, ...]."""
@@ -118,14 +118,14 @@ def divergence(policy: Predictions, ref: Predictions, *, temperature: float, dir
     )
 
 
-def head_of(causal: nn.Module) -> Head | None:
+def head_of(causal: nn.Module) -> OutputHead | None:
     """The output head of a model if it is a plain linear layer (not adapted, quantised or parametrised); else None."""
     layer = causal.get_output_embeddings()  # pyright: ignore[reportCallIssue]
     if type(layer) is not nn.Linear:
         return None
     config = causal.config
     scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1.0)
-    return Head(layer.weight, layer.bias, getattr(config, "final_logit_softcapping", None), scale)
+    return OutputHead(layer.weight, layer.bias, getattr(config, "final_logit_softcapping", None), scale)
 
 
 def steady_length(config: Any) -> int | None:
@@ -165,7 +165,7 @@ class OpenedModel:
         """Whether a prompt gives the same values alone as it does within a sequence of this length."""
         return self.steady_length is None or length <= self.steady_length
 
-    def head(self) -> Head | None:
+    def head(self) -> OutputHead | None:
         """The head with its present weights."""
         return head_of(self.causal) if self.traits.head else None
 

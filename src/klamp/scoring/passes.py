@@ -21,7 +21,7 @@ PASS_TOKENS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class PassPlan:
     """How completions are divided into forward passes."""
 
     shared: bool
@@ -60,7 +60,7 @@ def bucketed(lengths: Sequence[int], *, ahead: int, overhead: int) -> tuple[list
     return buckets[::-1], best[len(order)][0]
 
 
-def plan_of(lengths: Sequence[int], *, prompts: int, prompt_length: int, can_share: bool) -> Plan:
+def plan_of(lengths: Sequence[int], *, prompts: int, prompt_length: int, can_share: bool) -> PassPlan:
     """The cheaper of two plans: each completion with its prompt, or prompts once and completions on their cache.
 
     A completion's last token predicts nothing that is asked for and is not run.
@@ -77,8 +77,8 @@ def plan_of(lengths: Sequence[int], *, prompts: int, prompt_length: int, can_sha
         shared, cost = bucketed(inputs, ahead=0, overhead=PASS_TOKENS)
         cost += prompts * prompt_length + PASS_TOKENS
         if cost < plain_cost:
-            return Plan(shared=True, buckets=shared, tokens=cost)
-    return Plan(shared=False, buckets=plain, tokens=plain_cost)
+            return PassPlan(shared=True, buckets=shared, tokens=cost)
+    return PassPlan(shared=False, buckets=plain, tokens=plain_cost)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ def run_prompts(opened: OpenedModel, ids: Tensor, mask: Tensor, which: Tensor) -
 
 
 def run_rows(
-    opened: OpenedModel, completions: Completions, rows: Tensor, *, can_share: bool, plan: Plan | None = None
+    opened: OpenedModel, completions: Completions, rows: Tensor, *, can_share: bool, plan: PassPlan | None = None
 ) -> tuple[Tensor, Tensor]:
     """The model's predictions at every unmasked token of some completions; with gradient where that is enabled.
 
@@ -128,7 +128,7 @@ def run_rows(
         lengths = completions.mask[rows].sum(-1).tolist()
         plan = plan_of(lengths, prompts=len(unique_ids), prompt_length=ids.shape[1], can_share=can_share)
         if not opened.is_steady(ids.shape[1] + max(lengths)):  # one pass, since its longest row is in all of them
-            plan = Plan(shared=False, buckets=[list(range(len(rows)))], tokens=plan.tokens)
+            plan = PassPlan(shared=False, buckets=[list(range(len(rows)))], tokens=plan.tokens)
     prefix = run_prompts(opened, unique_ids, unique_mask, which) if plan.shared else None
     places = torch.arange(completions.ids.numel(), device=ids.device).view(completions.ids.shape)
     values, found = [], []

@@ -15,16 +15,16 @@ from torch import Tensor, nn
 
 from klamp.scoring.completions import Completions
 from klamp.scoring.model_parts import OpenedModel, Traits, head_of, token_logprobs
-from klamp.scoring.passes import Plan, run_rows
+from klamp.scoring.passes import PassPlan, run_rows
 
 SMALL_PARAMETERS = 8
 """So many of the smallest trained tensors have their gradient compared; norms and biases of the first layers."""
 
-APART = Plan(shared=False, buckets=[[0, 2], [1, 3]], tokens=0)
+APART = PassPlan(shared=False, buckets=[[0, 2], [1, 3]], tokens=0)
 """The plan in which the example's rows are run with their prompts, in two passes."""
-TOGETHER = Plan(shared=False, buckets=[[0, 1, 2, 3]], tokens=0)
+TOGETHER = PassPlan(shared=False, buckets=[[0, 1, 2, 3]], tokens=0)
 """The plan in which the example's rows are run with their prompts, in one pass."""
-SHARED = Plan(shared=True, buckets=[[0, 2], [1, 3]], tokens=0)
+SHARED = PassPlan(shared=True, buckets=[[0, 2], [1, 3]], tokens=0)
 """The plan in which the example's rows are run on the cache of their prompts."""
 LOW_GRADIENT = 0.03
 """Share of its largest entry by which a gradient in bfloat16 may be off, besides the noise that is measured: 0.024 was
@@ -96,7 +96,7 @@ def example(model: nn.Module) -> Completions:
     )
 
 
-def _scored(model: nn.Module, completions: Completions, traits: Traits, plan: Plan) -> Tensor:
+def _scored(model: nn.Module, completions: Completions, traits: Traits, plan: PassPlan) -> Tensor:
     """The log-probabilities of all tokens, in an order that does not depend on the plan."""
     opened = OpenedModel(model, traits)
     rows = torch.arange(len(completions.ids), device=completions.ids.device)
@@ -106,12 +106,14 @@ def _scored(model: nn.Module, completions: Completions, traits: Traits, plan: Pl
     return found[places.argsort()]
 
 
-def _logprobs(model: nn.Module, completions: Completions, traits: Traits, plan: Plan) -> Tensor:
+def _logprobs(model: nn.Module, completions: Completions, traits: Traits, plan: PassPlan) -> Tensor:
     with torch.no_grad():
         return _scored(model, completions, traits, plan)
 
 
-def _gradient(model: nn.Module, completions: Completions, traits: Traits, weights: list[Tensor], plan: Plan) -> Tensor:
+def _gradient(
+    model: nn.Module, completions: Completions, traits: Traits, weights: list[Tensor], plan: PassPlan
+) -> Tensor:
     with torch.enable_grad():
         total = _scored(model, completions, traits, plan).sum()
         found = torch.autograd.grad(total, weights, allow_unused=True)
