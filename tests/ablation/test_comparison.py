@@ -15,7 +15,7 @@ from klamp.ablation.one_run import perform
 from klamp.ablation.outcome import Outcome, read_outcome
 from klamp.ablation.plan import Plan, grid, run_folder, runs
 from klamp.errors import ConfigError, DataError, RunFolderError
-from klamp.records.details import runs_in
+from klamp.records.klamp_run import runs_in
 from klamp.tasks.config import TaskConfig
 from klamp.training.config import TrainConfig, field_owners
 from klamp.training.trainer import train_run

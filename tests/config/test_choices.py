@@ -13,8 +13,8 @@ from klamp.config import LOSS_TYPES, KLConfig, LossConfig
 from klamp.config.choices import ControllerName, KLChoices
 from klamp.config.kl import CONTROLLERS
 from klamp.config.loss import LossType
+from klamp.core.arguments import check_fields, choices
 from klamp.core.estimators import DIRECTIONS, ESTIMATORS
-from klamp.core.fields import check_fields, choices
 from klamp.core.gradients import COEFFICIENTS
 from klamp.core.masking import _NUMERATORS
 from klamp.core.objective import SURROGATES, Objective, SurrogateName

@@ -22,7 +22,7 @@ from klamp.config.describe import (
     describe_rule,
     describe_value,
 )
-from klamp.config.price import Price
+from klamp.config.loss import Price
 from klamp.core.term import Placement
 from klamp.core.types import Gradient, Reduction
 

@@ -18,7 +18,7 @@ from klamp.config import PRESETS, KLConfig, KLWarning, LossConfig, build_objecti
 from klamp.config.presets import OLD_NAMES
 from klamp.core.advantages import group_advantages
 from klamp.core.objective import grpo_loss
-from klamp.core.placement import kl_in_reward, sequence_log_ratio
+from klamp.core.penalty import kl_in_reward, sequence_log_ratio
 from klamp.core.types import Batch
 from klamp.errors import ConfigError, UnknownNameError
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from klamp.config import KLConfig, LossConfig
-from klamp.config.price import configured_price, price_at_distance, price_of, spread_of_group, spreads_of_right_or_wrong
+from klamp.config.loss import configured_price, price_at_distance, price_of, spread_of_group, spreads_of_right_or_wrong
 from klamp.errors import ConfigError
 
 PLACED = {"kl_estimator": "k1", "kl_horizon": "sequence"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from klamp.core.checks import check_batch, check_logprobs, check_mask
+from klamp.core.masking import check_batch, check_logprobs, check_mask
 from klamp.core.types import Batch
 from klamp.errors import DataError, EmptyMaskError, NonFiniteError, TensorError
 

@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 import pytest
 
-from klamp.core.arguments import AT_LEAST_0, POSITIVE
-from klamp.core.fields import check_fields, choices
+from klamp.core.arguments import AT_LEAST_0, POSITIVE, check_fields, choices
 from klamp.errors import ConfigError, UnknownNameError
 
 

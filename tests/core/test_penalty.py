@@ -13,8 +13,14 @@ from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import clamped_share, truncated_share
 from klamp.core.masking import reduce_tokens
 from klamp.core.objective import Objective, grpo_loss
-from klamp.core.penalty import advantages_with_kl, kl_metrics, shifted_advantages, shifted_rewards, token_penalty
-from klamp.core.placement import kl_in_advantage
+from klamp.core.penalty import (
+    advantages_with_kl,
+    kl_in_advantage,
+    kl_metrics,
+    shifted_advantages,
+    shifted_rewards,
+    token_penalty,
+)
 from klamp.core.term import Gate, KLTerm
 from klamp.errors import ConfigError, DataError
 

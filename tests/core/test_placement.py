@@ -8,7 +8,7 @@ import torch
 from klamp.core.advantages import group_advantages
 from klamp.core.estimators import kl_estimate
 from klamp.core.gradients import kl_penalty
-from klamp.core.placement import kl_in_advantage, kl_in_reward
+from klamp.core.penalty import kl_in_advantage, kl_in_reward
 from klamp.core.surrogates import score_function
 from klamp.errors import ShapeError
 from klamp.verify.oracle import examine, expected_gradient, truths

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.diagnostics.histories import history_of, look
 
-from klamp.diagnostics.alarms_beta import DOMINATES
+from klamp.diagnostics.alarms_kl import DOMINATES
 from klamp.diagnostics.causes import kl_pull
 from klamp.diagnostics.history import Settings
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from klamp.diagnostics.verl_log import flat, is_verl_line
+from klamp.diagnostics.names import flat, is_verl_line
 
 
 def test_a_line_is_known_by_its_step_and_its_data():

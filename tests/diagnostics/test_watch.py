@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from tests.diagnostics.histories import completion, history_of
 
-from klamp.diagnostics.doctor import examine
+from klamp.diagnostics.doctor import LATE, AlarmWatch, examine
 from klamp.diagnostics.history import EARLY, WRITTEN, Settings
-from klamp.diagnostics.watch import LATE, AlarmWatch
 from klamp.errors import UnknownNameError
 
 

@@ -15,9 +15,8 @@ from typing import Any
 
 import yaml
 
-from klamp.diagnostics.doctor import Diagnosis, examine
+from klamp.diagnostics.doctor import ALARMS_FILE, Diagnosis, examine
 from klamp.diagnostics.history import WRITTEN
-from klamp.diagnostics.watch import ALARMS_FILE
 from klamp.records import read_record
 from klamp.training.folders import COMPLETIONS, CONFIG, METRICS_FILE, SUMMARY
 

@@ -17,7 +17,7 @@ from tests.recorded.record import FOLDER, lines, said, short
 
 from klamp.cli import main
 from klamp.diagnostics.alarms import ALARMS
-from klamp.diagnostics.alarms_reward import TRUNCATED
+from klamp.diagnostics.alarms_run import TRUNCATED
 from klamp.diagnostics.doctor import Diagnosis, Finding, examine
 from klamp.records import read_record
 from klamp.records.klamp_run import read_config

@@ -10,7 +10,7 @@ import yaml
 
 from klamp.errors import DataError
 from klamp.records import read_record
-from klamp.records.details import Details, read_details, runs_in
+from klamp.records.klamp_run import Details, read_details, runs_in
 from klamp.training.config import TrainConfig
 from klamp.training.runlog import plain
 

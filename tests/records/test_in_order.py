@@ -6,7 +6,7 @@ import pytest
 from tests.diagnostics.histories import completion
 
 from klamp.diagnostics.token_metrics import row_of
-from klamp.records.in_order import StepsOutOfOrder, by_step
+from klamp.records.files import StepsOutOfOrder, by_step
 
 
 def test_the_completions_of_one_step_after_another() -> None:

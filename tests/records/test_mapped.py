@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from klamp.errors import ConfigError, DataError
-from klamp.records.mapped import check_logged, refuse_names
+from klamp.records.files import check_logged, refuse_names
 
 HERE = Path("run")
 

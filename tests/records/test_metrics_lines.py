@@ -10,7 +10,7 @@ import pytest
 
 from klamp.diagnostics.doctor import examine
 from klamp.errors import DataError
-from klamp.records.metrics_lines import flat, is_verl_line, read_metrics
+from klamp.records.trainer_logs import flat, is_verl_line, read_metrics
 
 
 def lines(folder: Path, *rows: object) -> Path:

@@ -22,7 +22,7 @@ from klamp.cli.app import main
 from klamp.diagnostics.doctor import Diagnosis, examine
 from klamp.diagnostics.history import WRITTEN
 from klamp.records import read_record, rollouts
-from klamp.records.in_order import StepsOutOfOrder
+from klamp.records.files import StepsOutOfOrder
 from klamp.records.rollouts import completion_of
 from klamp.tasks.arithmetic import arithmetic_tokenizer
 

@@ -24,7 +24,7 @@ from klamp.core.advantages import group_advantages, saturated_share
 from klamp.core.clipping import ClipLevel, clip_gate, gate_kl
 from klamp.core.gradients import log_weights, masked_log_ratio, truncated_share
 from klamp.core.masking import future_sum, masked_mean, masked_sum, reduce_tokens, suffix_sum
-from klamp.core.placement import kl_in_advantage, kl_in_reward
+from klamp.core.penalty import kl_in_advantage, kl_in_reward
 from klamp.core.surrogates import cispo, importance_ratio, ppo_clip, ratio_clipped, score_function
 from klamp.core.types import ClipMethod, Direction, Estimator, Gradient, Horizon, Reduction
 from klamp.errors import KlampError

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from klamp.config import KLConfig, LossConfig
-from klamp.config.price import configured_price
+from klamp.config.loss import configured_price
 from klamp.errors import ConfigError
 from klamp.verify.convergence import (
     REACHED,

@@ -25,8 +25,8 @@ from klamp.ablation.one_run import perform
 from klamp.ablation.outcome import OUTCOME, Outcome, failed, read_outcome, write_outcome
 from klamp.ablation.plan import Run, plain_run, run_folder, run_of
 from klamp.ablation.worker import RUN, alone, write_run
-from klamp.config.addresses import check_cluster
-from klamp.diagnostics.watch import ALARMS_FILE
+from klamp.config.rules import check_cluster
+from klamp.diagnostics.doctor import ALARMS_FILE
 from klamp.errors import ConfigError, TrainingStopped, UnsupportedVersion, missing_library
 from klamp.training.folders import ANSWERS, COMPLETIONS, CONFIG, METRICS_FILE, RUNS, SUMMARY, VERSIONS
 

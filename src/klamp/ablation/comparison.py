@@ -18,7 +18,7 @@ from klamp.ablation.execute import Result, write_results
 from klamp.ablation.one_run import finished, outcome_of
 from klamp.ablation.outcome import read_outcome, write_outcome
 from klamp.ablation.plan import KL_PROMPTS, Arm, Run, check_measured, folder_name, run_folder, shown
-from klamp.diagnostics.watch import ALARMS_FILE
+from klamp.diagnostics.doctor import ALARMS_FILE
 from klamp.errors import DataError, RunFolderError
 from klamp.tasks.files import json_of
 from klamp.training.config import TrainConfig

@@ -68,7 +68,7 @@ def _examined(options: DoctorOptions, names: Mapping[str, str]) -> Diagnosis:
         KlampError: it cannot be read.
     """
     from klamp.records import read_record
-    from klamp.records.in_order import StepsOutOfOrder
+    from klamp.records.files import StepsOutOfOrder
 
     def read(hold: bool) -> Diagnosis:
         history = read_record(options.path, names, hold=hold)

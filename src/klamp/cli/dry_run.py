@@ -18,7 +18,7 @@ from klamp.config.describe import (
     describe_price,
     describe_rule,
 )
-from klamp.config.price import configured_price
+from klamp.config.loss import configured_price
 from klamp.errors import without_credentials
 from klamp.training.config import TrainConfig, section_classes
 from klamp.training.folders import run_folder

@@ -115,7 +115,7 @@ def records(paths: Sequence[Path], *, tell: Callable[[str], None] = show_caution
     Raises:
         DataError: a record that is named twice.
     """
-    from klamp.records.details import runs_in
+    from klamp.records.klamp_run import runs_in
 
     found: list[Path] = []
     for path in paths:
@@ -138,8 +138,7 @@ def read_runs(paths: Sequence[Path]) -> list[ReportRun]:
     from klamp.ablation.outcome import read_outcome
     from klamp.diagnostics.doctor import examine
     from klamp.records import read_record
-    from klamp.records.details import read_details
-    from klamp.records.klamp_run import is_klamp_run
+    from klamp.records.klamp_run import is_klamp_run, read_details
     from klamp.report.run import ReportRun
 
     runs: list[ReportRun] = []

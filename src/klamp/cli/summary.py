@@ -12,7 +12,7 @@ from klamp.cli.columns import GAP, Scale, fixed, short, spoken
 from klamp.cli.describe import MONITOR, resume_command, tool
 from klamp.cli.live import skills_table
 from klamp.config.describe import describe_controller, describe_price
-from klamp.config.price import configured_price
+from klamp.config.loss import configured_price
 from klamp.training.config import TrainConfig
 from klamp.training.folders import checkpoint_folders
 from klamp.training.observers import RunSummary

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from klamp.config.kl import KLConfig
-from klamp.config.price import Price, spreads_of_right_or_wrong
+from klamp.config.loss import Price, spreads_of_right_or_wrong
 from klamp.core.beta_rules import DualRule, HoldRule, PIDRule, ProportionalRule, StepRule
 from klamp.core.term import Placement
 from klamp.core.types import Gradient, Reduction

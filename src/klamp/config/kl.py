@@ -14,12 +14,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from klamp.config.addresses import check_server
 from klamp.config.choices import NUMBERS, ControllerName, KLChoices
-from klamp.config.rules import cautions, refusals
+from klamp.config.rules import cautions, check_server, refusals
 from klamp.core import controllers
+from klamp.core.arguments import check_fields
 from klamp.core.controllers import Controller
-from klamp.core.fields import check_fields
 from klamp.core.gradients import check_gradient_choice
 from klamp.core.term import KLTerm
 from klamp.errors import ConfigError, KLWarning, refuse, unknown_name

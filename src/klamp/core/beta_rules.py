@@ -16,11 +16,11 @@ from klamp.core.arguments import (
     AT_LEAST_1,
     INSIDE_0_1,
     POSITIVE,
+    check_fields,
     check_is_number,
     check_number,
     is_finite_number,
 )
-from klamp.core.fields import check_fields
 from klamp.errors import ConfigError, NonFiniteError
 
 _DIVIDES = POSITIVE.but("the rule divides by it or scales with it", "")

@@ -11,11 +11,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from klamp.core import surrogates
-from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, check_instance
-from klamp.core.checks import check_batch, check_totals
-from klamp.core.fields import check_fields
+from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, check_fields, check_instance
 from klamp.core.masking import (
     Totals,
+    check_batch,
+    check_totals,
     masked,
     masked_mean,
     natural_denominator,
@@ -24,7 +24,15 @@ from klamp.core.masking import (
 )
 from klamp.core.penalty import kl_metrics, shifted_advantages, token_penalty
 from klamp.core.term import Gate, KLTerm, carries_kl
-from klamp.core.types import Advantages, Batch, LossOutput, LossPart, Mask, Reduction, TokenValues
+from klamp.core.types import (
+    Advantages,
+    Batch,
+    LossOutput,
+    LossPart,
+    Mask,
+    Reduction,
+    TokenValues,
+)
 from klamp.errors import check_name
 
 SurrogateName: TypeAlias = Literal["ppo_clip", "cispo", "score_function"]

@@ -13,10 +13,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from klamp.core.arguments import AT_LEAST_0, POSITIVE
+from klamp.core.arguments import AT_LEAST_0, POSITIVE, check_fields
 from klamp.core.clipping import ClipLevel, ClipUnit, clip_gate, clip_kl, gate_kl, kl_budget
 from klamp.core.estimators import ESTIMATORS
-from klamp.core.fields import check_fields
 from klamp.core.gradients import masked_log_ratio, saturated
 from klamp.core.masking import masked_sum
 from klamp.core.types import Batch, ClipMethod, Gradient, Horizon, Mask, Reduction, TokenValues, Value

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from klamp.diagnostics import alarms_beta as beta
-from klamp.diagnostics import alarms_distance as distance
 from klamp.diagnostics import alarms_kl as kl
-from klamp.diagnostics import alarms_reward as reward
 from klamp.diagnostics import alarms_run as run
-from klamp.diagnostics import alarms_sampler as sampler
 from klamp.diagnostics import alarms_tokens as tokens
 from klamp.diagnostics import causes
 from klamp.diagnostics.alarm import Alarm
@@ -27,9 +23,9 @@ ALARMS: dict[str, Alarm] = {
             "zero at the start, another data type or kernel, other weights, or a mask that covers the prompt.",
             next_step="Score one batch twice with the policy (the two must agree), then once with the reference; put "
             "both into eval(), load both in one dtype, and compare tokens, mask and temperature.",
-            rule=distance.step_zero,
+            rule=kl.step_zero,
             needs=(KL,),
-            limits=(distance.STEP_ZERO,),
+            limits=(kl.STEP_ZERO,),
         ),
         Alarm(
             name="reference-differs",
@@ -39,9 +35,9 @@ ALARMS: dict[str, Alarm] = {
             "first step on.",
             next_step="Check that path. Leave the reference out to hold the policy where it starts; if the distance is "
             "meant, set target_kl above it.",
-            rule=distance.reference_differs,
+            rule=kl.reference_differs,
             needs=("kl/k3|kl/exact",),
-            limits=(distance.REFERENCE_DIFFERS,),
+            limits=(kl.REFERENCE_DIFFERS,),
         ),
         Alarm(
             name="negative-k1",
@@ -65,7 +61,7 @@ ALARMS: dict[str, Alarm] = {
             "the mask; if they are real, bound the log-ratio (kl_max_log_ratio) or measure the exact KL.",
             rule=kl.k3_far_above_k1,
             needs=("kl/k1", "kl/k3"),
-            limits=(kl.FAR, kl.FAR_AT_ONCE),
+            limits=(kl.K3_FAR, kl.FAR_AT_ONCE),
         ),
         Alarm(
             name="kl-spike",
@@ -94,9 +90,9 @@ ALARMS: dict[str, Alarm] = {
             "left what it knew within a few steps, and where no completion earns anything, nothing brings it back.",
             next_step="Go back to a checkpoint from before the fall. Lower the learning rate first; then hold the KL "
             "(target_kl, kl_lr_guard).",
-            rule=reward.reward_collapse,
+            rule=run.reward_collapse,
             needs=("reward",),
-            limits=(reward.COLLAPSE,),
+            limits=(run.COLLAPSE,),
         ),
         Alarm(
             name="kl-far",
@@ -105,9 +101,9 @@ ALARMS: dict[str, Alarm] = {
             "mostly given up its language for the reward: words repeat, other skills go.",
             next_step="Read completions, and ask the policy something else than the task. Lower the learning rate, "
             "raise beta, or hold a target_kl.",
-            rule=distance.kl_far,
+            rule=kl.kl_far,
             needs=(KL, "length/mean"),
-            limits=(distance.FAR, distance.FAR_COMPLETION),
+            limits=(kl.FAR, kl.FAR_COMPLETION),
         ),
         Alarm(
             name="kl-growing",
@@ -116,9 +112,9 @@ ALARMS: dict[str, Alarm] = {
             "up, or a reward that is full already.",
             next_step="End the run at the step where the reward stopped rising, lower the learning rate, or hold a "
             "target_kl.",
-            rule=distance.kl_growing,
+            rule=kl.kl_growing,
             needs=(KL, "reward"),
-            limits=(distance.GROWING,),
+            limits=(kl.GROWING,),
         ),
         Alarm(
             name="length-exploited",
@@ -127,9 +123,9 @@ ALARMS: dict[str, Alarm] = {
             "A higher limit only gives it more room.",
             next_step="Read the longest completions. Score the answer alone, take something off for length, or hold "
             "the KL of a whole completion (a budget with a frozen reference length).",
-            rule=reward.length_exploited,
+            rule=run.length_exploited,
             needs=("length/mean", "length/reward_correlation"),
-            limits=(reward.LONGER, reward.PAYS),
+            limits=(run.LONGER, run.PAYS),
         ),
         Alarm(
             name="repetition",
@@ -138,9 +134,9 @@ ALARMS: dict[str, Alarm] = {
             "its entropy is gone, so sampling finds no way out.",
             next_step="Go back to a checkpoint from before. Let the reward count a thing once, raise beta or hold a "
             "target_kl, and watch prompts that are not of the task.",
-            rule=reward.repetition,
+            rule=run.repetition,
             needs=("length/repeated",),
-            limits=(reward.REPEATED, reward.MORE_REPEATED),
+            limits=(run.REPEATED, run.MORE_REPEATED),
         ),
         Alarm(
             name="saturated",
@@ -148,9 +144,9 @@ ALARMS: dict[str, Alarm] = {
             means="Advantages are 0, so the reward has no gradient: what still moves the policy is the KL, and noise.",
             next_step="If the task is learned, end here. If all fail, make it easier or mend the reward; if all say "
             "the same, go back and hold the KL.",
-            rule=reward.saturated,
+            rule=run.saturated,
             needs=("groups/saturated",),
-            limits=(reward.SATURATED,),
+            limits=(run.SATURATED,),
         ),
         Alarm(
             name="dilution",
@@ -171,9 +167,9 @@ ALARMS: dict[str, Alarm] = {
             "from another model than the one that samples (an adapter that is not synced).",
             next_step="Change one weight of the policy by hand: the reference's log-probabilities must not move, the "
             "policy's and the sampler's must.",
-            rule=distance.detached_reference,
+            rule=kl.detached_reference,
             needs=(KL, "reward"),
-            limits=(distance.DETACHED,),
+            limits=(kl.DETACHED,),
         ),
         Alarm(
             name="advantage-scale",
@@ -214,9 +210,9 @@ ALARMS: dict[str, Alarm] = {
             "grew, or the limit was too low from the start.",
             next_step="Read some. If they grow by filler, mend the reward; if answers need the room, raise "
             "max_completion_length, or leave such completions out (mask_truncated_completions).",
-            rule=reward.truncated,
+            rule=run.truncated,
             needs=("length/truncated",),
-            limits=(reward.TRUNCATED, reward.MORE_TRUNCATED),
+            limits=(run.TRUNCATED, run.MORE_TRUNCATED),
         ),
         Alarm(
             name="sampler-mismatch",
@@ -226,9 +222,9 @@ ALARMS: dict[str, Alarm] = {
             "policy's own.",
             next_step="Look at k1 and k3 both: k1 can cancel where k3 shows a single bad token. Sync the weights, "
             "sample from the whole distribution, or correct for it (kl_off_policy).",
-            rule=sampler.sampler_mismatch,
+            rule=tokens.sampler_mismatch,
             needs=("sampler/k3|sampler/k1|sampler/abs",),
-            limits=(causes.MISMATCH, sampler.COARSE, sampler.UNSEEN),
+            limits=(causes.MISMATCH, tokens.COARSE, tokens.UNSEEN),
         ),
         Alarm(
             name="beta-runaway",
@@ -238,9 +234,9 @@ ALARMS: dict[str, Alarm] = {
             "Every advantage is then small against the pull to the reference, and what was learned is given up.",
             next_step="Raise target_kl to the KL at which the reward had risen, take a fixed beta, or bound it "
             "(beta_max); `klamp explain` says whether the configuration's KL can reach its target.",
-            rule=beta.beta_runaway,
+            rule=kl.beta_runaway,
             needs=("beta", "beta/price", "kl/k3_sequence", "reward"),
-            limits=(beta.RUNAWAY,),
+            limits=(kl.RUNAWAY,),
         ),
         Alarm(
             name="kl-dominates",
@@ -249,9 +245,9 @@ ALARMS: dict[str, Alarm] = {
             "reward is smaller than it was thought to be, or beta was taken from a loss that divides differently.",
             next_step="Lower beta until its price is below the spread of the rewards within groups, or set target_kl, "
             "which finds it.",
-            rule=beta.kl_dominates,
+            rule=kl.kl_dominates,
             needs=("beta/price", "reward_std"),
-            limits=(beta.DOMINATES,),
+            limits=(kl.DOMINATES,),
         ),
         Alarm(
             name="kl-inert",
@@ -260,9 +256,9 @@ ALARMS: dict[str, Alarm] = {
             "clip's free budget is larger than any completion's KL.",
             next_step="Raise beta, lower kl_clip_threshold, or hold a target_kl; or set beta=0 and save the "
             "reference's pass (kl_monitor still measures it).",
-            rule=beta.kl_inert,
+            rule=kl.kl_inert,
             needs=("beta/price|kl/over_budget", "reward_std|kl/over_budget"),
-            limits=(beta.INERT,),
+            limits=(kl.INERT,),
         ),
         Alarm(
             name="huge-values",
@@ -301,9 +297,9 @@ ALARMS: dict[str, Alarm] = {
             means="The GRPO tutorial takes it for drifting too much (docs/sources.md). By itself it is not: a language "
             "model was best at 0.5, its other skills kept; digits are learned at 0.1.",
             next_step="Read completions and look at the retained skills. If both are well, leave it.",
-            rule=distance.kl_high,
+            rule=kl.kl_high,
             needs=(KL,),
-            limits=(distance.HIGH,),
+            limits=(kl.HIGH,),
             level="note",
         ),
         Alarm(
@@ -311,9 +307,9 @@ ALARMS: dict[str, Alarm] = {
             text="KL below 0.01, a tutorial's sign of not learning enough",
             means="Near the reference after 20 steps; right where the reward is high, else the updates are small.",
             next_step="Look at the reward. If it stands still, raise the learning rate or lower beta.",
-            rule=distance.kl_low,
+            rule=kl.kl_low,
             needs=(KL,),
-            limits=(distance.LOW,),
+            limits=(kl.LOW,),
             level="note",
         ),
     )

@@ -1,20 +1,26 @@
-"""The rules about the estimates of the KL, its jumps and its dilution; what each finding means: `alarms`."""
+"""The rules about the KL: its estimates, its jumps and its dilution; how far the policy is from its reference; and
+how strongly beta pulls against the reward. What each finding means: `alarms`.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from itertools import pairwise
 from statistics import fmean, stdev
 
 from klamp.diagnostics import causes
 from klamp.diagnostics.alarm import Evidence, Limit, is_apart, number
 from klamp.diagnostics.alarms_tokens import blame, improbable_k1
-from klamp.diagnostics.history import History
+from klamp.diagnostics.causes import kl_pull, spread_within_groups
+from klamp.diagnostics.history import EARLY, History
 
 NEGATIVE_STEPS = Limit(
     value=20, unit="steps in a row", source="by chance alone, one in a million: KL is never negative, k1 is unbiased"
 )
 NEGATIVE_K1 = Limit(value=1e-4, unit="nats per token below 0", source="the size of the step-zero limit")
 FAR_WINDOW, FAR_RATIO, FAR_FLOOR = 5, 10.0, 0.05
-FAR = Limit(
+K3_FAR = Limit(
     value=FAR_RATIO,
     unit=f"times k1 (and the exact KL), mean over {FAR_WINDOW} steps, k3 above {FAR_FLOOR} nats per token",
     source="both estimate the same KL; below the floor (the GRPO tutorial's lower target) k1 may be 0 by noise",
@@ -132,4 +138,245 @@ def dilution(history: History) -> Evidence | None:
         f"in 10 steps {name} went from {number(fmean(kl[:10]))} to {number(fmean(kl[10:]))} nats per token while "
         f"completions grew from {number(fmean(length[:10]))} to {number(fmean(length[10:]))} tokens: the KL of a whole "
         f"completion is {number(kl_ratio * length_ratio)} times what it was"
+    )
+
+
+STEP_ZERO = Limit(
+    value=1e-4,
+    unit="nats per token before the first update",
+    source="equal kernels give about 1e-6; a hundred times that leaves room for two implementations of one model",
+)
+DETACHED_WINDOW, DETACHED_ERRORS = 5, 4.0
+DETACHED = Limit(
+    value=0.01,
+    unit="of the KL that the reward's change proves; after 20 steps, a change of 4 standard errors",
+    source="Pinsker: a reward of range R that changed by d needs 2 (d / R)^2 nats per completion",
+)
+HIGH = Limit(
+    value=0.2, unit="nats per token, mean of 5 steps", source="the GRPO tutorial's warning signs (docs/sources.md)"
+)
+LOW = Limit(
+    value=0.01,
+    unit="nats per token, mean of 5 steps after 20",
+    source="the GRPO tutorial's warning signs (docs/sources.md)",
+)
+REFERENCE_DIFFERS = Limit(
+    value=0.02,
+    unit="nats per token before the first update, to a reference that was chosen",
+    source="klamp's choice: the smallest KL that a run is held at (docs/controllers.md)",
+)
+FAR_STEPS = 5
+FAR = Limit(
+    value=1.0,
+    unit=f"nats per token, mean of {FAR_STEPS} steps",
+    source="seen: a language model was best at .5 and fell into one word at 1.6 to 1.9; digits end at .1 to .3",
+)
+FAR_COMPLETION = Limit(
+    value=8.0,
+    unit="nats per completion besides",
+    source="an answer of one token may need 3 to be right: that is not far",
+)
+GROWING = Limit(
+    value=1.3,
+    unit="times the KL of the 10 steps before, twice in a row and by 3 standard errors, above 0.1 nats per token, "
+    "while the reward did not rise by 2",
+    source="klamp's choice",
+)
+GROWING_FLOOR = 0.1
+
+
+def step_zero(history: History) -> Evidence | None:
+    """Finds a KL in the first step, before anything was updated."""
+    metrics = _first_metrics(history)
+    if metrics is None or history.settings.other_reference:
+        return None
+    names = ("kl/exact", "kl/k1") if history.settings.k3_over_updates else ("kl/k3", "kl/exact", "kl/k1")
+    name = next((name for name in names if name in metrics), None)
+    if name is None or not abs(metrics[name]) > STEP_ZERO.value:
+        return None
+    text = f"{name} is {metrics[name]:.2e} nats per token before the first update and should be about 0"
+    return Evidence(text, blame(history, history.step))
+
+
+def reference_differs(history: History) -> Evidence | None:
+    """Finds a reference that was chosen and is far from the model that training starts from."""
+    metrics = _first_metrics(history)
+    if metrics is None or not history.settings.other_reference:
+        return None
+    name = next((name for name in ("kl/exact", "kl/k3") if name in metrics), None)
+    if name is None or metrics[name] <= REFERENCE_DIFFERS.value:
+        return None
+    text = f"{name} is {number(metrics[name])} nats per token to the chosen reference, before the first update"
+    return Evidence(text, blame(history, history.step))
+
+
+def detached_reference(history: History) -> Evidence | None:
+    """Finds a reward that changed by more than a policy so near to its reference could have changed it."""
+    window = DETACHED_WINDOW
+    name = _kl_to_the_start(history)
+    if name is None or not history.penalized or len(history.rows) < 20:
+        return None
+    before, now = history.first("reward", window), history.last("reward", window)
+    kl, length = history.last(name, window), history.last("length/mean", window)
+    if min(map(len, (before, now, kl))) < window or not is_apart(before, now, errors=DETACHED_ERRORS):
+        return None
+    reward_range = max(1.0, 2 * max(map(abs, (*before, *now))))
+    least = 2 * ((fmean(now) - fmean(before)) / reward_range) ** 2
+    seen = max(fmean(kl), 0.0) * (fmean(length) if length else 1.0)
+    if seen >= DETACHED.value * least:
+        return None
+    return Evidence(
+        f"the reward went from {number(fmean(before))} to {number(fmean(now))}, which takes at least "
+        f"{number(least)} nats per completion; the KL says {number(seen)}"
+    )
+
+
+def _kl_to_the_start(history: History) -> str | None:
+    """The KL to the model that training started from, where the run logs it."""
+    if history.settings.moving_reference:
+        return "kl/k3_original" if history.rows and "kl/k3_original" in history.rows[-1].metrics else None
+    return None if history.settings.other_reference else history.kl_name()
+
+
+def _first_metrics(history: History) -> Mapping[str, float] | None:
+    """The metrics before the first update, while they are the latest."""
+    return history.rows[0].metrics if len(history.rows) == 1 and history.rows[0].step <= 1 else None
+
+
+def kl_far(history: History) -> Evidence | None:
+    """Finds a policy that is far from its reference, however it got there."""
+    values, length = _settled(history, FAR_STEPS), history.last("length/mean", FAR_STEPS)
+    if values is None or not length or fmean(values) <= FAR.value:
+        return None
+    whole = fmean(values) * fmean(length)
+    if whole <= FAR_COMPLETION.value:
+        return None
+    text = f"the KL is {number(fmean(values))} nats per token, {number(whole)} per completion, over {FAR_STEPS} steps"
+    return Evidence(text, blame(history, history.step), _why_far(history))
+
+
+def kl_growing(history: History) -> Evidence | None:
+    """Finds a KL that goes on growing although the reward does not."""
+    name = history.kl_name()
+    kl, reward = history.last(name, 30) if name else [], history.last("reward", 30)
+    if min(len(kl), len(reward)) < 30 or fmean(kl[20:]) < GROWING_FLOOR:
+        return None
+    parts = [kl[:10], kl[10:20], kl[20:]]
+    for before, after in pairwise(parts):
+        if fmean(after) < GROWING.value * fmean(before) or not is_apart(before, after, errors=3):
+            return None
+    early, late = reward[:10], reward[20:]
+    if fmean(late) > fmean(early) and is_apart(early, late, errors=2):
+        return None
+    return Evidence(
+        f"in 20 steps {name} grew from {number(fmean(parts[0]))} to {number(fmean(parts[2]))} nats per token, and the "
+        f"reward went from {number(fmean(early))} to {number(fmean(late))}",
+        causes=_why_far(history),
+    )
+
+
+def _why_far(history: History) -> list[str]:
+    return causes.likely_causes(
+        history, causes.learning_rate, causes.weak_kl, causes.stale_sampler, causes.pays_for_length, causes.repeats
+    )
+
+
+def kl_high(history: History) -> Evidence | None:
+    """Finds a policy that is far from its reference."""
+    values = _settled(history, 5)
+    if values is None or fmean(values) <= HIGH.value:
+        return None
+    return Evidence(f"the KL is {number(fmean(values))} nats per token")
+
+
+def kl_low(history: History) -> Evidence | None:
+    """Finds a policy that is still near to its reference after the first steps."""
+    values = _settled(history, 20)
+    if values is None or fmean(values) >= LOW.value:
+        return None
+    return Evidence(f"the KL is {number(fmean(values))} nats per token")
+
+
+def _settled(history: History, steps: int) -> list[float] | None:
+    """The mean KL of the last 5 steps, once there are so many."""
+    name = history.kl_name()
+    values = history.last(name, 5) if name and len(history.rows) >= steps else []
+    return values if len(values) == 5 and all(map(math.isfinite, values)) else None
+
+
+RUNAWAY_WINDOW = 10
+RUNAWAY = Limit(
+    value=30,
+    unit=f"times the first beta, while beta times the KL per completion outweighs the reward, {RUNAWAY_WINDOW} steps",
+    source="klamp's choice; seen: from 0.03 to 32 at a target of 0.08 nats per token, the score from 99 to 87",
+)
+INERT_STEPS = 20
+INERT = Limit(
+    value=0.005,
+    unit=f"of the reward's pull, {INERT_STEPS} steps, once the KL is above 0.05 nats per completion; or a clip whose "
+    "budget no completion exceeded in any of them",
+    source="klamp's choice: the KL's pull is price sqrt(2 KL) / s, 1 at the optimum (s: the reward's standard "
+    "deviation within groups)",
+)
+INERT_KL = 0.05
+DOMINATES_STEPS = 10
+DOMINATES = Limit(
+    value=0.02,
+    unit=f"nats per completion: the KL (s / price)^2 / 2 of the optimum is below it, {DOMINATES_STEPS} steps",
+    source="to second order, see docs/where-it-ends.md: the reward can rise by s^2 / price at most, a fifth of s",
+)
+
+
+def beta_runaway(history: History) -> Evidence | None:
+    """Finds a controller that raised beta until the KL costs more than the reward gives."""
+    names = ("beta", "beta/price", "kl/k3_sequence", "reward")
+    betas, prices, kls, rewards = (history.last(name, RUNAWAY_WINDOW) for name in names)
+    start = next((value for value in history.first("beta", EARLY) if value > 0), None)
+    if min(map(len, (betas, prices, kls, rewards))) < RUNAWAY_WINDOW or start is None:
+        return None
+    cost, gain = fmean(price * kl for price, kl in zip(prices, kls, strict=True)), fmean(map(abs, rewards))
+    if fmean(betas) < RUNAWAY.value * start or cost <= gain:
+        return None
+    return Evidence(
+        f"beta went from {number(start)} to {number(betas[-1])}; times the KL it takes {number(cost)} of a completion "
+        f"whose reward is {number(fmean(rewards))}, over {RUNAWAY_WINDOW} steps"
+    )
+
+
+def kl_inert(history: History) -> Evidence | None:
+    """Finds a KL that is paid for and does nothing: its pull is lost beside the reward's, or its clip never opens."""
+    if len(history.rows) < INERT_STEPS or not history.penalized or history.settings.target_kl is not None:
+        return None
+    over = history.last("kl/over_budget", INERT_STEPS)
+    if len(over) == INERT_STEPS and max(over) == 0:
+        budget, before = history.last("kl/budget", 1), history.last("kl/before_clip", INERT_STEPS)
+        return Evidence(
+            f"in {INERT_STEPS} steps no completion exceeded the clip's budget"
+            + (f" of {number(budget[0])} nats" if budget else "")
+            + (f"; their mean KL was {number(fmean(before))}" if before else "")
+            + ": the KL is 0 in the loss"
+        )
+    kl, pull = history.last("kl/k3_sequence", INERT_STEPS), kl_pull(history, INERT_STEPS)
+    if len(kl) < INERT_STEPS or fmean(kl) < INERT_KL or pull is None or pull >= INERT.value:
+        return None
+    price = fmean(history.last("beta/price", INERT_STEPS))
+    return Evidence(
+        f"the KL pulls with {100 * pull:.2g} % of the reward's strength, over {INERT_STEPS} steps: {number(price)} of "
+        f"reward per nat of a completion, whose KL is {number(fmean(kl))} nats"
+    )
+
+
+def kl_dominates(history: History) -> Evidence | None:
+    """Finds a beta at which even the optimum stays at the reference."""
+    prices, spread = history.last("beta/price", DOMINATES_STEPS), spread_within_groups(history, DOMINATES_STEPS)
+    if len(prices) < DOMINATES_STEPS or spread is None or not history.penalized or min(prices) <= 0:
+        return None
+    price = fmean(prices)
+    optimum = (spread / price) * (spread / price) / 2
+    if optimum >= DOMINATES.value:
+        return None
+    return Evidence(
+        f"a nat of a completion costs {number(price)} of reward, and rewards differ by {number(spread)} within their "
+        f"groups: the best policy is {number(optimum)} nats per completion from the reference, and earns "
+        f"{number(spread * spread / price)} more than it"
     )

@@ -8,13 +8,11 @@ from pathlib import Path
 
 from klamp.diagnostics.history import History
 from klamp.errors import KlampError
-from klamp.records.files import json_lines, unreadable
+from klamp.records.files import json_lines, refuse_names, unreadable
 from klamp.records.klamp_run import is_klamp_run, read_klamp_run
-from klamp.records.mapped import refuse_names
-from klamp.records.metrics_lines import read_metrics
 from klamp.records.rollouts import is_rollout, read_rollouts, step_in
 from klamp.records.tensorboard import EVENTS, event_folders, read_tensorboard
-from klamp.records.trl_state import find_state, read_trl_state
+from klamp.records.trainer_logs import find_state, read_metrics, read_trl_state
 from klamp.records.wandb import find_offline_run, read_wandb
 
 TOKEN_EXPORT = "step_*/rank_*.jsonl"

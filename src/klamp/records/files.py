@@ -1,12 +1,18 @@
-"""Reading the files of a record, with one error for what cannot be read."""
+"""What all readers of records share: reading a file with one error for what cannot be read, names that were given for
+a record, and completions a step at a time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
-from klamp.errors import DataError
+from klamp.diagnostics.history import Completion, Written
+from klamp.diagnostics.token_metrics import row_of
+from klamp.errors import ConfigError, DataError
 from klamp.tasks.files import json_of, yaml_of
 
 Read = TypeVar("Read")
@@ -104,3 +110,70 @@ def each_row(
 def shortened(error: Exception) -> str:
     """The message of an error in one line of a length that can be read."""
     return " ".join(str(error).split())[:200]
+
+
+SHOWN = 12
+"""Names of a record that a message lists."""
+
+
+def check_logged(names: Mapping[str, str] | None, logged: Collection[str], path: Path) -> None:
+    """Refuse names that stand in no row of a record.
+
+    Args:
+        names: klamp's name of a metric -> that in the record; None: none were given.
+        logged: all names in the record that hold numbers.
+        path: where the record is.
+
+    Raises:
+        DataError: lists names that are there.
+    """
+    for ours, theirs in (names or {}).items():
+        if theirs not in logged:
+            nearest = get_close_matches(theirs, logged, n=1, cutoff=0.6)
+            there = sorted(logged)
+            raise DataError(
+                f"no row of the record has a number called {theirs!r}",
+                got=f"{ours}={theirs} for {path}",
+                why=f"it has {', '.join(there[:SHOWN])}{', ...' if len(there) > SHOWN else ''}"
+                if there
+                else "it has none",
+                fix=f"did you mean {nearest[0]!r}?" if nearest else "write the name as the record has it",
+            )
+
+
+def refuse_names(names: Mapping[str, str] | None, path: Path, *, why: str) -> None:
+    """Refuse names for a record whose metrics have klamp's names already.
+
+    Args:
+        names: klamp's name of a metric -> that in the record; None or empty: none were given.
+        path: where the record is.
+        why: what kind of record it is.
+
+    Raises:
+        ConfigError: names were given.
+    """
+    if names:
+        given = ", ".join(f"{ours}={theirs}" for ours, theirs in names.items())
+        raise ConfigError("the record has no names to map", got=f"{given} for {path}", why=why, fix="leave --map out")
+
+
+class StepsOutOfOrder(Exception):
+    """A record goes back to an earlier step, so that it has to be read as a whole."""
+
+
+def by_step(completions: Iterable[Completion], *, with_rows: bool = False) -> Iterator[Written]:
+    """The completions of one step after another, as a record has them.
+
+    Args:
+        completions: those of the record.
+        with_rows: whether to compute the metrics of each step from them.
+
+    Raises:
+        StepsOutOfOrder: when it comes to a step that is earlier than the one before.
+    """
+    last: int | None = None
+    for step, found in groupby(completions, key=lambda each: each.step):
+        if last is not None and step < last:
+            raise StepsOutOfOrder
+        last, written = step, list(found)
+        yield Written(step=step, completions=written, row=row_of(step, written) if with_rows else None)

@@ -15,8 +15,7 @@ from typing import Any
 
 from klamp.diagnostics.history import Completion, History, check_lengths, every, flags_of, numbers_of, texts_of
 from klamp.diagnostics.token_metrics import UNKNOWN, row_of
-from klamp.records.files import each_row, json_lines, unreadable
-from klamp.records.in_order import by_step
+from klamp.records.files import by_step, each_row, json_lines, unreadable
 
 LARGEST = 0.01
 """The largest value that a log-probability may have by rounding."""

@@ -10,8 +10,7 @@ from typing import Any
 from klamp.diagnostics.history import History, Row
 from klamp.diagnostics.names import OURS, evaluations, settings_of, translate
 from klamp.errors import missing_library
-from klamp.records.files import unreadable
-from klamp.records.mapped import check_logged
+from klamp.records.files import check_logged, unreadable
 
 EVENTS = "events.out.tfevents*"
 

@@ -15,8 +15,7 @@ from typing import Any
 from klamp.diagnostics.history import History, Row
 from klamp.diagnostics.names import OURS, evaluations, number_names, settings_of, step_of, translate
 from klamp.errors import missing_library
-from klamp.records.files import unreadable
-from klamp.records.mapped import check_logged
+from klamp.records.files import check_logged, unreadable
 
 MAGIC, BLOCK = b":W&B", 32768
 FILE_HEADER, FRAME = 7, struct.Struct("<IHB")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, SECONDS
-from klamp.core.fields import check_fields
+from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, SECONDS, check_fields
 from klamp.errors import ConfigError
 
 ARITHMETIC_TASK = "arithmetic"

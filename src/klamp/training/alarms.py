@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from klamp.diagnostics.doctor import Finding
+from klamp.diagnostics.doctor import ALARMS_FILE, AlarmWatch, Finding
 from klamp.diagnostics.history import (
     Completion,
     Row,
@@ -18,7 +18,6 @@ from klamp.diagnostics.history import (
     numbers_of,
     texts_of,
 )
-from klamp.diagnostics.watch import ALARMS_FILE, AlarmWatch
 from klamp.errors import TrainingStopped
 from klamp.tasks.config import has_own_prompts
 from klamp.training.config import TrainConfig

@@ -13,7 +13,7 @@ from typing import Any
 
 from klamp.config import KLConfig, LossConfig, build_objective
 from klamp.config.kl import ALIASES, resolve_aliases
-from klamp.core.fields import check_fields
+from klamp.core.arguments import check_fields
 from klamp.errors import ConfigError, KLWarning
 from klamp.tasks.config import TaskConfig
 from klamp.training.refusals import check_backend, check_precision, check_texts

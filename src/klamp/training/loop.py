@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from klamp.config import KLConfig, LossConfig, build_objective
-from klamp.config.price import configured_price, spread_of_group
+from klamp.config.loss import configured_price, spread_of_group
 from klamp.config.rules import check_beta
 from klamp.core.advantages import group_advantages
 from klamp.core.arguments import FLOATS, MASKS, check_instance, check_tensors

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from klamp.config.price import configured_price, spread_of_group
+from klamp.config.loss import configured_price, spread_of_group
 from klamp.diagnostics.statistics import StepRecord, pad_tokens, repeated_pairs
 from klamp.training.context import Context
 from klamp.training.rollouts import Rollout

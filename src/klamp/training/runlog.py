@@ -15,8 +15,7 @@ import yaml
 from accelerate import Accelerator
 
 from klamp._version import __version__
-from klamp.diagnostics.doctor import Finding
-from klamp.diagnostics.watch import ALARMS_FILE
+from klamp.diagnostics.doctor import ALARMS_FILE, Finding
 from klamp.errors import RunFolderError
 from klamp.training.checkpoint import tidy
 from klamp.training.config import TrainConfig

@@ -5,11 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from klamp.config.addresses import check_cluster, check_server
 from klamp.config.choices import DType
+from klamp.config.rules import check_cluster, check_server
 from klamp.core.advantages import GROUP_SIZES
-from klamp.core.arguments import ABOVE_0_TO_1, AT_LEAST_0, AT_LEAST_1, FROM_0_BELOW_1, POSITIVE, SECONDS, Numbers
-from klamp.core.fields import check_fields
+from klamp.core.arguments import (
+    ABOVE_0_TO_1,
+    AT_LEAST_0,
+    AT_LEAST_1,
+    FROM_0_BELOW_1,
+    POSITIVE,
+    SECONDS,
+    Numbers,
+    check_fields,
+)
 from klamp.core.schedules import Schedule
 from klamp.diagnostics.alarms import check_names
 

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from klamp.config import KLConfig, KLWarning, LossConfig, build_objective
-from klamp.config.loss import divisor, kl_reduction
-from klamp.config.price import configured_price
+from klamp.config.loss import configured_price, divisor, kl_reduction
 from klamp.core.advantages import group_advantages
 from klamp.core.estimators import exact_kl
 from klamp.core.objective import grpo_loss

@@ -19,8 +19,7 @@ from klamp.config.describe import (
     describe_movement,
     describe_price,
 )
-from klamp.config.loss import kl_reduction
-from klamp.config.price import Price, configured_price
+from klamp.config.loss import Price, configured_price, kl_reduction
 from klamp.core.estimators import ESTIMATORS
 from klamp.verify.config_facts import LENGTH, ClipFacts, ConfigFacts, Pull, bare_term, measure_config
 from klamp.verify.convergence import BETA, follow, worlds

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from klamp.config import KLConfig
-from klamp.config.price import Price, price_at_distance
+from klamp.config.loss import Price, price_at_distance
 from klamp.core.schedules import kl_schedule_factor
 from klamp.errors import ConfigError, NonFiniteError, RunFolderError
 from klamp.hosts.common.control import NEVER_ZERO, KLControl, beta_metrics, check_kl, held_kl, landing_beta

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from klamp.diagnostics.alarms_distance import STEP_ZERO
+from klamp.diagnostics.alarms_kl import STEP_ZERO
 from klamp.hosts.common.step_zero import STEP_ZERO_KL, active_dropouts, likely_reasons, step_zero_text
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from klamp.config import KLConfig
-from klamp.config.price import Price
+from klamp.config.loss import Price
 from klamp.errors import ConfigError, NonFiniteError
 from klamp.hosts.common.control import KLControl
 from klamp.hosts.common.loss import GATE_KL, KL_MASK, KL_SCALE, REFERENCE_LENGTH

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from klamp.config.price import Price
+from klamp.config.loss import Price
 from klamp.hosts.verl.pricing import divides_by_std, price
 
 

@@ -7,7 +7,7 @@ import torch
 from tests.verify.proofs.broken import failures
 
 from klamp.core.advantages import group_advantages
-from klamp.core.placement import kl_in_advantage, kl_in_reward
+from klamp.core.penalty import kl_in_advantage, kl_in_reward
 from klamp.verify.proofs import steps
 from klamp.verify.proofs.steps import prove_placement
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from klamp.diagnostics.alarms_distance import STEP_ZERO
+from klamp.diagnostics.alarms_kl import STEP_ZERO
 
 STEP_ZERO_KL = STEP_ZERO.value
 """KL in nats per token above which a policy that has not been updated and its reference are not the same model."""

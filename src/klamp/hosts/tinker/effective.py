@@ -8,7 +8,7 @@ from typing import Unpack
 
 from klamp.config import KLConfig
 from klamp.config.describe import describe_average, describe_clip, describe_price
-from klamp.config.price import price_of
+from klamp.config.loss import price_of
 from klamp.core.objective import Objective
 from klamp.core.types import Reduction
 from klamp.hosts.common.effective import Effective, EffectiveTerm, that_apply

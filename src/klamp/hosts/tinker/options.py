@@ -9,8 +9,7 @@ from typing import Any, Literal, TypeAlias, TypedDict, Unpack, get_args
 from klamp.config import KLConfig
 from klamp.config.rules import check_beta
 from klamp.core.arguments import AT_LEAST_1, check_instance, check_number, describe
-from klamp.core.checks import check_totals
-from klamp.core.masking import Totals
+from klamp.core.masking import Totals, check_totals
 from klamp.core.objective import Objective, SurrogateName
 from klamp.core.surrogates import check_clip_range
 from klamp.core.types import Reduction

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from klamp.core.arguments import FLOATS, POSITIVE, check_number, check_tensors, describe
-from klamp.core.checks import check_logprobs
-from klamp.core.masking import Totals
+from klamp.core.masking import Totals, check_logprobs
 from klamp.core.types import Batch
 from klamp.errors import DataError, EmptyMaskError, NonFiniteError, ShapeError
 

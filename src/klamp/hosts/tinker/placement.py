@@ -1,6 +1,6 @@
 """The KL in other places than the loss: as a shift of the advantages, or taken from the rewards.
 
-Then the service's built-in losses will do, in one pass instead of two. Only k1 belongs there, see klamp.core.placement.
+Then the service's built-in losses will do, in one pass instead of two. Only k1 belongs there, see klamp.core.penalty.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from torch import Tensor
 
 from klamp.config import KLConfig
 from klamp.core.arguments import check_instance
-from klamp.core.checks import check_logprobs
-from klamp.core.masking import masked, masked_mean
+from klamp.core.masking import check_logprobs, masked, masked_mean
 from klamp.core.penalty import shifted_advantages, shifted_rewards
 from klamp.core.term import Gate
 from klamp.core.types import Batch

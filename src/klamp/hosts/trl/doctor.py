@@ -11,10 +11,9 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from klamp.diagnostics.doctor import Finding
+from klamp.diagnostics.doctor import ALARMS_FILE, AlarmWatch, Finding
 from klamp.diagnostics.history import Settings
 from klamp.diagnostics.names import evaluations, settings_of, translate
-from klamp.diagnostics.watch import ALARMS_FILE, AlarmWatch
 from klamp.errors import KLWarning
 from klamp.hosts.common.fields import kl_config
 

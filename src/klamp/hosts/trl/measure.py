@@ -9,7 +9,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from klamp.config.price import Price, price_of
+from klamp.config.loss import Price, price_of
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import masked_log_ratio
 from klamp.core.masking import masked_sum

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klamp.config.price import Price
+from klamp.config.loss import Price
 from klamp.core.term import Gate
 from klamp.core.types import Reduction
 from klamp.errors import ConfigError

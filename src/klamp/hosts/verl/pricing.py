@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from klamp.config.price import Price, price_of
+from klamp.config.loss import Price, price_of
 from klamp.core.advantages import Baseline, Scale
 from klamp.core.term import Placement
 from klamp.hosts.verl import names

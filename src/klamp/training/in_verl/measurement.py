@@ -9,8 +9,7 @@ from typing import Any
 
 from klamp.config.loss import LOSS_TYPES
 from klamp.diagnostics.metrics import METRICS
-from klamp.diagnostics.names import evaluations, translate
-from klamp.diagnostics.verl_log import flat, is_verl_line
+from klamp.diagnostics.names import evaluations, flat, is_verl_line, translate
 from klamp.training.config import TrainConfig
 
 SCORE_OF = "{skill}/acc/mean@1"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from klamp.core.checks import check_logprobs
+from klamp.core.masking import check_logprobs
 from klamp.errors import ConfigError
 from klamp.hosts.tinker.reference import compute_reference_logprobs
 from klamp.scoring.completions import Completions

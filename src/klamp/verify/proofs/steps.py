@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from klamp.config import KLConfig, LossConfig, build_objective
-from klamp.config.price import configured_price
+from klamp.config.loss import configured_price
 from klamp.core.advantages import Baseline, group_advantages
 from klamp.core.clipping import clip_gate, clip_kl, kl_budget
 from klamp.core.controllers import DualController, PIDController, ProportionalController, StepController
 from klamp.core.estimators import kl_estimate
-from klamp.core.placement import kl_in_advantage, kl_in_reward
+from klamp.core.penalty import kl_in_advantage, kl_in_reward
 from klamp.errors import ConfigError, NonFiniteError
 from klamp.verify.one_step import Rewards, StepReport, examine_config, scene
 from klamp.verify.oracle import gradient_of
