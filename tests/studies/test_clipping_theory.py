@@ -11,8 +11,7 @@ import pytest
 
 from klamp.config import KLConfig, LossConfig
 from klamp.tasks.arithmetic import EOS_TOKEN
-from klamp.tasks.base_model import BaseModelConfig
-from klamp.tasks.corpus import HEAVY_COLUMN
+from klamp.tasks.base_model import HEAVY_COLUMN, BaseModelConfig
 from klamp.verify.one_step import Scene, examine_config
 from klamp.verify.oracle import gradient_of
 from klamp.verify.worlds import random_chain

@@ -15,8 +15,7 @@ import torch
 from klamp.errors import ConfigError
 from klamp.tasks import BaseModelConfig, TaskConfig, arithmetic_tokenizer, base_model_folder, load_base_model, load_task
 from klamp.tasks.arithmetic import ALPHABET, MAX_MODEL_LENGTH, SKILLS, pairs
-from klamp.tasks.base_model import cached_base_model
-from klamp.tasks.corpus import IGNORED, training_tensors
+from klamp.tasks.base_model import IGNORED, cached_base_model, training_tensors
 from klamp.training.config import TrainConfig
 from klamp.training.models import load_model, load_tokenizer
 from klamp.training.trainer import train_run

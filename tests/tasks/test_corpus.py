@@ -7,7 +7,7 @@ import random
 import pytest
 
 from klamp.tasks.arithmetic import arithmetic_tokenizer, is_held_out
-from klamp.tasks.corpus import IGNORED, careless_sum, corpus, training_tensors
+from klamp.tasks.base_model import IGNORED, careless_sum, corpus, training_tensors
 
 MIXTURE = {"addition": 0.5, "subtraction": 0.3, "reversal": 0.2}
 

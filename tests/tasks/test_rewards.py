@@ -1,19 +1,26 @@
-"""Rewards by name, and users' own functions in both calling conventions."""
+"""Rewards by name, users' own functions in both calling conventions; finite floats, and a process left as it was."""
 
 from __future__ import annotations
 
+import asyncio
+import math
+import os
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from klamp.errors import ConfigError, DataError, RewardError, UnknownNameError
 from klamp.tasks import Example, Task, named_reward
 from klamp.tasks.base import checked
-from klamp.tasks.rewards import adapt, exact_match, with_reward
+from klamp.tasks.rewards import adapt, exact_match, guarded, with_reward
 
 ROW = {"prompt": "2+2?", "answer": "4", "level": 3, "odd name": 1}
 EXAMPLE = Example(prompt="<user>2+2?", answer="4", fields=ROW)
@@ -189,3 +196,140 @@ def test_a_reward_that_compares_needs_an_answer_in_every_row() -> None:
     with pytest.raises(DataError, match="(?s)math_verify needs an answer.*no answer here"):
         with_reward(task_of(Example(prompt="no answer here")), "math_verify")
     with_reward(task_of(Example(prompt="no answer here")), "format_regex:a")
+
+
+QUESTION = Example(prompt="what is 1+1?", answer="2")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (True, 1.0),
+        (False, 0.0),
+        (3, 3.0),
+        (-0.5, -0.5),
+        (Fraction(1, 4), 0.25),
+        (np.float32(0.5), 0.5),
+        (np.bool_(True), 1.0),
+        (np.array([2.0]), 2.0),
+        (torch.tensor(0.25), 0.25),
+        (torch.tensor([1]), 1.0),
+    ],
+)
+def test_numbers_pass_as_floats(value: Any, expected: float) -> None:
+    score = checked(lambda example, completion: value, name="f")(QUESTION, "2")
+    assert score == expected
+    assert type(score) is float
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(None, "1.0", [1.0], (), {}, math.nan, math.inf, -math.inf, 1j),
+        *(np.nan, np.zeros(0), np.array(["1"]), torch.tensor(math.inf), torch.zeros(2)),
+    ],
+)
+def test_anything_else_is_a_reward_error_that_names_function_and_prompt(value: Any) -> None:
+    with pytest.raises(RewardError, match=r"(?s)my_reward returned.*what is 1\+1\?"):
+        checked(lambda example, completion: value, name="my_reward")(QUESTION, "2")
+
+
+def test_an_exception_becomes_a_reward_error_that_keeps_its_cause() -> None:
+    def broken(example: Example, completion: str) -> float:
+        return float(completion)
+
+    with pytest.raises(RewardError, match=r"(?s)my_reward raised ValueError.*'two'.*what is 1\+1\?") as caught:
+        checked(broken, name="my_reward")(QUESTION, "two")
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_stopping_the_program_is_no_reward_error() -> None:
+    def stopped(example: Example, completion: str) -> float:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        checked(stopped, name="f")(QUESTION, "2")
+
+
+def test_long_texts_are_cut_in_messages() -> None:
+    with pytest.raises(RewardError) as caught:
+        checked(lambda example, completion: None, name="f")(Example(prompt="p" * 10_000), "c" * 10_000)
+    assert len(str(caught.value)) < 1500
+
+
+SUM = Example(prompt="1+1=", answer="2")
+
+
+@pytest.mark.parametrize("seconds", [None, 60.0])
+def test_a_good_reward_is_passed_on(seconds):
+    assert guarded(lambda example, text: float(len(text)), seconds=seconds)(SUM, "two") == 3.0
+
+
+def test_the_working_directory_is_put_back(tmp_path):
+    before = Path.cwd()
+    with pytest.raises(RewardError, match=r"(?s)os\.chdir.*1\+1="):
+        guarded(lambda example, text: os.chdir(tmp_path) or 1.0, seconds=None)(SUM, "2")
+    assert Path.cwd() == before
+
+
+def test_gradients_are_put_back():
+    def switches(example, text):
+        torch.set_grad_enabled(False)
+        return 1.0
+
+    with pytest.raises(RewardError, match="set_grad_enabled"):
+        guarded(switches, seconds=None)(SUM, "2")
+    assert torch.is_grad_enabled()
+
+
+def test_what_raises_leaves_nothing_behind_either(tmp_path):
+    def leaves(example, text):
+        os.chdir(tmp_path)
+        raise ZeroDivisionError
+
+    before = Path.cwd()
+    with pytest.raises(ZeroDivisionError):
+        guarded(leaves, seconds=None)(SUM, "2")
+    assert Path.cwd() == before
+
+
+@pytest.mark.parametrize("seconds", [None, 60.0])
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_process_that_it_forks_does_not_come_back(raises, seconds, capfd):
+    here = os.getpid()
+
+    def forks(example, text):
+        child = os.fork()
+        if child == 0:
+            return 1 / (0.0 if raises else 1.0)
+        return float(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    try:
+        code = guarded(forks, seconds=seconds)(SUM, "2")
+    finally:
+        if os.getpid() != here:
+            os._exit(0)  # the fault that this is about: there would be two that test
+    assert code == 1.0 and "forked" in capfd.readouterr().err
+
+
+def test_one_that_hangs_is_named_with_its_prompt():
+    on = threading.Event()
+    with pytest.raises(RewardError, match=r"(?s)too long.*1\+1=.*completion: '2'"):
+        guarded(lambda example, text: float(on.wait(240)), seconds=0.05)(SUM, "2")
+    on.set()
+
+
+@pytest.mark.parametrize("seconds", [None, 60.0])
+@pytest.mark.parametrize("error", [SystemExit(0), asyncio.CancelledError()])
+def test_an_error_comes_through(seconds, error):
+    def breaks(example, text):
+        raise error
+
+    with pytest.raises(RewardError, match=f"raised {type(error).__name__}"):
+        guarded(checked(breaks, name="mine"), seconds=seconds)(SUM, "2")
+
+
+@pytest.mark.parametrize("digits", [400, 5000])
+def test_a_number_that_no_float_holds_is_not_finite(digits):
+    with pytest.raises(RewardError, match="not finite"):
+        checked(lambda example, text: 10**digits, name="mine")(SUM, "2")

@@ -10,11 +10,10 @@ from klamp.tasks.arithmetic import arithmetic_task, arithmetic_tokenizer
 from klamp.tasks.base import Example, Task, checked
 from klamp.tasks.base_model import BaseModelConfig, base_model_folder, load_base_model
 from klamp.tasks.config import ARITHMETIC_TASK, LANGUAGE_TASKS, TaskConfig, has_own_prompts
-from klamp.tasks.guarded import guarded
 from klamp.tasks.language import language_task
 from klamp.tasks.named_models import NAMED_MODELS, load_named_model, named_model_folder
 from klamp.tasks.prompts import check_prompts
-from klamp.tasks.rewards import named_reward, with_reward
+from klamp.tasks.rewards import guarded, named_reward, with_reward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

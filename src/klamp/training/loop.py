@@ -33,7 +33,7 @@ from klamp.hosts.common.control import beta_metrics
 from klamp.scoring.completions import Completions, select
 from klamp.scoring.scores import Scores, joined, score
 from klamp.tasks.base import Example, checked
-from klamp.tasks.guarded import Score, guarded
+from klamp.tasks.rewards import Score, guarded
 from klamp.training.config import OptimConfig, RolloutConfig
 from klamp.training.models import end_tokens
 from klamp.training.sampling import encode_prompts, generate, uniform_numbers

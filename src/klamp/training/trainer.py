@@ -14,7 +14,7 @@ from torch import Tensor
 from klamp.core.objective import Objective
 from klamp.errors import KlampError, RunFolderError
 from klamp.scoring.probe import notes
-from klamp.tasks.chat_format import chat_cautions
+from klamp.tasks.prompts import chat_cautions
 from klamp.training import checkpoint
 from klamp.training.config import TrainConfig
 from klamp.training.context import Context

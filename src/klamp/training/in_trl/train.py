@@ -26,7 +26,7 @@ from klamp.errors import ConfigError, KLWarning, MissingLibrary  # noqa: E402
 from klamp.hosts.common.exclusions import excluded_ids  # noqa: E402
 from klamp.hosts.common.packing import pack_nothing  # noqa: E402
 from klamp.hosts.trl.config import GRPOConfig  # noqa: E402
-from klamp.tasks.chat_format import chat_cautions  # noqa: E402
+from klamp.tasks.prompts import chat_cautions  # noqa: E402
 from klamp.training.config import TrainConfig  # noqa: E402
 from klamp.training.context import Context  # noqa: E402
 from klamp.training.in_trl.arguments import part_size, trl_arguments  # noqa: E402

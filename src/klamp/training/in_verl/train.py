@@ -18,7 +18,7 @@ from klamp.config import build_objective
 from klamp.errors import MissingLibrary, UnsupportedVersion
 from klamp.hosts.common.exclusions import excluded_ids
 from klamp.hosts.verl.hooks import check_version
-from klamp.tasks.chat_format import chat_cautions
+from klamp.tasks.prompts import chat_cautions
 from klamp.training.config import TrainConfig
 from klamp.training.context import Context
 from klamp.training.in_verl.data import answered, write_data
