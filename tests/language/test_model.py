@@ -14,7 +14,7 @@ from klamp.cli.app import main
 from klamp.scoring.scores import score
 from klamp.tasks import TaskConfig, load_task
 from klamp.tasks.named_models import load_named_model
-from klamp.training.own_answers import probabilities
+from klamp.training.evaluation import probabilities
 
 RUN = "train --config examples/describe.yaml --report_to none --eval_size 1 --num_generations 4 --prompts_per_step 2"
 RUN += " --max_completion_length 12 --eval_every 0 --log_completions_every 1 --warmup_steps 0"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from klamp.errors import ConfigError
-from klamp.training.launch import check_alone, check_one_machine
+from klamp.training.processes import check_alone, check_one_machine
 from klamp.training.trainer import train_run
 
 

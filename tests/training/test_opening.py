@@ -11,7 +11,7 @@ from klamp.errors import ModelError, RunFolderError
 from klamp.training.config import TrainConfig
 from klamp.training.lock import LOCK
 from klamp.training.observers import Observer
-from klamp.training.opening import opened_folder
+from klamp.training.setup import opened_folder
 from klamp.training.trainer import train_run
 
 

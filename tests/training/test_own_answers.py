@@ -11,7 +11,7 @@ from tests.training.conftest import tiny_llama
 
 from klamp.scoring.scores import score
 from klamp.tasks import Example, arithmetic_tokenizer
-from klamp.training.own_answers import answers_as_completions, probabilities
+from klamp.training.evaluation import answers_as_completions, probabilities
 
 EXAMPLES = [
     Example(prompt="47+85=", answer="132"),
@@ -41,7 +41,7 @@ def test_they_are_the_geometric_means_of_the_tokens_probabilities(monkeypatch: p
 
     expected = read_by_hand(model, tokenizer, EXAMPLES)
     for at_once in (16, 2, 1):
-        monkeypatch.setattr("klamp.training.own_answers.READ_AT_ONCE", at_once)
+        monkeypatch.setattr("klamp.training.evaluation.READ_AT_ONCE", at_once)
         found = probabilities(EXAMPLES, tokenizer, torch.device("cpu"), logprobs)
         assert found == pytest.approx(expected, rel=1e-5)
     assert len(set(expected)) == 3 and all(0 < value < 1 for value in expected)

@@ -6,7 +6,7 @@ import pytest
 from torch.distributed import DistNetworkError
 
 from klamp.errors import RewardError, TrainerFailed
-from klamp.training.peers import explained, timeout_of
+from klamp.training.processes import explained, timeout_of
 
 BROKEN = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer\nand more"
 

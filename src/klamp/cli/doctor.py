@@ -88,7 +88,7 @@ def _synced(path: Path) -> dict[int, SyncReport]:
         DataError: no run of klamp's, or one whose completions cannot be scored again.
     """
     from klamp.records.klamp_run import is_klamp_run, read_config
-    from klamp.training.sync import check_run
+    from klamp.training.completions_check import check_run
 
     if not is_klamp_run(path):
         raise DataError(

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState, is_initialized
-from accelerate.utils import set_seed
+from accelerate.utils import broadcast_object_list, set_seed
 from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -29,7 +30,8 @@ from klamp.tasks.base import Task
 from klamp.training import checkpoint
 from klamp.training.config import ModelConfig, TrainConfig
 from klamp.training.context import Context
-from klamp.training.launch import check_precision
+from klamp.training.folders import check_folder, make_folder
+from klamp.training.lock import held
 from klamp.training.master_weights import MasterAdamW
 from klamp.training.models import (
     BUILTIN,
@@ -43,6 +45,7 @@ from klamp.training.models import (
     with_adapter,
 )
 from klamp.training.observers import Observer, progress_of
+from klamp.training.processes import check_precision, timeout_of
 from klamp.training.references import AdapterOffReference, FrozenReference, MovingReference, Reference
 from klamp.training.vllm_reference import connect
 
@@ -373,3 +376,36 @@ def schedule_of(optimizer: Optimizer, config: TrainConfig, *, updates: int = 1) 
 
 
 __all__ = ["BUILTIN", "build", "load_start", "make_accelerator", "make_optimizer"]
+
+
+@contextmanager
+def opened_folder(config: TrainConfig) -> Iterator[Path]:
+    """The folder of the run, the same one for all processes; the main process holds its lock.
+
+    Raises:
+        RunFolderError: it holds another run, or one that is under way; or there is none to continue.
+    """
+    with ExitStack() as stack:
+        chosen: list[str | Exception] = [""]
+        if PartialState(cpu=on_cpu(config), timeout=timeout_of(config)).is_main_process:
+            try:
+                chosen[0] = str(stack.enter_context(_own(config)))
+            except Exception as error:  # raised below on every process, so that none of them waits for the others
+                chosen[0] = error
+        broadcast_object_list(chosen)
+        if isinstance(chosen[0], Exception):
+            raise chosen[0]
+        yield Path(chosen[0])
+
+
+@contextmanager
+def _own(config: TrainConfig) -> Iterator[Path]:
+    folder, made = make_folder(config)
+    try:
+        with held(folder, by="klamp train"):
+            check_folder(folder, resume=config.run.resume)  # another run may have been here since it was made
+            yield folder
+    finally:
+        if made:
+            with suppress(OSError):  # it goes if the run was refused before it wrote anything
+                folder.rmdir()

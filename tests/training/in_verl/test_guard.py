@@ -12,14 +12,14 @@ import pytest
 from tests.training.in_verl.test_process import STUBBORN
 from tests.waiting import SECONDS, is_running, wait_until
 
-from klamp.training.in_verl import guard
-from klamp.training.in_verl.guard import members
+from klamp.training.in_verl import process
+from klamp.training.in_verl.process import members
 
 
 def guarded(code: str, *, grace: float = 0.2) -> subprocess.Popen[bytes]:
     """A guard with a program of Python."""
     found = subprocess.Popen(
-        [sys.executable, "-I", "-S", guard.__file__],
+        [sys.executable, "-I", "-S", process.__file__],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,

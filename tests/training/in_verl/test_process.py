@@ -14,8 +14,7 @@ from tests.waiting import wait_until
 
 from klamp.errors import RunFolderError
 from klamp.training.in_verl import process
-from klamp.training.in_verl.guard import members
-from klamp.training.in_verl.process import SHOWN_LINES, Child
+from klamp.training.in_verl.process import SHOWN_LINES, Child, members
 from klamp.training.lock import held
 
 NEVER = 3600.0

@@ -24,7 +24,7 @@ from klamp.training.in_trl.trainer import RunTrainer, checkpoints
 from klamp.training.measurement import control_metrics, speed
 from klamp.training.models import former_names
 from klamp.training.observers import Observer, RunInfo, RunSummary
-from klamp.training.peers import explained
+from klamp.training.processes import explained
 from klamp.training.run import Interrupt, Run, deferred_interrupts
 from klamp.training.updates import UpdateOutput, not_finite
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from klamp.errors import ConfigError
-from klamp.training.launch import asked_for
+from klamp.training.processes import asked_for
 
 FSDP = "ACCELERATE_USE_FSDP"
 """The variable by which `accelerate launch` asks for it."""

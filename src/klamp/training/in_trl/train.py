@@ -36,8 +36,7 @@ from klamp.training.in_trl.split import check_fsdp_version, is_used  # noqa: E40
 from klamp.training.in_trl.trainer import RunTrainer  # noqa: E402
 from klamp.training.models import adapter_config, adapter_errors, former_names, output_size  # noqa: E402
 from klamp.training.observers import Observer, RunSummary  # noqa: E402
-from klamp.training.opening import opened_folder  # noqa: E402
-from klamp.training.peers import explained  # noqa: E402
+from klamp.training.processes import explained  # noqa: E402
 from klamp.training.runlog import RunLog, begin_trackers  # noqa: E402
 from klamp.training.setup import (  # noqa: E402
     Start,
@@ -45,6 +44,7 @@ from klamp.training.setup import (  # noqa: E402
     load_start,
     make_accelerator,
     on_cpu,
+    opened_folder,
     reference_kind,
 )
 

@@ -23,7 +23,7 @@ from klamp.training.checkpoint import SEAL, UNWRITABLE, seal
 from klamp.training.config import TrainConfig
 from klamp.training.folders import checkpoint_folders, lost
 from klamp.training.in_trl.data import StepOrder
-from klamp.training.peers import is_wait_in_vain
+from klamp.training.processes import is_wait_in_vain
 from klamp.training.setup import adamw, schedule_of
 from klamp.training.updates import not_finite
 

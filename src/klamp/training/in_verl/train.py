@@ -26,12 +26,11 @@ from klamp.training.in_verl.layout import Layout
 from klamp.training.in_verl.overrides import command, model_path
 from klamp.training.in_verl.process import Child
 from klamp.training.in_verl.run import VerlRun
-from klamp.training.launch import check_alone
 from klamp.training.models import describe_folder, ends_with, load_tokenizer, make_ready
 from klamp.training.observers import Observer, RunSummary, progress_of
-from klamp.training.opening import opened_folder
+from klamp.training.processes import check_alone
 from klamp.training.runlog import RunLog, begin_trackers
-from klamp.training.setup import load_prompts, make_accelerator
+from klamp.training.setup import load_prompts, make_accelerator, opened_folder
 
 ENVIRONMENT = "make an environment of its own: ENGINE= scripts/environment.sh verl in a checkout of klamp, then the "
 ENVIRONMENT += "vLLM of your GPUs into it, and use its klamp: .venv-verl/bin/klamp"

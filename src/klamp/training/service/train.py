@@ -20,16 +20,14 @@ from klamp.hosts.common.exclusions import excluded_ids
 from klamp.training import checkpoint
 from klamp.training.config import TrainConfig
 from klamp.training.context import Context
-from klamp.training.launch import check_alone
 from klamp.training.models import load_tokenizer, ready_tokenizer
 from klamp.training.observers import Observer, RunSummary
-from klamp.training.opening import opened_folder
+from klamp.training.processes import check_alone
 from klamp.training.runlog import RunLog, begin_trackers
 from klamp.training.service import rollout as rollouts
 from klamp.training.service.connection import Connection, check_key
-from klamp.training.service.evaluation import measure_length
-from klamp.training.service.trainer import RemoteWeights, TinkerTrainer
-from klamp.training.setup import load_prompts, make_accelerator
+from klamp.training.service.tinker_trainer import RemoteWeights, TinkerTrainer, measure_length
+from klamp.training.setup import load_prompts, make_accelerator, opened_folder
 
 DEFAULT_RANK = 32
 """Rank of the adapter where lora_r is 0: the service trains adapters only."""

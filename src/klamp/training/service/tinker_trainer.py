@@ -1,4 +1,4 @@
-"""klamp's trainer with the weights at a Tinker service."""
+"""klamp's trainer with the weights at a Tinker service: its steps, its evaluation, the length of the reference."""
 
 from __future__ import annotations
 
@@ -7,18 +7,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn, zeros
+import torch
+from torch import Tensor, nn, zeros
 
 from klamp.core.objective import Objective
 from klamp.errors import KlampError
+from klamp.scoring.completions import Completions
+from klamp.tasks.base import Example
 from klamp.training import checkpoint
 from klamp.training.context import Context
-from klamp.training.evaluation import Evaluation
+from klamp.training.evaluation import Evaluation, evaluated, probabilities
 from klamp.training.observers import Observer, RunInfo
+from klamp.training.reference_length import PROMPTS, is_needed
 from klamp.training.rollouts import Rollout, kl_weights, rate
+from klamp.training.sampling import encode_prompts
 from klamp.training.service import rollout as rollouts
 from klamp.training.service.connection import Connection
-from klamp.training.service.evaluation import evaluate
+from klamp.training.service.rollout import TinkerReference, kept_ids, sample, seed_of
 from klamp.training.service.update import update
 from klamp.training.trainer import Trainer
 from klamp.training.updates import UpdateOutput
@@ -118,9 +123,55 @@ class TinkerTrainer(Trainer):
 
     def info(self) -> RunInfo:
         """What is known of the run before its first step; the service does not say how many weights there are."""
-        found = super().info()
-        return replace(found, parameters=0, trainable_parameters=0, device=f"Tinker, {self.connection.where}")
+        return replace(super().info(), parameters=0, trainable_parameters=0, device=f"Tinker, {self.connection.where}")
 
 
 def _nothing(folder: Path) -> None:
     """Does nothing, where klamp's own trainer would write weights into the folder."""
+
+
+def evaluate(context: Context, connection: Connection, client: Any) -> Evaluation:
+    """Decode every held-out prompt greedily from the client's weights and score it (or read it there)."""
+    policy = TinkerReference(connection, client, "the policy")
+
+    def logprobs(given: Completions) -> Tensor:
+        return policy.score(given, temperature=1.0).logprobs
+
+    return evaluated(
+        context,
+        write=lambda examples: _completed(context, connection, client, examples),
+        read=lambda examples: probabilities(examples, context.tokenizer, torch.device("cpu"), logprobs),
+    )
+
+
+def _completed(context: Context, connection: Connection, client: Any, examples: Sequence[Example]) -> list[str]:
+    """Greedy completions."""
+    groups = _answers(context, connection, client, examples, temperature=0.0)
+    return context.tokenizer.batch_decode([row.tokens for (row,) in groups], skip_special_tokens=True)
+
+
+def measure_length(context: Context, connection: Connection) -> None:
+    """Measure and set the run's reference length, where a clip needs one: 64 completions of the reference."""
+    reference = context.reference
+    if not isinstance(reference, TinkerReference) or not is_needed(context):
+        return
+    groups = _answers(context, connection, reference.client, context.task.train[:PROMPTS], temperature=1.0)
+    context.control.reference_length = sum(len(row.tokens) for (row,) in groups) / len(groups)
+
+
+def _answers(
+    context: Context, connection: Connection, client: Any, examples: Sequence[Example], *, temperature: float
+) -> list[list[Any]]:
+    """One completion for each example's prompt."""
+    if not examples:
+        return []
+    ids, mask = encode_prompts([e.prompt for e in examples], context.tokenizer, torch.device("cpu"))
+    return sample(
+        connection,
+        client,
+        kept_ids(ids, mask),
+        count=1,
+        seeds=[seed_of(context.config.run.seed, -1, i) for i in range(len(examples))],
+        max_tokens=context.config.rollout.max_completion_length,
+        temperature=temperature,
+    )

@@ -1,12 +1,21 @@
-"""What a launcher may ask of a run: processes on one machine, each with all weights, in the model's own data type."""
+"""The processes of a run: what a launcher may ask of it, and what is said when one of them is waited for in vain.
+
+klamp's own loop has its processes on one machine, each with all weights, in the model's own data type. A wait is over
+when the connection to another process breaks, or when `process_timeout` is: the group of the processes is made with it.
+Whom it was for, torch does not say; the launcher says which process died.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 
 from accelerate import Accelerator
+from torch.distributed import DistError
 
-from klamp.errors import ConfigError
+from klamp.errors import ConfigError, KlampError, TrainerFailed
 from klamp.training.config import TrainConfig
 
 SPLITS = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DeepSpeed"}
@@ -24,14 +33,14 @@ def check_one_machine() -> None:
     Raises:
         ConfigError: the launcher asks for weights that are divided among processes, or for several machines.
     """
-    found = [words for variable, words in SPLITS.items() if asked_for(variable)]
+    asked = [words for variable, words in SPLITS.items() if asked_for(variable)]
     everywhere, here = (os.environ.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if "LOCAL_WORLD_SIZE" in os.environ and everywhere != here:
-        found.append(f"{everywhere} processes, {here} of them on this machine")
-    if found:
+        asked.append(f"{everywhere} processes, {here} of them on this machine")
+    if asked:
         raise ConfigError(
             "klamp's own loop is for one machine, with all weights in each process",
-            got=", ".join(found),
+            got=", ".join(asked),
             why="TRL has FSDP2, DeepSpeed and vLLM, and verl several machines; both take the same configuration",
             fix="launch it in the same way with --backend trl, or without a launcher with --backend verl",
         )
@@ -70,3 +79,37 @@ def check_alone(config: TrainConfig, *, why: str) -> None:
             why=why,
             fix="start it without torchrun",
         )
+
+
+def timeout_of(config: TrainConfig) -> timedelta:
+    """The longest wait for another process, as torch takes it."""
+    return timedelta(seconds=config.run.process_timeout)
+
+
+def is_wait_in_vain(error: Exception) -> bool:
+    """Whether an error is that of a wait for another process; gloo has no class of its own, but names its files."""
+    return isinstance(error, DistError) or "gloo" in str(error)
+
+
+@contextmanager
+def explained(config: TrainConfig) -> Iterator[None]:
+    """A context in which a wait in vain is an error of klamp.
+
+    Args:
+        config: of the run.
+
+    Raises:
+        TrainerFailed: another process is gone, has left the run, or did not come within `process_timeout`.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, KlampError) or not is_wait_in_vain(error):
+            raise
+        raise TrainerFailed(
+            "the processes of the run lost each other",
+            got=str(error).partition("\n")[0],
+            why=f"one of them died, left the run, or took longer than process_timeout={config.run.process_timeout:g} s",
+            fix="see which one the launcher or that process itself names, and whether its machine ran out of memory; "
+            "raise process_timeout if one may take longer; then --resume",
+        ) from error

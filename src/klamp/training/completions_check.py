@@ -34,7 +34,7 @@ def check_run(config: TrainConfig, folder: Path) -> Iterator[tuple[int, SyncRepo
         ModelError: weights cannot be loaded.
     """
     kept = _by_step(folder / COMPLETIONS)
-    weights = {1: None, **{_steps_before(each, config) + 1: each for each in checkpoint_folders(folder)}}
+    weights = {1: None, **{_steps_before(saved, config) + 1: saved for saved in checkpoint_folders(folder)}}
     steps = sorted(weights.keys() & kept.keys())
     if not steps:
         raise DataError(
@@ -75,13 +75,13 @@ def _policy(config: TrainConfig, checkpoint: Path) -> Any:
 
 def _by_step(file: Path) -> dict[int, list[dict[str, Any]]]:
     """The first completions of each step that have the log-probabilities of a sampler."""
-    found: dict[int, list[dict[str, Any]]] = {}
+    kept: dict[int, list[dict[str, Any]]] = {}
     for row in lines_of(file):
         told = [value for value in row.get("sampler_logprobs") or () if value is not None and math.isfinite(value)]
-        rows = found.setdefault(int(row["step"]), []) if told else []
+        rows = kept.setdefault(int(row["step"]), []) if told else []
         if len(rows) < ROWS:
             rows.append(row)
-    return found
+    return kept
 
 
 def _steps_before(checkpoint: Path, config: TrainConfig) -> int:
