@@ -65,9 +65,6 @@ def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
     out = sys.stdout if stream is None else stream
     request = read_request(argv)
     options = request.options
-    if options.output is not None and not options.output.absolute().parent.is_dir():
-        folder = str(options.output.parent)
-        raise RunFolderError("the folder of the output does not exist", got=folder, fix="make it first")
     subject = find_subject(request)
     from transformers.utils.logging import disable_progress_bar
 
@@ -75,11 +72,8 @@ def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
 
     disable_progress_bar()
     found = evaluate(subject.config, subject.weights, start=subject.start is not None, prompts=options.kl_prompts)
-    text = json.dumps(as_object(options.checkpoint or "", subject, found), indent=2)
-    if options.output is not None:
-        options.output.write_text(text + "\n", encoding="utf-8")
     if options.json:
-        print(text, file=out, flush=True)
+        print(json.dumps(as_object(options.checkpoint or "", subject, found), indent=2), file=out, flush=True)
     else:
         show(options.checkpoint or "", subject, found, out)
     return 0

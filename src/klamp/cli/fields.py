@@ -1,7 +1,6 @@
 """From text to a field's value: one set of rules for the flags of every command and for YAML files.
 
-The types come from the dataclasses of options, the conversion from tyro, which is loaded with the first text that is
-read: help needs none of it. klamp adds the words around it.
+The types come from the dataclasses of options.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import math
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from types import NoneType
@@ -98,16 +98,36 @@ class Field:
         return f"{kind}, or None" if self.takes_none else kind
 
     def convert(self, texts: Sequence[str]) -> Any:
-        """The field's value from its words on the command line, read by tyro; their number has been checked.
+        """The field's value from its words on the command line; their number has been checked.
 
         Raises:
             ValueError: a text that is no value of its type.
         """
-        from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+        if typing.get_origin(self.hint) is not tuple:
+            return _converted(texts[0], self.hint)
+        parts = typing.get_args(self.hint)
+        return tuple(_converted(text, parts[0 if self.count is None else i]) for i, text in enumerate(texts))
 
-        spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(self.hint, set()))
-        assert isinstance(spec, PrimitiveConstructorSpec), f"{self.name}: {self.hint} cannot be a flag"
-        return spec.instance_from_str(list(texts))
+
+def _converted(text: str, hint: Any) -> Any:
+    """The value of the first type of a union that a text fits.
+
+    Raises:
+        ValueError: it fits none.
+    """
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    members = typing.get_args(hint) if union else (hint,)
+    if NoneType in members and text == "None":
+        return None
+    for member in members:
+        if typing.get_origin(member) is Literal or member is bool:
+            named = {str(value): value for value in typing.get_args(member) or (True, False)}
+            if text in named:
+                return named[text]
+        elif member is not NoneType:
+            with suppress(ValueError):
+                return member(text)
+    raise ValueError(text)
 
 
 def fields_of(cls: Any, section: str = "") -> dict[str, Field]:

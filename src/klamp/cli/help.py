@@ -1,7 +1,6 @@
 """The help of every command, from the fields of its options and the texts under them.
 
-tyro could print it, and did: every field in a box of its own, some three hundred lines for `klamp train`, a field's
-aliases before its name. Here a command has one screen of what one sets first, and the rest by section.
+A command has one screen of what one sets first, and the rest by section.
 """
 
 from __future__ import annotations

@@ -79,8 +79,6 @@ class EvaluateOptions:
     """A run's folder (its newest checkpoint), one of its checkpoints, or any model: a folder, a hub id, `builtin`."""
     kl_prompts: int = field(default=256, metadata={"least": 1})
     """Held-out prompts of each skill that the KL is measured on, at most."""
-    output: Path | None = None
-    """File to write the numbers to as well, as one JSON object."""
     json: bool = False
     """One JSON object instead of text."""
 
@@ -159,8 +157,6 @@ class ReportOptions:
     """What `klamp doctor` reads, or the folder of an ablation, all of whose runs are compared."""
     output: Path | None = None
     """File to write; None: report.html in the folder of the one run (or sweep) that is named, else in this folder."""
-    follow: bool = False
-    """Write no file, but show the page on 127.0.0.1 while the runs go on; it loads itself again until Ctrl-C."""
 
 
 @dataclass(frozen=True, kw_only=True)

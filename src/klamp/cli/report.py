@@ -1,24 +1,25 @@
-"""`klamp report RUN...`: one HTML file that shows or compares runs; `--follow` serves it."""
+"""`klamp report RUN...`: one HTML file that shows or compares runs."""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from klamp.cli.errors import show_caution
 from klamp.cli.flags import read_options
 from klamp.cli.options import ReportOptions
-from klamp.cli.output_file import check_output, write_output
-from klamp.errors import ConfigError, DataError
+from klamp.errors import DataError, RunFolderError
 from klamp.report.text import count
 
 if TYPE_CHECKING:  # imported by the command only
     from klamp.report.run import ReportRun
 
 FILE = "report.html"
+LOOKED_AT = 2000
+"""Characters of a file by whose beginning a report is known."""
 SEED = r"_seed-\d+$"
 """Pattern of the end of a run's name in a sweep: its seed."""
 
@@ -37,8 +38,6 @@ def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
     """
     out = sys.stdout if stream is None else stream
     options = read_options(ReportOptions, argv, command="klamp report")
-    if options.follow:
-        return follow(options, out)
     file = output_of(options)
     check_report_file(file)
     from klamp.report.page import render
@@ -48,37 +47,10 @@ def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
         if each.history.is_empty:
             show_caution(f"{each.path}: its record holds no step; there is nothing to draw")
     page = render(runs)
-    write_output(file, page, what="the report")
+    write_report(file, page)
     alarms = sum(run.levels[0] for run in runs)
     words = f"{count(len(runs), 'run')}, {count(alarms, 'alarm') if alarms else 'no alarm'}"
     print(f"{file}: {words}, {len(page.encode()) / 1000:.0f} kB", file=out, flush=True)
-    return 0
-
-
-def follow(options: ReportOptions, out: TextIO) -> int:
-    """Serve the report on the loopback until Ctrl-C.
-
-    Raises:
-        ConfigError: `--output` as well.
-        DataError: a record that cannot be read now.
-    """
-    from klamp.cli.follow import Followed, server_of
-    from klamp.report.page import render
-
-    if options.output is not None:
-        raise ConfigError("--follow writes no file", got=f"--output {options.output}", fix="leave one of the two out")
-    records(options.runs)  # says once what is left out
-
-    def page(version: str) -> str:
-        return render(read_runs(records(options.runs, tell=lambda text: None)), version=version)
-
-    with server_of(Followed(options.runs, page, show_caution)) as server:
-        print(f"http://{server.server_address[0]}:{server.server_port}/ follows", file=out, end=" ")
-        print(f"{', '.join(map(str, options.runs))}; Ctrl-C ends it", file=out, flush=True)
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            print("\nended", file=out, flush=True)
     return 0
 
 
@@ -89,28 +61,50 @@ def output_of(options: ReportOptions) -> Path:
 
 
 def check_report_file(file: Path) -> None:
-    """Refuse to overwrite a file that is no report.
+    """Refuse to write over a file that is no report.
 
     Raises:
         RunFolderError: the file exists and is none, or its folder does not exist.
     """
     from klamp.report.page import GENERATOR
 
-    check_output(
-        file,
-        example=FILE,
-        refused="the file exists and is no report",
-        is_one=lambda text: f'content="{GENERATOR} ' in text,
-        of="the report",
-    )
+    if not file.parent.is_dir():
+        raise RunFolderError("the folder of the report does not exist", got=str(file.parent), fix="make it first")
+    if file.is_dir():
+        raise RunFolderError("--output names a folder", got=str(file), fix=f"--output {file / FILE}")
+    if not file.is_file():
+        return
+    if f'content="{GENERATOR} ' not in file.read_text(encoding="utf-8", errors="replace")[:LOOKED_AT]:
+        raise RunFolderError(
+            "the file exists and is no report",
+            got=str(file),
+            why="it would be written over",
+            fix="choose another --output",
+        )
 
 
-def records(paths: Sequence[Path], *, tell: Callable[[str], None] = show_caution) -> list[Path]:
+def write_report(file: Path, page: str) -> None:
+    """Write a report.
+
+    Raises:
+        RunFolderError: the system refuses.
+    """
+    try:
+        file.write_text(page, encoding="utf-8", newline="\n")
+    except OSError as error:
+        raise RunFolderError(
+            "the report cannot be written",
+            got=str(file),
+            why=error.strerror or f"{type(error).__name__}: {error}",
+            fix="choose another --output",
+        ) from error
+
+
+def records(paths: Sequence[Path]) -> list[Path]:
     """The records to read, those of sweeps in the place of the sweeps' folders.
 
     Args:
         paths: as they were named.
-        tell: is told which folders are left out.
 
     Raises:
         DataError: a record that is named twice.
@@ -121,7 +115,7 @@ def records(paths: Sequence[Path], *, tell: Callable[[str], None] = show_caution
     for path in paths:
         good, without = runs_in(path)
         for folder in without:
-            tell(f"{folder} is left out: it holds no record of a run")
+            show_caution(f"{folder} is left out: it holds no record of a run")
         found += good or [path]
     twice = [str(path) for path in found if found.count(path) > 1]
     if twice:

@@ -33,7 +33,6 @@ POINTS = 40_000
 TOKENS = 60
 """About how many points say how many tokens a run has sampled."""
 GENERATOR = "klamp report"
-FOLLOW = "follow.js"
 STYLES, SCRIPTS = (
     ("page.css", "charts.css", "tokens.css"),
     ("theme.js", "plot.js", "save.js", "panel.js", "charts.js", "tokens.js"),
@@ -49,16 +48,14 @@ class _Content:
     spent: Costs
     positions: Html
     """The section of charts by position."""
-    version: str | None
 
 
-def render(runs: Sequence[ReportRun], *, limit: int = LIMIT, version: str | None = None) -> str:
+def render(runs: Sequence[ReportRun], *, limit: int = LIMIT) -> str:
     """One HTML document that shows these runs and loads nothing.
 
     Args:
         runs: one, or several to compare.
         limit: bytes of the document, at most.
-        version: of a page that is served, which asks its server for a newer one; None: a file, which asks nobody.
 
     Raises:
         DataError: so many runs that their curves alone are larger.
@@ -69,7 +66,6 @@ def render(runs: Sequence[ReportRun], *, limit: int = LIMIT, version: str | None
         completions=completions,
         spent=costs(runs, completions),
         positions=_positions(runs),
-        version=version,
     )
     for most in (400, 200, 100, 50, 25):
         size = len(_document(content, [], most=most).encode())
@@ -89,10 +85,9 @@ def render(runs: Sequence[ReportRun], *, limit: int = LIMIT, version: str | None
 
 
 def _document(content: _Content, kept: Sequence[int], *, most: int) -> str:
-    style, script = _asset(STYLES), _asset(SCRIPTS if content.version is None else (*SCRIPTS, FOLLOW))
-    own = "" if content.version is None else "connect-src 'self'; "
+    style, script = _asset(STYLES), _asset(SCRIPTS)
     policy = (
-        f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; img-src data:; {own}"
+        f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
     head = element(
@@ -106,9 +101,7 @@ def _document(content: _Content, kept: Sequence[int], *, most: int) -> str:
         element("title", f"{_name(content.runs)} · klamp report"),
         element("style", Html(style)),
     )
-    body = element(
-        "body", *_body(content, kept, most=most), element("script", Html(script)), data_version=content.version
-    )
+    body = element("body", *_body(content, kept, most=most), element("script", Html(script)))
     return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"
 
 
@@ -125,7 +118,6 @@ def _body(content: _Content, kept: Sequence[int], *, most: int) -> list[Html]:
         "configuration": ("Configuration", settings_section(runs)),
         "versions": ("Versions", versions_section(runs)),
     }
-    file, served = "This file loads nothing from anywhere.", "It asks klamp, on this machine, for newer steps."
     links = [element("a", title, href=f"#{name}") for name, (title, _) in sections.items()]
     return [
         element("a", "To the content", href="#content", class_="skip"),
@@ -137,7 +129,7 @@ def _body(content: _Content, kept: Sequence[int], *, most: int) -> list[Html]:
             class_="bar",
         ),
         element("main", _title(runs), *(_section(n, t, b) for n, (t, b) in sections.items()), id="content"),
-        element("footer", element("p", f"Made by klamp {__version__}. {file if content.version is None else served}")),
+        element("footer", element("p", f"Made by klamp {__version__}. This file loads nothing from anywhere.")),
     ]
 
 
