@@ -11,7 +11,7 @@ from torch import Tensor
 from klamp.audit import load_subject
 from klamp.audit.examine import Audit, audit
 from klamp.audit.liger import kl_loss
-from klamp.cli.audit_table import row
+from klamp.cli.audit import row
 
 PLAIN = "use_bias_correction_kl=False (default)"
 CORRECTED = "use_bias_correction_kl=True"

@@ -11,7 +11,7 @@ from torchrl.objectives.llm import k3_kl_token_estimate
 from klamp.audit import load_subject
 from klamp.audit.examine import Audit, audit
 from klamp.audit.torchrl import kl_loss, reward_kl
-from klamp.cli.audit_table import row
+from klamp.cli.audit import row
 
 K3 = ("unbiased", "forward", "neither", "-", "±30", "±30", "-11 +30 inf")
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from klamp.audit import load_subject
 from klamp.audit.examine import Audit, audit
 from klamp.audit.trl import build_trainer, kl_loss
-from klamp.cli.audit import run
-from klamp.cli.audit_table import row
+from klamp.cli.audit import row, run
 
 pytestmark = pytest.mark.slow
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from klamp.ablation.plan import Arm
-from klamp.cli.ablate_file import PlanFile, read_plan_file, seeds_of
+from klamp.cli.ablate_arguments import PlanFile, read_plan_file, seeds_of
 from klamp.errors import ConfigError
 
 

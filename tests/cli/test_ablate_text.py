@@ -12,7 +12,7 @@ from klamp.ablation.execute import Result
 from klamp.ablation.outcome import Outcome, write_outcome
 from klamp.ablation.plan import Plan, grid, run_folder, runs
 from klamp.ablation.table import summarise
-from klamp.cli.ablate_text import show_plan, show_result
+from klamp.cli.ablate import show_plan, show_result
 
 PLAN = Plan(base={"max_steps": 8, "report_to": ()}, arms=grid({"beta": [0.0, 0.1]}), seeds=(3, 5))
 

@@ -10,7 +10,7 @@ import pytest
 
 import klamp
 from klamp.cli import app, main
-from klamp.cli.pages import PAGES
+from klamp.cli.help import PAGES
 from klamp.errors import ModelError, TrainingStopped
 
 

@@ -11,8 +11,7 @@ import pytest
 
 from klamp.audit import HOSTS
 from klamp.cli import main
-from klamp.cli.audit import run
-from klamp.cli.audit_table import HEADINGS
+from klamp.cli.audit import HEADINGS, run
 
 SOURCE = """
 import torch

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from klamp.audit.examine import Reach, Term, TermFinding
-from klamp.cli.audit_table import HEADINGS, row, sentences
+from klamp.cli.audit import HEADINGS, row, sentences
 from klamp.verify.judge import judge
 from klamp.verify.oracle import Followed
 

@@ -8,7 +8,7 @@ from klamp.cli.columns import (
     COLUMNS,
     GAP,
     STEP_WIDTH,
-    Scale,
+    ScoreScale,
     columns_for,
     duration,
     fixed,
@@ -101,7 +101,7 @@ def test_sparkline_goes_from_lowest_to_highest() -> None:
 
 
 def test_scores_are_points_where_they_lie_between_0_and_1() -> None:
-    points = Scale.of({"a": 0.5}, {"a": 1.0})
+    points = ScoreScale.of({"a": 0.5}, {"a": 1.0})
     assert (points.write(0.9375), points.change(0.5, 0.9375), points.change(0.9, 0.5)) == ("93.8", "+43.8", "-40.0")
-    raw = Scale.of({"a": 0.5}, {"a": 1.5})
+    raw = ScoreScale.of({"a": 0.5}, {"a": 1.5})
     assert (raw.write(1.5), raw.change(0.5, 1.5), raw.write(None), raw.change(None, 1.0)) == ("1.5", "+1", "-", "-")

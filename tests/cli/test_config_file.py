@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from klamp.cli.config_file import read_file
+from klamp.cli.arguments import read_file
 from klamp.errors import ConfigError, UnknownNameError
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "config_demo.yaml"

@@ -12,8 +12,7 @@ from tests.training.conftest import TINY, llama, rows_of, stored  # noqa: F401  
 
 from klamp.cli import main
 from klamp.cli.evaluate import find_subject, read_request, run
-from klamp.cli.help import help_text
-from klamp.cli.pages import EVALUATED
+from klamp.cli.help import EVALUATED, help_text
 from klamp.cli.train_fields import fields
 from klamp.training.config import TrainConfig
 from klamp.training.folders import scores_of
@@ -159,4 +158,4 @@ def test_weights_that_changed_on_the_disk_are_refused_and_a_damaged_optimizer_is
 def test_its_flags_are_fields_and_stand_in_the_help() -> None:
     assert set(EVALUATED) <= fields().keys()
     text = help_text("evaluate")
-    assert all(f"--{name}" in text for name in (*EVALUATED, "checkpoint", "json", "output"))
+    assert all(f"--{name}" in text for name in (*EVALUATED, "checkpoint", "json"))

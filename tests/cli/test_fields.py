@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 
-from klamp.cli.fields import fields_of, read_value
+from klamp.cli.flags import fields_of, read_value
 from klamp.cli.train_fields import fields
 from klamp.errors import ConfigError, UnknownNameError
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from klamp.cli.fields import fields_of
-from klamp.cli.flags import field_name, read_flag, read_options, read_own, split_flags, unknown_key
+from klamp.cli.flags import field_name, fields_of, read_flag, read_options, read_own, split_flags, unknown_key
 from klamp.errors import ConfigError, UnknownNameError
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from klamp.cli import main
-from klamp.cli.help import WIDTH, help_text
-from klamp.cli.pages import PAGES
+from klamp.cli.help import PAGES, WIDTH, help_text
 from klamp.cli.train_fields import fields
 from klamp.config import PRESETS
 from klamp.errors import UnknownNameError

@@ -10,8 +10,8 @@ from rich.console import Console
 from tests.cli.fake_trainer import AFTER, BEFORE, metrics_at, rise, run_info, summary_of
 
 from klamp.cli.arguments import parse_train
-from klamp.cli.columns import Scale
-from klamp.cli.live import LiveTable, skills_table
+from klamp.cli.columns import ScoreScale
+from klamp.cli.display import LiveTable, skills_table
 
 
 def live_after(steps: int, *flags: str, width: int = 100, height: int = 42) -> LiveTable:
@@ -147,7 +147,7 @@ def test_the_end_stops_drawing_and_leaves_the_skills_to_the_summary() -> None:
 
 
 def test_the_trained_skill_comes_first_and_a_missing_score_is_a_dash() -> None:
-    table = skills_table({"b": 0.5}, {"b": 0.25, "a": 1.0}, scale=Scale(True), after_title="after", trained="a")
+    table = skills_table({"b": 0.5}, {"b": 0.25, "a": 1.0}, scale=ScoreScale(True), after_title="after", trained="a")
     console = Console(file=io.StringIO(), width=80)
     console.print(table)
     rows = console.file.getvalue().splitlines()  # pyright: ignore[reportAttributeAccessIssue]

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from klamp.cli.loading import Loading, bar
+from klamp.cli.display import Loading, bar
 
 
 @pytest.mark.parametrize(("loss", "text"), [(0.5, "3/8, loss 0.500"), (None, "3/8")])

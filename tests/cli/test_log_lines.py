@@ -10,7 +10,7 @@ from rich.console import Console
 from tests.cli.fake_trainer import AFTER, BEFORE, metrics_at, rise, run_info
 
 from klamp.cli.arguments import parse_train
-from klamp.cli.log_lines import LogLines
+from klamp.cli.display import LogLines
 
 
 class Log(io.StringIO):

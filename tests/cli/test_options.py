@@ -9,8 +9,8 @@ import pytest
 
 from klamp.ablation.plan import OWNED
 from klamp.cli import options
-from klamp.cli.fields import fields_of
-from klamp.cli.pages import PAGES
+from klamp.cli.flags import fields_of
+from klamp.cli.help import PAGES
 
 CLASSES = [each for each in vars(options).values() if dataclasses.is_dataclass(each)]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from klamp.cli import main
-from klamp.cli.config_file import read_file
+from klamp.cli.arguments import read_file
 from klamp.cli.other_names import OTHER_NAMES
 from klamp.cli.train_fields import fields, fields_by_any_name, read_flags
 from klamp.errors import ConfigError, UnknownNameError

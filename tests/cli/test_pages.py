@@ -12,9 +12,8 @@ from klamp.cli.ablate_arguments import parse_ablate
 from klamp.cli.arguments import parse_train
 from klamp.cli.evaluate import read_request as read_evaluate
 from klamp.cli.explain import read_request
-from klamp.cli.fields import fields_of
-from klamp.cli.flags import read_options
-from klamp.cli.pages import PAGES, list_alarms, list_hosts, list_presets
+from klamp.cli.flags import fields_of, read_options
+from klamp.cli.help import PAGES, list_alarms, list_hosts, list_presets
 from klamp.cli.train_fields import fields
 from klamp.cli.verify import read_options as read_verify
 from klamp.config import PRESETS

@@ -11,7 +11,7 @@ from rich.console import Console
 from tests.cli.fake_trainer import summary_of, write_files
 
 from klamp.cli.arguments import parse_train
-from klamp.cli.summary import print_summary
+from klamp.cli.train import print_summary
 
 
 def summary_lines(folder: Path, *flags: str, **changes: object) -> list[str]:

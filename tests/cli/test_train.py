@@ -11,7 +11,7 @@ from rich.console import Console
 from tests.cli.fake_trainer import fake_trainer, rise, run_info, write_files
 
 from klamp.cli import main, train
-from klamp.cli.log_lines import LogLines
+from klamp.cli.display import LogLines
 from klamp.errors import TrainingStopped
 
 

@@ -25,7 +25,6 @@ EXTRAS_OF = {
     "ablation": ("train",),
     "ablation/cluster.py": ("train", "ray"),
     "cli/ablate.py": ("train",),
-    "cli/ablate_runs.py": ("train",),
     "cli/evaluate.py": ("train",),
     "cli/train.py": ("train",),
     "cli/verify_model.py": ("train",),  # `klamp verify --model`

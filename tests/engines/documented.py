@@ -5,8 +5,7 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
-from klamp.cli.audit import run
-from klamp.cli.audit_table import LEGEND
+from klamp.cli.audit import LEGEND, run
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "audit.md"
 

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from tests.reliability.drawn import PLAIN, TEXTS, check_readable, examples, run
 
 from klamp.cli.app import COMMANDS
-from klamp.cli.fields import Field, fields_of
-from klamp.cli.flags import read_options
+from klamp.cli.flags import Field, fields_of, read_options
 from klamp.cli.options import AblateOptions, AuditOptions, DoctorOptions, ModelOptions, ReportOptions, VerifyOptions
 from klamp.cli.train_fields import fields_by_any_name
 from klamp.config import PRESETS

@@ -7,7 +7,7 @@ import math
 import pytest
 from tests.report.pages import run_of
 
-from klamp.cli.columns import Scale
+from klamp.cli.columns import ScoreScale
 from klamp.diagnostics.history import Settings
 from klamp.report.run import ScoreFormat, skills_of, slots_of
 
@@ -56,7 +56,7 @@ def test_the_tokens_that_trl_counts_include_those_of_prompts() -> None:
 @pytest.mark.parametrize("scores", [{"a": 0.9963, "b": 0.0}, {"a": 1.0, "b": 0.5}, {"a": 12.345, "b": 0.25}])
 def test_page_and_terminal_agree(scores: dict[str, float]) -> None:
     run = run_of(details={"before": {"a": 0.1}, "after": scores})
-    page, terminal = ScoreFormat.of([run]), Scale.of({"a": 0.1}, scores)
+    page, terminal = ScoreFormat.of([run]), ScoreScale.of({"a": 0.1}, scores)
     assert page.points is terminal.points
     for value in scores.values():
         assert page.write(value) == terminal.write(value)

@@ -1,4 +1,4 @@
-"""`klamp ablate`: parse, show, run, sum up."""
+"""`klamp ablate`: parse, show, run, sum up; with --runs, the comparison of runs that are there already."""
 
 from __future__ import annotations
 
@@ -6,17 +6,25 @@ import shlex
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING, TextIO, cast
 
 from rich.console import Console
 
-from klamp.ablation.execute import check_folder, check_references, find_folder
+from klamp.ablation.execute import Result, check_folder, check_references, find_folder
 from klamp.ablation.executor import Executor
-from klamp.ablation.plan import Plan, Run, runs
+from klamp.ablation.outcome import GROUPS, read_outcome
+from klamp.ablation.plan import KL_PROMPTS, Plan, Run, run_folder, runs, shown
+from klamp.ablation.table import Table, comparison_lines, comparison_title, lines, notes, number
 from klamp.cli.ablate_arguments import AblateRequest, parse_ablate
-from klamp.cli.describe import tool
+from klamp.cli.describe import describe_model, describe_task, tool
 from klamp.cli.errors import FAILED
 from klamp.cli.options import AblateOptions
-from klamp.errors import ConfigError, TrainingStopped, without_credentials
+from klamp.cli.tables import show_paragraph, show_table
+from klamp.errors import ConfigError, DataError, TrainingStopped, without_credentials
+from klamp.training.config import TrainConfig
+
+if TYPE_CHECKING:  # imported by the command only
+    from klamp.ablation.comparison import Compared
 
 
 def run(argv: Sequence[str], *, console: Console | None = None, executor: Executor | None = None) -> int:
@@ -32,8 +40,6 @@ def run(argv: Sequence[str], *, console: Console | None = None, executor: Execut
     """
     request = parse_ablate(argv)
     if request.options.runs:
-        from klamp.cli.ablate_runs import compare_runs
-
         command = shlex.join([tool("klamp"), "ablate", *map(without_credentials, request.argv)])
         return compare_runs(request.options, console or Console(highlight=False), command)
     plan, options = request.plan, request.options
@@ -45,8 +51,6 @@ def run(argv: Sequence[str], *, console: Console | None = None, executor: Execut
         check_references(every)
         check_folder(plan, folder)
     if options.dry_run:
-        from klamp.cli.ablate_text import show_plan
-
         show_plan(console, plan, every, folder=folder, executor=executor)
         return 0
     return _execute(request, plan, every, folder=folder, executor=executor, console=console)
@@ -58,7 +62,6 @@ def _execute(
     import matplotlib  # noqa: F401  (where it is missing, that is said now and not after the last run)
 
     from klamp.ablation.execute import execute
-    from klamp.cli.ablate_text import show_result
     from klamp.cli.ablate_view import board_for
 
     print(f"{len(plan.arms)} arms x {len(plan.seeds)} seeds in {folder}; {executor.describe()}", file=console.file)
@@ -103,3 +106,193 @@ def _command(request: AblateRequest, folder: Path) -> str:
 def _loading(console: Console) -> AbstractContextManager[object]:
     """On a terminal, say that libraries are loading: importing them takes some seconds."""
     return console.status("loading libraries") if console.is_terminal else nullcontext()
+
+
+IN_A_LINE = {"Acc": "rl/after", "KL": "kl/reverse", "retention": "retained/after"}
+"""Word in the summary's lines -> column: the three numbers of the GRPO tutorial."""
+
+
+def compare_runs(options: AblateOptions, console: Console, command: str) -> int:
+    """Measure the runs, write their table and pictures, show them; returns the exit code.
+
+    Args:
+        options: with `runs`.
+        console: where they are shown.
+        command: as it was typed.
+
+    Raises:
+        DataError: folders that hold no finished runs of one task.
+        RunFolderError: the output folder holds something else.
+    """
+    import matplotlib  # noqa: F401  (where it is missing, that is said now and not after the last measurement)
+
+    from klamp.ablation.comparison import check_folder, compare, find_folder
+
+    compared = read_runs(options)
+    folder = Path(options.output_dir) if options.output_dir else find_folder(compared)
+    check_folder(compared, folder)
+    print(f"{len(compared)} runs are compared in {folder}; nothing is trained", file=console.file)
+    result = compare(compared, folder, lambda run: print(f"measuring {run.name}", file=console.file, flush=True))
+    show_result(console, result, command)
+    print("\n".join(("", *summary_lines(result.table))), file=console.file)
+    return FAILED if result.failed else 0
+
+
+def read_runs(options: AblateOptions) -> tuple[Compared, ...]:
+    """The runs that are named; of the folder of an ablation, all of its runs.
+
+    Raises:
+        DataError: a folder without a run, or runs that cannot be compared.
+    """
+    from klamp.ablation.comparison import as_runs
+    from klamp.cli.report import records
+    from klamp.records.klamp_run import is_klamp_run, read_config
+
+    folders = records(options.runs)
+    for folder in folders:
+        if not is_klamp_run(folder):
+            raise DataError(
+                "the folder holds no run",
+                got=str(folder),
+                why="a run of klamp train has a config.yaml and a metrics.jsonl; a comparison needs its checkpoint too",
+                fix="name the folders that --output_dir named",
+            )
+    if len(folders) < 2:
+        raise DataError(
+            "one run cannot be compared",
+            got=str(folders[0]),
+            why="a comparison needs two",
+            fix=f"klamp evaluate --checkpoint {folders[0]}, or name more runs",
+        )
+    configs = [(folder, read_config(folder)[1]) for folder in folders]
+    return as_runs(configs, kl_prompts=options.kl_prompts or KL_PROMPTS)
+
+
+def summary_lines(table: Table) -> list[str]:
+    """A line for each arm, as the GRPO tutorial has them: `beta=0.01: Acc=85%, KL=0.08, retention=82%`.
+
+    Means over the seeds; scores between 0 and 1 as percentages. No arm is called the best: the table's notes say what
+    its intervals can tell apart.
+
+    Args:
+        table: of the comparison.
+    """
+    return [
+        f"{row.arm}: " + ", ".join(f"{word}={_written(word, row.cells[name].mean)}" for word, name in shown.items())
+        for row in table.rows
+        if (shown := {word: name for word, name in IN_A_LINE.items() if name in row.cells})
+    ]
+
+
+def _written(word: str, value: float) -> str:
+    return f"{value:.1%}" if word != "KL" and 0 <= value <= 1 else number(value)
+
+
+def show_plan(console: Console, plan: Plan, every: Sequence[Run], *, folder: Path, executor: Executor) -> None:
+    """Print the plan of an ablation; nothing is started, loaded or written.
+
+    Args:
+        console: where to.
+        plan: what is asked for.
+        every: its runs.
+        folder: where they would go.
+        executor: who would run them.
+    """
+    out, first = cast(TextIO, console.file), every[0].config
+    print("klamp ablate --dry_run: nothing is started, loaded or written\n", file=out)
+    states = [_state(folder, run) for run in every]
+    counted = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    for label, text in (
+        ("runs", f"{len(every)}: {len(plan.arms)} arms x {len(plan.seeds)} seeds ({_listed(plan.seeds)})"),
+        ("steps", f"{sum(run.config.run.max_steps for run in every):,} in all"),
+        ("folder", f"{folder} ({counted})"),
+        ("where", executor.describe()),
+        ("task", describe_task(first)),
+        ("model", describe_model(first)),
+        ("common", _common(plan)),
+    ):
+        show_paragraph(out, text, label=label)
+    fields = list(dict.fromkeys(name for arm in plan.arms for name in arm.values))
+    rows = [
+        (arm.name, *(shown(run.config.flat()[name]) for name in fields))
+        for arm, run in zip(plan.arms, every, strict=False)
+    ]
+    print(file=out)
+    show_table(out, "arms", ("arm", *fields), rows)
+
+
+def show_result(console: Console, result: Result, command: str) -> None:
+    """Print the table of results, the runs that failed, and the paths of all files.
+
+    Args:
+        console: where to.
+        result: of the ablation.
+        command: that was given; the same goes on with what failed.
+    """
+    out = cast(TextIO, console.file)
+    for group, title in GROUPS.items():
+        heading, rows = lines(result.table, group)
+        if heading:
+            print(file=out)
+            show_table(out, title, heading, rows)
+    heading, rows = comparison_lines(result.table)
+    if heading:
+        print(file=out)
+        show_table(out, comparison_title(result.table), heading, rows)
+    print(file=out)
+    for note in notes(result.table):
+        show_paragraph(out, note, width=0)
+    for outcome in result.failed:
+        log = result.folder / "runs" / outcome.run / "log.txt"
+        print(f"\nfailed: {outcome.arm}, seed {outcome.seed}: {outcome.error.rstrip()}", file=out)
+        if log.exists() and str(log) not in outcome.error:
+            print(f"  log: {log}", file=out)
+    print(file=out)
+    for label, text in _files(result, command):  # not wrapped, so that a command can be copied
+        print(f"  {label:<12} {text}", file=out)
+
+
+def _files(result: Result, command: str) -> list[tuple[str, str]]:
+    """The paths of the ablation's files, and the commands that can follow."""
+    folder = result.folder
+    found = [("folder", str(folder))]
+    found += [("written", _by_name(result.files))]
+    done = [outcome for outcome in result.outcomes if outcome.state == "done"]
+    if done and result.not_drawn:
+        found.append(("not drawn", "; ".join(f"{name}: {why}" for name, why in result.not_drawn.items())))
+    if done:
+        found.append(("look closer", f"{tool('klamp')} report {folder}"))
+    if result.failed:
+        found.append(("try again", command))
+    return found
+
+
+def _by_name(files: Sequence[Path]) -> str:
+    """The names of files, those that differ in their ending as one: `sweep.png/.pdf/.svg`."""
+    endings: dict[str, list[str]] = {}
+    for file in files:
+        endings.setdefault(file.stem, []).append(file.suffix)
+    return ", ".join(stem + "/".join(each) for stem, each in endings.items())
+
+
+def _state(folder: Path, run: Run) -> str:
+    """What happens to a run when the ablation is started again."""
+    own = run_folder(folder, run)
+    outcome = read_outcome(own)
+    if outcome is not None and outcome.state == "done":
+        return "done"
+    if any((own / "checkpoints").glob("step-*")):
+        return "to continue"
+    return "failed, to try again" if outcome is not None else "to run"
+
+
+def _common(plan: Plan) -> str:
+    """The fields that all arms share and that differ from the defaults."""
+    defaults = TrainConfig().flat()
+    swept = {name for arm in plan.arms for name in arm.values}
+    set_here = {n: v for n, v in plan.base.items() if n not in swept and v != defaults.get(n)}
+    return ", ".join(f"{name}={shown(value)}" for name, value in set_here.items()) or "the defaults of klamp train"
+
+
+def _listed(values: Sequence[int]) -> str:
+    return ", ".join(map(str, values))

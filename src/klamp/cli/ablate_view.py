@@ -16,7 +16,7 @@ from rich.text import Text
 from klamp.ablation.executor import RunState, Update
 from klamp.ablation.plan import Run
 from klamp.cli.columns import GAP, MISSING, duration, fixed, sparkline
-from klamp.cli.loading import Loading
+from klamp.cli.display import Loading
 
 ENDED: tuple[RunState, ...] = ("done", "failed", "kept")
 AT_WORK: tuple[RunState, ...] = ("running", "measuring", "stopping")
@@ -31,7 +31,7 @@ LEGEND = "KL: to the reference in training, to the starting model once done; nat
 
 
 @dataclass(kw_only=True)
-class Row:
+class RunRow:
     """One run of an ablation, with all that the display shows of it."""
 
     run: Run
@@ -83,7 +83,7 @@ class Board:
 
     def __init__(self, console: Console, every: Sequence[Run]) -> None:
         self.console = console
-        self.rows = {run.name: Row(run=run, steps=run.config.run.max_steps) for run in every}
+        self.rows = {run.name: RunRow(run=run, steps=run.config.run.max_steps) for run in every}
         self.started = self.clock()
 
     def clock(self) -> float:
@@ -182,7 +182,7 @@ class LiveBoard(Board):
             table.add_row(*(Text(cell) for cell in cells), style=STYLES.get(row.state, ""))
         return table
 
-    def _shown(self) -> list[Row]:
+    def _shown(self) -> list[RunRow]:
         """The runs that fit on the screen, in the order of the plan; running and failed ones go first."""
         room = max(3, self.console.height - OTHER_LINES)
         order = {**dict.fromkeys(AT_WORK, 0), "failed": 1, "waiting": 2, "done": 3, "kept": 4}
@@ -218,7 +218,7 @@ class PlainBoard(Board):
         for text in row.alarms[alarms:]:
             self._say(f"  alarm in {row.name}: {text}")
 
-    def _line(self, row: Row) -> str:
+    def _line(self, row: RunRow) -> str:
         ended = sum(each.state in ENDED for each in self.rows.values())
         head = f"[{ended}/{len(self.rows)} ended, {self.time_text()}] {row.name}: "
         if row.state == "failed":

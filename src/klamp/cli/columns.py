@@ -58,7 +58,7 @@ def spoken(seconds: float) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Column:
+class StepColumn:
     """One column of the table."""
 
     title: str
@@ -78,17 +78,17 @@ class Column:
 
 
 COLUMNS = (
-    Column(title="reward", metric="reward", width=6, write=fixed(3), rank=0),
-    Column(title="KL k1", metric="kl/k1", width=7, write=fixed(4), rank=4),
-    Column(title="KL k3", metric="kl/k3", width=6, write=fixed(4), rank=1),
-    Column(title="exact", metric="kl/exact", width=6, write=fixed(4), rank=2),
-    Column(title="over", metric="kl/over_budget", width=6, write=percent, rank=3),
-    Column(title="beta", metric="beta", width=7, write=short, rank=1),
-    Column(title="length", metric="length/mean", width=6, write=fixed(1), rank=5),
-    Column(title="entropy", metric="policy/entropy", width=7, write=fixed(3), rank=7),
-    Column(title="clip", metric="policy/ratio_clipped", width=6, write=percent, rank=6),
-    Column(title="lr", metric="train/learning_rate", width=7, write=short, rank=8),
-    Column(title="tok/s", metric="speed/tokens_per_second", width=6, write=thousands, rank=9),
+    StepColumn(title="reward", metric="reward", width=6, write=fixed(3), rank=0),
+    StepColumn(title="KL k1", metric="kl/k1", width=7, write=fixed(4), rank=4),
+    StepColumn(title="KL k3", metric="kl/k3", width=6, write=fixed(4), rank=1),
+    StepColumn(title="exact", metric="kl/exact", width=6, write=fixed(4), rank=2),
+    StepColumn(title="over", metric="kl/over_budget", width=6, write=percent, rank=3),
+    StepColumn(title="beta", metric="beta", width=7, write=short, rank=1),
+    StepColumn(title="length", metric="length/mean", width=6, write=fixed(1), rank=5),
+    StepColumn(title="entropy", metric="policy/entropy", width=7, write=fixed(3), rank=7),
+    StepColumn(title="clip", metric="policy/ratio_clipped", width=6, write=percent, rank=6),
+    StepColumn(title="lr", metric="train/learning_rate", width=7, write=short, rank=8),
+    StepColumn(title="tok/s", metric="speed/tokens_per_second", width=6, write=thousands, rank=9),
 )
 GAP, STEP_WIDTH = 2, 7
 
@@ -96,7 +96,7 @@ LEGEND = "KL in nats per token; clip: tokens past a ratio bound; tok/s: sampled 
 LEGEND_OVER = "; over: completions past the KL budget"
 
 
-def columns_for(config: TrainConfig, width: int) -> list[Column]:
+def columns_for(config: TrainConfig, width: int) -> list[StepColumn]:
     """The columns that a run of this configuration has, and that fit into a line."""
     empty = {"kl/over_budget"} if config.kl.kl_clip_method == "none" else set()
     if config.run.backend == "tinker":
@@ -130,13 +130,13 @@ def _mean(values: Sequence[float]) -> float:
 
 
 @dataclass(frozen=True)
-class Scale:
+class ScoreScale:
     """How scores are written: as points of 100 where all lie between 0 and 1, else as they are."""
 
     points: bool
 
     @classmethod
-    def of(cls, *scores: Mapping[str, float]) -> Scale:
+    def of(cls, *scores: Mapping[str, float]) -> ScoreScale:
         """The scale that fits these scores."""
         return cls(all(0 <= value <= 1 for each in scores for value in each.values()))
 

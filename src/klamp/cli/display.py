@@ -1,20 +1,68 @@
-"""What every display of a run knows: its last steps, the curves of reward and KL, scores, warnings, time left."""
+"""A run as it goes: what both displays know, single lines for a log or pipe, one live table on a terminal."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
-from klamp.cli.columns import duration
+from klamp.cli.columns import GAP, STEP_WIDTH, ScoreScale, StepColumn, columns_for, duration, legend_for, sparkline
 from klamp.cli.describe import describe_task
-from klamp.cli.loading import Loading
 from klamp.config.describe import describe_controller, describe_kl
 from klamp.diagnostics.doctor import Finding
 from klamp.training.alarms import SAID_ELSEWHERE
-from klamp.training.observers import Observer, RunInfo
+from klamp.training.observers import Observer, RunInfo, RunSummary
+
+LOADING_LINES = 5
+"""Lines of such work in a log, besides its first and its last."""
+
+
+@dataclass(frozen=True)
+class Loading:
+    """Slow work, and how far it is."""
+
+    what: str
+    done: int
+    total: int
+    loss: float | None
+
+    @property
+    def text(self) -> str:
+        """How far it is, and its loss where it has one."""
+        return f"{self.done}/{self.total}" + ("" if self.loss is None else f", loss {self.loss:.3f}")
+
+    @property
+    def line(self) -> str:
+        """A line of a log."""
+        return f"{self.what}: {self.text}"
+
+    @property
+    def bar(self) -> Table:
+        """The work as a bar, for a terminal."""
+        return bar(f"{self.what}, once", self.done, self.total, self.text)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a log says it now: at the start, at the end, some times between."""
+        return self.done in (1, self.total) or self.done % max(1, self.total // LOADING_LINES) == 0
+
+
+def bar(title: str, done: int, total: int, text: str) -> Table:
+    """A title, a bar and a text on one line."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(min_width=10, max_width=36)
+    grid.add_column(no_wrap=True)
+    grid.add_row(Text(title, style="bold"), ProgressBar(total=max(1, total), completed=done), Text(text))
+    return grid
+
 
 ROWS = 12
 COURSES = ("reward", "kl/k3", "kl/exact")
@@ -132,3 +180,215 @@ def _count(parameters: int) -> str:
         if parameters >= size:
             return f"{parameters / size:.3g}{letter}"
     return str(parameters)
+
+
+LINES = 20
+"""About how many steps of a run get a line."""
+WIDTH = 120
+"""Width of a line in characters; a file has none, so that all columns fit."""
+
+
+class LogLines(Display):
+    """The display of a run for logs and pipes: single lines, no drawing."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        self.columns: list[StepColumn] = []
+        self.readers_left = True
+
+    def on_loading(self, what: str, done: int, total: int, loss: float | None) -> None:
+        """Write how far the work before the run is: a line at its start, some between, one at its end."""
+        super().on_loading(what, done, total, loss)
+        if self.loading is not None and self.loading.is_due:
+            self._say(self.loading.line)
+
+    def on_start(self, info: RunInfo) -> None:
+        """Write the heading of the run."""
+        super().on_start(info)
+        self.columns = columns_for(info.config, WIDTH)
+        self._say("\n".join(self.heading()))
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write a line for the first step, the last, and about twenty between; titles stand above the first."""
+        assert self.info is not None
+        if not self.rows:
+            titles = [column.title for column in self.columns]
+            self._say(f"\n{legend_for(self.info.config)}\n{_line('step', titles, self.columns)}")
+        super().on_step(step, metrics)
+        start, last = self.info.start_step, self.info.config.run.max_steps
+        every = max(1, -(-(last - start) // LINES))
+        if step in (start + 1, last) or step % every == 0:
+            self._say(_line(str(step), [column.cell(metrics) for column in self.columns], self.columns))
+
+    def on_evaluation(self, step: int, scores: Mapping[str, float]) -> None:
+        """Write the scores in a line, with their change since the start."""
+        super().on_evaluation(step, scores)
+        scale = ScoreScale.of(self.before, self.now)
+        changes = {skill: scale.change(self.before.get(skill), score) for skill, score in scores.items()}
+        texts = [
+            f"{skill} {scale.write(score)}"
+            + (f" ({changes[skill]})" if self.before and self.before != self.now else "")
+            for skill, score in scores.items()
+        ]
+        self._say(f"  evaluation after step {step}: {', '.join(texts)}   [{self.time_text()}]")
+
+    def on_warning(self, text: str) -> None:
+        """Write a warning; the same text is written once."""
+        if text not in self.warnings:
+            self._say(f"  caution: {text}")
+        super().on_warning(text)
+
+    def on_alarm(self, finding: Finding) -> None:
+        """Write an alarm, and what to do about it."""
+        super().on_alarm(finding)
+        if is_shown(finding):
+            self._say(f"  {finding.in_a_line}\n    next step: {finding.alarm.next_step}")
+
+    def _say(self, text: str) -> None:
+        if self.readers_left:
+            try:
+                print(text, file=self.console.file, flush=True)
+            except BrokenPipeError:  # `klamp train | head`: the run goes on
+                self.readers_left = False
+
+
+def _line(first: str, cells: list[str], columns: list[StepColumn]) -> str:
+    gap = " " * GAP
+    aligned = [cell.rjust(column.width) for cell, column in zip(cells, columns, strict=True)]
+    return gap.join([first.rjust(STEP_WIDTH - GAP), *aligned])
+
+
+OTHER_LINES = 15
+"""Lines of the display besides the rows of the table and the skills."""
+
+NEWS = 3
+"""How many alarms and warnings are shown at once."""
+
+
+class LiveTable(Display):
+    """A live display: progress, the last steps, the course so far, evaluations, warnings."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        self.live = Live(console=console, get_renderable=self.picture, refresh_per_second=4, transient=False)
+
+    def on_loading(self, what: str, done: int, total: int, loss: float | None) -> None:
+        """Show how far the work before the run is."""
+        super().on_loading(what, done, total, loss)
+        self.live.start()
+
+    def on_start(self, info: RunInfo) -> None:
+        """Start drawing, with the heading of the run."""
+        super().on_start(info)
+        self.live.start()
+
+    def on_end(self, summary: RunSummary) -> None:
+        """Draw a last time, without the skills: the summary shows them."""
+        self.now = {}
+        self.close()
+
+    def close(self) -> None:
+        """Stop drawing; the last table stays on the screen."""
+        if self.live.is_started:
+            self.live.stop()
+
+    def picture(self) -> RenderableType:
+        """The display as it is now."""
+        if self.info is None:
+            return self._loading()
+        parts: list[RenderableType] = [
+            Text("\n".join(self.heading()), style="dim", overflow="ellipsis", no_wrap=True),
+            self._progress(),
+            Text(""),
+            self._table(),
+        ]
+        parts += self._course()
+        if self.now:
+            parts += [Text(""), self._skills()]
+        parts += [Text(text, style=style) for text, style in self._shown_lines()]
+        return Group(*parts)
+
+    def _loading(self) -> RenderableType:
+        return Text("") if self.loading is None else self.loading.bar
+
+    def _progress(self) -> RenderableType:
+        assert self.info is not None
+        steps = self.info.config.run.max_steps
+        share = 100 * self.step / steps if steps else 100.0
+        return bar(f"step {self.step}/{steps}", self.step, steps, f"{share:.0f}%  {self.time_text()}")
+
+    def _table(self) -> Table:
+        assert self.info is not None
+        columns = columns_for(self.info.config, self.console.width)
+        table = Table(
+            box=None,
+            padding=(0, GAP, 0, 0),
+            pad_edge=False,
+            caption=legend_for(self.info.config),
+            caption_justify="left",
+        )
+        table.add_column("step", justify="right", min_width=STEP_WIDTH - GAP)
+        for column in columns:
+            table.add_column(column.title, justify="right", min_width=column.width, no_wrap=True)
+        rows = list(self.rows)[-self._row_count() :]
+        for step, metrics in rows:
+            latest = step == rows[-1][0]
+            cells = [column.cell(metrics) for column in columns]
+            table.add_row(f"{'▸' if latest else ' '}{step}", *cells, style="bold" if latest else "")
+        return table
+
+    def _row_count(self) -> int:
+        """Number of steps that fit on the screen: a display higher than the terminal would be cut."""
+        warned = sum(1 + len(text) // self.console.width for text, _ in self._shown_lines())
+        room = self.console.height - OTHER_LINES - len(self.now) - warned
+        return max(1, min(ROWS, room))
+
+    def _shown_lines(self) -> list[tuple[str, str]]:
+        """The latest alarms, and the latest warnings where they leave room; each with its style."""
+        alarms = [(f"! {text}", "red") for text in self.alarms[-NEWS:]]
+        warnings = [(f"! {text}", "yellow") for text in self.warnings[-NEWS:]]
+        return alarms + warnings[len(alarms) :]
+
+    def _course(self) -> list[RenderableType]:
+        """Reward and KL since the first step, as curves."""
+        width = max(10, self.console.width - 40)
+        lines: list[RenderableType] = []
+        for name, values in self.curves():
+            if len(values) > 1:
+                text = f"{name:<8} {sparkline(values, width)}  {values[0]:.4g} → {values[-1]:.4g}"
+                lines.append(Text(text, no_wrap=True, overflow="ellipsis"))
+        return [Text(""), *lines] if lines else []
+
+    def _skills(self) -> Table:
+        scale = ScoreScale.of(self.before, self.now)
+        return skills_table(
+            self.before, self.now, scale=scale, after_title=f"step {self.evaluated_at}" if self.evaluated_at else "now"
+        )
+
+
+def skills_table(
+    before: Mapping[str, float],
+    after: Mapping[str, float],
+    *,
+    scale: ScoreScale,
+    after_title: str,
+    trained: str = "",
+) -> Table:
+    """Scores of every skill before and after, the trained one first.
+
+    Args:
+        before: skill -> score at the start.
+        after: skill -> score now.
+        scale: how scores are written.
+        after_title: heading of the scores now.
+        trained: the skill that RL trains, if known.
+    """
+    table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False)
+    table.add_column("skill (held out)", min_width=16)
+    for title in ("before", after_title, "points" if scale.points else "change"):
+        table.add_column(title, justify="right", min_width=7)
+    for skill in sorted({**before, **after}, key=lambda name: name != trained):
+        old, new = before.get(skill), after.get(skill)
+        name = f"{skill} (trained)" if skill == trained else skill
+        table.add_row(name, scale.write(old), scale.write(new), scale.change(old, new))
+    return table

@@ -10,11 +10,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from klamp.cli.columns import Scale, fixed
-from klamp.cli.fields import fields_of
-from klamp.cli.flags import read_own
+from klamp.cli.columns import ScoreScale, fixed
+from klamp.cli.flags import fields_of, read_own
+from klamp.cli.help import EVALUATED
 from klamp.cli.options import EvaluateOptions
-from klamp.cli.pages import EVALUATED
 from klamp.cli.tables import show_paragraph, show_table
 from klamp.cli.train_fields import fields as train_fields
 from klamp.cli.train_fields import read_train_flag
@@ -39,7 +38,7 @@ class EvaluateRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class EvaluatedPolicy:
     """The policy that is evaluated."""
 
     config: TrainConfig
@@ -71,11 +70,11 @@ def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
     from klamp.ablation.measure import evaluate
 
     disable_progress_bar()
-    found = evaluate(subject.config, subject.weights, start=subject.start is not None, prompts=options.kl_prompts)
+    outcome = evaluate(subject.config, subject.weights, start=subject.start is not None, prompts=options.kl_prompts)
     if options.json:
-        print(json.dumps(as_object(options.checkpoint or "", subject, found), indent=2), file=out, flush=True)
+        print(json.dumps(as_object(options.checkpoint or "", subject, outcome), indent=2), file=out, flush=True)
     else:
-        show(options.checkpoint or "", subject, found, out)
+        show(options.checkpoint or "", subject, outcome, out)
     return 0
 
 
@@ -99,7 +98,7 @@ def read_request(argv: Sequence[str]) -> EvaluateRequest:
     return EvaluateRequest(options=options, changes=dict(read_train_flag(flag, texts) for flag, texts in others))
 
 
-def find_subject(request: EvaluateRequest) -> Subject:
+def find_subject(request: EvaluateRequest) -> EvaluatedPolicy:
     """The policy that `--checkpoint` names, with the configuration of its run where it has one.
 
     Raises:
@@ -111,11 +110,13 @@ def find_subject(request: EvaluateRequest) -> Subject:
 
     checkpoint, changes = request.options.checkpoint or "", dict(request.changes)
     start = changes.pop("ref_model", None)
-    found = _in_a_run(Path(checkpoint).expanduser().resolve())
-    if found is None:
+    inside = _in_a_run(Path(checkpoint).expanduser().resolve())
+    if inside is None:
         named = {"model": start or checkpoint, "tokenizer": None if start is None else checkpoint}
-        return Subject(config=_config(named | changes), weights=None if start is None else checkpoint, start=start)
-    run, saved = found
+        return EvaluatedPolicy(
+            config=_config(named | changes), weights=None if start is None else checkpoint, start=start
+        )
+    run, saved = inside
     config = read_config(run)[1]
     if saved is None:
         raise RunFolderError(
@@ -135,7 +136,7 @@ def find_subject(request: EvaluateRequest) -> Subject:
     if is_noted(saved):
         check(saved, inside=policy_in(saved))
     steps = number_of(saved) if saved.name.startswith("step-") else None
-    return Subject(
+    return EvaluatedPolicy(
         config=_config(_with_task(values, changes)), weights=str(policy_in(saved)), start=values["model"], steps=steps
     )
 
@@ -189,13 +190,13 @@ def _config(values: Mapping[str, Any]) -> TrainConfig:
         return TrainConfig.from_flat(values)
 
 
-def as_object(checkpoint: str, subject: Subject, found: Outcome) -> dict[str, Any]:
+def as_object(checkpoint: str, subject: EvaluatedPolicy, outcome: Outcome) -> dict[str, Any]:
     """The evaluation as an object of JSON.
 
     Args:
         checkpoint: as it was named.
         subject: what was evaluated.
-        found: what came of it.
+        outcome: what came of it.
     """
     from klamp.ablation.outcome import retained_after, retained_before, retained_loss
 
@@ -205,50 +206,50 @@ def as_object(checkpoint: str, subject: Subject, found: Outcome) -> dict[str, An
         "steps": subject.steps,
         "start": subject.start,
         "task": subject.config.task.task,
-        "rl_skill": found.rl_skill,
-        "scores": dict(found.after),
-        "before": dict(found.before),
+        "rl_skill": outcome.rl_skill,
+        "scores": dict(outcome.after),
+        "before": dict(outcome.before),
         "retained": {
-            "before": retained_before(found),
-            "after": retained_after(found),
-            "forgotten": retained_loss(found),
+            "before": retained_before(outcome),
+            "after": retained_after(outcome),
+            "forgotten": retained_loss(outcome),
         },
-        **found.numbers,
+        **outcome.numbers,
     }
 
 
-def show(checkpoint: str, subject: Subject, found: Outcome, out: TextIO) -> None:
+def show(checkpoint: str, subject: EvaluatedPolicy, outcome: Outcome, out: TextIO) -> None:
     """Print the evaluation: the skills, the KL to the start, what was kept.
 
     Args:
         checkpoint: as it was named.
         subject: what was evaluated.
-        found: what came of it.
+        outcome: what came of it.
         out: where to.
     """
     from klamp.ablation.outcome import retained_after, retained_before, retained_loss
 
-    scale = Scale.of(found.before, found.after)
+    scale = ScoreScale.of(outcome.before, outcome.after)
     steps = "" if subject.steps is None else f", after {subject.steps} steps"
     print(f"{checkpoint}{steps}; greedy answers to held-out prompts of {subject.config.task.task}\n", file=out)
     rows = [
         (
-            f"{skill} (trained)" if skill == found.rl_skill and subject.start is not None else skill,
-            scale.write(found.before.get(skill)),
+            f"{skill} (trained)" if skill == outcome.rl_skill and subject.start is not None else skill,
+            scale.write(outcome.before.get(skill)),
             scale.write(score),
-            scale.change(found.before.get(skill), score),
+            scale.change(outcome.before.get(skill), score),
         )
-        for skill, score in found.after.items()
+        for skill, score in outcome.after.items()
     ]
     show_table(out, "skills", ("", "start", "now", "change"), rows)
     print(file=out)
     if subject.start is None:
         show_paragraph(out, "no start is known, so there is no KL and no retention: --ref_model names it", label="KL")
         return
-    show_table(out, f"exact KL to the start, {subject.start}", ("", *DIRECTIONS), _kl_rows(found))
-    after = retained_after(found)
+    show_table(out, f"exact KL to the start, {subject.start}", ("", *DIRECTIONS), _kl_rows(outcome))
+    after = retained_after(outcome)
     if after is not None:
-        kept, lost = scale.write(retained_before(found)), scale.change(0.0, retained_loss(found)).lstrip("+")
+        kept, lost = scale.write(retained_before(outcome)), scale.change(0.0, retained_loss(outcome)).lstrip("+")
         print(file=out)
         show_paragraph(
             out, f"{scale.write(after)} of {kept}, the mean of the other skills; {lost} forgotten", label="retention"
@@ -259,15 +260,15 @@ DIRECTIONS = {"KL(policy‖start)": "reverse", "KL(start‖policy)": "forward"}
 """Heading -> how the names of its numbers end."""
 
 
-def _kl_rows(found: Outcome) -> list[tuple[str, ...]]:
-    prompts = {"kl": found.rl_skill, "kl_retained": "the other skills"}
+def _kl_rows(outcome: Outcome) -> list[tuple[str, ...]]:
+    prompts = {"kl": outcome.rl_skill, "kl_retained": "the other skills"}
     units = {"": "nats per token", "_sequence": "nats per completion"}
     return [
         (
             f"{prompts[group]}, {unit}",
-            *(fixed(4)(found.numbers[f"{group}/{each}{end}"]) for each in DIRECTIONS.values()),
+            *(fixed(4)(outcome.numbers[f"{group}/{each}{end}"]) for each in DIRECTIONS.values()),
         )
         for group in prompts
         for end, unit in units.items()
-        if f"{group}/reverse{end}" in found.numbers
+        if f"{group}/reverse{end}" in outcome.numbers
     ]

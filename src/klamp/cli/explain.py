@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from klamp.cli.arguments import TrainRequest, parse_train
-from klamp.cli.fields import fields_of
-from klamp.cli.flags import read_own
+from klamp.cli.flags import fields_of, read_own
 from klamp.cli.options import ExplainOptions
 from klamp.cli.tables import WIDTH, show_paragraph, show_table
 from klamp.cli.train_fields import every_flag

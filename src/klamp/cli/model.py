@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
+from klamp.cli.display import Loading
 from klamp.cli.flags import read_options
-from klamp.cli.loading import Loading
 from klamp.cli.options import ModelOptions
 from klamp.tasks.named_models import NAMED_MODELS, load_named_model
 

@@ -7,8 +7,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from klamp.cli.fields import Field, fields_of
-from klamp.cli.flags import read_flag, split_flags, unknown_key
+from klamp.cli.flags import Field, fields_of, read_flag, split_flags, unknown_key
 from klamp.cli.options import TrainOptions
 from klamp.config import ALIASES, PRESETS
 from klamp.config.kl import resolve_aliases

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from klamp.cli.errors import FAILED
-from klamp.cli.fields import fields_of
-from klamp.cli.flags import read_own
+from klamp.cli.flags import fields_of, read_own
 from klamp.cli.options import VerifyOptions
 from klamp.cli.tables import show_paragraph, show_table
 from klamp.errors import ConfigError

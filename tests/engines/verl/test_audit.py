@@ -13,8 +13,7 @@ from torch import Tensor
 from klamp.audit import load_subject
 from klamp.audit.examine import Audit, TermFinding, audit
 from klamp.audit.verl import ppo_loss, reward_kl
-from klamp.cli.audit import run
-from klamp.cli.audit_table import row, sentences
+from klamp.cli.audit import row, run, sentences
 
 ALL = ("±30", "±30", "±30")
 DEFAULT = "kl_loss_type=low_var_kl (k3) (default)"
