@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
 from datasets import Dataset, load_dataset
+from transformers import HfArgumentParser
 
 from klamp.trl import GRPOConfig, GRPOTrainer, effective
 
@@ -118,4 +118,4 @@ def main(given: Options) -> GRPOTrainer:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    main(*HfArgumentParser(Options).parse_args_into_dataclasses())

@@ -12,16 +12,16 @@ The command line of the k3 bug report (docs/sources.md). A dataset is `PATH[,CON
 from __future__ import annotations
 
 import re
+import sys
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
 from datasets import Dataset, concatenate_datasets, load_dataset
 from peft import LoraConfig
-from transformers import TrainerCallback
+from transformers import HfArgumentParser, TrainerCallback
 from transformers.utils import logging
 
 from klamp.tasks import load_task
@@ -43,7 +43,7 @@ FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 class Train:
     """Train a model with GRPO and a KL term."""
 
-    datasets: tuple[str, ...] = ()
+    datasets: list[str] = field(default_factory=list)
     """PATH[,CONFIG[,SPLIT]] each; none: the built-in arithmetic task."""
     model: str = "builtin"
     """`builtin`, a local folder, or a hub id."""
@@ -75,7 +75,7 @@ class Train:
     """Column of the expected answers."""
     output_dir: str = "runs/trl-train"
     """Folder of checkpoints and logs."""
-    report_to: tuple[str, ...] = field(default_factory=tuple)
+    report_to: list[str] = field(default_factory=list)
     """TRL's trackers: tensorboard, wandb ..."""
     seed: int = 0
     """Seed."""
@@ -133,7 +133,7 @@ def train(given: Train) -> GRPOTrainer:
         max_completion_length=given.max_completion_length,
         fast_scoring=given.fast_scoring,
         seed=given.seed,
-        report_to=list(given.report_to) or "none",
+        report_to=given.report_to or "none",
         logging_steps=1,
         save_strategy="no",
         use_cpu=not torch.accelerator.is_available(),
@@ -157,4 +157,6 @@ def train(given: Train) -> GRPOTrainer:
 if __name__ == "__main__":
     warnings.simplefilter("ignore", FutureWarning)  # transformers, of TRL's own arguments
     logging.disable_progress_bar()
-    tyro.extras.subcommand_cli_from_dict({"train": train}, config=(tyro.conf.OmitArgPrefixes,))
+    if sys.argv[1:2] != ["train"]:
+        sys.exit("usage: trl_train.py train [flags]; trl_train.py train --help lists them")
+    train(*HfArgumentParser(Train).parse_args_into_dataclasses(args=sys.argv[2:]))

@@ -111,7 +111,6 @@ HEAVY = (
     "scipy",
     "tensorboard",
     "transformers",
-    "tyro",
     "yaml",
 )
 """Libraries that no help needs; for some torch comes on top."""

@@ -31,7 +31,6 @@ HEAVY = (
     "transformers",
     "triton",
     "trl",
-    "tyro",
     "unsloth",
     "verl",
     "wandb",
