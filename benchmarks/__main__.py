@@ -1,4 +1,4 @@
-"""`python -m benchmarks NAME [--quick] [--json] [--record [FOLDER]] [--render RECORD.json]`; see docs/benchmarks.md.
+"""`python -m benchmarks NAME [--quick] [--json] [--record [FOLDER]] [--render RECORD.json]`; docs/records.
 
 `python -m benchmarks page` measures nothing: it writes that page, and the README's tables, from the records.
 """

@@ -107,7 +107,7 @@ def _products(size: Mapping[str, int]) -> str:
     return (
         f"- The products alone: `linear_kl` forms {kl:.2f} of a row's, `linear_logprobs` {logprobs:.2f}, which is "
         f"{kl / logprobs:.2f} times as many; where the head is frozen 5 and 2, 2.50 times "
-        "([why](decisions/0011-what-a-step-does-once.md))."
+        "([why](../decisions/0011-what-a-step-does-once.md))."
     )
 
 

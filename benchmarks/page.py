@@ -1,4 +1,4 @@
-"""What the documentation shows of the records: `python -m benchmarks page` writes docs/benchmarks.md and the README.
+"""What the documentation shows of the records: `python -m benchmarks page` writes records/benchmarks.md and the README.
 
 Nothing is measured; the newest records under results/ are read. A test holds the page against what this writes.
 """
@@ -16,7 +16,7 @@ from benchmarks.measure import middle
 from benchmarks.records import RESULTS, Benchmark, newest, stem, table
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGE = ROOT / "docs" / "records" / "benchmarks.md"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- benchmarks: written by `python -m benchmarks page` -->", "<!-- end of benchmarks -->"
 PICTURES = ("step", "scale", "controllers")
@@ -61,7 +61,7 @@ tokens; no test asserts a time.
 
 
 def docs_page(benchmarks: Sequence[Benchmark], folder: Path = RESULTS) -> str:
-    """docs/benchmarks.md."""
+    """docs/records/benchmarks.md."""
     parts = ["# Benchmarks", NOTICE, INTRODUCTION]
     for benchmark in benchmarks:
         record = newest(benchmark.name, folder)
@@ -71,7 +71,7 @@ def docs_page(benchmarks: Sequence[Benchmark], folder: Path = RESULTS) -> str:
         found = re.sub(r"^## ", "### ", benchmark.text(record["results"]), flags=re.MULTILINE)
         parts += [f"## {benchmark.title}", benchmark.about, found]
         if benchmark.name in PICTURES:
-            parts.append(f"![{benchmark.title}](benchmarks-{benchmark.name}.png)")
+            parts.append(f"![{benchmark.title}](../benchmarks-{benchmark.name}.png)")
         parts.append(
             f"`{record['command']}`, {record['threads']} threads, {record['date']}; {versions}. "
             f"The record is `benchmarks/results/{stem(record)}.json`."
@@ -121,7 +121,7 @@ def write(benchmarks: Sequence[Benchmark]) -> list[Path]:
     for name in PICTURES:
         record = newest(name)
         if record is not None:
-            files.append(PAGE.with_name(f"benchmarks-{name}.png"))
+            files.append(PAGE.parents[1] / f"benchmarks-{name}.png")
             shutil.copy(RESULTS / f"{stem(record)}.png", files[-1])
     readme = README.read_text(encoding="utf-8")
     if BEGIN in readme:

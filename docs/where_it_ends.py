@@ -1,4 +1,4 @@
-"""Writes the tables and the picture of where-it-ends.md: `python docs/where_it_ends.py`, a minute.
+"""Writes the tables and the picture of records/where-it-ends.md: `python docs/where_it_ends.py`, a minute.
 
 Both come from `klamp.verify.convergence`, which `klamp verify convergence` prints. A test repeats some rows.
 """
@@ -14,7 +14,7 @@ from klamp.verify.answers import TextTable
 from klamp.verify.convergence import LOSSES, answer_convergence, ends, terms
 
 DOCS = Path(__file__).resolve().parent
-PAGE, PICTURE = DOCS / "where-it-ends.md", DOCS / "where-it-ends.svg"
+PAGE, PICTURE = DOCS / "records" / "where-it-ends.md", DOCS / "where-it-ends.svg"
 BEGIN, END = "<!-- tables: written by `python docs/where_it_ends.py` -->", "<!-- end of tables -->"
 SHOWN = ("fixed length", "token mean", "sequence mean")
 MARKS = ("o", "s", "D")

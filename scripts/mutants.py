@@ -8,7 +8,7 @@ that is not caught, a decorator that is gone. A seed draws the places, and at ea
 package; the checkout is left alone. The test files of the module's name run first, then the others of its folder that
 import it. A mistake that nobody could notice is listed, with the reason, in mutants-equivalent.toml. The counts and
 what survived, with its diff, are written to build/mutants.md; --record keeps the counts in mutants-record.json and
-shows them in docs/reliability.md. Exit status 1: less than 95 % of the others were caught.
+shows them in docs/records/reliability.md. Exit status 1: less than 95 % of the others were caught.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PACKAGES = ("core", "config", "hosts/common")
 EQUIVALENT = Path(__file__).with_name("mutants-equivalent.toml")
 REPORT = ROOT / "build" / "mutants.md"
 RECORD = Path(__file__).with_name("mutants-record.json")
-PAGE = ROOT / "docs" / "reliability.md"
+PAGE = ROOT / "docs" / "records" / "reliability.md"
 COMMAND = "make mutants MUTANTS_ARGS=--record"
 BEGIN, END = f"<!-- mutants: written by `{COMMAND}` -->", "<!-- end of mutants -->"
 OUTCOMES = ("caught", "alive", "equivalent")
@@ -347,7 +347,7 @@ def main() -> None:
     parser.add_argument("--number", type=int, default=150, help="how many mutants")
     parser.add_argument("--minutes", type=float, default=45.0, help="after these, no other mutant is begun")
     parser.add_argument("--only", choices=modules(), metavar="MODULE", help="of one module, such as core/tiles.py")
-    parser.add_argument("--record", action="store_true", help="keep the counts, and show them in docs/reliability.md")
+    parser.add_argument("--record", action="store_true", help="keep the counts, and show them in docs/records")
     args = parser.parse_args()
     begin, sample = time.monotonic(), draw([args.only] if args.only else modules(), args.number, args.seed)
     found = list(tried(sample, args.minutes))

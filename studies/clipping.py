@@ -4,7 +4,7 @@ The clipping notes (docs/sources.md) say that once the reward has saturated, a p
 more, and that a hard or soft threshold prevents it. The arms take that apart: a control without KL (nothing that
 happens there is the KL's doing), both clips with both kinds of threshold under KL in the loss and in the reward, and
 four other forms of the unclipped term, two of which ought to lengthen. What theory expects of each stands in
-docs/clipping-study.md.
+docs/records/clipping-study.md.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def test_the_verdict_on_k3_is_printed_as_shown() -> None:
 
 
 def test_the_numbers_of_the_clips_are_those_of_the_study() -> None:
-    study = _rows(DOCS / "clipping-study.md")
+    study = _rows(DOCS / "records" / "clipping-study.md")
     shown = _rows(DOCS / "do" / "steady-length.md")
     arms = [arm for arm in shown if arm in study and arm != "arm"]
     assert arms == ["no KL", "loss", "loss, hard per token", "loss, soft per token", "reward"]

@@ -7,7 +7,7 @@ from tests.docs.pages import DOCS, load
 
 from klamp.verify.convergence import LOSSES, ends, terms
 
-PAGE = (DOCS / "where-it-ends.md").read_text(encoding="utf-8")
+PAGE = (DOCS / "records" / "where-it-ends.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("term", ["reward, k1", "loss, k3, token"])

@@ -1,4 +1,4 @@
-"""`python -m tests.reliability [--kills N] [--seed N] [--record] [--page]`; see docs/reliability.md.
+"""`python -m tests.reliability [--kills N] [--seed N] [--record] [--page]`; see docs/records/reliability.md.
 
 Exits with 1 if any run that was killed did not end equal to the undisturbed one.
 """
@@ -26,7 +26,7 @@ def main() -> int:
     )
     parser.add_argument("--kills", type=int, default=100, help="how many runs to kill")
     parser.add_argument("--seed", type=int, default=0, help="which runs, and when")
-    parser.add_argument("--record", action="store_true", help="keep the record, and show it in docs/reliability.md")
+    parser.add_argument("--record", action="store_true", help="keep the record, and show it in docs/records")
     parser.add_argument("--page", action="store_true", help="kill nothing: write that page's part from the record")
     given = parser.parse_args()
     if given.page:

@@ -15,7 +15,7 @@ from tests.reliability.points import POINTS
 from tests.reliability.runs import CASES
 
 RECORD = Path(__file__).resolve().parent / "record.json"
-PAGE = RECORD.parents[2] / "docs" / "reliability.md"
+PAGE = RECORD.parents[2] / "docs" / "records" / "reliability.md"
 
 
 def row(kill: Kill, outcome: Outcome) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A hundred runs that are killed, with the seed of the record in docs/reliability.md."""
+"""A hundred runs that are killed, with the seed of the record in docs/records/reliability.md."""
 
 from __future__ import annotations
 

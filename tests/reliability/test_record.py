@@ -1,4 +1,4 @@
-"""What docs/reliability.md says of the kills is what the record says, and of the fuzzers what they are."""
+"""What docs/records/reliability.md says of the kills is what the record says, and of the fuzzers what they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The numbers that docs/clipping-study.md expects, counted from the corpus of the task: no model, no training."""
+"""What docs/records/clipping-study.md expects, counted from the corpus of the task: no model, no training."""
 
 from __future__ import annotations
 
