@@ -160,7 +160,7 @@ GROUPS: dict[Group, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Column:
+class TableColumn:
     """One column of the table: a number of a run, with its title and unit."""
 
     name: str
@@ -223,14 +223,16 @@ def _mean(values: Iterable[float]) -> float | None:
     return sum(found) / len(found) if found else None
 
 
-def _number(name: str, title: str, unit: str, group: Group, better: Better = "neither") -> Column:
-    return Column(name=name, title=title, unit=unit, better=better, group=group, read=lambda o: o.numbers.get(name))
+def _number(name: str, title: str, unit: str, group: Group, better: Better = "neither") -> TableColumn:
+    return TableColumn(
+        name=name, title=title, unit=unit, better=better, group=group, read=lambda o: o.numbers.get(name)
+    )
 
 
-COLUMNS: tuple[Column, ...] = (
-    Column(name="rl/after", title="RL skill", unit="score", better="higher", group="skills", read=rl_after),
-    Column(name="rl/gain", title="RL gain", unit="score", better="higher", group="skills", read=rl_gain),
-    Column(
+COLUMNS: tuple[TableColumn, ...] = (
+    TableColumn(name="rl/after", title="RL skill", unit="score", better="higher", group="skills", read=rl_after),
+    TableColumn(name="rl/gain", title="RL gain", unit="score", better="higher", group="skills", read=rl_gain),
+    TableColumn(
         name="retained/after",
         title="retained skills",
         unit="mean score",
@@ -238,7 +240,7 @@ COLUMNS: tuple[Column, ...] = (
         group="skills",
         read=retained_after,
     ),
-    Column(
+    TableColumn(
         name="retained/loss",
         title="forgotten",
         unit="mean score",

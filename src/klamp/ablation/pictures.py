@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from klamp.ablation.outcome import BY_NAME, Column, Outcome, retained_before, retained_skills
+from klamp.ablation.outcome import BY_NAME, Outcome, TableColumn, retained_before, retained_skills
 from klamp.ablation.statistics import bootstrap_interval
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ class _Panel(NamedTuple):
 
     title: str
     unit: str
-    columns: Sequence[Column]
+    columns: Sequence[TableColumn]
     start: float | None
     """The mean before training; None where the panel shows no score."""
 
@@ -241,7 +241,7 @@ def _panels(done: Sequence[Outcome], *, several: bool) -> list[_Panel]:
     return [panel for panel in found if panel.columns]
 
 
-def _columns(done: Sequence[Outcome], names: Sequence[str]) -> list[Column]:
+def _columns(done: Sequence[Outcome], names: Sequence[str]) -> list[TableColumn]:
     columns = [BY_NAME[name] for name in names]
     return [column for column in columns if any(column.value(outcome) is not None for outcome in done)]
 
@@ -265,7 +265,7 @@ def _apart(where: Places) -> float:
     return min(ASIDE, 0.5 * closest / max(2, len(where.lines)))
 
 
-def _points(done: Sequence[Outcome], shown: Sequence[Column], where: Places) -> list[Points]:
+def _points(done: Sequence[Outcome], shown: Sequence[TableColumn], where: Places) -> list[Points]:
     """One set of points per line and measure, each in its own colour, moved a little apart."""
     sets = [(line, column) for line in where.lines for column in shown]
     step = _apart(where)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from klamp.ablation.outcome import COLUMNS, GROUPS, Column, Group, Outcome, retained_skills
+from klamp.ablation.outcome import COLUMNS, GROUPS, Group, Outcome, TableColumn, retained_skills
 from klamp.ablation.statistics import Comparison, Interval, bootstrap_interval, compare
 
 MISSING = "-"
@@ -52,7 +52,7 @@ class ArmRow:
 class Table:
     """The table of an ablation."""
 
-    columns: tuple[Column, ...]
+    columns: tuple[TableColumn, ...]
     """The columns in which any arm has a number."""
     rows: tuple[ArmRow, ...]
     """The rows, one per arm, in the order of the outcomes."""
@@ -69,7 +69,7 @@ class Table:
         return self.rows[0].arm if self.rows else ""
 
     @property
-    def judged(self) -> tuple[Column, ...]:
+    def judged(self) -> tuple[TableColumn, ...]:
         """The columns that arms are compared in: the trained skill and the retained ones."""
         return tuple(column for column in self.columns if column.name in ("rl/after", "retained/after"))
 
@@ -110,7 +110,7 @@ def _row(arm: str, runs: Sequence[Outcome], confidence: float) -> ArmRow:
     )
 
 
-def _cell(column: Column, runs: Sequence[Outcome], confidence: float) -> Cell | None:
+def _cell(column: TableColumn, runs: Sequence[Outcome], confidence: float) -> Cell | None:
     found = {run.seed: value for run in runs if (value := column.value(run)) is not None}
     if not found:
         return None
@@ -182,7 +182,7 @@ def notes(table: Table) -> tuple[str, ...]:
     return (*found, *filter(None, (reading(table, column) for column in table.judged)))
 
 
-def reading(table: Table, column: Column) -> str:
+def reading(table: Table, column: TableColumn) -> str:
     """Which arm has the best mean, and which arms differ from the first one; "" where there is only one arm.
 
     Args:
@@ -214,7 +214,7 @@ def reading(table: Table, column: Column) -> str:
     return f"{text}. Against {table.control}, seed by seed: {'; '.join(parts)}."
 
 
-def compared(table: Table, column: Column) -> dict[str, Comparison]:
+def compared(table: Table, column: TableColumn) -> dict[str, Comparison]:
     """Each arm against the first one in a column; empty where the first one has no two seeds in common with any.
 
     Args:
