@@ -1,4 +1,4 @@
-"""Where configurations end: fixed points of the expected update, against the optimum that is known in closed form."""
+"""Where configurations end: fixed points by enumeration, and the table that says no more than was found."""
 
 from __future__ import annotations
 
@@ -11,22 +11,27 @@ import torch
 from klamp.config import KLConfig, LossConfig
 from klamp.config.loss import configured_price
 from klamp.errors import ConfigError
+from klamp.verify import convergence
 from klamp.verify.convergence import (
+    LOSSES,
     REACHED,
     World,
+    answer_convergence,
+    claims_exact,
     expected_step,
     fit_price,
     follow,
     optimum,
+    terms,
     worlds,
 )
 from klamp.verify.one_step import Scene, examine_config
 from klamp.verify.worlds import enumerate_outcomes, random_chain
 
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # checked in tests/core; here they would cost minutes
+
 EXACT = LossConfig(loss_type="dr_grpo", advantage_baseline="leave_one_out")
 SEQUENCE = KLConfig(beta=0.3, kl_horizon="sequence")
-
-pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # checked in tests/core; here they would cost minutes
 
 
 def world_at(seed: int, *, group_size: int = 2) -> World:
@@ -118,3 +123,33 @@ def test_the_best_price_of_an_optimum_is_its_own():
     for price in (0.05, 0.5, 5.0):
         assert fit_price(optimum(ref, rewards, price), ref, rewards) == pytest.approx(price, rel=1e-6)
     assert math.isinf(fit_price(optimum(ref, -rewards, 0.5), ref, rewards))
+
+
+@pytest.mark.slow
+def test_every_claim_holds(monkeypatch):
+    small = worlds()[:2]  # the command counts 6 tokens too
+    monkeypatch.setattr(convergence, "worlds", lambda: small)
+    convergence.ends.cache_clear()
+    answer = answer_convergence()
+    assert [check.claim for check in answer.checks if not check.passed] == []
+    assert len(answer.checks) > 40
+    rows = {row[0]: row[1:] for row in answer.tables[0].rows}
+    assert rows["reward, k1"] == ("exact", "exact", "exact", "refused")
+    assert rows["loss, k3, sequence"][:2] == ("exact", "exact")
+    assert rows["loss, k1, gradient own"][0] == "runs away"
+    assert set(rows) == set(terms())
+    convergence.ends.cache_clear()
+
+
+@pytest.mark.slow
+def test_what_is_claimed_to_be_exact():
+    exact = {(term, loss) for term, kl in terms().items() for loss, of in LOSSES.items() if claims_exact(kl, of)}
+    in_reward = {("reward, k1", loss) for loss in LOSSES if "std" not in loss}
+    over_sequences = {
+        (term, loss)
+        for term in ("loss, k3, sequence", "loss, k1, sequence", "loss, exact, sequence", "advantage, k1, sequence")
+        for loss in ("fixed length", "token mean")
+    }
+    assert exact == in_reward | over_sequences
+    assert not claims_exact(KLConfig(kl_horizon="sequence", kl_normalizer="sequence_mean"), LOSSES["fixed length"])
+    assert not claims_exact(KLConfig(kl_horizon="sequence", kl_clip_method="hard"), LossConfig(loss_type="dr_grpo"))

@@ -1,4 +1,4 @@
-"""The oracle against independent mathematics: closed forms, finite differences and the policy-gradient theorem."""
+"""The oracle against independent mathematics, and the names that it gives to gradients."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ import torch
 
 from klamp.errors import ShapeError
 from klamp.verify.oracle import (
+    NOTHING_KNOWN,
+    Followed,
+    cosine,
     examine,
     expected,
     expected_gradient,
     forward_kl,
-    gradient_variance,
     local_kl,
-    outcome_gradients,
+    name_gradient,
     reverse_kl,
+    share,
     truths,
     variance,
 )
@@ -155,14 +158,7 @@ def test_per_token_losses_are_summed_over_unmasked_tokens_only():
 def test_the_gradient_variance_of_a_coin_flip_is_known():
     # For two equally likely outcomes and loss log policy, the gradient is +-(1/2, -1/2): variance 1/2, mean zero.
     coin = one_position(torch.zeros(2), torch.zeros(2))
-    assert gradient_variance(coin, lambda y: y.policy_logprobs).item() == pytest.approx(0.5, abs=1e-14)
-
-
-def test_outcome_gradients_average_to_the_expected_gradient():
-    chain = random_chain(11, sampler="other")
-    probs = enumerate_outcomes(chain).probs
-    average = torch.einsum("n,npv->pv", probs, outcome_gradients(chain, log_ratio))
-    assert close(average, expected_gradient(chain, log_ratio))
+    assert examine(coin, lambda y: y.policy_logprobs).gradient_variance == pytest.approx(0.5, abs=1e-14)
 
 
 def test_a_report_names_the_divergence_whose_gradient_a_loss_follows():
@@ -225,3 +221,67 @@ def test_a_policy_without_support_everywhere_has_a_finite_kl():
 def test_a_loss_averaged_over_the_batch_is_refused():
     with pytest.raises(ShapeError, match="per completion"):
         expected(random_chain(17), lambda y: log_ratio(y).mean())
+
+
+CHAINS = [random_chain(seed, vocab=4, length=1, eos=None) for seed in range(2)]
+KNOWN = [truths(chain) for chain in CHAINS]
+
+
+def scaled(name: str, *factors: float) -> list[torch.Tensor]:
+    return [factor * known[name] for factor, known in zip(factors, KNOWN, strict=True)]
+
+
+@pytest.mark.parametrize("factor", [1.0, -1.0, 0.04])
+@pytest.mark.parametrize("name", ["reverse", "forward"])
+def test_a_multiple_is_named_with_its_factor(name: str, factor: float) -> None:
+    found = name_gradient(scaled(name, factor, factor), KNOWN)
+    assert found.name == name
+    assert found.factor == pytest.approx(factor, abs=1e-14)
+
+
+def test_a_factor_that_differs_between_worlds_is_no_multiple() -> None:
+    assert name_gradient(scaled("reverse", 1.0, 1.01), KNOWN).name == NOTHING_KNOWN
+
+
+def test_zero_is_measured_against_the_reverse_gradient() -> None:
+    assert name_gradient(scaled("reverse", 1e-9, 1e-9), KNOWN) == Followed("zero", 0.0)
+    assert name_gradient(scaled("reverse", 1e-5, 1e-5), KNOWN).name == "reverse"
+
+
+def test_the_tolerance_decides_what_is_the_same() -> None:
+    near = [known["forward"] + 1e-6 * known["reverse"] for known in KNOWN]
+    assert name_gradient(near, KNOWN).name == NOTHING_KNOWN
+    assert name_gradient(near, KNOWN, tolerance=1e-5).name == "forward"
+
+
+@pytest.mark.parametrize(
+    ("followed", "words"),
+    [
+        (Followed("reverse", 1.0), "KL(policy||ref)"),
+        (Followed("forward", -1.0), "minus KL(ref||policy)"),
+        (Followed("reverse", 0.25), "0.25 x KL(policy||ref)"),
+        (Followed("zero", 0.0), "zero"),
+        (Followed(NOTHING_KNOWN, 0.0), "neither KL"),
+        (Followed("L1 distance", 1.0), "L1 distance"),
+    ],
+)
+def test_in_words(followed: Followed, words: str) -> None:
+    assert followed.in_words == words
+
+
+def test_a_turned_sign_is_not_the_same() -> None:
+    assert Followed("reverse", 1.0).is_exactly("reverse")
+    assert not Followed("reverse", -1.0).is_exactly("reverse")
+    assert Followed("reverse", -1.0).is_exactly("reverse", factor=-1.0)
+    assert not Followed("forward", 1.0).is_exactly("reverse")
+    assert Followed("zero", 0.0).is_exactly("zero")
+    assert Followed(NOTHING_KNOWN, 0.0).is_exactly(NOTHING_KNOWN)
+    assert not Followed("zero", 0.0).is_exactly(NOTHING_KNOWN)
+
+
+def test_cosine_and_share() -> None:
+    a, b = [torch.tensor([2.0, 0.0])], [torch.tensor([1.0, 1.0])]
+    assert cosine(a, b) == pytest.approx(0.5**0.5)
+    assert share(a, b) == pytest.approx(1.0)
+    assert share(b, a) == pytest.approx(0.5)
+    assert cosine(a, [torch.zeros(2)]) == 0.0

@@ -154,20 +154,6 @@ def expected_gradient(chain: Chain, loss: Loss) -> Table:
     return gradient_of((outcomes.probs * per_outcome(loss, outcomes)).sum(), chain)
 
 
-def outcome_gradients(chain: Chain, loss: Loss) -> Float[Tensor, "outcomes prefixes vocab"]:
-    """The gradient of each completion's loss, in the order of `enumerate_outcomes`."""
-    values = per_outcome(loss, enumerate_outcomes(chain))
-    return _gradients(values, chain)
-
-
-def gradient_variance(chain: Chain, loss: Loss) -> Float[Tensor, ""]:
-    """The variance of one completion's gradient: E|g - E g|^2."""
-    probs = enumerate_outcomes(chain).probs
-    gradients = outcome_gradients(chain, loss).flatten(start_dim=1)
-    centred = gradients - probs @ gradients
-    return probs @ centred.square().sum(dim=-1)
-
-
 def reverse_kl(chain: Chain) -> Float[Tensor, ""]:
     """KL(policy || ref) = sum_y policy(y) log(policy(y) / ref(y)) over whole completions; differentiable."""
     return _divergence(*_completion_logprobs(chain))

@@ -1,0 +1,381 @@
+"""The proofs pass on klamp as it is, and each fails when the part that it is about is broken."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from klamp.core.advantages import group_advantages
+from klamp.core.beta_rules import BetaState, DualRule, PIDRule, ProportionalRule, StepRule
+from klamp.core.clipping import clip_gate, clip_kl
+from klamp.core.estimators import DIRECTIONS, ESTIMATORS
+from klamp.core.gradients import COEFFICIENTS, kl_penalty
+from klamp.core.penalty import advantages_with_kl, kl_in_advantage, kl_in_reward
+from klamp.verify import one_step
+from klamp.verify.oracle import NOTHING_KNOWN, truths
+from klamp.verify.proofs import ESTIMATOR_PROOFS, PROOFS, gradients, steps, values, verify_all, verify_estimators
+from klamp.verify.proofs.check import Check, Proof, follows, is_equal, is_true, run_section
+from klamp.verify.proofs.gradients import (
+    penalty,
+    prove_formulas,
+    prove_gradients,
+    prove_sequence_formulas,
+    prove_sequences,
+)
+from klamp.verify.proofs.steps import prove_clipping, prove_controllers, prove_placement
+from klamp.verify.proofs.values import estimate, measure_estimators, prove_gaussians, prove_numerics, prove_values
+from klamp.verify.worlds import enumerate_outcomes, random_chain
+
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # checked in tests/core; here they would cost minutes
+
+
+def failures(proof: Proof) -> list[str]:
+    """The claims of a proof that fail now."""
+    return [check.claim for check in run_section("", proof) if not check.passed]
+
+
+def break_estimator(monkeypatch: pytest.MonkeyPatch, name: str, **changes: object) -> None:
+    monkeypatch.setitem(ESTIMATORS, name, dataclasses.replace(ESTIMATORS[name], **changes))  # type: ignore[arg-type]
+
+
+def break_coefficient(monkeypatch: pytest.MonkeyPatch, key: tuple[str, str], broken: Callable[..., object]) -> None:
+    monkeypatch.setitem(COEFFICIENTS, key, broken)  # type: ignore[arg-type]
+
+
+CHAIN = random_chain(0)
+KNOWN = [truths(CHAIN)]
+
+
+def test_equal_numbers() -> None:
+    assert is_equal("x", 1.0, 1.0).measured == "1 (exactly)"
+    assert is_equal("x", torch.tensor(1.0 + 1e-10, dtype=torch.float64), 1.0).passed
+    assert not is_equal("x", 1.0 + 1e-8, 1.0).passed
+    assert is_equal("x", 0.3, 0.30000001, tolerance=1e-6).passed
+    assert not is_equal("x", float("nan"), 1.0).passed
+    assert is_equal("x", 2.0, 1.0).measured == "2 (error 1e+00)"
+
+
+def test_statements() -> None:
+    assert is_true("x", torch.tensor(True), "seen").passed
+    assert not is_true("x", False, "seen").passed
+    assert is_true("x", True, "seen", expected="refused").expected == "refused"
+
+
+def test_gradients() -> None:
+    exact = KNOWN[0]
+    assert follows("x", [exact["reverse"]], KNOWN, "reverse").passed
+    assert follows("x", [2 * exact["reverse"]], KNOWN, "reverse", factor=2.0).passed
+    assert not follows("x", [2 * exact["reverse"]], KNOWN, "reverse").passed
+    assert not follows("x", [exact["forward"]], KNOWN, "reverse").passed
+    assert follows("x", [torch.zeros_like(exact["forward"])], KNOWN, "zero").passed
+    assert not follows("x", [exact["forward"]], KNOWN, "zero").passed
+    neither = exact["forward"] + exact["reverse"]
+    assert follows("x", [neither], KNOWN, NOTHING_KNOWN).passed
+    assert not follows("x", [exact["local"]], KNOWN, NOTHING_KNOWN).passed
+    assert follows("x", [neither], KNOWN, "reverse").measured == "neither KL"
+
+
+def test_sections_are_stamped_and_exceptions_become_failures() -> None:
+    assert run_section("a", lambda: [is_equal("x", 1.0, 1.0)])[0].section == "a"
+    (broken,) = run_section("a", lambda: [is_equal("x", 1 // 0, 1.0)])
+    assert (broken.passed, broken.section) == (False, "a")
+    assert broken.measured.startswith("ZeroDivisionError")
+
+
+@functools.cache
+def everything() -> list[Check]:
+    return verify_all()
+
+
+@pytest.mark.parametrize("section", PROOFS)
+def test_a_section_passes_and_says_something(section: str) -> None:
+    checks = [check for check in everything() if check.section == section]
+    assert [check.claim for check in checks if not check.passed] == []
+    assert len(checks) >= 6
+    assert all(check.claim and check.measured and check.expected for check in checks)
+    assert len({check.claim for check in checks}) == len(checks)
+
+
+def test_the_estimators_are_a_part_of_everything() -> None:
+    few, many = verify_estimators(), everything()
+    assert {check.section for check in few} == set(ESTIMATOR_PROOFS)
+    assert {check.section for check in many} == set(PROOFS)
+    assert len(few) < len(many)
+
+
+def test_a_proof_that_stops_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(ESTIMATORS, "abs")
+    section = "values: tokens of the policy"
+    checks = run_section(section, PROOFS[section])
+    assert [(check.claim, check.passed) for check in checks] == [("the proof runs to its end", False)]
+    assert "KL estimator" in checks[0].measured or "KeyError" in checks[0].measured
+
+
+CLAIMED = {"zero": "zero", "reverse KL": "reverse", "forward KL": "forward", "L1 distance": "none of these"}
+
+
+def test_what_the_core_claims_is_what_is_measured() -> None:
+    facts = {each.name: each for each in measure_estimators()}
+    assert set(facts) == {*ESTIMATORS, "exact"}
+    for name, row in ESTIMATORS.items():
+        assert facts[name].as_loss.name == CLAIMED[row.gradient_as_loss]
+        assert (facts[name].lowest >= 0) == row.non_negative
+        assert (facts[name].bias_text == "unbiased") == row.bias.startswith("unbiased")
+        assert facts[name].formula == row.formula
+    assert (facts["exact"].as_loss.name, facts["exact"].deviation) == ("reverse", 0.0)
+    assert facts["k1"].in_reward.name == "reverse"
+    assert facts["k3"].in_reward.name == "reverse - forward"
+
+
+def test_a_bias_is_written_in_percent(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = dataclasses.replace(ESTIMATORS["k1"], value=lambda delta: 1.5 * delta, derivative=torch.ones_like)
+    monkeypatch.setitem(ESTIMATORS, "k1", row)
+    assert measure_estimators()[0].bias_text == "+50 %"
+
+
+def test_k3_with_the_wrong_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    break_estimator(monkeypatch, "k3", value=lambda delta: -(torch.expm1(-delta) + delta))
+    assert {"E[k3] - KL(policy||ref)", "k3 is never negative"} <= set(failures(prove_values))
+    assert "Gaussians 1 apart: E[k3] = m^2/2" in failures(prove_gaussians)
+
+
+def test_k3_reversed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """exp(policy - ref) instead of exp(ref - policy): the k3 bug report's first thought."""
+    break_estimator(monkeypatch, "k3", value=lambda delta: torch.expm1(delta) - delta)
+    found = failures(prove_values)
+    assert "E[k3] - KL(policy||ref)" in found
+    assert "top-p sampling: k3 is low by the reference's lost mass" in found
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "claim"),
+    [
+        ("k1", lambda d: -d, "E[k1] - KL(policy||ref)"),
+        ("k2", lambda d: d**2, "k2's bias is of third order: at half the distance 1/8"),
+        ("abs", lambda d: d.abs() / 2, "abs over-estimates"),
+    ],
+)
+def test_other_values(name: str, value: Callable[..., object], claim: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_estimator(monkeypatch, name, value=value)
+    assert claim in failures(prove_values)
+
+
+def test_the_exact_kl_reversed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DIRECTIONS, "reverse", DIRECTIONS["forward"])
+    assert "exact at one position - KL(policy||ref)" in failures(prove_values)
+
+
+def test_an_estimator_of_half_the_noise_is_not_that_of_the_gaussians(monkeypatch: pytest.MonkeyPatch) -> None:
+    break_estimator(monkeypatch, "k1", value=lambda delta: delta / 2)
+    assert {"Gaussians 1 apart: E[k1] = m^2/2", "Gaussians 1 apart: Var k1 = m^2"} <= set(failures(prove_gaussians))
+
+
+def test_the_loss_is_klamps_own_estimator() -> None:
+    y = enumerate_outcomes(random_chain(0))
+    delta = y.policy_logprobs - y.ref_logprobs
+    assert torch.allclose(estimate("k2")(y), delta**2 / 2)
+
+
+def test_a_clamp_within_thirty_nats(monkeypatch: pytest.MonkeyPatch) -> None:
+    break_coefficient(monkeypatch, ("token", "reverse"), lambda value, log_w, delta: log_w.exp() * delta.clamp(-20, 20))
+    found = failures(prove_numerics)
+    assert {f"{name}, +-30 nats, gradient reverse" for name in ("float32", "bfloat16", "float16")} == set(found)
+
+
+def test_a_forward_gradient_without_its_exponential(monkeypatch: pytest.MonkeyPatch) -> None:
+    break_coefficient(monkeypatch, ("token", "forward"), lambda value, log_w, delta: delta.sign())
+    assert "float32, +-30 nats, gradient forward" in failures(prove_numerics)
+
+
+def test_a_mask_that_is_applied_after_the_exponential(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unmasked(policy, ref, mask, **choices):
+        return kl_penalty(policy.nan_to_num(neginf=-9.0, nan=-9.0), ref.nan_to_num(), mask, **choices) + 0 * policy
+
+    monkeypatch.setattr(values, "kl_penalty", unmasked)
+    assert {"a masked -inf changes nothing", "a masked nan changes nothing"} <= set(failures(prove_numerics))
+
+
+def test_a_penalty_that_differentiates_its_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    def differentiated(policy, ref, mask, **choices):
+        delta = policy - ref
+        return (policy - policy.detach()).exp() * (torch.exp(-delta) - 1 + delta)
+
+    monkeypatch.setattr(values, "kl_penalty", differentiated)
+    assert "float32, -20 nats: klamp keeps what w k3 loses" in failures(prove_numerics)
+
+
+def test_an_own_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    break_estimator(monkeypatch, "k2", derivative=lambda delta: -delta)
+    assert failures(prove_gradients) == ["k2 as a loss (its own gradient)"]
+
+
+@pytest.mark.parametrize(
+    ("gradient", "broken", "where"),
+    [
+        ("reverse", lambda value, log_w, delta: -log_w.exp() * delta, "tokens of the policy"),
+        ("reverse", lambda value, log_w, delta: delta, "tokens of another sampler, weighted"),  # the weight forgotten
+        ("forward", lambda value, log_w, delta: log_w.exp() * torch.expm1(-delta), "tokens of the policy"),
+    ],
+)
+def test_a_coefficient(
+    gradient: str, broken: Callable[..., object], where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_coefficient(monkeypatch, ("token", gradient), broken)
+    assert f"gradient {gradient}, whichever the value; {where}" in failures(prove_gradients)
+
+
+@pytest.mark.parametrize(
+    ("part", "broken", "claim"),
+    [
+        ("_k1", lambda y: 2 * (y.policy_logprobs - y.ref_logprobs), "k1 in the reward"),
+        ("_k3", lambda y: (y.policy_logprobs - y.ref_logprobs) ** 2 / 2, "sg(w) k3"),
+        ("_w", lambda y: torch.ones_like(y.mask, dtype=torch.float64), "w k1 differentiated"),
+    ],
+)
+def test_a_plain_formula(part: str, broken: Callable[..., object], claim: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients, part, broken)
+    assert claim in failures(prove_formulas)
+
+
+def test_the_weight_enters_off_policy_only() -> None:
+    y = enumerate_outcomes(random_chain(0, length=1, sampler="other"))
+    plain, weighted = (penalty("k1", "reverse", sampler=who)(y) for who in ("policy", "other"))
+    ratio = (y.policy_logprobs - y.sampler_logprobs).exp()
+    assert not torch.allclose(plain, weighted)
+    assert torch.allclose(weighted, ratio * plain)
+
+
+@pytest.mark.parametrize(
+    ("gradient", "broken", "claim"),
+    [
+        ("reverse", lambda value, log_w, delta: log_w.exp() * delta, "horizon sequence, value k3"),
+        ("forward", lambda value, log_w, delta: -torch.expm1(-delta), "horizon sequence, gradient forward"),
+    ],
+)
+def test_a_coefficient_that_sees_its_own_token_only(
+    gradient: str, broken: Callable[..., object], claim: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_coefficient(monkeypatch, ("sequence", gradient), broken)
+    assert claim in failures(prove_sequences)
+
+
+def test_the_exact_kl_reversed_over_completions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DIRECTIONS, "reverse", DIRECTIONS["forward"])
+    assert {"horizon token, exact", "horizon sequence, exact"} <= set(failures(prove_sequences))
+
+
+def test_weights_of_single_tokens_instead_of_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_tokens(policy, behavior, mask, *, horizon, max_weight=None):
+        return torch.zeros_like(policy) if behavior is None else (policy - behavior).detach()
+
+    monkeypatch.setattr(gradients, "log_weights", of_tokens)
+    assert failures(prove_sequences) == ["off-policy, prefix ratio, exact"]
+
+
+@pytest.mark.parametrize(
+    ("part", "broken", "claim"),
+    [
+        ("_to_go", lambda x: x, "k1 reward-to-go (FRPO)"),
+        ("_prefix_ratio", gradients._w, "prefix-product ratio times k3, differentiated"),
+        ("_mean_ratio", gradients._prefix_ratio, "geometric-mean ratio times k3 (GSPO's)"),
+    ],
+)
+def test_a_plain_formula_over_completions(
+    part: str, broken: Callable[..., object], claim: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradients, part, broken)
+    assert claim in failures(prove_sequence_formulas)
+
+
+@pytest.mark.slow
+def test_a_shift_of_the_advantage_with_the_wrong_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    def flipped(*args: object, beta: float, **kwargs: object) -> object:
+        return kl_in_advantage(*args, beta=-beta, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("klamp.core.penalty.kl_in_advantage", flipped)
+    assert "in the advantage, reward-to-go; mixed groups" in failures(prove_placement)
+
+
+@pytest.mark.slow
+def test_a_kl_that_is_added_to_the_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("klamp.core.penalty.kl_in_reward", lambda r, k, *, beta: kl_in_reward(r, k, beta=-beta))
+    found = failures(prove_placement)
+    assert "in the reward, against the mean of the others; saturated groups" in found
+    assert not [claim for claim in found if claim.startswith("in the advantage")]
+
+
+@pytest.mark.slow
+def test_a_saturated_group_that_divides_noise_by_eps(monkeypatch: pytest.MonkeyPatch) -> None:
+    def noisy(rewards: torch.Tensor, group_size: int, **choices: object) -> torch.Tensor:
+        return group_advantages(rewards, group_size, **choices) + 1e-6  # type: ignore[arg-type]
+
+    monkeypatch.setattr(steps, "group_advantages", noisy)
+    assert "a group whose rewards are all equal" in failures(prove_placement)
+
+
+@pytest.mark.slow
+def test_a_reward_that_is_divided_by_the_std_and_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "build_objective", lambda *args, **kwargs: None)
+    assert failures(prove_placement) == ["so klamp refuses it"]
+
+
+def test_a_clip_at_half_of_its_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
+    def at_half(kl: torch.Tensor, threshold: float, **choices: object) -> torch.Tensor:
+        return clip_kl(kl, threshold / 2, **choices)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(steps, "clip_kl", at_half)
+    assert {"hard: max(0, 2 - 5) + max(0, 8 - 5)", "soft: slope sigmoid(8 - 5), by autograd"} <= set(
+        failures(prove_clipping)
+    )
+
+
+def test_a_gate_that_opens_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("klamp.core.term.clip_gate", lambda *args, **kwargs: 0.5 * clip_gate(*args, **kwargs))
+    assert "hard clip at 0: no clip" in failures(prove_clipping)
+
+
+def test_a_clip_that_the_reward_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_gate(*args, gate, **choices):
+        return advantages_with_kl(*args, gate=None, **choices)
+
+    monkeypatch.setattr(one_step, "advantages_with_kl", without_gate)
+    assert failures(prove_clipping) == [
+        "in the reward, hard clip at 1,000 nats: no pull",
+        "in the reward, k1, hard clip at .3 nats: gated by the other of two",
+    ]
+
+
+def test_a_gate_of_sampled_tokens_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("klamp.core.term.gate_kl", lambda kl, **_: kl)
+    assert [claim for claim in failures(prove_clipping) if "gated by the other" in claim] == [
+        "in the loss, k3, hard clip at .3 nats: gated by the other of two",
+        "in the reward, k1, hard clip at .3 nats: gated by the other of two",
+    ]
+
+
+@pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
+def test_a_clipped_k1_as_a_loss_that_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("klamp.config.kl.refusals", lambda choices: [])
+    assert "a clipped k1-as-loss is refused" in failures(prove_clipping)
+
+
+def test_a_step_rule_that_always_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepRule, "_next", lambda self, state, kl, n_steps: BetaState(state.value * 2))
+    assert {"step: KL above 1.5 targets", "step: KL on target"} <= set(failures(prove_controllers))
+
+
+def test_a_proportional_rule_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ProportionalRule, "_next", lambda self, state, kl, n_steps: state)
+    found = failures(prove_controllers)
+    assert "proportional: x (1 + 0.2 n / horizon), saturated" in found
+    assert "proportional: more steps than the horizon is refused" in found
+
+
+@pytest.mark.parametrize(("rule", "claim"), [(DualRule, "dual: + lr (KL - target)"), (PIDRule, "PID: kp e + I")])
+def test_a_rule_that_stands_still(rule: type, claim: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rule, "_next", lambda self, state, kl, n_steps: state)
+    assert any(each.startswith(claim) for each in failures(prove_controllers))
