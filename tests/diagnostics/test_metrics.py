@@ -7,7 +7,8 @@ from typing import get_args
 
 import pytest
 
-from klamp.diagnostics.metrics import METRICS, POSITIONS, Better, MetricRow
+from klamp.diagnostics.metrics import METRICS, POSITIONS, Better, MetricRow, averaged_over
+from klamp.errors import ConfigError
 
 ROWS = list(METRICS.values())
 
@@ -27,11 +28,19 @@ def test_a_name_is_a_family_and_a_word_and_the_text_is_a_sentence(row: MetricRow
 @pytest.mark.parametrize("row", ROWS, ids=METRICS)
 def test_the_unit_and_the_reduction_belong_together(row: MetricRow) -> None:
     over = {"nats/token": "tokens", "nats/sequence": "completions"}.get(row.unit)
-    assert over is None or row.reduction.endswith(f"over {over}")
+    assert over is None or row.reduction.removesuffix("KL tokens").removesuffix(over) != row.reduction
     if row.unit == "share":
         assert row.reduction.startswith("mean over "), "a share is a mean of zeros and ones"
     if row.name.endswith("_max"):
         assert row.reduction.startswith("maximum")
+
+
+def test_a_name_without_a_row_has_no_reduction_and_is_refused() -> None:
+    assert averaged_over("kl/k3") == "KL tokens"
+    assert averaged_over("policy/logp_mean") == "tokens"
+    assert averaged_over("kl/log_ratio_max") is None
+    with pytest.raises(ConfigError, match="no row in METRICS"):
+        averaged_over("kl/new")
 
 
 def test_every_part_of_a_completion_has_a_row() -> None:

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from klamp.errors import ConfigError
+
 Better: TypeAlias = Literal["higher", "lower", "neither"]
+Counted: TypeAlias = Literal["completions", "tokens", "KL tokens", "parts"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +23,8 @@ class MetricRow:
     better: Better
     """Whether higher values are better, lower ones, or neither."""
     reduction: str
-    """Over what it is averaged (or else reduced); always the whole global batch of a step."""
+    """How it is reduced, always over the whole global batch of a step: a mean over completions, over the trained tokens
+    or over those that carry the KL (KL tokens); `sum over parts`: each part is divided by the step's totals already."""
     text: str
     """What the metric says, in a sentence."""
 
@@ -43,13 +47,27 @@ METRICS: dict[str, MetricRow] = {
             "groups/saturated", "share", "lower", "mean over groups", "Groups whose rewards are all equal: no signal."
         ),
         _row(
-            "kl/k1", "nats/token", "neither", "mean over tokens", "Mean log-ratio; unbiased, may be negative by noise."
+            "kl/k1",
+            "nats/token",
+            "neither",
+            "mean over KL tokens",
+            "Mean log-ratio; unbiased, may be negative by noise.",
         ),
-        _row("kl/k3", "nats/token", "neither", "mean over tokens", "k3 estimate of KL(policy||ref); never negative."),
-        _row("kl/exact", "nats/token", "neither", "mean over tokens", "Exact KL over the vocabulary, where measured."),
-        _row("kl/exact_forward", "nats/token", "neither", "mean over tokens", "Exact KL(ref||policy), where measured."),
-        _row("kl/k1_original", "nats/token", "neither", "mean over tokens", "k1 to where a moving reference started."),
-        _row("kl/k3_original", "nats/token", "neither", "mean over tokens", "k3 to where a moving reference started."),
+        _row(
+            "kl/k3", "nats/token", "neither", "mean over KL tokens", "k3 estimate of KL(policy||ref); never negative."
+        ),
+        _row(
+            "kl/exact", "nats/token", "neither", "mean over KL tokens", "Exact KL over the vocabulary, where measured."
+        ),
+        _row(
+            "kl/exact_forward", "nats/token", "neither", "mean over KL tokens", "Exact KL(ref||policy), where measured."
+        ),
+        _row(
+            "kl/k1_original", "nats/token", "neither", "mean over KL tokens", "k1 to where a moving reference started."
+        ),
+        _row(
+            "kl/k3_original", "nats/token", "neither", "mean over KL tokens", "k3 to where a moving reference started."
+        ),
         _row("kl/k1_sequence", "nats/sequence", "neither", "mean over completions", "k1 summed over a completion."),
         _row("kl/k3_sequence", "nats/sequence", "neither", "mean over completions", "k3 summed over a completion."),
         _row(
@@ -71,13 +89,17 @@ METRICS: dict[str, MetricRow] = {
         _row("kl/before_clip", "nats/sequence", "neither", "mean over completions", "Gated KL before the clip."),
         _row("kl/after_clip", "nats/sequence", "neither", "mean over completions", "What the clip leaves of it."),
         _row(
-            "kl/log_ratio_clamped", "share", "lower", "mean over tokens", "Tokens whose log-ratio hit kl_max_log_ratio."
+            "kl/log_ratio_clamped",
+            "share",
+            "lower",
+            "mean over KL tokens",
+            "Tokens whose log-ratio hit kl_max_log_ratio.",
         ),
         _row(
             "kl/k3_saturated",
             "share",
             "lower",
-            "mean over tokens",
+            "mean over KL tokens",
             "Tokens whose k3 is past 3e30 (70 nats below the reference): the loss counts it as that, kl/k3 does not.",
         ),
         _row("kl/lr_factor", "1", "neither", "value", "What kl_lr_guard multiplied the learning rate of the step by."),
@@ -86,12 +108,14 @@ METRICS: dict[str, MetricRow] = {
                 f"kl/position/{n}_of_{POSITIONS}",
                 "nats/token",
                 "neither",
-                "mean over tokens",
+                "mean over KL tokens",
                 f"k3 of the tokens in part {n} of {POSITIONS} of the longest completion that is allowed.",
             )
             for n in range(1, POSITIONS + 1)
         ),
-        _row("kl/host_clamped", "share", "lower", "mean over tokens", "Tokens past the clamps of the host's own KL."),
+        _row(
+            "kl/host_clamped", "share", "lower", "mean over KL tokens", "Tokens past the clamps of the host's own KL."
+        ),
         _row("kl/weights_truncated", "share", "lower", "mean over tokens", "Off-policy weights cut at kl_max_weight."),
         _row(
             "sampler/k1",
@@ -120,9 +144,21 @@ METRICS: dict[str, MetricRow] = {
             "Reward that it takes for one nat of a whole completion; where advantages are divided by the group's "
             "standard deviation, at the mean of the groups that are not saturated.",
         ),
-        _row("train/loss", "loss", "neither", "value", "The loss of the step's first update: policy loss plus KL."),
-        _row("train/policy_loss", "loss", "neither", "value", "The part of the policy surrogate."),
-        _row("train/kl_penalty", "loss", "neither", "value", "The part of the KL: beta times its reduced penalty."),
+        _row(
+            "train/loss",
+            "loss",
+            "neither",
+            "sum over parts",
+            "The loss of the step's first update: policy loss plus KL.",
+        ),
+        _row("train/policy_loss", "loss", "neither", "sum over parts", "The part of the policy surrogate."),
+        _row(
+            "train/kl_penalty",
+            "loss",
+            "neither",
+            "sum over parts",
+            "The part of the KL: beta times its reduced penalty.",
+        ),
         _row("train/denominator", "1", "neither", "value", "What klamp.tinker divided the policy loss by."),
         _row("train/kl_denominator", "1", "neither", "value", "What klamp.tinker divided the KL by."),
         _row("train/grad_norm", "norm", "neither", "mean over updates", "Norm of the gradient before clipping."),
@@ -166,6 +202,35 @@ METRICS: dict[str, MetricRow] = {
     )
 }
 """Name -> row. Evaluations are logged as `eval/SKILL`, the mean score of a skill on held-out prompts."""
+
+
+_COUNTED: Mapping[str, Counted] = {
+    "mean over completions": "completions",
+    "mean over tokens": "tokens",
+    "mean over KL tokens": "KL tokens",
+    "sum over parts": "parts",
+    "value": "completions",
+}
+
+
+def averaged_over(name: str) -> Counted | None:
+    """What the parts of a step count by when their means are joined; None: a maximum or the like, which is not a mean.
+
+    Args:
+        name: a metric; a `value` is the same in every part, which counts by its completions.
+
+    Raises:
+        ConfigError: a name that is not in `METRICS`.
+    """
+    if name not in METRICS:
+        raise ConfigError(
+            "a metric has no row in METRICS",
+            got=name,
+            why="without its reduction the parts of a step would be averaged wrongly, and nobody would see it",
+            fix="add a row with its unit and reduction to klamp.diagnostics.metrics.METRICS",
+        )
+    return _COUNTED.get(METRICS[name].reduction)
+
 
 RECORDED_NAMES: Mapping[str, Mapping[str, str]] = {
     "TRL, Unsloth, verifiers": {

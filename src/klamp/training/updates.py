@@ -15,6 +15,7 @@ from klamp.core.gradients import masked_log_ratio
 from klamp.core.masking import masked_sum
 from klamp.core.objective import Objective, grpo_loss, without_gradient
 from klamp.core.types import Batch, Direction
+from klamp.diagnostics.metrics import Counted, averaged_over
 from klamp.errors import NonFiniteError
 from klamp.hosts.common.control import check_kl, held_kl
 from klamp.scoring.completions import select
@@ -101,8 +102,9 @@ def update(context: Context, optimizer: Optimizer, rollout: Rollout, objective: 
             output = grpo_loss(batch_of(context, rollout, part, scores, objective), objective, totals=rollout.totals)
             context.accelerator.backward(output.loss * context.processes)
         seen.append(scores)
-        for name, value in (output.metrics | {"train/loss": output.loss.detach()}).items():
-            sums[name] = sums.get(name, 0.0) + value.double() * share_of(name, rollout, part)
+        measured = {name: x.double() for name, x in (output.metrics | {"train/loss": output.loss.detach()}).items()}
+        for name, value in added_parts(measured, rollout, part).items():
+            sums[name] = sums.get(name, 0.0) + value
     found = joined(seen, rollout.mask.shape[1])
     losses = over_processes(context, sums | _exact_mean(context, rollout, found))
     check_held(context, losses)
@@ -124,9 +126,10 @@ def update(context: Context, optimizer: Optimizer, rollout: Rollout, objective: 
 
 CARRIED = ("kl/log_ratio_clamped", "kl/k3_saturated")
 """Means over the tokens that carry the KL; where there are none, none is measured."""
-_PER_TOKEN = ("policy/ratio_clipped", "kl/weights_truncated", *CARRIED)
-_SUMMED = ("train/loss", "train/policy_loss", "train/kl_penalty")
-_KEPT = (*_SUMMED, *_PER_TOKEN, "kl/budget", "kl/before_clip", "kl/after_clip", "kl/over_budget", "policy/skipped")
+_KEPT = (
+    *("train/loss", "train/policy_loss", "train/kl_penalty", "policy/ratio_clipped", "kl/weights_truncated", *CARRIED),
+    *("kl/budget", "kl/before_clip", "kl/after_clip", "kl/over_budget", "policy/skipped"),
+)
 
 
 def named_losses(losses: Mapping[str, float]) -> dict[str, float]:
@@ -153,17 +156,22 @@ def check_held(context: Context, sums: Mapping[str, float]) -> None:
         check_kl(kl)
 
 
-def share_of(name: str, rollout: Rollout, part: slice) -> float:
-    """The weight with which this part's metric enters that of the step; parts of a loss are just added."""
-    if name in _SUMMED:
-        return 1.0
-    if name not in _PER_TOKEN:
-        return (part.stop - part.start) / float(rollout.totals.sequences)
-    carried = name in CARRIED
-    mask, total = (rollout.kl_mask, rollout.totals.kl_tokens) if carried else (rollout.mask, rollout.totals.tokens)
-    if carried and rollout.kl_weight is not None:
-        mask = mask * rollout.kl_weight[:, None]
-    return float(mask[part].sum()) / float(total)
+def added_parts(metrics: Mapping[str, Tensor | float], rollout: Rollout, part: slice) -> dict[str, Tensor | float]:
+    """What each metric of a part adds to that of the step, by its reduction in `METRICS`; what is no mean is left out.
+
+    Raises:
+        ConfigError: a metric that is not in `METRICS`.
+    """
+    carried = rollout.kl_mask if rollout.kl_weight is None else rollout.kl_mask * rollout.kl_weight[:, None]
+    totals = rollout.totals
+    shares: dict[Counted | None, float] = {
+        "completions": (part.stop - part.start) / float(totals.sequences),
+        "tokens": float(rollout.mask[part].sum()) / float(totals.tokens),
+        "KL tokens": float(carried[part].sum()) / float(totals.kl_tokens),
+        "parts": 1.0,
+    }
+    counted = {name: averaged_over(name) for name in metrics}
+    return {name: value * shares[counted[name]] for name, value in metrics.items() if counted[name] is not None}
 
 
 def _ask(context: Context, rollout: Rollout, part: slice, objective: Objective, learns: Tensor) -> Ask:

@@ -9,6 +9,7 @@ from tests.hosts.common.single import Single
 from klamp.core.estimators import kl_estimate
 from klamp.core.term import KLTerm
 from klamp.core.types import Batch
+from klamp.errors import ConfigError
 from klamp.hosts.common.window import Window
 
 
@@ -39,6 +40,12 @@ def test_uneven_parts_add_up_to_the_whole() -> None:
         expected = float(k3[:, part][whole.mask[:, part]].mean())
         assert found[f"kl/position/{bucket + 1}_of_8"] == pytest.approx(expected, rel=1e-5)
     assert window.emit(Single()) == {}
+
+
+def test_a_metric_without_a_row_is_refused_and_not_averaged_somehow(monkeypatch) -> None:
+    monkeypatch.setattr("klamp.hosts.common.window.kl_metrics", lambda batch, term: {"kl/new": torch.tensor(1.0)})
+    with pytest.raises(ConfigError, match="no row in METRICS"):
+        Window(16).add(batch(slice(0, 2)), KLTerm(), None)
 
 
 def test_a_step_without_a_token_has_no_kl() -> None:

@@ -13,10 +13,8 @@ from klamp.core.masking import masked_mean
 from klamp.core.penalty import kl_metrics
 from klamp.core.term import Gate, KLTerm, carries_kl, require_reference
 from klamp.core.types import Batch
+from klamp.diagnostics.metrics import Counted, averaged_over
 from klamp.diagnostics.statistics import largest_log_ratios, means_by_position
-
-_SEQUENCES = ("kl/k3_sequence", "kl/budget", "kl/before_clip", "kl/after_clip", "kl/over_budget", "length/mean")
-_TRAINED = ("kl/weights_truncated", "policy/logp_mean", "ref/logp_mean")
 
 
 class Window:
@@ -43,10 +41,13 @@ class Window:
         means["policy/logp_mean"] = masked_mean(batch.policy_logprobs, batch.mask)
         means["ref/logp_mean"] = masked_mean(ref, batch.mask)
         means["length/mean"] = batch.mask.sum(-1).double().mean()
-        counts = {"sequences": len(batch.mask), "trained": batch.mask.sum(), "carried": kl_mask.sum()}
+        counts: dict[Counted | None, int | Tensor] = {
+            "completions": len(batch.mask),
+            "tokens": batch.mask.sum(),
+            "KL tokens": kl_mask.sum(),
+        }
         for name, mean in means.items():
-            kind = "sequences" if name in _SEQUENCES else "trained" if name in _TRAINED else "carried"
-            self._count(name, mean.double(), torch.as_tensor(counts[kind], device=mean.device).double())
+            self._count(name, mean.double(), torch.as_tensor(counts[averaged_over(name)], device=mean.device).double())
         delta = masked_log_ratio(batch.policy_logprobs, ref, kl_mask)
         self.log_ratios.append(delta[kl_mask].float())
         by_position = means_by_position(ESTIMATORS["k3"].value(delta), kl_mask, max_length=self.max_length)

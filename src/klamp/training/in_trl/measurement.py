@@ -15,7 +15,7 @@ from klamp.training.context import Context
 from klamp.training.in_trl.data import EXAMPLE
 from klamp.training.in_trl.trainer import Generated
 from klamp.training.rollouts import Rollout, totals_of
-from klamp.training.updates import UpdateOutput, batch_of, kl_from_old, named_losses, over_processes, share_of
+from klamp.training.updates import UpdateOutput, added_parts, batch_of, kl_from_old, named_losses, over_processes
 
 
 def rollout_of(context: Context, generated: Generated) -> Rollout:
@@ -97,6 +97,5 @@ def loss_parts(context: Context, rollout: Rollout, policy: Tensor, objective: Ob
     every = slice(0, len(rollout.texts))
     batch = batch_of(context, rollout, every, Scores(logprobs=policy), objective)
     output = grpo_loss(batch, objective, totals=rollout.totals)
-    found = output.metrics | {"train/loss": output.loss}
-    shares = {name: value.double() * share_of(name, rollout, every) for name, value in found.items()}
-    return named_losses(over_processes(context, shares))
+    measured = {name: value.double() for name, value in (output.metrics | {"train/loss": output.loss}).items()}
+    return named_losses(over_processes(context, added_parts(measured, rollout, every)))

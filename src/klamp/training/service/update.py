@@ -18,12 +18,12 @@ from klamp.training.service.connection import Connection
 from klamp.training.service.rollout import token_lists
 from klamp.training.updates import (
     UpdateOutput,
+    added_parts,
     batch_of,
     check_held,
     kl_from_old,
     named_losses,
     not_finite,
-    share_of,
 )
 
 EPS = 1e-8
@@ -120,8 +120,8 @@ def update(
         if loss.error is not None:
             raise loss.error
         seen.append(loss.logprobs)
-        for name, value in loss.metrics.items():
-            sums[name] = sums.get(name, 0.0) + value * share_of(name, rollout, part)
+        for name, value in added_parts(loss.metrics, rollout, part).items():
+            sums[name] = sums.get(name, 0.0) + float(value)
     policy = torch.cat(seen)
     check_held(context, sums)
     before_step()
