@@ -161,6 +161,12 @@ def test_the_gradient_variance_of_a_coin_flip_is_known():
     assert examine(coin, lambda y: y.policy_logprobs).gradient_variance == pytest.approx(0.5, abs=1e-14)
 
 
+def test_the_gradients_of_the_outcomes_average_to_the_gradient_of_the_average():
+    """Two ways to the same: row by row and then weighted, or weighted and then one backward pass."""
+    chain = random_chain(11, sampler="other")
+    assert close(examine(chain, log_ratio).gradient, expected_gradient(chain, log_ratio))
+
+
 def test_a_report_names_the_divergence_whose_gradient_a_loss_follows():
     chain = random_chain(12, vocab=3, length=3)
     assert examine(chain, log_ratio).names == ["zero"]
