@@ -376,9 +376,10 @@ def run_checks(trial: Trial) -> int:
 def main() -> int:
     """Start the server, run the checks, end the server."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside, or out of time"))
-    from klamp.hosts.tinker import versions as sdk
+    from klamp.hosts.common import versions
 
-    sdk.FIRST = (0, 24)
+    tried = versions.TRIED["tinker"]
+    versions.TRIED = {**versions.TRIED, "tinker": tried._replace(needed="tinker>=0.24,<0.39")}
     names = ("skyrl", "jax", "flax", "optax", "tinker", "torch", "transformers", "peft")
     print(f"Python {sys.version.split()[0]}", *(f"{name} {version(name)}" for name in names), sep=", ")
     with tempfile.TemporaryDirectory(prefix="klamp-skyrl-") as scratch:

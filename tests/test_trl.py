@@ -14,7 +14,7 @@ from tests.hosts.trl.hosts import arguments, build, klamp_trainer, model, run, s
 import klamp.trl as door
 from klamp.config import KLConfig
 from klamp.errors import ConfigError
-from klamp.hosts.trl.patched import UNSLOTH
+from klamp.hosts.trl.grpo_config import UNSLOTH
 from klamp.trl import attach
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # what type checkers, editors and the documentation see; _HOM
     from klamp.core.term import KLTerm
     from klamp.core.types import Batch, LossOutput
     from klamp.errors import KLWarning
-    from klamp.hosts.common.sync import check_sync
+    from klamp.hosts.common.sampler_weights import check_sync
 
 __all__ = [
     "Batch",
@@ -83,7 +83,7 @@ _HOMES = {
     "Totals": "core.masking",
     "adaptive_kl_coefficient": "core.beta_rules",
     "build_objective": "config",
-    "check_sync": "hosts.common.sync",
+    "check_sync": "hosts.common.sampler_weights",
     "clip_kl": "core.clipping",
     "exact_kl": "core.estimators",
     "group_advantages": "core.advantages",

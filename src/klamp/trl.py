@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from klamp.hosts.trl.versions import check_version
+from klamp.hosts.common.versions import check_version
 
-check_version()
+check_version("trl")
 
 import trl  # noqa: E402
 
@@ -20,14 +20,12 @@ from klamp.config import KLConfig  # noqa: E402  (the version is checked before 
 from klamp.core.arguments import check_instance, describe  # noqa: E402
 from klamp.errors import ConfigError  # noqa: E402
 from klamp.hosts.common.effective import Effective, EffectiveTerm  # noqa: E402
-from klamp.hosts.trl.config import GRPOConfig  # noqa: E402
-from klamp.hosts.trl.doctor import DoctorCallback  # noqa: E402
-from klamp.hosts.trl.effective import read_effective  # noqa: E402
-from klamp.hosts.trl.patched import host_class  # noqa: E402
-from klamp.hosts.trl.sync import SyncCallback  # noqa: E402
-from klamp.hosts.trl.trainer import GRPOTrainer, attach_to_trl  # noqa: E402
-from klamp.hosts.unsloth.effective import read_effective_on_unsloth  # noqa: E402
-from klamp.hosts.unsloth.trainer import attach_to_unsloth  # noqa: E402
+from klamp.hosts.trl.callbacks import DoctorCallback  # noqa: E402
+from klamp.hosts.trl.effective_in_trl import read_effective  # noqa: E402
+from klamp.hosts.trl.grpo_config import GRPOConfig, host_class  # noqa: E402
+from klamp.hosts.trl.grpo_trainer import GRPOTrainer, attach_to_trl  # noqa: E402
+from klamp.hosts.trl.sampler_watch import SyncCallback  # noqa: E402
+from klamp.hosts.unsloth.hooks import attach_to_unsloth, read_effective_on_unsloth  # noqa: E402
 
 __all__ = [
     "DoctorCallback",

@@ -28,7 +28,6 @@ EXTRAS_OF = {
     "cli/evaluate.py": ("train",),
     "cli/train.py": ("train",),
     "cli/verify_model.py": ("train",),  # `klamp verify --model`
-    "hosts/common/lr_guard.py": ("trl",),
     "hosts/tinker": ("tinker",),
     "hosts/trl": ("trl",),
     "hosts/unsloth": ("unsloth",),
@@ -50,7 +49,7 @@ GUESTS = {
     "audit/trl.py": {"trl", "datasets", "tokenizers", "transformers"},
     "audit/verl.py": {"verl", "tensordict"},
     "core/_linear_triton.py": {"triton"},
-    "hosts/common/packing.py": {"vllm"},
+    "hosts/common/sampler_weights.py": {"vllm"},
     "tinker/testing.py": {"klamp-standin"},
     "training/in_trl/data.py": {"datasets"},
 }
@@ -182,7 +181,7 @@ def test_a_door_opens_with_its_extra_alone(door: str) -> None:
 
 
 def test_the_walk_from_a_door_finds_what_lies_behind_it() -> None:
-    assert {"klamp", "klamp.hosts.common.lr_guard", "transformers", "trl.trainer", "torch"} <= loaded_with("klamp.trl")
+    assert {"klamp", "klamp.hosts.trl.callbacks", "transformers", "trl.trainer", "torch"} <= loaded_with("klamp.trl")
     assert "klamp.trl" not in loaded_with("klamp.core.objective")
 
 

@@ -61,7 +61,7 @@ def said_by(door: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
 
             GRPOConfig(output_dir=str(folder), report_to=[], bf16=False, beta=0.01, **SOFT)
         elif door == "klamp.verl":
-            from klamp.hosts.verl.names import loss_kl
+            from klamp.hosts.verl.fields_in_verl import loss_kl
 
             loss_kl.__wrapped__("klamp:" + ",".join(f"{name}={value}" for name, value in SOFT.items()))
         elif door == "klamp.tinker":

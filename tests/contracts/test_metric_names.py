@@ -19,8 +19,7 @@ from klamp.core.objective import Objective, grpo_loss
 from klamp.core.term import KLTerm
 from klamp.core.types import Batch
 from klamp.diagnostics.metrics import METRICS, OWN_INTERFACES, RECORDED_NAMES
-from klamp.hosts.tinker.loss import compute_grpo_kl_loss
-from klamp.hosts.tinker.mismatch import sampler_mismatch
+from klamp.hosts.tinker.loss import compute_grpo_kl_loss, sampler_mismatch
 from klamp.training.loop import compute_loss
 
 FAMILIES = sorted({name.partition("/")[0] for name in METRICS if "/" in name})

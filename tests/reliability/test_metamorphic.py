@@ -24,7 +24,7 @@ from klamp.core.objective import Objective, SurrogateName, grpo_loss
 from klamp.core.term import KLTerm, carries_kl, sequence_gate_kl
 from klamp.core.types import Batch, Reduction
 from klamp.errors import ConfigError
-from klamp.hosts.common.loss import KL_MASK, batch_of, gated_penalty
+from klamp.hosts.common.coefficient import KL_MASK, batch_of, gated_penalty
 
 GROUP = 2
 LENGTH = 9

@@ -1,7 +1,7 @@
 """Whose log-probabilities a sampler and a trainer report: the reading of the weights that has the same numbers.
 
 A reading is one way to score the tokens with weights that are known: as one should, without the prompt, with the head
-of the start, ... `klamp.hosts.common.sync` makes them from a model; this module compares.
+of the start, ... `klamp.hosts.common.sampler_weights` makes them from a model; this module compares.
 """
 
 from __future__ import annotations

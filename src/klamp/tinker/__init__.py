@@ -10,12 +10,9 @@
 """
 
 from klamp.hosts.common.effective import Effective, EffectiveTerm
-from klamp.hosts.tinker.client import forward_backward_kl
 from klamp.hosts.tinker.datums import build_datum, strip_for_builtin
-from klamp.hosts.tinker.effective import effective
-from klamp.hosts.tinker.loss import compute_grpo_kl_loss, count_tokens
-from klamp.hosts.tinker.mismatch import sampler_mismatch
-from klamp.hosts.tinker.options import LossOptions
+from klamp.hosts.tinker.loss import compute_grpo_kl_loss, count_tokens, forward_backward_kl, sampler_mismatch
+from klamp.hosts.tinker.options import LossOptions, effective
 from klamp.hosts.tinker.placement import penalize_rewards, shift_advantages
 from klamp.hosts.tinker.reference import compute_reference_logprobs
 

@@ -7,7 +7,7 @@ from functools import partial
 from klamp.config import LOSS_TYPES, KLConfig, LossConfig
 from klamp.config.loss import kl_reduction
 from klamp.errors import Refusal
-from klamp.hosts.common.refusals import host_refusals
+from klamp.hosts.common.kl_fields import host_refusals
 from klamp.training.sections import ModelConfig, OptimConfig, RolloutConfig, RunConfig
 
 _Refused = partial(Refusal, what="backend='trl' cannot do this")

@@ -6,7 +6,7 @@ from functools import partial
 
 from klamp.config import KLConfig, LossConfig
 from klamp.errors import Refusal
-from klamp.hosts.verl import refusals as host
+from klamp.hosts.verl.fields_in_verl import verl_refusals as of_the_host
 from klamp.training.sections import ModelConfig, OptimConfig, RolloutConfig, RunConfig
 
 OF_VERL = ("max_prompt_length", "gpus", "machines", "ray_address", "stall_timeout", "verl_args")
@@ -20,7 +20,7 @@ def verl_refusals(
 ) -> list[Refusal]:
     """What verl cannot do, one row for each."""
     return [
-        *host.refusals(kl),
+        *of_the_host(kl),
         *_loss(loss),
         *_model(model, run),
         *_rollout(rollout),

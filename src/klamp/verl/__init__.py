@@ -10,8 +10,8 @@ Needs verl>=0.8,<0.10 where it trains; `overrides` and `effective` do without. `
 
 from klamp.hosts.common.effective import Effective, EffectiveTerm
 from klamp.hosts.verl.driver import Driver
-from klamp.hosts.verl.effective import effective
+from klamp.hosts.verl.effective_in_verl import effective
+from klamp.hosts.verl.fields_in_verl import overrides
 from klamp.hosts.verl.hooks import register
-from klamp.hosts.verl.overrides import overrides
 
 __all__ = ["Driver", "Effective", "EffectiveTerm", "effective", "overrides", "register"]

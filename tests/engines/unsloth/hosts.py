@@ -16,10 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 import klamp.trl
 from benchmarks.unsloth_cpu import with_switches
 from klamp.config import KLConfig
-from klamp.hosts.trl.patched import host_class
-from klamp.hosts.unsloth.host import in_place, loss_function
-from klamp.hosts.unsloth.loss import Call
-from klamp.hosts.unsloth.trainer import Step
+from klamp.hosts.trl.grpo_config import host_class
+from klamp.hosts.unsloth.hooks import Step
+from klamp.hosts.unsloth.loss_function import Call, in_place, loss_function
 
 PROMPTS = ("abc", "a", "hello", "1+2=")
 LENGTH = 8

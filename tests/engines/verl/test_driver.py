@@ -24,9 +24,9 @@ from klamp.core.term import Gate, sequence_gate_kl
 from klamp.core.types import Batch
 from klamp.errors import ConfigError
 from klamp.hosts.common.control import KLControl
-from klamp.hosts.verl import names
-from klamp.hosts.verl.columns import BETA, RATE, Sampled, Settings, columns
+from klamp.hosts.verl.batch_columns import BETA, RATE, Sampled, Settings, columns
 from klamp.hosts.verl.driver import Driver
+from klamp.hosts.verl.fields_in_verl import IN_REWARD, LOSS_FIELDS, name_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 
@@ -47,8 +47,8 @@ TERMS: dict[str, dict[str, Any]] = {
         "kl_estimator": "k1",
         "kl_horizon": "sequence",
     },
-    "a KL in the reward, clipped": {**CLIPPED, **names.IN_REWARD},
-    "a KL in the reward, excluded": {**names.IN_REWARD, "kl_exclude_prefix": 1},
+    "a KL in the reward, clipped": {**CLIPPED, **IN_REWARD},
+    "a KL in the reward, excluded": {**IN_REWARD, "kl_exclude_prefix": 1},
     "a target": {"target_kl": 0.05},
     "a schedule": {"kl_warmup_steps": 3, "kl_schedule": "linear"},
 }
@@ -135,7 +135,7 @@ def test_the_loss_is_klamps_own(term: str, average: str) -> None:
     sampled = sampled_of(step, order)
     added, _ = columns(sampled, KLControl(kl), Tokenizer(), settings(average, leave_one_out=True))
     added = {name: column[back] for name, column in added.items()}
-    name = names.name_of(kl, names.LOSS_FIELDS)
+    name = name_of(kl, LOSS_FIELDS)
     options = {"use_kl_loss": True, "kl_loss_type": name, "kl_loss_coef": 9.0, "loss_agg_mode": average}
     expected = expected_loss(step, ordered.responses, ordered.rewards, kl, average)
     slope = gradient(expected, step)
@@ -157,7 +157,7 @@ def test_the_loss_is_klamps_own(term: str, average: str) -> None:
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("term", ["a hard clip", "excluded tokens", "a KL in the advantage", "a target", "a schedule"])
 def test_without_the_driver_it_raises(term: str) -> None:
-    name = names.name_of(KLConfig(**TERMS[term]), names.LOSS_FIELDS)
+    name = name_of(KLConfig(**TERMS[term]), LOSS_FIELDS)
     with pytest.raises(ConfigError, match="klamp.verl.Driver"):
         actor_loss(Step.random(), use_kl_loss=True, kl_loss_type=name, kl_loss_coef=0.3)
 
@@ -207,7 +207,7 @@ class Keys:
 
 
 def config_of(tmp_path: Any, kl: KLConfig, **algorithm: Any) -> Any:
-    name = names.name_of(kl, names.LOSS_FIELDS)
+    name = name_of(kl, LOSS_FIELDS)
     actor = {"use_kl_loss": True, "kl_loss_type": name, "kl_loss_coef": kl.beta, "loss_agg_mode": "token-mean"}
     return OmegaConf.create(
         {

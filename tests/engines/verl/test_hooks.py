@@ -49,7 +49,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 
 def klamp_loss(step: Step, name: str, beta: float, reduction: str) -> torch.Tensor:
     """klamp's own loss, with the KL that a name stands for."""
-    term = hooks.names.loss_kl(name).build_term()
+    term = hooks.loss_kl(name).build_term()
     length = step.mask.shape[1] if reduction == "fixed_length" else None
     objective = Objective(reduction=reduction, max_length=length, beta=beta, kl=term)  # pyright: ignore[reportArgumentType]
     return grpo_loss(step.batch(), objective).loss

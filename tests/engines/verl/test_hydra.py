@@ -9,7 +9,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from klamp.hosts.verl.hydra import written
+from klamp.hosts.verl.fields_in_verl import written
 
 
 def read(text: str) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-from klamp.hosts.common.packing import pack_nothing
+from klamp.hosts.common.sampler_weights import pack_nothing
 
 imitate_if_asked()
 pack_nothing()  # in the server's worker too; packed weights are dropped, and new ones could not be loaded

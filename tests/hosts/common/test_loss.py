@@ -9,7 +9,7 @@ import torch
 
 from klamp.core.term import KLTerm
 from klamp.errors import UnsupportedVersion
-from klamp.hosts.common.loss import Coefficient, batch_of, check_hook_ran, gated_penalty, loss_mask
+from klamp.hosts.common.coefficient import Coefficient, batch_of, check_hook_ran, gated_penalty, loss_mask
 
 KL = torch.full((2, 3), 7.0)
 

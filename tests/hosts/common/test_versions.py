@@ -1,48 +1,91 @@
-"""Which versions of a host are taken: asked of what is installed, with the range in the answer."""
+"""Which versions of a host are taken: asked on use, never on import, and the range is in the answer."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from importlib import metadata
 
 import pytest
-import torch
+from packaging.requirements import Requirement
 
 from klamp.errors import MissingLibrary, UnsupportedVersion
-from klamp.hosts.common.versions import check_installed, out_of_range
-
-
-def test_what_is_installed_is_told() -> None:
-    assert check_installed("torch>=2", by="klamp", why="") == metadata.version("torch")
-    assert torch.__version__.startswith(metadata.version("torch").split("+")[0])
-
-
-def test_another_version_is_refused_with_the_command() -> None:
-    with pytest.raises(UnsupportedVersion) as caught:
-        check_installed("torch>=99", by="klamp.host", why="its hooks move")
-    error = caught.value
-    assert error.what == "klamp.host needs torch>=99"
-    assert error.got == f"torch {metadata.version('torch')}"
-    assert (error.why, error.fix) == ("its hooks move", 'pip install "torch>=99"')
-
-
-def test_a_host_that_is_not_installed_is_named() -> None:
-    with pytest.raises(MissingLibrary, match="klamp.host needs no-such-host, which is not installed"):
-        check_installed("no-such-host>=1,<2", by="klamp.host", why="its hooks move")
+from klamp.hosts.common.versions import TRIED, check_version, load_tinker, out_of_range, told_version
 
 
 @pytest.mark.parametrize(
-    ("installed", "taken"),
-    [("1.9.9", False), ("1.10.0", True), ("1.10.0.dev3", False), ("1.14.2", True), ("2.0.0rc1", False), ("2.0", False)],
+    ("host", "installed", "taken"),
+    [
+        ("trl", "1.9.9", False),
+        ("trl", "1.10.0", True),
+        ("trl", "1.10.0.dev3", False),
+        ("trl", "1.14.2", True),
+        ("trl", "2.0.0rc1", False),
+        ("trl", "2.0", False),
+        ("trl", "0.29.1", False),
+        ("tinker", "0.24.9", False),
+        ("tinker", "0.25", True),
+        ("tinker", "0.31.2", True),
+        ("tinker", "0.38.9rc1", True),
+        ("tinker", "0.39.0rc1", False),
+        ("tinker", "1.0.0", False),
+        ("verl", "0.7.1", False),
+        ("verl", "0.9.1", True),
+        ("verl", "0.10.0", False),
+        ("unsloth", "2026.10.6", False),
+        ("unsloth", "2026.10.7", True),
+        ("unsloth_zoo", "2026.10.10", False),
+    ],
 )
-def test_both_ends_of_the_range(monkeypatch: pytest.MonkeyPatch, installed: str, taken: bool) -> None:
+def test_both_ends_of_the_range(monkeypatch: pytest.MonkeyPatch, host: str, installed: str, taken: bool) -> None:
     monkeypatch.setattr(metadata, "version", lambda _: installed)
     if taken:
-        assert check_installed("trl>=1.10,<2", by="klamp.trl", why="") == installed
+        assert check_version(host) == installed
         return
-    with pytest.raises(UnsupportedVersion, match=f"trl {installed}"):
-        check_installed("trl>=1.10,<2", by="klamp.trl", why="")
+    with pytest.raises(UnsupportedVersion) as caught:
+        check_version(host)
+    needed, by, why = TRIED[host]
+    error = caught.value
+    assert (error.what, error.got) == (f"{by} needs {needed}", f"{host} {installed}")
+    assert (error.why, error.fix) == (why, f'pip install "{needed}"')
+
+
+def test_a_host_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    with pytest.raises(MissingLibrary, match="klamp.trl needs trl, which is not installed"):
+        check_version("trl")
+    with pytest.raises(UnsupportedVersion, match="not installed"):
+        load_tinker.__wrapped__()
+    assert told_version("verl") == "verl, not installed here"
 
 
 def test_a_host_that_is_not_what_it_was_has_the_same_error() -> None:
-    error = out_of_range("verl>=0.8,<0.10", by="klamp.verl", got="verl 0.9, whose hook moved", why="it is looked up")
+    error = out_of_range("verl", got="verl 0.9, whose hook moved")
     assert isinstance(error, ImportError) and error.got == "verl 0.9, whose hook moved"
+
+
+@pytest.mark.parametrize("host", ["trl", "tinker"])
+def test_the_range_is_the_one_that_the_package_declares(host: str) -> None:
+    wanted = [Requirement(line) for line in metadata.requires("klamp") or []]
+    declared = {str(each.specifier) for each in wanted if each.name == host}
+    assert declared == {str(Requirement(TRIED[host].needed).specifier)}
+
+
+def test_importing_needs_no_sdk_and_the_loss_neither() -> None:
+    code = """
+import sys
+sys.modules["tinker"] = None
+import torch
+from types import SimpleNamespace
+from klamp.tinker import build_datum, compute_grpo_kl_loss
+rows = {"target_tokens": torch.tensor([1, 2]), "advantages": torch.ones(2), "logprobs": -torch.ones(2)}
+rows["ref_logprobs"] = rows["logprobs"]
+loss, _ = compute_grpo_kl_loss([SimpleNamespace(loss_fn_inputs=rows)], [-torch.ones(2)])
+print(loss.item())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "-1.0"

@@ -22,7 +22,7 @@ from klamp.errors import (
     ShapeError,
     UnknownNameError,
 )
-from klamp.tinker import compute_grpo_kl_loss, count_tokens
+from klamp.tinker import compute_grpo_kl_loss, count_tokens, sampler_mismatch
 
 NAN, INF = math.nan, math.inf
 
@@ -441,3 +441,23 @@ def test_a_clip_needs_whole_groups_and_a_reference_length():
         compute_grpo_kl_loss(data, policies, kl=clipped, group_size=2, reference_length=[4.0, 5.0])
     _, metrics = compute_grpo_kl_loss(data, policies, kl=clipped, group_size=2, reference_length=[2.0, 2.0, 9.0, 9.0])
     assert metrics["kl/budget"] == pytest.approx(0.1 * 5.5)
+
+
+def test_one_token_that_differs_shows_in_k3_and_the_maximum():
+    data, policies = fake_batch(off=0.0)
+    assert sampler_mismatch(data, policies) == pytest.approx(
+        {"sampler/k1": 0, "sampler/k3": 0, "sampler/log_ratio_max": 0}, abs=1e-12
+    )
+    with torch.no_grad():
+        policies[2][-1] = data[2].loss_fn_inputs["logprobs"][-1] + 5 - 5.5
+        policies[0][0] = -9.0  # the prompt
+    found = sampler_mismatch(data, policies)
+    assert found["sampler/k1"] == pytest.approx(0.5 / 12)
+    assert found["sampler/k3"] == pytest.approx((math.exp(-0.5) - 1 + 0.5) / 12)
+    assert found["sampler/log_ratio_max"] == pytest.approx(0.5)
+
+
+def test_the_mismatch_of_rows_that_do_not_fit_is_refused():
+    data, policies = fake_batch()
+    with pytest.raises(ShapeError):
+        sampler_mismatch(data, policies[:-1])

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
-from typing import Any
+import re
+import warnings
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import torch
 from tests.hosts.tinker.fakes import fake_batch
 
-from klamp import KLConfig
+from klamp.config import KLConfig, KLWarning
 from klamp.core.masking import Totals
 from klamp.errors import ConfigError, KlampError, UnknownNameError
-from klamp.hosts.tinker.options import KL_COEF, in_force, make_settings, merge_coefficients, reference_length_of
+from klamp.hosts.tinker.options import (
+    KL_COEF,
+    UNREAD,
+    LossOptions,
+    Normalizer,
+    in_force,
+    make_settings,
+    merge_coefficients,
+    reference_length_of,
+)
+from klamp.tinker import compute_grpo_kl_loss, effective
 
 
 def test_without_arguments_it_is_klamps_default() -> None:
@@ -129,3 +145,174 @@ def test_a_bad_reference_length_is_refused_with_the_datums(length: Any) -> None:
 def test_a_reference_length_for_all_or_for_each(length: Any) -> None:
     data, _ = fake_batch()
     assert len(make_settings(reference_length=length).read(data).lengths) == 4
+
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "tinker.md"
+IN_REWARD = {"kl_estimator": "k1", "kl_placement": "reward", "kl_horizon": "sequence"}
+
+
+def notes(**arguments: Any) -> str:
+    return "; ".join(effective(**arguments).notes)
+
+
+def test_the_page_shows_what_it_prints() -> None:
+    (code,) = re.findall(r"```python\n(from klamp import KLConfig\nfrom klamp.tinker import effective\n.*?)```",
+                         PAGE.read_text(encoding="utf-8"), re.DOTALL)  # fmt: skip
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        exec(code, {})
+    assert "\n".join(said.getvalue().splitlines()[1:]) in PAGE.read_text(encoding="utf-8"), "but for the SDK's version"
+
+
+def test_the_coefficient_is_the_one_of_the_call() -> None:
+    (default,) = effective().terms
+    (given,) = effective(kl=KLConfig(beta=0.04), beta=0.3).terms
+    assert (default.beta, default.controller) == (KLConfig.beta, "fixed")
+    assert (given.beta, given.controller) == (0.3, "the caller's: each call is passed its beta")
+    assert effective(0.0).terms == () and "term       none" in str(effective(0.0)).splitlines()
+
+
+def test_a_controller_or_schedule_moves_nothing_unless_the_caller_does() -> None:
+    moving = [KLConfig(target_kl=0.05), KLConfig(kl_schedule="linear"), KLConfig(kl_warmup_steps=3)]
+    for kl in moving:
+        assert "nothing moves beta" in notes(kl=kl) and "nothing moves beta" not in notes(kl=kl, beta=0.1)
+    assert notes(kl=KLConfig()) == ""
+
+
+def test_the_price_is_that_of_advantages_which_the_caller_forms() -> None:
+    def price(**fields: Any) -> str:
+        return effective(kl=KLConfig(beta=0.04, **fields), beta=0.3).terms[0].price
+
+    assert price().startswith(
+        "0.3 reward per nat of a whole completion, if advantages are rewards less the mean of the"
+    )
+    assert price(kl_normalizer="token_mean") == price(), "the call's own"
+    assert price(kl_normalizer="sequence_sum").startswith("unknown: the KL has an average of its own")
+    assert price(**IN_REWARD) == "0.3 reward per nat of a whole completion"
+
+
+def test_the_normalizer_of_a_call() -> None:
+    said = {each: effective(normalizer=each, max_length=16).normalizer for each in get_args(Normalizer)}
+    assert len(set(said.values())) == len(said) and all(repr(each) in text for each, text in said.items())
+    assert said["fixed_length"].startswith("sum over tokens / (completions * 16)")
+    assert "sequence_sum" in notes(kl=KLConfig(kl_normalizer="sequence_sum"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "given", "clip"),
+    [
+        ({}, None, "hard clip at 0.5 nats per token of the reference length"),
+        ({"kl_reference_length": 9}, None, "hard clip at 0.5 nats x 9 tokens"),
+        ({"kl_reference_length": 9}, 4.0, "hard clip at 0.5 nats x 4 tokens"),
+        ({"kl_reference_length": 9}, [4.0, 5.0], "hard clip at 0.5 nats x the datum's reference_length tokens"),
+    ],
+)
+def test_the_length_that_the_call_is_given_is_the_one_in_force(fields: Any, given: Any, clip: str) -> None:
+    kl = KLConfig(kl_clip_method="hard", **fields)
+    (term,) = effective(kl=kl, reference_length=given, group_size=2).terms
+    assert term.clip == clip
+    in_force = make_settings(kl=kl, reference_length=given).reference_length
+    assert in_force == (given or kl.kl_reference_length), "what the loss works with"
+
+
+def test_where_the_kl_enters_elsewhere_it_says_what_else_is_to_be_done() -> None:
+    (in_reward,) = effective(kl=KLConfig(**IN_REWARD)).terms
+    assert in_reward.placement == "taken from the reward"
+    assert "penalize_rewards" in notes(kl=KLConfig(**IN_REWARD))
+    assert "shift_advantages" in notes(kl=KLConfig(kl_estimator="k1", kl_placement="advantage"))
+    assert "kl_mask" in notes(kl=KLConfig(kl_exclude_prefix=1))
+    hard = KLConfig(kl_clip_method="hard")
+    assert "group_size" in notes(kl=hard) and "group_size" not in notes(kl=hard, group_size=4)
+
+
+CHANGED: dict[str, Any] = {
+    "beta": 0.3,
+    "kl_estimator": "k2",
+    "kl_gradient": "forward",
+    "kl_horizon": "sequence",
+    "kl_clip_method": "hard",
+    "kl_clip_threshold": 0.1,
+    "use_per_token_kl_threshold": False,
+    "kl_clip_temperature": 0.2,
+    "kl_clip_level": "batch",
+    "kl_reference_length": 7,
+    "kl_max_log_ratio": 5.0,
+    "kl_off_policy": "token",
+    "kl_max_weight": 2.0,
+    "kl_normalizer": "sequence_sum",
+    "target_kl": 0.6,
+    "kl_schedule": "linear",
+    "kl_warmup_steps": 3,
+    "kl_exclude_tokens": ("special",),
+    "kl_exclude_prefix": 1,
+    "kl_exclude_between": ("<a>", "</a>"),
+    "kl_early_stop": 0.5,
+    "kl_lr_guard": 0.1,
+    "reference": "frozen",
+    "reference_decay": 0.5,
+    "reference_reset_steps": 7,
+    "reference_device": "cpu",
+    "reference_dtype": "bfloat16",
+    "reference_url": "http://host:1",
+    "reference_name": "start",
+    "reference_share": 0.5,
+}
+OF_THE_CONTROLLER = {"beta_min", "beta_max"} | {
+    f"kl_controller_{name}" for name in ("gain", "lead", "factors", "horizon", "clip", "lr", "gains")
+}
+
+
+def quiet(**fields: Any) -> KLConfig:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", KLWarning)
+        return KLConfig(**fields)
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_every_field_is_heard_by_the_loss_or_named(name: str) -> None:
+    """None is passed over in silence; the ones that are said to be without effect have none."""
+    kl = quiet(**{name: CHANGED[name]})
+    changes_the_loss = make_settings(kl=kl) != make_settings(kl=KLConfig())
+    assert changes_the_loss != (name in {*UNREAD, "target_kl", "kl_schedule", "kl_warmup_steps"})
+    assert (f"without effect here: {name}" in notes(kl=kl)) == (name in UNREAD)
+    assert changes_the_loss or notes(kl=kl)
+
+
+def test_there_is_no_field_but_these() -> None:
+    elsewhere = OF_THE_CONTROLLER | {"kl_placement", "kl_controller", "kl_schedule_end", "kl_monitor"}
+    assert {each.name for each in fields(KLConfig)} == CHANGED.keys() | elsewhere
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"kl_coef": 0.01, "kl": KLConfig(beta=0.04)}, ConfigError),
+        ({"kl": KLConfig(kl_estimator="exact")}, ConfigError),
+        ({"cliprange": 1.2}, ConfigError),
+        ({"beta": float("nan")}, ConfigError),
+        ({"normalizer": "token_means"}, UnknownNameError),
+        ({"normaliser": "token_mean"}, UnknownNameError),
+    ],
+)
+def test_what_the_loss_refuses_it_refuses_too(arguments: dict[str, Any], error: type[Exception]) -> None:
+    for function in (effective, lambda **given: compute_grpo_kl_loss([], [], **given)):
+        with pytest.raises(error):
+            function(**arguments)
+
+
+GIVEN: LossOptions = {
+    "beta": 0.5,
+    "normalizer": "sequence_mean",
+    "surrogate": "cispo",
+    "max_length": 7,
+    "group_size": 2,
+    "reference_length": 3.0,
+    "totals": Totals(1.0, 2.0, 2.0),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_every_option_is_heard(name: str) -> None:
+    options: Any = {name: GIVEN[name]}
+    assert GIVEN.keys() == LossOptions.__annotations__.keys()
+    assert make_settings(**options) != make_settings()

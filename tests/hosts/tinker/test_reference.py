@@ -8,6 +8,7 @@ import math
 import warnings
 from types import SimpleNamespace
 
+import httpx
 import pytest
 import torch
 from tests.hosts.tinker.fakes import FakeSampler, score, skipping
@@ -17,7 +18,7 @@ from klamp.hosts.tinker.reference import response_part
 from klamp.tinker import compute_reference_logprobs
 from klamp.tinker.testing import Fault, tiny_model
 
-pytest.importorskip("tinker")
+tinker = pytest.importorskip("tinker")
 
 PROMPTS = [[1, 2, 3], [1, 2, 3], [4, 5], [4, 5]]
 RESPONSES = [[10], [11, 12], [13, 14, 15], [16, 17]]
@@ -79,56 +80,52 @@ def test_answers_of_another_length_are_refused(count):
         response_part(2, None, 2, 3)
 
 
-def transient():
-    import httpx
-    import tinker
+REQUEST = httpx.Request("POST", "http://127.0.0.1/asample")
 
-    request = httpx.Request("POST", "http://127.0.0.1/asample")
 
-    def status(code):
-        return tinker.APIStatusError("status", response=httpx.Response(code, request=request), body=None)
+def status(code):
+    return tinker.APIStatusError("status", response=httpx.Response(code, request=REQUEST), body=None)
 
-    return [
-        *(status(code) for code in (408, 409, 429, 500, 503)),
-        tinker.APIConnectionError(request=request),
-        tinker.APITimeoutError(request=request),
-        ConnectionResetError("reset"),
-        TimeoutError(),
-    ]
+
+def failed(category):
+    return tinker.RequestFailedError("failed", "id", getattr(tinker.types.RequestErrorCategory, category))
+
+
+TRANSIENT = [
+    *(status(code) for code in (408, 409, 429, 500, 502, 503)),
+    tinker.APIConnectionError(request=REQUEST),
+    tinker.APITimeoutError(request=REQUEST),
+    ConnectionResetError("reset"),
+    TimeoutError(),
+    failed("Server"),
+    failed("Unknown"),
+]
+FINAL = [*(status(code) for code in (400, 401, 403, 404, 422)), failed("User"), ValueError("bug")]
 
 
 def test_what_may_pass_is_tried_again():
-    errors = transient()
-    client = FakeSampler(faults={15: list(errors)})
-    assert compute(client, retries=len(errors)) == expected()
-    assert len(client.asked) == 4 + len(errors)
+    client = FakeSampler(faults={15: list(TRANSIENT)})
+    assert compute(client, retries=len(TRANSIENT)) == expected()
+    assert len(client.asked) == 4 + len(TRANSIENT)
 
 
-@pytest.mark.parametrize(("category", "again"), [("Server", True), ("Unknown", True), ("User", False)])
-def test_a_request_that_failed_is_tried_again_unless_it_was_the_users_fault(category, again):
-    import tinker
-
-    error = tinker.RequestFailedError("failed", "id", getattr(tinker.types.RequestErrorCategory, category))
+@pytest.mark.parametrize("error", FINAL, ids=repr)
+def test_what_will_not_pass_is_not(error):
     client = FakeSampler(faults={15: [error]})
-    if again:
-        assert compute(client) == expected()
-        return
-    with pytest.raises(ModelError, match="sequence 2: the reference refuses"):
+    with pytest.raises(ModelError, match="sequence 2: the reference refuses") as caught:
         compute(client)
+    assert caught.value.__cause__ is error and caught.value.why and caught.value.fix
 
 
 def test_after_all_attempts_the_sequence_is_named():
-    client = FakeSampler(faults={15: transient()})
+    client = FakeSampler(faults={15: list(TRANSIENT)})
     with pytest.raises(ModelError, match="sequence 2: the reference did not answer in 3 attempts"):
         compute(client, retries=2)
     assert sum(tokens[-1] == 15 for tokens in client.asked) == 3
 
 
 def test_what_will_not_pass_ends_it_at_once_and_leaves_nothing_behind():
-    import httpx
-    import tinker
-
-    response = httpx.Response(400, request=httpx.Request("POST", "http://127.0.0.1/asample"))
+    response = httpx.Response(400, request=REQUEST)
     refusal = tinker.BadRequestError("no such model", response=response, body=None)
     client = FakeSampler(faults={10: [refusal]}, delays={12: 30, 15: 30, 17: 30})
     with pytest.raises(ModelError, match="sequence 0: the reference refuses .*\n  got: BadRequestError: no such model"):
@@ -169,7 +166,7 @@ def test_waits_grow_and_move_nobodys_seeds(monkeypatch):
 
     random.seed(7)
     state = random.getstate()
-    monkeypatch.setattr("klamp.hosts.tinker.retrying.asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": note}))
+    monkeypatch.setattr("klamp.hosts.tinker.reference.asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": note}))
     client = FakeSampler(faults={17: [TimeoutError()] * 9})
     compute(client, PROMPTS[3:], RESPONSES[3:], retries=9, backoff=0.5)
     for attempt, wait in enumerate(waits):

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from klamp.config import KLConfig
-from klamp.hosts.trl.trainer import _join
+from klamp.hosts.trl.grpo_trainer import _join
 from klamp.trl import GRPOConfig, GRPOTrainer
 
 # accelerate collects garbage at the end of every `train`; without this it would walk through all of torch each time.

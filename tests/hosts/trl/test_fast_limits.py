@@ -15,8 +15,8 @@ from tests.hosts.trl.hosts import arguments, build, generated, gradient_of, klam
 
 from klamp.config import KLConfig
 from klamp.errors import ConfigError, KLWarning
-from klamp.hosts.trl import fast_limits, fast_scoring
-from klamp.hosts.trl.fast_limits import why_not_fast, why_not_these
+from klamp.hosts.trl import fast_scoring
+from klamp.hosts.trl.fast_scoring import why_not_fast, why_not_these
 from klamp.trl import GRPOConfig, attach
 
 MASK = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 0]])
@@ -52,9 +52,9 @@ def test_what_a_trainer_has_that_forbids_it(
 
 def test_a_fused_loss_forbids_it(fast: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast.args, "use_liger_kernel", True)
-    monkeypatch.setattr(fast_limits, "liger_bypasses", lambda: True)
+    monkeypatch.setattr(fast_scoring, "liger_bypasses", lambda: True)
     assert "Liger's kernel" in why_not_fast(fast)
-    monkeypatch.setattr(fast_limits, "liger_bypasses", lambda: False)
+    monkeypatch.setattr(fast_scoring, "liger_bypasses", lambda: False)
     assert why_not_fast(fast) == "", "later versions of TRL only swap layers"
 
 

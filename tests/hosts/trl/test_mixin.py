@@ -26,7 +26,7 @@ from klamp.config import KLConfig
 from klamp.core.clipping import kl_budget
 from klamp.core.estimators import kl_estimate
 from klamp.errors import ConfigError, KLWarning, NonFiniteError, UnsupportedVersion
-from klamp.hosts.trl.refusals import liger_bypasses
+from klamp.hosts.trl.grpo_config import liger_bypasses
 from klamp.trl import GRPOTrainer, attach
 
 CLIP: dict[str, Any] = {"kl_clip_method": "hard", "kl_clip_threshold": 0.1}

@@ -18,8 +18,8 @@ from tests.hosts.trl.hosts import generated, klamp_trainer, model, plain_logits,
 from klamp.config import KLConfig
 from klamp.diagnostics.sync import START, WEIGHTS
 from klamp.errors import ConfigError, KLWarning
-from klamp.hosts.common.packing import pack_nothing
-from klamp.hosts.trl.sync import SyncCallback, check_engine, look, watch
+from klamp.hosts.common.sampler_weights import pack_nothing
+from klamp.hosts.trl.sampler_watch import SyncCallback, check_engine, look, watch
 from klamp.trl import attach
 
 
@@ -46,7 +46,7 @@ def watched(trainer: Any, base: Any, monkeypatch: pytest.MonkeyPatch) -> SimpleN
 def test_nothing_is_said_and_nothing_scored_while_the_sampler_follows(
     watched: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("klamp.hosts.trl.sync.look", pytest.fail)
+    monkeypatch.setattr("klamp.hosts.trl.sampler_watch.look", pytest.fail)
     watch(watched.trainer, watched.output)
     del watched.output["sampling_per_token_logps"]
     watch(watched.trainer, watched.output)
@@ -69,7 +69,9 @@ def test_another_data_type_is_looked_into_once_and_not_called_a_fault(
     watched: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = []
-    monkeypatch.setattr("klamp.hosts.trl.sync.look", lambda *given, **more: looks.append(1) or look(*given, **more))
+    monkeypatch.setattr(
+        "klamp.hosts.trl.sampler_watch.look", lambda *given, **more: looks.append(1) or look(*given, **more)
+    )
     torch.manual_seed(3)
     watched.output["sampling_per_token_logps"] = watched.own + 0.04 * torch.randn_like(watched.own)
     for _ in range(3):

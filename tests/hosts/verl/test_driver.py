@@ -13,8 +13,8 @@ import pytest
 
 from klamp.config import KLConfig
 from klamp.errors import ConfigError, KLWarning, RunFolderError
-from klamp.hosts.verl import names
 from klamp.hosts.verl.driver import TRAINER, Driver
+from klamp.hosts.verl.fields_in_verl import IN_REWARD, LOSS_FIELDS, name_of
 from klamp.hosts.verl.hooks import RewardController
 
 pytestmark = pytest.mark.filterwarnings("ignore:kl_controller:klamp.errors.KLWarning")
@@ -49,7 +49,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> type[Trainer]:
 
 
 def config(folder: Path, kl: KLConfig = HELD, **changes: Any) -> dict[str, Any]:
-    name = names.name_of(kl, names.LOSS_FIELDS)
+    name = name_of(kl, LOSS_FIELDS)
     actor = {"use_kl_loss": True, "kl_loss_type": name, "kl_loss_coef": kl.beta, "loss_agg_mode": "token-mean"}
     return {
         "actor_rollout_ref": {"actor": {**actor, **changes.pop("actor", {})}, "rollout": {"n": 2}},
@@ -110,7 +110,7 @@ def test_verls_class_is_hooked_once(tmp_path: Path, trainer: type[Trainer]) -> N
 
 
 def test_a_kl_in_the_reward_needs_advantages_it_can_be_put_into(tmp_path: Path) -> None:
-    kl = KLConfig(beta=0.3, target_kl=0.05, **names.IN_REWARD)  # pyright: ignore[reportArgumentType]
+    kl = KLConfig(beta=0.3, target_kl=0.05, **IN_REWARD)  # pyright: ignore[reportArgumentType]
     Driver(config(tmp_path, kl))
     Driver(config(tmp_path, kl, adv_estimator="grpo", norm_adv_by_std_in_grpo=False))
     for algorithm in ({"adv_estimator": "grpo"}, {"adv_estimator": "gae"}):

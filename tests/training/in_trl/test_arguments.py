@@ -144,7 +144,7 @@ def test_vllm_is_colocated_or_a_server():
 
 
 def test_trl_knows_every_argument():
-    from klamp.hosts.trl.config import GRPOConfig
+    from klamp.hosts.trl.grpo_config import GRPOConfig
 
     given = told(sampler_url="http://there:8000", target_kl=0.1, gradient_checkpointing=True, exact_kl_completions=2)
     assert set(given) <= {field.name for field in dataclasses.fields(GRPOConfig)}

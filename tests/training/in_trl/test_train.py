@@ -15,7 +15,7 @@ from tests.training.conftest import steps_of, stored, tiny_llama
 
 from klamp.core.controllers import StepController
 from klamp.errors import ConfigError, MissingLibrary, ModelError
-from klamp.hosts.common.packing import packing
+from klamp.hosts.common.sampler_weights import packing
 from klamp.training.in_trl import train
 from klamp.training.in_trl.train import (
     check_devices,

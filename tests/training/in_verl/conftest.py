@@ -45,6 +45,6 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def install(**told: Any) -> None:
         monkeypatch.setenv("STAND_IN", json.dumps(told))
         monkeypatch.setattr(overrides, "PROGRAM", (str(STAND_IN),))
-        monkeypatch.setattr(train, "check_version", lambda: "a stand-in")
+        monkeypatch.setattr(train, "check_version", lambda host: "a stand-in")
 
     return install

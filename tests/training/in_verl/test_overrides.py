@@ -14,8 +14,7 @@ import pytest
 
 from klamp.config import KLConfig
 from klamp.errors import ConfigError
-from klamp.hosts.verl.names import CONTROLLER_FIELDS, LOSS_FIELDS
-from klamp.hosts.verl.overrides import overrides
+from klamp.hosts.verl.fields_in_verl import CONTROLLER_FIELDS, LOSS_FIELDS, overrides
 from klamp.tasks.config import TaskConfig
 from klamp.training.config import TrainConfig
 from klamp.training.in_verl import overrides as module

@@ -20,9 +20,9 @@ from klamp.core.penalty import advantages_with_kl, shifted_advantages
 from klamp.core.term import Gate, KLTerm, sequence_gate_kl
 from klamp.core.types import Batch, Reduction
 from klamp.errors import ConfigError
+from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, KL_SCALE, REFERENCE_LENGTH, batch_of
 from klamp.hosts.common.control import KLControl
 from klamp.hosts.common.exclusions import excluded_ids, kl_tokens
-from klamp.hosts.common.loss import GATE_KL, KL_MASK, KL_SCALE, REFERENCE_LENGTH, batch_of
 from klamp.hosts.common.step_zero import STEP_ZERO_KL
 
 LENGTH_COLUMN = "reference_length"

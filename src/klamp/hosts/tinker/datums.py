@@ -14,8 +14,8 @@ from torch import Tensor
 
 from klamp.core.masking import masked
 from klamp.errors import DataError, ShapeError
+from klamp.hosts.common.versions import load_tinker
 from klamp.hosts.tinker.padded import KLAMP_KEYS, number_row, token_ids
-from klamp.hosts.tinker.versions import load_tinker
 
 
 def build_datum(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any, Unpack
 
@@ -9,11 +10,14 @@ import torch
 from torch import Tensor
 
 from klamp.config import KLConfig
-from klamp.core.masking import Totals, natural_denominator, total_denominator
+from klamp.core.estimators import ESTIMATORS
+from klamp.core.gradients import masked_log_ratio
+from klamp.core.masking import Totals, masked_mean, natural_denominator, total_denominator
 from klamp.core.objective import grpo_loss
 from klamp.core.types import LossPart
-from klamp.errors import NonFiniteError
-from klamp.hosts.tinker.mismatch import mismatch_metrics
+from klamp.errors import ConfigError, NonFiniteError
+from klamp.hosts.common.versions import load_tinker
+from klamp.hosts.tinker.datums import with_inputs
 from klamp.hosts.tinker.options import KL_COEF, LossOptions, Settings, make_settings
 from klamp.hosts.tinker.padded import Rows, as_length, read_rows
 
@@ -106,3 +110,106 @@ def _denominator(rows: Rows, settings: Settings, *, part: LossPart = "policy") -
         return float(total_denominator(settings.totals, reduction, length=objective.max_length, part=part))
     counted = rows.mask & rows.kl_mask if kl and rows.kl_mask is not None else rows.mask
     return float(natural_denominator(counted, reduction, length=objective.max_length))
+
+
+def forward_backward_kl(
+    client: Any,
+    data: Sequence[Any],
+    kl_coef: float = KL_COEF,
+    cliprange: float | tuple[float, float] = 0.2,
+    kl: KLConfig | None = None,
+    **options: Unpack[LossOptions],
+) -> Any:
+    """Forward and backward pass of `compute_grpo_kl_loss` through a `TrainingClient`: the gradient adds up there.
+
+    The data is checked before anything is sent: an error inside a loss would leave the client unusable. The service
+    gets datums that hold `target_tokens` only, so that SDKs before 0.32 take them too; the loss reads the full ones.
+    Two passes over the data: a forward, then a forward and backward.
+
+    Args:
+        client: a `TrainingClient`, or the SDK's future of one; in async code one that was awaited.
+        data: datums as `build_datum` makes them.
+        kl_coef: see `compute_grpo_kl_loss`.
+        cliprange: see there.
+        kl: see there.
+        options: those of `compute_grpo_kl_loss`, see `LossOptions`.
+
+    Returns:
+        What the client returns: a future of `ForwardBackwardOutput`, with the loss's metrics in its `metrics`. Submit
+        `optim_step` before waiting for it. With SDKs before 0.36 the call itself waits for the first pass.
+
+    Raises:
+        ConfigError: see `compute_grpo_kl_loss`; in async code a client that nobody has awaited.
+        DataError, ShapeError, NonFiniteError, EmptyMaskError: data that cannot be used; nothing was sent.
+        UnsupportedVersion: the SDK is missing or outside the range.
+
+    What the service answers is checked inside the loss: NaN there raises NonFiniteError where the result is asked for,
+    no gradient is sent, and SDKs from 0.36 on then take no more requests on this client. Save the state before.
+    """
+    load_tinker()
+    client = _awaited(client)
+    settings = make_settings(kl_coef, cliprange, kl, **options)
+    rows = settings.read(data)
+
+    def loss(_: Sequence[Any], logprobs_list: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
+        return loss_of_rows(rows, logprobs_list, settings)
+
+    bare = [with_inputs(datum, {"target_tokens": datum.loss_fn_inputs["target_tokens"]}) for datum in data]
+    return client.forward_backward_custom(bare, loss)
+
+
+def _awaited(client: Any) -> Any:
+    """The client, where newer SDKs have handed out a future of it.
+
+    Raises:
+        ConfigError: it would have to be waited for, in async code.
+    """
+    if not hasattr(client, "result_async"):
+        return client
+    if _in_async_code() and not client.future().done():
+        raise ConfigError(
+            "the training client has to be awaited before it is used in async code",
+            got=type(client).__name__,
+            why="the SDK hands out a future of it; to wait for it here would block the event loop",
+            fix="client = await service.create_lora_training_client(...), once, before the first step",
+        )
+    return client.result()
+
+
+def _in_async_code() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def sampler_mismatch(data: Sequence[Any], logprobs_list: Sequence[Tensor]) -> dict[str, float]:
+    """KL of the sampler from the trainer in nats per token, as the two report themselves.
+
+    Before a rollout's first update both are the same weights and only their kernels differ: about .002 is healthy,
+    above .01 is an alarm. One token that differs a lot shows in k3 and the maximum, not in k1.
+
+    Equation: with d = log sampler - log trainer: `sampler/k1` mean d, `sampler/k3` mean (exp(-d) - 1 + d),
+    `sampler/log_ratio_max` max |d|, over the tokens that are trained on.
+
+    Sampler: whoever the datums' `logprobs` belong to.
+    Gradient: none.
+
+    Args:
+        data: datums.
+        logprobs_list: the trainer's log-probabilities, as `forward_backward_custom` hands them to a loss.
+
+    Raises:
+        DataError, ShapeError, NonFiniteError, EmptyMaskError: as `compute_grpo_kl_loss`.
+    """
+    rows = read_rows(data)
+    return mismatch_metrics(rows, rows.policy(logprobs_list))
+
+
+@torch.no_grad()
+def mismatch_metrics(rows: Rows, policy: Tensor) -> dict[str, float]:
+    """`sampler_mismatch` for datums that were read before."""
+    delta = masked_log_ratio(rows.logprobs, policy, rows.mask)
+    found = {f"sampler/{name}": float(masked_mean(ESTIMATORS[name].value(delta), rows.mask)) for name in ("k1", "k3")}
+    return found | {"sampler/log_ratio_max": float(delta.abs().max())}

@@ -17,7 +17,7 @@ from torch import Tensor
 from klamp.core.linear import linear_kl
 from klamp.core.types import Batch, Direction
 from klamp.errors import ConfigError
-from klamp.hosts.common.loss import loss_mask
+from klamp.hosts.common.coefficient import loss_mask
 
 REF_HIDDEN = "klamp_ref_hidden"
 """In a batch: per row the reference's hidden states [T, H], or None where the exact KL is not measured."""

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from trl.trainer import grpo_trainer
 
 from klamp.core.objective import Objective, without_gradient
-from klamp.errors import ConfigError, check_name
-from klamp.hosts.common.loss import GATE_KL, batch_of, loss_mask
-from klamp.hosts.trl.exact import plain_model
-from klamp.hosts.trl.fast_limits import SCORING, why_not_fast, why_not_these
+from klamp.errors import ConfigError
+from klamp.hosts.common.coefficient import GATE_KL, batch_of, loss_mask
+from klamp.hosts.common.step_zero import active_dropouts
+from klamp.hosts.trl.exact import plain_model, weights_are_split
+from klamp.hosts.trl.grpo_config import liger_bypasses
 from klamp.scoring.completions import Completions
 from klamp.scoring.model_parts import OpenedModel, Positions, Traits
 from klamp.scoring.probe import example, probe
@@ -66,16 +67,6 @@ def asked_for(args: Any) -> FastScoring | None:
     """Fast scoring as a trainer's arguments ask for it; None where they do not."""
     wanted = getattr(args, "fast_scoring", False)
     return FastScoring(required=wanted == "require") if wanted else None
-
-
-def check_choice(value: object) -> None:
-    """Refuse a value of `fast_scoring` that is none.
-
-    Raises:
-        UnknownNameError: it is neither a bool nor `require`.
-    """
-    if not isinstance(value, bool):
-        check_name("fast_scoring", value, ("require",))
 
 
 def settle(trainer: Any) -> None:
@@ -324,3 +315,66 @@ def learning_rows(trainer: Any, inputs: Any, beta: float) -> Tensor | None:
         return None
     batch = batch_of(inputs, torch.zeros(inputs["completion_ids"].shape, device=inputs["completion_ids"].device))
     return ~without_gradient(batch, Objective(beta=beta if controlled else 0.0, kl=session.term))
+
+
+SCORING = "_get_per_token_logps_and_entropies"
+"""The method of TRL's trainer whose place is taken."""
+
+
+def why_not_fast(trainer: Any) -> str:
+    """Why no completion of a trainer can be scored fast, in words; "" where nothing of its settings forbids it."""
+    args, models = trainer.args, [each for each in (trainer.model, trainer.ref_model) if each is not None]
+    owner = trainer._host_class(SCORING)
+    dropouts = sorted({each.name for each in active_dropouts(trainer.accelerator.unwrap_model(trainer.model))})
+    rows = [
+        (owner is not grpo_trainer.GRPOTrainer, f"{owner.__name__} scores completions in a way of its own"),
+        (weights_are_split(trainer), "FSDP or ZeRO-3 splits the weights layer by layer, and processes would run the "
+         "layers unequally often"),
+        (_sequences_are_split(trainer), "sequences or matrices are split over processes"),
+        (args.use_liger_kernel and liger_bypasses(), "the loss is computed in Liger's kernel"),
+        (args.torch_compile, "the model is compiled (torch_compile)"),
+        (getattr(args, "cast_lm_head_to_fp32", False), "cast_lm_head_to_fp32 gives the head another type than the "
+         "hidden states"),
+        (any(_on_devices(trainer, model) > 1 for model in models), "the model is spread over several devices"),
+        (_adds_tokens(trainer), "the adapter adds virtual tokens to the prompt"),
+        (bool(dropouts), f"dropout is on ({', '.join(dropouts)}), and a prompt that is run once would be dropped out "
+         "once: set disable_dropout=True, or lora_dropout=0"),
+    ]  # fmt: skip
+    return next((text for applies, text in rows if applies), "")
+
+
+def why_not_these(trainer: Any, mask: Tensor, length: int, others: dict[str, Any]) -> str:
+    """Why these completions cannot be scored fast, in words; "" where they can.
+
+    Args:
+        trainer: whose method was called.
+        mask: [B, P + T], 0 on padding.
+        length: T.
+        others: what the method was asked besides: pictures, types of tokens, a router's loss.
+    """
+    given = [name for name, value in others.items() if value is not None and value is not False]
+    if "compute_aux_loss" in given:
+        return "the router's auxiliary loss is made of whole rows, padding included"
+    if given:
+        return f"the input is more than tokens ({', '.join(given)})"
+    if torch.is_grad_enabled() and trainer._entropy_bonus_enabled:
+        return "the entropy bonus needs the entropy's gradient"
+    tokens = mask.bool()
+    prompts, completions = tokens[:, :-length], tokens[:, -length:]
+    if bool((prompts[:, :-1] & ~prompts[:, 1:]).any() | (~completions[:, :-1] & completions[:, 1:]).any()):
+        return "there is padding amid a prompt or a completion"
+    return ""
+
+
+def _sequences_are_split(trainer: Any) -> bool:
+    found = getattr(trainer.accelerator, "parallelism_config", None)
+    return any(getattr(found, f"{kind}_enabled", False) for kind in ("cp", "sp", "tp"))
+
+
+def _on_devices(trainer: Any, model: Any) -> int:
+    return len(set((getattr(plain_model(trainer, model), "hf_device_map", None) or {}).values()))
+
+
+def _adds_tokens(trainer: Any) -> bool:
+    adapters = getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", {})
+    return any(getattr(each, "is_prompt_learning", False) for each in adapters.values())

@@ -16,12 +16,12 @@ from klamp.core.masking import masked_sum
 from klamp.core.term import Gate, Placement, carries_kl
 from klamp.diagnostics.statistics import repeated_pairs, reward_length_correlation
 from klamp.errors import KLWarning
+from klamp.hosts.common.coefficient import batch_of
 from klamp.hosts.common.control import beta_metrics, held_kl
-from klamp.hosts.common.loss import batch_of
 from klamp.hosts.common.rollout import Generation
 from klamp.hosts.common.step_zero import STEP_ZERO_KL, likely_reasons, step_zero_text
 from klamp.hosts.trl.exact import exact_kl_of
-from klamp.hosts.trl.refusals import reward_scale
+from klamp.hosts.trl.grpo_config import reward_scale
 from klamp.hosts.trl.session import Scoring
 
 

@@ -1,10 +1,13 @@
-"""What klamp remembers about a TRL trainer between the trainer's calls."""
+"""What klamp remembers about a TRL trainer between the trainer's calls, and its part of a checkpoint."""
 
 from __future__ import annotations
 
+import json
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,8 +15,8 @@ from torch import Tensor
 
 from klamp.config import KLConfig
 from klamp.core.term import KLTerm
-from klamp.errors import UnsupportedVersion
-from klamp.hosts.common.control import KLControl
+from klamp.errors import KLWarning, UnsupportedVersion
+from klamp.hosts.common.control import KLControl, read_state
 from klamp.hosts.common.window import Window
 from klamp.hosts.trl.fast_batches import Cut, Scores
 from klamp.hosts.trl.fast_scoring import FastScoring
@@ -137,3 +140,39 @@ def only_scoring(seen: list[Scoring]) -> Scoring:
             fix="use a TRL in the declared range, and no subclass that scores the policy elsewhere",
         )
     return seen[0]
+
+
+STATE = "klamp_state.json"
+"""klamp's part of a checkpoint: the controller of beta and the frozen reference length."""
+
+
+def save_state(trainer: Any, trial: Any) -> None:
+    """Write klamp's state beside the trainer's own, on the process that saves."""
+    control = trainer._klamp.control
+    if control is not None and trainer.args.should_save:
+        folder = Path(trainer._get_output_dir(trial=trial)) / f"checkpoint-{trainer.state.global_step}"
+        (folder / STATE).write_text(json.dumps(control.state_dict(), indent=2) + "\n", encoding="utf-8")
+
+
+def load_state(trainer: Any, folder: str | None) -> None:
+    """Continue from a checkpoint; where it has no state of klamp's, the controller starts anew, with a warning.
+
+    Raises:
+        RunFolderError, ConfigError: the state does not fit the configuration.
+    """
+    session = trainer._klamp
+    if folder is None:
+        return
+    session.resumed = True
+    if session.control is None:
+        return
+    path = Path(folder) / STATE
+    if path.exists():
+        session.control.load_state_dict(read_state(path))
+        return
+    warnings.warn(
+        f"The checkpoint {folder} holds no {STATE}: beta starts again from its configured value, and a reference "
+        "length that has to be measured cannot be.",
+        KLWarning,
+        stacklevel=2,
+    )

@@ -17,10 +17,10 @@ from torch import Tensor
 from klamp.config import KLConfig
 from klamp.errors import ConfigError, KLWarning
 from klamp.hosts.common.control import KLControl, read_state
-from klamp.hosts.verl import names
-from klamp.hosts.verl.columns import PER_ROW, Sampled, Settings, columns, for_all_rows
+from klamp.hosts.verl.batch_columns import PER_ROW, Sampled, Settings, columns, for_all_rows
+from klamp.hosts.verl.effective_in_verl import BASELINES, divides_by_std, price
+from klamp.hosts.verl.fields_in_verl import is_ours, loss_kl, needs_driver
 from klamp.hosts.verl.hooks import RewardController
-from klamp.hosts.verl.pricing import BASELINES, divides_by_std, price
 
 TRAINER = "verl.trainer.ppo.v1.trainer_base"
 STATE = "klamp_state.json"
@@ -130,11 +130,11 @@ class Driver:
 def _control(config: Any) -> KLControl | None:
     """The control of a KL that needs the driver; None where there is none."""
     actor, algorithm = config["actor_rollout_ref"]["actor"], config["algorithm"]
-    if not actor["use_kl_loss"] or not names.is_ours(actor["kl_loss_type"]):
+    if not actor["use_kl_loss"] or not is_ours(actor["kl_loss_type"]):
         return None
-    kl = names.loss_kl(actor["kl_loss_type"], float(actor["kl_loss_coef"]))
+    kl = loss_kl(actor["kl_loss_type"], float(actor["kl_loss_coef"]))
     _check_advantages(kl, algorithm)
-    return KLControl(kl) if names.needs_driver(kl) else None
+    return KLControl(kl) if needs_driver(kl) else None
 
 
 def _check_advantages(kl: KLConfig, algorithm: Any) -> None:

@@ -23,14 +23,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from klamp.core.gradients import masked_log_ratio
 from klamp.core.types import Batch
 from klamp.errors import ConfigError
+from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, KL_SCALE, REFERENCE_LENGTH, gated_penalty
 from klamp.hosts.common.control import KLControl, check_kl
-from klamp.hosts.common.loss import GATE_KL, KL_MASK, KL_SCALE, REFERENCE_LENGTH, gated_penalty
-from klamp.hosts.common.versions import check_installed, out_of_range
-from klamp.hosts.verl import names
-from klamp.hosts.verl.columns import BETA, PER_ROW, PER_TOKEN, RATE
+from klamp.hosts.common.versions import check_version, out_of_range
+from klamp.hosts.verl.batch_columns import BETA, PER_ROW, PER_TOKEN, RATE
+from klamp.hosts.verl.fields_in_verl import controlled, is_ours, loss_kl, needs_driver, needs_policy_loss, reward_kl
 
-NEEDED = "verl>=0.8,<0.10"
-WHY = "the KL enters where verl looks up the name of its own, which changes from version to version"
 LOSSES, ALGORITHMS = "verl.workers.utils.losses", "verl.trainer.ppo.core_algos"
 ARGUMENTS = ("logprob", "ref_logprob", "kl_penalty")
 """The arguments of verl's `kl_penalty`."""
@@ -62,15 +60,6 @@ class _Notes:
 _notes = _Notes()
 
 
-def check_version() -> str:
-    """The installed version of verl.
-
-    Raises:
-        UnsupportedVersion: verl is missing, or outside the declared range.
-    """
-    return check_installed(NEEDED, by="klamp.verl", why=WHY)
-
-
 def register() -> None:
     """Make klamp's KL known to verl in this process: in its losses, its reward, its controllers.
 
@@ -90,7 +79,7 @@ def register() -> None:
 
     Source: verl's documentation of `register_policy_loss` and `VERL_USE_EXTERNAL_MODULES`
     """
-    installed = check_version()
+    installed = check_version("verl")
     algorithms: Any = importlib.import_module(ALGORITHMS)
     losses: Any = importlib.import_module(LOSSES)
     if "klamp" in algorithms.POLICY_LOSS_REGISTRY:
@@ -98,7 +87,7 @@ def register() -> None:
     found = tuple(inspect.signature(algorithms.kl_penalty).parameters)
     if found != ARGUMENTS or losses.kl_penalty is not algorithms.kl_penalty:
         got = f"verl {installed}, whose kl_penalty takes {', '.join(found)}"
-        raise out_of_range(NEEDED, by="klamp.verl", got=got, why=WHY)
+        raise out_of_range("verl", got=got)
     losses.kl_penalty = _by_name(losses.kl_penalty, penalty_in_loss)
     algorithms.kl_penalty = _by_name(algorithms.kl_penalty, penalty_in_reward)
     algorithms.get_kl_controller = _controller_by_name(algorithms.get_kl_controller)
@@ -116,9 +105,9 @@ def penalty_in_loss(logprob: Tensor, ref_logprob: Tensor, name: str) -> Tensor:
     Raises:
         ConfigError: a name that cannot be read, or one that needs the mask where no policy loss of klamp's ran.
     """
-    kl, note, columns = names.loss_kl(name), _notes.take(logprob), _notes.columns
+    kl, note, columns = loss_kl(name), _notes.take(logprob), _notes.columns
     term = kl.build_term()
-    if names.needs_driver(kl) and BETA not in columns:
+    if needs_driver(kl) and BETA not in columns:
         raise ConfigError(
             "this KL needs klamp's part in verl's trainer",
             got=f"kl_loss_type={name!r}, and a batch without {BETA}",
@@ -128,7 +117,7 @@ def penalty_in_loss(logprob: Tensor, ref_logprob: Tensor, name: str) -> Tensor:
         )
     if term.placement != "loss":
         return torch.zeros_like(logprob)
-    if note is None and (names.needs_policy_loss(term) or columns):
+    if note is None and (needs_policy_loss(term) or columns):
         raise ConfigError(
             "this KL needs klamp's policy loss",
             got=f"kl_loss_type={name!r}",
@@ -157,7 +146,7 @@ def penalty_in_reward(logprob: Tensor, ref_logprob: Tensor, name: str) -> Tensor
     Raises:
         ConfigError: a name that cannot be read, or that asks for anything but k1; log-probabilities with a gradient.
     """
-    bound = names.reward_kl(name).kl_max_log_ratio
+    bound = reward_kl(name).kl_max_log_ratio
     if logprob.requires_grad:
         raise ConfigError(
             "klamp's KL in the reward was asked for a gradient",
@@ -183,7 +172,7 @@ class RewardController:
     """
 
     def __init__(self, name: str, kl_ctrl: Any) -> None:
-        kl = names.controlled(name, beta=kl_ctrl.kl_coef, target_kl=kl_ctrl.target_kl)
+        kl = controlled(name, beta=kl_ctrl.kl_coef, target_kl=kl_ctrl.target_kl)
         self.control = KLControl(kl)
 
     @property
@@ -203,7 +192,7 @@ class RewardController:
 
 def _by_name(original: Penalty, ours: Penalty) -> Penalty:
     def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
-        chosen = ours if names.is_ours(kl_penalty) else original
+        chosen = ours if is_ours(kl_penalty) else original
         return chosen(logprob, ref_logprob, kl_penalty)
 
     return kl_penalty
@@ -211,7 +200,7 @@ def _by_name(original: Penalty, ours: Penalty) -> Penalty:
 
 def _controller_by_name(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def get_kl_controller(kl_ctrl: Any) -> Any:
-        ours = names.is_ours(kl_ctrl.type)
+        ours = is_ours(kl_ctrl.type)
         return RewardController(kl_ctrl.type, kl_ctrl) if ours else original(kl_ctrl)
 
     return get_kl_controller

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from klamp.core.objective import Objective, grpo_loss
-from klamp.hosts.common.loss import GATE_KL, KL_MASK, REFERENCE_LENGTH, loss_mask
+from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, REFERENCE_LENGTH, loss_mask
 from klamp.scoring.completions import Completions
 from klamp.scoring.scores import Scores
 from klamp.training.context import Context

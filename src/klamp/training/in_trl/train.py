@@ -14,9 +14,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from klamp.hosts.trl.versions import check_version
+from klamp.hosts.common.versions import check_version
 
-check_version()
+check_version("trl")
 
 import torch  # noqa: E402  (the version is checked before TRL is opened up)
 from accelerate import Accelerator  # noqa: E402
@@ -24,8 +24,8 @@ from accelerate import Accelerator  # noqa: E402
 from klamp.config import build_objective  # noqa: E402
 from klamp.errors import ConfigError, KLWarning, MissingLibrary  # noqa: E402
 from klamp.hosts.common.exclusions import excluded_ids  # noqa: E402
-from klamp.hosts.common.packing import pack_nothing  # noqa: E402
-from klamp.hosts.trl.config import GRPOConfig  # noqa: E402
+from klamp.hosts.common.sampler_weights import pack_nothing  # noqa: E402
+from klamp.hosts.trl.grpo_config import GRPOConfig  # noqa: E402
 from klamp.tasks.prompts import chat_cautions  # noqa: E402
 from klamp.training.config import TrainConfig  # noqa: E402
 from klamp.training.context import Context  # noqa: E402

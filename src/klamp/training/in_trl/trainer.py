@@ -18,7 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from klamp.core.advantages import group_advantages
 from klamp.errors import UnsupportedVersion
-from klamp.hosts.trl.trainer import GRPOTrainer
+from klamp.hosts.trl.grpo_trainer import GRPOTrainer
 from klamp.training.checkpoint import SEAL, UNWRITABLE, seal
 from klamp.training.config import TrainConfig
 from klamp.training.folders import checkpoint_folders, lost

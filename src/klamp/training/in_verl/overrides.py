@@ -9,8 +9,7 @@ from typing import Any
 from klamp.config import KLConfig, LossConfig
 from klamp.config.loss import LOSS_TYPES
 from klamp.core.types import Reduction
-from klamp.hosts.verl.hydra import written
-from klamp.hosts.verl.overrides import ACTOR, overrides
+from klamp.hosts.verl.fields_in_verl import ACTOR, overrides, written
 from klamp.tasks.base_model import BaseModelConfig, base_model_folder
 from klamp.tasks.named_models import NAMED_MODELS, named_model_folder
 from klamp.training.config import OptimConfig, TrainConfig

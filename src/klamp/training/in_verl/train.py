@@ -17,7 +17,7 @@ from torch import nn
 from klamp.config import build_objective
 from klamp.errors import MissingLibrary, UnsupportedVersion
 from klamp.hosts.common.exclusions import excluded_ids
-from klamp.hosts.verl.hooks import check_version
+from klamp.hosts.common.versions import check_version
 from klamp.tasks.prompts import chat_cautions
 from klamp.training.config import TrainConfig
 from klamp.training.context import Context
@@ -94,7 +94,7 @@ def check_verl() -> None:
         MissingLibrary, UnsupportedVersion: with the environment to make.
     """
     try:
-        check_version()
+        check_version("verl")
     except UnsupportedVersion as error:
         missing = isinstance(error, MissingLibrary)
         raise type(error)(

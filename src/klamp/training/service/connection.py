@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from klamp.errors import ConfigError, KlampError, ModelError, without_credentials
-from klamp.hosts.tinker.versions import load_tinker
+from klamp.hosts.common.versions import load_tinker
 
 HOSTED = "the hosted service"
 GOODBYE = 5.0

@@ -5,6 +5,6 @@ from __future__ import annotations
 
 def keep_weights() -> None:
     """Keep vLLM from packing weights, on any processor: it drops the originals, and new ones could not be loaded."""
-    from klamp.hosts.common.packing import pack_nothing
+    from klamp.hosts.common.sampler_weights import pack_nothing
 
     pack_nothing()

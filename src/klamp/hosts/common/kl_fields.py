@@ -1,0 +1,134 @@
+"""klamp's options as fields of a host's arguments, each unset by default.
+
+None means untouched. A host whose KL fields are all untouched keeps its own KL; one that is set, whichever it is,
+replaces it by klamp's term, in which every other untouched field has klamp's default. `beta` is the host's own field
+and says nothing about whose term it is; `kl_coef`, `kl_penalty` and `kl_beta` are other names of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
+
+from klamp._field_texts import field_texts
+from klamp.config import KLConfig
+from klamp.config.kl import ALIASES
+from klamp.config.rules import check_beta
+from klamp.errors import ConfigError, KLWarning, Refusal
+
+
+def _field(name: str, kind: Any, text: str) -> tuple[str, Any, Any]:
+    """A field of a host's arguments that is unset; JSON has no tuples, and so takes lists."""
+    if get_origin(kind) is tuple:
+        kind = list[float] if float in get_args(kind) else list[str]
+    return name, kind | None, dataclasses.field(default=None, metadata={"help": text.replace("%", "%%")})
+
+
+def _fields() -> list[tuple[str, Any, Any]]:
+    """The other names of beta, and the fields of `KLConfig` but beta; the help is where a host looks for it."""
+    kinds, texts = get_type_hints(KLConfig), field_texts(KLConfig)
+    unset = "Unset: {!r}, or the host's own KL if no KL field is set."
+    return [_field(name, float, f"Another name of {of}.") for name, of in ALIASES.items()] + [
+        _field(each.name, kinds[each.name], f"{texts[each.name]} {unset.format(each.default)}")
+        for each in dataclasses.fields(KLConfig)
+        if each.name != "beta"
+    ]
+
+
+if TYPE_CHECKING:
+
+    class KLFields:
+        """The fields of `klamp.KLConfig` but `beta`, for a host's arguments; see there for what each does."""
+
+        def __init__(self, *args: Any, **options: Any) -> None: ...
+        def __getattr__(self, name: str) -> Any: ...
+else:
+    KLFields = dataclasses.make_dataclass("KLFields", _fields(), namespace={"__module__": __name__})
+
+
+def settle_fields(args: Any) -> None:
+    """Bring a host's arguments into one form: aliases into `beta`, tuples into lists (which JSON can hold).
+
+    Raises:
+        ConfigError: `beta` given under two names with different values, or negative, or not finite.
+    """
+    given = {name: getattr(args, name) for name in ALIASES if getattr(args, name, None) is not None}
+    if args.beta:
+        given["beta"] = args.beta
+    if len(set(given.values())) > 1:
+        raise ConfigError(
+            "beta is given twice, with different values",
+            got=", ".join(f"{name}={value}" for name, value in given.items()),
+            why=f"{', '.join(ALIASES)} are other names of beta",
+            fix="keep one",
+        )
+    args.beta = next(iter(given.values()), args.beta)
+    if isinstance(args.beta, (int, float)):
+        check_beta(args.beta)
+    for name in ALIASES:
+        setattr(args, name, None)
+    for name, value in touched(args).items():
+        if isinstance(value, tuple):
+            setattr(args, name, list(value))
+
+
+def touched(args: Any) -> dict[str, Any]:
+    """The KL fields (`beta` is none of them) that a host's arguments set."""
+    names = [field.name for field in dataclasses.fields(KLConfig) if field.name != "beta"]
+    return {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
+
+
+def kl_config(args: Any) -> KLConfig | None:
+    """The KL configuration that a host's arguments describe; None where they leave the host's own KL alone.
+
+    Raises:
+        ConfigError: a combination that `KLConfig` refuses.
+    """
+    given = touched(args)
+    if not given:
+        return None
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    return KLConfig(beta=args.beta, **given)
+
+
+def host_refusals(kl: KLConfig, host: str) -> list[Refusal]:
+    """What no host of this kind can do."""
+    return [
+        Refusal(
+            kl.kl_early_stop is not None,
+            f"kl_early_stop cannot be honoured by {host}",
+            why="its loop takes the optimizer step itself and offers no way to leave it out; a loss of 0 in its place "
+            "would still move the weights by momentum and weight decay",
+            fix="leave kl_early_stop unset, and lower num_iterations or the learning rate; klamp train has it",
+        ),
+        Refusal(
+            kl.reference == "remote",
+            f"reference='remote' cannot be honoured by {host}",
+            why="it scores the reference with a model of its own process",
+            fix="pass a model as ref_model, or use klamp train",
+        ),
+        Refusal(
+            kl.reference_device is not None,
+            f"reference_device cannot be honoured by {host}",
+            why="its own preparation puts the reference on the device of the process",
+            fix="leave reference_device unset; reference_dtype makes the reference smaller",
+        ),
+        Refusal(
+            kl.reference_share < 1,
+            f"reference_share={kl.reference_share:g} cannot be honoured by {host}",
+            why="it scores every completion with the reference in one call, so that nothing would be saved",
+            fix="leave reference_share unset; klamp train has it",
+        ),
+    ]
+
+
+def warn_without_kl(kl: KLConfig) -> None:
+    """Say so when KL fields are set and there is no KL term because beta is 0."""
+    if not kl.needs_reference:
+        warnings.warn(
+            "KL fields are set and beta is 0 (the host's default): there is no KL term and no reference is loaded. "
+            "Set beta (0.001 to 0.05 is usual), or kl_monitor=True to log the KL without a term.",
+            KLWarning,
+            stacklevel=4,
+        )

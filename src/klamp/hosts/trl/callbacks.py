@@ -1,0 +1,214 @@
+"""What klamp hangs into the loop of transformers: the alarms, kl_lr_guard, and a shorter line on the console."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+
+from klamp.diagnostics.doctor import ALARMS_FILE, AlarmWatch, Finding
+from klamp.diagnostics.history import Settings
+from klamp.diagnostics.metrics import METRICS
+from klamp.diagnostics.names import evaluations, settings_of, translate
+from klamp.errors import KLWarning
+from klamp.hosts.common.kl_fields import kl_config
+
+
+class DoctorCallback(TrainerCallback):
+    """Looks at the log of a TRL trainer with every alarm of `klamp doctor`, while the run goes on.
+
+    Give it to `klamp.trl.GRPOTrainer` or to TRL's own: `callbacks=[DoctorCallback(stop_on=["reward-collapse"])]`. An
+    alarm is a `KLWarning`, once, and a line of `alarms.jsonl` in output_dir; notes are only written. The thresholds
+    count logged rows: log every step (`logging_steps=1`, GRPOConfig's default is 10).
+
+    Args:
+        stop_on: names of alarms that end the run: a checkpoint is saved, and `train()` returns.
+        other_reference: whether the reference is another model than the one that training starts from;
+            `klamp.trl.GRPOTrainer` says so itself where it is given a ref_model.
+
+    Attributes:
+        findings: every alarm and note that rose, the first first.
+        stopped_by: the alarm of stop_on that ended the run; None: none did.
+
+    Raises:
+        UnknownNameError: stop_on has a name that no alarm has.
+    """
+
+    def __init__(self, stop_on: Sequence[str] = (), *, other_reference: bool = False) -> None:
+        self.watch = AlarmWatch(Settings(), stop_on=_names(stop_on))
+        self.other_reference = other_reference
+        self.findings: list[Finding] = []
+
+    @property
+    def stopped_by(self) -> Finding | None:
+        """The alarm of stop_on that ended the run."""
+        return self.watch.stopped_by
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Take up the settings; a run that is continued is read from its log, and what was told is not told again."""
+        settings = settings_of_arguments(args, other_reference=self.other_reference)
+        self.watch = AlarmWatch(settings, stop_on=self.watch.stop_on)
+        self.findings = []
+        for row in state.log_history:
+            self._look(int(row.get("step", 0)), row)
+        self.watch.stopped_by = None
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Look at a logged row; warn of what is new, and stop the run where it was asked for."""
+        if not logs or "train_runtime" in logs:  # the last row sums up the run
+            return
+        for finding in self._look(state.global_step, logs):
+            if state.is_world_process_zero:
+                _write(Path(str(args.output_dir)) / ALARMS_FILE, finding)
+                if finding.alarm.level == "alarm":
+                    warnings.warn(_told(finding), KLWarning, stacklevel=2)
+        if self.stopped_by is not None and not control.should_training_stop:
+            control.should_training_stop = control.should_save = True
+            if state.is_world_process_zero:
+                name = self.stopped_by.alarm.name
+                warnings.warn(
+                    f"training stops after step {state.global_step}: stop_on names {name}", KLWarning, stacklevel=2
+                )
+
+    def _look(self, step: int, logs: Mapping[str, Any]) -> list[Finding]:
+        scores, metrics = evaluations(logs), translate(logs)
+        found = self.watch.evaluation(step, scores) if scores else []
+        if metrics and not any(name.startswith("eval_") for name in logs):
+            found = [*found, *self.watch.step(step, metrics)]
+        self.findings += found
+        return found
+
+
+def _names(stop_on: Sequence[str]) -> tuple[str, ...]:
+    return (stop_on,) if isinstance(stop_on, str) else tuple(stop_on)
+
+
+def settings_of_arguments(args: Any, *, other_reference: bool = False) -> Settings:
+    """What the alarms need of a GRPOConfig, TRL's or klamp's.
+
+    Args:
+        args: the trainer's arguments.
+        other_reference: whether the reference is another model than the one that training starts from.
+    """
+    given = asdict(args) if is_dataclass(args) and not isinstance(args, type) else vars(args)
+    batch, group = (getattr(args, name, None) for name in ("generation_batch_size", "num_generations"))
+    prompts = batch // group if batch and group else None
+    settings = replace(settings_of(given, set()), other_reference=other_reference, prompts=prompts)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", KLWarning)  # said when the arguments were made
+        kl = kl_config(args)
+    moving = bool(getattr(args, "sync_ref_model", False))
+    if kl is None:
+        return replace(settings, moving_reference=moving)
+    return replace(
+        settings,
+        beta=kl.beta,
+        target_kl=kl.target_kl,
+        moving_reference=moving or kl.reference in ("ema", "periodic"),
+        kl_in_reward=kl.kl_placement != "loss",
+    )
+
+
+def _told(finding: Finding) -> str:
+    return f"{finding.in_a_line}. {finding.alarm.means} Next step: {finding.alarm.next_step}"
+
+
+def _write(file: Path, finding: Finding) -> None:
+    """Append a finding to a run's list of alarms."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps(finding.record) + "\n")
+
+
+class LearningRateGuard(TrainerCallback):
+    """Scales the learning rate of each optimizer step, and puts it back before the scheduler looks at it.
+
+    Args:
+        factor: what the rate of the coming step is multiplied by, in (0, 1].
+    """
+
+    def __init__(self, factor: Callable[[], float]) -> None:
+        self.factor = factor
+        self.rates: list[float] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Lower the rate."""
+        groups, factor = kwargs["optimizer"].param_groups, self.factor()
+        self.rates = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = group["lr"] * factor
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Put it back."""
+        for group, rate in zip(kwargs["optimizer"].param_groups, self.rates, strict=True):
+            group["lr"] = rate
+
+
+SHOWN = ("kl/k1", "kl/k3", "kl/exact", "kl/k3_sequence", "kl/over_budget")
+"""The KL per token by each estimator, that of a whole completion, and how often it is past its budget."""
+BOUNDS = ("kl/log_ratio_clamped", "kl/k3_saturated", "kl/host_clamped", "kl/weights_truncated")
+"""Shares of tokens at which a bound binds: shown where one does."""
+GUARD = "kl/lr_factor"
+"""Shown where it lowers the learning rate."""
+
+
+def shown(logs: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """A logged row as the console prints it; whatever is no KL of klamp's stays.
+
+    Args:
+        logs: name -> value, the names of an evaluation with `eval_` in front; None: nothing was logged.
+    """
+    return None if logs is None else {name: value for name, value in logs.items() if _is_shown(name, value)}
+
+
+def _is_shown(name: str, value: Any) -> bool:
+    bare = name.removeprefix("eval_")
+    if not bare.startswith("kl/") or bare not in METRICS or bare in SHOWN:
+        return True
+    return (bare in BOUNDS and value != 0) or (bare == GUARD and value != 1)
+
+
+class _Short:
+    """A printer of logs, without the KLs that nobody reads there."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Print a logged row."""
+        super().on_log(args, state, control, logs=shown(logs), **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class ShortPrinter(_Short, PrinterCallback):
+    """transformers' printer."""
+
+
+class ShortProgress(_Short, ProgressCallback):
+    """transformers' progress bar, with a logged row above it."""
+
+
+SHORT: Mapping[type, type] = {PrinterCallback: ShortPrinter, ProgressCallback: ShortProgress}
+
+
+def shorten_console(trainer: Any) -> None:
+    """Let the console of a trainer print the KLs that one looks at; a printer of the user's own is left as it is."""
+    for callback in trainer.callback_handler.callbacks:
+        callback.__class__ = SHORT.get(type(callback), type(callback))

@@ -1,0 +1,213 @@
+"""`trl.GRPOConfig` with klamp's fields, and what of them TRL cannot honour: each with the reason and the way out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import trl
+
+from klamp.config import TRL_LOSS_TYPES, KLConfig
+from klamp.errors import ConfigError, Refusal, check_name, refuse
+from klamp.hosts.common.exclusions import excluded_ids
+from klamp.hosts.common.kl_fields import KLFields, host_refusals, kl_config, settle_fields, warn_without_kl
+
+
+@dataclass
+class GRPOConfig(KLFields, trl.GRPOConfig):
+    """`trl.GRPOConfig` with every field of `klamp.KLConfig`.
+
+    All of TRL's fields and defaults stay, `beta=0.0` included. klamp's fields are None until they are set. While all
+    are None, the loss is TRL's own, KL included; once one is set (whichever, `beta` and its other names aside), TRL's
+    KL is replaced by klamp's term, in which the fields that are still None have klamp's defaults.
+
+    Raises:
+        UnknownNameError, ConfigError: a choice that klamp refuses, or that cannot work in TRL; with the reason.
+    """
+
+    exact_kl_completions: int | None = field(
+        default=None,
+        metadata={
+            "help": "Completions per group whose exact KL is measured, besides k1 and k3 of all. Unset: 1 where a KL "
+            "field is set, else 0; with kl_estimator=exact always all. Changes no loss."
+        },
+    )
+
+    fast_scoring: bool | str = field(
+        default=False,
+        metadata={
+            "help": "Score completions by klamp: each distinct prompt is run once, padding never reaches the output "
+            "head, logits are never held. The numbers are TRL's up to rounding; where it cannot be done, that is said "
+            "once and TRL's own scoring is used. 'require' refuses instead."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        refuse_classes()
+        if not isinstance(self.fast_scoring, bool):
+            check_name("fast_scoring", self.fast_scoring, ("require",))
+        settle_fields(self)
+        kl = self.kl_config()
+        if kl is not None:
+            warn_without_kl(kl)
+            settle_reference(kl, self)
+            check_arguments(kl, self)
+        super().__post_init__()
+
+    def kl_config(self) -> KLConfig | None:
+        """The KL term that these arguments describe; None while TRL's own is left alone."""
+        return kl_config(self)
+
+
+def check_arguments(kl: KLConfig, args: Any) -> None:
+    """Refuse combinations that TRL's arguments make impossible.
+
+    Raises:
+        UnknownNameError: a loss type that klamp does not know; names the nearest.
+        ConfigError: with the reason.
+    """
+    check_name("loss_type", args.loss_type, TRL_LOSS_TYPES)
+    refuse([*host_refusals(kl, "TRL"), *placement_refusals(kl, args), *_loss(kl, args)])
+
+
+def settle_reference(kl: KLConfig, args: Any) -> None:
+    """Write a moving reference into TRL's arguments, where it is called `sync_ref_model`."""
+    if kl.reference in ("ema", "periodic"):
+        averaged = kl.reference == "ema"
+        args.sync_ref_model = True
+        args.ref_model_mixup_alpha = 1 - kl.reference_decay if averaged else 1.0
+        args.ref_model_sync_steps = 1 if averaged else kl.reference_reset_steps
+
+
+def reward_scale(args: Any) -> str:
+    """What TRL divides advantages by the standard deviation of: group, batch or none."""
+    return {True: "group", False: "none"}.get(args.scale_rewards) or str(args.scale_rewards)
+
+
+def placement_refusals(kl: KLConfig, args: Any) -> list[Refusal]:
+    """Refusals of a KL in the reward or advantage beside options that undo it."""
+    used = kl.beta > 0 or kl.controller_name != "fixed"
+    in_reward, in_advantage = used and kl.kl_placement == "reward", used and kl.kl_placement == "advantage"
+    scale = reward_scale(args)
+    return [
+        Refusal(
+            in_reward and scale != "none",
+            f"kl_placement='reward' cannot be combined with scale_rewards={scale!r}",
+            why="in a group whose rewards are all equal the division by the standard deviation cancels beta: the "
+            "update is the same for every beta > 0",
+            fix="set scale_rewards='none', or kl_placement='advantage' (the KL enters after the division)",
+        ),
+        Refusal(
+            in_reward and getattr(args, "multi_objective_aggregation", "") == "normalize_then_sum",
+            "kl_placement='reward' cannot be combined with multi_objective_aggregation='normalize_then_sum'",
+            why="the advantages are then divided by standard deviations, which cancels beta in a group of equal "
+            "rewards",
+            fix="set multi_objective_aggregation='sum_then_normalize', or kl_placement='advantage'",
+        ),
+        Refusal(
+            in_advantage and args.off_policy_mask_threshold is not None,
+            "kl_placement='advantage' cannot be combined with off_policy_mask_threshold",
+            why="the mask keeps or drops a whole completion by the sign of its advantage, and the KL gives every "
+            "token one of its own",
+            fix="leave off_policy_mask_threshold unset, or set kl_placement='loss'",
+        ),
+        Refusal(
+            in_advantage and args.loss_type == "vespo",
+            "kl_placement='advantage' cannot be combined with loss_type='vespo'",
+            why="vespo weighs a whole completion by the sign of its advantage, and the KL gives every token one of "
+            "its own",
+            fix="use another loss_type, or kl_placement='loss'",
+        ),
+    ]
+
+
+def _loss(kl: KLConfig, args: Any) -> list[Refusal]:
+    own = TRL_LOSS_TYPES[args.loss_type]
+    return [
+        Refusal(
+            kl.kl_normalizer not in (None, own),
+            f"kl_normalizer={kl.kl_normalizer!r} cannot be honoured with loss_type={args.loss_type!r}",
+            why="TRL's own line normalises policy loss and KL together"
+            + (f": {own}" if own else ", here by the tokens of each micro-batch"),
+            fix="leave kl_normalizer unset, or choose the loss_type that normalises so",
+        ),
+        Refusal(
+            getattr(args, "use_liger_loss", False) or (args.use_liger_kernel and liger_bypasses()),
+            "Liger's fused loss cannot carry klamp's KL",
+            why="TRL below 1.14 hands the whole loss, KL included, to a fused kernel that never looks at klamp's term",
+            fix="set use_liger_kernel=False, or use trl>=1.14, where it only swaps layers",
+        ),
+    ]
+
+
+def liger_bypasses() -> bool:
+    """Whether the installed TRL computes its loss in Liger's kernel when `use_liger_kernel` is set."""
+    return hasattr(trl.GRPOTrainer, "compute_liger_loss")
+
+
+def check_trainer(kl: KLConfig, trainer: Any, *, peft: bool, own: bool) -> None:
+    """Refuse what can only be seen once the trainer is built.
+
+    Args:
+        kl: the KL.
+        trainer: built.
+        peft: whether the policy has an adapter.
+        own: whether the reference is a model that klamp brings.
+
+    Raises:
+        ConfigError: with the reason; an excluded token that the tokenizer does not have.
+    """
+    rows: list[Refusal] = [
+        Refusal(
+            kl.reference == "adapter_off" and not peft,
+            "reference='adapter_off' needs a model with a PEFT adapter",
+            why="without an adapter there is nothing to switch off",
+            fix="pass peft_config, or leave reference unset",
+        ),
+        Refusal(
+            kl.reference == "adapter_off" and own,
+            "reference='adapter_off' cannot be combined with ref_model",
+            why="the reference is either the policy without its adapter, or the model that is passed",
+            fix="leave one of the two out",
+        ),
+        Refusal(
+            kl.reference_dtype is not None and peft and not own,
+            "reference_dtype cannot be honoured with an adapter",
+            why="the reference is the policy itself with its adapter off, in the policy's data type",
+            fix="leave reference_dtype unset, or pass ref_model",
+        ),
+        Refusal(
+            trainer.args.sync_ref_model and peft,
+            "a reference that follows the policy cannot be combined with a PEFT adapter",
+            why="TRL moves the reference's weights towards the policy's one by one, and an adapter is not among them",
+            fix="leave reference and sync_ref_model unset",
+        ),
+    ]
+    refuse(rows)
+    excluded_ids(kl.kl_exclude_tokens, trainer._tokenizer)
+
+
+UNSLOTH = "_UnslothGRPOTrainer"
+"""The class that Unsloth derives from nothing of TRL's."""
+
+
+def host_class(cls: type) -> type | None:
+    """The GRPO trainer of Unsloth among a class and its bases; None where there is none."""
+    return next((c for c in cls.__mro__ if c.__name__ == UNSLOTH), None)
+
+
+def refuse_classes() -> None:
+    """Refuse klamp's own config and trainer classes while TRL's are Unsloth's.
+
+    Raises:
+        ConfigError: Unsloth has put its own classes in the place of TRL's.
+    """
+    if host_class(trl.GRPOTrainer) is not None:
+        raise ConfigError(
+            "klamp.trl.GRPOConfig and klamp.trl.GRPOTrainer cannot be used once Unsloth has patched TRL",
+            got=f"trl.GRPOTrainer is {trl.GRPOTrainer.__name__}",
+            why="Unsloth's trainer never calls the TRL method that a subclass of TRL's overrides, so the KL would be "
+            "missing; and a subclass of its config would bring back TRL's defaults in place of Unsloth's",
+            fix="build trl.GRPOConfig and trl.GRPOTrainer as Unsloth patched them, and then "
+            "klamp.trl.attach(trainer, KLConfig(...))",
+        )

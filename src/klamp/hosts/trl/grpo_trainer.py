@@ -1,0 +1,196 @@
+"""klamp's GRPOTrainer, and the function that gives klamp's KL to a trainer that exists already."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import trl
+from trl.trainer import grpo_trainer
+
+from klamp.config import KLConfig
+from klamp.errors import ConfigError, KLWarning
+from klamp.hosts.common.control import NEVER_ZERO
+from klamp.hosts.common.kl_fields import kl_config, warn_without_kl
+from klamp.hosts.common.policy_folder import policy_folder
+from klamp.hosts.trl import fast_scoring, sampler_watch
+from klamp.hosts.trl.callbacks import DoctorCallback, LearningRateGuard, shorten_console
+from klamp.hosts.trl.exact import check_exact, why_not_exact
+from klamp.hosts.trl.grpo_config import check_arguments, check_trainer, refuse_classes, settle_reference
+from klamp.hosts.trl.hooks import KLMixin
+from klamp.hosts.trl.reference import follow_policy, fresh_copy, install_reference, own_reference
+from klamp.hosts.trl.session import Session
+
+
+class GRPOTrainer(KLMixin, trl.GRPOTrainer):
+    """`trl.GRPOTrainer` with klamp's KL; takes the same arguments, and `ref_model`.
+
+    With a stock `trl.GRPOConfig`, or with no KL field set, loss and gradients are TRL's own; klamp's metrics are logged
+    where there is a KL.
+
+    Args:
+        model: as in TRL, or the folder of a checkpoint of klamp train. One that lives in memory only is copied for the
+            reference, where TRL would load it again from a path that does not exist.
+        reward_funcs: as in TRL.
+        args: `klamp.trl.GRPOConfig` (or TRL's own).
+        positional: TRL's further arguments.
+        ref_model: the reference: a model, or a name or folder to load; None: TRL's own choice. It is frozen, and
+            prepared as TRL prepares its own.
+        options: TRL's further arguments by name.
+
+    Raises:
+        ConfigError: a KL option that cannot work in TRL, or a vLLM in this process that packs its weights (on a CPU);
+            with the reason.
+        ModelError: the reference is the policy itself.
+        UnsupportedVersion: while training: TRL's loss does not take the KL where klamp puts it.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: Any = None,
+        *positional: Any,
+        ref_model: Any = None,
+        **options: Any,
+    ) -> None:
+        refuse_classes()
+        model, ref_model = (policy_folder(each) if isinstance(each, str) else each for each in (model, ref_model))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", KLWarning)  # said when the arguments were made
+            kl = None if args is None else kl_config(args)
+        peft = options.get("peft_config") is not None or hasattr(model, "peft_config")
+        wanted = args is not None and (args.beta != 0 if kl is None else kl.needs_reference)
+        if ref_model is not None and not wanted:
+            warnings.warn("ref_model is passed and beta is 0: it is not used.", KLWarning, stacklevel=2)
+        own = own_reference(model, ref_model, args, peft=peft) if wanted else None
+        self._klamp = Session.of(kl, max_length=1)
+        with _built_with(args, reference=wanted and own is None):
+            super().__init__(model, reward_funcs, args, *positional, **options)
+        _join(self, kl, own, chosen=ref_model is not None)
+
+
+@contextmanager
+def _built_with(args: Any, *, reference: bool) -> Iterator[None]:
+    """A context for building a TRL trainer: beta has the value that makes TRL load a reference, or none."""
+    if args is None:
+        yield
+        return
+    before = args.beta, args.sync_ref_model
+    args.beta = (args.beta or NEVER_ZERO) if reference else 0.0
+    args.sync_ref_model = args.sync_ref_model and reference
+    try:
+        yield
+    finally:
+        args.beta, args.sync_ref_model = before
+
+
+def _join(trainer: Any, kl: KLConfig | None, own: Any, *, chosen: bool) -> None:
+    """Give a trainer its session, and the reference where klamp supplies one."""
+    sampler_watch.check_engine(trainer)
+    trainer._klamp = session = Session.of(kl, max_length=trainer.max_completion_length)
+    session.fast = fast_scoring.asked_for(trainer.args)
+    peft = hasattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config")
+    if kl is not None:
+        check_trainer(kl, trainer, peft=peft, own=own is not None)
+    trainer.beta = trainer.args.beta
+    if own is not None:
+        install_reference(trainer, own, dtype=None if kl is None else kl.reference_dtype)
+    elif kl is not None and kl.reference_dtype is not None and trainer.ref_model is not None:
+        trainer.ref_model.to(getattr(grpo_trainer.torch, kl.reference_dtype))
+    if trainer.ref_model is not None:
+        follow_policy(trainer)
+    session.expected_zero = session.starts_at_reference = not chosen
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, DoctorCallback):
+            callback.other_reference = callback.other_reference or chosen
+    session.reference = _described(trainer, peft=peft, copied=own is not None, chosen=chosen)
+    _choose_exact(trainer, kl)
+    fast_scoring.settle(trainer)
+    shorten_console(trainer)
+    if session.control is not None and session.control.kl.kl_lr_guard is not None:
+        trainer.add_callback(LearningRateGuard(partial(getattr, session.control, "rate_factor")))
+    trainer._refresh_beta()
+
+
+def _choose_exact(trainer: Any, kl: KLConfig | None) -> None:
+    """How many completions of a group have their exact KL measured: all if the loss needs it, else one."""
+    session, asked = trainer._klamp, getattr(trainer.args, "exact_kl_completions", None)
+    if kl is not None and kl.kl_estimator == "exact":
+        check_exact(trainer)
+        asked = trainer.num_generations
+    elif asked is None:
+        asked = 0 if kl is None else 1
+    measured = session.control is not None or trainer.beta != 0
+    session.exact_rows = 0 if not measured or why_not_exact(trainer) else min(asked, trainer.num_generations)
+    session.exact_everywhere = session.exact_rows == trainer.num_generations
+
+
+def _described(trainer: Any, *, peft: bool, copied: bool, chosen: bool) -> str:
+    if trainer.beta == 0:
+        return "none: beta is 0"
+    if trainer.ref_model is None:
+        kept = "ref" in getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", {})
+        return "a frozen copy of the starting adapter" if kept else "the policy with its adapter off"
+    loaded = f"loaded by {trainer._host}"
+    source = "the model passed as ref_model" if chosen else "a frozen copy in memory" if copied else loaded
+    if trainer.args.sync_ref_model:
+        share, steps = trainer.args.ref_model_mixup_alpha, trainer.args.ref_model_sync_steps
+        return f"{source}, moved by a share of {share:g} towards the policy every {steps} steps"
+    return source
+
+
+def attach_to_trl(trainer: Any, kl: KLConfig, *, ref_model: Any = None) -> Any:
+    """Give a trainer of TRL's own kind the KL of a configuration; see `klamp.trl.attach`."""
+    return attach_with(trainer, kl, ref_model=ref_model, check=check_arguments, hooks=lambda _: (KLMixin,))
+
+
+def attach_with(
+    trainer: Any,
+    kl: KLConfig,
+    *,
+    ref_model: Any,
+    check: Callable[[KLConfig, Any], None],
+    hooks: Callable[[Any], tuple[type, ...]],
+) -> Any:
+    """Give a trainer that is built already the KL of a configuration. Returns the trainer.
+
+    Args:
+        trainer: a `trl.GRPOTrainer`, or an instance of a subclass of it.
+        kl: the whole KL term.
+        ref_model: the reference, or None.
+        check: refuses what the trainer's arguments make impossible.
+        hooks: the classes that have to come before the trainer's own.
+
+    Raises:
+        ConfigError: no TRL trainer, one that has trained already, or an option that cannot work in it.
+    """
+    if not isinstance(trainer, trl.GRPOTrainer) or isinstance(trainer, KLMixin):
+        raise ConfigError(
+            "attach takes a trl.GRPOTrainer that klamp is not attached to yet",
+            got=" <- ".join(c.__name__ for c in type(trainer).__mro__[:3]),
+            why="the hooks are methods of that class",
+            fix="build a trl.GRPOTrainer (or a subclass), or set the fields of klamp.trl.GRPOConfig",
+        )
+    if trainer.state.global_step > 0:
+        raise ConfigError(
+            "attach must be called before train",
+            got=f"step {trainer.state.global_step}",
+            why="the copy of the policy that serves as reference would not be the starting policy",
+            fix="attach right after building the trainer",
+        )
+    peft = hasattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config")
+    args: Any = trainer.args
+    check(kl, args)
+    warn_without_kl(kl)
+    settle_reference(kl, args)
+    args.beta = kl.beta
+    own = ref_model
+    if own is None and kl.needs_reference and trainer.ref_model is None and not peft:
+        own = fresh_copy(trainer.accelerator.unwrap_model(trainer.model))
+    trainer.__class__ = type(f"KL{type(trainer).__name__}", (*hooks(trainer), type(trainer)), {})
+    _join(trainer, kl, own, chosen=ref_model is not None)
+    return trainer

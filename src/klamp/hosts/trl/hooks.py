@@ -1,0 +1,182 @@
+"""The methods of TRL's GRPOTrainer that klamp overrides, and no others.
+
+While TRL computes its loss, its `beta` is a `Coefficient`: TRL's own line `beta * per_token_kl` then adds klamp's
+penalty, and TRL masks and normalises it with the policy loss, whatever the loss type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from klamp.config import TRL_LOSS_TYPES
+from klamp.core.advantages import Baseline
+from klamp.core.types import Reduction
+from klamp.hosts.common.coefficient import KL_SCALE, Coefficient, batch_of, check_hook_ran, gated_penalty
+from klamp.hosts.common.rollout import Generation, needs_old_logprobs, prepared
+from klamp.hosts.trl import exact, fast_batches, fast_generation, fast_scoring, measure, sampler_watch
+from klamp.hosts.trl.session import Scoring, Session, load_state, only_scoring, save_state
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer as Host
+else:
+    Host = object
+
+
+class KLMixin(Host):
+    """klamp's KL, for a class that derives from it first and from `trl.GRPOTrainer` second."""
+
+    _klamp: Session
+    _host: str = "TRL"
+    """Whose loss it is."""
+    _loss_types: Mapping[str, Reduction | None] = TRL_LOSS_TYPES
+    """How the host's loss types make tokens a number."""
+    _baseline: Baseline = "mean"
+    """What rewards are compared with; TRL's own is the mean of the group."""
+    _never_exact: str = ""
+    """Why no trainer of this class can have the exact KL; empty where one can."""
+
+    def _caution(self, text: str) -> None:
+        """Say a caution to the user."""
+        sampler_watch.warn(text)
+
+    def _refresh_beta(self) -> float:
+        """Set TRL's beta to the one in force; never to 0 while the reference is needed."""
+        control = self._klamp.control
+        if control is None:
+            return float(self.beta)
+        step, total = self.state.global_step, max(self.state.max_steps, 1)
+        self.beta = control.host_beta(step, total)
+        return control.beta(step, total)
+
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        session = self._klamp
+        if session.known is not None:
+            return (*session.known, None)
+        wanted = session.seen is not None and session.exact_rows > 0
+        fast = fast_scoring.scored(self, (model, *args), kwargs, hidden=wanted)
+        if fast is None:
+            with exact.hidden_states(self, model, wanted=wanted) as kept:
+                result = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+            hidden = exact.of_completions(kept, result[0])
+        else:
+            result, hidden = (*fast[:2], None), fast[2]
+        if session.seen is not None:
+            session.seen.append(Scoring(model, args, kwargs, result[0], result[1], hidden))
+        return result
+
+    def _host_class(self, method: str) -> type:
+        """The class whose method comes after klamp's."""
+        line = type(self).__mro__
+        return next(each for each in line[line.index(KLMixin) + 1 :] if method in vars(each))
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self._klamp.note_rewards(completion_ids_list, rewards)
+        groups = measure.groups_of_rewards(self, rewards)
+        self._klamp.spread = measure.spread_of_rewards(self, groups)
+        self._klamp.rewards = groups if measure.has_one_reward(self) else None
+        measure.after_rewards(self, completion_ids_list, groups)
+        return rewards
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        before = getattr(self, "_buffered_inputs", None)
+        inputs = super()._prepare_inputs(generation_batch)
+        args, buffered = cast(Any, self.args), cast(Any, self._buffered_inputs)
+        if buffered is not before:
+            applies = fast_batches.applies(self)
+            self._klamp.cuts = fast_batches.cut(buffered, args.gradient_accumulation_steps) if applies else []
+        at = fast_batches.present(self)
+        return inputs if at is None else at[0].batches[at[1]]
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        session, beta = self._klamp, self._refresh_beta()
+        fast_scoring.settle(self)
+        with session.listening() as seen, fast_generation.prompts_once(self):
+            output = super()._generate_and_score_completions(inputs)
+        sampler_watch.watch(self, output)
+        if output.get("ref_per_token_logps") is None or (session.control is None and not seen):
+            return output
+        exact.keep_reference(self, output, seen[-1].hidden)  # TRL scores the reference last
+        old = self._old_scoring(output, seen)
+        generation = Generation(
+            inputs=output,
+            old_logprobs=None if old is None else old.logprobs,
+            exact_kl=None if old is None else measure.exact_for_gate(self, output, old.hidden),
+            rows=inputs,
+            lengths=torch.tensor(session.lengths, device=output["completion_ids"].device),
+            group_size=measure.group_size(self),
+            accelerator=self.accelerator,
+            scorable=session.scorable,
+        )
+        if session.control is not None:
+            reduction = self._loss_types[self.loss_type]
+            output = prepared(generation, session.control, self._tokenizer, beta=beta, reduction=reduction)
+        measure.completions_table(self, generation)
+        return output
+
+    def _old_scoring(self, output: Any, seen: list[Scoring]) -> Scoring | None:
+        """The policy's scores before the batch's first update, from TRL if it made them."""
+        if output.get("old_per_token_logps") is not None:
+            made = [scored for scored in seen if scored.logprobs is output["old_per_token_logps"]]
+            return made[0] if made else Scoring(self.model, (), {}, output["old_per_token_logps"])
+        if not (needs_old_logprobs(self._klamp.term) or self.log_completions):
+            return None
+        of_reference = seen[-1]  # the same tokens
+        with torch.no_grad(), self._klamp.listening() as again:
+            self._get_per_token_logps_and_entropies(self.model, *of_reference.positional, **of_reference.options)
+        return again[-1]
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """TRL's loss; an error where TRL's loss does not use klamp's hook."""
+        before = self._klamp.losses
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        if self._klamp.control is not None:
+            check_hook_ran(self._klamp.losses - before)
+        return loss
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        session = self._klamp
+        session.losses += 1
+        beta = self._refresh_beta()
+        own = partial(super()._compute_loss, model)
+        learns = fast_scoring.learning_rows(self, inputs, beta)
+        with session.listening() as seen, session.learning(learns), fast_batches.own_metrics(self, seen, own):
+            if session.control is None or not session.control.kl.needs_reference:
+                loss = own(inputs)
+            else:
+                loss = self._loss_with_penalty(model, inputs, seen, beta)
+        if inputs.get("ref_per_token_logps") is not None and (session.control is not None or len(seen) == 1):
+            measure.after_loss(self, inputs, only_scoring(seen), beta)
+        return loss
+
+    def _loss_with_penalty(self, model: Any, inputs: Any, seen: list[Scoring], beta: float) -> Any:
+        term, outer = self._klamp.term, float(self.beta)
+
+        def penalty() -> Tensor:
+            scored = only_scoring(seen)
+            if beta == 0 or term.placement != "loss":
+                return torch.zeros_like(scored.logprobs)
+            batch = exact.with_exact(self, batch_of(inputs, scored.logprobs), inputs, scored.hidden)
+            return beta * gated_penalty(batch, term, inputs.get(KL_SCALE))
+
+        coefficient = Coefficient(outer, penalty)
+        self.beta = coefficient
+        try:
+            loss = super()._compute_loss(model, inputs)
+        finally:
+            self.beta = outer
+        coefficient.check_used_once()
+        return loss
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        save_state(self, trial)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        load_state(self, checkpoint)

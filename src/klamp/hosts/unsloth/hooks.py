@@ -1,0 +1,294 @@
+"""klamp's KL in the GRPO trainer that Unsloth rewrites: what is refused, what is overridden, `attach`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from klamp.config import TRL_LOSS_TYPES, KLConfig
+from klamp.core.estimators import ESTIMATORS
+from klamp.core.gradients import masked_log_ratio
+from klamp.core.masking import masked_mean
+from klamp.core.term import require_reference
+from klamp.core.types import Batch, Reduction
+from klamp.errors import Refusal, check_name, refuse
+from klamp.hosts.common.coefficient import KL_SCALE, batch_of, gated_penalty
+from klamp.hosts.common.effective import Effective
+from klamp.hosts.common.kl_fields import host_refusals
+from klamp.hosts.common.versions import check_version
+from klamp.hosts.trl import measure
+from klamp.hosts.trl.effective_in_trl import read_effective
+from klamp.hosts.trl.grpo_config import host_class, placement_refusals
+from klamp.hosts.trl.grpo_trainer import attach_with
+from klamp.hosts.trl.hooks import KLMixin
+from klamp.hosts.trl.session import Scoring, Session
+from klamp.hosts.unsloth.columns import Columns
+from klamp.hosts.unsloth.loss_function import (
+    Added,
+    Call,
+    Clamps,
+    LossWithKL,
+    in_place,
+    loss_function,
+    silent_clamps,
+    stopped_calling,
+)
+
+LOSS_TYPES: Mapping[str, Reduction | None] = {**TRL_LOSS_TYPES, "bnpo": "token_mean"}
+"""How Unsloth's loss types make tokens a number: as TRL's, but bnpo by the tokens of the whole batch."""
+
+
+def check_arguments(kl: KLConfig, args: Any) -> None:
+    """Refuse options that Unsloth makes impossible.
+
+    Raises:
+        UnknownNameError: a loss type that klamp does not know; names the nearest.
+        ConfigError: with the reason.
+    """
+    check_name("loss_type", args.loss_type, LOSS_TYPES)
+    refuse([*host_refusals(kl, "Unsloth"), *placement_refusals(kl, args), *_unsloth(kl, args)])
+
+
+def check_batch(kl: KLConfig | None, output: Mapping[str, Any]) -> None:
+    """Refuse what can only be seen in a generation batch.
+
+    Raises:
+        ConfigError: with the reason.
+    """
+    weighted = output.get("unsloth_sample_weight") is not None
+    refuse(
+        [
+            Refusal(
+                kl is not None and kl.excludes and weighted,
+                "tokens cannot be left out of the KL under Unsloth's weights of whole completions",
+                why="klamp divides the KL by the tokens that carry it, in the units of Unsloth's average; these "
+                "weights are none",
+                fix="unset UNSLOTH_GRPO_LOSS_AGGREGATION and UNSLOTH_GRPO_ZERO_VARIANCE_EXCLUDE, or the kl_exclude_ "
+                "fields",
+            ),
+        ]
+    )
+
+
+def _unsloth(kl: KLConfig, args: Any) -> list[Refusal]:
+    own = LOSS_TYPES[args.loss_type]
+    return [
+        Refusal(
+            kl.kl_estimator == "exact",
+            "kl_estimator='exact' cannot be honoured by Unsloth",
+            why="its loss is given the log-probabilities of the sampled tokens; the rows over the vocabulary are never "
+            "kept",
+            fix="set kl_estimator='k3'",
+        ),
+        Refusal(
+            kl.kl_normalizer not in (None, own),
+            f"kl_normalizer={kl.kl_normalizer!r} cannot be honoured with loss_type={args.loss_type!r}",
+            why=f"Unsloth normalises policy loss and KL together: {own}",
+            fix="leave kl_normalizer unset, or choose the loss_type that normalises so",
+        ),
+        Refusal(
+            kl.reference in ("ema", "periodic"),
+            f"reference={kl.reference!r} cannot be attached to a trainer of Unsloth",
+            why="its reference is loaded, and its callback made, while the trainer is built",
+            fix="build it with sync_ref_model=True, ref_model_mixup_alpha and ref_model_sync_steps, and leave "
+            "reference unset",
+        ),
+    ]
+
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer as Host
+else:
+    Host = object
+
+__all__ = ["UnslothMixin", "attach_to_unsloth"]
+
+SCORED = ("old_per_token_logps", "ref_per_token_logps")
+"""The tensors that Unsloth hands from generation to the loss in columns of its own."""
+
+
+@dataclass
+class Beyond:
+    """Counts the tokens on which Unsloth's own KL would have had no gradient."""
+
+    clamps: Clamps
+    tokens: int = 0
+    of: int = 0
+
+    @torch.no_grad()
+    def add(self, batch: Batch, accelerator: Any) -> float:
+        """Count a micro-batch on all processes; returns the share of its tokens beyond the clamps."""
+        delta = masked_log_ratio(batch.policy_logprobs, require_reference(batch), batch.mask)[batch.mask]
+        below, above = self.clamps.below, self.clamps.above
+        far = (delta < (-torch.inf if below is None else below)) | (delta > (torch.inf if above is None else above))
+        counted = torch.tensor([far.sum(), far.numel()], device=delta.device)
+        tokens, of = accelerator.reduce(counted, reduction="sum").tolist()
+        self.tokens, self.of = self.tokens + tokens, self.of + of
+        return tokens / max(of, 1)
+
+
+class ByPosition(Host):
+    """Gives klamp's hooks a generation batch ordered by position, while Unsloth's columns are kept for Unsloth."""
+
+    _klamp: Session
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        output = super()._generate_and_score_completions(inputs)
+        if output.get("ref_per_token_logps") is None:
+            return output
+        check_batch(self._klamp.kl, output)
+        kept = {name: output[name] for name in SCORED if output.get(name) is not None}
+        columns = _columns(self, output, output["ref_per_token_logps"])
+        moved = {name: columns.take(values) for name, values in kept.items()}
+        # Unsloth takes a pad token amid a completion for padding.
+        moved["completion_mask"] = output["completion_mask"] * columns.present
+        kept["completion_mask"] = output["completion_mask"]
+        return {**output, **moved, **{f"klamp_{name}": values for name, values in kept.items()}}
+
+
+class UnslothMixin(KLMixin):
+    """klamp's KL, for a class that derives from it first, from `ByPosition` second and from Unsloth's third."""
+
+    _klamp_beyond: Beyond
+    _host = "Unsloth"
+    _loss_types = LOSS_TYPES
+    _never_exact = "Unsloth's loss is given the log-probabilities of the sampled tokens alone"
+
+    def _old_scoring(self, output: Any, seen: list[Scoring]) -> Scoring | None:
+        known = output.get("old_per_token_logps")
+        if known is not None:
+            return replace(seen[-1], logprobs=known)
+        found = super()._old_scoring(output, seen)
+        if found is None:
+            return None
+        return replace(found, logprobs=_columns(self, output, found.logprobs).take(found.logprobs))
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Unsloth's loss with klamp's KL; an error where Unsloth's loss does not use klamp's hook."""
+        beta, host_loss = self._refresh_beta(), super(KLMixin, self).compute_loss
+        if inputs.get("klamp_ref_per_token_logps") is None:
+            if self._klamp.kl is not None and self._klamp.kl.needs_reference:
+                raise stopped_calling("a batch that the reference has not scored")
+            return host_loss(model, inputs, *args, **kwargs)
+        step = Step(self, inputs, beta)
+        host = host_class(type(self))
+        assert host is not None
+        stand_in = LossWithKL(loss_function(host)[1], step.adds)
+        with in_place(host, stand_in):
+            loss = host_loss(model, step.as_scored(), *args, **kwargs)
+        stand_in.check_called_once()
+        assert step.scored is not None
+        batch = batch_of(step.inputs, step.scored.logprobs)
+        mode = "train" if model.training else "eval"
+        self._metrics[mode]["kl/host_clamped"].append(self._klamp_beyond.add(batch, self.accelerator))
+        measure.after_loss(self, step.inputs, step.scored, beta)
+        return loss
+
+
+class Step:
+    """What klamp adds to one loss of one micro-batch.
+
+    Args:
+        trainer: a trainer with klamp's hooks.
+        inputs: the micro-batch, by position.
+        beta: the coefficient in force.
+    """
+
+    def __init__(self, trainer: Any, inputs: Mapping[str, Any], beta: float) -> None:
+        self.trainer, self.inputs, self.beta = trainer, dict(inputs), beta
+        self.scored: Scoring | None = None
+
+    def as_scored(self) -> dict[str, Any]:
+        """The micro-batch in Unsloth's columns, advantages of single tokens included."""
+        inputs = dict(self.inputs)
+        kept = {name: inputs.pop(f"klamp_{name}", None) for name in (*SCORED, "completion_mask")}
+        inputs |= {name: values for name, values in kept.items() if values is not None}
+        if inputs["advantages"].dim() == 2:
+            columns = _columns(self.trainer, inputs, inputs["ref_per_token_logps"])
+            inputs["advantages"] = columns.put(inputs["advantages"])
+        return inputs
+
+    def adds(self, call: Call) -> Added:
+        """The KL of the tokens that Unsloth is about to train on."""
+        columns = _columns(self.trainer, self.inputs, call.new)
+        columns.check(self.inputs, call.input_ids, call.mask)
+        policy = columns.take(call.new)
+        self.scored = Scoring(self.trainer.model, (), {}, policy.detach())
+        self.inputs |= {
+            "completion_mask": columns.take(call.mask.bool()),
+            "tool_mask": None,
+            "old_per_token_logps": None if call.old is None else columns.take(call.old),
+            "ref_per_token_logps": None if call.ref is None else columns.take(call.ref),
+            "sampling_per_token_logps": None if call.sampling is None else columns.take(call.sampling),
+        }
+        batch = batch_of(self.inputs, policy)
+        term, tokens = self.trainer._klamp.term, None
+        if self.beta > 0 and term.placement == "loss":
+            tokens = columns.put(self.beta * gated_penalty(batch, term, self.inputs.get(KL_SCALE)))
+        return Added(tokens, call.advantages, _host_mean(batch))
+
+
+def _columns(trainer: Any, inputs: Mapping[str, Any], scored: Tensor) -> Columns:
+    return Columns.of(inputs, scored.shape[1], pad_id=trainer._tokenizer.pad_token_id)
+
+
+@torch.no_grad()
+def _host_mean(batch: Batch) -> Tensor:
+    """The number that Unsloth logs as `kl`, without its clamps: over completions the mean of their mean k3."""
+    delta = masked_log_ratio(batch.policy_logprobs, require_reference(batch), batch.mask)
+    per_row = masked_mean(ESTIMATORS["k3"].value(delta), batch.mask, -1)
+    return per_row.sum() / batch.mask.any(-1).sum().clamp(min=1)
+
+
+def _hooks(trainer: Any) -> tuple[type, ...]:
+    """The classes that must come before Unsloth's trainer class in the order of inheritance.
+
+    Raises:
+        UnsupportedVersion: an Unsloth that was not tried, or whose loss is not where it was.
+    """
+    check_version("unsloth_zoo")
+    check_version("unsloth")
+    host = host_class(type(trainer))
+    assert host is not None
+    trainer._klamp_beyond = Beyond(silent_clamps(loss_function(host)[1]))
+    return UnslothMixin, ByPosition
+
+
+def attach_to_unsloth(trainer: Any, kl: KLConfig, *, ref_model: Any = None) -> Any:
+    """`klamp.trl.attach` for a trainer that Unsloth has rewritten.
+
+    Raises:
+        ConfigError: as there; an option that cannot work on Unsloth.
+        UnsupportedVersion: an Unsloth that was not tried, or whose loss is not where it was.
+    """
+    return attach_with(trainer, kl, ref_model=ref_model, check=check_arguments, hooks=_hooks)
+
+
+def read_effective_on_unsloth(trainer: Any) -> Effective:
+    """What the KL of a trainer that Unsloth has rewritten will really do; see `klamp.trl.effective`."""
+    host = host_class(type(trainer))
+    assert host is not None
+    found = read_effective(trainer, host="Unsloth", loss_types=LOSS_TYPES)
+    beyond = getattr(trainer, "_klamp_beyond", None)
+    clamps = silent_clamps(loss_function(host)[1]) if beyond is None else beyond.clamps
+    note = clamp_note(clamps, beyond, own=any(term.term == "Unsloth's own" for term in found.terms))
+    return replace(found, host=f"unsloth {check_version('unsloth')}, {found.host}", notes=(*found.notes, note))
+
+
+def clamp_note(clamps: Clamps, beyond: Any, *, own: bool) -> str:
+    """A sentence on where Unsloth's own KL silently stops pulling."""
+    sides = [f"{side:+.2f}" for side in (clamps.below, clamps.above) if side is not None]
+    if not sides:
+        return "Unsloth's own KL has no clamp"
+    says = (
+        f"Unsloth's own k3 stops at {clamps.value:g} nats per token: past a log-ratio of {' and '.join(sides)} it has "
+        "no gradient"
+    )
+    if own:
+        return f"{says}, and nothing says so"
+    seen = "" if beyond is None or not beyond.of else f"; {beyond.tokens} of {beyond.of} trained tokens were past them"
+    return f"{says}; klamp's KL has none of these clamps{seen}"

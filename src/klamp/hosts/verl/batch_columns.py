@@ -1,0 +1,214 @@
+"""What klamp's driver adds to a batch of verl's for the loss in its workers: settled once, over the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from klamp.config.loss import Price
+from klamp.core.term import Gate
+from klamp.core.types import Reduction
+from klamp.errors import ConfigError
+from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, KL_SCALE, REFERENCE_LENGTH
+from klamp.hosts.common.control import KLControl, held_kl
+from klamp.hosts.common.rollout import Generation, prepared
+from klamp.hosts.common.window import Window
+
+BETA, RATE = "klamp_beta", "klamp_rate_factor"
+"""The coefficient in force, and what the learning rate of the step is multiplied by; a number in every row."""
+
+PER_ROW = (BETA, RATE, KL_SCALE, GATE_KL, REFERENCE_LENGTH)
+PER_TOKEN = (KL_MASK,)
+
+REDUCTIONS: Mapping[str, Reduction] = {
+    "token-mean": "token_mean",
+    "seq-mean-token-mean": "sequence_mean",
+    "seq-mean-token-sum": "sequence_sum",
+    "seq-mean-token-sum-norm": "fixed_length",
+    "token-sum": "sequence_sum",
+}
+"""verl's loss_agg_mode -> how klamp calls that average; of a sum, the tokens that carry the KL change nothing."""
+
+
+class Alone:
+    """One process that has the whole batch, in the words in which hosts gather and reduce."""
+
+    process_index = 0
+
+    def gather(self, x: Tensor) -> Tensor:
+        """All there is."""
+        return x
+
+    def reduce(self, x: Tensor, reduction: str = "sum") -> Tensor:
+        """The sum, or any other reduction, of one."""
+        return x
+
+    def pad_across_processes(self, x: Tensor, **_: Any) -> Tensor:
+        """Nothing to be made equal to."""
+        return x
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """The completions of a step, tokens at the left, padded at the right; all [B, T] but the last two, which are [B].
+
+    Attributes:
+        responses: token ids.
+        mask: 1 on the tokens that are trained on.
+        old: log-probabilities under the policy that the updates begin with.
+        ref: those under the reference.
+        sampler: those that the engine reported; None: it did not.
+        advantages: as verl formed them.
+        rewards: one number for each completion.
+        prompts: which prompt a completion belongs to.
+    """
+
+    responses: Tensor
+    mask: Tensor
+    old: Tensor
+    ref: Tensor
+    sampler: Tensor | None
+    advantages: Tensor
+    rewards: Tensor
+    prompts: Sequence[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How verl's configuration makes a loss of it.
+
+    Attributes:
+        loss_agg_mode: verl's average over tokens.
+        group_size: completions per prompt.
+        beta: the coefficient in force.
+        price: at that coefficient; None: not known for these advantages.
+        leave_one_out: whether a completion's advantage leaves its own reward out of what it is compared with.
+    """
+
+    loss_agg_mode: str
+    group_size: int
+    beta: float
+    price: Price | None
+    leave_one_out: bool
+
+
+def columns(
+    sampled: Sampled, control: KLControl, tokenizer: Any, settings: Settings
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """(columns, metrics): what is added to the batch in the order of its rows, and what was measured, klamp's names.
+
+    The advantages are among the columns where the KL shifts them. The controller takes in the KL of the step.
+
+    Args:
+        sampled: the whole batch.
+        control: of the run.
+        tokenizer: finds the excluded tokens.
+        settings: of the run and the step.
+
+    Raises:
+        ConfigError: a prompt with more or fewer completions than the others; see `prepared`.
+        NonFiniteError: a KL that is NaN or infinite, see `klamp.hosts.common.control.check_kl`.
+    """
+    order = by_prompt(sampled.prompts, settings.group_size)
+    generation = _generation(sampled, order, settings.group_size)
+    reduction = REDUCTIONS.get(settings.loss_agg_mode)
+    found = prepared(generation, control, tokenizer, beta=_taken(control, settings), reduction=reduction)
+    metrics = _measured(generation, found, control)
+    rewards = sampled.rewards[order].view(-1, settings.group_size)
+    metrics |= control.metrics(settings.price or Price(beta=settings.beta), _spread(rewards))
+    if settings.price is None:
+        metrics.pop("beta/price")
+    kl = held_kl(metrics, exact_everywhere=False)
+    if kl is not None:
+        control.update(kl, metrics, rewards)
+    back = torch.argsort(order)
+    added = {name: found[name][back] for name in (*PER_ROW, *PER_TOKEN) if name in found}
+    if control.kl.kl_placement != "loss":
+        added["advantages"] = _per_token(found["advantages"], generation.inputs["completion_mask"])[back]
+    number = torch.ones(len(order), dtype=torch.float64)
+    return added | {BETA: settings.beta * number, RATE: control.rate_factor * number}, metrics
+
+
+def by_prompt(prompts: Sequence[str], group_size: int) -> Tensor:
+    """The order of the rows in which the completions of a prompt stand next to each other. [B]
+
+    Raises:
+        ConfigError: some prompt has more or fewer completions than `group_size`.
+    """
+    order = sorted(range(len(prompts)), key=lambda row: prompts[row])
+    sizes = {prompts.count(each) for each in set(prompts)}
+    if sizes != {group_size}:
+        raise ConfigError(
+            "the completions of a prompt are not all in verl's batch",
+            got=f"groups of {', '.join(map(str, sorted(sizes)))}",
+            why=f"a group of rollout.n={group_size} decides together what its KL is clipped at, and is compared with",
+            fix="use a trainer_mode that trains on whole groups (sync), and agent loops with one output per completion",
+        )
+    return torch.tensor(order)
+
+
+def _taken(control: KLControl, settings: Settings) -> float:
+    """What `prepared` takes a completion's KL times: it compares with the mean of the group, own KL included."""
+    if control.kl.kl_placement == "reward" and settings.leave_one_out:
+        return settings.beta * settings.group_size / (settings.group_size - 1)
+    return settings.beta
+
+
+def for_all_rows(added: Mapping[str, Tensor], real: Tensor, original: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The columns of a batch to which verl has added rows that only fill it up; those carry no KL.
+
+    Args:
+        added: columns of the rows that are real.
+        real: which rows they are, [B] bool.
+        original: columns of all rows that were there before.
+    """
+    found = {}
+    for name, column in added.items():
+        everywhere = torch.zeros_like(column[:1]) if name in PER_TOKEN else column[:1]
+        whole = original.get(name, everywhere.expand(len(real), *column.shape[1:])).clone()
+        whole[real] = column.to(whole.dtype)
+        found[name] = whole
+    return found
+
+
+def _generation(sampled: Sampled, order: Tensor, group_size: int) -> Generation:
+    mask = sampled.mask.bool()
+    inputs = {
+        "completion_ids": sampled.responses[order],
+        "completion_mask": mask[order],
+        "ref_per_token_logps": sampled.ref[order],
+        "old_per_token_logps": sampled.old[order],
+        "sampling_per_token_logps": None if sampled.sampler is None else sampled.sampler[order],
+        "advantages": sampled.advantages[order],
+    }
+    return Generation(
+        inputs=inputs,
+        old_logprobs=sampled.old[order],
+        rows=[{}] * len(order),
+        lengths=mask[order].sum(-1),
+        group_size=group_size,
+        accelerator=Alone(),
+    )
+
+
+def _measured(generation: Generation, found: Mapping[str, Any], control: KLControl) -> dict[str, float]:
+    batch = Generation(**{**vars(generation), "inputs": found}).batch()
+    term = control.kl.build_term()
+    window = Window(batch.mask.shape[1])
+    window.add(batch, term, Gate.of(batch, term))
+    return window.emit(Alone())
+
+
+def _spread(rewards: Tensor) -> float | None:
+    """The mean standard deviation of the rewards in groups that are not saturated; None: there is none."""
+    deviations = rewards.double().std(-1)
+    kept = deviations[deviations > 0]
+    return float(kept.mean()) if len(kept) else None
+
+
+def _per_token(advantages: Tensor, mask: Tensor) -> Tensor:
+    return (advantages if advantages.ndim == 2 else advantages.unsqueeze(-1)) * mask

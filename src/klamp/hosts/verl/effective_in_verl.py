@@ -1,0 +1,249 @@
+"""Reads back from a verl configuration what its KL will really do, and what its coefficient costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from klamp.config import KLConfig
+from klamp.config.describe import DIVERGENCES, PLACEMENTS, describe_average, describe_controller, describe_price
+from klamp.config.loss import Price, price_of
+from klamp.core.advantages import Baseline, Scale
+from klamp.core.arguments import describe
+from klamp.core.term import Placement
+from klamp.errors import ConfigError
+from klamp.hosts.common.effective import Effective, EffectiveTerm, that_apply
+from klamp.hosts.common.versions import told_version
+from klamp.hosts.verl.fields_in_verl import controlled, is_ours, loss_kl, needs_driver, needs_policy_loss, reward_kl
+
+BASELINES: Mapping[str, Baseline] = {"grpo": "mean", "rloo": "leave_one_out"}
+"""verl's advantages whose baseline is known here; GRPO's holds the completion's own reward."""
+
+
+def price(config: Any, beta: float, placement: Placement) -> Price | str:
+    """The price of a coefficient, or why it is not known.
+
+    verl averages the policy loss of `vanilla` and the KL by the same loss_agg_mode.
+
+    Args:
+        config: verl's whole configuration.
+        beta: the coefficient.
+        placement: where the KL enters.
+    """
+    estimator, size = config["algorithm"]["adv_estimator"], int(config["actor_rollout_ref"]["rollout"]["n"])
+    mode = _loss_mode(config["actor_rollout_ref"]["actor"])
+    if estimator not in BASELINES:
+        return f"adv_estimator={estimator} is not one of {', '.join(BASELINES)}"
+    if size < 2:
+        return f"rollout.n={size} leaves no group"
+    if placement == "loss" and mode != "vanilla":
+        return f"loss_mode={mode} may average over tokens otherwise than the KL"
+    scale: Scale = "std" if divides_by_std(config["algorithm"]) else "none"
+    return price_of(beta, placement=placement, baseline=BASELINES[estimator], scale=scale, group_size=size)
+
+
+def _loss_mode(actor: Any) -> str:
+    """The policy loss that verl computes, also where klamp's name stands before it."""
+    mode = str((actor.get("policy_loss") or {}).get("loss_mode", "vanilla"))
+    return (mode.partition(":")[2] or "vanilla") if is_ours(mode) else mode
+
+
+def divides_by_std(algorithm: Any) -> bool:
+    """Whether advantages are divided by the standard deviation of their group's rewards."""
+    return algorithm["adv_estimator"] == "grpo" and bool(algorithm.get("norm_adv_by_std_in_grpo", True))
+
+
+K3_STOPS = "; its value stops at 10 nats, at log-ratios -2.61 and +11.0, and past them it has no gradient"
+OWN: Mapping[str, tuple[str, str]] = {
+    "kl": ("k1", "zero in expectation: it holds nothing"),
+    "abs": ("|log-ratio|", "that of no divergence"),
+    "mse": ("k2", DIVERGENCES["reverse"]),
+    "low_var_kl": ("k3", f"{DIVERGENCES['forward']}{K3_STOPS}"),
+}
+"""verl's own types: (value, gradient as a loss); `klamp audit verl` measures them."""
+ALIASES: Mapping[str, str] = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
+AVERAGES: Mapping[str, str] = {
+    "token-mean": describe_average("token_mean", over="the mini-batch"),
+    "seq-mean-token-mean": describe_average("sequence_mean"),
+    "seq-mean-token-sum": describe_average("sequence_sum"),
+    "seq-mean-token-sum-norm": describe_average("fixed_length", length="loss_scale_factor, else the padded length"),
+    "token-sum": "sum over the tokens of the mini-batch",
+}
+READ = (
+    "actor_rollout_ref.actor.use_kl_loss",
+    "actor_rollout_ref.actor.loss_agg_mode",
+    "actor_rollout_ref.model",
+    "actor_rollout_ref.rollout.n",
+    "algorithm.use_kl_in_reward",
+    "algorithm.adv_estimator",
+    "algorithm.kl_penalty",
+    "algorithm.kl_ctrl.horizon",
+    "data.train_batch_size",
+)
+"""Keys that every whole configuration of verl has, and that are read here whatever they say."""
+
+
+def effective(config: Any) -> Effective:
+    """What the KL of a composed verl configuration will really do; changes nothing, needs no verl.
+
+    Args:
+        config: verl's whole configuration, as its trainers get it: a DictConfig, or nested mappings.
+
+    Raises:
+        ConfigError: no whole configuration; a name of klamp's that cannot be read, or that asks for what is refused.
+    """
+    for path in READ:
+        _check_has(config, path)
+    actor, algorithm = config["actor_rollout_ref"]["actor"], config["algorithm"]
+    in_loss, in_reward = bool(actor["use_kl_loss"]), bool(algorithm["use_kl_in_reward"])
+    mode = actor["loss_agg_mode"]
+    return Effective(
+        host=told_version("verl"),
+        terms=(*([_in_loss(config)] if in_loss else []), *([_in_reward(config)] if in_reward else [])),
+        normalizer=f"{AVERAGES.get(mode, 'unknown')} (loss_agg_mode={mode})",
+        reference=_reference(config["actor_rollout_ref"]["model"])
+        if in_loss or in_reward
+        else "none: use_kl_loss and use_kl_in_reward are off",
+        notes=_notes(config, in_loss, in_reward),
+    )
+
+
+def _check_has(config: Any, path: str) -> None:
+    """Refuse a configuration without a key."""
+    inner = config
+    for key in path.split("."):
+        try:
+            inner = inner[key]
+        except (KeyError, TypeError, IndexError, AttributeError) as error:
+            raise ConfigError(
+                f"this is no whole configuration of verl: it has no {path}",
+                got=describe(config),
+                why="actor, algorithm, model, rollout and data decide together what the KL does",
+                fix="pass the configuration that verl's trainer gets, composed by Hydra: its parts and all defaults",
+            ) from error
+
+
+def _in_loss(config: Any) -> EffectiveTerm:
+    actor = config["actor_rollout_ref"]["actor"]
+    name, beta = actor["kl_loss_type"], actor["kl_loss_coef"]
+    if is_ours(name):
+        kl = loss_kl(name, float(beta))
+        price = _price(config, beta, kl.kl_placement)
+        return EffectiveTerm.of(kl, beta=beta, price=price, controller=_driven_by(kl))
+    value, gradient = _own(name)
+    return _of_verl("loss", value, gradient, beta, _price(config, beta, "loss"), "fixed")
+
+
+def _driven_by(kl: KLConfig) -> str:
+    return describe_controller(kl) if needs_driver(kl) else "fixed"
+
+
+def _in_reward(config: Any) -> EffectiveTerm:
+    name, control = config["algorithm"]["kl_penalty"], config["algorithm"]["kl_ctrl"]
+    beta, moves = control["kl_coef"], _moves(control)
+    price = _price(config, beta, "reward")
+    if is_ours(name):
+        return EffectiveTerm.of(reward_kl(name), beta=beta, price=price, controller=moves)
+    value = _own(name)[0]
+    gradient = DIVERGENCES["reverse"] if value == "k1" else "that of no divergence"
+    return _of_verl("reward", value, gradient, beta, price, moves)
+
+
+def _price(config: Any, beta: float, placement: Placement) -> str:
+    found = price(config, beta, placement)
+    if isinstance(found, str):
+        return f"unknown: {found}"
+    return describe_price(found, group_size=int(config["actor_rollout_ref"]["rollout"]["n"]))
+
+
+def _moves(control: Any) -> str:
+    kind, beta, target = control["type"], control["kl_coef"], control["target_kl"]
+    if is_ours(kind):
+        return describe_controller(controlled(kind, beta=beta, target_kl=target))
+    return "fixed" if kind == "fixed" else f"{kind} from {beta:g}, towards {target:g} nats per token"
+
+
+def _of_verl(
+    placement: Placement, value: str, gradient: str, beta: float, price: str, controller: str
+) -> EffectiveTerm:
+    return EffectiveTerm(
+        term="verl's own",
+        beta=beta,
+        price=price if "KL(" in gradient else "none: its gradient is that of no KL",
+        controller=controller,
+        value=value,
+        gradient=gradient,
+        placement=PLACEMENTS[placement],
+    )
+
+
+def _own(name: str) -> tuple[str, str]:
+    """The value and gradient of one of verl's own types as a loss; a + after the name means the gradient of k2."""
+    base = ALIASES.get(name.removesuffix("+"), name.removesuffix("+"))
+    if base not in OWN:
+        return name, "unknown: verl raises NotImplementedError"
+    value, gradient = OWN[base]
+    return value, OWN["mse"][1] if name.endswith("+") else gradient
+
+
+def _reference(model: Any) -> str:
+    adapter = (model.get("lora_rank") or 0) > 0 or model.get("lora_adapter_path") is not None
+    return "the policy with its adapter off" if adapter or _megatron_rank(model) > 0 else "a frozen copy"
+
+
+def _megatron_rank(model: Any) -> int:
+    return int((model.get("lora") or {}).get("rank") or 0)
+
+
+def _notes(config: Any, in_loss: bool, in_reward: bool) -> tuple[str, ...]:
+    actor, algorithm = config["actor_rollout_ref"]["actor"], config["algorithm"]
+    control, completions, driven = algorithm["kl_ctrl"], _completions(config), _is_driven(config)
+    own = not is_ours(algorithm["kl_penalty"])
+    value = _own(algorithm["kl_penalty"])[0] if own else "k1"
+    rows = [
+        (in_loss and in_reward, "the KL counts twice: in the loss and in the reward"),
+        (
+            in_reward and divides_by_std(algorithm),
+            "norm_adv_by_std_in_grpo divides by the standard deviation of rewards that hold the KL: in a group whose "
+            "rewards are all equal beta cancels, and every beta > 0 is the same",
+        ),
+        (in_reward and value != "k1", f"in the reward {value} is biased: only k1 has the gradient of KL(policy||ref)"),
+        (
+            in_reward and control["type"] == "adaptive" and completions > 5 * control["horizon"],
+            f"the adaptive rule turns beta negative: it multiplies by 1 - 0.2 * {completions} / {control['horizon']} "
+            "when the KL is low",
+        ),
+        (
+            in_reward and control["type"] != "fixed" and not (is_ours(control["type"]) and driven),
+            "verl's checkpoints do not hold the controller: on resume beta starts at kl_coef",
+        ),
+        (
+            in_loss and not driven and _needs_driver(actor),
+            "this KL needs ++trainer.checkpoint_callback_class=klamp.verl.Driver, without which it raises",
+        ),
+        (
+            in_loss and _lacks_policy_loss(actor),
+            "loss_mode must be klamp, or klamp:MODE: it has to name klamp's policy loss",
+        ),
+    ]
+    return that_apply(rows)
+
+
+def _completions(config: Any) -> int:
+    return int(config["data"]["train_batch_size"]) * int(config["actor_rollout_ref"]["rollout"]["n"])
+
+
+def _is_driven(config: Any) -> bool:
+    return str((config.get("trainer") or {}).get("checkpoint_callback_class")).endswith("klamp.verl.Driver")
+
+
+def _needs_driver(actor: Any) -> bool:
+    name = actor["kl_loss_type"]
+    return is_ours(name) and needs_driver(loss_kl(name))
+
+
+def _lacks_policy_loss(actor: Any) -> bool:
+    name = actor["kl_loss_type"]
+    if not is_ours(name) or is_ours(actor["policy_loss"]["loss_mode"]):
+        return False
+    return needs_policy_loss(loss_kl(name).build_term())

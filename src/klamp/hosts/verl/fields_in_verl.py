@@ -1,0 +1,255 @@
+"""klamp's fields in verl's configuration: a KL as a name, as overrides of the command line, and what has no place.
+
+verl's configuration has room for a text only, so that a KL is written as one: `klamp:kl_gradient=forward`.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any
+
+from klamp.config import KLConfig
+from klamp.core.term import KLTerm
+from klamp.errors import ConfigError, Refusal, refuse, unknown_name
+from klamp.hosts.common.kl_fields import host_refusals
+
+PREFIX = "klamp"
+TERM_FIELDS = ("kl_estimator", "kl_gradient", "kl_horizon", "kl_off_policy", "kl_max_weight", "kl_max_log_ratio")
+"""The fields that a name in the place of `kl_penalty` may set, and that verl's losses honour by themselves."""
+_ELSEWHERE = ("beta", "kl_normalizer", "kl_early_stop", "kl_monitor")
+LOSS_FIELDS = tuple(
+    each.name for each in fields(KLConfig) if each.name not in _ELSEWHERE and not each.name.startswith("reference")
+)
+"""What a name in the place of `kl_loss_type` may say: all but what is refused; beta is verl's `kl_loss_coef`."""
+CONTROLLER_FIELDS = tuple(name for name in LOSS_FIELDS if name.startswith(("kl_controller", "beta_")))
+"""What a name in the place of `kl_ctrl.type` may say; beta and the target are verl's `kl_coef` and `target_kl`."""
+IN_REWARD = {"kl_placement": "reward", "kl_estimator": "k1", "kl_horizon": "sequence"}
+"""What a KL in the reward is, as in klamp everywhere."""
+
+_DEFAULTS = KLConfig()
+
+
+def is_ours(name: object) -> bool:
+    """Whether a name in verl's configuration is klamp's."""
+    return isinstance(name, str) and (name == PREFIX or name.startswith(f"{PREFIX}:"))
+
+
+def name_of(kl: KLConfig, places: Iterable[str]) -> str:
+    """The name for some fields of a KL; fields with their default are left out.
+
+    Args:
+        kl: the KL.
+        places: the fields that the place can hold.
+    """
+    values = {field: getattr(kl, field) for field in places}
+    changed = [f"{field}={value}" for field, value in values.items() if value != getattr(_DEFAULTS, field)]
+    return f"{PREFIX}:{','.join(changed)}" if changed else PREFIX
+
+
+@functools.cache
+def loss_kl(name: str, beta: float = _DEFAULTS.beta) -> KLConfig:
+    """The KL that a name in the place of `kl_loss_type` stands for.
+
+    Args:
+        name: of the KL.
+        beta: verl's `kl_loss_coef`.
+
+    Raises:
+        ConfigError: the name cannot be read, or what it asks for is refused.
+    """
+    return KLConfig(**_read(name, LOSS_FIELDS), beta=beta)
+
+
+@functools.cache
+def reward_kl(name: str) -> KLConfig:
+    """The KL in the reward that a name stands for: k1, summed over the completion.
+
+    Raises:
+        ConfigError: the name cannot be read, or what it asks for is refused.
+    """
+    return KLConfig(**{**IN_REWARD, **_read(name, TERM_FIELDS)})
+
+
+def needs_policy_loss(term: KLTerm) -> bool:
+    """Whether a KL in the loss needs what verl tells the policy loss only: the mask, the old log-probabilities."""
+    return term.horizon == "sequence" or term.off_policy != "none" or term.clip_method != "none"
+
+
+def needs_driver(kl: KLConfig) -> bool:
+    """Whether a KL needs what only verl's trainer has, where the whole batch is: groups, tokens, the step.
+
+    A plain KL in the reward has a hook of its own there.
+    """
+    moves = kl.kl_schedule != "constant" or kl.kl_warmup_steps > 0 or kl.kl_lr_guard is not None
+    of_batch = kl.kl_clip_method != "none" or kl.excludes or kl.kl_placement == "advantage"
+    return moves or of_batch or kl.controller_name != "fixed"
+
+
+def controlled(name: str, *, beta: float, target_kl: float) -> KLConfig:
+    """A KL with the controller that a name stands for.
+
+    Args:
+        name: of the controller.
+        beta: verl's `kl_coef`, where it starts.
+        target_kl: verl's `target_kl`, in nats per token.
+
+    Raises:
+        ConfigError: the name cannot be read, or what it asks for is refused.
+    """
+    return KLConfig(**IN_REWARD, **_read(name, CONTROLLER_FIELDS), beta=beta, target_kl=target_kl)
+
+
+def _read(name: str, known: tuple[str, ...]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    text = name.partition(":")[2]
+    for part in _parts(text):
+        field, equals, value = (each.strip() for each in part.partition("="))
+        if not equals or field in found:
+            raise ConfigError(
+                f"{name!r} cannot be read as a KL of klamp",
+                got=part,
+                why="behind the colon it takes FIELD=VALUE, each field once, with commas between them",
+                fix=f"{PREFIX}:{known[1]}=..., or {PREFIX} alone for the defaults",
+            )
+        if field not in known:
+            why = "a name can hold what this place of verl's configuration has no field for"
+            raise unknown_name(f"field in {name!r}", field, known, why=why)
+        found[field] = _value(value)
+    return found
+
+
+def _parts(text: str) -> list[str]:
+    """The text between commas; a comma in brackets, and one between quotes, belongs to its value."""
+    parts, depth, quote = [""], 0, ""
+    escaped = False
+    for each in text:
+        if quote:
+            quote = "" if each == quote and not escaped else quote
+        elif each in "'\"":
+            quote = each
+        else:
+            depth += (each == "(") - (each == ")")
+        escaped = each == "\\" and not escaped
+        if each == "," and not quote and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += each
+    return parts if text else []
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text  # a word
+
+
+PLAIN = re.compile(r"[A-Za-z_/][A-Za-z0-9_/.\-]*")
+"""Texts that Hydra reads as they stand."""
+
+WORDS = ("true", "false", "null", "nan", "inf")
+"""Texts that Hydra takes for something else than a text."""
+
+
+def written(value: object) -> str:
+    """A value as the right side of an override: KEY=VALUE.
+
+    Args:
+        value: None, a bool, a number, a text, or a sequence or mapping of such.
+    """
+    if value is None:
+        return "null"
+    if isinstance(value, str):
+        return value if PLAIN.fullmatch(value) and value.lower() not in WORDS else _quoted(value)
+    if isinstance(value, tuple | list):
+        return f"[{','.join(map(written, value))}]"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{name}:{written(each)}" for name, each in value.items()) + "}"
+    return repr(value)
+
+
+def _quoted(text: str) -> str:
+    """A text between quotes: a quote in it is escaped, and so are backslashes right before a quote or the end."""
+    inner = re.sub(r"(\\*)'", r"\1\1\\'", text)
+    return "'" + re.sub(r"(\\+)$", r"\1\1", inner) + "'"
+
+
+ACTOR = "actor_rollout_ref.actor"
+IMPORTED = "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES=klamp.verl.registered"
+"""Has klamp's names registered in every process of verl's."""
+DRIVEN = "++trainer.checkpoint_callback_class=klamp.verl.Driver"
+"""Has klamp's part in verl's trainer made there: see `klamp.hosts.verl.driver`."""
+
+
+def overrides(kl: KLConfig) -> list[str]:
+    """The arguments of `python -m verl.trainer.main_ppo` that give a run this KL, one per element.
+
+    With a KL in the reward they also set `algorithm.norm_adv_by_std_in_grpo=False`: in a group whose rewards are all
+    equal the division by the standard deviation cancels beta, so that every beta > 0 would be the same.
+
+    A KL that needs whole groups, the tokens, or a coefficient that moves is settled in verl's trainer, by
+    `klamp.verl.Driver`, and travels with the batch to the workers' loss: then `kl_loss_type` names it wherever it
+    enters, also in the reward.
+
+    Args:
+        kl: the KL. beta 0 gives a run without one, and without a reference.
+
+    Raises:
+        ConfigError: verl has no place for what is asked for; with the reason.
+
+    Source: the fields: verl's `ppo_trainer.yaml`; the cancelling: docs/which-kl.md, question 4
+    """
+    refuse(verl_refusals(kl))
+    driven = needs_driver(kl)
+    in_reward = kl.needs_reference and kl.kl_placement == "reward" and not driven
+    in_loss = kl.needs_reference and not in_reward
+    found = [f"{ACTOR}.use_kl_loss={in_loss}", f"algorithm.use_kl_in_reward={in_reward}"]
+    if in_loss:
+        name = name_of(kl, LOSS_FIELDS)
+        found += [f"{ACTOR}.kl_loss_coef={kl.beta!r}", f"{ACTOR}.kl_loss_type={written(name)}"]
+        found += [f"{ACTOR}.policy_loss.loss_mode=klamp"]
+    if in_reward:
+        name = name_of(kl, [field for field in TERM_FIELDS if field not in IN_REWARD])
+        found += [f"algorithm.kl_penalty={written(name)}"]
+        found += ["algorithm.kl_ctrl.type=fixed", f"algorithm.kl_ctrl.kl_coef={kl.beta!r}"]
+    if kl.needs_reference and kl.kl_placement == "reward":
+        found.append("algorithm.norm_adv_by_std_in_grpo=False")
+    if kl.needs_reference and driven:
+        found.append(DRIVEN)
+    return [*found, IMPORTED] if kl.needs_reference else found
+
+
+def verl_refusals(kl: KLConfig) -> list[Refusal]:
+    """What no hook of verl can carry, one row for each."""
+    return [
+        *host_refusals(kl, "verl"),
+        Refusal(
+            kl.kl_estimator == "exact",
+            "kl_estimator='exact' cannot be honoured by verl",
+            why="its loss is given the log-probabilities of the sampled tokens alone, and the reference's come from "
+            "another process, which returns those and no logits",
+            fix="use kl_estimator='k3'",
+        ),
+        Refusal(
+            kl.kl_normalizer is not None,
+            f"kl_normalizer={kl.kl_normalizer!r} cannot be honoured by verl",
+            why="its loss_agg_mode averages the policy loss and the KL alike",
+            fix="leave kl_normalizer unset, and set actor_rollout_ref.actor.loss_agg_mode",
+        ),
+        Refusal(
+            kl.reference != "auto",
+            f"reference={kl.reference!r} cannot be honoured by verl",
+            why="it decides itself: the policy without its adapter where lora_rank is set, else a frozen copy",
+            fix="leave reference unset",
+        ),
+        Refusal(
+            kl.reference_dtype is not None,
+            "reference_dtype cannot be honoured by verl",
+            why="its own engine loads the reference",
+            fix="leave reference_dtype unset",
+        ),
+    ]

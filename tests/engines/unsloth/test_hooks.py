@@ -1,0 +1,366 @@
+"""On Unsloth: klamp's KL in its loss, what is refused, and what is said to be in force."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trl
+from tests.engines.unsloth.hosts import PROMPTS, attached, model, move, reward, saved, tokenizer, trainer
+from torch import Tensor
+
+import klamp.trl
+from benchmarks.unsloth_cpu import with_switches
+from klamp.config import KLConfig
+from klamp.core.objective import Objective, grpo_loss
+from klamp.core.types import Batch
+from klamp.errors import ConfigError, NonFiniteError, UnsupportedVersion
+from klamp.hosts.common.exclusions import excluded_ids, kl_tokens
+from klamp.hosts.unsloth.hooks import clamp_note
+from klamp.hosts.unsloth.loss_function import Clamps
+
+BETA = 0.4
+CLIP: dict[str, Any] = {"kl_clip_method": "hard", "kl_clip_threshold": 0.17, "kl_reference_length": 6}
+SHIFT: dict[str, Any] = {"kl_estimator": "k1", "kl_placement": "advantage"}
+REWARD: dict[str, Any] = {"kl_estimator": "k1", "kl_placement": "reward", "kl_horizon": "sequence"}
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "k3": {},
+    "k1": {"kl_estimator": "k1"},
+    "k2 forward": {"kl_estimator": "k2", "kl_gradient": "forward"},
+    "no gradient": {"kl_gradient": "none"},
+    "over the sequence": {"kl_horizon": "sequence"},
+    "bounded log-ratio": {"kl_max_log_ratio": 0.1},
+    "without the first tokens": {"kl_exclude_prefix": 2},
+    "without some tokens": {"kl_exclude_tokens": tuple(range(3, 40, 3))},
+    "hard clip": CLIP,
+    "soft clip": CLIP | {"kl_clip_method": "soft", "kl_clip_temperature": 0.02},
+    "hard clip, batch level": CLIP | {"kl_clip_level": "batch"},
+    "in the advantage": SHIFT,
+    "in the advantage, to go": SHIFT | {"kl_horizon": "sequence"},
+    "in the advantage, clipped": SHIFT | CLIP,
+    "in the reward": REWARD,
+    "in the reward, clipped": REWARD | CLIP,
+}
+AVERAGES = {"grpo": "sequence_mean", "dr_grpo": "fixed_length", "dapo": "token_mean"}
+NO_PAD = {"generation_kwargs": {"suppress_tokens": [0]}, "scale_rewards": "none"}
+"""A pad token amid a completion is padding to Unsloth, and a token like any other to klamp's own loss below."""
+
+
+def rows(groups: int = 2) -> list[dict[str, Any]]:
+    return [{"prompt": prompt} for prompt in PROMPTS[:groups] for _ in range(4)]
+
+
+def logprobs(made: Any, inputs: dict[str, Any]) -> Tensor:
+    """Of the completions, by a forward of the model alone."""
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+    rows_of_logits = made(input_ids=ids, attention_mask=mask).logits[:, -inputs["completion_ids"].shape[1] - 1 : -1]
+    return rows_of_logits.log_softmax(-1).gather(-1, inputs["completion_ids"].unsqueeze(-1)).squeeze(-1)
+
+
+def expected(host: Any, kl: KLConfig, inputs: dict[str, Any]) -> Tensor:
+    """klamp's own loss of the same completions."""
+    policy, mask = logprobs(host.model, inputs), inputs["completion_mask"].bool()
+    with torch.no_grad():
+        ref = logprobs(host.ref_model, inputs)
+    excluded = excluded_ids(kl.kl_exclude_tokens, tokenizer())
+    carries = kl_tokens(inputs["completion_ids"], mask, kl, excluded, tokenizer()) if kl.excludes else mask
+    advantages = torch.tensor(list(host._logs["advantages"])[-len(mask) :])
+    length = float(kl.kl_reference_length or 1)
+    batch = Batch(
+        policy_logprobs=policy, mask=mask, advantages=advantages, ref_logprobs=ref,
+        kl_mask=carries if kl.excludes else None,
+        group_size=4, reference_length=length, sampler_logprobs=policy.detach(),
+    )  # fmt: skip
+    term = kl.build_term()
+    if kl.kl_placement == "reward":
+        spent = ((policy - ref) * mask).sum(-1).detach().view(-1, 4)
+        taken = kl.beta * (spent - spent.mean(-1, keepdim=True))
+        if kl.kl_clip_method == "hard":
+            ratio = (policy - ref).detach()
+            k3 = ((torch.exp(-ratio) - 1 + ratio) * mask).sum(-1).view(-1, 4)
+            taken = taken * ((k3.sum(-1, keepdim=True) - k3) / 3 > kl.kl_clip_threshold * length)
+        batch = Batch(**{**vars(batch), "advantages": advantages - taken.view(-1)})
+    objective = Objective(
+        reduction=AVERAGES[host.loss_type], max_length=host.max_completion_length, beta=kl.beta, kl=term
+    )
+    return grpo_loss(batch, objective).loss
+
+
+def slopes(host: Any, loss: Tensor) -> Tensor:
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(host.model.parameters()))])
+
+
+def generated(host: Any) -> dict[str, Any]:
+    """Two groups of completions, as the trainer makes them for the loss."""
+    host.current_gradient_accumulation_steps = 1
+    host.model.train()
+    torch.manual_seed(1)  # the KL of one group is under the clips' budget then, that of the other over it
+    return host._generate_and_score_completions(rows())
+
+
+@pytest.mark.parametrize("loss_type", AVERAGES)
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_klamps_own_loss(name: str, loss_type: str, tmp_path: Path) -> None:
+    kl = KLConfig(beta=BETA, **CONFIGURATIONS[name])
+    host = attached(tmp_path, kl, loss_type=loss_type, per_device_train_batch_size=8, **NO_PAD)
+    move(host.model)
+    inputs = generated(host)
+    loss, own = host.compute_loss(host.model, inputs), expected(host, kl, inputs)
+    torch.testing.assert_close(loss, own, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(slopes(host, loss), slopes(host, own), rtol=1e-5, atol=1e-6)
+
+
+def test_the_configurations_differ(tmp_path: Path) -> None:
+    """Else the test above would show nothing."""
+    found = []
+    for options in CONFIGURATIONS.values():
+        host = attached(tmp_path, KLConfig(beta=BETA, **options), per_device_train_batch_size=8, **NO_PAD)
+        move(host.model)
+        loss = host.compute_loss(host.model, generated(host))
+        found.append(torch.cat([loss.detach().view(1), slopes(host, loss)]))
+    named = list(zip(CONFIGURATIONS, found, strict=True))
+    same = [(a, b) for i, (a, x) in enumerate(named) for b, y in named[:i] if (x - y).abs().max() < 1e-6]
+    assert same == [("in the advantage", "k1")]  # on-policy it is the same, by two ways
+
+
+def test_attaching_changes_beta_and_nothing_else_of_the_arguments(tmp_path: Path) -> None:
+    """Unsloth's own defaults stay: a subclass of its config would bring back TRL's."""
+    host = trainer(tmp_path)
+    before = host.args.to_dict()
+    assert (before["learning_rate"], before["weight_decay"], before["seed"]) == (5e-5, 0.001, 3407)
+    klamp.trl.attach(host, KLConfig(beta=0.25))
+    assert host.args.to_dict() == before | {"beta": 0.25}
+    assert type(host.args) is trl.GRPOConfig
+    untouched = trl.GRPOConfig(output_dir=str(tmp_path))
+    assert (untouched.learning_rate, untouched.beta, untouched.loss_type) == (5e-5, 0.0, "dapo")
+    assert trl.GRPOConfig(output_dir=str(tmp_path), loss_type="grpo").beta == 0.001
+
+
+@pytest.mark.gate
+def test_klamps_own_classes_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    for build in (lambda: klamp.trl.GRPOConfig(output_dir=str(tmp_path)), lambda: klamp.trl.GRPOTrainer(model())):
+        with pytest.raises(
+            ConfigError, match=r"once Unsloth has patched TRL[\s\S]*klamp.trl.attach\(trainer, KLConfig"
+        ):
+            build()
+
+
+def test_a_users_subclass_keeps_its_methods(tmp_path: Path) -> None:
+    class Mine(trl.GRPOTrainer):
+        called = 0
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            Mine.called += 1
+            return super().compute_loss(*args, **kwargs)
+
+    host = attached(tmp_path, KLConfig(beta=BETA), kind=Mine)
+    assert isinstance(host, Mine) and type(host).__name__ == "KLMine"
+    host.train()
+    assert Mine.called == 2
+    for late in (host, trainer(tmp_path)):
+        late.state.global_step = 1
+        with pytest.raises(ConfigError, match="attach"):
+            klamp.trl.attach(late, KLConfig(beta=BETA))
+
+
+def test_a_loss_that_goes_past_the_hook_raises(tmp_path: Path) -> None:
+    class Elsewhere(trl.GRPOTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            return 0 * sum(p.sum() for p in model.parameters())
+
+    with pytest.raises(UnsupportedVersion, match="Unsloth's loss does not take the KL where klamp puts it"):
+        attached(tmp_path, KLConfig(beta=BETA), kind=Elsewhere).train()
+
+
+def test_a_batch_without_reference_raises(tmp_path: Path) -> None:
+    class Forgets(trl.GRPOTrainer):
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            return {**super()._generate_and_score_completions(inputs), "ref_per_token_logps": None}
+
+    with pytest.raises(UnsupportedVersion, match="a batch that the reference has not scored"):
+        attached(tmp_path, KLConfig(beta=BETA), kind=Forgets).train()
+
+
+@pytest.mark.gate
+def test_a_given_reference_is_used_and_stays_frozen(tmp_path: Path) -> None:
+    other = model(seed=7)
+    kept = copy.deepcopy(other.state_dict())
+    host = attached(tmp_path, KLConfig(beta=BETA), ref_model=other, learning_rate=1e-2)
+    host.train()
+    assert all(torch.equal(value, kept[name]) for name, value in host.ref_model.state_dict().items())
+    assert host.state.log_history[0]["kl/k3"] > 0.05
+
+
+@pytest.mark.gate
+def test_the_kl_before_the_first_update_is_0(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    host = attached(tmp_path, KLConfig(beta=BETA), per_device_train_batch_size=8)
+    host.train()
+    assert host.state.log_history[0]["kl/k3"] < 1e-9
+    assert not [w for w in recwarn if "before the first update" in str(w.message)]
+
+
+def test_a_kl_that_is_not_finite_stops_the_run_before_the_step(tmp_path: Path) -> None:
+    broken = model(seed=7)
+    with torch.no_grad():
+        broken.model.norm.weight.fill_(torch.nan)
+    host = attached(tmp_path, KLConfig(beta=BETA), ref_model=broken, learning_rate=1e-2)
+    kept = [parameter.detach().clone() for parameter in host.model.parameters()]
+    with pytest.raises(NonFiniteError, match="KL of this step is not finite"):
+        host.train()
+    assert all(torch.equal(a, b) for a, b in zip(kept, host.model.parameters(), strict=True))
+
+
+def test_monitoring_at_beta_0_is_unsloth_without_kl(tmp_path: Path) -> None:
+    kl = KLConfig(beta=0, kl_monitor=True)
+    host, plain = attached(tmp_path, kl, learning_rate=1e-2), trainer(tmp_path, learning_rate=1e-2)
+    for each in (host, plain):
+        torch.manual_seed(0)
+        each.train()
+    for mine, stock in zip(host.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(mine, stock)
+    logged = host.state.log_history[-2]
+    assert logged["beta"] == 0.0 and logged["kl/k3"] > 0
+    off = attached(tmp_path, KLConfig(beta=0))
+    assert off.ref_model is None and off.beta == 0.0
+    off.train()
+    assert "kl/k3" not in off.state.log_history[0]
+
+
+def test_an_evaluation_has_metrics_of_its_own_and_no_say_in_beta(tmp_path: Path) -> None:
+    host = attached(tmp_path, KLConfig(beta=BETA, target_kl=1e-4), per_device_eval_batch_size=4)
+    move(host.model)
+    host.evaluate()
+    logged = host.state.log_history[-1]
+    assert logged["eval_kl/k3"] > 1e-3 and logged["eval_beta"] == BETA
+    assert host._klamp.control.controller.value == BETA
+
+
+@pytest.mark.gate
+def test_the_controller_follows_and_is_saved(tmp_path: Path) -> None:
+    kl = KLConfig(beta=BETA, target_kl=1e-6)
+    options: dict[str, Any] = {"learning_rate": 1e-2, "save_strategy": "steps", "save_steps": 4, "max_steps": 6}
+    host = attached(tmp_path, kl, **options)
+    host.train()
+    betas = [entry["beta"] for entry in host.state.log_history if "beta" in entry]
+    assert betas[0] == BETA and betas[4] != BETA
+    again = attached(tmp_path, kl, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    resumed = [entry["beta"] for entry in again.state.log_history if "beta" in entry]
+    assert resumed[4] == betas[4]  # the first four are the saved log's
+
+
+def test_tokens_past_unsloths_clamps_are_counted(tmp_path: Path) -> None:
+    host = attached(tmp_path, KLConfig(beta=1e-3), **NO_PAD)
+    inputs = generated(host)
+    move(host.model, 1.0)
+    host.compute_loss(host.model, inputs)
+    with torch.no_grad():
+        delta = (logprobs(host.model, inputs) - logprobs(host.ref_model, inputs))[inputs["completion_mask"].bool()]
+    far = (delta < -2.6109) | (delta > 11)
+    assert 0 < int(far.sum()) == host._klamp_beyond.tokens < host._klamp_beyond.of == len(delta)
+    assert host._metrics["train"]["kl/host_clamped"] == [pytest.approx(float(far.float().mean()))]
+
+
+def test_rewards_still_reach_the_advantages(tmp_path: Path) -> None:
+    host = attached(tmp_path, KLConfig(beta=BETA), per_device_train_batch_size=8, **NO_PAD)
+    inputs = generated(host)
+    text = tokenizer().batch_decode(inputs["completion_ids"], skip_special_tokens=True)
+    given = torch.tensor(reward(text)).view(-1, 4)
+    torch.testing.assert_close(inputs["advantages"], (given - given.mean(-1, keepdim=True)).view(-1))
+
+
+PAST = "Unsloth's own k3 stops at 10 nats per token: past a log-ratio of -2.61 and +11.00 it has no gradient"
+
+
+def test_a_stock_trainer(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    made = with_switches(AutoModelForCausalLM.from_pretrained(saved(model(), tmp_path)))
+    found = klamp.trl.effective(trainer(tmp_path, made, beta=0.25, loss_type="bnpo"))
+    assert found.host.startswith("unsloth 2026.10.7, trl 1.15.0, UnslothGRPOTrainer")
+    (term,) = found.terms
+    assert (term.term, term.beta, found.reference) == ("Unsloth's own", 0.25, "loaded by Unsloth")
+    assert term.value == "k3 times the policy ratio"
+    assert term.price.startswith("0.333 x the standard deviation of a group's rewards per nat of a whole completion")
+    assert found.normalizer.startswith("mean over the tokens of the optimizer step")
+    assert f"{PAST}, and nothing says so" in found.notes
+    assert "TRL" not in "".join(found.notes)
+
+
+def test_an_attached_one(tmp_path: Path) -> None:
+    host = attached(tmp_path, KLConfig(beta=0.25, target_kl=0.1))
+    found = klamp.trl.effective(host)
+    (term,) = found.terms
+    assert (term.term, term.beta) == ("klamp's", 0.25)
+    assert term.controller == "hold controller from 0.25, towards 0.1 nats per token"
+    assert term.price.startswith("0.333 x the standard deviation of a group's rewards per nat of a whole completion")
+    assert found.reference == "a frozen copy in memory"
+    assert found.normalizer == ("mean over completions of the mean over tokens (Unsloth's own, loss_type='grpo')")
+    assert f"{PAST}; klamp's KL has none of these clamps" in found.notes
+    host.current_gradient_accumulation_steps = 1
+    inputs = host._generate_and_score_completions([{"prompt": "abc"}] * 4)
+    move(host.model, 1.0)
+    host.compute_loss(host.model, inputs)
+    seen = host._klamp_beyond
+    assert seen.tokens > 0
+    assert found != klamp.trl.effective(host)
+    assert any(note.endswith(f"; {seen.tokens} of {seen.of} trained tokens were past them")
+               for note in klamp.trl.effective(host).notes)  # fmt: skip
+    assert "Unsloth's own k3 stops" in str(klamp.trl.effective(host))
+
+
+@pytest.mark.parametrize(
+    ("clamps", "text"),
+    [
+        (Clamps(None, None, 1e9), "Unsloth's own KL has no clamp"),
+        (Clamps(None, 11.0, 10.0), "past a log-ratio of +11.00 it"),
+    ],
+)
+def test_an_unsloth_with_other_clamps(clamps: Clamps, text: str) -> None:
+    assert text in clamp_note(clamps, None, own=True)
+
+
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"kl_estimator": "exact"}, {}, "kl_estimator='exact' cannot be honoured by Unsloth"),
+    ({"kl_normalizer": "sequence_sum"}, {}, "Unsloth normalises policy loss and KL together: sequence_mean"),
+    ({"kl_normalizer": "sequence_mean"}, {"loss_type": "bnpo"}, "together: token_mean"),
+    ({"reference": "ema"}, {}, "sync_ref_model=True"),
+    ({"reference": "periodic"}, {}, "sync_ref_model=True"),
+    ({"reference": "adapter_off"}, {}, "needs a model with a PEFT adapter"),
+    ({"reference": "remote", "reference_url": "http://127.0.0.1:1"}, {}, "cannot be honoured by Unsloth"),
+    ({"reference_device": "cpu"}, {}, "reference_device cannot be honoured by Unsloth"),
+    ({"kl_early_stop": 0.1}, {}, "kl_early_stop cannot be honoured by Unsloth"),
+    ({"kl_placement": "reward", "kl_estimator": "k1", "kl_horizon": "sequence"}, {}, "scale_rewards='none'"),
+    (
+        {"kl_placement": "advantage", "kl_estimator": "k1"},
+        {"off_policy_mask_threshold": 0.1},
+        "cannot be combined with off_policy_mask_threshold",
+    ),
+    ({"kl_placement": "advantage", "kl_estimator": "k1"}, {"loss_type": "vespo"}, "another loss_type"),
+    ({}, {"loss_type": "dpao"}, "did you mean 'dapo'?"),
+]
+
+
+@pytest.mark.parametrize(("kl", "args", "text"), REFUSED, ids=[text for _, _, text in REFUSED])
+def test_refused(kl: dict[str, Any], args: dict[str, Any], text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        attached(tmp_path, KLConfig(beta=0.1, **kl), **args)
+    assert text in str(raised.value) and "why:" in str(raised.value) and "fix:" in str(raised.value)
+
+
+def test_left_out_tokens_under_weights_of_whole_completions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNSLOTH_GRPO_LOSS_AGGREGATION", "prompt")
+    with pytest.raises(ConfigError, match="tokens cannot be left out of the KL"):
+        attached(tmp_path, KLConfig(beta=0.1, kl_exclude_prefix=1)).train()
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "normalizer"),
+    [("grpo", "sequence_mean"), ("bnpo", "token_mean"), ("dr_grpo", "fixed_length"), ("luspo", "sequence_sum")],
+)
+def test_the_average_that_unsloth_has_is_taken(loss_type: str, normalizer: Any, tmp_path: Path) -> None:
+    attached(tmp_path, KLConfig(beta=0.1, kl_normalizer=normalizer), loss_type=loss_type)

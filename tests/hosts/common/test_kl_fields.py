@@ -1,0 +1,161 @@
+"""klamp's options in a host's arguments: all of them, none set by itself, each with its help."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from klamp.config import KLConfig, KLWarning
+from klamp.config.kl import ALIASES
+from klamp.errors import ConfigError, refuse
+from klamp.hosts.common.kl_fields import (
+    KLFields,
+    field_texts,
+    host_refusals,
+    kl_config,
+    settle_fields,
+    touched,
+    warn_without_kl,
+)
+
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(KLConfig)}
+
+
+@dataclass
+class Arguments(KLFields):
+    """A host's, with the one field of its own that says how much."""
+
+    beta: float = 0.0
+
+
+def arguments(**changes: Any) -> Arguments:
+    made = Arguments(**changes)
+    settle_fields(made)
+    return made
+
+
+def test_every_field_of_the_configuration_is_there_but_beta() -> None:
+    names = {field.name for field in dataclasses.fields(KLFields)}
+    assert names == (DEFAULTS.keys() - {"beta"}) | ALIASES.keys()
+    assert all(field.default is None for field in dataclasses.fields(KLFields))
+
+
+def test_untouched_it_is_the_hosts_own_kl() -> None:
+    assert kl_config(arguments()) is None
+    assert kl_config(arguments(beta=0.3)) is None, "beta is the host's own field"
+    assert touched(arguments(kl_coef=0.3)) == {}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("kl_estimator", "k1"),
+        ("kl_gradient", "forward"),
+        ("kl_horizon", "sequence"),
+        ("kl_clip_method", "soft"),
+        ("use_per_token_kl_threshold", False),
+        ("kl_reference_length", 12),
+        ("target_kl", 0.1),
+        ("beta_max", 2.0),
+        ("kl_monitor", True),
+        ("kl_schedule", "linear"),
+        ("kl_lr_guard", 0.2),
+    ],
+)
+def test_one_that_is_set_makes_it_klamps_with_klamps_defaults(name: str, value: object) -> None:
+    found = kl_config(arguments(beta=0.3, **{name: value}))
+    assert found == KLConfig(beta=0.3, **{name: value})
+
+
+def test_a_field_set_to_its_default_counts_as_set() -> None:
+    """The one way to ask for klamp's KL with all of klamp's defaults."""
+    assert kl_config(arguments(beta=0.3, kl_estimator="k3")) == KLConfig(beta=0.3)
+    assert kl_config(arguments(beta=0.3, kl_monitor=False)) == KLConfig(beta=0.3)
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_another_name_of_beta_sets_beta(alias: str) -> None:
+    made = arguments(**{alias: 0.25})
+    assert made.beta == 0.25 and getattr(made, alias) is None
+    assert arguments(beta=0.25, **{alias: 0.25}).beta == 0.25
+    with pytest.raises(ConfigError, match="beta is given twice") as caught:
+        arguments(beta=0.3, **{alias: 0.25})
+    assert f"{alias}=0.25" in str(caught.value.got) and "beta=0.3" in str(caught.value.got)
+
+
+@pytest.mark.parametrize("beta", [-0.1, float("nan"), float("inf")])
+def test_a_beta_that_is_none_is_refused(beta: float) -> None:
+    with pytest.raises(ConfigError, match="beta"):
+        arguments(kl_coef=beta)
+
+
+def test_lists_are_what_json_holds_and_tuples_what_the_configuration_takes() -> None:
+    given: dict[str, Any] = {
+        "kl_controller_gains": (1.0, 0.5, 0.5),
+        "kl_exclude_tokens": ("special",),
+        "kl_exclude_between": ("<t>", "</t>"),
+    }
+    made = arguments(beta=0.1, kl_controller="pid", target_kl=0.1, **given)
+    assert json.loads(json.dumps(dataclasses.asdict(made)))["kl_exclude_between"] == ["<t>", "</t>"]
+    found = kl_config(made)
+    assert found is not None
+    assert {name: getattr(found, name) for name in given} == given
+
+
+def test_the_help_is_what_the_configuration_says_under_its_fields() -> None:
+    texts = field_texts(KLConfig)
+    assert texts.keys() == DEFAULTS.keys()
+    for field in dataclasses.fields(KLFields):
+        shown = field.metadata["help"] % ()
+        if field.name in ALIASES:
+            assert shown == "Another name of beta."
+        else:
+            assert shown.startswith(texts[field.name]) and repr(DEFAULTS[field.name]) in shown
+    assert texts["kl_horizon"] == (
+        "token: each token's own KL; sequence: also the effect of a token on the KL of later tokens."
+    )
+
+
+REFUSED = {
+    "kl_early_stop": {"kl_early_stop": 0.1},
+    "reference='remote'": {"reference": "remote", "reference_url": "http://localhost:1"},
+    "reference_device": {"reference_device": "cpu"},
+    "reference_share=0.5": {"reference_share": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_each_is_refused_by_name_with_the_way_out(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        refuse(host_refusals(KLConfig(beta=0.1, **REFUSED[name]), "SomeHost"))
+    error = caught.value
+    assert error.what == f"{name} cannot be honoured by SomeHost"
+    assert error.why and error.fix
+
+
+def test_every_row_has_a_case_above_and_stands_alone() -> None:
+    """A row that no configuration reaches would be untested; two that apply at once would hide one."""
+    rows = [host_refusals(KLConfig(beta=0.1, **fields), "SomeHost") for fields in REFUSED.values()]
+    applied = [[i for i, row in enumerate(table) if row.applies] for table in rows]
+    assert applied == [[0], [1], [2], [3]]
+    assert len(rows[0]) == len(REFUSED)
+
+
+def test_what_every_host_can_do_is_not_refused() -> None:
+    for fields in ({}, {"kl_clip_method": "hard"}, {"target_kl": 0.1}, {"reference": "ema"}, {"kl_lr_guard": 0.1}):
+        refuse(host_refusals(KLConfig(beta=0.1, **fields), "SomeHost"))
+
+
+def test_fields_without_a_beta_are_warned_of_and_a_monitor_is_not() -> None:
+    with pytest.warns(KLWarning, match="beta is 0 .* no KL term and no reference"):
+        warn_without_kl(KLConfig(beta=0.0, kl_estimator="k1"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_without_kl(KLConfig(beta=0.0, kl_monitor=True))
+        warn_without_kl(KLConfig(beta=0.1))

@@ -1,0 +1,255 @@
+"""Sampler and trainer held against the model's weights: the usual faults, each planted and named."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tests.hosts.common.fake_vllm import put_in_place
+from transformers import LlamaConfig, LlamaForCausalLM, TopKLogitsWarper, TopPLogitsWarper
+
+from klamp import check_sync
+from klamp.diagnostics import sync
+from klamp.errors import ConfigError, DataError, ShapeError
+from klamp.hosts.common.sampler_weights import _truncated, check_packing, pack_nothing, packing
+
+PROMPTS = [[1, 2, 3, 4], [5, 6]]
+COMPLETIONS = [[7, 8, 9, 3, 2], [4, 4, 1]]
+TEMPERATURE = 0.7
+
+
+def model(seed: int = 0, *, tied: bool = True) -> Any:
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    config = LlamaConfig(**sizes, **heads, initializer_range=0.4, tie_word_embeddings=tied)
+    return LlamaForCausalLM(config).eval()
+
+
+def moved(start: Any) -> Any:
+    """The model after an update of every weight."""
+    torch.manual_seed(1)
+    made = copy.deepcopy(start)
+    with torch.no_grad():
+        for weight in made.parameters():
+            weight.add_(0.1 * torch.randn_like(weight))
+    return made
+
+
+def logits_of(made: Any, prompt: list[int], completion: list[int]) -> torch.Tensor:
+    """In one plain pass, [T, V]."""
+    with torch.no_grad():
+        return made(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1].float()
+
+
+def chosen(logits: torch.Tensor, completion: list[int], temperature: float = TEMPERATURE) -> list[float]:
+    scored = (logits / temperature).log_softmax(-1)
+    return [float(row[token]) for row, token in zip(scored, completion, strict=True)]
+
+
+def told(made: Any, *, prompts: Any = None, temperature: float = TEMPERATURE) -> list[list[float]]:
+    """What a faultless engine with these weights reports."""
+    pairs = zip(prompts or PROMPTS, COMPLETIONS, strict=True)
+    return [chosen(logits_of(made, prompt, each), each, temperature) for prompt, each in pairs]
+
+
+def checked(made: Any, sampler: Any, **options: Any) -> sync.SyncReport:
+    return check_sync(made, PROMPTS, COMPLETIONS, sampler, **{"temperature": TEMPERATURE, **options})
+
+
+def test_a_sampler_with_the_weights_of_the_model_is_in_sync() -> None:
+    made = model()
+    report = checked(made, told(made), trainer_logprobs=told(made), start=model(3))
+    assert report.in_sync
+    assert report.tokens == 8
+    assert [side.side for side in report.sides] == ["sampler", "trainer"]
+    assert all(side.gaps[sync.WEIGHTS] < 1e-6 for side in report.sides)
+    assert "the sampler has the weights' log-probabilities" in str(report)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    made = model().train()
+    before = copy.deepcopy(made.state_dict())
+    checked(made, told(copy.deepcopy(made).eval()), start=model(3))
+    assert made.training
+    assert all(torch.equal(before[name], value) for name, value in made.state_dict().items())
+
+
+def found(side: str, made: Any, wrong: Any, **options: Any) -> sync.Reported:
+    """The side that reports something wrong, where the other one is right."""
+    right = told(made)
+    report = checked(made, wrong, trainer_logprobs=right, **options)
+    if side == "trainer":
+        report = checked(made, right, trainer_logprobs=wrong, **options)
+    assert not report.in_sync
+    sides = {each.side: each for each in report.sides}
+    assert sides[{"sampler": "trainer", "trainer": "sampler"}[side]].is_right
+    return sides[side]
+
+
+@pytest.mark.parametrize("side", ["sampler", "trainer"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_stale_model_is_told_from_a_stale_head(side: str, tied: bool) -> None:
+    start = model(tied=tied)
+    made = moved(start)
+    stale = found(side, made, told(start), start=start)
+    assert stale.nearest == sync.START
+    mixed = copy.deepcopy(made)
+    mixed.lm_head.weight = torch.nn.Parameter(start.lm_head.weight.detach().clone())  # the embeddings are the new ones
+    half = found(side, made, told(mixed), start=start)
+    assert half.nearest == sync.START_HEAD
+    assert half.gaps[sync.START_HEAD] < 1e-6
+
+
+@pytest.mark.parametrize("without", ["model", "start"])
+def test_a_model_without_a_head_of_its_own_has_no_reading_with_another_head(
+    without: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = model()
+    made = moved(start)
+    told_first = told(made)
+    monkeypatch.setattr(made if without == "model" else start, "get_output_embeddings", lambda: None)
+    report = checked(made, told_first, start=start)
+    assert report.in_sync
+    assert all(sync.START_HEAD not in side.gaps and sync.START in side.gaps for side in report.sides)
+
+
+@pytest.mark.parametrize("side", ["sampler", "trainer"])
+def test_another_temperature_is_named(side: str) -> None:
+    made = model()
+    assert found(side, made, told(made, temperature=1.0)).nearest == sync.RAW
+
+
+@pytest.mark.parametrize("side", ["sampler", "trainer"])
+def test_a_mask_that_hides_the_prompt_is_named(side: str) -> None:
+    made = model()
+    wrong = []
+    with torch.no_grad():
+        for prompt, completion in zip(PROMPTS, COMPLETIONS, strict=True):
+            mask = torch.tensor([[0] * len(prompt) + [1] * len(completion)])
+            logits = made(torch.tensor([[*prompt, *completion]]), attention_mask=mask).logits[0, len(prompt) - 1 : -1]
+            wrong.append(chosen(logits, completion))
+    seen = found(side, made, wrong)
+    assert seen.nearest == sync.HIDDEN
+    assert "prompt" in seen.text
+
+
+@pytest.mark.parametrize(
+    ("kept", "given"), [(TopPLogitsWarper(0.8), {"top_p": 0.8}), (TopKLogitsWarper(9), {"top_k": 9})]
+)
+def test_a_truncated_distribution_is_named(kept: Any, given: dict[str, Any]) -> None:
+    """As transformers cuts it."""
+    made = model()
+    wrong = []
+    for prompt, completion in zip(PROMPTS, COMPLETIONS, strict=True):
+        scaled = kept(None, logits_of(made, prompt, completion) / TEMPERATURE)
+        values = chosen(scaled, completion, 1.0)
+        wrong.append([value if math.isfinite(value) else None for value in values])  # could not have been drawn
+    assert any(value is not None for row in wrong for value in row)
+    seen = found("sampler", made, wrong, **given)
+    assert seen.nearest == sync.TRUNCATED
+    assert seen.gaps[sync.TRUNCATED] < 1e-6
+
+
+def test_a_nucleus_of_one_cuts_nothing() -> None:
+    """However little is left in the tail: in float32 the sum before it is 1 already."""
+    logits = torch.tensor([[0.0, -20.0, -40.0]])
+    assert torch.equal(_truncated(logits, 0, 1.0), logits)
+    assert _truncated(logits, 0, 0.99).isneginf().tolist() == [[False, True, True]]
+
+
+def test_a_missing_adapter_is_named() -> None:
+    base = model()
+    plain = told(base)
+    torch.manual_seed(2)
+    adapted = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)).eval()
+    with_it = told(adapted)
+    report = checked(adapted, plain, trainer_logprobs=with_it)
+    assert report.sides[0].nearest == sync.NO_ADAPTER
+    assert report.sides[1].is_right
+
+
+def test_another_data_type_is_not_called_a_fault() -> None:
+    made = model()
+    coarse = told(copy.deepcopy(made).to(torch.bfloat16))
+    report = checked(made, coarse)
+    assert sync.SAME.value < report.sides[0].gaps[sync.WEIGHTS] < sync.COARSE.value
+    assert report.in_sync
+    assert "data types" in report.text
+
+
+def test_what_no_reading_explains_is_said_to_be_unexplained() -> None:
+    made = model()
+    torch.manual_seed(5)
+    noise = [[value + float(torch.randn(())) for value in row] for row in told(made)]
+    report = checked(made, noise, start=model(3))
+    assert not report.in_sync
+    assert "no reading that was tried explains it" in report.text
+
+
+def test_tokens_without_a_number_are_left_out() -> None:
+    made = model()
+    numbers = told(made)
+    numbers[0][0] = math.nan
+    assert checked(made, numbers).in_sync
+    with pytest.raises(DataError, match="reports no log-probability"):
+        checked(made, [[math.nan] * 5, [None] * 3])
+
+
+def test_lists_that_do_not_fit_are_refused() -> None:
+    made = model()
+    with pytest.raises(ShapeError, match="do not fit the completions"):
+        checked(made, [[0.0] * 4, [0.0] * 3])
+    with pytest.raises(ShapeError, match="do not fit"):
+        check_sync(made, [], [], [])
+    with pytest.raises(ConfigError, match="temperature must be a number > 0"):
+        checked(made, told(made), temperature=0.0)
+
+
+ONEDNN, AMX = "oneDNN", "a kernel for AMX"
+
+
+@pytest.mark.parametrize(
+    ("amx", "dtype", "kernels"),
+    [
+        (False, torch.float32, [ONEDNN]),
+        (False, torch.bfloat16, [ONEDNN]),
+        (True, torch.float32, [ONEDNN]),
+        (True, torch.bfloat16, [ONEDNN, AMX]),
+    ],
+)
+def test_what_packs_is_what_vllm_says(monkeypatch, amx, dtype, kernels):
+    vllm = put_in_place(monkeypatch, amx=amx)
+    assert packing(dtype) == kernels
+    vllm._custom_ops._supports_onednn = False
+    assert packing(dtype) == kernels[1:], "the processor's own kernel is there all the same"
+    pack_nothing()
+    assert packing(dtype) == []
+    check_packing(dtype)
+
+
+def test_a_gpu_packs_nothing(monkeypatch):
+    put_in_place(monkeypatch, amx=True, cpu=False)
+    assert packing(torch.bfloat16) == []
+    check_packing(torch.bfloat16)
+
+
+def test_a_vllm_without_the_switches_is_not_said_to_pack(monkeypatch):
+    vllm = put_in_place(monkeypatch)
+    del vllm._custom_ops._supports_onednn
+    del vllm.model_executor.layers.utils.check_cpu_sgl_kernel
+    assert packing(torch.bfloat16) == []
+
+
+def test_the_refusal_names_the_kernels_the_type_and_the_way_out(monkeypatch):
+    put_in_place(monkeypatch, amx=True)
+    with pytest.raises(ConfigError, match="vLLM packs the model's weights on this CPU") as error:
+        check_packing(torch.bfloat16)
+    assert error.value.got == "oneDNN and a kernel for AMX, for torch.bfloat16"
+    assert "new weights do not reach the packed copies" in error.value.why
+    for way in ("sampler='own'", "use_vllm=False", "GPU", f"{pack_nothing.__module__}.{pack_nothing.__name__}()"):
+        assert way in error.value.fix

@@ -1,0 +1,209 @@
+"""What klamp hangs into the loop of transformers: the alarms while a run goes on, kl_lr_guard, the shorter console."""
+
+from __future__ import annotations
+
+import ast
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.hosts.trl.hosts import klamp_trainer, model, noisy, saved, stock_trainer
+from tests.training.conftest import disturb
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+
+from klamp.config import KLConfig
+from klamp.diagnostics.doctor import examine
+from klamp.diagnostics.metrics import METRICS
+from klamp.errors import KLWarning, UnknownNameError
+from klamp.hosts.common.control import KLControl
+from klamp.hosts.trl.callbacks import (
+    BOUNDS,
+    GUARD,
+    SHOWN,
+    LearningRateGuard,
+    settings_of_arguments,
+    shorten_console,
+    shown,
+)
+from klamp.records import read_record
+from klamp.trl import DoctorCallback, GRPOConfig
+
+JUMPS: dict[str, Any] = {"learning_rate": 1e-4, "max_steps": 8, "beta": 0.05, "warmup_steps": 0}
+"""A calm run, in which something jumps."""
+
+
+class Jump(TrainerCallback):
+    """Moves the weights after the third step, so that the KL of the fourth one is a spike, whatever is learned."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if state.global_step == 3:
+            disturb(model, size=0.2)
+
+
+def run(
+    folder: Path, *, build: Any = klamp_trainer, policy: Any = None, **options: Any
+) -> tuple[Any, DoctorCallback, list[str]]:
+    """A trained trainer, its callback, and what klamp warned of."""
+    callback = options.pop("callback", None) or DoctorCallback(options.pop("stop_on", ()))
+    given, jumps = options.pop("trainer", {}), [Jump()] if options.pop("jumps", False) else []
+    trainer = build(policy or model(), folder, trainer={**given, "callbacks": [*jumps, callback]}, **options)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        trainer.train()
+    return trainer, callback, [str(each.message) for each in seen if issubclass(each.category, KLWarning)]
+
+
+def test_a_run_that_explodes_is_told_once_with_its_cause(tmp_path: Path) -> None:
+    _, callback, told = run(tmp_path, jumps=True, **JUMPS)
+    (spike,) = [text for text in told if ": kl-spike:" in text]
+    assert "likely the learning rate" in spike and "Next step:" in spike
+    names = [finding.alarm.name for finding in callback.findings]
+    assert len(names) == len(set(names))
+    written = [json.loads(line) for line in (tmp_path / "alarms.jsonl").read_text().splitlines()]
+    assert [row["name"] for row in written] == names and callback.stopped_by is None
+    assert not [text for text in told if "kl-high" in text], "a note is written, not told"
+
+
+def test_the_callback_finds_what_the_doctor_finds_afterwards(tmp_path: Path) -> None:
+    trainer, callback, _ = run(tmp_path, jumps=True, **JUMPS, save_strategy="no")
+    trainer.save_state()
+    afterwards = examine(read_record(tmp_path))
+    assert {each.alarm.name for each in callback.findings} == {each.alarm.name for each in afterwards.findings}
+
+
+def test_an_alarm_that_is_named_ends_the_run_with_a_checkpoint_and_it_goes_on(tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 100}
+    trainer, callback, told = run(tmp_path, jumps=True, stop_on="kl-spike", **saving, **JUMPS)
+    step = trainer.state.global_step
+    assert step == 4 and callback.stopped_by is not None and callback.stopped_by.first_step == step
+    assert f"training stops after step {step}: stop_on names kl-spike" in told
+    assert (tmp_path / f"checkpoint-{step}").is_dir()
+    again = DoctorCallback()
+    second = klamp_trainer(model(), tmp_path, trainer={"callbacks": [again]}, save_strategy="no", **JUMPS)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        second.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+    assert second.state.global_step == 8
+    assert not [each for each in seen if ": kl-spike:" in str(each.message)], "it was told before"
+
+
+def test_a_stock_trainer_has_the_alarms_that_its_log_allows(tmp_path: Path) -> None:
+    base = saved(model(), tmp_path / "base")
+    _, callback, told = run(tmp_path, build=stock_trainer, policy=base, jumps=True, **JUMPS)
+    assert "kl-spike" in {finding.alarm.name for finding in callback.findings} and told
+
+
+def test_a_calm_run_is_quiet(tmp_path: Path) -> None:
+    _, callback, told = run(tmp_path, beta=0.05, learning_rate=1e-4, max_steps=6)
+    assert not [finding.alarm.name for finding in callback.findings if finding.alarm.level == "alarm"]
+    assert not [text for text in told if text.startswith("alarm")]
+
+
+def test_a_chosen_reference_is_no_fault_at_step_0_but_a_far_one_is_named(tmp_path: Path) -> None:
+    _, callback, _ = run(tmp_path, beta=0.05, max_steps=1, trainer={"ref_model": noisy(model(), size=0.3)})
+    names = {finding.alarm.name for finding in callback.findings}
+    assert "reference-differs" in names and "step-zero-kl" not in names
+
+
+def test_attention_dropout_is_named_for_a_kl_at_step_0(tmp_path: Path) -> None:
+    policy = model("llama", attention_dropout=0.3)
+    _, callback, told = run(tmp_path, policy=policy, beta=0.05, max_steps=1)
+    (text,) = [text for text in told if "before the first update" in text and "Likely reason" in text]
+    assert "attention_dropout above 0" in text
+    assert "step-zero-kl" in {finding.alarm.name for finding in callback.findings}
+
+
+def test_what_the_arguments_say() -> None:
+    args = GRPOConfig(
+        output_dir="out", beta=0.1, target_kl=0.2, kl_placement="advantage", kl_estimator="k1", use_cpu=True, bf16=False
+    )
+    settings = settings_of_arguments(args)
+    assert (settings.beta, settings.target_kl, settings.kl_in_reward) == (0.1, 0.2, True)
+    plain = settings_of_arguments(GRPOConfig(output_dir="out", beta=0.3, loss_type="dr_grpo", use_cpu=True, bf16=False))
+    assert (plain.beta, plain.loss_type, plain.target_kl, plain.moving_reference) == (0.3, "dr_grpo", None, False)
+
+
+def test_names_are_checked_before_any_work() -> None:
+    with pytest.raises(UnknownNameError, match="did you mean 'kl-far'"):
+        DoctorCallback(stop_on=["kl-fat"])
+
+
+def printed(text: str) -> list[dict[str, Any]]:
+    """The rows in what a trainer wrote."""
+    return [ast.literal_eval(line) for line in text.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.parametrize("bar", [False, True])
+def test_the_console_has_a_few_kls_and_the_record_all(
+    bar: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = klamp_trainer(model(), tmp_path, beta=0.05, kl_estimator="k3", max_steps=2, disable_tqdm=not bar)
+    trainer.train()
+    recorded = [row for row in trainer.state.log_history if "kl/k3" in row]
+    out = capsys.readouterr()
+    rows = [row for row in printed(f"{out.out}\n{out.err}") if "kl/k3" in row]
+    assert len(rows) == len(recorded) == 2
+    kls = {name for name in rows[0] if name.startswith("kl/")}
+    assert kls == {"kl/k1", "kl/k3", "kl/exact", "kl/k3_sequence"}
+    assert len([name for name in recorded[0] if name.startswith("kl/")]) > 15
+    others = {name for name in recorded[0] if not name.startswith("kl/")} - {"step"}
+    assert others <= set(rows[0]), "and nothing of anybody else's is left out"
+
+
+def test_a_bound_that_binds_is_printed() -> None:
+    assert all(name in METRICS for name in (*SHOWN, *BOUNDS, GUARD))
+    calm = {"kl/k3": 0.1, "kl/k3_saturated": 0.0, "kl/lr_factor": 1.0, "kl/position/1_of_8": 0.2, "loss": 1.0}
+    assert shown(calm) == {"kl/k3": 0.1, "loss": 1.0}
+    assert shown({"kl/k3_saturated": 0.1, "kl/lr_factor": 0.5}) == {"kl/k3_saturated": 0.1, "kl/lr_factor": 0.5}
+    assert shown({"eval_kl/k3": 0.1, "eval_kl/k3_max": 3.0, "kl/mine": 2.0}) == {"eval_kl/k3": 0.1, "kl/mine": 2.0}
+    assert shown(None) is None
+
+
+def test_a_printer_of_the_users_own_is_left_alone() -> None:
+    class Mine(PrinterCallback):
+        pass
+
+    class Trainer:
+        callback_handler: Any
+
+    trainer = Trainer()
+    trainer.callback_handler = type("Handler", (), {"callbacks": [Mine(), ProgressCallback(7), TrainerCallback()]})
+    shorten_console(trainer)
+    mine, bar, other = trainer.callback_handler.callbacks
+    assert type(mine) is Mine and type(other) is TrainerCallback
+    assert isinstance(bar, ProgressCallback) and bar.max_str_len == 7 and type(bar) is not ProgressCallback
+
+
+def test_the_guard_puts_the_rate_back() -> None:
+    class Optimizer:
+        param_groups = ({"lr": 0.4}, {"lr": 0.2})
+
+    optimizer, guard = Optimizer(), LearningRateGuard(lambda: 0.25)
+    guard.on_pre_optimizer_step(None, None, None, optimizer=optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.05]
+    guard.on_optimizer_step(None, None, None, optimizer=optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.4, 0.2]
+
+
+def test_a_step_is_as_much_shorter_as_the_guard_says_and_the_schedule_does_not_notice() -> None:
+    """A real optimizer under a real schedule, in the order in which transformers calls the guard."""
+    control = KLControl(KLConfig(beta=0.1, kl_lr_guard=0.05))
+    guard = LearningRateGuard(lambda: control.rate_factor)
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    moved, rates = [], []
+    for kl in (0.2, 0.1, 0.01):
+        control.update(kl)
+        weight.grad, before = torch.ones(1), weight.detach().clone()
+        guard.on_pre_optimizer_step(None, None, None, optimizer=optimizer)
+        optimizer.step()
+        guard.on_optimizer_step(None, None, None, optimizer=optimizer)
+        schedule.step()
+        moved.append(float(before - weight.detach()))
+        rates.append(schedule.get_last_lr()[0])
+    assert moved == [1.0, pytest.approx(0.5 * 0.05 / 0.2), pytest.approx(0.25 * 0.05 / 0.1)]
+    assert rates == [0.5, 0.25, 0.125]
