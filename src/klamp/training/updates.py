@@ -170,7 +170,7 @@ def added_parts(metrics: Mapping[str, Tensor | float], rollout: Rollout, part: s
         "KL tokens": float(carried[part].sum()) / float(totals.kl_tokens),
         "parts": 1.0,
     }
-    counted = {name: averaged_over(name) for name in metrics}
+    counted: dict[str, Counted | None] = {name: averaged_over(name) for name in metrics}
     return {name: value * shares[counted[name]] for name, value in metrics.items() if counted[name] is not None}
 
 
