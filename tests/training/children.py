@@ -70,7 +70,7 @@ def paused_run(values: dict[str, Any], step: int, here: str, on: str, told: str)
 
 def join_group(rank: int, count: int, port: int) -> None:
     """Make this process one of a gloo group, as torchrun would."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if "lo" in {name for _, name in socket.if_nameindex()}:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo asks for the host's name, which may take its time
