@@ -18,7 +18,9 @@ from torch.distributed import DistError
 from klamp.errors import ConfigError, KlampError, TrainerFailed
 from klamp.training.config import TrainConfig
 
-SPLITS = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DeepSpeed"}
+FSDP = "ACCELERATE_USE_FSDP"
+"""The variable by which `accelerate launch` asks for FSDP."""
+SPLITS = {FSDP: "FSDP", "ACCELERATE_USE_DEEPSPEED": "DeepSpeed"}
 """The variables by which `accelerate launch` asks for weights that are divided among processes."""
 
 
@@ -34,8 +36,9 @@ def check_one_machine() -> None:
         ConfigError: the launcher asks for weights that are divided among processes, or for several machines.
     """
     asked = [words for variable, words in SPLITS.items() if asked_for(variable)]
-    everywhere, here = (os.environ.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    if "LOCAL_WORLD_SIZE" in os.environ and everywhere != here:
+    everywhere = os.environ.get("WORLD_SIZE", "1")
+    here = os.environ.get("LOCAL_WORLD_SIZE", everywhere)
+    if everywhere != here:
         asked.append(f"{everywhere} processes, {here} of them on this machine")
     if asked:
         raise ConfigError(

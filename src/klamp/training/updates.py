@@ -127,8 +127,17 @@ def update(context: Context, optimizer: Optimizer, rollout: Rollout, objective: 
 CARRIED = ("kl/log_ratio_clamped", "kl/k3_saturated")
 """Means over the tokens that carry the KL; where there are none, none is measured."""
 _KEPT = (
-    *("train/loss", "train/policy_loss", "train/kl_penalty", "policy/ratio_clipped", "kl/weights_truncated", *CARRIED),
-    *("kl/budget", "kl/before_clip", "kl/after_clip", "kl/over_budget", "policy/skipped"),
+    "train/loss",
+    "train/policy_loss",
+    "train/kl_penalty",
+    "policy/ratio_clipped",
+    "kl/weights_truncated",
+    *CARRIED,
+    "kl/budget",
+    "kl/before_clip",
+    "kl/after_clip",
+    "kl/over_budget",
+    "policy/skipped",
 )
 
 

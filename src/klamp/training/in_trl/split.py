@@ -12,10 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from klamp.errors import ConfigError
-from klamp.training.processes import asked_for
-
-FSDP = "ACCELERATE_USE_FSDP"
-"""The variable by which `accelerate launch` asks for it."""
+from klamp.training.processes import FSDP, asked_for
 
 
 def check_fsdp_version() -> None:
