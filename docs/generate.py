@@ -7,15 +7,16 @@ pages against what this would write.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from klamp.config import KLConfig, KLWarning, LossConfig
 from klamp.core.estimators import ESTIMATORS
-from klamp.diagnostics.alarm import Alarm
+from klamp.diagnostics.alarm import Alarm, Limit
 from klamp.diagnostics.alarms import ALARMS
-from klamp.diagnostics.metrics import METRICS, OWN_INTERFACES, RECORDED_NAMES, MetricRow
+from klamp.diagnostics.metrics import METRICS, OWN_INTERFACES, POSITIONS, RECORDED_NAMES, MetricRow
 from klamp.verify.config_facts import LENGTH, ConfigFacts, measure_config
 from klamp.verify.oracle import IN_WORDS
 from klamp.verify.proofs.values import EstimatorFacts, measure_estimators
@@ -43,21 +44,6 @@ TERMS: Sequence[tuple[str, Mapping[str, str]]] = (
     ),
 )
 """What the table of gradients over completions shows."""
-
-FAMILIES: Mapping[str, str] = {
-    "reward": "Reward",
-    "groups": "Groups",
-    "kl": "KL to the reference",
-    "sampler": "Sampler against trainer",
-    "beta": "Beta",
-    "train": "Training",
-    "policy": "Policy",
-    "advantage": "Advantage",
-    "ref": "Reference",
-    "length": "Length",
-    "speed": "Speed",
-}
-"""The part of a metric's name before the slash -> heading; what is not here is headed by that part itself."""
 
 
 def estimators_page() -> str:
@@ -119,38 +105,33 @@ def measure(fields: Mapping[str, str]) -> ConfigFacts:
 
 
 def metrics_page() -> str:
-    """The page on the metrics, a table per family."""
+    """The page on the metrics: a table, and a list of other names per trainer."""
     parts = [
         "# Metrics",
         "",
         NOTICE,
         "What a run logs to `metrics.jsonl` and to the trackers, over the whole global batch of a step whichever way",
-        "it was split. *Better* says which direction is good, where there is one. Evaluations are logged as",
-        "`eval/SKILL`. `grpo_loss`, `klamp.tinker`, `klamp.trl`, `klamp train` and the reports all use these names;",
-        "what others call the same is [at the end](#other-names).",
+        "it was split; evaluations are `eval/SKILL`. An arrow says which direction is good, where there is one.",
+        "`grpo_loss`, `klamp.tinker`, `klamp.trl`, `klamp train` and the reports all use these names.",
         "",
-    ]
-    for family in dict.fromkeys(_family(row) for row in METRICS.values()):
-        rows = [row for row in METRICS.values() if _family(row) == family]
-        parts += [
-            f"## {FAMILIES.get(family, family)}",
-            "",
-            *_table(
-                ("metric", "unit", "better", "taken over", "what it says"),
-                [(f"`{row.name}`", row.unit, _better(row), row.reduction, row.text) for row in rows],
+        *_table(
+            ("metric", "unit", "taken over", "what it says"),
+            dict.fromkeys(
+                (f"`{_any_part(row.name)}`", _unit(row), row.reduction, _any_part(row.text)) for row in METRICS.values()
             ),
-            "",
-        ]
-    parts += [
+        ),
+        "",
         "## Other names",
         "",
         "What `klamp doctor` and `klamp report` read in other trainers' logs, and the places where klamp itself keeps",
-        "names that were given to it.",
+        "names that were given to it: klamp's name, and what is called so there.",
         "",
     ]
     for host, names in {**RECORDED_NAMES, **OWN_INTERFACES}.items():
-        rows = [(f"`{theirs}`", f"`{ours}`") for theirs, ours in names.items()]
-        parts += [f"### {host}", "", *_table(("there", "here"), rows), ""]
+        theirs: dict[str, list[str]] = {}
+        for name, ours in names.items():
+            theirs.setdefault(ours, []).append(f"`{name}`")
+        parts += [f"### {host}", "", *(f"- `{ours}`: {', '.join(found)}" for ours, found in theirs.items()), ""]
     return "\n".join(parts)
 
 
@@ -162,14 +143,14 @@ def alarms_page() -> str:
         NOTICE,
         "What [`klamp doctor`](doctor.md) looks for, and what `klamp train` watches after every step. A *note* is",
         "information: it fails no check and is not shown during a run; `--fail-on` and `--stop-on` take its name too.",
+        "Where a threshold comes from stands behind it in brackets.",
         "",
     ]
     for alarm in ALARMS.values():
-        parts += [f"## {alarm.name}", "", f"{_kind(alarm)}{alarm.text}.", "", alarm.means, ""]
+        parts += [f"## {alarm.name}", "", f"{_kind(alarm)}{alarm.text}. {alarm.means}", ""]
         parts += [f"*Next step:* {alarm.next_step}", "", f"*Needs:* {'; '.join(map(_need, alarm.needs))}.", ""]
         if alarm.limits:
-            rows = [(f"{limit.value:g}", limit.unit, limit.source) for limit in alarm.limits]
-            parts += [*_table(("threshold", "of what", "where it comes from"), rows), ""]
+            parts += ["*Thresholds:*", "", *(f"- {_limit(limit)}" for limit in alarm.limits), ""]
     return "\n".join(parts)
 
 
@@ -235,12 +216,17 @@ def _over_completions(name: str, facts: ConfigFacts) -> tuple[str, ...]:
     )
 
 
-def _family(row: MetricRow) -> str:
-    return row.name.partition("/")[0].removesuffix("_std")
+def _limit(limit: Limit) -> str:
+    return f"{limit.value:g} {limit.unit} ({limit.source})"
 
 
-def _better(row: MetricRow) -> str:
-    return "" if row.better == "neither" else row.better
+def _any_part(text: str) -> str:
+    """A KL by position has as many rows as parts, and one line on the page."""
+    return re.sub(rf"\d+(?=_of_{POSITIONS}| of {POSITIONS})", "N", text)
+
+
+def _unit(row: MetricRow) -> str:
+    return row.unit + {"higher": " ↑", "lower": " ↓", "neither": ""}[row.better]
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
