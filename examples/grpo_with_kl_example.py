@@ -3,7 +3,7 @@
     python examples/grpo_with_kl_example.py                  # Option 2: with a KL, kl_coef 0.01
     python examples/grpo_with_kl_example.py --kl_coef 0      # Option 1: the built-in PPO loss, no reference
 
-Offline, against klamp's stand-in for the service (`pip install klamp-standin`); for the hosted one,
+Offline, against klamp's stand-in for the service (`pip install ./standin` in a clone); for the hosted one,
 `tinker.ServiceClient()` takes no arguments. Everything is awaited (SDK 0.38: what a client's method returns can be),
 and the optimizer step is submitted before its gradient is waited for. `grpo_kl_loss.compute_grpo_kl_loss` is klamp's,
 from `klamp.tinker`: its arguments are the guide's, its KL has the right sign. `examples/tinker_grpo_kl.py` is the same

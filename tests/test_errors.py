@@ -1,6 +1,7 @@
 """The exceptions: one root, standard co-parents, a text of four parts, and tables of refusals."""
 
 import inspect
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -65,6 +66,9 @@ def test_an_unknown_name_is_told_the_nearest_known_one_or_all_of_them():
     assert far.fix == "choose one of: apple, pear"
 
 
+CLONE = Path(__file__).resolve().parents[1]
+
+
 @pytest.mark.parametrize(
     ("library", "extra"),
     [("transformers", "train"), ("math_verify", "train"), ("Reasoning-Gym", "train"), ("trl", "trl"), ("ray", "ray")],
@@ -73,7 +77,7 @@ def test_a_missing_library_is_told_with_the_extra_that_brings_it(library: str, e
     assert extra_with(library) == extra
     told = missing_library(library, by="this", instead="or do without")
     assert isinstance(told, UnsupportedVersion) and told.what == f"this needs {library}, which is not installed"
-    assert told.fix == f"pip install 'klamp[{extra}]', or do without"
+    assert told.fix == f"pip install -e '{CLONE}[{extra}]', or do without", "a wheel says 'klamp[...]': tests/packaging"
 
 
 @pytest.mark.parametrize("library", ["pytest", "torch", "nobody-declares-this"])

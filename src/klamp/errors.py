@@ -28,6 +28,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 LONGEST_VALUE = 200
@@ -221,16 +222,17 @@ def brief(text: str, longest: int = LONGEST_VALUE) -> str:
 
 
 def missing_library(library: str, *, by: str, instead: str = "") -> MissingLibrary:
-    """The error for a library that is not installed, with the extra that brings it as the fix.
+    """The error for a library that is not installed, with the extra that brings it as the fix; of the clone where klamp runs from one.
 
     Args:
         library: the name that pip knows, or that of the module.
         by: what needs it, e.g. "klamp train".
         instead: what else would do, as the end of a sentence: "or convert the file to JSONL".
     """
-    extra = extra_with(library)
-    wanted = f"'klamp[{extra}]'" if extra else library
-    brings = "`pip install klamp` brings the KL layer and the commands verify, explain, audit, doctor and report"
+    extra, clone = extra_with(library), Path(__file__).parents[2]
+    ours = f"-e '{clone}[{extra}]'" if (clone / "pyproject.toml").is_file() else f"'klamp[{extra}]'"
+    wanted = ours if extra else library
+    brings = "klamp alone brings the KL layer and the commands verify, explain, audit, doctor and report"
     return MissingLibrary(
         f"{by} needs {library}, which is not installed",
         got=f"the environment {sys.prefix}",

@@ -6,7 +6,7 @@
     sampler_mismatch                            whether the sampler is the trainer
     effective                                   what the KL of a call will really do, in words
 
-`klamp.tinker.testing` is a stand-in server to run all of it against, offline: `pip install klamp-standin`.
+`klamp.tinker.testing` is a stand-in server to run all of it against, offline: `pip install ./standin` in a clone.
 """
 
 from klamp.hosts.common.effective import Effective, EffectiveTerm
