@@ -222,7 +222,7 @@ def brief(text: str, longest: int = LONGEST_VALUE) -> str:
 
 
 def missing_library(library: str, *, by: str, instead: str = "") -> MissingLibrary:
-    """The error for a library that is not installed, with the extra that brings it as the fix; of the clone where klamp runs from one.
+    """The error for a library that is not installed, with the extra (of the clone, if klamp is one) as the fix.
 
     Args:
         library: the name that pip knows, or that of the module.
