@@ -6,8 +6,8 @@
 Each step: sample a group of responses per prompt, score them, normalise the rewards within each group, ask the
 reference (the base model) for its log-probabilities, put everything into datums, and take one optimizer step on the
 clipped surrogate plus the KL. With --kl-coef 0 the built-in PPO loss does it, in one pass and without a reference.
-Offline (`pip install ./standin` in a clone) it trains the built-in arithmetic model, which the first use teaches in about
-a minute, and counts at the end what the service was asked.
+Offline (`pip install ./standin` in a clone) it trains the built-in arithmetic model, which the first use teaches in
+about a minute, and counts at the end what the service was asked.
 """
 
 from __future__ import annotations
