@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from klamp.diagnostics.metrics import METRICS, POSITIONS, Better, MetricRow, averaged_over
+from klamp.diagnostics.metrics import METRICS, Better, MetricRow, averaged_over
 from klamp.errors import ConfigError
 
 ROWS = list(METRICS.values())
@@ -41,11 +41,6 @@ def test_a_name_without_a_row_has_no_reduction_and_is_refused() -> None:
     assert averaged_over("kl/log_ratio_max") is None
     with pytest.raises(ConfigError, match="no row in METRICS"):
         averaged_over("kl/new")
-
-
-def test_every_part_of_a_completion_has_a_row() -> None:
-    found = {name for name in METRICS if name.startswith("kl/position/")}
-    assert found == {f"kl/position/{n}_of_{POSITIONS}" for n in range(1, POSITIONS + 1)}
 
 
 def test_each_estimate_of_a_completions_kl_has_one_of_its_tokens() -> None:

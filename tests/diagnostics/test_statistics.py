@@ -12,7 +12,6 @@ import torch
 from klamp.diagnostics.metrics import METRICS
 from klamp.diagnostics.statistics import (
     StepRecord,
-    means_by_position,
     pad_tokens,
     repeated_pairs,
     reward_length_correlation,
@@ -111,10 +110,6 @@ def plainly(record: StepRecord) -> dict[str, float]:
         "kl/exact": over(record.exact, exact),
         "kl/exact_forward": over(record.exact_forward, exact),
         "kl/exact_sequence": sum(float(record.exact[p]) for p in exact) / len(measured),
-        **{
-            f"kl/position/{t + 1}_of_8": mean(k3(delta(record.ref, p)) for p in carried if p[1] == t)
-            for t in range(TOKENS)  # fewer than eight: one each
-        },
     }
 
 
@@ -144,7 +139,7 @@ def test_the_metrics_are_those_of_plain_loops(seed):
     record = record_of(seed)
     expected = plainly(record)
     assert expected["groups/saturated"] == pytest.approx(1 / 3) and expected["kl/k1"] != expected["kl/k1_sequence"]
-    found = step_metrics(record, group_size=GROUP, max_length=TOKENS)
+    found = step_metrics(record, group_size=GROUP)
     assert found.keys() == expected.keys() <= METRICS.keys()
     assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
@@ -154,18 +149,14 @@ def test_what_stands_in_masked_places_changes_nothing(poison):
     record = record_of()
     tokens = ("policy", "sampler", "entropy", "ref", "original", "exact", "exact_forward")
     spoiled = {name: torch.where(record.mask, getattr(record, name), poison) for name in tokens}
-    assert step_metrics(replace(record, **spoiled), group_size=GROUP, max_length=TOKENS) == step_metrics(
-        record, group_size=GROUP, max_length=TOKENS
-    )
+    assert step_metrics(replace(record, **spoiled), group_size=GROUP) == step_metrics(record, group_size=GROUP)
 
 
 def test_tokens_without_a_kl_count_for_the_policy_only():
     record = record_of()
     spoiled = replace(record, exact=torch.where(record.kl_mask, record.exact, 9.0))
     spoiled = replace(spoiled, original=torch.where(record.kl_mask, record.original, -50.0))
-    assert step_metrics(spoiled, group_size=GROUP, max_length=TOKENS) == step_metrics(
-        record, group_size=GROUP, max_length=TOKENS
-    )
+    assert step_metrics(spoiled, group_size=GROUP) == step_metrics(record, group_size=GROUP)
 
 
 def test_more_padding_changes_nothing():
@@ -175,8 +166,8 @@ def test_more_padding_changes_nothing():
         for f in fields(record)
         if (x := getattr(record, f.name)) is not None and x.ndim == 2
     }
-    found = step_metrics(replace(record, **wider), group_size=GROUP, max_length=TOKENS)
-    assert found == pytest.approx(step_metrics(record, group_size=GROUP, max_length=TOKENS), rel=1e-6)
+    found = step_metrics(replace(record, **wider), group_size=GROUP)
+    assert found == pytest.approx(step_metrics(record, group_size=GROUP), rel=1e-6)
 
 
 def test_whole_groups_in_another_order_change_nothing():
@@ -184,19 +175,19 @@ def test_whole_groups_in_another_order_change_nothing():
     order = torch.tensor([8, 9, 10, 11, 0, 1, 2, 3, 4, 5, 6, 7])
     given = {f.name: getattr(record, f.name) for f in fields(record)}
     moved = replace(record, **{name: value[order] for name, value in given.items() if value is not None})
-    found = step_metrics(moved, group_size=GROUP, max_length=TOKENS)
-    assert found == pytest.approx(step_metrics(record, group_size=GROUP, max_length=TOKENS), rel=1e-5, abs=1e-7)
+    found = step_metrics(moved, group_size=GROUP)
+    assert found == pytest.approx(step_metrics(record, group_size=GROUP), rel=1e-5, abs=1e-7)
 
 
 def test_the_kl_of_a_share_is_that_of_the_completions_in_it():
     scored = torch.arange(12) % 3 > 0
     record = replace(record_of(), ref_rows=scored)
     hidden = replace(record, ref=torch.where(scored[:, None], record.ref, float("nan")))
-    found = step_metrics(hidden, group_size=GROUP, max_length=TOKENS)
+    found = step_metrics(hidden, group_size=GROUP)
     delta = torch.where(record.kl_mask, record.policy - record.ref, 0.0)[scored]
     assert found["kl/k1"] == pytest.approx(float(delta.sum() / record.kl_mask[scored].sum()), abs=1e-6)
     assert found["kl/k1_sequence"] == pytest.approx(float(delta.sum(-1).mean()), abs=1e-6)
-    whole = step_metrics(record_of(), group_size=GROUP, max_length=TOKENS)
+    whole = step_metrics(record_of(), group_size=GROUP)
     assert found["policy/entropy"] == whole["policy/entropy"] and found["kl/k1"] != whole["kl/k1"]
 
 
@@ -217,7 +208,7 @@ def test_the_99th_percentile_has_99_in_100_at_or_below_it_and_is_one_of_the_valu
         ref=size[None] * torch.where(size % 2 > 0, 1e-3, -1e-3),
     )
     pair = replace(record, rewards=torch.zeros(2), lengths=torch.tensor([count, count]))
-    found = step_metrics(pair, group_size=2, max_length=count)["kl/log_ratio_p99"] * 1e3
+    found = step_metrics(pair, group_size=2)["kl/log_ratio_p99"] * 1e3
     assert round(found) == pytest.approx(found, abs=1e-3)
     at_or_below, above = round(found), count - round(found)
     assert at_or_below >= 0.99 * count and above <= 0.01 * count
@@ -227,7 +218,7 @@ def test_the_99th_percentile_has_99_in_100_at_or_below_it_and_is_one_of_the_valu
 
 def test_without_reference_there_is_no_kl():
     record = replace(record_of(), ref=None, original=None, exact=None, exact_forward=None, exact_rows=None)
-    found = step_metrics(record, group_size=GROUP, max_length=TOKENS)
+    found = step_metrics(record, group_size=GROUP)
     assert not [name for name in found if name.startswith(("kl/", "ref/"))]
     assert found["reward"] == pytest.approx(plainly(record_of())["reward"], rel=1e-5)
 
@@ -235,29 +226,14 @@ def test_without_reference_there_is_no_kl():
 def test_where_nothing_carries_a_kl_there_is_none_and_nothing_is_nan():
     """A KL of 0 would be a measurement: a controller would lower beta for it."""
     record = replace(record_of(), kl_mask=torch.zeros(ROWS, TOKENS, dtype=torch.bool))
-    found = step_metrics(record, group_size=GROUP, max_length=TOKENS)
+    found = step_metrics(record, group_size=GROUP)
     assert not [name for name in found if name.startswith("kl/")]
     assert "ref/logp_mean" in found and all(math.isfinite(value) for value in found.values())
 
 
 def test_an_exact_kl_that_was_measured_nowhere_is_left_out():
-    found = step_metrics(
-        replace(record_of(), exact_rows=torch.zeros(ROWS, dtype=torch.bool)), group_size=GROUP, max_length=TOKENS
-    )
+    found = step_metrics(replace(record_of(), exact_rows=torch.zeros(ROWS, dtype=torch.bool)), group_size=GROUP)
     assert "kl/k3" in found and not [name for name in found if "exact" in name]
-
-
-@pytest.mark.parametrize(("max_length", "width"), [(8, 1), (16, 2), (17, 3), (20, 3)])
-def test_the_parts_of_a_completion_are_eighths_of_the_longest(max_length, width):
-    values = torch.arange(20.0).expand(2, -1)
-    mask = torch.stack([torch.arange(20) < max_length, torch.zeros(20, dtype=torch.bool)])
-    found = means_by_position(values, mask, max_length=max_length)
-    assert list(found) == [f"kl/position/{n}_of_8" for n in range(1, 9)]
-    for n, (mean, count) in enumerate(found.values()):
-        there = [t for t in range(max_length) if t // width == n]
-        assert int(count) == len(there)
-        assert float(mean) == pytest.approx(sum(there) / len(there) if there else 0)
-    assert sum(int(count) for _, count in found.values()) == max_length
 
 
 def test_padding_is_on_the_right_and_zero():

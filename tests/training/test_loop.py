@@ -315,7 +315,7 @@ def test_doctor_reads_as_much_of_the_loop_as_of_the_trainer(tmp_path):
     for row, logged in zip(record.rows, history, strict=True):
         assert row.metrics == {theirs.get(name, name): pytest.approx(value, rel=1e-5) for name, value in logged.items()}
     assert record.names >= {
-        "kl/k1", "kl/k3", "kl/k1_sequence", "kl/k3_sequence", "kl/log_ratio_max", "kl/position/1_of_8", "ref/logp_mean",
+        "kl/k1", "kl/k3", "kl/k1_sequence", "kl/k3_sequence", "kl/log_ratio_max", "ref/logp_mean",
         "reward", "reward_std", "groups/saturated", "length/mean", "length/truncated", "policy/logp_mean",
         "policy/entropy", "sampler/k1", "sampler/k3", "beta", "beta/price", "train/loss", "train/policy_loss",
         "train/kl_penalty", "train/grad_norm", "train/learning_rate",

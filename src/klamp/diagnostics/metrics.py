@@ -33,9 +33,6 @@ def _row(name: str, unit: str, better: Better, reduction: str, text: str) -> Met
     return MetricRow(name=name, unit=unit, better=better, reduction=reduction, text=text)
 
 
-POSITIONS = 8
-"""Parts of the longest completion, over which the KL by position is averaged."""
-
 METRICS: dict[str, MetricRow] = {
     row.name: row
     for row in (
@@ -103,16 +100,6 @@ METRICS: dict[str, MetricRow] = {
             "Tokens whose k3 is past 3e30 (70 nats below the reference): the loss counts it as that, kl/k3 does not.",
         ),
         _row("kl/lr_factor", "1", "neither", "value", "What kl_lr_guard multiplied the learning rate of the step by."),
-        *(
-            _row(
-                f"kl/position/{n}_of_{POSITIONS}",
-                "nats/token",
-                "neither",
-                "mean over KL tokens",
-                f"k3 of the tokens in part {n} of {POSITIONS} of the longest completion that is allowed.",
-            )
-            for n in range(1, POSITIONS + 1)
-        ),
         _row(
             "kl/host_clamped", "share", "lower", "mean over KL tokens", "Tokens past the clamps of the host's own KL."
         ),

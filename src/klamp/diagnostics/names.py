@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -36,9 +35,6 @@ EVALUATION_PREFIXES = ("eval/", "eval_", "val-core/", "test/")
 SCORES = ("reward", "acc", "score", "mean@", "correct", "pass@")
 """Parts of a metric's name that say that it scores an evaluation."""
 
-BY_POSITION = re.compile(r"kl/position/\d+_of_\d+")
-"""The metrics by position, which have one row together in the table of metrics."""
-
 OVER_UPDATES = "actor/kl_loss"
 """verl's name of a k3 that is a mean over all mini-batches and epochs of a step (train_mini_batch)."""
 
@@ -53,7 +49,7 @@ def known(name: str) -> str | None:
     """The name that klamp has for a logged metric; None where it has none."""
     bare = name.removeprefix("train/")
     for candidate in (name, bare):
-        if candidate in METRICS or BY_POSITION.fullmatch(candidate):
+        if candidate in METRICS:
             return candidate
     return NAMES.get(name, NAMES.get(bare))
 

@@ -15,7 +15,6 @@ from klamp.core.advantages import saturated_share
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import masked_log_ratio
 from klamp.core.masking import masked_mean, masked_sum
-from klamp.diagnostics.metrics import POSITIONS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,18 +53,17 @@ class StepRecord:
     """[B] bool: completions whose exact KL was measured."""
 
 
-def step_metrics(record: StepRecord, *, group_size: int, max_length: int) -> dict[str, float]:
+def step_metrics(record: StepRecord, *, group_size: int) -> dict[str, float]:
     """All metrics of a step that its tokens give; names as in `METRICS`. No KL where no token carries one.
 
     Args:
         record: the whole global batch.
         group_size: completions per prompt.
-        max_length: the longest completion that is allowed, in tokens.
     """
     found = {"reward": record.rewards.mean()} | group_metrics(record.rewards, record.lengths, group_size)
     found |= _length_metrics(record) | _policy_metrics(record)
     if record.ref is not None:
-        found |= _kl_metrics(record, record.ref, max_length)
+        found |= _kl_metrics(record, record.ref)
     mask = record.kl_mask & _scored(record)[:, None]
     if record.original is not None and bool(mask.any()):
         delta = masked_log_ratio(record.policy, record.original, mask)
@@ -146,7 +144,7 @@ def _scored(record: StepRecord) -> Tensor:
     return torch.ones_like(record.ended) if record.ref_rows is None else record.ref_rows
 
 
-def _kl_metrics(record: StepRecord, ref: Tensor, max_length: int) -> dict[str, Tensor]:
+def _kl_metrics(record: StepRecord, ref: Tensor) -> dict[str, Tensor]:
     scored = _scored(record)
     mask = record.kl_mask & scored[:, None]
     delta = masked_log_ratio(record.policy, ref, mask)
@@ -157,31 +155,13 @@ def _kl_metrics(record: StepRecord, ref: Tensor, max_length: int) -> dict[str, T
         value = ESTIMATORS[name].value(delta)
         found[f"kl/{name}"] = masked_mean(value, mask)
         found[f"kl/{name}_sequence"] = masked_sum(value, mask, -1)[scored].mean()
-    found |= largest_log_ratios(delta[mask])
-    by_position = means_by_position(ESTIMATORS["k3"].value(delta), mask, max_length=max_length)
-    return found | {name: mean for name, (mean, count) in by_position.items() if count > 0}
+    return found | largest_log_ratios(delta[mask])
 
 
 def largest_log_ratios(log_ratios: Tensor) -> dict[str, Tensor]:
     """The largest |log-ratio| of single tokens and the 99th percentile, in nats; `log_ratios` [n], at least one."""
     sizes = log_ratios.abs().sort().values
     return {"kl/log_ratio_max": sizes[-1], "kl/log_ratio_p99": sizes[min(len(sizes) - 1, int(0.99 * len(sizes)))]}
-
-
-def means_by_position(values: Tensor, mask: Tensor, *, max_length: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """The mean KL in each of eight stretches of positions, with the number of tokens: `kl/position/N_of_8`.
-
-    Args:
-        values: [B, T]
-        mask: [B, T] bool: which of them count.
-        max_length: the longest completion that is allowed, in tokens; a part is an eighth of it, rounded up.
-    """
-    width = -(-max_length // POSITIONS)
-    parts = [slice(n * width, (n + 1) * width) for n in range(POSITIONS)]
-    return {
-        f"kl/position/{n}_of_{POSITIONS}": (masked_mean(values[:, part], mask[:, part]), mask[:, part].sum())
-        for n, part in enumerate(parts, start=1)
-    }
 
 
 def _exact_metrics(record: StepRecord, rows: Tensor) -> dict[str, Tensor]:

@@ -434,7 +434,7 @@ def measure_tokens(
         entropy=policy.entropy,
         ref=joined(refs, length).logprobs if refs else None,
     )
-    metrics = step_metrics(record, group_size=group, max_length=rollout.max_completion_length)
+    metrics = step_metrics(record, group_size=group)
     price = configured_price(
         kl, loss, group_size=group, mean_length=metrics["length/mean"], max_length=rollout.max_completion_length
     )

@@ -101,7 +101,7 @@ class Run:
     def _measure(self, rollout: Rollout, outputs: list[UpdateOutput]) -> dict[str, float]:
         record = gather_record(self.context, rollout, outputs[0])
         asked = self.context.config.rollout
-        metrics = step_metrics(record, group_size=asked.num_generations, max_length=asked.max_completion_length)
+        metrics = step_metrics(record, group_size=asked.num_generations)
         measured = "kl/k3" in metrics
         metrics |= {name: x for name, x in outputs[0].losses.items() if measured or name not in CARRIED}
         done = [o for o in outputs if not o.stopped]

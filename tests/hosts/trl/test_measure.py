@@ -45,7 +45,6 @@ EXPECTED = {
     "policy/logp_mean",
     "ref/logp_mean",
 }
-POSITIONS = {f"kl/position/{i}_of_8" for i in range(1, 9)}
 
 
 def test_every_name_that_klamp_adds_to_trls_log_is_in_the_table(tmp_path: Path) -> None:
@@ -60,7 +59,7 @@ def test_every_name_that_klamp_adds_to_trls_log_is_in_the_table(tmp_path: Path) 
     added, own = ({name for row in t.state.log_history for name in row} for t in (ours, stock))
     names = {name.removeprefix("eval_") for name in added - own}
     assert names <= METRICS.keys()
-    assert names >= EXPECTED | POSITIONS | {"kl/lr_factor", "kl/weights_truncated", "kl/k3_max"}
+    assert names >= EXPECTED | {"kl/lr_factor", "kl/weights_truncated", "kl/k3_max"}
 
 
 def test_they_are_in_the_event_files_of_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +69,7 @@ def test_they_are_in_the_event_files_of_tensorboard(tmp_path: Path, monkeypatch:
     (folder,) = {path.parent for path in tmp_path.rglob("events.out.tfevents.*")}
     events = EventAccumulator(str(folder)).Reload()
     names = set(events.Tags()["scalars"])
-    assert {f"train/{name}" for name in EXPECTED | POSITIONS | {"kl", "entropy"}} <= names  # beside TRL's own
+    assert {f"train/{name}" for name in EXPECTED | {"kl", "entropy"}} <= names  # beside TRL's own
     assert {f"eval/{name}" for name in EXPECTED} <= names
     shown = [event.value for event in events.Scalars("train/kl/k3")]
     assert shown == [pytest.approx(row["kl/k3"]) for row in trainer.state.log_history if "kl/k3" in row]
@@ -98,7 +97,7 @@ def test_they_are_in_a_run_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             seen.setdefault(item.key or "/".join(item.nested_key), []).append(json.loads(item.value_json))
         for item in record.config.update:
             config[item.key] = json.loads(item.value_json)
-    assert {f"train/{name}" for name in EXPECTED | POSITIONS} <= seen.keys()
+    assert {f"train/{name}" for name in EXPECTED} <= seen.keys()
     assert seen["train/kl/k3"][1] == pytest.approx(trainer.state.log_history[2]["kl/k3"])
     assert (config["kl_clip_method"], config["kl_clip_threshold"], config["kl_gradient"]) == ("hard", 0.01, None)
 
@@ -129,7 +128,7 @@ def test_the_numbers_are_those_of_the_whole_step_however_it_is_split(tmp_path: P
         torch.manual_seed(1)
         trainer.train()
         rows.append(trainer.state.log_history[0])
-    names = (EXPECTED & rows[0].keys()) | POSITIONS
+    names = EXPECTED & rows[0].keys()
     assert {name: rows[1].get(name) for name in names} == pytest.approx({name: rows[0].get(name) for name in names})
     assert rows[0]["kl/k3"] > 0.1
     assert rows[0]["kl/log_ratio_p99"] < rows[0]["kl/log_ratio_max"] or rows[0]["num_tokens"] < 100

@@ -22,21 +22,21 @@ def scoring(value: float) -> Scoring:
 
 
 def test_without_a_kl_of_klamps_there_is_nothing_to_control() -> None:
-    session = Session.of(None, max_length=8)
+    session = Session.of(None)
     assert (session.kl, session.control, session.term) == (None, None, KLTerm())
     assert set(session.windows) == {"train", "eval"}
 
 
 def test_a_kl_brings_its_term_and_its_control() -> None:
     kl = KLConfig(beta=0.3, kl_horizon="sequence")
-    session = Session.of(kl, max_length=8)
+    session = Session.of(kl)
     assert session.term == kl.build_term()
     assert session.control is not None
     assert session.control.beta(0, 10) == 0.3
 
 
 def test_calls_are_collected_by_the_innermost_listener_only() -> None:
-    session = Session.of(None, max_length=8)
+    session = Session.of(None)
     assert session.seen is None, "nobody listens"
     with session.listening() as outer:
         assert session.seen is outer
@@ -49,14 +49,14 @@ def test_calls_are_collected_by_the_innermost_listener_only() -> None:
 
 
 def test_an_error_ends_the_listening() -> None:
-    session = Session.of(None, max_length=8)
+    session = Session.of(None)
     with pytest.raises(RuntimeError), session.listening():
         raise RuntimeError
     assert session.seen is None
 
 
 def test_completions_without_any_reward_are_told_apart() -> None:
-    session, nan = Session.of(None, max_length=8), float("nan")
+    session, nan = Session.of(None), float("nan")
     session.note_rewards([[1, 2, 3], [4], []], torch.tensor([[1.0, nan], [nan, nan], [nan, 0.0]]))
     assert session.lengths == [3, 1, 0]
     assert session.scorable is not None
@@ -72,7 +72,7 @@ def test_a_loss_scores_the_policy_once() -> None:
 
 
 def test_who_learns_is_known_within_one_loss_only() -> None:
-    session = Session.of(None, max_length=8)
+    session = Session.of(None)
     with session.learning(torch.tensor([True, False])):
         assert session.learns is not None
     assert session.learns is None

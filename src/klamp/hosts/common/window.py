@@ -14,18 +14,13 @@ from klamp.core.penalty import kl_metrics
 from klamp.core.term import Gate, KLTerm, carries_kl, require_reference
 from klamp.core.types import Batch
 from klamp.diagnostics.metrics import Counted, averaged_over
-from klamp.diagnostics.statistics import largest_log_ratios, means_by_position
+from klamp.diagnostics.statistics import largest_log_ratios
 
 
 class Window:
-    """Sums and counts since the last `emit`.
+    """Sums and counts since the last `emit`."""
 
-    Args:
-        max_length: longest completion in tokens, for the KL by position.
-    """
-
-    def __init__(self, max_length: int) -> None:
-        self.max_length = max_length
+    def __init__(self) -> None:
         self._clear()
 
     def _clear(self) -> None:
@@ -50,9 +45,6 @@ class Window:
             self._count(name, mean.double(), torch.as_tensor(counts[averaged_over(name)], device=mean.device).double())
         delta = masked_log_ratio(batch.policy_logprobs, ref, kl_mask)
         self.log_ratios.append(delta[kl_mask].float())
-        by_position = means_by_position(ESTIMATORS["k3"].value(delta), kl_mask, max_length=self.max_length)
-        for name, (mean, count) in by_position.items():
-            self._count(name, mean.double(), count.double())
 
     def add_exact(self, exact: Tensor, kl_mask: Tensor) -> None:
         """Take in the exact KL of some rows of a micro-batch, [b, T]."""

@@ -67,7 +67,7 @@ class GRPOTrainer(KLMixin, trl.GRPOTrainer):
         if ref_model is not None and not wanted:
             warnings.warn("ref_model is passed and beta is 0: it is not used.", KLWarning, stacklevel=2)
         own = own_reference(model, ref_model, args, peft=peft) if wanted else None
-        self._klamp = Session.of(kl, max_length=1)
+        self._klamp = Session.of(kl)
         with _built_with(args, reference=wanted and own is None):
             super().__init__(model, reward_funcs, args, *positional, **options)
         _join(self, kl, own, chosen=ref_model is not None)
@@ -91,7 +91,7 @@ def _built_with(args: Any, *, reference: bool) -> Iterator[None]:
 def _join(trainer: Any, kl: KLConfig | None, own: Any, *, chosen: bool) -> None:
     """Give a trainer its session, and the reference where klamp supplies one."""
     sampler_watch.check_engine(trainer)
-    trainer._klamp = session = Session.of(kl, max_length=trainer.max_completion_length)
+    trainer._klamp = session = Session.of(kl)
     session.fast = fast_scoring.asked_for(trainer.args)
     peft = hasattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config")
     if kl is not None:

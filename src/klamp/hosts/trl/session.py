@@ -84,13 +84,13 @@ class Session:
     """The calls of TRL's scoring method that were collected; None while nobody collects."""
 
     @classmethod
-    def of(cls, kl: KLConfig | None, *, max_length: int) -> Session:
-        """A new session; `max_length` is the longest completion in tokens."""
+    def of(cls, kl: KLConfig | None) -> Session:
+        """A new session."""
         return cls(
             kl=kl,
             control=None if kl is None else KLControl(kl),
             term=KLTerm() if kl is None else kl.build_term(),
-            windows={mode: Window(max_length) for mode in ("train", "eval")},
+            windows={mode: Window() for mode in ("train", "eval")},
         )
 
     @contextmanager

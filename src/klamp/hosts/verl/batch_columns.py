@@ -198,7 +198,7 @@ def _generation(sampled: Sampled, order: Tensor, group_size: int) -> Generation:
 def _measured(generation: Generation, found: Mapping[str, Any], control: KLControl) -> dict[str, float]:
     batch = Generation(**{**vars(generation), "inputs": found}).batch()
     term = control.kl.build_term()
-    window = Window(batch.mask.shape[1])
+    window = Window()
     window.add(batch, term, Gate.of(batch, term))
     return window.emit(Alone())
 
