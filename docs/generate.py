@@ -7,7 +7,6 @@ pages against what this would write.
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from klamp.config import KLConfig, KLWarning, LossConfig
 from klamp.core.estimators import ESTIMATORS
 from klamp.diagnostics.alarm import Alarm, Limit
 from klamp.diagnostics.alarms import ALARMS
-from klamp.diagnostics.metrics import METRICS, OWN_INTERFACES, POSITIONS, RECORDED_NAMES, MetricRow
+from klamp.diagnostics.metrics import METRICS, OWN_INTERFACES, RECORDED_NAMES, MetricRow
 from klamp.verify.config_facts import LENGTH, ConfigFacts, measure_config
 from klamp.verify.oracle import IN_WORDS
 from klamp.verify.proofs.values import EstimatorFacts, measure_estimators
@@ -116,9 +115,7 @@ def metrics_page() -> str:
         "",
         *_table(
             ("metric", "unit", "taken over", "what it says"),
-            dict.fromkeys(
-                (f"`{_any_part(row.name)}`", _unit(row), row.reduction, _any_part(row.text)) for row in METRICS.values()
-            ),
+            ((f"`{row.name}`", _unit(row), row.reduction, row.text) for row in METRICS.values()),
         ),
         "",
         "## Other names",
@@ -218,11 +215,6 @@ def _over_completions(name: str, facts: ConfigFacts) -> tuple[str, ...]:
 
 def _limit(limit: Limit) -> str:
     return f"{limit.value:g} {limit.unit} ({limit.source})"
-
-
-def _any_part(text: str) -> str:
-    """A KL by position has as many rows as parts, and one line on the page."""
-    return re.sub(rf"\d+(?=_of_{POSITIONS}| of {POSITIONS})", "N", text)
 
 
 def _unit(row: MetricRow) -> str:
