@@ -1,4 +1,4 @@
-"""The tables in docs/audit.md are what the command prints, line for line."""
+"""The tables in docs/records/audit.md are what the command prints, line for line."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 
 from klamp.cli.audit import LEGEND, run
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "audit.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def assert_documented(*names: str) -> None:
-    """The page holds the output of `klamp audit NAME ...`, and the legend."""
+    """The record holds the output of `klamp audit NAME ...`, and the page the legend."""
     out = io.StringIO()
     assert run(names, stream=out) == 0
-    page = PAGE.read_text(encoding="utf-8")
+    page = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("audit.md", "records/audit.md"))
     assert out.getvalue().removesuffix(f"{LEGEND}\n").rstrip() in page
     assert LEGEND in page
