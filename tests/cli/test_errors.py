@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import io
-import threading
 import warnings
-from pathlib import Path
 
 import pytest
-from tensorboard.summary.writer.record_writer import RecordWriter
-from torch.utils.tensorboard import SummaryWriter
 
-from klamp.cli.errors import cautions_shown, exit_code, show_error, was_interrupted, writers_quiet
+from klamp.cli.errors import cautions_shown, exit_code, show_error, was_interrupted
 from klamp.config import KLWarning
 from klamp.errors import ConfigError, KlampError, ModelError, RewardError, TrainingStopped, UnknownNameError
 
@@ -101,20 +97,3 @@ def test_afterwards_warnings_are_shown_as_before() -> None:
     with cautions_shown():
         assert warnings.showwarning is not before
     assert warnings.showwarning is before
-
-
-def test_a_writer_of_tensorboards_that_finds_no_room_prints_no_traceback(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    shown: list[threading.ExceptHookArgs] = []
-    monkeypatch.setattr(threading, "excepthook", shown.append)
-    error = OSError(28, "No space left on device")
-    monkeypatch.setattr(RecordWriter, "write", lambda *_: (_ for _ in ()).throw(error))
-    with writers_quiet(), pytest.raises(OSError, match="No space left"):
-        SummaryWriter(tmp_path).add_scalar("beta", 0.5, 1)
-    assert not shown
-    with writers_quiet():
-        other = threading.Thread(target=lambda: Path(tmp_path / "nowhere").read_text())
-        other.start()
-        other.join()
-    assert [found.exc_type for found in shown] == [FileNotFoundError], "other threads are told of as before"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 from pathlib import Path
 
@@ -93,46 +92,6 @@ def test_the_expected_length(argv: list[str], length: int) -> None:
 
 def test_the_vocabulary_counts_in_the_memory_of_logits() -> None:
     assert "logits of both models: 1 MiB each" in shown("--kl_estimator", "exact", "--vocab", "1024", "--length", "256")
-
-
-def of_two(folder: Path, first: str, second: str, *flags: str) -> str:
-    """What is said of two files, each with its short name."""
-    out = io.StringIO()
-    with contextlib.chdir(folder):
-        Path("a.yaml").write_text(first, encoding="utf-8")
-        Path("b.yaml").write_text(second, encoding="utf-8")
-        assert run(["a.yaml", "b.yaml", *flags], stream=out) == 0
-    return out.getvalue()
-
-
-def test_two_files_are_compared_in_words_and_numbers(tmp_path: Path) -> None:
-    text = of_two(
-        tmp_path,
-        "beta: 0.01\nscale_rewards: none\n",
-        "beta: 0.1\nscale_rewards: none\nkl_gradient: own\nlearning_rate: 0.5\nkl_exclude_tokens: [special, 5]\n",
-    )
-    plain, rows = " ".join(text.split()), [line.split("  ") for line in text.splitlines()]
-    cells = {row[1]: [cell.strip() for cell in row[2:] if cell.strip()] for row in rows if len(row) > 3}
-    assert "a.yaml: Pulls the policy along the gradient of KL(policy||ref)" in plain
-    assert "b.yaml: Pulls the policy along the gradient of KL(ref||policy)" in plain
-    assert cells["beta"] == ["0.01", "0.1"] and cells["kl_gradient"] == ["reverse", "own"]
-    assert cells["learning_rate"] == ["0.0001", "0.5"] and cells["kl_exclude_tokens"] == ["none", "special 5"]
-    assert "scale_rewards" not in cells
-    assert cells["price: reward per nat of a completion"][-1] == "10"
-    assert float(cells["one position: cosine with KL(policy||ref)"][0]) == pytest.approx(1, abs=1e-3)
-    assert float(cells["one position: cosine with KL(policy||ref)"][1]) < 0.99
-    assert "caution b.yaml: kl_estimator='k3' with kl_gradient='own'" in plain.replace("caution      ", "caution ")
-    assert "the same" in text and "value" in text.split("the same")[-1]
-
-
-def test_two_files_that_say_the_same(tmp_path: Path) -> None:
-    text = of_two(tmp_path, "beta: 0.1\n", "kl_coef: 0.1\n", "--kl_estimator", "k2")
-    assert "no field is set differently" in text and "Both do the same: Pulls the policy" in " ".join(text.split())
-    assert "a.yaml: " not in text.partition("in numbers")[2]
-
-
-def test_two_printed_forms_are_told_one_after_the_other() -> None:
-    assert "against" not in shown("k1-as-loss", "minus-k1").partition("k1-as-loss: ")[0]
 
 
 def test_nothing_warns_beside_the_explanation(recwarn: pytest.WarningsRecorder) -> None:

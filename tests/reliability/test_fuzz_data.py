@@ -7,11 +7,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
-from tests.reliability.drawn import LINES, check_readable, check_says_what, check_says_why, examples, run, values
+from tests.reliability.drawn import LINES, check_readable, check_says_why, examples, run, values
 
-from klamp.cli.verify_model import read_prompts
 from klamp.errors import KlampError
 from klamp.tasks import Task, TaskConfig, arithmetic_tokenizer, load_task
 
@@ -66,67 +65,6 @@ def check_task(file: Path, config: dict[str, Any], answer: str = "2") -> None:
                 assert isinstance(task.score(each, completion), float)
     except KlampError as error:
         check_says_why(error)
-
-
-@given(text=texts(), suffix=st.sampled_from([".jsonl", ".json", ".JSONL"]), config=configs)
-@example(text=b'{"prompt": ' + b"[" * 100_000, suffix=".jsonl", config={})
-@example(text=b'{"prompt": "\\ud800", "answer": 1}', suffix=".json", config={})
-@example(text=b'{"prompt": "1+1=", "answer": ' + b"9" * 5000 + b"}", suffix=".jsonl", config={})
-@examples(120)
-def test_json_files(text: bytes, suffix: str, config: dict[str, Any]) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / f"data{suffix}"
-        file.write_bytes(text)
-        check_task(file, config)
-
-
-def of_three(cell: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:
-    """A column of three rows."""
-    return st.lists(cell, min_size=3, max_size=3)
-
-
-chats = st.lists(st.fixed_dictionaries({"role": st.just("user"), "content": st.text(max_size=3)}))
-columns = st.dictionaries(
-    st.sampled_from([*COLUMNS, "other"]),
-    st.one_of(
-        of_three(st.one_of(st.none(), st.sampled_from(["1+1=", "2+1=", ""]))),
-        of_three(st.one_of(st.none(), st.integers(-(2**40), 2**40))),
-        of_three(st.one_of(st.none(), st.floats(), st.binary(max_size=2))),
-        of_three(st.dates()),
-        of_three(chats),
-    ),
-    min_size=1,
-)
-
-
-@given(table=columns, damage=st.one_of(st.none(), st.integers(0, 2000)), config=configs)
-@examples(60)
-def test_parquet_files(table: dict[str, list[Any]], damage: int | None, config: dict[str, Any]) -> None:
-    import pyarrow
-    from pyarrow import parquet
-
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "data.parquet"
-        try:
-            parquet.write_table(pyarrow.table(table), file)
-        except (pyarrow.ArrowException, TypeError):  # a column of several kinds is no table
-            return
-        if damage is not None:
-            whole = file.read_bytes()
-            file.write_bytes(whole[:damage] + b"\x00\xff" + whole[damage + 2 :])
-        check_task(file, config)
-
-
-@given(text=texts(), suffix=st.sampled_from([".jsonl", ".txt"]))
-@examples(40)
-def test_files_of_prompts(text: bytes, suffix: str) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / f"prompts{suffix}"
-        file.write_bytes(text)
-        try:
-            assert all(isinstance(prompt, str) for prompt in read_prompts(str(file)))
-        except KlampError as error:
-            check_says_what(error)
 
 
 @given(text=texts(), name=st.sampled_from(["data.jsonl", "data.csv", "data.arrow", "data", "data.jsonl.gz"]))

@@ -20,7 +20,6 @@ from klamp.cli.errors import (
     of_the_system,
     show_error,
     show_traceback,
-    writers_quiet,
 )
 from klamp.errors import KlampError, UnknownNameError, extra_with, missing_library, without_credentials
 
@@ -74,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.argv[1:] = map(without_credentials, words)
     debug = "--debug" in words or os.environ.get("KLAMP_DEBUG", "").lower() not in FALSE_WORDS
     words = [word for word in words if word != "--debug"]
-    with cautions_shown(), writers_quiet():
+    with cautions_shown():
         try:
             return _dispatch(words)
         except KlampError as error:

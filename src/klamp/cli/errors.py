@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -105,25 +104,6 @@ def cautions_shown() -> Iterator[None]:
 
         warnings.showwarning = show
         yield
-
-
-@contextmanager
-def writers_quiet() -> Iterator[None]:
-    """Within this context, a thread of TensorBoard's that cannot write prints no traceback.
-
-    Whoever logs next gets its error, and shows it.
-    """
-    usual = threading.excepthook
-
-    def show(found: threading.ExceptHookArgs) -> None:
-        if not (isinstance(found.exc_value, OSError) and type(found.thread).__module__.startswith("tensorboard.")):
-            usual(found)
-
-    threading.excepthook = show
-    try:
-        yield
-    finally:
-        threading.excepthook = usual
 
 
 def _print_parts(error: KlampError, kind: str) -> None:

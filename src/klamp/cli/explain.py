@@ -1,31 +1,27 @@
-"""`klamp explain CONFIG`: what a KL term does, in words, every number measured by enumeration; or how two differ."""
+"""`klamp explain CONFIG`: what a KL term does, in words, every number measured by enumeration."""
 
 from __future__ import annotations
 
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
 from klamp.cli.arguments import TrainRequest, parse_train
 from klamp.cli.flags import fields_of, read_own
 from klamp.cli.options import ExplainOptions
-from klamp.cli.tables import WIDTH, show_paragraph, show_table
+from klamp.cli.tables import WIDTH, show_paragraph
 from klamp.cli.train_fields import every_flag
 from klamp.config import PRESETS, find_preset
 from klamp.config.presets import OLD_NAMES, speaking_name
-from klamp.errors import ConfigError, KLWarning, UnknownNameError, unknown_name, without_credentials
-from klamp.verify.explain import Explanation, Line, Setting, explain_config
+from klamp.errors import ConfigError, KLWarning, UnknownNameError, unknown_name
+from klamp.verify.explain import Explanation, Setting, explain_config
 from klamp.verify.printed_formulas import FORMS, explain_form
 
 LENGTH = 1000
 """Completion length in tokens where neither a flag nor the configuration says one."""
-IN_NUMBERS = ("price", "noise", "control")
-"""What a comparison says in its tables already."""
-EQUAL = 1e-6
-"""Relative difference up to which two measured numbers are the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +46,6 @@ def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
     """
     out = sys.stdout if stream is None else stream
     request = read_request(argv)
-    if len(request.options.names) == 2 and not any(speaking_name(name) in FORMS for name in request.options.names):
-        _compare(request, out)
-        return 0
     for index, explanation in enumerate(explain(request)):
         if index:
             print(file=out)
@@ -82,76 +75,6 @@ def explain(request: ExplainRequest) -> list[Explanation]:
     if not request.options.names:
         return [_explain_flags(request, "these flags", [])]
     return [_explain_name(request, name) for name in request.options.names]
-
-
-def _compare(request: ExplainRequest, out: TextIO) -> None:
-    """Print what two configurations set and do differently.
-
-    Raises:
-        UnknownNameError: no such preset, flag or choice; names the nearest.
-        ConfigError: a combination that cannot work, a file that cannot be read.
-    """
-    names = request.options.names
-    one, other = (_parsed(request, _source(name)).config.flat() for name in names)
-    fields = [(field, one[field], other[field]) for field in one if one[field] != other[field]]
-    first, second = (_explain_name(request, name) for name in names)
-    verdict = f"{first.name}: {first.verdict} {second.name}: {second.verdict}"
-    if first.verdict == second.verdict:
-        verdict = f"Both do the same: {first.verdict}"
-    print(textwrap.fill(f"{names[0]} against {names[1]}. {verdict}", WIDTH) + "\n", file=out)
-    if fields:
-        shown = [(field, *map(_written, values)) for field, *values in fields]
-        show_table(out, "what is set differently", ("", *names), shown)
-    else:
-        print("no field is set differently", file=out)
-    print(file=out)
-    numbers = dict.fromkeys([*first.numbers, *second.numbers])
-    if numbers:
-        rows = [_number_row(name, first.numbers.get(name), second.numbers.get(name)) for name in numbers]
-        show_table(out, "in numbers", ("", *names, "ratio"), rows)
-        print(file=out)
-    _show_words(first, second, out)
-
-
-def _show_words(first: Explanation, second: Explanation, out: TextIO) -> None:
-    """Print what is said of one configuration and not of the other, and under which labels both say the same."""
-    words = _by_label(first.lines), _by_label(second.lines)
-    labels = list(dict.fromkeys([*words[0], *words[1]]))
-    same = [label for label in labels if words[0].get(label) == words[1].get(label)]
-    for label in (each for each in labels if each not in (*same, *IN_NUMBERS)):
-        show_paragraph(out, f"{first.name}: {words[0].get(label, '-')}", label=label)
-        show_paragraph(out, f"{second.name}: {words[1].get(label, '-')}", label="")
-    for one, other in ((first, second), (second, first)):
-        for caution in (text for text in one.cautions if text not in other.cautions):
-            show_paragraph(out, f"{one.name}: {caution}", label="caution")
-    if same:
-        show_paragraph(out, f"{', '.join(same)} (see klamp explain {first.name})", label="the same")
-
-
-def _by_label(lines: Iterable[Line]) -> dict[str, str]:
-    """Label -> its text; lines without a label go on with the one before."""
-    found: dict[str, str] = {}
-    label = ""
-    for name, text in lines:
-        label = name or label
-        found[label] = f"{found[label]}; {text}" if label in found else text
-    return found
-
-
-def _written(value: object) -> str:
-    """The value of a field as it stands in a table."""
-    if isinstance(value, tuple):
-        return " ".join(map(str, value)) or "none"
-    return without_credentials(str(value))
-
-
-def _number_row(name: str, one: float | None, other: float | None) -> tuple[str, str, str, str]:
-    ratio = ""
-    if one and other and one * other > 0:
-        same = abs(one - other) <= EQUAL * max(abs(one), abs(other))
-        ratio = "the same" if same else f"{other / one:.3g}"
-    first, second = ("-" if value is None else f"{round(value, 9):.4g}" for value in (one, other))
-    return name, first, second, ratio
 
 
 def show_explanation(explanation: Explanation, stream: TextIO) -> None:

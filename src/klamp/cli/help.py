@@ -341,11 +341,10 @@ PAGES: Mapping[str, Page] = {
     "explain": Page(
         usage="CONFIG [CONFIG ...] [flags]",
         about="Says what a KL term does: which divergence it pulls towards, which share of the sequence's gradient it "
-        "keeps, where it clips, its price, its cost, its cautions. Of two configurations it says what they set and do "
-        "differently. Nothing is loaded or trained; gradients are measured by enumeration.",
+        "keeps, where it clips, its price, its cost, its cautions. Nothing is loaded or trained; gradients are "
+        "measured by enumeration.",
         examples=(
             "klamp explain recommended",
-            "klamp explain config_demo.yaml mine.yaml        # two compared, in words and numbers",
             "klamp explain config_demo.yaml --length 2000",
             "klamp explain --kl_estimator k3 --kl_gradient own --beta 0.04",
         ),

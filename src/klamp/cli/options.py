@@ -98,12 +98,6 @@ class VerifyOptions:
     """A causal language model to verify the estimators on: a folder, a hub id, `builtin` or `smollm2`."""
     ref_model: str | None = None
     """The reference model for --model; None: a copy of that model with noise on its weights."""
-    noise: float = field(default=0.05, metadata={"least": 0})
-    """Size of the noise on the copy that stands in for a reference, relative to the spread of each weight matrix."""
-    prompts: str | None = None
-    """A prompt per line, or JSONL with a field `prompt`; None: a few built-in ones."""
-    tokens: int = field(default=16, metadata={"least": 1})
-    """Tokens to sample per prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +105,7 @@ class ExplainOptions:
     """Which KL term is explained, and for which completions."""
 
     names: tuple[str, ...] = field(default=(), metadata={"word": "CONFIG"})
-    """Presets, printed forms and YAML files; none: the flags alone; two configurations are compared."""
+    """Presets, printed forms and YAML files; none: the flags alone."""
     length: int | None = field(default=None, metadata={"least": 1})
     """Expected completion length in tokens, for prices, budgets and costs; None: kl_reference_length, or
     max_completion_length where it is given, else 1000."""

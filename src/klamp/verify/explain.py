@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from klamp.config import KLConfig, LossConfig
 from klamp.config.describe import (
@@ -46,8 +46,6 @@ class Explanation:
     """The facts behind the verdict, as pairs of label and text."""
     cautions: tuple[str, ...]
     """What it may not do although its name suggests it; each with the way out."""
-    numbers: Mapping[str, float] = field(default_factory=dict)
-    """What was measured, with its unit in words -> the number; none where there is no KL."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,32 +101,7 @@ def explain_config(kl: KLConfig, loss: LossConfig, *, name: str, setting: Settin
         *paper,
     ]
     cautions = (*kl.cautions(), *_not_measured(kl))
-    return Explanation(
-        name=name,
-        verdict=verdict_of(kl, loss, facts),
-        lines=tuple(lines),
-        cautions=cautions,
-        numbers=_measured(kl, loss, facts, setting),
-    )
-
-
-def _measured(kl: KLConfig, loss: LossConfig, facts: ConfigFacts, setting: Setting) -> dict[str, float]:
-    """The numbers that two configurations can be compared by."""
-    price = _price_of(kl, loss, setting)
-    unit = "standard deviations of a group's rewards" if price.scaled else "reward"
-    found = {
-        f"price: {unit} per nat of a completion": price.per_completion,
-        "value: % off KL(policy||ref)": 100 * facts.value_bias,
-        "one position: cosine with KL(policy||ref)": facts.position.cosine_reverse,
-        "whole completions: % of the gradient kept": 100 * facts.sequence.share,
-        "in the loss: cosine with the whole gradient": facts.in_loss.cosine_reverse,
-        "second update: cosine with KL(policy||ref)": facts.off_policy.cosine_reverse,
-        "noise: scatter of one completion / its mean": facts.sequence.noise,
-    }
-    if facts.gate is not None:
-        found["clip: budget, nats per completion"] = facts.gate.budget
-        found["clip: open at half the budget, %"] = 100 * facts.gate.at[0.5]
-    return {name: value for name, value in found.items() if not math.isnan(value)}
+    return Explanation(name=name, verdict=verdict_of(kl, loss, facts), lines=tuple(lines), cautions=cautions)
 
 
 def verdict_of(kl: KLConfig, loss: LossConfig, facts: ConfigFacts) -> str:
