@@ -21,7 +21,7 @@ from klamp.ablation.execute import (
 from klamp.ablation.outcome import Outcome, is_done, write_outcome
 from klamp.ablation.plan import Arm, Plan, grid, run_folder, runs
 from klamp.errors import ConfigError, DataError, RewardError, RunFolderError, UnknownNameError
-from klamp.training.lock import held
+from klamp.training.folders import held
 
 PLAN_A = Plan(name="a", base={"max_steps": 5, "report_to": ()}, arms=grid({"beta": [0.0, 0.1]}), seeds=(0, 1))
 

@@ -16,7 +16,7 @@ from klamp.ablation.outcome import NUMBERS, Outcome, read_outcome
 from klamp.ablation.plan import Run, run_folder, runs
 from klamp.errors import TrainingStopped
 from klamp.training import checkpoint
-from klamp.training.runners import newest_policy
+from klamp.training.folders import newest_policy
 
 pytestmark = pytest.mark.slow
 

@@ -21,9 +21,8 @@ from klamp.diagnostics.alarms_run import TRUNCATED
 from klamp.diagnostics.doctor import Diagnosis, Finding, examine
 from klamp.records import read_record
 from klamp.records.klamp_run import read_config
-from klamp.training.alarms import AlarmObserver
 from klamp.training.folders import scores_of
-from klamp.training.observers import Observer, RunInfo
+from klamp.training.observers import AlarmObserver, Observer, RunInfo
 
 FOUND: dict[str, dict[str, int]] = {
     "adapter-not-zero": {"step-zero-kl": 1},

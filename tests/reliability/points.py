@@ -19,7 +19,7 @@ import transformers.modeling_utils
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from klamp.scoring.scorer import Scorer
-from klamp.training import checkpoint, evaluation, rollouts, runlog, sampling, whole_files
+from klamp.training import checkpoint, evaluation, folders, rollouts, runlog, sampling
 from klamp.training.references import MovingReference
 
 
@@ -201,7 +201,7 @@ POINTS: dict[str, Point] = {
     "while the moments are saved": halved(torch, "save"),
     "while the reference is saved": halved(checkpoint, "save_model"),
     "while the state is saved": half_of("state.json"),
-    "before a file is on the disk": before(whole_files.os, "fsync"),
+    "before a file is on the disk": before(folders.os, "fsync"),
     "before a checkpoint is in its place": before(Path, "rename"),
     "after a checkpoint is in its place": after(Path, "rename"),
     "while an old checkpoint is deleted": deleted,

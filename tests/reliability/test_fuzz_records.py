@@ -22,10 +22,10 @@ from klamp.config import KLConfig
 from klamp.diagnostics.history import answer_of
 from klamp.errors import KlampError
 from klamp.hosts.common.control import KLControl, read_state
-from klamp.training.alarms import AlarmObserver
 from klamp.training.checkpoint import load_state
 from klamp.training.config import TrainConfig
 from klamp.training.folders import each_readable, lines_of
+from klamp.training.observers import AlarmObserver
 from klamp.training.runlog import plain
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # as a user has it

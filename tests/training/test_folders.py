@@ -1,14 +1,39 @@
-"""The folder of a run: the next free one, or the one asked for if no other run is in it."""
+"""The folder of a run: the next free one, or the one asked for if free; its lock; files that are whole."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from tests.waiting import wait_for, wait_until
 
 from klamp.errors import RunFolderError
+from klamp.training import trainer_of
 from klamp.training.config import TrainConfig
-from klamp.training.folders import CONFIG, check_folder, checkpoint_folders, free_folder, make_folder, run_folder
+from klamp.training.folders import (
+    CONFIG,
+    LOCK,
+    check_folder,
+    checkpoint_folders,
+    free_folder,
+    held,
+    lock_descriptors,
+    make_folder,
+    newest_policy,
+    part_of,
+    run_folder,
+    sync,
+    write_whole,
+)
 
 
 def test_folders_are_numbered_and_never_taken_twice(tmp_path):
@@ -33,14 +58,14 @@ def test_a_run_without_output_dir_is_named_after_its_task(tmp_path, monkeypatch,
     assert run_folder(TrainConfig.from_flat({"task": task})) == Path("runs") / f"{name}-002"
 
 
-def held(folder: Path, name: str) -> Path:
+def with_file(folder: Path, name: str) -> Path:
     folder.mkdir()
     (folder / name).write_text("")
     return folder
 
 
 def test_another_runs_folder_is_refused_with_the_ways_out(tmp_path):
-    folder = held(tmp_path / "run", CONFIG)
+    folder = with_file(tmp_path / "run", CONFIG)
     with pytest.raises(RunFolderError, match="holds another run") as caught:
         check_folder(folder, resume=False)
     assert caught.value.got == str(folder) and caught.value.why
@@ -49,7 +74,7 @@ def test_another_runs_folder_is_refused_with_the_ways_out(tmp_path):
 
 
 def test_other_files_a_file_and_nothing_to_resume_are_refused(tmp_path):
-    other = held(tmp_path / "other", "thesis.tex")
+    other = with_file(tmp_path / "other", "thesis.tex")
     with pytest.raises(RunFolderError, match="holds other files"):
         check_folder(other, resume=False)
     with pytest.raises(RunFolderError, match="is a file") as caught:
@@ -120,3 +145,181 @@ def test_checkpoints_are_found_whoever_wrote_them_oldest_first(tmp_path):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert [each.name for each in checkpoint_folders(tmp_path)] == [names[i] for i in (0, 2, 4, 1, 3)]
     assert checkpoint_folders(tmp_path / "nowhere") == []
+
+
+@pytest.mark.parametrize(
+    ("backend", "module"),
+    [
+        ("local", "klamp.training.trainer"),
+        ("trl", "klamp.training.in_trl.train"),
+        ("verl", "klamp.training.in_verl.train"),
+        ("tinker", "klamp.training.service.train"),
+    ],
+)
+def test_each_has_its_own(backend, module) -> None:
+    assert trainer_of(backend).__module__ == module
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ((), None),
+        (("step-000002", "step-000010"), "step-000010/policy"),
+        (("checkpoint-2", "checkpoint-10"), "checkpoint-10"),
+        (("global_step_2", "global_step_10"), "global_step_10/actor/huggingface"),
+        (("step-000002", "step-000002.bak"), "step-000002/policy"),
+    ],
+)
+def test_the_newest_policy(tmp_path: Path, names: tuple[str, ...], expected: str | None) -> None:
+    for name in names:
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    found = newest_policy(tmp_path)
+    assert found == (None if expected is None else tmp_path / "checkpoints" / expected)
+
+
+# the lock -----------------------------------------------------------------------------------------------------------
+
+
+def child_that_holds(folder: Path) -> int:
+    """The number of a child that has the lock until it is killed."""
+    number = os.fork()
+    if not number:
+        with held(folder, by="klamp train"):
+            (folder / "ready").touch()
+            time.sleep(240)
+        os._exit(0)
+    wait_for(folder / "ready")
+    return number
+
+
+def test_the_second_one_is_told_who_has_it(tmp_path):
+    child = child_that_holds(tmp_path)
+    try:
+        with pytest.raises(RunFolderError, match="another klamp train works") as caught, held(tmp_path, by="me"):
+            pass
+        since = json.loads((tmp_path / LOCK).read_text())["since"]
+        assert f"process {child} on {socket.gethostname()} since {since}" in caught.value.got
+        assert caught.value.why and "--output_dir" in caught.value.fix
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert (tmp_path / LOCK).exists()
+    with held(tmp_path, by="me"):
+        assert json.loads((tmp_path / LOCK).read_text())["process"] == os.getpid(), "the dead hold nothing"
+
+
+def test_it_is_gone_once_its_holder_is_done(tmp_path):
+    for _ in range(2):
+        with held(tmp_path, by="klamp train"), pytest.raises(RunFolderError), held(tmp_path, by="klamp train"):
+            pass
+        assert not (tmp_path / LOCK).exists()
+
+
+def test_a_folder_that_is_deleted_meanwhile_ends_nothing(tmp_path):
+    with held(tmp_path / "..", by="x"):
+        (tmp_path / ".." / LOCK).unlink()
+
+
+def test_a_child_of_the_holder_does_not_hold_it(tmp_path):
+    with held(tmp_path, by="x"):
+        child = os.fork()
+        if not child:
+            time.sleep(240)
+            os._exit(0)
+    try:
+        with held(tmp_path, by="y"):
+            assert (tmp_path / LOCK).exists()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def can_hold(folder: Path) -> bool:
+    """Whether nobody has the lock."""
+    with suppress(RunFolderError), held(folder, by="y"):
+        return True
+    return False
+
+
+def test_a_holder_that_was_killed_does_not_live_on_in_its_children(tmp_path):
+    reader, writer = os.pipe()
+    holder = os.fork()
+    if not holder:
+        with held(tmp_path, by="x"):
+            orphan = os.fork()
+            if orphan:
+                os.write(writer, str(orphan).encode())
+            time.sleep(240)
+        os._exit(0)
+    orphan = int(os.read(reader, 20))
+    os.kill(holder, signal.SIGKILL)
+    os.waitpid(holder, 0)
+    try:
+        wait_until(lambda: can_hold(tmp_path))  # the orphan lets go first thing, but when it gets to it nobody knows
+    finally:
+        os.kill(orphan, signal.SIGKILL)
+
+
+def test_a_file_system_without_locks_is_refused_in_words(tmp_path, monkeypatch):
+    def flock(file, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(RunFolderError, match="cannot be locked") as caught, held(tmp_path, by="x"):
+        pass
+    assert "No locks available" in caught.value.got and "--output_dir" in caught.value.fix
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"host"', "\xff"])
+def test_what_a_dead_or_damaged_holder_left_holds_nothing(tmp_path, text):
+    (tmp_path / LOCK).write_text(text, encoding="latin-1")
+    with held(tmp_path, by="y"), pytest.raises(RunFolderError, match="another y works"), held(tmp_path, by="z"):
+        pass
+    assert not (tmp_path / LOCK).exists()
+
+
+def test_a_child_that_is_given_the_descriptor_holds_the_folder_on(tmp_path):
+    with held(tmp_path, by="x"):
+        child = subprocess.Popen(["sleep", "240"], pass_fds=lock_descriptors())
+        file = os.dup(lock_descriptors()[0])
+    assert lock_descriptors() == []
+    os.close(file)
+    child.kill()
+    child.wait()
+    assert can_hold(tmp_path)
+
+
+# whole files --------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_replaced_by_one_that_is_on_the_disk(tmp_path, monkeypatch):
+    order, file = [], tmp_path / "a.txt"
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda number: (order.append(file.exists()), fsync(number)))
+    write_whole(file, "één")
+    assert file.read_text(encoding="utf-8") == "één" and list(tmp_path.iterdir()) == [file]
+    assert order == [False, True], "the text before the move, the name after it"
+
+
+def test_one_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
+    file = tmp_path / "a.txt"
+    write_whole(file, "old")
+
+    def full(number):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="no space"):
+        write_whole(file, "new")
+    assert file.read_text() == "old"
+
+
+def test_a_folder_is_synced_as_a_file_is(tmp_path):
+    sync(tmp_path)
+    assert part_of(tmp_path / "b").name == ".b.part"
+
+
+def test_a_system_that_opens_no_folder_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.delattr(os, "O_DIRECTORY")
+    monkeypatch.setattr(os, "open", lambda *_: pytest.fail("Windows refuses that"))
+    sync(tmp_path)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.training.conftest import disturb, stored, tiny_llama
 
-from klamp.training.observers import Observer
+from klamp.diagnostics.alarms import ALARMS
+from klamp.errors import ConfigError, TrainingStopped
+from klamp.records import read_record
+from klamp.training.config import TrainConfig
+from klamp.training.observers import AlarmObserver, Observer, RunInfo, settings_of
 from klamp.training.trainer import train_run
 
 HOOKS = [name for name, _ in inspect.getmembers(Observer, inspect.isfunction)]
@@ -66,3 +74,111 @@ def test_close_comes_last_after_an_error_too(config_of) -> None:
     assert names[-1] == "close"
     assert names.count("close") == 1
     assert "on_end" not in names
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Settings of a run that is 0.6 nats per token from its reference from the start, and stays there.
+
+    So reference-differs rises after the first step, and kl-high after the fifth, whatever is learned.
+    """
+    other = tiny_llama()
+    disturb(other)
+    return {"ref_model": stored(other, tmp_path_factory.mktemp("elsewhere")), "learning_rate": 1e-6}
+
+
+def stopped(config: TrainConfig) -> TrainingStopped:
+    with pytest.raises(TrainingStopped) as caught:
+        train_run(config)
+    return caught.value
+
+
+def test_a_run_stops_at_an_alarm_and_keeps_its_checkpoint(
+    config_of: Any, tmp_path: Path, elsewhere: dict[str, Any]
+) -> None:
+    config = config_of(stop_on=("retention", "kl-high"), max_steps=10, save_every=0, **elsewhere)
+    error = stopped(config)
+    step = read_record(tmp_path / "run").rows[-1].step
+    assert step == 5
+    assert error.what == f"training was stopped after step {step} of 10 by the alarm kl-high: {ALARMS['kl-high'].text}"
+    assert "the KL is" in str(error.got) and ALARMS["kl-high"].next_step in error.why and error.fix
+    assert [folder.name for folder in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step-{step:06d}"]
+    train_run(replace(config, run=replace(config.run, stop_on=(), resume=True)))
+    assert read_record(tmp_path / "run").rows[-1].step == 10
+    told = [json.loads(line)["name"] for line in (tmp_path / "run" / "alarms.jsonl").read_text().splitlines()]
+    assert told[:2] == ["reference-differs", "kl-high"]
+    assert len(told) == len(set(told)), "what was told is not told again"
+
+
+def test_an_alarm_that_is_not_named_stops_nothing(config_of: Any, tmp_path: Path, elsewhere: dict[str, Any]) -> None:
+    train_run(config_of(stop_on=("retention",), max_steps=3, **elsewhere))
+    assert read_record(tmp_path / "run").rows[-1].step == 3
+    told = [json.loads(line)["name"] for line in (tmp_path / "run" / "alarms.jsonl").read_text().splitlines()]
+    assert told == ["reference-differs"]
+
+
+def test_names_to_stop_on_are_checked() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'kl-spike'"):
+        TrainConfig.from_flat({"stop_on": ["kl-spiek"]})
+
+
+@pytest.mark.parametrize(
+    ("changes", "verifier"),
+    [
+        ({}, "rules"),
+        ({"task": "reasoning_gym:leg_counting"}, "rules"),
+        ({"reward": "tests.training.rewards:digits"}, None),
+        ({"task": "data.jsonl", "reward": "math_verify"}, "rules"),
+        ({"task": "data.jsonl", "reward": "format_regex:<a>.*</a>"}, "rules"),
+        ({"task": "data.jsonl"}, None),
+    ],
+)
+def test_what_the_alarms_know_of_a_configuration(changes: dict[str, str], verifier: str | None) -> None:
+    settings = settings_of(TrainConfig.from_flat({"beta": 0.02, "advantage_baseline": "mean", **changes}), rl_skill="a")
+    assert settings.verifier == verifier
+    assert (settings.beta, settings.loss_type, settings.scale_rewards, settings.rl_skill) == (
+        0.02,
+        "dr_grpo",
+        "none",
+        "a",
+    )
+    others = settings_of(TrainConfig.from_flat({"beta": 0.02, **changes}))
+    assert others.loss_type == "dr_grpo, leave_one_out", "its average alone is not the recipe"
+
+
+def test_a_score_that_is_none_in_a_damaged_record_is_passed_over(tmp_path: Path) -> None:
+    rows = [{"step": step, "eval/addition": 0.5, "eval/words": None if step < 2 else 0.1} for step in (0, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    observer = AlarmObserver(lambda call: None, rl_skill="addition")
+    observer.on_start(SimpleNamespace(config=TrainConfig(), output_dir=tmp_path, start_step=2))  # type: ignore[arg-type]
+    assert [dict(row.metrics) for row in observer.watch.history.evaluations] == [
+        {"addition": 0.5},
+        {"addition": 0.5, "words": 0.1},
+    ]
+    observer.on_step(3, {"kl/k3": 0.1})
+
+
+def test_what_was_seen_before_a_checkpoint_counts_after_it(tmp_path: Path) -> None:
+    """The run stops where it would have stopped, and at the same alarm, wherever it was killed."""
+    rows = [{"step": step, "kl/k3": 0.01 if step < 9 else 2.0, "reward": 0.5} for step in range(1, 12)]
+    lines = [{"step": 0, "eval/a": 0.1, "eval/b": 0.9}, *rows]
+    for done in range(9):
+        written = [line for line in lines if line["step"] <= done]
+        (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in written))
+        row = {"step": done, "tokens": ["4"], "policy_logprobs": [-1.0], "ref_logprobs": [-1.0]}
+        (tmp_path / "completions.jsonl").write_text(json.dumps(row) + '\n{"step": 0}\n')
+        observer = AlarmObserver(lambda hook: None, rl_skill="a", stop_on=("kl-spike",))
+        observer.on_start(info(tmp_path, done))
+        assert sum(map(len, observer.watch.history.completions.values())) == bool(done)
+        assert len(observer.watch.history.evaluations) == bool(done)
+        for each in rows[done:]:
+            observer.on_step(int(each["step"]), {name: x for name, x in each.items() if name != "step"})
+            if observer.stopped_by is not None:
+                break
+        assert observer.stopped_by is not None and observer.stopped_by.first_step == 9
+
+
+def info(folder: Path, start_step: int) -> RunInfo:
+    """A run that goes on after a step."""
+    known = {"parameters": 1, "trainable_parameters": 1, "reference": "", "device": "", "processes": 1}
+    return RunInfo(config=TrainConfig(), output_dir=folder, start_step=start_step, **known)

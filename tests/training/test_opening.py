@@ -9,7 +9,7 @@ import pytest
 
 from klamp.errors import ModelError, RunFolderError
 from klamp.training.config import TrainConfig
-from klamp.training.lock import LOCK
+from klamp.training.folders import LOCK
 from klamp.training.observers import Observer
 from klamp.training.setup import opened_folder
 from klamp.training.trainer import train_run

@@ -27,15 +27,16 @@ from klamp.training.folders import (
     CAUTIONS,
     COMPLETIONS,
     CONFIG,
+    LOCK,
     METRICS_FILE,
     RUNS,
     SUMMARY,
     VERSIONS,
     free_folder,
+    held,
+    newest_policy,
+    write_whole,
 )
-from klamp.training.lock import LOCK, held
-from klamp.training.runners import newest_policy
-from klamp.training.whole_files import write_whole
 
 COMPARED = "compared.json"
 """The file in the folder of a comparison that says which checkpoints were compared."""

@@ -19,9 +19,7 @@ from klamp.ablation.table import CSV, Table, csv_text, markdown, plain, summaris
 from klamp.errors import KlampError, RunFolderError
 from klamp.tasks.cache import Progress
 from klamp.tasks.files import yaml_of
-from klamp.training.folders import RUNS, free_folder
-from klamp.training.lock import LOCK, held
-from klamp.training.whole_files import write_whole
+from klamp.training.folders import LOCK, RUNS, free_folder, held, write_whole
 
 PLAN = "plan.yaml"
 HEADER = (

@@ -27,9 +27,9 @@ from klamp.tasks.base import Example, Task
 from klamp.training.config import RolloutConfig, TrainConfig
 from klamp.training.context import Context
 from klamp.training.evaluation import evaluate as scores_in
+from klamp.training.folders import newest_policy
 from klamp.training.models import end_tokens, load_model, load_tokenizer, max_length, output_size, with_adapter
 from klamp.training.references import AdapterOffReference, FrozenReference, LocalReference
-from klamp.training.runners import newest_policy
 from klamp.training.sampling import encode_prompts, generate, uniform_numbers
 from klamp.training.setup import check_same_vocabulary, load_prompts, on_cpu
 

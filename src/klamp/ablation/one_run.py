@@ -18,9 +18,9 @@ from klamp.ablation.outcome import Outcome, failed, write_outcome
 from klamp.ablation.plan import Run, run_folder
 from klamp.diagnostics.doctor import Finding
 from klamp.errors import KlampError, TrainingStopped
-from klamp.training.folders import CONFIG, METRICS_FILE, SUMMARY, lines_of
+from klamp.training import trainer_of
+from klamp.training.folders import CONFIG, METRICS_FILE, SUMMARY, lines_of, newest_policy
 from klamp.training.observers import Observer, RunInfo
-from klamp.training.runners import newest_policy, trainer_of
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 from klamp.ablation.plan import Run, run_folder
 from klamp.errors import DataError
 from klamp.tasks.files import json_of
-from klamp.training.whole_files import write_whole
+from klamp.training.folders import write_whole
 
 OUTCOME = "outcome.json"
 """The file in a run's folder; it is there once the run is done, or has failed."""

@@ -23,7 +23,7 @@ from filelock import lock_descriptor
 
 from klamp.ablation.executor import Tell, Update
 from klamp.ablation.plan import Run, plain_run, run_of
-from klamp.training.whole_files import write_whole
+from klamp.training.folders import write_whole
 
 RUN = "run.json"
 DONE, FAILED, INTERRUPTED = 0, 1, 130

@@ -17,8 +17,7 @@ from klamp.cli.columns import GAP, STEP_WIDTH, ScoreScale, StepColumn, columns_f
 from klamp.cli.describe import describe_task
 from klamp.config.describe import describe_controller, describe_kl
 from klamp.diagnostics.doctor import Finding
-from klamp.training.alarms import SAID_ELSEWHERE
-from klamp.training.observers import Observer, RunInfo, RunSummary
+from klamp.training.observers import SAID_ELSEWHERE, Observer, RunInfo, RunSummary
 
 LOADING_LINES = 5
 """Lines of such work in a log, besides its first and its last."""

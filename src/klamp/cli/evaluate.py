@@ -130,8 +130,7 @@ def find_subject(request: EvaluateRequest) -> EvaluatedPolicy:
     if start is not None:
         values |= {"model": start, "tokenizer": values["tokenizer"] or values["model"]}
     from klamp.training.checkpoint import check, is_noted
-    from klamp.training.folders import number_of
-    from klamp.training.runners import policy_in
+    from klamp.training.folders import number_of, policy_in
 
     if is_noted(saved):
         check(saved, inside=policy_in(saved))

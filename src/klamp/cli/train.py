@@ -18,10 +18,10 @@ from klamp.cli.errors import is_main_process
 from klamp.config.describe import describe_controller, describe_price
 from klamp.config.loss import configured_price
 from klamp.errors import ConfigError, TrainingStopped
+from klamp.training import Runner, trainer_of
 from klamp.training.config import TrainConfig
 from klamp.training.folders import checkpoint_folders
 from klamp.training.observers import RunInfo, RunSummary
-from klamp.training.runners import Runner, trainer_of
 from klamp.training.sections import Backend
 
 

@@ -16,9 +16,9 @@ from klamp.config import KLWarning
 from klamp.diagnostics.history import Answer, Completion, History, Row, answer_of
 from klamp.errors import without_credentials
 from klamp.records.files import by_step, each_row, json_lines, json_object, unreadable, yaml_object
-from klamp.training.alarms import completion_of, settings_of
 from klamp.training.config import TrainConfig, field_owners
 from klamp.training.folders import ANSWERS, CAUTIONS, COMPLETIONS, CONFIG, METRICS_FILE, RUNS, SUMMARY, VERSIONS
+from klamp.training.observers import completion_of, settings_of
 
 
 def is_klamp_run(path: Path) -> bool:

@@ -1,19 +1,25 @@
-"""The folder that a run writes: the next free one, or the given one if no other run is in it."""
+"""The folder of a run: which one it is, what is in it, who may write it; and files that are whole at any time.
+
+The lock on a folder is the library filelock's: the operating system holds it and lets go of it when the process ends,
+however it ends. The file says who has it, for the message alone.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from klamp.errors import RunFolderError
+from klamp.hosts.common.policy_folder import POLICY
 from klamp.tasks.files import json_of
 from klamp.training.config import TrainConfig
-from klamp.training.lock import LOCK
-from klamp.training.whole_files import part_of
 
 Row: TypeAlias = Mapping[str, Any]
 Read = TypeVar("Read")
@@ -30,11 +36,13 @@ CHECKPOINTS = "checkpoints"
 """The folder inside a run's folder that holds one folder per checkpoint."""
 NAMED = re.compile(r"(step-|checkpoint-|global_step_)\d+", re.ASCII)
 """The name of a checkpoint; a copy or a backup that somebody made beside it has another one."""
+LOCK = ".lock"
+"""The file by which a folder is locked."""
 BESIDE = ("run.json", "log.txt", "outcome.json")
 """The files that `klamp ablate` keeps in a run's folder."""
 FOR_VERL = "verl"
 """The folder inside a run's folder that holds what klamp and verl tell each other."""
-BEGUN = (*BESIDE, LOCK, part_of(Path(CONFIG)).name, FOR_VERL)
+BEGUN = (*BESIDE, LOCK, f".{CONFIG}.part", FOR_VERL)
 """What may lie in the folder of a run that was killed before anything could be lost with it."""
 RUNS = "runs"
 """The folder inside an ablation's folder that holds one folder per run."""
@@ -101,6 +109,28 @@ def checkpoint_folders(folder: Path) -> list[Path]:
 def number_of(checkpoint: Path) -> int:
     """The number that a checkpoint's folder ends with: steps, or for TRL's updates."""
     return int(re.split("[-_]", checkpoint.name)[-1])
+
+
+def newest_policy(folder: Path) -> Path | None:
+    """The model (or adapter) in a run's newest checkpoint, whoever trained; None where it has none.
+
+    verl's checkpoints hold a model only where all weights are trained: an adapter of theirs is in shards.
+
+    Args:
+        folder: of the run.
+    """
+    saved = checkpoint_folders(folder)
+    return policy_in(saved[-1]) if saved else None
+
+
+def policy_in(checkpoint: Path) -> Path:
+    """Where a checkpoint has its model (or adapter), whoever trained.
+
+    Args:
+        checkpoint: one of a run's, see `checkpoint_folders`.
+    """
+    inside = {"step": POLICY, "global": "actor/huggingface"}
+    return checkpoint / inside.get(re.split("[-_]", checkpoint.name)[0], "")
 
 
 def run_folder(config: TrainConfig) -> Path:
@@ -205,4 +235,113 @@ def unwritable(folder: Path, why: str) -> RunFolderError:
     """The error for an output folder that cannot be written."""
     return RunFolderError(
         "the output folder cannot be written", got=str(folder), why=why, fix="choose another --output_dir"
+    )
+
+
+def part_of(file: Path) -> Path:
+    """Where a file or folder is written before it is moved to its place."""
+    return file.with_name(f".{file.name}.part")
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a text beside a file and move it to its place.
+
+    Args:
+        file: is replaced if it is there.
+        text: its new content.
+    """
+    part = part_of(file)
+    with part.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    part.replace(file)
+    sync(file.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk; not on Windows, which opens no folder."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+_held: set[int] = set()
+
+
+@contextmanager
+def held(folder: Path, *, by: str) -> Iterator[None]:
+    """A context in which no other process can take the folder, which is there.
+
+    Args:
+        folder: of a run or an ablation.
+        by: the command, as a person knows it.
+
+    Raises:
+        RunFolderError: another one has it; says which process, on which host, and since when. Or there are no locks.
+    """
+    from filelock import FileLock, Timeout  # part of the extra `train`; who only reads a run needs no lock
+
+    path, process = folder / LOCK, os.getpid()
+    descriptors: list[int] = []
+
+    def sign(descriptor: int) -> None:
+        descriptors.append(descriptor)
+        with suppress(OSError):  # a full disk: the run that cannot be written says so
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, json.dumps(_holder(by)).encode())
+
+    lock = FileLock(path, on_acquired=sign)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout as error:
+        raise _refused(path) from error
+    except OSError as error:
+        raise _without_locks(path, error) from error
+    _held.update(descriptors)
+    try:
+        yield
+    finally:
+        if os.getpid() == process:  # else this is a fork, which filelock has taken the lock from
+            _held.difference_update(descriptors)
+            with suppress(OSError):  # the folder may be gone
+                path.unlink(missing_ok=True)  # while it is locked: whoever opened it meanwhile tries again
+            with suppress(OSError):
+                lock.release()
+
+
+def lock_descriptors() -> list[int]:
+    """The file descriptors of the locks that this process holds: a child that inherits them holds the folders too."""
+    return list(_held)
+
+
+def _holder(by: str) -> dict[str, Any]:
+    since = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+    return {"command": by, "process": os.getpid(), "host": socket.gethostname(), "since": since}
+
+
+def _refused(path: Path) -> RunFolderError:
+    holder: dict[str, Any] = {}
+    with suppress(OSError, ValueError, RecursionError):  # it is just being written
+        found = json.loads(path.read_text(encoding="utf-8"))
+        holder = found if isinstance(found, dict) else {}
+    who = f", held by process {holder.get('process')} on {holder.get('host')} since {holder.get('since')}"
+    return RunFolderError(
+        f"another {holder.get('command', 'process')} works in the output folder",
+        got=f"{path.parent}{who if holder else ''}",
+        why="both would write the same files",
+        fix="wait for it, stop it, or choose another --output_dir",
+    )
+
+
+def _without_locks(path: Path, error: OSError) -> RunFolderError:
+    return RunFolderError(
+        "the output folder cannot be locked",
+        got=f"{path.parent}: {error}",
+        why="two runs that write the same files would not notice each other",
+        fix="choose an --output_dir on a file system that has locks",
     )

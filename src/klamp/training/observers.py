@@ -1,14 +1,38 @@
-"""The hooks by which a run tells observers what happens; the trainer itself prints nothing."""
+"""The hooks by which a run tells observers what happens, and the observer that lets every alarm examine the run.
+
+The trainer itself prints nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from klamp.diagnostics.doctor import Finding
+from klamp.diagnostics.doctor import ALARMS_FILE, AlarmWatch, Finding
+from klamp.diagnostics.history import (
+    Completion,
+    Row,
+    Settings,
+    Verifier,
+    every,
+    flags_of,
+    list_of,
+    numbers_of,
+    texts_of,
+)
+from klamp.errors import TrainingStopped
 from klamp.tasks.cache import Progress
+from klamp.tasks.config import has_own_prompts
 from klamp.training.config import TrainConfig
+from klamp.training.folders import COMPLETIONS, METRICS_FILE, each_readable, lines_of, lines_until, scores_of
+
+RULES = ("exact_match", "math_verify", "format_regex")
+"""klamp's reward functions that are rules."""
+
+SAID_ELSEWHERE = ("step-zero-kl",)
+"""Alarms that the trainer words itself, as a caution; they are written down and can stop a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,3 +122,131 @@ def progress_of(observers: Sequence[Observer]) -> Progress:
             observer.on_loading(what, done, total, loss)
 
     return progress
+
+
+class AlarmObserver(Observer):
+    """An observer that lets every alarm examine the run after each step and evaluation, and tells the others of it."""
+
+    def __init__(
+        self, tell: Callable[[Callable[[Observer], None]], None], *, rl_skill: str, stop_on: Sequence[str] = ()
+    ) -> None:
+        self.tell, self.rl_skill, self.stop_on = tell, rl_skill, tuple(stop_on)
+        self.watch = AlarmWatch(Settings(), stop_on=stop_on)
+
+    @property
+    def stopped_by(self) -> Finding | None:
+        """The alarm of stop_on that rose first."""
+        return self.watch.stopped_by
+
+    def on_start(self, info: RunInfo) -> None:
+        """Keep the configuration, and take up what was seen and reported before a checkpoint."""
+        settings = settings_of(info.config, rl_skill=self.rl_skill)
+        self.watch = AlarmWatch(settings, told=names_in(info.output_dir / ALARMS_FILE), stop_on=self.stop_on)
+        lines = lines_until(info.output_dir / METRICS_FILE, info.start_step) if info.start_step else []
+        self.watch.keep(
+            rows=[Row(step=row["step"], metrics=_numbers(row)) for row in lines if not scores_of(row)],
+            evaluations=[Row(step=row["step"], metrics=scores) for row in lines if (scores := scores_of(row))],
+            completions=_completions_until(info.output_dir / COMPLETIONS, info.start_step),
+        )
+
+    def on_completions(self, step: int, rows: list[dict[str, object]]) -> None:
+        """Keep the completions of the step, which come before its metrics."""
+        self.watch.keep(completions=[completion_of(step, row) for row in rows])
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Examine the run with the metrics of this step."""
+        self._report(self.watch.step(step, metrics))
+
+    def on_evaluation(self, step: int, scores: Mapping[str, float]) -> None:
+        """Examine the run with these scores."""
+        self._report(self.watch.evaluation(step, scores))
+
+    def _report(self, findings: Sequence[Finding]) -> None:
+        for finding in findings:
+            self.tell(lambda observer, finding=finding: observer.on_alarm(finding))
+
+    def stop(self, step: int, max_steps: int) -> TrainingStopped:
+        """The error that ends a run at an alarm of stop_on; only processes that saw the alarm give the reason."""
+        finding = self.stopped_by
+        name = "an alarm" if finding is None else f"the alarm {finding.alarm.name}: {finding.alarm.text}"
+        return TrainingStopped(
+            f"training was stopped after step {step} of {max_steps} by {name}",
+            got="" if finding is None else finding.evidence.text,
+            resumable=True,
+            why=""
+            if finding is None
+            else " ".join((*finding.evidence.causes[:1], finding.alarm.means, finding.alarm.next_step)),
+            fix="mend that and start again, or leave the name out of stop_on and continue with --resume",
+        )
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    return {name: x for name, x in row.items() if name != "step" and isinstance(x, int | float)}
+
+
+def _completions_until(file: Path, step: int) -> list[Completion]:
+    """The completions that were written down up to a step, without the lines that are damaged."""
+    rows = lines_until(file, step) if step else ()
+    return each_readable(rows, lambda row: completion_of(row["step"], row))
+
+
+def names_in(file: Path) -> set[str]:
+    """The names of the alarms in an alarms.jsonl; none where the file does not exist."""
+    return {row["name"] for row in lines_of(file) if isinstance(row.get("name"), str)}
+
+
+def settings_of(config: TrainConfig, *, rl_skill: str | None = None) -> Settings:
+    """The settings of a configuration that alarms need.
+
+    Args:
+        config: of the run.
+        rl_skill: the skill that is trained.
+    """
+    kl, others = config.kl, config.loss.advantage_baseline == "leave_one_out"
+    return Settings(
+        beta=kl.beta,
+        target_kl=kl.target_kl,
+        # The recipe has the group's mean as its baseline; klamp's default shares its average over tokens alone.
+        loss_type=", ".join((config.loss.loss_type, *(["leave_one_out"] if others else []))),
+        verifier=_verifier(config),
+        scale_rewards=config.loss.scale,
+        other_reference=config.model.ref_model is not None,
+        moving_reference=kl.reference in ("ema", "periodic"),
+        kl_in_reward=kl.kl_placement != "loss",
+        prompts=config.rollout.prompts_per_step,
+        rl_skill=rl_skill,
+        eval_size=config.task.eval_size,
+        k3_over_updates=config.run.backend == "verl" and config.optim.num_iterations > 1,
+    )
+
+
+def _verifier(config: TrainConfig) -> Verifier | None:
+    reward, task = config.task.reward, config.task.task
+    rules = reward.partition(":")[0] in RULES or (has_own_prompts(task) and not reward)
+    return "rules" if rules else None
+
+
+def completion_of(step: int, row: Mapping[str, Any]) -> Completion:
+    """A row of completions.jsonl as a completion for the alarms.
+
+    Raises:
+        KeyError, TypeError, ValueError, OverflowError: it is none.
+    """
+
+    def given(name: str, read: Callable[[Any], Any]) -> Any:
+        return None if row.get(name) is None else read(row[name])
+
+    return Completion(
+        step=step,
+        tokens=texts_of(row["tokens"]),
+        policy=numbers_of(row["policy_logprobs"]),
+        ref=given("ref_logprobs", numbers_of),
+        sampler=given("sampler_logprobs", numbers_of),
+        trained=given("trained", lambda flags: flags_of(list_of(flags))),
+        sampled=every(len(row["tokens"])),  # nothing else stands in these rows
+        ended=given("ended", bool),
+        group=str(row.get("prompt", "")),
+        prompt=str(row.get("prompt", "")),
+        reward=given("reward", float),
+        advantage=given("advantage", float),
+    )

@@ -1,4 +1,4 @@
-"""The data of one step: sampled completions, rewards, the reference's scores, advantages."""
+"""The data of one step: sampled completions, rewards, the reference's scores, advantages; the reference's length."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ from klamp.tasks.base import Example
 from klamp.training.context import Context
 from klamp.training.references import LocalReference, Reference
 from klamp.training.sampling import encode_prompts, generate, uniform_numbers
+
+LENGTH_PROMPTS = 64
+"""Prompts by whose completions the reference's length is measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,3 +305,35 @@ def _with_advantages(context: Context, rollout: Rollout, beta: float) -> Rollout
     gate = Gate.of(batch, term)
     shifted = advantages_with_kl(rewards, batch, term, beta=beta, gate=gate, advantages=advantages)
     return replace(rollout, advantages=shifted)
+
+
+def needs_reference_length(context: Context) -> bool:
+    """Whether a clip needs a reference length that neither the user nor the data gives."""
+    wanted = context.reference is not None and context.objective.kl.needs_reference_length
+    column = [example.reference_length for example in context.task.train]
+    return wanted and None in context.control.reference_lengths(column)
+
+
+def measure_reference_length(context: Context) -> None:
+    """Measure and set the run's reference length, where a clip needs one that nobody gives.
+
+    Equation: mean number of tokens (end token included) of one completion each of 64 training prompts, sampled from
+    the reference at the run's temperature. Every process measures the same prompts with the same draws.
+    """
+    if context.reference is None or not needs_reference_length(context):
+        return
+    prompts = [e.prompt for e in context.task.train[:LENGTH_PROMPTS]]
+    rollout = context.config.rollout
+    ids, mask = encode_prompts(prompts, context.tokenizer, context.device)
+    with context.reference.sampling_model() as model:
+        completions = generate(
+            model,
+            ids,
+            mask,
+            rollout=rollout,
+            stop=context.stop,
+            pad=context.pad,
+            uniforms=uniform_numbers(context.config.run.seed, -1, len(prompts), rollout.max_completion_length),
+            traits=context.reference.scorer.traits if isinstance(context.reference, LocalReference) else None,
+        )
+    context.control.reference_length = float(completions.mask.sum(-1).to(torch.float64).mean())

@@ -17,16 +17,14 @@ from klamp.errors import TrainingStopped
 from klamp.hosts.common.control import held_kl
 from klamp.hosts.common.step_zero import STEP_ZERO_KL, likely_reasons, step_zero_text
 from klamp.tasks.base import Example
-from klamp.training.alarms import AlarmObserver
 from klamp.training.context import Context
 from klamp.training.evaluation import Evaluation, evaluate
 from klamp.training.folders import METRICS_FILE, lines_of, lines_until, scores_of
-from klamp.training.measurement import completion_row, gather_record
-from klamp.training.observers import Observer, RunInfo, RunSummary
+from klamp.training.observers import AlarmObserver, Observer, RunInfo, RunSummary
 from klamp.training.references import FrozenReference
 from klamp.training.rollouts import Rollout
 from klamp.training.sampling import examples_of_step
-from klamp.training.updates import CARRIED, UpdateOutput
+from klamp.training.updates import CARRIED, UpdateOutput, completion_row, gather_record
 
 HANGUP = getattr(signal, "SIGHUP", None)
 """None on Windows."""

@@ -33,9 +33,9 @@ from klamp.training.folders import (
     row_of,
     step_of,
     unwritable,
+    write_whole,
 )
 from klamp.training.observers import Observer, RunInfo, RunSummary
-from klamp.training.whole_files import write_whole
 
 PACKAGES = (
     *("torch", "transformers", "accelerate", "trl", "peft", "datasets", "tokenizers", "safetensors", "reasoning-gym"),

@@ -30,8 +30,7 @@ from klamp.tasks.base import Task
 from klamp.training import checkpoint
 from klamp.training.config import ModelConfig, TrainConfig
 from klamp.training.context import Context
-from klamp.training.folders import check_folder, make_folder
-from klamp.training.lock import held
+from klamp.training.folders import check_folder, held, make_folder
 from klamp.training.master_weights import MasterAdamW
 from klamp.training.models import (
     BUILTIN,

@@ -19,15 +19,13 @@ from klamp.training import checkpoint
 from klamp.training.config import TrainConfig
 from klamp.training.context import Context
 from klamp.training.folders import number_of
-from klamp.training.measurement import control_metrics, speed
 from klamp.training.observers import Observer, RunSummary
 from klamp.training.processes import check_one_machine, explained
-from klamp.training.reference_length import measure_reference_length
-from klamp.training.rollouts import Rollout, collect
+from klamp.training.rollouts import Rollout, collect, measure_reference_length
 from klamp.training.run import Interrupt, Run, deferred_interrupts
 from klamp.training.runlog import RunLog, begin_trackers
 from klamp.training.setup import build, make_accelerator, make_optimizer, opened_folder
-from klamp.training.updates import UpdateOutput, update, with_old_logprobs
+from klamp.training.updates import UpdateOutput, control_metrics, speed, update, with_old_logprobs
 
 
 class Trainer(Run):

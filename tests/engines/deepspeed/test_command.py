@@ -13,8 +13,8 @@ from tests.training.conftest import steps_of, stored, tiny_llama
 from tests.training.in_trl.conftest import QUICK
 from tests.training.in_trl.test_processes import CHANGES
 
+from klamp.training.folders import newest_policy
 from klamp.training.models import load_model
-from klamp.training.runners import newest_policy
 
 
 def trained(folder: Path, program: list[str], *more: str) -> None:

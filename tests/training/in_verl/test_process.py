@@ -15,9 +15,9 @@ import pytest
 from tests.waiting import SECONDS, is_running, wait_until
 
 from klamp.errors import RunFolderError
+from klamp.training.folders import held
 from klamp.training.in_verl import process
 from klamp.training.in_verl.process import SHOWN_LINES, Child, members
-from klamp.training.lock import held
 
 NEVER = 3600.0
 """Seconds; past the end of any test."""

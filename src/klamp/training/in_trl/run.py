@@ -21,12 +21,11 @@ from klamp.training.folders import number_of
 from klamp.training.in_trl.measurement import rollout_of, update_of
 from klamp.training.in_trl.split import gathered
 from klamp.training.in_trl.trainer import RunTrainer, checkpoints
-from klamp.training.measurement import control_metrics, speed
 from klamp.training.models import former_names
 from klamp.training.observers import Observer, RunInfo, RunSummary
 from klamp.training.processes import explained
 from klamp.training.run import Interrupt, Run, deferred_interrupts
-from klamp.training.updates import UpdateOutput, not_finite
+from klamp.training.updates import UpdateOutput, control_metrics, not_finite, speed
 
 
 class TRLRun(Run):

@@ -13,8 +13,8 @@ from klamp.hosts.verl.fields_in_verl import ACTOR, overrides, written
 from klamp.tasks.base_model import BaseModelConfig, base_model_folder
 from klamp.tasks.named_models import NAMED_MODELS, named_model_folder
 from klamp.training.config import OptimConfig, TrainConfig
-from klamp.training.hub import weights_folder
 from klamp.training.in_verl.layout import Layout
+from klamp.training.models import weights_folder
 from klamp.training.verl_refusals import OF_VERL
 
 PROGRAM = ("-m", "verl.trainer.main_ppo")

@@ -44,7 +44,9 @@ class Child:
 
     def __enter__(self) -> Child:
         """Start it."""
-        from klamp.training.lock import descriptors  # here, for this file also runs where klamp cannot be imported
+        from klamp.training.folders import (
+            lock_descriptors,  # here, for this file also runs where klamp cannot be imported
+        )
 
         self.output.parent.mkdir(parents=True, exist_ok=True)
         with self.output.open("ab") as file:
@@ -55,7 +57,7 @@ class Child:
                 stderr=subprocess.STDOUT,
                 env=os.environ | {"PYTHONUNBUFFERED": "1"},
                 start_new_session=True,
-                pass_fds=descriptors(),  # the folder stays locked until the last of its processes has ended
+                pass_fds=lock_descriptors(),  # the folder stays locked until the last of its processes has ended
             )
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"words": self.words, "grace": GRACE}).encode() + b"\n")

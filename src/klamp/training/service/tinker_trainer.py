@@ -18,8 +18,7 @@ from klamp.training import checkpoint
 from klamp.training.context import Context
 from klamp.training.evaluation import Evaluation, evaluated, probabilities
 from klamp.training.observers import Observer, RunInfo
-from klamp.training.reference_length import PROMPTS, is_needed
-from klamp.training.rollouts import Rollout, kl_weights, rate
+from klamp.training.rollouts import LENGTH_PROMPTS, Rollout, kl_weights, needs_reference_length, rate
 from klamp.training.sampling import encode_prompts
 from klamp.training.service import rollout as rollouts
 from klamp.training.service.connection import Connection
@@ -153,9 +152,9 @@ def _completed(context: Context, connection: Connection, client: Any, examples: 
 def measure_length(context: Context, connection: Connection) -> None:
     """Measure and set the run's reference length, where a clip needs one: 64 completions of the reference."""
     reference = context.reference
-    if not isinstance(reference, TinkerReference) or not is_needed(context):
+    if not isinstance(reference, TinkerReference) or not needs_reference_length(context):
         return
-    groups = _answers(context, connection, reference.client, context.task.train[:PROMPTS], temperature=1.0)
+    groups = _answers(context, connection, reference.client, context.task.train[:LENGTH_PROMPTS], temperature=1.0)
     context.control.reference_length = sum(len(row.tokens) for (row,) in groups) / len(groups)
 
 
