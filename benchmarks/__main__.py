@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import (
+    batches,
     controllers,
     elsewhere,
     exact,
@@ -40,6 +41,7 @@ MODULES = (
     elsewhere,
     over_floor,
     overhead,
+    batches,
     scale,
     profiles,
     references,

@@ -37,6 +37,7 @@ GRPOTrainer and its chunked head, Liger's, the matrix products without which the
 | `floor` | the same against the products alone, over group size, prompt, completion, model and adapter |
 | `elsewhere` | the same step with an adapter, in 16 bits, with long completions, with a vocabulary of 151,936 |
 | `overhead` | the same step with KL and at beta 0 |
+| `batches` | the same step in `klamp.trl` with `fast_scoring`, in micro-batches as klamp cuts it and as TRL does |
 | `scale` | heads against N and V, a step against the group size and the prompt's length |
 | `profile` | where the CPU time of a step goes, phase by phase |
 | `references` | what each kind of reference costs in memory |

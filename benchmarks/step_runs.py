@@ -26,7 +26,7 @@ class Setting:
     """A run of one trainer."""
 
     trainer: str
-    """`klamp`, `trl`, `unsloth`, or `fast`: klamp.trl with fast_scoring."""
+    """`klamp`, `trl`, `unsloth`, `fast`: klamp.trl with fast_scoring, or `uncut`: that with TRL's micro-batches."""
     model: str
     """Folder of the model."""
     prompts: str
@@ -41,6 +41,8 @@ class Setting:
     """Completions per prompt."""
     prompts_per_step: int = 2
     """Groups per step."""
+    accumulate: int = 1
+    """Micro-batches of an optimizer step, in TRL's trainers."""
     completion: int = COMPLETION
     """Tokens of each completion."""
     steps: int = 5
@@ -150,6 +152,14 @@ def run_fast(setting: Setting, folder: str, seen: Seen) -> None:
     _in_trl((GRPOConfig, GRPOTrainer), setting, folder, seen, fast_scoring="require")
 
 
+def run_uncut(setting: Setting, folder: str, seen: Seen) -> None:
+    """As `run_fast`, with the micro-batches that TRL has cut."""
+    from klamp.hosts.trl import fast_batches
+
+    fast_batches.applies = lambda trainer: False
+    run_fast(setting, folder, seen)
+
+
 def run_unsloth(setting: Setting, folder: str, seen: Seen) -> None:
     """Unsloth's `GRPOTrainer` on a plain model, which is what a CPU leaves of it; otherwise as `run_trl`."""
     import torch
@@ -188,8 +198,8 @@ def _in_trl(
     args = make_arguments(
         output_dir=f"{folder}/run",
         model_init_kwargs={"dtype": setting.dtype} if policy is None else None,
-        per_device_train_batch_size=sequences,
-        gradient_accumulation_steps=1,
+        per_device_train_batch_size=sequences // setting.accumulate,
+        gradient_accumulation_steps=setting.accumulate,
         num_generations=setting.group,
         max_completion_length=setting.completion,
         max_steps=setting.steps,
@@ -232,6 +242,7 @@ TRAINERS: dict[str, Callable[[Setting, str, Seen], None]] = {
     "klamp": run_klamp,
     "trl": run_trl,
     "fast": run_fast,
+    "uncut": run_uncut,
     "unsloth": run_unsloth,
 }
 

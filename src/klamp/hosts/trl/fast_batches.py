@@ -2,14 +2,10 @@
 
 TRL shuffles a generation batch and cuts it into micro-batches. Which completions an optimizer step takes stays as it
 was drawn; only which of its micro-batches each of them is in changes, where that changes neither loss nor gradient.
-What TRL logs of each micro-batch is that of its own: once a step is scored, its loss measures them again, from scores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -44,88 +40,23 @@ def keeps_sums(trainer: Any) -> bool:
     )
 
 
-Scores = tuple[Tensor, Tensor]
-"""Log-probabilities and entropies of a micro-batch's completions, [B, T] each."""
-
-
-@dataclass
-class Cut:
-    """The completions that an optimizer step takes from a generation batch, cut by TRL and by klamp."""
-
-    own: list[Batch]
-    """TRL's micro-batches."""
-    batches: list[Batch]
-    """The same rows in the order of their prompts, in micro-batches of the same sizes."""
-    order: Tensor
-    """Where each row of `batches` stands among those of `own`; [B]."""
-    scores: list[Scores] = field(default_factory=list)
-    """Of the micro-batches that the loss was computed of; of `batches`."""
-
-    def own_scores(self) -> list[Scores]:
-        """The scores of TRL's micro-batches; the step forgets them, as its next update has others."""
-        sizes = [len(batch["prompt_ids"]) for batch in self.own]
-        back = self.order.argsort().to(self.scores[0][0].device)
-        logprobs, entropies = (torch.cat(each)[back].split(sizes) for each in zip(*self.scores, strict=True))
-        self.scores = []
-        return list(zip(logprobs, entropies, strict=True))
-
-
-def cut(batches: list[Batch], accumulated: int) -> list[Cut]:
-    """The micro-batches of a generation batch, an optimizer step's together; none where a field is no row each.
+def cut(batches: list[Batch], accumulated: int) -> list[Batch]:
+    """Micro-batches of the same sizes, the rows of each optimizer step in the order of their prompts.
 
     Args:
-        batches: as TRL cut them.
+        batches: as TRL cut them; they come back as they are where a field is no row each.
         accumulated: how many of them an optimizer step takes.
     """
-    found: list[Cut] = []
+    found: list[Batch] = []
     for first in range(0, len(batches), accumulated):
         part = batches[first : first + accumulated]
         sizes = [len(batch["prompt_ids"]) for batch in part]
         whole = {name: _joined([batch[name] for batch in part], sizes) for name in part[0]}
         if any(value is NotImplemented for value in whole.values()):
-            return []
+            return batches
         order = distinct(whole["prompt_ids"], whole["prompt_mask"])[2].argsort(stable=True)
-        rows = order.split(sizes)
-        anew = [{name: _rows(value, chosen) for name, value in whole.items()} for chosen in rows]
-        found.append(Cut(part, anew, order))
+        found += [{name: _rows(value, rows) for name, value in whole.items()} for rows in order.split(sizes)]
     return found
-
-
-def present(trainer: Any) -> tuple[Cut, int] | None:
-    """The cut that a trainer is at, and the number of the micro-batch in it; None where it takes TRL's own."""
-    cuts = trainer._klamp.cuts
-    if not (cuts and trainer.model.training):
-        return None
-    number, place = divmod(trainer._step % trainer.args.steps_per_generation, len(cuts[0].own))
-    return cuts[number], place
-
-
-@contextmanager
-def own_metrics(trainer: Any, seen: list[Any], loss: Callable[[Batch], Any]) -> Iterator[None]:
-    """A context for a loss: TRL logs what it measures of its own micro-batches, once all of a step are scored.
-
-    Args:
-        trainer: with a session.
-        seen: the calls of TRL's scoring method inside the loss.
-        loss: TRL's loss of a micro-batch.
-    """
-    at = present(trainer)
-    if at is None:
-        yield
-        return
-    step, place = at
-    metrics = trainer._metrics["train"]
-    before = {name: len(values) for name, values in metrics.items()}
-    yield
-    for name, values in metrics.items():
-        del values[before.get(name, 0) :]
-    scores = [(each.logprobs.detach(), each.entropies) for each in seen]  # TRL's loss asks for both
-    step.scores = step.scores + scores if place else scores
-    if len(step.scores) < len(step.own):
-        return
-    for batch, known in zip(step.own, step.own_scores(), strict=True):
-        with torch.no_grad(), trainer._klamp.knowing(known):
-            loss(batch)
 
 
 def _is_of_all(value: Any) -> bool:

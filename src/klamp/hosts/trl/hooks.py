@@ -7,7 +7,6 @@ penalty, and TRL masks and normalises it with the policy loss, whatever the loss
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -55,8 +54,6 @@ class KLMixin(Host):
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         session = self._klamp
-        if session.known is not None:
-            return (*session.known, None)
         wanted = session.seen is not None and session.exact_rows > 0
         fast = fast_scoring.scored(self, (model, *args), kwargs, hidden=wanted)
         if fast is None:
@@ -66,7 +63,7 @@ class KLMixin(Host):
         else:
             result, hidden = (*fast[:2], None), fast[2]
         if session.seen is not None:
-            session.seen.append(Scoring(model, args, kwargs, result[0], result[1], hidden))
+            session.seen.append(Scoring(model, args, kwargs, result[0], hidden))
         return result
 
     def _host_class(self, method: str) -> type:
@@ -87,11 +84,11 @@ class KLMixin(Host):
         before = getattr(self, "_buffered_inputs", None)
         inputs = super()._prepare_inputs(generation_batch)
         args, buffered = cast(Any, self.args), cast(Any, self._buffered_inputs)
-        if buffered is not before:
-            applies = fast_batches.applies(self)
-            self._klamp.cuts = fast_batches.cut(buffered, args.gradient_accumulation_steps) if applies else []
-        at = fast_batches.present(self)
-        return inputs if at is None else at[0].batches[at[1]]
+        if buffered is before or not fast_batches.applies(self):
+            return inputs
+        anew = fast_batches.cut(buffered, args.gradient_accumulation_steps)
+        self._buffered_inputs = cast(Any, anew)
+        return anew[self._step % args.steps_per_generation]
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         session, beta = self._klamp, self._refresh_beta()
@@ -143,11 +140,10 @@ class KLMixin(Host):
         session = self._klamp
         session.losses += 1
         beta = self._refresh_beta()
-        own = partial(super()._compute_loss, model)
         learns = fast_scoring.learning_rows(self, inputs, beta)
-        with session.listening() as seen, session.learning(learns), fast_batches.own_metrics(self, seen, own):
+        with session.listening() as seen, session.learning(learns):
             if session.control is None or not session.control.kl.needs_reference:
-                loss = own(inputs)
+                loss = super()._compute_loss(model, inputs)
             else:
                 loss = self._loss_with_penalty(model, inputs, seen, beta)
         if inputs.get("ref_per_token_logps") is not None and (session.control is not None or len(seen) == 1):

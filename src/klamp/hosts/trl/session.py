@@ -18,7 +18,6 @@ from klamp.core.term import KLTerm
 from klamp.errors import KLWarning, UnsupportedVersion
 from klamp.hosts.common.control import KLControl, read_state
 from klamp.hosts.common.window import Window
-from klamp.hosts.trl.fast_batches import Cut, Scores
 from klamp.hosts.trl.fast_scoring import FastScoring
 
 
@@ -31,8 +30,6 @@ class Scoring:
     options: dict[str, Any]
     logprobs: Tensor
     """[B, T] log-probabilities that the call returned."""
-    entropies: Tensor | None = None
-    """[B, T] entropies that the call returned, in nats; None where nobody asked for them."""
     hidden: Tensor | None = None
     """[B, T, H] hidden states from which the tokens were predicted, where the exact KL is wanted."""
 
@@ -76,10 +73,6 @@ class Session:
     """klamp's scorer in the place of TRL's; None: nobody asked for it."""
     learns: Tensor | None = None
     """Which completions of the present loss have a gradient, [B]; None: any may."""
-    cuts: list[Cut] = field(default_factory=list)
-    """The micro-batches of the present generation batch, where groups are kept together; else none."""
-    known: Scores | None = None
-    """What the scoring method returns without a look at the model; None: it scores."""
     seen: list[Scoring] | None = None
     """The calls of TRL's scoring method that were collected; None while nobody collects."""
 
@@ -110,15 +103,6 @@ class Session:
             yield
         finally:
             self.learns = None
-
-    @contextmanager
-    def knowing(self, scores: Scores) -> Iterator[None]:
-        """A context in which TRL's scoring method returns these scores."""
-        self.known = scores
-        try:
-            yield
-        finally:
-            self.known = None
 
     def note_rewards(self, completion_ids: list[Any], rewards: Tensor) -> None:
         """Remember the lengths of completions, and which of them have a reward."""
