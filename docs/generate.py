@@ -209,7 +209,7 @@ def _over_completions(name: str, facts: ConfigFacts) -> tuple[str, ...]:
         IN_WORDS[pull.follows.name],
         f"{100 * pull.share:.0f} %",
         f"{pull.cosine_reverse:.2f}",
-        f"{pull.noise:.1f}",
+        f"{facts.noise:.1f}",
     )
 
 

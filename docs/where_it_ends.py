@@ -10,8 +10,8 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from klamp.verify.answers import TextTable
 from klamp.verify.convergence import LOSSES, answer_convergence, ends, terms
+from klamp.verify.proofs.check import TextTable
 
 DOCS = Path(__file__).resolve().parent
 PAGE, PICTURE = DOCS / "records" / "where-it-ends.md", DOCS / "where-it-ends.svg"

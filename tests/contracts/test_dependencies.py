@@ -27,7 +27,6 @@ EXTRAS_OF = {
     "cli/ablate.py": ("train",),
     "cli/evaluate.py": ("train",),
     "cli/train.py": ("train",),
-    "cli/verify_model.py": ("train",),  # `klamp verify --model`
     "hosts/tinker": ("tinker",),
     "hosts/trl": ("trl",),
     "hosts/unsloth": ("unsloth",),

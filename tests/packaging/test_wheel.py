@@ -20,7 +20,6 @@ NEED_TRAIN = (
     ("train",),
     ("train", "--backend", "tinker", "--model", "Qwen/Qwen3-8B"),
     ("ablate", "--kl_estimator", "k1", "k3"),
-    ("verify", "--model", "builtin"),
 )
 BELONG_TO_EXTRAS = "accelerate datasets math_verify matplotlib peft ray safetensors tensorboard tokenizers transformers"
 

@@ -34,14 +34,14 @@ def test_the_sequence_horizon_holds_all_of_it() -> None:
     facts = measure(kl_horizon="sequence")
     assert facts.sequence.follows == ("reverse", pytest.approx(1.0))
     assert facts.sequence.share == pytest.approx(1.0)
-    assert facts.sequence.noise > measure(kl_estimator="exact", kl_horizon="sequence").sequence.noise > 0
+    assert facts.noise > measure(kl_estimator="exact", kl_horizon="sequence").noise > 0
 
 
 @pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 def test_k1s_own_gradient_is_nothing_but_noise() -> None:
     facts = measure(LossConfig(loss_type="dapo"), kl_estimator="k1", kl_gradient="own")
     assert facts.position.follows.name == facts.sequence.follows.name == facts.in_loss.follows.name == "zero"
-    assert (facts.sequence.share, facts.sequence.noise) == (0.0, 0.0)
+    assert (facts.sequence.share, facts.noise) == (0.0, 0.0)
     assert facts.off_policy.follows.name == "none of these"
 
 
@@ -79,17 +79,6 @@ def test_the_gate_of_a_hard_clip() -> None:
     assert facts.gate is not None
     assert facts.gate.budget == pytest.approx(10.0)
     assert facts.gate.at == {0.0: 0.0, 0.5: 0.0, 1.0: 0.0, 1.5: 1.0, 2.0: 1.0}
-    assert (
-        0 <= facts.gate.open_below < 0.5 < facts.gate.open_above <= 1 or facts.gate.open_below < facts.gate.open_above
-    )
-
-
-def test_groups_leak_less_than_single_completions() -> None:
-    """k3 is averaged over the group; the exact KL of each completion is what that completion really spent."""
-    grouped, single = measure(kl_clip_method="hard").gate, measure(kl_clip_method="hard", kl_estimator="exact").gate
-    assert grouped is not None
-    assert single is not None
-    assert grouped.open_above - grouped.open_below > single.open_above - single.open_below
 
 
 @pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
@@ -99,13 +88,12 @@ def test_a_wide_soft_clip_is_half_open_everywhere() -> None:
     assert gate is not None
     assert gate.at[0.0] == pytest.approx(0.4875, abs=1e-4)
     assert gate.at[2.0] == pytest.approx(0.5125, abs=1e-4)
-    assert gate.open_above - gate.open_below < 0.05
 
 
 def test_a_threshold_of_zero_is_always_open() -> None:
     gate = measure(kl_clip_method="hard", kl_clip_threshold=0.0).gate
     assert gate is not None
-    assert (gate.budget, gate.open_below, gate.open_above) == (0.0, 1.0, 1.0)
+    assert (gate.budget, set(gate.at.values())) == (0.0, {1.0})
 
 
 def test_what_float16_cannot_hold_is_found_and_a_bound_mends_it() -> None:

@@ -13,7 +13,7 @@ from klamp.config.presets import OLD_NAMES
 from klamp.errors import UnknownNameError
 from klamp.verify.explain import Explanation
 from klamp.verify.oracle import expected_gradient, truths
-from klamp.verify.printed_formulas import FORMS, as_function, explain_form, find_form, measure_form, used
+from klamp.verify.printed_formulas import FORMS, explain_form, find_form, measure_form
 from klamp.verify.worlds import random_chain
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # checked in tests/core; here they would cost minutes
@@ -30,54 +30,52 @@ def test_the_formula_is_the_printed_one(name: str) -> None:
         "k3-as-loss": lambda p, r: math.exp(r - p) - (r - p) - 1,
     }[name]
     by_hand = [printed(p, r) for p, r in zip(policy[0].tolist(), ref[0].tolist(), strict=True)]
-    assert as_function(FORMS[name])(policy, ref)[0].tolist() == pytest.approx(by_hand, abs=1e-14)
+    assert FORMS[name].function(policy, ref)[0].tolist() == pytest.approx(by_hand, abs=1e-14)
 
 
 def test_k1_as_a_loss_has_the_right_value_and_no_gradient() -> None:
     facts = measure_form("k1-as-loss")
-    assert facts.bias == pytest.approx(0.0, abs=1e-12)
-    assert facts.follows.name == "zero"
-    assert facts.size < 1e-12
-    assert facts.sequence_share == 0.0
-    assert (facts.towards_sampler, facts.stray) == (pytest.approx(-1.0), pytest.approx(0.0, abs=1e-9))
+    assert facts.value.relative_bias == pytest.approx(0.0, abs=1e-12)
+    assert facts.position.follows.name == "zero"
+    assert facts.position.size < 1e-12
+    assert facts.sequence.share == 0.0
+    assert facts.off_policy == ("sampler", pytest.approx(-1.0))
 
 
 def test_minus_k1_rewards_leaving_the_reference() -> None:
     facts = measure_form("minus-k1")
-    assert facts.value == pytest.approx(-facts.reverse_kl, abs=1e-12)
-    assert facts.value < 0
-    assert facts.follows.name == "zero"
-    assert facts.towards_sampler == pytest.approx(1.0)
+    assert facts.value.expected == pytest.approx(-facts.value.reverse_kl, abs=1e-12)
+    assert facts.value.expected < 0
+    assert facts.position.follows.name == "zero"
+    assert facts.off_policy == ("sampler", pytest.approx(1.0))
 
 
 def test_the_ratio_weighted_form_is_right_for_the_other_sampler_only() -> None:
     facts = measure_form("ratio-weighted")
-    assert facts.bias > 1
-    assert facts.value_under_ref == pytest.approx(facts.reverse_kl, abs=1e-12)
-    assert facts.follows.name == "none of these"
-    assert 0 < facts.cosine_reverse < 0.99
+    assert facts.value.relative_bias > 1
+    assert facts.value_under_ref == pytest.approx(facts.value.reverse_kl, abs=1e-12)
+    assert facts.position.follows.name == "none of these"
+    assert 0 < facts.position.cosine_reverse < 0.99
 
 
 def test_the_exact_kl_of_a_position_is_exact() -> None:
     facts = measure_form("exact-kl")
-    assert facts.bias == pytest.approx(0.0, abs=1e-12)
-    assert (facts.follows.name, facts.follows.factor) == ("reverse", pytest.approx(1.0))
-    assert facts.judged is None
+    assert facts.value.relative_bias == pytest.approx(0.0, abs=1e-12)
+    assert facts.position.follows == ("reverse", pytest.approx(1.0))
+    assert facts.faults == ()
 
 
 def test_k3_as_a_loss_has_the_right_value_and_the_other_gradient() -> None:
     facts = measure_form("k3-as-loss")
-    assert facts.bias == pytest.approx(0.0, abs=1e-12)
-    assert facts.follows.name == "forward"
-    assert facts.cosine_forward == pytest.approx(1.0)
-    assert facts.judged is not None
-    assert facts.judged.gradient.follows.name == "forward"
+    assert facts.value.relative_bias == pytest.approx(0.0, abs=1e-12)
+    assert facts.position.follows.name == "forward"
+    assert facts.position.cosine_forward == pytest.approx(1.0)
 
 
 def test_a_reward_form_is_summed_over_the_completion_before_the_score_function() -> None:
     chain = random_chain(0, length=3)
-    k1_in_reward = FORMS["k1-as-loss"].__class__(**{**vars(FORMS["k1-as-loss"]), "use": "reward"})
-    gradient = expected_gradient(chain, used(k1_in_reward))
+    k1_in_reward = dataclasses.replace(FORMS["k1-as-loss"], use="reward")
+    gradient = expected_gradient(chain, k1_in_reward.loss)
     assert torch.allclose(gradient, truths(chain)["reverse"], rtol=0, atol=1e-12)
 
 
@@ -123,7 +121,7 @@ def test_every_formula_has_a_verdict() -> None:
 def test_the_verdict_follows_from_the_numbers(name: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert words in explained(name).verdict
     other = "k3-as-loss" if name != "k3-as-loss" else "k1-as-loss"
-    swapped = dataclasses.replace(FORMS[name], value=FORMS[other].value, use=FORMS[other].use)
+    swapped = dataclasses.replace(FORMS[name], function=FORMS[other].function, use=FORMS[other].use)
     monkeypatch.setattr("klamp.verify.printed_formulas.FORMS", {name: swapped})
     assert words not in explain_form(name).verdict
 

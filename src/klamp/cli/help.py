@@ -330,11 +330,9 @@ PAGES: Mapping[str, Page] = {
         about="Proves klamp's claims about values, gradients, placements, clips, controllers and number types by "
         "enumerating small worlds in float64; some seconds on one core. The exit code is 1 if a claim fails.",
         examples=(
-            "klamp verify                       # every claim",
-            "klamp verify direction             # is GRPO's k3 formula backwards? exact, sampled, reversed",
-            "klamp verify importance-sampling   # does it matter whose tokens they are?",
-            "klamp verify convergence           # which settings reach the optimum that they claim?",
-            "klamp verify --model DIR           # the estimators on a real model's own distributions",
+            "klamp verify               # every claim",
+            "klamp verify direction     # is GRPO's k3 formula backwards? exact, sampled, reversed; whose tokens",
+            "klamp verify convergence   # which settings reach the optimum that they claim?",
         ),
         options=options.VerifyOptions,
     ),

@@ -16,7 +16,7 @@ from typing import Literal
 
 from klamp.diagnostics.history import Verifier
 
-Question = Literal["direction", "importance-sampling", "convergence"]
+Question = Literal["direction", "convergence"]
 Named = Literal["smollm2"]
 
 RAY_HERE = "local"
@@ -85,19 +85,15 @@ class EvaluateOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
-    """What is verified: klamp's claims, one question, or a real model."""
+    """What is verified: klamp's claims, or one question."""
 
     question: Question | None = field(default=None, metadata={"word": "QUESTION"})
-    """direction: is GRPO's k3 formula backwards? importance-sampling: does it matter whose tokens they are?
-    convergence: which settings reach the optimum that they claim?"""
+    """direction: is GRPO's k3 formula backwards, and for whose tokens? convergence: which settings reach the optimum
+    that they claim?"""
     samples: int = field(default=100_000, metadata={"least": 1000})
     """Draws per sampled number of a question."""
     seed: int = field(default=0, metadata={"least": 0})
-    """Seed of the draws, and of the model's completions."""
-    model: str | None = None
-    """A causal language model to verify the estimators on: a folder, a hub id, `builtin` or `smollm2`."""
-    ref_model: str | None = None
-    """The reference model for --model; None: a copy of that model with noise on its weights."""
+    """Seed of the draws."""
 
 
 @dataclass(frozen=True, kw_only=True)

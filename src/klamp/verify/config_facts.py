@@ -14,34 +14,15 @@ import torch
 
 from klamp.config import KLConfig, KLWarning, LossConfig
 from klamp.core.clipping import clip_gate, kl_budget
-from klamp.core.estimators import exact_kl
 from klamp.core.gradients import kl_penalty
-from klamp.core.term import sequence_gate_kl
-from klamp.core.types import Batch
-from klamp.verify.judge import Probe, judge
+from klamp.verify.judge import Probe, probe_far
 from klamp.verify.one_step import Scene, StepReport, examine_config, scene
-from klamp.verify.oracle import Followed, cosine, name_gradient, share
-from klamp.verify.worlds import Outcomes, Sampler
+from klamp.verify.oracle import Pull, cosine, pull_of
+from klamp.verify.worlds import Sampler
 
 SEEDS = range(4)
 LENGTH = 3
 """Longest completion of the worlds of whole completions, in tokens."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pull:
-    """How an expected gradient compares with the gradients of KL(policy||ref) and KL(ref||policy)."""
-
-    follows: Followed
-    """The known gradient that the measured one is a multiple of."""
-    cosine_reverse: float
-    """Cosine with the gradient of KL(policy||ref) of whole completions."""
-    cosine_forward: float
-    """Cosine with the gradient of KL(ref||policy) of whole completions."""
-    share: float
-    """The multiple of the gradient of KL(policy||ref) of whole completions that lies closest: 1 is all of it."""
-    noise: float
-    """Standard deviation of one completion's gradient, in units of the norm of its mean; 0 for a gradient of zero."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +33,6 @@ class ClipFacts:
     """The KL at which the penalty begins, in nats per completion."""
     at: dict[float, float]
     """KL in units of the budget -> factor on the gradient."""
-    open_below: float
-    """Mean factor over sampled groups of 8 while the policy's true KL is half of the budget: the leak."""
-    open_above: float
-    """Mean factor over sampled groups of 8 while the policy's true KL is twice the budget."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +43,8 @@ class ConfigFacts:
     """The gradient at one position, for tokens of the policy."""
     sequence: Pull
     """The gradient over whole completions of up to three tokens, summed."""
+    noise: float
+    """Standard deviation of one completion's gradient, in units of the norm of its mean; 0 for a gradient of zero."""
     in_loss: Pull
     """The gradient over whole completions, with the reduction and the advantages of the policy loss."""
     kept: float
@@ -107,6 +86,7 @@ def measure_config(kl: KLConfig, loss: LossConfig, *, length: float) -> ConfigFa
     return ConfigFacts(
         position=_pull(positions, [examine_config(bare, scene=each) for each in positions]),
         sequence=whole,
+        noise=_noise(whole, found),
         in_loss=averaged,
         kept=_kept(whole, averaged, found, reduced),
         off_policy=_pull(older, [examine_config(bare, _unbounded(loss), scene=each) for each in older]),
@@ -157,28 +137,24 @@ def _reverse_kl(report: StepReport) -> float:
 
 
 def _pull(scenes: list[Scene], reports: list[StepReport]) -> Pull:
-    gradients = [report.kl.gradient for report in reports]
-    known = [each.truths for each in scenes]
-    reverse = [each["reverse"] for each in known]
-    follows = name_gradient(gradients, known)
-    if follows.name == "zero":
-        return Pull(follows=follows, cosine_reverse=0.0, cosine_forward=0.0, share=0.0, noise=0.0)
-    spread = math.sqrt(sum(report.kl.gradient_variance for report in reports))
-    size = math.sqrt(sum(float(gradient.norm()) ** 2 for gradient in gradients))
-    return Pull(
-        follows=follows,
-        cosine_reverse=cosine(gradients, reverse),
-        cosine_forward=cosine(gradients, [each["forward"] for each in known]),
-        share=share(gradients, reverse),
-        noise=spread / size,
-    )
+    return pull_of([report.kl.gradient for report in reports], [each.truths for each in scenes])
+
+
+def _noise(pull: Pull, reports: list[StepReport]) -> float:
+    if pull.follows.name == "zero":
+        return 0.0
+    return math.sqrt(sum(report.kl.gradient_variance for report in reports)) / float(_joined(reports).norm())
+
+
+def _joined(reports: list[StepReport]) -> torch.Tensor:
+    return torch.cat([report.kl.gradient.flatten() for report in reports])
 
 
 def _kept(whole: Pull, averaged: Pull, found: list[StepReport], reduced: list[StepReport]) -> float:
     """How well the reduced gradient points where the summed one does."""
     if "zero" in (whole.follows.name, averaged.follows.name):
         return float(whole.follows.name == averaged.follows.name)
-    return cosine([report.kl.gradient for report in reduced], [report.kl.gradient for report in found])
+    return cosine(_joined(reduced), _joined(found))
 
 
 def _gate(kl: KLConfig, *, length: float) -> ClipFacts:
@@ -186,41 +162,7 @@ def _gate(kl: KLConfig, *, length: float) -> ClipFacts:
     sizes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0], dtype=torch.float64)
     method, temperature = kl.kl_clip_method, kl.kl_clip_temperature
     factors = clip_gate(sizes * budget, budget, method=method, temperature=temperature)
-    return ClipFacts(
-        budget=budget,
-        at=dict(zip(sizes.tolist(), factors.tolist(), strict=True)),
-        open_below=_open_share(kl, budget, 0.5),
-        open_above=_open_share(kl, budget, 2.0),
-    )
-
-
-def _open_share(kl: KLConfig, budget: float, size: float) -> float:
-    """The mean factor of the gate over 2,000 sampled groups of 8, while the true KL is `size` times the budget.
-
-    The world's KL is what it is: the budget (and with it the width of a soft clip) is scaled to it.
-    """
-    y, groups = _world(0, length=LENGTH).outcomes, 2_000
-    rows = torch.multinomial(y.probs, groups * 8, replacement=True, generator=torch.Generator().manual_seed(0))
-    drawn = Outcomes(*(field.detach()[rows] for field in y))
-    exact = exact_kl(drawn.policy_logits, drawn.ref_logits) if kl.kl_estimator == "exact" else None
-    batch = Batch(
-        policy_logprobs=drawn.policy_logprobs,
-        mask=drawn.mask,
-        advantages=torch.zeros(len(rows), dtype=torch.float64),
-        ref_logprobs=drawn.ref_logprobs,
-        exact_kl=exact,
-        group_size=8,
-    )
-    true_kl = (y.probs * (y.policy_logprobs - y.ref_logprobs).detach().sum(-1)).sum().item()
-    limit = true_kl / size
-    temperature = kl.kl_clip_temperature * (limit / budget if budget > 0 else 1.0)
-    gate = clip_gate(
-        sequence_gate_kl(batch, kl.build_term()),
-        limit if budget > 0 else 0.0,
-        method=kl.kl_clip_method,
-        temperature=temperature,
-    )
-    return gate.mean().item()
+    return ClipFacts(budget=budget, at=dict(zip(sizes.tolist(), factors.tolist(), strict=True)))
 
 
 def _probes(kl: KLConfig) -> tuple[Probe, ...]:
@@ -235,4 +177,4 @@ def _probes(kl: KLConfig) -> tuple[Probe, ...]:
             max_log_ratio=kl.kl_max_log_ratio,
         )
 
-    return judge(penalty, name="penalty").probes
+    return probe_far(penalty)

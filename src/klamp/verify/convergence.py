@@ -29,9 +29,8 @@ from klamp.core.penalty import shifted_rewards
 from klamp.core.term import KLTerm
 from klamp.core.types import Batch, Reduction
 from klamp.errors import ConfigError
-from klamp.verify.answers import Answer, TextTable
 from klamp.verify.oracle import gradient_of
-from klamp.verify.proofs.check import Check, is_equal, is_true
+from klamp.verify.proofs.check import Answer, Check, TextTable, is_equal, is_true
 from klamp.verify.worlds import Chain, Outcomes, count_prefixes, enumerate_outcomes, prefix_probs
 
 BETA = 0.2

@@ -21,8 +21,9 @@ from klamp.config.describe import (
 )
 from klamp.config.loss import Price, configured_price, kl_reduction
 from klamp.core.estimators import ESTIMATORS
-from klamp.verify.config_facts import LENGTH, ClipFacts, ConfigFacts, Pull, bare_term, measure_config
+from klamp.verify.config_facts import LENGTH, ClipFacts, ConfigFacts, bare_term, measure_config
 from klamp.verify.convergence import BETA, follow, worlds
+from klamp.verify.oracle import Pull
 
 Line = tuple[str, str]
 """A label and a text."""
@@ -184,9 +185,9 @@ def _off_policy(kl: KLConfig, facts: ConfigFacts) -> str:
 
 
 def _noise(facts: ConfigFacts) -> str:
-    if facts.sequence.noise == 0:
+    if facts.noise == 0:
         return "all of its gradient is noise: the mean is zero"
-    return f"the gradient of one completion scatters by {facts.sequence.noise:.2g} times its mean"
+    return f"the gradient of one completion scatters by {facts.noise:.2g} times its mean"
 
 
 def _limits(kl: KLConfig, facts: ConfigFacts, setting: Setting) -> str:
@@ -219,10 +220,7 @@ def _clip(kl: KLConfig, gate: ClipFacts, setting: Setting) -> str:
     clip = describe_clip(kl, length=kl.kl_reference_length or setting.length)
     budget = f" = {gate.budget:g} nats per completion" if kl.use_per_token_kl_threshold else ""
     at = ", ".join(f"{100 * factor:.0f} % at {size:g}" for size, factor in gate.at.items())
-    return (
-        f"{clip}{budget}; gate open by KL in budgets: {at}; over the oracle's short completions in groups of 8: "
-        f"{100 * gate.open_below:.0f} % with the policy at half of the budget, {100 * gate.open_above:.0f} % at twice"
-    )
+    return f"{clip}{budget}; gate open by KL in budgets: {at}"
 
 
 def _numbers(facts: ConfigFacts) -> list[Line]:

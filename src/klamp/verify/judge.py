@@ -29,19 +29,8 @@ import torch
 from torch import Tensor
 
 from klamp.errors import ShapeError, unknown_name
-from klamp.verify.oracle import (
-    Followed,
-    Loss,
-    cosine,
-    expected,
-    expected_gradient,
-    forward_kl,
-    name_gradient,
-    reverse_kl,
-    truths,
-    variance,
-)
-from klamp.verify.worlds import Chain, Outcomes, enumerate_outcomes, random_chain
+from klamp.verify.oracle import Loss, Pull, expected, expected_pull, forward_kl, in_reward, reverse_kl, variance
+from klamp.verify.worlds import Chain, Outcomes, enumerate_outcomes, random_positions
 
 KLFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -76,20 +65,6 @@ class ValueFinding:
     """Standard deviation of one token's value, root mean square over the worlds."""
     lowest: float
     """Lowest value of any token; below 0 for k1 and its kin."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GradientFinding:
-    """Where the expected gradient of the function points, for tokens of the policy."""
-
-    follows: Followed
-    """The divergence whose gradient it is, and the factor on it."""
-    cosine_reverse: float
-    """Cosine with the gradient of KL(policy||ref); 0 for a gradient of zero."""
-    cosine_forward: float
-    """Cosine with the gradient of KL(ref||policy)."""
-    size: float
-    """The norm of the gradient, in units of that of the gradient of KL(policy||ref)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +135,7 @@ class Judgement:
     """How it was used: differentiated as a loss, or as a number in the reward."""
     value: ValueFinding
     """What the function estimates."""
-    gradient: GradientFinding
+    gradient: Pull
     """Where the function's gradient points."""
     probes: tuple[Probe, ...]
     """The values and gradients far from the reference."""
@@ -199,14 +174,13 @@ class Judgement:
         for side, where in (("above", self.clamp.above), ("below", self.clamp.below)):
             if where is not None:
                 found.append(f"its gradient is exactly zero {side} a log-ratio of {where:+.4g} nats")
-        faulty = [probe for probe in self.probes if probe.fault and not (right and probe.finite and probe.alive)]
-        return found + _grouped(faulty)
+        return found + far_faults([probe for probe in self.probes if not (right and probe.finite and probe.alive)])
 
 
-def _grouped(faulty: Sequence[Probe]) -> list[str]:
-    """Joins equal faults at one log-ratio into one sentence that lists their floating-point types."""
+def far_faults(probes: Sequence[Probe]) -> list[str]:
+    """What is wrong far from the reference, a sentence for each log-ratio and fault, with its floating-point types."""
     kinds: dict[tuple[float, str], list[str]] = {}
-    for probe in faulty:
+    for probe in (each for each in probes if each.fault):
         kinds.setdefault((probe.log_ratio, probe.fault), []).append(str(probe.dtype).removeprefix("torch."))
     return [f"at {log_ratio:+g} nats {fault} ({', '.join(names)})" for (log_ratio, fault), names in kinds.items()]
 
@@ -230,30 +204,24 @@ def judge(function: KLFunction, *, name: str = "", use: Use = "loss") -> Judgeme
     """
     if use not in USES:
         raise unknown_name("use", use, USES)
-    chains = _worlds()
+    chains = random_positions(3)
     return Judgement(
         name=name or str(getattr(function, "__name__", type(function).__name__)),
         use=use,
-        value=_judge_value(function, chains),
-        gradient=_judge_gradient(function, chains, use),
-        probes=tuple(_probe(function, dtype, side * FAR, use) for dtype in DTYPES for side in (1, -1)),
+        value=judge_value(as_loss(function), chains),
+        gradient=expected_pull(chains, as_loss(function, use), tolerance=TOLERANCE),
+        probes=probe_far(function, use),
         clamp=ClampFinding(above=_find_clamp(function, 1, use), below=_find_clamp(function, -1, use)),
     )
 
 
 def as_loss(function: KLFunction, use: Use = "loss") -> Loss:
-    """The function as a loss of enumerated completions; for `reward`, its value times the log-probability."""
+    """The function as a loss of enumerated completions, differentiated or taken from the reward."""
 
     def loss(outcomes: Outcomes) -> Tensor:
-        values = _call(function, outcomes.policy_logprobs, outcomes.ref_logprobs)
-        return values.detach() * outcomes.policy_logprobs if use == "reward" else values
+        return _call(function, outcomes.policy_logprobs, outcomes.ref_logprobs)
 
-    return loss
-
-
-def _worlds() -> list[Chain]:
-    """Three worlds of one position and five tokens, the same for every function."""
-    return [random_chain(seed, vocab=5, length=1, eos=None) for seed in range(3)]
+    return in_reward(loss) if use == "reward" else loss
 
 
 def _call(function: KLFunction, policy: Tensor, ref: Tensor) -> Tensor:
@@ -268,61 +236,38 @@ def _call(function: KLFunction, policy: Tensor, ref: Tensor) -> Tensor:
     return values
 
 
-def _judge_value(function: KLFunction, chains: Sequence[Chain]) -> ValueFinding:
-    loss = as_loss(function)
-    means = [expected(chain, loss).double() for chain in chains]
-    reverse = [reverse_kl(chain).detach() for chain in chains]
-    forward = [forward_kl(chain).detach() for chain in chains]
-    lowest = min(loss(enumerate_outcomes(chain)).min().item() for chain in chains)
+def judge_value(loss: Loss, chains: Sequence[Chain]) -> ValueFinding:
+    """What the expected value of a loss per token is, over worlds of one position."""
+    means = torch.stack([expected(chain, loss).double() for chain in chains])
+    reverse, forward = (torch.stack([kl(chain).detach() for chain in chains]) for kl in (reverse_kl, forward_kl))
     deviation = torch.stack([variance(chain, loss).double() for chain in chains]).mean().sqrt()
-    total, target = torch.stack(means).mean().item(), torch.stack(reverse).mean().item()
+    value, target = means.mean().item(), reverse.mean().item()
     return ValueFinding(
         estimates=_name_value(means, reverse, forward),
-        expected=total,
+        expected=value,
         reverse_kl=target,
-        forward_kl=torch.stack(forward).mean().item(),
-        relative_bias=(total - target) / target,
+        forward_kl=forward.mean().item(),
+        relative_bias=(value - target) / target,
         standard_deviation=deviation.item(),
-        lowest=lowest,
+        lowest=min(loss(enumerate_outcomes(chain)).min().item() for chain in chains),
     )
 
 
-def _name_value(means: Sequence[Tensor], reverse: Sequence[Tensor], forward: Sequence[Tensor]) -> str:
-    got, unit = torch.stack(list(means)), torch.stack(list(reverse))
+def _name_value(means: Tensor, reverse: Tensor, forward: Tensor) -> str:
     known = {
-        "KL(policy||ref)": unit,
-        "KL(ref||policy)": torch.stack(list(forward)),
-        "minus KL(policy||ref)": -unit,
-        "minus KL(ref||policy)": -torch.stack(list(forward)),
-        "zero": torch.zeros_like(unit),
+        "KL(policy||ref)": reverse,
+        "KL(ref||policy)": forward,
+        "minus KL(policy||ref)": -reverse,
+        "minus KL(ref||policy)": -forward,
+        "zero": torch.zeros_like(reverse),
     }
     for name, values in known.items():
-        if bool(((got - values).abs() <= TOLERANCE * unit).all()):
+        if bool(((means - values).abs() <= TOLERANCE * reverse).all()):
             return name
     return "neither KL"
 
 
-def _judge_gradient(function: KLFunction, chains: Sequence[Chain], use: Use) -> GradientFinding:
-    loss = as_loss(function, use)
-    gradients = [expected_gradient(chain, loss) for chain in chains]
-    known = [_known(chain) for chain in chains]
-    reverse = [each["reverse"] for each in known]
-    size = sum(g.norm() for g in gradients) / sum(r.norm() for r in reverse)
-    return GradientFinding(
-        follows=name_gradient(gradients, known, tolerance=TOLERANCE),
-        cosine_reverse=cosine(gradients, reverse) if size > TOLERANCE else 0.0,
-        cosine_forward=cosine(gradients, [each["forward"] for each in known]) if size > TOLERANCE else 0.0,
-        size=float(size),
-    )
-
-
-def _known(chain: Chain) -> dict[str, Tensor]:
-    exact = truths(chain)
-    reverse, forward = exact["reverse"], exact["forward"]
-    return {"reverse": reverse, "forward": forward, "reverse - forward": reverse - forward}
-
-
-def one_token(function: KLFunction, dtype: torch.dtype, log_ratio: float, use: Use) -> tuple[float, float]:
+def one_token(function: KLFunction, dtype: torch.dtype, log_ratio: float, use: Use = "loss") -> tuple[float, float]:
     """The value and gradient of one token at this log-ratio."""
     likely, unlikely = -0.5, -0.5 - abs(log_ratio)
     first, second = (likely, unlikely) if log_ratio > 0 else (unlikely, likely)
@@ -334,6 +279,11 @@ def one_token(function: KLFunction, dtype: torch.dtype, log_ratio: float, use: U
         return values.item(), 0.0
     (slope,) = torch.autograd.grad(values.sum(), policy, allow_unused=True)
     return values.item(), 0.0 if slope is None else slope.item()
+
+
+def probe_far(function: KLFunction, use: Use = "loss") -> tuple[Probe, ...]:
+    """One token at +30 and at -30 nats in every floating-point type."""
+    return tuple(_probe(function, dtype, side * FAR, use) for dtype in DTYPES for side in (1, -1))
 
 
 def _probe(function: KLFunction, dtype: torch.dtype, log_ratio: float, use: Use) -> Probe:

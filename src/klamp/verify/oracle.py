@@ -26,6 +26,7 @@ Example:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
@@ -154,6 +155,11 @@ def expected_gradient(chain: Chain, loss: Loss) -> Table:
     return gradient_of((outcomes.probs * per_outcome(loss, outcomes)).sum(), chain)
 
 
+def in_reward(loss: Loss) -> Loss:
+    """A number taken from the reward: its sum over the completion, detached, times the completion's log-probability."""
+    return lambda y: per_outcome(loss, y).detach() * y.policy_logprobs.sum(-1)
+
+
 def reverse_kl(chain: Chain) -> Float[Tensor, ""]:
     """KL(policy || ref) = sum_y policy(y) log(policy(y) / ref(y)) over whole completions; differentiable."""
     return _divergence(*_completion_logprobs(chain))
@@ -247,11 +253,11 @@ def _gradients(losses: Float[Tensor, " draws"], chain: Chain) -> Float[Tensor, "
 
 
 def _match(gradient: Tensor, truth: Tensor, unit: Tensor) -> Match:
-    dot, own, other = (gradient * truth).sum(), gradient.norm(), truth.norm()
+    size = truth.norm()
     return Match(
         distance=((gradient - truth).norm() / unit).item(),
-        projection=(dot / other**2).item() if other > 0 else 0.0,
-        cosine=(dot / (own * other)).item() if own > 0 and other > 0 else 0.0,
+        projection=((gradient * truth).sum() / size**2).item() if size > 0 else 0.0,
+        cosine=cosine(gradient, truth),
     )
 
 
@@ -304,17 +310,56 @@ def name_gradient(
     return Followed(NOTHING_KNOWN, 0.0)
 
 
-def cosine(gradients: Sequence[Tensor], known: Sequence[Tensor]) -> float:
-    """The cosine of the angle between measured and known gradients, joined over all worlds; 0 where either is zero."""
-    a, b = _joined(gradients), _joined(known)
-    size = a.norm() * b.norm()
-    return (a @ b / size).item() if size > 0 else 0.0
+@dataclass(frozen=True, kw_only=True)
+class Pull:
+    """Where an expected gradient points, over several worlds together."""
+
+    follows: Followed
+    """The known gradient that it is a multiple of."""
+    cosine_reverse: float
+    """Cosine with the gradient of KL(policy||ref) of whole completions; 0 for a gradient of zero."""
+    cosine_forward: float
+    """Cosine with the gradient of KL(ref||policy) of whole completions; 0 for a gradient of zero."""
+    share: float
+    """The multiple of the gradient of KL(policy||ref) that lies closest: 1 all of it, 0 none, -1 the opposite."""
+    size: float
+    """Its norm, in units of that of the gradient of KL(policy||ref)."""
 
 
-def share(gradients: Sequence[Tensor], known: Sequence[Tensor]) -> float:
-    """The multiple of the known gradient that is nearest to the measured one: 1 all of it, 0 none, -1 the opposite."""
-    a, b = _joined(gradients), _joined(known)
-    return ((a @ b) / (b @ b)).item()
+def pull_of(gradients: Sequence[Tensor], known: Sequence[Truths], *, tolerance: float = 1e-7) -> Pull:
+    """Compares measured gradients, one per world, with those of both KLs; takes what `name_gradient` takes."""
+    follows = name_gradient(gradients, known, tolerance=tolerance)
+    measured = _joined(gradients)
+    reverse, forward = (_joined([truth[name] for truth in known]) for name in ("reverse", "forward"))
+    moves = follows.name != "zero"
+    return Pull(
+        follows=follows,
+        cosine_reverse=cosine(measured, reverse) if moves else 0.0,
+        cosine_forward=cosine(measured, forward) if moves else 0.0,
+        share=((measured @ reverse) / (reverse @ reverse)).item() if moves else 0.0,
+        size=(measured.norm() / reverse.norm()).item(),
+    )
+
+
+def expected_pull(chains: Sequence[Chain], loss: Loss, *, tolerance: float = 1e-7) -> Pull:
+    """Where the expected gradient of a loss points; at one position "reverse - forward" is a known gradient too.
+
+    Args:
+        chains: the worlds.
+        loss: as for `examine`.
+        tolerance: largest relative distance that still counts as the same gradient.
+    """
+    gradients = [expected_gradient(chain, loss) for chain in chains]
+    known = [truths(chain) for chain in chains]
+    if all(chain.length == 1 for chain in chains):
+        known = [exact | {"reverse - forward": exact["reverse"] - exact["forward"]} for exact in known]
+    return pull_of(gradients, known, tolerance=tolerance)
+
+
+def cosine(first: Tensor, second: Tensor) -> float:
+    """The cosine of the angle between two gradients; 0 where either is zero."""
+    size = first.norm() * second.norm()
+    return ((first * second).sum() / size).item() if size > 0 else 0.0
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:

@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,21 +15,21 @@ from torch import Tensor
 from klamp.config.presets import OLD_NAMES, speaking_name
 from klamp.errors import unknown_name
 from klamp.verify.explain import Explanation, Line
-from klamp.verify.judge import Judgement, KLFunction, Use, judge
+from klamp.verify.judge import KLFunction, Use, ValueFinding, as_loss, far_faults, judge_value, probe_far
 from klamp.verify.oracle import (
     TOLERANCE,
     Followed,
     Loss,
-    cosine,
+    Pull,
     expected,
     expected_gradient,
-    forward_kl,
+    expected_pull,
+    gradient_of,
+    in_reward,
     name_gradient,
-    reverse_kl,
-    share,
     truths,
 )
-from klamp.verify.worlds import Chain, Outcomes, one_position, random_chain
+from klamp.verify.worlds import Chain, Outcomes, random_chain, random_positions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +42,8 @@ class Form:
     """Where it is printed; see docs/sources.md."""
     prints: str
     """What is printed there."""
-    value: Loss
-    """The formula, token by token, over the oracle's outcomes."""
+    function: KLFunction | None
+    """The formula of log policy and log ref, token by token; None: the sum over the whole vocabulary."""
     use: Use
     """Whether it is differentiated there as a loss, or taken from the reward."""
     called: str
@@ -53,12 +53,19 @@ class Form:
     config: str
     """The fields of `KLConfig` that are this formula; empty where klamp has no such term."""
 
+    @property
+    def value(self) -> Loss:
+        """The formula over the oracle's outcomes."""
+        return exact_form if self.function is None else as_loss(self.function)
 
-def _delta(y: Outcomes) -> Tensor:
-    return y.policy_logprobs - y.ref_logprobs
+    @property
+    def loss(self) -> Loss:
+        """The formula as it is used: differentiated, or taken from the reward."""
+        return in_reward(self.value) if self.use == "reward" else self.value
 
 
-def _exact(y: Outcomes) -> Tensor:
+def exact_form(y: Outcomes) -> Tensor:
+    """The exact KL of each position, from the whole rows of both models."""
     log_policy, log_ref = y.policy_logits.log_softmax(-1), y.ref_logits.log_softmax(-1)
     return torch.where(y.mask, (log_policy.exp() * (log_policy - log_ref)).sum(-1), 0.0)
 
@@ -70,7 +77,7 @@ FORMS: Mapping[str, Form] = {
             name="k1-as-loss",
             found="the from-scratch guide",
             prints="log policy - log ref, its mean times kl_coef is added to the loss",
-            value=_delta,
+            function=lambda policy, ref: policy - ref,
             use="loss",
             called="k1 as a loss",
             instead="kl_estimator='k1' with kl_gradient='reverse': the same value, with the gradient that it lacks",
@@ -80,7 +87,7 @@ FORMS: Mapping[str, Form] = {
             name="minus-k1",
             found="the Tinker guide",
             prints="kl_coef * (log ref - log policy) is added to the loss",
-            value=lambda y: -_delta(y),
+            function=lambda policy, ref: ref - policy,
             use="loss",
             called="minus k1 as a loss",
             instead="kl_estimator='k1' with kl_gradient='reverse' (the value with the right sign, and its gradient)",
@@ -90,7 +97,7 @@ FORMS: Mapping[str, Form] = {
             name="ratio-weighted",
             found="the GRPO tutorial",
             prints="exp(log policy - log ref) * (log policy - log ref), summed over tokens, is taken from the reward",
-            value=lambda y: _delta(y).exp() * _delta(y),
+            function=lambda policy, ref: (policy - ref).exp() * (policy - ref),
             use="reward",
             called="k1 weighted by policy/ref, in the reward",
             instead="kl_estimator='k1' with kl_placement='reward' and kl_horizon='sequence', or kl_estimator='exact' "
@@ -101,7 +108,7 @@ FORMS: Mapping[str, Form] = {
             name="exact-kl",
             found="the hands-on example of the GRPO tutorial",
             prints="sum over the vocabulary of policy * (log policy - log ref), at each position, as the KL",
-            value=_exact,
+            function=None,
             use="loss",
             called="the exact KL of each position",
             instead="nothing: this is kl_estimator='exact'",
@@ -111,7 +118,7 @@ FORMS: Mapping[str, Form] = {
             name="k3-as-loss",
             found="the k3 bug report, from TRL",
             prints="exp(log ref - log policy) - (log ref - log policy) - 1, times beta, is added to the loss",
-            value=lambda y: (-_delta(y)).exp() + _delta(y) - 1,
+            function=lambda policy, ref: (ref - policy).exp() - (ref - policy) - 1,
             use="loss",
             called="k3 as a loss",
             instead="kl_estimator='k3' with kl_gradient='reverse': the same value and the gradient to it",
@@ -135,41 +142,32 @@ def find_form(name: str) -> Form:
 
 @dataclass(frozen=True, kw_only=True)
 class FormFacts:
-    """The measurements of a printed formula; nats per token at one position, mean over the worlds."""
+    """The measurements of a printed formula."""
 
     form: Form
     """The formula."""
-    value: float
-    """Expected value for tokens of the policy."""
-    reverse_kl: float
-    """KL(policy||ref)."""
-    forward_kl: float
-    """KL(ref||policy)."""
+    value: ValueFinding
+    """Its expected value at one position, for tokens of the policy."""
     value_under_ref: float
-    """Expected value for tokens of the reference."""
-    follows: Followed
-    """The known gradient that the expected gradient, for tokens of the policy, is a multiple of."""
-    cosine_reverse: float
-    """Its cosine with the gradient of KL(policy||ref)."""
-    cosine_forward: float
-    """Its cosine with the gradient of KL(ref||policy)."""
-    size: float
-    """The norm of the expected gradient, in units of that of the gradient of KL(policy||ref)."""
-    towards_sampler: float
-    """Tokens of an older policy, as a loss: the multiple of the gradient of KL(sampler||policy) that lies closest."""
-    stray: float
-    """The rest of that gradient, relative to its norm; 0 where the sampler is all that it pulls towards."""
-    sequence_cosine: float
-    """Over completions of up to three tokens: cosine with the gradient of KL(policy||ref) of the whole completion."""
-    sequence_share: float
-    """The multiple of that gradient which is nearest to the measured one: 1 is all of it."""
-    judged: Judgement | None
-    """The judgement on it as a function of log-probabilities; None where it needs the whole vocabulary."""
+    """The same for tokens of the reference, nats per token."""
+    position: Pull
+    """The gradient at one position, for tokens of the policy."""
+    off_policy: Followed
+    """The gradient at one position, for tokens of an older policy; "sampler" is that of KL(sampler||policy)."""
+    sequence: Pull
+    """The gradient over completions of up to three tokens, for tokens of the policy."""
+    faults: tuple[str, ...]
+    """What breaks at +-30 nats, a sentence each; () where it needs the whole vocabulary."""
 
     @property
-    def bias(self) -> float:
-        """The expected value minus KL(policy||ref), divided by KL(policy||ref)."""
-        return self.value / self.reverse_kl - 1
+    def unbiased(self) -> bool:
+        """Whether the expected value is KL(policy||ref)."""
+        return self.value.estimates == "KL(policy||ref)"
+
+    @property
+    def belongs_to_ref(self) -> bool:
+        """Whether the expected value is KL(policy||ref) for tokens of the reference, and only for those."""
+        return not self.unbiased and abs(self.value_under_ref - self.value.reverse_kl) < TOLERANCE
 
 
 def measure_form(name: str) -> FormFacts:
@@ -182,103 +180,27 @@ def measure_form(name: str) -> FormFacts:
         UnknownNameError: there is no such formula.
     """
     form = find_form(name)
-    loss = used(form)
-    worlds = [random_chain(seed, vocab=5, length=1, eos=None) for seed in range(3)]
-    gradients = [expected_gradient(world, loss) for world in worlds]
-    known = [truths(world) for world in worlds]
-    follows = name_gradient(gradients, known)
-    right = 0.0 if follows.name == "zero" else 1.0
-    reverse = [each["reverse"] for each in known]
-    towards, stray = _towards_sampler(loss)
-    sequence_cosine, sequence_share = _over_sequences(form)
+    positions = random_positions(3)
+    older = random_positions(3, sampler="other")
+    known = [truths(world) | {"sampler": _sampler_gradient(world)} for world in older]
     return FormFacts(
         form=form,
-        value=_mean([expected(world, form.value).item() for world in worlds]),
-        reverse_kl=_mean([reverse_kl(world).item() for world in worlds]),
-        forward_kl=_mean([forward_kl(world).item() for world in worlds]),
-        value_under_ref=_mean([expected(_sampled_by_ref(world), form.value).item() for world in worlds]),
-        follows=follows,
-        cosine_reverse=right * cosine(gradients, reverse),
-        cosine_forward=right * cosine(gradients, [each["forward"] for each in known]),
-        size=(_norm(gradients) / _norm(reverse)),
-        towards_sampler=towards,
-        stray=stray,
-        sequence_cosine=sequence_cosine,
-        sequence_share=sequence_share,
-        judged=None if form.value is _exact else judge(as_function(form), name=form.name, use=form.use),
+        value=judge_value(form.value, positions),
+        value_under_ref=sum(expected(_sampled_by_ref(world), form.value).item() for world in positions) / 3,
+        position=expected_pull(positions, form.loss),
+        off_policy=name_gradient([expected_gradient(world, form.loss) for world in older], known),
+        sequence=expected_pull([random_chain(seed, vocab=3, length=3) for seed in range(4)], form.loss),
+        faults=() if form.function is None else tuple(far_faults(probe_far(form.function, form.use))),
     )
-
-
-def used(form: Form) -> Loss:
-    """The formula as a loss: itself, or (taken from the reward) its sum times the log-probability of each token."""
-    if form.use == "loss":
-        return form.value
-
-    def in_reward(y: Outcomes) -> Tensor:
-        spent = torch.where(y.mask, form.value(y), 0.0).sum(-1, keepdim=True).detach()
-        return spent * y.policy_logprobs
-
-    return in_reward
-
-
-def as_function(form: Form) -> KLFunction:
-    """The formula as a function of the log-probabilities under policy and reference."""
-
-    def function(policy_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-        blank = torch.zeros_like(policy_logprobs)
-        return form.value(
-            Outcomes(
-                probs=blank,
-                tokens=blank.long(),
-                mask=torch.ones_like(blank, dtype=torch.bool),
-                policy_logprobs=policy_logprobs,
-                ref_logprobs=ref_logprobs,
-                sampler_logprobs=blank,
-                policy_logits=blank,
-                ref_logits=blank,
-            )
-        )
-
-    return function
-
-
-def _towards_sampler(loss: Loss) -> tuple[float, float]:
-    """The share of the gradient that is that of KL(sampler||policy), and the relative size of the rest."""
-    worlds = [random_chain(seed, vocab=5, length=1, eos=None, sampler="other") for seed in range(3)]
-    gradients = [expected_gradient(world, loss) for world in worlds]
-    towards = [_sampler_gradient(world) for world in worlds]
-    factor = share(gradients, towards)
-    rest = _norm([g - factor * t for g, t in zip(gradients, towards, strict=True)])
-    return factor, rest / _norm(gradients)
 
 
 def _sampler_gradient(world: Chain) -> Tensor:
     log_sampler, log_policy = world.logprobs("sampler"), world.logprobs("policy")
-    divergence = (log_sampler.exp() * (log_sampler - log_policy)).sum()
-    return torch.autograd.grad(divergence, world.policy_logits)[0]
-
-
-def _over_sequences(form: Form) -> tuple[float, float]:
-    """Cosine and share of the gradient over whole completions; both 0 where the gradient is zero."""
-    worlds = [random_chain(seed, vocab=3, length=3) for seed in range(4)]
-    gradients = [expected_gradient(world, used(form)) for world in worlds]
-    reverse = [truths(world)["reverse"] for world in worlds]
-    if _norm(gradients) < TOLERANCE * _norm(reverse):
-        return 0.0, 0.0
-    return cosine(gradients, reverse), share(gradients, reverse)
+    return gradient_of((log_sampler.exp() * (log_sampler - log_policy)).sum(), world)
 
 
 def _sampled_by_ref(world: Chain) -> Chain:
-    ref = world.ref_logits[0]
-    return one_position(world.policy_logits.detach()[0], ref, ref)
-
-
-def _mean(numbers: list[float]) -> float:
-    return sum(numbers) / len(numbers)
-
-
-def _norm(tensors: list[Tensor]) -> float:
-    return torch.cat([each.flatten() for each in tensors]).norm().item()
+    return replace(world, sampler_logits=world.ref_logits)
 
 
 def explain_form(name: str) -> Explanation:
@@ -297,10 +219,10 @@ def explain_form(name: str) -> Explanation:
         ("found in", f"{form.found} (docs/sources.md)"),
         ("value", _value(facts)),
         ("", _under_ref(facts)),
-        ("pull", _pull(facts)),
-        *_off_policy(facts),
-        ("sequence", _sequence(facts)),
-        *_faults(facts),
+        ("pull", _pull(facts.position)),
+        *_off_policy(facts.off_policy),
+        ("sequence", _sequence(facts.sequence)),
+        *_faults(facts.faults),
         ("in klamp", form.config or "no such term: preset() refuses it, with the reason"),
         ("instead", form.instead),
     ]
@@ -309,70 +231,68 @@ def explain_form(name: str) -> Explanation:
 
 
 def _value_verdict(facts: FormFacts) -> str:
-    if abs(facts.bias) < TOLERANCE:
+    if facts.unbiased:
         return "the value is right"
-    if abs(facts.bias + 2) < TOLERANCE:
+    if facts.value.estimates == "minus KL(policy||ref)":
         return "the sign is wrong, a reward for leaving the reference"
-    if abs(facts.value_under_ref - facts.reverse_kl) < TOLERANCE:
+    if facts.belongs_to_ref:
         return "for tokens of the policy it is not KL(policy||ref), only for tokens of the reference it would be"
     return "it is not KL(policy||ref)"
 
 
 def _gradient_verdict(facts: FormFacts) -> str:
-    if facts.follows.name == "zero":
+    follows = facts.position.follows
+    if follows.name == "zero":
         return "the expected gradient is zero, so it regularises nothing"
-    if facts.follows.factor:
-        return f"it follows the gradient of {facts.follows.in_words}"
-    return "it follows the gradient of neither KL"
+    return f"it follows the gradient of {follows.in_words}"
 
 
 def _value(facts: FormFacts) -> str:
-    text = f"{facts.value:+.4f} nats per token where KL(policy||ref) is {facts.reverse_kl:+.4f}"
-    if abs(facts.bias) < TOLERANCE:
+    value = facts.value
+    text = f"{value.expected:+.4f} nats per token where KL(policy||ref) is {value.reverse_kl:+.4f}"
+    if facts.unbiased:
         return f"{text}: right and unbiased, tokens of the policy"
-    if abs(facts.bias + 2) < TOLERANCE:
+    if value.estimates == "minus KL(policy||ref)":
         return f"{text}: minus the KL; the further the policy leaves, the lower the loss"
-    return f"{text}: {100 * facts.bias:+.0f} %, tokens of the policy"
+    return f"{text}: {100 * value.relative_bias:+.0f} %, tokens of the policy"
 
 
 def _under_ref(facts: FormFacts) -> str:
     text = f"tokens of the reference instead: {facts.value_under_ref:+.4f}"
-    if abs(facts.value_under_ref - facts.reverse_kl) < TOLERANCE and abs(facts.bias) > TOLERANCE:
+    if facts.belongs_to_ref:
         return f"{text}, which is KL(policy||ref): the formula belongs to the other sampler"
     return text
 
 
-def _pull(facts: FormFacts) -> str:
-    if facts.follows.name == "zero":
-        return f"none: the expected gradient is zero (norm {facts.size:.0e} of that of KL(policy||ref)), on-policy"
-    cosines = f"cosine {facts.cosine_reverse:.3f} with KL(policy||ref), {facts.cosine_forward:.3f} with KL(ref||policy)"
-    if facts.follows.factor:
-        return f"exactly the gradient of {facts.follows.in_words}, one position ({cosines})"
-    return f"the gradient of neither KL: {cosines}, {facts.size:.3g} times the size of KL(policy||ref)'s, one position"
+def _pull(pull: Pull) -> str:
+    if pull.follows.name == "zero":
+        return f"none: the expected gradient is zero (norm {pull.size:.0e} of that of KL(policy||ref)), on-policy"
+    cosines = f"cosine {pull.cosine_reverse:.3f} with KL(policy||ref), {pull.cosine_forward:.3f} with KL(ref||policy)"
+    if pull.follows.factor:
+        return f"exactly the gradient of {pull.follows.in_words}, one position ({cosines})"
+    return f"the gradient of neither KL: {cosines}, {pull.size:.3g} times the size of KL(policy||ref)'s, one position"
 
 
-def _sequence(facts: FormFacts) -> str:
-    if facts.sequence_cosine == 0:
+def _sequence(pull: Pull) -> str:
+    if pull.follows.name == "zero":
         return "nothing of the gradient of KL(policy||ref) over whole completions"
     return (
-        f"cosine {facts.sequence_cosine:.3f} with the gradient of KL(policy||ref) over whole completions, "
-        f"{100 * facts.sequence_share:.0f} % of its length (measured at up to 3 tokens)"
+        f"cosine {pull.cosine_reverse:.3f} with the gradient of KL(policy||ref) over whole completions, "
+        f"{100 * pull.share:.0f} % of its length (measured at up to 3 tokens)"
     )
 
 
-def _off_policy(facts: FormFacts) -> list[Line]:
+def _off_policy(followed: Followed) -> list[Line]:
     """The sentence on tokens of an older policy, where the formula pulls towards or away from that policy alone."""
-    if facts.form.use == "reward" or facts.stray > TOLERANCE:
+    if followed.name != "sampler":
         return []
-    if facts.towards_sampler > 0:
+    if followed.factor > 0:
         text = "raises the probability of every sampled token: it pulls towards that older policy"
     else:
         text = "lowers the probability of every sampled token: it pushes away from that older policy"
     return [("off-policy", f"tokens of an older policy: {text}, wherever the reference is")]
 
 
-def _faults(facts: FormFacts) -> list[Line]:
-    if facts.judged is None:
-        return []
-    found = [fault for fault in facts.judged.faults if fault.startswith("at ") and "pushes away" not in fault]
+def _faults(faults: Sequence[str]) -> list[Line]:
+    found = [fault for fault in faults if "pushes away" not in fault]
     return [("at 30 nats", "; ".join(found))] if found else []

@@ -55,6 +55,16 @@ class Outcomes(NamedTuple):
     policy_logits: Float[Tensor, "outcomes tokens vocab"]
     ref_logits: Float[Tensor, "outcomes tokens vocab"]
 
+    @property
+    def log_ratio(self) -> Float[Tensor, "outcomes tokens"]:
+        """log(policy / ref) of each sampled token, in nats; carries the gradient."""
+        return self.policy_logprobs - self.ref_logprobs
+
+    @property
+    def weight(self) -> Float[Tensor, "outcomes tokens"]:
+        """policy / sampler of each sampled token; carries the gradient."""
+        return (self.policy_logprobs - self.sampler_logprobs).exp()
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Chain:
@@ -149,6 +159,13 @@ def random_chain(
         length=length,
         eos=eos,
     )
+
+
+def random_positions(count: int, *, vocab: int = 5, sampler: Sampler = "policy", spread: float = 1.0) -> list[Chain]:
+    """So many random worlds of a single position."""
+    return [
+        random_chain(seed, vocab=vocab, length=1, eos=None, sampler=sampler, spread=spread) for seed in range(count)
+    ]
 
 
 def truncate_top_p(logits: Float[Tensor, "*rows vocab"], top_p: float) -> Float[Tensor, "*rows vocab"]:

@@ -1,4 +1,4 @@
-"""One checked claim: what klamp says, what was measured, and whether they agree."""
+"""One checked claim: what klamp says, what was measured, and whether they agree; and an answer, which rests on some."""
 
 from __future__ import annotations
 
@@ -29,6 +29,37 @@ class Check:
     """Whether the two agree."""
     section: str = ""
     """The part of the proof that it belongs to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextTable:
+    """A table of texts, ready to be printed."""
+
+    title: str
+    """What the table shows."""
+    columns: tuple[str, ...]
+    """The headings of the columns."""
+    rows: tuple[tuple[str, ...], ...]
+    """The cells, row by row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A question about a formula or a configuration, with numbers, checks and an explanation."""
+
+    question: str
+    """The question."""
+    tables: tuple[TextTable, ...]
+    """The tables of numbers."""
+    checks: tuple[Check, ...]
+    """What the answer rests on, each passed or failed."""
+    words: tuple[str, ...]
+    """The answer in words, one paragraph each."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether every check passed; only then may the words be believed."""
+        return all(check.passed for check in self.checks)
 
 
 Proof = Callable[[], list[Check]]

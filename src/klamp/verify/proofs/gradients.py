@@ -13,7 +13,7 @@ from klamp.core.gradients import exact_penalty, kl_penalty, log_weights
 from klamp.core.types import Estimator, Gradient, Horizon
 from klamp.verify.oracle import NOTHING_KNOWN, Loss, Truths, expected_gradient, truths
 from klamp.verify.proofs.check import Check, follows, is_true
-from klamp.verify.worlds import Chain, Outcomes, Sampler, one_position, random_chain
+from klamp.verify.worlds import Chain, Outcomes, Sampler, one_position, random_chain, random_positions
 
 VALUES: tuple[Estimator, ...] = get_args(Estimator)
 OWN: Mapping[Estimator, str] = {"k1": "zero", "k2": "reverse", "k3": "forward", "abs": "L1 distance"}
@@ -37,14 +37,14 @@ def prove_gradients() -> list[Check]:
 def prove_formulas() -> list[Check]:
     """Checks the gradients of plain formulas that are differentiated as they are written, without klamp."""
     rows: tuple[tuple[str, Loss, str, Sampler], ...] = (
-        ("k1 as a loss, tokens of the policy", _k1, "zero", "policy"),
-        ("k1 as a loss, tokens of another sampler", _k1, NOTHING_KNOWN, "other"),
-        ("w k1 differentiated", lambda y: _w(y) * _k1(y), "reverse", "other"),
-        ("sg(w) k2", lambda y: _w(y).detach() * _k2(y), "reverse", "other"),
-        ("w k2 differentiated: that of E[k2]", lambda y: _w(y) * _k2(y), "E[k2]", "other"),
-        ("w k3 differentiated (DeepSeek-V3.2, RPG)", lambda y: _w(y) * _k3(y), "reverse", "other"),
-        ("sg(w) k3", lambda y: _w(y).detach() * _k3(y), "forward", "other"),
-        ("k1 in the reward", lambda y: _k1(y).detach() * y.policy_logprobs, "reverse", "policy"),
+        ("k1 as a loss, tokens of the policy", lambda y: y.log_ratio, "zero", "policy"),
+        ("k1 as a loss, tokens of another sampler", lambda y: y.log_ratio, NOTHING_KNOWN, "other"),
+        ("w k1 differentiated", lambda y: y.weight * y.log_ratio, "reverse", "other"),
+        ("sg(w) k2", lambda y: y.weight.detach() * _k2(y), "reverse", "other"),
+        ("w k2 differentiated: that of E[k2]", lambda y: y.weight * _k2(y), "E[k2]", "other"),
+        ("w k3 differentiated (DeepSeek-V3.2, RPG)", lambda y: y.weight * _k3(y), "reverse", "other"),
+        ("sg(w) k3", lambda y: y.weight.detach() * _k3(y), "forward", "other"),
+        ("k1 in the reward", lambda y: y.log_ratio.detach() * y.policy_logprobs, "reverse", "policy"),
         ("k3 in the reward", lambda y: _k3(y).detach() * y.policy_logprobs, "reverse - forward", "policy"),
         ("k2 in the reward", lambda y: _k2(y).detach() * y.policy_logprobs, NOTHING_KNOWN, "policy"),
     )
@@ -66,7 +66,7 @@ def penalty(value: Estimator, gradient: Gradient, horizon: Horizon = "token", *,
 
 
 def _check(claim: str, losses: Sequence[Loss], name: str, sampler: Sampler = "policy") -> Check:
-    chains = [random_chain(seed, vocab=4, length=1, eos=None, sampler=sampler) for seed in range(2)]
+    chains = random_positions(2, vocab=4, sampler=sampler)
     gradients = [expected_gradient(chain, loss) for loss in losses for chain in chains]
     return follows(claim, gradients, [_known(chain) for _ in losses for chain in chains], name)
 
@@ -84,26 +84,18 @@ def _known(chain: Chain) -> Truths:
 
 
 def _size_near_the_reference() -> float:
-    policy, direction = (random_chain(seed, vocab=4, length=1, eos=None).policy_logits.detach()[0] for seed in (0, 1))
+    policy, direction = (chain.policy_logits.detach()[0] for chain in random_positions(2, vocab=4))
     chain = one_position(policy, policy + 0.02 * direction)
     gradient = expected_gradient(chain, lambda y: _k3(y).detach() * y.policy_logprobs)
     return (gradient.norm() / truths(chain)["reverse"].norm()).item()
 
 
-def _w(y: Outcomes) -> Tensor:
-    return (y.policy_logprobs - y.sampler_logprobs).exp()
-
-
-def _k1(y: Outcomes) -> Tensor:
-    return y.policy_logprobs - y.ref_logprobs
-
-
 def _k2(y: Outcomes) -> Tensor:
-    return _k1(y) ** 2 / 2
+    return y.log_ratio**2 / 2
 
 
 def _k3(y: Outcomes) -> Tensor:
-    return (-_k1(y)).exp() - 1 + _k1(y)
+    return (-y.log_ratio).exp() - 1 + y.log_ratio
 
 
 def prove_sequences() -> list[Check]:
@@ -144,12 +136,12 @@ def prove_sequences() -> list[Check]:
 def prove_sequence_formulas() -> list[Check]:
     """Checks the same for formulas that are differentiated as they are written, without klamp."""
     rows: list[tuple[str, Loss, str, Sampler]] = [
-        ("half the square of the summed log-ratio", lambda y: _k1(y).sum(-1) ** 2 / 2, "reverse", "policy"),
-        ("k1 reward-to-go (FRPO)", lambda y: _to_go(_k1(y)).detach() * y.policy_logprobs, "reverse", "policy"),
+        ("half the square of the summed log-ratio", lambda y: y.log_ratio.sum(-1) ** 2 / 2, "reverse", "policy"),
+        ("k1 reward-to-go (FRPO)", lambda y: _to_go(y.log_ratio).detach() * y.policy_logprobs, "reverse", "policy"),
         ("prefix-product ratio times k3, differentiated", lambda y: _prefix_ratio(y) * _k3(y), "reverse", "other"),
-        ("token ratio times k3, differentiated", lambda y: _w(y) * _k3(y), "local_sampled", "other"),
+        ("token ratio times k3, differentiated", lambda y: y.weight * _k3(y), "local_sampled", "other"),
         ("geometric-mean ratio times k3 (GSPO's)", lambda y: _mean_ratio(y) * _k3(y), NOTHING_KNOWN, "other"),
-        ("k1 as a loss, over the sequence", _k1, "zero", "policy"),
+        ("k1 as a loss, over the sequence", lambda y: y.log_ratio, "zero", "policy"),
     ]
     return [_check_sequences(*row) for row in rows]
 

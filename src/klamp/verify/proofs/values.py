@@ -12,10 +12,18 @@ from torch import Tensor
 from klamp.core.estimators import ESTIMATORS, exact_kl, kl_estimate
 from klamp.core.gradients import kl_penalty
 from klamp.core.types import Estimator, Gradient
-from klamp.verify.judge import DTYPES, FAR, judge
-from klamp.verify.oracle import Followed, Loss, examine, expected, name_gradient, reverse_kl, truths, variance
+from klamp.verify.judge import DTYPES, FAR, judge_value, one_token
+from klamp.verify.oracle import Followed, Loss, expected, expected_pull, in_reward, reverse_kl, variance
 from klamp.verify.proofs.check import Check, is_equal, is_true
-from klamp.verify.worlds import Chain, Outcomes, enumerate_outcomes, one_position, random_chain, truncate_top_p
+from klamp.verify.worlds import (
+    Chain,
+    Outcomes,
+    enumerate_outcomes,
+    one_position,
+    random_chain,
+    random_positions,
+    truncate_top_p,
+)
 
 NAMES: tuple[Estimator, ...] = get_args(Estimator)
 UNBIASED: tuple[Estimator, ...] = ("k1", "k3")
@@ -68,7 +76,7 @@ def estimate(name: Estimator) -> Loss:
 
 
 def _worlds() -> list[Chain]:
-    return [random_chain(seed, vocab=4, length=1, eos=None) for seed in range(3)] + [random_chain(3)]
+    return [*random_positions(3, vocab=4), random_chain(3)]
 
 
 def _bias() -> list[Check]:
@@ -85,8 +93,7 @@ def _bias() -> list[Check]:
 
 def _bias_near(size: float) -> float:
     """The bias of k2 where the reference is near the policy."""
-    policy = random_chain(0, vocab=4, length=1, eos=None).policy_logits.detach()[0]
-    direction = random_chain(1, vocab=4, length=1, eos=None).policy_logits.detach()[0]
+    policy, direction = (chain.policy_logits.detach()[0] for chain in random_positions(2, vocab=4))
     chain = one_position(policy, policy + size * direction)
     return (expected(chain, estimate("k2")) - reverse_kl(chain)).item()
 
@@ -104,10 +111,12 @@ def _signs() -> list[Check]:
     return checks
 
 
-def _exact() -> list[Check]:
-    def exact(y: Outcomes) -> Tensor:
-        return exact_kl(y.policy_logits, y.ref_logits)
+def exact(y: Outcomes) -> Tensor:
+    """The exact KL of each position, as a loss of enumerated completions."""
+    return exact_kl(y.policy_logits, y.ref_logits)
 
+
+def _exact() -> list[Check]:
     one, chain = random_chain(4, vocab=5, length=1, eos=None), random_chain(5)
     return [
         is_equal("exact at one position: no noise", variance(one, exact), 0.0),
@@ -201,15 +210,13 @@ def _slope(
     value: Estimator, gradient: Gradient, dtype: torch.dtype, delta: float, max_log_ratio: float | None = None
 ) -> float:
     """d penalty / d log policy of one token; NaN where the penalty is not finite."""
-    near, far = -0.5, -0.5 - abs(delta)
-    first, second = (near, far) if delta > 0 else (far, near)
-    policy = torch.tensor([[first]], dtype=dtype, requires_grad=True)
-    ref: Tensor = torch.tensor([[second]], dtype=policy.dtype)
-    penalty = kl_penalty(
-        policy, ref, torch.tensor([[True]]), value=value, gradient=gradient, max_log_ratio=max_log_ratio
-    )
-    (slope,) = torch.autograd.grad(penalty.sum(), policy)
-    return slope.item() if bool(penalty.isfinite().all()) else math.nan
+
+    def penalty(policy: Tensor, ref: Tensor) -> Tensor:
+        mask = torch.ones_like(policy, dtype=torch.bool)
+        return kl_penalty(policy, ref, mask, value=value, gradient=gradient, max_log_ratio=max_log_ratio)
+
+    reached, slope = one_token(penalty, dtype, delta)
+    return slope if math.isfinite(reached) else math.nan
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -243,42 +250,19 @@ class EstimatorFacts:
 
 def measure_estimators() -> list[EstimatorFacts]:
     """Every estimator, and the exact KL over the vocabulary, in the oracle's one-position worlds."""
-    return [*(_measure(name) for name in NAMES), _measure_exact()]
+    rows = [(name, ESTIMATORS[name].formula, estimate(name)) for name in NAMES]
+    return [_measure(*row) for row in (*rows, ("exact", "sum_v policy_v delta_v", exact))]
 
 
-def _measure(name: Estimator) -> EstimatorFacts:
-    def function(policy: Tensor, ref: Tensor) -> Tensor:
-        return kl_estimate(policy, ref, estimator=name)
-
-    as_loss, in_reward = judge(function, name=name), judge(function, name=name, use="reward")
+def _measure(name: str, formula: str, loss: Loss) -> EstimatorFacts:
+    chains = random_positions(3)
+    value = judge_value(loss, chains)
     return EstimatorFacts(
         name=name,
-        formula=ESTIMATORS[name].formula,
-        bias=as_loss.value.relative_bias,
-        deviation=as_loss.value.standard_deviation / as_loss.value.reverse_kl,
-        lowest=as_loss.value.lowest,
-        as_loss=as_loss.gradient.follows,
-        in_reward=in_reward.gradient.follows,
-    )
-
-
-def _measure_exact() -> EstimatorFacts:
-    def loss(y: Outcomes) -> Tensor:
-        return exact_kl(y.policy_logits, y.ref_logits)
-
-    def reward(y: Outcomes) -> Tensor:
-        return loss(y).detach() * y.policy_logprobs
-
-    chains = [random_chain(seed, vocab=5, length=1, eos=None) for seed in range(3)]
-    found = [examine(chain, loss) for chain in chains]
-    target = sum(reverse_kl(chain).item() for chain in chains)
-    known = [truths(chain) for chain in chains]
-    return EstimatorFacts(
-        name="exact",
-        formula="sum_v policy_v delta_v",
-        bias=sum(report.value_bias for report in found) / target,
-        deviation=0.0 if max(report.value_variance for report in found) < 1e-20 else float("nan"),
-        lowest=min(report.value for report in found),
-        as_loss=name_gradient([report.gradient for report in found], known),
-        in_reward=name_gradient([examine(chain, reward).gradient for chain in chains], known),
+        formula=formula,
+        bias=value.relative_bias,
+        deviation=value.standard_deviation / value.reverse_kl,
+        lowest=value.lowest,
+        as_loss=expected_pull(chains, loss).follows,
+        in_reward=expected_pull(chains, in_reward(loss)).follows,
     )

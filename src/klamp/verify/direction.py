@@ -1,0 +1,245 @@
+"""Whether the k3 formula is backwards, and whose tokens it is right for: by exact expectations, by samples, in words.
+
+A bug report (docs/sources.md) asks whether `exp(ref - policy) - (ref - policy) - 1` has the wrong direction, and
+whether the reversed formula would be right, since the tokens are samples. Each number stands twice: the exact
+expectation by enumeration, and a seeded Monte Carlo mean with its standard error.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from klamp.core.estimators import kl_estimate
+from klamp.core.gradients import kl_penalty
+from klamp.verify.oracle import (
+    NOTHING_KNOWN,
+    Loss,
+    expected,
+    expected_pull,
+    forward_kl,
+    reverse_kl,
+    variance,
+)
+from klamp.verify.proofs.check import Answer, Check, TextTable, is_equal, is_true
+from klamp.verify.worlds import Chain, Outcomes, enumerate_outcomes, one_position, random_chain
+
+SAMPLES = 100_000
+ALLOWED_ERRORS = 5.0
+"""Standard errors that a seeded sample mean may be off; more is a wrong formula, not bad luck."""
+
+PRINTED = "exp(ref - policy) - (ref - policy) - 1"
+REVERSED = "exp(policy - ref) - (policy - ref) - 1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleMean:
+    """The mean of a formula over drawn completions, with its standard error."""
+
+    mean: float
+    """The mean over the drawn completions."""
+    error: float
+    """Standard error of the mean, from the exact variance: samples that miss a rare token do not know of it."""
+
+    @property
+    def text(self) -> str:
+        """The mean and its standard error as text: `0.0452 +- 0.0002`."""
+        return f"{self.mean:.4g} +- {self.error:.1g}"
+
+    def fits(self, value: float) -> bool:
+        """Whether the mean agrees with this value, up to `ALLOWED_ERRORS` standard errors."""
+        return abs(self.mean - value) <= ALLOWED_ERRORS * self.error + 1e-12
+
+
+def printed_form(y: Outcomes) -> Tensor:
+    """The k3 formula as TRL and others print it, written out."""
+    return torch.exp(-y.log_ratio) + y.log_ratio - 1
+
+
+def reversed_form(y: Outcomes) -> Tensor:
+    """The formula with policy and reference exchanged, which the bug report first thought right."""
+    return torch.exp(y.log_ratio) - y.log_ratio - 1
+
+
+def klamps_k3(y: Outcomes) -> Tensor:
+    """The k3 estimator of klamp, per token."""
+    return kl_estimate(y.policy_logprobs, y.ref_logprobs, estimator="k3")
+
+
+def klamps_penalty(y: Outcomes) -> Tensor:
+    """The penalty that klamp uses by default: the value k3 with the gradient of KL(policy||ref)."""
+    behavior = y.sampler_logprobs
+    return kl_penalty(y.policy_logprobs, y.ref_logprobs, y.mask, value="k3", behavior_logprobs=behavior)
+
+
+def draw(chain: Chain, loss: Loss, *, samples: int, seed: int) -> SampleMean:
+    """Mean of a formula (summed over tokens) over completions drawn from the chain's sampler.
+
+    Args:
+        chain: the world.
+        loss: the formula, per token.
+        samples: completions to draw.
+        seed: of the draws; the same seed gives the same completions.
+    """
+    outcomes = enumerate_outcomes(chain)
+    values = torch.where(outcomes.mask, loss(outcomes).detach(), 0.0).sum(-1)
+    generator = torch.Generator().manual_seed(seed)
+    drawn = values[torch.multinomial(outcomes.probs, samples, replacement=True, generator=generator)]
+    return SampleMean(mean=drawn.mean().item(), error=math.sqrt(variance(chain, loss).item() / samples))
+
+
+def answer_direction(*, samples: int = SAMPLES, seed: int = 0) -> Answer:
+    """Answers whether the k3 formula is backwards, and for whose tokens, with exact numbers and with samples.
+
+    Args:
+        samples: draws per number.
+        seed: of the draws.
+    """
+    values, value_checks = _values(samples, seed)
+    uses, use_checks = _uses(samples, seed)
+    return Answer(
+        question="Is the k3 formula, exp(ref - policy) - (ref - policy) - 1, backwards?",
+        tables=(values, uses),
+        checks=(*value_checks, *use_checks),
+        words=(
+            "As a value it is right: with tokens of the policy its mean is KL(policy||ref), without bias. The reversed "
+            "formula estimates neither KL: its mean is the chi-squared divergence minus KL(policy||ref). With tokens "
+            "of the reference it would estimate KL(ref||policy), value and gradient.",
+            "As a loss it is not what its value says: differentiated, its expected gradient is that of "
+            "KL(ref||policy), the other direction. It does pull towards the reference, but not along what is logged.",
+            "Tokens of an older policy (the second update of a rollout, or a sampler that lags behind): the printed "
+            "formula is biased until it is weighted by w = policy/sampler. Differentiated together with w it follows "
+            "KL(policy||ref); with w detached, KL(ref||policy). In klamp: kl_off_policy='token' weighs value and "
+            "gradient; over whole completions only 'sequence', the ratio of the whole prefix, is exact.",
+            "klamp's default keeps the value and follows KL(policy||ref): kl_estimator='k3', kl_gradient='reverse'. "
+            "The printed form, gradient and all, is kl_gradient='own' (or, by its name, 'forward').",
+        ),
+    )
+
+
+def direction_worlds() -> dict[str, Chain]:
+    """Pairs of policy and reference: near each other, a tutorial's example, far apart, and whole completions."""
+    near = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log()
+    return {
+        "near": one_position(near, near + torch.tensor([0.1, -0.1, 0.05], dtype=torch.float64)),
+        ".7 .2 .1 | .8 .1 .1": one_position(
+            torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64).log(),
+            torch.tensor([0.8, 0.1, 0.1], dtype=torch.float64).log(),
+        ),
+        "far": random_chain(0, vocab=5, length=1, eos=None),
+        "whole completions": random_chain(1, vocab=3, length=3),
+    }
+
+
+def _values(samples: int, seed: int) -> tuple[TextTable, list[Check]]:
+    """Both formulas with tokens of the policy, against both KLs."""
+    rows: list[tuple[str, ...]] = []
+    checks: list[Check] = []
+    for index, (name, chain) in enumerate(direction_worlds().items()):
+        target, other = reverse_kl(chain).item(), forward_kl(chain).item()
+        exact, back = expected(chain, klamps_k3).item(), expected(chain, reversed_form).item()
+        drawn = draw(chain, printed_form, samples=samples, seed=seed + index)
+        drawn_back = draw(chain, reversed_form, samples=samples, seed=seed + index)
+        rows.append((name, f"{target:.4g}", f"{other:.4g}", f"{exact:.4g}", drawn.text, f"{back:.4g}", drawn_back.text))
+        checks += [
+            is_equal(f"{name}: E[printed] = KL(policy||ref)", exact, target),
+            is_equal(f"{name}: klamp's k3 is the printed formula", _difference(chain), 0.0),
+            is_true(
+                f"{name}: the samples agree",
+                drawn.fits(target),
+                f"{abs(drawn.mean - target) / drawn.error:.1f} standard errors off",
+                expected=f"at most {ALLOWED_ERRORS:g}",
+            ),
+            is_true(
+                f"{name}: the reversed formula is something else",
+                abs(back - target) > 0.01 * target,
+                f"{100 * (back / target - 1):+.0f} %",
+                expected="not KL(policy||ref)",
+            ),
+        ]
+    columns = ("world", "KL(p||r)", "KL(r||p)", "printed: exact", "sampled", "reversed: exact", "sampled")
+    title = f"printed: {PRINTED}; reversed: {REVERSED}; p policy, r reference, tokens of the policy"
+    return TextTable(title=title, columns=columns, rows=tuple(rows)), checks
+
+
+def _difference(chain: Chain) -> float:
+    outcomes = enumerate_outcomes(chain)
+    gap = (klamps_k3(outcomes) - printed_form(outcomes))[outcomes.mask]
+    return gap.abs().max().item()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Use:
+    """One row of the table: who drew the tokens, which formula is averaged, which value and gradient are expected."""
+
+    sampler: str
+    formula: str
+    loss: Loss
+    value: str
+    """What the mean should be: KL(p||r), KL(r||p), or "-" for neither."""
+    gradient: str
+    """The name of the known gradient that the expected gradient should be."""
+
+
+USES = (
+    _Use(sampler="policy", formula="printed (k3)", loss=printed_form, value="KL(p||r)", gradient="forward"),
+    _Use(sampler="policy", formula="reversed", loss=reversed_form, value="-", gradient=NOTHING_KNOWN),
+    _Use(sampler="policy", formula="klamp's default", loss=klamps_penalty, value="KL(p||r)", gradient="reverse"),
+    _Use(sampler="reference", formula="printed (k3)", loss=printed_form, value="-", gradient=NOTHING_KNOWN),
+    _Use(sampler="reference", formula="reversed", loss=reversed_form, value="KL(r||p)", gradient="forward"),
+    _Use(sampler="older policy", formula="printed (k3)", loss=printed_form, value="-", gradient=NOTHING_KNOWN),
+    _Use(
+        sampler="older policy",
+        formula="w x printed, differentiated",
+        loss=lambda y: y.weight * printed_form(y),
+        value="KL(p||r)",
+        gradient="reverse",
+    ),
+    _Use(
+        sampler="older policy",
+        formula="sg(w) x printed",
+        loss=lambda y: y.weight.detach() * printed_form(y),
+        value="KL(p||r)",
+        gradient="forward",
+    ),
+    _Use(sampler="older policy", formula="klamp, weighted", loss=klamps_penalty, value="KL(p||r)", gradient="reverse"),
+)
+
+
+def sampling_worlds() -> dict[str, Chain]:
+    """One policy, one reference and three samplers; one token is likely under the policy only."""
+    policy = torch.tensor([0.60, 0.25, 0.10, 0.05], dtype=torch.float64).log()
+    ref = torch.tensor([0.70, 0.2699, 0.0001, 0.03], dtype=torch.float64).log()
+    older = torch.tensor([0.50, 0.30, 0.15, 0.05], dtype=torch.float64).log()
+    return {
+        "policy": one_position(policy, ref),
+        "reference": one_position(policy, ref, ref),
+        "older policy": one_position(policy, ref, older),
+    }
+
+
+def _uses(samples: int, seed: int) -> tuple[TextTable, list[Check]]:
+    """Each formula as a value and as a loss, with tokens of the policy, of the reference and of an older policy."""
+    worlds = sampling_worlds()
+    target, other = reverse_kl(worlds["policy"]).item(), forward_kl(worlds["policy"]).item()
+    known = {"KL(p||r)": target, "KL(r||p)": other}
+    rows: list[tuple[str, ...]] = []
+    checks: list[Check] = []
+    for index, row in enumerate(USES):
+        chain = worlds[row.sampler]
+        exact = expected(chain, row.loss).item()
+        drawn = draw(chain, row.loss, samples=samples, seed=seed + index)
+        name = next((name for name, value in known.items() if abs(exact - value) < 1e-9), "-")
+        pull = expected_pull([chain], row.loss)
+        words, angle = pull.follows.in_words, f"{pull.cosine_reverse:.3f}"
+        rows.append((row.sampler, row.formula, f"{exact:.4g}", drawn.text, name, words, angle))
+        claim = f"tokens of the {row.sampler}, {row.formula}"
+        measured = f"{exact:.6g}, {name}; gradient of {words}; sampled {drawn.text}"
+        right = name == row.value and pull.follows.is_exactly(row.gradient) and drawn.fits(exact)
+        checks.append(is_true(claim, right, measured, expected=f"{row.value}; {row.gradient}"))
+    title = f"KL(p||r) = {target:.4f}, KL(r||p) = {other:.4f}; p policy, r reference, w = policy/sampler"
+    columns = ("tokens from", "formula", "exact", "sampled", "which is", "as a loss, gradient of", "cos")
+    return TextTable(title=title, columns=columns, rows=tuple(rows)), checks
