@@ -331,7 +331,7 @@ PAGES: Mapping[str, Page] = {
         "enumerating small worlds in float64; some seconds on one core. The exit code is 1 if a claim fails.",
         examples=(
             "klamp verify               # every claim",
-            "klamp verify direction     # is GRPO's k3 formula backwards? exact, sampled, reversed; whose tokens",
+            "klamp verify direction     # is GRPO's k3 formula backwards? for whose tokens is it right?",
             "klamp verify convergence   # which settings reach the optimum that they claim?",
         ),
         options=options.VerifyOptions,
