@@ -3,36 +3,11 @@
 from types import SimpleNamespace
 
 import pytest
-from tests.standin import (
-    client,
-    connection,
-    context,
-    reference,
-    run_of,
-    service,
-    shared_standin,
-    shared_tiny,
-    standin,
-    tiny,
-    trainer,
-)
+from tests.standin import reference, service, shared_standin, standin, trainer
 
 from klamp_standin import futures
 
-__all__ = [
-    "client",
-    "clock",
-    "connection",
-    "context",
-    "reference",
-    "run_of",
-    "service",
-    "shared_standin",
-    "shared_tiny",
-    "standin",
-    "tiny",
-    "trainer",
-]
+__all__ = ["clock", "reference", "service", "shared_standin", "standin", "trainer"]
 
 
 @pytest.fixture

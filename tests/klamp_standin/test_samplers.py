@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import math
 
 import pytest
-import tinker
 import torch
 from tests.klamp_standin.routes import in_process, new_run, result
 from tests.waiting import SECONDS
@@ -14,7 +12,6 @@ from tinker import types
 from tinker.proto.response_conv import deserialize_proto_response
 
 from klamp_standin import samplers
-from klamp_standin.faults import Fault
 from klamp_standin.protocol import Refused
 from klamp_standin.training import save_weights_for_sampler
 
@@ -33,19 +30,19 @@ def base(here):
     return samplers.create_sampling_session(here, body)["sampling_session_id"]
 
 
-def asked(sampler, number=1, *, faults=(), prompt=PROMPT, **changes):
+def asked(sampler, number=1, **changes):
     body = {
         "sampling_session_id": sampler,
         "seq_id": number,
-        "prompt": {"chunks": [{"type": "encoded_text", "tokens": list(prompt)}]},
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": PROMPT}]},
         "num_samples": 2,
         "sampling_params": {"max_tokens": 4},
     }
     return body | changes
 
 
-def answered(here, body, *faults):
-    return deserialize_proto_response(result(here, samplers.asample(here, body, faults)), types.SampleResponse)
+def answered(here, body):
+    return deserialize_proto_response(result(here, samplers.asample(here, body, ())), types.SampleResponse)
 
 
 def test_every_session_has_a_name_of_its_own(here):
@@ -93,16 +90,6 @@ def test_only_drawn_tokens_count_as_sampled(here, base):
     assert here.tokens["prompt"] - before["prompt"] == 2 * len(PROMPT)
 
 
-def test_faults_are_put_into_the_answer(here, base):
-    scoring = {"prompt_logprobs": True}
-    bad = answered(here, asked(base, 6, **scoring), Fault(kind="none", route="asample"))
-    assert [x is None for x in bad.prompt_logprobs] == [True, False, True]
-    short = answered(here, asked(base, 7, **scoring), Fault(kind="short", route="asample"))
-    assert len(short.prompt_logprobs) == 2
-    nan = answered(here, asked(base, 8), Fault(kind="nan", route="asample"))
-    assert all(math.isnan(row.logprobs[-1]) for row in nan.sequences)
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -119,26 +106,9 @@ def test_a_request_that_cannot_be_met_is_refused_before_it_is_promised(here, bas
         samplers.asample(here, asked(base, 99) | changes, ())
 
 
-# -- as the SDK sees it -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"prompt": []},
-        {"prompt": [1, 64]},
-        {"num_samples": 0},
-        {"topk_prompt_logprobs": 2},
-        {"sampling_params": types.SamplingParams(max_tokens=10_000)},
-    ],
-)
-def test_a_sampling_request_that_cannot_be_met_is_refused(reference, wrong):
-    given = {"prompt": [1, 2], "num_samples": 1, "sampling_params": types.SamplingParams(max_tokens=2)} | wrong
-    given["prompt"] = types.ModelInput.from_ints(given["prompt"])
-    if "topk_prompt_logprobs" in wrong:
-        given["include_prompt_logprobs"] = True
-    with pytest.raises(tinker.BadRequestError):
-        reference.sample(**given).result(timeout=SECONDS)
+def test_stop_strings_need_a_tokenizer(here):
+    with pytest.raises(Refused, match="needs a tokenizer"):
+        here.decode([1, 2])
 
 
 def test_last_n_scores_a_suffix(reference):
