@@ -16,7 +16,6 @@ from klamp.cli.explain import read_request
 from klamp.cli.flags import fields_of, read_options
 from klamp.cli.help import PAGES, WIDTH, help_text, list_alarms, list_hosts, list_presets
 from klamp.cli.train_fields import fields
-from klamp.cli.verify import read_options as read_verify
 from klamp.config import PRESETS
 from klamp.diagnostics.alarms import ALARMS
 from klamp.errors import UnknownNameError
@@ -149,7 +148,6 @@ READERS = {
     "ablate": parse_ablate,
     "evaluate": read_evaluate,
     "explain": read_request,
-    "verify": read_verify,
 }
 CALLS = [(command, example) for command, page in PAGES.items() for example in page.examples]
 
