@@ -80,7 +80,7 @@ def test_the_commands_own_flags(words, expected) -> None:
         ("--beta 0 1 --workers 0", "--workers takes 1 or more", ""),
         ("plan.yaml", "a word that belongs to no flag", "klamp ablate --plan plan.yaml"),
         ("--plan nowhere.yaml", "cannot be read", ""),
-        ("--no_cpu 3", "takes no value", ""),
+        ("--no_cpu 3", "a word that belongs to no flag", "--NAME VALUE"),
         ("--preset nothing", "unknown preset", ""),
         ("--config nowhere.yaml", "cannot be read", ""),
     ],

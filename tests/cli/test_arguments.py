@@ -168,7 +168,6 @@ def test_an_empty_file_sets_nothing(write) -> None:
         ("max_stepz: 3", "max_stepz", "did you mean max_steps?"),
         ("kl_pnalty: 3", "kl_pnalty", "did you mean kl_penalty?"),
         ("kl: {betta: 1}", "betta", "did you mean beta?"),
-        ("kl: {learning_rate: 1}", "learning_rate", "see `klamp train --help` for every name"),
     ],
 )
 def test_an_unknown_key_names_the_nearest_and_the_file(write, text: str, got: str, fix: str) -> None:

@@ -127,7 +127,7 @@ def test_a_preset_that_is_no_penalty_is_refused_by_train(capsys: pytest.CaptureF
 def test_own_flags_are_kept_apart() -> None:
     request = read_request(["grpo", "rpg", "--length", "5", "--beta", "0.1", "--vocab=7", "--no-cpu"])
     options = ExplainOptions(names=("grpo", "rpg"), length=5, vocab=7)
-    assert request == ExplainRequest(options=options, flags=("--beta", "0.1", "--no-cpu"))
+    assert request == ExplainRequest(options=options, flags={"beta": 0.1, "cpu": False})
     assert ExplainOptions().vocab == Setting().vocab
 
 

@@ -13,12 +13,10 @@ from klamp.cli.ablate_arguments import parse_ablate
 from klamp.cli.arguments import parse_train
 from klamp.cli.evaluate import read_request as read_evaluate
 from klamp.cli.explain import read_request
-from klamp.cli.flags import fields_of, read_options
-from klamp.cli.help import PAGES, WIDTH, help_text, list_alarms, list_hosts, list_presets
-from klamp.cli.train_fields import fields
+from klamp.cli.flags import read_options, train_fields
+from klamp.cli.help import PAGES, WIDTH, help_text
 from klamp.config import PRESETS
 from klamp.diagnostics.alarms import ALARMS
-from klamp.errors import UnknownNameError
 from klamp.training.config import section_classes
 from klamp.verify.printed_formulas import FORMS
 
@@ -38,62 +36,39 @@ def flags_in(text: str) -> list[str]:
 
 @pytest.mark.parametrize("command", RUNS)
 def test_the_first_page_is_one_screen(command: str) -> None:
-    lines = help_text(command).splitlines()
-    assert 24 <= len(lines) <= 40
-    assert max(map(len, lines)) <= WIDTH
-    assert lines[0].startswith(f"usage: klamp {command} ")
-    assert "examples:" in lines
-    assert "--beta FLOAT" in help_text(command)
+    text = help_text(command)
+    lines = text.splitlines()
+    assert 24 <= len(lines) <= 42 and max(map(len, lines)) <= WIDTH
+    assert lines[0].startswith(f"usage: klamp {command} ") and "examples:" in lines
+    assert "--beta FLOAT" in text and "(builtin)" in text
     assert all(f"{section} (" in " ".join(lines[-2:]) for section in SECTIONS), "the rest is a section away"
 
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_a_section_has_its_fields_with_text_default_and_choices(section: str) -> None:
     text = help_text("train", section)
-    own = {name: field for name, field in fields().items() if field.section == section}
+    own = {name: field for name, field in train_fields().items() if field.section == section}
     assert flags_in(text) == [f"--{name}" for name in own]
     flat = " ".join(text.split())
-    assert all(field.text in flat for field in own.values())
-    assert all(",".join(field.choices) in flat.replace(", ", ",") for field in own.values())
+    for field in own.values():
+        assert field.text in flat
+        assert all(name in flat for name in (*field.choices, *(f"--{alias}" for alias in field.aliases)))
 
 
-def test_everything_is_every_flag_once() -> None:
+def test_everything_is_every_flag_once_with_defaults_and_presets() -> None:
     text = help_text("train", "all")
-    assert flags_in(text) == [f"--{name}" for name in fields()]
-    titles = [line.partition(":")[0] for line in text.splitlines() if line and not line.startswith(" ")]
-    assert [title for title in titles if title in SECTIONS] == list(SECTIONS)
-    assert max(map(len, text.splitlines())) <= WIDTH
-
-
-def test_a_fields_own_name_comes_before_its_aliases_and_its_opposite() -> None:
-    assert "  --beta, --kl_coef, --kl_penalty, --kl_beta FLOAT\n" in help_text("train", "kl")
-    assert "  --resume, --no_resume " in help_text("train", "run")
-
-
-def test_defaults_show() -> None:
-    flat = " ".join(help_text("train", "all").split())
-    assert "Longest completion in tokens. (default: 16)" in flat
+    assert flags_in(text) == [f"--{name}" for name in train_fields()]
+    titles = [line.removesuffix(":") for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert titles == ["train", *SECTIONS] and max(map(len, text.splitlines())) <= WIDTH
+    flat = " ".join(text.split())
+    assert all(name in flat for name in PRESETS)
+    assert "Longest completion in tokens. (default: 16)" in flat and "(default: 0.1 0.01 0.1)" in flat
     assert "(default: None)" not in flat and "(default: False)" not in flat
-    assert "(default: 0.1 0.01 0.1)" in flat
-
-
-def test_the_names_of_the_presets_show() -> None:
-    assert all(name in help_text("train", "train") for name in PRESETS)
-
-
-@pytest.mark.parametrize("topic", ["beta", "--beta", "kl-coef"])
-def test_a_flag_is_a_part_of_its_own(topic: str) -> None:
-    lines = help_text("train", topic).splitlines()
-    assert lines[0] == "kl:"
-    assert lines[1].startswith("  --beta, --kl_coef")
-    assert len(lines) < 6
 
 
 def test_an_unknown_part_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UnknownNameError, match="did you mean 'rollout'"):
-        help_text("train", "rolout")
     assert main(["train", "--help", "rolout"]) == 2
-    assert "rollout" in capsys.readouterr().err
+    assert "did you mean 'rollout'" in capsys.readouterr().err
 
 
 def test_ablate_has_its_own_flags_and_not_what_it_sets_itself() -> None:
@@ -102,8 +77,6 @@ def test_ablate_has_its_own_flags_and_not_what_it_sets_itself() -> None:
     assert {"--seeds", "--plan", "--workers", "--ray", "--preset", "--dry_run", "--beta"} <= set(flags)
     assert not {"--seed", "--resume"} & set(flags)
     assert flags.count("--output_dir") == 1 and "Folder of the ablation" in text and "Folder of the run" not in text
-    with pytest.raises(UnknownNameError):
-        help_text("ablate", "seed")
 
 
 @pytest.mark.parametrize("command", [name for name in PAGES if name not in RUNS])
@@ -113,12 +86,6 @@ def test_a_small_command_shows_all_that_it_takes(command: str) -> None:
     assert flags_in(text) == [f"--{name}" for name in (*flags, *PAGES[command].takes)]
     assert all(f"  {field.metadata['word']}" in text for field in own.values() if "word" in field.metadata)
     assert max(map(len, text.splitlines())) <= WIDTH
-
-
-@pytest.mark.parametrize("command", PAGES)
-def test_the_examples_are_calls_of_the_command(command: str) -> None:
-    assert PAGES[command].examples
-    assert all(example.startswith(f"klamp {command}") for example in PAGES[command].examples)
 
 
 def test_a_narrow_terminal_gets_narrow_help(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,21 +131,14 @@ def test_examples_are_understood(command: str, example: str, tmp_path: Path, mon
     assert read(words[2:]) if read else read_options(PAGES[command].options, words[2:], command=f"klamp {command}")
 
 
-@pytest.mark.parametrize("command", PAGES)
-def test_what_is_shown_first_is_there(command: str) -> None:
-    page = PAGES[command]
-    known = fields_of(page.options).keys() | (fields().keys() if page.takes_configuration else set())
-    shown = [name for names in page.first.values() for name in names]
-    assert set(shown) <= known
-    assert len(shown) == len(set(shown))
-    assert set(page.hidden) <= fields().keys()
+@pytest.mark.parametrize("command", RUNS)
+def test_what_is_shown_first_is_shown_once(command: str) -> None:
+    shown = [name for names in PAGES[command].first.values() for name in names]
+    assert sorted(flags_in(help_text(command))) == sorted(f"--{name}" for name in set(shown))
+    assert len(shown) == len(set(shown)) and set(PAGES[command].hidden) <= train_fields().keys()
 
 
-def test_the_lists_are_complete() -> None:
-    presets = " ".join(text for _, text in list_presets())
-    assert all(name in presets for name in (*PRESETS, *FORMS))
-    assert [name for name, _ in list_hosts()] == [*HOSTS, "module:function"]
-    assert [name for name, _ in list_alarms()] == list(ALARMS)
-    assert sum(text.endswith(" (a note)") for _, text in list_alarms()) == sum(
-        a.level != "alarm" for a in ALARMS.values()
-    )
+@pytest.mark.parametrize(("command", "names"), [("explain", [*PRESETS, *FORMS]), ("audit", HOSTS), ("doctor", ALARMS)])
+def test_the_lists_are_complete(command: str, names: list[str]) -> None:
+    listed = " ".join(help_text(command).rpartition("\n\n")[2].split())
+    assert all(name in listed for name in names)

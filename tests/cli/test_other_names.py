@@ -8,8 +8,8 @@ import pytest
 
 from klamp.cli import main
 from klamp.cli.arguments import read_file
+from klamp.cli.flags import by_any_name, read_argv, train_fields
 from klamp.cli.other_names import OTHER_NAMES
-from klamp.cli.train_fields import fields, fields_by_any_name, read_flags
 from klamp.errors import ConfigError, UnknownNameError
 
 ASKED = {
@@ -33,14 +33,14 @@ ASKED = {
 
 
 def test_each_is_a_name_that_klamp_does_not_have_for_a_field_that_it_has() -> None:
-    assert OTHER_NAMES.keys() & fields_by_any_name().keys() == set()
-    assert {other.field for other in OTHER_NAMES.values()} <= fields().keys()
+    assert OTHER_NAMES.keys() & by_any_name(train_fields()).keys() == set()
+    assert {other.field for other in OTHER_NAMES.values()} <= train_fields().keys()
 
 
 @pytest.mark.parametrize("name", OTHER_NAMES)
 def test_each_says_in_a_sentence_how_it_differs(name: str) -> None:
     with pytest.raises(UnknownNameError) as caught:
-        read_flags([f"--{name.replace('_', '-')}", "1"])
+        read_argv(train_fields(), [f"--{name.replace('_', '-')}", "1"], command="klamp train")
     assert caught.value.fix == f"did you mean --{OTHER_NAMES[name].field}?"
     assert 10 < len(caught.value.why) < 200 and not caught.value.why.endswith(".")
 
@@ -67,7 +67,3 @@ def test_in_a_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         read_file(file)
     assert (caught.value.got, caught.value.fix) == ("lr", "did you mean learning_rate?")
-
-
-def test_both_spellings_of_klamps_own_name_are_no_other_name() -> None:
-    assert read_flags(["--learning-rate", "0.1"]) == {"learning_rate": 0.1}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from klamp.cli.arguments import parse_train
+from klamp.cli.arguments import parse_train, request_of
 from klamp.cli.explain import read_request
 from klamp.config import PRESETS
 from klamp.verify.printed_formulas import FORMS
@@ -37,7 +37,7 @@ def test_an_explain_command_names_what_exists(command: str) -> None:
     request = read_request(shlex.split(command)[2:])
     names = [name for name in request.options.names if not name.endswith(".yaml")]
     assert set(names) <= {*PRESETS, *FORMS}
-    assert parse_train(request.flags).config
+    assert request_of(request.flags).config
 
 
 @pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from tests.reliability.drawn import PLAIN, TEXTS, check_readable, examples, run
 
 from klamp.cli.app import COMMANDS
-from klamp.cli.flags import Field, fields_of, read_options
+from klamp.cli.flags import Field, by_any_name, fields_of, read_options, train_fields
 from klamp.cli.options import AblateOptions, AuditOptions, DoctorOptions, ModelOptions, ReportOptions, VerifyOptions
-from klamp.cli.train_fields import fields_by_any_name
 from klamp.config import PRESETS
 from klamp.errors import KlampError
 
@@ -92,7 +91,7 @@ def ends_well(words: Sequence[str]) -> None:
         check_readable(run(words))
 
 
-@given(words=flags(fields_by_any_name()), dry=st.booleans())
+@given(words=flags(by_any_name(train_fields())), dry=st.booleans())
 @example(words=["--seed", "-1"], dry=False)
 @example(words=["--seed", str(2**70)], dry=False)
 @examples(150)
@@ -100,13 +99,16 @@ def test_klamp_train(words: list[str], dry: bool) -> None:
     ends_well(["train", *(["--dry_run"] if dry else []), *words])
 
 
-@given(words=flags(fields_by_any_name() | fields_of(AblateOptions)))
+@given(words=flags(by_any_name(train_fields()) | fields_of(AblateOptions)))
 @examples(80)
 def test_klamp_ablate(words: list[str]) -> None:
     ends_well(["ablate", "--dry_run", *words])
 
 
-@given(words=flags(fields_by_any_name()), names=st.lists(st.sampled_from([*PRESETS, "k3", "x.yaml", ""]), max_size=2))
+@given(
+    words=flags(by_any_name(train_fields())),
+    names=st.lists(st.sampled_from([*PRESETS, "k3", "x.yaml", ""]), max_size=2),
+)
 @examples(6)
 def test_klamp_explain(words: list[str], names: list[str]) -> None:
     ends_well(["explain", *names, *words])
@@ -194,7 +196,7 @@ def with_file(words: Sequence[str], text: bytes) -> None:
         check_readable(run(words))
 
 
-@given(text=texts(fields_by_any_name()))
+@given(text=texts(by_any_name(train_fields())))
 @examples(100)
 def test_a_configuration_file(text: bytes) -> None:
     with_file(["train", "--dry_run", "--config", "file.yaml"], text)

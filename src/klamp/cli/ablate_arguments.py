@@ -9,13 +9,11 @@ from typing import Any
 
 from klamp.ablation.plan import KL_PROMPTS, OWNED, Arm, Plan, crossed, folder_name, grid
 from klamp.cli.arguments import load_yaml, preset_values, read_entries, read_entry, read_file
-from klamp.cli.flags import Field, field_name, fields_of, read_own, read_value, unknown_key
+from klamp.cli.flags import by_any_name, field_name, fields_of, split_argv, train_fields, unknown_key
 from klamp.cli.options import AblateOptions
-from klamp.cli.train_fields import every_flag, fields_by_any_name, read_train_flag
-from klamp.config import ALIASES
 from klamp.config.kl import resolve_aliases
 from klamp.errors import ConfigError
-from klamp.training.config import TrainConfig, field_owners
+from klamp.training.config import TrainConfig
 
 DEFAULTS: Mapping[str, Any] = {"report_to": (), "keep_checkpoints": 1}
 """Field -> an ablation's default where it is not that of `klamp train`: many runs need much room on disk."""
@@ -37,15 +35,6 @@ class AblateRequest:
     """The words of the command line, as they were typed."""
 
 
-@dataclass(kw_only=True)
-class _Given:
-    """The flags of a command line, sorted: for all arms, swept, or recipes."""
-
-    options: dict[str, Any] = field(default_factory=dict)
-    base: dict[str, Any] = field(default_factory=dict)
-    sweep: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-
-
 def parse_ablate(argv: Sequence[str]) -> AblateRequest:
     """The ablation that a command line describes.
 
@@ -56,57 +45,52 @@ def parse_ablate(argv: Sequence[str]) -> AblateRequest:
         UnknownNameError: an unknown flag, key, preset or choice; names the nearest.
         ConfigError: a value that cannot be read, or that would be passed over in silence.
     """
-    given = _read(argv)
-    options = AblateOptions(**given.options)
+    own, flags, swept = _read(argv)
+    options = AblateOptions(**own)
     if options.runs:
-        check_alone([*given.options, *given.base, *given.sweep])
+        check_alone([*own, *flags, *swept])
     file = PlanFile() if options.plan is None else read_plan_file(Path(options.plan))
     one = read_file(options.config) if options.config else {}
-    base = {**{name: value for name, value in one.items() if name not in OWNED}, **file.base, **given.base}
-    sweep = {name: values for name, values in file.sweep.items() if name not in given.base} | given.sweep
+    base = {**{name: value for name, value in one.items() if name not in OWNED}, **file.base, **flags}
+    sweep = {name: values for name, values in file.sweep.items() if name not in flags} | swept
     base = {name: value for name, value in base.items() if name not in sweep}
     recipe = preset_values(base.pop("preset")) if base.get("preset") is not None else {}
     base.pop("preset", None)
     arms = _arms(file.arms, sweep, _Recipe(shared=recipe, fixed=frozenset(base.keys() | sweep.keys())))
     base = {**DEFAULTS, **recipe, **base}
-    seeds = seeds_of(list(options.seeds), "--seeds") if "seeds" in given.options else file.seeds
+    seeds = seeds_of(list(options.seeds), "--seeds") if "seeds" in own else file.seeds
     task = Path(str(base.get("task", "arithmetic"))).stem
     name = file.name or "-".join(sweep) or Path(options.plan or task).stem
     kl_prompts = options.kl_prompts or file.kl_prompts or KL_PROMPTS
     plan = Plan(name=folder_name(name), base=base, arms=arms, seeds=seeds or (0, 1, 2), kl_prompts=kl_prompts)
-    _refuse_without_effect(given.base, plan.arms)
+    _refuse_without_effect(flags, plan.arms)
     return AblateRequest(plan=plan, options=options, argv=tuple(argv))
 
 
-def _read(argv: Sequence[str]) -> _Given:
+def _read(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], dict[str, tuple[Any, ...]]]:
+    """The options of a command line, the fields that it sets for all arms, and those that it sweeps."""
     own = {name: field for name, field in fields_of(AblateOptions).items() if name != "preset"}  # that may be compared
-    options, others = read_own(own, argv, command="klamp ablate", others=every_flag())
-    given = _Given(options=options)
-    for flag, texts in others:
-        known = fields_by_any_name().get(field_name(flag))
-        if known is not None and known.count == 1 and len(texts) > 1:
-            given.sweep[known.name] = _several(known, texts, flag)
+    fields = train_fields() | own
+    several = {name for name, field in fields.items() if name not in own and field.count == 1}
+    known, given, swept = by_any_name(fields), dict[str, Any](), set[str]()
+    for name, texts in split_argv(fields, argv, command="klamp ablate", several=several).items():
+        field, shown = known[name], f"--{name}"
+        if field.name in several and len(texts) > 1:
+            given[name] = tuple(field.read([text], shown=shown) for text in texts)
+            swept.add(field.name)
+            if len(set(given[name])) < len(texts):
+                got = ", ".join(texts)
+                raise ConfigError(f"{shown} has a value twice", got=got, why="an arm is run once", fix="keep one")
         else:
-            name, value = read_train_flag(flag, texts)
-            given.base[name] = value
+            given[name] = field.read(texts, shown=shown)
+    given = resolve_aliases(given, set(fields))
     for name in ("cpus_per_run", "gpus_per_run"):
-        if name in options and options.get("ray") is None:
+        if name in given and given.get("ray") is None:
             why = "on this machine klamp counts cores and GPUs itself"
-            raise ConfigError(f"--{name} needs --ray", got=options[name], why=why, fix="leave it out, or add --ray")
-    given.base = {**resolve_aliases(given.base, {*field_owners(), "preset"})}
-    for name in given.base.keys() & given.sweep.keys():
-        got = f"{given.base[name]!r} and {', '.join(map(repr, given.sweep[name]))}"
-        raise ConfigError(f"{name} is given twice", got=got, why="under two of its names", fix="keep one")
-    return given
-
-
-def _several(known: Field, texts: Sequence[str], flag: str) -> tuple[Any, ...]:
-    """The values of a flag that is swept."""
-    values = tuple(read_value(known, [text], shown=flag) for text in texts)
-    for i, value in enumerate(values):
-        if value in values[:i]:
-            raise ConfigError(f"{flag} has a value twice", got=repr(value), why="an arm is run once", fix="keep one")
-    return values
+            raise ConfigError(f"--{name} needs --ray", got=given[name], why=why, fix="leave it out, or add --ray")
+    options = {name: value for name, value in given.items() if name in own}
+    base = {name: value for name, value in given.items() if name not in (*own, *swept)}
+    return options, base, {name: given[name] for name in given if name in swept}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,10 +207,7 @@ def read_plan_file(path: Path) -> PlanFile:
     return PlanFile(
         name=str(content.get("name") or ""),
         base=read_entries(_mapping(content.get("base"), "base", path), path),
-        sweep={
-            ALIASES.get(name, name): _values(name, values, path)
-            for name, values in ((field_name(str(key)), values) for key, values in sweep.items())
-        },
+        sweep=dict(_values(field_name(str(key)), values, path) for key, values in sweep.items()),
         arms=tuple(
             Arm(name=str(name), values=read_entries(_mapping(values, f"the arm {name}", path), path))
             for name, values in arms.items()
@@ -266,15 +247,16 @@ def _count(name: str, value: object, path: Path) -> int | None:
     raise ConfigError(f"{name} in {path} cannot be read", got=repr(value), why="it is a whole number of at least 1")
 
 
-def _values(name: str, values: object, path: Path) -> tuple[Any, ...]:
-    if not isinstance(values, list):
+def _values(name: str, values: object, path: Path) -> tuple[str, tuple[Any, ...]]:
+    if not isinstance(values, list) or not values:
         raise ConfigError(
             f"sweep of {name} in {path} is no list",
             got=repr(values),
             why="a field is swept over several values",
             fix=f"{name}: [{values}, ...], or move it to base",
         )
-    return tuple(read_entry(name, value, path) for value in values)
+    read = [read_entry(name, value, path) for value in values]
+    return read[0][0], tuple(value for _, value in read)
 
 
 def _mapping(value: object, what: str, path: Path) -> Mapping[Any, Any]:
@@ -291,7 +273,7 @@ def _mapping(value: object, what: str, path: Path) -> Mapping[Any, Any]:
 
 
 def _unknown(key: str, path: Path) -> Exception:
-    if key in fields_by_any_name():
+    if key in by_any_name(train_fields()):
         return ConfigError(
             f"{key} stands by itself in {path}",
             got=key,

@@ -6,15 +6,14 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import yaml
 
-from klamp.cli.flags import read_value, unknown_key
+from klamp.cli.flags import by_any_name, field_name, read_argv, train_fields, unknown_key
 from klamp.cli.options import TrainOptions
-from klamp.cli.train_fields import fields, fields_by_any_name, read_flags
-from klamp.config import ALIASES, find_preset
-from klamp.config.kl import resolve_aliases
+from klamp.config import find_preset
 from klamp.errors import ConfigError, brief
 from klamp.tasks.files import yaml_of
 from klamp.training.config import TrainConfig, section_classes
@@ -41,16 +40,43 @@ def parse_train(argv: Sequence[str]) -> TrainRequest:
         UnknownNameError: an unknown flag, key, preset or choice; names the nearest.
         ConfigError: a value or a combination that cannot work.
     """
-    flags = read_flags(argv)
+    return request_of(read_argv(train_fields(), argv, command="klamp train"), argv)
+
+
+def request_of(flags: Mapping[str, Any], argv: Sequence[str] = ()) -> TrainRequest:
+    """The configuration that flags describe, with the file and the preset that they name.
+
+    Args:
+        flags: fields of `klamp train` and their values.
+        argv: the words that they were read from.
+
+    Raises:
+        UnknownNameError, ConfigError: as `parse_train`.
+    """
     given = {"flag": flags}
     if flags.get("config") is not None:
         given = {f"file {flags['config']}": read_file(flags["config"]), **given}
     preset = {name: value for values in given.values() for name, value in values.items() if name == "preset"}
     if preset.get("preset") is not None:
         given = {f"preset {preset['preset']}": preset_values(preset["preset"]), **given}
-    options, values, sources = _merge(given)
+    options: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for source, named in given.items():
+        own, configured = apart(named, TrainOptions)
+        options, values = options | own, values | configured
+        sources |= dict.fromkeys(configured, source)
     return TrainRequest(
         config=TrainConfig.from_flat(values), options=TrainOptions(**options), sources=sources, argv=tuple(argv)
+    )
+
+
+def apart(given: Mapping[str, Any], options: type[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is given, in two: the options of a command, and the fields of the configuration."""
+    own = {field.name for field in dataclasses.fields(options)}
+    return (
+        {name: value for name, value in given.items() if name in own},
+        {name: value for name, value in given.items() if name not in own},
     )
 
 
@@ -64,19 +90,6 @@ def preset_values(name: str) -> dict[str, Any]:
     preset, defaults = find_preset(name), TrainConfig().flat()
     recipe = {**dataclasses.asdict(preset.kl), **dataclasses.asdict(preset.loss)}
     return {field: value for field, value in recipe.items() if value != defaults[field]}
-
-
-def _merge(given: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
-    """Merge the sources into (options, configuration values, who set each value); later sources win."""
-    own = {field.name for field in dataclasses.fields(TrainOptions)}
-    options: dict[str, Any] = {}
-    values: dict[str, Any] = {}
-    sources: dict[str, str] = {}
-    for source, named in given.items():
-        options |= {name: value for name, value in named.items() if name in own}
-        values |= {name: value for name, value in named.items() if name not in own}
-        sources |= {name: source for name in named if name not in own}
-    return options, values, sources
 
 
 NOT_IN_FILES = ("config", "dry_run", "all", "prepare", "debug")
@@ -115,13 +128,20 @@ def read_entries(content: Mapping[Any, Any], path: Path) -> dict[str, Any]:
         content: keys as in a file, flat or under their section.
         path: the file, for messages.
     """
-    values = [(key, read_entry(key, value, path)) for key, value in _flat(content, path)]
     merged: dict[str, Any] = {}
-    for key, value in values:
-        if key in merged and merged[key] != value:
-            raise _twice(key, path, merged[key], value)
-        merged[key] = value
-    return resolve_aliases(merged, set(fields()))
+    for section, inner in content.items():
+        flat = not (section in section_classes() and isinstance(inner, Mapping))
+        for key, value in [(section, inner)] if flat else inner.items():
+            name, read = read_entry(field_name(str(key)), value, path)
+            if name in merged and merged[name] != read:
+                raise ConfigError(
+                    f"{name} is given twice in {path}, with different values",
+                    got=f"{merged[name]!r} and {read!r}",
+                    why="it stands under two of its names, or both flat and under its section",
+                    fix="keep one",
+                )
+            merged[name] = read
+    return merged
 
 
 def load_yaml(path: Path) -> Mapping[Any, Any]:
@@ -156,25 +176,8 @@ def load_yaml(path: Path) -> Mapping[Any, Any]:
     return content
 
 
-def _flat(content: Mapping[Any, Any], path: Path) -> list[tuple[str, Any]]:
-    """The entries of a file without its section headings; each key has to stand under its own section."""
-    entries: list[tuple[str, Any]] = []
-    for key, value in content.items():
-        if key not in section_classes() or not isinstance(value, Mapping):
-            entries.append((_name(key), value))
-            continue
-        own = {each.name for each in dataclasses.fields(section_classes()[key])}
-        own |= {alias for alias, name in ALIASES.items() if name in own}
-        for inner, inner_value in value.items():
-            if _name(inner) not in own:
-                why = f"the section {key!r} has no such field"
-                raise unknown_key(f"key in {path}", _name(inner), own, why=why, command="klamp train")
-            entries.append((_name(inner), inner_value))
-    return entries
-
-
-def read_entry(key: str, value: object, path: Path) -> Any:
-    """The value of a field from what stands in a YAML file.
+def read_entry(key: str, value: object, path: Path) -> tuple[str, Any]:
+    """The name of a field, and its value from what stands in a YAML file.
 
     Args:
         key: the field's name or alias.
@@ -185,30 +188,12 @@ def read_entry(key: str, value: object, path: Path) -> Any:
         UnknownNameError: an unknown key, or an unknown choice; names the nearest.
         ConfigError: a value that cannot be read.
     """
-    if key not in fields_by_any_name() or key in NOT_IN_FILES:
+    known = {name: field for name, field in by_any_name(train_fields()).items() if name not in NOT_IN_FILES}
+    if key not in known:
         why = "it is an option of the command line" if key in NOT_IN_FILES else "it is no field of the configuration"
-        known = fields_by_any_name().keys() - set(NOT_IN_FILES)
         raise unknown_key(f"key in {path}", key, known, why=why, command="klamp train")
-    field, shown = fields_by_any_name()[key], f"{key} in {path}"
-    if isinstance(value, Mapping) or (value is None and not field.takes_none):
-        raise ConfigError(
-            f"{shown} cannot be read",
-            got=repr(value),
-            why=f"it takes {field.in_words}",
-            fix="give it a value, or leave the line out",
-        )
+    field, shown = known[key], f"{key} in {path}"
+    if isinstance(value, Mapping) or (value is None and NoneType not in field.types):
+        raise field.refused([str(value)], shown=shown)
     each = value if isinstance(value, list | tuple) else [value]
-    return read_value(field, [str(one) for one in each], shown=shown)
-
-
-def _name(key: object) -> str:
-    return str(key).replace("-", "_")
-
-
-def _twice(key: str, path: Path, first: object, second: object) -> ConfigError:
-    return ConfigError(
-        f"{key} is given twice in {path}, with different values",
-        got=f"{first!r} and {second!r}",
-        why="it stands both flat and under its section",
-        fix="keep one",
-    )
+    return field.name, field.read([str(one) for one in each], shown=shown)

@@ -10,13 +10,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from klamp.cli.arguments import apart
 from klamp.cli.columns import ScoreScale, fixed
-from klamp.cli.flags import fields_of, read_own
+from klamp.cli.flags import fields_of, read_argv, train_fields
 from klamp.cli.help import EVALUATED
 from klamp.cli.options import EvaluateOptions
 from klamp.cli.tables import show_paragraph, show_table
-from klamp.cli.train_fields import fields as train_fields
-from klamp.cli.train_fields import read_train_flag
 from klamp.errors import ConfigError, KLWarning, RunFolderError
 
 if TYPE_CHECKING:  # imported by the command only
@@ -85,17 +84,16 @@ def read_request(argv: Sequence[str]) -> EvaluateRequest:
         UnknownNameError: an unknown flag; names the nearest.
         ConfigError: a value that cannot be read, or no checkpoint.
     """
-    taken = {f"--{name}" for name in EVALUATED}
-    taken |= {f"--no_{name}" for name in EVALUATED if train_fields()[name].is_switch}
-    given, others = read_own(fields_of(EvaluateOptions), argv, command="klamp evaluate", others=taken)
-    options = EvaluateOptions(**given)
+    taken = {name: train_fields()[name] for name in EVALUATED}
+    own, changes = apart(read_argv(fields_of(EvaluateOptions) | taken, argv, command="klamp evaluate"), EvaluateOptions)
+    options = EvaluateOptions(**own)
     if not options.checkpoint:
         raise ConfigError(
             "--checkpoint is missing",
             why="there is nothing to evaluate",
             fix="klamp evaluate --checkpoint FOLDER: a run's folder, one of its checkpoints, or any model",
         )
-    return EvaluateRequest(options=options, changes=dict(read_train_flag(flag, texts) for flag, texts in others))
+    return EvaluateRequest(options=options, changes=changes)
 
 
 def find_subject(request: EvaluateRequest) -> EvaluatedPolicy:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import sys
 import textwrap
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TextIO
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TextIO
 
-from klamp.cli.arguments import TrainRequest, parse_train
-from klamp.cli.flags import fields_of, read_own
+from klamp.cli.arguments import TrainRequest, apart, request_of
+from klamp.cli.flags import fields_of, read_argv, train_fields
 from klamp.cli.options import ExplainOptions
 from klamp.cli.tables import WIDTH, show_paragraph
-from klamp.cli.train_fields import every_flag
 from klamp.config import PRESETS, find_preset
 from klamp.config.presets import OLD_NAMES, speaking_name
-from klamp.errors import ConfigError, KLWarning, UnknownNameError, unknown_name
+from klamp.errors import ConfigError, KLWarning, unknown_name
 from klamp.verify.explain import Explanation, Setting, explain_config
 from klamp.verify.printed_formulas import FORMS, explain_form
 
@@ -30,8 +29,8 @@ class ExplainRequest:
 
     options: ExplainOptions
     """The options of `klamp explain` itself."""
-    flags: tuple[str, ...] = ()
-    """The flags of `klamp train`, as they were written."""
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    """Field of `klamp train` -> its value, where a flag says one."""
 
 
 def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
@@ -60,9 +59,9 @@ def read_request(argv: Sequence[str]) -> ExplainRequest:
         UnknownNameError: a flag of neither this command nor klamp train; names the nearest.
         ConfigError: a length or vocabulary that is no number.
     """
-    given, others = read_own(fields_of(ExplainOptions), argv, command="klamp explain", others=every_flag())
-    flags = [word for flag, texts in others for word in (flag, *texts)]
-    return ExplainRequest(options=ExplainOptions(**given), flags=tuple(flags))
+    given = read_argv(train_fields() | fields_of(ExplainOptions), argv, command="klamp explain")
+    own, flags = apart(given, ExplainOptions)
+    return ExplainRequest(options=ExplainOptions(**own), flags=flags)
 
 
 def explain(request: ExplainRequest) -> list[Explanation]:
@@ -73,7 +72,7 @@ def explain(request: ExplainRequest) -> list[Explanation]:
         ConfigError: a combination that cannot work.
     """
     if not request.options.names:
-        return [_explain_flags(request, "these flags", [])]
+        return [_explain_flags(request, "these flags", {})]
     return [_explain_name(request, name) for name in request.options.names]
 
 
@@ -91,7 +90,7 @@ def _explain_name(request: ExplainRequest, name: str) -> Explanation:
         if request.flags:
             raise ConfigError(
                 "a printed form takes no flags",
-                got=f"{name} {' '.join(request.flags)}",
+                got=f"{name} {' '.join(f'--{flag}' for flag in request.flags)}",
                 why="it is explained as it is printed",
                 fix="klamp explain --preset recommended ... for a configuration",
             )
@@ -99,23 +98,21 @@ def _explain_name(request: ExplainRequest, name: str) -> Explanation:
     return _explain_flags(request, name, _source(name))
 
 
-def _source(name: str) -> list[str]:
+def _source(name: str) -> dict[str, str]:
     """The flag that takes a configuration by its name."""
     if name.endswith((".yaml", ".yml")):
-        return ["--config", name]
+        return {"config": name}
     if name not in PRESETS:
-        raise _unknown(name)
-    return ["--preset", name]
+        known = {*PRESETS, *FORMS, *OLD_NAMES}
+        why = "it is no preset, no printed form, no .yaml"
+        raise unknown_name("preset, printed form or file", name, known, why=why)
+    return {"preset": name}
 
 
-def _parsed(request: ExplainRequest, source: list[str]) -> TrainRequest:
+def _explain_flags(request: ExplainRequest, name: str, source: Mapping[str, str]) -> Explanation:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KLWarning)  # the explanation says the same, in its place
-        return parse_train([*source, *request.flags])
-
-
-def _explain_flags(request: ExplainRequest, name: str, source: list[str]) -> Explanation:
-    parsed = _parsed(request, source)
+        parsed = request_of({**source, **request.flags})
     paper = find_preset(parsed.options.preset).paper if parsed.options.preset else ""
     setting = Setting(
         length=_length(request, parsed),
@@ -135,8 +132,3 @@ def _length(request: ExplainRequest, parsed: TrainRequest) -> int:
     if parsed.config.kl.kl_reference_length is not None:
         return parsed.config.kl.kl_reference_length
     return parsed.config.rollout.max_completion_length if "max_completion_length" in parsed.sources else LENGTH
-
-
-def _unknown(name: str) -> UnknownNameError:
-    known = {*PRESETS, *FORMS, *OLD_NAMES}
-    return unknown_name("preset, printed form or file", name, known, why="it is no preset, no printed form, no .yaml")

@@ -1,32 +1,41 @@
-"""From argv to a command's options: a field's flags and their texts, both spellings, switches, words without a flag.
+"""From argv to options by argparse: the fields of dataclasses are the flags, what stands under them is their help.
 
-The types come from the dataclasses of options; YAML files are read by the same rules.
+argparse finds which words belong to which flag; the type of a field reads them, on a command line and in a file alike.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import functools
+import itertools
 import math
+import re
 import types
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 from klamp._field_texts import field_texts
+from klamp.cli.options import TrainOptions
 from klamp.cli.other_names import OTHER_NAMES
 from klamp.errors import ConfigError, UnknownNameError, unknown_name
 
 TRUE_WORDS, FALSE_WORDS = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 NONE_WORDS = ("none", "null", "~")
-
-KINDS: Mapping[Any, str] = {int: "INT", float: "FLOAT", str: "STR", Path: "PATH", bool: "BOOL"}
-IN_WORDS = {"INT": "a whole number", "FLOAT": "a number", "STR": "a text", "PATH": "a path", "BOOL": "true or false"}
-"""Name of a type in the help -> its name in a sentence."""
+KINDS: Mapping[Any, tuple[str, str]] = {
+    int: ("INT", "a whole number"),
+    float: ("FLOAT", "a number"),
+    str: ("STR", "a text"),
+    Path: ("PATH", "a path"),
+    bool: ("BOOL", "true or false"),
+}
+"""Type of a value -> its name in the help, and in a sentence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +44,7 @@ class Field:
 
     name: str
     """The field's name."""
-    section: str
+    section: str = ""
     """The section of the configuration that holds it; "" for a command's own."""
     hint: Any
     """The type of the field's value."""
@@ -47,34 +56,18 @@ class Field:
     """Its name in the help, for a field that is a plain word after the command and no flag."""
     least: float | None = None
     """The smallest number allowed; for a field of several values, the fewest allowed."""
-    bare: Any = None
-    """The field's value when its flag stands without a value."""
+    bare: str | None = None
+    """The text that stands for a flag without a value."""
     aliases: tuple[str, ...] = ()
     """Other names of the field, which mean the same."""
     suggested: tuple[str, ...] = ()
     """Names that the help shows, for a field that takes any text."""
 
     @property
-    def members(self) -> tuple[Any, ...]:
-        """The types that a value may have, without None."""
-        union = typing.get_origin(self.hint) in (typing.Union, types.UnionType)
-        return tuple(each for each in (typing.get_args(self.hint) if union else (self.hint,)) if each is not NoneType)
-
-    @property
-    def choices(self) -> tuple[str, ...]:
-        """The names that a value may be; empty where it is no name."""
-        named = (each for each in self.members if typing.get_origin(each) is Literal)
-        return tuple(str(name) for each in named for name in typing.get_args(each))
-
-    @property
-    def is_switch(self) -> bool:
-        """Whether the field is a switch: `--name` and `--no-name` need no value."""
-        return self.members == (bool,)
-
-    @property
-    def takes_none(self) -> bool:
-        """Whether the field may be None."""
-        return NoneType in typing.get_args(self.hint)
+    def types(self) -> tuple[Any, ...]:
+        """The types that one value may have; NoneType is among them where it may be None."""
+        one = typing.get_args(self.hint)[0] if typing.get_origin(self.hint) is tuple else self.hint
+        return typing.get_args(one) if typing.get_origin(one) in (typing.Union, types.UnionType) else (one,)
 
     @property
     def count(self) -> int | None:
@@ -83,53 +76,75 @@ class Field:
         return None if parts[-1] is ... else len(parts)
 
     @property
+    def choices(self) -> tuple[str, ...]:
+        """The names that a value may be; empty where it is no name."""
+        named = (each for each in self.types if typing.get_origin(each) is Literal)
+        return tuple(str(name) for each in named for name in typing.get_args(each))
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether the field is a switch: `--name` and `--no_name` need no value."""
+        return bool in self.types
+
+    @property
     def kind(self) -> str:
         """The kind of one value, as the help shows it: INT, FLOAT, STR, PATH, or several with | between."""
-        one = typing.get_args(self.hint)[0] if typing.get_origin(self.hint) is tuple else None
-        each = typing.get_args(one) or (one,) if one else self.members
-        return "NAME" if self.choices else "|".join(KINDS[member] for member in each)
+        return "NAME" if self.choices else "|".join(KINDS[each][0] for each in self.types if each is not NoneType)
 
     @property
     def in_words(self) -> str:
         """What a value has to be, in words, for errors."""
-        kind = f"one of {', '.join(self.choices)}"
-        if not self.choices:
-            kind = " or ".join(IN_WORDS[each] for each in self.kind.split("|"))
+        kind = " or ".join(KINDS[each][1] for each in self.types if each in KINDS)
+        kind = f"one of {', '.join(self.choices)}" if self.choices else kind
         if self.count != 1:
             kind = f"{'any number of' if self.count is None else self.count} values, each {kind}"
-        return f"{kind}, or None" if self.takes_none else kind
+        return f"{kind}, or None" if NoneType in self.types else kind
 
-    def convert(self, texts: Sequence[str]) -> Any:
-        """The field's value from its words on the command line; their number has been checked.
+    def read(self, texts: Sequence[str], *, shown: str) -> Any:
+        """The field's value from its texts.
+
+        Args:
+            texts: one text per value.
+            shown: where the texts stand, for the message: `--max_steps`, or `max_steps in FILE`.
 
         Raises:
-            ValueError: a text that is no value of its type.
+            UnknownNameError: a name that the field does not know; names the nearest.
+            ConfigError: a text that is no value of the field's type, or a number below its least.
         """
-        if typing.get_origin(self.hint) is not tuple:
-            return _converted(texts[0], self.hint)
-        parts = typing.get_args(self.hint)
-        return tuple(_converted(text, parts[0 if self.count is None else i]) for i, text in enumerate(texts))
+        if self.count not in (None, len(texts)):
+            raise self.refused(texts, shown=shown)
+        values = tuple(self._one(text, texts, shown) for text in texts)
+        value = values if typing.get_origin(self.hint) is tuple else values[0]
+        if self.least is not None and value is not None:
+            size, noun = (len(value), " values") if self.count is None else (value, "")
+            if not self.least <= size < math.inf:
+                raise ConfigError(f"{shown} takes {self.least} or more{noun}", got=value, why=self.text)
+        return value
 
+    def _one(self, text: str, texts: Sequence[str], shown: str) -> Any:
+        """The value of the first type that a text fits; `true` and `null` as YAML and shells have them, too."""
+        word = text.strip().lower()
+        if NoneType in self.types and word in NONE_WORDS and text not in self.choices:
+            return None
+        if self.is_switch and word in (*TRUE_WORDS, *FALSE_WORDS):
+            return word in TRUE_WORDS
+        for each in self.types:
+            if typing.get_origin(each) is Literal and text in self.choices:
+                return typing.get_args(each)[self.choices.index(text)]
+            if each in KINDS and each is not bool:
+                with suppress(ValueError):
+                    return each(text)
+        raise unknown_name(shown, text, self.choices) if self.choices else self.refused(texts, shown=shown)
 
-def _converted(text: str, hint: Any) -> Any:
-    """The value of the first type of a union that a text fits.
-
-    Raises:
-        ValueError: it fits none.
-    """
-    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    members = typing.get_args(hint) if union else (hint,)
-    if NoneType in members and text == "None":
-        return None
-    for member in members:
-        if typing.get_origin(member) is Literal or member is bool:
-            named = {str(value): value for value in typing.get_args(member) or (True, False)}
-            if text in named:
-                return named[text]
-        elif member is not NoneType:
-            with suppress(ValueError):
-                return member(text)
-    raise ValueError(text)
+    def refused(self, texts: Sequence[str], *, shown: str) -> ConfigError:
+        """The error for texts that are no value of the field."""
+        default = " ".join(map(str, self.default)) if isinstance(self.default, tuple) else self.default
+        return ConfigError(
+            f"{shown} cannot be read",
+            got=", ".join(map(repr, texts)) or "no value",
+            why=f"it takes {self.in_words}",
+            fix="" if default in (MISSING, None) else f"for example {default} (the default)",
+        )
 
 
 def fields_of(cls: Any, section: str = "") -> dict[str, Field]:
@@ -149,171 +164,154 @@ def fields_of(cls: Any, section: str = "") -> dict[str, Field]:
     }  # fmt: skip
 
 
-def read_value(field: Field, texts: Sequence[str], *, shown: str) -> Any:
-    """The value of a field from its texts.
+@functools.cache
+def train_fields() -> dict[str, Field]:
+    """Every field that `klamp train` knows, by name: its own, then those of the configuration."""
+    from klamp.config import ALIASES, PRESETS
+    from klamp.training.config import section_classes
 
-    Args:
-        field: the field.
-        texts: one text per value.
-        shown: where the texts stand, for the message: `--max_steps`, or `max_steps in FILE`.
-
-    Raises:
-        UnknownNameError: a name that the field does not know; names the nearest.
-        ConfigError: a text that is no value of the field's type, or a number below its least.
-    """
-    texts = [_usual_spelling(field, text) for text in texts]
-    known = field.choices or (("True", "False") if field.is_switch else ())
-    fitting = field.count in (None, len(texts))
-    named = not (fitting and known) or texts[0] in (*known, *(["None"] if field.takes_none else []))
-    if not named and field.choices:
-        raise unknown_name(shown, texts[0], field.choices)
-    try:
-        if not (fitting and named):
-            raise ValueError
-        value = field.convert(texts)
-    except ValueError:
-        has_default = field.default not in (MISSING, None)
-        raise ConfigError(
-            f"{shown} cannot be read",
-            got=", ".join(map(repr, texts)) or "no value",
-            why=f"it takes {field.in_words}",
-            fix=f"for example {' '.join(_texts(field))} (the default)" if has_default else "",
-        ) from None
-    if field.least is not None and value is not None:
-        size, noun = (len(value), " values") if field.count is None else (value, "")
-        if not field.least <= size < math.inf:
-            raise ConfigError(f"{shown} takes {field.least} or more{noun}", got=value, why=field.text)
-    return value
+    own = fields_of(TrainOptions)
+    own["preset"] = dataclasses.replace(own["preset"], suggested=tuple(PRESETS))
+    configured = (fields_of(cls, section) for section, cls in section_classes().items())
+    every = {name: field for part in (own, *configured) for name, field in part.items()}
+    for name in set(ALIASES.values()):
+        aliases = tuple(alias for alias, field in ALIASES.items() if field == name)
+        every[name] = dataclasses.replace(every[name], aliases=aliases)
+    return every
 
 
-def _usual_spelling(field: Field, text: str) -> str:
-    """`true` and `null` as YAML and shells have them, in Python's spelling."""
-    word = text.strip().lower()
-    if field.is_switch and word in (*TRUE_WORDS, *FALSE_WORDS):
-        return str(word in TRUE_WORDS)
-    if field.takes_none and word in NONE_WORDS and text not in field.choices:
-        return "None"
-    return text
-
-
-def _texts(field: Field) -> list[str]:
-    many = isinstance(field.default, tuple)
-    return [str(each) for each in field.default] if many else [str(field.default)]
+def by_any_name(fields: Mapping[str, Field]) -> dict[str, Field]:
+    """The fields by their names and by each of their aliases."""
+    return {name: field for field in fields.values() for name in (field.name, *field.aliases)}
 
 
 Options = TypeVar("Options")
-Group = tuple[str, list[str]]
-"""A flag as it was spelled, and the words after it."""
-
-YAML = (".yaml", ".yml")
-FILE_FLAGS = {"klamp train": "--config", "klamp ablate": "klamp ablate --plan"}
-"""Command -> what to write before a YAML file."""
 
 
 def read_options(options: type[Options], argv: Sequence[str], *, command: str) -> Options:
     """The options of a command, read from its arguments.
 
     Args:
-        options: class of the options; `klamp.cli.options` has them.
+        options: their class.
         argv: the arguments after the command.
-        command: the command, for messages: `klamp verify`.
+        command: the command, for messages.
 
     Raises:
         UnknownNameError: an unknown flag or choice; names the nearest.
-        ConfigError: a value that cannot be read, a word too many, or one that is missing.
+        ConfigError: a value that cannot be read or is missing, or a word that belongs to no flag.
     """
-    given, _ = read_own(fields_of(options), argv, command=command)
-    return options(**given)
+    return options(**read_argv(fields_of(options), argv, command=command))
 
 
-def read_own(
-    own: Mapping[str, Field], argv: Sequence[str], *, command: str, others: Collection[str] = ()
-) -> tuple[dict[str, Any], list[Group]]:
-    """Split a command line: the values of a command's own options, and all other flags as they were typed.
+def read_argv(fields: Mapping[str, Field], argv: Sequence[str], *, command: str) -> dict[str, Any]:
+    """The fields that a command line names, under their own names, with their values.
 
-    Args:
-        own: the command's own fields.
-        argv: the arguments after the command.
-        command: the command, for messages.
-        others: flags, with their dashes, that are not the command's own and yet no mistake.
+    A flag that is repeated counts as it stands last, one of several values adds them up; two names of one field
+    (`--beta`, `--kl_coef`) must agree.
 
     Raises:
         UnknownNameError, ConfigError: as `read_options`.
     """
-    flagged = {name: field for name, field in own.items() if not field.word}
-    first = next((i for i, word in enumerate(argv) if word.startswith("--")), len(argv))
-    words, given, left = list(argv[:first]), {}, []
-    for flag, after in split_flags(argv[first:], command=command):
-        field, off = flagged.get(field_name(flag)), flagged.get(field_name(flag).removeprefix("no_"))
-        texts = after
-        if (field or off) and len(flagged) < len(own):  # a command of words: what the flag does not take is one
-            count = _count_taken(field, after) if field else 0
-            texts, words = after[:count], words + after[count:]
-        found = read_flag(flag, texts, flagged)
-        if found is not None:
-            name, value = found
-            repeated = field is not None and field.count is None and name in given
-            given[name] = given[name] + value if repeated else value
-        elif f"--{field_name(flag)}" in others:
-            left.append((flag, texts))
-        else:
-            known = {f"--{name}" for name in flagged} | set(others)
-            raise unknown_key("flag", flag, known, why=f"`{command} --help` lists the flags", command=command)
-    return given | _read_words(own, words, command), left
+    known, texts = by_any_name(fields), split_argv(fields, argv, command=command)
+    given = {
+        name: known[name].read(each, shown=known[name].word.lower() or f"--{name}") for name, each in texts.items()
+    }
+    if given.keys() <= fields.keys():
+        return given
+    from klamp.config.kl import resolve_aliases
+
+    return resolve_aliases(given, set(fields))
 
 
-def split_flags(argv: Sequence[str], *, command: str) -> list[Group]:
-    """The flags of a command line in their order, each with the words that follow it.
+def split_argv(
+    fields: Mapping[str, Field], argv: Sequence[str], *, command: str, several: Collection[str] = ()
+) -> dict[str, list[str]]:
+    """The texts that a command line gives to each field, by the name or alias that it used.
 
     Args:
-        argv: the arguments after the command (and after the words that it takes before its flags).
-        command: the command, for the message.
+        fields: the fields of the command.
+        argv: the arguments after the command.
+        command: the command, for messages.
+        several: names of fields that take several values here, although they have one.
 
     Raises:
-        ConfigError: a word before the first flag.
+        UnknownNameError: an unknown flag; names the nearest.
+        ConfigError: a value that is missing, or a word that belongs to no flag.
     """
-    groups: list[Group] = []
-    for word in argv:
-        if word.startswith("--"):
-            flag, equals, value = word.partition("=")
-            groups.append((flag, [value] if equals else []))
-        elif not groups:
-            raise _stray_word(word, command)
-        else:
-            groups[-1][1].append(word)
-    return groups
+    parser = _Parser(usage=command, add_help=False, allow_abbrev=False, exit_on_error=False)
+    for field in fields.values():
+        add_field(parser.add_argument, field, several=field.name in several)
+    known = by_any_name(fields)
+    try:
+        found, left = parser.parse_known_intermixed_args(_spelled(argv, known))
+    except argparse.ArgumentError as error:
+        shown = error.argument_name or command
+        field = known.get(shown.removeprefix("--"))
+        if field is not None:
+            raise field.refused([], shown=shown) from None
+        raise ConfigError(f"{shown}: {error.message}", fix=f"`{command} --help` says how it is called") from None
+    flag = next((word for word in left if word.startswith("-")), None)
+    if flag is not None:
+        flags = {f"--{name}" for name, field in known.items() if not field.word}
+        flags |= {f"--no_{field.name}" for field in fields.values() if field.is_switch}
+        why = f"`{command} --help` lists the flags"
+        raise unknown_key("flag", flag.partition("=")[0], flags, why=why, command=command)
+    if left:
+        raise _stray_word(left[0], command)
+    return {name: [each] if isinstance(each, str) else list(each) for name, each in vars(found).items()}
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse without its own way out: what it refuses is raised."""
+
+    def error(self, message: str) -> NoReturn:
+        raise argparse.ArgumentError(None, message)
+
+
+def add_field(
+    add: Callable[..., object], field: Field, *, text: str = argparse.SUPPRESS, several: bool = False
+) -> None:
+    """Add a field to a parser, or to a part of its help.
+
+    Args:
+        add: `add_argument` of the parser or part.
+        field: what to add, with its aliases and its opposite.
+        text: its help.
+        several: whether it takes several values, although it has one.
+    """
+    many, unset = field.count is None, argparse.SUPPRESS
+    if field.word:
+        nargs = {(True, True): "+", (True, False): "*", (False, True): None, (False, False): "?"}
+        needed = nargs[many, field.default is MISSING]
+        add(field.name, metavar=field.word, nargs=needed, default=unset, help=text)
+        return
+    nargs = None if field.count in (1, None) else field.count
+    if many or several:
+        nargs = "+" if field.least or not (many or field.is_switch) else "*"
+    elif field.is_switch or field.bare is not None:
+        nargs = "?"
+    shown = {"metavar": field.kind, "nargs": nargs, "default": unset, "action": "extend" if many else "store"}
+    add(f"--{field.name}", const=field.bare, help=text, **shown)
+    for alias in field.aliases:
+        add(f"--{alias}", help=unset, **shown)
+    if field.is_switch:
+        add(f"--no_{field.name}", dest=field.name, action="store_const", const="False", default=unset, help=unset)
+
+
+def _spelled(argv: Sequence[str], known: Mapping[str, Field]) -> list[str]:
+    """The words with underscores in their flags, and with a value for each switch that has none."""
+    words = [re.sub("^--[^=]+", lambda flag: f"--{field_name(flag[0])}", word) for word in argv]
+    switches = {f"--{name}" for name, field in known.items() if field.is_switch}
+    truth = (*TRUE_WORDS, *FALSE_WORDS, *NONE_WORDS)
+    return [
+        f"{word}=True" if word in switches and after.lower() not in truth else word
+        for word, after in itertools.zip_longest(words, words[1:], fillvalue="")
+    ]
 
 
 def field_name(flag: str) -> str:
     """The name of the field (or alias, or `no_` and a switch) that a flag spells, with underscores."""
     return flag.removeprefix("--").replace("-", "_")
-
-
-def read_flag(flag: str, texts: Sequence[str], known: Mapping[str, Field]) -> tuple[str, Any] | None:
-    """The name that a flag stands for, and its value; None where nothing is called so.
-
-    Args:
-        flag: as it was spelled.
-        texts: the words after it.
-        known: fields by each of their names.
-
-    Raises:
-        UnknownNameError: an unknown choice; names the nearest.
-        ConfigError: a value that cannot be read.
-    """
-    name = field_name(flag)
-    field, switch = known.get(name), known.get(name.removeprefix("no_"))
-    if field is not None:
-        if not texts and field.bare is not None:
-            return name, field.bare
-        return name, read_value(field, ["True"] if field.is_switch and not texts else texts, shown=flag)
-    if switch is None or not switch.is_switch:
-        return None
-    if texts:
-        raise ConfigError(
-            f"{flag} takes no value", got=" ".join(texts), why="it switches off", fix=f"--{switch.name} True"
-        )
-    return switch.name, False
 
 
 def unknown_key(kind: str, name: str, known: Collection[str], *, why: str, command: str) -> UnknownNameError:
@@ -338,38 +336,12 @@ def unknown_key(kind: str, name: str, known: Collection[str], *, why: str, comma
     return UnknownNameError(f"unknown {kind}", got=name, why=why, fix=fix)
 
 
-def _count_taken(field: Field, texts: Sequence[str]) -> int:
-    """How many of the words after a flag are its values."""
-    if field.is_switch:
-        return int(bool(texts) and texts[0].lower() in (*TRUE_WORDS, *FALSE_WORDS))
-    return len(texts) if field.count is None else field.count
-
-
-def _read_words(own: Mapping[str, Field], words: Sequence[str], command: str) -> dict[str, Any]:
-    """The fields that are words without a flag."""
-    given: dict[str, Any] = {}
-    left = list(words)
-    for word in words:
-        if word.startswith("-"):
-            raise unknown_key("flag", word, {f"--{name}" for name in own}, why="flags begin with --", command=command)
-    for name, field in own.items():
-        if not field.word:
-            continue
-        taken = left if field.count is None else left[:1]
-        if taken and field.choices and taken[0].endswith(YAML):
-            raise _stray_word(taken[0], command)
-        if taken:
-            given[name] = read_value(field, taken, shown=field.word.lower())
-            left = left[len(taken) :]
-        elif field.default is MISSING:
-            raise ConfigError(f"{field.word} is missing", why=field.text, fix=f"{command} {field.word} [flags]")
-    if left:
-        raise _stray_word(left[0], command)
-    return given
+FILE_FLAGS = {"klamp train": "--config", "klamp ablate": "klamp ablate --plan"}
+"""Command -> what to write before a YAML file."""
 
 
 def _stray_word(word: str, command: str) -> ConfigError:
-    takes_it = FILE_FLAGS.get(command) if word.endswith(YAML) else None
+    takes_it = FILE_FLAGS.get(command) if word.endswith((".yaml", ".yml")) else None
     return ConfigError(
         "a word that belongs to no flag",
         got=word,

@@ -1,21 +1,22 @@
-"""The help of every command: how it is called, what it is for, examples, its flags from the fields of its options.
+"""The help of every command: how it is called, what it is for, examples, its flags; argparse lays it out.
 
-A command has one screen of what one sets first, and the rest by section.
+A command that takes the configuration of a run has one screen of what one sets first, and the rest by section.
 """
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import itertools
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from typing import Any
 
 from klamp.cli import options
-from klamp.cli.flags import Field, field_name, fields_of
+from klamp.cli.flags import Field, add_field, fields_of, train_fields
 from klamp.errors import unknown_name
 
 WIDTH, COLUMN = 100, 30
@@ -36,159 +37,106 @@ def show_help(command: str, argv: Sequence[str] = ()) -> None:
     print(help_text(command, *after))
 
 
+class _Layout(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=COLUMN, width=_width())
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)  # names such as exact-objective stay whole
+
+
 def help_text(command: str, topic: str = "") -> str:
     """The help of a command as text.
 
     Args:
         command: its name.
-        topic: a section of the configuration, a flag, or `all`, where the command takes the configuration; "": the
-            first page.
+        topic: a section of the configuration, or `all`, where the command takes the configuration; "": the first page.
 
     Raises:
         UnknownNameError: no such topic; names the nearest.
     """
-    page, own = PAGES[command], fields_of(PAGES[command].options)
-    head = [f"usage: klamp {command} {page.usage}", "", *_wrap(page.about)]
-    head += ["", "examples:", *(f"  {line}" for line in page.examples)]
+    page = PAGES[command]
+    examples = "\n  ".join(("examples:", *page.examples))
+    parser = argparse.ArgumentParser(
+        usage=f"klamp {command} {page.usage}",
+        description=None if topic else f"{textwrap.fill(page.about, _width())}\n\n{examples}",
+        formatter_class=_Layout,
+        add_help=False,
+    )
+    parts = _parts(command, page)
     if page.first:
-        parts = _parts_of_a_run(command, own, page.hidden)
-        return "\n".join(_choose(command, topic, parts) if topic else [*head, *_first_page(command, page, parts)])
-    words = {name: field for name, field in own.items() if field.word}
-    flags = {name: field for name, field in own.items() if not field.word}
-    taken = _part("of the evaluation", _taken(page.takes)) if page.takes else []
-    lists = [line for title, rows in page.lists.items() for line in ("", f"{title}:", *_rows(rows()))]
-    return "\n".join([*head, *_part("arguments", words), *_part("flags", flags), *taken, *lists])
-
-
-def _taken(names: Sequence[str]) -> dict[str, Field]:
-    """Fields of the configuration, by name."""
-    from klamp.cli.train_fields import fields
-
-    return {name: fields()[name] for name in names}
+        titles = ", ".join(f"{title} ({len(part)})" for title, part in parts.items())
+        more = f"every flag: klamp {command} --help SECTION or all; sections: {titles}"
+    else:
+        more = "; ".join(f"{title}: {', '.join(names())}" for title, names in page.lists.items())
+    if not topic:
+        parser.epilog = textwrap.fill(more, _width(), break_on_hyphens=False)
+    if page.first and not topic:
+        known = {name: each for part in parts.values() for name, each in part.items()}
+        parts = {title: {name: known[name] for name in names} for title, names in page.first.items()}
+    elif topic in parts:
+        parts = {topic: parts[topic]}
+    elif topic not in ("", "all"):
+        raise unknown_name(f"part of `klamp {command} --help`", topic, {*parts, "all"})
+    for title, part in parts.items():
+        group = parser.add_argument_group(title, _about(title) if page.first and topic else None)
+        for each in part.values():
+            text = _short(each) if page.first and not topic else _full(each)
+            add_field(group.add_argument, each, text=text.replace("%", "%%"))
+    return parser.format_help().rstrip()
 
 
 def _width() -> int:
     return min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
 
 
-def _wrap(text: str, width: int | None = None) -> list[str]:
-    return textwrap.wrap(text, width or _width(), break_on_hyphens=False)
-
-
-def _parts_of_a_run(command: str, own: Mapping[str, Field], hidden: Collection[str]) -> dict[str, dict[str, Field]]:
+def _parts(command: str, page: Page) -> dict[str, dict[str, Field]]:
     """Heading -> fields: the command's own, then those of the configuration that it takes, by section."""
-    from klamp.cli.train_fields import fields
-
-    parts: dict[str, dict[str, Field]] = {command: {**own, "preset": fields()["preset"]}}
-    for name, known in fields().items():
-        if known.section and name not in hidden:
-            parts.setdefault(known.section, {})[name] = known
+    own = fields_of(page.options)
+    if not page.first:
+        words = {name: each for name, each in own.items() if each.word}
+        flags = {name: each for name, each in own.items() if not each.word}
+        taken = {name: train_fields()[name] for name in page.takes}
+        parts = {"arguments": words, "flags": flags, "of the evaluation": taken}
+        return {title: part for title, part in parts.items() if part}
+    parts = {command: {**own, "preset": train_fields()["preset"]}}
+    for name, each in train_fields().items():
+        if each.section and name not in page.hidden:
+            parts.setdefault(each.section, {})[name] = each
     return parts
 
 
-def _first_page(command: str, page: Page, parts: Mapping[str, Mapping[str, Field]]) -> list[str]:
-    """The first page of help: the fields that one sets first, a line each, and how to see the others."""
-    known = {name: field for part in parts.values() for name, field in part.items()}
-    lines = [
-        line
-        for title, names in page.first.items()
-        for line in ("", f"{title}:", *(_short(known[name]) for name in names))
-    ]
-    counts = ", ".join(f"{title} ({len(part)})" for title, part in parts.items())
-    more = f"every flag: klamp {command} --help SECTION, FLAG or all; sections: {counts}"
-    return [*lines, "", *_wrap(more)]
-
-
-def _choose(command: str, topic: str, parts: Mapping[str, Mapping[str, Field]]) -> list[str]:
-    """The sections of the help that a reader asked for."""
-    from klamp.cli.train_fields import fields_by_any_name
+def _about(section: str) -> str | None:
+    """What a section of the configuration holds."""
     from klamp.training.config import section_classes
 
-    about = {title: (inspect.getdoc(cls) or "").splitlines()[0] for title, cls in section_classes().items()}
-    chosen = parts if topic == "all" else {topic: parts[topic]} if topic in parts else {}
-    if chosen:
-        return [line for title, part in chosen.items() for line in _part(title, part, about.get(title, ""))][1:]
-    known = {name: field for part in parts.values() for name, field in part.items()}
-    asked = field_name(topic)
-    name = fields_by_any_name()[asked].name if asked in fields_by_any_name() else asked
-    if name in known:
-        return _part(known[name].section or command, {name: known[name]})[1:]
-    why = f"it has {', '.join(parts)}, all, and every flag by its name"
-    raise unknown_name(f"part of `klamp {command} --help`", topic, {*parts, *known, "all"}, why=why)
+    text = (inspect.getdoc(section_classes().get(section)) or "").partition("\n")[0]
+    return textwrap.fill(text, _width() - 2) if section in section_classes() else None
 
 
-def _part(title: str, fields: Mapping[str, Field], about: str = "") -> list[str]:
-    """A section of the help: its heading, and each field in full."""
-    entries = [line for field in fields.values() for line in _entry(field)]
-    return ["", *_wrap(f"{title}: {about}"), *entries] if entries else []
+def _short(each: Field) -> str:
+    """The text of a field in one line: its first clause, its names, its default."""
+    clause, names, default = re.split(r"[.;:](?:\s|$)", each.text)[0], each.choices or each.suggested, _default(each)
+    clause += f": {', '.join(names)}" if names else ""
+    default = f" ({default})" if default else ""
+    return textwrap.shorten(clause, _width() - COLUMN - len(default), placeholder=" ...") + default
 
 
-def _entry(field: Field) -> list[str]:
-    """The help of a field in full: names, values, text, default."""
-    left = f"{_names(field)} {_values(field)}".rstrip()
-    return _rows([(left, " ".join(part for part in (field.text, _default(field)) if part))])
+def _full(each: Field) -> str:
+    """The text of a field with the names that it takes, its other names and its default."""
+    names = [] if all(name in each.text for name in each.choices) else each.choices
+    one_of = f" One of {', '.join(names or each.suggested)}." if names or each.suggested else ""
+    also = f" Also {', '.join(f'--{alias}' for alias in each.aliases)}." if each.aliases else ""
+    default = _default(each)
+    return f"{each.text}{one_of}{also}" + (f" (default: {default})" if default else "")
 
 
-def _rows(rows: Iterable[tuple[str, str]]) -> list[str]:
-    """Two columns, names and texts; the text stands below a name that is too long for its column."""
-    lines: list[str] = []
-    for left, text in rows:
-        beside = textwrap.wrap(text, _width() - COLUMN, break_on_hyphens=False)
-        if len(left) + 4 > COLUMN:
-            apart = re.sub(r",(?=\S)", ", ", left)  # choices are one long word else, and would be cut anywhere
-            lines += textwrap.wrap(
-                apart, _width(), initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False
-            )
-        else:
-            lines.append(f"  {left}".ljust(COLUMN) + beside.pop(0))
-        lines += [" " * COLUMN + line for line in beside]
-    return lines
+def _default(each: Field) -> str:
+    """The default of a field as text; empty where it says nothing."""
+    if isinstance(each.default, tuple):
+        return " ".join(map(str, each.default))
+    return "" if each.default in (MISSING, None, "") or each.default is False else str(each.default)
 
-
-def _short(field: Field) -> str:
-    """The help of a field in one line: name, as much of the text as fits, default."""
-    left = field.word or f"--{field.name} {'' if field.is_switch else field.kind}"
-    default = "" if field.default in (None, "", False, MISSING) else f" ({_written(field.default)})"
-    room, text = _width() - COLUMN - len(default), field.text.removesuffix(".")
-    clause, names = re.split(r"[.;:](?:\s|$)", text)[0], field.choices or field.suggested
-    by_name = f"{clause}: {', '.join(names)}" if names else clause
-    texts = [text, re.split(r"[.;](?:\s|$)", text)[0], by_name] if all(name in text for name in names) else [by_name]
-    fitting = next((each for each in texts if len(each) <= room), texts[-1])
-    return f"  {left}".ljust(COLUMN) + textwrap.shorten(fitting, room, placeholder=" ...") + default
-
-
-def _names(field: Field) -> str:
-    """All flags of a field, its own name first."""
-    if field.word:
-        return field.word + (" ..." if field.count is None else "")
-    off = (f"no_{field.name}",) if field.is_switch else ()
-    return ", ".join(f"--{name}" for name in (field.name, *field.aliases, *off))
-
-
-def _values(field: Field) -> str:
-    """The values that follow a field's flag, as the help shows them."""
-    if field.is_switch or field.word:
-        return ""
-    names = field.choices or field.suggested
-    if names:
-        return f"{{{','.join(names)}}}"
-    return f"{field.kind} ..." if field.count is None else " ".join([field.kind] * field.count)
-
-
-def _default(field: Field) -> str:
-    if field.default in (MISSING, None, "", ()) or field.default is False:
-        return ""
-    return f"(default: {_written(field.default)})"
-
-
-def _written(default: object) -> str:
-    if isinstance(default, tuple):
-        return " ".join(map(str, default))
-    return f"{default:,}" if isinstance(default, int) and not isinstance(default, bool) else str(default)
-
-
-Rows = Sequence[tuple[str, str]]
-"""Rows of a list in the help: a name, and the text beside it."""
 
 EVALUATED = (
     *("task", "reward", "prompt_column", "answer_column", "skill_column", "chat_template", "system_prompt"),
@@ -212,63 +160,34 @@ class Page:
     """The class of the command's own options."""
     first: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Heading -> fields on the first page of the help; empty: the command's own options."""
-    takes_configuration: bool = False
-    """Whether the command takes the fields of `klamp train` as flags too."""
     hidden: Sequence[str] = ()
     """Fields of `klamp train` that the command does not take."""
     takes: Sequence[str] = ()
     """Fields of `klamp train` that the command takes, where it does not take the configuration as a whole."""
-    lists: Mapping[str, Callable[[], Rows]] = field(default_factory=dict)
+    lists: Mapping[str, Callable[[], Iterable[str]]] = field(default_factory=dict)
     """Heading -> function that lists names which the command knows (presets, hosts, alarms)."""
 
 
-def list_presets() -> Rows:
+def list_presets() -> Iterable[str]:
     """The presets and formulas that `klamp explain` knows by name."""
     from klamp.config import PRESETS
     from klamp.verify.printed_formulas import FORMS
 
-    return [
-        ("a preset", ", ".join(name for name in PRESETS if name not in FORMS)),
-        ("a printed form", ", ".join(FORMS)),
-        ("a YAML file", "as `klamp train --config` takes it"),
-        ("or flags alone", "those of `klamp train`, all in `klamp train --help kl` and `--help loss`"),
-    ]
+    return dict.fromkeys([*PRESETS, *FORMS])
 
 
-def list_hosts() -> Rows:
-    """The trainers that `klamp audit` knows, and which of them are installed here."""
-    from importlib.metadata import PackageNotFoundError, version
-
+def list_hosts() -> Iterable[str]:
+    """The trainers that `klamp audit` knows."""
     from klamp.audit import HOSTS
-    from klamp.audit.function import CONTRACT
 
-    def installed(package: str) -> str:
-        try:
-            return f"{version(package)} is installed"
-        except PackageNotFoundError:
-            return "not installed here"
-
-    hosts = [(name, f"{host.what} ({installed(host.package)})") for name, host in HOSTS.items()]
-    return [*hosts, ("module:function", CONTRACT)]
+    return [*HOSTS, "module:function"]
 
 
-def list_models() -> Rows:
-    """The named models, and which of them are ready here."""
-    from klamp.tasks.named_models import NAMED_MODELS, named_model_folder
-
-    def text(name: str) -> str:
-        model = NAMED_MODELS[name]
-        here = "ready here" if named_model_folder(name).is_dir() else model.install
-        return f"{model.title}, {model.parameters} parameters, {model.licence} ({here})"
-
-    return [(name, text(name)) for name in NAMED_MODELS]
-
-
-def list_alarms() -> Rows:
+def list_alarms() -> Iterable[str]:
     """The alarms and notes of `klamp doctor`."""
     from klamp.diagnostics.alarms import ALARMS
 
-    return [(alarm.name, alarm.text + ("" if alarm.level == "alarm" else " (a note)")) for alarm in ALARMS.values()]
+    return ALARMS
 
 
 PAGES: Mapping[str, Page] = {
@@ -283,7 +202,6 @@ PAGES: Mapping[str, Page] = {
             "klamp train --model DIR_OR_HUB_ID --task data.jsonl --reward math_verify --lora_r 16 --dry_run",
         ),
         options=options.TrainOptions,
-        takes_configuration=True,
         first={
             "the run": ("model", "task", "reward", "lora_r", "max_steps", "output_dir", "resume", "config", "dry_run"),
             "the KL": ("beta", "preset", "target_kl", "kl_gradient", "kl_placement", "kl_clip_method"),
@@ -303,7 +221,6 @@ PAGES: Mapping[str, Page] = {
             "klamp ablate --runs output_beta_*     # runs that are there already",
         ),
         options=options.AblateOptions,
-        takes_configuration=True,
         first={
             "the ablation": ("seeds", "plan", "output_dir", "ray", "dry_run"),
             "often compared": ("beta", "target_kl", "kl_gradient", "kl_placement", "kl_clip_method", "loss_type"),
@@ -347,8 +264,7 @@ PAGES: Mapping[str, Page] = {
             "klamp explain --kl_estimator k3 --kl_gradient own --beta 0.04",
         ),
         options=options.ExplainOptions,
-        takes_configuration=True,
-        lists={"CONFIG is": list_presets},
+        lists={"presets and printed forms": list_presets},
     ),
     "audit": Page(
         usage="NAME [NAME ...]",
@@ -395,7 +311,6 @@ PAGES: Mapping[str, Page] = {
         "which takes under a minute. `klamp train --model NAME` does it by itself.",
         examples=("klamp model smollm2     # elsewhere: --model_name_or_path $(klamp model smollm2)",),
         options=options.ModelOptions,
-        lists={"models": list_models},
     ),
 }
 """Command -> its help."""
