@@ -12,7 +12,6 @@ from klamp.ablation import execute as prepare
 from klamp.ablation.execute import (
     PLAN,
     check_folder,
-    check_references,
     find_folder,
     load_shared,
     open_folder,
@@ -120,7 +119,7 @@ def test_failed_runs_are_not_done(tmp_path) -> None:
 def test_a_reference_that_does_not_fit_is_refused_with_its_arm() -> None:
     plan = Plan(arms=grid({"reference": ["frozen", "adapter_off"]}))
     with pytest.raises(ConfigError, match=r"the arm 'reference=adapter_off': reference='adapter_off' needs an adapter"):
-        check_references(runs(plan))
+        runs(plan)
 
 
 @pytest.mark.parametrize(

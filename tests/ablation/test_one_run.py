@@ -137,7 +137,7 @@ def test_a_reward_that_fails_is_the_runs_outcome_and_is_tried_again(plan_with, t
 
 
 def test_any_error_is_an_outcome_that_says_what_it_was(run, tmp_path, monkeypatch, caplog) -> None:
-    monkeypatch.setattr("klamp.ablation.one_run.trainer_of", lambda _: lambda *_: 1 / 0)
+    monkeypatch.setattr("klamp.ablation.one_run.train_run", lambda *_: 1 / 0)
     outcome = perform(run, tmp_path, Told())
     assert outcome.error == "ZeroDivisionError: division by zero"
     assert "Traceback" in caplog.text, "the log has the rest"

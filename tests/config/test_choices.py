@@ -21,7 +21,7 @@ from klamp.core.objective import SURROGATES, Objective, SurrogateName
 from klamp.core.term import KLTerm
 from klamp.core.types import Direction, Estimator, Gradient, Reduction, Value
 from klamp.errors import UnknownNameError
-from klamp.training.sections import ModelConfig, OptimConfig, RunConfig
+from klamp.training.config import ModelConfig, OptimConfig, RunConfig
 
 CONFIGURATIONS = [KLConfig, LossConfig, ModelConfig, OptimConfig, RunConfig]
 

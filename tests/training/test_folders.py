@@ -17,7 +17,6 @@ import pytest
 from tests.waiting import wait_for, wait_until
 
 from klamp.errors import RunFolderError
-from klamp.training import trainer_of
 from klamp.training.config import TrainConfig
 from klamp.training.folders import (
     CONFIG,
@@ -30,6 +29,7 @@ from klamp.training.folders import (
     make_folder,
     newest_policy,
     part_of,
+    policy_folder,
     run_folder,
     sync,
     write_whole,
@@ -145,19 +145,6 @@ def test_checkpoints_are_found_whoever_wrote_them_oldest_first(tmp_path):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert [each.name for each in checkpoint_folders(tmp_path)] == [names[i] for i in (0, 2, 4, 1, 3)]
     assert checkpoint_folders(tmp_path / "nowhere") == []
-
-
-@pytest.mark.parametrize(
-    ("backend", "module"),
-    [
-        ("local", "klamp.training.trainer"),
-        ("trl", "klamp.training.in_trl.train"),
-        ("verl", "klamp.training.in_verl.train"),
-        ("tinker", "klamp.training.service.train"),
-    ],
-)
-def test_each_has_its_own(backend, module) -> None:
-    assert trainer_of(backend).__module__ == module
 
 
 @pytest.mark.parametrize(
@@ -323,3 +310,12 @@ def test_a_system_that_opens_no_folder_is_not_waited_for(tmp_path, monkeypatch):
     monkeypatch.delattr(os, "O_DIRECTORY")
     monkeypatch.setattr(os, "open", lambda *_: pytest.fail("Windows refuses that"))
     sync(tmp_path)
+
+
+def test_a_checkpoint_stands_for_the_weights_in_it(tmp_path) -> None:
+    (tmp_path / "policy").mkdir(parents=True)
+    inside = str(tmp_path / "policy")
+    assert policy_folder(str(tmp_path)) == policy_folder(inside) == inside
+    (tmp_path / "config.json").touch()
+    assert policy_folder(str(tmp_path)) == str(tmp_path), "a model that has a folder of that name"
+    assert policy_folder("owner/name") == "owner/name"

@@ -8,7 +8,7 @@ import typing
 import pytest
 
 from klamp.errors import ConfigError, KlampError, UnknownNameError
-from klamp.training.sections import ModelConfig, OptimConfig, RolloutConfig, RunConfig
+from klamp.training.config import ModelConfig, OptimConfig, RolloutConfig, RunConfig
 
 SECTIONS = (ModelConfig, RolloutConfig, OptimConfig, RunConfig)
 

@@ -148,10 +148,6 @@ def test_an_unknown_reward_is_refused(config_of):
     refused(config_of(reward="exact_mach"), UnknownNameError, "exact_match")
 
 
-def test_adapter_off_needs_an_adapter(config_of):
-    refused(config_of(reference="adapter_off"), ConfigError, "needs an adapter")
-
-
 def test_an_adapter_that_does_not_fit_is_refused(config_of):
     refused(config_of(lora_r=2, lora_target_modules=("nowhere",)), ModelError, "does not fit")
 

@@ -113,21 +113,6 @@ def open_folder(plan: Plan, folder: Path) -> None:
     write_whole(folder / PLAN, text)
 
 
-def check_references(every: Sequence[Run]) -> None:
-    """Refuse references that do not fit their model, before anything is loaded.
-
-    Raises:
-        ConfigError: with the name of the arm.
-    """
-    from klamp.training.setup import reference_kind
-
-    for run in every:
-        try:
-            reference_kind(run.config)
-        except KlampError as error:
-            raise named(error, f"the arm {run.arm.name!r}") from error
-
-
 def load_shared(waiting: Sequence[Run], progress: Progress | None = None) -> None:
     """Load what runs share: make models of klamp's own that are not cached, and try every task and reward once.
 
@@ -207,7 +192,6 @@ def execute(
         TrainingStopped: Ctrl-C; the same call goes on where the runs stopped.
     """
     every = runs(plan)
-    check_references(every)
     check_folder(plan, folder)
     load_shared([run for run in every if not is_done(folder, run)], progress)
     folder.mkdir(parents=True, exist_ok=True)

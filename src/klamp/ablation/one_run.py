@@ -18,7 +18,7 @@ from klamp.ablation.outcome import Outcome, failed, write_outcome
 from klamp.ablation.plan import Run, run_folder
 from klamp.diagnostics.doctor import Finding
 from klamp.errors import KlampError, TrainingStopped
-from klamp.training import trainer_of
+from klamp.training.backends import train_run
 from klamp.training.folders import CONFIG, METRICS_FILE, SUMMARY, lines_of, newest_policy
 from klamp.training.observers import Observer, RunInfo
 
@@ -119,7 +119,7 @@ def _trained(run: Run, own: Path, told: _Told) -> Mapping[str, Any]:
     if (summary := finished(own, run.config.run.max_steps)) is not None:
         return summary
     settings = replace(run.config.run, output_dir=str(own), resume=(own / CONFIG).exists())
-    return vars(trainer_of(settings.backend)(replace(run.config, run=settings), [told]))
+    return vars(train_run(replace(run.config, run=settings), [told]))
 
 
 def finished(own: Path, steps: int) -> Mapping[str, Any] | None:

@@ -13,9 +13,9 @@ from typing import Any
 
 from klamp.config.kl import resolve_aliases
 from klamp.errors import ConfigError, KlampError, without_credentials
-from klamp.training.config import TrainConfig, field_owners
+from klamp.training.backends import check_backend
+from klamp.training.config import Backend, TrainConfig, field_owners
 from klamp.training.folders import RUNS
-from klamp.training.sections import Backend
 
 KL_PROMPTS = 256
 """Held-out prompts of each skill that a trained policy's KL is measured on, where there are as many."""
@@ -255,6 +255,7 @@ def _config(base: Mapping[str, Any], arm: Arm, seed: int) -> TrainConfig:
     own = _known(arm.values, f"the arm {arm.name!r}")
     try:
         config = TrainConfig.from_flat({**base, **own, "seed": seed})
+        check_backend(config)
     except ConfigError as error:
         raise named(error, f"the arm {arm.name!r}") from error
     check_measured(config, f"in the arm {arm.name!r}")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
 
 from rich.console import Console
 
-from klamp.ablation.execute import Result, check_folder, check_references, find_folder
+from klamp.ablation.execute import Result, check_folder, find_folder
 from klamp.ablation.executor import Executor
 from klamp.ablation.outcome import GROUPS, read_outcome
 from klamp.ablation.plan import KL_PROMPTS, Plan, Run, run_folder, runs, shown
@@ -47,9 +46,7 @@ def run(argv: Sequence[str], *, console: Console | None = None, executor: Execut
     folder = Path(options.output_dir) if options.output_dir else find_folder(plan)
     console = console or Console(highlight=False)
     executor = executor or _executor(options, every)
-    with _loading(console):
-        check_references(every)
-        check_folder(plan, folder)
+    check_folder(plan, folder)
     if options.dry_run:
         show_plan(console, plan, every, folder=folder, executor=executor)
         return 0
@@ -101,11 +98,6 @@ def _command(request: AblateRequest, folder: Path) -> str:
     if request.options.output_dir is None:
         words += ["--output_dir", str(folder)]
     return shlex.join(words)
-
-
-def _loading(console: Console) -> AbstractContextManager[object]:
-    """On a terminal, say that libraries are loading: importing them takes some seconds."""
-    return console.status("loading libraries") if console.is_terminal else nullcontext()
 
 
 IN_A_LINE = {"Acc": "rl/after", "KL": "kl/reverse", "retention": "retained/after"}

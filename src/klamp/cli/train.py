@@ -18,11 +18,10 @@ from klamp.cli.errors import is_main_process
 from klamp.config.describe import describe_controller, describe_price
 from klamp.config.loss import configured_price
 from klamp.errors import ConfigError, TrainingStopped
-from klamp.training import Runner, trainer_of
-from klamp.training.config import TrainConfig
+from klamp.training.backends import Runner, check_backend, train_run, trainer_of
+from klamp.training.config import Backend, TrainConfig
 from klamp.training.folders import checkpoint_folders
 from klamp.training.observers import RunInfo, RunSummary
-from klamp.training.sections import Backend
 
 
 def run(argv: Sequence[str], *, console: Console | None = None, runner: Runner | None = None) -> int:
@@ -31,12 +30,13 @@ def run(argv: Sequence[str], *, console: Console | None = None, runner: Runner |
     Args:
         argv: the arguments after `train`.
         console: where the run is shown; None: stdout.
-        runner: what trains; None: `train_run` of `klamp.training.trainer`, or of the backend that is asked for.
+        runner: what trains; None: `train_run` of `klamp.training.backends`.
 
     Raises:
         KlampError: whatever stops the run; the caller shows it.
     """
     request = parse_train(argv)
+    check_backend(request.config)
     console = console or Console(highlight=False)
     if request.options.dry_run:
         from klamp.cli.dry_run import plan_text
@@ -116,16 +116,16 @@ def _stopped(config: TrainConfig, info: RunInfo | None) -> TrainingStopped | Non
 
 
 def _trainer(console: Console, backend: Backend) -> Runner:
-    """The function that trains with a backend; says on a terminal that libraries are loading, which takes seconds."""
+    """What trains, once a backend's libraries are loaded; says on a terminal that they are, which takes seconds."""
     waiting = console.status("loading libraries") if console.is_terminal and is_main_process() else nullcontext()
     with waiting:
         from huggingface_hub.utils import enable_progress_bars
         from transformers.utils import logging
 
-        trains = trainer_of(backend)
+        trainer_of(backend)
         logging.disable_progress_bar()  # a bar per checkpoint would tear the display apart
         enable_progress_bars()  # downloads keep theirs: they come before it
-    return trains
+    return train_run
 
 
 ESTIMATORS = ("k1", "k3", "exact")

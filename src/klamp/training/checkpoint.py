@@ -29,10 +29,19 @@ from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from klamp.errors import RunFolderError
-from klamp.hosts.common.policy_folder import POLICY
 from klamp.tasks.cache import make_readable, without_bars
 from klamp.tasks.files import json_of
-from klamp.training.folders import CHECKPOINTS, SUMMARY, checkpoint_folders, lost, number_of, part_of, sync, write_whole
+from klamp.training.folders import (
+    CHECKPOINTS,
+    POLICY,
+    SUMMARY,
+    checkpoint_folders,
+    lost,
+    number_of,
+    part_of,
+    sync,
+    write_whole,
+)
 
 SEAL = "checksums.json"
 """The file in a checkpoint of TRL or verl that holds its checksums; where it is, the checkpoint was complete."""

@@ -9,10 +9,9 @@ from typing import Any
 
 from klamp.diagnostics.sync import SyncReport
 from klamp.errors import DataError
-from klamp.hosts.common.policy_folder import POLICY
 from klamp.hosts.common.sampler_weights import check_sync
 from klamp.training.config import TrainConfig
-from klamp.training.folders import COMPLETIONS, checkpoint_folders, lines_of, number_of
+from klamp.training.folders import COMPLETIONS, POLICY, checkpoint_folders, lines_of, number_of
 from klamp.training.models import load_model, load_tokenizer, with_adapter
 
 ROWS = 8

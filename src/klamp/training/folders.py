@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from klamp.errors import RunFolderError
-from klamp.hosts.common.policy_folder import POLICY
 from klamp.tasks.files import json_of
 from klamp.training.config import TrainConfig
 
@@ -34,6 +33,8 @@ SCORE = "eval/"
 """How the name of a skill's score begins in metrics.jsonl."""
 CHECKPOINTS = "checkpoints"
 """The folder inside a run's folder that holds one folder per checkpoint."""
+POLICY = "policy"
+"""The folder inside a checkpoint of klamp's that holds its weights."""
 NAMED = re.compile(r"(step-|checkpoint-|global_step_)\d+", re.ASCII)
 """The name of a checkpoint; a copy or a backup that somebody made beside it has another one."""
 LOCK = ".lock"
@@ -106,11 +107,6 @@ def checkpoint_folders(folder: Path) -> list[Path]:
     return sorted((each for each in inside if NAMED.fullmatch(each.name) and each.is_dir()), key=number_of)
 
 
-def number_of(checkpoint: Path) -> int:
-    """The number that a checkpoint's folder ends with: steps, or for TRL's updates."""
-    return int(re.split("[-_]", checkpoint.name)[-1])
-
-
 def newest_policy(folder: Path) -> Path | None:
     """The model (or adapter) in a run's newest checkpoint, whoever trained; None where it has none.
 
@@ -131,6 +127,22 @@ def policy_in(checkpoint: Path) -> Path:
     """
     inside = {"step": POLICY, "global": "actor/huggingface"}
     return checkpoint / inside.get(re.split("[-_]", checkpoint.name)[0], "")
+
+
+def policy_folder(name: str) -> str:
+    """The folder of the weights where a checkpoint of klamp's is named; any other name as it is.
+
+    Args:
+        name: a folder, or a hub id.
+    """
+    given = Path(name).expanduser()
+    inside = given / POLICY
+    return str(inside) if inside.is_dir() and not (given / "config.json").exists() else name
+
+
+def number_of(checkpoint: Path) -> int:
+    """The number that a checkpoint's folder ends with: steps, or for TRL's updates."""
+    return int(re.split("[-_]", checkpoint.name)[-1])
 
 
 def run_folder(config: TrainConfig) -> Path:

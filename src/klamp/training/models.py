@@ -21,13 +21,12 @@ from transformers import (
 )
 
 from klamp.errors import ModelError
-from klamp.hosts.common.policy_folder import policy_folder
 from klamp.hosts.common.step_zero import active_dropouts
 from klamp.tasks.base_model import BaseModelConfig, cached_base_model, load_base_model
 from klamp.tasks.cache import Progress
 from klamp.tasks.named_models import NAMED_MODELS, load_named_model
 from klamp.training.config import ModelConfig
-from klamp.training.folders import checkpoint_folders
+from klamp.training.folders import checkpoint_folders, policy_folder
 
 BUILTIN = "builtin"
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")

@@ -22,7 +22,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 from klamp.config import build_objective
 from klamp.errors import ConfigError, ModelError
 from klamp.hosts.common.exclusions import excluded_ids
-from klamp.hosts.common.policy_folder import POLICY
 from klamp.scoring.probe import probe
 from klamp.scoring.scorer import Scorer
 from klamp.tasks import check_prompts, load_task
@@ -30,7 +29,7 @@ from klamp.tasks.base import Task
 from klamp.training import checkpoint
 from klamp.training.config import ModelConfig, TrainConfig
 from klamp.training.context import Context
-from klamp.training.folders import check_folder, held, make_folder
+from klamp.training.folders import POLICY, check_folder, held, make_folder
 from klamp.training.master_weights import MasterAdamW
 from klamp.training.models import (
     BUILTIN,
@@ -237,30 +236,11 @@ def _resumed(start: nn.Module, config: TrainConfig, folder: Path) -> nn.Module:
 
 
 def reference_kind(config: TrainConfig) -> str:
-    """The kind of a run's reference: none, frozen, adapter_off, ema, periodic or remote.
-
-    Raises:
-        ConfigError: `adapter_off` without an adapter, or a moving reference with a ref_model.
-    """
+    """The kind of a run's reference: none, frozen, adapter_off, ema, periodic or remote."""
     if not config.kl.needs_reference:
         return "none"
-    asked = config.kl.reference
-    if asked == "adapter_off" and not config.model.lora_r:
-        raise ConfigError(
-            "reference='adapter_off' needs an adapter",
-            got="lora_r=0",
-            why="the reference is the policy with its LoRA adapter switched off",
-            fix="set lora_r (16 is usual), or reference='frozen'",
-        )
-    if asked in ("ema", "periodic", "adapter_off", "remote") and config.model.ref_model is not None:
-        raise ConfigError(
-            f"reference={asked!r} does not use ref_model",
-            got=f"ref_model={config.model.ref_model!r}",
-            why="only a frozen reference is loaded from a folder of its own",
-            fix="leave ref_model out, or set reference='frozen'",
-        )
-    if asked != "auto":
-        return asked
+    if config.kl.reference != "auto":
+        return config.kl.reference
     return "adapter_off" if config.model.lora_r and config.model.ref_model is None else "frozen"
 
 

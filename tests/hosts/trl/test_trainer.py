@@ -98,12 +98,3 @@ def test_a_stock_configuration_or_none_is_taken(tmp_path: Path) -> None:
     trainer = build(GRPOTrainer, model(), arguments(trl.GRPOConfig, tmp_path, beta=0.2))
     assert [term.term for term in effective(trainer).terms] == ["TRL's own"]
     assert trainer.ref_model is not None
-
-
-def test_a_checkpoint_of_klamp_train_is_a_model_and_a_reference(tmp_path: Path) -> None:
-    step = tmp_path / "checkpoints" / "step-000002"
-    saved(model(seed=3), step / "policy")
-    trainer = klamp_trainer(str(step), tmp_path / "out", beta=0.1, kl_estimator="k3", trainer={"ref_model": str(step)})
-    expected = model(seed=3).state_dict()
-    for each in (trainer.model, trainer.ref_model):
-        assert all(torch.equal(value, expected[name]) for name, value in each.state_dict().items())

@@ -78,12 +78,6 @@ def test_a_reference_with_other_tokens_is_refused(quick, tmp_path):
         train_run(quick(ref_model=other))
 
 
-def test_adapter_off_needs_an_adapter(quick, tmp_path):
-    with pytest.raises(ConfigError, match="needs an adapter"):
-        train_run(quick(reference="adapter_off"))
-    assert not (tmp_path / "run").exists()
-
-
 def test_one_process_for_each_gpu(quick, monkeypatch):
     monkeypatch.setattr("klamp.training.in_trl.train.on_cpu", lambda config: False)
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 4)

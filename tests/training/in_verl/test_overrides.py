@@ -16,9 +16,10 @@ from klamp.config import KLConfig
 from klamp.errors import ConfigError
 from klamp.hosts.verl.fields_in_verl import CONTROLLER_FIELDS, LOSS_FIELDS, overrides
 from klamp.tasks.config import TaskConfig
+from klamp.training.backends import check_backend
 from klamp.training.config import TrainConfig
 from klamp.training.in_verl import overrides as module
-from klamp.training.in_verl.overrides import AROUND, WITHOUT_MEANING, command, model_path, verl_overrides
+from klamp.training.in_verl.overrides import command, model_path, verl_overrides
 
 FOLDER = Path("runs/one")
 K1 = {"kl_estimator": "k1", "kl_horizon": "sequence"}
@@ -122,6 +123,14 @@ REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+AROUND = (
+    *("output_dir", "resume", "log_completions", "log_completions_every", "log_answers", "report_to", "stop_on"),
+    *("stall_timeout", "backend", "tokenizer", "sampler"),
+)
+"""Fields that klamp honours around verl; besides those of the task."""
+WITHOUT_MEANING = ("service_timeout", "process_timeout")
+
+
 def told(**changes: Any) -> list[str]:
     return verl_overrides(TrainConfig.from_flat({"backend": "verl", **changes}), FOLDER)
 
@@ -154,7 +163,7 @@ def test_another_value_is_another_argument(field: str):
 def test_what_cannot_be_honoured_is_refused(field: str):
     value, needed = REFUSED[field]
     with pytest.raises(ConfigError, match="verl") as caught:
-        told(**needed, **{field: value})
+        check_backend(TrainConfig.from_flat({"backend": "verl", **needed, field: value}))
     assert caught.value.fix
 
 

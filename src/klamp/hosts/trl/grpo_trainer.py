@@ -15,7 +15,6 @@ from klamp.config import KLConfig
 from klamp.errors import ConfigError, KLWarning
 from klamp.hosts.common.control import NEVER_ZERO
 from klamp.hosts.common.kl_fields import kl_config, warn_without_kl
-from klamp.hosts.common.policy_folder import policy_folder
 from klamp.hosts.trl import fast_scoring, sampler_watch
 from klamp.hosts.trl.callbacks import DoctorCallback, LearningRateGuard, shorten_console
 from klamp.hosts.trl.exact import check_exact, why_not_exact
@@ -32,8 +31,8 @@ class GRPOTrainer(KLMixin, trl.GRPOTrainer):
     where there is a KL.
 
     Args:
-        model: as in TRL, or the folder of a checkpoint of klamp train. One that lives in memory only is copied for the
-            reference, where TRL would load it again from a path that does not exist.
+        model: as in TRL. One that lives in memory only is copied for the reference, where TRL would load it again from
+            a path that does not exist.
         reward_funcs: as in TRL.
         args: `klamp.trl.GRPOConfig` (or TRL's own).
         positional: TRL's further arguments.
@@ -58,7 +57,6 @@ class GRPOTrainer(KLMixin, trl.GRPOTrainer):
         **options: Any,
     ) -> None:
         refuse_classes()
-        model, ref_model = (policy_folder(each) if isinstance(each, str) else each for each in (model, ref_model))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", KLWarning)  # said when the arguments were made
             kl = None if args is None else kl_config(args)

@@ -10,27 +10,11 @@ from typing import Any
 from klamp.config import KLConfig, LossConfig
 from klamp.config.loss import LossType
 from klamp.errors import ConfigError
-from klamp.training.config import TrainConfig
+from klamp.training.config import RolloutConfig, TrainConfig
 from klamp.training.folders import CHECKPOINTS
-from klamp.training.sections import RolloutConfig
-from klamp.training.verl_refusals import OF_VERL
 
 LOSS_TYPES: Mapping[LossType, str] = {"dapo": "dapo", "grpo": "grpo", "dr_grpo": "dr_grpo", "bnpo": "dapo"}
 """klamp's loss type -> TRL's of the same average; TRL's bnpo divides each micro-batch by itself."""
-
-AROUND = (
-    *("ref_model", "tokenizer", "dtype", "master_weights", "lora_r", "lora_alpha", "lora_target_modules"),
-    *("advantage_baseline", "output_dir", "max_steps", "eval_every", "save_every", "resume"),
-    *("keep_checkpoints", "process_timeout"),
-    *("log_completions", "log_completions_every", "log_answers", "report_to", "stop_on", "cpu", "backend", "model"),
-)
-"""Fields that klamp honours around TRL's loop: models, advantages, the run's folder; besides those of the task."""
-
-NEUTRAL = ("kl_early_stop", "reference_url", "reference_name", "reference_device", "reference_share")
-"""Fields of which only the default can be honoured; see `klamp.training.trl_refusals`."""
-
-WITHOUT_MEANING = ("service_timeout", *OF_VERL)
-"""Fields that speak of another backend."""
 
 
 def trl_arguments(config: TrainConfig, folder: Path, *, processes: int, exact: int | None) -> dict[str, Any]:

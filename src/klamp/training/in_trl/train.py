@@ -45,7 +45,6 @@ from klamp.training.setup import (  # noqa: E402
     make_accelerator,
     on_cpu,
     opened_folder,
-    reference_kind,
 )
 
 
@@ -65,7 +64,6 @@ def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSum
     check_vllm(config)
     check_fsdp_version()
     check_devices(config)
-    reference_kind(config)
     with explained(config), opened_folder(config) as folder:
         accelerator = make_accelerator(config, folder)
         try:

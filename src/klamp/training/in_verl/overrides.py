@@ -15,7 +15,6 @@ from klamp.tasks.named_models import NAMED_MODELS, named_model_folder
 from klamp.training.config import OptimConfig, TrainConfig
 from klamp.training.in_verl.layout import Layout
 from klamp.training.models import weights_folder
-from klamp.training.verl_refusals import OF_VERL
 
 PROGRAM = ("-m", "verl.trainer.main_ppo")
 """What Python runs."""
@@ -36,15 +35,6 @@ NO_DUAL_CLIP = 1e9
 MODEL, ROLLOUT, REWARD = "actor_rollout_ref.model", "actor_rollout_ref.rollout", "reward.custom_reward_function"
 CHECKPOINT, RESUMED = "actor_rollout_ref.actor.checkpoint", ("model", "optimizer", "extra")
 TOLD = "+ray_kwargs.ray_init.runtime_env.env_vars"
-
-AROUND = (
-    *("output_dir", "resume", "log_completions", "log_completions_every", "log_answers", "report_to", "stop_on"),
-    *("stall_timeout", "backend", "tokenizer", "sampler"),
-)
-"""Fields that klamp honours around verl; besides those of the task."""
-
-WITHOUT_MEANING = ("service_timeout", "process_timeout")
-"""Fields that speak of another backend."""
 
 
 def verl_overrides(config: TrainConfig, folder: Path) -> list[str]:
@@ -254,6 +244,3 @@ def _once(words: Iterable[str]) -> list[str]:
         last.pop(key, None)
         last[key] = word
     return list(last.values())
-
-
-__all__ = ["AROUND", "OF_VERL", "WITHOUT_MEANING", "command", "model_path", "part_size", "verl_overrides"]

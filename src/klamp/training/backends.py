@@ -1,0 +1,353 @@
+"""Who trains: what each backend refuses, and the function that carries a run out; their libraries are not loaded here.
+
+A field that a backend cannot honour is a row of its table: why, and what to do. A choice that is refused for what it
+stands together with is a `Refusal` below its table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple, TypeAlias
+
+from klamp.config import LOSS_TYPES, KLConfig, LossConfig
+from klamp.config.loss import kl_reduction
+from klamp.errors import Refusal, refuse
+from klamp.hosts.common.kl_fields import host_refusals
+from klamp.hosts.verl.fields_in_verl import verl_refusals as of_verl_s_hooks
+from klamp.training.config import Backend, TrainConfig
+from klamp.training.folders import policy_folder
+from klamp.training.observers import Observer, RunSummary
+
+Runner: TypeAlias = Callable[[TrainConfig, Sequence[Observer]], RunSummary]
+
+
+def trainer_of(backend: Backend) -> Runner:
+    """What carries a run out: it takes the configuration and those who look on, and returns the summary."""
+    if backend == "tinker":
+        from klamp.training.service.train import train_run
+    elif backend == "trl":
+        from klamp.training.in_trl.train import train_run
+    elif backend == "verl":
+        from klamp.training.in_verl.train import train_run
+    else:
+        from klamp.training.trainer import train_run
+    return train_run
+
+
+def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSummary:
+    """Run a configuration with its backend, from its first step (or its newest checkpoint) to its last.
+
+    Args:
+        config: what to run.
+        observers: told what happens; the run's folder and trackers are served besides.
+
+    Raises:
+        ConfigError: what the backend cannot honour, before any work.
+        KlampError: bad input before any work, or an error in the run with its state saved; see `klamp.errors`.
+    """
+    check_backend(config)
+    return trainer_of(config.run.backend)(config, observers)
+
+
+def check_backend(config: TrainConfig) -> None:
+    """Refuse options that the backend of a run cannot honour, or would ignore; before any work.
+
+    Args:
+        config: of the run.
+
+    Raises:
+        ConfigError: the first field that has no meaning there.
+    """
+    refuse(REFUSALS[config.run.backend](config))
+
+
+class Row(NamedTuple):
+    """A field of which a backend cannot honour every value."""
+
+    why: str
+    """Why it cannot."""
+    fix: str
+    """What to do."""
+    values: tuple[object, ...] | None = None
+    """What is refused; None: everything but the default."""
+
+
+def refused(config: TrainConfig, table: Mapping[str, Row]) -> list[Refusal]:
+    """The refusals of the fields in a table.
+
+    Args:
+        config: of the run.
+        table: field -> what is refused of it.
+    """
+    given, defaults = config.flat(), TrainConfig().flat()
+    return [
+        Refusal(
+            given[field] != defaults[field] if row.values is None else given[field] in row.values,
+            what=f"backend={config.run.backend!r} cannot do this",
+            got=f"{field}={given[field]!r}",
+            why=row.why,
+            fix=row.fix,
+        )
+        for field, row in table.items()
+    ]
+
+
+OF_VERL = ("max_prompt_length", "gpus", "machines", "ray_address", "stall_timeout", "verl_args")
+"""Fields that say how verl is started, and mean nothing elsewhere."""
+NO_VERL = {
+    field: Row("it says how verl is started, and verl is not who trains", f"leave {field} out, or set backend to verl")
+    for field in OF_VERL
+}
+OWN_SAMPLER = {
+    field: Row("it writes the completions itself", f"leave {field} out, or set backend to trl")
+    for field in ("sampler", "sampler_url")
+}
+
+
+def local_refusals(config: TrainConfig) -> list[Refusal]:
+    """What klamp's own loop cannot do."""
+    return [*refused(config, NO_VERL | OWN_SAMPLER), *_no_reference(config)]
+
+
+def _no_reference(config: TrainConfig) -> list[Refusal]:
+    """References that do not fit the model, where klamp loads both."""
+    kl, model = config.kl, config.model
+    return [
+        Refusal(
+            kl.needs_reference and kl.reference == "adapter_off" and not model.lora_r,
+            "reference='adapter_off' needs an adapter",
+            got="lora_r=0",
+            why="the reference is the policy with its LoRA adapter switched off",
+            fix="set lora_r (16 is usual), or reference='frozen'",
+        ),
+        Refusal(
+            kl.needs_reference and kl.reference not in ("auto", "frozen") and model.ref_model is not None,
+            f"reference={kl.reference!r} does not use ref_model",
+            got=f"ref_model={model.ref_model!r}",
+            why="only a frozen reference is loaded from a folder of its own",
+            fix="leave ref_model out, or set reference='frozen'",
+        ),
+    ]
+
+
+DECIDED = ("dtype", "master_weights", "lora_alpha", "lora_target_modules", "gradient_checkpointing")
+DECIDED += ("reference_device", "reference_dtype")
+ANOTHER_POLICY = "the service gives log-probabilities of the model itself: ratios and KL would be another policy's"
+TOKENS_ONLY = "the service gives log-probabilities of tokens, not of the whole vocabulary"
+TINKER = {
+    "model": Row(
+        "the weights are the service's, and it has no model of that name",
+        "set model to a base model of the service, such as Qwen/Qwen3-8B",
+        ("builtin",),
+    ),
+    **{field: Row("the service decides it", f"leave {field} out") for field in DECIDED},
+    "temperature": Row(ANOTHER_POLICY, "leave temperature at 1.0"),
+    "top_p": Row(ANOTHER_POLICY, "leave top_p at 1.0"),
+    "top_k": Row(ANOTHER_POLICY, "leave top_k at 0"),
+    "reference_share": Row("the service scores whole batches of completions", "leave reference_share out"),
+    "kl_estimator": Row(TOKENS_ONLY, "use k3, or k1 with kl_horizon='sequence'", ("exact",)),
+    "reference": Row(
+        "the reference is a sampling client of the service: its base model, or a snapshot",
+        "use reference='frozen'; ref_model names another base model or a tinker:// path",
+        ("ema", "periodic", "remote"),
+    ),
+    "kl_early_stop": Row(
+        "the service has added the gradient up before the KL of the update is known, and cannot drop it",
+        "use kl_lr_guard, or fewer num_iterations",
+    ),
+}
+
+
+def tinker_refusals(config: TrainConfig) -> list[Refusal]:
+    """What a service of the Tinker SDK cannot do."""
+    model = config.model.model
+    return [
+        *refused(config, TINKER),
+        Refusal(
+            policy_folder(model) != model,
+            "backend='tinker' cannot do this",
+            got=f"model={model!r}",
+            why="that is a checkpoint on this machine, and the weights are the service's",
+            fix="set model to a base model of the service; a run of klamp's goes on with --resume and its --output_dir",
+        ),
+        _no_exact_kl(config, TOKENS_ONLY),
+        *refused(config, NO_VERL | OWN_SAMPLER),
+    ]
+
+
+def _no_exact_kl(config: TrainConfig, why: str) -> Refusal:
+    """The exact KL, where nobody tells the log-probabilities of the whole vocabulary; none asked for is none."""
+    asked = config.run.exact_kl_completions
+    return Refusal(
+        bool(asked),
+        f"backend={config.run.backend!r} cannot do this",
+        got=f"exact_kl_completions={asked}",
+        why=why,
+        fix="leave exact_kl_completions out",
+    )
+
+
+SCORE_FUNCTION = "use surrogate='ppo_clip': at the first update of a rollout its gradient is the same"
+VERL = {
+    "surrogate": Row("verl has no such loss", SCORE_FUNCTION, ("score_function",)),
+    "ref_model": Row("verl's reference is the model itself, as it was before training", "leave ref_model out"),
+    "dtype": Row(
+        "how verl scales a loss in float16 was not tried with klamp's KL", "use dtype='bfloat16'", ("float16",)
+    ),
+    "cpu": Row("verl runs on GPUs and NPUs", "leave cpu out, or use another backend"),
+    "sampler_url": Row(
+        "verl starts its own engines, vLLM, beside the workers that train",
+        "leave sampler_url out",
+    ),
+    "mask_truncated_completions": Row(
+        "verl trains on every completion that its engine returns",
+        "leave mask_truncated_completions out, and give max_completion_length room",
+    ),
+    "max_steps": Row("verl has no run without a step", "set max_steps to 1 or more", (0,)),
+    "lr_scheduler_type": Row("verl's schedules are constant and cosine", "use cosine or constant", ("linear",)),
+}
+
+
+def verl_refusals(config: TrainConfig) -> list[Refusal]:
+    """What verl cannot do."""
+    loss, rollout, optim, run = config.loss, config.rollout, config.optim, config.run
+    completions = rollout.prompts_per_step * rollout.num_generations
+    shares = run.gpus * run.machines * optim.gradient_accumulation_steps
+    cannot = partial(Refusal, what="backend='verl' cannot do this")
+    return [
+        *of_verl_s_hooks(config.kl),
+        *refused(config, VERL),
+        _no_exact_kl(config, "verl's workers give the log-probabilities of the sampled tokens alone"),
+        cannot(
+            loss.advantage_baseline == "leave_one_out" and loss.scale == "std",
+            got=f"advantage_baseline='leave_one_out', loss_type={loss.loss_type!r}, scale_rewards='std'",
+            why="verl divides by the group's standard deviation where the baseline is the mean of all (grpo), and not "
+            "where it is that of the others (rloo)",
+            fix="set advantage_baseline='mean', or scale_rewards='none'",
+        ),
+        cannot(
+            completions % shares != 0,
+            got=f"{completions} completions per step, {run.gpus} GPUs on each of {run.machines} machines, "
+            f"gradient_accumulation_steps={optim.gradient_accumulation_steps}",
+            why="verl gives every GPU the same number of parts of the same size",
+            fix=f"make prompts_per_step * num_generations a multiple of {shares}",
+        ),
+        *(
+            cannot(
+                "=" not in text and not text.startswith("~"),
+                got=f"verl_args has {text!r}",
+                why="an argument of verl is KEY=VALUE, +KEY=VALUE for a key that is not there yet, or ~KEY to delete "
+                "one",
+                fix="write it so, one word for each",
+            )
+            for text in run.verl_args
+        ),
+    ]
+
+
+TRL = {"surrogate": Row("TRL has no such loss", SCORE_FUNCTION, ("score_function",))}
+
+
+def trl_refusals(config: TrainConfig) -> list[Refusal]:
+    """What TRL's loop cannot do."""
+    return [
+        *refused(config, NO_VERL),
+        *host_refusals(config.kl, "TRL"),
+        *refused(config, TRL),
+        *_trl_loss(config.kl, config.loss),
+        *_trl_reference(config),
+        *_no_reference(config),
+        *_trl_steps(config),
+    ]
+
+
+_trl_cannot = partial(Refusal, what="backend='trl' cannot do this")
+
+
+def _trl_loss(kl: KLConfig, loss: LossConfig) -> list[Refusal]:
+    own = LOSS_TYPES[loss.loss_type].reduction
+    used = kl.beta > 0 or kl.controller_name != "fixed"
+    return [
+        _trl_cannot(
+            loss.surrogate == "cispo" and (loss.epsilon != 1 or own != "token_mean"),
+            got=f"surrogate='cispo', epsilon={loss.epsilon:g}, loss_type={loss.loss_type!r}",
+            why="TRL's cispo has no lower bound of the ratio, and takes the mean over all tokens of the step",
+            fix="set epsilon=1 and loss_type='dapo'",
+        ),
+        _trl_cannot(
+            kl.needs_reference and kl_reduction(kl, loss) != own,
+            got=f"kl_normalizer={kl.kl_normalizer!r}, loss_type={loss.loss_type!r}",
+            why="TRL divides the policy loss and the KL by the same",
+            fix="leave kl_normalizer out, or choose the loss_type that divides so",
+        ),
+        _trl_cannot(
+            used and kl.kl_placement == "reward" and loss.advantage_baseline == "leave_one_out",
+            got="kl_placement='reward', advantage_baseline='leave_one_out'",
+            why="klamp puts the KL into TRL's advantages once they are formed, less its mean over the whole group",
+            fix="set advantage_baseline='mean', or kl_placement='advantage'",
+        ),
+    ]
+
+
+def _trl_reference(config: TrainConfig) -> list[Refusal]:
+    kl, model = config.kl, config.model
+    moves = kl.reference in ("ema", "periodic")
+    return [
+        _trl_cannot(
+            moves and model.lora_r > 0,
+            got=f"reference={kl.reference!r}, lora_r={model.lora_r}",
+            why="TRL moves the reference's weights towards the policy's one by one, and an adapter is not among them",
+            fix="leave reference out, or set lora_r=0",
+        ),
+        _trl_cannot(
+            moves and config.run.resume,
+            got=f"reference={kl.reference!r}, resume=True",
+            why="TRL's checkpoints do not hold a reference that moves, so that it would start again from the model",
+            fix="start the run again in another folder, or use backend='local', whose checkpoints hold it",
+        ),
+        _trl_cannot(
+            kl.reference_dtype is not None and model.lora_r > 0 and model.ref_model is None,
+            got=f"reference_dtype={kl.reference_dtype!r}, lora_r={model.lora_r}",
+            why="the reference is the policy itself with its adapter off, in the policy's data type",
+            fix="leave reference_dtype out, or set ref_model",
+        ),
+    ]
+
+
+def _trl_steps(config: TrainConfig) -> list[Refusal]:
+    kl, rollout, optim = config.kl, config.rollout, config.optim
+    completions, parts = rollout.prompts_per_step * rollout.num_generations, optim.gradient_accumulation_steps
+    counted = {
+        "kl_controller": kl.controller_name != "fixed",
+        "kl_schedule": kl.kl_schedule != "constant",
+        "kl_warmup_steps": kl.kl_warmup_steps > 0,
+        "kl_lr_guard": kl.kl_lr_guard is not None,
+        "reference": kl.reference in ("ema", "periodic"),
+    }
+    return [
+        _trl_cannot(
+            completions % parts != 0,
+            got=f"{completions} completions per step, gradient_accumulation_steps={parts}",
+            why="TRL computes a step in parts of equal size",
+            fix="choose gradient_accumulation_steps that divides prompts_per_step * num_generations",
+        ),
+        *(
+            _trl_cannot(
+                asked and optim.num_iterations > 1,
+                got=f"{field} together with num_iterations={optim.num_iterations}",
+                why="TRL counts every update as a step: it would move that many times as often as in klamp's loop",
+                fix=f"set num_iterations=1, or leave {field} out",
+            )
+            for field, asked in counted.items()
+        ),
+    ]
+
+
+REFUSALS: Mapping[Backend, Callable[[TrainConfig], list[Refusal]]] = {
+    "local": local_refusals,
+    "trl": trl_refusals,
+    "verl": verl_refusals,
+    "tinker": tinker_refusals,
+}
+"""What each backend cannot do, one row for each."""
