@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from klamp.ablation.pictures import GREY, named, new_figure, save, style, tidy
 from klamp.ablation.plan import Run, run_folder
-from klamp.ablation.statistics import bootstrap_interval
-from klamp.ablation.table import Cell, cell_text
+from klamp.ablation.table import cell_of, cell_text
 from klamp.training.folders import COMPLETIONS, METRICS_FILE, lines_of
 from studies.fillers import FILLER
 
@@ -113,27 +112,20 @@ def _against_first(courses: Sequence[Course]) -> list[Course]:
     ]
 
 
-def markdown(courses: Sequence[Course], *, confidence: float = 0.95) -> str:
+def markdown(courses: Sequence[Course]) -> str:
     """The table as Markdown: one row per arm, each number a mean over seeds with its bootstrap interval.
 
     Args:
         courses: of all runs.
-        confidence: of the intervals.
     """
     first = courses[0].arm if courses else ""
     heading = ("arm", "seeds", *(title.format(first=first) for title in COLUMNS.values()))
     lines = [heading, ("---", *("---:" for _ in heading[1:]))]
     for arm, group in _by_arm(courses).items():
-        cells = (_cell([c.numbers[name] for c in group if name in c.numbers], confidence) for name in COLUMNS)
-        lines.append((arm, str(len(group)), *(cell_text(cell, len(group)) for cell in cells)))
+        cells = (tuple(c.numbers[name] for c in group if name in c.numbers) for name in COLUMNS)
+        texts = (cell_text(cell_of(values) if values else None, len(group)) for values in cells)
+        lines.append((arm, str(len(group)), *texts))
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def _cell(values: Sequence[float], confidence: float) -> Cell | None:
-    if not values:
-        return None
-    interval = bootstrap_interval(values, confidence=confidence)
-    return Cell(values=tuple(values), mean=fmean(values), interval=interval)
 
 
 def _by_arm(courses: Sequence[Course]) -> dict[str, list[Course]]:

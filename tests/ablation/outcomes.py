@@ -32,7 +32,7 @@ def failed(arm: str = "beta=0.01", seed: int = 0, error: str = "RewardError: the
     return Outcome(run=f"{arm}_seed-{seed}", arm=arm, seed=seed, values={"beta": 0.01}, state="failed", error=error)
 
 
-def sweep(values: Sequence[Mapping[str, Any]], *, seeds: int = 3, steps: int = 40) -> list[Outcome]:
+def sweep(values: Sequence[Mapping[str, Any]], *, seeds: int = 3) -> list[Outcome]:
     """A sweep in which a larger beta means less KL, less forgetting, and less reward: a run per arm and seed."""
     found = []
     for number, arm in enumerate(values):
@@ -45,16 +45,7 @@ def sweep(values: Sequence[Mapping[str, Any]], *, seeds: int = 3, steps: int = 4
                 "subtraction": max(0.0, 0.97 - 0.9 * kl + draw.uniform(-0.03, 0.0)),
                 "reversal": max(0.0, 0.99 - 0.7 * kl + draw.uniform(-0.03, 0.0)),
             }
-            found.append(
-                outcome(
-                    name,
-                    seed,
-                    values=arm,
-                    after=after,
-                    numbers=_numbers(kl, draw),
-                    by_step=_course(kl, steps, draw, reference=bool(arm.get("beta", 1.0))),
-                )
-            )
+            found.append(outcome(name, seed, values=arm, after=after, numbers=_numbers(kl, draw)))
     return found
 
 
@@ -71,13 +62,3 @@ def _numbers(kl: float, draw: random.Random) -> dict[str, float]:
         "price": 0.0025,
         "seconds": draw.uniform(20, 30),
     }
-
-
-def _course(kl: float, steps: int, draw: random.Random, *, reference: bool) -> dict[str, list[float | None]]:
-    done = [step / steps for step in range(1, steps + 1)]
-    course: dict[str, list[float | None]] = {
-        "step": [float(step) for step in range(1, steps + 1)],
-        "reward": [0.6 + 0.25 * (1 - math.exp(-4 * x)) + draw.gauss(0, 0.01) for x in done],
-        "length": [4 + draw.gauss(0, 0.1) for _ in done],
-    }
-    return course | {"kl/k3": [kl * x**2 for x in done]} if reference else course

@@ -80,7 +80,7 @@ def numbers_of(outcome: Outcome | None) -> dict[str, Any]:
     assert outcome is not None
     assert outcome.state == "done", outcome.error
     numbers = {name: value for name, value in outcome.numbers.items() if name != "seconds"}
-    return {"before": outcome.before, "after": outcome.after, "by_step": outcome.by_step, **numbers}
+    return {"before": outcome.before, "after": outcome.after, **numbers}
 
 
 @pytest.mark.usefixtures("ray_cluster")

@@ -109,12 +109,12 @@ def _check_files(result: Result) -> None:
     assert {"table.md", "table.json"} < names and "sweep.png" in names
     assert all(file.stat().st_size > 0 for file in result.files)
     table = json.loads((result.folder / "table.json").read_text())
-    arms = [(arm["arm"], arm["done"], arm["failed"]) for arm in table["arms"]]
+    arms = [(arm["arm"], arm["done"], arm["failed"]) for arm in table["rows"]]
     assert arms == [("beta=0", 2, 0), ("beta=0.05", 2, 0)]
-    for i, arm in enumerate(table["arms"]):
+    for i, arm in enumerate(table["rows"]):
         values = [outcome.numbers["kl/reverse"] for outcome in result.outcomes[i::2]]
-        assert arm["numbers"]["kl/reverse"]["mean"] == pytest.approx(sum(values) / 2)
-        assert arm["numbers"]["kl/reverse"]["values"] == pytest.approx(values)
+        assert arm["cells"]["kl/reverse"]["mean"] == pytest.approx(sum(values) / 2)
+        assert arm["cells"]["kl/reverse"]["values"] == pytest.approx(values)
 
 
 class Never(InThisProcess):

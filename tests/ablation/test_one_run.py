@@ -11,7 +11,7 @@ from tests.training.conftest import rows_of, steps_of
 
 from klamp.ablation.executor import Update
 from klamp.ablation.measure import measure
-from klamp.ablation.one_run import LONGEST_COURSE, course, perform
+from klamp.ablation.one_run import perform
 from klamp.ablation.outcome import NUMBERS, Outcome, read_outcome
 from klamp.ablation.plan import Run, run_folder, runs
 from klamp.errors import TrainingStopped
@@ -63,12 +63,6 @@ def test_a_run_leaves_its_files_and_its_outcome(run, tmp_path) -> None:
     }
     steps = [row for row in rows if "reward" in row]
     assert outcome.numbers["seconds"] == pytest.approx(sum(row["speed/step_seconds"] for row in steps))
-    assert outcome.by_step == {
-        "step": [1, 2, 3, 4],
-        "reward": [row["reward"] for row in steps],
-        "length": [row["length/mean"] for row in steps],
-        "kl/k3": [row["kl/k3"] for row in steps],
-    }
     states = [update.state for update in told]
     assert states[:5] == ["running"] * 5 and set(states[5:-1]) == {"measuring"} and states[-1] == "done"
     assert [update.step for update in told[:5]] == [0, 1, 2, 3, 4] and {u.steps for u in told} == {4}
@@ -80,7 +74,7 @@ def test_without_kl_the_distance_is_measured_all_the_same(plan_with, tmp_path) -
     (run,) = runs(plan_with(sweep={"beta": [0.0]}, seeds=(0,)))
     outcome = perform(run, tmp_path, Told())
     assert outcome.numbers["kl/reverse"] > 1e-5 and outcome.numbers["kl/forward"] > 1e-5
-    assert outcome.numbers["price"] == 0 and "kl/k3" not in outcome.by_step
+    assert outcome.numbers["price"] == 0
     assert "kl/k3" not in steps_of(run_folder(tmp_path, run))[0], "no reference was loaded"
 
 
@@ -105,7 +99,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_anew(run, tmp_path) -> 
     (own / "metrics.jsonl").write_text('{"step": 1, "reward": 99}\n')
     (own / "log.txt").write_text("kept")
     outcome = perform(run, tmp_path, Told())
-    assert outcome.state == "done" and outcome.by_step["reward"][0] != 99
+    assert outcome.state == "done" and steps_of(own)[0]["reward"] != 99
     assert (own / "log.txt").read_text() == "kept" and "beta: 99" not in (own / "config.yaml").read_text()
 
 
@@ -151,22 +145,14 @@ def test_a_run_stopped_by_an_alarm_has_failed(plan_with, tmp_path) -> None:
     assert outcome.state == "failed" and "by the alarm dr-grpo-with-kl" in outcome.error
 
 
-def test_a_long_course_is_thinned_and_keeps_its_end() -> None:
-    rows = [{"step": float(i), "reward": i / 2, "length/mean": 3.0} for i in range(1, 2 * LONGEST_COURSE + 1)]
-    found = course(rows)
-    assert found["step"] == [float(i) for i in range(2, 2 * LONGEST_COURSE + 1, 2)]
-    assert found["reward"][-1] == LONGEST_COURSE and found.keys() == {"step", "reward", "length"}
-    assert course([]) == {name: [] for name in ("step", "reward", "length", "kl/k3")}
-
-
 def test_runs_by_trl_are_measured_alike_one_after_the_other(plan_with, tmp_path) -> None:
     """All weights and an adapter; TRL's checkpoints count updates, and hold the model at their top."""
     plan = plan_with(sweep={"lora_r": [0, 4]}, seeds=(0,), backend="trl", beta=0.05, learning_rate=5e-3)
     for run in runs(plan):
         outcome = perform(run, tmp_path, Told())
         assert outcome.state == "done", outcome.error
-        assert outcome.numbers.keys() == NUMBERS.keys() and outcome.by_step["step"] == [1, 2, 3, 4]
-        assert outcome.numbers["kl/reverse"] > 1e-5 and outcome.by_step["kl/k3"][-1] > 0
+        assert outcome.numbers.keys() == NUMBERS.keys()
+        assert outcome.numbers["kl/reverse"] > 1e-5
         assert run_folder(tmp_path, run) / "checkpoints" / "checkpoint-4" == newest_policy(run_folder(tmp_path, run))
         (run_folder(tmp_path, run) / "outcome.json").unlink()
         told = Told()

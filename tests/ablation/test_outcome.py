@@ -36,7 +36,6 @@ WHOLE = Outcome(
     before={"addition": 0.25},
     after={"addition": 0.75},
     numbers={"kl/reverse": 0.125},
-    by_step={"step": [1, 2], "reward": [0.5, 0.75]},
 )
 
 
@@ -65,7 +64,7 @@ def test_a_damaged_file_is_named(tmp_path, text) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"seed": "0"}, {"numbers": [1.0]}, {"before": {"addition": "good"}}, {"by_step": {"step": 3}}, {"arm": None}],
+    [{"seed": "0"}, {"numbers": [1.0]}, {"before": {"addition": "good"}}, {"arm": None}],
 )
 def test_a_field_of_another_type_is_refused_by_name(tmp_path: Path, change: dict[str, object]) -> None:
     (tmp_path / "outcome.json").write_text(json.dumps({"run": "a", "arm": "a", "seed": 0, **change}))

@@ -222,7 +222,7 @@ def test_real_runs(use, tmp_path, capsys) -> None:
     own = tmp_path / "out" / "runs" / "base_seed-0"
     outcome = json.loads((own / "outcome.json").read_text())
     table = json.loads((tmp_path / "out" / "table.json").read_text())
-    assert table["arms"][0]["numbers"]["kl/reverse"]["mean"] == pytest.approx(outcome["numbers"]["kl/reverse"])
+    assert table["rows"][0]["cells"]["kl/reverse"]["mean"] == pytest.approx(outcome["numbers"]["kl/reverse"])
     assert main(["doctor", str(own)]) in (0, 1)
     assert "klamp run, 2 logged steps up to step 2" in capsys.readouterr().out
 
@@ -282,13 +282,13 @@ def test_a_result_names_its_files_once_compares_arms_and_says_what_is_not_drawn(
         outcomes=tuple(runs),
         table=summarise(runs),
         files=tuple(tmp_path / name for name in names),
-        not_drawn={"courses.png": "no run logged a step"},
+        not_drawn={"frontier.png": "no run has a KL"},
     )
     console = Console(file=io.StringIO(), width=200)
     show_result(console, result, "klamp ablate")
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "table.md/.csv, sweep.png/.pdf\n" in text
-    assert "not drawn    courses.png: no run logged a step\n" in text
+    assert "not drawn    frontier.png: no run has a KL\n" in text
     assert "Against free, seed by seed\n" in text and "could have shown" in text
     assert "a difference is shown for held" in " ".join(text.split())
 

@@ -47,8 +47,8 @@ def test_from_runs_to_table_pictures_and_lines(runs, capsys) -> None:
     assert positions == sorted(positions)
     folder = Path("runs/comparison-beta-001")
     table = json.loads((folder / "table.json").read_text())
-    assert [arm["arm"] for arm in table["arms"]] == ["beta=0", "beta=0.05"]
-    numbers = table["arms"][1]["numbers"]
+    assert [arm["arm"] for arm in table["rows"]] == ["beta=0", "beta=0.05"]
+    numbers = table["rows"][1]["cells"]
     line = next(line for line in out.splitlines() if line.startswith("beta=0.05: "))
     assert line == (
         f"beta=0.05: Acc={numbers['rl/after']['mean']:.1%}, KL={numbers['kl/reverse']['mean']:.4g}, "

@@ -76,9 +76,9 @@ def test_003_the_tutorials_loop_and_its_two_examples(tmp_path) -> None:
     assert [what.split()[1] for name, what in commands if name == "train"] == ["0.0", "0.001", "0.01", "0.1"]
     table = json.loads((tmp_path / "compared" / "table.json").read_text(encoding="utf-8"))
     lines = re.findall(r"^(beta=\S+): Acc=(\S+)%, KL=(\S+), retention=(\S+)%$", printed, re.MULTILINE)
-    assert [arm for arm, *_ in lines] == [arm["arm"] for arm in table["arms"]] and len(lines) == 4
-    for (_, accuracy, kl, kept), arm in zip(lines, table["arms"], strict=True):
-        means = {name: cell["mean"] for name, cell in arm["numbers"].items()}
+    assert [arm for arm, *_ in lines] == [arm["arm"] for arm in table["rows"]] and len(lines) == 4
+    for (_, accuracy, kl, kept), arm in zip(lines, table["rows"], strict=True):
+        means = {name: cell["mean"] for name, cell in arm["cells"].items()}
         assert float(accuracy) == pytest.approx(100 * means["rl/after"], abs=0.06)
         assert float(kl) == pytest.approx(means["kl/reverse"], rel=1e-3)
         assert float(kept) == pytest.approx(100 * means["retained/after"], abs=0.06)

@@ -194,7 +194,6 @@ def test_the_state_of_a_checkpoint_is_read_or_refused(text: bytes) -> None:
 
 OUTCOME = Outcome(
     run="a_seed-0", arm="a", seed=0, rl_skill="addition", before={"addition": 0.5}, numbers={"reward": 0.5},
-    by_step={"step": [1, 2], "reward": [0.5, 0.6]},
 )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,6 @@ from klamp.training.folders import CONFIG, METRICS_FILE, SUMMARY, lines_of, newe
 from klamp.training.observers import Observer, RunInfo
 
 log = logging.getLogger(__name__)
-
-COURSE = {"step": "step", "reward": "reward", "length": "length/mean", "kl/k3": "kl/k3"}
-"""Name in `Outcome.by_step` -> metric."""
-
-LONGEST_COURSE = 500
-"""Steps of a course that are kept; of longer ones, every second, third, ... and the last."""
 
 TOLD = ("reward", "kl/exact", "kl/k3", "length/mean", "beta")
 """The metrics of a step that are reported."""
@@ -97,8 +91,7 @@ def outcome_of(
         measuring: called between batches; may raise to stop.
     """
     numbers = measure(run.config, own, measuring, prompts=run.kl_prompts)
-    rows = [row for row in lines_of(own / METRICS_FILE) if "reward" in row]
-    numbers["seconds"] = sum(row.get("speed/step_seconds", 0.0) for row in rows)
+    numbers["seconds"] = sum(row.get("speed/step_seconds", 0.0) for row in lines_of(own / METRICS_FILE))
     if "beta/price" in summary["final_metrics"]:
         numbers["price"] = summary["final_metrics"]["beta/price"]
     return Outcome(
@@ -110,7 +103,6 @@ def outcome_of(
         before=summary["before"],
         after=summary["after"],
         numbers=numbers,
-        by_step=course(rows),
     )
 
 
@@ -133,20 +125,6 @@ def finished(own: Path, steps: int) -> Mapping[str, Any] | None:
         return None
     summary = json.loads((own / SUMMARY).read_text(encoding="utf-8"))
     return summary if summary["steps"] >= steps else None
-
-
-def course(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-    """The course of training, from its rows; thinned to `LONGEST_COURSE` steps, the last one kept.
-
-    A metric that some steps lack is left out.
-
-    Args:
-        rows: metrics by step, in order.
-    """
-    every = -(-len(rows) // LONGEST_COURSE) or 1
-    kept = rows[::-1][::every][::-1]
-    there = {name: metric for name, metric in COURSE.items() if all(metric in row for row in kept)}
-    return {name: [row[metric] for row in kept] for name, metric in there.items()}
 
 
 class _Told(Observer):

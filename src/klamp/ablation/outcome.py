@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -23,7 +23,7 @@ OutcomeState: TypeAlias = Literal["done", "failed"]
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one run came to: done or failed, its numbers, its scores, its course.
+    """What one run came to: done or failed, its numbers, its scores.
 
     The numbers that are measured (`klamp.ablation.measure`) are taken on held-out prompts with the same draws in every
     run, against the model that training started from.
@@ -49,8 +49,6 @@ class Outcome:
     """Skill -> greedy score on held-out prompts after training."""
     numbers: Mapping[str, float] = field(default_factory=dict)
     """Name -> value, for those of `NUMBERS` that the run has."""
-    by_step: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """The course of training: step, reward, length, kl/k3 where a reference was loaded; thinned where it is long."""
 
 
 NUMBERS: Mapping[str, str] = {
@@ -128,27 +126,14 @@ def _checked(outcome: Outcome) -> Outcome:
     Raises:
         TypeError: names the first that is not.
     """
-    texts = ("run", "arm", "state", "error", "rl_skill")
-    scores = ("before", "after", "numbers")
-    right = {name: isinstance(getattr(outcome, name), str) for name in texts}
-    right |= {"seed": isinstance(outcome.seed, int), "values": isinstance(outcome.values, dict)}
-    right |= {name: _are_numbers(getattr(outcome, name), dict) for name in scores}
-    by_step = outcome.by_step
-    right["by_step"] = isinstance(by_step, dict) and all(_are_numbers(each, list) for each in by_step.values())
-    wrong = [name for name, good in right.items() if not good]
-    if wrong:
-        raise TypeError(f"{wrong[0]} is {reprlib.repr(getattr(outcome, wrong[0]))}")
+    kinds: dict[str, type] = {"seed": int, "values": dict, **dict.fromkeys(("before", "after", "numbers"), dict)}
+    for name, value in vars(outcome).items():
+        scores = value.values() if isinstance(value, dict) and name != "values" else ()
+        if not isinstance(value, kinds.get(name, str)) or not all(isinstance(each, int | float) for each in scores):
+            raise TypeError(f"{name} is {reprlib.repr(value)}")
     return outcome
 
 
-def _are_numbers(found: Any, kind: type) -> bool:
-    """Whether it is a list of numbers, or a dict of them."""
-    if not isinstance(found, kind):
-        return False
-    return all(isinstance(x, int | float) for x in (found.values() if kind is dict else found))
-
-
-Better: TypeAlias = Literal["higher", "lower", "neither"]
 Group: TypeAlias = Literal["skills", "distance", "run"]
 
 GROUPS: dict[Group, str] = {
@@ -169,8 +154,6 @@ class TableColumn:
     """The heading of the column in tables for people."""
     unit: str
     """The unit of the values; "" where there is none."""
-    better: Better
-    """Whether higher values are better, lower ones, or neither."""
     group: Group
     """The group of columns (a table of its own) that it stands in."""
     read: Callable[[Outcome], float | None]
@@ -223,32 +206,20 @@ def _mean(values: Iterable[float]) -> float | None:
     return sum(found) / len(found) if found else None
 
 
-def _number(name: str, title: str, unit: str, group: Group, better: Better = "neither") -> TableColumn:
-    return TableColumn(
-        name=name, title=title, unit=unit, better=better, group=group, read=lambda o: o.numbers.get(name)
-    )
+def _column(name: str, title: str, unit: str, group: Group, read: Callable[[Outcome], float | None]) -> TableColumn:
+    return TableColumn(name=name, title=title, unit=unit, group=group, read=read)
+
+
+def _number(name: str, title: str, unit: str, group: Group) -> TableColumn:
+    return _column(name, title, unit, group, lambda outcome: outcome.numbers.get(name))
 
 
 COLUMNS: tuple[TableColumn, ...] = (
-    TableColumn(name="rl/after", title="RL skill", unit="score", better="higher", group="skills", read=rl_after),
-    TableColumn(name="rl/gain", title="RL gain", unit="score", better="higher", group="skills", read=rl_gain),
-    TableColumn(
-        name="retained/after",
-        title="retained skills",
-        unit="mean score",
-        better="higher",
-        group="skills",
-        read=retained_after,
-    ),
-    TableColumn(
-        name="retained/loss",
-        title="forgotten",
-        unit="mean score",
-        better="lower",
-        group="skills",
-        read=retained_loss,
-    ),
-    _number("reward", "reward", "", "skills", "higher"),
+    _column("rl/after", "RL skill", "score", "skills", rl_after),
+    _column("rl/gain", "RL gain", "score", "skills", rl_gain),
+    _column("retained/after", "retained skills", "mean score", "skills", retained_after),
+    _column("retained/loss", "forgotten", "mean score", "skills", retained_loss),
+    _number("reward", "reward", "", "skills"),
     _number("kl/reverse", "KL(policy‖start)", "nats/token", "distance"),
     _number("kl/reverse_sequence", "KL(policy‖start)", "nats/sequence", "distance"),
     _number("kl/forward", "KL(start‖policy)", "nats/token", "distance"),

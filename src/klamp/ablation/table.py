@@ -5,13 +5,16 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any, NamedTuple
 
-from klamp.ablation.outcome import COLUMNS, GROUPS, Group, Outcome, TableColumn, retained_skills
-from klamp.ablation.statistics import Comparison, Interval, bootstrap_interval, compare
+from klamp.ablation.outcome import BY_NAME, COLUMNS, GROUPS, Outcome, TableColumn, retained_skills
+from klamp.ablation.statistics import CONFIDENCE, Comparison, Interval, bootstrap_interval, compare
 
 MISSING = "-"
+JUDGED = ("rl/after", "retained/after")
+"""The columns that arms are compared in, where higher is better: the trained skill and the retained ones."""
 FEW_SEEDS = 10
 """Below this many seeds the table says that its intervals are rough."""
 
@@ -56,8 +59,8 @@ class Table:
     """The columns in which any arm has a number."""
     rows: tuple[ArmRow, ...]
     """The rows, one per arm, in the order of the outcomes."""
-    confidence: float
-    """The confidence of the intervals, such as 0.95."""
+    comparisons: Mapping[str, Mapping[str, Comparison]]
+    """Name of a column of `JUDGED` -> arm -> that arm against the control, where they have two seeds in common."""
     rl_skills: tuple[str, ...]
     """Skills that were trained; usually one."""
     retained: tuple[str, ...]
@@ -68,37 +71,48 @@ class Table:
         """The arm that the others are compared with: the first one."""
         return self.rows[0].arm if self.rows else ""
 
-    @property
-    def judged(self) -> tuple[TableColumn, ...]:
-        """The columns that arms are compared in: the trained skill and the retained ones."""
-        return tuple(column for column in self.columns if column.name in ("rl/after", "retained/after"))
+
+class Section(NamedTuple):
+    """One table of a page, as text."""
+
+    title: str
+    heading: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
 
 
-def summarise(outcomes: Sequence[Outcome], *, confidence: float = 0.95) -> Table:
+def summarise(outcomes: Sequence[Outcome]) -> Table:
     """Make the table from the outcomes of the runs.
 
     A value that is missing or not finite is left out of its cell, and the cell says from how many seeds it comes.
 
     Args:
         outcomes: of all runs, failed ones too.
-        confidence: of the intervals.
     """
     arms: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         arms.setdefault(outcome.arm, []).append(outcome)
-    rows = tuple(_row(arm, runs, confidence) for arm, runs in arms.items())
+    rows = tuple(_row(arm, runs) for arm, runs in arms.items())
     return Table(
         columns=tuple(column for column in COLUMNS if any(column.name in row.cells for row in rows)),
         rows=rows,
-        confidence=confidence,
+        comparisons={name: _against_control(rows, name) for name in JUDGED},
         rl_skills=tuple(dict.fromkeys(o.rl_skill for o in outcomes if o.rl_skill)),
         retained=tuple(dict.fromkeys(skill for o in outcomes for skill in retained_skills(o))),
     )
 
 
-def _row(arm: str, runs: Sequence[Outcome], confidence: float) -> ArmRow:
+def _against_control(rows: Sequence[ArmRow], name: str) -> dict[str, Comparison]:
+    arms = {
+        row.arm: dict(zip(row.cells[name].seeds, row.cells[name].values, strict=True))
+        for row in rows
+        if name in row.cells
+    }
+    return compare(arms, control=rows[0].arm) if rows and rows[0].arm in arms else {}
+
+
+def _row(arm: str, runs: Sequence[Outcome]) -> ArmRow:
     ordered = sorted(runs, key=lambda run: run.seed)
-    cells = {column.name: _cell(column, ordered, confidence) for column in COLUMNS}
+    cells = {column.name: _cell(column, ordered) for column in COLUMNS}
     failed = [run for run in ordered if run.state == "failed"]
     return ArmRow(
         arm=arm,
@@ -110,13 +124,19 @@ def _row(arm: str, runs: Sequence[Outcome], confidence: float) -> ArmRow:
     )
 
 
-def _cell(column: TableColumn, runs: Sequence[Outcome], confidence: float) -> Cell | None:
+def _cell(column: TableColumn, runs: Sequence[Outcome]) -> Cell | None:
     found = {run.seed: value for run in runs if (value := column.value(run)) is not None}
-    if not found:
-        return None
-    values = tuple(found.values())
-    interval = bootstrap_interval(values, confidence=confidence)
-    return Cell(values=values, mean=sum(values) / len(values), interval=interval, seeds=tuple(found))
+    return cell_of(tuple(found.values()), tuple(found)) if found else None
+
+
+def cell_of(values: tuple[float, ...], seeds: tuple[int, ...] = ()) -> Cell:
+    """The cell of some values, at least one.
+
+    Args:
+        values: one per seed.
+        seeds: of the values; empty where nobody compares them.
+    """
+    return Cell(values=values, mean=fmean(values), interval=bootstrap_interval(values), seeds=seeds)
 
 
 def number(value: float) -> str:
@@ -136,26 +156,41 @@ def cell_text(cell: Cell | None, seeds: int) -> str:
     return text if len(cell.values) == seeds else f"{text} ({len(cell.values)} of {seeds})"
 
 
-def seeds_text(row: ArmRow) -> str:
-    """How many seeds of an arm were done, and how many failed."""
+def sections(table: Table) -> list[Section]:
+    """The tables of the page, those that there is data for: one per group of columns, then the comparisons."""
+    found: list[Section] = []
+    for group, title in GROUPS.items():
+        if columns := [column for column in table.columns if column.group == group]:
+            rows = (
+                (row.arm, _seeds(row), *(cell_text(row.cells.get(column.name), row.done) for column in columns))
+                for row in table.rows
+            )
+            found.append(Section(title, ("arm", "seeds", *(column.heading for column in columns)), tuple(rows)))
+    compared = [(name, arm, each) for name, arms in table.comparisons.items() for arm, each in arms.items()]
+    if compared:
+        rows = (
+            (
+                *(arm, BY_NAME[name].title, str(len(each.differences)), _difference(each)),
+                *map(_or_missing, (each.p, each.effect, each.detectable)),
+            )
+            for name, arm, each in compared
+        )
+        heading = ("arm", "number", "seeds", "difference", "p, Holm", "effect, g", "could have shown")
+        found.append(Section(f"Against {table.control}, seed by seed", heading, tuple(rows)))
+    return found
+
+
+def _seeds(row: ArmRow) -> str:
     return f"{row.done}, {row.failed} failed" if row.failed else str(row.done)
 
 
-def lines(table: Table, group: Group) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
-    """The heading and the rows for one group of columns, as text; both empty where the group has no data.
+def _difference(found: Comparison) -> str:
+    ends = f" [{_signed(found.interval.low)}, {_signed(found.interval.high)}]" if found.interval else ""
+    return _signed(found.mean) + ends
 
-    Args:
-        table: the whole table.
-        group: which columns; see `GROUPS`.
-    """
-    columns = [column for column in table.columns if column.group == group]
-    if not columns:
-        return (), ()
-    rows = (
-        (row.arm, seeds_text(row), *(cell_text(row.cells.get(column.name), row.done) for column in columns))
-        for row in table.rows
-    )
-    return ("arm", "seeds", *(column.heading for column in columns)), tuple(rows)
+
+def _or_missing(value: float | None) -> str:
+    return MISSING if value is None else number(value)
 
 
 def notes(table: Table) -> tuple[str, ...]:
@@ -170,36 +205,35 @@ def notes(table: Table) -> tuple[str, ...]:
     if most == 1:
         found.append("One seed per arm: there is no interval, and a difference between arms may be chance.")
     elif most > 1:
-        found.append(f"Mean over seeds [{100 * table.confidence:.4g} % bootstrap interval of the mean].")
+        found.append(f"Mean over seeds [{100 * CONFIDENCE:g} % bootstrap interval of the mean].")
         if most < FEW_SEEDS:
             found.append(f"With {most} seeds the intervals are rough, and narrower than their name says.")
-    if comparison_lines(table)[0]:
+    if any(table.comparisons.values()):
         found.append(
             f"Differences to {table.control} are those of runs with the same seed: Student's interval, the p of a "
             "paired t-test with Holm's correction over the arms, Hedges' g. Could have shown: the true difference "
             "that 8 of 10 repetitions would find, at the spread seen. All of them take differences for normal noise."
         )
-    return (*found, *filter(None, (reading(table, column) for column in table.judged)))
+    return (*found, *filter(None, (reading(table, name) for name in JUDGED)))
 
 
-def reading(table: Table, column: TableColumn) -> str:
+def reading(table: Table, name: str) -> str:
     """Which arm has the best mean, and which arms differ from the first one; "" where there is only one arm.
 
     Args:
         table: the whole table.
-        column: one whose direction is known.
+        name: of a column of `JUDGED`.
     """
-    sign = -1 if column.better == "lower" else 1
-    rows = [row for row in table.rows if column.name in row.cells]
-    if len(rows) < 2:
+    means = {row.arm: row.cells[name].mean for row in table.rows if name in row.cells}
+    if len(means) < 2:
         return ""
-    best = max(sign * row.cells[column.name].mean for row in rows)
-    first = [row.arm for row in rows if sign * row.cells[column.name].mean == best]
-    text = f"{column.title}, best mean: {_listed(first)} ({number(sign * best)})"
-    found = compared(table, column)
+    best = max(means.values())
+    first = [arm for arm, mean in means.items() if mean == best]
+    text = f"{BY_NAME[name].title}, best mean: {_listed(first)} ({number(best)})"
+    found = table.comparisons[name]
     if not found:
         return f"{text}; no arm has two seeds in common with {table.control}, so no test."
-    shown = [f"{arm} ({_signed(each.mean)}, p {number(each.p or 0.0)})" for arm, each in found.items() if each.is_shown]
+    shown = [f"{arm} ({_signed(each.mean)}, p {_or_missing(each.p)})" for arm, each in found.items() if each.is_shown]
     open_ones = [
         f"{arm} ({number(each.detectable)})"
         for arm, each in found.items()
@@ -214,52 +248,6 @@ def reading(table: Table, column: TableColumn) -> str:
     return f"{text}. Against {table.control}, seed by seed: {'; '.join(parts)}."
 
 
-def compared(table: Table, column: TableColumn) -> dict[str, Comparison]:
-    """Each arm against the first one in a column; empty where the first one has no two seeds in common with any.
-
-    Args:
-        table: the whole table.
-        column: the number that is compared.
-    """
-    arms = {
-        row.arm: dict(zip(row.cells[column.name].seeds, row.cells[column.name].values, strict=True))
-        for row in table.rows
-        if column.name in row.cells
-    }
-    if table.control not in arms:
-        return {}
-    return compare(arms, control=table.control, confidence=table.confidence)
-
-
-def comparison_lines(table: Table) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
-    """The heading and the rows of the comparisons with the first arm, as text; both empty where there are none.
-
-    Args:
-        table: the whole table.
-    """
-    rows = [
-        (
-            arm,
-            column.title,
-            str(len(each.differences)),
-            _signed(each.mean)
-            + (f" [{_signed(each.interval.low)}, {_signed(each.interval.high)}]" if each.interval else ""),
-            MISSING if each.p is None else number(each.p),
-            MISSING if each.effect is None else number(each.effect),
-            MISSING if each.detectable is None else number(each.detectable),
-        )
-        for column in table.judged
-        for arm, each in compared(table, column).items()
-    ]
-    heading = ("arm", "number", "seeds", "difference", "p, Holm", "effect, g", "could have shown")
-    return (heading, tuple(rows)) if rows else ((), ())
-
-
-def comparison_title(table: Table) -> str:
-    """The heading of the comparisons."""
-    return f"Against {table.control}, seed by seed"
-
-
 def _signed(value: float) -> str:
     return f"+{number(value)}" if value > 0 else number(value)
 
@@ -271,16 +259,9 @@ def _listed(names: Sequence[str]) -> str:
 def markdown(table: Table) -> str:
     """The table as a Markdown page: the tables, the notes, and the runs that failed."""
     parts: list[str] = []
-    for group, title in GROUPS.items():
-        heading, rows = lines(table, group)
-        if heading:
-            rule = ("---", *("---:" for _ in heading[1:]))
-            parts.append(f"## {title}\n\n" + "\n".join(_pipes(cells) for cells in (heading, rule, *rows)))
-    heading, rows = comparison_lines(table)
-    if heading:
-        rule = ("---", "---", *("---:" for _ in heading[2:]))
-        title = escaped(comparison_title(table))
-        parts.append(f"## {title}\n\n" + "\n".join(_pipes(cells) for cells in (heading, rule, *rows)))
+    for title, heading, rows in sections(table):
+        rule = ("---", *("---:" for _ in heading[1:]))
+        parts.append(f"## {escaped(title)}\n\n" + "\n".join(map(_pipes, (heading, rule, *rows))))
     parts += [escaped(note) for note in notes(table)]
     failures = [f"- {escaped(row.arm)}, {escaped(text)}" for row in table.rows for text in row.failures]
     if failures:
@@ -300,55 +281,11 @@ def escaped(text: str) -> str:
 
 def plain(table: Table) -> dict[str, Any]:
     """The table as plain data for JSON: every number with its seeds, nothing rounded."""
-    return {
-        "confidence": table.confidence,
-        "rl_skills": list(table.rl_skills),
-        "retained": list(table.retained),
-        "columns": [
-            {"name": column.name, "title": column.title, "unit": column.unit, "better": column.better}
-            for column in table.columns
-        ],
-        "arms": [
-            {
-                "arm": row.arm,
-                "values": dict(row.values),
-                "done": row.done,
-                "failed": row.failed,
-                "failures": list(row.failures),
-                "numbers": {name: _plain_cell(cell) for name, cell in row.cells.items()},
-            }
-            for row in table.rows
-        ],
-        "control": table.control,
-        "comparisons": [
-            {"column": column.name, "arm": arm, **_plain_comparison(each)}
-            for column in table.judged
-            for arm, each in compared(table, column).items()
-        ],
-        "notes": list(notes(table)),
+    found = {
+        **asdict(table),
+        "columns": [{n: v for n, v in vars(each).items() if n != "read"} for each in table.columns],
     }
-
-
-def _plain_comparison(found: Comparison) -> dict[str, Any]:
-    low, high = found.interval or (None, None)
-    return {
-        "differences": list(found.differences),
-        "mean": found.mean,
-        "low": low,
-        "high": high,
-        "p": found.p,
-        "effect": found.effect,
-        "detectable": found.detectable,
-    }
-
-
-def _plain_cell(cell: Cell) -> dict[str, Any]:
-    low, high = cell.interval or (None, None)
-    return {"mean": cell.mean, "low": low, "high": high, "values": list(cell.values), "seeds": list(cell.seeds)}
-
-
-CSV = "table.csv"
-"""The file that is written into the folder of the ablation."""
+    return {**found, "confidence": CONFIDENCE, "control": table.control, "notes": notes(table)}
 
 
 def csv_text(table: Table) -> str:

@@ -11,9 +11,9 @@ from rich.console import Console
 
 from klamp.ablation.execute import Result, check_folder, find_folder
 from klamp.ablation.executor import Executor
-from klamp.ablation.outcome import GROUPS, read_outcome
+from klamp.ablation.outcome import read_outcome
 from klamp.ablation.plan import KL_PROMPTS, Plan, Run, run_folder, runs, shown
-from klamp.ablation.table import Table, comparison_lines, comparison_title, lines, notes, number
+from klamp.ablation.table import Table, notes, number, sections
 from klamp.cli.ablate_arguments import AblateRequest, parse_ablate
 from klamp.cli.describe import describe_model, describe_task, tool
 from klamp.cli.errors import FAILED
@@ -222,15 +222,9 @@ def show_result(console: Console, result: Result, command: str) -> None:
         command: that was given; the same goes on with what failed.
     """
     out = cast(TextIO, console.file)
-    for group, title in GROUPS.items():
-        heading, rows = lines(result.table, group)
-        if heading:
-            print(file=out)
-            show_table(out, title, heading, rows)
-    heading, rows = comparison_lines(result.table)
-    if heading:
+    for section in sections(result.table):
         print(file=out)
-        show_table(out, comparison_title(result.table), heading, rows)
+        show_table(out, *section)
     print(file=out)
     for note in notes(result.table):
         show_paragraph(out, note, width=0)
