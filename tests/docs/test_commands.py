@@ -1,30 +1,70 @@
-"""Every command is shown to newcomers, and what is shown is a command."""
+"""What a page tells to type is understood: commands, flags, presets, keys; each command is shown to newcomers."""
 
 from __future__ import annotations
 
 import re
+import shlex
 
 import pytest
 from tests.docs.pages import DOCS, ROOT
 
 from klamp.cli.app import COMMANDS
+from klamp.cli.arguments import parse_train
+from klamp.cli.explain import explain, read_request
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = {page.name: page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *sorted(DOCS.rglob("*.md")))}
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+BLOCK = re.compile(r"^```(?:sh|text)?\n(.*?)^```$", re.M | re.S)
+CODE = re.compile(r"`([^`\n]+)`")
+FORM = re.compile(r"\.\.\.|\$|(?:^| )[A-Z]+(?: |$)|--target_kl$|--backend tinker$")
+"""What only shows the form of a command, or a part of one: left out here."""
+
+
+def typed(text: str) -> set[str]:
+    """The commands in the blocks and the quoted pieces of a page, without what is said of them."""
+    pieces = CODE.findall(BLOCK.sub("", text)) + re.sub(r" *\\\n *", " ", "\n".join(BLOCK.findall(text))).splitlines()
+    lines = (re.sub(r"(?:^\$ | +#.*| {2,}.*)", "", piece).strip() for piece in pieces)
+    return {line for line in lines if re.match(r"klamp [a-z]+(?: |$)", line)}
+
+
+SHOWN = {page: typed(text) for page, text in PAGES.items()}
+WHOLE = sorted(line for line in set().union(*SHOWN.values()) if not FORM.search(line))
+NEWCOMERS = sorted({*CODE.findall(BLOCK.sub("", PAGES["which-kl.md"]))})
+
+pytestmark = [pytest.mark.usefixtures("shapes_unchecked"), pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_is_in_the_readme_and_on_a_page(name: str) -> None:
-    assert f"klamp {name}" in README
-    assert any(
-        f"`klamp {name}" in text or f"\nklamp {name}" in text for page, text in PAGES.items() if page != "README.md"
-    )
+    assert f"klamp {name}" in PAGES["README.md"]
+    assert any(line.split()[1] == name for page, lines in SHOWN.items() for line in lines if page != "README.md")
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_what_a_page_tells_to_type_is_a_command(page: str) -> None:
-    blocks = [text for kind, text in BLOCK.findall(PAGES[page]) if kind in ("", "sh", "text")]
-    lines = [line for block in blocks for line in block.splitlines()]
-    words = [found[1] for line in lines if (found := re.match(r"(?:\$ )?klamp ([a-z-]+)", line))]
-    assert [word for word in words if word not in COMMANDS] == []
+    blocks = typed("".join(f"```sh\n{block}```\n" for block in BLOCK.findall(PAGES[page])))
+    assert [line for line in blocks if line.split()[1] not in COMMANDS] == []
+
+
+@pytest.mark.parametrize("command", [line for line in WHOLE if line.startswith("klamp train ")])
+def test_a_run_that_is_shown_is_understood(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    words = shlex.split(re.sub(r"--config \S+", "--config examples/config_demo.yaml", command))[2:]
+    assert parse_train(words).config
+
+
+@pytest.mark.parametrize("command", [line for line in WHOLE if line.startswith("klamp explain ")])
+def test_an_explanation_that_is_shown_can_be_had(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    words = shlex.split(re.sub(r"\S+\.yaml", "examples/config_demo.yaml", command))[2:]
+    assert explain(read_request(words))
+
+
+@pytest.mark.parametrize("flags", [each for each in NEWCOMERS if each.startswith("--")])
+def test_flags_for_newcomers_are_understood(flags: str) -> None:
+    assert parse_train(shlex.split(flags)).config
+
+
+@pytest.mark.parametrize("entry", [each for each in NEWCOMERS if re.fullmatch(r"\w+: \S+", each)])
+def test_entries_of_a_file_for_newcomers_are_understood(entry: str) -> None:
+    name, value = entry.split(": ")
+    assert str(parse_train([f"--{name}", value]).config.flat()[name]) == value

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 from tests.docs.pages import DOCS
 
-from klamp.cli.explain import explain, read_request
 from klamp.diagnostics.doctor import examine
 from klamp.records import read_record
 
@@ -21,7 +19,6 @@ PAGE = (DOCS / "from-scratch.md").read_text(encoding="utf-8")
 STEPS = re.findall(r"```python\n(.*?)```\n+```text\n(.*?)```", PAGE, re.S)
 EXACT = 3
 """The first blocks ask no model: what they print is the same on every machine."""
-COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", PAGE, re.S) for line in block.splitlines()]
 
 
 @dataclass(frozen=True)
@@ -81,8 +78,3 @@ def test_the_run_of_the_page_learns(session: Session) -> None:
 def test_its_record_can_be_examined(session: Session) -> None:
     unchecked = examine(read_record(session.folder / "runs" / "from-scratch")).unchecked
     assert {"kl-spike", "huge-values", "kl-high"}.isdisjoint(unchecked)
-
-
-def test_its_explanation_can_be_had(shapes_unchecked: None) -> None:
-    (command,) = [line for line in COMMANDS if line.startswith("klamp explain")]
-    assert explain(read_request(shlex.split(command)[2:]))

@@ -14,19 +14,11 @@ import pytest
 from tests.docs.pages import DOCS, ROOT
 
 from klamp.cli.app import main
-from klamp.cli.arguments import parse_train
-from klamp.cli.explain import explain, read_request
 
 PAGES = {
     name: (DOCS / "do" / f"{name}.md").read_text(encoding="utf-8")
     for name in ("steady-length", "own-loop", "tinker-kl", "choose-beta", "k3-backwards")
 }
-LINES = [
-    line.partition("#")[0].split("`")[0].strip()
-    for page in PAGES.values()
-    for line in re.findall(r"(?:^|(?<=`))klamp .+$", page, re.M)
-]
-
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 
 
@@ -48,20 +40,6 @@ def test_a_page_answers_first_and_is_found_from_its_source(name: str) -> None:
     (document,) = [text for text in documents if f"{question}(do/{name}.md)" in text]
     anchor = re.search(r"sources\.md#([\w-]+)", PAGES[name])
     assert anchor and anchor[1] == document.splitlines()[0].lower().replace(" ", "-")
-
-
-@pytest.mark.parametrize("command", sorted({line for line in LINES if line.startswith("klamp train")}))
-def test_a_train_command_is_understood(command: str) -> None:
-    assert parse_train(shlex.split(command)[2:]).config
-
-
-@pytest.mark.parametrize("command", sorted({line for line in LINES if line.startswith("klamp explain")}))
-def test_an_explanation_can_be_had(command: str) -> None:
-    assert explain(read_request(shlex.split(command)[2:]))
-
-
-def test_commands_of_both_kinds_were_found() -> None:
-    assert {line.split()[1] for line in LINES} >= {"train", "explain", "ablate", "doctor"}
 
 
 def test_the_loss_of_ones_own_loop_holds_and_that_of_k1_does_not() -> None:

@@ -1,4 +1,7 @@
-"""The page of sources: what it points to exists (tests, alarms, formulas, commands), and its verdicts are measured."""
+"""The page of sources: what it points to exists (tests, alarms, formulas, commands), and its verdicts are measured.
+
+And the paper trail: what has a name has a source.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,15 @@ import re
 import pytest
 from tests.docs.pages import DOCS, ROOT
 
-from klamp.cli.explain import explain, read_request
+from klamp.config import PRESETS
 from klamp.config.presets import OLD_NAMES
+from klamp.core.estimators import ESTIMATORS
 from klamp.diagnostics.alarms import ALARMS
 from klamp.verify.printed_formulas import FORMS, explain_form
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 
-PAGE = (DOCS / "sources.md").read_text(encoding="utf-8")
+PAGE, PAPERS = (file.read_text(encoding="utf-8") for file in (DOCS / "sources.md", ROOT / "PAPERS.md"))
 CODE = sorted(set(re.findall(r"`([^`\n]+)`", PAGE)))
 TESTS = [code for code in CODE if code.startswith("tests/")]
 
@@ -47,11 +51,6 @@ def test_alarms_and_their_places_exist() -> None:
     assert named and set(named) <= set(ALARMS) & set(headings)
 
 
-@pytest.mark.parametrize("command", [code for code in CODE if code.startswith("klamp explain ")])
-def test_every_explanation_can_be_had(command: str) -> None:
-    assert explain(read_request(command.split()[2:]))
-
-
 @pytest.mark.parametrize(
     ("name", "verdict"),
     [
@@ -70,3 +69,17 @@ def test_the_verdicts_of_the_table_are_those_of_the_measurement(name: str, verdi
 
 def test_every_formula_of_the_page_is_a_form() -> None:
     assert set(FORMS) <= set(CODE)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_an_estimator_has_a_source(name: str) -> None:
+    (rows,) = [part for part in PAPERS.split("\n## ") if part.startswith("Values\n")]
+    assert f"`{name}`" in rows or f'estimator="{name}"' in rows
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
+def test_a_preset_has_a_source(name: str) -> None:
+    """A formula that is passed around stands on the page of those documents, a recipe among the papers."""
+    printed = "docs/sources.md" in PRESETS[name].paper
+    assert f"| `{name}` |" in (PAGE if printed else PAPERS)

@@ -17,9 +17,11 @@ from klamp.hosts.trl.grpo_config import host_class
 from klamp.hosts.unsloth.columns import Columns
 from klamp.hosts.unsloth.loss_function import (
     LOSS,
+    STEP,
     Added,
     Call,
     LossWithKL,
+    _own_kl,
     in_place,
     loss_function,
     silent_clamps,
@@ -266,10 +268,10 @@ def test_where_unsloths_own_kl_stops() -> None:
     clamps = silent_clamps(loss_function(HOST)[1])
     assert clamps.value == 10.0
     assert clamps.below is not None and clamps.above is not None
-    assert clamps.below == pytest.approx(-2.610869, abs=host.STEP)
-    assert clamps.above == pytest.approx(11 - math.exp(-11), abs=host.STEP)
+    assert clamps.below == pytest.approx(-2.610869, abs=STEP)
+    assert clamps.above == pytest.approx(11 - math.exp(-11), abs=STEP)
     for apart in (clamps.below, clamps.above):
         assert math.expm1(-apart) + apart == pytest.approx(10.0, abs=0.02)
     far = torch.tensor([[-100.0]], requires_grad=True)
-    (slope,) = torch.autograd.grad(host._own_kl(loss_function(HOST)[1], far), far)
+    (slope,) = torch.autograd.grad(_own_kl(loss_function(HOST)[1], far), far)
     assert slope.item() == 0.0
