@@ -15,7 +15,7 @@ from klamp.ablation.executor import Executor, Tell, Update
 from klamp.ablation.outcome import Outcome, is_done, read_outcome
 from klamp.ablation.pictures import NOT_DRAWN, write_pictures
 from klamp.ablation.plan import Plan, Run, folder_name, named, plain_plan, plan_of, run_folder, runs
-from klamp.ablation.table import CSV, Table, csv_text, markdown, plain, summarise
+from klamp.ablation.table import Table, csv_text, markdown, plain, summarise
 from klamp.errors import KlampError, RunFolderError
 from klamp.tasks.cache import Progress
 from klamp.tasks.files import yaml_of
@@ -141,7 +141,7 @@ def load_shared(waiting: Sequence[Run], progress: Progress | None = None) -> Non
             raise named(error, f"the arm {run.arm.name!r}") from error
 
 
-TABLE_MARKDOWN, TABLE_JSON = "table.md", "table.json"
+TABLE_MARKDOWN, TABLE_JSON, TABLE_CSV = "table.md", "table.json", "table.csv"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +218,7 @@ def write_results(every: Sequence[Run], folder: Path) -> Result:
     texts = {
         TABLE_MARKDOWN: markdown(table),
         TABLE_JSON: json.dumps(plain(table), indent=2),
-        CSV: csv_text(table),
+        TABLE_CSV: csv_text(table),
     }
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
