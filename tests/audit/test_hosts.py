@@ -15,7 +15,7 @@ from klamp.audit import HOSTS, Host, load_subject
 from klamp.audit.examine import Subject, Term
 from klamp.errors import UnknownNameError, UnsupportedVersion
 
-FAKE = Host(package="fakehost", module="klamp_fake_host", tried=("1.2.0", "1.10.1"), what="a stand-in")
+FAKE = Host("fakehost>=1.2.0,<=1.10.1", "a stand-in")
 
 
 @pytest.fixture
@@ -23,9 +23,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Puts a host into the table, with this version and this way of finding its KL."""
 
     def install(subject: Callable[[], Subject], version: str = "1.3.0") -> None:
-        module = types.ModuleType(FAKE.module)
+        module = types.ModuleType("klamp.audit.fake")
         module.subject = subject  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, FAKE.module, module)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setitem(HOSTS, "fake", FAKE)
         monkeypatch.setattr("klamp.audit.version", lambda package: version)
 
@@ -44,7 +44,7 @@ def test_a_host_that_is_not_installed_says_so(name: str, monkeypatch: pytest.Mon
     monkeypatch.setattr("klamp.audit.version", not_installed)
     with pytest.raises(UnsupportedVersion, match="is not installed") as caught:
         load_subject(name)
-    assert f"pip install {HOSTS[name].package}=={HOSTS[name].tried[1]}" in caught.value.text
+    assert f'pip install "{HOSTS[name].tried}"' in caught.value.text
 
 
 def test_an_unknown_name_names_the_nearest() -> None:
@@ -60,7 +60,7 @@ def test_an_unknown_name_names_the_nearest() -> None:
 def test_versions_that_were_never_tried_are_told(fake, version: str, tried: bool) -> None:
     fake(k2_subject, version)
     cautions = load_subject("fake").cautions
-    told = (f"fakehost {version} was never tried: the audit is known to read 1.2.0 to 1.10.1 rightly",)
+    told = (f"fakehost {version} was never tried: the audit is known to read {FAKE.tried} rightly",)
     assert cautions == (() if tried else told)
 
 

@@ -90,14 +90,14 @@ def test_a_package_that_is_not_installed(name: str, capsys: pytest.CaptureFixtur
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith(f"klamp: error: {HOSTS[name].package} is not installed\n  got: klamp audit {name}\n")
-    assert f"pip install {HOSTS[name].package}==" in captured.err
+    assert f'pip install "{HOSTS[name].tried}"' in captured.err
 
 
 @pytest.mark.parametrize(
     ("argv", "code", "text"),
     [
         (["tlr"], 2, "did you mean 'trl'"),
-        (["klamp_my_kl:k9"], 2, "it has k1, minus_k1, clamped_k3"),
+        (["klamp_my_kl:k9"], 2, "did you mean"),
         (["--use", "trl"], 2, "unknown flag"),
         (["klamp_my_kl:total"], 1, "one number per token"),
     ],

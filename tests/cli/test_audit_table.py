@@ -32,9 +32,7 @@ def finding(function=k3, **changes: object) -> TermFinding:
         near=Followed("local_forward", 1.0),
         on_policy=Followed("local_forward", 1.0),
         off_policy=Followed("none of these", 0.0),
-        reach=tuple(
-            Reach(dtype=dtype, low=-30, high=30, far=30) for dtype in (torch.float32, torch.bfloat16, torch.float16)
-        ),
+        reach=tuple(Reach(dtype=dtype, low=-30, high=30) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
     )
     return dataclasses.replace(whole, **changes)
 
@@ -80,8 +78,8 @@ def test_a_gradient_by_its_name_and_factor(sound: TermFinding, followed: Followe
 
 
 def test_how_far_out_it_is_right(sound: TermFinding) -> None:
-    short = Reach(dtype=torch.float16, low=-4, high=11, far=30, failure="inf")
-    none = Reach(dtype=torch.bfloat16, low=0, high=0, far=30, failure="off")
+    short = Reach(dtype=torch.float16, low=-4, high=11, failure="inf")
+    none = Reach(dtype=torch.bfloat16, low=0, high=0, failure="off")
     found = cells(dataclasses.replace(sound, reach=(sound.reach[0], none, short)))
     assert (found["bf16"], found["fp16"]) == ("0 +0 off", "-4 +11 inf")
 

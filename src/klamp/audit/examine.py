@@ -17,12 +17,15 @@ import torch
 from torch import Tensor
 
 from klamp.errors import ShapeError
-from klamp.verify.judge import DTYPES, FAR, Judgement, KLFunction, Use, as_loss, judge, one_token
-from klamp.verify.oracle import Followed, Loss, expected, expected_gradient, name_gradient, reverse_kl, truths
-from klamp.verify.worlds import Chain, Outcomes, Sampler, random_chain
+from klamp.verify.judge import DTYPES, FAR, Judgement, KLFunction, Use, as_loss, judge, judge_value, one_token
+from klamp.verify.oracle import Followed, expected_pull, in_reward
+from klamp.verify.worlds import Outcomes, Sampler, random_chain, random_positions
 
 CompletionLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(policy_logprobs, ref_logprobs, old_logprobs), each [1, T] -> the KL of the completion: a scalar, coefficient 1."""
+HostLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(policy_logprobs, ref_logprobs, old_logprobs, mask), each [B, T] -> the KL part of the host's own loss of a batch,
+coefficient 1: a scalar. `old` are those of the policy that sampled; the mask is True on the tokens of completions."""
 
 TOLERANCE = 1e-5
 """Relative, for naming a gradient; some hosts compute in float32 whatever they are given."""
@@ -50,6 +53,20 @@ class Term:
         """The term of a function of [B, T] log-probabilities under policy and reference."""
         return cls(name=name, completion=lambda p, ref, old: function(p, ref).sum(), function=function, use=use)
 
+    @classmethod
+    def of_mean(cls, name: str, loss: HostLoss) -> Term:
+        """The term of a loss that is, for a batch of one completion, the mean over its tokens."""
+
+        def completion(policy: Tensor, ref: Tensor, old: Tensor) -> Tensor:
+            return loss(policy, ref, old, torch.ones(policy.shape, dtype=torch.bool)) * policy.shape[-1]
+
+        return cls(name=name, completion=completion)
+
+
+def marked(option: str, value: object, default: object) -> str:
+    """An option with its value, marked where that is the default: `loss_type=dapo (default)`."""
+    return f"{option}={value}" + (" (default)" if value == default else "")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
@@ -59,7 +76,7 @@ class Subject:
     """The name of the package and its version."""
     terms: tuple[Term, ...]
     """Its KL terms, the default first."""
-    reductions: Mapping[str, BatchLoss] = field(default_factory=dict)
+    reductions: Mapping[str, HostLoss] = field(default_factory=dict)
     """Option -> the host's KL loss of a whole batch, its KL being that of the first term."""
     notes: tuple[str, ...] = ()
     """Facts read from the installed package, a sentence each."""
@@ -138,7 +155,7 @@ def audit_term(term: Term) -> TermFinding:
             near=near,
             on_policy=over_completions(term, sampler="policy"),
             off_policy=over_completions(term, sampler="other"),
-            reach=tuple(measure_reach(function, dtype, use=term.use, far=FAR) for dtype in DTYPES),
+            reach=tuple(measure_reach(function, dtype, use=term.use) for dtype in DTYPES),
         )
     except ShapeError:
         raise
@@ -164,35 +181,21 @@ def per_token(term: Term) -> KLFunction:
 
 def near_reference(function: KLFunction, use: Use = "loss") -> tuple[float, Followed]:
     """The relative bias of the value, and the gradient that is followed, where policy and reference are close."""
-    chains = [random_chain(seed, vocab=5, length=1, eos=None, spread=NEAR_SPREAD) for seed in range(3)]
-    values = sum(expected(chain, as_loss(function)).item() for chain in chains)
-    right = sum(reverse_kl(chain).item() for chain in chains)
-    return values / right - 1, _name(as_loss(function, use), chains)
+    chains = random_positions(3, spread=NEAR_SPREAD)
+    value, loss = judge_value(as_loss(function), chains), as_loss(function, use)
+    return value.relative_bias, expected_pull(chains, loss, tolerance=TOLERANCE).follows
 
 
 def over_completions(term: Term, *, sampler: Sampler) -> Followed:
     """The gradient that a term follows over completions of one and two tokens, in several enumerated worlds."""
     chains = [random_chain(seed, vocab=3, length=2, sampler=sampler) for seed in range(3)]
-    return _name(_as_loss(term), chains)
-
-
-def _name(loss: Loss, chains: list[Chain]) -> Followed:
-    gradients = [expected_gradient(chain, loss) for chain in chains]
-    return name_gradient(gradients, [truths(chain) for chain in chains], tolerance=TOLERANCE)
-
-
-def _as_loss(term: Term) -> Loss:
-    """The term's loss of each enumerated completion; in the reward, its value times the log-probability."""
 
     def loss(y: Outcomes) -> Tensor:
         rows = zip(y.policy_logprobs, y.ref_logprobs, y.sampler_logprobs, y.mask, strict=True)
-        return torch.stack([one(p[mask][None], ref[mask][None], old[mask][None]) for p, ref, old, mask in rows])
+        return torch.stack([term.completion(*(x[mask][None] for x in row)) for *row, mask in rows])
 
-    def one(policy: Tensor, ref: Tensor, old: Tensor) -> Tensor:
-        value = term.completion(policy, ref, old)
-        return value.detach() * policy.sum() if term.use == "reward" else value
-
-    return loss
+    used = in_reward(loss) if term.use == "reward" else loss
+    return expected_pull(chains, used, tolerance=TOLERANCE).follows
 
 
 WRONG = 0.1
@@ -209,37 +212,34 @@ class Reach:
     """The lowest log-ratio of the range, 0 or less."""
     high: int
     """The highest log-ratio of the range, 0 or more."""
-    far: int
-    """The largest log-ratio, of either sign, that was tried."""
     failure: str = ""
     """What happens first beyond them: inf, nan, zero, off, or raises; empty where nothing does."""
 
     @property
     def everywhere(self) -> bool:
         """Whether no log-ratio that was tried went wrong."""
-        return -self.low == self.high == self.far
+        return -self.low == self.high == FAR
 
 
-def measure_reach(function: KLFunction, dtype: torch.dtype, *, use: Use = "loss", far: float = 30.0) -> Reach:
-    """Raises the log-ratio nat by nat until the gradient differs from that in float64.
+def measure_reach(function: KLFunction, dtype: torch.dtype, *, use: Use = "loss") -> Reach:
+    """Raises the log-ratio nat by nat, up to `FAR`, until the gradient differs from that in float64.
 
     Args:
         function: (policy_logprobs [B, T], ref_logprobs [B, T]) -> [B, T].
         dtype: type of both arguments.
         use: whether the function is differentiated, or its value is the coefficient.
-        far: where to stop, in nats.
     """
-    low, below = _walk(function, dtype, -1, use, int(far))
-    high, above = _walk(function, dtype, 1, use, int(far))
-    return Reach(dtype=dtype, low=-low, high=high, far=int(far), failure=below or above)
+    low, below = _walk(function, dtype, -1, use)
+    high, above = _walk(function, dtype, 1, use)
+    return Reach(dtype=dtype, low=-low, high=high, failure=below or above)
 
 
-def _walk(function: KLFunction, dtype: torch.dtype, side: int, use: Use, far: int) -> tuple[int, str]:
-    for size in range(1, far + 1):
+def _walk(function: KLFunction, dtype: torch.dtype, side: int, use: Use) -> tuple[int, str]:
+    for size in range(1, int(FAR) + 1):
         failure = _compare(function, dtype, side * size, use)
         if failure:
             return size - 1, failure
-    return far, ""
+    return int(FAR), ""
 
 
 def _compare(function: KLFunction, dtype: torch.dtype, log_ratio: int, use: Use) -> str:
@@ -256,9 +256,6 @@ def _compare(function: KLFunction, dtype: torch.dtype, log_ratio: int, use: Use)
     return "zero" if got == 0 else "off"
 
 
-BatchLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(policy_logprobs, ref_logprobs, mask), each [B, T] -> the KL part of the batch's loss, coefficient 1."""
-
 LENGTHS, COLUMNS = (1, 3), 5
 LOG_RATIO = 0.5
 """The log-ratio of the one token that is away from the reference, in nats."""
@@ -273,7 +270,7 @@ EVEN = {
 """The weights of tokens -> the averaging in words."""
 
 
-def name_reduction(loss: BatchLoss, one_token: float) -> str:
+def name_reduction(loss: HostLoss, one_token: float) -> str:
     """Says in words how a trainer's loss weighs its tokens; an exception of the trainer is quoted.
 
     Args:
@@ -289,7 +286,7 @@ def name_reduction(loss: BatchLoss, one_token: float) -> str:
     )
 
 
-def token_weights(loss: BatchLoss, one_token: float) -> tuple[list[float], list[float]]:
+def token_weights(loss: HostLoss, one_token: float) -> tuple[list[float], list[float]]:
     """The weights of the first completion's only token and of the second one's three, and those of padding."""
     mask = torch.arange(COLUMNS) < torch.tensor(LENGTHS)[:, None]
     kept, padding = (
@@ -299,11 +296,11 @@ def token_weights(loss: BatchLoss, one_token: float) -> tuple[list[float], list[
     return kept, padding
 
 
-def _loss_at(loss: BatchLoss, mask: Tensor, place: tuple[int, int]) -> float:
+def _loss_at(loss: HostLoss, mask: Tensor, place: tuple[int, int]) -> float:
     policy = torch.full(mask.shape, -1.0, dtype=torch.float64)
     ref = policy.clone()
     ref[place] -= LOG_RATIO
-    return loss(policy.requires_grad_(), ref, mask).item()
+    return loss(policy.clone().requires_grad_(), ref, policy, mask).item()
 
 
 def _name_weights(weights: list[float]) -> str:

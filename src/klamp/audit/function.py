@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import operator
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from klamp.errors import ConfigError
+from klamp.errors import ConfigError, unknown_name
 
 if TYPE_CHECKING:  # torch is loaded with the first subject: the help needs the names alone
-    from torch import Tensor
-
     from klamp.audit.examine import Subject
 
 CONTRACT = "function(policy_logprobs [B, T], ref_logprobs [B, T]) -> [B, T]"
@@ -31,13 +30,9 @@ def function_subject(path: str) -> Subject:
 
     function = load_function(path)
     _try(function, path)
-
-    def call(policy: Tensor, ref: Tensor) -> Tensor:
-        return function(policy, ref)
-
     return Subject(
         title=path,
-        terms=(Term.of_function("as a loss", call), Term.of_function("in the reward", call, use="reward")),
+        terms=(Term.of_function("as a loss", function), Term.of_function("in the reward", function, use="reward")),
     )
 
 
@@ -45,6 +40,7 @@ def load_function(path: str) -> Callable[..., Any]:
     """Import the function that `module:function` names.
 
     Raises:
+        UnknownNameError: the module has no such function; names the nearest.
         ConfigError: it cannot be imported, or is not callable.
     """
     module_name, _, attribute = path.partition(":")
@@ -52,16 +48,12 @@ def load_function(path: str) -> Callable[..., Any]:
         raise ConfigError(
             "this does not name a function", got=repr(path), why="it needs a module and a name", fix="module:function"
         )
-    found: Any = _import(module_name, path)
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise ConfigError(
-                f"{module_name} has no {attribute}",
-                got=repr(path),
-                why=f"there is no {part!r}; it has {_names(found)}",
-                fix="name a function that stands at the top of the module, or Class.method",
-            )
-        found = getattr(found, part)
+    module = _import(module_name, path)
+    try:
+        found = operator.attrgetter(attribute)(module)
+    except AttributeError as error:
+        names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise unknown_name("function", attribute, names, why=str(error)) from None
     if not callable(found):
         raise ConfigError(f"{path} is no function", got=type(found).__name__, fix=f"name one that is: {CONTRACT}")
     return found
@@ -110,8 +102,3 @@ def _import(name: str, path: str) -> Any:
             why=f"klamp audit {path} looks in the working directory and in the installed packages",
             fix="run it where `python -c 'import ...'` of that module works",
         ) from error
-
-
-def _names(owner: Any) -> str:
-    names = [name for name, value in vars(owner).items() if callable(value) and not name.startswith("_")]
-    return ", ".join(names[:8]) or "no functions"

@@ -14,33 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klamp.audit.examine import BatchLoss, Subject, Term
-from klamp.config import TRL_LOSS_TYPES
+from klamp.audit.examine import Subject
+from klamp.audit.trl import subject_of_loss
 
 LONGEST = 256
 
 
 def subject() -> Subject:
-    """Prepare the KL of the installed Liger for an audit: one term per option, one reduction per loss type."""
+    """Prepare the KL of the installed Liger for an audit; its loss has the options of TRL's."""
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     defaults = {name: each.default for name, each in inspect.signature(LigerFusedLinearGRPOLoss).parameters.items()}
-    corrected = bool(defaults["use_bias_correction_kl"])
-    return Subject(
-        title=f"liger-kernel {version('liger-kernel')}, LigerFusedLinearGRPOLoss",
-        terms=(
-            _term(f"use_bias_correction_kl={corrected} (default)", use_bias_correction_kl=corrected),
-            _term(f"use_bias_correction_kl={not corrected}", use_bias_correction_kl=not corrected),
-            _term(
-                "sequence-level ratio, bias correction",
-                importance_sampling_level="sequence",
-                use_bias_correction_kl=True,
-            ),
-        ),
-        reductions={
-            f"loss_type={name}" + (" (default)" if name == defaults["loss_type"] else ""): _batch_loss(name)
-            for name in TRL_LOSS_TYPES
-        },
+    return subject_of_loss(
+        f"liger-kernel {version('liger-kernel')}, LigerFusedLinearGRPOLoss",
+        kl_loss,
+        defaults,
         notes=(
             f"beta is {defaults['beta']:g} by default; without a reference model it compares the policy with itself.",
             "Log-probabilities reach the KL in float32, whatever the model's type.",
@@ -50,15 +38,7 @@ def subject() -> Subject:
 
 
 def kl_loss(policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor, **options: Any) -> Tensor:
-    """The KL part of Liger's loss at coefficient 1, for a batch of log-probabilities `[B, T]`.
-
-    Args:
-        policy: log-probabilities of the policy.
-        ref: of the reference.
-        old: of the policy that sampled.
-        mask: True on the tokens of the completions.
-        options: keyword arguments of `ppo_loss_fn`.
-    """
+    """The KL part of Liger's loss, as a `HostLoss`; `options` are keyword arguments of `ppo_loss_fn`."""
     from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction
 
     losses = [
@@ -76,16 +56,3 @@ def kl_loss(policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor, **options: A
         for beta in (1.0, 0.0)
     ]
     return losses[0] - losses[1]
-
-
-def _term(name: str, **options: Any) -> Term:
-    def completion(policy: Tensor, ref: Tensor, old: Tensor) -> Tensor:
-        mask = torch.ones(policy.shape, dtype=torch.bool)
-        mean = kl_loss(policy, ref, old, mask, loss_type="grpo", **options)  # of one completion: over its tokens
-        return mean * policy.shape[-1]
-
-    return Term(name=name, completion=completion)
-
-
-def _batch_loss(loss_type: str) -> BatchLoss:
-    return lambda policy, ref, mask: kl_loss(policy, ref, policy.detach(), mask, loss_type=loss_type)

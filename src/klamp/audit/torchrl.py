@@ -7,6 +7,7 @@ is answered with those of the audit.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from importlib.metadata import version
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from klamp.audit.examine import BatchLoss, Subject, Term
+from klamp.audit.examine import Subject, Term, marked
 
 AVERAGES = ("token_mean", "prompt_mean", "none")
 
@@ -27,14 +28,14 @@ def subject() -> Subject:
     return Subject(
         title=f"torchrl {version('torchrl')}, GRPOLoss",
         terms=(
-            Term(name="GRPOLoss, kl_to_ref_coeff", completion=_completion),
+            Term.of_mean("GRPOLoss, kl_to_ref_coeff", kl_loss),
             Term.of_function(
                 "k3_kl_token_estimate(ref, policy)", lambda policy, ref: k3_kl_token_estimate(ref, policy)
             ),
             Term.of_function("KLComputation, in the reward", reward_kl, use="reward"),
         ),
         reductions={
-            f"aggregation={name}" + (" (default)" if name == loss.aggregation else ""): _batch_loss(name)
+            marked("aggregation", name, loss.aggregation): functools.partial(kl_loss, aggregation=name)
             for name in AVERAGES
         },
         notes=(f"kl_to_ref_coeff is {loss.kl_to_ref_coeff} by default: without it there is no KL in the loss.",),
@@ -42,15 +43,7 @@ def subject() -> Subject:
 
 
 def kl_loss(policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor, *, aggregation: str = "token_mean") -> Tensor:
-    """The KL part of torchrl's loss at coefficient 1, for a batch of log-probabilities `[B, T]`.
-
-    Args:
-        policy: log-probabilities of the policy.
-        ref: of the reference.
-        old: of the policy that sampled.
-        mask: True on the tokens of the completions.
-        aggregation: how the loss averages.
-    """
+    """The KL part of torchrl's loss, as a `HostLoss`; `aggregation` says how that averages."""
     from tensordict import TensorDict
     from torchrl.objectives.llm import GRPOLoss
 
@@ -77,12 +70,3 @@ def reward_kl(policy: Tensor, ref: Tensor) -> Tensor:
     )
     done = KLComputation(coeff=1.0)(TensorDict({"next": step}, batch_size=[len(policy)]))
     return -torch.stack([*done["next", "reward"].unbind()])[..., 0]
-
-
-def _completion(policy: Tensor, ref: Tensor, old: Tensor) -> Tensor:
-    mask = torch.ones(policy.shape, dtype=torch.bool)
-    return kl_loss(policy, ref, old, mask) * policy.shape[-1]
-
-
-def _batch_loss(aggregation: str) -> BatchLoss:
-    return lambda policy, ref, mask: kl_loss(policy, ref, policy.detach(), mask, aggregation=aggregation)

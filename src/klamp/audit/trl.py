@@ -9,39 +9,59 @@ place of the model's. The loss at beta 1 less the loss at beta 0, advantages 0, 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import tempfile
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from klamp.audit.examine import BatchLoss, Subject, Term
+from klamp.audit.examine import Subject, Term, marked
 from klamp.config import TRL_LOSS_TYPES
-
-TITLE = "GRPOTrainer"
 
 
 def subject() -> Subject:
-    """Prepare the KL of the installed TRL for an audit: one term per option, one reduction per loss type."""
+    """Prepare the KL of the installed TRL for an audit."""
     import trl
 
-    defaults: dict[str, Any] = {each.name: each.default for each in dataclasses.fields(trl.GRPOConfig)}
-    trainer = build_trainer()
-    terms = [
-        _term(trainer, f"use_bias_correction_kl={corrected}", defaults, use_bias_correction_kl=corrected)
-        for corrected in _default_first(defaults["use_bias_correction_kl"])
-    ]
-    by_sequence = {"importance_sampling_level": "sequence", "use_bias_correction_kl": True}
-    terms.append(_term(trainer, "sequence-level ratio, bias correction", defaults, **by_sequence))
-    return Subject(
-        title=f"trl {trl.__version__}, {TITLE}",
-        terms=tuple(terms),
-        reductions={_marked("loss_type", name, defaults): _batch_loss(trainer, name) for name in TRL_LOSS_TYPES},
+    defaults = {each.name: each.default for each in dataclasses.fields(trl.GRPOConfig)}
+    return subject_of_loss(
+        f"trl {trl.__version__}, GRPOTrainer",
+        functools.partial(kl_loss, build_trainer()),
+        defaults,
         notes=(
             f"beta is {defaults['beta']:g} by default: without beta= there is no KL and no reference.",
             "Log-probabilities reach the KL in float32, whatever the model's type.",
         ),
+    )
+
+
+def subject_of_loss(
+    title: str, loss: Callable[..., Tensor], defaults: Mapping[str, Any], *, notes: tuple[str, ...]
+) -> Subject:
+    """The subject of a loss that has the options of TRL's GRPO: one term per option, one reduction per loss type.
+
+    Args:
+        title: the name of the package and its version.
+        loss: a `HostLoss` that takes those options as keywords.
+        defaults: the option -> the host's default.
+        notes: for the reader.
+    """
+    option, default = "use_bias_correction_kl", bool(defaults["use_bias_correction_kl"])
+    terms = {marked(option, each, default): {option: each} for each in (default, not default)}
+    terms["sequence-level ratio, bias correction"] = {"importance_sampling_level": "sequence", option: True}
+    return Subject(
+        title=title,
+        terms=tuple(
+            Term.of_mean(name, functools.partial(loss, loss_type="grpo", **options)) for name, options in terms.items()
+        ),
+        reductions={
+            marked("loss_type", name, defaults["loss_type"]): functools.partial(loss, loss_type=name)
+            for name in TRL_LOSS_TYPES
+        },
+        notes=notes,
     )
 
 
@@ -72,7 +92,7 @@ def build_trainer() -> Any:
 
 
 def kl_loss(trainer: Any, policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor, **options: Any) -> Tensor:
-    """The KL part of TRL's loss at coefficient 1, for a batch of log-probabilities `[B, T]`.
+    """The KL part of TRL's loss, as a `HostLoss`.
 
     Args:
         trainer: from `build_trainer`.
@@ -102,20 +122,6 @@ def kl_loss(trainer: Any, policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor
     return losses[0] - losses[1]
 
 
-def _term(trainer: Any, name: str, defaults: dict[str, Any], **options: Any) -> Term:
-    def completion(policy: Tensor, ref: Tensor, old: Tensor) -> Tensor:
-        mask = torch.ones(policy.shape, dtype=torch.bool)
-        mean = kl_loss(trainer, policy, ref, old, mask, loss_type="grpo", **options)  # of one completion: over tokens
-        return mean * policy.shape[-1]
-
-    default = all(defaults[option] == value for option, value in options.items())
-    return Term(name=name + (" (default)" if default else ""), completion=completion)
-
-
-def _batch_loss(trainer: Any, loss_type: str) -> BatchLoss:
-    return lambda policy, ref, mask: kl_loss(trainer, policy, ref, policy.detach(), mask, loss_type=loss_type)
-
-
 def _tiny_model() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -143,14 +149,6 @@ def _tiny_tokenizer() -> Any:
 
 def _no_reward(completions: list[Any], **_: Any) -> list[float]:
     return [0.0] * len(completions)
-
-
-def _default_first(default: bool) -> tuple[bool, bool]:
-    return default, not default
-
-
-def _marked(option: str, value: str, defaults: dict[str, Any]) -> str:
-    return f"{option}={value}" + (" (default)" if defaults[option] == value else "")
 
 
 @contextmanager

@@ -8,13 +8,14 @@ and `ppo_loss` itself for the way in which it is averaged. The reward side is `a
 from __future__ import annotations
 
 import dataclasses
+import functools
 from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from klamp.audit.examine import BatchLoss, Subject, Term
+from klamp.audit.examine import Subject, Term, marked
 
 LOSS_TYPES = ("low_var_kl", "kl", "abs", "mse", "low_var_kl+", "kl+", "abs+", "full")
 REWARD_TYPES = ("kl", "abs", "mse", "low_var_kl")
@@ -32,11 +33,11 @@ def subject() -> Subject:
     return Subject(
         title=f"verl {version('verl')}, ppo_loss and apply_kl_penalty",
         terms=(
-            *(_loss_term(name, default=name == kind) for name in LOSS_TYPES),
+            *(_loss_term(name, default=kind) for name in LOSS_TYPES),
             *(_reward_term(name) for name in REWARD_TYPES),
         ),
         reductions={
-            f"loss_agg_mode={name}" + (" (default)" if name == average else ""): _batch_loss(name) for name in AVERAGES
+            marked("loss_agg_mode", name, average): functools.partial(kl_loss, loss_agg_mode=name) for name in AVERAGES
         },
         notes=(f"use_kl_loss is {defaults['use_kl_loss']} by default: without it there is no KL in the loss.",),
     )
@@ -91,13 +92,21 @@ def reward_kl(policy: Tensor, ref: Tensor, *, kind: str) -> Tensor:
     return -data.batch["token_level_rewards"]
 
 
-def _loss_term(kind: str, *, default: bool) -> Term:
+def kl_loss(policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor, **options: Any) -> Tensor:
+    """The KL part of verl's loss, as a `HostLoss`; the loss is on-policy, whatever `old` says."""
+    with_kl, without = (
+        ppo_loss(policy, ref, mask, use_kl_loss=use, kl_loss_coef=1.0, **options) for use in (True, False)
+    )
+    return with_kl - without
+
+
+def _loss_term(kind: str, *, default: str) -> Term:
     from verl.workers.utils import losses
 
     def function(policy: Tensor, ref: Tensor) -> Tensor:
         return losses.kl_penalty(logprob=policy, ref_logprob=ref, kl_penalty=kind)
 
-    return Term.of_function(f"kl_loss_type={_with_alias(kind)}" + (" (default)" if default else ""), function)
+    return Term.of_function(marked("kl_loss_type", _with_alias(kind), _with_alias(default)), function)
 
 
 def _reward_term(kind: str) -> Term:
@@ -105,15 +114,6 @@ def _reward_term(kind: str) -> Term:
         return reward_kl(policy, ref, kind=kind)
 
     return Term.of_function(f"in the reward, kl_penalty={_with_alias(kind)}", function, use="reward")
-
-
-def _batch_loss(average: str) -> BatchLoss:
-    def loss(policy: Tensor, ref: Tensor, mask: Tensor) -> Tensor:
-        options = {"loss_agg_mode": average, "kl_loss_coef": 1.0}
-        with_kl = ppo_loss(policy, ref, mask, use_kl_loss=True, **options)
-        return with_kl - ppo_loss(policy, ref, mask, use_kl_loss=False, **options)
-
-    return loss
 
 
 def _without_padding(policy: Tensor, mask: Tensor) -> Tensor:

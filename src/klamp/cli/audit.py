@@ -156,6 +156,6 @@ def _stops(judgement: Judgement) -> str:
 
 def _reach(reach: Reach) -> str:
     if reach.everywhere:
-        return f"±{reach.far}"
+        return f"±{FAR:g}"
     low = f"{reach.low}" if reach.low else "0"
     return f"{low} +{reach.high} {reach.failure}"

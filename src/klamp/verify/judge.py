@@ -29,7 +29,18 @@ import torch
 from torch import Tensor
 
 from klamp.errors import ShapeError, unknown_name
-from klamp.verify.oracle import Loss, Pull, expected, expected_pull, forward_kl, in_reward, reverse_kl, variance
+from klamp.verify.oracle import (
+    Loss,
+    Pull,
+    expected,
+    expected_gradient,
+    forward_kl,
+    in_reward,
+    pull_of,
+    reverse_kl,
+    truths,
+    variance,
+)
 from klamp.verify.worlds import Chain, Outcomes, enumerate_outcomes, random_positions
 
 KLFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
@@ -209,7 +220,7 @@ def judge(function: KLFunction, *, name: str = "", use: Use = "loss") -> Judgeme
         name=name or str(getattr(function, "__name__", type(function).__name__)),
         use=use,
         value=judge_value(as_loss(function), chains),
-        gradient=expected_pull(chains, as_loss(function, use), tolerance=TOLERANCE),
+        gradient=judge_gradient(as_loss(function, use), chains),
         probes=probe_far(function, use),
         clamp=ClampFinding(above=_find_clamp(function, 1, use), below=_find_clamp(function, -1, use)),
     )
@@ -251,6 +262,13 @@ def judge_value(loss: Loss, chains: Sequence[Chain]) -> ValueFinding:
         standard_deviation=deviation.item(),
         lowest=min(loss(enumerate_outcomes(chain)).min().item() for chain in chains),
     )
+
+
+def judge_gradient(loss: Loss, chains: Sequence[Chain]) -> Pull:
+    """Where the expected gradient of a loss per token points; KL(policy||ref) minus KL(ref||policy) is known too."""
+    known = [truths(chain) for chain in chains]
+    known = [exact | {"reverse - forward": exact["reverse"] - exact["forward"]} for exact in known]
+    return pull_of([expected_gradient(chain, loss) for chain in chains], known, tolerance=TOLERANCE)
 
 
 def _name_value(means: Tensor, reverse: Tensor, forward: Tensor) -> str:

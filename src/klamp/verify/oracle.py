@@ -342,7 +342,7 @@ def pull_of(gradients: Sequence[Tensor], known: Sequence[Truths], *, tolerance: 
 
 
 def expected_pull(chains: Sequence[Chain], loss: Loss, *, tolerance: float = 1e-7) -> Pull:
-    """Where the expected gradient of a loss points; at one position "reverse - forward" is a known gradient too.
+    """Where the expected gradient of a loss points, over these worlds.
 
     Args:
         chains: the worlds.
@@ -350,10 +350,7 @@ def expected_pull(chains: Sequence[Chain], loss: Loss, *, tolerance: float = 1e-
         tolerance: largest relative distance that still counts as the same gradient.
     """
     gradients = [expected_gradient(chain, loss) for chain in chains]
-    known = [truths(chain) for chain in chains]
-    if all(chain.length == 1 for chain in chains):
-        known = [exact | {"reverse - forward": exact["reverse"] - exact["forward"]} for exact in known]
-    return pull_of(gradients, known, tolerance=tolerance)
+    return pull_of(gradients, [truths(chain) for chain in chains], tolerance=tolerance)
 
 
 def cosine(first: Tensor, second: Tensor) -> float:

@@ -12,8 +12,8 @@ from torch import Tensor
 from klamp.core.estimators import ESTIMATORS, exact_kl, kl_estimate
 from klamp.core.gradients import kl_penalty
 from klamp.core.types import Estimator, Gradient
-from klamp.verify.judge import DTYPES, FAR, judge_value, one_token
-from klamp.verify.oracle import Followed, Loss, expected, expected_pull, in_reward, reverse_kl, variance
+from klamp.verify.judge import DTYPES, FAR, judge_gradient, judge_value, one_token
+from klamp.verify.oracle import Followed, Loss, expected, in_reward, reverse_kl, variance
 from klamp.verify.proofs.check import Check, is_equal, is_true
 from klamp.verify.worlds import (
     Chain,
@@ -263,6 +263,6 @@ def _measure(name: str, formula: str, loss: Loss) -> EstimatorFacts:
         bias=value.relative_bias,
         deviation=value.standard_deviation / value.reverse_kl,
         lowest=value.lowest,
-        as_loss=expected_pull(chains, loss).follows,
-        in_reward=expected_pull(chains, in_reward(loss)).follows,
+        as_loss=judge_gradient(loss, chains).follows,
+        in_reward=judge_gradient(in_reward(loss), chains).follows,
     )
