@@ -99,8 +99,8 @@ def before(owner: Any, name: str, *, last: str = "") -> Point:
     return wrap
 
 
-def after(owner: Any, name: str) -> Point:
-    """After a call of `owner.name`."""
+def after(owner: Any, name: str, *, ruin: Callable[..., object] | None = None) -> Point:
+    """After a call of `owner.name`, and after `ruin` had what it was called with."""
 
     def wrap(aim: Aim) -> None:
         usual = getattr(owner, name)
@@ -108,6 +108,8 @@ def after(owner: Any, name: str) -> Point:
         def call(*args: Any, **options: Any) -> Any:
             found = usual(*args, **options)
             if aim():
+                if ruin is not None:
+                    ruin(*args)
                 die()
             return found
 
@@ -118,20 +120,7 @@ def after(owner: Any, name: str) -> Point:
 
 def halved(owner: Any, name: str) -> Point:
     """While `owner.name` writes the file that is its second argument."""
-
-    def wrap(aim: Aim) -> None:
-        usual = getattr(owner, name)
-
-        def call(what: Any, file: Any, *args: Any, **options: Any) -> Any:
-            found = usual(what, file, *args, **options)
-            if aim():
-                os.truncate(file, Path(file).stat().st_size // 2)
-                die()
-            return found
-
-        setattr(owner, name, call)
-
-    return wrap
+    return after(owner, name, ruin=lambda _what, file, *_: os.truncate(file, Path(file).stat().st_size // 2))
 
 
 def weights(aim: Aim) -> None:

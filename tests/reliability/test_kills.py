@@ -1,15 +1,19 @@
-"""Ten runs that are killed, wherever somebody lands a change; and the harness, which must notice."""
+"""Ten runs that are killed, wherever somebody lands a change, and a hundred; and the harness, which must notice."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.reliability.kills import AT_RANDOM, FIRST, OF_A_RESUME, ONLY, Blow, Ground, Kill, plan
+from tests.reliability.__main__ import table
+from tests.reliability.kills import AT_RANDOM, FIRST, OF_A_RESUME, ONLY, Blow, Ground, Kill, Outcome, plan
 from tests.reliability.points import POINTS
 from tests.reliability.runs import CASES, differing
 from torch.utils.tensorboard import SummaryWriter
@@ -38,7 +42,7 @@ TEN = (
         ),
     ),
 )
-"""Each case, and each kind of file: a hundred more, which a seed draws, are in test_hundred_kills.py."""
+"""Each case, and each kind of file."""
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +59,14 @@ def test_a_killed_run_ends_as_one_that_never_was(ground: Ground, kill: Kill) -> 
     assert outcome.hits >= sum(blow.point != AT_RANDOM for blow in kill.blows), "the run was alive"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", plan(100, seed=0), ids=str)
+def test_so_do_a_hundred_that_a_seed_draws(ground: Ground, kill: Kill) -> None:
+    outcome = ground.strike(kill)
+    assert outcome.differs == []
+    assert outcome.hits or kill.blows[0].point == AT_RANDOM, "the run was alive at the point that was aimed at"
+
+
 def test_every_point_and_case_has_its_turn() -> None:
     kills = plan(100, seed=0)
     assert kills == plan(100, seed=0) != plan(100, seed=1)
@@ -64,6 +76,13 @@ def test_every_point_and_case_has_its_turn() -> None:
         *FIRST,
     }
     assert 1 < max(len(kill.blows) for kill in kills) and len(set(OF_A_RESUME)) == 2
+
+
+def test_a_run_that_differs_shows_in_the_table() -> None:
+    ended = [(kill, Outcome(hits=1, differs=["metrics"] * (i == 1))) for i, kill in enumerate(plan(8, seed=0))]
+    head, *_, total = table(ended).splitlines()
+    assert head == f"| killed | {' | '.join(CASES)} | all |"
+    assert total.startswith("| all |") and total.endswith(" 7 of 8 |")
 
 
 def test_a_run_comes_by_all_that_it_can_be_killed_at(ground: Ground) -> None:
@@ -77,72 +96,60 @@ def test_a_run_comes_by_all_that_it_can_be_killed_at(ground: Ground) -> None:
 # the comparison ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def copied(ground: Ground, tmp_path: Path) -> Path:
-    """The folder of an undisturbed run, to be spoiled."""
-    ground.undisturbed("controller")
-    return shutil.copytree(ground.folder / "whole" / "controller", tmp_path / "copy")
-
-
-def found(ground: Ground, folder: Path) -> list[str]:
-    return differing(ground.undisturbed("controller").holds, folder)
-
-
-def test_a_copy_is_equal(ground: Ground, copied: Path) -> None:
-    assert found(ground, copied) == []
-
-
-@pytest.mark.parametrize("name", ["metrics", "completions", "answers"])
-def test_a_line_that_is_there_twice_is_seen(ground: Ground, copied: Path, name: str) -> None:
-    file = copied / f"{name}.jsonl"
+def doubled(name: str, run: Path) -> None:
+    file = run / f"{name}.jsonl"
     file.write_text(file.read_text() + file.read_text().splitlines()[-1] + "\n")
-    assert found(ground, copied) == [name]
 
 
-def test_an_alarm_too_many_is_seen(ground: Ground, copied: Path) -> None:
-    with (copied / "alarms.jsonl").open("a") as file:
-        file.write('{"step": 7, "name": "kl-far"}\n')
-    assert "alarms" in found(ground, copied)
+def added(name: str, text: str, run: Path) -> None:
+    with (run / name).open("a") as file:
+        file.write(text)
 
 
-def test_a_torn_line_is_seen(ground: Ground, copied: Path) -> None:
-    with (copied / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 7, "rew')
-    (difference,) = found(ground, copied)
-    assert difference.startswith("JSONDecodeError")
+def changed(name: str, change: dict[str, Any], run: Path) -> None:
+    (run / name).write_text(json.dumps(json.loads((run / name).read_text()) | change))
 
 
-def test_one_bit_of_a_weight_is_seen(ground: Ground, copied: Path) -> None:
-    file = copied / "checkpoints" / "step-000007" / "policy" / "model.safetensors"
+def one_bit_of_a_weight(run: Path) -> None:
+    file = run / "checkpoints" / "step-000007" / "policy" / "model.safetensors"
     weights = load_file(file)
-    first = next(iter(weights.values())).view(torch.int32).view(-1)
-    first[0] ^= 1
+    next(iter(weights.values())).view(torch.int32).view(-1)[0] ^= 1
     save_file(weights, file, metadata={"format": "pt"})
-    assert found(ground, copied) == ["weights of step-000007"]
 
 
-def test_one_bit_of_a_moment_is_seen(ground: Ground, copied: Path) -> None:
-    file = copied / "checkpoints" / "step-000006" / "optimizer.pt"
+def one_bit_of_a_moment(run: Path) -> None:
+    file = run / "checkpoints" / "step-000006" / "optimizer.pt"
     moments = torch.load(file, weights_only=True)
     next(iter(moments["state"].values()))["exp_avg_sq"].view(torch.int32).view(-1)[0] ^= 1
     torch.save(moments, file)
-    assert found(ground, copied) == ["moments of step-000006"]
 
 
-def test_a_point_that_tensorboard_shows_twice_is_seen(ground: Ground, copied: Path) -> None:
-    with SummaryWriter(copied / "tracking", purge_step=8) as writer:
+def a_point_twice(run: Path) -> None:
+    with SummaryWriter(run / "tracking", purge_step=8) as writer:
         writer.add_scalar("beta", 0.05, 7)
-    assert found(ground, copied) == ["TensorBoard"]
 
 
-def test_a_checkpoint_or_a_file_too_many_is_seen(ground: Ground, copied: Path) -> None:
-    (copied / "checkpoints" / ".step-000004.part").mkdir()
-    assert "files" in found(ground, copied)
+SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "nothing": (lambda run: None, ""),
+    "a line of metrics twice": (partial(doubled, "metrics"), "metrics"),
+    "a completion twice": (partial(doubled, "completions"), "completions"),
+    "an answer twice": (partial(doubled, "answers"), "answers"),
+    "an alarm too many": (partial(added, "alarms.jsonl", '{"step": 7, "name": "kl-far"}\n'), "alarms"),
+    "a torn line": (partial(added, "metrics.jsonl", '{"step": 7, "rew'), "JSONDecodeError"),
+    "one bit of a weight": (one_bit_of_a_weight, "weights of step-000007"),
+    "one bit of a moment": (one_bit_of_a_moment, "moments of step-000006"),
+    "a point that TensorBoard shows twice": (a_point_twice, "TensorBoard"),
+    "a file too many": (lambda run: (run / "checkpoints" / ".step-000004.part").mkdir(), "files"),
+    "another score": (partial(changed, "summary.json", {"steps": 6}), "summary"),
+    "another state": (partial(changed, "checkpoints/step-000006/state.json", {"last_kl": 0.0}), "state of step-000006"),
+}
+"""What is done to a copy of an undisturbed run, and what then differs, alone."""
 
 
-def test_another_score_in_the_summary_or_the_state_is_seen(ground: Ground, copied: Path) -> None:
-    file = copied / "summary.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"steps": 6}))
-    state = copied / "checkpoints" / "step-000006" / "state.json"
-    state.write_text(json.dumps(json.loads(state.read_text()) | {"last_kl": 0.0}))
-    assert found(ground, copied) == ["state of step-000006", "summary"]
+@pytest.mark.parametrize("what", SPOILED)
+def test_what_differs_is_seen(ground: Ground, tmp_path: Path, what: str) -> None:
+    spoil, wanted = SPOILED[what]
+    holds = ground.undisturbed("controller").holds
+    copied = shutil.copytree(ground.folder / "whole" / "controller", tmp_path / "copy")
+    spoil(copied)
+    assert [each.partition(":")[0] for each in differing(holds, copied)] == ([wanted] if wanted else [])
