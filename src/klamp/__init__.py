@@ -15,7 +15,6 @@ if TYPE_CHECKING:  # what type checkers, editors and the documentation see; _HOM
     from klamp import errors as errors
     from klamp.config import KLConfig, LossConfig, build_objective, preset
     from klamp.core.advantages import group_advantages
-    from klamp.core.beta_rules import adaptive_kl_coefficient
     from klamp.core.clipping import clip_kl, kl_budget
     from klamp.core.controllers import (
         DualController,
@@ -24,6 +23,7 @@ if TYPE_CHECKING:  # what type checkers, editors and the documentation see; _HOM
         PIDController,
         ProportionalController,
         StepController,
+        adaptive_kl_coefficient,
     )
     from klamp.core.estimators import exact_kl, kl_estimate
     from klamp.core.gradients import kl_penalty
@@ -81,7 +81,7 @@ _HOMES = {
     "ProportionalController": "core.controllers",
     "StepController": "core.controllers",
     "Totals": "core.masking",
-    "adaptive_kl_coefficient": "core.beta_rules",
+    "adaptive_kl_coefficient": "core.controllers",
     "build_objective": "config",
     "check_sync": "hosts.common.sampler_weights",
     "clip_kl": "core.clipping",

@@ -10,9 +10,10 @@ from pathlib import Path
 import klamp
 
 ROOT = Path(klamp.__file__).parent
-CHANGED = {"KLFields"}
-"""Fields of a dataclass of TRL's, which is not frozen."""
-BY_ORDER = {"_Field", "Numbers", "Kind", "Gate", "ActiveDropout", "KLFields"}
+CONTROLLERS = {f"{name}Controller" for name in ("Fixed", "_Target", "Hold", "Step", "Proportional", "Dual", "PID")}
+CHANGED = {"KLFields", *CONTROLLERS}
+"""Fields of a dataclass of TRL's, which is not frozen; and what has a state."""
+BY_ORDER = {"_Field", "Numbers", "Kind", "Gate", "ActiveDropout", "KLFields", "FixedController"}
 """Few fields of their own, each of another kind."""
 
 

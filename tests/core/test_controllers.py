@@ -1,4 +1,4 @@
-"""Controllers: each rule against values worked out by hand, and what must hold after any sequence of measurements."""
+"""Controllers and schedules of beta: values worked out by hand, what holds after any measurements, refusals."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from klamp.core.controllers import (
+    BetaState,
     DualController,
     FixedController,
     HoldController,
     PIDController,
     ProportionalController,
     StepController,
+    adaptive_kl_coefficient,
+    kl_schedule_factor,
 )
-from klamp.errors import ConfigError, KlampError
+from klamp.errors import ConfigError, KlampError, NonFiniteError, UnknownNameError
 
 MAKERS = {
     "fixed": lambda **b: FixedController(0.1, **b),
@@ -49,11 +52,12 @@ def test_fixed_never_moves():
 @pytest.mark.parametrize("name", MAKERS)
 def test_only_hold_is_told_where_to_land(name):
     controller = MAKERS[name]()
-    before = controller.rule
+    assert controller.may_land == (name == "hold")
+    before = dict(vars(controller))
     controller.land_at(3.0)
-    assert (controller.rule == before) == (name != "hold")
+    assert vars(controller) == before | ({"landing": 3.0} if name == "hold" else {})
     controller.land_at(None)
-    assert controller.rule == before
+    assert vars(controller) == before
 
 
 def test_step_multiplies_by_1_5_above_and_by_0_75_below_the_band():
@@ -116,6 +120,27 @@ def test_pid_does_not_wind_up_while_beta_stands_at_a_bound():
 # --- properties -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", MAKERS)
+@given(kl=st.floats(0, 10), start=st.floats(0, 5), integral=st.floats(0, 5), before=st.floats(-1, 5))
+def test_a_rule_is_pure_and_update_keeps_what_it_gives(name, kl, start, integral, before):
+    """The same state and KL give the same state, whatever came between; neither the rule nor the state changes."""
+    controller, state = MAKERS[name](), BetaState(start, integral, before)
+    known = dict(vars(controller))
+    first = controller.after(state, kl, 2)
+    controller.after(controller.after(first, 3.0), 0.0)
+    assert controller.after(state, kl, 2) == first
+    assert state == BetaState(start, integral, before) and vars(controller) == known
+    controller.state = state
+    assert controller.update(kl, 2) == first.value == controller.value
+    assert controller.state == first
+
+
+@pytest.mark.parametrize("name", ADAPTIVE)
+def test_where_beta_would_overflow_the_state_stays(name):
+    state = BetaState(1.7e308, 1.7e308, 0.0)
+    assert MAKERS[name]().after(state, 1.7e308, 10) == state
+
+
 @pytest.mark.parametrize("name", ADAPTIVE)
 @given(kls=st.lists(st.floats(0, 1e6), max_size=30), low=st.floats(0, 0.1), high=st.floats(0.1, 10))
 def test_beta_stays_within_its_bounds_and_is_never_nan(name, kls, low, high):
@@ -124,14 +149,6 @@ def test_beta_stays_within_its_bounds_and_is_never_nan(name, kls, low, high):
         assert low <= bounded.update(kl) <= high
         assert 0.0 <= free.update(kl)
         assert not math.isnan(free.value)
-
-
-@pytest.mark.parametrize("name", ADAPTIVE)
-def test_beta_survives_absurd_kls_until_it_would_overflow(name):
-    controller = MAKERS[name]()
-    for kl in [1e306] * 4000 + [0.0] * 100:
-        assert controller.update(kl) >= 0.0
-        assert math.isfinite(controller.value)
 
 
 @pytest.mark.parametrize("name", ADAPTIVE)
@@ -256,3 +273,89 @@ def test_gains_and_rates_that_push_the_wrong_way_are_refused():
 def test_a_broken_saved_state_is_refused(name, broken):
     with pytest.raises(KlampError):
         MAKERS[name]().load_state_dict(broken)
+
+
+@pytest.mark.parametrize("maker", [StepController, DualController, FixedController])
+def test_numbers_but_the_first_are_taken_by_name(maker):
+    """A target and a bound are both plain numbers: by their order they would be mistaken for one another."""
+    with pytest.raises(TypeError, match="positional"):
+        maker(0.1, 0.05)
+
+
+# --- the tutorial's rule as a function ------------------------------------------------------------------------
+
+
+def as_printed(kl_divergence: float, target_kl: float, kl_coefficient: float) -> float:
+    """The GRPO tutorial's function, word for word but for the coefficient, which it reads from outside."""
+    if kl_divergence > target_kl * 1.5:
+        return kl_coefficient * 1.5
+    if kl_divergence < target_kl * 0.5:
+        return kl_coefficient * 0.75
+    return kl_coefficient
+
+
+@given(st.floats(0, 10), st.floats(1e-3, 1), st.floats(0, 100))
+def test_the_tutorials_rule_is_the_step_rule(kl, target, beta):
+    assert adaptive_kl_coefficient(kl, target, kl_coefficient=beta) == as_printed(kl, target, beta)
+    assert adaptive_kl_coefficient(kl, kl_coefficient=beta) == as_printed(kl, 0.05, beta)
+
+
+def test_the_tutorials_rule_refuses_what_would_stay_in_beta():
+    for bad in (float("nan"), -0.1):
+        with pytest.raises(NonFiniteError):
+            adaptive_kl_coefficient(bad, kl_coefficient=0.01)
+    for beta, target in ((-1.0, 0.05), (0.01, 0.0)):
+        with pytest.raises(ConfigError):
+            adaptive_kl_coefficient(0.1, target, kl_coefficient=beta)
+
+
+# --- schedules ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step", "expected"),
+    [
+        ("constant", 0, 1.0),
+        ("constant", 100, 1.0),
+        ("linear", 0, 1.0),
+        ("linear", 25, 0.75 + 0.25 * 0.2),
+        ("linear", 100, 0.2),
+        ("cosine", 0, 1.0),
+        ("cosine", 50, 0.6),
+        ("cosine", 25, 0.2 + 0.8 * (1 + math.sqrt(0.5)) / 2),
+        ("cosine", 100, 0.2),
+    ],
+)
+def test_the_factor_has_its_held_values(schedule, step, expected):
+    assert kl_schedule_factor(step, 100, schedule=schedule, end=0.2) == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_warm_up_grows_linearly_from_zero_and_meets_the_schedule():
+    factors = [kl_schedule_factor(step, 100, schedule="cosine", warmup_steps=10) for step in range(11)]
+    assert factors == pytest.approx([step / 10 for step in range(11)])
+
+
+def test_without_a_warm_up_the_first_step_has_the_whole_beta():
+    assert kl_schedule_factor(0, 10) == 1.0
+
+
+@given(
+    step=st.integers(0, 300),
+    total=st.integers(0, 200),
+    schedule=st.sampled_from(["constant", "linear", "cosine"]),
+    warmup=st.integers(0, 300),
+    end=st.floats(0, 1),
+)
+def test_the_factor_never_leaves_the_unit_interval(step, total, schedule, warmup, end):
+    factor = kl_schedule_factor(step, total, schedule=schedule, warmup_steps=warmup, end=end)
+    assert -1e-12 <= factor <= 1 + 1e-12
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_bad_schedules_are_refused():
+    with pytest.raises(UnknownNameError, match="cosine"):
+        kl_schedule_factor(0, 1, schedule="cosin")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="warmup"):
+        kl_schedule_factor(0, 1, warmup_steps=-1)
+    with pytest.raises(ConfigError, match="end"):
+        kl_schedule_factor(0, 1, end=1.5)

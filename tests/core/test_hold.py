@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from itertools import pairwise
@@ -13,14 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from klamp.core.beta_rules import BetaState, HoldRule, landing_of
 from klamp.core.controllers import (
+    BetaState,
     Controller,
     DualController,
     HoldController,
     PIDController,
     ProportionalController,
     StepController,
+    landing_of,
 )
 from klamp.errors import ConfigError
 
@@ -33,13 +33,13 @@ def held(value: float = 0.01, **parameters: float) -> HoldController:
 
 
 def test_the_first_measurement_fills_the_filter_and_the_next_moves_level_and_trend_half_way() -> None:
-    rule = HoldRule(target=0.1, gain=0.1, lead=4.0, landing=0.0)
-    one = rule(rule.init(0.2), 0.05)
+    rule = HoldController(0.2, target=0.1, gain=0.1, lead=4.0, landing=0.0)
+    one = rule.after(rule.state, 0.05)
     assert (one.level, one.trend, one.since) == (0.5, 0.0, -1.0)
     assert one.value == 0.2, "it is below the target, which it has not reached yet"
-    two = rule(one, 0.06)
+    two = rule.after(one, 0.06)
     assert (two.level, two.trend) == pytest.approx((0.55, 0.025))
-    three = rule(two, 0.19)
+    three = rule.after(two, 0.19)
     level = 0.575 + 0.5 * (1.9 - 0.575)
     trend = 0.025 + 0.5 * (level - 0.55 - 0.025)
     assert (three.level, three.trend, three.since) == pytest.approx((level, trend, 0.0))
@@ -47,10 +47,32 @@ def test_the_first_measurement_fills_the_filter_and_the_next_moves_level_and_tre
 
 
 def test_by_default_it_looks_twelve_steps_ahead_and_moves_by_a_twentieth_of_what_it_sees() -> None:
-    rule = HoldRule(target=0.1, landing=0.0)
-    state = rule(BetaState(0.2, level=0.9, trend=0.01, since=9.0, start=0.2), 0.091)
+    rule = HoldController(0.2, target=0.1, landing=0.0)
+    state = rule.after(BetaState(0.2, level=0.9, trend=0.01, since=9.0, start=0.2), 0.091)
     assert (state.level, state.trend) == pytest.approx((0.91, 0.01)), "as it was foreseen"
     assert state.value == pytest.approx(0.2 * math.exp(0.05 * (0.91 + 12 * 0.01 - 1)), rel=1e-9)
+
+
+def test_it_may_land_once_and_until_five_steps_after_the_target_was_reached() -> None:
+    controller = held()
+    for state, may in (
+        ({"since": -1.0}, True),
+        ({"since": 5.0}, True),
+        ({"since": 6.0}, False),
+        ({"landed": 1.0}, False),
+    ):
+        controller.state = BetaState(0.1, **state)
+        assert controller.may_land == may
+
+
+def test_until_the_target_is_reached_beta_is_never_below_its_start_and_from_then_on_it_may_be() -> None:
+    """The KL comes down steeply and jumps: filtered it reaches the target, and is foreseen below it."""
+    rule = HoldController(0.1, target=1.0)
+    falling = rule.state._replace(level=0.98, trend=-0.5)
+    reached = rule.after(falling, 2.0)
+    assert reached.since == 0 and reached.trend < 0 and reached.value < 0.1
+    before = rule.after(falling._replace(level=0.7), 1.5)
+    assert before.since < 0 and before.value == 0.1
 
 
 def test_it_lands_once_when_the_kl_first_comes_up_fast() -> None:
@@ -112,25 +134,11 @@ def test_one_wild_measurement_is_forgotten_within_some_steps() -> None:
     assert controller.value == pytest.approx(0.5, rel=0.35)
 
 
-@given(kls=KLS, cut=st.integers(0, 40))
-def test_a_resumed_run_equals_one_that_never_stopped(kls: list[float], cut: int) -> None:
-    whole, first, second = held(), held(), held()
-    for kl in kls[:cut]:
-        first.update(kl)
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert second.state == first.state
-    for kl in kls:
-        whole.update(kl)
-    for kl in kls[cut:]:
-        second.update(kl)
-    assert second.state == whole.state
-
-
 @given(kl=st.floats(0, 1), value=st.floats(0.01, 1), n_steps=st.integers(1, 10_000))
 def test_a_measurement_of_many_steps_moves_beta_by_at_most_a_factor_of_e(kl: float, value: float, n_steps: int) -> None:
-    rule = HoldRule(target=TARGET, landing=0.0)
+    rule = HoldController(0.2, target=TARGET, landing=0.0)
     state = BetaState(value, level=1.0, since=9.0, start=value)
-    assert abs(math.log(rule(state, kl, n_steps).value / value)) <= 1 + 1e-9
+    assert abs(math.log(rule.after(state, kl, n_steps).value / value)) <= 1 + 1e-9
 
 
 @pytest.mark.parametrize("wrong", [{"gain": 0.0}, {"gain": 1.0}, {"lead": -1.0}, {"landing": -0.1}])

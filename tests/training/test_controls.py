@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_model
 from tests.training.conftest import disturb, steps_of, tiny_llama
 
-from klamp.core.beta_rules import adaptive_kl_coefficient
+from klamp.core.controllers import adaptive_kl_coefficient
 from klamp.training import checkpoint
 from klamp.training.observers import Observer
 from klamp.training.references import MovingReference

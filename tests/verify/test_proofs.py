@@ -10,8 +10,14 @@ import pytest
 import torch
 
 from klamp.core.advantages import group_advantages
-from klamp.core.beta_rules import BetaState, DualRule, PIDRule, ProportionalRule, StepRule
 from klamp.core.clipping import clip_gate, clip_kl
+from klamp.core.controllers import (
+    BetaState,
+    DualController,
+    PIDController,
+    ProportionalController,
+    StepController,
+)
 from klamp.core.estimators import DIRECTIONS, ESTIMATORS
 from klamp.core.gradients import COEFFICIENTS, kl_penalty
 from klamp.core.penalty import advantages_with_kl, kl_in_advantage, kl_in_reward
@@ -363,18 +369,20 @@ def test_a_clipped_k1_as_a_loss_that_is_accepted(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_step_rule_that_always_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepRule, "_next", lambda self, state, kl, n_steps: BetaState(state.value * 2))
+    monkeypatch.setattr(StepController, "_next", lambda self, state, kl, n_steps: BetaState(state.value * 2))
     assert {"step: KL above 1.5 targets", "step: KL on target"} <= set(failures(prove_controllers))
 
 
 def test_a_proportional_rule_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ProportionalRule, "_next", lambda self, state, kl, n_steps: state)
+    monkeypatch.setattr(ProportionalController, "_next", lambda self, state, kl, n_steps: state)
     found = failures(prove_controllers)
     assert "proportional: x (1 + 0.2 n / horizon), saturated" in found
     assert "proportional: more steps than the horizon is refused" in found
 
 
-@pytest.mark.parametrize(("rule", "claim"), [(DualRule, "dual: + lr (KL - target)"), (PIDRule, "PID: kp e + I")])
+@pytest.mark.parametrize(
+    ("rule", "claim"), [(DualController, "dual: + lr (KL - target)"), (PIDController, "PID: kp e + I")]
+)
 def test_a_rule_that_stands_still(rule: type, claim: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rule, "_next", lambda self, state, kl, n_steps: state)
     assert any(each.startswith(claim) for each in failures(prove_controllers))

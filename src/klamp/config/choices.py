@@ -17,7 +17,13 @@ from klamp.core.arguments import (
     Numbers,
 )
 from klamp.core.clipping import ClipLevel
-from klamp.core.schedules import Schedule
+from klamp.core.controllers import (
+    CONTROLLER_NUMBERS,
+    HoldController,
+    ProportionalController,
+    Schedule,
+    StepController,
+)
 from klamp.core.term import TERM_NUMBERS, KLTerm, OffPolicy, Placement, gates_on_itself
 from klamp.core.types import ClipMethod, Gradient, Horizon, Reduction, Value
 
@@ -41,13 +47,9 @@ NUMBERS: Mapping[str, Numbers] = {
         "give the usual length of a completion of the reference in tokens, or None to have it measured",
     ),
     "target_kl": POSITIVE.but("a KL is never negative, and 0 would mean: never learn", "0.05 is a usual start"),
-    "kl_controller_gain": INSIDE_0_1.but("beta moves by at most this share of itself in a step", "0.05 is the default"),
-    "kl_controller_lead": AT_LEAST_0.but("it looks so many steps ahead", "12 is the default"),
+    **{f"kl_controller_{name}": CONTROLLER_NUMBERS[name] for name in ("gain", "lead", "clip", "horizon", "lr")},
+    "kl_controller_gains": CONTROLLER_NUMBERS["kp"],
     "kl_controller_factors": POSITIVE.but("they multiply beta and the target", "1.5, 0.75, 1.5, 0.5 are the defaults"),
-    "kl_controller_clip": ABOVE_0_TO_1.but("it bounds a relative error of the KL", "0.2 is the default"),
-    "kl_controller_horizon": AT_LEAST_1,
-    "kl_controller_lr": POSITIVE,
-    "kl_controller_gains": AT_LEAST_0.but("a negative gain pushes the KL away from its target", ""),
     "kl_exclude_prefix": AT_LEAST_0,
     "kl_warmup_steps": AT_LEAST_0,
     "kl_schedule_end": FROM_0_TO_1,
@@ -97,15 +99,20 @@ class KLChoices:
     """How beta follows the KL: fixed, hold, step, proportional, dual, pid; None: hold with a target_kl, else fixed."""
     target_kl: float | None = None
     """KL to hold, in nats per token (the unit of the logged metric kl/k3)."""
-    kl_controller_gain: float = 0.05
+    kl_controller_gain: float = HoldController.gain
     """hold: largest change of log beta in a step."""
-    kl_controller_lead: float = 12.0
+    kl_controller_lead: float = HoldController.lead
     """hold: how many steps ahead the KL is foreseen; about its lag behind the weights."""
-    kl_controller_factors: tuple[float, float, float, float] = (1.5, 0.75, 1.5, 0.5)
+    kl_controller_factors: tuple[float, float, float, float] = (
+        StepController.up,
+        StepController.down,
+        StepController.high,
+        StepController.low,
+    )
     """step: factors up and down, and the targets above and below which they act; PPO's are 2 0.5 1.5 0.6667."""
     kl_controller_horizon: int = 100
     """Updates over which the proportional rule takes effect."""
-    kl_controller_clip: float = 0.2
+    kl_controller_clip: float = ProportionalController.clip
     """proportional: largest relative error of the KL that counts, in (0, 1]."""
     kl_controller_lr: float = 0.01
     """Step size of dual ascent, in beta per nat."""

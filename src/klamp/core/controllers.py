@@ -1,27 +1,92 @@
-"""Controllers of beta: each turns the KL that was measured into the next coefficient.
+"""Controllers of beta: each turns the KL that was measured into the next coefficient; and schedules, factors on it.
 
-The rules are pure functions (`klamp.core.beta_rules`: state in, state out); a controller is a rule and the state that
-it is in. Feed it the exact KL or k3, in the unit of the logged metric and over the whole global batch; never a mean of
-k1, which can be negative. The value stays within [min_value, max_value], is never negative and never NaN.
+Feed a controller the exact KL or k3, in the unit of the logged metric and over the whole global batch; never a mean of
+k1, which can be negative. The value stays within [min_value, max_value], is never negative and never NaN. Each rule is
+a pure function, `controller.after(state, kl) -> state`; `update` keeps the state.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
-from klamp.core.arguments import check_instance, describe, is_finite_number
-from klamp.core.beta_rules import (
-    BetaState,
-    DualRule,
-    FixedRule,
-    HoldRule,
-    PIDRule,
-    ProportionalRule,
-    StepRule,
+from klamp.core.arguments import (
+    ABOVE_0_TO_1,
+    AT_LEAST_0,
+    AT_LEAST_1,
+    INSIDE_0_1,
+    POSITIVE,
+    check_fields,
+    check_instance,
+    check_is_number,
+    check_number,
+    describe,
+    is_finite_number,
 )
-from klamp.errors import ConfigError
+from klamp.errors import ConfigError, NonFiniteError, check_name
+
+Schedule: TypeAlias = Literal["constant", "linear", "cosine"]
+
+_DIVIDES = POSITIVE.but("the rule divides by it or scales with it", "")
+_GAIN = AT_LEAST_0.but("a negative gain pushes the KL away from its target", "")
+CONTROLLER_NUMBERS = {
+    "min_value": AT_LEAST_0.but("a negative coefficient rewards leaving the reference", "use min_value=0.0"),
+    "target": _DIVIDES,
+    "horizon": _DIVIDES,
+    "lr": _DIVIDES,
+    "clip": ABOVE_0_TO_1.but("it bounds a relative error of the KL", "0.2 is the default"),
+    "kp": _GAIN,
+    "ki": _GAIN,
+    "kd": _GAIN,
+    "gain": INSIDE_0_1.but("beta moves by at most this share of itself in a step", "0.05 is the default"),
+    "lead": _GAIN.but("it looks so many steps ahead", "12 is the default"),
+    "landing": AT_LEAST_0.but("a negative coefficient rewards leaving the reference", ""),
+}
+"""Which numbers the parameters of the controllers take; those of `KLConfig` that they come from take the same."""
+
+# Rounding of an exact KL in float32 can fall just below zero.
+_ROUNDING = -1e-6
 
 
+class BetaState(NamedTuple):
+    """What a controller remembers from one measurement to the next.
+
+    Attributes:
+        value: the coefficient in force.
+        integral: the summed error, in units of the coefficient; `PIDController` only.
+        previous_kl: the KL before; -1 before the first; `PIDController` only.
+        level: the filtered KL, in targets; -1 before the first; `HoldController` only, as all that follow.
+        trend: how much the level rises in a step.
+        start: the coefficient that the run started from.
+        since: steps since the level first reached the target; -1 before.
+        landed: 1 once beta has been raised to where it lands, which happens once; 0 before.
+    """
+
+    value: float
+    integral: float = 0.0
+    previous_kl: float = -1.0
+    level: float = -1.0
+    trend: float = 0.0
+    start: float = 0.0
+    since: float = -1.0
+    landed: float = 0.0
+
+
+def _checked_kl(kl: float) -> float:
+    check_is_number("kl", kl)
+    if not is_finite_number(kl) or kl < _ROUNDING:
+        raise NonFiniteError(
+            "a controller needs a finite KL that is not negative",
+            got=kl,
+            why="a mean of k1 can go negative, and a NaN would stay in beta for good",
+            fix="feed the exact KL or the mean of k3 over the whole batch",
+        )
+    return max(0.0, kl)
+
+
+@dataclass(eq=False)
 class FixedController:
     """A constant coefficient.
 
@@ -36,22 +101,45 @@ class FixedController:
         ConfigError: a value outside its bounds, or bounds that cross.
     """
 
-    rule: FixedRule
-    """The rule, with its parameters."""
-    state: BetaState
-    """The numbers that change during a run."""
-    _saved: tuple[str, ...] = ("value",)
+    value: float
+    """The coefficient to use now."""
+    _: KW_ONLY
+    min_value: float = 0.0
+    max_value: float | None = None
 
-    def __init__(self, value: float, *, min_value: float = 0.0, max_value: float | None = None) -> None:
-        self._start(FixedRule(min_value=min_value, max_value=max_value), value)
+    def __post_init__(self) -> None:
+        check_fields(self, CONTROLLER_NUMBERS)
+        why = "a negative coefficient rewards leaving the reference"
+        if not self.min_value <= self._upper:
+            raise ConfigError(
+                "the bounds of beta must satisfy 0 <= min_value <= max_value",
+                got=f"min_value={self.min_value}, max_value={self.max_value}",
+                why=why,
+                fix="use min_value=0.0",
+            )
+        if not self.min_value <= self.value <= self._upper:
+            raise ConfigError(
+                "beta must be a number within its bounds",
+                got=f"value={self.value}, min_value={self.min_value}, max_value={self.max_value}",
+                why=why,
+                fix="start between the bounds",
+            )
+        self._take(self._start(float(self.value)))
 
-    def _start(self, rule: FixedRule, value: float) -> None:
-        self.rule, self.state = rule, rule.init(value)
+    def _start(self, value: float) -> BetaState:
+        """The state before the first measurement."""
+        return BetaState(value)
+
+    def _take(self, state: BetaState) -> None:
+        self.state, self.value = state, state.value
 
     @property
-    def value(self) -> float:
-        """The coefficient to use now."""
-        return self.state.value
+    def _upper(self) -> float:
+        return math.inf if self.max_value is None else self.max_value
+
+    def _bounded(self, value: float) -> float:
+        """The nearest coefficient within the bounds."""
+        return min(max(value, self.min_value), self._upper)
 
     def update(self, kl: float, n_steps: int = 1) -> float:
         """Take in a measured KL and return the new coefficient.
@@ -64,13 +152,24 @@ class FixedController:
             NonFiniteError: a KL that is NaN, infinite or negative.
             ConfigError: n_steps < 1, or more than a proportional controller's horizon.
         """
-        self.state = self.rule(self.state, kl, n_steps)
+        self._take(self.after(self.state, kl, n_steps))
         return self.value
+
+    def after(self, state: BetaState, kl: float, n_steps: int = 1) -> BetaState:
+        """The state after a measurement, see `update`; the same one where beta would overflow. Changes nothing."""
+        check_number("n_steps", n_steps, AT_LEAST_1, whole=True)
+        found = self._next(state, _checked_kl(kl), n_steps)
+        bounded = found._replace(value=self._bounded(found.value))
+        return bounded if math.isfinite(bounded.value) else state
+
+    def _next(self, state: BetaState, kl: float, n_steps: int) -> BetaState:
+        """The state after a KL that was checked, before the bounds of beta."""
+        return state
 
     @property
     def may_land(self) -> bool:
-        """Whether the coming update may land; see `land_at`."""
-        return self.rule.may_land(self.state)
+        """Whether the coming update may land, so that where to is worth finding out; see `land_at`."""
+        return False
 
     def land_at(self, beta: float | None) -> None:
         """Say where to land in the coming update, which the rewards of that step decide; only `HoldController` lands.
@@ -81,7 +180,8 @@ class FixedController:
         Raises:
             ConfigError: a coefficient that is no number >= 0.
         """
-        self.rule = self.rule.landing_at(beta)
+
+    _saved: ClassVar[tuple[str, ...]] = ("value",)
 
     def state_dict(self) -> dict[str, float]:
         """Everything that changes during a run, as plain numbers."""
@@ -103,10 +203,19 @@ class FixedController:
                 fix="resume with the same kl_controller that wrote it",
             )
         found = BetaState(**{name: state[name] for name in self._saved})
-        self.state = found._replace(value=self.rule.bounded(found.value))
+        self._take(found._replace(value=self._bounded(found.value)))
 
 
-class HoldController(FixedController):
+Controller = FixedController
+
+
+@dataclass(eq=False, kw_only=True)
+class _TargetController(FixedController):
+    target: float
+
+
+@dataclass(eq=False, kw_only=True)
+class HoldController(_TargetController):
     """Holds the KL at its target: acts in the log domain, on a filtered KL some steps ahead, and slowly.
 
     The KL lags the weights by some ten steps and jitters by some 15 %, so that what is measured now is neither where
@@ -136,24 +245,66 @@ class HoldController(FixedController):
     Source: proportional-derivative control in the log domain, in velocity form; Holt's linear smoothing
     """
 
+    gain: float = 0.05
+    lead: float = 12.0
+    landing: float | None = None
+
     _saved = ("value", "level", "trend", "start", "since", "landed")
 
-    def __init__(
-        self,
-        value: float,
-        *,
-        target: float,
-        gain: float = 0.05,
-        lead: float = 12.0,
-        landing: float | None = None,
-        min_value: float = 0.0,
-        max_value: float | None = None,
-    ) -> None:
-        rule = HoldRule(target=target, gain=gain, lead=lead, landing=landing, min_value=min_value, max_value=max_value)
-        self._start(rule, value)
+    def _start(self, value: float) -> BetaState:
+        return BetaState(value, start=value)
+
+    @property
+    def may_land(self) -> bool:
+        """Until it landed once, or the target was reached some steps ago."""
+        return not self.state.landed and self.state.since <= _LANDING_STEPS
+
+    def land_at(self, beta: float | None) -> None:
+        """Say where to land in the coming update; see `FixedController.land_at`."""
+        check_number("landing", beta, CONTROLLER_NUMBERS["landing"], optional=True)
+        self.landing = beta
+
+    def _next(self, state: BetaState, kl: float, n_steps: int) -> BetaState:
+        level, trend = _filtered(state, min(kl / self.target, _CEILING), n_steps)
+        error = min(max(level + self.lead * trend - 1, -1.0), 1.0)
+        since = state.since + n_steps if state.since >= 0 else 0.0 if level >= 1 else -1.0
+        floor = state.start if since < 0 else 0.0
+        value, landed = max(floor, state.value * math.exp(min(self.gain * n_steps, 1.0) * error)), state.landed
+        if not landed and since <= _LANDING_STEPS and error > _ALARM:
+            value, landed = max(value, landing_of(self.target) if self.landing is None else self.landing), 1.0
+        return state._replace(value=value, level=level, trend=trend, since=since, landed=landed)
 
 
-class StepController(FixedController):
+def landing_of(target: float) -> float:
+    """A beta that holds a KL at about `target` (nats per token): 0.3 / sqrt(target).
+
+    The optimum of reward less beta * KL lies, for small steps, at KL = variance of the advantages / (2 beta^2) for a
+    completion. Advantages of variance 1 and a completion of some five tokens give that beta, and longer completions or
+    smaller rewards a lower one, to which the rule comes down by itself.
+    """
+    return 0.3 / math.sqrt(target)
+
+
+# Weights of a new measurement in the filtered KL and in its trend: an average over the last few steps.
+_LEVEL, _TREND = 0.5, 0.5
+# A measurement counts as at most so many targets, so that a wild step does not fill the filter.
+_CEILING = 4.0
+# Beta lands until so many steps after the KL first reached its target, once it is foreseen above 1 + alarm targets.
+_LANDING_STEPS, _ALARM = 5, 0.75
+
+
+def _filtered(state: BetaState, kl: float, n_steps: int) -> tuple[float, float]:
+    """Level and trend of the KL by Holt's exponential smoothing."""
+    if state.level < 0:
+        return kl, 0.0
+    foreseen = state.level + n_steps * state.trend
+    level = max(0.0, foreseen + (1 - (1 - _LEVEL) ** n_steps) * (kl - foreseen))
+    rise = (level - state.level) / n_steps
+    return level, state.trend + (1 - (1 - _TREND) ** n_steps) * (rise - state.trend)
+
+
+@dataclass(eq=False, kw_only=True)
+class StepController(_TargetController):
     """Multiplies beta when the KL leaves a band around the target.
 
     Equation: beta * up if kl > high * target; beta * down if kl < low * target; else beta.
@@ -175,23 +326,51 @@ class StepController(FixedController):
     Source: the GRPO tutorial (defaults; docs/sources.md); PPO arXiv:1707.06347
     """
 
-    def __init__(
-        self,
-        value: float,
-        *,
-        target: float,
-        up: float = 1.5,
-        down: float = 0.75,
-        high: float = 1.5,
-        low: float = 0.5,
-        min_value: float = 0.0,
-        max_value: float | None = None,
-    ) -> None:
-        rule = StepRule(target=target, up=up, down=down, high=high, low=low, min_value=min_value, max_value=max_value)
-        self._start(rule, value)
+    up: float = 1.5
+    down: float = 0.75
+    high: float = 1.5
+    low: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.up >= 1 >= self.down > 0 and self.high >= self.low > 0):
+            raise ConfigError(
+                "the step rule needs up >= 1 >= down > 0 and high >= low > 0",
+                got=f"up={self.up}, down={self.down}, high={self.high}, low={self.low}",
+                why="otherwise it would push the KL away from its target",
+                fix="1.5, 0.75, 1.5 and 0.5 are the defaults",
+            )
+
+    def _next(self, state: BetaState, kl: float, n_steps: int) -> BetaState:
+        if kl > self.high * self.target:
+            return BetaState(state.value * self.up)
+        return BetaState(state.value * self.down) if kl < self.low * self.target else state
 
 
-class ProportionalController(FixedController):
+def adaptive_kl_coefficient(kl_divergence: float, target_kl: float = 0.05, *, kl_coefficient: float) -> float:
+    """The next coefficient by the rule of the GRPO tutorial: `StepController` at its defaults, for a loop of one's own.
+
+    Equation: 1.5 kl_coefficient if kl > 1.5 target; 0.75 kl_coefficient if kl < 0.5 target; else kl_coefficient.
+
+    In a run the rule is `kl_controller="step"`. Before anything is learnt it takes a quarter off at every step, and
+    while the KL lags it goes on raising: it holds no target (docs/controllers.md); `kl_controller="hold"` does.
+
+    Args:
+        kl_divergence: exact KL or mean k3, in the unit of the target; never a mean of k1, which can be negative.
+        target_kl: the KL to hold.
+        kl_coefficient: the coefficient in force, >= 0; the tutorial reads it from outside of the function.
+
+    Raises:
+        NonFiniteError: a KL that is NaN, infinite or negative.
+        ConfigError: a coefficient or a target out of range.
+
+    Source: the GRPO tutorial (docs/sources.md)
+    """
+    return StepController(kl_coefficient, target=target_kl).update(kl_divergence)
+
+
+@dataclass(eq=False, kw_only=True)
+class ProportionalController(_TargetController):
     """Ziegler's rule: beta grows or shrinks in proportion to the clipped relative error.
 
     Equation: beta * (1 + clip(kl / target - 1, -clip, clip) * n_steps / horizon).
@@ -211,21 +390,23 @@ class ProportionalController(FixedController):
     Source: arXiv:1909.08593
     """
 
-    def __init__(
-        self,
-        value: float,
-        *,
-        target: float,
-        horizon: int,
-        clip: float = 0.2,
-        min_value: float = 0.0,
-        max_value: float | None = None,
-    ) -> None:
-        rule = ProportionalRule(target=target, horizon=horizon, clip=clip, min_value=min_value, max_value=max_value)
-        self._start(rule, value)
+    horizon: int
+    clip: float = 0.2
+
+    def _next(self, state: BetaState, kl: float, n_steps: int) -> BetaState:
+        if n_steps > self.horizon:
+            raise ConfigError(
+                "n_steps is larger than the horizon",
+                got=f"n_steps={n_steps}, horizon={self.horizon}",
+                why="the factor 1 + error * n_steps / horizon can then turn negative",
+                fix="raise kl_controller_horizon, or update more often",
+            )
+        error = min(max(kl / self.target - 1, -self.clip), self.clip)
+        return BetaState(state.value * (1 + error * n_steps / self.horizon))
 
 
-class DualController(FixedController):
+@dataclass(eq=False, kw_only=True)
+class DualController(_TargetController):
     """Dual ascent on the constraint kl <= target: beta is its Lagrange multiplier.
 
     Equation: max(0, beta + lr * (kl - target)) per step.
@@ -244,13 +425,14 @@ class DualController(FixedController):
     Source: constrained policy optimisation by Lagrangian duality, see arXiv:2007.03964
     """
 
-    def __init__(
-        self, value: float, *, target: float, lr: float, min_value: float = 0.0, max_value: float | None = None
-    ) -> None:
-        self._start(DualRule(target=target, lr=lr, min_value=min_value, max_value=max_value), value)
+    lr: float
+
+    def _next(self, state: BetaState, kl: float, n_steps: int) -> BetaState:
+        return BetaState(state.value + self.lr * n_steps * (kl - self.target))
 
 
-class PIDController(FixedController):
+@dataclass(eq=False, kw_only=True)
+class PIDController(_TargetController):
     """PID control of the constraint: proportional and derivative terms damp the swings of dual ascent.
 
     Equation (e = kl - target; I = integral, kept within what the bounds can use; D only when the KL rises)::
@@ -271,20 +453,66 @@ class PIDController(FixedController):
     Source: arXiv:2007.03964
     """
 
+    kp: float
+    ki: float
+    kd: float
+
     _saved = ("value", "integral", "previous_kl")
 
-    def __init__(
-        self,
-        value: float,
-        *,
-        target: float,
-        kp: float,
-        ki: float,
-        kd: float,
-        min_value: float = 0.0,
-        max_value: float | None = None,
-    ) -> None:
-        self._start(PIDRule(target=target, kp=kp, ki=ki, kd=kd, min_value=min_value, max_value=max_value), value)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not any((self.kp, self.ki, self.kd)):
+            raise ConfigError(
+                "the PID gains are all 0",
+                got=f"kp={self.kp}, ki={self.ki}, kd={self.kd}",
+                why="beta would be 0 from the first update on",
+                fix="0.1, 0.01 and 0.1 are the defaults of KLConfig",
+            )
+
+    def _start(self, value: float) -> BetaState:
+        return BetaState(value, integral=value)
+
+    def _next(self, state: BetaState, kl: float, n_steps: int) -> BetaState:
+        error = kl - self.target
+        rise = max(0.0, kl - state.previous_kl) if state.previous_kl >= 0 else 0.0
+        integral = self._bounded(max(0.0, state.integral + self.ki * n_steps * error))
+        return BetaState(self.kp * error + integral + self.kd * rise, integral, kl)
 
 
-Controller = FixedController
+def kl_schedule_factor(
+    step: int, total_steps: int, *, schedule: Schedule = "constant", warmup_steps: int = 0, end: float = 0.0
+) -> float:
+    """The factor on beta at a step, in [0, 1].
+
+    Equation (w = warmup_steps, x = (step - w) / (total_steps - w), e = end)::
+
+        step < w    step / w
+        constant    1
+        linear      1 - (1 - e) x
+        cosine      e + (1 - e) (1 + cos(pi x)) / 2
+
+    Args:
+        step: steps done, from 0.
+        total_steps: steps of the run.
+        schedule: `constant`, `linear` or `cosine`.
+        warmup_steps: steps of linear growth from 0.
+        end: factor at the end, in [0, 1].
+
+    Raises:
+        UnknownNameError: an unknown schedule.
+        ConfigError: a negative warm-up, or an end outside [0, 1].
+    """
+    check_name("KL schedule", schedule, get_args(Schedule))
+    if warmup_steps < 0 or not 0 <= end <= 1:
+        raise ConfigError(
+            "the KL schedule needs warmup_steps >= 0 and an end in [0, 1]",
+            got=f"warmup_steps={warmup_steps}, end={end}",
+            why="the factor scales beta, which is never negative",
+            fix="warmup_steps=0 and end=0.0 are the defaults",
+        )
+    if step < warmup_steps:
+        return step / warmup_steps
+    x = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    if schedule == "linear":
+        return 1 - (1 - end) * x
+    return 1.0 if schedule == "constant" else end + (1 - end) * (1 + math.cos(math.pi * x)) / 2

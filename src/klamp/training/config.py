@@ -28,7 +28,7 @@ from klamp.core.arguments import (
     Numbers,
     check_fields,
 )
-from klamp.core.schedules import Schedule
+from klamp.core.controllers import Schedule
 from klamp.diagnostics.alarms import check_names
 from klamp.errors import ConfigError, KLWarning
 from klamp.tasks.config import TaskConfig

@@ -315,7 +315,7 @@ def test_beta_never_turns_negative_where_verls_own_does() -> None:
 def test_bounds_and_gains_of_a_controller() -> None:
     name = "klamp:kl_controller=pid,kl_controller_gains=(1.0, 0.5, 0.0),beta_max=0.3"
     control = algorithms.get_kl_controller(KLControlConfig(type=name, kl_coef=0.2, target_kl=0.05))
-    rule = control.control.controller.rule
+    rule = control.control.controller
     assert (rule.kp, rule.ki, rule.kd) == (1.0, 0.5, 0.0)
     control.update(current_kl=9.0, n_steps=1)
     assert control.value == 0.3

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from klamp.config import KLConfig
 from klamp.config.loss import Price, price_at_distance
-from klamp.core.schedules import kl_schedule_factor
+from klamp.core.controllers import kl_schedule_factor
 from klamp.errors import ConfigError, NonFiniteError, RunFolderError
 from klamp.hosts.common.control import NEVER_ZERO, KLControl, beta_metrics, check_kl, held_kl, landing_beta
 
@@ -215,6 +215,6 @@ def test_after_it_landed_the_rewards_are_not_asked_again() -> None:
     for kl in (0.01, 0.03, 0.06, 0.1):
         control.update(kl, metrics, GROUPS)
     assert not control.controller.may_land
-    rule = control.controller.rule
+    landing = control.controller.landing
     control.update(0.1, metrics, 100 * GROUPS)
-    assert control.controller.rule is rule
+    assert control.controller.landing == landing

@@ -17,7 +17,7 @@ from torch import Tensor
 from klamp.config import KLConfig
 from klamp.config.loss import Price, price_at_distance
 from klamp.core.arguments import check_instance, describe, is_finite_number
-from klamp.core.schedules import kl_schedule_factor
+from klamp.core.controllers import kl_schedule_factor
 from klamp.errors import ConfigError, NonFiniteError, RunFolderError
 
 OWN = ("reference_length", "last_kl")
