@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Mutants of core, config and hosts/common: small mistakes put into the code, each of which a test should notice.
 
-    scripts/mutants.py [--seed 0] [--number 150] [--minutes 45] [--only core/tiles.py] [--record]
+    scripts/mutants.py [--seed 0] [--number 150] [--minutes 45] [--only core/heads/tiles.py] [--record]
 
 Cosmic Ray makes the mistakes: another operator, comparison, number or boolean, a loop that does not run, an exception
 that is not caught, a decorator that is gone. A seed draws the places, and at each place one mistake, in a copy of the
@@ -38,7 +38,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "klamp"
 TESTS = ROOT / "tests"
-PACKAGES = ("core", "config", "hosts/common")
+PACKAGES = ("core", "core/heads", "config", "hosts/common")
 EQUIVALENT = Path(__file__).with_name("mutants-equivalent.toml")
 REPORT = ROOT / "build" / "mutants.md"
 RECORD = Path(__file__).with_name("mutants-record.json")
@@ -47,7 +47,7 @@ COMMAND = "make mutants MUTANTS_ARGS=--record"
 BEGIN, END = f"<!-- mutants: written by `{COMMAND}` -->", "<!-- end of mutants -->"
 OUTCOMES = ("caught", "alive", "equivalent")
 CONTRACT = TESTS / "contracts" / "test_dataclasses.py"
-SLOW = ("test_linear.py", "test_linear_triton.py")  # a minute each: for the modules of exactly their names
+SLOW = ("test_logprobs.py", "test_triton.py")  # a minute each: for the modules of exactly their names
 TO_CATCH = 0.95
 
 # An operator is replaced by one of its family: across them Python itself refuses most, or compares names by alphabet,
@@ -346,7 +346,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="which sample")
     parser.add_argument("--number", type=int, default=150, help="how many mutants")
     parser.add_argument("--minutes", type=float, default=45.0, help="after these, no other mutant is begun")
-    parser.add_argument("--only", choices=modules(), metavar="MODULE", help="of one module, such as core/tiles.py")
+    parser.add_argument("--only", choices=modules(), metavar="MODULE", help="of one, such as core/heads/tiles.py")
     parser.add_argument("--record", action="store_true", help="keep the counts, and show them in docs/records")
     args = parser.parse_args()
     begin, sample = time.monotonic(), draw([args.only] if args.only else modules(), args.number, args.seed)

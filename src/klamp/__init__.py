@@ -27,7 +27,8 @@ if TYPE_CHECKING:  # what type checkers, editors and the documentation see; _HOM
     )
     from klamp.core.estimators import exact_kl, kl_estimate
     from klamp.core.gradients import kl_penalty
-    from klamp.core.linear import linear_kl, linear_logprobs
+    from klamp.core.heads.kl import linear_kl
+    from klamp.core.heads.logprobs import linear_logprobs
     from klamp.core.masking import Totals
     from klamp.core.objective import Objective, grpo_loss
     from klamp.core.term import KLTerm
@@ -91,8 +92,8 @@ _HOMES = {
     "kl_budget": "core.clipping",
     "kl_estimate": "core.estimators",
     "kl_penalty": "core.gradients",
-    "linear_kl": "core.linear",
-    "linear_logprobs": "core.linear",
+    "linear_kl": "core.heads.kl",
+    "linear_logprobs": "core.heads.logprobs",
     "preset": "config",
 }
 """Exported name -> the module that it comes from."""

@@ -16,10 +16,9 @@ from klamp.config.loss import LossType
 from klamp.core.arguments import check_fields, choices
 from klamp.core.estimators import DIRECTIONS, ESTIMATORS
 from klamp.core.gradients import COEFFICIENTS
-from klamp.core.masking import _NUMERATORS
 from klamp.core.objective import SURROGATES, Objective, SurrogateName
 from klamp.core.term import KLTerm
-from klamp.core.types import Direction, Estimator, Gradient, Reduction, Value
+from klamp.core.types import Direction, Estimator, Gradient, Horizon, Value
 from klamp.errors import UnknownNameError
 from klamp.training.config import ModelConfig, OptimConfig, RunConfig
 
@@ -49,12 +48,12 @@ def test_every_default_is_among_the_choices(cls: type) -> None:
         (ESTIMATORS, Estimator),
         (DIRECTIONS, Direction),
         (SURROGATES, SurrogateName),
-        (_NUMERATORS, Reduction),
+        ({horizon for horizon, _ in COEFFICIENTS}, Horizon),
         (CONTROLLERS, ControllerName),
         (LOSS_TYPES, LossType),
         ([gradient for horizon, gradient in COEFFICIENTS if horizon == "token"], Gradient),
     ],
-    ids=["estimators", "directions", "surrogates", "reductions", "controllers", "loss types", "gradients"],
+    ids=["estimators", "directions", "surrogates", "horizons", "controllers", "loss types", "gradients"],
 )
 def test_what_a_table_holds_is_what_its_type_says(table: Any, literal: Any) -> None:
     assert set(table) == set(get_args(literal))

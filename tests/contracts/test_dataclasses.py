@@ -18,9 +18,9 @@ BY_ORDER = {"_Field", "Numbers", "Kind", "Gate", "ActiveDropout", "KLFields", "F
 
 
 def made() -> Iterator[type]:
-    for package in ("core", "config", "hosts/common"):
+    for package in ("core", "core/heads", "config", "hosts/common"):
         for file in sorted((ROOT / package).glob("*.py")):
-            if file.stem == "_linear_triton":
+            if file.stem == "triton":
                 continue
             module = importlib.import_module(".".join(("klamp", *Path(package).parts, file.stem)))
             found = (

@@ -47,7 +47,7 @@ GUESTS = {
     "audit/torchrl.py": {"torchrl", "tensordict"},
     "audit/trl.py": {"trl", "datasets", "tokenizers", "transformers"},
     "audit/verl.py": {"verl", "tensordict"},
-    "core/_linear_triton.py": {"triton"},
+    "core/heads/triton.py": {"triton"},
     "hosts/common/sampler_weights.py": {"vllm"},
     "tinker/testing.py": {"klamp-standin"},
     "training/in_trl/data.py": {"datasets"},

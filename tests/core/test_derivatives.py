@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from klamp.core._derivatives import applied
 from klamp.core.estimators import exact_kl, kl_estimate
-from klamp.core.gradients import kl_penalty
-from klamp.core.linear import linear_kl, linear_logprobs
+from klamp.core.gradients import applied, kl_penalty
+from klamp.core.heads.kl import linear_kl
+from klamp.core.heads.logprobs import linear_logprobs
 from klamp.errors import ConfigError, TensorError
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # a transform's tensors are of classes of their own

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import kl_div
 
 from klamp.core.estimators import exact_kl
-from klamp.core.linear import linear_kl
+from klamp.core.heads.kl import linear_kl
 from klamp.errors import ShapeError, UnknownNameError
 from klamp.verify.oracle import examine
 from klamp.verify.worlds import random_chain

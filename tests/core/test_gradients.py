@@ -10,7 +10,6 @@ import torch
 
 from klamp.core.estimators import kl_estimate
 from klamp.core.gradients import (
-    clamped_share,
     exact_penalty,
     kl_penalty,
     penalty_from_weights,
@@ -18,6 +17,9 @@ from klamp.core.gradients import (
     saturation,
     truncated_share,
 )
+from klamp.core.penalty import kl_metrics
+from klamp.core.term import KLTerm
+from klamp.core.types import Batch
 from klamp.errors import ConfigError, KlampError
 from klamp.verify.oracle import examine, expected, expected_gradient, reverse_kl, truths
 from klamp.verify.worlds import enumerate_outcomes, one_position, random_chain, truncate_top_p
@@ -330,8 +332,11 @@ def test_the_share_of_truncated_weights_counts_trained_tokens_above_the_bound(ho
 
 
 def test_the_share_of_clamped_log_ratios_counts_trained_tokens_past_the_bound_on_either_side():
-    ref = torch.zeros_like(RATIOS)
-    shares = [clamped_share(RATIOS, ref, TRAINED, max_log_ratio=LOG_2 * bound).item() for bound in (0.4, 1, 2, 3)]
+    batch = Batch(
+        policy_logprobs=RATIOS - 9, ref_logprobs=torch.full_like(RATIOS, -9), mask=TRAINED, advantages=torch.zeros(2)
+    )
+    terms = [KLTerm(max_log_ratio=LOG_2 * bound) for bound in (0.4, 1.01, 2.01, 3.01)]
+    shares = [kl_metrics(batch, term)["kl/log_ratio_clamped"].item() for term in terms]
     assert shares == pytest.approx([5 / 5, 2 / 5, 1 / 5, 0.0])
 
 
@@ -344,5 +349,4 @@ def test_the_share_of_saturated_tokens_counts_trained_ones_whose_k3_a_loss_does_
 def test_where_everything_is_masked_the_shares_are_zero():
     nothing, ref = torch.zeros_like(TRAINED), torch.zeros_like(RATIOS)
     assert truncated_share(RATIOS, ref, nothing, horizon="token", max_weight=1.1) == 0
-    assert clamped_share(RATIOS, ref, nothing, max_log_ratio=0.1) == 0
     assert saturated_share(-1e3 + ref, nothing) == 0

@@ -10,9 +10,8 @@ import torch
 from tests.core.test_objective import random_batch, rows_of
 
 from klamp.core.estimators import exact_kl
-from klamp.core.masking import Totals
+from klamp.core.masking import Totals, sequence_sample
 from klamp.core.objective import Objective, grpo_loss, without_gradient
-from klamp.core.subsample import sequence_sample
 from klamp.core.term import KLTerm, sequence_gate_kl
 
 PLACEMENTS = ("loss", "reward", "advantage")

@@ -3,35 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Any, get_args
 
 import pytest
 import torch
 
-from klamp.core import masking, types
+from klamp.core import types
 from klamp.core.clipping import clip_kl
-from klamp.core.estimators import DIRECTIONS, ESTIMATORS
-from klamp.core.gradients import COEFFICIENTS, kl_penalty
+from klamp.core.gradients import kl_penalty
 from klamp.core.types import Batch, LossOutput
 from klamp.errors import ConfigError, ShapeError, UnknownNameError
 
 ONE = torch.zeros(1, 1)
 TRUE = torch.ones(1, 1, dtype=torch.bool)
-
-
-@pytest.mark.parametrize(
-    ("literal", "table"),
-    [
-        (types.Estimator, ESTIMATORS),
-        (types.Direction, DIRECTIONS),
-        (types.Reduction, masking._NUMERATORS),
-        (types.Horizon, {horizon for horizon, _ in COEFFICIENTS}),
-        (types.Gradient, {gradient for _, gradient in COEFFICIENTS}),
-    ],
-)
-def test_a_literal_and_its_table_have_the_same_choices(literal: Any, table: Iterable[str]) -> None:
-    assert set(get_args(literal)) == set(table)
 
 
 def test_the_values_of_a_kl_are_the_estimators_and_the_exact_one() -> None:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from klamp.core.estimators import exact_kl
 from klamp.core.gradients import kl_penalty
-from klamp.core.linear import linear_kl, linear_logprobs
+from klamp.core.heads.kl import linear_kl
+from klamp.core.heads.logprobs import linear_logprobs
 from klamp.core.masking import masked_sum
 from klamp.core.objective import Objective
 

@@ -26,7 +26,7 @@ from scripts import mutants
 
 pytestmark = pytest.mark.slow
 
-SCHEDULES = "core/schedules.py"
+CONTROLLERS = "core/controllers.py"
 
 
 def names(files: tuple[str, ...]) -> list[str]:
@@ -34,26 +34,25 @@ def names(files: tuple[str, ...]) -> list[str]:
 
 
 def changed(before: str, after: str) -> Mutant:
-    code = source(SCHEDULES)
+    code = source(CONTROLLERS)
     assert code.count(before) == 1
     number = code[: code.index(before)].count("\n") + 1
-    return Mutant(SCHEDULES, "by hand", number, code.replace(before, after))
+    return Mutant(CONTROLLERS, "by hand", number, code.replace(before, after))
 
 
 def test_the_tests_of_a_modules_name_run_before_those_that_import_it() -> None:
     first, second, *_ = stages("core/gradients.py")
     assert names(first) == ["test_gradients.py", "test_gradients_numerics.py", "test_gradients_sequence.py"]
     assert "test_penalty.py" in names(second)
-    assert "test_schedules.py" not in names(second)
-    assert names(stages("core/_linear_kl.py")[0]) == ["test_linear_kl.py"]
-    assert [names(each) for each in stages("core/beta_rules.py")] == [
+    assert "test_controllers.py" not in names(second)
+    assert names(stages("core/heads/kl.py")[0]) == ["test_kl.py"]
+    assert [names(each) for each in stages("core/controllers.py")] == [
         ["test_dataclasses.py"],
-        ["test_beta_rules.py"],
-        ["test_hold.py"],
-        ["test_controllers.py"],  # the controllers use the rules
+        ["test_controllers.py"],
+        ["test_hold.py"],  # it imports the module
     ]
-    slow = [module for module in modules() if "test_linear.py" in names(sum(stages(module), ()))]
-    assert slow == ["core/linear.py"]
+    slow = [module for module in modules() if "test_logprobs.py" in names(sum(stages(module), ()))]
+    assert slow == ["core/heads/logprobs.py"]
 
 
 @pytest.mark.parametrize("module", modules())
@@ -94,9 +93,9 @@ def test_the_report_counts_by_module_and_shows_what_survived() -> None:
     shown = report([(mutant, "caught")] * 3 + [(mutant, "alive"), (mutant, "equivalent")], "a run")
     assert "Of 5 mutants: 3 caught, 1 alive, 1 equivalent." in shown
     assert "equivalent: **75.0 %**." in shown
-    assert "| core/schedules.py | 3 | 1 | 1 |" in shown
+    assert "| core/controllers.py | 3 | 1 | 1 |" in shown
     assert "\n-        return 1 - (1 - end) * x\n+        return 1 + (1 - end) * x\n" in shown
-    assert mutant.key == (SCHEDULES, "by hand", "return 1 - (1 - end) * x", "return 1 + (1 - end) * x")
+    assert mutant.key == (CONTROLLERS, "by hand", "return 1 - (1 - end) * x", "return 1 + (1 - end) * x")
 
 
 def test_a_mistake_is_caught_and_a_change_of_nothing_is_not(tmp_path: Path) -> None:
@@ -111,7 +110,7 @@ def test_a_mistake_is_caught_and_a_change_of_nothing_is_not(tmp_path: Path) -> N
 def _catch(folder: Path) -> None:
     file = folder / "test_half.py"
     file.write_text(
-        "from klamp.core.schedules import kl_schedule_factor\n\n\n"
+        "from klamp.core.controllers import kl_schedule_factor\n\n\n"
         "def test_half():\n    assert kl_schedule_factor(5, 10, schedule='linear') == 0.5\n"
     )
     mutants.stages = lambda module: [(str(file),)]
@@ -120,7 +119,7 @@ def _catch(folder: Path) -> None:
     assert not workplace.catches(changed("1 - (1 - end) * x", "1 - x * (1 - end)"))
     workplace.limit = lambda files: 1.0
     assert workplace.catches(changed("return 1 - (1 - end) * x", "while True: pass")), "tests that never end"
-    assert (workplace.copy / "klamp" / SCHEDULES).read_text(encoding="utf-8") == source(SCHEDULES)
+    assert (workplace.copy / "klamp" / CONTROLLERS).read_text(encoding="utf-8") == source(CONTROLLERS)
 
 
 def test_the_page_shows_the_record() -> None:
@@ -136,7 +135,7 @@ def test_a_record_is_kept_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     mutant = changed("1 - (1 - end) * x", "1 + (1 - end) * x")
     found = record_of([(mutant, "caught")] * 3 + [(mutant, "alive"), (mutant, "equivalent")], "a run")
     mutants.keep(found)
-    assert recorded() == found and found["modules"] == {SCHEDULES: {"caught": 3, "alive": 1, "equivalent": 1}}
+    assert recorded() == found and found["modules"] == {CONTROLLERS: {"caught": 3, "alive": 1, "equivalent": 1}}
     page = mutants.PAGE.read_text(encoding="utf-8")
     assert page == f"before\n{mutants.BEGIN}\n\n{text(found)}\n\n{mutants.END}\nafter\n"
-    assert "- core/schedules.py: `return 1 - (1 - end) * x` → `return 1 + (1 - end) * x`" in page
+    assert "- core/controllers.py: `return 1 - (1 - end) * x` → `return 1 + (1 - end) * x`" in page

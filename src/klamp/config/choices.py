@@ -166,7 +166,7 @@ class KLChoices:
     """Share of the sequences, drawn anew at every step, that the reference scores; their KL is weighted by 1 / share.
 
     The loss and its gradient are unbiased; the variance of the summed KL grows by B^2 (1/n - 1/B) S^2 for n of B
-    sequences whose KL has the variance S^2 (see `klamp.core.subsample.sequence_sample`)."""
+    sequences whose KL has the variance S^2 (see `klamp.core.masking.sequence_sample`)."""
 
     @property
     def needs_reference(self) -> bool:

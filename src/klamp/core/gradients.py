@@ -18,10 +18,15 @@ have delta_t = f_t = 0, and then f is k3 always: the KL of a position is the gen
 
 whose gradient is the mean of delta grad log policy, as in the table. The mean of k1 over the kept tokens is no such
 divergence: it lacks their mass, ref - policy, and is lowered by moving it.
+
+klamp's own derivatives can be asked for the first one, by reverse mode. Their backward passes take saved coefficients
+as numbers: a second derivative through them would lack whatever the coefficients depend on, without a word, and
+torch.func cannot look into them at all. Anything else is refused in words.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, cast, get_args
@@ -29,16 +34,66 @@ from typing import Any, cast, get_args
 import torch
 from torch import Tensor
 
-from klamp.core._derivatives import applied, first_only
 from klamp.core.arguments import FLOATS, MASKS, POSITIVE, check_number, check_tensors
 from klamp.core.estimators import ESTIMATORS, log_ratio, needs_logits
 from klamp.core.masking import future_sum, masked
 from klamp.core.types import Estimator, Gradient, Horizon, LogProbs, Mask, TokenValues, Value
-from klamp.errors import ConfigError, ShapeError, check_name
+from klamp.errors import ConfigError, ShapeError, TensorError, check_name
 
 # Past this log-ratio exp(-delta) - 1 has lost nothing to the 1, and w * exp(-delta) must be one exponential: the
 # factors over- and underflow where their product is harmless.
 _FAR = -1.0
+
+
+Backward = Callable[..., Any]
+
+
+def first_only(backward: Backward) -> Backward:
+    """The backward pass of an autograd function that has no second derivative: it refuses to be part of a graph.
+
+    Under torch.compile, which traces backward passes with gradients switched on, nothing is refused.
+    """
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise ConfigError(
+                "klamp's losses have no second derivative",
+                got="a backward pass with create_graph=True",
+                why="the coefficients of the first one are numbers: what they depend on would be missing in the second",
+                fix="leave create_graph out; kl_estimate and exact_kl can be differentiated as often as you like",
+            )
+        with torch.no_grad():
+            return backward(ctx, *grads)
+
+    return checked
+
+
+def applied(function: type[torch.autograd.Function], *given: Any) -> Any:
+    """What an autograd function of klamp's returns.
+
+    Raises:
+        ConfigError: it was called inside torch.func (grad, vmap, jvp, ...).
+        TensorError: an inference tensor would have to be kept for the backward pass.
+    """
+    try:
+        return cast(Any, function).apply(*given)
+    except RuntimeError as error:
+        if "functorch" in str(error):
+            raise ConfigError(
+                "klamp's losses cannot be taken apart by torch.func",
+                got="a call inside torch.func.grad, vmap, jvp or another transform",
+                why="their gradient is chosen apart from their value, which a transform cannot see",
+                fix="use loss.backward() or torch.autograd.grad; kl_estimate and exact_kl are plain torch",
+            ) from error
+        if "Inference tensors" in str(error):
+            raise TensorError(
+                "a tensor that was made under torch.inference_mode is needed for the backward pass",
+                got="hidden states or weights that are inference tensors",
+                why="torch saves none of them",
+                fix="compute them under torch.no_grad(), or pass a clone()",
+            ) from error
+        raise
 
 
 class _WithGradient(torch.autograd.Function):
@@ -373,22 +428,14 @@ def truncated_share(
     policy_logprobs: LogProbs, behavior_logprobs: LogProbs, mask: Mask, *, horizon: Horizon, max_weight: float
 ) -> Tensor:
     """The share of unmasked tokens whose off-policy weight exceeds `max_weight`, in [0, 1]."""
-    over = log_weights(policy_logprobs, behavior_logprobs, mask, horizon=horizon) > math.log(max_weight)
-    return (over & mask).sum() / mask.sum().clamp(min=1)
+    return share_of(log_weights(policy_logprobs, behavior_logprobs, mask, horizon=horizon) > math.log(max_weight), mask)
 
 
 def saturated_share(delta: TokenValues, mask: Mask) -> Tensor:
-    """The share of unmasked tokens whose k3 is past what a loss takes in (see `saturation`), in [0, 1].
-
-    Args:
-        delta: log-ratios, 0 where masked.
-        mask: True = a token that counts.
-    """
-    over = ESTIMATORS["k3"].value(delta) > saturation(delta.dtype)
-    return (over & mask).sum() / mask.sum().clamp(min=1)
+    """The share of unmasked tokens whose k3 is past what a loss takes in (see `saturation`), in [0, 1]."""
+    return share_of(ESTIMATORS["k3"].value(delta) > saturation(delta.dtype), mask)
 
 
-def clamped_share(policy_logprobs: LogProbs, ref_logprobs: LogProbs, mask: Mask, *, max_log_ratio: float) -> Tensor:
-    """The share of unmasked tokens whose log-ratio exceeds its bound, in [0, 1]."""
-    over = masked_log_ratio(policy_logprobs, ref_logprobs, mask).abs() > max_log_ratio
-    return (over & mask).sum() / mask.sum().clamp(min=1)
+def share_of(found: Mask, mask: Mask) -> Tensor:
+    """The share of the unmasked tokens that were found, in [0, 1]; 0 where all are masked."""
+    return (found & mask).sum() / mask.sum().clamp(min=1)

@@ -1,4 +1,4 @@
-"""Masked sums and means, and the four ways in which values of tokens become one loss.
+"""Masked sums and means, the four ways in which values of tokens become one loss, and a sample of the sequences.
 
 Every function computes in float32 (float64 stays float64) and applies the mask with `where`, so that whatever stands
 in a masked position (padding, -inf, NaN) changes neither the value nor the gradient.
@@ -6,7 +6,6 @@ in a masked position (padding, -inf, NaN) changes neither the value nor the grad
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple, get_args
 
 import torch
@@ -69,42 +68,11 @@ def masked_mean(x: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"], dim: i
     return masked_sum(x, mask, dim) / count.clamp(min=1)
 
 
-def _sum_of_values(kept: Tensor, counted: Mask) -> Tensor:
-    return kept.sum()
-
-
-def _sum_of_sequence_means(kept: Tensor, counted: Mask) -> Tensor:
-    return (kept.sum(-1) / counted.sum(-1).clamp(min=1)).sum()
-
-
-_NUMERATORS: dict[Reduction, Callable[[Tensor, Mask], Tensor]] = {
-    "token_mean": _sum_of_values,
-    "sequence_mean": _sum_of_sequence_means,
-    "sequence_sum": _sum_of_values,
-    "fixed_length": _sum_of_values,
-}
-
-
 def natural_denominator(mask: Mask, reduction: Reduction, *, length: int | None = None) -> float | Tensor:
-    """What a reduction divides by when the tensor at hand is the whole batch.
-
-    Raises:
-        ConfigError: `fixed_length` without a length.
-        UnknownNameError: an unknown reduction.
-    """
-    check_name("reduction", reduction, get_args(Reduction))
-    if reduction == "token_mean":
-        return mask.sum().clamp(min=1)
-    if reduction in ("sequence_mean", "sequence_sum"):
-        return float(mask.shape[0])
-    if length is None or length < 1:
-        raise ConfigError(
-            "reduction 'fixed_length' needs a length",
-            got=length,
-            why="it divides by sequences * length, whatever was generated",
-            fix="pass length=max_completion_length",
-        )
-    return float(mask.shape[0] * length)
+    """What a reduction divides by when the tensor at hand is the whole batch; see `total_denominator`."""
+    tokens = mask.sum().clamp(min=1)
+    totals = Totals(sequences=float(mask.shape[0]), tokens=tokens, kl_tokens=tokens)
+    return total_denominator(totals, reduction, length=length)
 
 
 def reduce_tokens(
@@ -148,7 +116,10 @@ def reduce_tokens(
     counted = mask if counted is None else counted
     if denominator is None:
         denominator = natural_denominator(counted, reduction, length=length)
-    return _NUMERATORS[reduction](masked(x, mask), counted) / denominator
+    kept = masked(x, mask)
+    if reduction == "sequence_mean":
+        kept = kept.sum(-1) / counted.sum(-1).clamp(min=1)
+    return kept.sum() / denominator
 
 
 def total_denominator(
@@ -161,14 +132,24 @@ def total_denominator(
         reduction: which reduction.
         length: L of `fixed_length`.
         part: of the loss: `policy` counts the tokens that are trained on, `kl` those that carry the KL.
+
+    Raises:
+        ConfigError: `fixed_length` without a length.
+        UnknownNameError: an unknown reduction.
     """
+    check_name("reduction", reduction, get_args(Reduction))
     if reduction == "token_mean":
         return totals.kl_tokens if part == "kl" else totals.tokens
-    if reduction == "fixed_length":
-        if length is None:
-            raise ConfigError("reduction 'fixed_length' needs a length", fix="pass length=max_completion_length")
-        return totals.sequences * length
-    return totals.sequences
+    if reduction != "fixed_length":
+        return totals.sequences
+    if length is None or length < 1:
+        raise ConfigError(
+            "reduction 'fixed_length' needs a length",
+            got=length,
+            why="it divides by sequences * length, whatever was generated",
+            fix="pass length=max_completion_length",
+        )
+    return totals.sequences * length
 
 
 def suffix_sum(x: TokenValues) -> TokenValues:
@@ -179,6 +160,43 @@ def suffix_sum(x: TokenValues) -> TokenValues:
 def future_sum(x: TokenValues) -> TokenValues:
     """The sum over the positions after each one: y_t = sum_{j > t} x_j."""
     return suffix_sum(torch.nn.functional.pad(x, (0, 1))[..., 1:])
+
+
+def sequence_sample(
+    sequences: int, share: float, *, generator: torch.Generator | None = None
+) -> Float[Tensor, " sequences"]:
+    """The weights of a random subset of sequences: 1 / (probability of being chosen), 0 for the others. [B]
+
+    n = max(1, round(share B)) of the B sequences are drawn without replacement, each subset equally likely; the
+    weight of those is B / n. For any numbers x_i of the sequences::
+
+        E[sum_i w_i x_i] = sum_i x_i
+        Var[sum_i w_i x_i] = B^2 (1/n - 1/B) S^2,   S^2 = sum_i (x_i - mean x)^2 / (B - 1)
+
+    So the loss and its gradient stay what they are in expectation. Their variance grows by that of the subset: with a
+    quarter of the sequences, by 3/4 of what a quarter of the batch would have had to itself.
+
+    Args:
+        sequences: B, over all processes.
+        share: in (0, 1]; 1 gives the weight 1 to all of them.
+        generator: draws the subset; the same state gives the same one.
+
+    Raises:
+        ConfigError: a share outside (0, 1], or no sequences.
+
+    Source: Horvitz & Thompson 1952, doi:10.1080/01621459.1952.10483446
+    """
+    if not 0 < share <= 1 or sequences < 1:
+        raise ConfigError(
+            "share must lie in (0, 1]",
+            got=f"share={share}, {sequences} sequences",
+            why="at least one sequence must be scored for the rest to be estimated from",
+            fix="use 1.0 to score them all",
+        )
+    count = max(1, round(share * sequences))
+    weights = torch.zeros(sequences)
+    weights[torch.randperm(sequences, generator=generator)[:count]] = sequences / count
+    return weights
 
 
 # Log-probabilities rounded in bfloat16 can end just above zero.

@@ -23,7 +23,7 @@ from klamp.core.masking import (
     total_denominator,
 )
 from klamp.core.penalty import kl_metrics, shifted_advantages, token_penalty
-from klamp.core.term import Gate, KLTerm, carries_kl
+from klamp.core.term import Distances, Gate, KLTerm, carries_kl
 from klamp.core.types import (
     Advantages,
     Batch,
@@ -115,7 +115,8 @@ def grpo_loss(batch: Batch, objective: Objective, *, totals: Totals | None = Non
     policy = masked(batch.policy_logprobs, batch.mask)
     old = policy.detach() if batch.old_logprobs is None else masked(batch.old_logprobs, batch.mask)
     metrics: dict[str, Tensor] = {}
-    gate = Gate.of(batch, objective.kl) if objective.beta > 0 else None
+    known = None if batch.ref_logprobs is None else Distances.of(batch, objective.kl)
+    gate = Gate.of(batch, objective.kl, known) if objective.beta > 0 else None
     advantages: Advantages = batch.advantages
     if objective.beta > 0 and objective.kl.placement == "advantage":
         advantages = shifted_advantages(batch, objective.kl, beta=objective.beta, gate=gate)
@@ -124,7 +125,7 @@ def grpo_loss(batch: Batch, objective: Objective, *, totals: Totals | None = Non
     loss = _reduce(tokens, batch.mask, batch.mask, objective.reduction, objective, totals)
     metrics["train/policy_loss"] = loss.detach()
     if objective.beta > 0 and objective.kl.placement == "loss":
-        penalty = token_penalty(batch, objective.kl, gate)
+        penalty = token_penalty(batch, objective.kl, gate, known=known)
         reduction = objective.kl.normalizer or objective.reduction
         kl_loss = objective.beta * _reduce(penalty, batch.mask, kl_mask, reduction, objective, totals, part="kl")
         metrics["train/kl_penalty"] = kl_loss.detach()
@@ -135,7 +136,7 @@ def grpo_loss(batch: Batch, objective: Objective, *, totals: Totals | None = Non
             policy.detach(), old, advantages, clip_low=objective.clip_low, clip_high=objective.clip_high
         )
         metrics["policy/ratio_clipped"] = masked_mean(clipped.float(), batch.mask)
-    metrics |= kl_metrics(batch, objective.kl)
+    metrics |= kl_metrics(batch, objective.kl, known)
     if gate is not None:
         metrics |= gate.metrics()
     return LossOutput(loss, metrics)

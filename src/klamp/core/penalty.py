@@ -17,17 +17,17 @@ from torch import Tensor
 
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import (
-    clamped_share,
     exact_penalty,
     log_weights,
     masked_log_ratio,
     penalty_from_weights,
     saturated_share,
+    share_of,
     truncated_share,
 )
 from klamp.core.masking import future_sum, masked, masked_mean, masked_sum, upcast
 from klamp.core.surrogates import per_token
-from klamp.core.term import Gate, KLTerm, bounded_log_ratio, carries_kl, require_reference
+from klamp.core.term import Distances, Gate, KLTerm, carries_kl, require_reference
 from klamp.core.types import Advantages, Batch, Horizon, LogProbs, Mask, TokenValues
 from klamp.errors import ConfigError, ShapeError
 
@@ -131,7 +131,9 @@ def _log_weights(batch: Batch, term: KLTerm) -> Tensor:
     )
 
 
-def token_penalty(batch: Batch, term: KLTerm, gate: Gate | None = None) -> TokenValues:
+def token_penalty(
+    batch: Batch, term: KLTerm, gate: Gate | None = None, *, known: Distances | None = None
+) -> TokenValues:
     """The penalty of each token of a batch in nats, without beta: what a loss adds.
 
     Equation: c_i * gate_i(penalty_it), penalty as in `kl_penalty` (or `exact_penalty`), c_i the sequence's `kl_weight`.
@@ -144,6 +146,7 @@ def token_penalty(batch: Batch, term: KLTerm, gate: Gate | None = None) -> Token
         batch: scored completions.
         term: which KL.
         gate: its clip, from `Gate.of`; None: no clip.
+        known: the batch's distances; None: they are formed.
 
     Raises:
         ConfigError: the reference, the exact KL or the sampler's log-probabilities are asked for and missing.
@@ -171,7 +174,7 @@ def token_penalty(batch: Batch, term: KLTerm, gate: Gate | None = None) -> Token
     else:
         penalty = penalty_from_weights(
             batch.policy_logprobs,
-            bounded_log_ratio(batch, term, kl_mask),
+            (known or Distances.of(batch, term)).bounded,
             log_w,
             batch.mask,
             value=term.value,
@@ -254,22 +257,27 @@ def shifted_advantages(batch: Batch, term: KLTerm, *, beta: float, gate: Gate | 
     )
 
 
-def kl_metrics(batch: Batch, term: KLTerm) -> dict[str, Tensor]:
-    """The logged values of a batch's KL: detached scalars, named as in the metrics table."""
+def kl_metrics(batch: Batch, term: KLTerm, known: Distances | None = None) -> dict[str, Tensor]:
+    """The logged values of a batch's KL: detached scalars, named as in the metrics table.
+
+    Args:
+        batch: scored completions.
+        term: which KL.
+        known: the batch's distances; None: they are formed where there is a reference.
+    """
     metrics: dict[str, Tensor] = {}
-    kl_mask = carries_kl(batch)
     if batch.ref_logprobs is not None:
-        ref = require_reference(batch)
-        delta = masked_log_ratio(batch.policy_logprobs, ref, kl_mask)
-        metrics = {f"kl/{name}": masked_mean(ESTIMATORS[name].value(delta), kl_mask) for name in ("k1", "k3")}
-        metrics["kl/k3_sequence"] = _over_sequences(masked_sum(ESTIMATORS["k3"].value(delta), kl_mask, -1), batch)
+        known = known or Distances.of(batch, term)
+        delta, carried = known.log_ratio, known.carried
+        k3 = ESTIMATORS["k3"].value(delta)
+        metrics = {"kl/k1": masked_mean(delta, carried), "kl/k3": masked_mean(k3, carried)}
+        metrics["kl/k3_sequence"] = _over_sequences(masked_sum(k3, carried, -1), batch)
         metrics["kl/log_ratio_max"] = delta.abs().amax()
-        metrics["kl/k3_saturated"] = saturated_share(bounded_log_ratio(batch, term, kl_mask), kl_mask)
+        metrics["kl/k3_saturated"] = saturated_share(known.bounded, carried)
         if term.max_log_ratio is not None:
-            bound = term.max_log_ratio
-            metrics["kl/log_ratio_clamped"] = clamped_share(batch.policy_logprobs, ref, kl_mask, max_log_ratio=bound)
+            metrics["kl/log_ratio_clamped"] = share_of(delta.abs() > term.max_log_ratio, carried)
     if batch.exact_kl is not None:
-        metrics["kl/exact"] = masked_mean(batch.exact_kl.detach(), kl_mask)
+        metrics["kl/exact"] = masked_mean(batch.exact_kl.detach(), carries_kl(batch))
     if batch.sampler_logprobs is not None and term.max_weight is not None:
         metrics["kl/weights_truncated"] = truncated_share(
             batch.policy_logprobs,

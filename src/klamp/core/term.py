@@ -117,6 +117,32 @@ def require_reference(batch: Batch) -> Tensor:
     return torch.where(scored, batch.ref_logprobs, batch.policy_logprobs.detach())
 
 
+@dataclass(frozen=True, kw_only=True)
+class Distances:
+    """How far the policy is from a term's anchor at each token of a batch, in nats, detached. All [B, T].
+
+    Gate, penalty and metrics are made of it. The anchor of a term enters here, and beside it as the batch's exact KL.
+    """
+
+    carried: Mask
+    """True = the token carries the KL."""
+    log_ratio: TokenValues
+    """log policy - log ref; 0 where a token carries no KL."""
+    bounded: TokenValues
+    """The same within the term's bound, `max_log_ratio`."""
+
+    @classmethod
+    def of(cls, batch: Batch, term: KLTerm) -> Distances:
+        """Those of a batch to the reference.
+
+        Raises:
+            ConfigError: the batch has no reference log-probabilities.
+        """
+        carried, bound = carries_kl(batch), term.max_log_ratio
+        delta = masked_log_ratio(batch.policy_logprobs, require_reference(batch), carried)
+        return cls(carried=carried, log_ratio=delta, bounded=delta if bound is None else delta.clamp(-bound, bound))
+
+
 @dataclass(frozen=True)
 class Gate:
     """The clip of a batch: the KL and the budget of each sequence in nats, and the factor on the gradient. All [B]."""
@@ -131,15 +157,15 @@ class Gate:
     """The KL after the clip."""
 
     @classmethod
-    def of(cls, batch: Batch, term: KLTerm) -> Gate | None:
-        """The gate of a batch under a term; None where the term has no clip.
+    def of(cls, batch: Batch, term: KLTerm, known: Distances | None = None) -> Gate | None:
+        """The gate of a batch under a term, whose distances may be known; None where the term has no clip.
 
         Raises:
             ConfigError: no reference, or a threshold per token without a reference length.
         """
         if term.clip_method == "none":
             return None
-        kl = batch.gate_kl if batch.gate_kl is not None else sequence_gate_kl(batch, term)
+        kl = batch.gate_kl if batch.gate_kl is not None else sequence_gate_kl(batch, term, known=known)
         length, per_token = batch.reference_length, term.clip_unit == "token"
         budget = kl_budget(term.clip_threshold, per_token=per_token, reference_length=length)
         limit = torch.as_tensor(budget, dtype=kl.dtype, device=kl.device).expand_as(kl)
@@ -171,7 +197,12 @@ class Gate:
 
 
 def sequence_gate_kl(
-    batch: Batch, term: KLTerm, *, gather: Callable[[Tensor], Tensor] | None = None, rank: int = 0
+    batch: Batch,
+    term: KLTerm,
+    *,
+    gather: Callable[[Tensor], Tensor] | None = None,
+    rank: int = 0,
+    known: Distances | None = None,
 ) -> Float[Tensor, " batch"]:
     """The KL (nats per sequence) that decides the clip of each sequence of a batch, see `gate_kl`.
 
@@ -184,12 +215,13 @@ def sequence_gate_kl(
         term: says the level.
         gather: the tensors of all processes, one after the other; None: this batch is all.
         rank: the place of this process among them.
+        known: the batch's distances; None: they are formed.
 
     Raises:
         ConfigError: no reference; or a group (or batch) of one, whose KL is a sampled one.
         ShapeError: the batch is not a whole number of groups.
     """
-    kl, measured = sequence_kl(batch, term), batch.mask.any(-1)
+    kl, measured = sequence_kl(batch, term, known), batch.mask.any(-1)
     if batch.kl_weight is not None:
         measured = measured & (batch.kl_weight > 0)
     everywhere = torch.stack([kl, measured.to(kl.dtype)], -1)
@@ -206,15 +238,9 @@ def sequence_gate_kl(
     return found[rank * len(kl) :][: len(kl)]
 
 
-def sequence_kl(batch: Batch, term: KLTerm) -> Float[Tensor, " batch"]:
+def sequence_kl(batch: Batch, term: KLTerm, known: Distances | None = None) -> Float[Tensor, " batch"]:
     """The KL of each sequence over the tokens that carry it, in nats: exact where every sequence has that, else k3."""
-    kl_mask = carries_kl(batch)
     if batch.exact_kl is not None:
-        return masked_sum(batch.exact_kl.detach(), kl_mask, -1)
-    delta = bounded_log_ratio(batch, term, kl_mask)
-    return masked_sum(saturated(ESTIMATORS["k3"].value(delta), delta), kl_mask, -1)
-
-
-def bounded_log_ratio(batch: Batch, term: KLTerm, kl_mask: Mask) -> TokenValues:
-    """The log-ratio of each token in nats, within the term's bound; 0 where a token carries no KL. [B, T]"""
-    return masked_log_ratio(batch.policy_logprobs, require_reference(batch), kl_mask, max_log_ratio=term.max_log_ratio)
+        return masked_sum(batch.exact_kl.detach(), carries_kl(batch), -1)
+    known = known or Distances.of(batch, term)
+    return masked_sum(saturated(ESTIMATORS["k3"].value(known.bounded), known.bounded), known.carried, -1)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from klamp.core.estimators import exact_kl
-from klamp.core.linear import linear_kl, linear_logprobs
+from klamp.core.heads.kl import linear_kl
+from klamp.core.heads.logprobs import linear_logprobs
 from klamp.core.types import Direction
 
 Sharing: TypeAlias = Literal["no", "values", "gradient"]

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from klamp.core.advantages import group_advantages
-from klamp.core.masking import Totals
+from klamp.core.masking import Totals, sequence_sample
 from klamp.core.penalty import advantages_with_kl
-from klamp.core.subsample import sequence_sample
 from klamp.core.term import Gate, sequence_gate_kl
 from klamp.core.types import Batch, Direction
 from klamp.diagnostics.statistics import pad_tokens

@@ -1,7 +1,7 @@
 """Computes the exact KL inside TRL, from the hidden states of the forward passes that TRL does anyway.
 
 A hook on the backbone keeps its last hidden states while TRL scores; the sum over the vocabulary is then
-`klamp.core.linear.linear_kl`, which never holds the logits.
+`klamp.core.heads.kl.linear_kl`, which never holds the logits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klamp.core.linear import linear_kl
+from klamp.core.heads.kl import linear_kl
 from klamp.core.types import Batch, Direction
 from klamp.errors import ConfigError
 from klamp.hosts.common.coefficient import loss_mask

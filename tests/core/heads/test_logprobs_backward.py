@@ -9,11 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from tests.core.heads import LOW, OPTIONS, close, coefficients, copies, head, naive_logits, naive_logprobs, poisoned
+from tests.core.heads.naive import (
+    LOW,
+    OPTIONS,
+    close,
+    coefficients,
+    copies,
+    head,
+    naive_logits,
+    naive_logprobs,
+    poisoned,
+)
 
-from klamp.core import tiles
-from klamp.core._linear_autograd import _kernels, _together
-from klamp.core.linear import linear_logprobs
+from klamp.core.heads import tiles
+from klamp.core.heads.logprobs import _kernels, _together, linear_logprobs
 
 
 def test_parts_of_the_vocabulary_are_put_together_by_their_masses():
@@ -186,9 +195,9 @@ def test_a_vocabulary_of_one_entry_has_no_gradient_however_large_its_logit(size)
 def test_the_kernels_are_taken_where_they_were_made_for(
     changed: dict[str, Any], taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernels = ModuleType("klamp.core._linear_triton")
-    monkeypatch.setitem(sys.modules, "klamp.core._linear_triton", kernels)
-    monkeypatch.setattr("klamp.core._linear_triton", kernels, raising=False)
+    kernels = ModuleType("klamp.core.heads.triton")
+    monkeypatch.setitem(sys.modules, "klamp.core.heads.triton", kernels)
+    monkeypatch.setattr("klamp.core.heads.triton", kernels, raising=False)
     monkeypatch.setattr(torch.version, "hip", changed.get("hip"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: changed.get("capability", (8, 0)))
     monkeypatch.setenv("KLAMP_TRITON", changed.get("switch", "1"))

@@ -1,4 +1,4 @@
-"""Forward and backward pass of `linear_kl`: the exact KL of two heads, one tile of the vocabulary at a time.
+"""The exact KL of two heads straight from hidden states, one tile of the vocabulary at a time; see `logprobs`, too.
 
 For one row, z and y are the logits of the policy and the reference, p = softmax(z), q = softmax(y). The vocabulary is
 cut into tiles T_1 ... T_c, of which only one is in memory. Three steps give the KL and its gradient:
@@ -47,14 +47,30 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from klamp.core._derivatives import first_only
-from klamp.core._linear_kept import Owner, Products, keep
 from klamp.core.estimators import DIRECTIONS
+from klamp.core.gradients import applied, first_only
+from klamp.core.heads.tiles import (
+    Head,
+    Owner,
+    Products,
+    Tile,
+    TileGradient,
+    cast_inputs,
+    check_head,
+    check_scale,
+    exp_,
+    head_gradients,
+    keep,
+    opaque,
+    owner_of,
+    tiles,
+)
 from klamp.core.masking import upcast
-from klamp.core.tiles import Head, Tile, TileGradient, exp_, head_gradients, tiles
 from klamp.core.types import Direction
+from klamp.errors import ShapeError, check_name
 
 Spare = tuple[Tile, Tile]
 
@@ -63,7 +79,7 @@ class LinearKL(torch.autograd.Function):
     """The KL of each row, in nats, with a gradient for the policy only.
 
     Takes hidden, weight and bias (or None) of the policy, the same three of the reference, (temperature, softcap), the
-    owner of the weight (see `_linear_kept`), whether anything learns, and the direction of the KL.
+    owner of the weight (see `tiles`), whether anything learns, and the direction of the KL.
     """
 
     @staticmethod
@@ -214,3 +230,79 @@ def _divergence(policy: Products, ref: Products, direction: Direction) -> tuple[
 
     walk(Products.recall, against_the_mean)
     return halves.mean(0), halves[0], total, ref_total
+
+
+def _kl(
+    hidden: Tensor,
+    head: tuple[Tensor, Tensor | None],
+    ref_hidden: Tensor,
+    ref_head: tuple[Tensor, Tensor | None],
+    scale: tuple[float, float | None],
+    direction: Direction,
+) -> Tensor:
+    check_name("KL direction", direction, DIRECTIONS)
+    check_head("the policy's", hidden, *head)
+    check_head("the reference's", ref_hidden, *ref_head)
+    check_scale(*scale)
+    rows, entries, ref_rows, ref_entries = hidden.shape[0], head[0].shape[0], ref_hidden.shape[0], ref_head[0].shape[0]
+    if rows != ref_rows or entries != ref_entries:
+        raise ShapeError(
+            "policy and reference differ in rows or vocabulary",
+            got=f"policy {rows} x {entries}, ref {ref_rows} x {ref_entries}",
+            why="the sum runs over one common vocabulary at the same prefixes",
+            fix="score the same tokens; cut a padded head to the common vocabulary",
+        )
+    given = cast_inputs(hidden, *head, *(None if x is None else x.detach() for x in (ref_hidden, *ref_head)))
+    options = (scale, owner_of(head[0]), torch.is_grad_enabled(), direction)
+    with torch.autocast(hidden.device.type, enabled=False):
+        return applied(LinearKL, *given, *options)
+
+
+def linear_kl(
+    policy_hidden: Float[Tensor, "rows width"],
+    policy_weight: Float[Tensor, "vocab width"],
+    ref_hidden: Float[Tensor, "rows ref_width"],
+    ref_weight: Float[Tensor, "vocab ref_width"],
+    *,
+    direction: Direction = "reverse",
+    policy_bias: Float[Tensor, " vocab"] | None = None,
+    ref_bias: Float[Tensor, " vocab"] | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+) -> Float[Tensor, " rows"]:
+    """The KL divergence over the whole vocabulary for each row, in nats, from hidden states, without logits in memory.
+
+    Equation: `exact_kl(policy_logits, ref_logits)`, each logits = softcap tanh(raw / softcap) / temperature with
+    raw = hidden @ weight^T + bias as in `linear_logprobs`, summed by tiles i of the vocabulary, with masses P_i, Q_i
+    (chain rule; forward with p and q exchanged)::
+
+        KL(p || q) = KL(P || Q) + sum_i P_i KL(p given i || q given i)
+
+    Sampler: none needed for the prefix itself (see `exact_kl`).
+    Value: exact up to rounding and >= 0: every term is, so that a small KL does not drown in float32. bfloat16 and
+    float16 as in `linear_logprobs`.
+    Gradient: exact for the prefix, in the policy's hidden states, weight and bias only; rows without incoming gradient
+    are left out. Four to six matrix products in all, for the products of H / 2 rows find room (see the module); `js`,
+    which has no chain rule and walks twice, takes up to eight.
+    Shapes: [N, H], [V, H], [N, H'], [V, H'], biases [V] -> [N].
+
+    Args:
+        policy_hidden: last hidden states of the policy.
+        policy_weight: of its output head.
+        ref_hidden: last hidden states of the reference at the same tokens.
+        ref_weight: of its output head; may be the same tensor as the policy's.
+        direction: `reverse` = KL(policy || ref), `forward` = KL(ref || policy), or `js`.
+        policy_bias: of the policy's output head. An entry that it sets to -inf has probability 0.
+        ref_bias: of the reference's output head.
+        temperature: both models' logits are divided by it.
+        softcap: bound on both models' logits before the temperature (30 in Gemma 2).
+
+    Raises:
+        ShapeError: shapes that do not fit.
+        UnknownNameError: an unknown direction.
+        ConfigError: temperature or softcap <= 0, or hidden states and weight of two types without autocast.
+
+    Source: arXiv:2504.10637 (the estimate), arXiv:2411.09009 (tiles)
+    """
+    policy_head, ref_head = (policy_weight, policy_bias), (ref_weight, ref_bias)
+    return opaque(_kl, policy_hidden, policy_head, ref_hidden, ref_head, (temperature, softcap), direction)

@@ -6,10 +6,21 @@ import math
 
 import pytest
 import torch
-from tests.core.heads import DIRECTIONS, LOW, OPTIONS, close, coefficients, copies, head, kl_inputs, naive_kl, poisoned
+from tests.core.heads.naive import (
+    DIRECTIONS,
+    LOW,
+    OPTIONS,
+    close,
+    coefficients,
+    copies,
+    head,
+    kl_inputs,
+    naive_kl,
+    poisoned,
+)
 
-from klamp.core import _linear_kept, tiles
-from klamp.core.linear import linear_kl
+from klamp.core.heads import tiles
+from klamp.core.heads.kl import linear_kl
 from klamp.errors import ConfigError, ShapeError, UnknownNameError
 
 
@@ -149,7 +160,7 @@ def test_kl_rows_without_gradient_are_skipped(any_tiles, rows_computed):
 @pytest.mark.parametrize(("dtype", "again"), [(torch.float64, 0), (torch.float32, 2)])
 def test_products_are_kept_where_both_weights_have_one_type(monkeypatch, rows_computed, dtype, again):
     """The room is the memory of the policy's weight gradient: those of a wider reference would be rounded in it."""
-    monkeypatch.setattr(_linear_kept, "KEEP_FROM", 0)
+    monkeypatch.setattr(tiles, "KEEP_FROM", 0)
     hidden, weight, ref_hidden, ref_weight = kl_inputs(n=3)
     reference = ref_hidden.to(dtype), ref_weight.to(dtype)
     value = linear_kl(hidden, weight, *reference)

@@ -1,4 +1,4 @@
-"""Small heads with their naive counterparts, for the tests of `klamp.core.linear`."""
+"""Small heads with their naive counterparts, for the tests of `klamp.core.heads`."""
 
 from __future__ import annotations
 

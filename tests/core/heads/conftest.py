@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from klamp.core import _linear_kept, tiles
+from klamp.core.heads import tiles
 
 
 @pytest.fixture(params=["one tile", "many tiles", "one tile, kept", "many tiles, kept"])
@@ -14,7 +14,7 @@ def any_tiles(request, monkeypatch):
         monkeypatch.setattr(tiles, "TILE_ROWS", 3)
         monkeypatch.setattr(tiles, "TILE_BYTES", 3 * 5 * 4)
     if request.param.endswith("kept"):
-        monkeypatch.setattr(_linear_kept, "KEEP_FROM", 0)
+        monkeypatch.setattr(tiles, "KEEP_FROM", 0)
     return request.param
 
 

@@ -6,11 +6,12 @@ import gc
 
 import pytest
 import torch
-from tests.core.heads import close, coefficients, head, kl_inputs, naive_kl, naive_logprobs
+from tests.core.heads.naive import close, coefficients, head, kl_inputs, naive_kl, naive_logprobs
 from torch.utils.checkpoint import checkpoint
 
-from klamp.core import _linear_kept, tiles
-from klamp.core.linear import linear_kl, linear_logprobs
+from klamp.core.heads import tiles
+from klamp.core.heads.kl import linear_kl
+from klamp.core.heads.logprobs import linear_logprobs
 
 WIDTH = 6
 
@@ -19,10 +20,10 @@ WIDTH = 6
 def small_tiles(monkeypatch):
     monkeypatch.setattr(tiles, "TILE_ROWS", 4)
     monkeypatch.setattr(tiles, "TILE_BYTES", 4 * 5 * 4)  # 23 entries in 5 tiles, of 4 and 5
-    monkeypatch.setattr(_linear_kept, "KEEP_FROM", 0)
+    monkeypatch.setattr(tiles, "KEEP_FROM", 0)
     yield
     gc.collect()
-    assert not _linear_kept._waiting
+    assert not tiles._waiting
 
 
 @pytest.mark.parametrize("rows", [1, 3, 5, 6, 7, 13, 40])
@@ -80,7 +81,7 @@ def test_nothing_is_lost_by_keeping(monkeypatch, dtype):
         return torch.autograd.grad(out @ coefficients(4, out.dtype), (hidden, weight, bias))
 
     kept = walk()
-    monkeypatch.setattr(_linear_kept, "KEEP_FROM", 10**9)
+    monkeypatch.setattr(tiles, "KEEP_FROM", 10**9)
     assert all(torch.equal(a, b) for a, b in zip(kept, walk(), strict=True))
 
 
@@ -89,12 +90,12 @@ def test_one_call_of_a_weight_at_a_time_has_the_room(rows_computed):
     expected = torch.autograd.grad(naive_logprobs(hidden, weight, targets).sum(), (hidden, weight))
     first, second = (linear_logprobs(hidden, weight, targets).sum() for _ in range(2))
     divergence = linear_kl(hidden, weight.detach().requires_grad_(True), hidden, weight)  # the same memory
-    assert len(_linear_kept._waiting) == 1
+    assert len(tiles._waiting) == 1
     for out, computed in ((second, 25), (first, 0)):
         rows_computed.clear()
         gradients = torch.autograd.grad(out, (hidden, weight))
         assert sum(rows_computed) == computed and all(close(*pair) for pair in zip(gradients, expected, strict=True))
-    assert not _linear_kept._waiting
+    assert not tiles._waiting
     third = linear_logprobs(hidden, weight, targets).sum()
     rows_computed.clear()
     third.backward()
@@ -144,7 +145,7 @@ def test_a_gradient_that_was_handed_out_is_left_alone():
 
 
 def test_no_room_is_taken_where_no_weight_gradient_will_be(monkeypatch):
-    monkeypatch.setattr(_linear_kept, "Kept", None)  # calling it would fail
+    monkeypatch.setattr(tiles, "Kept", None)  # calling it would fail
     hidden, weight, bias, targets = head(5, WIDTH)
     with torch.no_grad():
         assert not linear_logprobs(hidden, weight, targets).requires_grad
@@ -158,16 +159,16 @@ def test_no_room_is_taken_where_no_weight_gradient_will_be(monkeypatch):
 def test_a_dropped_graph_gives_its_room_back():
     hidden, weight, _, targets = head(5, WIDTH)
     out = linear_logprobs(hidden, weight, targets)
-    assert len(_linear_kept._waiting) == 1
+    assert len(tiles._waiting) == 1
     del out
-    assert not _linear_kept._waiting
+    assert not tiles._waiting
 
 
 def test_a_small_head_keeps_nothing(monkeypatch):
-    monkeypatch.setattr(_linear_kept, "KEEP_FROM", 23 * WIDTH + 1)
+    monkeypatch.setattr(tiles, "KEEP_FROM", 23 * WIDTH + 1)
     hidden, weight, _, targets = head(5, WIDTH)
     out = linear_logprobs(hidden, weight, targets)
-    assert not _linear_kept._waiting and out.requires_grad
+    assert not tiles._waiting and out.requires_grad
 
 
 def test_a_weight_changed_in_between_is_refused():
@@ -204,6 +205,6 @@ def test_under_autocast_the_weight_itself_is_what_waits(rows_computed):
     hidden, weight, _, targets = head(5, WIDTH, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         first, second = (linear_logprobs(hidden, weight, targets).sum() for _ in range(2))
-    assert len(_linear_kept._waiting) == 1  # each call has a copy in bfloat16 of its own
+    assert len(tiles._waiting) == 1  # each call has a copy in bfloat16 of its own
     gradients = [torch.autograd.grad(x, (hidden, weight)) for x in (first, second)]
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))

@@ -8,12 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.core.heads import OPTIONS, close, coefficients, head, naive_logits, naive_logprobs
-from tests.core.held import Held
+from tests.core.heads.held import Held
+from tests.core.heads.naive import OPTIONS, close, coefficients, head, naive_logits, naive_logprobs
 
-from klamp.core import tiles
-from klamp.core.linear import linear_kl, linear_logprobs
-from klamp.core.tiles import Head, Tile, find_columns, gradients, head_gradients
+from klamp.core.heads import tiles
+from klamp.core.heads.kl import linear_kl
+from klamp.core.heads.logprobs import linear_logprobs
+from klamp.core.heads.tiles import Head, Tile, find_columns, gradients, head_gradients
 
 
 @given(rows=st.integers(0, 40), entries=st.integers(1, 60), tile_rows=st.integers(1, 9), tile_bytes=st.integers(1, 400))
@@ -129,7 +130,7 @@ def held_by(name: str) -> Held:
 
 @pytest.mark.parametrize("name", [name for name in SCORED if name != "naive"])
 def test_neither_on_the_way_there_nor_back_is_more_held_than_a_few_tiles(name: str, monkeypatch) -> None:
-    """Counted; tests/core/test_linear.py measures a process that does the same at the size of a model."""
+    """Counted; tests/core/heads/test_logprobs.py measures a process that does the same at the size of a model."""
     monkeypatch.setattr(tiles, "TILE_BYTES", 2**16)
     monkeypatch.setattr(tiles, "TILE_ROWS", 64)
     held = held_by(name)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from klamp.core.linear import linear_kl, linear_logprobs
+from klamp.core.heads.kl import linear_kl
+from klamp.core.heads.logprobs import linear_logprobs
 
 transformers = pytest.importorskip("transformers")
 

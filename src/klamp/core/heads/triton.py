@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from klamp.core.tiles import Head, TileGradient
+from klamp.core.heads.tiles import Head, TileGradient
 
 PROGRAMS = 1024
 """About how many programs the forward pass is split into."""

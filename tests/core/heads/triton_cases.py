@@ -1,4 +1,4 @@
-"""Runs the Triton kernels in a process of its own: `python -m tests.core.triton_cases interpreter|cuda|compile`.
+"""Runs the Triton kernels in a process of its own: `python -m tests.core.heads.triton_cases interpreter|cuda|compile`.
 
 Triton reads TRITON_INTERPRET when it is imported, and a kernel cannot be wrapped by the tests' checks of shapes: both
 ask for a fresh process. Prints one JSON line: case -> quantity -> [largest error, what is allowed].
@@ -12,7 +12,7 @@ import sys
 from unittest.mock import patch
 
 import torch
-from tests.core.heads import OPTIONS, coefficients, copies, head, naive_logits
+from tests.core.heads.naive import OPTIONS, coefficients, copies, head, naive_logits
 
 DTYPES = ("float32", "bfloat16", "float16")
 SIZES = {
@@ -41,7 +41,7 @@ def naive(hidden, weight, bias, targets, factor, options):
 
 def compare(dtype: str, options: dict, bias: str, size: tuple[int, ...], device: str) -> dict:
     """Largest error of every result; allowed is twice that of the naive head in the same type, and one rounding."""
-    from klamp.core.linear import linear_logprobs
+    from klamp.core.heads.logprobs import linear_logprobs
 
     given = [x.detach().to(device).requires_grad_(True) for x in head(*size, dtype=getattr(torch, dtype))[:3]]
     given[2] = given[2] if bias == "bias" else None
@@ -68,7 +68,7 @@ def some_head(device: str):
 
 def gradient_error(change=None, factor=None, learned=ALL, device="cpu") -> list[float]:
     """Largest error of the gradients for inputs that are changed first; rows with factor 0 have no part."""
-    from klamp.core.linear import linear_logprobs
+    from klamp.core.heads.logprobs import linear_logprobs
 
     given = dict(zip((*ALL, "targets"), some_head(device), strict=True))
     given = change(given) if change else given
@@ -107,7 +107,7 @@ def odd_inputs(device: str) -> dict:
 
 def forbidden_entries(device: str) -> dict:
     """Entries with a bias of -inf."""
-    from klamp.core.linear import linear_logprobs
+    from klamp.core.heads.logprobs import linear_logprobs
 
     hidden, weight, bias, targets = some_head(device)
     bias[21:] = -float("inf")
@@ -122,7 +122,7 @@ def forbidden_entries(device: str) -> dict:
 
 def extreme_logits(device: str) -> dict:
     """Log-probabilities of thousands of nats."""
-    from klamp.core.linear import linear_logprobs
+    from klamp.core.heads.logprobs import linear_logprobs
 
     hidden, weight, _, targets = some_head(device)
     hidden *= 200
@@ -135,7 +135,7 @@ def extreme_logits(device: str) -> dict:
 
 def small_tiles(device: str) -> dict:
     """Several tiles of rows and entries in the backward pass."""
-    from klamp.core import tiles
+    from klamp.core.heads import tiles
 
     before = tiles.TILE_ROWS, tiles.TILE_BYTES
     tiles.TILE_ROWS, tiles.TILE_BYTES = 5, 5 * 11 * 4 if device == "cpu" else 5 * 11 * 4 / 64
@@ -146,21 +146,21 @@ def small_tiles(device: str) -> dict:
 
 def dispatch(_: str) -> dict:
     """What goes to the kernels: 0 where it is as it should be."""
-    from klamp.core import _linear_autograd, _linear_triton
+    from klamp.core.heads import logprobs, triton
 
     class OnDevice(torch.Tensor):
         is_cuda = True
 
     def pick(hidden, weight, capability=(8, 0)):
         with patch("torch.cuda.get_device_capability", lambda _: capability):
-            return _linear_autograd._kernels(hidden, weight)
+            return logprobs._kernels(hidden, weight)
 
     x = torch.zeros(3, 4)
     moved = x.as_subclass(OnDevice)
     with patch.dict("os.environ", {"KLAMP_TRITON": "0"}):
         switched_off = pick(moved, x)
     right = {
-        "device": pick(moved, x) is _linear_triton,
+        "device": pick(moved, x) is triton,
         "switched off": switched_off is None,
         "old device": pick(moved, x, (7, 5)) is None,
         "cpu": pick(x, x) is None,
@@ -184,12 +184,12 @@ def run(mode: str) -> dict:
     """Every case through the interpreter on a CPU, or on a GPU."""
     device, found = "cuda", {"dispatch": dispatch("")}
     if mode == "interpreter":
-        from klamp.core import _linear_autograd, _linear_triton
+        from klamp.core.heads import logprobs, triton
 
         device = "cpu"
-        _linear_triton.BLOCKS = {2: (32, 16, 16, 4, 2), 4: (16, 32, 16, 4, 2)}  # ragged blocks at small sizes
-        _linear_triton.PROGRAMS = 6
-        _linear_autograd._kernels = lambda *_: _linear_triton
+        triton.BLOCKS = {2: (32, 16, 16, 4, 2), 4: (16, 32, 16, 4, 2)}  # ragged blocks at small sizes
+        triton.PROGRAMS = 6
+        logprobs._kernels = lambda *_: triton
     found |= {name: compare(*case, device) for name, case in cases(mode).items()}
     return found | {name: group(device) for name, group in GROUPS.items() if name != "dispatch"}
 
@@ -200,7 +200,7 @@ def compile_for(architecture: int, dtype: str, size: int) -> dict:
     from triton.backends import compiler
     from triton.compiler import ASTSource
 
-    from klamp.core import _linear_triton as kernels
+    from klamp.core.heads import triton as kernels
 
     rows, columns, width, warps, stages = kernels.BLOCKS[size]
     given = dict.fromkeys(("hidden", "weight", "bias", "out"), f"*{dtype}") | {"targets": "*i64"}

@@ -1,4 +1,21 @@
-"""Forward and backward pass of `linear_logprobs`, one tile at a time, or by the kernels of `_linear_triton`.
+"""Log-probabilities straight from hidden states, without the [N, V] matrix of logits.
+
+The vocabulary is walked in tiles (see `tiles`). The forward pass keeps one normaliser per tile and token; the backward
+pass needs each tile again. So products of the forward pass are kept in the memory that the gradient of the weight will
+take anyway: all of them where N <= H, those of H rows where N > H; the rest is computed again. Forward and backward
+take three matrix products (N <= H) to four (N >> H). Where the head is frozen the gradient of `linear_logprobs` is
+formed in the forward pass: two products in all.
+
+Extra memory: a few tiles, O(N H), and the gradients themselves; no second [V, H]. Where a weight of 2^20 entries or
+more learns, its gradient is allocated in the forward pass and lives until the backward pass or until the result is
+dropped. One call per weight has it at a time: another one, before that backward pass, computes its products again, as
+a second walk through a retained graph does. Nothing is kept under no_grad, or for a weight that needs no gradient.
+Rows whose incoming gradient is exactly 0 take no part in the backward pass: they cost nothing, and whatever stands
+there (NaN too) reaches no gradient.
+
+On a CUDA device `linear_logprobs` in up to 32 bits runs through the Triton kernels of `triton` where Triton is
+installed (four products, nothing kept), which have been tested through the interpreter only; `KLAMP_TRITON=0` in the
+environment switches them off. `linear_kl` uses the tiles everywhere.
 
 For one row with hidden state h and target t: logits z_v, p = softmax(z), w_v the row of the weight, s_v the slope of
 cap and temperature (1 without). The vocabulary is cut into tiles T_1 ... T_c; Z_i = sum over v in T_i of exp(z_v)::
@@ -19,15 +36,32 @@ from __future__ import annotations
 
 import os
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, cast, overload
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from klamp.core._derivatives import first_only
-from klamp.core._linear_kept import Owner, Products, keep
+from klamp.core.arguments import IDS, check_flag, check_tensors
+from klamp.core.gradients import applied, first_only
+from klamp.core.heads.tiles import (
+    Head,
+    Owner,
+    Products,
+    TileGradient,
+    cast_inputs,
+    check_head,
+    check_scale,
+    exp_,
+    find_columns,
+    head_gradients,
+    keep,
+    opaque,
+    owner_of,
+    tiles,
+)
 from klamp.core.masking import upcast
-from klamp.core.tiles import Head, TileGradient, exp_, find_columns, head_gradients, tiles
+from klamp.errors import ConfigError, ShapeError
 
 
 class _Scores(NamedTuple):
@@ -45,10 +79,10 @@ def _kernels(hidden: Tensor, weight: Tensor) -> ModuleType | None:
     if torch.version.hip is not None or torch.cuda.get_device_capability(hidden.device) < (8, 0):
         return None  # not even compiled for these
     try:
-        from klamp.core import _linear_triton
+        from klamp.core.heads import triton
     except ImportError:
         return None
-    return _linear_triton
+    return triton
 
 
 def _together(normalisers: Tensor, entropies: Tensor | None, picked: Tensor) -> _Scores:
@@ -121,7 +155,7 @@ def _tile_gradient(products: Products, targets: Tensor, grad: Tensor, normaliser
 class LinearLogprobs(torch.autograd.Function):
     """The log-probability of each row's target, and on request the row's entropy (without gradient); both in nats.
 
-    Takes hidden, weight, bias (or None), targets, (temperature, softcap), the owner of the weight (see `_linear_kept`),
+    Takes hidden, weight, bias (or None), targets, (temperature, softcap), the owner of the weight (see `tiles`),
     whether anything learns, and whether the entropy is wanted.
     """
 
@@ -176,3 +210,121 @@ class LinearLogprobs(torch.autograd.Function):
             place = None if kept is None else kept.place
             found = head_gradients(grad, hidden, head, ctx.needs_input_grad, make, place)
         return (*found, *[None] * 5)
+
+
+def _check_targets(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
+    check_tensors(IDS, like=hidden, targets=targets)
+    if targets.shape != hidden.shape[:1]:
+        raise ShapeError(
+            "the targets do not fit the hidden states",
+            got=f"targets {tuple(targets.shape)} of {targets.dtype}, hidden {tuple(hidden.shape)}",
+            why="each row of hidden scores one token id",
+            fix="pass one integer id per row",
+        )
+    wrong = (targets < 0) | (targets >= weight.shape[0])
+    if bool(wrong.any()):
+        raise ConfigError(
+            "a target lies outside the vocabulary",
+            got=f"{int(wrong.sum())} of {targets.numel()}, the first {int(targets[wrong][0])}",
+            why=f"the head has entries 0 to {weight.shape[0] - 1}",
+            fix="put any valid id where the mask is False; a row without gradient costs no backward pass",
+        )
+
+
+def _logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    softcap: float | None,
+    entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    check_head("the", hidden, weight, bias)
+    _check_targets(hidden, weight, targets)
+    check_scale(temperature, softcap)
+    options = ((temperature, softcap), owner_of(weight), torch.is_grad_enabled(), entropy)
+    given = cast_inputs(hidden, weight, bias)
+    with torch.autocast(hidden.device.type, enabled=False):
+        return applied(LinearLogprobs, *given, targets.long(), *options)
+
+
+@overload
+def linear_logprobs(
+    hidden: Float[Tensor, "rows width"],
+    weight: Float[Tensor, "vocab width"],
+    targets: Int[Tensor, " rows"],
+    *,
+    bias: Float[Tensor, " vocab"] | None = ...,
+    temperature: float = ...,
+    softcap: float | None = ...,
+    return_entropy: Literal[False] = ...,
+) -> Float[Tensor, " rows"]: ...
+@overload
+def linear_logprobs(
+    hidden: Float[Tensor, "rows width"],
+    weight: Float[Tensor, "vocab width"],
+    targets: Int[Tensor, " rows"],
+    *,
+    bias: Float[Tensor, " vocab"] | None = ...,
+    temperature: float = ...,
+    softcap: float | None = ...,
+    return_entropy: Literal[True],
+) -> tuple[Float[Tensor, " rows"], Float[Tensor, " rows"]]: ...
+@overload
+def linear_logprobs(
+    hidden: Float[Tensor, "rows width"],
+    weight: Float[Tensor, "vocab width"],
+    targets: Int[Tensor, " rows"],
+    *,
+    bias: Float[Tensor, " vocab"] | None = ...,
+    temperature: float = ...,
+    softcap: float | None = ...,
+    return_entropy: bool,
+) -> Float[Tensor, " rows"] | tuple[Float[Tensor, " rows"], Float[Tensor, " rows"]]: ...
+def linear_logprobs(
+    hidden: Float[Tensor, "rows width"],
+    weight: Float[Tensor, "vocab width"],
+    targets: Int[Tensor, " rows"],
+    *,
+    bias: Float[Tensor, " vocab"] | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    return_entropy: bool = False,
+) -> Float[Tensor, " rows"] | tuple[Float[Tensor, " rows"], Float[Tensor, " rows"]]:
+    """The log-probability of one token per row, in nats, from hidden states, without the logits in memory.
+
+    Equation (in this order: head, soft cap c, temperature)::
+
+        raw = hidden @ weight^T + bias       capped = c tanh(raw / c)       logits = capped / temperature
+        logprobs_n = logits_n[targets_n] - log sum_v exp(logits_nv)
+        entropy_n  = - sum_v p_nv log p_nv,  p = softmax(logits)
+
+    Value: exact up to rounding, <= 0. bfloat16 and float16: products rounded as in a linear layer, the softmax and all
+    sums in float32; the result is float32. float64 stays float64.
+    Gradient: that of the equation in hidden, weight and bias, each computed only if it requires one; once
+    differentiable. A row whose incoming gradient is exactly 0 is left out: it costs no product, its gradient is 0, and
+    NaN in it reaches nothing. The entropy is detached.
+    Shapes: [N, H], [V, H], [N], bias [V] -> [N], with `return_entropy` ([N], [N]). N may be 0.
+    Under torch.compile the call is a graph break (not for fullgraph=True); under autocast the inputs are cast as those
+    of a linear layer.
+
+    Args:
+        hidden: last hidden states, one row per token.
+        weight: of the output head; may be tied to the embedding, or frozen.
+        targets: token ids to score, each in 0..V-1.
+        bias: of the output head.
+        temperature: that the tokens were sampled at; times s for a head whose logits are divided by s (`logits_scaling`
+            in Granite), over s for one whose logits are multiplied by it (`logit_scale` in Cohere).
+        softcap: c, of models that bound their logits (30 in Gemma 2).
+        return_entropy: return (logprobs, entropy) instead of logprobs.
+
+    Raises:
+        ShapeError: shapes that do not fit.
+        ConfigError: a target outside the vocabulary, temperature or softcap <= 0, or two types without autocast.
+
+    Source: Cut Your Losses in Large-Vocabulary Language Models, arXiv:2411.09009 (tiles, without its gradient filter)
+    """
+    check_flag("return_entropy", return_entropy)
+    found = opaque(_logprobs, hidden, weight, bias, targets, temperature, softcap, return_entropy)
+    return cast(tuple[Tensor, Tensor], found) if return_entropy else found[0]

@@ -10,12 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.core.heads import OPTIONS, close, coefficients, head, naive_logprobs
+from tests.core.heads.naive import OPTIONS, close, coefficients, head, naive_logprobs
 from torch.nn.functional import linear
 
-from klamp.core import tiles
 from klamp.core.estimators import exact_kl
-from klamp.core.linear import linear_kl, linear_logprobs
+from klamp.core.heads import tiles
+from klamp.core.heads.kl import linear_kl
+from klamp.core.heads.logprobs import linear_logprobs
 from klamp.errors import ConfigError, ShapeError, TensorError
 
 # --- linear_logprobs --------------------------------------------------------------------------------------
@@ -155,7 +156,8 @@ def test_inside_torch_compile(shapes_unchecked, backend):
 MEASURE = """
 import sys, torch
 from pathlib import Path
-from klamp.core.linear import linear_kl, linear_logprobs
+from klamp.core.heads.kl import linear_kl
+from klamp.core.heads.logprobs import linear_logprobs
 torch.set_num_threads(1)
 n, h, v = 4096, 64, int(sys.argv[2])
 hidden, weight = torch.randn(n, h, requires_grad=True), torch.randn(v, h, requires_grad=True)
@@ -177,7 +179,7 @@ print(peak() - before)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["logprobs", "kl"])
 def test_peak_memory_is_a_small_part_of_the_matrix_of_logits(name):
-    """Slow, as it hangs on how a machine hands out memory: tests/core/test_tiles.py counts what is held instead."""
+    """Slow, as it hangs on how a machine hands out memory: test_tiles.py counts what is held instead."""
     vocab = 50_000
     command = [sys.executable, "-c", MEASURE, name, str(vocab)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.core import triton_cases
+from tests.core.heads import triton_cases
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def run(mode: str, **environment: str) -> dict:
     """What a fresh process found."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.core.triton_cases", mode]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.core.heads.triton_cases", mode]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr
@@ -69,7 +69,7 @@ def test_a_cpu_never_meets_triton():
 import sys, torch, klamp
 hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
 klamp.linear_logprobs(hidden, weight, torch.arange(3)).sum().backward()
-print("triton" in sys.modules, "klamp.core._linear_triton" in sys.modules)
+print("triton" in sys.modules, "klamp.core.heads.triton" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]

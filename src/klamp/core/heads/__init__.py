@@ -1,0 +1,1 @@
+"""The output head of a model: log-probabilities and the exact KL without the matrix of logits."""

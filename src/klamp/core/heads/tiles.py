@@ -1,0 +1,314 @@
+"""Logits in tiles: a part of the vocabulary for a part of the rows, so that the [N, V] matrix never exists.
+
+The vocabulary is walked in the outer loop and the rows in the inner one, so that each slice of the weight gradient is
+summed in float32 and written once: nothing of size [V, H] exists but the gradient itself. Products are rounded to the
+type of their inputs, as those of any linear layer; everything after them is float32 (float64 stays float64).
+
+The backward pass needs memory for the weight gradient, [V, H], in any case. Here it is allocated in the forward pass
+already, and lent: the slice of it that belongs to c vocabulary entries holds c H numbers, which are the products of H
+rows with these entries (of H / 2 rows where there are two heads, policy and reference). The backward pass goes through
+the vocabulary slice by slice; it reads the products of a slice, all rows, and then writes the gradient over them. A
+product is kept as the head rounded it, in the type of the weight, so the backward pass sees the very number that the
+forward pass saw. Rows beyond the first H are computed again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from klamp.core.arguments import FLOATS, POSITIVE, check_number, check_tensors, check_values_exist
+from klamp.core.masking import upcast
+from klamp.errors import ConfigError, ShapeError
+
+TILE_BYTES = 4 * 2**20
+"""Size of one float32 tile of logits on a CPU; an accelerator, which wants larger products, gets 64 times that."""
+TILE_ROWS = 1024
+"""Most tokens in one tile."""
+
+Tiles = list[slice]
+# (rows of a tile, its vocabulary entries) -> gradient with respect to the head's product there
+TileGradient = Callable[[slice, slice], Tensor]
+# Where the weight gradient goes, slice by slice; each one is written once its rows have all been asked for
+Place = tuple[Tensor, Tiles]
+# (which rows learn, their hidden states) -> their TileGradient
+MakeGradient = Callable[[Tensor | slice, Tensor], TileGradient]
+
+
+LOG2_E = math.log2(math.e)
+
+
+def exp_(x: Tensor) -> Tensor:
+    """exp(x), written over x.
+
+    In float32 on a CPU it is 2 ** (x log2(e)): torch hands `exp` to a library that is slow on some processors, and
+    vectorises `exp2` itself. Of normalised exponentials (x <= 0) the product's rounding is |x| 6e-8 of the value,
+    which is what x itself, a difference of logits, was rounded by.
+    """
+    if x.dtype == torch.float32 and x.device.type == "cpu":
+        return x.mul_(LOG2_E).exp2_()
+    return x.exp_()
+
+
+class Head(NamedTuple):
+    """The last layer of a model: logits = softcap * tanh((h W^T + b) / softcap) / temperature."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    temperature: float = 1.0
+    softcap: float | None = None
+
+    def product(self, hidden: Tensor, entries: slice, out: Tensor) -> Tensor:
+        """The product h W^T + b for some vocabulary entries, rounded as in any linear layer, written into `out`."""
+        weight, bias = self.weight[entries], None if self.bias is None else self.bias[entries]
+        if out.dtype != hidden.dtype:
+            return out.copy_(linear(hidden, weight, bias))
+        return torch.mm(hidden, weight.t(), out=out) if bias is None else torch.addmm(bias, hidden, weight.t(), out=out)
+
+    def logits(self, product: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Logits from products (whose memory they take), and d logits / d product, None where that is 1 everywhere."""
+        z = product
+        if self.softcap is not None:
+            z = z.div_(self.softcap).tanh_()
+            slope = (1 - z.square()).div_(self.temperature)
+            return z.mul_(self.softcap / self.temperature), slope
+        if self.temperature == 1.0:
+            return z, None
+        return z.div_(self.temperature), torch.full_like(z[:, :1], 1 / self.temperature)
+
+
+class Tile:
+    """One piece of memory for all tiles in turn; asking the system anew for each would cost time."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.memory = upcast(like.new_empty(0))
+
+    def shaped(self, rows: int, entries: int) -> Tensor:
+        """A tensor [rows, entries] in this memory, float32 (or float64 for such inputs); its old contents are lost."""
+        size = rows * entries
+        if self.memory.numel() < size:
+            self.memory = self.memory.new_empty(size)
+        return self.memory[:size].view(rows, entries)
+
+
+def _split(total: int, most: int) -> Tiles:
+    """Cuts 0 ... total into slices of nearly equal length, none longer than `most`."""
+    count = math.ceil(total / most)
+    return [slice(total * i // count, total * (i + 1) // count) for i in range(count)]
+
+
+def tiles(hidden: Tensor, weight: Tensor) -> tuple[Tiles, Tiles]:
+    """The slices of the vocabulary and of the rows that tiles are made of; a tile is one of each."""
+    rows = max(1, min(TILE_ROWS, hidden.shape[0]))
+    size = TILE_BYTES if hidden.device.type == "cpu" else 64 * TILE_BYTES
+    return _split(weight.shape[0], max(1, size // (4 * rows))), _split(hidden.shape[0], rows)
+
+
+def find_columns(targets: Tensor, entries: slice) -> tuple[Tensor, Tensor]:
+    """The column of each target within a tile, and whether the target lies in the tile; [N, 1] each."""
+    column = (targets - entries.start)[:, None]
+    width = entries.stop - entries.start
+    return column.clamp(0, width - 1), (column >= 0) & (column < width)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Adds a @ b to the total, in the precision of the total."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
+
+
+def gradients(
+    hidden: Tensor, weight: Tensor, needs: tuple[bool, ...], of_tile: TileGradient, place: Place | None = None
+) -> list[Tensor | None]:
+    """The gradients of hidden states, weight and bias, each only where wanted, summed over the tiles in float32."""
+    wide = upcast(hidden[:0]).dtype
+    columns, chunks = tiles(hidden, weight)
+    room, columns = place or (None, columns)
+    d_weight = None if not needs[1] else torch.empty_like(weight) if room is None else room
+    d_hidden = torch.zeros_like(hidden, dtype=wide) if needs[0] else None
+    d_bias = weight.new_zeros(weight.shape[0], dtype=wide) if needs[2] else None
+    for entries in columns:
+        part = weight.new_zeros(weight[entries].shape, dtype=wide) if needs[1] and len(chunks) != 1 else None
+        for rows in chunks:
+            d = of_tile(rows, entries)
+            if d_bias is not None:
+                d_bias[entries] += d.sum(0, dtype=wide)
+            d = d.to(hidden.dtype)
+            if d_hidden is not None:
+                _add_product(d_hidden[rows], d, weight[entries])
+            if part is not None:
+                _add_product(part, d.t(), hidden[rows])
+            elif d_weight is not None:
+                torch.mm(d.t(), hidden, out=d_weight[entries])
+        if part is not None and d_weight is not None:
+            d_weight[entries] = part
+    return [d_hidden, d_weight, d_bias]
+
+
+def head_gradients(
+    grad: Tensor,
+    hidden: Tensor,
+    head: Head,
+    needs: tuple[bool, ...],
+    make: MakeGradient,
+    place: Place | None = None,
+) -> list[Tensor | None]:
+    """Gradients of hidden, weight and bias, computed only for the rows whose incoming gradient is not 0.
+
+    Args:
+        grad: d loss / d output of each row.
+        hidden: hidden states of all rows.
+        head: weight and bias.
+        needs: which of the three gradients are wanted.
+        make: gives the gradient of a tile for the rows that were chosen.
+        place: where the weight gradient is written; None: into new memory.
+    """
+    live = grad != 0
+    index: Tensor | slice = slice(None) if bool(live.all()) else live.nonzero()[:, 0]
+    some = hidden[index]
+    found = gradients(some, head.weight, needs, make(index, some), place)
+    if found[0] is not None and isinstance(index, Tensor):
+        found[0] = torch.zeros_like(hidden, dtype=found[0].dtype).index_copy_(0, index, found[0])
+    like = (hidden, head.weight, head.bias)
+    return [None if x is None or y is None else x.to(y.dtype) for x, y in zip(found, like, strict=True)]
+
+
+KEEP_FROM = 2**20
+"""Fewest entries of a weight for which this pays; below, every walk through a graph is equal to the last bit."""
+
+Owner = tuple[torch.device, int]
+
+
+class Kept:
+    """Room for the products of the first rows of a call, in the shape of its weight gradient."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, heads: int) -> None:
+        self.d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        self.columns = tiles(hidden, weight)[0]  # those of the forward pass, however few rows learn
+        self.rows = min(hidden.shape[0], weight.shape[1] // heads)
+
+    @property
+    def place(self) -> Place:
+        """The weight gradient and the slices of the vocabulary that it is to be written in."""
+        return self.d_weight, self.columns
+
+    def room(self, entries: slice, head: int) -> Tensor:
+        """The memory for the products of one head with these vocabulary entries, [rows, entries]."""
+        size = self.rows * (entries.stop - entries.start)
+        return self.d_weight[entries].view(-1)[head * size : (head + 1) * size].view(self.rows, -1)
+
+
+# Each call between its forward and its backward pass, by its weight. Nothing here keeps it alive but its graph.
+_waiting: WeakValueDictionary[Owner, Kept] = WeakValueDictionary()
+
+
+def owner_of(weight: Tensor) -> Owner:
+    """A key that is the same for a weight and for its detached copies: the device and address of its memory."""
+    return weight.device, weight.data_ptr()
+
+
+def keep(owner: Owner, hidden: Tensor, weight: Tensor, *, heads: int = 1) -> Kept | None:
+    """Memory to keep products in; None where that is slower, or where another call of this weight holds some already.
+
+    Two waiting calls with room each would be two [V, H] at a time, where the backward passes need one after the other.
+    """
+    if hidden.shape[0] == 0 or weight.numel() < KEEP_FROM or weight.shape[1] < heads or owner in _waiting:
+        return None
+    _waiting[owner] = kept = Kept(hidden, weight, heads)
+    return kept
+
+
+class Products:
+    """The products of one head with the hidden states of a call, one tile after another in the same piece of memory."""
+
+    def __init__(self, head: Head, hidden: Tensor, kept: Kept | None, *, which: int = 0) -> None:
+        self.head, self.hidden, self.kept, self.which = head, hidden, kept, which
+        self.order: Tensor | None = None
+        self.known = 0 if kept is None else kept.rows
+        self.tile = Tile(hidden)
+
+    def of(self, index: Tensor | slice, hidden: Tensor) -> Products:
+        """The products of some of the rows: the backward pass needs only the rows whose gradient is not 0."""
+        some = Products(self.head, hidden, self.kept, which=self.which)
+        if isinstance(index, Tensor):
+            some.order = index[index < self.known]
+            some.known = some.order.numel()
+        return some
+
+    def form(self, rows: slice, entries: slice) -> Tensor:
+        """Computes the products of a tile, and keeps them where there is room; valid until the next tile."""
+        product = self._empty(rows, entries)
+        self.head.product(self.hidden[rows], entries, product)
+        if self.kept is not None and rows.start < self.known:
+            room = self.kept.room(entries, self.which)[rows]
+            room.copy_(product[: room.shape[0]])
+        return product
+
+    def recall(self, rows: slice, entries: slice) -> Tensor:
+        """The same products as `form` gave: read where they were kept, otherwise computed again."""
+        product, end = self._empty(rows, entries), max(rows.start, min(rows.stop, self.known))
+        if self.kept is not None and end > rows.start:
+            room, first = self.kept.room(entries, self.which), slice(rows.start, end)
+            product[: end - rows.start] = room[first if self.order is None else self.order[first]]
+        if end < rows.stop:
+            self.head.product(self.hidden[end : rows.stop], entries, product[end - rows.start :])
+        return product
+
+    def _empty(self, rows: slice, entries: slice) -> Tensor:
+        return self.tile.shaped(rows.stop - rows.start, entries.stop - entries.start)
+
+
+Result = TypeVar("Result")
+
+
+def opaque(function: Callable[..., Result], *given: Any) -> Result:
+    """Calls the function outside of torch.compile's graph, since which rows count depends on the data."""
+    if torch.compiler.is_compiling():
+        return cast(Any, torch.compiler).disable(function)(*given)
+    return function(*given)
+
+
+def check_head(name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    check_tensors(FLOATS, **{f"{name} hidden states": hidden, f"{name} head's weight": weight})
+    check_values_exist(f"{name} hidden states", hidden)
+    if bias is not None:
+        check_tensors(FLOATS, like=hidden, **{f"{name} head's bias": bias})
+    fits = hidden.ndim == 2 and weight.ndim == 2 and hidden.shape[1] == weight.shape[1] and weight.shape[0] > 0
+    if not fits or (bias is not None and bias.shape != weight.shape[:1]):
+        with_bias = "" if bias is None else f", bias {tuple(bias.shape)}"
+        raise ShapeError(
+            f"{name} hidden states and head do not fit together",
+            got=f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}{with_bias}",
+            why="the logits are hidden [N, H] times weight [V, H] transposed, plus bias [V]",
+            fix="flatten the hidden states to [N, H] and pass lm_head.weight as it is",
+        )
+    if hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
+        raise ConfigError(
+            f"{name} hidden states and weight differ in type",
+            got=f"hidden {hidden.dtype}, weight {weight.dtype}",
+            why="a linear layer refuses it too: one of them would have to be copied",
+            fix="cast one of them, or call under torch.autocast",
+        )
+
+
+def check_scale(temperature: float, softcap: float | None) -> None:
+    divides = POSITIVE.but("the logits are divided by it", "use that of the sampler or of the model's configuration")
+    check_number("temperature", temperature, divides)
+    check_number("softcap", softcap, divides, optional=True)
+
+
+def cast_inputs(*tensors: Tensor | None) -> list[Tensor | None]:
+    """The tensors in the type that autocast would give the inputs of a linear layer; unchanged without autocast."""
+    kind = next(x for x in tensors if x is not None).device.type
+    if not torch.is_autocast_enabled(kind):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(kind)
+    return [x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors]
