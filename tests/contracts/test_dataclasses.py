@@ -20,7 +20,7 @@ BY_ORDER = {"_Field", "Numbers", "Kind", "Gate", "ActiveDropout", "KLFields", "F
 def made() -> Iterator[type]:
     for package in ("core", "core/heads", "config", "hosts/common"):
         for file in sorted((ROOT / package).glob("*.py")):
-            if file.stem == "triton":
+            if file.stem == "_triton":
                 continue
             module = importlib.import_module(".".join(("klamp", *Path(package).parts, file.stem)))
             found = (

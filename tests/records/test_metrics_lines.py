@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from klamp.diagnostics.doctor import examine
+from klamp.diagnostics.names import flat, is_verl_line
 from klamp.errors import DataError
-from klamp.records.trainer_logs import flat, is_verl_line, read_metrics
+from klamp.records.logs import read_metrics
 
 
 def lines(folder: Path, *rows: object) -> Path:

@@ -10,7 +10,7 @@ import pytest
 from klamp.diagnostics.doctor import examine
 from klamp.errors import DataError
 from klamp.records import read_record
-from klamp.records.wandb import BLOCK, FILE_HEADER, FRAME, MAGIC, frames, read_wandb
+from klamp.records.logs import BLOCK, FILE_HEADER, FRAME, MAGIC, frames, read_wandb
 
 
 @pytest.fixture(scope="module")

@@ -33,6 +33,19 @@ def _row(name: str, unit: str, better: Better, reduction: str, text: str) -> Met
     return MetricRow(name=name, unit=unit, better=better, reduction=reduction, text=text)
 
 
+_Kind: TypeAlias = tuple[str, Better, str]
+_KL: _Kind = "nats/token", "neither", "mean over KL tokens"
+_OF_COMPLETION: _Kind = "nats/sequence", "neither", "mean over completions"
+_LARGEST: _Kind = "nats", "lower", "maximum over tokens"
+_COMPLETIONS: _Kind = "share", "lower", "mean over completions"
+_KL_TOKENS: _Kind = "share", "lower", "mean over KL tokens"
+_TOKENS: _Kind = "share", "lower", "mean over tokens"
+_NUMBER: _Kind = "1", "neither", "value"
+_SAMPLER: _Kind = "nats/token", "lower", "mean over tokens"
+_PART: _Kind = "loss", "neither", "sum over parts"
+_POLICY: _Kind = "nats/token", "neither", "mean over tokens"
+_BETA: _Kind = "reward/nat", "neither", "value"
+
 METRICS: dict[str, MetricRow] = {
     row.name: row
     for row in (
@@ -43,117 +56,55 @@ METRICS: dict[str, MetricRow] = {
         _row(
             "groups/saturated", "share", "lower", "mean over groups", "Groups whose rewards are all equal: no signal."
         ),
-        _row(
-            "kl/k1",
-            "nats/token",
-            "neither",
-            "mean over KL tokens",
-            "Mean log-ratio; unbiased, may be negative by noise.",
-        ),
-        _row(
-            "kl/k3", "nats/token", "neither", "mean over KL tokens", "k3 estimate of KL(policy||ref); never negative."
-        ),
-        _row(
-            "kl/exact", "nats/token", "neither", "mean over KL tokens", "Exact KL over the vocabulary, where measured."
-        ),
-        _row(
-            "kl/exact_forward", "nats/token", "neither", "mean over KL tokens", "Exact KL(ref||policy), where measured."
-        ),
-        _row(
-            "kl/k1_original", "nats/token", "neither", "mean over KL tokens", "k1 to where a moving reference started."
-        ),
-        _row(
-            "kl/k3_original", "nats/token", "neither", "mean over KL tokens", "k3 to where a moving reference started."
-        ),
-        _row("kl/k1_sequence", "nats/sequence", "neither", "mean over completions", "k1 summed over a completion."),
-        _row("kl/k3_sequence", "nats/sequence", "neither", "mean over completions", "k3 summed over a completion."),
-        _row(
-            "kl/exact_sequence",
-            "nats/sequence",
-            "neither",
-            "mean over completions",
-            "Exact KL summed over a completion.",
-        ),
+        _row("kl/k1", *_KL, "Mean log-ratio; unbiased, may be negative by noise."),
+        _row("kl/k3", *_KL, "k3 estimate of KL(policy||ref); never negative."),
+        _row("kl/exact", *_KL, "Exact KL over the vocabulary, where measured."),
+        _row("kl/exact_forward", *_KL, "Exact KL(ref||policy), where measured."),
+        _row("kl/k1_original", *_KL, "k1 to where a moving reference started."),
+        _row("kl/k3_original", *_KL, "k3 to where a moving reference started."),
+        _row("kl/k1_sequence", *_OF_COMPLETION, "k1 summed over a completion."),
+        _row("kl/k3_sequence", *_OF_COMPLETION, "k3 summed over a completion."),
+        _row("kl/exact_sequence", *_OF_COMPLETION, "Exact KL summed over a completion."),
         _row("kl/k3_max", "nats/token", "lower", "maximum over tokens", "Largest k3 of a token; logged in TRL."),
         _row("kl/k3_min", "nats/token", "neither", "minimum over tokens", "Smallest k3 of a token; logged in TRL."),
-        _row("kl/log_ratio_max", "nats", "lower", "maximum over tokens", "Largest |log policy - log ref| of a token."),
+        _row("kl/log_ratio_max", *_LARGEST, "Largest |log policy - log ref| of a token."),
         _row("kl/log_ratio_p99", "nats", "lower", "99th percentile over tokens", "99th percentile of |log-ratio|."),
-        _row("kl/over_budget", "share", "lower", "mean over completions", "Completions whose KL exceeds the budget."),
-        _row("kl/budget", "nats/sequence", "neither", "mean over completions", "KL budget of a completion."),
+        _row("kl/over_budget", *_COMPLETIONS, "Completions whose KL exceeds the budget."),
+        _row("kl/budget", *_OF_COMPLETION, "KL budget of a completion."),
         _row(
             "kl/reference_length", "tokens", "neither", "value", "Frozen length that turns a threshold into a budget."
         ),
-        _row("kl/before_clip", "nats/sequence", "neither", "mean over completions", "Gated KL before the clip."),
-        _row("kl/after_clip", "nats/sequence", "neither", "mean over completions", "What the clip leaves of it."),
-        _row(
-            "kl/log_ratio_clamped",
-            "share",
-            "lower",
-            "mean over KL tokens",
-            "Tokens whose log-ratio hit kl_max_log_ratio.",
-        ),
+        _row("kl/before_clip", *_OF_COMPLETION, "Gated KL before the clip."),
+        _row("kl/after_clip", *_OF_COMPLETION, "What the clip leaves of it."),
+        _row("kl/log_ratio_clamped", *_KL_TOKENS, "Tokens whose log-ratio hit kl_max_log_ratio."),
         _row(
             "kl/k3_saturated",
-            "share",
-            "lower",
-            "mean over KL tokens",
+            *_KL_TOKENS,
             "Tokens whose k3 is past 3e30 (70 nats below the reference): the loss counts it as that, kl/k3 does not.",
         ),
-        _row("kl/lr_factor", "1", "neither", "value", "What kl_lr_guard multiplied the learning rate of the step by."),
-        _row(
-            "kl/host_clamped", "share", "lower", "mean over KL tokens", "Tokens past the clamps of the host's own KL."
-        ),
-        _row("kl/weights_truncated", "share", "lower", "mean over tokens", "Off-policy weights cut at kl_max_weight."),
-        _row(
-            "sampler/k1",
-            "nats/token",
-            "lower",
-            "mean over tokens",
-            "log sampler - log policy: sampler against trainer.",
-        ),
-        _row(
-            "sampler/k3", "nats/token", "lower", "mean over tokens", "k3 of the same; one bad token shows here first."
-        ),
-        _row(
-            "sampler/abs",
-            "nats/token",
-            "lower",
-            "mean over tokens",
-            "Mean |log-ratio| of the same, in logs of TRL.",
-        ),
-        _row("sampler/log_ratio_max", "nats", "lower", "maximum over tokens", "Largest |log-ratio| of the same."),
-        _row("beta", "reward/nat", "neither", "value", "Coefficient of the KL in force in this step."),
+        _row("kl/lr_factor", *_NUMBER, "What kl_lr_guard multiplied the learning rate of the step by."),
+        _row("kl/host_clamped", *_KL_TOKENS, "Tokens past the clamps of the host's own KL."),
+        _row("kl/weights_truncated", *_TOKENS, "Off-policy weights cut at kl_max_weight."),
+        _row("sampler/k1", *_SAMPLER, "log sampler - log policy: sampler against trainer."),
+        _row("sampler/k3", *_SAMPLER, "k3 of the same; one bad token shows here first."),
+        _row("sampler/abs", *_SAMPLER, "Mean |log-ratio| of the same, in logs of TRL."),
+        _row("sampler/log_ratio_max", *_LARGEST, "Largest |log-ratio| of the same."),
+        _row("beta", *_BETA, "Coefficient of the KL in force in this step."),
         _row(
             "beta/price",
-            "reward/nat",
-            "neither",
-            "value",
+            *_BETA,
             "Reward that it takes for one nat of a whole completion; where advantages are divided by the group's "
             "standard deviation, at the mean of the groups that are not saturated.",
         ),
-        _row(
-            "train/loss",
-            "loss",
-            "neither",
-            "sum over parts",
-            "The loss of the step's first update: policy loss plus KL.",
-        ),
-        _row("train/policy_loss", "loss", "neither", "sum over parts", "The part of the policy surrogate."),
-        _row(
-            "train/kl_penalty",
-            "loss",
-            "neither",
-            "sum over parts",
-            "The part of the KL: beta times its reduced penalty.",
-        ),
-        _row("train/denominator", "1", "neither", "value", "What klamp.tinker divided the policy loss by."),
-        _row("train/kl_denominator", "1", "neither", "value", "What klamp.tinker divided the KL by."),
+        _row("train/loss", *_PART, "The loss of the step's first update: policy loss plus KL."),
+        _row("train/policy_loss", *_PART, "The part of the policy surrogate."),
+        _row("train/kl_penalty", *_PART, "The part of the KL: beta times its reduced penalty."),
+        _row("train/denominator", *_NUMBER, "What klamp.tinker divided the policy loss by."),
+        _row("train/kl_denominator", *_NUMBER, "What klamp.tinker divided the KL by."),
         _row("train/grad_norm", "norm", "neither", "mean over updates", "Norm of the gradient before clipping."),
-        _row("train/learning_rate", "1", "neither", "value", "Learning rate in force."),
-        _row(
-            "policy/entropy", "nats/token", "neither", "mean over tokens", "Entropy of the policy at sampled prefixes."
-        ),
-        _row("policy/ratio_clipped", "share", "lower", "mean over tokens", "Tokens past a ratio bound, last update."),
+        _row("train/learning_rate", *_NUMBER, "Learning rate in force."),
+        _row("policy/entropy", *_POLICY, "Entropy of the policy at sampled prefixes."),
+        _row("policy/ratio_clipped", *_TOKENS, "Tokens past a ratio bound, last update."),
         _row(
             "policy/skipped",
             "share",
@@ -161,21 +112,17 @@ METRICS: dict[str, MetricRow] = {
             "mean over completions",
             "Completions without gradient (advantage 0, no KL that pulls), left out of the first backward pass.",
         ),
-        _row("policy/updates", "1", "neither", "value", "Updates done on the rollout; fewer where kl_early_stop cut."),
-        _row("policy/kl_old", "nats/token", "neither", "mean over tokens", "k3 of KL(old||policy), last update."),
-        _row("policy/logp_mean", "nats/token", "neither", "mean over tokens", "Mean log-probability under the policy."),
-        _row("ref/logp_mean", "nats/token", "neither", "mean over tokens", "Mean log-probability under the reference."),
+        _row("policy/updates", *_NUMBER, "Updates done on the rollout; fewer where kl_early_stop cut."),
+        _row("policy/kl_old", *_POLICY, "k3 of KL(old||policy), last update."),
+        _row("policy/logp_mean", *_POLICY, "Mean log-probability under the policy."),
+        _row("ref/logp_mean", *_POLICY, "Mean log-probability under the reference."),
         _row("advantage/max", "reward", "neither", "maximum over tokens", "Largest advantage, in logs of verl."),
         _row("advantage/min", "reward", "neither", "minimum over tokens", "Smallest advantage, in logs of verl."),
         _row("length/mean", "tokens", "neither", "mean over completions", "Completion length, end token included."),
         _row("length/total", "tokens", "neither", "running total", "Tokens of prompts and completions; logged in TRL."),
-        _row("length/truncated", "share", "lower", "mean over completions", "Completions cut at the length limit."),
+        _row("length/truncated", *_COMPLETIONS, "Completions cut at the length limit."),
         _row(
-            "length/repeated",
-            "share",
-            "lower",
-            "mean over tokens",
-            "Tokens that stand in a pair of tokens which was in their completion before.",
+            "length/repeated", *_TOKENS, "Tokens that stand in a pair of tokens which was in their completion before."
         ),
         _row(
             "length/reward_correlation",

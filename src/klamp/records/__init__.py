@@ -10,10 +10,17 @@ from klamp.diagnostics.history import History
 from klamp.errors import KlampError
 from klamp.records.files import json_lines, refuse_names, unreadable
 from klamp.records.klamp_run import is_klamp_run, read_klamp_run
+from klamp.records.logs import (
+    EVENTS,
+    event_folders,
+    find_offline_run,
+    find_state,
+    read_metrics,
+    read_tensorboard,
+    read_trl_state,
+    read_wandb,
+)
 from klamp.records.rollouts import is_rollout, read_rollouts, step_in
-from klamp.records.tensorboard import EVENTS, event_folders, read_tensorboard
-from klamp.records.trainer_logs import find_state, read_metrics, read_trl_state
-from klamp.records.wandb import find_offline_run, read_wandb
 
 TOKEN_EXPORT = "step_*/rank_*.jsonl"
 COMPUTED = "it holds completions, and the metrics are computed from their tokens"

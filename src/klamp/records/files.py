@@ -34,13 +34,7 @@ def json_object(path: Path) -> dict[str, Any]:
     Raises:
         DataError: it is not one.
     """
-    try:
-        found = json_of(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise unreadable("a file is not JSON", path, why=shortened(error)) from error
-    if not isinstance(found, dict):
-        raise unreadable("a file holds no JSON object", path, why=f"it holds a {type(found).__name__}")
-    return found
+    return _object(path, json_of, "JSON", "JSON object")
 
 
 def yaml_object(path: Path) -> dict[str, Any]:
@@ -49,12 +43,16 @@ def yaml_object(path: Path) -> dict[str, Any]:
     Raises:
         DataError: it is not YAML, or holds none.
     """
+    return _object(path, yaml_of, "YAML", "names with values")
+
+
+def _object(path: Path, parse: Callable[[str], object], kind: str, holds: str) -> dict[str, Any]:
     try:
-        found = yaml_of(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise unreadable("a file is not YAML", path, why=shortened(error)) from error
+        found = parse(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise unreadable(f"a file is not {kind}", path, why=shortened(error)) from error
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
-        raise unreadable("a file holds no names with values", path, why=f"it holds a {type(found).__name__}")
+        raise unreadable(f"a file holds no {holds}", path, why=f"it holds a {type(found).__name__}")
     return found
 
 

@@ -195,9 +195,9 @@ def test_a_vocabulary_of_one_entry_has_no_gradient_however_large_its_logit(size)
 def test_the_kernels_are_taken_where_they_were_made_for(
     changed: dict[str, Any], taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernels = ModuleType("klamp.core.heads.triton")
-    monkeypatch.setitem(sys.modules, "klamp.core.heads.triton", kernels)
-    monkeypatch.setattr("klamp.core.heads.triton", kernels, raising=False)
+    kernels = ModuleType("klamp.core.heads._triton")
+    monkeypatch.setitem(sys.modules, "klamp.core.heads._triton", kernels)
+    monkeypatch.setattr("klamp.core.heads._triton", kernels, raising=False)
     monkeypatch.setattr(torch.version, "hip", changed.get("hip"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: changed.get("capability", (8, 0)))
     monkeypatch.setenv("KLAMP_TRITON", changed.get("switch", "1"))

@@ -146,7 +146,7 @@ def small_tiles(device: str) -> dict:
 
 def dispatch(_: str) -> dict:
     """What goes to the kernels: 0 where it is as it should be."""
-    from klamp.core.heads import logprobs, triton
+    from klamp.core.heads import _triton, logprobs
 
     class OnDevice(torch.Tensor):
         is_cuda = True
@@ -160,7 +160,7 @@ def dispatch(_: str) -> dict:
     with patch.dict("os.environ", {"KLAMP_TRITON": "0"}):
         switched_off = pick(moved, x)
     right = {
-        "device": pick(moved, x) is triton,
+        "device": pick(moved, x) is _triton,
         "switched off": switched_off is None,
         "old device": pick(moved, x, (7, 5)) is None,
         "cpu": pick(x, x) is None,
@@ -184,12 +184,12 @@ def run(mode: str) -> dict:
     """Every case through the interpreter on a CPU, or on a GPU."""
     device, found = "cuda", {"dispatch": dispatch("")}
     if mode == "interpreter":
-        from klamp.core.heads import logprobs, triton
+        from klamp.core.heads import _triton, logprobs
 
         device = "cpu"
-        triton.BLOCKS = {2: (32, 16, 16, 4, 2), 4: (16, 32, 16, 4, 2)}  # ragged blocks at small sizes
-        triton.PROGRAMS = 6
-        logprobs._kernels = lambda *_: triton
+        _triton.BLOCKS = {2: (32, 16, 16, 4, 2), 4: (16, 32, 16, 4, 2)}  # ragged blocks at small sizes
+        _triton.PROGRAMS = 6
+        logprobs._kernels = lambda *_: _triton
     found |= {name: compare(*case, device) for name, case in cases(mode).items()}
     return found | {name: group(device) for name, group in GROUPS.items() if name != "dispatch"}
 
@@ -200,7 +200,7 @@ def compile_for(architecture: int, dtype: str, size: int) -> dict:
     from triton.backends import compiler
     from triton.compiler import ASTSource
 
-    from klamp.core.heads import triton as kernels
+    from klamp.core.heads import _triton as kernels
 
     rows, columns, width, warps, stages = kernels.BLOCKS[size]
     given = dict.fromkeys(("hidden", "weight", "bias", "out"), f"*{dtype}") | {"targets": "*i64"}

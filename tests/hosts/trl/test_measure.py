@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.hosts.trl.hosts import dataset, klamp_trainer, model, saved, stock_trainer
 
 from klamp.diagnostics.metrics import METRICS
-from klamp.records.wandb import frames
+from klamp.records.logs import frames
 
 OPTIONS: dict[str, Any] = {
     "beta": 0.2,

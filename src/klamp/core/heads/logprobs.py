@@ -13,7 +13,7 @@ a second walk through a retained graph does. Nothing is kept under no_grad, or f
 Rows whose incoming gradient is exactly 0 take no part in the backward pass: they cost nothing, and whatever stands
 there (NaN too) reaches no gradient.
 
-On a CUDA device `linear_logprobs` in up to 32 bits runs through the Triton kernels of `triton` where Triton is
+On a CUDA device `linear_logprobs` in up to 32 bits runs through the Triton kernels of `_triton` where Triton is
 installed (four products, nothing kept), which have been tested through the interpreter only; `KLAMP_TRITON=0` in the
 environment switches them off. `linear_kl` uses the tiles everywhere.
 
@@ -79,10 +79,10 @@ def _kernels(hidden: Tensor, weight: Tensor) -> ModuleType | None:
     if torch.version.hip is not None or torch.cuda.get_device_capability(hidden.device) < (8, 0):
         return None  # not even compiled for these
     try:
-        from klamp.core.heads import triton
+        from klamp.core.heads import _triton
     except ImportError:
         return None
-    return triton
+    return _triton
 
 
 def _together(normalisers: Tensor, entropies: Tensor | None, picked: Tensor) -> _Scores:

@@ -1,0 +1,284 @@
+"""Reads what trainers and trackers log of each step: JSONL of metrics (verl's file logger and many others), the
+trainer_state.json of TRL or any transformers Trainer, TensorBoard's event files, and offline runs of W&B.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from klamp.diagnostics.history import History, Row
+from klamp.diagnostics.names import (
+    OURS,
+    evaluations,
+    flat,
+    is_verl_line,
+    number_names,
+    settings_of,
+    step_of,
+    translate,
+)
+from klamp.errors import missing_library
+from klamp.records.files import check_logged, each_row, json_lines, json_object, unreadable
+
+Names = Mapping[str, str]
+"""klamp's name of a metric -> that in the record, before the names that klamp knows."""
+
+
+def _take(
+    history: History, step: int, row: Mapping[str, Any], names: Names | None, *, every: bool = False, last: bool = False
+) -> None:
+    """Add the scores and metrics of a logged row to the history.
+
+    Args:
+        history: of the run.
+        step: that the row belongs to.
+        row: as it was logged.
+        names: see `Names`.
+        every: whether every name of an evaluation is a score; else those that speak of one.
+        last: whether the row sums up the run, so that only its scores count.
+    """
+    scores, metrics = evaluations(row, every=every), translate(row, names)
+    if scores:
+        history.evaluations.append(Row(step=step, metrics=scores))
+    if metrics and not last:
+        history.rows.append(Row(step=step, metrics=metrics))
+
+
+# --- JSONL ----------------------------------------------------------------------------------------------------
+
+
+def read_metrics(path: Path, names: Names | None = None) -> History:
+    """Read the history in a JSONL file with the metrics of one step per line.
+
+    Raises:
+        DataError: no line has a metric that klamp knows, or none has one of `names`.
+    """
+    verls, history = False, History(source="JSONL metrics")
+    first: dict[str, Any] = {}
+    logged: set[str] = set()
+    seen: set[str] = set()
+    for number, row in enumerate(json_lines(path), start=1):
+        if number == 1 and is_verl_line(row):
+            verls, history.source = True, "verl file log"
+        line = flat(row) if verls else row
+        first = first or line
+        logged |= number_names([line])
+        seen |= line.keys()
+        step = step_of(line)
+        _take(history, number if step is None else step, line, names)
+    check_logged(names, logged, path)
+    history.settings = settings_of({}, seen, names)
+    if not (history.rows or (verls and history.evaluations)):
+        raise unreadable(
+            "no metric and no token log-probabilities were found",
+            path,
+            why=f"the first line has {', '.join(list(first)[:12])}" if first else "the file is empty",
+            fix="metrics: a line per step with names as TRL, verl or klamp write them (kl, reward, ...), or --map with "
+            "your own; completions: old_log_probs and ref_log_prob (or policy_logprobs and ref_logprobs), one number "
+            "per token",
+        )
+    return history
+
+
+# --- trainer_state.json ---------------------------------------------------------------------------------------
+
+STATE = "trainer_state.json"
+
+
+def find_state(path: Path) -> Path | None:
+    """Find the trainer_state.json of a folder or of its newest checkpoint."""
+    if (path / STATE).is_file():
+        return path / STATE
+    found = sorted(path.glob(f"checkpoint-*/{STATE}"), key=lambda file: _number(file.parent.name))
+    return found[-1] if found else None
+
+
+def _number(name: str) -> int:
+    tail = name.rpartition("-")[2]
+    return int(tail) if tail.isdigit() else -1
+
+
+def read_trl_state(path: Path, names: Names | None = None) -> History:
+    """Read the history in a trainer_state.json.
+
+    Raises:
+        DataError: it is none, or no row has one of `names`.
+    """
+    logs = json_object(path).get("log_history")
+    if not isinstance(logs, list):
+        raise unreadable("a trainer state has no log_history", path, why="without logged rows there is no history")
+    rows = list(each_row(logs, path, _with_step, what="row {} of log_history is damaged"))
+    logged = {name for row in rows for name in row}
+    check_logged(names, number_names(row for row in rows if not _sums_up(row)), path)
+    history = History(source="TRL trainer state", settings=settings_of({}, logged, names))
+    for row in rows:
+        _take(history, row["step"], row, names, last=_sums_up(row))
+    return history
+
+
+def _sums_up(row: Mapping[str, object]) -> bool:
+    """Whether a row is the last one, which sums up the run."""
+    return "train_runtime" in row
+
+
+def _with_step(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {**row, "step": int(row.get("step", 0))}
+
+
+# --- TensorBoard ----------------------------------------------------------------------------------------------
+
+EVENTS = "events.out.tfevents*"
+
+
+def event_folders(path: Path) -> list[Path]:
+    """All folders below a path that hold event files."""
+    return sorted({file.parent for file in path.rglob(EVENTS)})
+
+
+def read_tensorboard(path: Path, names: Names | None = None) -> History:
+    """Read the history in a folder of event files, or in a single one, with tensorboard's own reader.
+
+    Raises:
+        DataError: several runs below the folder, no scalars in it, or none with one of `names`.
+        MissingLibrary: tensorboard is not installed.
+    """
+    folders = [path] if path.is_file() else _with_scalars(path)
+    if len(folders) > 1:
+        raise unreadable(
+            "several TensorBoard runs lie below one folder",
+            path,
+            why=", ".join(str(folder.relative_to(path)) for folder in folders),
+            fix="name one of them",
+        )
+    scalars, config = _read_events(folders[0] if folders else path)
+    if not scalars:
+        raise unreadable("there are no scalars in the event files", path, why="nothing was logged as a scalar")
+    return _tracked("TensorBoard", sorted(scalars.items()), config, names, path)
+
+
+def _tracked(
+    source: str,
+    rows: Sequence[tuple[int, Mapping[str, Any]]],
+    config: Mapping[str, Any],
+    names: Names | None,
+    path: Path,
+) -> History:
+    """The history of a run in a tracker: the rows of its steps, and its arguments as far as they were logged."""
+    logged = {name for _, row in rows for name in row}
+    check_logged(names, number_names(row for _, row in rows), path)
+    history = History(source=source, settings=settings_of(config, logged, names), config=config)
+    for step, row in rows:
+        _take(history, step, row, names, every=OURS in logged)
+    return history
+
+
+def _with_scalars(path: Path) -> list[Path]:
+    """The folders that hold scalars; accelerate and transformers write hyperparameters into another one beside them."""
+    folders = event_folders(path)
+    return folders if len(folders) < 2 else [folder for folder in folders if _read_events(folder)[0]]
+
+
+def _read_events(path: Path) -> tuple[dict[int, dict[str, float]], dict[str, Any]]:
+    """Read the metrics (step -> name -> value), and the arguments if transformers wrote them as text."""
+    try:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    except ImportError as error:
+        raise missing_library("tensorboard", by=f"the record {path}") from error
+    events = EventAccumulator(str(path), size_guidance={"scalars": 0, "tensors": 0})
+    events.Reload()
+    rows: dict[int, dict[str, float]] = {}
+    for name in events.Tags()["scalars"]:
+        for event in events.Scalars(name):
+            rows.setdefault(event.step, {})[name] = float(event.value)
+    config: dict[str, Any] = {}
+    for name in events.Tags()["tensors"]:
+        if name.startswith("args"):
+            text = b"".join(events.Tensors(name)[-1].tensor_proto.string_val).decode("utf-8", "replace")
+            found = _value(text)
+            config |= found if isinstance(found, dict) else {}
+    return rows, config
+
+
+def _value(text: str) -> Any:
+    """What a text of JSON says; the text itself, where it is none."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+# --- W&B: records in wandb's own protocol, in files with LevelDB's framing ------------------------------------
+
+MAGIC, BLOCK = b":W&B", 32768
+FILE_HEADER, FRAME = 7, struct.Struct("<IHB")
+WHOLE, LAST = 1, 4
+
+
+def find_offline_run(path: Path) -> list[Path]:
+    """Find the run file in a W&B folder: in the run's own folder, or in `wandb/offline-run-...`."""
+    found = {file.resolve() for pattern in ("*.wandb", "*/*.wandb", "wandb/*/*.wandb") for file in path.glob(pattern)}
+    return sorted(found)
+
+
+def read_wandb(path: Path, names: Names | None = None) -> History:
+    """Read the history in the file of an offline run; the messages are read with wandb.
+
+    Raises:
+        DataError: it is none, nothing was logged, or no row has one of `names`.
+        MissingLibrary: wandb is not installed.
+    """
+    try:
+        from wandb.proto import wandb_internal_pb2
+    except ImportError as error:
+        raise missing_library("wandb", by=f"the record {path}") from error
+    config: dict[str, Any] = {}
+    rows: list[tuple[int, dict[str, Any]]] = []
+    logged = 0
+    for data in frames(path):
+        record = wandb_internal_pb2.Record()  # pyright: ignore[reportAttributeAccessIssue]
+        record.ParseFromString(data)
+        kind = record.WhichOneof("record_type")
+        if kind in ("run", "config"):
+            update = record.run.config.update if kind == "run" else record.config.update
+            config |= {item.key: _value(item.value_json) for item in update if item.key}
+        elif kind == "history":
+            logged += 1
+            row = {"/".join(item.nested_key) or item.key: _value(item.value_json) for item in record.history.item}
+            step = step_of(row)
+            step = logged if step is None else step
+            if rows and rows[-1][0] == step:  # a step may be logged in several rows
+                rows[-1][1].update(row)
+            else:
+                rows.append((step, row))
+    if not rows:
+        raise unreadable("nothing was logged in the W&B run", path, why="it has no history")
+    return _tracked("W&B offline run", rows, config, names, path)
+
+
+def frames(path: Path) -> Iterator[bytes]:
+    """The records of a file, put together from its blocks; a half-written one, left by a killed run, is ignored.
+
+    Current versions of wandb have no reader for the frame in Python.
+    """
+    data = path.read_bytes()
+    if not data.startswith(MAGIC):
+        raise unreadable("a file is no W&B run", path, why=f"it does not begin with {MAGIC.decode()}")
+    position, parts = FILE_HEADER, bytearray()
+    while position + FRAME.size <= len(data):
+        left = BLOCK - position % BLOCK
+        _, length, kind = FRAME.unpack_from(data, position)
+        if left < FRAME.size or not kind:  # the rest of a block, filled with zeros
+            position += left
+            continue
+        position += FRAME.size
+        if position + length > len(data):
+            return
+        parts += data[position : position + length]
+        position += length
+        if kind in (WHOLE, LAST):
+            yield bytes(parts)
+            parts.clear()
