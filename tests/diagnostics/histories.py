@@ -9,12 +9,12 @@ import torch
 
 from klamp.diagnostics.alarm import Evidence
 from klamp.diagnostics.alarms import ALARMS
-from klamp.diagnostics.history import Completion, History, Row, Settings
+from klamp.diagnostics.history import Completion, History, Row, RunSettings
 
 NAMES = {"k1": "kl/k1", "k3": "kl/k3", "exact": "kl/exact", "length": "length/mean", "reward": "reward"}
 
 
-def history_of(*, first: int = 1, settings: Settings | None = None, **curves: Sequence[float]) -> History:
+def history_of(*, first: int = 1, settings: RunSettings | None = None, **curves: Sequence[float]) -> History:
     """A run whose metrics follow the curves; short names for the usual ones, `__` for a slash."""
     steps = max(map(len, curves.values()), default=0)
     rows = [
@@ -24,7 +24,7 @@ def history_of(*, first: int = 1, settings: Settings | None = None, **curves: Se
         )
         for i in range(steps)
     ]
-    return History(settings=settings or Settings(), rows=rows)
+    return History(settings=settings or RunSettings(), rows=rows)
 
 
 def noisy(level: float, steps: int, *, scale: float, seed: int = 0) -> list[float]:

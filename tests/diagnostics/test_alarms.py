@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.diagnostics.histories import completion, history_of
 
 from klamp.diagnostics.alarms import ALARMS, check_names
-from klamp.diagnostics.history import Settings
+from klamp.diagnostics.history import RunSettings
 from klamp.diagnostics.metrics import METRICS
 from klamp.errors import UnknownNameError
 
@@ -39,7 +39,7 @@ def test_what_an_alarm_needs_exists() -> None:
     for alarm in ALARMS.values():
         for part in "|".join(alarm.needs).split("|"):
             if part.startswith("settings."):
-                assert part.removeprefix("settings.") in Settings.__dataclass_fields__
+                assert part.removeprefix("settings.") in RunSettings.__dataclass_fields__
             else:
                 assert part in {*METRICS, *FOREIGN, "completions", "evaluations", "sampler_logprobs"}
 

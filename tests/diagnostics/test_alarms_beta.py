@@ -11,7 +11,7 @@ from tests.diagnostics.histories import history_of, look
 
 from klamp.diagnostics.alarms_kl import DOMINATES
 from klamp.diagnostics.causes import kl_pull
-from klamp.diagnostics.history import Settings
+from klamp.diagnostics.history import RunSettings
 
 
 def test_a_beta_that_ran_away() -> None:
@@ -28,7 +28,7 @@ def test_a_beta_that_ran_away() -> None:
     assert not raised(0.46, beta=[0.1, *[3.0] * 8])
 
 
-def priced(name: str, steps: int = 20, settings: Settings | None = None, **values: float) -> bool:
+def priced(name: str, steps: int = 20, settings: RunSettings | None = None, **values: float) -> bool:
     """Whether a run whose metrics stand still raises an alarm; otherwise beta .01, price .01, spread .3, KL 1 nat."""
     curves: dict[str, Any] = {
         "beta": [0.01] * steps,
@@ -45,7 +45,7 @@ def test_an_inert_kl_pulls_with_half_a_hundredth_of_the_rewards_strength() -> No
     assert priced("kl-inert", price=0.99 * limit) and not priced("kl-inert", price=1.01 * limit)
     assert not priced("kl-inert", price=1e-6, kl=0.04), "nothing to hold yet"
     assert not priced("kl-inert", price=1e-6, steps=19)
-    assert not priced("kl-inert", price=1e-6, settings=Settings(target_kl=0.05)), "a controller lowered beta"
+    assert not priced("kl-inert", price=1e-6, settings=RunSettings(target_kl=0.05)), "a controller lowered beta"
     assert not priced("kl-inert", price=1e-6, saturated=1.0), "no group says how strong the reward is"
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.diagnostics.histories import completion, history_of, look, noisy
 
-from klamp.diagnostics.history import Settings
+from klamp.diagnostics.history import RunSettings
 
 
 @pytest.mark.parametrize("name", ["k1", "k3", "exact"])
@@ -17,11 +17,11 @@ def test_step_zero(name: str) -> None:
     assert look("step-zero-kl", history_of(**{name: [0.9e-4]})) is None
     assert look("step-zero-kl", history_of(**{name: [0.0, 0.5]})) is None, "the second step may have one"
     assert look("step-zero-kl", history_of(first=10, **{name: [0.5]})) is None, "ten steps averaged are not the first"
-    assert look("step-zero-kl", history_of(settings=Settings(other_reference=True), **{name: [0.5]})) is None
+    assert look("step-zero-kl", history_of(settings=RunSettings(other_reference=True), **{name: [0.5]})) is None
 
 
 def test_step_zero_leaves_a_mean_over_updates_alone() -> None:
-    pooled = Settings(k3_over_updates=True)
+    pooled = RunSettings(k3_over_updates=True)
     assert look("step-zero-kl", history_of(settings=pooled, k3=[0.5])) is None
     assert look("step-zero-kl", history_of(settings=pooled, k3=[0.5], k1=[0.9e-4])) is None
     found = look("step-zero-kl", history_of(settings=pooled, k3=[0.0], k1=[1.1e-4]))
@@ -39,7 +39,7 @@ def test_step_zero_names_its_tokens() -> None:
 def moving(kl: float, *, reward: float = 0.8, length: float = 10.0, steps: int = 20, **settings: object) -> object:
     rewards = noisy(0.2, steps - 10, scale=0.01) + noisy(reward, 10, scale=0.01, seed=1)
     curves = {"k3": [kl] * steps, "length": [length] * steps, "reward": rewards}
-    return look("detached-reference", history_of(settings=Settings(**settings), **curves))  # pyright: ignore
+    return look("detached-reference", history_of(settings=RunSettings(**settings), **curves))  # pyright: ignore
 
 
 def test_a_reward_that_moves_proves_a_kl() -> None:
@@ -78,7 +78,7 @@ def test_notes_on_how_far_the_policy_is() -> None:
 
 
 def test_a_chosen_reference_that_differs_is_named() -> None:
-    chosen = Settings(other_reference=True)
+    chosen = RunSettings(other_reference=True)
     assert look("reference-differs", history_of(k3=[0.155], settings=chosen)) is not None
     assert look("reference-differs", history_of(k3=[0.019], settings=chosen)) is None
     assert look("reference-differs", history_of(k3=[0.155])) is None, "step-zero-kl is about that one"

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from tests.diagnostics.histories import history_of, look, noisy
 
-from klamp.diagnostics.history import Settings
+from klamp.diagnostics.history import RunSettings
 
 
 def test_negative_k1_takes_twenty_steps_in_a_row() -> None:
@@ -48,7 +48,7 @@ def test_a_spike_is_three_times_the_steps_before() -> None:
 
 def test_completions_of_a_few_prompts_make_no_spike_below_a_nat() -> None:
     for last, prompts, rises in ((0.5, 15, False), (0.5, 16, True), (1.5, 1, True)):
-        history = history_of(k3=[*[0.08] * 5, last], settings=Settings(prompts=prompts))
+        history = history_of(k3=[*[0.08] * 5, last], settings=RunSettings(prompts=prompts))
         assert (look("kl-spike", history) is not None) == rises
         history = history_of(k3=[*[0.08] * 5, last])
         history.rows[-1] = replace(history.rows[-1], prompts=prompts)

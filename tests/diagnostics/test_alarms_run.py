@@ -8,7 +8,7 @@ import pytest
 from tests.diagnostics.histories import completion, history_of, look
 from tests.report.pages import run_of
 
-from klamp.diagnostics.history import History, Row, Settings
+from klamp.diagnostics.history import History, Row, RunSettings
 from klamp.report.run import ScoreFormat
 
 
@@ -56,30 +56,30 @@ def test_advantages_that_are_too_large() -> None:
 @pytest.mark.parametrize(
     ("spread", "saturated", "settings", "alarmed"),
     [
-        (1e-5, 0.0, Settings(), True),
-        (1e-5, 0.0, Settings(scale_rewards="none"), False),
-        (1e-5, 0.0, Settings(loss_type="dr_grpo"), False),
-        (0.3, 0.0, Settings(), False),
-        (0.0007, 0.998, Settings(), False),  # one group of 500, of a rewards' usual spread
-        (0.0, 1.0, Settings(), False),
+        (1e-5, 0.0, RunSettings(), True),
+        (1e-5, 0.0, RunSettings(scale_rewards="none"), False),
+        (1e-5, 0.0, RunSettings(loss_type="dr_grpo"), False),
+        (0.3, 0.0, RunSettings(), False),
+        (0.0007, 0.998, RunSettings(), False),  # one group of 500, of a rewards' usual spread
+        (0.0, 1.0, RunSettings(), False),
     ],
 )
-def test_rewards_that_differ_by_rounding(spread: float, saturated: float, settings: Settings, alarmed: bool) -> None:
+def test_rewards_that_differ_by_rounding(spread: float, saturated: float, settings: RunSettings, alarmed: bool) -> None:
     history = history_of(settings=settings, reward=[0.7], reward_std=[spread], groups__saturated=[saturated])
     assert (look("advantage-scale", history) is not None) is alarmed
 
 
 def test_a_signal_from_equal_rewards() -> None:
-    def history(settings: Settings, **second: float) -> History:
+    def history(settings: RunSettings, **second: float) -> History:
         made = history_of(settings=settings, reward=[1.0])
         rows = [{"reward": 1.0, "advantage": 0.7}, {"reward": 1.0, "advantage": -0.7} | second]
         made.add_completions([completion(group="2+2", **row) for row in rows])
         return made
 
-    assert look("advantage-scale", history(Settings())) is not None
-    assert look("advantage-scale", history(Settings(kl_in_reward=True))) is None, "there the KL makes the difference"
-    assert look("advantage-scale", history(Settings(), reward=0.0)) is None
-    assert look("advantage-scale", history(Settings(), advantage=0.7)) is None
+    assert look("advantage-scale", history(RunSettings())) is not None
+    assert look("advantage-scale", history(RunSettings(kl_in_reward=True))) is None, "there the KL makes the difference"
+    assert look("advantage-scale", history(RunSettings(), reward=0.0)) is None
+    assert look("advantage-scale", history(RunSettings(), advantage=0.7)) is None
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_a_signal_from_equal_rewards() -> None:
     ],
 )
 def test_dr_grpo_with_kl(changes: dict, curves: dict, alarmed: bool) -> None:
-    settings = Settings(**{"loss_type": "dr_grpo", "verifier": "rules", "beta": 0.04} | changes)
+    settings = RunSettings(**{"loss_type": "dr_grpo", "verifier": "rules", "beta": 0.04} | changes)
     assert (look("dr-grpo-with-kl", history_of(settings=settings, **curves)) is not None) is alarmed
 
 
@@ -112,7 +112,7 @@ def test_dr_grpo_with_kl(changes: dict, curves: dict, alarmed: bool) -> None:
     ],
 )
 def test_retention(before: float, after: float, size: int | None, alarmed: bool) -> None:
-    history = History(settings=Settings(rl_skill="math", eval_size=size))
+    history = History(settings=RunSettings(rl_skill="math", eval_size=size))
     history.evaluations = [
         Row(step=0, metrics={"math": 0.9, "chat": before}),
         Row(step=5, metrics={"math": 0.1, "chat": after}),
@@ -123,7 +123,7 @@ def test_retention(before: float, after: float, size: int | None, alarmed: bool)
 
 
 def test_retention_writes_scores_as_the_report_does() -> None:
-    history = History(settings=Settings(rl_skill="math"))
+    history = History(settings=RunSettings(rl_skill="math"))
     history.evaluations = [Row(step=0, metrics={"chat": 0.99609375}), Row(step=5, metrics={"chat": 0.5})]
     scores = ScoreFormat.of([run_of(scores=[(row.step, dict(row.metrics)) for row in history.evaluations])])
     found = look("retention", history)

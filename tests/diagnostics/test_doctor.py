@@ -5,13 +5,13 @@ from __future__ import annotations
 from tests.diagnostics.histories import completion, history_of
 
 from klamp.diagnostics.doctor import examine
-from klamp.diagnostics.history import Row, Settings
+from klamp.diagnostics.history import Row, RunSettings
 
 
 def run_of_trouble():
     kl = [0.0, 0.01, 0.02, 0.02, 0.02, 0.02, 0.02, 0.5, 0.5, 0.5, 0.5, 0.5]
     norms = [1.0, 1.0, 1.0, 2e3, 1.0, 3e3, *[1.0] * 6]
-    history = history_of(k3=kl, train__grad_norm=norms, settings=Settings(beta=0.1))
+    history = history_of(k3=kl, train__grad_norm=norms, settings=RunSettings(beta=0.1))
     history.add_completions([completion(8, ref=(-1.0, -2.0, -3.0))])
     return history
 

@@ -7,7 +7,7 @@ import math
 import pytest
 from tests.diagnostics.histories import completion, history_of
 
-from klamp.diagnostics.history import History, Row, Settings, Written
+from klamp.diagnostics.history import History, Row, RunSettings, Written
 
 
 def test_the_last_values_of_a_metric_skip_steps_without_it() -> None:
@@ -39,7 +39,7 @@ def test_the_least_noisy_kl_of_the_latest_step() -> None:
     ],
 )
 def test_whether_a_kl_holds_the_policy(curves: dict, beta: float | None, penalized: bool) -> None:
-    assert history_of(settings=Settings(beta=beta), **curves).penalized is penalized
+    assert history_of(settings=RunSettings(beta=beta), **curves).penalized is penalized
 
 
 def test_log_ratios_are_of_trained_tokens_that_have_both() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from tests.diagnostics.histories import completion
 
-from klamp.diagnostics.token_metrics import completion_metrics, row_of
+from klamp.diagnostics.statistics import completion_metrics, row_of
 
 
 def test_metrics_are_over_trained_tokens() -> None:

@@ -6,13 +6,13 @@ import pytest
 from tests.diagnostics.histories import completion, history_of
 
 from klamp.diagnostics.doctor import LATE, AlarmWatch, examine
-from klamp.diagnostics.history import EARLY, WRITTEN, Settings
+from klamp.diagnostics.history import EARLY, WRITTEN, RunSettings
 from klamp.errors import UnknownNameError
 
 
 def test_an_alarm_is_told_once_and_at_the_step_where_the_doctor_finds_it() -> None:
     curves = {"k3": [0.01] * 8 + [2.0] * 6, "length": [10.0] * 14, "reward": [0.5] * 14}
-    history, watch = history_of(**curves), AlarmWatch(Settings())
+    history, watch = history_of(**curves), AlarmWatch(RunSettings())
     told = [finding for row in history.rows for finding in watch.step(row.step, row.metrics)]
     found = examine(history).findings
     assert {(each.alarm.name, each.first_step) for each in told} == {
@@ -22,7 +22,7 @@ def test_an_alarm_is_told_once_and_at_the_step_where_the_doctor_finds_it() -> No
 
 
 def test_what_was_told_before_is_not_told_again_and_stops_all_the_same() -> None:
-    watch = AlarmWatch(Settings(), told=("kl-spike",), stop_on=("kl-spike",))
+    watch = AlarmWatch(RunSettings(), told=("kl-spike",), stop_on=("kl-spike",))
     assert watch.step(4, {"kl/k3": 0.01}) == [] and watch.stopped_by is None
     assert watch.step(5, {"kl/k3": 5.0}) == []
     assert watch.stopped_by is not None and watch.stopped_by.alarm.name == "kl-spike"
@@ -32,7 +32,7 @@ def test_what_came_before_a_checkpoint_counts_wherever_that_was() -> None:
     curves = {"k3": [0.01] * 8 + [2.0] * 6, "length": [10.0] * 14, "reward": [0.5] * 14}
     rows = history_of(**curves).rows
     for done in range(9):
-        watch = AlarmWatch(Settings(), stop_on=("kl-spike",))
+        watch = AlarmWatch(RunSettings(), stop_on=("kl-spike",))
         watch.keep(rows=rows[:done])
         assert watch.stopped_by is None
         for row in rows[done:]:
@@ -41,13 +41,13 @@ def test_what_came_before_a_checkpoint_counts_wherever_that_was() -> None:
 
 
 def test_evaluations_are_looked_at() -> None:
-    watch = AlarmWatch(Settings(rl_skill="a", eval_size=1000))
+    watch = AlarmWatch(RunSettings(rl_skill="a", eval_size=1000))
     assert watch.evaluation(0, {"a": 0.1, "b": 0.9}) == []
     assert [finding.alarm.name for finding in watch.evaluation(5, {"a": 0.9, "b": 0.5})] == ["retention"]
 
 
 def test_a_long_run_is_not_kept_whole() -> None:
-    watch = AlarmWatch(Settings())
+    watch = AlarmWatch(RunSettings())
     for step in range(1, EARLY + LATE + 30):
         watch.keep(completions=[completion(step)])
         watch.step(step, {"reward": 0.5})
@@ -59,4 +59,4 @@ def test_a_long_run_is_not_kept_whole() -> None:
 
 def test_a_name_that_no_alarm_has_is_refused() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'kl-far'"):
-        AlarmWatch(Settings(), stop_on=("kl-fat",))
+        AlarmWatch(RunSettings(), stop_on=("kl-fat",))

@@ -31,7 +31,7 @@ OF_A_COMPLETION = (
 )
 """What the alarms read of a completion."""
 PATHS = ("model", "ref_model", "output_dir")
-"""Settings that are paths of the machine where the run was trained: the last part of each stays."""
+"""RunSettings that are paths of the machine where the run was trained: the last part of each stays."""
 
 
 def write(run: Path, record: Path, diagnosis: Diagnosis) -> None:

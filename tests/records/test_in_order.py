@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.diagnostics.histories import completion
 
-from klamp.diagnostics.token_metrics import row_of
+from klamp.diagnostics.statistics import row_of
 from klamp.records.files import StepsOutOfOrder, by_step
 
 

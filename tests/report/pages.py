@@ -10,7 +10,7 @@ from typing import Any
 from tests.diagnostics.histories import completion, history_of
 
 from klamp.diagnostics.doctor import examine
-from klamp.diagnostics.history import Completion, Row, Settings
+from klamp.diagnostics.history import Completion, Row, RunSettings
 from klamp.report.run import ReportRun
 
 VOID = ("meta", "input", "link", "br")
@@ -95,7 +95,7 @@ def run_of(
     name: str = "run",
     completions: Sequence[Completion] = (),
     scores: Sequence[tuple[int, dict[str, float]]] = (),
-    settings: Settings | None = None,
+    settings: RunSettings | None = None,
     details: dict[str, Any] | None = None,
     **curves: Sequence[float],
 ) -> ReportRun:

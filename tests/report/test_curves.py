@@ -9,7 +9,7 @@ import pytest
 from tests.report.pages import completion, run_of
 
 from klamp.core.controllers import StepController
-from klamp.diagnostics.history import Settings
+from klamp.diagnostics.history import RunSettings
 from klamp.diagnostics.metrics import METRICS
 from klamp.report.alarm_section import numbered
 from klamp.report.chart import Line
@@ -37,7 +37,7 @@ def test_a_metric_keeps_its_colour_whatever_else_is_logged() -> None:
 
 def test_skills_are_kept_apart_and_the_trained_one_is_named() -> None:
     scores = [(0, {"addition": 0.5, "reversal": 1.0}), (2, {"addition": 0.9, "reversal": 0.8})]
-    run = run_of(scores=scores, settings=Settings(rl_skill="addition"))
+    run = run_of(scores=scores, settings=RunSettings(rl_skill="addition"))
     (chart,) = charts([run], numbered([run]))
     assert [series.label for series in chart.series] == ["addition (trained)", "reversal"]
     assert chart.series[1].points == {0: 100.0, 2: 80.0} and chart.include == (0.0, 100.0)

@@ -6,7 +6,7 @@ import math
 
 from tests.report.pages import parse, run_of
 
-from klamp.diagnostics.history import Settings
+from klamp.diagnostics.history import RunSettings
 from klamp.report.headlines import Headline, headlines, side_by_side, tiles
 from klamp.report.run import ReportRun, ScoreFormat
 
@@ -44,7 +44,7 @@ def test_what_is_not_finite_does_not_spoil_the_mean() -> None:
 
 
 def test_skills_before_and_after() -> None:
-    settings = Settings(rl_skill="addition")
+    settings = RunSettings(rl_skill="addition")
     scores = [(0, {"addition": 0.5, "reversal": 1.0}), (9, {"addition": 0.9, "reversal": 0.75})]
     run = run_of(scores=scores, settings=settings)
     assert said(headlines(run, ["addition", "reversal", "none"], POINTS)) == {

@@ -10,7 +10,7 @@ import re
 import pytest
 from tests.report.pages import Node, completion, parse, run_of
 
-from klamp.diagnostics.history import Settings
+from klamp.diagnostics.history import RunSettings
 from klamp.errors import DataError
 from klamp.report import page as module
 from klamp.report.page import LIMIT, render
@@ -25,7 +25,7 @@ def whole_run(name: str = "a") -> ReportRun:
         name=name,
         completions=rows,
         scores=[(0, {"addition": 0.5, "reversal": 1.0}), (7, {"addition": 0.9, "reversal": 1.0})],
-        settings=Settings(rl_skill="addition"),
+        settings=RunSettings(rl_skill="addition"),
         details={"config": {"beta": 0.04}, "defaults": {"beta": 0.01}, "versions": {"klamp": "0.1.0"}},
         reward=[0.1] * 7,
         k1=[0.0, 0.02, 0.03, 0.03, 0.03, 0.03, 0.6],

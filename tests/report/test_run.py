@@ -8,7 +8,7 @@ import pytest
 from tests.report.pages import run_of
 
 from klamp.cli.columns import ScoreScale
-from klamp.diagnostics.history import Settings
+from klamp.diagnostics.history import RunSettings
 from klamp.report.run import ScoreFormat, skills_of, slots_of
 
 
@@ -30,7 +30,7 @@ def test_runs_of_one_group_look_alike() -> None:
 
 def test_the_trained_skill_comes_first() -> None:
     runs = [
-        run_of(scores=[(0, {"b": 1.0, "a": 1.0})], settings=Settings(rl_skill="z")),
+        run_of(scores=[(0, {"b": 1.0, "a": 1.0})], settings=RunSettings(rl_skill="z")),
         run_of(details={"after": {"z": 1.0}}),
     ]
     assert skills_of(runs) == ["z", "a", "b"]

@@ -125,7 +125,7 @@ ALARMS: dict[str, Alarm] = {
             "the KL of a whole completion (a budget with a frozen reference length).",
             rule=run.length_exploited,
             needs=("length/mean", "length/reward_correlation"),
-            limits=(run.LONGER, run.PAYS),
+            limits=(run.LONGER, causes.PAYS),
         ),
         Alarm(
             name="repetition",
@@ -136,7 +136,7 @@ ALARMS: dict[str, Alarm] = {
             "target_kl, and watch prompts that are not of the task.",
             rule=run.repetition,
             needs=("length/repeated",),
-            limits=(run.REPEATED, run.MORE_REPEATED),
+            limits=(causes.REPEATED, run.MORE_REPEATED),
         ),
         Alarm(
             name="saturated",
@@ -224,7 +224,7 @@ ALARMS: dict[str, Alarm] = {
             "sample from the whole distribution, or correct for it (kl_off_policy).",
             rule=tokens.sampler_mismatch,
             needs=("sampler/k3|sampler/k1|sampler/abs",),
-            limits=(causes.MISMATCH, tokens.COARSE, tokens.UNSEEN),
+            limits=(causes.MISMATCH, tokens.OTHER_KERNELS, tokens.UNSEEN),
         ),
         Alarm(
             name="beta-runaway",

@@ -7,6 +7,7 @@ from statistics import fmean
 
 from klamp.diagnostics import causes
 from klamp.diagnostics.alarm import Evidence, Limit, is_apart, number
+from klamp.diagnostics.causes import PAYS, REPEATED
 from klamp.diagnostics.history import EARLY, History
 
 HUGE = Limit(
@@ -134,16 +135,6 @@ LONGER = Limit(
     value=1.5,
     unit="times the length of the first 10 steps, mean of the last 10, by more than 4 standard errors",
     source="klamp's choice",
-)
-PAYS = Limit(
-    value=causes.PAYS,
-    unit="correlation of reward and length within groups, mean of 10 steps",
-    source="klamp's choice: right answers are no longer than wrong ones, mostly shorter",
-)
-REPEATED = Limit(
-    value=causes.REPEATED,
-    unit="of the tokens stand in a pair of tokens that was in the completion before, mean of 5 steps",
-    source="klamp's choice; 'majestic majestic majestic' has .9, a sentence of 24 tokens hardly any",
 )
 MORE_REPEATED = Limit(value=0.2, unit="more of them than in the first 5 steps", source="a task may want repetition")
 SATURATED_STEPS = 20

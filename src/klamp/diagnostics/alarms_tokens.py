@@ -112,7 +112,7 @@ def improbable_k1(history: History) -> Evidence | None:
     )
 
 
-COARSE = Limit(
+OTHER_KERNELS = Limit(
     value=0.1,
     unit="nats per token, k3, before the first update: more than data types or kernels explain",
     source="klamp's choice; bfloat16 against float32 was .02 to .07 on average in size, so .003 at most in k3",
@@ -154,7 +154,7 @@ def causes_of(history: History) -> list[str]:
             "weights, or those of its adapter, are not synced before each rollout"
         ]
     since = f"it was there before the first update (sampler/k3 {number(first[0])}), so no sync is missing"
-    if first[0] <= COARSE.value:
+    if first[0] <= OTHER_KERNELS.value:
         return [f"{since}: other data types or kernels, or a temperature or truncation that is a little different"]
     at_start, later = _distances(history.completions.get(history.rows[0].step, []))
     if at_start and later and fmean(at_start) > UNSEEN.value * fmean(later):

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import TypeAlias
 
 from klamp.diagnostics.alarm import Limit, number
-from klamp.diagnostics.history import History
+from klamp.diagnostics.history import LARGEST, History
 
 Cause: TypeAlias = Callable[[History], tuple[float, str] | None]
 """Looks for one cause: how many times its threshold the run shows it, and the text; None: not at all."""
@@ -25,12 +25,16 @@ JUMP = 0.15
 """Nats per token that one step moves a policy by where its learning rate is too high; healthy runs stay below 0.05."""
 WEAK_PULL = 0.05
 """The KL's pull, as a share of the reward's, below which it holds nothing back."""
-PAYS = 0.3
-"""Correlation of reward and length within groups from which the reward pays for length."""
-LARGEST = 1e100
-"""No arithmetic on values below this overflows."""
-REPEATED = 0.5
-"""Share of tokens that repeat a pair of tokens, from which a text is a repetition."""
+PAYS = Limit(
+    value=0.3,
+    unit="correlation of reward and length within groups, mean of 10 steps",
+    source="klamp's choice: right answers are no longer than wrong ones, mostly shorter",
+)
+REPEATED = Limit(
+    value=0.5,
+    unit="of the tokens stand in a pair of tokens that was in the completion before, mean of 5 steps",
+    source="klamp's choice; 'majestic majestic majestic' has .9, a sentence of 24 tokens hardly any",
+)
 
 
 def likely_causes(history: History, *looked_for: Cause) -> list[str]:
@@ -76,25 +80,25 @@ def weak_kl(history: History) -> tuple[float, str] | None:
 def pays_for_length(history: History) -> tuple[float, str] | None:
     """Shows where longer completions of a prompt earn more."""
     values = history.last("length/reward_correlation", WINDOW)
-    if not values or fmean(values) < PAYS:
+    if not values or fmean(values) < PAYS.value:
         return None
     text = (
         f"the reward pays for length: within groups the two correlate by {fmean(values):.2f}. Score the answer alone, "
         "or let length cost something"
     )
-    return fmean(values) / PAYS, text
+    return fmean(values) / PAYS.value, text
 
 
 def repeats(history: History) -> tuple[float, str] | None:
     """Shows where completions say the same words over and over."""
     values = history.last("length/repeated", 5)
-    if not values or fmean(values) < REPEATED:
+    if not values or fmean(values) < REPEATED.value:
         return None
     text = (
         f"completions repeat themselves ({100 * fmean(values):.0f} % of their tokens stand in a pair that was there "
         "before): the reward does not see it. Count each word once, or hold the KL"
     )
-    return fmean(values) / REPEATED, text
+    return fmean(values) / REPEATED.value, text
 
 
 def stale_sampler(history: History) -> tuple[float, str] | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from klamp.diagnostics.alarm import Alarm, Evidence
 from klamp.diagnostics.alarms import ALARMS, check_names
-from klamp.diagnostics.history import EARLY, Completion, History, Row, Settings
+from klamp.diagnostics.history import EARLY, Completion, History, Row, RunSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +154,7 @@ class AlarmWatch:
         UnknownNameError: stop_on has a name that no alarm has.
     """
 
-    def __init__(self, settings: Settings, *, told: Collection[str] = (), stop_on: Sequence[str] = ()) -> None:
+    def __init__(self, settings: RunSettings, *, told: Collection[str] = (), stop_on: Sequence[str] = ()) -> None:
         check_names(stop_on)
         self.history = History(settings=settings)
         self.told, self.stop_on = set(told), tuple(stop_on)

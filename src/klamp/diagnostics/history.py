@@ -26,7 +26,7 @@ WRITTEN = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class RunSettings:
     """What is known of a run's configuration; None where the record does not say."""
 
     beta: float | None = None
@@ -239,7 +239,7 @@ class History:
 
     source: str = "klamp run"
     """Who wrote the record, in words."""
-    settings: Settings = field(default_factory=Settings)
+    settings: RunSettings = field(default_factory=RunSettings)
     """What is known of the configuration."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """All that the record says of the configuration, by the names of who wrote it."""
@@ -346,6 +346,10 @@ class History:
             self.completions, self.tells_sampler, self.unread = view.completions, view.tells_sampler, ()
 
 
+LARGEST = 1e100
+"""No arithmetic on values of this size overflows."""
+
+
 def bounded(value: float) -> float:
-    """A value that no arithmetic on it overflows with: within 1e100 of 0."""
-    return min(max(value, -1e100), 1e100)
+    """The nearest value that no arithmetic on it overflows with."""
+    return min(max(value, -LARGEST), LARGEST)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from klamp.diagnostics.history import Settings, Verifier
+from klamp.diagnostics.history import RunSettings, Verifier
 from klamp.diagnostics.metrics import METRICS, RECORDED_NAMES
 from klamp.errors import ConfigError, unknown_name
 
@@ -161,7 +161,7 @@ def reward_functions(logged: set[str]) -> list[str]:
     return sorted(part[1] for part in parts if len(part) == 3 and part[0] == "rewards" and part[2] == "mean")
 
 
-def settings_of(config: Mapping[str, object], logged: set[str], names: Mapping[str, str] | None = None) -> Settings:
+def settings_of(config: Mapping[str, object], logged: set[str], names: Mapping[str, str] | None = None) -> RunSettings:
     """The settings of a run, as far as its arguments and the names of its metrics tell.
 
     Args:
@@ -173,7 +173,7 @@ def settings_of(config: Mapping[str, object], logged: set[str], names: Mapping[s
         OVER_UPDATES in logged and "kl/k3" not in logged and (names or {}).get("kl/k3", OVER_UPDATES) == OVER_UPDATES
     )
     beta, loss, scale = config.get("beta"), config.get("loss_type"), config.get("scale_rewards")
-    settings = Settings(verifier=verifier_of(reward_functions(logged)), k3_over_updates=over_updates)
+    settings = RunSettings(verifier=verifier_of(reward_functions(logged)), k3_over_updates=over_updates)
     if isinstance(beta, int | float):
         settings = replace(settings, beta=float(beta))
     if isinstance(loss, str):

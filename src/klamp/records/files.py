@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from klamp.diagnostics.history import Completion, Written
-from klamp.diagnostics.token_metrics import row_of
+from klamp.diagnostics.statistics import row_of
 from klamp.errors import ConfigError, DataError
 from klamp.tasks.files import json_of, yaml_of
 

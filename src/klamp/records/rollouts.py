@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from klamp.diagnostics.history import Completion, History, check_lengths, every, flags_of, numbers_of, texts_of
-from klamp.diagnostics.token_metrics import UNKNOWN, row_of
+from klamp.diagnostics.statistics import UNKNOWN, row_of
 from klamp.records.files import by_step, each_row, json_lines, unreadable
 
 LARGEST = 0.01

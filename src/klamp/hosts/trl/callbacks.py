@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from klamp.diagnostics.doctor import ALARMS_FILE, AlarmWatch, Finding
-from klamp.diagnostics.history import Settings
+from klamp.diagnostics.history import RunSettings
 from klamp.diagnostics.metrics import METRICS
 from klamp.diagnostics.names import evaluations, settings_of, translate
 from klamp.errors import KLWarning
@@ -47,7 +47,7 @@ class DoctorCallback(TrainerCallback):
     """
 
     def __init__(self, stop_on: Sequence[str] = (), *, other_reference: bool = False) -> None:
-        self.watch = AlarmWatch(Settings(), stop_on=_names(stop_on))
+        self.watch = AlarmWatch(RunSettings(), stop_on=_names(stop_on))
         self.other_reference = other_reference
         self.findings: list[Finding] = []
 
@@ -104,7 +104,7 @@ def _names(stop_on: Sequence[str]) -> tuple[str, ...]:
     return (stop_on,) if isinstance(stop_on, str) else tuple(stop_on)
 
 
-def settings_of_arguments(args: Any, *, other_reference: bool = False) -> Settings:
+def settings_of_arguments(args: Any, *, other_reference: bool = False) -> RunSettings:
     """What the alarms need of a GRPOConfig, TRL's or klamp's.
 
     Args:
