@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
 
 from klamp.core.arguments import (
+    AT_LEAST_0,
     AT_LEAST_1,
     FLOATS,
     IDS,
@@ -18,15 +21,17 @@ from klamp.core.arguments import (
     POSITIVE,
     REALS,
     check_data,
+    check_fields,
     check_flag,
     check_instance,
     check_is_number,
     check_number,
     check_tensors,
     check_values_exist,
+    choices,
     describe,
 )
-from klamp.errors import ConfigError, KlampError, TensorError
+from klamp.errors import ConfigError, KlampError, TensorError, UnknownNameError
 
 ON_META = torch.zeros(2, device="meta")
 
@@ -144,3 +149,115 @@ def test_a_dict_in_the_place_of_a_configuration_is_told_what_to_become() -> None
 def test_what_all_checks_share_cannot_be_changed(shared: Any) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         shared.text = "anything"
+
+
+# --- the fields of a configuration -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Cook:
+    """A configuration within a configuration."""
+
+    name: str = "Ada"
+
+
+@dataclass
+class Meal:
+    """A dataclass with every kind of field that is looked at, and one that is not."""
+
+    main: Literal["soup", "pie"] = "soup"
+    sweet: Literal["cake"] | None = None
+    guests: int = 1
+    price: float = 2.5
+    tip: float | None = None
+    hot: bool = True
+    note: str | None = None
+    table: str = "round"
+    courses: tuple[str, ...] = ()
+    seats: tuple[int | str, ...] = ()
+    shares: tuple[float, float] = (0.5, 0.5)
+    cook: Cook = field(default_factory=Cook)
+    anything: Any = None
+
+
+NUMBERS = {"guests": POSITIVE, "price": AT_LEAST_0, "shares": AT_LEAST_0}
+
+TAKEN: list[dict[str, Any]] = [
+    {},
+    {"main": "pie", "sweet": "cake"},
+    {"guests": 3, "price": 0, "tip": 1, "anything": [math.nan]},
+    {"guests": 2**63 - 1},
+    {"tip": -1.5, "note": "late", "hot": False, "courses": ("a", "b"), "seats": (1, "window")},
+    {"shares": (1, 0.25), "cook": Cook(name="Bob")},
+]
+
+# (field, value, what the error says, and the way out)
+REFUSED: list[tuple[str, Any, str, str]] = [
+    ("guests", 0, "guests must be a whole number > 0", "guests=1 is the default"),
+    ("guests", 2**63, "guests is too large", "guests=1 is the default"),
+    ("price", 1e39, "price is too large", "price=2.5 is the default"),
+    ("guests", 2.0, "guests must be a whole number > 0", "guests=1 is the default"),
+    ("guests", True, "guests must be a whole number > 0", "guests=1 is the default"),
+    ("guests", "3", "guests must be a whole number > 0", "guests=3, without quotes"),
+    ("guests", None, "guests must be a whole number > 0", "guests=1 is the default"),
+    ("price", -0.1, "price must be a number >= 0", "price=2.5 is the default"),
+    ("price", math.nan, "price must be a number >= 0", "price=2.5 is the default"),
+    ("price", math.inf, "price must be a number >= 0", "price=2.5 is the default"),
+    ("price", "cheap", "price must be a number >= 0", "price=2.5 is the default"),
+    ("price", [1.0], "price must be a number >= 0", "price=2.5 is the default"),
+    ("tip", "1e-3", "tip must be a number, or None", "tip=1e-3, without quotes"),
+    ("hot", 1, "hot must be True or False", "hot=True"),
+    ("hot", None, "hot must be True or False", "hot=True"),
+    ("note", 3, "note must be a text, or None", "note=None is the default"),
+    ("table", Path("round/one"), "table must be a text", f"table='{Path('round/one')}'"),
+    ("courses", "soup", "courses must be a tuple of texts", "courses=('soup',)"),
+    ("courses", ["soup", "pie"], "courses must be a tuple of texts", "courses=('soup', 'pie')"),
+    ("courses", None, "courses must be a tuple of texts", "courses=() is the default"),
+    ("courses", ("soup", 1), "courses must be a tuple of texts", "courses=() is the default"),
+    ("seats", 7, "seats must be a tuple of whole numbers or texts", "seats=(7,)"),
+    ("seats", (1.5,), "seats must be a tuple of whole numbers or texts", "seats=() is the default"),
+    ("seats", (True,), "seats must be a tuple of whole numbers or texts", "seats=() is the default"),
+    ("shares", (1.0,), "shares must be a tuple of 2 numbers", "shares=(0.5, 0.5) is the default"),
+    ("shares", [0.5, 0.25], "shares must be a tuple of 2 numbers", "shares=(0.5, 0.25)"),
+    ("shares", (0.5, math.nan), "shares[1] must be a number >= 0", "shares=(0.5, 0.5) is the default"),
+    ("shares", (-1.0, 0.5), "shares[0] must be a number >= 0", "shares=(0.5, 0.5) is the default"),
+    ("cook", {"name": "Bob"}, "cook must be a Cook", "Cook(**cook)"),
+    ("cook", None, "cook must be a Cook", "pass a Cook"),
+]
+
+
+def test_the_choices_are_those_of_the_types_and_none_where_none_may_stand() -> None:
+    assert choices(Meal) == {"main": ("soup", "pie"), "sweet": ("cake", None)}
+
+
+@pytest.mark.parametrize("changes", TAKEN)
+def test_what_a_field_takes_passes(changes: dict[str, Any]) -> None:
+    check_fields(Meal(**changes), NUMBERS)
+
+
+@pytest.mark.parametrize(("name", "value", "what", "fix"), REFUSED, ids=lambda each: repr(each)[:30])
+def test_what_a_field_does_not_take_is_refused_with_the_way_out(name: str, value: Any, what: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_fields(Meal(**{name: value}), NUMBERS)
+    assert (caught.value.what, caught.value.fix) == (what, fix)
+    assert caught.value.why and caught.value.got is not None
+
+
+@pytest.mark.parametrize(("name", "value"), [("main", "piee"), ("main", None), ("sweet", "soup"), ("sweet", ["cake"])])
+def test_a_choice_that_is_none_is_refused_by_its_name(name: str, value: Any) -> None:
+    with pytest.raises(UnknownNameError, match=f"unknown {name}") as caught:
+        check_fields(Meal(**{name: value}))
+    assert caught.value.got == repr(value) and "None" not in caught.value.why, "None is no name"
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("soup", "a single text would be read letter by letter"),
+        (["soup"], "a configuration cannot change, and a list can"),
+        (7, "it can hold several"),
+    ],
+)
+def test_why_a_tuple_is_asked_for_depends_on_what_was_given(value: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        check_fields(Meal(courses=value), NUMBERS)

@@ -24,12 +24,6 @@ def test_hard_clipping_is_relu_of_the_excess():
     assert clip_kl(double(0.2, 0.5, 0.9, 3.0), 0.5, method="hard").tolist() == pytest.approx([0, 0, 0.4, 2.5])
 
 
-def test_soft_clipping_is_softplus_of_the_excess():
-    for kl in (0.0, 0.4, 0.5, 2.0):
-        clipped = clip_kl(double(kl), 0.5, method="soft").item()
-        assert clipped == pytest.approx(math.log1p(math.exp(kl - 0.5)), abs=1e-14)
-
-
 def test_soft_clipping_with_a_temperature_is_a_scaled_softplus():
     clipped = clip_kl(double(0.7), 0.5, method="soft", temperature=0.05).item()
     assert clipped == pytest.approx(0.05 * math.log1p(math.exp(0.2 / 0.05)), abs=1e-14)
@@ -66,29 +60,6 @@ def test_the_gate_is_the_derivative_of_the_clipped_kl(method, temperature, kl, t
 def test_at_temperature_one_a_per_token_threshold_halves_beta_instead_of_clipping():
     gate = clip_gate(double(0.0, 0.1), 0.05, method="soft")
     assert gate.tolist() == pytest.approx([0.4875, 0.5125], abs=5e-6)
-
-
-def test_a_temperature_of_a_tenth_of_the_threshold_does_clip():
-    gate = clip_gate(double(0.0, 0.1), 0.05, method="soft", temperature=0.005)
-    assert gate[0] < 1e-4
-    assert gate[1] > 1 - 1e-4
-
-
-def noisy_kl(mean, noise, points=200_001):
-    quantiles = (torch.arange(points, dtype=torch.float64) + 0.5) / points
-    return torch.distributions.Normal(mean, noise).icdf(quantiles)
-
-
-def test_relu_on_one_noisy_kl_leaks_46_percent_of_the_time():
-    samples = noisy_kl(0.05, 0.5)
-    assert clip_gate(samples, 0.1, method="hard").mean().item() == pytest.approx(0.4602, abs=1e-4)
-    assert clip_gate(samples.mean(), 0.1, method="hard").item() == 0.0
-
-
-def test_as_the_temperature_falls_soft_becomes_hard():
-    kl = double(0.0, 0.3, 0.499, 0.501, 0.8, 5.0)
-    soft = clip_kl(kl, 0.5, method="soft", temperature=1e-5)
-    assert torch.allclose(soft, clip_kl(kl, 0.5, method="hard"), rtol=0, atol=1e-12)
 
 
 @given(kl=kl_values, threshold=st.floats(0, 10), temperature=st.floats(1e-4, 10))
@@ -134,11 +105,6 @@ def test_a_tenth_of_a_nat_on_fifty_reference_tokens_is_a_budget_of_five_nats():
 
 def test_a_total_threshold_is_the_budget_itself():
     assert float(kl_budget(5.0, per_token=False, reference_length=50)) == 5.0
-
-
-@pytest.mark.usefixtures("shapes_unchecked")
-def test_a_total_threshold_needs_no_reference_length():
-    assert float(kl_budget(5.0, per_token=False, reference_length=None)) == 5.0
 
 
 def test_a_reference_length_per_prompt_gives_a_budget_per_prompt():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
@@ -10,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from klamp.core.estimators import ESTIMATORS, EstimatorRow, exact_kl, kl_estimate
+from klamp.core.estimators import kl_estimate
 from klamp.errors import ConfigError, ShapeError, UnknownNameError
-from klamp.verify.oracle import examine, expected, expected_gradient, reverse_kl, variance
-from klamp.verify.worlds import Chain, enumerate_outcomes, one_position, random_chain, truncate_top_p
+from klamp.verify.oracle import expected, reverse_kl
+from klamp.verify.worlds import random_chain
 
 SAMPLED = ("k1", "k2", "k3", "abs")
 FORMULAS = {
@@ -64,11 +63,6 @@ def test_the_derivative_of_each_estimator_is_its_own_slope(estimator):
     assert policy.grad.tolist() == pytest.approx([SLOPES[estimator](d) for d in DELTAS], abs=1e-14)
 
 
-def test_swapping_the_arguments_of_k1_flips_its_sign():
-    policy, ref = double([-1.0, -3.0]), double([-2.0, -0.5])
-    assert torch.equal(kl_estimate(policy, ref, estimator="k1"), -kl_estimate(ref, policy, estimator="k1"))
-
-
 # --- bias and variance, by enumeration --------------------------------------------------------------------
 
 
@@ -77,83 +71,6 @@ def test_swapping_the_arguments_of_k1_flips_its_sign():
 def test_k1_and_k3_are_unbiased_under_policy_samples(estimator, length):
     chain = random_chain(0, vocab=4, length=length)
     assert expected(chain, per_token(estimator)).item() == pytest.approx(reverse_kl(chain).item(), abs=1e-13)
-
-
-def test_k2_is_biased_at_third_order():
-    bias = []
-    for step in (0.02, 0.01):
-        ref, direction = double([0.3, -0.2, 0.9, 0.0]), double([1.0, -0.4, 0.3, -2.0])
-        chain = one_position(ref + step * direction, ref)
-        bias.append((expected(chain, per_token("k2")) - reverse_kl(chain)).item())
-    assert bias[0] / bias[1] == pytest.approx(8.0, rel=0.05)
-    assert abs(bias[0]) > 1e-9
-
-
-def test_abs_over_estimates():
-    for seed in range(5):
-        chain = random_chain(seed, vocab=4, length=2)
-        assert expected(chain, per_token("abs")).item() > reverse_kl(chain).item() + 1e-3
-
-
-def test_k3_is_low_by_the_reference_mass_that_truncated_sampling_loses():
-    full = double([2.0, 1.0, 0.0, -1.0])
-    ref = double([0.0, 1.0, 0.5, 0.2])
-    cut = one_position(truncate_top_p(full, 0.8), ref)
-    lost = torch.softmax(ref, dim=-1)[2:].sum().item()
-    assert lost > 0.1
-    assert expected(cut, per_token("k3")).item() == pytest.approx(reverse_kl(cut).item() - lost, abs=1e-13)
-    assert expected(cut, per_token("k1")).item() == pytest.approx(reverse_kl(cut).item(), abs=1e-13)
-
-
-def test_no_estimator_is_unbiased_under_somebody_elses_samples():
-    chain = random_chain(1, vocab=4, length=2, sampler="other")
-    for estimator in SAMPLED:
-        assert abs((expected(chain, per_token(estimator)) - reverse_kl(chain)).item()) > 1e-2
-
-
-def test_rao_blackwell_can_be_noisier_than_k1_summed_over_steps():
-    # The first token's log-ratio cancels the KL that is still to come, which only k1 sees.
-    gap = math.log(3.0)
-    chain = Chain(
-        policy_logits=double([[0.0, 0.0], [0.0, 0.0], [12.0, 0.0]]),
-        ref_logits=double([[-gap, 0.0], [0.0, 0.0], [0.0, gap]]),
-        length=2,
-    )
-
-    def rao_blackwell(y):
-        return exact_kl(y.policy_logits, y.ref_logits)
-
-    assert expected(chain, rao_blackwell).item() == pytest.approx(reverse_kl(chain).item(), abs=1e-13)
-    assert variance(chain, rao_blackwell) > variance(chain, per_token("k1"))
-    usual = random_chain(3, vocab=3, length=3)
-    assert variance(usual, rao_blackwell) < variance(usual, per_token("k1"))
-
-
-# --- Schulman's Gaussian tables ---------------------------------------------------------------------------
-
-
-def gaussian_moments(estimator, mean):
-    """Mean and variance of an estimator for policy N(0, 1) and reference N(mean, 1), by quadrature."""
-    x = torch.linspace(-12.0, 12.0, 200_001, dtype=torch.float64)
-    policy, ref = (-((x - m) ** 2) / 2 - math.log(2 * math.pi) / 2 for m in (0.0, mean))
-    weight = policy.exp() * (x[1] - x[0])
-    values = kl_estimate(policy, ref, estimator=estimator)
-    first = (weight * values).sum()
-    return first.item(), (weight * (values - first) ** 2).sum().item()
-
-
-@pytest.mark.parametrize("mean", [0.1, 0.5, 1.0])
-def test_gaussian_closed_forms(mean):
-    kl = mean**2 / 2
-    assert gaussian_moments("k1", mean) == pytest.approx((kl, mean**2), rel=1e-9)
-    assert gaussian_moments("k2", mean) == pytest.approx((kl + mean**4 / 8, mean**4 / 2 + mean**6 / 4), rel=1e-9)
-    assert gaussian_moments("k3", mean) == pytest.approx((kl, math.exp(mean**2) - 1 - mean**2), rel=1e-8)
-
-
-@pytest.mark.parametrize(("kl", "k3_is_noisier"), [(0.005, False), (0.60, False), (0.66, True), (1.5, True)])
-def test_k3_becomes_noisier_than_k1_at_0_63_nats(kl, k3_is_noisier):
-    mean = math.sqrt(2 * kl)
-    assert (gaussian_moments("k3", mean)[1] > gaussian_moments("k1", mean)[1]) is k3_is_noisier
 
 
 # --- sign, precision, dtype -------------------------------------------------------------------------------
@@ -242,42 +159,3 @@ def test_exact_needs_logits_and_says_so():
 def test_logprobs_of_different_shapes_are_refused_rather_than_broadcast():
     with pytest.raises(ShapeError, match="shape"):
         kl_estimate(torch.zeros(2, 3), torch.zeros(3))
-
-
-@pytest.mark.parametrize("name", SAMPLED)
-def test_the_table_describes_each_estimator_as_it_behaves(name):
-    row = ESTIMATORS[name]
-    chain = random_chain(6, vocab=5, length=1, eos=None)
-    report = examine(chain, per_token(name))
-    values = per_token(name)(enumerate_outcomes(chain))
-    assert row.name == name
-    assert row.non_negative is bool((values >= 0).all())
-    assert row.bias.startswith("unbiased") is (abs(report.value_bias) < 1e-13)
-    assert row.bias.startswith("over-estimates") is (report.value_bias > 0 and name == "abs")
-    gradient = {"zero": "zero", "reverse KL": "reverse", "forward KL": "forward"}
-    if row.gradient_as_loss in gradient:
-        assert gradient[row.gradient_as_loss] in report.names
-
-
-def test_abs_as_a_loss_follows_the_gradient_of_the_l1_distance():
-    assert ESTIMATORS["abs"].gradient_as_loss == "L1 distance"
-    chain = random_chain(7, vocab=5, length=1, eos=None)
-    distance = (chain.logprobs("policy").exp() - chain.logprobs("ref").exp()).abs().sum()
-    (truth,) = torch.autograd.grad(distance, chain.policy_logits)
-    assert torch.allclose(expected_gradient(chain, per_token("abs")), truth, rtol=0, atol=1e-14)
-
-
-@pytest.mark.parametrize("name", SAMPLED)
-def test_the_table_holds_each_value_with_its_derivative(name):
-    delta = double(DELTAS)
-    assert ESTIMATORS[name].value(delta).tolist() == pytest.approx([FORMULAS[name](d) for d in DELTAS])
-    assert ESTIMATORS[name].derivative(delta).tolist() == pytest.approx([SLOPES[name](d) for d in DELTAS])
-
-
-def test_a_row_of_the_table_is_made_by_name_alone_and_cannot_be_changed():
-    parts = {field.name: getattr(ESTIMATORS["k3"], field.name) for field in dataclasses.fields(EstimatorRow)}
-    assert EstimatorRow(**parts) == ESTIMATORS["k3"]
-    with pytest.raises(TypeError):
-        EstimatorRow(*parts.values())
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        ESTIMATORS["k3"].name = "k4"

@@ -17,12 +17,9 @@ from klamp.core.gradients import (
     saturation,
     truncated_share,
 )
-from klamp.core.penalty import kl_metrics
-from klamp.core.term import KLTerm
-from klamp.core.types import Batch
 from klamp.errors import ConfigError, KlampError
-from klamp.verify.oracle import examine, expected, expected_gradient, reverse_kl, truths
-from klamp.verify.worlds import enumerate_outcomes, one_position, random_chain, truncate_top_p
+from klamp.verify.oracle import examine, expected, expected_gradient
+from klamp.verify.worlds import enumerate_outcomes, random_chain
 
 VALUES = ("k1", "k2", "k3", "abs")
 
@@ -59,44 +56,28 @@ def close(actual, target, tolerance=1e-13):
     return torch.allclose(actual, target, rtol=0.0, atol=tolerance)
 
 
-# --- tokens from the policy -------------------------------------------------------------------------------
+# --- which gradient: tokens from the policy, and from somebody else, weighted ------------------------------
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_k1_as_a_loss_has_zero_expected_gradient(seed):
-    report = examine(on_policy(seed), penalty(value="k1", gradient="own"))
-    assert report.names == ["zero"]
-    assert report.value_bias == pytest.approx(0.0, abs=1e-13)
-    assert report.gradient_variance > 0.1  # it is noise, not nothing
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize(("value", "names"), [("k1", ["zero"]), ("k2", ["reverse"]), ("k3", ["forward"]), ("abs", [])])
+def test_an_estimators_own_gradient(value, names, corrected):
+    chain = off_policy(4) if corrected else on_policy(0)
+    report = examine(chain, penalty(value=value, gradient="own", corrected=corrected))
+    assert report.names == names
+    assert report.gradient_variance > 0.1  # of k1 it is noise, not nothing
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_k2_as_a_loss_follows_the_reverse_kl(seed):
-    report = examine(on_policy(seed), penalty(value="k2", gradient="own"))
-    assert "reverse" in report.names
-    assert abs(report.value_bias) > 1e-3
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_k3_as_a_loss_follows_the_forward_kl(seed):
-    report = examine(on_policy(seed), penalty(value="k3", gradient="own"))
-    assert "forward" in report.names
-    assert "reverse" not in report.names
-    assert report.value_bias == pytest.approx(0.0, abs=1e-13)
-
-
-def test_abs_as_a_loss_follows_neither_kl():
-    assert examine(on_policy(), penalty(value="abs", gradient="own")).names == []
-
-
+@pytest.mark.parametrize("corrected", [False, True])
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("gradient", ["reverse", "forward"])
-def test_value_and_gradient_are_two_choices(value, gradient):
-    chain = on_policy(2)
-    report = examine(chain, penalty(value=value, gradient=gradient))
+def test_value_and_gradient_are_two_choices(value, gradient, corrected):
+    chain = off_policy(3) if corrected else on_policy(2)
+    report = examine(chain, penalty(value=value, gradient=gradient, corrected=corrected))
     assert gradient in report.names
-    plain = expected(chain, lambda y: kl_estimate(y.policy_logprobs, y.ref_logprobs, estimator=value))
-    assert report.value == pytest.approx(plain.item(), abs=1e-14)
+    if not corrected:
+        plain = expected(chain, lambda y: kl_estimate(y.policy_logprobs, y.ref_logprobs, estimator=value))
+        assert report.value == pytest.approx(plain.item(), abs=1e-14)
 
 
 @pytest.mark.parametrize("value", VALUES)
@@ -122,55 +103,7 @@ def test_the_reverse_gradient_pulls_a_token_down_where_the_policy_overshoots_and
     assert policy.grad.tolist() == [[2.0, -3.0]]  # descent lowers the first and raises the second
 
 
-def test_descending_the_penalty_lowers_the_kl_while_minus_k1_raises_sampled_tokens():
-    chain = on_policy(4)
-    report = examine(chain, penalty(value="k3", gradient="reverse"))
-    stepped = one_position(chain.policy_logits[0] - 0.05 * report.gradient[0], chain.ref_logits[0])
-    assert reverse_kl(stepped) < reverse_kl(chain)
-    y = enumerate_outcomes(chain)
-    (slope,) = torch.autograd.grad((-delta(y)).sum(), y.policy_logprobs)
-    assert (slope == -1).all()  # the printed kl_coef * (ref - policy): likelier, whatever the reference says
-
-
 # --- tokens from somebody else ----------------------------------------------------------------------------
-
-
-def test_off_policy_uncorrected_k1_as_a_loss_follows_no_kl():
-    report = examine(off_policy(), penalty(value="k1", gradient="own"))
-    assert report.names == []
-    assert report.matches["zero"].distance > 0.1
-
-
-def test_differentiating_w_k1_gives_reverse():
-    assert "reverse" in examine(off_policy(), lambda y: weight(y) * delta(y)).names
-
-
-def test_sg_w_k2_gives_reverse_while_w_k2_gives_the_gradient_of_its_own_expectation():
-    chain = off_policy(1)
-    assert "reverse" in examine(chain, lambda y: weight(y).detach() * delta(y) ** 2 / 2).names
-    undetached = examine(chain, lambda y: weight(y) * delta(y) ** 2 / 2)
-    log_p, log_q = chain.logprobs("policy"), chain.logprobs("ref")
-    (own,) = torch.autograd.grad((log_p.exp() * (log_p - log_q) ** 2 / 2).sum(), chain.policy_logits)
-    assert close(undetached.gradient, own)
-    assert undetached.names == []
-
-
-def test_w_k3_gives_reverse_and_sg_w_k3_gives_forward():
-    chain = off_policy(2)
-    assert "reverse" in examine(chain, lambda y: weight(y) * k3(y)).names
-    assert "forward" in examine(chain, lambda y: weight(y).detach() * k3(y)).names
-
-
-@pytest.mark.parametrize("value", VALUES)
-@pytest.mark.parametrize("gradient", ["reverse", "forward"])
-def test_with_behavior_logprobs_the_named_gradient_survives_foreign_samples(value, gradient):
-    report = examine(off_policy(3), penalty(value=value, gradient=gradient, corrected=True))
-    assert gradient in report.names
-
-
-@pytest.mark.parametrize(("value", "name"), [("k1", "zero"), ("k2", "reverse"), ("k3", "forward")])
-def test_own_gradients_off_policy_are_the_detached_weight_times_their_own(value, name):
-    assert name in examine(off_policy(4), penalty(value=value, gradient="own", corrected=True)).names
 
 
 @pytest.mark.parametrize("gradient", ["reverse", "forward", "own"])
@@ -191,19 +124,6 @@ def test_on_policy_behavior_logprobs_change_nothing():
         corrected = examine(chain, penalty(gradient=gradient, corrected=True))
         assert close(plain.gradient, corrected.gradient)
         assert plain.value == pytest.approx(corrected.value, abs=1e-14)
-
-
-def test_a_truncated_sampler_keeps_only_the_drawn_tokens_share_of_the_gradient():
-    full = on_policy(8)
-    chain = one_position(full.policy_logits[0], full.ref_logits[0], truncate_top_p(full.policy_logits[0], 0.7))
-    drawn = torch.isfinite(chain.sampler_logits)
-    assert 1 <= drawn.sum() < 5
-    log_p, log_q = chain.logprobs("policy"), chain.logprobs("ref")
-    share = torch.where(drawn, log_p.exp().detach() * (log_p - log_q).detach() * log_p, 0.0).sum()
-    (truth,) = torch.autograd.grad(share, chain.policy_logits)
-    report = examine(chain, penalty(corrected=True))
-    assert close(report.gradient, truth)
-    assert report.matches["reverse"].distance > 1e-3
 
 
 # --- bounds on the weight and on the log-ratio --------------------------------------------------------------
@@ -310,12 +230,6 @@ def test_a_mask_of_another_shape_is_refused_rather_than_broadcast():
         kl_penalty(torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(3, dtype=torch.bool))
 
 
-def test_the_truths_of_this_file_are_apart():
-    for chain in (on_policy(0), on_policy(1), off_policy(3)):
-        exact = truths(chain)
-        assert (exact["reverse"] - exact["forward"]).norm() > 0.05 * exact["reverse"].norm()
-
-
 # --- how often a bound was reached ------------------------------------------------------------------------
 
 TRAINED = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]], dtype=torch.bool)
@@ -329,15 +243,6 @@ def test_the_share_of_truncated_weights_counts_trained_tokens_above_the_bound(ho
     assert found.item() == pytest.approx(sum(map(sum, over)) / 5)
     larger = truncated_share(RATIOS, torch.zeros_like(RATIOS), TRAINED, horizon=horizon, max_weight=1.9)
     assert larger > found
-
-
-def test_the_share_of_clamped_log_ratios_counts_trained_tokens_past_the_bound_on_either_side():
-    batch = Batch(
-        policy_logprobs=RATIOS - 9, ref_logprobs=torch.full_like(RATIOS, -9), mask=TRAINED, advantages=torch.zeros(2)
-    )
-    terms = [KLTerm(max_log_ratio=LOG_2 * bound) for bound in (0.4, 1.01, 2.01, 3.01)]
-    shares = [kl_metrics(batch, term)["kl/log_ratio_clamped"].item() for term in terms]
-    assert shares == pytest.approx([5 / 5, 2 / 5, 1 / 5, 0.0])
 
 
 def test_the_share_of_saturated_tokens_counts_trained_ones_whose_k3_a_loss_does_not_take_in():

@@ -7,34 +7,16 @@ import math
 import pytest
 import torch
 
-from klamp.core.estimators import exact_kl
 from klamp.core.gradients import kl_penalty
 from klamp.errors import ConfigError
 from klamp.verify.oracle import examine, expected, local_kl, reverse_kl
-from klamp.verify.worlds import enumerate_outcomes, random_chain
+from klamp.verify.worlds import random_chain
 
 VALUES = ("k1", "k2", "k3", "abs")
-SEEDS = (0, 1)
 
 
 def chain_of(seed, *, sampler="policy"):
     return random_chain(seed, vocab=3, length=4, sampler=sampler)
-
-
-def delta(y):
-    return y.policy_logprobs - y.ref_logprobs
-
-
-def k3(y):
-    return torch.exp(-delta(y)) - 1 + delta(y)
-
-
-def log_weight(y):
-    return y.policy_logprobs - y.sampler_logprobs
-
-
-def prefix_product(y):
-    return log_weight(y).cumsum(dim=-1).exp()
 
 
 def penalty(*, corrected=False, **choices):
@@ -45,23 +27,12 @@ def penalty(*, corrected=False, **choices):
     return loss
 
 
-# --- klamp's own penalty ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("sampler", ["policy", "other"])
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("gradient", ["reverse", "forward"])
-def test_the_sequence_horizon_gives_the_true_gradient_on_policy(seed, value, gradient):
-    report = examine(chain_of(seed), penalty(value=value, gradient=gradient, horizon="sequence"))
-    assert report.names == [gradient]
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("value", VALUES)
-@pytest.mark.parametrize("gradient", ["reverse", "forward"])
-def test_the_sequence_horizon_gives_the_true_gradient_under_foreign_samples(seed, value, gradient):
-    choices = {"value": value, "gradient": gradient, "horizon": "sequence", "corrected": True}
-    assert examine(chain_of(seed, sampler="other"), penalty(**choices)).names == [gradient]
+def test_the_sequence_horizon_gives_the_true_gradient_whoever_sampled(sampler, value, gradient):
+    choices = {"value": value, "gradient": gradient, "horizon": "sequence", "corrected": sampler == "other"}
+    assert examine(chain_of(0, sampler=sampler), penalty(**choices)).names == [gradient]
 
 
 @pytest.mark.parametrize("value", ["k1", "k3"])
@@ -119,82 +90,6 @@ def test_gradient_none_has_no_gradient_at_either_horizon():
         assert report.names == ["zero"]
         assert report.gradient_variance == 0.0
         assert report.value_bias == pytest.approx(0.0, abs=1e-13)
-
-
-def test_k3_future_terms_are_less_noisy_than_k1_reward_to_go_near_the_reference():
-    near = random_chain(8, vocab=3, length=4, spread=0.3)
-    noisy, calm = (examine(near, penalty(value=v, horizon="sequence")) for v in ("k1", "k3"))
-    assert noisy.names == calm.names == ["reverse"]
-    assert calm.gradient_variance < noisy.gradient_variance
-
-
-# --- the same facts from the bare formulas ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_every_local_loss_keeps_only_its_own_token(seed):
-    chain = chain_of(seed)
-
-    def weighted_k3(y):
-        return (y.policy_logprobs - y.policy_logprobs.detach()).exp() * k3(y)
-
-    def half_square(y):
-        return delta(y) ** 2 / 2
-
-    for loss in (half_square, weighted_k3, lambda y: exact_kl(y.policy_logits, y.ref_logits)):
-        report = examine(chain, loss)
-        assert report.names == ["local"]
-        assert report.matches["reverse"].distance > 0.05
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_k1_reward_to_go_is_exact(seed):
-    def reward_to_go(y):
-        to_go = delta(y).detach().flip(-1).cumsum(dim=-1).flip(-1)
-        return to_go * y.policy_logprobs
-
-    assert examine(chain_of(seed), reward_to_go).names == ["reverse"]
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_half_the_squared_sequence_log_ratio_is_exact(seed):
-    assert examine(chain_of(seed), lambda y: delta(y).sum(dim=-1) ** 2 / 2).names == ["reverse"]
-
-
-@pytest.mark.parametrize("sampler", ["policy", "other"])
-def test_prefix_product_k3_is_exact_also_off_policy(sampler):
-    report = examine(chain_of(9, sampler=sampler), lambda y: prefix_product(y) * k3(y))
-    assert report.names == ["reverse"]
-    assert report.value_bias == pytest.approx(0.0, abs=1e-12)
-
-
-def test_the_exact_remedies_of_one_policy_are_not_enough_under_foreign_samples():
-    chain = chain_of(10, sampler="other")
-    assert examine(chain, lambda y: delta(y).sum(dim=-1) ** 2 / 2).names == []
-    assert examine(chain, penalty(value="k1", horizon="sequence")).names == []
-
-
-def test_the_token_ratio_is_not_enough_off_policy():
-    report = examine(chain_of(11, sampler="other"), lambda y: log_weight(y).exp() * k3(y))
-    assert report.names == ["local_sampled"]
-    assert report.matches["reverse"].distance > 0.05
-    assert report.matches["local"].distance > 0.05
-    assert abs(report.value_bias) > 0.05
-
-
-def test_a_geometric_mean_ratio_is_wrong_in_value_and_gradient():
-    def geometric(y):
-        return (log_weight(y).sum(dim=-1) / y.mask.sum(dim=-1)).exp()
-
-    chain = chain_of(12, sampler="other")
-    detached = examine(chain, lambda y: geometric(y).detach() * delta(y).sum(dim=-1) ** 2 / 2)
-    attached = examine(chain, lambda y: geometric(y) * k3(y).sum(dim=-1))
-    for report in (detached, attached):
-        assert report.names == []
-        assert report.matches["reverse"].distance > 0.05
-    assert abs(attached.value_bias) > 0.05
-    whole = examine(chain, lambda y: log_weight(y).sum(-1).exp() * delta(y).sum(-1))
-    assert whole.names == ["reverse"]  # the sequence ratio itself, without the root, is right
 
 
 # --- the coefficients, one by one -----------------------------------------------------------------------------
@@ -257,8 +152,3 @@ def test_a_tokens_coefficient_never_depends_on_earlier_tokens_on_policy():
         ]
         assert torch.equal(slopes[0][:, gradient_at], slopes[1][:, gradient_at])
         assert (slopes[0][:, 0] != slopes[1][:, 0]).all()
-
-
-def test_outcome_rows_include_completions_of_every_length():
-    lengths = enumerate_outcomes(chain_of(0)).mask.sum(dim=-1)
-    assert set(lengths.tolist()) == {1, 2, 3, 4}

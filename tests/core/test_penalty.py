@@ -16,13 +16,17 @@ from klamp.core.objective import Objective, grpo_loss
 from klamp.core.penalty import (
     advantages_with_kl,
     kl_in_advantage,
+    kl_in_reward,
     kl_metrics,
     shifted_advantages,
     shifted_rewards,
     token_penalty,
 )
+from klamp.core.surrogates import score_function
 from klamp.core.term import Gate, KLTerm
-from klamp.errors import ConfigError, DataError
+from klamp.errors import ConfigError, DataError, ShapeError
+from klamp.verify.oracle import examine, truths
+from klamp.verify.worlds import random_chain
 
 TERMS = [
     KLTerm(),
@@ -34,6 +38,10 @@ TERMS = [
     KLTerm(clip_method="hard", clip_threshold=0.3, clip_unit="sequence"),
     KLTerm(clip_method="soft", clip_threshold=0.3, clip_unit="sequence", clip_temperature=0.1),
 ]
+
+
+def double(values):
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def batch_for(term, seed=0):
@@ -179,3 +187,67 @@ def test_without_a_reference_every_part_says_so():
     ):
         with pytest.raises(ConfigError, match="reference"):
             part()
+
+
+# --- in the reward or the advantage ---------------------------------------------------------------------------
+
+
+def test_the_reward_loses_beta_times_the_kl():
+    assert kl_in_reward(double([1.0, 0.0]), double([2.0, -0.5]), beta=0.1).tolist() == pytest.approx([0.8, 0.05])
+
+
+def test_the_advantage_loses_beta_times_the_log_ratio_of_its_token_or_of_all_that_follow():
+    policy, ref = double([[-1.0, -2.0, -3.0, 9.0]]), double([[-2.0, -1.5, -5.0, 1.0]])
+    mask = torch.tensor([[True, True, True, False]])
+    token = kl_in_advantage(double([1.0]), policy, ref, mask, beta=0.1, horizon="token")
+    sequence = kl_in_advantage(double([1.0]), policy, ref, mask, beta=0.1, horizon="sequence")
+    assert token[0, :3].tolist() == pytest.approx([1 - 0.1, 1 + 0.05, 1 - 0.2])
+    assert sequence[0, :3].tolist() == pytest.approx([1 - 0.1 * 2.5, 1 - 0.1 * 1.5, 1 - 0.1 * 2.0])
+
+
+def test_advantages_per_token_are_shifted_each_by_its_own():
+    policy, ref = double([[-1.0, -2.0]]), double([[-2.0, -1.5]])
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    shifted = kl_in_advantage(double([[3.0, 4.0]]), policy, ref, mask, beta=0.1, horizon="token")
+    assert shifted[0].tolist() == pytest.approx([2.9, 4.05])
+
+
+def test_neither_placement_lets_a_gradient_through():
+    policy = double([[-1.0, -2.0]]).requires_grad_(True)
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    for horizon in ("token", "sequence"):
+        shifted = kl_in_advantage(double([1.0]), policy, policy.detach() - 1, mask, beta=0.1, horizon=horizon)
+        assert not shifted.requires_grad
+    assert not kl_in_reward(double([1.0]), policy.sum(-1), beta=0.1).requires_grad
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("horizon", ["token", "sequence"])
+def test_padding_does_not_reach_the_advantages_of_real_tokens(poison, horizon):
+    policy, ref = double([[-1.0, -2.0, -1.0, -1.0]]), double([[-2.0, -1.5, -1.0, -3.0]])
+    mask = torch.tensor([[True, False, True, False]])
+    clean = kl_in_advantage(double([1.0]), policy, ref, mask, beta=0.1, horizon=horizon)
+    for dirty in ((torch.where(mask, policy, poison), ref), (policy, torch.where(mask, ref, poison))):
+        shifted = kl_in_advantage(double([1.0]), *dirty, mask, beta=0.1, horizon=horizon)
+        assert torch.equal(shifted[mask], clean[mask])
+
+
+@pytest.mark.parametrize("beta", [0.04, 2.0])
+@pytest.mark.parametrize(("horizon", "name"), [("token", "local"), ("sequence", "reverse")])
+def test_in_the_advantage_the_kl_keeps_its_beta_and_has_the_gradient_of_its_horizon(beta, horizon, name):
+    chain = random_chain(5, vocab=3, length=4)
+
+    def loss(y):
+        zero = torch.zeros_like(y.probs)
+        choices = {"beta": beta, "horizon": horizon}
+        advantages = kl_in_advantage(zero, y.policy_logprobs, y.ref_logprobs, y.mask, **choices)
+        return score_function(y.policy_logprobs, y.sampler_logprobs, advantages)
+
+    report = examine(chain, loss)
+    assert torch.allclose(report.gradient, beta * truths(chain)[name], rtol=0, atol=1e-13)
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_one_kl_per_reward_is_asked_for():
+    with pytest.raises(ShapeError, match="KL"):
+        kl_in_reward(double([1.0, 2.0]), double([[0.1, 0.2]]), beta=0.1)

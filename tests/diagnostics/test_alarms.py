@@ -8,12 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.diagnostics.histories import completion, history_of
 
+from klamp.diagnostics import causes
+from klamp.diagnostics.alarm import is_apart, noise, number
 from klamp.diagnostics.alarms import ALARMS, check_names
-from klamp.diagnostics.history import RunSettings
+from klamp.diagnostics.history import History, RunSettings
 from klamp.diagnostics.metrics import METRICS
 from klamp.errors import UnknownNameError
 
@@ -75,3 +78,75 @@ def test_unknown_names_are_refused_with_the_nearest() -> None:
     check_names(ALARMS)
     with pytest.raises(UnknownNameError, match="did you mean 'kl-spike'"):
         check_names(["kl-spikes"])
+
+
+# --- the arithmetic of the rules -------------------------------------------------------------------------------------
+
+
+def test_noise_is_the_deviation_around_a_course() -> None:
+    generator = torch.Generator().manual_seed(0)
+    flat = (3 * torch.randn(4000, generator=generator)).tolist()
+    rising = [x + 0.01 * i for i, x in enumerate(flat)]
+    assert noise(flat) == pytest.approx(3, rel=0.05)
+    assert noise(rising) == pytest.approx(3, rel=0.05)
+    assert noise([1.0, 1.0, 1.0]) == 0
+
+
+def test_apart_counts_standard_errors_of_the_difference() -> None:
+    low, high = [0.0, 1.0] * 8, [2.0, 3.0] * 8
+    error = math.sqrt(2 * 0.5 / 16)  # neighbours differ by 1: the variance of the noise is 1/2
+    assert is_apart(low, high, errors=1.99 / error)
+    assert not is_apart(low, high, errors=2.01 / error)
+    assert is_apart(high, low, errors=1.0)
+    assert not is_apart(low, low, errors=0.1)
+    assert not is_apart([1.0], [9.0, 9.0], errors=0.0)
+
+
+@pytest.mark.parametrize(("value", "text"), [(0.12345, "0.123"), (12345.0, "1.23e+04"), (0.0, "0")])
+def test_numbers_have_three_digits(value: float, text: str) -> None:
+    assert number(value) == text
+
+
+# --- what a run shows of why -----------------------------------------------------------------------------------------
+
+LOST = history_of(
+    k3=[0.0, 0.6],
+    beta=[1e-3] * 2,
+    beta__price=[1e-3] * 2,
+    reward_std=[0.4] * 2,
+    kl__k3_sequence=[0.0, 3.0],
+    length__reward_correlation=[0.9] * 2,
+    length__repeated=[0.9] * 2,
+    sampler__k3=[0.02] * 2,
+    train__learning_rate=[0.0, 0.3],
+)
+EVERY = (causes.learning_rate, causes.weak_kl, causes.pays_for_length, causes.repeats, causes.stale_sampler)
+
+
+def test_the_likeliest_comes_first() -> None:
+    found = causes.likely_causes(LOST, *EVERY)
+    assert len(found) == len(EVERY)
+    assert found[0] == (
+        "the learning rate (up to 0.3): one step moved the policy by 0.6 nats per token. Take a tenth of it, or set "
+        "kl_lr_guard"
+    )
+    assert causes.likely_causes(LOST) == [], "only what was asked for"
+
+
+@pytest.mark.parametrize("cause", EVERY)
+def test_a_run_that_shows_nothing_names_nothing(cause: causes.Cause) -> None:
+    calm = history_of(k3=[0.0, 0.01], beta=[0.1] * 2, length__reward_correlation=[0.1] * 2, sampler__k3=[1e-3] * 2)
+    assert cause(calm) is None
+
+
+def test_without_a_beta_there_is_no_kl_to_be_weak() -> None:
+    assert causes.likely_causes(history_of(k3=[0.1], beta=[0.0]), causes.weak_kl)[0].startswith(
+        "no KL holds the policy"
+    )
+    assert causes.weak_kl(History()) is not None
+
+
+def test_groups_without_a_spread_are_left_out_of_it() -> None:
+    history = history_of(reward_std=[0.2, 0.0, 0.3], groups__saturated=[0.5, 1.0, 0.0])
+    assert causes.spread_within_groups(history, 3) == pytest.approx((0.4 + 0.3) / 2)
+    assert causes.spread_within_groups(history_of(reward=[1.0]), 3) is None

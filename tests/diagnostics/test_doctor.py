@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from tests.diagnostics.histories import completion, history_of
 
-from klamp.diagnostics.doctor import examine
-from klamp.diagnostics.history import Row, RunSettings
+from klamp.diagnostics.doctor import LATE, AlarmWatch, examine
+from klamp.diagnostics.history import EARLY, WRITTEN, Row, RunSettings
+from klamp.errors import UnknownNameError
 
 
 def run_of_trouble():
@@ -50,3 +52,58 @@ def test_a_finding_as_plain_values() -> None:
     finding = examine(run_of_trouble()).findings[1].plain()
     assert finding["name"] == "kl-spike" and finding["first_step"] == 8 and finding["level"] == "alarm"
     assert finding["tokens"][0]["token"] == "<eos>"
+
+
+# --- while a run happens ---------------------------------------------------------------------------------------------
+
+
+def test_an_alarm_is_told_once_and_at_the_step_where_the_doctor_finds_it() -> None:
+    curves = {"k3": [0.01] * 8 + [2.0] * 6, "length": [10.0] * 14, "reward": [0.5] * 14}
+    history, watch = history_of(**curves), AlarmWatch(RunSettings())
+    told = [finding for row in history.rows for finding in watch.step(row.step, row.metrics)]
+    found = examine(history).findings
+    assert {(each.alarm.name, each.first_step) for each in told} == {
+        (each.alarm.name, each.first_step) for each in found
+    }
+    assert len(told) == len({each.alarm.name for each in told}) > 1
+
+
+def test_what_was_told_before_is_not_told_again_and_stops_all_the_same() -> None:
+    watch = AlarmWatch(RunSettings(), told=("kl-spike",), stop_on=("kl-spike",))
+    assert watch.step(4, {"kl/k3": 0.01}) == [] and watch.stopped_by is None
+    assert watch.step(5, {"kl/k3": 5.0}) == []
+    assert watch.stopped_by is not None and watch.stopped_by.alarm.name == "kl-spike"
+
+
+def test_what_came_before_a_checkpoint_counts_wherever_that_was() -> None:
+    curves = {"k3": [0.01] * 8 + [2.0] * 6, "length": [10.0] * 14, "reward": [0.5] * 14}
+    rows = history_of(**curves).rows
+    for done in range(9):
+        watch = AlarmWatch(RunSettings(), stop_on=("kl-spike",))
+        watch.keep(rows=rows[:done])
+        assert watch.stopped_by is None
+        for row in rows[done:]:
+            watch.step(row.step, row.metrics)
+        assert watch.stopped_by is not None and watch.stopped_by.first_step == 9
+
+
+def test_evaluations_are_looked_at() -> None:
+    watch = AlarmWatch(RunSettings(rl_skill="a", eval_size=1000))
+    assert watch.evaluation(0, {"a": 0.1, "b": 0.9}) == []
+    assert [finding.alarm.name for finding in watch.evaluation(5, {"a": 0.9, "b": 0.5})] == ["retention"]
+
+
+def test_a_long_run_is_not_kept_whole() -> None:
+    watch = AlarmWatch(RunSettings())
+    for step in range(1, EARLY + LATE + 30):
+        watch.keep(completions=[completion(step)])
+        watch.step(step, {"reward": 0.5})
+    steps = [row.step for row in watch.history.rows]
+    assert len(steps) == EARLY + LATE and steps[0] == 1
+    last = EARLY + LATE + 29
+    assert list(watch.history.completions) == [1, *range(last - WRITTEN + 1, last + 1)]
+
+
+def test_a_name_that_no_alarm_has_is_refused() -> None:
+    with pytest.raises(UnknownNameError, match="did you mean 'kl-far'"):
+        AlarmWatch(RunSettings(), stop_on=("kl-fat",))

@@ -8,13 +8,16 @@ from itertools import pairwise
 
 import pytest
 import torch
+from tests.diagnostics.histories import completion
 
 from klamp.diagnostics.metrics import METRICS
 from klamp.diagnostics.statistics import (
     StepRecord,
+    completion_metrics,
     pad_tokens,
     repeated_pairs,
     reward_length_correlation,
+    row_of,
     step_metrics,
 )
 
@@ -239,3 +242,46 @@ def test_an_exact_kl_that_was_measured_nowhere_is_left_out():
 def test_padding_is_on_the_right_and_zero():
     assert pad_tokens(torch.tensor([[1.0, 2.0]]), 4).tolist() == [[1.0, 2.0, 0.0, 0.0]]
     assert pad_tokens(torch.tensor([[True]]), 3).tolist() == [[True, False, False]]
+
+
+# --- of completions as a record has them -----------------------------------------------------------------------------
+
+
+def test_metrics_are_over_trained_tokens() -> None:
+    rows = [
+        completion(ref=(-1.5, -2.0, -0.5), sampler=(-1.1, -2.0, -0.5), reward=1.0, ended=True),
+        completion(ref=(-1.0, -1.0, -9.0), trained=(True, True, False), reward=0.0, ended=False),
+    ]
+    found = completion_metrics(rows)
+    deltas = [0.5, 0.0, 0.0, 0.0, -1.0]
+    assert found["kl/k1"] == pytest.approx(sum(deltas) / 5)
+    assert found["kl/k3"] == pytest.approx(sum(math.expm1(-d) + d for d in deltas) / 5)
+    assert found["sampler/k1"] == pytest.approx(-0.1 / 3)
+    assert found["sampler/k3"] == pytest.approx((math.expm1(0.1) - 0.1) / 3)
+    assert (found["reward"], found["length/truncated"], found["length/mean"]) == (0.5, 0.5, 3)
+
+
+def test_what_is_not_there_is_not_a_metric() -> None:
+    assert completion_metrics([completion(ref=None)]) == {"length/mean": 3, "length/repeated": 0}
+
+
+def test_groups_and_repetition() -> None:
+    said = completion(tokens=tuple("ababab"), policy=(-1.0,) * 6, ref=None, reward=1.0, group="p")
+    rows = [
+        said,
+        completion(reward=0.0, group="p"),
+        completion(reward=0.5, group="q"),
+        completion(reward=0.5, group="q"),
+    ]
+    found = completion_metrics(rows)
+    assert found["length/repeated"] == pytest.approx(3 / 15), "ab, ba, ab, ba, ab: three were there before"
+    assert found["reward_std"] == pytest.approx(math.sqrt(0.5) / 2) and found["groups/saturated"] == 0.5
+    assert found["length/reward_correlation"] == pytest.approx(1)
+    assert "reward_std" not in completion_metrics(rows[:3]), "a group is not whole"
+    assert completion_metrics([replace(said, tokens=("?",) * 6)])["length/repeated"] == 0, "tokens without a name"
+
+
+def test_the_row_of_a_step_counts_its_prompts() -> None:
+    twice = [completion(2, reward=0.25, group="a"), completion(2, reward=0.25, group="a")]
+    row = row_of(2, [*twice, completion(2, reward=0.25, group="b")])
+    assert (row.step, row.metrics["reward"], row.prompts) == (2, 0.25, 2)

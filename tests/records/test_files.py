@@ -7,17 +7,13 @@ from pathlib import Path
 import pytest
 
 from klamp.errors import DataError
-from klamp.records.files import FORMATS, json_lines, json_object, unreadable
+from klamp.records.files import json_lines, json_object
 
 
 def written(folder: Path, text: str | bytes) -> Path:
     file = folder / "file.json"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     return file
-
-
-def test_an_object_is_read(tmp_path: Path) -> None:
-    assert json_object(written(tmp_path, '{"a": [1, "ü"]}')) == {"a": [1, "ü"]}
 
 
 @pytest.mark.parametrize(
@@ -56,12 +52,6 @@ def test_a_last_line_that_a_killed_run_left_half_written_is_ignored(tmp_path: Pa
 def test_another_line_that_cannot_be_read_is_named(tmp_path: Path, text: str | bytes, what: str) -> None:
     with pytest.raises(DataError, match=what):
         list(json_lines(written(tmp_path, text)))
-
-
-def test_the_error_says_what_can_be_read() -> None:
-    error = unreadable("no record", Path("there"), why="it is empty")
-    assert FORMATS in error.fix
-    assert unreadable("no record", Path("there"), why="", fix="do this").fix == "do this"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from klamp.diagnostics.doctor import examine
 from klamp.errors import ConfigError, DataError
 from klamp.records import read_record
+from klamp.records.files import check_logged
 
 
 def lines(path: Path, *rows: object) -> Path:
@@ -144,3 +145,21 @@ def test_names_for_a_record_that_has_none_to_map(tmp_path: Path, name: str, why:
         read_record(tmp_path / "run", {"kl/k3": "my_kl"})
     assert why in caught.value.why
     assert "leave --map out" in caught.value.fix
+
+
+HERE = Path("run")
+
+
+@pytest.mark.parametrize(
+    ("logged", "why", "fix"),
+    [
+        ({"my_kl", "my_reward"}, "it has my_kl, my_reward", "did you mean 'my_kl'?"),
+        ({f"{i:02}" for i in range(20)}, f"it has {', '.join(f'{i:02}' for i in range(12))}, ...", "write the name as"),
+        ((), "it has none", "write the name as"),
+    ],
+)
+def test_a_name_that_stands_in_no_row_lists_those_that_do(logged: set[str], why: str, fix: str) -> None:
+    with pytest.raises(DataError, match="no row of the record has a number called 'my_k'") as caught:
+        check_logged({"kl/k3": "my_k"}, logged, HERE)
+    assert caught.value.why == why
+    assert caught.value.fix.startswith(fix)

@@ -1,6 +1,6 @@
 """The whole objective in torch's modes: autocast, deterministic algorithms, inference_mode and no_grad.
 
-What torch.func and second derivatives are told is in tests/core/test_derivatives.py; torch.compile in test_compile.py.
+Of torch.func and second derivatives: tests/core/test_gradients_derivatives.py; of torch.compile: test_compile.py.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from tests.core.heads import triton_cases
 pytestmark = pytest.mark.slow
 
 pytest.importorskip("triton")
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def run(mode: str, **environment: str) -> dict:
