@@ -1,6 +1,9 @@
-"""What the loop of the guide records: parts put together, the entropy, beta's price."""
+"""What is recorded of a step: parts put together, the entropy, beta's price."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -8,10 +11,13 @@ from tests.training.conftest import disturb, tiny_llama
 from tests.training.test_sampling import sample
 
 from klamp.config import KLConfig, LossConfig
+from klamp.core.masking import Totals
+from klamp.errors import ConfigError
 from klamp.scoring.completions import select
 from klamp.scoring.scores import Scores, score
 from klamp.training.config import RolloutConfig
 from klamp.training.loop import measure_tokens, part_scores
+from klamp.training.updates import added_parts
 
 ROLLOUT = RolloutConfig(num_generations=3, max_completion_length=8)
 KL, LOSS = KLConfig(beta=0.5, kl_estimator="k1"), LossConfig(loss_type="dapo", advantage_baseline="mean")
@@ -54,3 +60,15 @@ def test_the_price_is_that_of_the_loss_and_the_advantages() -> None:
     assert found["beta/price"] == pytest.approx(0.5 * 3 / 2 * spread), "a token mean on both sides, a group of three"
     assert measured([[0, 1, 2, 3, 4, 5]], loss=LossConfig())["beta/price"] == 0.5
     assert "beta/price" not in measured([[0, 1, 2, 3, 4, 5]], equal=True), "no group says what a nat costs"
+
+
+def test_a_part_adds_by_each_metrics_reduction_and_one_without_a_row_is_refused() -> None:
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    carried = torch.tensor([[True, False, True], [False, False, False]])
+    totals = Totals(sequences=8, tokens=16, kl_tokens=10)
+    rollout: Any = SimpleNamespace(mask=mask, kl_mask=carried, kl_weight=None, totals=totals)
+    names = ("kl/budget", "policy/logp_mean", "kl/k3", "train/loss", "kl/log_ratio_max")
+    found = added_parts(dict.fromkeys(names, 1.0), rollout, slice(0, 2))
+    assert found == {"kl/budget": 2 / 8, "policy/logp_mean": 4 / 16, "kl/k3": 2 / 10, "train/loss": 1.0}
+    with pytest.raises(ConfigError, match="no row in METRICS"):
+        added_parts({"kl/k3": 1.0, "kl/new": 1.0}, rollout, slice(0, 2))

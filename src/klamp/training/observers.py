@@ -14,7 +14,7 @@ from klamp.diagnostics.doctor import ALARMS_FILE, AlarmWatch, Finding
 from klamp.diagnostics.history import (
     Completion,
     Row,
-    Settings,
+    RunSettings,
     Verifier,
     every,
     flags_of,
@@ -131,7 +131,7 @@ class AlarmObserver(Observer):
         self, tell: Callable[[Callable[[Observer], None]], None], *, rl_skill: str, stop_on: Sequence[str] = ()
     ) -> None:
         self.tell, self.rl_skill, self.stop_on = tell, rl_skill, tuple(stop_on)
-        self.watch = AlarmWatch(Settings(), stop_on=stop_on)
+        self.watch = AlarmWatch(RunSettings(), stop_on=stop_on)
 
     @property
     def stopped_by(self) -> Finding | None:
@@ -195,7 +195,7 @@ def names_in(file: Path) -> set[str]:
     return {row["name"] for row in lines_of(file) if isinstance(row.get("name"), str)}
 
 
-def settings_of(config: TrainConfig, *, rl_skill: str | None = None) -> Settings:
+def settings_of(config: TrainConfig, *, rl_skill: str | None = None) -> RunSettings:
     """The settings of a configuration that alarms need.
 
     Args:
@@ -203,7 +203,7 @@ def settings_of(config: TrainConfig, *, rl_skill: str | None = None) -> Settings
         rl_skill: the skill that is trained.
     """
     kl, others = config.kl, config.loss.advantage_baseline == "leave_one_out"
-    return Settings(
+    return RunSettings(
         beta=kl.beta,
         target_kl=kl.target_kl,
         # The recipe has the group's mean as its baseline; klamp's default shares its average over tokens alone.
