@@ -244,10 +244,7 @@ def test_columns_go_into_the_queue_and_rows_that_fill_up_carry_nothing(tmp_path:
     for method in ("_compute_advantage", "_save_checkpoint", "_load_checkpoint"):
         monkeypatch.setattr(hooked, method, lambda self, *args: args[0] if args else None)
     driver = Driver(config_of(tmp_path, kl))
-    tags = [{"is_padding": row == 6} for row in range(7)]
-    batch = type(
-        "Batch", (), {"keys": list("abcdefg"), "tags": tags, "partition_id": "train", "__len__": lambda _: 7}
-    )()
+    batch = Keys([{"is_padding": row == 6} for row in range(7)])
     trainer: Any = SimpleNamespace(
         checkpoint_callback=driver, global_steps=1, total_training_steps=5, tokenizer=Tokenizer()
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from verl.workers.utils import losses
 
 from klamp.config import KLConfig
 from klamp.core.objective import Objective, grpo_loss
-from klamp.errors import ConfigError, NonFiniteError, UnknownNameError, UnsupportedVersion
+from klamp.errors import ConfigError, UnknownNameError, UnsupportedVersion
 from klamp.hosts.verl import hooks
 from klamp.verl import register
 
@@ -187,33 +186,6 @@ def test_an_enumeration_of_its_own(name: str, follows: str) -> None:
 
 
 @pytest.mark.usefixtures("registered")
-def test_the_sequence_horizon_is_the_gradient_over_completions() -> None:
-    """Two tokens out of three, every completion weighted by its probability: d KL(policy || ref) of the completion."""
-    generator = torch.Generator().manual_seed(1)
-    first, second, ref_first, ref_second = (
-        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3,), (3, 3), (3,), (3, 3))
-    )
-    first.requires_grad_(), second.requires_grad_()
-    p, q = (x.log_softmax(-1) for x in (first, ref_first))
-    p2, q2 = (x.log_softmax(-1) for x in (second, ref_second))
-    truth = (p.exp() * (p - q + (p2.exp() * (p2 - q2)).sum(-1))).sum()
-    found, token = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
-    for a, b in itertools.product(range(3), range(3)):
-        x, y = torch.stack([p[a], p2[a, b]])[None], torch.stack([q[a], q2[a, b]])[None]
-        mask, weight = torch.ones(1, 2, dtype=torch.bool), (p[a] + p2[a, b]).exp().detach()
-        step = Step(policy=x, old=x.detach(), ref=y, mask=mask, advantages=torch.zeros_like(y))
-        options = {"use_kl_loss": True, "kl_loss_coef": 1.0, "loss_agg_mode": "seq-mean-token-sum"}
-        found = found + weight * actor_loss(step, kl_loss_type="klamp:kl_horizon=sequence", **options)[0]
-        token = token + weight * actor_loss(step, kl_loss_type="klamp", **options)[0]
-    torch.testing.assert_close(found, truth)
-    expected = torch.autograd.grad(truth, (first, second), retain_graph=True)
-    for mine, theirs in zip(torch.autograd.grad(found, (first, second), retain_graph=True), expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
-    local = torch.autograd.grad(token, first)[0]
-    assert not torch.allclose(local, expected[0], atol=1e-3), "the token horizon leaves the later token out"
-
-
-@pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("name", ["klamp:kl_horizon=sequence", "klamp:kl_off_policy=token"])
 def test_what_needs_the_mask_needs_klamps_policy_loss(name: str) -> None:
     step = Step.random()
@@ -292,13 +264,6 @@ def test_the_controller_is_klamps_own(rule: str) -> None:
     for kl in (0.2, 0.01, 0.5, 0.06, 0.0):
         control.update(current_kl=kl, n_steps=1024)
         assert control.value == alone.update(kl)
-    before = control.value
-    for kl in (math.nan, math.inf):
-        with pytest.raises(NonFiniteError, match="KL of this step is not finite"):
-            control.update(current_kl=kl, n_steps=1024)
-    assert control.value == before
-    control.update(current_kl=-0.3, n_steps=1024)  # noise of k1
-    assert control.value == alone.update(0.0)
 
 
 @pytest.mark.usefixtures("registered")

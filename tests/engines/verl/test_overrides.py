@@ -95,12 +95,6 @@ def test_without_a_kl_no_reference_is_loaded() -> None:
     assert not found.terms and found.reference.startswith("none")
 
 
-def test_the_workers_are_told() -> None:
-    config = composed(overrides(KLConfig(beta=0.1)))
-    variables = config.ray_kwargs.ray_init.runtime_env.env_vars
-    assert variables.VERL_USE_EXTERNAL_MODULES == "klamp.verl.registered"
-
-
 def test_effective_reads_what_verl_will_do() -> None:
     """As it comes, verl has no KL at all; its own types are named for what they are."""
     assert not effective(composed([])).terms
