@@ -24,7 +24,6 @@ from klamp.hosts.trl.callbacks import DoctorCallback  # noqa: E402
 from klamp.hosts.trl.effective_in_trl import read_effective  # noqa: E402
 from klamp.hosts.trl.grpo_config import GRPOConfig, host_class  # noqa: E402
 from klamp.hosts.trl.grpo_trainer import GRPOTrainer, attach_to_trl  # noqa: E402
-from klamp.hosts.trl.sampler_watch import SyncCallback  # noqa: E402
 from klamp.hosts.unsloth.hooks import attach_to_unsloth, read_effective_on_unsloth  # noqa: E402
 
 __all__ = [
@@ -33,7 +32,6 @@ __all__ = [
     "EffectiveTerm",
     "GRPOConfig",
     "GRPOTrainer",
-    "SyncCallback",
     "attach",
     "effective",
 ]

@@ -120,8 +120,7 @@ HOST_SIGNATURES = {
     "klamp.tinker": {
         "build_datum": "(prompt, response, advantages, logprobs, ref_logprobs=None, *, mask=None, kl_mask=None)",
         "compute_grpo_kl_loss": "(data, logprobs_list, kl_coef=0.01, cliprange=0.2, kl=None, **options)",
-        "compute_reference_logprobs": "(ref_client, prompt_tokens, response_tokens, *, concurrency=64, retries=5, "
-        "backoff=0.5, timeout=300.0)",
+        "compute_reference_logprobs": "(ref_client, prompt_tokens, response_tokens, *, concurrency=64, timeout=300.0)",
         "count_tokens": "(data)",
         "effective": "(kl_coef=0.01, cliprange=0.2, kl=None, **options)",
         "forward_backward_kl": "(client, data, kl_coef=0.01, cliprange=0.2, kl=None, **options)",
@@ -132,7 +131,6 @@ HOST_SIGNATURES = {
     },
     "klamp.trl": {
         "GRPOTrainer": "(model, reward_funcs=None, args=None, *positional, ref_model=None, **options)",
-        "SyncCallback": "(trainer)",
         "attach": "(trainer, kl, *, ref_model=None)",
         "effective": "(trainer)",
     },

@@ -83,7 +83,6 @@ METRICS: dict[str, MetricRow] = {
             "Tokens whose k3 is past 3e30 (70 nats below the reference): the loss counts it as that, kl/k3 does not.",
         ),
         _row("kl/lr_factor", *_NUMBER, "What kl_lr_guard multiplied the learning rate of the step by."),
-        _row("kl/host_clamped", *_KL_TOKENS, "Tokens past the clamps of the host's own KL."),
         _row("kl/weights_truncated", *_TOKENS, "Off-policy weights cut at kl_max_weight."),
         _row("sampler/k1", *_SAMPLER, "log sampler - log policy: sampler against trainer."),
         _row("sampler/k3", *_SAMPLER, "k3 of the same; one bad token shows here first."),

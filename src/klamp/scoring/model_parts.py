@@ -124,9 +124,14 @@ def head_of(causal: nn.Module) -> OutputHead | None:
     layer = causal.get_output_embeddings()  # pyright: ignore[reportCallIssue]
     if type(layer) is not nn.Linear:
         return None
-    config = causal.config
-    scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1.0)
-    return OutputHead(layer.weight, layer.bias, getattr(config, "final_logit_softcapping", None), scale)
+    config = causal.config.get_text_config()
+    return OutputHead(layer.weight, layer.bias, getattr(config, "final_logit_softcapping", None), _logit_scale(config))
+
+
+def _logit_scale(config: Any) -> float:
+    """What a model multiplies its logits by, whatever its architecture calls it."""
+    factors = (getattr(config, name, None) for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"))
+    return next((float(each) for each in factors if each), 1 / (getattr(config, "logits_scaling", None) or 1.0))
 
 
 def steady_length(config: Any) -> int | None:

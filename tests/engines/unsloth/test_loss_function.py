@@ -14,12 +14,12 @@ from torch import Tensor
 from klamp.core.estimators import ESTIMATORS
 from klamp.errors import UnsupportedVersion
 from klamp.hosts.trl.grpo_config import host_class
-from klamp.hosts.unsloth.columns import Columns
 from klamp.hosts.unsloth.loss_function import (
     LOSS,
     STEP,
     Added,
     Call,
+    Columns,
     LossWithKL,
     _own_kl,
     in_place,

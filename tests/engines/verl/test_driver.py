@@ -24,7 +24,7 @@ from klamp.core.term import Gate, sequence_gate_kl
 from klamp.core.types import Batch
 from klamp.errors import ConfigError
 from klamp.hosts.common.control import KLControl
-from klamp.hosts.verl.batch_columns import BETA, RATE, Sampled, Settings, columns
+from klamp.hosts.verl.batch_columns import BETA, RATE, Sampled, StepSettings, columns
 from klamp.hosts.verl.driver import Driver
 from klamp.hosts.verl.fields_in_verl import IN_REWARD, LOSS_FIELDS, name_of
 
@@ -67,8 +67,8 @@ class Tokenizer:
         return name if isinstance(name, int) else None
 
 
-def settings(average: str = "token-mean", *, beta: float = 0.3, leave_one_out: bool = False) -> Settings:
-    return Settings(loss_agg_mode=average, group_size=GROUP, beta=beta, price=None, leave_one_out=leave_one_out)
+def settings(average: str = "token-mean", *, beta: float = 0.3, leave_one_out: bool = False) -> StepSettings:
+    return StepSettings(loss_agg_mode=average, group_size=GROUP, beta=beta, price=None, leave_one_out=leave_one_out)
 
 
 def sampled_of(step: Step, shuffled: Tensor, *, seed: int = 3) -> Sampled:

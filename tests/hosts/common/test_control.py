@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from klamp.config import KLConfig
 from klamp.config.loss import Price, price_at_distance
 from klamp.core.controllers import kl_schedule_factor
 from klamp.errors import ConfigError, NonFiniteError, RunFolderError
-from klamp.hosts.common.control import NEVER_ZERO, KLControl, beta_metrics, check_kl, held_kl, landing_beta
+from klamp.hosts.common.control import NEVER_ZERO, KLControl, beta_metrics, held_kl, landing_beta
 
 CONTROLLERS = ("fixed", "hold", "step", "proportional", "dual", "pid")
 
@@ -67,11 +66,6 @@ def test_a_kl_that_is_not_finite_stops_the_run_and_changes_nothing(name: str, kl
     error = caught.value
     assert str(kl) in str(error.got) and "before the optimizer step" in str(error.got)
     assert error.why and "newest checkpoint" in error.fix
-
-
-def test_a_kl_of_a_number_is_fine() -> None:
-    for kl in (0.0, 1e-12, 3.0, 1e300):
-        check_kl(kl)
 
 
 def test_the_rate_of_a_step_goes_by_the_kl_of_the_step_before() -> None:
@@ -154,16 +148,6 @@ def test_the_reference_length_is_logged_where_a_clip_may_need_it() -> None:
     assert "kl/reference_length" not in unclipped.metrics(price, None)
 
 
-def test_a_controller_moves_beta_the_way_of_its_kl() -> None:
-    for name in CONTROLLERS[1:]:
-        control = control_of(name)
-        betas = [control.beta(0, 1)]
-        for _ in range(3):
-            control.update(1.0)
-            betas.append(control.beta(0, 1))
-        assert all(a < b for a, b in pairwise(betas)), name
-
-
 def test_it_lands_where_the_optimum_of_the_rewards_has_the_target() -> None:
     """Against the optimum itself, ref exp(reward / price), where a second order would not do."""
     generator = torch.Generator().manual_seed(0)
@@ -207,14 +191,7 @@ def test_a_controller_lands_there_once() -> None:
     for kl in (0.01, 0.03, 0.06, 0.1):
         control.update(kl, metrics, GROUPS)
     assert control.beta(0, 1) == pytest.approx(price_at_distance(GROUPS, 4 * 0.05), rel=0.2)
-
-
-def test_after_it_landed_the_rewards_are_not_asked_again() -> None:
-    control = KLControl(KLConfig(beta=0.01, target_kl=0.05))
-    metrics = {"beta": 0.01, "beta/price": 0.01, "length/mean": 4.0}
-    for kl in (0.01, 0.03, 0.06, 0.1):
-        control.update(kl, metrics, GROUPS)
     assert not control.controller.may_land
     landing = control.controller.landing
     control.update(0.1, metrics, 100 * GROUPS)
-    assert control.controller.landing == landing
+    assert control.controller.landing == landing, "the rewards are not asked again"

@@ -147,11 +147,6 @@ def test_every_row_has_a_case_above_and_stands_alone() -> None:
     assert len(rows[0]) == len(REFUSED)
 
 
-def test_what_every_host_can_do_is_not_refused() -> None:
-    for fields in ({}, {"kl_clip_method": "hard"}, {"target_kl": 0.1}, {"reference": "ema"}, {"kl_lr_guard": 0.1}):
-        refuse(host_refusals(KLConfig(beta=0.1, **fields), "SomeHost"))
-
-
 def test_fields_without_a_beta_are_warned_of_and_a_monitor_is_not() -> None:
     with pytest.warns(KLWarning, match="beta is 0 .* no KL term and no reference"):
         warn_without_kl(KLConfig(beta=0.0, kl_estimator="k1"))

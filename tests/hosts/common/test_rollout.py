@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from tests.hosts.common.several import in_processes
-from tests.hosts.common.single import Single
 from torch import Tensor
 
 from klamp.config import KLConfig
@@ -19,6 +18,7 @@ from klamp.core.term import Gate, KLTerm, sequence_gate_kl
 from klamp.errors import ConfigError
 from klamp.hosts.common.control import KLControl
 from klamp.hosts.common.rollout import (
+    Alone,
     Generation,
     exclusion_scale,
     gate_over_processes,
@@ -53,7 +53,7 @@ def generation(
 ) -> Generation:
     """This process's share of the batch; 0.5: how far policy and reference are apart at most."""
     inputs, old = batch_tensors(apart=apart)
-    accelerator = accelerator or Single()
+    accelerator = accelerator or Alone()
     size = ROWS // processes
     mine = slice(accelerator.process_index * size, (accelerator.process_index + 1) * size)
     given = {"rows": [{}] * size, "lengths": inputs["completion_mask"].sum(-1)[mine], "group_size": GROUP, **changes}
@@ -102,10 +102,10 @@ def test_a_sampled_kl_is_gated_by_the_others_of_its_group() -> None:
 def test_what_a_host_divides_by_and_what_klamp_does(reduction: Any, expected: list[float]) -> None:
     mask = torch.tensor([[True, True, True], [True, True, False]])
     carried = torch.tensor([[False, True, True], [False, True, False]])
-    assert exclusion_scale(mask, carried, reduction, Single()).tolist() == pytest.approx(expected)
+    assert exclusion_scale(mask, carried, reduction, Alone()).tolist() == pytest.approx(expected)
     nothing = torch.zeros(1, 3, dtype=torch.bool)
     if reduction == "sequence_mean":
-        assert exclusion_scale(nothing, nothing, reduction, Single()).tolist() == [1.0], "no tokens: 1 over 1"
+        assert exclusion_scale(nothing, nothing, reduction, Alone()).tolist() == [1.0], "no tokens: 1 over 1"
 
 
 def test_tokens_are_counted_over_all_processes() -> None:

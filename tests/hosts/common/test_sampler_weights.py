@@ -210,39 +210,19 @@ def test_lists_that_do_not_fit_are_refused() -> None:
         checked(made, told(made), temperature=0.0)
 
 
-ONEDNN, AMX = "oneDNN", "a kernel for AMX"
-
-
-@pytest.mark.parametrize(
-    ("amx", "dtype", "kernels"),
-    [
-        (False, torch.float32, [ONEDNN]),
-        (False, torch.bfloat16, [ONEDNN]),
-        (True, torch.float32, [ONEDNN]),
-        (True, torch.bfloat16, [ONEDNN, AMX]),
-    ],
-)
-def test_what_packs_is_what_vllm_says(monkeypatch, amx, dtype, kernels):
-    vllm = put_in_place(monkeypatch, amx=amx)
-    assert packing(dtype) == kernels
+@pytest.mark.parametrize("amx", [False, True])
+def test_what_packs_is_what_vllm_says(monkeypatch, amx):
+    vllm, kernels = put_in_place(monkeypatch, amx=amx), ["oneDNN", "a kernel for AMX"]
+    assert packing(torch.float32) == kernels[:1]
+    assert packing(torch.bfloat16) == kernels[: 1 + amx]
     vllm._custom_ops._supports_onednn = False
-    assert packing(dtype) == kernels[1:], "the processor's own kernel is there all the same"
+    assert packing(torch.bfloat16) == kernels[1 : 1 + amx], "the processor's own kernel is there all the same"
     pack_nothing()
-    assert packing(dtype) == []
-    check_packing(dtype)
-
-
-def test_a_gpu_packs_nothing(monkeypatch):
+    assert packing(torch.bfloat16) == []
+    del vllm._custom_ops._supports_onednn, vllm.model_executor.layers.utils.check_cpu_sgl_kernel
+    check_packing(torch.bfloat16)  # a vLLM without the switches
     put_in_place(monkeypatch, amx=True, cpu=False)
-    assert packing(torch.bfloat16) == []
-    check_packing(torch.bfloat16)
-
-
-def test_a_vllm_without_the_switches_is_not_said_to_pack(monkeypatch):
-    vllm = put_in_place(monkeypatch)
-    del vllm._custom_ops._supports_onednn
-    del vllm.model_executor.layers.utils.check_cpu_sgl_kernel
-    assert packing(torch.bfloat16) == []
+    check_packing(torch.bfloat16)  # on a GPU nothing is packed
 
 
 def test_the_refusal_names_the_kernels_the_type_and_the_way_out(monkeypatch):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.hosts.common.single import Single
 
 from klamp.core.estimators import kl_estimate
 from klamp.core.term import KLTerm
 from klamp.core.types import Batch
 from klamp.errors import ConfigError
+from klamp.hosts.common.rollout import Alone
 from klamp.hosts.common.window import Window
 
 
@@ -24,7 +24,7 @@ def test_uneven_parts_add_up_to_the_whole() -> None:
     window, whole = Window(), batch(slice(0, 6))
     for part in (slice(0, 1), slice(1, 4), slice(4, 6)):
         window.add(batch(part), KLTerm(max_log_ratio=0.3), None)
-    found = window.emit(Single())
+    found = window.emit(Alone())
     delta = (whole.policy_logprobs - whole.ref_logprobs)[whole.mask]
     k3 = kl_estimate(whole.policy_logprobs, whole.ref_logprobs, estimator="k3")
     assert found["kl/k1"] == pytest.approx(float(delta.mean()), rel=1e-5)
@@ -35,7 +35,7 @@ def test_uneven_parts_add_up_to_the_whole() -> None:
     assert found["kl/log_ratio_p99"] == pytest.approx(float(delta.abs().sort().values[rank]))
     assert found["kl/log_ratio_clamped"] == pytest.approx(float((delta.abs() > 0.3).float().mean()), rel=1e-5)
     assert found["length/mean"] == pytest.approx(float(whole.mask.sum(-1).float().mean()))
-    assert window.emit(Single()) == {}
+    assert window.emit(Alone()) == {}
 
 
 def test_a_metric_without_a_row_is_refused_and_not_averaged_somehow(monkeypatch) -> None:
@@ -56,6 +56,6 @@ def test_a_step_without_a_token_has_no_kl() -> None:
         KLTerm(),
         None,
     )
-    found = window.emit(Single())
+    found = window.emit(Alone())
     assert "kl/k3" not in found
     assert "kl/log_ratio_max" not in found

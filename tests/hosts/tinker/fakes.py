@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from klamp.hosts.tinker.padded import pad
+from klamp.hosts.tinker.datums import pad
 
 T = TypeVar("T")
 

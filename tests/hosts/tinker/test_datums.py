@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -109,9 +107,3 @@ def test_refusals(changes, error, message):
     given = {"prompt": PROMPT, "response": RESPONSE, "advantages": 1.0, "logprobs": LOGPROBS, "ref_logprobs": REF}
     with pytest.raises(error, match=message):
         build_datum(**given | changes)
-
-
-def test_a_none_would_have_become_nan_in_the_sdk():
-    """Why build_datum takes no None: the SDK does, without a word."""
-    datum = tinker.Datum(model_input=tinker.ModelInput.from_ints([1, 2]), loss_fn_inputs={"logprobs": [None, -1.0]})
-    assert math.isnan(datum.loss_fn_inputs["logprobs"].to_torch()[0])

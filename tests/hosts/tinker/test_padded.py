@@ -10,7 +10,7 @@ import torch
 from tests.hosts.tinker.fakes import FakeDatum, fake_batch
 
 from klamp.errors import DataError, EmptyMaskError, KlampError, NonFiniteError, ShapeError, TensorError
-from klamp.hosts.tinker.padded import as_length, number_row, pad, read_rows, token_ids
+from klamp.hosts.tinker.datums import as_length, number_row, pad, read_rows, token_ids
 
 
 def datum(**changes: Any) -> FakeDatum:
@@ -79,8 +79,14 @@ def test_what_is_no_datum_is_refused_with_its_place(wrong: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"logprobs": None}, DataError, "datum 0 has no 'logprobs'"),
-        ({"logprobs": torch.zeros(2)}, ShapeError, "datum 0: logprobs does not have the length"),
+        *(
+            ({name: None}, DataError, f"datum 0 has no '{name}'")
+            for name in ("target_tokens", "advantages", "logprobs")
+        ),
+        *(
+            ({name: torch.ones(2)}, ShapeError, f"datum 0: {name} does not have the length")
+            for name in ("advantages", "logprobs", "ref_logprobs", "mask")
+        ),
         ({"target_tokens": torch.zeros(1, 3)}, ShapeError, "datum 0: target_tokens does not have the length"),
         ({"logprobs": [0.0, None, -1.0]}, DataError, "datum 0: logprobs is no row of numbers"),
         ({"logprobs": {}}, DataError, "datum 0: logprobs is no row of numbers"),

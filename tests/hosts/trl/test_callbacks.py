@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import warnings
 from pathlib import Path
@@ -12,21 +11,15 @@ import pytest
 import torch
 from tests.hosts.trl.hosts import klamp_trainer, model, noisy, saved, stock_trainer
 from tests.training.conftest import disturb
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import TrainerCallback
 
 from klamp.config import KLConfig
 from klamp.diagnostics.doctor import examine
-from klamp.diagnostics.metrics import METRICS
 from klamp.errors import KLWarning, UnknownNameError
 from klamp.hosts.common.control import KLControl
 from klamp.hosts.trl.callbacks import (
-    BOUNDS,
-    GUARD,
-    SHOWN,
     LearningRateGuard,
     settings_of_arguments,
-    shorten_console,
-    shown,
 )
 from klamp.records import read_record
 from klamp.trl import DoctorCallback, GRPOConfig
@@ -129,52 +122,6 @@ def test_what_the_arguments_say() -> None:
 def test_names_are_checked_before_any_work() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'kl-far'"):
         DoctorCallback(stop_on=["kl-fat"])
-
-
-def printed(text: str) -> list[dict[str, Any]]:
-    """The rows in what a trainer wrote."""
-    return [ast.literal_eval(line) for line in text.splitlines() if line.startswith("{")]
-
-
-@pytest.mark.parametrize("bar", [False, True])
-def test_the_console_has_a_few_kls_and_the_record_all(
-    bar: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trainer = klamp_trainer(model(), tmp_path, beta=0.05, kl_estimator="k3", max_steps=2, disable_tqdm=not bar)
-    trainer.train()
-    recorded = [row for row in trainer.state.log_history if "kl/k3" in row]
-    out = capsys.readouterr()
-    rows = [row for row in printed(f"{out.out}\n{out.err}") if "kl/k3" in row]
-    assert len(rows) == len(recorded) == 2
-    kls = {name for name in rows[0] if name.startswith("kl/")}
-    assert kls == {"kl/k1", "kl/k3", "kl/exact", "kl/k3_sequence"}
-    assert {"kl/k3_sequence", "kl/log_ratio_max", "kl/log_ratio_p99", "kl/k3_max", "kl/k3_min"} < recorded[0].keys()
-    others = {name for name in recorded[0] if not name.startswith("kl/")} - {"step"}
-    assert others <= set(rows[0]), "and nothing of anybody else's is left out"
-
-
-def test_a_bound_that_binds_is_printed() -> None:
-    assert all(name in METRICS for name in (*SHOWN, *BOUNDS, GUARD))
-    calm = {"kl/k3": 0.1, "kl/k3_saturated": 0.0, "kl/lr_factor": 1.0, "kl/log_ratio_p99": 0.2, "loss": 1.0}
-    assert shown(calm) == {"kl/k3": 0.1, "loss": 1.0}
-    assert shown({"kl/k3_saturated": 0.1, "kl/lr_factor": 0.5}) == {"kl/k3_saturated": 0.1, "kl/lr_factor": 0.5}
-    assert shown({"eval_kl/k3": 0.1, "eval_kl/k3_max": 3.0, "kl/mine": 2.0}) == {"eval_kl/k3": 0.1, "kl/mine": 2.0}
-    assert shown(None) is None
-
-
-def test_a_printer_of_the_users_own_is_left_alone() -> None:
-    class Mine(PrinterCallback):
-        pass
-
-    class Trainer:
-        callback_handler: Any
-
-    trainer = Trainer()
-    trainer.callback_handler = type("Handler", (), {"callbacks": [Mine(), ProgressCallback(7), TrainerCallback()]})
-    shorten_console(trainer)
-    mine, bar, other = trainer.callback_handler.callbacks
-    assert type(mine) is Mine and type(other) is TrainerCallback
-    assert isinstance(bar, ProgressCallback) and bar.max_str_len == 7 and type(bar) is not ProgressCallback
 
 
 def test_the_guard_puts_the_rate_back() -> None:

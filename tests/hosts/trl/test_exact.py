@@ -13,7 +13,7 @@ from tests.hosts.trl.hosts import generated, plain_logits, with_kl
 from klamp.config import KLConfig
 from klamp.core.estimators import exact_kl
 from klamp.errors import ConfigError
-from klamp.hosts.trl.exact import REF_HIDDEN, check_exact, hidden_states, keep_reference, of_completions, why_not_exact
+from klamp.hosts.trl.exact import check_exact, why_not_exact
 
 
 def test_the_exact_kl_of_a_sample_is_the_sum_over_the_vocabulary(trainer: Any, base: Any) -> None:
@@ -30,43 +30,6 @@ def test_the_exact_kl_of_a_sample_is_the_sum_over_the_vocabulary(trainer: Any, b
     with_kl(trainer, KLConfig(beta=0.4), exact_kl_completions=0)
     assert "klamp_ref_hidden" not in generated(trainer)
     trainer.args.exact_kl_completions = None
-
-
-def test_hidden_states_are_collected_while_somebody_wants_them(trainer: Any) -> None:
-    ids = torch.tensor([[1, 2, 3, 4]])
-    with hidden_states(trainer, trainer.model, wanted=True) as kept:
-        logits = trainer.model(input_ids=ids).logits
-        trainer.model(input_ids=ids)
-    trainer.model(input_ids=ids)
-    assert len(kept) == 2, "not any more after the context"
-    with hidden_states(trainer, trainer.model, wanted=False) as none:
-        trainer.model(input_ids=ids)
-    assert none == []
-    head = trainer.model.get_output_embeddings()
-    assert torch.allclose(head(kept[0]), logits, atol=1e-5)
-
-
-def test_completions_are_predicted_from_the_places_before_them() -> None:
-    kept = [torch.arange(5.0).view(1, 5, 1), 10 + torch.arange(5.0).view(1, 5, 1)]
-    logprobs = torch.zeros(2, 2)
-    found = of_completions(kept, logprobs)
-    assert found is not None
-    assert found[..., 0].tolist() == [[2.0, 3.0], [12.0, 13.0]]
-    assert of_completions([], logprobs) is None
-    assert of_completions(kept, None) is None, "a host that scores elsewhere"
-
-
-def test_the_first_rows_of_each_group_are_kept_as_copies(trainer: Any) -> None:
-    with_kl(trainer, KLConfig(beta=0.4))
-    hidden = torch.arange(8.0).view(4, 2, 1)
-    output: dict[str, Any] = {}
-    keep_reference(trainer, output, hidden)
-    kept = output[REF_HIDDEN]
-    assert [row is None for row in kept] == [False, True, False, True], "one of each group of two"
-    hidden += 1
-    assert kept[2][..., 0].tolist() == [4.0, 5.0]
-    keep_reference(trainer, other := {}, None)
-    assert other == {}
 
 
 @pytest.mark.parametrize(
@@ -100,10 +63,10 @@ def test_a_model_that_scales_its_logits_or_has_no_head_is_told(
     trainer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(trainer.model.config, "logits_scaling", 8.0, raising=False)
-    assert why_not_exact(trainer) == "the model multiplies its logits (logits_scaling)"
+    assert why_not_exact(trainer) == "the model multiplies its logits by 0.125"
     monkeypatch.undo()
     monkeypatch.setattr(type(trainer.model), "get_output_embeddings", lambda self: None)
-    assert "no backbone and output head" in why_not_exact(trainer)
+    assert "no backbone and plain output head" in why_not_exact(trainer)
     monkeypatch.undo()
     monkeypatch.setattr(trainer.args, "sync_ref_model", True)
     assert "the reference moves" in why_not_exact(trainer)

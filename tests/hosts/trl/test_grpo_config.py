@@ -134,28 +134,6 @@ def test_the_arguments_survive_being_pickled_with_a_checkpoint(tmp_path: Any) ->
     assert loaded.kl_config() == args.kl_config()
 
 
-@pytest.mark.parametrize("name", ALIASES)
-def test_other_names_of_beta(name: str) -> None:
-    assert arguments(**{name: 0.2}).beta == 0.2
-    assert arguments(**{name: 0.2}).kl_config() is None  # beta says nothing about whose term it is
-    assert arguments(**{name: 0.2}, beta=0.2).beta == 0.2
-    with pytest.raises(ConfigError, match="beta is given twice"):
-        arguments(**{name: 0.2}, beta=0.1)
-
-
-def test_one_field_makes_it_the_term_of_klamp() -> None:
-    assert arguments(beta=0.1, kl_gradient="reverse").kl_config() == KLConfig(beta=0.1)
-    with pytest.warns(KLWarning, match="beta is 0"):
-        assert arguments(kl_gradient="reverse").kl_config() == KLConfig(beta=0.0)
-
-
-@pytest.mark.parametrize("beta", [-0.1, float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["beta", *ALIASES])
-def test_a_beta_that_is_no_coefficient_is_refused_whoever_computes_the_kl(name: str, beta: float) -> None:
-    with pytest.raises(ConfigError, match="beta must be a number >= 0"):
-        arguments(**{name: beta})
-
-
 LORA = {"peft_config": peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)}
 
 
@@ -163,9 +141,6 @@ LORA = {"peft_config": peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"],
     ("options", "text"),
     [
         ({"kl_early_stop": 0.1}, "optimizer step itself"),
-        ({"reference": "remote", "reference_url": "http://localhost:1"}, "its own process"),
-        ({"reference_device": "cpu"}, "device of the process"),
-        ({"reference_share": 0.5}, "in one call"),
         ({"kl_normalizer": "token_mean", "loss_type": "grpo"}, "sequence_mean"),
         ({"kl_normalizer": "token_mean", "loss_type": "bnpo"}, "each micro-batch"),
         ({"kl_placement": "reward", "kl_estimator": "k1", "kl_horizon": "sequence"}, "cancels beta"),
@@ -177,11 +152,6 @@ LORA = {"peft_config": peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"],
 def test_what_cannot_work_is_refused_with_the_reason(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         arguments(beta=0.1, **options)
-
-
-def test_an_unknown_choice_names_the_nearest() -> None:
-    with pytest.raises(UnknownNameError, match="'reverse'"):
-        arguments(beta=0.1, kl_gradient="revers")
 
 
 def test_a_moving_reference_is_the_one_of_trl() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.hosts.trl.hosts import dataset, klamp_trainer, model, saved, stock_trainer
 
 from klamp.diagnostics.metrics import METRICS
-from klamp.records.logs import frames
 
 OPTIONS: dict[str, Any] = {
     "beta": 0.2,
@@ -74,32 +72,6 @@ def test_they_are_in_the_event_files_of_tensorboard(tmp_path: Path, monkeypatch:
     shown = [event.value for event in events.Scalars("train/kl/k3")]
     assert shown == [pytest.approx(row["kl/k3"]) for row in trainer.state.log_history if "kl/k3" in row]
     assert shown[1] > 0
-
-
-def test_they_are_in_a_run_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import wandb
-    from wandb.proto import wandb_internal_pb2
-
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    wandb.teardown()  # what another test of this process has set up would still write to its own folder
-    trainer = klamp_trainer(model(), tmp_path, **(OPTIONS | {"report_to": "wandb", "run_name": "kl"}))
-    trainer.train()
-    wandb.finish()
-    wandb.teardown()  # the service has written everything once it is gone
-    (file,) = tmp_path.rglob("*.wandb")
-    seen: dict[str, list[Any]] = {}
-    config: dict[str, Any] = {}
-    for data in frames(file):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        for item in record.history.item:
-            seen.setdefault(item.key or "/".join(item.nested_key), []).append(json.loads(item.value_json))
-        for item in record.config.update:
-            config[item.key] = json.loads(item.value_json)
-    assert {f"train/{name}" for name in EXPECTED} <= seen.keys()
-    assert seen["train/kl/k3"][1] == pytest.approx(trainer.state.log_history[2]["kl/k3"])
-    assert (config["kl_clip_method"], config["kl_clip_threshold"], config["kl_gradient"]) == ("hard", 0.01, None)
 
 
 def test_they_are_in_the_completions_table(tmp_path: Path) -> None:

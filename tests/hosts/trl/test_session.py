@@ -11,28 +11,12 @@ import pytest
 import torch
 from tests.hosts.trl.hosts import klamp_trainer, model
 
-from klamp.config import KLConfig
-from klamp.core.term import KLTerm
 from klamp.errors import KLWarning, RunFolderError, UnsupportedVersion
 from klamp.hosts.trl.session import Scoring, Session, only_scoring
 
 
 def scoring(value: float) -> Scoring:
     return Scoring(model=None, positional=(), options={}, logprobs=torch.tensor([[value]]))
-
-
-def test_without_a_kl_of_klamps_there_is_nothing_to_control() -> None:
-    session = Session.of(None)
-    assert (session.kl, session.control, session.term) == (None, None, KLTerm())
-    assert set(session.windows) == {"train", "eval"}
-
-
-def test_a_kl_brings_its_term_and_its_control() -> None:
-    kl = KLConfig(beta=0.3, kl_horizon="sequence")
-    session = Session.of(kl)
-    assert session.term == kl.build_term()
-    assert session.control is not None
-    assert session.control.beta(0, 10) == 0.3
 
 
 def test_calls_are_collected_by_the_innermost_listener_only() -> None:
@@ -46,13 +30,6 @@ def test_calls_are_collected_by_the_innermost_listener_only() -> None:
         assert session.seen is outer
     assert session.seen is None
     assert [[float(each.logprobs) for each in found] for found in (outer, inner)] == [[1.0], [2.0]]
-
-
-def test_an_error_ends_the_listening() -> None:
-    session = Session.of(None)
-    with pytest.raises(RuntimeError), session.listening():
-        raise RuntimeError
-    assert session.seen is None
 
 
 def test_completions_without_any_reward_are_told_apart() -> None:
@@ -69,13 +46,6 @@ def test_a_loss_scores_the_policy_once() -> None:
     for seen in ([], [one, one]):
         with pytest.raises(UnsupportedVersion, match=f"{len(seen)} calls of _get_per_token_logps_and_entropies"):
             only_scoring(seen)
-
-
-def test_who_learns_is_known_within_one_loss_only() -> None:
-    session = Session.of(None)
-    with session.learning(torch.tensor([True, False])):
-        assert session.learns is not None
-    assert session.learns is None
 
 
 OPTIONS: dict[str, Any] = {

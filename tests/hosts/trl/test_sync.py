@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +17,7 @@ from klamp.config import KLConfig
 from klamp.diagnostics.sync import START, WEIGHTS
 from klamp.errors import ConfigError, KLWarning
 from klamp.hosts.common.sampler_weights import pack_nothing
-from klamp.hosts.trl.sampler_watch import SyncCallback, check_engine, look, watch
+from klamp.hosts.trl.sampler_watch import check_engine, look, watch
 from klamp.trl import attach
 
 
@@ -86,7 +84,8 @@ def test_another_data_type_is_looked_into_once_and_not_called_a_fault(
 def test_the_reference_is_no_start_where_it_is_another_model_or_moves(watched: SimpleNamespace) -> None:
     watched.output["sampling_per_token_logps"] = watched.start
     assert START in look(watched.trainer, watched.output).sides[0].gaps
-    assert START not in look(watched.trainer, watched.output, starts_at_reference=False).sides[0].gaps
+    watched.trainer._klamp.starts_at_reference = False
+    assert START not in look(watched.trainer, watched.output).sides[0].gaps
 
 
 def test_split_weights_are_not_looked_into(watched: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,30 +119,6 @@ def test_a_run_whose_engine_is_never_synced_warns(tmp_path: Path, engine: Simple
     trainer = klamp_trainer(model(), tmp_path, **STEPS)
     with pytest.warns(KLWarning, match=STALE):
         trainer.train()
-
-
-@pytest.mark.parametrize("synced", [True, False])
-def test_a_stock_trainer_is_told_so_by_the_callback(tmp_path: Path, engine: SimpleNamespace, synced: bool) -> None:
-    engine.model = None if synced else model()
-    options: dict[str, Any] = STEPS | {"max_steps": 6, "num_iterations": 2}
-    trainer = stock_trainer(saved(model(), tmp_path / "base"), tmp_path, trainer=None, **options)
-    callback = SyncCallback(trainer)
-    trainer.add_callback(callback)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        trainer.train()
-    texts = [str(each.message) for each in said if each.category is KLWarning]
-    assert len(texts) == (0 if synced else 1), "the second update of a rollout is no drift, and once is enough"
-    assert synced or re.match(STALE, texts[0])
-    assert callback.out_of_sync is not synced
-
-
-def test_the_callback_wants_a_trainer_and_leaves_klamp_s_alone(trainer: Any) -> None:
-    with pytest.raises(ConfigError, match="takes a trl.GRPOTrainer"):
-        SyncCallback(object())  # pyright: ignore[reportArgumentType]
-    callback = SyncCallback(trainer)
-    callback.on_pre_optimizer_step(trainer.args, trainer.state, trainer.control)
-    assert callback.batches is None
 
 
 def with_engine(trainer: Any, dtype: torch.dtype) -> Any:

@@ -13,12 +13,12 @@ from klamp.config.loss import Price
 from klamp.errors import ConfigError, NonFiniteError
 from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, KL_SCALE, REFERENCE_LENGTH
 from klamp.hosts.common.control import KLControl
-from klamp.hosts.verl.batch_columns import BETA, RATE, Sampled, Settings, by_prompt, columns, for_all_rows
+from klamp.hosts.verl.batch_columns import BETA, RATE, Sampled, StepSettings, by_prompt, columns, for_all_rows
 from klamp.hosts.verl.fields_in_verl import IN_REWARD
 
 pytestmark = pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 
-SETTINGS = Settings(loss_agg_mode="token-mean", group_size=2, beta=0.3, price=Price(beta=0.3), leave_one_out=False)
+SETTINGS = StepSettings(loss_agg_mode="token-mean", group_size=2, beta=0.3, price=Price(beta=0.3), leave_one_out=False)
 LENGTHS = torch.tensor([3, 1, 2, 3])
 
 
@@ -39,7 +39,7 @@ def sampled(seed: int = 0) -> Sampled:
     )
 
 
-def of(kl: KLConfig, settings: Settings = SETTINGS, tokenizer: Any = None) -> tuple[dict[str, torch.Tensor], Any]:
+def of(kl: KLConfig, settings: StepSettings = SETTINGS, tokenizer: Any = None) -> tuple[dict[str, torch.Tensor], Any]:
     return columns(sampled(), KLControl(kl), tokenizer, settings)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from klamp.config import KLConfig
-from klamp.errors import ConfigError, KLWarning, RunFolderError
+from klamp.errors import ConfigError, KLWarning, NonFiniteError, RunFolderError
 from klamp.hosts.verl.driver import TRAINER, Driver
 from klamp.hosts.verl.fields_in_verl import IN_REWARD, LOSS_FIELDS, name_of
 from klamp.hosts.verl.hooks import RewardController
@@ -116,3 +117,24 @@ def test_a_kl_in_the_reward_needs_advantages_it_can_be_put_into(tmp_path: Path) 
     for algorithm in ({"adv_estimator": "grpo"}, {"adv_estimator": "gae"}):
         with pytest.raises(ConfigError, match="adv_estimator=rloo"):
             Driver(config(tmp_path, kl, **algorithm))
+
+
+def controller(rule: str) -> RewardController:
+    return RewardController(f"klamp:kl_controller={rule}", SimpleNamespace(kl_coef=0.2, target_kl=0.05))
+
+
+def test_a_kl_that_is_not_finite_stops_the_run_as_in_every_host() -> None:
+    control = controller("step")
+    control.update(current_kl=0.2, n_steps=1024)
+    before = control.value
+    for kl in (math.nan, math.inf, -math.inf):
+        with pytest.raises(NonFiniteError, match="KL of this step is not finite"):
+            control.update(current_kl=kl, n_steps=1024)
+    assert control.value == before
+
+
+def test_noise_below_zero_counts_as_zero() -> None:
+    noisy, still = controller("step"), controller("step")
+    noisy.update(current_kl=-0.3, n_steps=1)
+    still.update(current_kl=0.0, n_steps=1024)
+    assert noisy.value == still.value == pytest.approx(0.15)

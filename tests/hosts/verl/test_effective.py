@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from klamp.config.loss import Price
 from klamp.errors import ConfigError
-from klamp.hosts.verl.effective_in_verl import divides_by_std, price
 from klamp.verl import effective
 
 CONFIG: dict[str, Any] = {
@@ -127,6 +125,7 @@ def test_verls_own_names_in_words(name: str, value: str, gradient: str) -> None:
         ({"adv_estimator": "rloo"}, "0.04 reward per nat of a whole completion"),
         ({"adv_estimator": "gae"}, "unknown: adv_estimator=gae"),
         ({"policy_loss": {"loss_mode": "klamp"}, "adv_estimator": "rloo"}, "0.04 reward per nat"),
+        ({"policy_loss": {"loss_mode": "klamp:vanilla"}, "adv_estimator": "rloo"}, "0.04 reward per nat"),
         ({"policy_loss": {"loss_mode": "gspo"}}, "unknown: loss_mode=gspo"),
         ({"policy_loss": {"loss_mode": "klamp:gspo"}}, "unknown: loss_mode=gspo"),
         ({"kl_loss_type": "kl"}, "none: its gradient is that of no KL"),
@@ -167,34 +166,3 @@ def test_what_may_surprise() -> None:
 def test_the_page_shows_them() -> None:
     page = (Path(__file__).resolve().parents[3] / "docs" / "verl.md").read_text(encoding="utf-8")
     assert "\n".join([*str(effective(config())).splitlines()[1:], "```"]) in page, "but for the version installed"
-
-
-def of_prices(estimator: str = "grpo", size: int = 8, mode: str = "vanilla", **algorithm: Any) -> dict[str, Any]:
-    return {
-        "actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": mode}}, "rollout": {"n": size}},
-        "algorithm": {"adv_estimator": estimator, **algorithm},
-    }
-
-
-@pytest.mark.parametrize(
-    ("of", "placement", "expected"),
-    [
-        (of_prices(), "loss", Price(beta=0.1, baseline_ratio=8 / 7, scaled=True)),
-        (of_prices(norm_adv_by_std_in_grpo=False), "loss", Price(beta=0.1, baseline_ratio=8 / 7)),
-        (of_prices("rloo"), "loss", Price(beta=0.1)),
-        (of_prices("rloo", mode="klamp"), "reward", Price(beta=0.1)),
-        (of_prices("rloo", mode="klamp:vanilla"), "loss", Price(beta=0.1)),
-        (of_prices("gae"), "loss", "adv_estimator=gae"),
-        (of_prices(size=1), "loss", "rollout.n=1"),
-        (of_prices(mode="klamp:gspo"), "loss", "loss_mode=gspo"),
-    ],
-)
-def test_the_price_or_why_there_is_none(of: Any, placement: Any, expected: Price | str) -> None:
-    found = price(of, 0.1, placement)
-    assert found == expected if isinstance(expected, Price) else expected in str(found)
-
-
-def test_only_grpo_divides_and_by_default() -> None:
-    assert divides_by_std({"adv_estimator": "grpo"})
-    assert not divides_by_std({"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": False})
-    assert not divides_by_std({"adv_estimator": "rloo"})

@@ -104,7 +104,6 @@ def test_what_passes_changes_nothing(tiny, run_of, tmp_path, undisturbed):
         Fault(kind="drop", route="asample", scoring=True, after=7),
         Fault(kind="status", route="asample", scoring=True, after=11, times=2, status=503),
         Fault(kind="short", route="asample", scoring=True, times=None),
-        Fault(kind="fail", route="asample", scoring=True, after=14),
         Fault(kind="slow", route="asample", scoring=False, after=4, seconds=1.0),
         Fault(kind="drop", route="forward_backward", after=3),
         Fault(kind="drop", route="optim_step", after=1),

@@ -85,7 +85,7 @@ class Coefficient(float):
         self.uses += 1
         penalty = self._penalty()
         if penalty.shape != other.shape:
-            raise _stopped_calling(f"a KL of shape {tuple(other.shape)} where {tuple(penalty.shape)} was expected")
+            raise stopped_calling(f"a KL of shape {tuple(other.shape)} where {tuple(penalty.shape)} was expected")
         return penalty.to(other.dtype)
 
     __mul__ = _times
@@ -98,15 +98,16 @@ class Coefficient(float):
             UnsupportedVersion: it did not: the KL would be missing from the loss, or count twice.
         """
         if self.uses != 1:
-            raise _stopped_calling(f"{self.uses} products of beta with a KL in one loss, where there should be 1")
+            raise stopped_calling(f"{self.uses} products of beta with a KL in one loss, where there should be 1")
 
 
-def _stopped_calling(got: str) -> UnsupportedVersion:
+def stopped_calling(got: str, *, host: str = "the host") -> UnsupportedVersion:
+    """The error for a host whose loss does not come by where klamp puts its KL."""
     return UnsupportedVersion(
-        "the host's loss does not take the KL where klamp puts it",
+        f"{host}'s loss does not take the KL where klamp puts it",
         got=got,
-        why="klamp's KL enters as the product of the host's beta and its per-token KL; without it the run would train "
-        "without the KL that was asked for",
+        why="klamp's KL enters in the middle of the host's own loss; without it the run would train without the KL "
+        "that was asked for",
         fix="use a version of the host in klamp's declared range, and no loss (fused, or overridden in a subclass) "
         "that computes the KL elsewhere",
     )
@@ -119,4 +120,4 @@ def check_hook_ran(times: int) -> None:
         UnsupportedVersion: it did.
     """
     if times != 1:
-        raise _stopped_calling(f"{times} calls of klamp's hook in one loss, where there should be 1")
+        raise stopped_calling(f"{times} calls of klamp's hook in one loss, where there should be 1")

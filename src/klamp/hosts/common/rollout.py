@@ -29,6 +29,24 @@ LENGTH_COLUMN = "reference_length"
 """The data column that gives a prompt's reference length in tokens."""
 
 
+class Alone:
+    """One process that has the whole batch, in the words in which hosts gather and reduce."""
+
+    process_index = 0
+
+    def gather(self, x: Tensor) -> Tensor:
+        """All there is."""
+        return x
+
+    def reduce(self, x: Tensor, reduction: str = "sum") -> Tensor:
+        """The sum, or any other reduction, of one."""
+        return x
+
+    def pad_across_processes(self, x: Tensor, **_: Any) -> Tensor:
+        """Nothing to be made equal to."""
+        return x
+
+
 @dataclass(frozen=True, kw_only=True)
 class Generation:
     """A generation batch of this process, as the host hands it over."""

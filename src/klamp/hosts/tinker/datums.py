@@ -1,21 +1,29 @@
-"""Builds the SDK's datums with every number at the position of its token.
+"""The SDK's datums: built with every number at the position of its token, and read as padded tensors.
 
 full = prompt + response; the model reads full[:-1] and is asked about full[1:]. Every row has N = len(full) - 1
-entries, of which the first len(prompt) - 1 speak of the prompt and are 0.
+entries, of which the first len(prompt) - 1 speak of the prompt and are 0; position t speaks of token t + 1. Reading
+checks what the SDK does not (lengths, NaN, missing keys), and names the datum that is wrong, before anything is sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from klamp.core.masking import masked
-from klamp.errors import DataError, ShapeError
+from klamp.core.arguments import FLOATS, POSITIVE, check_number, check_tensors, describe
+from klamp.core.masking import Totals, check_logprobs, masked
+from klamp.core.types import Batch
+from klamp.errors import DataError, EmptyMaskError, NonFiniteError, ShapeError
 from klamp.hosts.common.versions import load_tinker
-from klamp.hosts.tinker.padded import KLAMP_KEYS, number_row, token_ids
+
+KLAMP_KEYS = ("ref_logprobs", "mask", "kl_mask")
+"""Keys of `loss_fn_inputs` that klamp reads and the service's built-in losses refuse."""
 
 
 def build_datum(
@@ -56,17 +64,17 @@ def build_datum(
             why="the first token of a sequence has no log-probability",
             fix="start the prompt with the beginning-of-sequence token; leave out completions without a token",
         )
-    trained = _row("mask", [1.0] * len(response) if mask is None else mask, len(response)) != 0
+    trained = _response_row("mask", [1.0] * len(response) if mask is None else mask, len(response)) != 0
     spread = number_row("advantages", advantages).float()
     spread = spread.expand(len(response)) if spread.ndim == 0 else spread
     rows = {
-        "advantages": masked(_row("advantages", spread, len(response)), trained),
-        "logprobs": _row("logprobs", logprobs, len(response)),
+        "advantages": masked(_response_row("advantages", spread, len(response)), trained),
+        "logprobs": _response_row("logprobs", logprobs, len(response)),
         "mask": trained.float(),
     }
     for name, values in (("ref_logprobs", ref_logprobs), ("kl_mask", kl_mask)):
         if values is not None:
-            rows[name] = _row(name, values, len(response))
+            rows[name] = _response_row(name, values, len(response))
     full = prompt + response
     inputs = {"target_tokens": torch.tensor(full[1:], dtype=torch.int64)}
     inputs |= {name: torch.cat([torch.zeros(len(prompt) - 1), row]) for name, row in rows.items()}
@@ -107,7 +115,7 @@ def tensor_data(row: Tensor) -> Any:
     return load_tinker().TensorData.from_torch(row.detach().float())
 
 
-def _row(name: str, values: Sequence[float] | Tensor, length: int) -> Tensor:
+def _response_row(name: str, values: Sequence[float] | Tensor, length: int) -> Tensor:
     row = number_row(name, values).float()
     if row.shape != (length,):
         raise ShapeError(
@@ -117,3 +125,241 @@ def _row(name: str, values: Sequence[float] | Tensor, length: int) -> Tensor:
             fix="pass the values of the response only; build_datum adds the zeros of the prompt",
         )
     return row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """The data of B datums, padded on the right to N positions; without gradient."""
+
+    mask: Tensor
+    """True = a token to train on. [B, N]"""
+    advantages: Tensor
+    """The advantages, one per position. [B, N]"""
+    logprobs: Tensor
+    """The log-probabilities under whoever sampled the tokens, in nats. [B, N]"""
+    ref_logprobs: Tensor | None
+    """The log-probabilities under the reference, in nats; None where a datum has none. [B, N]"""
+    kl_mask: Tensor | None
+    """True = the token carries the KL; None: the same as `mask`. [B, N]"""
+    lengths: tuple[int, ...]
+    """The number of positions of each datum."""
+
+    @property
+    def totals(self) -> Totals:
+        """The numbers of sequences, trained tokens and KL tokens."""
+        carried = self.mask if self.kl_mask is None else self.mask & self.kl_mask
+        tokens, kl_tokens = (max(1.0, float(mask.sum())) for mask in (self.mask, carried))
+        return Totals(sequences=float(len(self.lengths)), tokens=tokens, kl_tokens=kl_tokens)
+
+    def batch(self, policy_logprobs: Tensor, **more: Any) -> Batch:
+        """The datums as a batch of the core under a policy; the sampler counts as the old policy."""
+        return Batch(
+            policy_logprobs=policy_logprobs,
+            mask=self.mask,
+            advantages=self.advantages,
+            old_logprobs=self.logprobs,
+            sampler_logprobs=self.logprobs,
+            ref_logprobs=self.ref_logprobs,
+            kl_mask=self.kl_mask,
+            **more,
+        )
+
+    def policy(self, logprobs_list: Sequence[Tensor]) -> Tensor:
+        """The policy's log-probabilities padded to [B, N], with gradient; each checked.
+
+        Raises:
+            TensorError, ShapeError, NonFiniteError: rows that do not fit the datums; the datum is named.
+        """
+        if not isinstance(logprobs_list, Sequence) or len(logprobs_list) != len(self.lengths):
+            found = f"{len(logprobs_list)} rows" if isinstance(logprobs_list, Sequence) else describe(logprobs_list)
+            raise ShapeError(
+                "logprobs_list does not hold one row of log-probabilities per datum",
+                got=f"{len(self.lengths)} datums, {found}",
+                why="the row at position i is that of the datum at position i",
+                fix="pass both as forward_backward_custom hands them to the loss",
+            )
+        for i, (row, length) in enumerate(zip(logprobs_list, self.lengths, strict=True)):
+            check_tensors(FLOATS, **{f"logprobs_list[{i}]": row})
+            if row.shape != (length,):
+                raise ShapeError(
+                    f"datum {i}: the policy's log-probabilities do not have the length of target_tokens",
+                    got=f"log-probabilities {tuple(row.shape)}, target_tokens ({length},)",
+                    why="each log-probability belongs to one token",
+                    fix="pass target_tokens as a 1-D row of token ids",
+                )
+            check_logprobs(f"datum {i}: the policy's row", row[None], self.mask[i : i + 1, :length])
+        return pad(logprobs_list)
+
+
+def read_rows(data: Sequence[Any], *, reference: bool = False, exclusions: bool = False) -> Rows:
+    """Read and check the data of datums (the SDK's, or anything with `loss_fn_inputs`).
+
+    Keys: `target_tokens`, `advantages`, `logprobs` always; `ref_logprobs` where a KL is asked for; `mask` (1 = train
+    on the token), else every position counts at which log-probability, advantage or reference is not exactly 0;
+    `kl_mask` (1 = the token carries the KL), else as `mask`.
+
+    Args:
+        data: datums of one call.
+        reference: whether a KL is asked for, so that every datum needs `ref_logprobs`.
+        exclusions: whether tokens are excluded from the KL, so that every datum needs `kl_mask`.
+
+    Raises:
+        DataError: no datums, a missing key, or something that is no row of numbers.
+        ShapeError: a row of another length than `target_tokens`.
+        NonFiniteError: NaN or infinities, or positive log-probabilities, at a position that counts.
+        EmptyMaskError: no datum has a token to train on.
+    """
+    _check_datums(data)
+    has_ref = reference or all("ref_logprobs" in datum.loss_fn_inputs for datum in data)
+    has_kl_mask = exclusions or any("kl_mask" in datum.loss_fn_inputs for datum in data)
+    rows = [_read(i, datum.loss_fn_inputs, has_ref, has_kl_mask) for i, datum in enumerate(data)]
+    mask = pad([row["mask"] for row in rows])
+    if not bool(mask.any()):
+        raise EmptyMaskError(
+            "no datum has a token to train on",
+            got=f"{len(rows)} datums",
+            why="there is nothing to average over",
+            fix="check that responses are not empty and that the masks mark them",
+        )
+    return Rows(
+        mask=mask,
+        advantages=pad([row["advantages"] for row in rows]),
+        logprobs=pad([row["logprobs"] for row in rows]),
+        ref_logprobs=pad([row["ref_logprobs"] for row in rows]) if has_ref else None,
+        kl_mask=pad([row["kl_mask"] for row in rows]) if has_kl_mask else None,
+        lengths=tuple(len(row["mask"]) for row in rows),
+    )
+
+
+def _check_datums(data: object) -> None:
+    if not isinstance(data, Sequence) or len(data) == 0:
+        raise DataError(
+            "there are no datums",
+            got=describe(data),
+            why="a loss is taken over the datums of one step, a list of them",
+            fix="pass a list of what klamp.tinker.build_datum makes",
+        )
+    for i, datum in enumerate(data):
+        if not isinstance(getattr(datum, "loss_fn_inputs", None), Mapping):
+            raise DataError(
+                f"datum {i} has no loss_fn_inputs",
+                got=describe(datum),
+                why="a datum holds its rows of numbers there, by name",
+                fix="build datums with klamp.tinker.build_datum",
+            )
+
+
+def pad(rows: Iterable[Tensor]) -> Tensor:
+    """Rows of different lengths as one tensor, [B, N], with zeros on the right; gradients reach every row."""
+    return pad_sequence(list(rows), batch_first=True)
+
+
+def _read(i: int, inputs: Mapping[str, Any], has_ref: bool, has_kl_mask: bool) -> dict[str, Tensor]:
+    length = len(_row(i, inputs, "target_tokens"))
+    names = ["advantages", "logprobs", *(["ref_logprobs"] if has_ref else [])]
+    rows = {name: _row(i, inputs, name, length) for name in names}
+    if "mask" in inputs:
+        rows["mask"] = _row(i, inputs, "mask", length) != 0
+    else:
+        rows["mask"] = torch.stack([row != 0 for row in rows.values()]).any(0)
+    if has_kl_mask:
+        rows["kl_mask"] = _row(i, inputs, "kl_mask", length) != 0
+    for name in names[1:]:
+        check_logprobs(f"datum {i}: {name}", rows[name][None], rows["mask"][None])
+    if not bool((rows["advantages"].isfinite() | ~rows["mask"]).all()):
+        raise NonFiniteError(
+            f"datum {i}: an advantage is NaN or infinite",
+            got=f"{int((~rows['advantages'].isfinite()).sum())} of {len(rows['advantages'])}",
+            why="it would turn the whole update into NaN",
+            fix="check the rewards; group_advantages never returns NaN for finite rewards",
+        )
+    return rows
+
+
+def _row(i: int, inputs: Mapping[str, Any], name: str, length: int | None = None) -> Tensor:
+    """One key of a datum as a row of numbers, detached."""
+    if name not in inputs:
+        raise DataError(
+            f"datum {i} has no {name!r} in loss_fn_inputs",
+            got=f"keys: {', '.join(sorted(inputs))}",
+            why="a KL needs a reference; leaving it out silently would train without one"
+            if name == "ref_logprobs"
+            else "the loss reads it",
+            fix="build datums with klamp.tinker.build_datum"
+            + (", with the result of compute_reference_logprobs; or set kl_coef=0" if name == "ref_logprobs" else ""),
+        )
+    row = number_row(f"datum {i}: {name}", inputs[name])
+    if row.ndim != 1 or length not in (None, len(row)):
+        raise ShapeError(
+            f"datum {i}: {name} does not have the length of target_tokens",
+            got=f"{name} {tuple(row.shape)}" + ("" if length is None else f", target_tokens ({length},)"),
+            why="position t of every row speaks of token t + 1 of prompt and response; the SDK does not check it",
+            fix="build datums with klamp.tinker.build_datum, which aligns them",
+        )
+    return row
+
+
+def number_row(name: str, values: Any) -> Tensor:
+    """Numbers as a detached tensor in their own precision; integers and booleans stay what they are.
+
+    Raises:
+        DataError: something among them is no number.
+    """
+    try:
+        row: Tensor = values.to_torch() if hasattr(values, "to_torch") else torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"{name} is no row of numbers",
+            got=f"{type(error).__name__}: {error}",
+            why="None inside a datum would become NaN without a word",
+            fix="pass one number per token",
+        ) from error
+    return row.detach()
+
+
+def token_ids(name: str, tokens: Any) -> list[int]:
+    """Token ids as a list of ints; a list, an array or a tensor of whole numbers.
+
+    Raises:
+        DataError: something among them is no whole number >= 0.
+    """
+    found = tokens.tolist() if hasattr(tokens, "tolist") else tokens
+    listed = list(found) if isinstance(found, Iterable) else None
+    bad = [i for i, token in enumerate(listed or ()) if not _is_id(token)]
+    if listed is None or bad:
+        raise DataError(
+            f"{name} must hold token ids",
+            got=describe(tokens) if listed is None else f"{describe(listed[bad[0]])} at position {bad[0]}",
+            why="a token id is a whole number >= 0; anything else would become another token without a word",
+            fix=f"pass {name} as a list of ints, as tokenizer.encode gives them",
+        )
+    return [index(token) for token in listed]
+
+
+def _is_id(token: Any) -> bool:
+    try:
+        return not isinstance(token, bool) and index(token) >= 0
+    except TypeError:
+        return False
+
+
+def as_length(length: float | Sequence[float] | None, count: int) -> Tensor | float | None:
+    """A reference length as the core takes it: one number for all, or one per datum.
+
+    Raises:
+        ConfigError: no positive number.
+        DataError: no row of numbers.
+        ShapeError: another number of lengths than datums.
+    """
+    if length is None or isinstance(length, int | float):
+        check_number("reference_length", length, POSITIVE, optional=True)
+        return None if length is None else float(length)
+    lengths = number_row("reference_length", length)
+    if lengths.shape != (count,):
+        raise ShapeError(
+            "reference_length holds neither one number nor one per datum",
+            got=f"{tuple(lengths.shape)} for {count}",
+            why="each length turns the threshold per token of one completion into its budget",
+            fix="pass one number, or one per datum",
+        )
+    return lengths.float()

@@ -17,9 +17,8 @@ from klamp.core.objective import grpo_loss
 from klamp.core.types import LossPart
 from klamp.errors import ConfigError, NonFiniteError
 from klamp.hosts.common.versions import load_tinker
-from klamp.hosts.tinker.datums import with_inputs
-from klamp.hosts.tinker.options import KL_COEF, LossOptions, Settings, make_settings
-from klamp.hosts.tinker.padded import Rows, as_length, read_rows
+from klamp.hosts.tinker.datums import Rows, as_length, read_rows, with_inputs
+from klamp.hosts.tinker.options import KL_COEF, LossOptions, LossSettings, make_settings
 
 
 def compute_grpo_kl_loss(
@@ -63,7 +62,9 @@ def compute_grpo_kl_loss(
     return loss_of_rows(settings.read(data), logprobs_list, settings)
 
 
-def loss_of_rows(rows: Rows, logprobs_list: Sequence[Tensor], settings: Settings) -> tuple[Tensor, dict[str, float]]:
+def loss_of_rows(
+    rows: Rows, logprobs_list: Sequence[Tensor], settings: LossSettings
+) -> tuple[Tensor, dict[str, float]]:
     """`compute_grpo_kl_loss` for datums that were read before."""
     objective = settings.objective
     policy = rows.policy(logprobs_list)
@@ -102,7 +103,7 @@ def count_tokens(data: Sequence[Any]) -> Totals:
     return read_rows(data).totals
 
 
-def _denominator(rows: Rows, settings: Settings, *, part: LossPart = "policy") -> float:
+def _denominator(rows: Rows, settings: LossSettings, *, part: LossPart = "policy") -> float:
     objective = settings.objective
     kl = part == "kl"
     reduction = (objective.kl.normalizer if kl else None) or objective.reduction

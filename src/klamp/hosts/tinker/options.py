@@ -18,7 +18,7 @@ from klamp.core.types import Reduction
 from klamp.errors import ConfigError, check_name
 from klamp.hosts.common.effective import Effective, EffectiveTerm, that_apply
 from klamp.hosts.common.versions import told_version
-from klamp.hosts.tinker.padded import Rows, as_length, read_rows
+from klamp.hosts.tinker.datums import Rows, as_length, read_rows
 
 Normalizer: TypeAlias = Literal[Reduction, "token_sum"]
 """The core's reductions, and `token_sum`: a plain sum over all tokens, as the service's built-in losses."""
@@ -51,7 +51,7 @@ class LossOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class LossSettings:
     """What a loss is computed with, checked."""
 
     objective: Objective
@@ -73,7 +73,7 @@ def make_settings(
     cliprange: float | tuple[float, float] = 0.2,
     kl: KLConfig | None = None,
     **options: Unpack[LossOptions],
-) -> Settings:
+) -> LossSettings:
     """The settings that the arguments of `compute_grpo_kl_loss` describe; see there."""
     for name in options:
         check_name("argument of compute_grpo_kl_loss", name, LossOptions.__annotations__)
@@ -90,7 +90,7 @@ def make_settings(
             why="the service returns the log-probabilities of chosen tokens, not whole rows of logits",
             fix="use kl_estimator='k3' (its value is unbiased, its gradient the same in expectation)",
         )
-    return Settings(
+    return LossSettings(
         objective=Objective(
             surrogate=options.get("surrogate", Objective.surrogate),
             clip_low=low,

@@ -18,9 +18,8 @@ from klamp.core.penalty import shifted_advantages, shifted_rewards
 from klamp.core.term import Gate
 from klamp.core.types import Batch
 from klamp.errors import ConfigError, ShapeError, check_name
-from klamp.hosts.tinker.datums import tensor_data, with_inputs
+from klamp.hosts.tinker.datums import Rows, as_length, number_row, pad, read_rows, tensor_data, with_inputs
 from klamp.hosts.tinker.options import in_force, reference_length_of
-from klamp.hosts.tinker.padded import Rows, as_length, number_row, pad, read_rows
 
 Baseline: TypeAlias = Literal["none", "batch"]
 

@@ -1,4 +1,4 @@
-"""Asks a sampling client for the reference's log-probabilities: in order, with limits, retries and timeouts."""
+"""Asks a sampling client for the reference's log-probabilities: in order, so many at a time, within a time."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import asyncio
 import concurrent.futures
 import inspect
 import math
-import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, POSITIVE, check_number, describe
+from klamp.core.arguments import AT_LEAST_1, POSITIVE, check_number, describe
 from klamp.errors import DataError, ModelError, NonFiniteError, ShapeError
 from klamp.hosts.common.versions import load_tinker
-from klamp.hosts.tinker.padded import token_ids
+from klamp.hosts.tinker.datums import token_ids
 
 
 async def compute_reference_logprobs(
@@ -23,15 +21,13 @@ async def compute_reference_logprobs(
     response_tokens: Sequence[Sequence[int]],
     *,
     concurrency: int = 64,
-    retries: int = 5,
-    backoff: float = 0.5,
     timeout: float = 300.0,
 ) -> list[list[float]]:
     """Log-probabilities of the responses under the reference, in nats, in the order of the responses.
 
-    One request per response, `concurrency` at a time. Lost connections, timeouts and the statuses 408, 409, 429 and
-    5xx are tried again, `backoff` seconds later and twice as long each time (at most 30 s, with a random share off);
-    anything else ends it at once. Where the SDK can score a suffix only (0.34 and later) the prompt is not scored.
+    One request per response, `concurrency` at a time. The SDK itself tries lost connections, timeouts and the statuses
+    408, 409, 429 and 5xx again, for hours; here a response has `timeout` seconds, and what the SDK gives up ends it at
+    once. Where the SDK can score a suffix only (0.34 and later) the prompt is not scored.
 
     Args:
         ref_client: a `SamplingClient` of the base model (or of a snapshot), or the SDK's future of one, which is
@@ -39,15 +35,13 @@ async def compute_reference_logprobs(
         prompt_tokens: one list of ids per response, none of them empty.
         response_tokens: the responses; an empty one gives an empty list and costs no request.
         concurrency: requests in flight at a time.
-        retries: attempts after the first one, per response.
-        backoff: seconds before the second attempt.
-        timeout: seconds for one attempt. Nothing takes longer than (retries + 1) (timeout + 30 s) per response.
+        timeout: seconds for a response, the SDK's own attempts included.
 
     Returns:
         One list per response, as long as the response.
 
     Raises:
-        ModelError: the service refuses, or does not answer after all attempts; the sequence is named.
+        ModelError: the service refuses, or does not answer in time; the sequence is named.
         NonFiniteError: None, NaN or an infinity inside a response.
         ShapeError: an answer of another length than the tokens (n values, or n - 1 without the first token's None).
         DataError, ConfigError: arguments that cannot be used.
@@ -57,13 +51,11 @@ async def compute_reference_logprobs(
     """
     load_tinker()
     check_number("concurrency", concurrency, AT_LEAST_1, whole=True)
-    check_number("retries", retries, AT_LEAST_0, whole=True)
-    check_number("backoff", backoff, AT_LEAST_0)
     check_number("timeout", timeout, POSITIVE)
     prompts = _sequences("prompt_tokens", prompt_tokens)
     responses = _sequences("response_tokens", response_tokens)
     _check_sequences(prompts, responses)
-    asker = Asker(await resolve(ref_client), retries=retries, backoff=backoff, timeout=timeout)
+    asker = Asker(await resolve(ref_client), timeout)
     free = asyncio.Semaphore(concurrency)
 
     async def one(i: int, prompt: list[int], response: list[int]) -> list[float]:
@@ -145,43 +137,33 @@ def _check_sequences(prompts: Sequence[Sequence[int]], responses: Sequence[Seque
             )
 
 
-LONGEST_WAIT = 30.0
-"""The longest wait between two attempts, in seconds."""
-
-
-@dataclass
 class Asker:
-    """Asks a client for log-probabilities, and tries again after errors that may pass."""
+    """Asks a client for log-probabilities; for those of a suffix only, where client and server can.
 
-    client: Any
-    retries: int
-    backoff: float
-    timeout: float
-    suffix: bool = field(init=False)
-    """Whether the client scores a suffix only; taken back where the server turns out not to."""
-    # A generator of its own: the waits must not move anybody's seeds.
-    jitter: random.Random = field(default_factory=random.Random, init=False)
+    Args:
+        client: a sampling client.
+        timeout: seconds for an answer, the SDK's own attempts included.
+    """
 
-    def __post_init__(self) -> None:
-        name = "compute_logprobs" if hasattr(self.client, "compute_logprobs") else "compute_logprobs_async"
-        self.method = getattr(self.client, name)
+    def __init__(self, client: Any, timeout: float) -> None:
+        name = "compute_logprobs" if hasattr(client, "compute_logprobs") else "compute_logprobs_async"
+        self.method, self.timeout = getattr(client, name), timeout
         self.suffix = "prompt_logprobs_last_n" in inspect.signature(self.method).parameters
 
     async def ask(self, i: int, tokens: list[int], response: int) -> Sequence[float | None] | None:
-        """The client's answer for one sequence, after as many attempts as are needed."""
+        """The client's answer for one sequence."""
         prompt = load_tinker().ModelInput.from_ints(tokens)
-        for attempt in range(self.retries + 1):
-            try:
-                async with asyncio.timeout(self.timeout):
-                    return await self._once(prompt, response)
-            except Exception as error:
-                if not is_transient(error):
-                    raise _failed(i, "refuses to score the sequence", error) from error
-                if attempt == self.retries:
-                    raise _failed(i, f"did not answer in {attempt + 1} attempts", error) from error
-                wait = min(self.backoff * 2**attempt, LONGEST_WAIT)
-                await asyncio.sleep(wait * self.jitter.uniform(0.5, 1.0))
-        raise AssertionError("unreachable")
+        try:
+            async with asyncio.timeout(self.timeout):
+                return await self._once(prompt, response)
+        except Exception as error:
+            late = isinstance(error, TimeoutError)
+            raise ModelError(
+                f"sequence {i}: the reference {'did not answer in time' if late else 'refuses to score the sequence'}",
+                got=f"nothing within {self.timeout:g} s" if late else f"{type(error).__name__}: {error}",
+                why="training without this KL would be another loss",
+                fix="check the service, the base model's name and the key; then continue from the last checkpoint",
+            ) from error
 
     async def _once(self, prompt: Any, response: int) -> Sequence[float | None] | None:
         if not self.suffix:
@@ -201,22 +183,3 @@ async def resolve(answer: Any) -> Any:
     if hasattr(answer, "__await__"):  # first: newer SDKs hand back futures that are both, and warn of the older use
         return await answer
     return await asyncio.wrap_future(answer) if isinstance(answer, concurrent.futures.Future) else answer
-
-
-def is_transient(error: Any) -> bool:
-    """Whether an error may pass: lost connections, timeouts, HTTP 408, 409, 429, 5xx, faults of the service."""
-    tinker: Any = load_tinker()
-    if isinstance(error, TimeoutError | ConnectionError | tinker.APIConnectionError):
-        return True
-    if isinstance(error, tinker.APIStatusError):
-        return error.status_code in (408, 409, 429) or error.status_code >= 500
-    return isinstance(error, tinker.RequestFailedError) and str(error.category).lower() != "user"
-
-
-def _failed(i: int, what: str, error: Exception) -> ModelError:
-    return ModelError(
-        f"sequence {i}: the reference {what}",
-        got=f"{type(error).__name__}: {error}",
-        why="training without this KL would be another loss",
-        fix="check the service, the base model's name and the key; then continue from the last checkpoint",
-    )

@@ -1,4 +1,4 @@
-"""What klamp hangs into the loop of transformers: the alarms, kl_lr_guard, and a shorter line on the console."""
+"""What klamp hangs into the loop of transformers: the alarms, and kl_lr_guard."""
 
 from __future__ import annotations
 
@@ -9,18 +9,10 @@ from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import (
-    PrinterCallback,
-    ProgressCallback,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from klamp.diagnostics.doctor import ALARMS_FILE, AlarmWatch, Finding
 from klamp.diagnostics.history import RunSettings
-from klamp.diagnostics.metrics import METRICS
 from klamp.diagnostics.names import evaluations, settings_of, translate
 from klamp.errors import KLWarning
 from klamp.hosts.common.kl_fields import kl_config
@@ -163,52 +155,3 @@ class LearningRateGuard(TrainerCallback):
         """Put it back."""
         for group, rate in zip(kwargs["optimizer"].param_groups, self.rates, strict=True):
             group["lr"] = rate
-
-
-SHOWN = ("kl/k1", "kl/k3", "kl/exact", "kl/k3_sequence", "kl/over_budget")
-"""The KL per token by each estimator, that of a whole completion, and how often it is past its budget."""
-BOUNDS = ("kl/log_ratio_clamped", "kl/k3_saturated", "kl/host_clamped", "kl/weights_truncated")
-"""Shares of tokens at which a bound binds: shown where one does."""
-GUARD = "kl/lr_factor"
-"""Shown where it lowers the learning rate."""
-
-
-def shown(logs: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """A logged row as the console prints it; whatever is no KL of klamp's stays.
-
-    Args:
-        logs: name -> value, the names of an evaluation with `eval_` in front; None: nothing was logged.
-    """
-    return None if logs is None else {name: value for name, value in logs.items() if _is_shown(name, value)}
-
-
-def _is_shown(name: str, value: Any) -> bool:
-    bare = name.removeprefix("eval_")
-    if not bare.startswith("kl/") or bare not in METRICS or bare in SHOWN:
-        return True
-    return (bare in BOUNDS and value != 0) or (bare == GUARD and value != 1)
-
-
-class _Short:
-    """A printer of logs, without the KLs that nobody reads there."""
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Print a logged row."""
-        super().on_log(args, state, control, logs=shown(logs), **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-class ShortPrinter(_Short, PrinterCallback):
-    """transformers' printer."""
-
-
-class ShortProgress(_Short, ProgressCallback):
-    """transformers' progress bar, with a logged row above it."""
-
-
-SHORT: Mapping[type, type] = {PrinterCallback: ShortPrinter, ProgressCallback: ShortProgress}
-
-
-def shorten_console(trainer: Any) -> None:
-    """Let the console of a trainer print the KLs that one looks at; a printer of the user's own is left as it is."""
-    for callback in trainer.callback_handler.callbacks:
-        callback.__class__ = SHORT.get(type(callback), type(callback))

@@ -1,7 +1,7 @@
 """Computes the exact KL inside TRL, from the hidden states of the forward passes that TRL does anyway.
 
-A hook on the backbone keeps its last hidden states while TRL scores; the sum over the vocabulary is then
-`klamp.core.heads.kl.linear_kl`, which never holds the logits.
+A hook on the backbone keeps its last hidden states while TRL scores; the sum over the vocabulary is then made without
+holding the logits.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klamp.core.heads.kl import linear_kl
 from klamp.core.types import Batch, Direction
 from klamp.errors import ConfigError
 from klamp.hosts.common.coefficient import loss_mask
+from klamp.scoring.model_parts import Predictions, divergence, head_of
 
 REF_HIDDEN = "klamp_ref_hidden"
 """In a batch: per row the reference's hidden states [T, H], or None where the exact KL is not measured."""
-
-_SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling")
 
 
 def plain_model(trainer: Any, model: Any) -> Any:
@@ -40,13 +38,10 @@ def why_not_exact(trainer: Any) -> str:
     if trainer.args.sync_ref_model:
         return "the reference moves between the pass and the loss, and its output head with it"
     model = plain_model(trainer, trainer.model)
-    config = model.config.get_text_config()
-    scaled = [name for name in _SCALES if getattr(config, name, None) not in (None, 1, 1.0)]
-    if scaled:
-        return f"the model multiplies its logits ({', '.join(scaled)})"
-    if model.get_output_embeddings() is None or model.base_model is model:
-        return "the model has no backbone and output head that could be told apart"
-    return ""
+    head = None if model.base_model is model else head_of(model)
+    if head is None:
+        return "the model has no backbone and plain output head that could be told apart"
+    return "" if head.scale == 1 else f"the model multiplies its logits by {head.scale:g}"
 
 
 def weights_are_split(trainer: Any) -> bool:
@@ -130,19 +125,15 @@ def exact_kl_of(
     ref_states = torch.stack([states for states in kept if states is not None])[where[rows]]
     policy_model = plain_model(trainer, trainer.model)
     ref_model = policy_model if trainer.ref_model is None else plain_model(trainer, trainer.ref_model)
-    head, ref_head = policy_model.get_output_embeddings(), ref_model.get_output_embeddings()
-    values = linear_kl(
-        hidden[where].to(head.weight.dtype),
-        head.weight,
-        ref_states.to(device=hidden.device, dtype=ref_head.weight.dtype),
-        ref_head.weight,
-        direction=direction,
-        policy_bias=head.bias,
-        ref_bias=ref_head.bias,
-        temperature=trainer.temperature,
-        softcap=getattr(policy_model.config.get_text_config(), "final_logit_softcapping", None),
-    )
+    policy, ref = _predicted(policy_model, hidden[where]), _predicted(ref_model, ref_states)
+    values = divergence(policy, ref, temperature=trainer.temperature, direction=direction)
     return whole.masked_scatter(where, values.float()), where
+
+
+def _predicted(model: Any, states: Tensor) -> Predictions:
+    head = head_of(model)
+    assert head is not None  # see `why_not_exact`
+    return Predictions(values=states.to(device=head.weight.device, dtype=head.weight.dtype), head=head)
 
 
 def with_exact(trainer: Any, batch: Batch, inputs: Any, hidden: Tensor | None) -> Batch:

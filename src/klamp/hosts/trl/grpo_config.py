@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import trl
 
 from klamp.config import TRL_LOSS_TYPES, KLConfig
+from klamp.core.types import Reduction
 from klamp.errors import ConfigError, Refusal, check_name, refuse
 from klamp.hosts.common.exclusions import excluded_ids
 from klamp.hosts.common.kl_fields import KLFields, host_refusals, kl_config, settle_fields, warn_without_kl
@@ -59,15 +61,44 @@ class GRPOConfig(KLFields, trl.GRPOConfig):
         return kl_config(self)
 
 
-def check_arguments(kl: KLConfig, args: Any) -> None:
-    """Refuse combinations that TRL's arguments make impossible.
+def check_arguments(
+    kl: KLConfig,
+    args: Any,
+    *,
+    host: str = "TRL",
+    loss_types: Mapping[str, Reduction | None] = TRL_LOSS_TYPES,
+    more: Sequence[Refusal] = (),
+) -> None:
+    """Refuse combinations that the arguments of a trainer of TRL's kind make impossible.
+
+    Args:
+        kl: the KL.
+        args: the trainer's arguments.
+        host: whose loss it has.
+        loss_types: how the host's loss types make tokens one number.
+        more: what this host alone refuses.
 
     Raises:
         UnknownNameError: a loss type that klamp does not know; names the nearest.
         ConfigError: with the reason.
     """
-    check_name("loss_type", args.loss_type, TRL_LOSS_TYPES)
-    refuse([*host_refusals(kl, "TRL"), *placement_refusals(kl, args), *_loss(kl, args)])
+    check_name("loss_type", args.loss_type, loss_types)
+    own = loss_types[args.loss_type]
+    of_loss = [
+        Refusal(
+            kl.kl_normalizer not in (None, own),
+            f"kl_normalizer={kl.kl_normalizer!r} cannot be honoured with loss_type={args.loss_type!r}",
+            why=f"{host} normalises policy loss and KL together: {own or 'by the tokens of each micro-batch'}",
+            fix="leave kl_normalizer unset, or choose the loss_type that normalises so",
+        ),
+        Refusal(
+            getattr(args, "use_liger_loss", False) or (args.use_liger_kernel and liger_bypasses()),
+            "Liger's fused loss cannot carry klamp's KL",
+            why="TRL below 1.14 hands the whole loss, KL included, to a fused kernel that never looks at klamp's term",
+            fix="set use_liger_kernel=False, or use trl>=1.14, where it only swaps layers",
+        ),
+    ]
+    refuse([*host_refusals(kl, host), *placement_refusals(kl, args), *of_loss, *more])
 
 
 def settle_reference(kl: KLConfig, args: Any) -> None:
@@ -117,25 +148,6 @@ def placement_refusals(kl: KLConfig, args: Any) -> list[Refusal]:
             why="vespo weighs a whole completion by the sign of its advantage, and the KL gives every token one of "
             "its own",
             fix="use another loss_type, or kl_placement='loss'",
-        ),
-    ]
-
-
-def _loss(kl: KLConfig, args: Any) -> list[Refusal]:
-    own = TRL_LOSS_TYPES[args.loss_type]
-    return [
-        Refusal(
-            kl.kl_normalizer not in (None, own),
-            f"kl_normalizer={kl.kl_normalizer!r} cannot be honoured with loss_type={args.loss_type!r}",
-            why="TRL's own line normalises policy loss and KL together"
-            + (f": {own}" if own else ", here by the tokens of each micro-batch"),
-            fix="leave kl_normalizer unset, or choose the loss_type that normalises so",
-        ),
-        Refusal(
-            getattr(args, "use_liger_loss", False) or (args.use_liger_kernel and liger_bypasses()),
-            "Liger's fused loss cannot carry klamp's KL",
-            why="TRL below 1.14 hands the whole loss, KL included, to a fused kernel that never looks at klamp's term",
-            fix="set use_liger_kernel=False, or use trl>=1.14, where it only swaps layers",
         ),
     ]
 

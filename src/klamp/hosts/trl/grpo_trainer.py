@@ -16,7 +16,7 @@ from klamp.errors import ConfigError, KLWarning
 from klamp.hosts.common.control import NEVER_ZERO
 from klamp.hosts.common.kl_fields import kl_config, warn_without_kl
 from klamp.hosts.trl import fast_scoring, sampler_watch
-from klamp.hosts.trl.callbacks import DoctorCallback, LearningRateGuard, shorten_console
+from klamp.hosts.trl.callbacks import DoctorCallback, LearningRateGuard
 from klamp.hosts.trl.exact import check_exact, why_not_exact
 from klamp.hosts.trl.grpo_config import check_arguments, check_trainer, refuse_classes, settle_reference
 from klamp.hosts.trl.hooks import KLMixin
@@ -108,7 +108,6 @@ def _join(trainer: Any, kl: KLConfig | None, own: Any, *, chosen: bool) -> None:
     session.reference = _described(trainer, peft=peft, copied=own is not None, chosen=chosen)
     _choose_exact(trainer, kl)
     fast_scoring.settle(trainer)
-    shorten_console(trainer)
     if session.control is not None and session.control.kl.kl_lr_guard is not None:
         trainer.add_callback(LearningRateGuard(partial(getattr, session.control, "rate_factor")))
     trainer._refresh_beta()

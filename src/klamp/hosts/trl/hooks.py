@@ -17,7 +17,7 @@ from klamp.core.advantages import Baseline
 from klamp.core.types import Reduction
 from klamp.hosts.common.coefficient import KL_SCALE, Coefficient, batch_of, check_hook_ran, gated_penalty
 from klamp.hosts.common.rollout import Generation, needs_old_logprobs, prepared
-from klamp.hosts.trl import exact, fast_batches, fast_generation, fast_scoring, measure, sampler_watch
+from klamp.hosts.trl import exact, fast_prompts, fast_scoring, measure, sampler_watch
 from klamp.hosts.trl.session import Scoring, Session, load_state, only_scoring, save_state
 
 if TYPE_CHECKING:
@@ -84,16 +84,16 @@ class KLMixin(Host):
         before = getattr(self, "_buffered_inputs", None)
         inputs = super()._prepare_inputs(generation_batch)
         args, buffered = cast(Any, self.args), cast(Any, self._buffered_inputs)
-        if buffered is before or not fast_batches.applies(self):
+        if buffered is before or not fast_prompts.cuts_anew(self):
             return inputs
-        anew = fast_batches.cut(buffered, args.gradient_accumulation_steps)
+        anew = fast_prompts.cut(buffered, args.gradient_accumulation_steps)
         self._buffered_inputs = cast(Any, anew)
         return anew[self._step % args.steps_per_generation]
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         session, beta = self._klamp, self._refresh_beta()
         fast_scoring.settle(self)
-        with session.listening() as seen, fast_generation.prompts_once(self):
+        with session.listening() as seen, fast_prompts.prompts_once(self):
             output = super()._generate_and_score_completions(inputs)
         sampler_watch.watch(self, output)
         if output.get("ref_per_token_logps") is None or (session.control is None and not seen):

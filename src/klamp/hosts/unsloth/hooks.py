@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,42 +15,29 @@ from klamp.core.gradients import masked_log_ratio
 from klamp.core.masking import masked_mean
 from klamp.core.term import require_reference
 from klamp.core.types import Batch, Reduction
-from klamp.errors import Refusal, check_name, refuse
-from klamp.hosts.common.coefficient import KL_SCALE, batch_of, gated_penalty
+from klamp.errors import Refusal, refuse
+from klamp.hosts.common.coefficient import KL_SCALE, batch_of, gated_penalty, stopped_calling
 from klamp.hosts.common.effective import Effective
-from klamp.hosts.common.kl_fields import host_refusals
 from klamp.hosts.common.versions import check_version
 from klamp.hosts.trl import measure
 from klamp.hosts.trl.effective_in_trl import read_effective
-from klamp.hosts.trl.grpo_config import host_class, placement_refusals
+from klamp.hosts.trl.grpo_config import check_arguments, host_class
 from klamp.hosts.trl.grpo_trainer import attach_with
 from klamp.hosts.trl.hooks import KLMixin
-from klamp.hosts.trl.session import Scoring, Session
-from klamp.hosts.unsloth.columns import Columns
+from klamp.hosts.trl.session import Scoring
 from klamp.hosts.unsloth.loss_function import (
     Added,
     Call,
     Clamps,
+    Columns,
     LossWithKL,
     in_place,
     loss_function,
     silent_clamps,
-    stopped_calling,
 )
 
 LOSS_TYPES: Mapping[str, Reduction | None] = {**TRL_LOSS_TYPES, "bnpo": "token_mean"}
 """How Unsloth's loss types make tokens a number: as TRL's, but bnpo by the tokens of the whole batch."""
-
-
-def check_arguments(kl: KLConfig, args: Any) -> None:
-    """Refuse options that Unsloth makes impossible.
-
-    Raises:
-        UnknownNameError: a loss type that klamp does not know; names the nearest.
-        ConfigError: with the reason.
-    """
-    check_name("loss_type", args.loss_type, LOSS_TYPES)
-    refuse([*host_refusals(kl, "Unsloth"), *placement_refusals(kl, args), *_unsloth(kl, args)])
 
 
 def check_batch(kl: KLConfig | None, output: Mapping[str, Any]) -> None:
@@ -74,8 +61,8 @@ def check_batch(kl: KLConfig | None, output: Mapping[str, Any]) -> None:
     )
 
 
-def _unsloth(kl: KLConfig, args: Any) -> list[Refusal]:
-    own = LOSS_TYPES[args.loss_type]
+def unsloth_refusals(kl: KLConfig) -> list[Refusal]:
+    """What Unsloth alone cannot do."""
     return [
         Refusal(
             kl.kl_estimator == "exact",
@@ -83,12 +70,6 @@ def _unsloth(kl: KLConfig, args: Any) -> list[Refusal]:
             why="its loss is given the log-probabilities of the sampled tokens; the rows over the vocabulary are never "
             "kept",
             fix="set kl_estimator='k3'",
-        ),
-        Refusal(
-            kl.kl_normalizer not in (None, own),
-            f"kl_normalizer={kl.kl_normalizer!r} cannot be honoured with loss_type={args.loss_type!r}",
-            why=f"Unsloth normalises policy loss and KL together: {own}",
-            fix="leave kl_normalizer unset, or choose the loss_type that normalises so",
         ),
         Refusal(
             kl.reference in ("ema", "periodic"),
@@ -111,49 +92,9 @@ SCORED = ("old_per_token_logps", "ref_per_token_logps")
 """The tensors that Unsloth hands from generation to the loss in columns of its own."""
 
 
-@dataclass
-class Beyond:
-    """Counts the tokens on which Unsloth's own KL would have had no gradient."""
-
-    clamps: Clamps
-    tokens: int = 0
-    of: int = 0
-
-    @torch.no_grad()
-    def add(self, batch: Batch, accelerator: Any) -> float:
-        """Count a micro-batch on all processes; returns the share of its tokens beyond the clamps."""
-        delta = masked_log_ratio(batch.policy_logprobs, require_reference(batch), batch.mask)[batch.mask]
-        below, above = self.clamps.below, self.clamps.above
-        far = (delta < (-torch.inf if below is None else below)) | (delta > (torch.inf if above is None else above))
-        counted = torch.tensor([far.sum(), far.numel()], device=delta.device)
-        tokens, of = accelerator.reduce(counted, reduction="sum").tolist()
-        self.tokens, self.of = self.tokens + tokens, self.of + of
-        return tokens / max(of, 1)
-
-
-class ByPosition(Host):
-    """Gives klamp's hooks a generation batch ordered by position, while Unsloth's columns are kept for Unsloth."""
-
-    _klamp: Session
-
-    def _generate_and_score_completions(self, inputs: Any) -> Any:
-        output = super()._generate_and_score_completions(inputs)
-        if output.get("ref_per_token_logps") is None:
-            return output
-        check_batch(self._klamp.kl, output)
-        kept = {name: output[name] for name in SCORED if output.get(name) is not None}
-        columns = _columns(self, output, output["ref_per_token_logps"])
-        moved = {name: columns.take(values) for name, values in kept.items()}
-        # Unsloth takes a pad token amid a completion for padding.
-        moved["completion_mask"] = output["completion_mask"] * columns.present
-        kept["completion_mask"] = output["completion_mask"]
-        return {**output, **moved, **{f"klamp_{name}": values for name, values in kept.items()}}
-
-
 class UnslothMixin(KLMixin):
     """klamp's KL, for a class that derives from it first, from `ByPosition` second and from Unsloth's third."""
 
-    _klamp_beyond: Beyond
     _host = "Unsloth"
     _loss_types = LOSS_TYPES
     _never_exact = "Unsloth's loss is given the log-probabilities of the sampled tokens alone"
@@ -172,7 +113,7 @@ class UnslothMixin(KLMixin):
         beta, host_loss = self._refresh_beta(), super(KLMixin, self).compute_loss
         if inputs.get("klamp_ref_per_token_logps") is None:
             if self._klamp.kl is not None and self._klamp.kl.needs_reference:
-                raise stopped_calling("a batch that the reference has not scored")
+                raise stopped_calling("a batch that the reference has not scored", host="Unsloth")
             return host_loss(model, inputs, *args, **kwargs)
         step = Step(self, inputs, beta)
         host = host_class(type(self))
@@ -182,9 +123,6 @@ class UnslothMixin(KLMixin):
             loss = host_loss(model, step.as_scored(), *args, **kwargs)
         stand_in.check_called_once()
         assert step.scored is not None
-        batch = batch_of(step.inputs, step.scored.logprobs)
-        mode = "train" if model.training else "eval"
-        self._metrics[mode]["kl/host_clamped"].append(self._klamp_beyond.add(batch, self.accelerator))
         measure.after_loss(self, step.inputs, step.scored, beta)
         return loss
 
@@ -254,7 +192,7 @@ def _hooks(trainer: Any) -> tuple[type, ...]:
     check_version("unsloth")
     host = host_class(type(trainer))
     assert host is not None
-    trainer._klamp_beyond = Beyond(silent_clamps(loss_function(host)[1]))
+    loss_function(host)
     return UnslothMixin, ByPosition
 
 
@@ -265,7 +203,11 @@ def attach_to_unsloth(trainer: Any, kl: KLConfig, *, ref_model: Any = None) -> A
         ConfigError: as there; an option that cannot work on Unsloth.
         UnsupportedVersion: an Unsloth that was not tried, or whose loss is not where it was.
     """
-    return attach_with(trainer, kl, ref_model=ref_model, check=check_arguments, hooks=_hooks)
+
+    def check(kl: KLConfig, args: Any) -> None:
+        check_arguments(kl, args, host="Unsloth", loss_types=LOSS_TYPES, more=unsloth_refusals(kl))
+
+    return attach_with(trainer, kl, ref_model=ref_model, check=check, hooks=_hooks)
 
 
 def read_effective_on_unsloth(trainer: Any) -> Effective:
@@ -273,13 +215,12 @@ def read_effective_on_unsloth(trainer: Any) -> Effective:
     host = host_class(type(trainer))
     assert host is not None
     found = read_effective(trainer, host="Unsloth", loss_types=LOSS_TYPES)
-    beyond = getattr(trainer, "_klamp_beyond", None)
-    clamps = silent_clamps(loss_function(host)[1]) if beyond is None else beyond.clamps
-    note = clamp_note(clamps, beyond, own=any(term.term == "Unsloth's own" for term in found.terms))
+    own = any(term.term == "Unsloth's own" for term in found.terms)
+    note = clamp_note(silent_clamps(loss_function(host)[1]), own=own)
     return replace(found, host=f"unsloth {check_version('unsloth')}, {found.host}", notes=(*found.notes, note))
 
 
-def clamp_note(clamps: Clamps, beyond: Any, *, own: bool) -> str:
+def clamp_note(clamps: Clamps, *, own: bool) -> str:
     """A sentence on where Unsloth's own KL silently stops pulling."""
     sides = [f"{side:+.2f}" for side in (clamps.below, clamps.above) if side is not None]
     if not sides:
@@ -288,7 +229,4 @@ def clamp_note(clamps: Clamps, beyond: Any, *, own: bool) -> str:
         f"Unsloth's own k3 stops at {clamps.value:g} nats per token: past a log-ratio of {' and '.join(sides)} it has "
         "no gradient"
     )
-    if own:
-        return f"{says}, and nothing says so"
-    seen = "" if beyond is None or not beyond.of else f"; {beyond.tokens} of {beyond.of} trained tokens were past them"
-    return f"{says}; klamp's KL has none of these clamps{seen}"
+    return f"{says}, and nothing says so" if own else f"{says}; klamp's KL has none of these clamps"

@@ -1,4 +1,4 @@
-"""Unsloth's loss function: what takes its place while a loss is computed, and where its own KL stops pulling.
+"""Unsloth's loss function: what takes its place for a loss, its columns, and where its own KL stops pulling.
 
 Unsloth's loss is linear in the KL of each token. How it weighs a token (its mask, its averages, its accumulation, its
 loss scaling) is asked of Unsloth itself, call by call: its own function, given a KL whose slope is known and no
@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from klamp.errors import UnsupportedVersion
+from klamp.hosts.common.coefficient import stopped_calling
 
 APART, SLOPE = math.log(2), 0.5
 """Where the slope of Unsloth's k3 is known exactly, far from its clamps: 1 - exp(-log 2) is 1/2 in every precision."""
@@ -74,7 +76,7 @@ class LossWithKL:
     def apply(self, *args: Any) -> tuple[Any, ...]:
         """The function that Unsloth calls; it returns what Unsloth's own would return."""
         if len(args) != len(Call._fields):
-            raise stopped_calling(f"{len(args)} arguments where {len(Call._fields)} were expected")
+            raise stopped_calling(f"{len(args)} arguments where {len(Call._fields)} were expected", host="Unsloth")
         self.calls += 1
         call = Call(*args)
         added = self.adds(call)
@@ -90,7 +92,7 @@ class LossWithKL:
             UnsupportedVersion: it did not: the KL would be missing from the loss, or count twice.
         """
         if self.calls != 1:
-            raise stopped_calling(f"{self.calls} calls in one loss, where there should be 1")
+            raise stopped_calling(f"{self.calls} calls in one loss, where there should be 1", host="Unsloth")
 
 
 def weighed(original: Any, call: Call, tokens: Tensor) -> Tensor:
@@ -125,17 +127,6 @@ def _response(original: Any, call: Call, x: Tensor) -> Tensor:
     return original.apply(*bare)[0]
 
 
-def stopped_calling(got: str) -> UnsupportedVersion:
-    """The error for a version of Unsloth that does not call the loss where klamp replaces it."""
-    return UnsupportedVersion(
-        "Unsloth's loss does not take the KL where klamp puts it",
-        got=got,
-        why="klamp's KL enters through the function that Unsloth's compute_loss calls; without it the run would train "
-        "without the KL that was asked for",
-        fix="use a version of Unsloth in klamp's declared range, and no subclass that computes the loss elsewhere",
-    )
-
-
 LOSS = "UnslothEfficientGRPO"
 """The name of the function that Unsloth's loss calls."""
 
@@ -164,7 +155,7 @@ def loss_function(host: type) -> tuple[dict[str, Any], Any]:
     if [name.removeprefix("_").removesuffix("_logps").removesuffix("_per_token") for name in taken] != list(
         Call._fields
     ):
-        raise stopped_calling(f"{LOSS} takes {', '.join(taken) or 'nothing: it is not there'}")
+        raise stopped_calling(f"{LOSS} takes {', '.join(taken) or 'nothing: it is not there'}", host="Unsloth")
     return names, function
 
 
@@ -213,3 +204,67 @@ def _own_kl(original: Any, apart: torch.Tensor) -> torch.Tensor:
         upstream_scale=None,
     )
     return original.apply(*call)[0]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The column of Unsloth's tensors in which each completion token stands.
+
+    Unsloth scores a text batch with the padding moved to the right of each row and keeps the last columns of that, so
+    many that every completion fits: more than the longest completion has, with prompt tokens in front and another shift
+    in every row. Only the mask says what is what.
+
+    Attributes:
+        index: its column; 0 where it has none. [B, T]
+        present: whether it has one. [B, T] bool
+        width: number of Unsloth's columns, W.
+    """
+
+    index: Tensor
+    present: Tensor
+    width: int
+
+    @classmethod
+    def of(cls, inputs: Mapping[str, Any], width: int, *, pad_id: int) -> Columns:
+        """Find the columns for a batch of Unsloth's.
+
+        Args:
+            inputs: the host's tensors.
+            width: number of Unsloth's columns.
+            pad_id: the padding token, by which Unsloth tells what to move.
+        """
+        completion = inputs["completion_ids"]
+        length = completion.shape[1]
+        if "max_left_pad" not in inputs:  # nothing was moved: images keep their places
+            index = torch.arange(length, device=completion.device).expand_as(completion)
+            return cls(index, torch.ones_like(completion, dtype=torch.bool), width)
+        prompt = inputs["prompt_ids"]
+        kept = torch.cat([prompt, completion], dim=1) != pad_id
+        packed = kept.cumsum(-1) - 1 - (kept.shape[1] - width)
+        index, present = packed[:, -length:], kept[:, -length:]
+        return cls(torch.where(present, index, 0).clamp(min=0), present & (index >= 0), width)
+
+    def take(self, values: Tensor) -> Tensor:
+        """Values in Unsloth's columns [B, W] -> by position in the completion [B, T]; 0 (False) where there is none."""
+        return values.gather(1, self.index).masked_fill(~self.present, 0)
+
+    def put(self, values: Tensor) -> Tensor:
+        """Values by position [B, T] -> in Unsloth's columns [B, W]; 0 where no completion token stands."""
+        kept = values.masked_fill(~self.present, 0)
+        return values.new_zeros(len(values), self.width).scatter_add(1, self.index, kept)
+
+    def check(self, inputs: Mapping[str, Any], host_ids: Tensor, host_mask: Tensor) -> None:
+        """Raise an error if Unsloth trains on other tokens than the ones found here.
+
+        Raises:
+            UnsupportedVersion: another token stands in a column, or Unsloth trains on one that is not found.
+        """
+        trained = self.take(host_mask.bool())
+        same = (self.take(host_ids) == inputs["completion_ids"]) | ~trained
+        if not bool(same.all()) or int(trained.sum()) != int(host_mask.sum()):
+            raise UnsupportedVersion(
+                "klamp does not find the completions among Unsloth's columns",
+                got=f"{int((~same).sum())} other tokens, {int(trained.sum())} of {int(host_mask.sum())} trained tokens",
+                why="the KL would be put on other tokens than those it was measured on",
+                fix="use a version of Unsloth in klamp's declared range",
+            )

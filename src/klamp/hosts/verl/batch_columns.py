@@ -15,7 +15,7 @@ from klamp.core.types import Reduction
 from klamp.errors import ConfigError
 from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, KL_SCALE, REFERENCE_LENGTH
 from klamp.hosts.common.control import KLControl, held_kl
-from klamp.hosts.common.rollout import Generation, prepared
+from klamp.hosts.common.rollout import Alone, Generation, prepared
 from klamp.hosts.common.window import Window
 
 BETA, RATE = "klamp_beta", "klamp_rate_factor"
@@ -32,24 +32,6 @@ REDUCTIONS: Mapping[str, Reduction] = {
     "token-sum": "sequence_sum",
 }
 """verl's loss_agg_mode -> how klamp calls that average; of a sum, the tokens that carry the KL change nothing."""
-
-
-class Alone:
-    """One process that has the whole batch, in the words in which hosts gather and reduce."""
-
-    process_index = 0
-
-    def gather(self, x: Tensor) -> Tensor:
-        """All there is."""
-        return x
-
-    def reduce(self, x: Tensor, reduction: str = "sum") -> Tensor:
-        """The sum, or any other reduction, of one."""
-        return x
-
-    def pad_across_processes(self, x: Tensor, **_: Any) -> Tensor:
-        """Nothing to be made equal to."""
-        return x
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +60,7 @@ class Sampled:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class StepSettings:
     """How verl's configuration makes a loss of it.
 
     Attributes:
@@ -97,7 +79,7 @@ class Settings:
 
 
 def columns(
-    sampled: Sampled, control: KLControl, tokenizer: Any, settings: Settings
+    sampled: Sampled, control: KLControl, tokenizer: Any, settings: StepSettings
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """(columns, metrics): what is added to the batch in the order of its rows, and what was measured, klamp's names.
 
@@ -151,7 +133,7 @@ def by_prompt(prompts: Sequence[str], group_size: int) -> Tensor:
     return torch.tensor(order)
 
 
-def _taken(control: KLControl, settings: Settings) -> float:
+def _taken(control: KLControl, settings: StepSettings) -> float:
     """What `prepared` takes a completion's KL times: it compares with the mean of the group, own KL included."""
     if control.kl.kl_placement == "reward" and settings.leave_one_out:
         return settings.beta * settings.group_size / (settings.group_size - 1)

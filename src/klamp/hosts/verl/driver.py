@@ -17,7 +17,7 @@ from torch import Tensor
 from klamp.config import KLConfig
 from klamp.errors import ConfigError, KLWarning
 from klamp.hosts.common.control import KLControl, read_state
-from klamp.hosts.verl.batch_columns import PER_ROW, Sampled, Settings, columns, for_all_rows
+from klamp.hosts.verl.batch_columns import PER_ROW, Sampled, StepSettings, columns, for_all_rows
 from klamp.hosts.verl.effective_in_verl import BASELINES, divides_by_std, price
 from klamp.hosts.verl.fields_in_verl import is_ours, loss_kl, needs_driver
 from klamp.hosts.verl.hooks import RewardController
@@ -75,11 +75,11 @@ class Driver:
         fields = importlib.import_module("tensordict").TensorDict(added, batch_size=len(batch))
         return queue.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
 
-    def _settings(self, beta: float) -> Settings:
+    def _settings(self, beta: float) -> StepSettings:
         assert self.control is not None
         found = price(self.config, beta, self.control.kl.kl_placement)
         actor, rollout = self.config["actor_rollout_ref"]["actor"], self.config["actor_rollout_ref"]["rollout"]
-        return Settings(
+        return StepSettings(
             loss_agg_mode=actor["loss_agg_mode"],
             group_size=int(rollout["n"]),
             beta=beta,

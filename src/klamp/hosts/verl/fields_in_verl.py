@@ -104,48 +104,36 @@ def controlled(name: str, *, beta: float, target_kl: float) -> KLConfig:
 
 
 def _read(name: str, known: tuple[str, ...]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    text = name.partition(":")[2]
-    for part in _parts(text):
-        field, equals, value = (each.strip() for each in part.partition("="))
-        if not equals or field in found:
-            raise ConfigError(
-                f"{name!r} cannot be read as a KL of klamp",
-                got=part,
-                why="behind the colon it takes FIELD=VALUE, each field once, with commas between them",
-                fix=f"{PREFIX}:{known[1]}=..., or {PREFIX} alone for the defaults",
-            )
+    """The fields behind the colon, which are written as the arguments of a call in Python; a bare word is a text."""
+    call = _as_call(name.partition(":")[2])
+    fields = [each.arg for each in call.keywords] if call else []
+    if call is None or call.args or None in fields or len(set(fields)) < len(fields):
+        raise ConfigError(
+            f"{name!r} cannot be read as a KL of klamp",
+            got=name.partition(":")[2],
+            why="behind the colon it takes FIELD=VALUE, each field once, with commas between them",
+            fix=f"{PREFIX}:{known[1]}=..., or {PREFIX} alone for the defaults",
+        )
+    for field in fields:
         if field not in known:
             why = "a name can hold what this place of verl's configuration has no field for"
-            raise unknown_name(f"field in {name!r}", field, known, why=why)
-        found[field] = _value(value)
-    return found
+            raise unknown_name(f"field in {name!r}", str(field), known, why=why)
+    return {str(each.arg): _value(each.value) for each in call.keywords}
 
 
-def _parts(text: str) -> list[str]:
-    """The text between commas; a comma in brackets, and one between quotes, belongs to its value."""
-    parts, depth, quote = [""], 0, ""
-    escaped = False
-    for each in text:
-        if quote:
-            quote = "" if each == quote and not escaped else quote
-        elif each in "'\"":
-            quote = each
-        else:
-            depth += (each == "(") - (each == ")")
-        escaped = each == "\\" and not escaped
-        if each == "," and not quote and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += each
-    return parts if text else []
-
-
-def _value(text: str) -> Any:
+def _as_call(arguments: str) -> ast.Call | None:
     try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text  # a word
+        found = ast.parse(f"{PREFIX}({arguments})", mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    return found if isinstance(found, ast.Call) and isinstance(found.func, ast.Name) else None
+
+
+def _value(node: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return ast.unparse(node)  # a word
 
 
 PLAIN = re.compile(r"[A-Za-z_/][A-Za-z0-9_/.\-]*")

@@ -43,7 +43,7 @@ class TinkerReference:
         seconds = self.connection.seconds
         rows = self.connection.ask(
             "score the completions under the reference",
-            lambda: asyncio.run(compute_reference_logprobs(self.client, prompts, responses, timeout=seconds / 2)),
+            lambda: asyncio.run(compute_reference_logprobs(self.client, prompts, responses, timeout=seconds)),
         )
         return Scores(logits=None, logprobs=padded(rows, completions.ids.shape[1]))
 
