@@ -79,29 +79,6 @@ def test_in_float16_a_log_ratio_bound_keeps_the_forward_gradient_finite_and_aliv
         assert slope.item() == pytest.approx(-math.expm1(-math.copysign(10.0, delta)), rel=1e-3)
 
 
-def test_in_float32_differentiating_w_k3_loses_the_gradient_that_klamp_keeps():
-    policy, ref = torch.tensor([[-20.0]], requires_grad=True), torch.tensor([[0.0]])
-    delta = policy - ref
-    naive = (policy - policy.detach()).exp() * (torch.exp(-delta) - 1 + delta)
-    (lost,) = torch.autograd.grad(naive.sum(), policy)
-    _, kept = value_and_slope(policy.detach(), ref, torch.tensor([[True]]))
-    assert abs(lost.item() + 20.0) > 1.0
-    assert kept.item() == -20.0
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_inputs_give_float32_values(dtype):
-    policy, ref = torch.tensor([[-1.0078125]], dtype=dtype), torch.tensor([[-30.5]], dtype=dtype)
-    result = kl_penalty(policy, ref, torch.tensor([[True]]), value="k1")
-    assert result.dtype == torch.float32
-    assert result.item() == 29.4921875  # not representable in either half type
-
-
-def test_float64_inputs_stay_float64():
-    policy, ref, _, mask = random_batch(0)
-    assert kl_penalty(policy, ref, mask).dtype == torch.float64
-
-
 # --- weights far from one -------------------------------------------------------------------------------------
 
 
@@ -317,9 +294,3 @@ def test_the_value_is_infinite_where_the_gradient_or_the_log_ratio_is():
     assert slope[0, 1].isinf() and found[0, 1] == math.inf
     found, slope = value_and_slope(torch.tensor([[-1.0, -2.0]]), forbidden, mask, gradient="none")
     assert found[0, 1] == math.inf and slope.isfinite().all()
-
-
-def test_values_below_the_bound_are_what_they_were():
-    policy, ref = torch.tensor([[-61.0, -1.0]]), torch.tensor([[-1.0, -61.0]])
-    found, _ = value_and_slope(policy, ref, torch.tensor([[True, True]]))
-    assert torch.equal(found, kl_estimate(policy, ref))

@@ -17,13 +17,7 @@ from klamp.core.arguments import (
     Numbers,
 )
 from klamp.core.clipping import ClipLevel
-from klamp.core.controllers import (
-    CONTROLLER_NUMBERS,
-    HoldController,
-    ProportionalController,
-    Schedule,
-    StepController,
-)
+from klamp.core.controllers import CONTROLLER_NUMBERS, HoldController, ProportionalController, Schedule, StepController
 from klamp.core.term import TERM_NUMBERS, KLTerm, OffPolicy, Placement, gates_on_itself
 from klamp.core.types import ClipMethod, Gradient, Horizon, Reduction, Value
 
@@ -68,6 +62,10 @@ NUMBERS: Mapping[str, Numbers] = {
 """Which numbers the fields of `KLConfig` take."""
 
 
+STEP_FACTORS = (StepController.up, StepController.down, StepController.high, StepController.low)
+"""What the step rule multiplies beta by, and the targets beyond which it does."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class KLChoices:
     """The fields of `KLConfig`, not yet checked, and the properties that follow from them."""
@@ -103,12 +101,7 @@ class KLChoices:
     """hold: largest change of log beta in a step."""
     kl_controller_lead: float = HoldController.lead
     """hold: how many steps ahead the KL is foreseen; about its lag behind the weights."""
-    kl_controller_factors: tuple[float, float, float, float] = (
-        StepController.up,
-        StepController.down,
-        StepController.high,
-        StepController.low,
-    )
+    kl_controller_factors: tuple[float, float, float, float] = STEP_FACTORS
     """step: factors up and down, and the targets above and below which they act; PPO's are 2 0.5 1.5 0.6667."""
     kl_controller_horizon: int = 100
     """Updates over which the proportional rule takes effect."""

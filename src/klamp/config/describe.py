@@ -6,13 +6,7 @@ from collections.abc import Mapping
 
 from klamp.config.kl import KLConfig
 from klamp.config.loss import Price, spreads_of_right_or_wrong
-from klamp.core.controllers import (
-    DualController,
-    HoldController,
-    PIDController,
-    ProportionalController,
-    StepController,
-)
+from klamp.core import controllers
 from klamp.core.term import Placement
 from klamp.core.types import Gradient, Reduction
 
@@ -86,15 +80,15 @@ def describe_controller(kl: KLConfig) -> str:
 def describe_rule(kl: KLConfig) -> str:
     """The rule by which beta moves, in words; empty where beta is fixed."""
     match kl.build_controller():
-        case HoldController(gain=gain, lead=lead):
+        case controllers.HoldController(gain=gain, lead=lead):
             rule = f"by the KL foreseen {lead:g} steps ahead, log beta by at most {gain:g} a step"
-        case StepController(up=up, down=down, high=high, low=low):
+        case controllers.StepController(up=up, down=down, high=high, low=low):
             rule = f"x{up:g} when the KL is above {high:g} targets, x{down:g} when it is below {low:g}"
-        case ProportionalController(horizon=horizon):
+        case controllers.ProportionalController(horizon=horizon):
             rule = f"in proportion to the error, over {horizon} updates"
-        case DualController(lr=lr):
+        case controllers.DualController(lr=lr):
             rule = f"dual ascent, step {lr:g}"
-        case PIDController(kp=kp, ki=ki, kd=kd):
+        case controllers.PIDController(kp=kp, ki=ki, kd=kd):
             rule = f"kp, ki, kd = {kp:g}, {ki:g}, {kd:g}"
         case _:
             return ""

@@ -157,7 +157,8 @@ def read_tensorboard(path: Path, names: Names | None = None) -> History:
     scalars, config = _read_events(folders[0] if folders else path)
     if not scalars:
         raise unreadable("there are no scalars in the event files", path, why="nothing was logged as a scalar")
-    return _tracked("TensorBoard", sorted(scalars.items()), config, names, path)
+    rows = [(step, scalars[step]) for step in sorted(scalars)]
+    return _tracked("TensorBoard", rows, config, names, path)
 
 
 def _tracked(

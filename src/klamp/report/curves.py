@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from klamp.core.controllers import StepController
+from klamp.config.choices import STEP_FACTORS
 from klamp.diagnostics.causes import MISMATCH
 from klamp.diagnostics.doctor import Finding
 from klamp.diagnostics.history import Completion
@@ -258,8 +258,7 @@ def _target(config: Mapping[str, Any]) -> list[Line]:
         return []
     lines = _level(config, "target_kl", "target")
     if config.get("kl_controller") == "step" and config.get("beta") != 0:
-        default = (None, None, StepController.high, StepController.low)
-        _, _, above, below = config.get("kl_controller_factors") or default
+        _, _, above, below = config.get("kl_controller_factors") or STEP_FACTORS
         low, high = below * target, above * target
         lines.insert(0, Line(label=f"beta rests from {short(low)} to {short(high)}", low=low, high=high))
     return lines

@@ -1,0 +1,351 @@
+"""What trainers and trackers log of each step: lines of JSON, TRL's state, event files, offline runs of W&B."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+from tests.training.conftest import stored, tiny_gpt2
+from torch.utils.tensorboard import SummaryWriter
+
+from klamp.diagnostics.doctor import Diagnosis, examine
+from klamp.diagnostics.names import flat, is_verl_line
+from klamp.errors import DataError
+from klamp.records import read_record
+from klamp.records.logs import BLOCK, FILE_HEADER, FRAME, MAGIC, frames, read_metrics, read_wandb
+
+
+def lines(folder: Path, *rows: object) -> Path:
+    file = folder / "metrics.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return file
+
+
+def test_a_line_is_a_step_under_klamps_names(tmp_path: Path) -> None:
+    history = read_metrics(lines(tmp_path, {"step": 3, "kl": 0.1, "reward": 1, "unknown": 7}, {"step": 5, "kl": 0.2}))
+    assert [(row.step, dict(row.metrics)) for row in history.rows] == [
+        (3, {"kl/k3": 0.1, "reward": 1.0}),
+        (5, {"kl/k3": 0.2}),
+    ]
+    assert history.source == "JSONL metrics"
+
+
+def test_lines_without_a_step_are_counted(tmp_path: Path) -> None:
+    history = read_metrics(lines(tmp_path, {"kl": 0.1}, {"nothing": 1}, {"kl": 0.2}))
+    assert [row.step for row in history.rows] == [1, 3], "a line without a known metric counts too"
+
+
+def test_evaluations_are_kept_apart(tmp_path: Path) -> None:
+    history = read_metrics(lines(tmp_path, {"step": 1, "kl": 0.1}, {"step": 2, "eval_reward": 0.5, "kl": 0.2}))
+    assert [(row.step, dict(row.metrics)) for row in history.evaluations] == [(2, {"reward": 0.5})]
+    assert all("eval_reward" not in row.metrics for row in history.rows)
+
+
+@pytest.mark.parametrize(("rows", "why"), [((), "the file is empty"), (({"a": 1, "b": 2},), "the first line has a, b")])
+def test_a_file_without_a_known_metric_is_refused(tmp_path: Path, rows: tuple, why: str) -> None:
+    with pytest.raises(DataError, match="no metric and no token log-probabilities") as caught:
+        read_metrics(lines(tmp_path, *rows))
+    assert caught.value.why == why
+    assert "old_log_probs" in caught.value.fix
+
+
+def logged_by_verl(kl: list[float | None]) -> list[dict[str, object]]:
+    """Lines of verl's file logger, in its names: a validation before training, then steps with the next one."""
+    before = {"val-core/gsm8k/acc/mean@8": 0.8, "val-aux/num_turns/mean": 2.0}
+    steps = [
+        {
+            "step": step,
+            "data": {
+                "training/global_step": step,
+                "actor/kl_loss": value,
+                "critic/score/mean": 0.5,
+                "response_length/clip_ratio": 0.0,
+                "response_length/mean": 20.0,
+                "actor/grad_norm": 1.0,
+            },
+        }
+        for step, value in enumerate(kl, start=1)
+    ]
+    steps[-1]["data"] = {**steps[-1]["data"], "val-core/gsm8k/acc/mean@8": 0.4}  # pyright: ignore[reportGeneralTypeIssues]
+    return [{"step": 0, "data": before}, *steps]
+
+
+def test_verls_file_log(tmp_path: Path) -> None:
+    kl: list[float | None] = [0.0, 0.02, 0.02, 0.02, 0.02, 0.02, 0.5]
+    history = read_metrics(lines(tmp_path, *logged_by_verl(kl)))
+    assert history.source == "verl file log"
+    assert [(row.step, row.metrics["kl/k3"]) for row in history.rows] == list(enumerate(kl, start=1))
+    assert history.rows[0].metrics.keys() == {"kl/k3", "reward", "length/truncated", "length/mean", "train/grad_norm"}
+    assert [(row.step, dict(row.metrics)) for row in history.evaluations] == [
+        (0, {"gsm8k/acc/mean@8": 0.8}),
+        (7, {"gsm8k/acc/mean@8": 0.4}),
+    ]
+    assert history.settings.k3_over_updates
+    assert [finding.alarm.name for finding in examine(history).findings] == ["kl-spike", "retention"]
+
+
+def test_a_null_of_verls_is_a_number_that_json_could_not_hold(tmp_path: Path) -> None:
+    history = read_metrics(lines(tmp_path, *logged_by_verl([0.0, None])))
+    assert math.isnan(history.rows[-1].metrics["kl/k3"])
+    assert "huge-values" in [finding.alarm.name for finding in examine(history).findings]
+
+
+def test_a_log_of_verls_with_a_validation_only_is_one(tmp_path: Path) -> None:
+    history = read_metrics(lines(tmp_path, logged_by_verl([0.0])[0]))
+    assert not history.rows
+    assert [row.step for row in history.evaluations] == [0]
+
+
+def test_a_line_of_verls_becomes_one_row() -> None:
+    assert flat({"step": 3, "data": {"actor": {"kl_loss": 0.1}, "perf/x": 1}}) == {
+        "actor/kl_loss": 0.1,
+        "perf/x": 1,
+        "step": 3,
+    }
+    other = {"step": 3, "data": "gsm8k", "kl": 0.1}
+    assert not is_verl_line(other)
+    assert flat(other) == other
+
+
+def test_names_of_ones_own(tmp_path: Path) -> None:
+    mine = lines(tmp_path, {"step": 1, "my/kl": 0.1, "kl": 7.0, "note": "x"}, {"step": 2, "my/kl": 0.2})
+    assert [dict(row.metrics) for row in read_metrics(mine, {"kl/k3": "my/kl"}).rows] == [
+        {"kl/k3": 0.1},
+        {"kl/k3": 0.2},
+    ]
+    with pytest.raises(DataError, match="no row of the record has a number called 'note'") as caught:
+        read_metrics(mine, {"kl/k3": "note"})
+    assert caught.value.why == "it has kl, my/kl, step"
+    verls = lines(tmp_path, *logged_by_verl([0.0, 0.1]))
+    history = read_metrics(verls, {"kl/k1": "actor/kl_loss"})
+    assert [row.metrics["kl/k1"] for row in history.rows] == [0.0, 0.1]
+    assert "kl/k3" not in history.names
+
+
+# --- TRL, from a real run: a policy with dropout, a KL under dr_grpo, a model that seldom ends -----------------------
+
+
+def accuracy_reward(completions: list[str], **_: object) -> list[float]:
+    return [sum(c.isdigit() for c in text) / 8 for text in completions]
+
+
+@pytest.fixture(scope="module")
+def trl_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output folder of six steps of TRL's own GRPOTrainer, with TensorBoard."""
+    import torch
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    from klamp.tasks.arithmetic import arithmetic_tokenizer
+
+    folder = tmp_path_factory.mktemp("trl")
+    model = stored(tiny_gpt2(), folder / "model")  # GPT-2 comes with dropout, and TRL leaves it on
+    torch.manual_seed(0)
+    config = GRPOConfig(
+        output_dir=str(folder / "out"),
+        beta=0.04,
+        loss_type="dr_grpo",
+        max_steps=6,
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=6,
+        learning_rate=1e-4,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=["tensorboard"],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=accuracy_reward,
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": ["1+1=", "2+3=", "4-1=", "7+2="] * 4}),
+        processing_class=arithmetic_tokenizer(),
+    )
+    trainer.train()
+    (folder / "out" / "checkpoint-6").mkdir(parents=True)
+    trainer.state.save_to_json(str(folder / "out" / "checkpoint-6" / "trainer_state.json"))
+    return folder / "out"
+
+
+def found(diagnosis: Diagnosis) -> dict[str, int]:
+    return {finding.alarm.name: finding.first_step for finding in diagnosis.findings}
+
+
+def test_the_state_of_a_real_run(trl_run: Path) -> None:
+    history = read_record(trl_run)
+    assert history.source == "TRL trainer state"
+    assert [row.step for row in history.rows] == [1, 2, 3, 4, 5, 6]
+    assert {
+        "kl/k3",
+        "reward",
+        "reward_std",
+        "length/mean",
+        "length/truncated",
+        "train/grad_norm",
+        "policy/entropy",
+    } <= (history.names)
+    assert history.settings.verifier == "rules", "by the name of the reward function"
+    totals = [row.metrics["length/total"] for row in history.rows]
+    lengths = [row.metrics["length/mean"] for row in history.rows]
+    assert totals == pytest.approx([sum(8 * (4 + length) for length in lengths[: n + 1]) for n in range(6)]), (
+        "8 completions and their prompts of 4 tokens a step"
+    )
+    diagnosis = examine(history)
+    alarms = found(diagnosis)
+    assert alarms["step-zero-kl"] == 1
+    assert alarms["dr-grpo-with-kl"] == 1, "TensorBoard's files in the same folder hold the arguments"
+    alone = read_record(trl_run / "checkpoint-6" / "trainer_state.json")
+    assert alone.rows == history.rows
+    assert "settings.loss_type" in examine(alone).unchecked["dr-grpo-with-kl"]
+
+
+def test_its_tensorboard_folder_holds_the_arguments_too(trl_run: Path) -> None:
+    (events,) = trl_run.rglob("events.out.tfevents*")
+    history = read_record(events.parent)
+    assert history.source == "TensorBoard"
+    assert (history.settings.loss_type, history.settings.beta) == ("dr_grpo", 0.04)
+    alarms = found(examine(history))
+    assert alarms["dr-grpo-with-kl"] == 1
+    assert alarms["step-zero-kl"] == 1
+    state = read_record(trl_run / "checkpoint-6" / "trainer_state.json")
+    assert [row.metrics["kl/k3"] for row in history.rows] == pytest.approx([r.metrics["kl/k3"] for r in state.rows])
+
+
+# --- TensorBoard, written by torch's own writer with the names of other trainers -------------------------------------
+
+
+def write(folder: Path, **curves: list[float]) -> Path:
+    with SummaryWriter(str(folder)) as writer:
+        for name, curve in curves.items():
+            for step, value in enumerate(curve, start=1):
+                writer.add_scalar(name.replace("__", "/"), value, step)
+    return folder
+
+
+def test_verls_names(tmp_path: Path) -> None:
+    kl = [0.0, 0.02, 0.02, 0.02, 0.02, 0.02, 0.5]
+    folder = write(
+        tmp_path / "verl",
+        actor__kl_loss=kl,
+        critic__score__mean=[0.5] * 7,
+        rollout_corr__k3_kl=[0.001] * 6 + [0.5],
+        response_length__clip_ratio=[0.0, 0.0, 0.0, 0.5, 0.5, 0.9, 0.9],
+        critic__advantages__max=[2.0] * 7,
+        **{"val-core__gsm8k__acc__mean@8": [0.8, 0.6]},
+    )
+    for path in (tmp_path, next(folder.glob("events*"))):
+        history = read_record(path)
+        assert [row.metrics["kl/k3"] for row in history.rows] == pytest.approx(kl)
+        names = [finding.alarm.name for finding in examine(history).findings]
+        assert set(names) == {"retention", "truncated", "kl-spike", "sampler-mismatch"}
+
+
+def test_several_runs_below_one_folder_are_not_mixed(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write(tmp_path / name, kl=[0.1])
+    with pytest.raises(DataError, match="several TensorBoard runs") as caught:
+        read_record(tmp_path)
+    assert caught.value.why == "a, b"
+
+
+def test_no_scalars(tmp_path: Path) -> None:
+    with SummaryWriter(str(tmp_path)) as writer:
+        writer.add_text("note", "hello")
+    with pytest.raises(DataError, match="no scalars"):
+        read_record(tmp_path)
+
+
+def test_names_of_ones_own_in_event_files(tmp_path: Path) -> None:
+    write(tmp_path, mine__kl=[0.0, 0.25], kl=[7.0, 7.0])
+    for path in (tmp_path, next(tmp_path.glob("events*"))):
+        history = read_record(path, {"kl/k3": "mine/kl"})
+        assert [dict(row.metrics) for row in history.rows] == [{"kl/k3": 0.0}, {"kl/k3": 0.25}]
+        with pytest.raises(DataError, match="no row of the record has a number called 'kl/mine'") as caught:
+            read_record(path, {"kl/k3": "kl/mine"})
+        assert caught.value.why == "it has kl, mine/kl"
+
+
+# --- W&B offline, written by the real wandb --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wandb_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An offline run with TRL's names, long enough to fill several blocks of its file."""
+    wandb = pytest.importorskip("wandb")
+    folder = tmp_path_factory.mktemp("wandb")
+    run = wandb.init(
+        mode="offline",
+        project="klamp",
+        dir=str(folder),
+        config={"beta": 0.04, "loss_type": "dr_grpo", "scale_rewards": "group"},
+        settings=wandb.Settings(console="off", x_disable_stats=True),
+    )
+    for step in range(1, 61):
+        run.log({"train/global_step": step, "train/kl": 0.001 * step, "train/rewards/math_verify/mean": 0.5})
+        run.log({"train/global_step": step, "train/grad_norm": 1e5 if step == 30 else 1.0, "note": "x" * 1000})
+    run.log({"train/global_step": 60, "eval/reward": 0.25, "eval/runtime": float("nan")})
+    run.finish()
+    wandb.teardown()  # its service has written everything
+    return folder
+
+
+def test_an_offline_run(wandb_folder: Path) -> None:
+    (file,) = wandb_folder.glob("wandb/offline-run-*/*.wandb")
+    assert file.stat().st_size > 2 * BLOCK
+    for path in (wandb_folder, wandb_folder / "wandb", file.parent, file):
+        history = read_record(path)
+        assert [row.step for row in history.rows] == list(range(1, 61))
+        assert [row.metrics["kl/k3"] for row in history.rows] == pytest.approx([0.001 * i for i in range(1, 61)])
+        assert (history.settings.beta, history.settings.loss_type) == (0.04, "dr_grpo")
+        assert [row.metrics for row in history.evaluations] == [{"reward": 0.25}]
+    alarms = {f.alarm.name: f.first_step for f in examine(history).findings}
+    assert alarms == {"step-zero-kl": 1, "dr-grpo-with-kl": 1, "huge-values": 30}
+
+
+def test_names_of_ones_own_in_a_tracked_run(wandb_folder: Path) -> None:
+    rows = read_record(wandb_folder, {"kl/k1": "train/kl"}).rows
+    assert [row.metrics["kl/k1"] for row in rows] == pytest.approx([0.001 * i for i in range(1, 61)])
+    assert not any("kl/k3" in row.metrics for row in rows)
+    with pytest.raises(DataError, match="no row of the record has a number called 'note'"):
+        read_record(wandb_folder, {"kl/k1": "note"})
+
+
+def test_a_run_that_was_killed_reads_up_to_there(wandb_folder: Path, tmp_path: Path) -> None:
+    (file,) = wandb_folder.glob("wandb/offline-run-*/*.wandb")
+    data = file.read_bytes()
+    cut = tmp_path / "run.wandb"
+    cut.write_bytes(data[: len(data) // 2])
+    rows = read_wandb(cut).rows
+    assert 10 < len(rows) < 60
+    assert [row.step for row in rows] == list(range(1, len(rows) + 1))
+
+
+def test_records_are_pieced_together_over_blocks(tmp_path: Path) -> None:
+    """A block ends with fewer bytes than a frame's head takes: they are zeros; the next record is in two parts."""
+
+    def frame(data: bytes, kind: int) -> bytes:
+        return FRAME.pack(0, len(data), kind) + data
+
+    first = frame(b"a" * (BLOCK - FILE_HEADER - FRAME.size - 3), 1)
+    second = frame(b"b" * (BLOCK - FRAME.size), 2) + frame(b"c" * 10, 4)
+    file = tmp_path / "run.wandb"
+    file.write_bytes(MAGIC + b"\0" * (FILE_HEADER - len(MAGIC)) + first + b"\0" * 3 + second + frame(b"d", 1))
+    assert [(len(data), data[:1], data[-1:]) for data in frames(file)] == [
+        (BLOCK - FILE_HEADER - FRAME.size - 3, b"a", b"a"),
+        (BLOCK - FRAME.size + 10, b"b", b"c"),
+        (1, b"d", b"d"),
+    ]
+
+
+def test_several_tracked_runs_in_one_folder_are_not_mixed(wandb_folder: Path, tmp_path: Path) -> None:
+    (file,) = wandb_folder.glob("wandb/offline-run-*/*.wandb")
+    for name in ("offline-run-a", "offline-run-b"):
+        (tmp_path / name).mkdir()
+        os.link(file, tmp_path / name / "run.wandb")
+    with pytest.raises(DataError, match="several W&B runs"):
+        read_record(tmp_path)
