@@ -60,11 +60,13 @@ def close(actual, target, tolerance=1e-13):
 
 
 @pytest.mark.parametrize("corrected", [False, True])
-@pytest.mark.parametrize(("value", "names"), [("k1", ["zero"]), ("k2", ["reverse"]), ("k3", ["forward"]), ("abs", [])])
+@pytest.mark.parametrize(
+    ("value", "names"), [("k1", {"zero"}), ("k2", {"reverse"}), ("k3", {"forward"}), ("abs", set())]
+)
 def test_an_estimators_own_gradient(value, names, corrected):
     chain = off_policy(4) if corrected else on_policy(0)
     report = examine(chain, penalty(value=value, gradient="own", corrected=corrected))
-    assert report.names == names
+    assert {"zero", "reverse", "forward"} & set(report.names) == names
     assert report.gradient_variance > 0.1  # of k1 it is noise, not nothing
 
 

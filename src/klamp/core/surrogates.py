@@ -6,16 +6,12 @@ advantages [B] or [B, T], and return [B, T].
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from klamp.core.arguments import AT_LEAST_0, FROM_0_TO_1, check_number
 from klamp.core.masking import upcast
 from klamp.core.types import Advantages, LogProbs, TokenValues
-
-Surrogate = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def per_token(advantages: Advantages, like: TokenValues) -> TokenValues:
