@@ -15,7 +15,6 @@ from klamp.verify import convergence
 from klamp.verify.convergence import (
     LOSSES,
     REACHED,
-    World,
     answer_convergence,
     claims_exact,
     expected_step,
@@ -34,10 +33,10 @@ EXACT = LossConfig(loss_type="dr_grpo", advantage_baseline="leave_one_out")
 SEQUENCE = KLConfig(beta=0.3, kl_horizon="sequence")
 
 
-def world_at(seed: int, *, group_size: int = 2) -> World:
+def world_at(seed: int, *, group_size: int = 2) -> Scene:
     chain = random_chain(seed, vocab=3, length=2, eos=0)
     rewards = torch.rand(len(enumerate_outcomes(chain).probs), generator=torch.Generator().manual_seed(seed)).double()
-    return World(name="small", chain=chain, rewards=rewards, group_size=group_size)
+    return Scene(chain=chain, rewards=rewards, group_size=group_size)
 
 
 @pytest.mark.parametrize("placement", ["loss", "advantage", "reward"])
@@ -52,8 +51,8 @@ def test_the_expected_step_is_the_mean_over_all_groups(placement, baseline, loss
     term = {} if placement == "loss" else {"kl_estimator": "k1", "kl_placement": placement}
     kl = KLConfig(beta=0.3, kl_horizon="sequence", **term)
     loss = LossConfig(loss_type=loss_type, scale_rewards=scale, advantage_baseline=baseline)
-    found, _ = expected_step(kl, loss, world.chain, world)
-    step = examine_config(kl, loss, scene=Scene(chain=world.chain, rewards=world.rewards, group_size=2))
+    found, _ = expected_step(kl, loss, world)
+    step = examine_config(kl, loss, scene=world)
     expected = step.policy_gradient + kl.beta * step.kl.gradient
     assert (found - expected).abs().max() < 1e-12
     assert found.abs().max() > 1e-3

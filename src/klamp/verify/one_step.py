@@ -17,8 +17,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import torch
@@ -29,7 +28,7 @@ from klamp.config import KLConfig, LossConfig, build_objective
 from klamp.core.advantages import group_advantages
 from klamp.core.estimators import exact_kl
 from klamp.core.masking import Totals
-from klamp.core.objective import Objective, grpo_loss
+from klamp.core.objective import LossOutput, Objective, grpo_loss
 from klamp.core.penalty import advantages_with_kl
 from klamp.core.term import Gate, KLTerm, sequence_gate_kl, sequence_kl
 from klamp.core.types import Batch, Reduction
@@ -40,7 +39,7 @@ from klamp.verify.worlds import Chain, Outcomes, Sampler, enumerate_outcomes, ra
 Denominators: TypeAlias = Literal["group", "expected"]
 Rewards: TypeAlias = Literal["equal", "mixed"]
 
-MAX_GROUPS = 5_000
+MAX_GROUPS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,8 +52,8 @@ class Scene:
 
     chain: Chain
     """The policy, its reference and its sampler."""
-    rewards: Float[Tensor, " outcomes"] | None = None
-    """Reward of each completion, in the order of `enumerate_outcomes`; None: all equal (saturated)."""
+    rewards: Float[Tensor, " outcomes"] = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
+    """Reward of each completion, in the order of `enumerate_outcomes`; a single one: all equal (saturated)."""
     group_size: int = 2
     """Completions per group; 1 only with the KL in the loss."""
     reference_length: float | None = None
@@ -64,14 +63,16 @@ class Scene:
     large batch)."""
 
     def __post_init__(self) -> None:
-        groups = math.comb(len(self.outcomes.probs) + self.group_size - 1, self.group_size)
+        count = len(self.outcomes.probs)
+        groups = math.comb(count + self.group_size - 1, self.group_size)
         if groups > MAX_GROUPS:
             raise ConfigError(
                 "this scene has too many groups to enumerate",
-                got=f"{len(self.outcomes.probs)} completions in groups of {self.group_size}: {groups}",
+                got=f"{count} completions in groups of {self.group_size}: {groups}",
                 why=f"at most {MAX_GROUPS} are listed",
                 fix="use a shorter chain, or groups of 2",
             )
+        object.__setattr__(self, "rewards", self.rewards.expand(count))
 
     @functools.cached_property
     def outcomes(self) -> Outcomes:
@@ -87,10 +88,8 @@ class Scene:
     @functools.cached_property
     def groups(self) -> tuple[Int[Tensor, "groups size"], Float[Tensor, " groups"]]:
         """The completions of every group that can be drawn, in any order, and how likely each group is."""
-        probs = self.outcomes.probs.tolist()
-        groups = list(itertools.combinations_with_replacement(range(len(probs)), self.group_size))
-        likely = [_count_orders(group) * math.prod(probs[i] for i in group) for group in groups]
-        return torch.tensor(groups), torch.tensor(likely, dtype=torch.float64)
+        rows, orders = _list_groups(len(self.outcomes.probs), self.group_size)
+        return rows, orders * self.outcomes.probs[rows].prod(-1)
 
     @functools.cached_property
     def _without_kl(self) -> dict[tuple[Objective, LossConfig], Float[Tensor, " groups"]]:
@@ -106,6 +105,11 @@ class Scene:
     def lengths(self) -> Float[Tensor, " outcomes"]:
         """The number of tokens of each completion."""
         return self.outcomes.mask.sum(-1).double()
+
+    @property
+    def mean_length(self) -> float:
+        """The expected number of tokens of a completion."""
+        return float((self.outcomes.probs * self.lengths).sum())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -135,8 +139,8 @@ def scene(
     """A random scene; with `mixed` rewards half of the completions get 1, the others 0."""
     chain = random_chain(seed, vocab=vocab, length=length, sampler=sampler)
     count = len(enumerate_outcomes(chain).probs)
-    given = None if rewards == "equal" else (torch.arange(count) % 2).double()
-    return Scene(chain=chain, rewards=given, group_size=group_size, denominators=denominators)
+    given = torch.arange(count) % 2 if rewards == "mixed" else torch.zeros(1)
+    return Scene(chain=chain, rewards=given.double(), group_size=group_size, denominators=denominators)
 
 
 def examine_config(kl: KLConfig, loss: LossConfig | None = None, *, scene: Scene) -> StepReport:
@@ -154,23 +158,15 @@ def examine_config(kl: KLConfig, loss: LossConfig | None = None, *, scene: Scene
     _check_exclusions(kl, scene.chain.vocab)
     loss, objective = _objective(kl, loss, scene)
     _, probs = scene.groups
-    steps, scores = _take_steps(scene, objective, loss, kl)
+    losses, gates = _take_steps(scene, objective, loss, kl)
     plain = _plain_losses(scene, objective, loss, kl)
-    shares = (scores.joined(torch.stack([step.loss for step in steps])) - plain) / (objective.beta or 1.0)
-    found = report(scene.chain, probs, shares, known=scene.truths)
-    gates = [step.gate for step in steps]
+    found = report(scene.chain, probs, (losses - plain) / (objective.beta or 1.0), known=scene.truths)
     return StepReport(
         kl=found,
         follows=name_gradient([found.gradient], [scene.truths]),
-        gate=None if None in gates else float(sum(p * g for p, g in zip(probs.tolist(), gates, strict=True))),  # pyright: ignore
+        gate=None if gates is None else float((probs * gates).sum()),
         policy_gradient=gradient_of((probs * plain).sum(), scene.chain),
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Step:
-    loss: Tensor
-    gate: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +218,7 @@ def _objective(kl: KLConfig, loss: LossConfig | None, scene: Scene) -> tuple[Los
     )
 
 
-def _score(scored: Outcomes, objective: Objective, kl: KLConfig) -> dict[str, Tensor]:
+def scores_of(scored: Outcomes, objective: Objective, kl: KLConfig) -> dict[str, Tensor]:
     """What a batch holds of every completion, by the names of `Batch`; at beta 0 no reference. [outcomes, tokens]"""
     scores = {
         "policy_logprobs": scored.policy_logprobs,
@@ -244,26 +240,29 @@ def _plain_losses(scene: Scene, objective: Objective, loss: LossConfig, kl: KLCo
     """The loss of every group without the KL, with gradient to the chain; the same for every KL, so computed once."""
     bare = dataclasses.replace(objective, beta=0.0, kl=KLTerm())
     if (bare, loss) not in scene._without_kl:
-        steps, scores = _take_steps(scene, bare, loss, kl)
-        scene._without_kl[bare, loss] = scores.joined(torch.stack([step.loss for step in steps]))
+        scene._without_kl[bare, loss], _ = _take_steps(scene, bare, loss, kl)
     return scene._without_kl[bare, loss]
 
 
-def _take_steps(scene: Scene, objective: Objective, loss: LossConfig, kl: KLConfig) -> tuple[list[_Step], _Scores]:
-    """The loss of every group, as a trainer forms it: the gate and the advantages before the update, then the loss."""
+def _take_steps(
+    scene: Scene, objective: Objective, loss: LossConfig, kl: KLConfig
+) -> tuple[Float[Tensor, " groups"], Float[Tensor, " groups"] | None]:
+    """The loss of every group, with gradient to the chain, and the share of it that is over budget where there is one.
+
+    As a trainer forms it: the gate and the advantages before the update, then the loss.
+    """
     rows, _ = scene.groups
-    scores = _Scores.of(_score(scene.outcomes, objective, kl), rows)
+    scores = _Scores.of(scores_of(scene.outcomes, objective, kl), rows)
     gates = _gates(scene, objective, kl) if objective.beta > 0 and objective.kl.clip_method != "none" else None
     advantages = _advantages(scene, objective, loss, kl, gates)
     totals = None if scene.denominators == "group" else _totals(scene, kl)
-    steps: list[_Step] = []
+    outputs: list[LossOutput] = []
     for index, group in enumerate(scores.groups()):
         gate = None if gates is None else gates[index]
         batch = _batch(scene, kl, group, advantages=advantages[index], gate_kl=gate)
-        output = grpo_loss(batch, objective, totals=totals)
-        over = output.metrics.get("kl/over_budget")
-        steps.append(_Step(loss=output.loss, gate=None if over is None else over.item()))
-    return steps, scores
+        outputs.append(grpo_loss(batch, objective, totals=totals))
+    losses = scores.joined(torch.stack([output.loss for output in outputs]))
+    return losses, None if gates is None else torch.stack([output.metrics["kl/over_budget"] for output in outputs])
 
 
 def _batch(
@@ -281,7 +280,7 @@ def _batch(
 
 def _before(scene: Scene, objective: Objective, kl: KLConfig, rows: Tensor, gate_kl: Tensor | None = None) -> Batch:
     """The chosen completions as the policy that drew them scored them, before its first update."""
-    scores = {name: x[rows] for name, x in _score(scene.before, objective, kl).items()}
+    scores = {name: x[rows] for name, x in scores_of(scene.before, objective, kl).items()}
     return _batch(scene, kl, scores, advantages=torch.zeros(len(rows), dtype=torch.float64), gate_kl=gate_kl)
 
 
@@ -319,30 +318,39 @@ def _kl_mask(kl: KLConfig, y: Outcomes) -> Tensor:
 def _totals(scene: Scene, kl: KLConfig) -> Totals:
     """The expected numbers of sequences, tokens and KL tokens of a group."""
     y, size = scene.outcomes, float(scene.group_size)
-    tokens = (y.probs * scene.lengths).sum().item()
     kl_tokens = (y.probs * _kl_mask(kl, y).sum(-1)).sum().item()
-    return Totals(size, size * tokens, size * kl_tokens)
+    return Totals(size, size * scene.mean_length, size * kl_tokens)
 
 
 def _advantages(
     scene: Scene, objective: Objective, loss: LossConfig, kl: KLConfig, gates: Tensor | None
 ) -> Float[Tensor, "groups size"]:
     rows, _ = scene.groups
-    rewards = torch.zeros(rows.numel(), dtype=torch.float64) if scene.rewards is None else scene.rewards[rows.flatten()]
+    if objective.beta == 0 or objective.kl.placement != "reward":
+        return advantages_in_groups(scene.rewards[rows], loss)
+    rewards = scene.rewards[rows.flatten()]
 
     def advantages(rewards: Tensor) -> Tensor:
-        if scene.group_size == 1:
-            return rewards
-        return group_advantages(rewards, scene.group_size, scale=loss.scale, baseline=loss.advantage_baseline)
+        return advantages_in_groups(rewards.view(rows.shape), loss).flatten()
 
-    if objective.beta == 0 or objective.kl.placement != "reward":
-        return advantages(rewards).view(rows.shape)
     before = _before(scene, objective, kl, rows.flatten(), None if gates is None else gates.flatten())
     gate, beta = Gate.of(before, objective.kl), objective.beta
     found = advantages_with_kl(rewards, before, objective.kl, beta=beta, gate=gate, advantages=advantages)
     return found.view(rows.shape)
 
 
-def _count_orders(group: Sequence[int]) -> int:
-    """In how many orders the members of a group can be drawn."""
-    return math.factorial(len(group)) // math.prod(map(math.factorial, Counter(group).values()))
+def advantages_in_groups(rewards: Float[Tensor, "groups size"], loss: LossConfig) -> Float[Tensor, "groups size"]:
+    """The advantages that a policy loss forms of the rewards of each group; alone, a completion's own reward."""
+    size = rewards.shape[-1]
+    if size == 1:
+        return rewards
+    found = group_advantages(rewards.flatten(), size, scale=loss.scale, baseline=loss.advantage_baseline)
+    return found.view(rewards.shape)
+
+
+@functools.cache
+def _list_groups(count: int, size: int) -> tuple[Int[Tensor, "groups size"], Float[Tensor, " groups"]]:
+    """Every group of so many out of `count`, in any order, and the number of orders that each can be drawn in."""
+    groups = list(itertools.combinations_with_replacement(range(count), size))
+    orders = [math.factorial(size) // math.prod(map(math.factorial, Counter(group).values())) for group in groups]
+    return torch.tensor(groups), torch.tensor(orders, dtype=torch.float64)

@@ -125,16 +125,13 @@ def _prices() -> list[Check]:
         "loss, k3, a token mean beside a fixed length": replace(k3, kl_normalizer="token_mean"),
     }
     world = scene(0, length=2, rewards="mixed", group_size=3, denominators="expected")
-    outcomes, rewards = world.outcomes, world.rewards
-    assert rewards is not None
-    reward = gradient_of((outcomes.policy_logprobs.sum(-1).exp() * rewards).sum(), world.chain)
+    reward = gradient_of((world.outcomes.policy_logprobs.sum(-1).exp() * world.rewards).sum(), world.chain)
     reverse = world.truths["reverse"]
-    length = float((outcomes.probs * world.lengths).sum())
     checks: list[Check] = []
     for name, kl in terms.items():
         for baseline in get_args(Baseline):
             loss = LossConfig(loss_type="dr_grpo", advantage_baseline=baseline)
-            price = configured_price(kl, loss, group_size=3, mean_length=length, max_length=2).per_completion
+            price = configured_price(kl, loss, group_size=3, mean_length=world.mean_length, max_length=2).per_completion
             step = examine_config(kl, loss, scene=world)
             earned, paid = _multiple(-step.policy_gradient, reward), _multiple(kl.beta * step.kl.gradient, reverse)
             claim = f"{name}; {baseline} of 3: {price:.4g} reward per nat of a completion at beta {kl.beta:g}"
