@@ -1,4 +1,7 @@
-"""Each library that klamp imports is declared in pyproject.toml, and comes with what imports it; none for nothing."""
+"""Each library that klamp imports is declared in pyproject.toml, and comes with what imports it; none for nothing.
+
+And the oldest version that is declared of each is the one that `make test-oldest` installs.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "klamp"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 # module -> what pip calls it, where more than a dash differs.
 PIP_NAMES = {"yaml": "pyyaml"}
@@ -93,10 +100,9 @@ NOT_IMPORTED = {
 
 def declared(*extras: str) -> set[str]:
     """The base dependencies and those of the extras, as pip compares names."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    lines = list(project["dependencies"])
+    lines = list(PROJECT["dependencies"])
     for extra in extras:
-        lines += project["optional-dependencies"][extra]
+        lines += PROJECT["optional-dependencies"][extra]
     names = {_pip_name(re.match(r"[\w.-]+", line)[0]) for line in lines}
     nested = [re.search(r"^klamp\[([\w,-]+)\]", line) for line in lines]
     for found in filter(None, nested):
@@ -200,5 +206,22 @@ def test_the_lists_above_name_only_what_exists() -> None:
 
 def test_nothing_is_declared_for_nothing() -> None:
     used = {name for path in FILES for name in libraries(imports(SOURCE / path, within_functions=True))}
-    extras = ("train", "wandb", "trl", "unsloth", "tinker", "verl", "ray")
-    assert declared(*extras) - used == set(NOT_IMPORTED)
+    assert declared(*TRIED_OLDEST, "unsloth", "verl") - used == set(NOT_IMPORTED)
+
+
+TRIED_OLDEST = ("train", "wandb", "trl", "tinker", "ray")
+"""Extras; those of verl and unsloth are in the environments of their own targets, dev is nobody's but ours."""
+
+
+def test_what_is_declared_as_oldest_is_tried() -> None:
+    lines = [*PROJECT["dependencies"], *(x for extra in TRIED_OLDEST for x in PROJECT["optional-dependencies"][extra])]
+    oldest: dict[str, set[Version]] = {}
+    for requirement in map(Requirement, lines):
+        ends = {Version(each.version) for each in requirement.specifier if each.operator == ">="}
+        oldest.setdefault(canonicalize_name(requirement.name), set()).update(ends)
+    text = (ROOT / "constraints-oldest.txt").read_text(encoding="utf-8")
+    pins = {
+        canonicalize_name(name): Version(version) for name, version in re.findall(r"^([\w.-]+)==(\S+)$", text, re.M)
+    }
+    assert {name: {pins.get(name)} for name in oldest} == oldest
+    assert set(PROJECT["optional-dependencies"]) == {*TRIED_OLDEST, "verl", "unsloth", "dev"}

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.contracts.test_bad_input import CALLS, Call
 from tests.reliability.drawn import check_says_why, examples
 from torch import Tensor
 
@@ -383,66 +384,24 @@ def test_a_controller_stays_finite_and_within_its_bounds_or_refuses(name: str) -
     holds()
 
 
-SIGNATURES: tuple[tuple[Any, str, dict[str, str]], ...] = (
-    (klamp.kl_estimate, "tensor tensor", {"name": "estimator"}),
-    (klamp.exact_kl, "tensor tensor", {"name": "direction"}),
-    (
-        klamp.kl_penalty,
-        "tensor tensor mask",
-        {"name": "value gradient horizon", "tensor": "behavior_logprobs", "number": "max_weight max_log_ratio"},
-    ),
-    (klamp.clip_kl, "tensor number", {"name": "method", "number": "temperature"}),
-    (klamp.clip_kl, "tensor tensor", {"name": "method", "number": "temperature"}),
-    (klamp.kl_budget, "number", {"flag": "per_token", "number": "reference_length"}),
-    (klamp.kl_budget, "number", {"flag": "per_token", "tensor": "reference_length"}),
-    (klamp.group_advantages, "tensor number", {"name": "scale baseline", "number": "eps"}),
-    (klamp.linear_logprobs, "tensor tensor ids", {"tensor": "bias", "number": "temperature softcap"}),
-    (klamp.linear_kl, "tensor tensor tensor tensor", {"name": "direction", "tensor": "policy_bias ref_bias"}),
-    (
-        klamp.Batch,
-        "",
-        {
-            "tensor": "policy_logprobs advantages ref_logprobs gate_kl kl_weight",
-            "mask": "mask kl_mask",
-            "number": "reference_length group_size",
-        },
-    ),
-    (
-        klamp.KLConfig,
-        "",
-        {
-            "name": "kl_estimator kl_gradient kl_horizon",
-            "number": "beta target_kl kl_reference_length kl_max_log_ratio",
-        },
-    ),
+KL_CONFIG = Call(
+    klamp.KLConfig,
+    {},
+    dict.fromkeys(("kl_estimator", "kl_gradient", "kl_horizon", "beta", "target_kl", "kl_reference_length"), "any"),
 )
-"""A public function, the kinds of its positional arguments, and those of others by their names."""
-NEEDED = ("method", "per_token", "reference_length", "policy_logprobs", "advantages", "mask")
-"""Arguments without a default."""
 
 
 @given(data=st.data())
 @examples(150)
 def test_whatever_is_handed_to_a_public_function_is_computed_or_refused_in_words(data: st.DataObject) -> None:
-    """Tensors of drawn types and shapes in each place, numbers and names of any kind: a result or a KlampError."""
+    """A good call with drawn things in some places: tensors of any type and shape, numbers and names of any kind."""
     dtypes = [*FLOATS, torch.int64, torch.bool, torch.complex64, torch.uint8]
-    drawn = st.builds(
-        lambda shape, dtype: torch.ones(shape).to(dtype),
-        st.lists(st.integers(0, 3), max_size=3),
-        st.sampled_from([torch.float32, *dtypes]),
-    )
-    common = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=3))
-    fitting = st.sampled_from(FLOATS).map(lambda dtype: -torch.ones(common, dtype=dtype))
-    tensor = st.one_of(fitting, fitting, fitting, drawn, st.sampled_from([None, 1.0, "x"]))
-    mask = st.one_of(st.just(torch.ones(common, dtype=torch.bool)), drawn)
-    name = st.sampled_from(["k1", "k3", "exact", "reverse", "own", "token", "sequence", "hard", "std", "", None, 3])
-    number = st.one_of(anything, st.integers(-1, 4), st.just(torch.tensor(1.0)))
-    kinds = {"tensor": tensor, "mask": mask, "ids": drawn, "name": name, "number": number, "flag": st.booleans()}
-    function, places, options = data.draw(st.sampled_from(SIGNATURES))
-    arguments = [kinds[each] for each in places.split()]
-    options = {key: kinds[kind] for kind, keys in options.items() for key in keys.split()}
-    given = {key: data.draw(each) for key, each in options.items() if key in NEEDED or data.draw(st.booleans())}
+    sizes = st.lists(st.integers(0, 3), max_size=3)
+    tensors = st.builds(lambda shape, dtype: (-torch.ones(shape)).to(dtype), sizes, st.sampled_from(dtypes))
+    names = st.sampled_from(["k1", "k3", "exact", "reverse", "own", "token", "sequence", "hard", "std", "", 3])
+    call = data.draw(st.sampled_from([*CALLS.values(), KL_CONFIG]))
+    wrong = st.one_of(tensors, tensors, names, anything, st.integers(-1, 4), st.just(torch.tensor(1.0)))
     try:
-        function(*(data.draw(each) for each in arguments), **given)
+        call(**data.draw(st.dictionaries(st.sampled_from([*call.kinds]), wrong, max_size=3)))
     except KlampError as error:
         check_says_why(error)
