@@ -11,9 +11,8 @@ import pytest
 import yaml
 from tests.standin import FLAGS
 from tests.training import rewards
-from tests.training.answering import answering
+from tests.training.answering import VLLMServer, answering
 from tests.training.conftest import TINY, stored, tiny_llama
-from tests.training.vllm_server import VLLMServer
 
 from klamp.cli import main
 from klamp.records.klamp_run import read_config

@@ -118,7 +118,7 @@ def _checkpoint(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {
         "weights": {path.name: _tensors(load_file(path)) for path in sorted((folder / "policy").glob("*.safetensors"))},
         "moments": _tensors(torch.load(folder / "optimizer.pt", weights_only=True)),
-        "state": _plain(_without(json.loads((folder / "state.json").read_text()), "checksums")),
+        "state": _plain(json.loads((folder / "state.json").read_text())),
     }
     if (folder / "reference.safetensors").exists():
         found["reference"] = _tensors(load_file(folder / "reference.safetensors"))

@@ -171,7 +171,6 @@ STATE = {
     "metrics": {"kl/k3": 0.1},
     "reference_length": 9.5,
     "last_kl": 0.1,
-    "checksums": {},
 }
 """What a checkpoint of klamp's holds beside weights and moments."""
 

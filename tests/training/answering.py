@@ -1,4 +1,4 @@
-"""Servers on the loopback that stand in for a remote reference."""
+"""Servers on the loopback that stand in for a remote reference; what vLLM 0.32 answers, from a model that is here."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
 
 Answer = Callable[[str, Any, dict[str, str]], tuple[int, object]]
 """Path, what was sent (None: a GET) and the headers -> the status and what is answered; bytes as they are, and with
@@ -60,3 +63,67 @@ def in_turn(*answers: tuple[int, object]) -> Iterator[tuple[str, list[Any]]]:
 
     with answering(answer) as url:
         yield url, asked
+
+
+class VLLMServer:
+    """A stand-in; its `answer` is for `answering`.
+
+    Args:
+        model: what it serves.
+        tokenizer: its tokenizer.
+        names: the models that it lists.
+        longest: its `max_model_len`.
+        key: what it wants as a bearer token.
+        texts: whether it takes texts.
+        scale: its numbers are those of the model times this.
+        without: whether it leaves prompt_logprobs out, as other servers do.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        names: tuple[str, ...] = ("start",),
+        longest: int = 48,
+        key: str | None = None,
+        texts: bool = True,
+        scale: float = 1.0,
+        without: bool = False,
+    ) -> None:
+        self.model, self.tokenizer, self.names, self.longest = model, tokenizer, names, longest
+        self.key, self.texts, self.scale, self.without = key, texts, scale, without
+        self.asked: list[dict[str, Any]] = []
+
+    def answer(self, path: str, asked: Any, headers: dict[str, str]) -> tuple[int, object]:
+        if self.key is not None and headers.get("Authorization") != f"Bearer {self.key}":
+            return 401, {"error": "Unauthorized"}
+        if path == "/v1/models" and asked is None:
+            cards = [{"id": name, "max_model_len": self.longest, "parent": None} for name in self.names]
+            return 200, {"object": "list", "data": cards}
+        if path != "/v1/completions" or asked is None:
+            return 404, {"detail": "Not Found"}
+        self.asked.append(asked)
+        if asked["model"] not in self.names:
+            return 404, _error(f"The model `{asked['model']}` does not exist.")
+        prompts = asked["prompt"]
+        if isinstance(prompts[0], str):
+            if not self.texts:
+                return 400, _error("Unable to get tokenizer because `skip_tokenizer_init` is True")
+            prompts = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in prompts]
+        if max(map(len, prompts)) + asked["max_tokens"] > self.longest:
+            return 400, _error(f"This model's maximum context length is {self.longest} tokens.")
+        choices = [{"index": i, "prompt_logprobs": self.entries(ids)} for i, ids in enumerate(prompts)]
+        return 200, {"choices": choices[::-1]}
+
+    def entries(self, ids: list[int]) -> list[dict[str, dict[str, Any]] | None] | None:
+        if self.without:
+            return None
+        with torch.no_grad():
+            rows = self.model(torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)
+        pairs = zip(ids[1:], rows.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].tolist(), strict=True)
+        return [None, *({str(token): {"logprob": x * self.scale, "rank": 1}} for token, x in pairs)]
+
+
+def _error(message: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "BadRequestError", "param": None, "code": 400}}

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
-from tests.training.conftest import tiny_llama
+from tests.scoring.test_scorer import MODELS, made, stretched
+from tests.training.conftest import disturb, tiny_llama
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from klamp.scoring.completions import Completions
+from klamp.scoring.model_parts import Traits
+from klamp.scoring.probe import probe
+from klamp.scoring.scores import score
 from klamp.tasks.arithmetic import arithmetic_tokenizer
+from klamp.training import sampling
 from klamp.training.config import RolloutConfig
-from klamp.training.models import end_tokens
-from klamp.training.sampling import encode_prompts, examples_of_step, generate, uniform_numbers
+from klamp.training.models import end_tokens, load_model
+from klamp.training.sampling import (
+    BLOCK,
+    InverseSampler,
+    decode,
+    draw,
+    encode_prompts,
+    examples_of_step,
+    generate,
+    pays_to_drop,
+    uniform_numbers,
+    warpers_of,
+)
 
 CPU = torch.device("cpu")
 PROMPTS = ["1+1=", "rev abcde=", "123+456=", "7-2=", "q", "rev zz=", "99-98=", "100+999="]
@@ -193,3 +212,149 @@ def test_more_prompts_than_there_are_come_again():
 def test_another_seed_is_another_order():
     assert examples_of_step(4, 100, size=9, seed=0) == examples_of_step(4, 100, size=9, seed=0)
     assert examples_of_step(4, 100, size=9, seed=0) != examples_of_step(4, 100, size=9, seed=1)
+
+
+def drawn(scores: torch.Tensor, uniforms: torch.Tensor, **rollout: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and their log-probabilities for one row of scores at many uniform numbers."""
+    sampler = InverseSampler(uniforms[:, None], 3, RolloutConfig(**rollout))
+    rows = scores.expand(len(uniforms), -1)
+    only = sampler(torch.zeros(len(uniforms), 3, dtype=torch.long), rows)
+    assert (only.isfinite().sum(-1) == 1).all()
+    return only.argmax(-1), sampler.logprobs[0][:, 0]
+
+
+def test_a_token_is_the_inverse_of_the_cumulative_distribution():
+    never = -torch.inf
+    scores = torch.tensor([[never, 0.3, -2.0, never, never, 1.1, -30.0, 0.0, never]])
+    probs = scores.double().softmax(-1)[0].tolist()
+    grid = torch.cat([torch.linspace(0, 1, 997, dtype=torch.float64)[:-1], torch.tensor([1e-300, 1 - 2**-53])])
+    tokens, logprobs = drawn(scores, grid)
+    checked = 0
+    for u, token, logprob in zip(grid.tolist(), tokens.tolist(), logprobs.tolist(), strict=True):
+        below = sum(probs[:token])
+        assert below - 1e-6 <= u <= below + probs[token] + 1e-6
+        assert logprob == pytest.approx(float(scores[0].double().log_softmax(-1)[token]), abs=1e-6)
+        checked += below + 1e-6 < u < below + probs[token] - 1e-6
+    assert checked > 980, "nearly every number lies well inside its token's interval"
+
+
+@pytest.mark.parametrize(("u", "token"), [(0.0, 1), (5e-324, 1), (1 - 2**-53, 6)])
+def test_the_ends_of_the_unit_interval_never_draw_an_impossible_token(u, token):
+    scores = torch.tensor([[-torch.inf, 0.0, 2.0, -torch.inf, 1.0, -1.0, 0.5, -torch.inf, -torch.inf]])
+    tokens, logprobs = drawn(scores, torch.tensor([u], dtype=torch.float64))
+    assert tokens.tolist() == [token]
+    assert logprobs.isfinite().all()
+
+
+def test_evenly_spread_numbers_draw_every_token_in_proportion():
+    scores = torch.randn(1, 42, generator=torch.Generator().manual_seed(3)) * 2
+    n = 20_000
+    tokens, _ = drawn(scores, (torch.arange(n, dtype=torch.float64) + 0.5) / n, temperature=0.7)
+    expected = n * (scores[0].double() / 0.7).softmax(-1)
+    counts = torch.bincount(tokens, minlength=42)
+    assert ((counts - expected).abs() <= 1.01).all(), "a count is off its share by at most one draw"
+
+
+@pytest.mark.parametrize(("rollout", "kept"), [({"top_k": 3}, 3), ({"top_p": 0.6}, 2), ({"top_k": 2, "top_p": 0.9}, 2)])
+def test_truncation_keeps_the_likeliest_tokens_and_renormalises(rollout, kept):
+    probs = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15])
+    tokens, logprobs = drawn(probs.log()[None], torch.linspace(0, 1, 501, dtype=torch.float64)[:-1], **rollout)
+    best = probs.argsort(descending=True)[:kept]
+    assert set(tokens.tolist()) == set(best.tolist())
+    torch.testing.assert_close(logprobs.exp(), probs[tokens] / probs[best].sum())
+
+
+@settings(deadline=None, max_examples=60)
+@given(size=st.integers(1, 3 * BLOCK + 5), seed=st.integers(0, 10**6), spread=st.floats(0.1, 30), gaps=st.booleans())
+def test_blocks_of_the_vocabulary_change_no_draw(size, seed, spread, gaps):
+    """Against the whole cumulative sum in float64, at numbers well inside a token's interval and at its very ends."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(1, size, generator=generator) * spread
+    if gaps:
+        scores[0, torch.rand(size, generator=generator) < 0.7] = -torch.inf
+        scores[0, int(torch.randint(size, (1,), generator=generator))] = 0.0
+    uniforms = torch.rand(40, generator=generator, dtype=torch.float64)
+    uniforms[:2] = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+    tokens, logprobs = draw(scores.expand(40, -1), uniforms, temperature=1.0, warpers=warpers_of(RolloutConfig()))
+    probs = scores[0].double().softmax(-1)
+    cumulative = probs.cumsum(-1)
+    assert (scores[0, tokens] > -torch.inf).all(), "no impossible token"
+    torch.testing.assert_close(logprobs.double(), probs[tokens].log(), rtol=0, atol=2e-5)
+    low, high = cumulative[tokens] - probs[tokens], cumulative[tokens]
+    assert ((low - 1e-6 <= uniforms) & (uniforms <= high + 1e-6)).all()
+
+
+def sampled(model, traits, prompts, *, stop=(1, 7, 11, 20, 33), greedy=False, **rollout):
+    """Completions of prompts, [rows, P] ids and mask."""
+    settings = RolloutConfig(max_completion_length=LENGTH, **rollout)
+    numbers = None if greedy else uniform_numbers(0, 0, len(prompts[0]), LENGTH)
+    return generate(model, *prompts, rollout=settings, stop=stop, pad=0, uniforms=numbers, traits=traits)
+
+
+def grouped(rows: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    tokenizer = arithmetic_tokenizer()
+    return encode_prompts([p for p in PROMPTS for _ in range(rows)], tokenizer, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_k": 9}, {"top_p": 0.8}, {"greedy": True}])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_the_completions_are_those_of_generate(request, name, options):
+    model = load_model(request.getfixturevalue(name))
+    traits = probe(model)
+    assert traits.sharing == "gradient"
+    ours, theirs = (sampled(model, t, grouped(), **options) for t in (traits, None))
+    assert tokens_of(ours) == tokens_of(theirs)
+    assert options.get("greedy") or len({len(t) for t in tokens_of(ours)}) > 2
+    assert torch.equal(ours.ended, theirs.ended)
+    torch.testing.assert_close(
+        ours.sampler_logprobs[ours.mask], theirs.sampler_logprobs[theirs.mask], rtol=0, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_windows_caps_scales_and_adapters_are_sampled_as_they_are_scored(name):
+    model = made(name)
+    ids = torch.randint(1, 50, (3, 6), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(6) >= torch.tensor([0, 2, 4])[:, None]).long()
+    prompts = (ids * mask).repeat_interleave(4, 0), mask.repeat_interleave(4, 0)
+    found = sampled(model, probe(model), prompts)
+    with torch.no_grad():
+        expected = score(model, found, temperature=1.0).logprobs
+    torch.testing.assert_close(found.sampler_logprobs[found.mask], expected[found.mask], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("length", [6 + LENGTH - 1, 6 + LENGTH])
+def test_frequencies_that_follow_the_length_are_left_to_generate(monkeypatch, length):
+    model, used = stretched("longrope", length=length), []
+    ids = torch.randint(1, 50, (2, 6), generator=torch.Generator().manual_seed(0)).repeat_interleave(3, 0)
+    monkeypatch.setattr(sampling, "decode", lambda *a, **k: used.append(1) or decode(*a, **k))
+    expected = sampled(model, None, (ids, torch.ones_like(ids)))
+    found = sampled(model, probe(model), (ids, torch.ones_like(ids)))
+    assert tokens_of(found) == tokens_of(expected)
+    assert bool(used) == (6 + LENGTH <= length)
+
+
+def test_every_prompt_is_run_once_and_what_has_ended_no_more():
+    model, seen = tiny_llama(), []
+    handle = model.model.register_forward_hook(lambda m, a, k, out: seen.append(k["input_ids"].shape), with_kwargs=True)
+    found = sampled(model, Traits(head=True, sharing="gradient"), grouped(4))
+    handle.remove()
+    assert seen[0] == (len(PROMPTS), found.prompt_ids.shape[1])
+    steps = [rows for rows, tokens in seen[1:] if tokens == 1]
+    assert len(steps) == len(seen) - 1 and steps[0] <= 32
+    assert all(a >= b for a, b in pairwise(steps)) and steps[-1] < 32
+    for t, rows in enumerate(steps):
+        left = int(((found.mask.sum(-1) > t + 1) | ((found.mask.sum(-1) == t + 1) & ~found.ended)).sum())
+        assert left <= rows and not pays_to_drop(left, rows)
+
+
+def test_an_adapter_in_training_mode_with_checkpointing_is_sampled_with_its_cache():
+    model = get_peft_model(tiny_llama(), LoraConfig(r=2, target_modules="all-linear"))
+    disturb(model)
+    expected = tokens_of(sampled(model, None, grouped(2)))
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    traits = probe(model)
+    assert traits.sharing == "values"
+    assert tokens_of(sampled(model, traits, grouped(2))) == expected
+    assert model.training

@@ -3,7 +3,8 @@
     checkpoints/step-000050/policy/         save_pretrained: loads anywhere
     checkpoints/step-000050/optimizer.pt    loads with weights_only=True
     checkpoints/step-000050/reference.safetensors   only where the reference moves
-    checkpoints/step-000050/state.json      step, controller, schedule, reference length; checksums of the other files
+    checkpoints/step-000050/state.json      step, controller, schedule, reference length
+    checkpoints/step-000050/checksums.json  SHA-256 of all of them; a complete checkpoint of TRL or verl gets one too
 
 A checkpoint is written beside its place and moved there once it is on the disk: a killed run, or a machine that loses
 power, leaves a whole one or none; the lines that speak of its steps are on the disk before it. What changes later on
@@ -16,7 +17,7 @@ import hashlib
 import json
 import reprlib
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -43,18 +44,13 @@ from klamp.training.folders import (
     write_whole,
 )
 
+OWN, OF_TRL, OF_VERL = "step-", "checkpoint-", "global_step_"
+"""How the names of a backend's checkpoints begin."""
 SEAL = "checksums.json"
-"""The file in a checkpoint of TRL or verl that holds its checksums; where it is, the checkpoint was complete."""
+"""The file in a checkpoint that holds its checksums; where it is, the checkpoint was complete."""
 REFERENCE = "reference.safetensors"
-STATE: dict[str, type | tuple[type, ...]] = {
-    "step": int,
-    "controller": dict,
-    "schedule": dict,
-    "before": dict,
-    "metrics": dict,
-    "reference_length": (int, float, type(None)),
-}
-"""The keys that state.json must hold for a run to continue, and the types of their values."""
+STATE = {"step", "controller", "schedule", "before", "metrics", "reference_length"}
+"""The keys that state.json must hold for a run to continue."""
 UNREADABLE = (
     *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, EOFError),
     *(UnpicklingError, SafetensorError),
@@ -116,10 +112,8 @@ def write(output_dir: Path, step: int, fill: Callable[[Path], None], *, state: d
     try:
         part.mkdir(parents=True)
         fill(part)
-        whole = state | {"step": step, "checksums": checksums(part)}
-        (part / "state.json").write_text(json.dumps(whole, indent=2), encoding="utf-8")
-        make_readable(part)
-        sync_all(part)
+        (part / "state.json").write_text(json.dumps(state | {"step": step}, indent=2), encoding="utf-8")
+        seal(part)
         for path in (*output_dir.glob("*.jsonl"), output_dir):
             sync(path)
     except UNWRITABLE as error:
@@ -151,21 +145,31 @@ def _aside(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.old")
 
 
-def checkpoints(output_dir: Path) -> list[Path]:
-    """The complete checkpoints of a run, oldest first."""
-    return [each for each in checkpoint_folders(output_dir) if each.name.startswith("step-")]
+def checkpoints(output_dir: Path, *, begin: str = OWN) -> list[Path]:
+    """The complete checkpoints of a run, oldest first.
+
+    Args:
+        output_dir: folder of the run.
+        begin: how the names of a backend's checkpoints begin; those that are not klamp's own are complete once sealed.
+    """
+    found = [each for each in checkpoint_folders(output_dir) if each.name.startswith(begin)]
+    return [each for each in found if begin == OWN or (each / SEAL).exists()]
 
 
-def newest(output_dir: Path) -> Path | None:
+def newest(output_dir: Path, *, begin: str = OWN) -> Path | None:
     """The newest checkpoint of a run; None where it was killed before its first.
+
+    Args:
+        output_dir: folder of the run.
+        begin: as in `checkpoints`.
 
     Raises:
         RunFolderError: the folder is one of a run that had some.
     """
-    return last_of(checkpoints(output_dir), output_dir)
+    return last_of(checkpoints(output_dir, begin=begin), output_dir, begin=begin)
 
 
-def last_of(found: Sequence[Path], output_dir: Path, *, begin: str = "step-") -> Path | None:
+def last_of(found: Sequence[Path], output_dir: Path, *, begin: str) -> Path | None:
     """The last of the checkpoints that were found in a run's folder; None where the run was killed before its first.
 
     Args:
@@ -187,13 +191,13 @@ def last_of(found: Sequence[Path], output_dir: Path, *, begin: str = "step-") ->
     return found[-1] if found else None
 
 
-def whole_newest(output_dir: Path) -> Path | None:
+def whole_newest(output_dir: Path, *, begin: str = OWN) -> Path | None:
     """The newest checkpoint, read once to its last byte; None where the run was killed before its first.
 
     Raises:
         RunFolderError: it is damaged; names the newest one that is whole.
     """
-    folder = newest(output_dir)
+    folder = newest(output_dir, begin=begin)
     if folder is not None:
         check(folder)
     return folder
@@ -210,10 +214,8 @@ def check(checkpoint: Path, *, besides: str = "", inside: Path | None = None) ->
     Raises:
         RunFolderError: it is damaged; names the newest one that is whole.
     """
-    inside = checkpoint if inside is None else inside
     try:
-        noted = {name: sum_ for name, sum_ in _noted(checkpoint).items() if (checkpoint / name).is_relative_to(inside)}
-        names = changed(checkpoint, noted)
+        names = changed(checkpoint, inside=inside)
     except UNREADABLE as error:
         raise damaged(checkpoint, error, besides=besides) from error
     if names:
@@ -223,42 +225,23 @@ def check(checkpoint: Path, *, besides: str = "", inside: Path | None = None) ->
 
 def is_noted(checkpoint: Path) -> bool:
     """Whether a checkpoint should have checksums: klamp's own, or another that was complete once."""
-    return _is_own(checkpoint) or (checkpoint / SEAL).exists()
-
-
-def _is_own(checkpoint: Path) -> bool:
-    return checkpoint.name.startswith("step-")
-
-
-def _noted(checkpoint: Path) -> Mapping[str, str]:
-    """The checksums of a checkpoint; older klamp noted none in its own."""
-    return _state_of(checkpoint).get("checksums", {}) if _is_own(checkpoint) else sealed(checkpoint)
+    return checkpoint.name.startswith(OWN) or (checkpoint / SEAL).exists()
 
 
 def load_state(checkpoint: Path) -> dict[str, Any]:
     """Read the JSON state of a checkpoint.
 
     Raises:
-        RunFolderError: it is missing or damaged.
+        RunFolderError: it is missing or damaged, or of another step.
     """
     try:
-        return _state_of(checkpoint)
+        state = json_of((checkpoint / "state.json").read_text(encoding="utf-8"))
+        if missing := sorted(STATE - state.keys()):
+            raise ValueError(f"state.json lacks {', '.join(missing)}")
+        if state["step"] != number_of(checkpoint):
+            raise ValueError(f"step in state.json is {reprlib.repr(state['step'])}")
     except UNREADABLE as error:
         raise damaged(checkpoint, error) from error
-
-
-def _state_of(checkpoint: Path) -> dict[str, Any]:
-    state = json_of((checkpoint / "state.json").read_text(encoding="utf-8"))
-    missing = sorted(STATE.keys() - state.keys())
-    if missing:
-        raise ValueError(f"state.json lacks {', '.join(missing)}")
-    for name, kind in STATE.items():
-        if not isinstance(state[name], kind) or isinstance(state[name], bool):
-            raise TypeError(f"{name} in state.json is {reprlib.repr(state[name])}")
-    if not all(isinstance(x, int | float) for name in ("before", "metrics") for x in state[name].values()):
-        raise TypeError("scores or metrics in state.json are no numbers")
-    if state["step"] != number_of(checkpoint):
-        raise ValueError(f"step in state.json is {reprlib.repr(state['step'])}")
     return state
 
 
@@ -298,7 +281,7 @@ def damaged(checkpoint: Path, error: Exception, *, besides: str = "") -> RunFold
 def is_whole(checkpoint: Path) -> bool:
     """Whether a checkpoint's files are those that were written."""
     try:
-        return not changed(checkpoint, _noted(checkpoint))
+        return not changed(checkpoint)
     except UNREADABLE:
         return False
 
@@ -317,48 +300,32 @@ def load_reference(checkpoint: Path, reference: nn.Module | None) -> None:
         raise damaged(checkpoint, error) from error
 
 
-def checksums(folder: Path) -> dict[str, str]:
-    """Path inside the folder -> SHA-256, for each of its files."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {file.relative_to(folder).as_posix(): _checksum(file) for file in files}
-
-
 def _checksum(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def changed(folder: Path, noted: Mapping[str, str]) -> list[str]:
-    """The files of a checkpoint that are not those that were written; one that came later is none of them.
+def seal(folder: Path) -> None:
+    """Note the SHA-256 of every file of a checkpoint that is complete, once it is on the disk."""
+    make_readable(folder)
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in (*folder.rglob("*"), folder):
+        sync(path)
+    sums = {file.relative_to(folder).as_posix(): _checksum(file) for file in files}
+    write_whole(folder / SEAL, json.dumps(sums, indent=2))
+
+
+def changed(folder: Path, *, inside: Path | None = None) -> list[str]:
+    """The files of a checkpoint that are not those that were sealed; one that came later is none of them.
 
     Args:
         folder: of the checkpoint.
-        noted: their checksums.
-    """
-    files = {name: folder / name for name in noted}
-    return [name for name, file in files.items() if not file.is_file() or _checksum(file) != noted[name]]
-
-
-def sync_all(folder: Path) -> None:
-    """Wait until a folder and everything in it is on the disk."""
-    for path in (*folder.rglob("*"), folder):
-        sync(path)
-
-
-def seal(folder: Path) -> None:
-    """Note the checksums of a checkpoint that is complete, once it is on the disk."""
-    make_readable(folder)
-    sync_all(folder)
-    write_whole(folder / SEAL, json.dumps(checksums(folder), indent=2))
-
-
-def sealed(folder: Path) -> dict[str, str]:
-    """The checksums that were noted.
+        inside: the folder in it whose files are looked at; None: all are.
 
     Raises:
-        OSError, ValueError: there are none, or they cannot be read.
+        OSError, ValueError, TypeError, AttributeError: there is no seal, or it cannot be read.
     """
-    noted = json.loads((folder / SEAL).read_text(encoding="utf-8"))
-    if not isinstance(noted, dict):
-        raise ValueError(f"{SEAL} holds no checksums")
-    return noted
+    sums = {folder / name: noted for name, noted in json_of((folder / SEAL).read_text(encoding="utf-8")).items()}
+    files = {file: noted for file, noted in sums.items() if file.is_relative_to(inside or folder)}
+    other = [file for file, noted in files.items() if not file.is_file() or _checksum(file) != noted]
+    return [file.relative_to(folder).as_posix() for file in other]

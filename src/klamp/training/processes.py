@@ -8,12 +8,15 @@ Whom it was for, torch does not say; the launcher says which process died.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 
+import torch
 from accelerate import Accelerator
+from torch import Tensor, nn
 from torch.distributed import DistError
+from torch.nn.utils import clip_grad_norm_
 
 from klamp.errors import ConfigError, KlampError, TrainerFailed
 from klamp.training.config import TrainConfig
@@ -82,6 +85,39 @@ def check_alone(config: TrainConfig, *, why: str) -> None:
             why=why,
             fix="start it without torchrun",
         )
+
+
+class OneProcess:
+    """What a step asks of accelerate, in a program that starts no processes and has nothing set up by accelerate.
+
+    Args:
+        device: of the policy.
+    """
+
+    num_processes, process_index, is_main_process = 1, 0, True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """A context in which gradients are added up, as they always are here."""
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of a loss to those of the weights."""
+        loss.backward()
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor], bound: float) -> Tensor:
+        """Shorten the gradient to a bound; its norm before."""
+        return clip_grad_norm_(parameters, bound)
+
+    def reduce(self, x: Tensor, reduction: str) -> Tensor:
+        """The sum over all processes."""
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The tensors of all processes."""
+        return x
 
 
 def timeout_of(config: TrainConfig) -> timedelta:

@@ -12,7 +12,6 @@ from types import FrameType
 import torch
 from torch import nn
 
-from klamp.diagnostics.statistics import step_metrics
 from klamp.errors import TrainingStopped
 from klamp.hosts.common.control import held_kl
 from klamp.hosts.common.step_zero import STEP_ZERO_KL, likely_reasons, step_zero_text
@@ -24,16 +23,12 @@ from klamp.training.observers import AlarmObserver, Observer, RunInfo, RunSummar
 from klamp.training.references import FrozenReference
 from klamp.training.rollouts import Rollout
 from klamp.training.sampling import examples_of_step
-from klamp.training.updates import CARRIED, UpdateOutput, completion_row, gather_record
+from klamp.training.updates import UpdateOutput, completion_row
 
 HANGUP = getattr(signal, "SIGHUP", None)
 """None on Windows."""
 ENDS = tuple(number for number in (signal.SIGINT, signal.SIGTERM, HANGUP) if number is not None)
 """The signals that end a run."""
-
-
-OF_THE_LAST = ("policy/ratio_clipped", "kl/weights_truncated")
-"""What tells how far the updates of a step went from who sampled: before the first of them the ratio is 1."""
 
 
 class Run:
@@ -95,21 +90,6 @@ class Run:
     def is_due(self, every: int) -> bool:
         """Whether what is done every so many steps (0: only at the end) is to be done after this one."""
         return self.step == self.context.config.run.max_steps or bool(every and self.step % every == 0)
-
-    def _measure(self, rollout: Rollout, outputs: list[UpdateOutput]) -> dict[str, float]:
-        record = gather_record(self.context, rollout, outputs[0])
-        asked = self.context.config.rollout
-        metrics = step_metrics(record, group_size=asked.num_generations)
-        measured = "kl/k3" in metrics
-        metrics |= {name: x for name, x in outputs[0].losses.items() if measured or name not in CARRIED}
-        done = [o for o in outputs if not o.stopped]
-        norms = [o.grad_norm for o in done if o.grad_norm is not None]
-        if norms or not done:
-            metrics["train/grad_norm"] = sum(norms) / max(1, len(norms))
-        metrics["policy/updates"] = float(len(done))
-        if len(outputs) > 1:
-            metrics["policy/kl_old"] = outputs[-1].kl_old
-        return metrics | {name: outputs[-1].losses[name] for name in OF_THE_LAST if name in outputs[-1].losses}
 
     def _held_kl(self, metrics: Mapping[str, float]) -> float | None:
         return held_kl(metrics, exact_everywhere=self.context.exact_everywhere)

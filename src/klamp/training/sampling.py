@@ -6,9 +6,9 @@ policy's cumulative distribution at its number. One process or several, one batc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,6 @@ from klamp.scoring.completions import Completions
 from klamp.scoring.model_parts import OpenedModel, Traits
 from klamp.scoring.passes import distinct, run_prompts
 from klamp.training.config import RolloutConfig
-
-Draw: TypeAlias = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
-"""(scores [b, V], which completions [b], position) -> (tokens [b], their log-probabilities [b])."""
 
 BLOCK = 256
 """How many neighbouring tokens are summed to a block before single tokens are looked at."""
@@ -117,7 +114,7 @@ def generate(
         options: dict[str, Any] = {"rollout": rollout, "stop": stop, "uniforms": uniforms}
         longest = prompt_ids.shape[1] + rollout.max_completion_length
         if traits is not None and traits.sharing != "no" and OpenedModel(model, traits).is_steady(longest):
-            ids, logprobs = _decoded(model, prompt_ids, prompt_mask, traits=traits, **options)
+            ids, logprobs = decode(model, prompt_ids, prompt_mask, traits=traits, **options)
         else:
             ids, logprobs = _generated(model, prompt_ids, prompt_mask, pad=pad, **options)
     is_end = torch.isin(ids, torch.tensor(list(stop), device=ids.device))
@@ -130,28 +127,6 @@ def generate(
         sampler_logprobs=torch.where(mask, logprobs.to(ids.device), 0.0),
         ended=(is_end & mask).any(-1),
     )
-
-
-def _decoded(
-    model: nn.Module,
-    prompt_ids: Tensor,
-    prompt_mask: Tensor,
-    *,
-    rollout: RolloutConfig,
-    stop: Sequence[int],
-    uniforms: Tensor | None,
-    traits: Traits,
-) -> tuple[Tensor, Tensor]:
-    warpers = warpers_of(rollout)
-
-    def take(scores: Tensor, rows: Tensor, t: int) -> tuple[Tensor, Tensor]:
-        if uniforms is None:
-            return scores.argmax(-1), torch.zeros(len(scores), device=scores.device)
-        numbers = uniforms[rows.to(uniforms.device), t]
-        return draw(scores, numbers, temperature=rollout.temperature, warpers=warpers)
-
-    length = rollout.max_completion_length
-    return decode(model, traits, prompt_ids, prompt_mask, length=length, stop=stop, take=take)
 
 
 def _generated(
@@ -187,13 +162,13 @@ def pays_to_drop(going_on: int, held: int) -> bool:
 
 def decode(
     model: nn.Module,
-    traits: Traits,
     prompt_ids: Tensor,
     prompt_mask: Tensor,
     *,
-    length: int,
+    rollout: RolloutConfig,
     stop: Sequence[int],
-    take: Draw,
+    uniforms: Tensor | None,
+    traits: Traits,
 ) -> tuple[Tensor, Tensor]:
     """Completions and the log-probabilities of their tokens, [B, t], t <= length; arbitrary after an end token.
 
@@ -202,13 +177,12 @@ def decode(
 
     Args:
         model: the policy, whose cache can be shared.
-        traits: that it can.
         prompt_ids, prompt_mask: left-padded prompts, [B, P].
-        length: most tokens of a completion.
-        stop: ids that end one.
-        take: takes the next tokens.
+        rollout, stop, uniforms: as in `generate`.
+        traits: that its cache can be shared.
     """
-    opened, device = OpenedModel(model, traits), prompt_ids.device
+    opened, device, length = OpenedModel(model, traits), prompt_ids.device, rollout.max_completion_length
+    warpers = warpers_of(rollout)
     prefix = run_prompts(opened, *distinct(prompt_ids, prompt_mask))
     values, cache = prefix.last[prefix.which], cache_rows(prefix.cache, prefix.which, room=length)
     ends = torch.tensor(list(stop), device=device)
@@ -216,22 +190,24 @@ def decode(
     logprobs = torch.zeros(ids.shape, device=device)
     rows, going = torch.arange(len(ids), device=device), torch.ones(len(ids), dtype=torch.bool, device=device)
     for t in range(length):
-        token, logprob = take(opened.predictions(values[:, -1]).logits(), rows, t)
-        ids[rows, t], logprobs[rows, t] = token, logprob.to(logprobs.dtype)
+        scores = opened.predictions(values[:, -1]).logits()
+        if uniforms is None:
+            token = scores.argmax(-1)
+        else:
+            numbers = uniforms[rows.to(uniforms.device), t]
+            token, logprob = draw(scores, numbers, temperature=rollout.temperature, warpers=warpers)
+            logprobs[rows, t] = logprob.to(logprobs.dtype)
+        ids[rows, t] = token
         going &= ~torch.isin(token, ends)
         left = int(going.sum())
         if left == 0 or t + 1 == length:
             return ids[:, : t + 1], logprobs[:, : t + 1]
         if pays_to_drop(left, len(rows)):
-            rows, token, cache, going = _without_ended(rows, token, cache, going)
+            kept = going.nonzero()[:, 0]
+            cache.reorder_cache(kept)
+            rows, token, going = rows[kept], token[kept], going[kept]
         values, cache = opened.run(token[:, None], prompt_mask[rows], keep=1, cache=cache)
     return ids, logprobs
-
-
-def _without_ended(rows: Tensor, token: Tensor, cache: Any, going: Tensor) -> tuple[Tensor, Tensor, Any, Tensor]:
-    kept = going.nonzero()[:, 0]
-    cache.reorder_cache(kept)
-    return rows[kept], token[kept], cache, going[kept]
 
 
 def warpers_of(rollout: RolloutConfig) -> LogitsProcessorList:

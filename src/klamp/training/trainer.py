@@ -25,7 +25,7 @@ from klamp.training.rollouts import Rollout, collect, measure_reference_length
 from klamp.training.run import Interrupt, Run, deferred_interrupts
 from klamp.training.runlog import RunLog, begin_trackers
 from klamp.training.setup import build, make_accelerator, make_optimizer, opened_folder
-from klamp.training.updates import UpdateOutput, control_metrics, speed, update, with_old_logprobs
+from klamp.training.updates import UpdateOutput, control_metrics, measured, speed, update, with_old_logprobs
 
 
 class Trainer(Run):
@@ -71,8 +71,7 @@ class Trainer(Run):
             if not isinstance(self.schedule.last_epoch, int):
                 raise TypeError(f"last_epoch of the schedule is {self.schedule.last_epoch!r}")
             self.before, self.metrics, self.step = state["before"], state["metrics"], state["step"]
-            last_kl = {"last_kl": self._held_kl(self.metrics)}  # older ones have none
-            self.control.load_state_dict(last_kl | state)
+            self.control.load_state_dict(state)
         except RunFolderError:
             raise
         except checkpoint.UNREADABLE as error:
@@ -127,7 +126,7 @@ class Trainer(Run):
                 break
             rollout = with_old_logprobs(rollout, outputs[0])
         self.schedule.step()
-        metrics = self._measure(rollout, outputs) | {"train/learning_rate": float(rate)}
+        metrics = measured(self.context, rollout, outputs) | {"train/learning_rate": float(rate)}
         metrics |= control_metrics(self.context, beta, metrics)
         kl = self._held_kl(metrics)
         if kl is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -17,7 +17,7 @@ from klamp.core.masking import masked_sum
 from klamp.core.objective import Objective, grpo_loss, without_gradient
 from klamp.core.types import Batch, Direction
 from klamp.diagnostics.metrics import Counted, averaged_over
-from klamp.diagnostics.statistics import StepRecord, pad_tokens, repeated_pairs
+from klamp.diagnostics.statistics import StepRecord, pad_tokens, repeated_pairs, step_metrics
 from klamp.errors import NonFiniteError
 from klamp.hosts.common.control import check_kl, held_kl
 from klamp.scoring.completions import select
@@ -242,6 +242,26 @@ def with_old_logprobs(rollout: Rollout, output: UpdateOutput) -> Rollout:
     """The rollout with the log-probabilities of the first update: later updates take their ratios to them."""
     old = output.policy_logprobs if rollout.old_logprobs is None else rollout.old_logprobs
     return replace(rollout, old_logprobs=old, before=None)
+
+
+OF_THE_LAST = ("policy/ratio_clipped", "kl/weights_truncated")
+"""What tells how far the updates of a step went from who sampled: before the first of them the ratio is 1."""
+
+
+def measured(context: Context, rollout: Rollout, outputs: Sequence[UpdateOutput]) -> dict[str, float]:
+    """What a step gave, by the names of `METRICS`: that of its tokens before the first update, and of its updates."""
+    record = gather_record(context, rollout, outputs[0])
+    metrics = step_metrics(record, group_size=context.config.rollout.num_generations)
+    has_kl = "kl/k3" in metrics
+    metrics |= {name: x for name, x in outputs[0].losses.items() if has_kl or name not in CARRIED}
+    done = [o for o in outputs if not o.stopped]
+    norms = [o.grad_norm for o in done if o.grad_norm is not None]
+    if norms or not done:
+        metrics["train/grad_norm"] = sum(norms) / max(1, len(norms))
+    metrics["policy/updates"] = float(len(done))
+    if len(outputs) > 1:
+        metrics["policy/kl_old"] = outputs[-1].kl_old
+    return metrics | {name: outputs[-1].losses[name] for name in OF_THE_LAST if name in outputs[-1].losses}
 
 
 def gather_record(context: Context, rollout: Rollout, output: UpdateOutput) -> StepRecord:

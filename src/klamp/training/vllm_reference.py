@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.client import HTTPException
-from typing import Any, TypeGuard
+from typing import Any
 from urllib.error import HTTPError
 
 import torch
@@ -37,8 +37,6 @@ KEY = "KLAMP_REFERENCE_KEY"
 TRIES = 4
 TIMEOUT_SECONDS = 120.0
 """Longest silence of a server."""
-LARGEST_ANSWER = 2**29
-"""Bytes of an answer."""
 FAILURES = (OSError, HTTPException, json.JSONDecodeError, UnicodeDecodeError)
 """What `ask` raises where no answer came: refusals and failures of the server, of the network, no JSON."""
 AT_ONCE = 32
@@ -151,16 +149,14 @@ class VLLMReference:
         try:
             pairs = zip(ids[1:], entries[1:], strict=True)
             numbers = [(entry or {})[str(token)]["logprob"] for token, entry in pairs]
-            if not all(isinstance(number, int | float) for number in numbers):
-                raise TypeError("no number")
+            others = [number for number in numbers if isinstance(number, bool) or not LOWEST <= number <= ABOVE_ZERO]
         except (KeyError, TypeError, ValueError) as error:
             raise failed(self.url, "it returned numbers of other tokens than those that it was sent") from error
-        if not all(map(is_logprob, numbers)):
-            other = str(next(number for number in numbers if not is_logprob(number)))[:20]
+        if others:
             raise failed(
                 self.url,
-                f"it returned numbers that are no log-probabilities ({other} is one of them): vLLM does so "
-                "with --logprobs-mode raw_logits or processed_logits; start it with raw_logprobs, its default",
+                f"it returned numbers that are no log-probabilities ({str(others[0])[:20]} is one of them): vLLM does "
+                "so with --logprobs-mode raw_logits or processed_logits; start it with raw_logprobs, its default",
             )
         return numbers
 
@@ -189,11 +185,6 @@ class VLLMReference:
     def describe(self) -> str:
         """Where the reference comes from, in words."""
         return f"{self.name} on the server at {self.url}"
-
-
-def is_logprob(x: object) -> TypeGuard[float]:
-    """Whether this is a number that a log-probability can be, in float32."""
-    return isinstance(x, int | float) and not isinstance(x, bool) and LOWEST <= x <= ABOVE_ZERO
 
 
 def failed(url: str, why: str) -> ModelError:
@@ -340,27 +331,17 @@ def ask(url: str, content: dict[str, Any] | None = None) -> Any:
     request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"})
     if authorization := _bearer():
         request.add_unredirected_header("Authorization", authorization)
-    for attempt in range(TRIES - 1):
+    for attempt in range(TRIES):
         try:
-            return _answer(request)
+            with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
+                return json.load(response)
         except FAILURES as error:
-            if status(error) in {*range(400, 500), 501} - {429}:
+            if attempt == TRIES - 1 or status(error) in {*range(400, 500), 501} - {429}:
                 raise
             time.sleep(0.1 * 2**attempt)
-    return _answer(request)
-
-
-def _answer(request: urllib.request.Request) -> Any:
-    try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
-            content = response.read(LARGEST_ANSWER + 1)
-        if len(content) > LARGEST_ANSWER:
-            raise HTTPException(f"the answer is larger than {LARGEST_ANSWER} bytes")
-        return json.loads(content)
-    except FAILURES:
-        raise
-    except (ValueError, RecursionError) as error:  # a redirection to no address; lists in lists without an end
-        raise HTTPException(f"{type(error).__name__}: {error}") from error
+        except (ValueError, RecursionError) as error:  # a redirection to no address; lists in lists without an end
+            raise HTTPException(f"{type(error).__name__}: {error}") from error
+    raise AssertionError("the last try gives an answer or raises")
 
 
 def _bearer() -> str:

@@ -17,9 +17,9 @@ from tests.training.in_trl.conftest import QUICK
 from tests.training.test_trainer import Recorder
 
 from klamp.errors import RewardError, RunFolderError, TrainingStopped
+from klamp.training.checkpoint import OF_TRL, checkpoints, newest
 from klamp.training.config import TrainConfig
 from klamp.training.folders import number_of
-from klamp.training.in_trl.run import checkpoints, newest
 from klamp.training.in_trl.train import train_run
 from klamp.training.observers import Observer
 
@@ -81,7 +81,7 @@ def test_a_run_leaves_and_tells_what_a_local_one_does(whole):
     info = recorder.info
     assert info.parameters == info.trainable_parameters > 10_000
     assert (info.device, info.processes, info.reference) == ("cpu", 1, "loaded by TRL")
-    assert [path.name for path in checkpoints(folder)] == ["checkpoint-4", "checkpoint-5"], "two are kept"
+    assert [path.name for path in checkpoints(folder, begin=OF_TRL)] == ["checkpoint-4", "checkpoint-5"], "two are kept"
     assert json.loads((folder / "versions.json").read_text())["trl"][0] == "1"
     first, last = steps_of(folder)[0], steps_of(folder)[-1]
     assert abs(first["kl/k1"]) < 1e-6 and first["kl/k3"] < 1e-6 and first["kl/exact"] < 1e-6
@@ -164,7 +164,7 @@ def test_an_alarm_of_stop_on_ends_it(quick, tmp_path):
         train_run(quick(max_steps=40, stop_on=("kl-high",)))
     assert "kl-high" in (tmp_path / "run" / "alarms.jsonl").read_text()
     done = steps_of(tmp_path / "run")[-1]["step"]
-    assert number_of(newest(tmp_path / "run")) == done < 40
+    assert number_of(newest(tmp_path / "run", begin=OF_TRL)) == done < 40
 
 
 def test_a_reward_that_fails_names_the_newest_checkpoint(quick, monkeypatch):

@@ -7,7 +7,7 @@ from statistics import fmean
 
 import pytest
 from tests.training.conftest import tiny_llama
-from tests.training.test_own_answers import read_by_hand
+from tests.training.test_evaluation import read_by_hand
 
 from klamp.training.service import rollout, tinker_trainer
 

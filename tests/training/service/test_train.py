@@ -165,5 +165,6 @@ def test_a_checkpoint_of_a_local_run_is_none_of_the_service(tiny, run_of, tmp_pa
     state = json.loads(file.read_text())
     del state["tinker_path"]
     file.write_text(json.dumps(state))
+    checkpoint.seal(file.parent)
     with pytest.raises(RunFolderError, match="saved by another backend"):
         train_run(run_of(**SHORT, resume=True))

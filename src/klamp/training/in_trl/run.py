@@ -20,12 +20,12 @@ from klamp.training.evaluation import Evaluation, evaluate
 from klamp.training.folders import number_of
 from klamp.training.in_trl.measurement import rollout_of, update_of
 from klamp.training.in_trl.split import gathered
-from klamp.training.in_trl.trainer import RunTrainer, checkpoints
+from klamp.training.in_trl.trainer import RunTrainer
 from klamp.training.models import former_names
 from klamp.training.observers import Observer, RunInfo, RunSummary
 from klamp.training.processes import explained
 from klamp.training.run import Interrupt, Run, deferred_interrupts
-from klamp.training.updates import UpdateOutput, control_metrics, not_finite, speed
+from klamp.training.updates import UpdateOutput, control_metrics, measured, not_finite, speed
 
 
 class TRLRun(Run):
@@ -69,7 +69,7 @@ class TRLRun(Run):
 
     def resume(self) -> None:
         """Continue from TRL's newest checkpoint in the run's folder; from the first step where there is none yet."""
-        self.checkpoint = newest(self.context.output_dir)
+        self.checkpoint = checkpoint.newest(self.context.output_dir, begin=checkpoint.OF_TRL)
         if self.checkpoint is None:
             return
         self.step = number_of(self.checkpoint) // self.updates
@@ -118,7 +118,7 @@ class TRLRun(Run):
             return
         self.warn(*self.trainer.cautions)
         self.trainer.cautions.clear()
-        metrics = self.first | self._measure(rollout, self.outputs)
+        metrics = self.first | measured(self.context, rollout, self.outputs)
         metrics["train/learning_rate"] = self.first["train/learning_rate"] * self.first.get("kl/lr_factor", 1.0)
         metrics |= control_metrics(self.context, beta, metrics)
         if "kl/k3" in metrics:
@@ -146,7 +146,7 @@ class TRLRun(Run):
 
     def _kept(self) -> tuple[int, Path | None]:
         """The step to continue from, and its checkpoint."""
-        found = checkpoints(self.context.output_dir)
+        found = checkpoint.checkpoints(self.context.output_dir, begin=checkpoint.OF_TRL)
         return (number_of(found[-1]) // self.updates, found[-1]) if found else (0, None)
 
     def info(self) -> RunInfo:
@@ -184,24 +184,3 @@ class AfterStep(TrainerCallback):
         """Tell of the checkpoint."""
         folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
         self.run.tell(lambda o: o.on_checkpoint(self.run.step, folder))
-
-
-def newest(output_dir: Path) -> Path | None:
-    """TRL's newest checkpoint of a run; None where it was killed before its first.
-
-    Raises:
-        RunFolderError: the folder is one of a run that had some.
-    """
-    return checkpoint.last_of(checkpoints(output_dir), output_dir, begin="checkpoint-")
-
-
-def whole_newest(output_dir: Path) -> Path | None:
-    """The same, read once to its last byte.
-
-    Raises:
-        RunFolderError: it is damaged; names the newest one that is whole.
-    """
-    folder = newest(output_dir)
-    if folder is not None:
-        checkpoint.check(folder)
-    return folder

@@ -27,11 +27,12 @@ from klamp.hosts.common.exclusions import excluded_ids  # noqa: E402
 from klamp.hosts.common.sampler_weights import pack_nothing  # noqa: E402
 from klamp.hosts.trl.grpo_config import GRPOConfig  # noqa: E402
 from klamp.tasks.prompts import chat_cautions  # noqa: E402
+from klamp.training.checkpoint import OF_TRL, whole_newest  # noqa: E402
 from klamp.training.config import TrainConfig  # noqa: E402
 from klamp.training.context import Context  # noqa: E402
 from klamp.training.in_trl.arguments import part_size, trl_arguments  # noqa: E402
 from klamp.training.in_trl.data import dataset_of, reward_function  # noqa: E402
-from klamp.training.in_trl.run import TRLRun, whole_newest  # noqa: E402
+from klamp.training.in_trl.run import TRLRun  # noqa: E402
 from klamp.training.in_trl.split import check_fsdp_version, is_used  # noqa: E402
 from klamp.training.in_trl.trainer import RunTrainer  # noqa: E402
 from klamp.training.models import adapter_config, adapter_errors, former_names, output_size  # noqa: E402
@@ -70,7 +71,7 @@ def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSum
             part_size(config, accelerator.num_processes)
             check_split(config, accelerator)
             if config.run.resume:
-                whole_newest(folder)
+                whole_newest(folder, begin=OF_TRL)
             start = load_start(config, accelerator, observers)
             context = context_of(config, folder, accelerator, start)
             run = TRLRun(context, [RunLog(accelerator), *observers], trainer_of(context, start))

@@ -14,14 +14,13 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase
 from transformers.trainer_callback import PrinterCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from klamp.core.advantages import group_advantages
 from klamp.errors import UnsupportedVersion
 from klamp.hosts.trl.grpo_trainer import GRPOTrainer
-from klamp.training.checkpoint import SEAL, UNWRITABLE, seal
+from klamp.training.checkpoint import OF_TRL, UNWRITABLE, checkpoints, seal
 from klamp.training.config import TrainConfig
-from klamp.training.folders import checkpoint_folders, lost
+from klamp.training.folders import lost
 from klamp.training.in_trl.data import StepOrder
 from klamp.training.processes import is_wait_in_vain
 from klamp.training.setup import adamw, schedule_of
@@ -126,14 +125,14 @@ class RunTrainer(GRPOTrainer, OwnAdvantages):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """TRL's, which writes in place: what it cannot finish goes; once it is sealed, all but the newest go."""
-        folder = Path(str(self.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        folder = Path(str(self.args.output_dir)) / f"{OF_TRL}{self.state.global_step}"
         keep = self.config.run.keep_checkpoints
         try:
             super()._save_checkpoint(model, trial)
             self.accelerator.wait_for_everyone()  # sharded by FSDP2, each process writes a part
             if self.accelerator.is_main_process:
                 seal(folder)
-                for old in checkpoints(folder.parent.parent)[:-keep]:
+                for old in checkpoints(folder.parent.parent, begin=OF_TRL)[:-keep]:
                     rmtree(old)
         except UNWRITABLE as error:
             if is_wait_in_vain(error):
@@ -180,12 +179,6 @@ class RunTrainer(GRPOTrainer, OwnAdvantages):
         if not bool(isfinite(loss)):
             raise not_finite("the loss is not finite", f"loss {float(loss.detach())}")
         return loss
-
-
-def checkpoints(output_dir: Path) -> list[Path]:
-    """TRL's complete checkpoints of a run, oldest first."""
-    found = checkpoint_folders(output_dir)
-    return [each for each in found if each.name.startswith(PREFIX_CHECKPOINT_DIR) and (each / SEAL).exists()]
 
 
 def check_prompts_stand(rows: Any, output: Any, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -52,7 +52,7 @@ class VerlRun(Run):
         """
         newest = self.layout.newest_step()
         found = [self.layout.checkpoint(newest)] if newest else []
-        if checkpoint.last_of(found, self.context.output_dir, begin="global_step_") is None:
+        if checkpoint.last_of(found, self.context.output_dir, begin=checkpoint.OF_VERL) is None:
             return
         # Without a seal klamp was killed before it was there to see it; without a folder verl would begin anew.
         if (found[0] / SEAL).exists() or not found[0].is_dir():
