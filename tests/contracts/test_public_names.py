@@ -12,7 +12,6 @@ import importlib
 import inspect
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -256,32 +255,3 @@ def test_version_is_the_one_that_is_installed() -> None:
     from klamp._version import __version__
 
     assert version("klamp") == __version__
-
-
-CONTROLLERS = {f"{name}Controller" for name in ("Fixed", "_Target", "Hold", "Step", "Proportional", "Dual", "PID")}
-CHANGED = {"KLFields", *CONTROLLERS}
-"""Fields of a dataclass of TRL's, which is not frozen; and what has a state."""
-BY_ORDER = {"_Field", "Numbers", "Kind", "Gate", "ActiveDropout", "KLFields", "FixedController"}
-"""Few fields of their own, each of another kind."""
-
-
-def made() -> Iterator[type]:
-    for package in ("core", "core/heads", "config", "hosts/common"):
-        for file in sorted((Path(klamp.__file__).parent / package).glob("*.py")):
-            if file.stem == "_triton":
-                continue
-            module = importlib.import_module(".".join(("klamp", *Path(package).parts, file.stem)))
-            found = (
-                each for each in vars(module).values() if isinstance(each, type) and dataclasses.is_dataclass(each)
-            )
-            yield from (each for each in found if each.__module__ == module.__name__)
-
-
-def test_data_is_frozen_and_made_by_names() -> None:
-    own = {
-        each: [f for f in dataclasses.fields(each) if f.name in vars(each).get("__annotations__", {})]
-        for each in made()
-    }
-    assert len(own) > 20
-    assert {each.__name__ for each in own if not each.__dataclass_params__.frozen} == CHANGED  # pyright: ignore
-    assert {each.__name__ for each, fields in own.items() if any(not f.kw_only for f in fields)} == BY_ORDER
