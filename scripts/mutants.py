@@ -47,6 +47,7 @@ COMMAND = "make mutants MUTANTS_ARGS=--record"
 BEGIN, END = f"<!-- mutants: written by `{COMMAND}` -->", "<!-- end of mutants -->"
 OUTCOMES = ("caught", "alive", "equivalent")
 CONTRACT = TESTS / "contracts" / "test_dataclasses.py"
+REFUSALS = TESTS / "contracts" / "test_bad_input.py"
 SLOW = ("test_logprobs.py", "test_triton.py")  # a minute each: for the modules of exactly their names
 TO_CATCH = 0.95
 
@@ -188,7 +189,8 @@ def equivalent() -> dict[Key, str]:
 def stages(module: str) -> list[tuple[str, ...]]:
     """The test files of a module's name, then those of its folder that import it, then those of what imports it.
 
-    Before them the contract of all dataclasses, which are declared in any module.
+    Before them the contract of all dataclasses, which are declared in any module; last, for the core, the contract of
+    what is handed to its public functions.
     """
     folder, name = Path(module).parent, Path(module).stem
     files = sorted((TESTS / folder).glob("test_*.py"))
@@ -199,7 +201,8 @@ def stages(module: str) -> list[tuple[str, ...]]:
     importing = [file for file in quick if _imports(file, folder, name)]
     of_users = [file for file in quick if any(_imports(file, folder, user) for user in users)]
     found, known = list[tuple[str, ...]](), set[Path]()
-    for wanted in ([CONTRACT] if "@dataclass" in source(module) else [], exactly + own, importing, of_users):
+    before, last = [CONTRACT] if "@dataclass" in source(module) else [], [REFUSALS] if folder == Path("core") else []
+    for wanted in (before, exactly + own, importing, of_users, last):
         found.append(tuple(str(file) for file in wanted if file not in known))
         known.update(wanted)
     return [some for some in found if some]

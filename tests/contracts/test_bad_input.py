@@ -232,6 +232,11 @@ CALLS: Mapping[str, Call] = {
         },
     ),
     "FixedController": Call(klamp.FixedController, {"value": 0.1}, BOUNDED),
+    "HoldController": Call(
+        klamp.HoldController,
+        {"value": 0.1, "target": 0.05},
+        CONTROLLER | {"gain": "positive, needed", "lead": "share, needed", "landing": "share"},
+    ),
     "StepController": Call(
         klamp.StepController,
         {"value": 0.1, "target": 0.05},

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from klamp.core.advantages import group_advantages, saturated_share
-from klamp.errors import KlampError, NonFiniteError, ShapeError, UnknownNameError
+from klamp.errors import NonFiniteError, ShapeError
 from klamp.verify.worlds import random_chain
 
 SETTINGS = [(s, b) for s in ("std", "none") for b in ("mean", "leave_one_out")]
@@ -152,16 +152,3 @@ def test_rewards_whose_deviations_have_squares_of_0_have_no_advantage_instead_of
 def test_a_batch_that_is_not_whole_groups_is_refused():
     with pytest.raises(ShapeError, match="group"):
         group_advantages(double(1, 2, 3), 2)
-
-
-@pytest.mark.parametrize("size", [0, 1, -2])
-def test_a_group_with_nobody_to_compare_to_is_refused(size):
-    with pytest.raises(KlampError, match="group"):
-        group_advantages(double(1, 2), size)
-
-
-@pytest.mark.usefixtures("shapes_unchecked")
-@pytest.mark.parametrize("choice", [{"scale": "var"}, {"baseline": "median"}])
-def test_an_unknown_choice_is_refused_by_name(choice):
-    with pytest.raises(UnknownNameError):
-        group_advantages(double(1, 2), 2, **choice)

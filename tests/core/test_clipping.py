@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from klamp.core.clipping import clip_gate, clip_kl, gate_kl, kl_budget
-from klamp.errors import ConfigError, KlampError, ShapeError, UnknownNameError
+from klamp.errors import ConfigError, KlampError, ShapeError
 
 kl_values = st.floats(-5, 200, allow_subnormal=False)
 METHODS = ("none", "hard", "soft")
@@ -131,24 +131,6 @@ def test_a_per_token_threshold_without_a_reference_length_is_refused():
 def test_a_reference_length_that_is_not_positive_is_refused(length):
     with pytest.raises(KlampError, match="reference"):
         kl_budget(0.1, per_token=True, reference_length=length)
-
-
-@pytest.mark.parametrize("threshold", [-0.1, float("nan")])
-def test_a_negative_or_nan_threshold_is_refused(threshold):
-    with pytest.raises(ConfigError, match="threshold"):
-        kl_budget(threshold, per_token=False, reference_length=50)
-
-
-@pytest.mark.parametrize("temperature", [0.0, -1.0])
-def test_a_temperature_that_is_not_positive_is_refused(temperature):
-    with pytest.raises(ConfigError, match="temperature"):
-        clip_kl(double(1.0), 0.5, method="soft", temperature=temperature)
-
-
-@pytest.mark.usefixtures("shapes_unchecked")
-def test_an_unknown_method_is_refused_by_name():
-    with pytest.raises(UnknownNameError, match="sofft"):
-        clip_kl(double(1.0), 0.5, method="sofft")
 
 
 @pytest.mark.parametrize("size", [None, 3])

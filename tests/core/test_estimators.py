@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from klamp.core.estimators import kl_estimate
-from klamp.errors import ConfigError, ShapeError, UnknownNameError
+from klamp.errors import ConfigError
 from klamp.verify.oracle import expected, reverse_kl
 from klamp.verify.worlds import random_chain
 
@@ -144,18 +144,6 @@ def test_a_common_shift_of_both_logprobs_changes_nothing(steps):
 
 
 @pytest.mark.usefixtures("shapes_unchecked")
-def test_an_unknown_estimator_is_refused_by_name():
-    with pytest.raises(UnknownNameError, match="k33"):
-        kl_estimate(torch.zeros(2), torch.zeros(2), estimator="k33")
-
-
-@pytest.mark.usefixtures("shapes_unchecked")
 def test_exact_needs_logits_and_says_so():
     with pytest.raises(ConfigError, match="logits"):
         kl_estimate(torch.zeros(2), torch.zeros(2), estimator="exact")
-
-
-@pytest.mark.usefixtures("shapes_unchecked")
-def test_logprobs_of_different_shapes_are_refused_rather_than_broadcast():
-    with pytest.raises(ShapeError, match="shape"):
-        kl_estimate(torch.zeros(2, 3), torch.zeros(3))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 
 import pytest
@@ -10,14 +9,11 @@ import torch
 
 from klamp.core.estimators import kl_estimate
 from klamp.core.gradients import (
-    exact_penalty,
     kl_penalty,
-    penalty_from_weights,
     saturated_share,
     saturation,
     truncated_share,
 )
-from klamp.errors import ConfigError, KlampError
 from klamp.verify.oracle import examine, expected, expected_gradient
 from klamp.verify.worlds import enumerate_outcomes, random_chain
 
@@ -202,34 +198,6 @@ def test_the_inputs_are_left_as_they_were():
     kl_penalty(policy, ref, torch.tensor([[True, False]]))
     assert torch.equal(policy.nan_to_num(9), before[0].nan_to_num(9))
     assert torch.equal(ref, before[1])
-
-
-@pytest.mark.usefixtures("shapes_unchecked")
-@pytest.mark.parametrize("choice", [{"value": "k4"}, {"gradient": "reversed"}, {"horizon": "word"}, {"value": "exact"}])
-def test_an_unknown_choice_is_refused(choice):
-    with pytest.raises(ConfigError):
-        kl_penalty(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool), **choice)
-
-
-@pytest.mark.parametrize("bound", [0.0, -1.0, float("nan")])
-@pytest.mark.parametrize("name", ["max_weight", "max_log_ratio"])
-def test_a_bound_that_is_not_positive_is_refused(name, bound):
-    zeros, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
-    with pytest.raises(ConfigError, match=name):
-        kl_penalty(zeros, zeros, mask, behavior_logprobs=zeros, **{name: bound})
-
-
-@pytest.mark.parametrize("function", [kl_penalty, penalty_from_weights, exact_penalty])
-def test_tensors_may_stand_by_position_and_choices_by_name_alone(function):
-    kinds = {name: parameter.kind.name for name, parameter in inspect.signature(function).parameters.items()}
-    assert {kinds[name] for name in ("value", "gradient", "horizon") if name in kinds} == {"KEYWORD_ONLY"}
-    assert kinds["policy_logprobs"] == kinds["mask"] == "POSITIONAL_OR_KEYWORD"
-
-
-@pytest.mark.usefixtures("shapes_unchecked")
-def test_a_mask_of_another_shape_is_refused_rather_than_broadcast():
-    with pytest.raises(KlampError):
-        kl_penalty(torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(3, dtype=torch.bool))
 
 
 # --- how often a bound was reached ------------------------------------------------------------------------
