@@ -45,7 +45,7 @@ def breaks(completion: str, **_: Any) -> float:
 def waits(completion: str, **_: Any) -> float:
     """`digits`; in the second step waits until somebody interrupts the run, once."""
     here = Path(os.environ[FOLDER])
-    if not (here / "interrupted").exists() and (here / "runs/stopped/checkpoints/step-000001").exists():
+    if not (here / "interrupted").exists() and (here / "runs/stopped_seed-2/checkpoints/step-000001").exists():
         (here / "waiting").touch()
         end = time.monotonic() + SECONDS
         while not getattr(signal.getsignal(signal.SIGINT), "asked", False) and time.monotonic() < end:

@@ -19,16 +19,14 @@ from tests.ablation import judges
 from tests.training.conftest import TINY, stored, tiny_llama
 from tests.waiting import wait_for
 
-from klamp.ablation import cluster
-from klamp.ablation.cluster import RESULTS, RayExecutor, connected, load_ray, work, working_folder
+from klamp.ablation import executor
+from klamp.ablation.cluster import RESULTS, RayExecutor, connected, load_ray, work
 from klamp.ablation.execute import execute
 from klamp.ablation.executor import Update
 from klamp.ablation.one_run import perform
 from klamp.ablation.outcome import Outcome, read_outcome
-from klamp.ablation.plan import Arm, Plan, Run, plain_run, run_folder, runs
-from klamp.ablation.worker import write_run
+from klamp.ablation.plan import Arm, Plan, Run, run_folder, runs
 from klamp.errors import ConfigError, TrainingStopped, UnsupportedVersion
-from klamp.training.config import TrainConfig
 
 pytestmark = pytest.mark.slow
 
@@ -69,8 +67,8 @@ def run_of(base: dict[str, Any]) -> Callable[..., Run]:
     """A tiny run with one of the judges."""
 
     def make(name: str, judge: str = "digits", seed: int = 0) -> Run:
-        config = TrainConfig.from_flat({**base, "reward": f"{JUDGES}:{judge}", "seed": seed})
-        return Run(name=name, arm=Arm(name=name, values={"beta": 0.02}), seed=seed, config=config)
+        (run,) = runs(Plan(base={**base, "reward": f"{JUDGES}:{judge}"}, arms=(Arm(name=name),), seeds=(seed,)))
+        return run
 
     return make
 
@@ -87,16 +85,18 @@ def numbers_of(outcome: Outcome | None) -> dict[str, Any]:
 def test_results_of_another_disk_come_home_and_a_broken_run_is_named(
     folder: Path, run_of: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster, "write_run", lambda own, run: own.mkdir(parents=True))  # workers do not find the run
+    monkeypatch.setattr(executor, "write_run", lambda own, run: own.mkdir(parents=True))  # workers do not find the run
     fine, broken, told = run_of("fine", seed=1), run_of("broken", "breaks"), list[Update]()
     RayExecutor(address="auto").run([fine, broken], folder, told.append)
     own = run_folder(folder, fine)
-    assert {file.name for file in own.iterdir()} == {*RESULTS} - {"alarms.jsonl"}, "checkpoints stay there"
+    assert {file.name for file in own.iterdir()} == {*RESULTS} - {"alarms.jsonl", "cautions.jsonl"}, (
+        "checkpoints stay there"
+    )
     perform(fine, tmp_path, lambda update: None)
     outcome = read_outcome(own)
     assert numbers_of(outcome) == numbers_of(read_outcome(run_folder(tmp_path, fine)))
     assert outcome is not None
-    said = [update for update in told if update.run == "fine"]
+    said = [update for update in told if update.run == fine.name]
     assert (said[-1].state, said[-1].metrics) == ("done", outcome.numbers)
     assert {update.step for update in said if update.state == "running"} == {0, 1, 2, 3}
 
@@ -104,7 +104,7 @@ def test_results_of_another_disk_come_home_and_a_broken_run_is_named(
     failure = read_outcome(run_folder(folder, broken))
     assert failure is not None
     assert failure.state == "failed" and "the judge is out to lunch" in failure.error
-    assert [update.state for update in told if update.run == "broken"][-1] == "failed"
+    assert [update.state for update in told if update.run == broken.name][-1] == "failed"
 
 
 @pytest.mark.usefixtures("ray_cluster")
@@ -164,21 +164,9 @@ def test_an_ablation_is_spread_and_goes_on_with_what_is_missing(base: dict[str, 
     assert {u.run for u in told if u.state == "kept"} == {first} and {u.run for u in told[2:]} == {second}
 
 
-def test_a_worker_that_does_not_see_the_run_has_a_folder_of_its_own(
-    run_of: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    run = run_of("any")
-    own = working_folder(plain_run(run), str(tmp_path / "out"))
-    assert own.parent == tmp_path and own.stat().st_mode & 0o077 == 0, "nobody else reads it"
-    write_run(run_folder(tmp_path / "out", run), run)
-    assert working_folder(plain_run(run), str(tmp_path / "out")) == tmp_path / "out"
-    assert working_folder({**plain_run(run), "seed": 9}, str(tmp_path / "out")) != tmp_path / "out"
-
-
 def test_another_version_on_the_worker_is_refused(run_of: Callable[..., Run]) -> None:
     with pytest.raises(UnsupportedVersion, match="another version of klamp"):
-        work(plain_run(run_of("any")), "/there", None, "0.0.0")
+        work(run_of("any"), Path("/there"), None, "0.0.0")
 
 
 def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,11 +152,11 @@ def test_a_folder_of_anything_else_is_refused(tmp_path, measured) -> None:
     compared, folder = two(tmp_path), tmp_path / "out"
     compare(compared, folder)
     check_folder(compared, folder)
-    with pytest.raises(RunFolderError, match="other files"):
+    with pytest.raises(RunFolderError, match="other runs"):
         compare(compared[:1], folder)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").touch()
-    with pytest.raises(RunFolderError):
+    with pytest.raises(RunFolderError, match="other files"):
         compare(compared, tmp_path / "full")
     (tmp_path / "file").touch()
     with pytest.raises(RunFolderError, match="is a file"):

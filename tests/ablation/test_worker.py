@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import threading
+from dataclasses import replace
 
 import filelock
 import pytest
@@ -13,10 +14,10 @@ from tests.waiting import SECONDS
 
 from klamp.ablation import one_run as performing
 from klamp.ablation import worker
-from klamp.ablation.executor import Update
+from klamp.ablation.executor import Update, read_run, write_run
 from klamp.ablation.outcome import Outcome
 from klamp.ablation.plan import run_folder, runs
-from klamp.ablation.worker import DONE, FAILED, INTERRUPTED, alone, main, read_run, teller, write_run
+from klamp.ablation.worker import DONE, FAILED, INTERRUPTED, alone, main, teller, working_folder
 from klamp.errors import TrainingStopped
 
 UPDATE = Update(run="a", state="running", step=1, metrics={"reward": 0.5})
@@ -71,7 +72,7 @@ def test_the_exit_code_says_how_it_ended(run, own, tmp_path, monkeypatch, raised
     assert main([str(own), str(writes)]) == code
     os.close(writes)
     with os.fdopen(reads) as lines:
-        assert [json.loads(line)["metrics"] for line in lines] == [{"reward": 0.5}]
+        assert [json.loads(line)["metrics"] for line in lines] == [{}, {"reward": 0.5}]
     assert main([str(own)]) == code, "without somebody who listens"
     assert seen == [(run, tmp_path)] * 2
 
@@ -118,3 +119,11 @@ def test_where_no_file_can_be_locked_nothing_is_waited_for(own, monkeypatch) -> 
     monkeypatch.setattr(worker, "lock_descriptor", lock_descriptor)
     with alone(own), alone(own):
         pass
+
+
+def test_a_worker_that_does_not_see_the_run_has_a_folder_of_its_own(run, own, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert working_folder(run, tmp_path) == tmp_path
+    for other, there in ((run, tmp_path / "elsewhere"), (replace(run, seed=9), tmp_path)):
+        found = working_folder(other, there)
+        assert found.parent == tmp_path and found.stat().st_mode & 0o077 == 0, "nobody else reads it"

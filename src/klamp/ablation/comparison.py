@@ -14,25 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from klamp.ablation.execute import Result, write_results
+from klamp.ablation.execute import Result, folder_with, holds, write_results
 from klamp.ablation.one_run import finished, outcome_of
-from klamp.ablation.outcome import read_outcome, write_outcome
+from klamp.ablation.outcome import KEPT, read_outcome, write_outcome
 from klamp.ablation.plan import KL_PROMPTS, Arm, Run, check_measured, folder_name, run_folder, shown
-from klamp.diagnostics.doctor import ALARMS_FILE
 from klamp.errors import DataError, RunFolderError
 from klamp.tasks.files import json_of
 from klamp.training.config import TrainConfig
 from klamp.training.folders import (
-    ANSWERS,
-    CAUTIONS,
-    COMPLETIONS,
     CONFIG,
-    LOCK,
-    METRICS_FILE,
     RUNS,
     SUMMARY,
-    VERSIONS,
-    free_folder,
     held,
     newest_policy,
     write_whole,
@@ -40,8 +32,6 @@ from klamp.training.folders import (
 
 COMPARED = "compared.json"
 """The file in the folder of a comparison that says which checkpoints were compared."""
-KEPT = (CONFIG, VERSIONS, METRICS_FILE, COMPLETIONS, ANSWERS, ALARMS_FILE, CAUTIONS, SUMMARY)
-"""The files of a run that its comparison keeps."""
 NO_VARIANT = (
     *("seed", "output_dir", "resume", "report_to", "eval_every", "save_every", "keep_checkpoints"),
     *("log_completions", "log_completions_every", "log_answers", "exact_kl_completions", "cpu", "stop_on"),
@@ -118,8 +108,7 @@ def find_folder(compared: Sequence[Compared], root: Path = Path("runs")) -> Path
     """The folder below `root` that holds this comparison, else the next free one."""
     swept = dict.fromkeys(name for each in compared for name in each.run.arm.values)
     stem = f"comparison-{folder_name('-'.join(swept) or 'seeds')}"
-    held_there = (each for each in sorted(root.glob(f"{stem}-[0-9][0-9][0-9]")) if _held(each) == _content(compared))
-    return next(held_there, None) or free_folder(root, stem)
+    return folder_with(stem, root, lambda folder: _held(folder) == _content(compared))
 
 
 def check_folder(compared: Sequence[Compared], folder: Path) -> None:
@@ -128,13 +117,9 @@ def check_folder(compared: Sequence[Compared], folder: Path) -> None:
     Raises:
         RunFolderError: it does, or it is a file.
     """
-    if folder.exists() and not folder.is_dir():
-        raise RunFolderError("the output folder is a file", got=str(folder), fix="choose another --output_dir")
-    if not folder.is_dir() or all(each.name == LOCK for each in folder.iterdir()):
-        return
-    if _held(folder) != _content(compared):
+    if holds(folder, COMPARED) and _held(folder) != _content(compared):
         raise RunFolderError(
-            "the output folder holds other files, or the comparison of other runs",
+            "the output folder holds the comparison of other runs",
             got=str(folder),
             why="a comparison never writes over what is there",
             fix="choose another --output_dir, or leave it out",

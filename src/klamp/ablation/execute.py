@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,9 +33,14 @@ def find_folder(plan: Plan, root: Path = Path("runs")) -> Path:
     So the same command, given again without a folder, goes on where it stopped.
     """
     stem = f"ablation-{folder_name(plan.name)}"
+    return folder_with(stem, root, lambda folder: (folder / PLAN).exists() and not difference(read_plan(folder), plan))
+
+
+def folder_with(stem: str, root: Path, is_it: Callable[[Path], bool]) -> Path:
+    """The first of root/stem-001, root/stem-002, ... that is it; else the next free one."""
     for folder in sorted(root.glob(f"{stem}-[0-9][0-9][0-9]")):
         with suppress(RunFolderError):  # a damaged plan is not this one
-            if (folder / PLAN).exists() and not difference(read_plan(folder), plan):
+            if is_it(folder):
                 return folder
     return free_folder(root, stem)
 
@@ -66,24 +71,33 @@ def check_folder(plan: Plan, folder: Path) -> None:
     Raises:
         RunFolderError: another ablation, or other files.
     """
+    if holds(folder, PLAN) and (found := difference(read_plan(folder), plan)):
+        raise RunFolderError(
+            "the output folder holds another ablation",
+            got=f"{folder / PLAN}: {found}",
+            why="one table would mix the runs of two plans; only arms and seeds may be added",
+            fix="choose another --output_dir, or repeat the command that made the folder",
+        )
+
+
+def holds(folder: Path, mark: str) -> bool:
+    """Whether a folder holds an ablation, or a comparison, by the file that says which; False: it is free.
+
+    Raises:
+        RunFolderError: it is a file, or holds other files.
+    """
     if folder.exists() and not folder.is_dir():
         raise RunFolderError("the output folder is a file", got=str(folder), fix="choose another --output_dir")
-    if (folder / PLAN).exists():
-        found = difference(read_plan(folder), plan)
-        if found:
-            raise RunFolderError(
-                "the output folder holds another ablation",
-                got=f"{folder / PLAN}: {found}",
-                why="one table would mix the runs of two plans; only arms and seeds may be added",
-                fix="choose another --output_dir, or repeat the command that made the folder",
-            )
-    elif folder.is_dir() and any(each.name != LOCK for each in folder.iterdir()):
+    if (folder / mark).exists():
+        return True
+    if folder.is_dir() and any(each.name != LOCK for each in folder.iterdir()):
         raise RunFolderError(
             "the output folder holds other files",
             got=str(folder),
             why="an ablation never writes over what is there",
-            fix="choose another --output_dir",
+            fix="choose another --output_dir, or leave it out",
         )
+    return False
 
 
 def difference(held: Plan, asked: Plan) -> str:

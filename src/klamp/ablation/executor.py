@@ -1,9 +1,11 @@
-"""What an executor is: it runs the runs of a plan, somewhere, and reports how they go."""
+"""What an executor is: it runs the runs of a plan, somewhere, and reports how they go; and what all of them share."""
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,9 +13,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal, Protocol, TypeAlias
 
-from klamp.ablation.outcome import is_done
-from klamp.ablation.plan import Run
+from klamp.ablation.outcome import OUTCOME, failed, is_done, read_outcome, write_outcome
+from klamp.ablation.plan import Run, plain_run, run_folder, run_of
 from klamp.errors import TrainingStopped
+from klamp.training.folders import write_whole
+
+RUN = "run.json"
+"""The file in a run's folder that tells a worker which run to do."""
+LOG = "log.txt"
+"""The file in a run's folder that holds what its process prints."""
 
 RunState: TypeAlias = Literal["waiting", "running", "measuring", "stopping", "done", "failed", "kept"]
 """The states of a run; `kept` means that it was done before and is left as it is."""
@@ -83,6 +91,100 @@ def noting_interrupts(note: Callable[[], None]) -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+class Workers(Protocol):
+    """The processes of the runs under way, wherever they are."""
+
+    def start(self, run: Run, own: Path) -> None:
+        """Start a run, whose folder is there and holds its run.json."""
+        ...
+
+    def look(self) -> tuple[Sequence[Update], Mapping[str, str]]:
+        """Wait for a moment; what the runs have told, and those whose process has ended: name -> how, in words."""
+        ...
+
+    def stop(self, name: str, times: int) -> None:
+        """Ask a run to end: the first time after its step, the second time at once; then kill it."""
+        ...
+
+    def end(self) -> None:
+        """End all that is under way, after an error."""
+        ...
+
+
+def carry_out(runs: Sequence[Run], folder: Path, tell: Tell, workers: Workers, *, at_once: int) -> None:
+    """Start the runs, pass on what they tell, and write an outcome for each whose process ended without one.
+
+    Args:
+        runs: what to run.
+        folder: of the ablation.
+        tell: see `Executor`.
+        workers: who runs them.
+        at_once: how many at a time, at most.
+
+    Raises:
+        TrainingStopped: see `Executor`.
+    """
+    waiting, under_way = deque(runs), dict[str, Run]()
+    interrupts, heard = list[None](), 0
+    try:
+        with noting_interrupts(lambda: interrupts.append(None)):
+            while under_way or (waiting and not interrupts):
+                while waiting and len(under_way) < at_once and not interrupts:
+                    run = waiting.popleft()
+                    own = run_folder(folder, run)
+                    write_run(own, run)
+                    (own / OUTCOME).unlink(missing_ok=True)
+                    workers.start(run, own)
+                    under_way[run.name] = run
+                updates, ended = workers.look()
+                for update in updates:
+                    if update.state not in ("done", "failed"):  # told once its process has ended
+                        tell(update)
+                for name, how in ended.items():
+                    _ended(under_way.pop(name), folder, tell, "" if interrupts else how)
+                asked = len(interrupts)
+                for name in under_way if asked > heard else ():
+                    workers.stop(name, asked)
+                    tell(Update(run=name, state="stopping"))
+                heard = asked
+    finally:
+        workers.end()
+    if interrupts:
+        raise stopped(runs, folder) from KeyboardInterrupt()
+
+
+def _ended(run: Run, folder: Path, tell: Tell, how: str) -> None:
+    """Tell the outcome of a run whose process has ended; one that left none has failed, or was interrupted ("")."""
+    own, steps = run_folder(folder, run), run.config.run.max_steps
+    outcome = read_outcome(own)
+    if outcome is None and how:
+        outcome = failed(run, how)
+        write_outcome(own, outcome)
+    if outcome is not None:
+        step, text = steps if outcome.state == "done" else 0, outcome.error.partition("\n")[0]
+        tell(Update(run=run.name, state=outcome.state, step=step, steps=steps, metrics=outcome.numbers, text=text))
+
+
+def write_run(folder: Path, run: Run) -> None:
+    """Write the file that tells a worker which run to do.
+
+    Args:
+        folder: of the run; made where it is missing.
+        run: the run.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / RUN, json.dumps(plain_run(run), indent=2))
+
+
+def read_run(folder: Path) -> Run:
+    """Read the run that `write_run` wrote.
+
+    Args:
+        folder: of the run.
+    """
+    return run_of(json.loads((folder / RUN).read_text(encoding="utf-8")))
 
 
 def stopped(runs: Sequence[Run], folder: Path) -> TrainingStopped:

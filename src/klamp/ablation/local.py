@@ -7,29 +7,20 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-from collections import deque
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
-from typing import TypeAlias
 
-from klamp.ablation.executor import Tell, Update, noting_interrupts, stopped
-from klamp.ablation.outcome import OUTCOME, failed, read_outcome, write_outcome
-from klamp.ablation.plan import Run, run_folder
-from klamp.ablation.worker import INTERRUPTED, write_run
+from klamp.ablation.executor import LOG, Tell, Update, carry_out
+from klamp.ablation.plan import Run
+from klamp.ablation.worker import INTERRUPTED
 from klamp.errors import ConfigError
 
-LOG = "log.txt"
-READ_ON = 5.0
-"""How long the reports of a worker are still read after its end, in seconds."""
+MOMENT = 0.05
+"""Seconds between two looks at the workers."""
 COMMAND = (sys.executable, "-m", "klamp.ablation.worker")
-
-Event: TypeAlias = tuple[str, Update | None]
-"""(run, its report), (run, None) once its process has ended, or ("", None) for an interrupt."""
-
-INTERRUPT: Event = ("", None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,16 +44,7 @@ class LocalExecutor:
 
     def run(self, runs: Sequence[Run], folder: Path, tell: Tell) -> None:
         """Run all runs; see `klamp.ablation.executor.Executor`."""
-        events: SimpleQueue[Event] = SimpleQueue()
-        work = _Work(self, folder, tell, events, deque(runs))
-        try:
-            with noting_interrupts(lambda: events.put(INTERRUPT)):  # a SimpleQueue may be put to from a handler
-                while work.go_on():
-                    work.take(events.get())
-        finally:
-            work.end()
-        if work.interrupts:
-            raise stopped(runs, folder) from KeyboardInterrupt()
+        carry_out(runs, folder, tell, _Processes(self), at_once=self.workers)
 
     def environment(self, slot: int) -> dict[str, str]:
         """The environment variables of a worker: its number of threads, its GPU, its module path.
@@ -119,54 +101,18 @@ def visible_devices() -> tuple[str, ...]:
     return tuple(names[:count]) if len(names) >= count else tuple(map(str, range(count)))
 
 
-class _Child:
-    """A worker process and its run."""
+class _Processes:
+    """The worker processes; see `klamp.ablation.executor.Workers`."""
 
-    def __init__(self, run: Run, process: subprocess.Popen[bytes], slot: int) -> None:
-        self.run, self.process, self.slot = run, process, slot
-
-
-class _Work:
-    """The runs that wait, and those that are under way."""
-
-    def __init__(
-        self, executor: LocalExecutor, folder: Path, tell: Tell, events: SimpleQueue[Event], waiting: deque[Run]
-    ) -> None:
-        self.executor, self.folder, self.tell, self.events, self.waiting = executor, folder, tell, events, waiting
-        self.children: dict[str, _Child] = {}
+    def __init__(self, executor: LocalExecutor) -> None:
+        self.executor, self.children = executor, dict[str, _Child]()
         self.free = list(range(executor.workers))
-        self.interrupts = 0
 
-    def go_on(self) -> bool:
-        """Start as many runs as there is room for; False once nothing is left to wait for."""
-        while self.waiting and self.free:
-            self._start(self.waiting.popleft(), self.free.pop(0))
-        return bool(self.children)
-
-    def take(self, event: Event) -> None:
-        """Handle one report or one end of a worker."""
-        name, update = event
-        if event == INTERRUPT:
-            self._interrupt()
-        elif update is not None:
-            self.tell(update)
-        else:
-            child = self.children.pop(name)
-            self.free.append(child.slot)
-            self._ended(child)
-
-    def end(self) -> None:
-        """End every worker, even after an error."""
-        for child in self.children.values():
-            child.process.terminate()
-        for child in self.children.values():
-            child.process.wait()
-
-    def _start(self, run: Run, slot: int) -> None:
-        own = run_folder(self.folder, run)
-        write_run(own, run)
-        (own / OUTCOME).unlink(missing_ok=True)
+    def start(self, run: Run, own: Path) -> None:
+        """Start the process of a run."""
+        slot = self.free.pop(0)
         reads, writes = os.pipe()
+        os.set_blocking(reads, False)
         with (own / LOG).open("wb") as log:
             process = subprocess.Popen(
                 [*self.executor.command, str(own), str(writes)],
@@ -178,45 +124,53 @@ class _Work:
                 start_new_session=True,  # Ctrl-C on the terminal reaches the parent alone, which passes it on once
             )
         os.close(writes)
-        self.children[run.name] = _Child(run, process, slot)
-        threading.Thread(target=_listen, args=(run.name, process, reads, self.events), daemon=True).start()
-        self.tell(Update(run=run.name, state="running", steps=run.config.run.max_steps))
+        self.children[run.name] = _Child(process=process, slot=slot, reads=reads, log=own / LOG)
 
-    def _interrupt(self) -> None:
-        """End the workers: the first time after their step, the second time at once; then kill what is left."""
-        self.interrupts += 1
-        self.waiting.clear()
-        for name, child in self.children.items():
-            child.process.send_signal(signal.SIGINT if self.interrupts < 3 else signal.SIGKILL)
-            self.tell(Update(run=name, state="stopping"))
+    def look(self) -> tuple[Sequence[Update], Mapping[str, str]]:
+        """Wait for a moment; what came through the pipes, and who has ended."""
+        time.sleep(MOMENT)
+        updates, ended = list[Update](), dict[str, str]()
+        for name, child in list(self.children.items()):
+            code = child.process.poll()  # before its pipe is read for the last time
+            updates += child.told()
+            if code is not None:
+                ended[name] = f"{_how_ended(code)}\n{_last_line(child.log)}\nlog: {child.log}"
+                os.close(child.reads)
+                self.free.append(self.children.pop(name).slot)
+        return updates, ended
 
-    def _ended(self, child: _Child) -> None:
-        """The outcome of a worker that ended; one that left none was killed or interrupted."""
-        own = run_folder(self.folder, child.run)
-        if self.interrupts or read_outcome(own) is not None:
-            return
-        run = child.run
-        error = f"{_how_ended(child.process.returncode)}\n{_last_line(own / LOG)}\nlog: {own / LOG}"
-        write_outcome(own, failed(run, error))
-        self.tell(Update(run=run.name, state="failed", text=error.partition("\n")[0]))
+    def stop(self, name: str, times: int) -> None:
+        """Interrupt a process; the third time kill it."""
+        self.children[name].process.send_signal(signal.SIGINT if times < 3 else signal.SIGKILL)
 
-
-def _listen(name: str, process: subprocess.Popen[bytes], reads: int, events: SimpleQueue[Event]) -> None:
-    """Pass on the reports of a worker, and at last that it has ended."""
-    reader = threading.Thread(target=_pass_on, args=(name, reads, events), daemon=True)
-    reader.start()
-    process.wait()
-    reader.join(timeout=READ_ON)  # a grandchild may hold the pipe open
-    events.put((name, None))
+    def end(self) -> None:
+        """End every process, and wait for it."""
+        for child in self.children.values():
+            child.process.terminate()
+        for child in self.children.values():
+            child.process.wait()
 
 
-def _pass_on(name: str, reads: int, events: SimpleQueue[Event]) -> None:
-    with os.fdopen(reads, encoding="utf-8") as lines:
-        for line in lines:
-            try:
-                events.put((name, Update(**json.loads(line))))
-            except (ValueError, TypeError):  # the last line of a killed worker
-                continue
+@dataclass(kw_only=True)
+class _Child:
+    """A worker process."""
+
+    process: subprocess.Popen[bytes]
+    slot: int
+    """Its number among those at work."""
+    reads: int
+    """The file descriptor of what it tells; nobody waits for its end, which a grandchild may hold open."""
+    log: Path
+    begun: bytes = b""
+    """The beginning of a line that has not come in full."""
+
+    def told(self) -> Iterator[Update]:
+        """What it has told since the last time."""
+        with suppress(BlockingIOError):
+            while found := os.read(self.reads, 2**16):
+                self.begun += found
+        *lines, self.begun = self.begun.split(b"\n")
+        return (Update(**json.loads(line)) for line in lines)
 
 
 def _how_ended(code: int) -> str:

@@ -11,12 +11,25 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from klamp.ablation.plan import Run, run_folder
+from klamp.diagnostics.doctor import ALARMS_FILE
 from klamp.errors import DataError
 from klamp.tasks.files import json_of
-from klamp.training.folders import write_whole
+from klamp.training.folders import (
+    ANSWERS,
+    CAUTIONS,
+    COMPLETIONS,
+    CONFIG,
+    METRICS_FILE,
+    SUMMARY,
+    VERSIONS,
+    write_whole,
+)
 
 OUTCOME = "outcome.json"
 """The file in a run's folder; it is there once the run is done, or has failed."""
+
+KEPT = (CONFIG, VERSIONS, METRICS_FILE, COMPLETIONS, ANSWERS, ALARMS_FILE, CAUTIONS, SUMMARY)
+"""The small files of a run, which an ablation keeps wherever the run was done."""
 
 OutcomeState: TypeAlias = Literal["done", "failed"]
 

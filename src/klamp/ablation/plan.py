@@ -98,8 +98,11 @@ def grid(sweep: Mapping[str, Sequence[Any]]) -> tuple[Arm, ...]:
         if not values:
             raise ConfigError(f"{name} is swept over nothing", got="no value", fix=f"give values, or leave {name} out")
         _refuse_twice(f"value of {name}", [shown(value) for value in values])
-    combinations = itertools.product(*fields.values())
-    return tuple(_combined(dict(zip(fields, values, strict=True))) for values in combinations)
+    combinations = (dict(zip(fields, values, strict=True)) for values in itertools.product(*fields.values()))
+    return tuple(
+        Arm(name=" ".join(f"{name}={shown(value)}" for name, value in values.items()) or "base", values=values)
+        for values in combinations
+    )
 
 
 def crossed(arms: Sequence[Arm], others: Sequence[Arm]) -> tuple[Arm, ...]:
@@ -203,39 +206,19 @@ def plan_of(content: Mapping[str, Any]) -> Plan:
 
 
 def plain_run(run: Run) -> dict[str, Any]:
-    """The run as plain data for JSON, without credentials of URLs; `run_of` reads it back."""
-    config = _plain(run.config.flat())
-    return {
-        "name": run.name,
-        "arm": run.arm.name,
-        "values": _plain(run.arm.values),
-        "seed": run.seed,
-        "config": config,
-        "kl_prompts": run.kl_prompts,
-    }
+    """The run as plain data, without credentials of URLs: that of a plan with its arm and its seed alone."""
+    base = {name: value for name, value in run.config.flat().items() if name not in OWNED}
+    return plain_plan(Plan(name=run.name, base=base, arms=(run.arm,), seeds=(run.seed,), kl_prompts=run.kl_prompts))
 
 
 def run_of(content: Mapping[str, Any]) -> Run:
     """The run that `plain_run` made plain data of.
 
-    Args:
-        content: the plain data.
-
     Raises:
         KeyError, TypeError, AttributeError: it is none.
+        ConfigError: a configuration that is refused.
     """
-    return Run(
-        name=content["name"],
-        arm=Arm(name=content["arm"], values=_tuples(content["values"])),
-        seed=int(content["seed"]),
-        config=TrainConfig.from_flat(content["config"]),
-        kl_prompts=content.get("kl_prompts", KL_PROMPTS),
-    )
-
-
-def _combined(values: Mapping[str, Any]) -> Arm:
-    name = " ".join(f"{field}={shown(value)}" for field, value in values.items())
-    return Arm(name=name or "base", values=values)
+    return runs(plan_of(content))[0]
 
 
 def _known(values: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -320,13 +303,14 @@ def _refuse_same(of_one_seed: Sequence[Run]) -> None:
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _plain_value(value) for name, value in values.items()}
-
-
-def _plain_value(value: Any) -> Any:
-    if isinstance(value, str):
-        return without_credentials(value)
-    return list(value) if isinstance(value, tuple) else value
+    return {
+        name: without_credentials(value)
+        if isinstance(value, str)
+        else list(value)
+        if isinstance(value, tuple)
+        else value
+        for name, value in values.items()
+    }
 
 
 def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:

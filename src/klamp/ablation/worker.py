@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -21,11 +22,9 @@ from typing import NoReturn
 
 from filelock import lock_descriptor
 
-from klamp.ablation.executor import Tell, Update
-from klamp.ablation.plan import Run, plain_run, run_of
-from klamp.training.folders import write_whole
+from klamp.ablation.executor import RUN, Tell, Update, read_run
+from klamp.ablation.plan import Run, run_folder
 
-RUN = "run.json"
 DONE, FAILED, INTERRUPTED = 0, 1, 130
 """Exit codes; FAILED has an outcome that says why."""
 
@@ -42,6 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     folder = Path(arguments[0])
     report = teller(int(arguments[1])) if len(arguments) > 1 else _silent
     try:
+        report(Update(run=folder.name, state="running"))
         from transformers.utils.logging import disable_progress_bar
 
         from klamp.ablation.one_run import perform
@@ -50,34 +50,13 @@ def main(arguments: Sequence[str]) -> int:
         disable_progress_bar()
         with alone(folder):
             try:
-                run = read_run(folder)
-                outcome = perform(run, folder.parent.parent, report)
+                outcome = perform(read_run(folder), folder.parent.parent, report)
             except TrainingStopped as stopped:
                 logging.getLogger(__name__).warning("%s", stopped)
                 return INTERRUPTED
     except KeyboardInterrupt:
         return INTERRUPTED
     return DONE if outcome.state == "done" else FAILED
-
-
-def write_run(folder: Path, run: Run) -> None:
-    """Write the file that tells a worker which run to do.
-
-    Args:
-        folder: of the run; made where it is missing.
-        run: the run.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / RUN, json.dumps(plain_run(run), indent=2))
-
-
-def read_run(folder: Path) -> Run:
-    """Read the run that `write_run` wrote.
-
-    Args:
-        folder: of the run.
-    """
-    return run_of(json.loads((folder / RUN).read_text(encoding="utf-8")))
 
 
 def teller(descriptor: int) -> Tell:
@@ -103,6 +82,14 @@ def alone(folder: Path) -> Iterator[None]:
         with suppress(OSError):
             lock_descriptor(file.fileno())
         yield
+
+
+def working_folder(run: Run, folder: Path) -> Path:
+    """The ablation's own folder where the worker sees the run in it; else a new one of the worker's machine."""
+    with suppress(OSError, ValueError, LookupError):
+        if read_run(run_folder(folder, run)) == run:
+            return folder
+    return Path(tempfile.mkdtemp(prefix="klamp-"))
 
 
 def _silent(update: Update) -> None:
