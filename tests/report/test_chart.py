@@ -9,21 +9,18 @@ import re
 import pytest
 from tests.report.pages import Node, parse
 
+from klamp.report.axes import CurveColumn, Series, columns_of, mean, spread
 from klamp.report.chart import (
     BOTTOM,
     LEFT,
     RIGHT,
     TOP,
     Chart,
-    CurveColumn,
     Line,
     Mark,
-    Series,
-    columns_of,
     describe,
-    mean,
+    key,
     render_chart,
-    spread,
 )
 
 STEPS = range(1, 21)
@@ -90,6 +87,15 @@ def test_legend_and_table_hold_the_numbers() -> None:
     assert node.one(of="at").text == "last: step 2"
     assert [value.attributes["data-column"] for value in node.all(of="value")] == ["1", "2"]
     assert len(node.all("caption")) == len(node.all("table")) == 1
+
+
+def test_the_frame_names_its_parts_and_escapes_them() -> None:
+    node = rendered(Series(label="a", points={1: 0.25}), title="KL <x>", text="Grows & falls.", name="kl")
+    figure, heading = node.one("figure"), node.one("h3")
+    assert heading.text == "KL <x>" and heading.attributes["id"] == figure.attributes["aria-labelledby"] == "kl-heading"
+    assert figure.attributes["id"] == "kl" and node.one("p", of="says").text == "Grows & falls."
+    assert [child.name for child in parse(key("band")).one("svg").children if isinstance(child, Node)] == ["rect"]
+    assert parse(key("line s2", dot="M0 0")).one("path", of="dot").classes == ["dot", "s2"]
 
 
 def test_curves_of_a_group_share_a_line_of_the_legend() -> None:

@@ -10,16 +10,13 @@ from tests.report.pages import Node, completion, parse, run_of
 from klamp.report.completions import k3, ranked
 from klamp.report.cost_section import (
     LINKS,
-    LONG,
     Costs,
     cost_section,
     costs_of,
-    pairs_of,
     shares_linked,
     shares_of,
     words_of,
 )
-from klamp.report.token_section import costs
 
 NAN = math.nan
 
@@ -46,13 +43,13 @@ def test_the_cost_of_words_positions_and_prompts() -> None:
     found = costs_of_all(first, second, second)
     total = k3(1.0) + k3(-0.5) + 2 * (k3(0.25) + k3(2.0))
     assert found.total == pytest.approx(total)
-    words = {cost.label: (cost.k3, cost.times) for cost in found.words}
+    words = {cost.label: (cost.k3, cost.times) for cost in found.by["word"]}
     assert words["is"] == (pytest.approx(k3(-0.5) + 2 * k3(2.0)), 3)
     assert words["it"] == (pytest.approx(2 * k3(0.25)), 3) and words["so"] == (pytest.approx(k3(1.0)), 1)
-    assert [cost.label for cost in found.words] == ["is", "so", "it"], "the costliest first"
-    assert {cost.label: cost.times for cost in found.positions} == {"1": 3, "2": 3, "3": 1}
-    assert sum(cost.k3 for cost in found.positions) == pytest.approx(total)
-    assert [(cost.label, cost.times, cost.mean) for cost in found.prompts] == [
+    assert [cost.label for cost in found.by["word"]] == ["is", "so", "it"], "the costliest first"
+    assert {cost.label: cost.times for cost in found.by["position"]} == {"1": 3, "2": 3, "3": 1}
+    assert sum(cost.k3 for cost in found.by["position"]) == pytest.approx(total)
+    assert [(cost.label, cost.times, cost.mean) for cost in found.by["prompt"]] == [
         ("q", 2, pytest.approx(k3(0.25) + k3(2.0))),
         ("p", 1, pytest.approx(k3(1.0) + k3(-0.5))),
     ]
@@ -62,7 +59,7 @@ def test_each_leads_to_its_completions_and_their_costliest_token() -> None:
     rows = [scored(["a", " a"], [0.1 * n, 0.2 * n], step=n) for n in (1, 3, 2)]
     shown = dict(enumerate(ranked([run_of(completions=rows)])))
     for kept, steps in ((shown, [3, 2, 1]), ({n: shown[n] for n in (0, 2)}, [3, 1]), ({}, [])):
-        words, positions, _ = shares_of(costs_of_all(*rows), kept, [lambda token: token])
+        words, positions, _ = shares_of(costs_of_all(*rows), kept, [lambda token: token]).values()
         assert [shown[share.shown].completion.step for share in words["a"]] == steps, "only of those on the page"
         assert {share.position for share in words["a"]} <= {1}
         assert [len(shares) for shares in positions.values()] == [len(steps)] * 2
@@ -72,8 +69,8 @@ def test_each_leads_to_its_completions_and_their_costliest_token() -> None:
 def words_and_k3(row) -> float:
     """What two twins of a completion add to their word."""
     found = costs_of_all(row, row)
-    (share,) = shares_of(found, {0: ranked([run_of(completions=[row, row])])[0]}, [lambda token: token])[0]["a"]
-    assert share.k3 == pytest.approx(found.words[0].k3)
+    (share,) = shares_of(found, {0: ranked([run_of(completions=[row, row])])[0]}, [lambda token: token])["word"]["a"]
+    assert share.k3 == pytest.approx(found.by["word"][0].k3)
     return share.k3
 
 
@@ -82,16 +79,16 @@ def test_only_what_the_reference_scored_counts() -> None:
     masked = completion(tokens=["c"], policy=[-1.0], ref=[-9.0], trained=[False])
     alone = completion(tokens=["d"], policy=[-1.0], ref=None, sampler=[-5.0])
     found = costs_of_all(half, masked, alone)
-    assert [cost.label for cost in found.words] == ["a"] and found.total == pytest.approx(k3(1.0))
-    assert costs_of_all().total == 0 and not costs_of_all().words
+    assert [cost.label for cost in found.by["word"]] == ["a"] and found.total == pytest.approx(k3(1.0))
+    assert costs_of_all().total == 0 and not costs_of_all().by["word"]
 
 
 def test_positions_begin_with_what_the_model_wrote_and_long_ones_are_joined() -> None:
     asked = scored(["q", "a"], [0.0, 1.0], sampled=[False, True], trained=[False, True])
-    assert [cost.label for cost in costs_of_all(asked).positions] == ["1"]
+    assert [cost.label for cost in costs_of_all(asked).by["position"]] == ["1"]
     long = scored(["x"] * 640, [0.1] * 639 + [3.0])
-    assert costs_of_all(long).positions[0].label == "631–640"
-    assert len(costs_of_all(long, most=3).positions) == 3
+    assert costs_of_all(long).by["position"][0].label == "631–640"
+    assert len(costs_of_all(long, most=3).by["position"]) == 3
 
 
 HOSTILE = "<img src=x onerror=alert(1)>\u202e"
@@ -108,8 +105,9 @@ def section(*completions, kept: int = 100) -> Node:
     runs = [run_of(completions=completions)]
     found = ranked(runs)
     here = dict(list(enumerate(found))[:kept])
-    spent, readers = costs(runs, found), [run.read for run in runs]
-    return parse(cost_section(runs, found, here, spent, shares_of(spent, here, readers), readers))
+    readers = [run.read for run in runs]
+    spent = costs_of(found, readers)
+    return parse(cost_section(runs, found, here, spent, shares_of(spent, here, readers)))
 
 
 def test_every_line_has_its_share_and_its_completions() -> None:
@@ -128,29 +126,12 @@ def test_every_line_has_its_share_and_its_completions() -> None:
 def test_links_lead_to_what_is_on_the_page() -> None:
     runs = [run_of(completions=rows())]
     found = ranked(runs)
-    behind = shares_of(costs(runs, found), dict(enumerate(found)), [run.read for run in runs])
+    readers = [run.read for run in runs]
+    behind = shares_of(costs_of(found, readers), dict(enumerate(found)), readers)
     assert shares_linked(behind) == {n: frozenset({0}) for n in (0, 1, 2, 3)}, "two per line; prompts alternate"
     made = section(*rows(), kept=1)
     assert {link.attributes["href"] for link in made.all("a")} == {"#c0-0"}
     assert "not on the page" in section(*rows(), kept=0).text
-
-
-def test_the_same_prompt_early_and_late() -> None:
-    runs = [run_of(completions=rows())]
-    found = ranked(runs)
-    steps = [(a.completion.step, b.completion.step) for a, b in pairs_of(found, costs(runs, found))]
-    assert steps == [(2, 6), (1, 5)]
-    table = section(*rows()).one("table", of="pairs")
-    assert table.rows()[0] == ["prompt", "early", "late"]
-    assert "step 2, KL" in table.rows()[1][1] and "step 6, KL" in table.rows()[1][2]
-    assert next(span.classes for span in table.all("div", of="side")[1].all("span")) == ["p3"]
-    assert not section(rows()[0]).all("table", of="pairs"), "no prompt came up twice"
-
-
-def test_long_completions_are_cut_in_the_table_only() -> None:
-    n = LONG + 7
-    both = [completion(step=s, tokens=["a"] * n, policy=[-1.0] * n, ref=[-2.0] * n, prompt="p") for s in (1, 2)]
-    assert "(7 more tokens)" in section(*both).one("table", of="pairs").text
 
 
 def test_what_models_wrote_is_text() -> None:

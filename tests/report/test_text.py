@@ -13,11 +13,13 @@ from tests.report.pages import parse
 from klamp.report.text import (
     Html,
     count,
+    data_table,
     decoded,
     element,
     escape,
     join,
     json_block,
+    plain_table,
     probability,
     reader,
     rounded,
@@ -230,3 +232,17 @@ def test_the_table_is_that_of_transformers() -> None:
         assert decoded(letters[byte]) == chr(byte)
     for text in ("naïve 東京 😀", "\x7f\xa0\xad"):
         assert decoded("".join(letters[byte] for byte in text.encode())) == text
+
+
+def test_the_first_cell_of_a_row_is_its_heading_and_texts_are_escaped() -> None:
+    table = parse(plain_table(["step", "k3"], [["7", "0.12"], ["8", "<b>"]], caption="KL", classes="wide"))
+    assert table.one("table").rows() == [["step", "k3"], ["7", "0.12"], ["8", "<b>"]]
+    assert [cell.attributes["scope"] for cell in table.one("tbody").all("th")] == ["row", "row"]
+    assert table.one("div").attributes["aria-label"] == "Table: KL" and table.one("table").classes == ["wide"]
+    assert table.one("caption").classes == ["unseen"]
+
+
+def test_the_numbers_of_a_chart_are_folded_away_with_a_caption_that_can_be_seen() -> None:
+    folded = parse(data_table(["step", "k3"], [["7", "0.12"]], caption="KL over steps"))
+    assert "open" not in folded.one("details").attributes
+    assert folded.one("caption").text == "KL over steps" and not folded.one("caption").classes

@@ -7,8 +7,9 @@ import json
 from tests.report.pages import Node, completion, parse, run_of
 
 from klamp.report.completions import ranked
+from klamp.report.cost_section import costs_of
 from klamp.report.run import ReportRun
-from klamp.report.token_section import FRAME, PATIENCE, costs, fitting, said, token_section
+from klamp.report.token_section import FRAME, PATIENCE, fitting, said, token_section
 
 
 def many(count: int) -> ReportRun:
@@ -19,7 +20,8 @@ def many(count: int) -> ReportRun:
 
 def section(*runs: ReportRun, room: int = 10**6) -> Node:
     completions = ranked(runs)
-    return parse(token_section(runs, completions, fitting(runs, completions, room=room), costs(runs, completions)))
+    spent = costs_of(completions, [run.read for run in runs])
+    return parse(token_section(runs, completions, fitting(runs, completions, room=room), spent))
 
 
 def test_everything_is_there() -> None:

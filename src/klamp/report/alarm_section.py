@@ -8,9 +8,8 @@ from klamp.diagnostics.alarm import Blamed
 from klamp.diagnostics.alarms import ALARMS
 from klamp.diagnostics.doctor import Finding
 from klamp.report.completions import Shown
-from klamp.report.figure import plain_table
 from klamp.report.run import ReportRun
-from klamp.report.text import Html, count, element, join, probability, shown
+from klamp.report.text import Html, count, element, join, plain_table, probability, shown
 from klamp.report.token_section import NARROW
 
 FEW = 3

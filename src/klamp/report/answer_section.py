@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from klamp.diagnostics.history import Answer, first_answers, last_answers
-from klamp.report.figure import plain_table
 from klamp.report.run import ReportRun, ScoreFormat
-from klamp.report.text import MISSING, Html, element, join, shorten
+from klamp.report.text import MISSING, Html, element, join, plain_table, shorten
 
 LONGEST = 400
 """Characters of an answer that are shown."""

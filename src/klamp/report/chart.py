@@ -1,21 +1,15 @@
-"""A chart: curves as SVG, a legend with their latest values, a table of the numbers, and what the script needs.
-
-Runs of one configuration with different seeds are drawn as their mean, with a band from the lowest to the highest.
-"""
+"""A chart: curves as SVG, a legend with their latest values, a table of the numbers, and what the script needs."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from statistics import fmean
 
-from klamp.diagnostics.history import bounded
-from klamp.report.axes import Axis, fit, means, thin, ticks, whole
-from klamp.report.figure import Entry, data_table, figure, key
-from klamp.report.text import Html, element, join, rounded, short
+from klamp.report.axes import Axis, CurveColumn, Series, columns_of, fit, means, spread, thin, ticks, whole
+from klamp.report.text import Html, data_table, element, join, rounded, short
 
 WIDTH, HEIGHT = 360, 190
 LEFT, RIGHT, TOP, BOTTOM = 46, 350, 10, 164
@@ -78,7 +72,7 @@ class Chart:
 
 
 def render_chart(chart: Chart, *, most: int = 400) -> Html:
-    """The chart with its legend and its table.
+    """The chart in its frame: title, legend with the latest values, the drawing, a table of the numbers.
 
     Args:
         chart: what to show.
@@ -92,25 +86,28 @@ def render_chart(chart: Chart, *, most: int = 400) -> Html:
     values = [value for column in kept for value in column.series.points.values()]
     levels = [level for line in chart.lines for level in (line.low, line.high) if level is not None]
     y = fit(values, include=(*chart.include, *levels))
-    x = _across(steps)
-    drawing = _drawing(chart, kept, x=x, y=y)
-    entries = _entries(kept, chart.decimals)
-    entries += [Entry(swatch=key("level" if line.high is None else "band"), label=line.label) for line in chart.lines]
     headings = (chart.axis, *(column.series.label for column in kept))
     rows = [
         (short(step, digits=9), *(short(column.series.points.get(step), digits=DIGITS) for column in kept))
         for step in steps
     ]
-    return figure(
-        name=chart.name,
-        title=chart.title,
-        unit=chart.unit + (", log scale" if y.knee is not None else ""),
-        text=chart.text,
-        drawing=drawing,
-        entries=entries,
-        at=f"last: {chart.axis} {short(steps[-1], digits=9)}" if steps else "",
-        table=data_table(headings, rows, caption=f"{chart.title} ({chart.unit}){_thinned(len(steps), total)}"),
-        plot=_plot(chart, kept, y, means(curves, most=most)),
+    at = f"last: {chart.axis} {short(steps[-1], digits=9)}" if steps else ""
+    return element(
+        "figure",
+        element(
+            "figcaption",
+            element("h3", chart.title, id=f"{chart.name}-heading"),
+            element("span", chart.unit + (", log scale" if y.knee is not None else ""), class_="unit"),
+            element("span", at, class_="at"),
+        ),
+        element("ul", *_legend(chart, kept), class_="legend"),
+        element("div", _drawing(chart, kept, x=_across(steps), y=y), class_="plot"),
+        element("p", chart.text, class_="says"),
+        data_table(headings, rows, caption=f"{chart.title} ({chart.unit}){_thinned(len(steps), total)}"),
+        id=chart.name,
+        class_="card",
+        aria_labelledby=f"{chart.name}-heading",
+        data_plot=_plot(chart, kept, y, means(curves, most=most)),
     )
 
 
@@ -289,32 +286,45 @@ def _only(series: Series, steps: Sequence[float]) -> Series:
     return replace(series, points=points)
 
 
-def _entries(kept: Sequence[CurveColumn], decimals: int | None) -> list[Entry]:
+def _legend(chart: Chart, kept: Sequence[CurveColumn]) -> list[Html]:
     """The lines of the legend: a mean with the range of its curves, the curves of a group that has none together."""
     lines: dict[str, list[int]] = {}
     for number, column in enumerate(kept):
         if column.of is None:
             alone = column.members or not column.series.group
             lines.setdefault(f"\n{number}" if alone else column.series.group, []).append(number)
-    return [_entry(kept, numbers, decimals) for numbers in lines.values()]
+    items = [_entry(kept, numbers, chart.decimals) for numbers in lines.values()]
+    levels = [(key("level" if line.high is None else "band"), line.label) for line in chart.lines]
+    return items + [element("li", swatch, element("span", label, class_="label")) for swatch, label in levels]
 
 
-def _entry(kept: Sequence[CurveColumn], numbers: Sequence[int], decimals: int | None) -> Entry:
+def _entry(kept: Sequence[CurveColumn], numbers: Sequence[int], decimals: int | None) -> Html:
+    """A line with the latest value of each curve; the script shows those under the cursor in their place."""
     first = kept[numbers[0]].series
     few = max(len(kept[number].series.points) for number in numbers) <= FEW
-    swatch = key(f"curve s{first.slot % 8} d{first.slot % 5}", shape(first.slot, 11, 5) if few else "")
-    latest = [list(kept[number].series.points.items()) or [(0.0, None)] for number in numbers]
-    label = first.label if len(numbers) == 1 else f"{first.group}, {len(numbers)} runs"
-    columns = [number + 1 for number in numbers]
+    latest = [list(kept[number].series.points.values())[-1:] or [None] for number in numbers]
     band = list(spread(kept, kept[numbers[0]]).values())
-    return Entry(
-        swatch=swatch,
-        label=label,
-        values=[
-            (rounded(points[-1][1], decimals=decimals), column) for points, column in zip(latest, columns, strict=True)
-        ],
-        span=_span(*band[-1], decimals) if band else "",
+    return element(
+        "li",
+        key(f"curve s{first.slot % 8} d{first.slot % 5}", shape(first.slot, 11, 5) if few else ""),
+        element("span", first.label if len(numbers) == 1 else f"{first.group}, {len(numbers)} runs", class_="label"),
+        *(
+            element("span", rounded(value, decimals=decimals), class_="value", data_column=number + 1)
+            for number, [value] in zip(numbers, latest, strict=True)
+        ),
+        *([element("span", _span(*band[-1], decimals), class_="span")] if band else []),
     )
+
+
+def key(classes: str, dot: str = "") -> Html:
+    """The small sample of a curve or band in a legend."""
+    dots = [element("path", d=dot, class_=f"dot {classes.split()[1]}")] if dot else []
+    sample = (
+        element("rect", x=0, y=0, width=22, height=10, class_=classes)
+        if classes == "band"
+        else element("path", d="M0 5H22", class_=classes)
+    )
+    return element("svg", sample, *dots, class_="key", viewBox="0 0 22 10", aria_hidden="true")
 
 
 def _span(low: float, high: float, decimals: int | None) -> str:
@@ -325,84 +335,3 @@ def _span(low: float, high: float, decimals: int | None) -> str:
 
 def _thinned(shown: int, total: int) -> str:
     return "" if shown == total else f"; {shown} of {total} logged steps, the extremes among them"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Series:
-    """One curve of a chart."""
-
-    label: str
-    """The name of the curve in the legend."""
-    points: Mapping[float, float]
-    """Step -> value, in the order of steps; NaN and infinities are gaps."""
-    slot: int = 0
-    """Its colour, its dashes and the shape of its dots, by number."""
-    group: str = ""
-    """Curves of one group are drawn as their mean with a band, and share a line of the legend; empty: by itself."""
-    runs: tuple[int, ...] = ()
-    """The numbers of the runs that it is from; empty: of none, as by position."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CurveColumn:
-    """A curve in its place: a column of the chart's table."""
-
-    series: Series
-    """The curve; that of a group is its mean."""
-    members: tuple[int, ...] = ()
-    """Of a mean: the columns of the curves that it is of."""
-    of: int | None = None
-    """Of a curve in a group: the column of their mean."""
-
-
-def columns_of(series: Sequence[Series]) -> list[CurveColumn]:
-    """The curves in the order of a chart's table, each mean before its runs; the first column has number 1.
-
-    Args:
-        series: the curves. Those of a group that have no step in common stay by themselves.
-    """
-    found: list[CurveColumn] = []
-    for alike in _groups(series):
-        points = mean(alike) if len(alike) > 1 else {}
-        if not points:
-            found += [CurveColumn(series=each) for each in alike]
-            continue
-        at = len(found) + 1
-        label = f"{alike[0].group}, mean of {len(alike)}"
-        runs = tuple(run for each in alike for run in each.runs)
-        middle = Series(label=label, points=points, slot=alike[0].slot, group=alike[0].group, runs=runs)
-        found.append(CurveColumn(series=middle, members=tuple(range(at + 1, at + 1 + len(alike)))))
-        found += [CurveColumn(series=each, of=at) for each in alike]
-    return found
-
-
-def mean(alike: Sequence[Series]) -> dict[float, float]:
-    """The mean of several curves, at the steps where all of them have a finite value: step -> mean."""
-    first, *others = [series.points for series in alike]
-    return {
-        step: fmean(map(bounded, (value, *(points[step] for points in others))))
-        for step, value in first.items()
-        if math.isfinite(value) and all(math.isfinite(points.get(step, math.nan)) for points in others)
-    }
-
-
-def spread(columns: Sequence[CurveColumn], column: CurveColumn) -> dict[float, tuple[float, float]]:
-    """The lowest and the highest value of a mean's curves: step -> (lowest, highest).
-
-    Args:
-        columns: all of the chart.
-        column: that of the mean.
-    """
-    curves = [columns[number - 1].series.points for number in column.members]
-    found: dict[float, tuple[float, float]] = {}
-    for step in column.series.points if curves else ():
-        values = [points[step] for points in curves if step in points]
-        found[step] = min(values), max(values)
-    return found
-
-
-def _groups(series: Sequence[Series]) -> Iterator[list[Series]]:
-    groups: dict[str, list[Series]] = {}
-    for number, each in enumerate(series):
-        groups.setdefault(each.group or f"\n{number}", []).append(each)
-    yield from groups.values()

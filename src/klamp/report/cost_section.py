@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Literal, TypeAlias
 
 from klamp.report.completions import BINS, Shown, k3
-from klamp.report.figure import plain_table
 from klamp.report.run import ReportRun
-from klamp.report.text import Html, Read, count, element, join, short, shorten, shown
-from klamp.report.tokens import shade
+from klamp.report.text import Html, Read, count, element, join, plain_table, short, shown
 
 ROWS = 10
 """The most words, positions and prompts."""
@@ -19,12 +18,12 @@ LINKS = 2
 """Completions of each that are linked to."""
 BEHIND = 50
 """The most completions that a button shows."""
-PAIRS = 6
-"""Prompts that are shown early and late."""
-LONG = 240
-"""Tokens of a completion that are shown beside its other."""
 PROMPT = 90
 """Characters of a prompt in the table."""
+
+Kind: TypeAlias = Literal["word", "position", "prompt"]
+KINDS: tuple[Kind, ...] = ("word", "position", "prompt")
+"""How a cost is divided: by word, by position among the tokens that the model wrote, by prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +47,7 @@ class Cost:
     k3: float = 0.0
     """The sum of k3 over its tokens, in nats."""
     times: int = 0
-    """How often it occurs."""
+    """How often it occurs; of a prompt, in completions."""
 
     @property
     def mean(self) -> float:
@@ -62,21 +61,17 @@ class Costs:
 
     total: float
     """The sum of k3 over all tokens, in nats."""
-    words: Sequence[Cost]
-    """By word, the costliest first."""
-    positions: Sequence[Cost]
-    """By position among the tokens that the model wrote, the costliest first."""
-    prompts: Sequence[Cost]
-    """By prompt, the costliest first; an occurrence is a completion."""
+    by: Mapping[Kind, Sequence[Cost]]
+    """The costliest words, positions and prompts, the costliest first."""
     width: int
     """How many positions are joined."""
 
 
-Shares = Mapping[str, Sequence[Share]]
-"""Label -> what each completion on the page adds, the largest first."""
+Shares = Mapping[Kind, Mapping[str, Sequence[Share]]]
+"""Kind -> label -> what each completion on the page adds, the largest first."""
 
 
-def costs_of(completions: Sequence[Shown], readers: Sequence[Read], *, most: int) -> Costs:
+def costs_of(completions: Sequence[Shown], readers: Sequence[Read], *, most: int = ROWS) -> Costs:
     """The costs of all completions that a reference has scored.
 
     Args:
@@ -87,25 +82,21 @@ def costs_of(completions: Sequence[Shown], readers: Sequence[Read], *, most: int
     known = [each for each in completions if each.against == "reference"]
     longest = max((sum(each.completion.is_sampled) for each in known), default=0)
     width = math.ceil(longest / BINS) or 1
-    words, positions, prompts = _Tally(), _Tally(), _Tally()
+    found: dict[Kind, dict[str, Cost]] = {kind: {} for kind in KINDS}
     for each in known:
-        parts = _parts(each)
-        for word, inside in _words(each, readers[each.run], parts):
-            words.add(word, each.times, sum([parts[i] for i in inside]))
-        for label, i in _positions(each, parts, width):
-            positions.add(label, each.times, parts[i])
-        if parts:
-            prompts.add(prompt_of(each), each.times, sum(parts.values()))
-    return Costs(
-        total=sum(each.k3 for each in prompts.found.values()),
-        words=words.costliest(most),
-        positions=positions.costliest(most),
-        prompts=[each for each in prompts.costliest(most) if each.label],
-        width=width,
-    )
+        for kind, label, parts in _divided(each, readers[each.run], width):
+            cost = found[kind].get(label)
+            if cost is None:
+                cost = found[kind][label] = Cost(label=label)
+            cost.k3 += each.times * sum(parts.values())
+            cost.times += each.times
+    costly = {kind: [cost for cost in found[kind].values() if cost.k3 > 0] for kind in KINDS}
+    kept = {kind: sorted(costs, key=lambda cost: -cost.k3)[:most] for kind, costs in costly.items()}
+    kept["prompt"] = [cost for cost in kept["prompt"] if cost.label]
+    return Costs(total=sum(cost.k3 for cost in found["prompt"].values()), by=kept, width=width)
 
 
-def shares_of(costs: Costs, kept: Mapping[int, Shown], readers: Sequence[Read]) -> tuple[Shares, Shares, Shares]:
+def shares_of(costs: Costs, kept: Mapping[int, Shown], readers: Sequence[Read]) -> Shares:
     """What the completions on the page add to the costliest words, positions and prompts.
 
     Only these have a share: of all that were written, the shares would take more memory than the record.
@@ -115,21 +106,35 @@ def shares_of(costs: Costs, kept: Mapping[int, Shown], readers: Sequence[Read]) 
         kept: those on the page, by number.
         readers: of each run: turns its tokens into text.
     """
-    words, positions, prompts = (_Behind(found) for found in (costs.words, costs.positions, costs.prompts))
+    found: dict[Kind, dict[str, list[Share]]] = {kind: {cost.label: [] for cost in costs.by[kind]} for kind in KINDS}
     for number, each in kept.items():
-        if each.against == "reference":
-            parts = _parts(each)
-            by_word = _words(each, readers[each.run], parts)
-            by_position = _positions(each, parts, costs.width)
-            words.add(number, each.times, ((word, {i: parts[i] for i in inside}) for word, inside in by_word))
-            positions.add(number, each.times, ((label, {i: parts[i]}) for label, i in by_position))
-            prompts.add(number, each.times, [(prompt_of(each), parts)])
-    return words.shares(), positions.shares(), prompts.shares()
+        own: dict[tuple[Kind, str], dict[int, float]] = {}
+        for kind, label, parts in _divided(each, readers[each.run], costs.width) if each.against == "reference" else ():
+            if label in found[kind]:
+                own.setdefault((kind, label), {}).update(parts)
+        for (kind, label), parts in own.items():
+            worst = max(parts, key=parts.__getitem__)
+            found[kind][label].append(Share(shown=number, k3=each.times * sum(parts.values()), position=worst))
+    for shares in (shares for some in found.values() for shares in some.values()):
+        shares.sort(key=lambda share: -share.k3)
+    return found
 
 
-def prompt_of(each: Shown) -> str:
-    """The prompt of a completion; where the record has none, the name of its group."""
-    return each.completion.prompt or each.completion.group
+def _divided(each: Shown, read: Read, width: int) -> Iterator[tuple[Kind, str, Mapping[int, float]]]:
+    """The parts of a completion by word, by position and by prompt: its kind, its label, position -> k3 there.
+
+    Only tokens whose k3 is known count.
+    """
+    parts = {i: k3(ratio) for i, ratio in enumerate(each.ratios) if math.isfinite(ratio)}
+    if not parts:
+        return
+    for word, inside in words_of([read(str(token)) for token in each.completion.tokens]):
+        if counted := {i: parts[i] for i in inside if i in parts}:
+            yield "word", word, counted
+    begin = next((i for i, sampled in enumerate(each.completion.is_sampled) if sampled), 0)
+    for i, part in parts.items():
+        yield "position", _stretch(i - begin, width), {i: part}
+    yield "prompt", each.completion.prompt or each.completion.group, parts
 
 
 def words_of(texts: Sequence[str]) -> Iterator[tuple[str, list[int]]]:
@@ -149,27 +154,8 @@ def words_of(texts: Sequence[str]) -> Iterator[tuple[str, list[int]]]:
 
 
 def _word(texts: Sequence[str], inside: Sequence[int]) -> str:
-    text = texts[inside[0]] if len(inside) == 1 else "".join([texts[i] for i in inside])
+    text = "".join([texts[i] for i in inside])
     return text.strip() or text
-
-
-def _parts(each: Shown) -> dict[int, float]:
-    """Position -> k3 there, where it is known."""
-    return {i: k3(ratio) for i, ratio in enumerate(each.ratios) if math.isfinite(ratio)}
-
-
-def _words(each: Shown, read: Read, parts: Mapping[int, float]) -> Iterator[tuple[str, list[int]]]:
-    """The words that have a number, each with the positions of its tokens that have one."""
-    for word, inside in words_of([read(str(token)) for token in each.completion.tokens]):
-        counted = [i for i in inside if i in parts]
-        if counted:
-            yield word, counted
-
-
-def _positions(each: Shown, parts: Iterable[int], width: int) -> Iterator[tuple[str, int]]:
-    """The name of the stretch of each token that has a number, and its position."""
-    begin = next((i for i, sampled in enumerate(each.completion.is_sampled) if sampled), 0)
-    return ((_stretch(i - begin, width), i) for i in parts)
 
 
 @cache
@@ -178,63 +164,17 @@ def _stretch(place: int, width: int) -> str:
     return str(first) if width == 1 else f"{first}–{first + width - 1}"
 
 
-class _Tally:
-    """Sums by label."""
-
-    def __init__(self) -> None:
-        self.found: dict[str, Cost] = {}
-
-    def add(self, label: str, times: int, part: float) -> None:
-        """Count what some tokens of a completion cost."""
-        cost = self.found.get(label)
-        if cost is None:
-            cost = self.found[label] = Cost(label=label)
-        cost.k3 += times * part
-        cost.times += times
-
-    def costliest(self, most: int) -> list[Cost]:
-        """The costliest labels."""
-        return sorted((cost for cost in self.found.values() if cost.k3 > 0), key=lambda cost: -cost.k3)[:most]
-
-
-class _Behind:
-    """The tokens behind some labels, by completion."""
-
-    def __init__(self, costs: Sequence[Cost]) -> None:
-        self.found: dict[str, list[Share]] = {cost.label: [] for cost in costs}
-
-    def add(self, number: int, times: int, labelled: Iterable[tuple[str, Mapping[int, float]]]) -> None:
-        """Note what the tokens of a completion cost in all its twins."""
-        found: dict[str, dict[int, float]] = {}
-        for label, parts in labelled:
-            if label in self.found and parts:
-                found.setdefault(label, {}).update(parts)
-        for label, parts in found.items():
-            worst = max(parts, key=lambda i, parts=parts: parts[i])
-            self.found[label].append(Share(shown=number, k3=times * sum(parts.values()), position=worst))
-
-    def shares(self) -> Shares:
-        """Label -> what each completion adds, the largest first."""
-        return {label: sorted(found, key=lambda share: -share.k3) for label, found in self.found.items()}
-
-
 def cost_section(
-    runs: Sequence[ReportRun],
-    completions: Sequence[Shown],
-    kept: Mapping[int, Shown],
-    costs: Costs,
-    behind: Sequence[Shares],
-    readers: Sequence[Callable[[str], str]],
+    runs: Sequence[ReportRun], completions: Sequence[Shown], kept: Mapping[int, Shown], costs: Costs, behind: Shares
 ) -> Html:
-    """The tables of costs, and the same prompts early and late.
+    """The tables of costs.
 
     Args:
         runs: those of the report.
         completions: all of them.
         kept: those on the page, by number.
         costs: of all of them.
-        behind: what those on the page add to words, positions and prompts.
-        readers: of each run: turns its tokens into text.
+        behind: what those on the page add.
     """
     if costs.total <= 0:
         return Html()
@@ -243,65 +183,57 @@ def cost_section(
         f"k3 summed over all {count(sum(each.times for each in completions), 'completion')}{over} that were written, "
         f"{short(costs.total)} nats, whether there is room for them below or not."
     )
-    found = (costs.words, costs.positions, costs.prompts)
     tables = [
         element(
             "div",
-            element("h4", f"By {name}", id=f"cost-{name}"),
-            _table(name, some, shares, kept, costs.total),
-            class_=f"cost by-{name}",
+            element("h4", f"By {kind}", id=f"cost-{kind}"),
+            _table(kind, costs, behind[kind], kept),
+            class_=f"cost by-{kind}",
         )
-        for name, some, shares in zip(("word", "position", "prompt"), found, behind, strict=True)
-        if some
+        for kind in KINDS
+        if costs.by[kind]
     ]
-    return join(
-        [
-            element("h3", "What costs the most KL", id="costs"),
-            element("p", text, class_="aside"),
-            element("div", *tables, class_="costs"),
-            *_pairs(runs, completions, costs, readers),
-        ]
-    )
+    heading = element("h3", "What costs the most KL", id="costs")
+    return join([heading, element("p", text, class_="aside"), element("div", *tables, class_="costs")])
 
 
-def shares_linked(shares: Sequence[Shares]) -> dict[int, frozenset[int]]:
+def shares_linked(shares: Shares) -> dict[int, frozenset[int]]:
     """The positions that the tables link to: number of a completion on the page -> positions.
 
     Args:
         shares: those behind words, positions and prompts.
     """
     found: dict[int, frozenset[int]] = {}
-    for each in (each for some in shares for each in some.values()):
-        for share in each[:LINKS]:
+    for some in (some for kind in shares.values() for some in kind.values()):
+        for share in some[:LINKS]:
             found[share.shown] = found.get(share.shown, frozenset()) | {share.position}
     return found
 
 
-def _table(name: str, found: Sequence[Cost], shares: Shares, kept: Mapping[int, Shown], total: float) -> Html:
-    often = "completions" if name == "prompt" else "times"
-    headings = (name, "share", "nats", "nats each", often, "where")
+def _table(kind: Kind, costs: Costs, shares: Mapping[str, Sequence[Share]], kept: Mapping[int, Shown]) -> Html:
+    headings = (kind, "share", "nats", "nats each", "completions" if kind == "prompt" else "times", "where")
     rows = [
         (
-            _label(name, cost),
-            f"{100 * cost.k3 / total:.1f} %",
+            _label(kind, cost),
+            f"{100 * cost.k3 / costs.total:.1f} %",
             short(cost.k3),
             short(cost.mean),
             str(cost.times),
-            _where(name, cost, shares[cost.label], kept),
+            _where(kind, cost, shares[cost.label], kept),
         )
-        for cost in found
+        for cost in costs.by[kind]
     ]
-    return plain_table(headings, rows, caption=f"the KL by {name}")
+    return plain_table(headings, rows, caption=f"the KL by {kind}")
 
 
-def _label(name: str, cost: Cost) -> Html:
-    if name == "position":
+def _label(kind: Kind, cost: Cost) -> Html:
+    if kind == "position":
         return Html(cost.label)
-    longest = PROMPT if name == "prompt" else 24
+    longest = PROMPT if kind == "prompt" else 24
     return element("code", shown(cost.label, longest=longest).replace("\n", ""))
 
 
-def _where(name: str, cost: Cost, here: Sequence[Share], kept: Mapping[int, Shown]) -> Html:
+def _where(kind: Kind, cost: Cost, here: Sequence[Share], kept: Mapping[int, Shown]) -> Html:
     if not here:
         return element("span", "not on the page", class_="since")
     links = [
@@ -314,73 +246,13 @@ def _where(name: str, cost: Cost, here: Sequence[Share], kept: Mapping[int, Show
         )
         for share in here[:LINKS]
     ]
-    numbers = " ".join(str(share.shown) for share in here[:BEHIND])
-    label = f"{name} {shown(cost.label, longest=40)}".replace("\n", "")
     button = element(
         "button",
         f"all {len(here[:BEHIND])}",
         type="button",
         class_="only",
-        data_cards=numbers,
-        data_label=label,
+        data_cards=" ".join(str(share.shown) for share in here[:BEHIND]),
+        data_label=f"{kind} {shown(cost.label, longest=40)}".replace("\n", ""),
         hidden=True,
     )
     return join([join(links, ", "), Html(" "), button])
-
-
-def pairs_of(completions: Sequence[Shown], costs: Costs) -> list[tuple[Shown, Shown]]:
-    """The same prompt in its first and in its last step, for the costliest prompts that come up more than once.
-
-    Args:
-        completions: all of them.
-        costs: of them.
-    """
-    runs: dict[str, dict[int, list[Shown]]] = {cost.label: {} for cost in costs.prompts}
-    for each in completions:
-        if prompt_of(each) in runs and each.against == "reference" and any(map(math.isfinite, each.ratios)):
-            runs[prompt_of(each)].setdefault(each.run, []).append(each)
-    found: list[tuple[Shown, Shown]] = []
-    for several in runs.values():
-        for some in _costliest_first(list(several.values())):
-            early = min(some, key=lambda each: (each.completion.step, each.index))
-            late = min(some, key=lambda each: (-each.completion.step, each.index))
-            found += [(early, late)] if early.completion.step < late.completion.step else []
-    return found[:PAIRS]
-
-
-def _costliest_first(runs: Sequence[list[Shown]]) -> Sequence[list[Shown]]:
-    """Completions of several runs, those of the run with the costliest one first."""
-    return runs if len(runs) == 1 else sorted(runs, key=lambda some: -max(each.times * each.k3 for each in some))
-
-
-def _pairs(
-    runs: Sequence[ReportRun], completions: Sequence[Shown], costs: Costs, readers: Sequence[Callable[[str], str]]
-) -> list[Html]:
-    rows = [
-        (
-            join([shorten(early.completion.prompt or early.completion.group, PROMPT), *_run(runs, early)]),
-            _side(early, readers[early.run]),
-            _side(late, readers[late.run]),
-        )
-        for early, late in pairs_of(completions, costs)
-    ]
-    if not rows:
-        return []
-    table = plain_table(("prompt", "early", "late"), rows, caption="the same prompt early and late", classes="pairs")
-    return [element("h3", "The same prompt, early and late", id="pairs"), table]
-
-
-def _run(runs: Sequence[ReportRun], each: Shown) -> list[Html]:
-    return [element("small", runs[each.run].name)] if len(runs) > 1 else []
-
-
-def _side(each: Shown, read: Callable[[str], str]) -> Html:
-    completion = each.completion
-    tokens = [
-        element("span", shown(read(str(token))), class_="u" if math.isnan(ratio) else shade(ratio))
-        for token, ratio in zip(completion.tokens[:LONG], each.ratios[:LONG], strict=True)
-    ]
-    more = [f" … ({len(completion.tokens) - LONG} more tokens)"] if len(completion.tokens) > LONG else []
-    facts = [f"step {completion.step}", f"KL {short(each.k3)} nats"]
-    facts += [] if completion.reward is None else [f"reward {short(completion.reward)}"]
-    return join([element("div", *tokens, *more, class_="side"), element("small", ", ".join(facts))])

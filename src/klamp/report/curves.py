@@ -12,7 +12,8 @@ from klamp.config.choices import STEP_FACTORS
 from klamp.diagnostics.causes import MISMATCH
 from klamp.diagnostics.doctor import Finding
 from klamp.diagnostics.history import Completion
-from klamp.report.chart import Chart, Line, Mark, Series
+from klamp.report.axes import Series
+from klamp.report.chart import Chart, Line, Mark
 from klamp.report.completions import BINS, k3
 from klamp.report.run import ReportRun, ScoreFormat, skills_of, slots_of
 from klamp.report.text import short
@@ -287,63 +288,52 @@ def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
+POSITIONS = {
+    "k3": "Where in a completion the policy left its reference. Tokens that were written down only.",
+    "k1": "Mean of log policy − log ref. By position it need not be positive.",
+}
+"""Estimator by position -> what its chart says."""
+
+
 def position_charts(runs: Sequence[ReportRun]) -> list[Chart]:
     """Charts of mean k1 and k3 by position: over the stages of one run, or the last stage of several.
 
     Args:
         runs: those of the report.
     """
-    curves = [curve for curve in _stages(runs) if curve.points]
-    if not curves:
-        return []
-    texts = {
-        "k3": "Where in a completion the policy left its reference. Tokens that were written down only.",
-        "k1": "Mean of log policy − log ref. By position it need not be positive.",
-    }
+    series: dict[str, list[Series]] = {name: [] for name in POSITIONS}
+    for label, completions, slot, group in _stages(runs):
+        means = by_position(completions)
+        for which, name in enumerate(series if means else ()):
+            points = {place: both[which] for place, both in means.items()}
+            series[name].append(Series(label=label, points=points, slot=slot, group=group))
     return [
         Chart(
             name=f"chart-position-{name}",
             title=f"{name} by position",
             unit="nats/token",
-            text=texts[name],
-            series=[
-                Series(
-                    label=curve.label,
-                    points={place: means[which] for place, means in curve.points.items()},
-                    slot=curve.slot,
-                    group=curve.group,
-                )
-                for curve in curves
-            ],
+            text=POSITIONS[name],
+            series=some,
             axis="token",
             include=(0.0,),
         )
-        for which, name in enumerate(("k3", "k1"))
+        for name, some in series.items()
+        if some
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Stage:
-    label: str
-    points: Mapping[float, tuple[float, float]]
-    slot: int
-    group: str = ""
-
-
-def _stages(runs: Sequence[ReportRun]) -> Iterator[_Stage]:
+def _stages(runs: Sequence[ReportRun]) -> Iterator[tuple[str, Iterable[Completion], int, str]]:
+    """The curves by position: label, completions, slot, group."""
     for run, slot in zip(runs, slots_of(runs), strict=True):
         parts = thirds(sorted(run.history.completions))
-        if not parts:
-            continue
-        if len(runs) > 1:
-            late = by_position(each for step in parts[-1] for each in run.history.completions[step])
-            yield _Stage(label=run.name, points=late, slot=slot, group=run.group)
-            continue
         names = STAGES if len(parts) == len(STAGES) else ("all steps",)
-        for number, (name, part) in enumerate(zip(names, parts, strict=True)):
-            span = f"{part[0]}–{part[-1]}" if len(part) > 1 else f"{part[0]}"
+        for number, part in enumerate(parts):
             completions = (each for step in part for each in run.history.completions[step])
-            yield _Stage(label=f"{name} ({span})", points=by_position(completions), slot=number)
+            span = f"{part[0]}–{part[-1]}" if len(part) > 1 else f"{part[0]}"
+            if len(runs) == 1:
+                yield f"{names[number]} ({span})", completions, number, ""
+            elif number == len(parts) - 1:
+                yield run.name, completions, slot, run.group
 
 
 def thirds(steps: Sequence[int]) -> list[Sequence[int]]:
@@ -381,6 +371,4 @@ def _nothing() -> list[float]:
 
 def _add(sums: list[float], more: Sequence[float]) -> None:
     """Add to the count and the two sums of a place."""
-    sums[0] += more[0]
-    sums[1] += more[1]
-    sums[2] += more[2]
+    sums[:] = [a + b for a, b in zip(sums, more, strict=True)]

@@ -17,14 +17,13 @@ from klamp.report.alarm_section import alarm_section, anchors, numbered, verdict
 from klamp.report.answer_section import answer_section
 from klamp.report.chart import render_chart
 from klamp.report.completions import Shown, ranked
-from klamp.report.cost_section import Costs
+from klamp.report.cost_section import Costs, costs_of
 from klamp.report.curves import charts, position_charts
-from klamp.report.figure import plain_table
 from klamp.report.headlines import COLUMNS, WINDOW, side_by_side, tiles
 from klamp.report.run import ReportRun
 from klamp.report.settings_section import settings_section, versions_section
-from klamp.report.text import Html, count, element, join
-from klamp.report.token_section import costs, fitting, token_section
+from klamp.report.text import Html, count, element, join, plain_table
+from klamp.report.token_section import fitting, token_section
 
 LIMIT = 2_000_000
 """The largest size of a page, in bytes."""
@@ -64,7 +63,7 @@ def render(runs: Sequence[ReportRun], *, limit: int = LIMIT) -> str:
     content = _Content(
         runs=runs,
         completions=completions,
-        spent=costs(runs, completions),
+        spent=costs_of(completions, [run.read for run in runs]),
         positions=_positions(runs),
     )
     for most in (400, 200, 100, 50, 25):

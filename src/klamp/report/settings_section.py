@@ -5,35 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from klamp.report.figure import plain_table
 from klamp.report.run import ReportRun
-from klamp.report.text import MISSING, Html, element, join, setting, shorten
+from klamp.report.text import MISSING, Html, element, join, plain_table, setting, shorten
 
 LONGEST = 200
-IMPORTANT = (
-    "model_name_or_path",
-    "beta",
-    "loss_type",
-    "scale_rewards",
-    "epsilon",
-    "epsilon_high",
-    "learning_rate",
-    "lr_scheduler_type",
-    "warmup_steps",
-    "max_grad_norm",
-    "num_generations",
-    "num_iterations",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "max_completion_length",
-    "temperature",
-    "top_p",
-    "max_steps",
-    "num_train_epochs",
-    "seed",
-    "target_kl",
-)
-"""What is shown of a trainer's hundreds of arguments where their defaults are not known; the rest is folded away."""
 UNIMPORTANT = ("output_dir", "resume")
 """Fields that are never the same in two runs, and decide nothing."""
 
@@ -49,9 +24,10 @@ def settings_section(runs: Sequence[ReportRun]) -> Html:
     parts: list[Html] = []
     if len(runs) > 1:
         parts += [element("h3", "What differs between the runs"), _differences(runs)]
-    parts += _changed(runs[0]) if len(runs) == 1 else []
+    elif runs[0].defaults:
+        parts += _changed(runs[0])
     summary = element("summary", "Every field")
-    parts.append(element("details", summary, _everything(runs), class_="data"))
+    parts.append(element("details", summary, _everything(runs), class_="data", open=not parts))
     return join(parts)
 
 
@@ -76,17 +52,12 @@ def _differs(a: Any, b: Any) -> bool:
 
 
 def _changed(run: ReportRun) -> list[Html]:
-    if not run.defaults:
-        names = [name for name in IMPORTANT if name in run.config] or list(run.config)[: len(IMPORTANT)]
-        rows = [(element("code", name), _value(run.config[name])) for name in names]
-        return [plain_table(("field", "value"), rows, caption="configuration", classes="settings")]
     names = changed(run)
     if not names:
         return [element("p", "Every field has its default.", class_="aside")]
-    rows = [(element("code", name), _value(run.config[name]), _value(run.defaults[name])) for name in names]
-    caption = "fields that differ from their default"
+    rows = {name: (_value(run.config[name]), _value(run.defaults[name])) for name in names}
     heading = element("h3", "Differs from the default")
-    return [heading, plain_table(("field", "value", "default"), rows, caption=caption, classes="settings")]
+    return [heading, _table("fields that differ from their default", ("field", "value", "default"), rows)]
 
 
 def _differences(runs: Sequence[ReportRun]) -> Html:
@@ -94,25 +65,24 @@ def _differences(runs: Sequence[ReportRun]) -> Html:
     names = differing([run.config for run in known]) if len(known) > 1 else []
     if not names:
         return element("p", "Nothing, as far as the records say.", class_="aside")
-    rows = [(element("code", name), *(_cell(run, name) for run in runs)) for name in names]
-    return plain_table(
-        ("field", *(run.name for run in runs)), rows, caption="configuration that differs", classes="settings"
-    )
+    rows = {name: [_cell(run, name) for run in runs] for name in names}
+    return _table("configuration that differs", ("field", *(run.name for run in runs)), rows)
 
 
 def _everything(runs: Sequence[ReportRun]) -> Html:
     names = list(dict.fromkeys(name for run in runs for name in run.config))
     defaults = {name: value for run in runs for name, value in run.defaults.items()}
-    rows = [
-        (
-            element("code", name),
-            *(_cell(run, name) for run in runs),
-            *([_value(defaults.get(name, MISSING))] if defaults else []),
-        )
-        for name in names
-    ]
-    headings = ("field", *(run.name if len(runs) > 1 else "value" for run in runs), *(["default"] if defaults else []))
-    return plain_table(headings, rows, caption="the whole configuration", classes="settings")
+    rows = {name: [_cell(run, name) for run in runs] for name in names}
+    headings = ("field", *(run.name if len(runs) > 1 else "value" for run in runs))
+    if defaults:
+        rows = {name: [*cells, _value(defaults.get(name, MISSING))] for name, cells in rows.items()}
+        headings = (*headings, "default")
+    return _table("the whole configuration", headings, rows)
+
+
+def _table(caption: str, headings: Sequence[str], rows: Mapping[str, Sequence[str]]) -> Html:
+    cells = [(element("code", name), *values) for name, values in rows.items()]
+    return plain_table(headings, cells, caption=caption, classes="settings")
 
 
 def _cell(run: ReportRun, name: str) -> Html:
@@ -135,6 +105,5 @@ def versions_section(runs: Sequence[ReportRun]) -> Html:
     names = list(dict.fromkeys(name for run in runs for name in run.versions))
     if not names:
         return element("p", "The record does not hold versions.", class_="missing")
-    rows = [(element("code", name), *(run.versions.get(name, MISSING) for run in runs)) for name in names]
-    headings = ("package", *(run.name if len(runs) > 1 else "version" for run in runs))
-    return plain_table(headings, rows, caption="versions", classes="settings")
+    rows = {name: [run.versions.get(name, MISSING) for run in runs] for name in names}
+    return _table("versions", ("package", *(run.name if len(runs) > 1 else "version" for run in runs)), rows)

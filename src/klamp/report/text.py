@@ -1,4 +1,4 @@
-"""Texts of the page: HTML in which every text is escaped, numbers as people write them, tokens as text.
+"""Texts of the page: HTML in which every text is escaped, tables, numbers as people write them, tokens as text.
 
 A model's text may hold markup, control characters, direction marks; vocabularies write spaces and bytes with letters of
 their own.
@@ -10,7 +10,7 @@ import html
 import json
 import math
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, lru_cache
 from typing import Any, TypeAlias
 
@@ -90,6 +90,48 @@ def shorten(text: str, length: int) -> str:
         length: characters to keep.
     """
     return text if len(text) <= length else f"{text[:length]}… ({len(text) - length} more characters)"
+
+
+def data_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str) -> Html:
+    """The table of a chart's numbers, closed until it is clicked.
+
+    Args:
+        headings: of the columns.
+        rows: the first cell of each is its heading.
+        caption: what the numbers are.
+    """
+    return element(
+        "details",
+        element("summary", "Numbers", element("span", f" of: {caption}", class_="unseen")),
+        plain_table(headings, rows, caption=caption, numbers=True),
+        class_="data",
+    )
+
+
+def plain_table(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str, numbers: bool = False, classes: str = ""
+) -> Html:
+    """A table that scrolls by itself where it is wider than the page.
+
+    Args:
+        headings: of the columns.
+        rows: text or markup; the first cell of each is its heading.
+        caption: what it is, for who cannot see it.
+        numbers: whether the cells are numbers.
+        classes: more classes.
+    """
+    head = element("thead", element("tr", *(element("th", heading, scope="col") for heading in headings)))
+    body = [
+        element("tr", element("th", row[0], scope="row"), *(element("td", cell) for cell in row[1:])) for row in rows
+    ]
+    table = element(
+        "table",
+        element("caption", caption, class_=None if numbers else "unseen"),
+        head,
+        element("tbody", *body),
+        class_=" ".join(filter(None, ("numbers" if numbers else "", classes))) or None,
+    )
+    return element("div", table, class_="scroll", tabindex="0", role="region", aria_label=f"Table: {caption}")
 
 
 def json_block(value: Any, *, name: str) -> Html:

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from klamp.report.completions import Place, Shown, worst_tokens
-from klamp.report.cost_section import ROWS, Costs, cost_section, costs_of, shares_linked, shares_of
-from klamp.report.figure import plain_table
+from klamp.report.cost_section import Costs, cost_section, shares_linked, shares_of
 from klamp.report.run import ReportRun
-from klamp.report.text import Html, Read, count, element, join, json_block, probability, shown, signed
+from klamp.report.text import Html, Read, count, element, join, json_block, plain_table, probability, shown, signed
 from klamp.report.tokens import card, legend, numbers_of, shade
 
 WORST = 15
@@ -33,16 +32,6 @@ SORTS = {
     "low": "lowest reward first",
     "length": "longest first",
 }
-
-
-def costs(runs: Sequence[ReportRun], completions: Sequence[Shown]) -> Costs:
-    """What the completions cost, by word, position and prompt.
-
-    Args:
-        runs: those of the report.
-        completions: all of them.
-    """
-    return costs_of(completions, [run.read for run in runs], most=ROWS)
 
 
 def token_section(runs: Sequence[ReportRun], completions: Sequence[Shown], kept: Sequence[int], spent: Costs) -> Html:
@@ -73,7 +62,7 @@ def token_section(runs: Sequence[ReportRun], completions: Sequence[Shown], kept:
         [
             element("p", said(completions, list(here.values())), class_="aside", id="left-out"),
             _worst_table(runs, here, worst, readers),
-            cost_section(runs, completions, here, spent, behind, readers),
+            cost_section(runs, completions, here, spent, behind),
             element("h3", "Completions", id="all-completions"),
             legend(sorted({each.against for each in completions if each.against})),
             _filters(runs, completions),
