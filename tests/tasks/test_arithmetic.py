@@ -14,15 +14,16 @@ from klamp.errors import ConfigError, UnknownNameError
 from klamp.tasks import TaskConfig, arithmetic_tokenizer, load_task
 from klamp.tasks.arithmetic import (
     ALPHABET,
+    HELD_OUT_SHARE,
     MAX_COMPLETION_LENGTH,
     MAX_MODEL_LENGTH,
     MAX_PROMPT_LENGTH,
     RL_SKILL,
     SKILLS,
     examples,
-    is_held_out,
     pairs,
 )
+from klamp.tasks.base import is_held_out
 
 
 def expected_answer(prompt: str) -> str:
@@ -59,7 +60,7 @@ def test_held_out_prompts_never_turn_up_in_training_whatever_the_seed() -> None:
         train = examples(RL_SKILL, 3000, seed=seed, held_out=False)
         assert held_out.isdisjoint(e.prompt for e in train)
     assert held_out.isdisjoint(e.prompt for e in task.train)
-    assert all(map(is_held_out, held_out))
+    assert all(is_held_out(prompt, HELD_OUT_SHARE) for prompt in held_out)
 
 
 def test_a_skill_that_runs_out_of_prompts_gives_what_it_has() -> None:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from klamp.errors import ModelError
-from klamp.tasks.cache import cache_root, make_readable, store, without_bars
+from klamp.tasks.cache import cache_root, make_readable, stored, without_bars
 
 
 def test_the_root_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -29,7 +29,7 @@ def test_a_folder_appears_when_it_is_whole(tmp_path: Path) -> None:
         assert list(empty.iterdir()) == [] and not folder.exists()
         (empty / "weights").write_text("all of them")
 
-    store(folder, write)
+    assert stored(folder, write) == stored(folder, lambda _: pytest.fail("it is there")) == folder
     assert (folder / "weights").read_text() == "all of them"
     assert [each.name for each in folder.parent.iterdir()] == ["model"]
 
@@ -48,7 +48,7 @@ def test_a_model_is_as_readable_as_other_files(tmp_path: Path, umask: int) -> No
         (empty / "program").touch(0o700)
         (empty / "inner" / "link").symlink_to("/proc/version")
 
-    store(tmp_path / "model", write)
+    stored(tmp_path / "model", write)
     found = {path.relative_to(tmp_path).as_posix(): S_IMODE(path.lstat().st_mode) for path in tmp_path.rglob("*")}
     del found["model/inner/link"]
     file, folder = 0o666 & ~umask, 0o777 & ~umask
@@ -66,7 +66,7 @@ def test_what_is_killed_on_the_way_leaves_nothing(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        store(tmp_path / "model", write)
+        stored(tmp_path / "model", write)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -78,7 +78,7 @@ def test_the_quicker_process_wins(tmp_path: Path) -> None:
         folder.mkdir()
         (folder / "weights").write_text("theirs")
 
-    store(folder, write)
+    stored(folder, write)
     assert (folder / "weights").read_text() == "theirs"
     assert [each.name for each in tmp_path.iterdir()] == ["model"]
 
@@ -86,7 +86,7 @@ def test_the_quicker_process_wins(tmp_path: Path) -> None:
 def test_a_cache_that_cannot_be_written_is_found_out_before_any_work(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ModelError, match="cannot be written") as caught:
-        store(tmp_path / "file" / "model", lambda empty: pytest.fail("there was work"))
+        stored(tmp_path / "file" / "model", lambda empty: pytest.fail("there was work"))
     assert "KLAMP_CACHE" in str(caught.value)
 
 

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from klamp.tasks.arithmetic import arithmetic_tokenizer, is_held_out
+from klamp.tasks.arithmetic import HELD_OUT_SHARE, arithmetic_tokenizer
+from klamp.tasks.base import is_held_out
 from klamp.tasks.base_model import IGNORED, careless_sum, corpus, training_tensors
 
 MIXTURE = {"addition": 0.5, "subtraction": 0.3, "reversal": 0.2}
@@ -49,7 +50,7 @@ def test_a_forgotten_carry_can_undo_the_next_one() -> None:
 
 def test_rows_come_from_the_training_side_in_the_mixture_that_was_asked_for() -> None:
     rows = list(corpus(MIXTURE, 4000, carelessness=0.0, seed=0))
-    assert not any(is_held_out(prompt) for prompt, _ in rows)
+    assert not any(is_held_out(prompt, HELD_OUT_SHARE) for prompt, _ in rows)
     sums = [(p, a) for p, a in rows if "+" in p]
     assert len(sums) / len(rows) == pytest.approx(0.5, abs=0.03)
     assert sum(p.startswith("rev") for p, _ in rows) / len(rows) == pytest.approx(0.2, abs=0.03)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from klamp.errors import ConfigError, DataError, UnknownNameError
+from klamp.errors import DataError, UnknownNameError
 from klamp.tasks import Task, TaskConfig, arithmetic_tokenizer, load_task
 from klamp.tasks.files import read_rows
 
@@ -172,7 +172,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_without_answers_a_reward_has_to_be_named(tmp_path: Path) -> None:
     path = write(tmp_path, [{"prompt": f"{i}"} for i in range(10)])
-    with pytest.raises(ConfigError, match="no reward is named"):
+    with pytest.raises(DataError, match=r"(?s)exact_match needs an answer.*name another reward"):
         load(path)
     task = load(path, reward="format_regex:^a")
     assert (task.score(task.train[0], "ab"), task.score(task.train[0], "ba")) == (1.0, 0.0)

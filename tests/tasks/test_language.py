@@ -12,12 +12,13 @@ from tests.hosts.trl.hosts import tokenizer as bpe_tokenizer
 
 from klamp.errors import ConfigError
 from klamp.tasks import Example, TaskConfig, load_task
+from klamp.tasks.base import is_held_out
 from klamp.tasks.config import LANGUAGE_TASKS
 from klamp.tasks.language import (
+    HELD_OUT_SHARE,
     MOST_WORDS,
     count_happy,
     happy_words,
-    is_held_out,
     score_contained,
     score_happy,
     score_label,
@@ -96,7 +97,7 @@ def test_a_task_holds_out_a_fifth_and_keeps_the_other_skills(name: str, chat: An
     assert list(task.evaluation) == [task.rl_skill, "capitals", "opposites", "own-answers"]
     held_out, trained = task.evaluation[task.rl_skill], task.train
     assert not {e.prompt for e in held_out} & {e.prompt for e in trained}
-    assert all(is_held_out(e.fields["prompt"]) for e in held_out)
+    assert all(is_held_out(e.fields["prompt"], HELD_OUT_SHARE) for e in held_out)
     assert 0.12 < len(held_out) / (len(held_out) + len(trained)) < 0.28
     assert task.read == {"own-answers"} and all(e.answer for e in task.evaluation["own-answers"])
     assert task.name == name

@@ -265,21 +265,15 @@ def test_a_good_reward_is_passed_on(seconds):
     assert guarded(lambda example, text: float(len(text)), seconds=seconds)(SUM, "two") == 3.0
 
 
-def test_the_working_directory_is_put_back(tmp_path):
-    before = Path.cwd()
-    with pytest.raises(RewardError, match=r"(?s)os\.chdir.*1\+1="):
-        guarded(lambda example, text: os.chdir(tmp_path) or 1.0, seconds=None)(SUM, "2")
-    assert Path.cwd() == before
-
-
-def test_gradients_are_put_back():
+def test_working_directory_and_gradients_are_put_back(tmp_path):
     def switches(example, text):
         torch.set_grad_enabled(False)
+        os.chdir(tmp_path)
         return 1.0
 
-    with pytest.raises(RewardError, match="set_grad_enabled"):
-        guarded(switches, seconds=None)(SUM, "2")
-    assert torch.is_grad_enabled()
+    before = Path.cwd()
+    assert guarded(switches, seconds=None)(SUM, "2") == 1.0
+    assert Path.cwd() == before and torch.is_grad_enabled()
 
 
 def test_what_raises_leaves_nothing_behind_either(tmp_path):

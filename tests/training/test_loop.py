@@ -491,12 +491,8 @@ def test_the_loop_refuses_what_it_cannot_use():
         assert "1+1=" in str(caught.value)
 
 
-def leaves(prompt: str, completion: str) -> float:
+def leaves_and_switches(prompt: str, completion: str) -> float:
     os.chdir("/")
-    return 0.0
-
-
-def switches(prompt: str, completion: str) -> float:
     torch.set_grad_enabled(False)
     return 0.0
 
@@ -508,17 +504,19 @@ def hangs(prompt: str, completion: str) -> float:
 @pytest.mark.parametrize(
     ("reward", "words"),
     [
-        (leaves, "os.chdir"),
-        (switches, "set_grad_enabled"),
         (hangs, "too long"),
         (lambda p, c: sys.exit(0), "SystemExit"),
     ],
 )
-def test_what_a_reward_does_to_the_program_is_an_error(reward, words):
-    folder = Path.cwd()
+def test_a_reward_that_hangs_or_ends_the_program_is_an_error(reward, words):
     with pytest.raises(RewardError, match=words) as caught:
         trained(steps=1, reward=reward, reward_timeout=0.2 if reward is hangs else None)
     assert "1+1=" in str(caught.value)
+
+
+def test_folder_and_gradients_are_put_back_after_a_reward():
+    folder = Path.cwd()
+    trained(steps=1, reward=leaves_and_switches)
     assert Path.cwd() == folder and torch.is_grad_enabled()
 
 

@@ -12,11 +12,10 @@ own text alone: no seed and no size can move a held-out prompt into training.
 from __future__ import annotations
 
 import random
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from klamp.tasks.base import Example, Task, checked
+from klamp.tasks.base import Example, Task, checked, is_held_out
 from klamp.tasks.config import TaskConfig
 
 if TYPE_CHECKING:
@@ -74,11 +73,6 @@ SKILLS: Mapping[str, Draw] = {
 """The skills by name; the RL skill comes first."""
 
 
-def is_held_out(prompt: str) -> bool:
-    """Whether a prompt is kept for evaluation; this depends on its text alone."""
-    return zlib.crc32(prompt.encode()) % HELD_OUT_SHARE == 0
-
-
 def pairs(skill: str, rng: random.Random, *, held_out: bool) -> Iterator[tuple[str, str]]:
     """Endless (prompt, answer) pairs of one skill, for training or for evaluation; they may repeat.
 
@@ -90,7 +84,7 @@ def pairs(skill: str, rng: random.Random, *, held_out: bool) -> Iterator[tuple[s
     draw = SKILLS[skill]
     while True:
         prompt, answer = draw(rng)
-        if is_held_out(prompt) == held_out:
+        if is_held_out(prompt, HELD_OUT_SHARE) == held_out:
             yield prompt, answer
 
 

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, FROM_0_TO_1, check_fields
 from klamp.errors import ConfigError, ModelError
 from klamp.tasks.arithmetic import (
     EOS_TOKEN,
@@ -31,7 +32,7 @@ from klamp.tasks.arithmetic import (
     arithmetic_tokenizer,
     pairs,
 )
-from klamp.tasks.cache import Progress, cache_root, store, without_bars
+from klamp.tasks.cache import Progress, cache_root, stored, without_bars
 
 if TYPE_CHECKING:
     import torch
@@ -98,29 +99,19 @@ class BaseModelConfig:
     """The seed of the weights and of the training rows."""
 
     def __post_init__(self) -> None:
-        sizes = {name: getattr(self, name) for name in ("hidden_size", "layers", "heads", "steps", "batch_size")}
-        if min(sizes.values()) < 1 or self.hidden_size % (2 * self.heads):
+        at_least_1 = ("hidden_size", "layers", "heads", "steps", "batch_size")
+        weights = dict.fromkeys(self.mixture(), AT_LEAST_0)
+        check_fields(self, {**dict.fromkeys(at_least_1, AT_LEAST_1), "carelessness": FROM_0_TO_1, **weights})
+        if self.hidden_size % (2 * self.heads):
             raise ConfigError(
                 "the base model's sizes do not fit together",
-                got=sizes,
-                why="each must be at least 1, and every head needs an even width",
+                got=f"hidden_size={self.hidden_size}, heads={self.heads}",
+                why="every head needs an even width",
                 fix="make hidden_size a multiple of 2 * heads",
             )
-        if not 0 <= self.carelessness <= 1:
-            raise ConfigError(
-                "carelessness is no probability",
-                got=self.carelessness,
-                why="it is the share of carries that are forgotten",
-                fix="set it between 0 and 1",
-            )
-        weights = self.mixture()
-        if min(weights.values()) < 0 or not sum(weights.values()) > 0:
-            raise ConfigError(
-                "the mixture's weights are unusable",
-                got=weights,
-                why="they are the odds with which each skill is drawn",
-                fix="make them 0 or more, and at least one of them positive",
-            )
+        if not any(self.mixture().values()):
+            why = "they are the odds with which each skill is drawn"
+            raise ConfigError("the mixture's weights are all 0", got=self.mixture(), why=why, fix="make one positive")
 
     def mixture(self) -> dict[str, float]:
         """The share of each skill in the training rows."""
@@ -204,16 +195,26 @@ def base_model_folder(config: BaseModelConfig) -> Path:
 def load_base_model(
     config: BaseModelConfig, *, progress: Progress | None = None
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """Load the base model and its tokenizer; if they are not cached, train and cache them first.
-
-    Args:
-        config: the model and how it is taught.
-        progress: called once per training step; not at all where the cache has the model.
+    """Load the base model and its tokenizer; see `cached_base_model`.
 
     Raises:
         ModelError: the cached folder is damaged, or the cache cannot be written.
     """
-    return _load(cached_base_model(config, progress=progress))
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = cached_base_model(config, progress=progress)
+    try:
+        with without_bars():
+            model = LlamaForCausalLM.from_pretrained(folder, local_files_only=True)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise ModelError(
+            "the cached base model cannot be read",
+            got=str(folder),
+            why=f"{type(error).__name__}: {error}",
+            fix="delete this folder; the next run trains the model again",
+        ) from error
+    return model.eval(), tokenizer
 
 
 def cached_base_model(config: BaseModelConfig, *, progress: Progress | None = None) -> Path:
@@ -226,10 +227,15 @@ def cached_base_model(config: BaseModelConfig, *, progress: Progress | None = No
     Raises:
         ModelError: the cache cannot be written.
     """
-    folder = base_model_folder(config)
-    if not folder.is_dir():
-        _store(config, folder, progress)
-    return folder
+
+    def write(empty: Path) -> None:
+        model = train_base_model(config, progress=progress)
+        with without_bars():
+            model.save_pretrained(empty)
+        arithmetic_tokenizer().save_pretrained(empty)
+        (empty / "base_model.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
+
+    return stored(base_model_folder(config), write)
 
 
 def train_base_model(config: BaseModelConfig, *, progress: Progress | None = None) -> LlamaForCausalLM:
@@ -307,31 +313,3 @@ def _batches(config: BaseModelConfig) -> Iterator[tuple[torch.Tensor, torch.Tens
     tokens, labels = training_tensors(config.rows(config.steps * size))
     for start in range(0, len(tokens), size):
         yield tokens[start : start + size], labels[start : start + size]
-
-
-def _store(config: BaseModelConfig, folder: Path, progress: Progress | None) -> None:
-    def write(empty: Path) -> None:
-        model = train_base_model(config, progress=progress)
-        with without_bars():
-            model.save_pretrained(empty)
-        arithmetic_tokenizer().save_pretrained(empty)
-        (empty / "base_model.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
-
-    store(folder, write)
-
-
-def _load(folder: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-
-    try:
-        with without_bars():
-            model = LlamaForCausalLM.from_pretrained(folder, local_files_only=True)
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-    except Exception as error:
-        raise ModelError(
-            "the cached base model cannot be read",
-            got=str(folder),
-            why=f"{type(error).__name__}: {error}",
-            fix="delete this folder; the next run trains the model again",
-        ) from error
-    return model.eval(), tokenizer

@@ -21,23 +21,39 @@ def cache_root() -> Path:
     return Path(os.environ.get("KLAMP_CACHE") or Path.home() / ".cache" / "klamp").expanduser()
 
 
-def store(folder: Path, write: Callable[[Path], None]) -> None:
-    """Fill a folder of the cache, so that a killed run leaves no half model in it.
+def stored(folder: Path, write: Callable[[Path], None]) -> Path:
+    """A folder of the cache, which is filled first where it is not there; a killed run leaves no half model in it.
 
     Args:
-        folder: what it is called in the end; where another process was quicker, its folder stays.
+        folder: what it is called in the end; where another process is quicker, its folder stays.
         write: fills the empty folder that it is given.
 
     Raises:
         ModelError: the cache cannot be written; known before `write` is called.
     """
-    temporary = _temporary_folder(folder)
+    if folder.is_dir():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    except OSError as error:
+        raise ModelError(
+            "the cache folder for models cannot be written",
+            got=str(folder.parent),
+            why=str(error),
+            fix="set KLAMP_CACHE to a folder that can be written",
+        ) from error
     try:
         write(temporary)
         make_readable(temporary)
-        _move(temporary, folder)
+        try:
+            temporary.rename(folder)
+        except OSError:  # another process was quicker: its folder holds the same model
+            if not folder.is_dir():
+                raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+    return folder
 
 
 def make_readable(folder: Path) -> None:
@@ -57,28 +73,6 @@ def make_readable(folder: Path) -> None:
         if wanted != held:
             with suppress(PermissionError):  # of another user: it stays as it is
                 path.chmod(wanted)
-
-
-def _temporary_folder(folder: Path) -> Path:
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    except OSError as error:
-        raise ModelError(
-            "the cache folder for models cannot be written",
-            got=str(folder.parent),
-            why=str(error),
-            fix="set KLAMP_CACHE to a folder that can be written",
-        ) from error
-
-
-def _move(temporary: Path, folder: Path) -> None:
-    try:
-        temporary.rename(folder)
-    except OSError:
-        # another process was quicker: its folder holds the same model
-        if not folder.is_dir():
-            raise
 
 
 @contextmanager

@@ -10,11 +10,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from klamp.errors import ConfigError, DataError, missing_library, unknown_name
+from klamp.errors import DataError, missing_library, unknown_name
 from klamp.tasks.base import Example, Task, checked
 from klamp.tasks.config import ARITHMETIC_TASK, LANGUAGE_TASKS, TaskConfig
 from klamp.tasks.prompts import prompt_text
-from klamp.tasks.rewards import exact_match
+from klamp.tasks.rewards import exact_match, with_reward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,7 +44,6 @@ def file_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
     Raises:
         DataError: a file or row that cannot be used.
         UnknownNameError: no file of this name, and no task either.
-        ConfigError: no reward is named, and there is no column of answers to compare with.
     """
     train = read_examples(config.task, config, tokenizer)
     if config.eval_split:
@@ -54,15 +53,14 @@ def file_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
     if config.train_size:
         train = _sample(train, config.train_size, config.task_seed)
     rl_skill = Counter(example.skill for example in train).most_common(1)[0][0]
-    if not config.reward:
-        _check_answers([*train, *held_out], config)
-    return Task(
+    task = Task(
         name=Path(config.task).stem,
         train=tuple(train),
         evaluation=_by_skill(held_out, rl_skill, config),
         rl_skill=rl_skill,
         score=checked(exact_match, name="exact_match"),
     )
+    return task if config.reward else with_reward(task, "exact_match")
 
 
 def read_rows(path: str) -> list[Row]:
@@ -95,17 +93,15 @@ def read_rows(path: str) -> list[Row]:
 def _json_rows(file: Path) -> list[Row]:
     try:
         text = file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+        if file.suffix.lower() == ".json" and text.lstrip().startswith("["):
+            return [_object(value, f"row {row} of {file.name}") for row, value in enumerate(json_of(text), start=1)]
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, DataError):
+            raise
         raise _unreadable(file, error) from error
-    if file.suffix.lower() == ".json" and text.lstrip().startswith("["):
-        try:
-            values = list(enumerate(json_of(text), start=1))
-        except (ValueError, RecursionError) as error:
-            raise _unreadable(file, error) from error
-        return [_object(value, f"row {row} of {file.name}") for row, value in values]
     # not splitlines: a JSON string may hold other line separators than \n
-    lines = enumerate(text.split("\n"), start=1)
-    return [_object(_decoded(line, file, row), f"line {row} of {file.name}") for row, line in lines if line.strip()]
+    lines = ((f"line {row} of {file.name}", line) for row, line in enumerate(text.split("\n"), start=1))
+    return [_object(_decoded(line, where), where) for where, line in lines if line.strip()]
 
 
 def json_of(text: str) -> Any:
@@ -148,12 +144,12 @@ def _whole_number(digits: str) -> int:
     return int(digits)
 
 
-def _decoded(line: str, file: Path, row: int) -> Any:
+def _decoded(line: str, where: str) -> Any:
     try:
         return json_of(line)
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"line {row} of {file.name} is not JSON",
+            f"{where} is not JSON",
             got=line[:200],
             why=str(error),
             fix="write one JSON object per line, or a list of objects in a .json file",
@@ -317,15 +313,3 @@ def _by_skill(examples: Iterable[Example], rl_skill: str, config: TaskConfig) ->
             fix="add such rows to the held-out file, or leave skill_column unset",
         )
     return {skill: tuple(_sample(rows, config.eval_size, config.task_seed)) for skill, rows in found.items()}
-
-
-def _check_answers(examples: Iterable[Example], config: TaskConfig) -> None:
-    """Refuse rows without an answer where the reward is a comparison with it."""
-    for example in examples:
-        if not example.answer.strip():
-            raise ConfigError(
-                "no reward is named, and a row has no answer to compare with",
-                got=f"prompt {example.prompt[:200]!r}, column {config.answer_column!r}",
-                why="without a reward function, a completion scores 1 where it equals the answer",
-                fix="set reward to module:function or another name, or answer_column to the column of answers",
-            )

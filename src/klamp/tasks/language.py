@@ -18,13 +18,12 @@ from __future__ import annotations
 
 import random
 import re
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from klamp.tasks.base import Example, Task, checked
+from klamp.tasks.base import Example, Task, checked, is_held_out
 from klamp.tasks.config import DISTINCT_TASK, SENTIMENT_TASK, TaskConfig
 from klamp.tasks.prompts import prompt_text
 
@@ -109,11 +108,6 @@ _KEPT = ("capitals", "opposites", OWN_ANSWERS)
 """What RL does not train."""
 
 
-def is_held_out(question: str) -> bool:
-    """Whether a row of the trained skill is kept for evaluation; this depends on its text alone."""
-    return zlib.crc32(question.encode()) % HELD_OUT_SHARE == 0
-
-
 def language_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
     """One of the built-in tasks in English.
 
@@ -123,9 +117,9 @@ def language_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Tas
     """
     trained = "sentiment" if config.task == SENTIMENT_TASK else "describe"
     every = {skill: _examples(skill, config, tokenizer) for skill in (trained, *_KEPT)}
-    held_out = [example for example in every[trained] if is_held_out(example.fields["prompt"])]
-    train = [example for example in every[trained] if not is_held_out(example.fields["prompt"])]
-    evaluation = {trained: held_out} | {skill: every[skill] for skill in _KEPT}
+    held_out = {each.prompt for each in every[trained] if is_held_out(each.fields["prompt"], HELD_OUT_SHARE)}
+    train = [each for each in every[trained] if each.prompt not in held_out]
+    evaluation = {**every, trained: [each for each in every[trained] if each.prompt in held_out]}
     return Task(
         name=config.task,
         train=tuple(train[: config.train_size or None]),

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from klamp.errors import ModelError, missing_library
-from klamp.tasks.cache import Progress, cache_root, store, without_bars
+from klamp.tasks.cache import Progress, cache_root, stored, without_bars
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -101,16 +101,12 @@ def load_named_model(name: str, *, progress: Progress | None = None) -> Path:
     Raises:
         ModelError: the package is missing or another one than expected, or the cache cannot be written.
     """
-    folder = named_model_folder(name)
-    if not folder.is_dir():
-        model, file = NAMED_MODELS[name], _weights(name)
+    model = NAMED_MODELS[name]
 
-        def told(done: int) -> None:
-            if progress is not None:
-                progress(f"converting {model.title}", done, PARTS, None)
+    def write(empty: Path) -> None:
+        _convert(model, _weights(name), empty, progress or (lambda *_: None))
 
-        store(folder, lambda empty: _convert(model, file, empty, told))
-    return folder
+    return stored(named_model_folder(name), write)
 
 
 def _weights(name: str) -> Path:
@@ -133,7 +129,10 @@ def _weights(name: str) -> Path:
     return file
 
 
-def _convert(model: NamedModel, file: Path, folder: Path, told: Callable[[int], None]) -> None:
+def _convert(model: NamedModel, file: Path, folder: Path, progress: Progress) -> None:
+    def told(done: int) -> None:
+        progress(f"converting {model.title}", done, PARTS, None)
+
     with file.open("rb") as stream:
         found = hashlib.file_digest(stream, "sha256").hexdigest()
     if found != model.sha256:

@@ -134,49 +134,31 @@ def check_prompts(
     Raises:
         DataError: the first prompt that does not work, by its row.
     """
-    lengths = _lengths(examples, tokenizer)
-    for row, (example, length) in enumerate(zip(examples, lengths, strict=True), start=1):
+    longest = 0
+    room = None if max_model_length is None else max_model_length - max_new_tokens
+    for row, example in enumerate(examples, start=1):
+        got = repr(example.prompt[:_SHOWN_CHARACTERS])
+        try:
+            length = len(tokenizer(example.prompt, add_special_tokens=False)["input_ids"])  # pyright: ignore
+        except Exception as error:  # of whatever kind the tokenizer raises
+            raise DataError(
+                f"prompt {row} cannot be tokenized",
+                got=got,
+                why=f"{type(error).__name__}: {error}",
+                fix="use a tokenizer that knows every character of it, or remove this row",
+            ) from error
         if length == 0:
+            why, fix = "a model cannot continue an empty prompt", "remove or repair this row"
+            raise DataError(f"prompt {row} has no tokens", got=got, why=why, fix=fix)
+        if room is not None and length > room:
             raise DataError(
-                f"prompt {row} has no tokens",
-                got=_short(example),
-                why="a model cannot continue an empty prompt",
-                fix="remove or repair this row",
-            )
-        if max_model_length is not None and length > max_model_length - max_new_tokens:
-            raise DataError(
-                f"prompt {row} is too long: {length} tokens, and the limit is {max_model_length - max_new_tokens}",
-                got=_short(example),
+                f"prompt {row} is too long: {length} tokens, and the limit is {room}",
+                got=got,
                 why=f"the model holds {max_model_length} tokens, and a completion may take {max_new_tokens} of them",
                 fix="remove or shorten this prompt, or allow fewer tokens per completion",
             )
-    return max(lengths, default=0)
-
-
-def _lengths(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The length of each prompt in tokens; where the tokenizer fails, the row is found and named."""
-    try:
-        return _token_counts([example.prompt for example in examples], tokenizer)
-    except Exception:
-        for row, example in enumerate(examples, start=1):
-            try:
-                _token_counts([example.prompt], tokenizer)
-            except Exception as error:
-                raise DataError(
-                    f"prompt {row} cannot be tokenized",
-                    got=_short(example),
-                    why=f"{type(error).__name__}: {error}",
-                    fix="use a tokenizer that knows every character of it, or remove this row",
-                ) from error
-        raise
-
-
-def _token_counts(prompts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    return [len(tokens) for tokens in tokenizer(prompts, add_special_tokens=False)["input_ids"]] if prompts else []
-
-
-def _short(example: Example) -> str:
-    return repr(example.prompt[:_SHOWN_CHARACTERS])
+        longest = max(longest, length)
+    return longest
 
 
 def chat_cautions(config: TaskConfig, tokenizer: PreTrainedTokenizerBase, stop: Iterable[int]) -> tuple[str, ...]:

@@ -85,7 +85,7 @@ def with_reward(task: Task, name: str) -> Task:
                     f"the reward {name} needs an answer, and an example has none",
                     got=f"prompt {example.prompt[:200]!r}",
                     why="every completion of it would score 0, and nothing could be learned from it",
-                    fix="name the column of answers (answer_column), or remove the rows without one",
+                    fix="name another reward, or the column of answers (answer_column), or remove rows without one",
                 )
     return replace(task, score=named_reward(name))
 
@@ -253,45 +253,10 @@ def guarded(score: Score, *, seconds: float | None) -> Score:
         seconds: the longest that it may take for one completion; None: as long as it likes.
 
     Returns:
-        A function of the same signature. It raises RewardError where the reward left the working directory or switched
-        gradients, both of which are put back, or took too long. A process that the reward has forked ends where it
-        would come back from the reward, with code 1 and one line.
+        A function of the same signature. The working directory and the switch of gradients are put back after it. It
+        raises RewardError where the reward took too long. A process that the reward has forked ends where it would come
+        back from the reward, with code 1 and one line: two would train in one folder.
     """
-    call = _in_one_process(score)
-    call = call if seconds is None else _in_time(call, seconds)
-
-    def guard(example: Example, completion: str) -> float:
-        folder, gradients = _folder(), torch.is_grad_enabled()
-        changed: list[str] = []
-        try:
-            value = call(example, completion)
-        finally:
-            if torch.is_grad_enabled() != gradients:
-                changed.append("torch.set_grad_enabled")
-                torch.set_grad_enabled(gradients)
-            if folder is not None and _folder() != folder:
-                changed.append("os.chdir")
-                os.chdir(folder)
-        if changed:
-            raise RewardError(
-                "the reward function changed the process that trains",
-                got=f"{' and '.join(changed)}\n{where(example, completion)}",
-                why="the run writes into its folder and takes gradients in the same process",
-                fix="undo it before the function returns: with torch.no_grad(): ..., with contextlib.chdir(...): ...",
-            )
-        return value
-
-    return guard
-
-
-def _folder() -> Path | None:
-    with suppress(OSError):  # deleted meanwhile
-        return Path.cwd()
-    return None
-
-
-def _in_one_process(score: Score) -> Score:
-    """The reward, from which no process that it has forked comes back: two would train in one folder."""
 
     def call(example: Example, completion: str) -> float:
         process = os.getpid()
@@ -302,7 +267,24 @@ def _in_one_process(score: Score) -> Score:
                 os.write(2, b"klamp: the reward function came back in a process that it had forked, which ends here\n")
                 os._exit(1)
 
-    return call
+    timed = call if seconds is None else _in_time(call, seconds)
+
+    def guard(example: Example, completion: str) -> float:
+        folder, gradients = _folder(), torch.is_grad_enabled()
+        try:
+            return timed(example, completion)
+        finally:
+            torch.set_grad_enabled(gradients)
+            if folder is not None:
+                os.chdir(folder)
+
+    return guard
+
+
+def _folder() -> Path | None:
+    with suppress(OSError):  # deleted meanwhile
+        return Path.cwd()
+    return None
 
 
 def _in_time(score: Score, seconds: float) -> Score:
