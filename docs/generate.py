@@ -140,12 +140,13 @@ def alarms_page() -> str:
         NOTICE,
         "What [`klamp doctor`](doctor.md) looks for, and what `klamp train` watches after every step. A *note* is",
         "information: it fails no check and is not shown during a run; `--fail-on` and `--stop-on` take its name too.",
-        "Where a threshold comes from stands behind it in brackets.",
+        "Where a threshold comes from stands behind it in brackets. What of them a record does not allow to check, the",
+        "doctor lists with what it lacks.",
         "",
     ]
     for alarm in ALARMS.values():
         parts += [f"## {alarm.name}", "", f"{_kind(alarm)}{alarm.text}. {alarm.means}", ""]
-        parts += [f"*Next step:* {alarm.next_step}", "", f"*Needs:* {'; '.join(map(_need, alarm.needs))}.", ""]
+        parts += [f"*Next step:* {alarm.next_step}", ""]
         if alarm.limits:
             parts += ["*Thresholds:*", "", *(f"- {_limit(limit)}" for limit in alarm.limits), ""]
     return "\n".join(parts)
@@ -161,17 +162,6 @@ PAGES: Mapping[str, Callable[[], str]] = {
 
 def _kind(alarm: Alarm) -> str:
     return "**Note.** " if alarm.level == "note" else "**Alarm.** "
-
-
-def _need(need: str) -> str:
-    """One thing that a record must hold, in words."""
-    words = {
-        "completions": "completions with token log-probabilities",
-        "sampler_logprobs": "the sampler's log-probabilities in them",
-        "evaluations": "two evaluations",
-    }
-    parts = [words.get(part, f"`{part.removeprefix('settings.')}`") for part in need.split("|")]
-    return " or ".join(parts)
 
 
 def _definition(name: str) -> tuple[str, ...]:
