@@ -51,8 +51,8 @@ def run(quick: bool, *, targets: Sequence[float] = TARGETS, seeds: int = SEEDS) 
 
 def one(rule: str, target: float, seed: int, steps: int, rate: float = RATE) -> dict[str, Any]:
     """Train once and judge the run: `klamp train --target_kl ...`, with the evaluation at its end."""
+    from klamp.training.backends import train_run
     from klamp.training.config import TrainConfig
-    from klamp.training.trainer import train_run
 
     with tempfile.TemporaryDirectory() as folder:
         values = {"output_dir": folder + "/run", "target_kl": target, "seed": seed, "max_steps": steps}

@@ -62,9 +62,9 @@ def length(completions: list[str], **_: object) -> list[float]:
 
 def one(model: str, kind: str) -> dict[str, float]:
     """One run of a kind in this process: peak memory and the time of its second step."""
+    from klamp.training.backends import train_run
     from klamp.training.config import TrainConfig
     from klamp.training.observers import Observer
-    from klamp.training.trainer import train_run
 
     class Watch(Observer):
         seconds = 0.0

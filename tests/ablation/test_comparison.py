@@ -17,8 +17,8 @@ from klamp.ablation.plan import Plan, grid, run_folder, runs
 from klamp.errors import ConfigError, DataError, RunFolderError
 from klamp.records.klamp_run import runs_in
 from klamp.tasks.config import TaskConfig
+from klamp.training.backends import train_run
 from klamp.training.config import TrainConfig, field_owners
-from klamp.training.trainer import train_run
 
 pytestmark = pytest.mark.slow
 

@@ -9,10 +9,10 @@ from tests.training.conftest import TINY, rows_of
 
 from klamp.ablation.measure import evaluate, measure
 from klamp.errors import ModelError
+from klamp.training.backends import train_run
 from klamp.training.checkpoint import newest
 from klamp.training.config import TrainConfig
 from klamp.training.folders import scores_of
-from klamp.training.trainer import train_run
 
 
 def trained(llama: str, folder: Path, **changes) -> TrainConfig:

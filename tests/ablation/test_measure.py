@@ -17,10 +17,10 @@ from klamp.scoring.scorer import Scorer
 from klamp.tasks import arithmetic_tokenizer
 from klamp.tasks.base import Example, Task
 from klamp.training import checkpoint
+from klamp.training.backends import train_run
 from klamp.training.config import RolloutConfig, TrainConfig
 from klamp.training.models import end_tokens, load_model
 from klamp.training.references import FrozenReference
-from klamp.training.trainer import train_run
 
 pytestmark = pytest.mark.slow
 

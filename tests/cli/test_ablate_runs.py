@@ -13,8 +13,8 @@ from tests.training.conftest import TINY, llama  # noqa: F401  (a fixture)
 from klamp.ablation.table import summarise
 from klamp.cli import main
 from klamp.cli.ablate import summary_lines
+from klamp.training.backends import train_run
 from klamp.training.config import TrainConfig
-from klamp.training.trainer import train_run
 
 pytestmark = pytest.mark.slow
 

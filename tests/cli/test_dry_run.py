@@ -28,7 +28,7 @@ def test_it_starts_nothing(empty_folder: Path, monkeypatch: pytest.MonkeyPatch, 
     def never(*args: object) -> None:
         raise AssertionError("the trainer was started")
 
-    monkeypatch.setattr("klamp.training.trainer.train_run", never)
+    monkeypatch.setattr("klamp.training.backends.train_run", never)
     assert main(["train", "--dry-run", "--max_steps", "7"]) == 0
     assert list(empty_folder.iterdir()) == []
     assert "steps       7, each 32 prompts x 8 completions = 256" in capsys.readouterr().out

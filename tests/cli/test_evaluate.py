@@ -8,15 +8,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+from klamp.cli.train_fields import fields
 from tests.training.conftest import TINY, llama, rows_of, stored  # noqa: F401  (llama: a fixture)
 
 from klamp.cli import main
 from klamp.cli.evaluate import find_subject, read_request, run
 from klamp.cli.help import EVALUATED, help_text
-from klamp.cli.train_fields import fields
+from klamp.training.backends import train_run
 from klamp.training.config import TrainConfig
 from klamp.training.folders import scores_of
-from klamp.training.trainer import train_run
 
 
 @pytest.fixture(scope="module")

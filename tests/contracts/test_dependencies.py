@@ -56,7 +56,7 @@ GUESTS = {
     "core/heads/_triton.py": {"triton"},
     "hosts/common/sampler_weights.py": {"vllm"},
     "tinker/testing.py": {"klamp-standin"},
-    "training/in_trl/data.py": {"datasets"},
+    "training/in_trl/trainer.py": {"datasets"},
 }
 
 # What has to be importable with these extras alone: all that is imported on the way, within functions apart.
@@ -77,11 +77,12 @@ DOORS = {
     "klamp.cli.ablate": ("train",),
     "klamp.cli.train": ("train",),
     "klamp.training.loop": ("train",),
+    "klamp.training.backends": ("train",),
     "klamp.training.trainer": ("train",),
-    "klamp.training.in_trl.train": ("train", "trl"),
-    "klamp.training.in_verl.reward": ("train",),
-    "klamp.training.in_verl.train": ("train",),
-    "klamp.training.service.train": ("train", "tinker"),
+    "klamp.training.in_trl.run": ("train", "trl"),
+    "klamp.training.in_verl.data": ("train",),
+    "klamp.training.in_verl.run": ("train",),
+    "klamp.training.service.run": ("train", "tinker"),
     "klamp.tinker": ("tinker",),
     "klamp.trl": ("trl",),
     "klamp.unsloth": ("unsloth",),

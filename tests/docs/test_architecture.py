@@ -19,8 +19,8 @@ from tests.training.conftest import TINY, stored, tiny_llama
 
 from klamp.cli.report import read_runs
 from klamp.report.page import render
+from klamp.training.backends import train_run
 from klamp.training.config import TrainConfig
-from klamp.training.trainer import train_run
 
 SOURCE = ROOT / "src" / "klamp"
 PAGE = (DOCS / "architecture.md").read_text(encoding="utf-8")

@@ -16,9 +16,9 @@ from klamp.errors import ConfigError
 from klamp.tasks import BaseModelConfig, TaskConfig, arithmetic_tokenizer, base_model_folder, load_base_model, load_task
 from klamp.tasks.arithmetic import ALPHABET, MAX_MODEL_LENGTH, SKILLS, pairs
 from klamp.tasks.base_model import IGNORED, cached_base_model, training_tensors
+from klamp.training.backends import train_run
 from klamp.training.config import TrainConfig
 from klamp.training.models import load_model, load_tokenizer
-from klamp.training.trainer import train_run
 from studies.fillers import FILLER, REWARD, FillerModelConfig, model_folder, teach, with_fillers
 
 SMALL = TaskConfig(reward=REWARD, train_size=20, eval_size=5)

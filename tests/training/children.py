@@ -50,9 +50,9 @@ def paused_run(values: dict[str, Any], step: int, here: str, on: str, told: str)
     import torch
 
     from klamp.errors import KlampError
+    from klamp.training.backends import train_run
     from klamp.training.config import TrainConfig
     from klamp.training.observers import Observer
-    from klamp.training.trainer import train_run
 
     class Pause(Observer):
         def on_step(self, done: int, metrics: object) -> None:
@@ -84,8 +84,8 @@ def one_of_several(rank: int, count: int, ports: list[int], jobs: list[dict[str,
     from transformers.utils import logging
 
     from klamp.errors import KlampError
+    from klamp.training.backends import train_run
     from klamp.training.config import TrainConfig
-    from klamp.training.trainer import train_run
 
     torch.set_num_threads(1)
     logging.disable_progress_bar()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from klamp.errors import ConfigError
-from klamp.training.backends import OF_VERL, check_backend, trainer_of
+from klamp.training.backends import OF_VERL, check_backend, run_of
 from klamp.training.config import TrainConfig
 
 MODEL = {"model": "some/model"}
@@ -152,13 +152,13 @@ def test_a_checkpoint_of_this_machine_is_no_model_of_a_service(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("backend", "module"),
+    ("backend", "name"),
     [
-        ("local", "klamp.training.trainer"),
-        ("trl", "klamp.training.in_trl.train"),
-        ("verl", "klamp.training.in_verl.train"),
-        ("tinker", "klamp.training.service.train"),
+        ("local", "Trainer"),
+        ("trl", "TRLRun"),
+        ("verl", "VerlRun"),
+        ("tinker", "TinkerTrainer"),
     ],
 )
-def test_each_has_its_own(backend, module) -> None:
-    assert trainer_of(backend).__module__ == module
+def test_each_has_its_own(backend, name) -> None:
+    assert run_of(backend).__name__ == name

@@ -22,10 +22,10 @@ from klamp.errors import RunFolderError
 from klamp.scoring.scores import score
 from klamp.tasks.arithmetic import arithmetic_tokenizer
 from klamp.training import checkpoint
+from klamp.training.backends import train_run
 from klamp.training.checkpoint import SEAL, changed, seal
 from klamp.training.config import TrainConfig
 from klamp.training.folders import checkpoint_folders
-from klamp.training.trainer import train_run
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ import pytest
 
 from klamp.diagnostics.sync import START, WEIGHTS
 from klamp.errors import DataError
+from klamp.training.backends import train_run
 from klamp.training.completions_check import check_run
 from klamp.training.config import TrainConfig
 from klamp.training.folders import COMPLETIONS, lines_of
-from klamp.training.trainer import train_run
 
 KEPT: dict[str, Any] = {"save_every": 1, "log_completions_every": 1, "log_completions": 8, "keep_checkpoints": 9}
 

@@ -12,9 +12,9 @@ from tests.training.conftest import disturb, steps_of, tiny_llama
 
 from klamp.core.controllers import adaptive_kl_coefficient
 from klamp.training import checkpoint
+from klamp.training.backends import train_run
 from klamp.training.observers import Observer
 from klamp.training.references import MovingReference
-from klamp.training.trainer import train_run
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,8 @@ import pytest
 from torch.distributed import DistNetworkError
 
 from klamp.errors import ConfigError, RewardError, TrainerFailed
+from klamp.training.backends import train_run
 from klamp.training.processes import check_alone, check_one_machine, explained, timeout_of
-from klamp.training.trainer import train_run
 
 
 @pytest.fixture(autouse=True)

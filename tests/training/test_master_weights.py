@@ -10,10 +10,10 @@ from torch.optim import AdamW
 
 from klamp.errors import ConfigError, KLWarning, TrainingStopped
 from klamp.training import checkpoint
+from klamp.training.backends import train_run
 from klamp.training.config import TrainConfig
 from klamp.training.master_weights import MASTERS, MasterAdamW
 from klamp.training.setup import make_optimizer
-from klamp.training.trainer import train_run
 
 FULL = {"dtype": "bfloat16", "lr_scheduler_type": "constant", "warmup_steps": 0}
 

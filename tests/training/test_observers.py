@@ -15,9 +15,9 @@ from tests.training.conftest import disturb, stored, tiny_llama
 from klamp.diagnostics.alarms import ALARMS
 from klamp.errors import ConfigError, TrainingStopped
 from klamp.records import read_record
+from klamp.training.backends import train_run
 from klamp.training.config import TrainConfig
 from klamp.training.observers import AlarmObserver, Observer, RunInfo, settings_of
-from klamp.training.trainer import train_run
 
 HOOKS = [name for name, _ in inspect.getmembers(Observer, inspect.isfunction)]
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from klamp.errors import ModelError, RunFolderError
+from klamp.training.backends import train_run
 from klamp.training.config import TrainConfig
 from klamp.training.folders import LOCK
 from klamp.training.observers import Observer
 from klamp.training.setup import opened_folder
-from klamp.training.trainer import train_run
 
 
 def test_a_folder_that_holds_nothing_in_the_end_goes(config_of, tmp_path):

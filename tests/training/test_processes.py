@@ -20,8 +20,8 @@ from tests.training.conftest import TINY, disturb, rows_of, steps_of, stored, ti
 from tests.training.test_resume import assert_same_run
 
 from klamp.training import checkpoint
+from klamp.training.backends import train_run
 from klamp.training.config import TrainConfig
-from klamp.training.trainer import train_run
 
 pytestmark = pytest.mark.slow
 

@@ -12,10 +12,11 @@ from torch.optim import SGD
 from transformers import LlamaForCausalLM
 
 from klamp.scoring.scores import score
+from klamp.training.backends import train_run
 from klamp.training.observers import Observer
 from klamp.training.references import AdapterOffReference, FrozenReference
 from klamp.training.rollouts import collect
-from klamp.training.trainer import Trainer, train_run
+from klamp.training.trainer import Trainer
 from klamp.training.updates import update
 
 

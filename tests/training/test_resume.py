@@ -17,8 +17,8 @@ from tests.training.conftest import rows_of, steps_of
 
 from klamp.errors import NonFiniteError, RewardError, RunFolderError, TrainingStopped
 from klamp.training import checkpoint, trainer, updates
+from klamp.training.backends import train_run
 from klamp.training.observers import Observer
-from klamp.training.trainer import train_run
 
 pytestmark = pytest.mark.slow
 

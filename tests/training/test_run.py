@@ -9,14 +9,14 @@ import threading
 import pytest
 from tests.training.conftest import steps_of
 
+from klamp.training.backends import train_run
 from klamp.training.observers import Observer
-from klamp.training.run import Run, deferred_interrupts
-from klamp.training.trainer import train_run
+from klamp.training.run import Training, deferred_interrupts
 
 
 @pytest.mark.parametrize(("every", "steps"), [(0, [4]), (1, [1, 2, 3, 4]), (3, [3, 4]), (9, [4])])
 def test_what_is_due_is_due_at_the_end_too(context_of, every, steps):
-    run, due = Run(context_of(max_steps=4), []), []
+    run, due = Training(context_of(max_steps=4), []), []
     for run.step in range(1, 5):
         if run.is_due(every):
             due.append(run.step)
@@ -24,7 +24,7 @@ def test_what_is_due_is_due_at_the_end_too(context_of, every, steps):
 
 
 def test_an_interrupted_run_says_how_to_go_on(context_of, tmp_path):
-    run = Run(context_of(max_steps=4), [])
+    run = Training(context_of(max_steps=4), [])
     run.step = 3
     stopped = run.stopped(2, tmp_path / "run" / "checkpoints" / "step-000002")
     assert "stopped after step 3 of 4" in str(stopped) and "the state after step 2 is saved" in str(stopped)
@@ -40,7 +40,7 @@ def test_observers_and_alarms_are_told(context_of):
             self.steps += (step,)
 
     heard = Heard()
-    run = Run(context_of(), [heard])
+    run = Training(context_of(), [heard])
     run.tell(lambda o: o.on_step(1, {"kl/k3": 0.5}))
     assert heard.steps == (1,)
     assert run.alarms in run.observers

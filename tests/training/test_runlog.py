@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM
 from klamp._version import __version__
 from klamp.diagnostics.metrics import METRICS
 from klamp.errors import RunFolderError
+from klamp.training.backends import train_run
 from klamp.training.config import TrainConfig
 from klamp.training.observers import Observer, RunInfo, RunSummary
 from klamp.training.runlog import RunLog, plain, versions
-from klamp.training.trainer import train_run
 
 SKILLS = ("addition", "subtraction", "reversal")
 

@@ -17,8 +17,8 @@ from tests.training.conftest import steps_of, stored, tiny_llama
 from klamp.errors import ConfigError, DataError, KlampError, ModelError, RunFolderError, UnknownNameError
 from klamp.tasks.arithmetic import arithmetic_tokenizer
 from klamp.training import setup
+from klamp.training.backends import train_run
 from klamp.training.setup import make_accelerator, make_optimizer, reference_kind
-from klamp.training.trainer import train_run
 
 
 def refused(config, kind: type[KlampError], match: str) -> KlampError:

@@ -15,10 +15,11 @@ from tests.training.test_setup import factor
 
 from klamp.core.controllers import StepController
 from klamp.errors import RewardError
+from klamp.training.backends import train_run
 from klamp.training.config import TrainConfig
 from klamp.training.observers import Observer
 from klamp.training.rollouts import collect
-from klamp.training.trainer import Trainer, train_run
+from klamp.training.trainer import Trainer
 from klamp.training.updates import completion_row, control_metrics, gather_record, speed, update
 
 

@@ -24,9 +24,9 @@ from klamp.errors import ConfigError, KlampError, KLWarning, ModelError, Unknown
 from klamp.scoring.scores import score
 from klamp.tasks.arithmetic import arithmetic_tokenizer
 from klamp.training import vllm_reference
+from klamp.training.backends import train_run
 from klamp.training.models import load_model
 from klamp.training.rollouts import collect
-from klamp.training.trainer import train_run
 from klamp.training.vllm_reference import ABOVE_ZERO, FAILURES, KEY, VLLMReference, ask, connect, reason, status
 
 NAMES = st.sampled_from(["", "4", "id", "index", "data"])

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from tests.training import tabular
 
+from klamp.training.backends import train_run
 from klamp.training.checkpoint import checkpoints
 from klamp.training.config import TrainConfig
-from klamp.training.trainer import train_run
 
 pytestmark = pytest.mark.slow
 

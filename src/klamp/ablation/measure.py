@@ -17,7 +17,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from klamp.ablation.outcome import Outcome
 from klamp.ablation.plan import KL_PROMPTS
-from klamp.config import build_objective
 from klamp.core.masking import masked_sum
 from klamp.core.types import Direction
 from klamp.scoring.completions import Completions, select
@@ -288,14 +287,9 @@ def _scores(config: TrainConfig, pair: Pair, scorer: Scorer) -> dict[str, float]
         output_dir=Path(),
         accelerator=Accelerator(cpu=on_cpu(config)),
         policy=scorer.model,
-        wrapped=scorer,
         scorer=scorer,
-        reference=None,
-        original=None,
-        excluded=[],
         tokenizer=pair.tokenizer,
         task=pair.task,
-        objective=build_objective(config.kl, config.loss, max_length=config.rollout.max_completion_length),
         stop=list(pair.stop),
         vocabulary=output_size(scorer.model),
     )

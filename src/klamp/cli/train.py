@@ -18,7 +18,7 @@ from klamp.cli.errors import is_main_process
 from klamp.config.describe import describe_controller, describe_price
 from klamp.config.loss import configured_price
 from klamp.errors import ConfigError, TrainingStopped
-from klamp.training.backends import Runner, check_backend, train_run, trainer_of
+from klamp.training.backends import Runner, check_backend, run_of, train_run
 from klamp.training.config import Backend, TrainConfig
 from klamp.training.folders import checkpoint_folders
 from klamp.training.observers import RunInfo, RunSummary
@@ -71,7 +71,7 @@ def _prepare(request: TrainRequest, console: Console) -> None:
             why="verl is the one backend that reads its data from files of klamp's",
             fix="leave --prepare out, or set --backend verl",
         )
-    from klamp.training.in_verl.train import prepare
+    from klamp.training.in_verl.run import prepare
 
     console.out(f"written: {prepare(request.config)}/verl", highlight=False)
 
@@ -122,7 +122,7 @@ def _trainer(console: Console, backend: Backend) -> Runner:
         from huggingface_hub.utils import enable_progress_bars
         from transformers.utils import logging
 
-        trainer_of(backend)
+        run_of(backend)
         logging.disable_progress_bar()  # a bar per checkpoint would tear the display apart
         enable_progress_bars()  # downloads keep theirs: they come before it
     return train_run

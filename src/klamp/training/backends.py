@@ -1,4 +1,4 @@
-"""Who trains: what each backend refuses, and the function that carries a run out; their libraries are not loaded here.
+"""Who trains: what each backend refuses, and the class that carries a run out; their libraries are not loaded here.
 
 A field that a backend cannot honour is a row of its table: why, and what to do. A choice that is refused for what it
 stands together with is a `Refusal` below its table.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from klamp.config import LOSS_TYPES, KLConfig, LossConfig
 from klamp.config.loss import kl_reduction
@@ -19,20 +19,29 @@ from klamp.training.config import Backend, TrainConfig
 from klamp.training.folders import policy_folder
 from klamp.training.observers import Observer, RunSummary
 
+if TYPE_CHECKING:
+    from klamp.training.run import Training
+
 Runner: TypeAlias = Callable[[TrainConfig, Sequence[Observer]], RunSummary]
 
 
-def trainer_of(backend: Backend) -> Runner:
-    """What carries a run out: it takes the configuration and those who look on, and returns the summary."""
+def run_of(backend: Backend) -> type[Training]:
+    """The class that carries a run out with a backend; the libraries of the others are not loaded."""
     if backend == "tinker":
-        from klamp.training.service.train import train_run
-    elif backend == "trl":
-        from klamp.training.in_trl.train import train_run
-    elif backend == "verl":
-        from klamp.training.in_verl.train import train_run
-    else:
-        from klamp.training.trainer import train_run
-    return train_run
+        from klamp.training.service.run import TinkerTrainer
+
+        return TinkerTrainer
+    if backend == "trl":
+        from klamp.training.in_trl.run import TRLRun
+
+        return TRLRun
+    if backend == "verl":
+        from klamp.training.in_verl.run import VerlRun
+
+        return VerlRun
+    from klamp.training.trainer import Trainer
+
+    return Trainer
 
 
 def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSummary:
@@ -47,7 +56,7 @@ def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSum
         KlampError: bad input before any work, or an error in the run with its state saved; see `klamp.errors`.
     """
     check_backend(config)
-    return trainer_of(config.run.backend)(config, observers)
+    return run_of(config.run.backend).train(config, observers)
 
 
 def check_backend(config: TrainConfig) -> None:

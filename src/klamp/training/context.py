@@ -12,10 +12,12 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from klamp.config import build_objective
 from klamp.config.choices import SMALL_VOCABULARY
 from klamp.core.objective import Objective
 from klamp.core.types import Direction
 from klamp.hosts.common.control import KLControl
+from klamp.hosts.common.exclusions import excluded_ids
 from klamp.scoring.scorer import Scorer
 from klamp.tasks.base import Task
 from klamp.training.config import TrainConfig
@@ -34,31 +36,35 @@ class Context:
     """accelerate's view of processes, devices and trackers."""
     policy: nn.Module
     """The model being trained, without wrappers."""
-    wrapped: nn.Module
-    """The policy's scorer as accelerate wrapped it."""
-    reference: Reference | None
-    """The reference model; None where nothing needs it."""
-    original: Reference | None
-    """The model that a moving reference started from; None where the reference does not move."""
     tokenizer: PreTrainedTokenizerBase
     """The tokenizer of the policy."""
     task: Task
     """The prompts and the reward."""
-    objective: Objective
-    """The loss; its beta is the one at the start."""
     stop: list[int]
     """The ids that end a completion."""
-    excluded: list[int]
-    """The ids of tokens that carry no KL."""
     vocabulary: int
     """The number of entries that the policy gives a logit to."""
     scorer: Scorer | None = None
-    """The policy's scorer without wrappers; None where the weights are at a service."""
+    """The policy's scorer without wrappers; None where another program scores."""
+    reference: Reference | None = None
+    """The reference model; None where nothing here needs it."""
+    original: Reference | None = None
+    """The model that a moving reference started from; None where the reference does not move."""
+    wrapped: nn.Module = field(init=False)
+    """The policy's scorer as accelerate wrapped it."""
+    objective: Objective = field(init=False)
+    """The loss; its beta is the one at the start."""
+    excluded: list[int] = field(init=False)
+    """The ids of tokens that carry no KL."""
     control: KLControl = field(init=False)
     """beta, the guard of the learning rate and the reference length, as in every host."""
 
     def __post_init__(self) -> None:
-        self.control = KLControl(self.config.kl)
+        config = self.config
+        self.wrapped = self.policy if self.scorer is None else self.scorer
+        self.objective = build_objective(config.kl, config.loss, max_length=config.rollout.max_completion_length)
+        self.excluded = excluded_ids(config.kl.kl_exclude_tokens, self.tokenizer)
+        self.control = KLControl(config.kl)
 
     @property
     def device(self) -> torch.device:

@@ -1,28 +1,36 @@
-"""What a run is to every loop that trains: its observers, alarms, evaluations, metrics, its summary and its end."""
+"""The skeleton of a run, whoever trains: what is refused, built, resumed, told, measured, kept and closed, and when."""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Self
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 
-from klamp.errors import TrainingStopped
+from klamp.errors import KlampError, TrainingStopped
 from klamp.hosts.common.control import held_kl
 from klamp.hosts.common.step_zero import STEP_ZERO_KL, likely_reasons, step_zero_text
 from klamp.tasks.base import Example
+from klamp.tasks.prompts import chat_cautions
+from klamp.training.config import TrainConfig
 from klamp.training.context import Context
 from klamp.training.evaluation import Evaluation, evaluate
 from klamp.training.folders import METRICS_FILE, lines_of, lines_until, scores_of
 from klamp.training.observers import AlarmObserver, Observer, RunInfo, RunSummary
+from klamp.training.processes import explained
 from klamp.training.references import FrozenReference
 from klamp.training.rollouts import Rollout
+from klamp.training.runlog import begin_trackers
 from klamp.training.sampling import examples_of_step
+from klamp.training.setup import make_accelerator, opened_folder
 from klamp.training.updates import UpdateOutput, completion_row
 
 HANGUP = getattr(signal, "SIGHUP", None)
@@ -31,8 +39,42 @@ ENDS = tuple(number for number in (signal.SIGINT, signal.SIGTERM, HANGUP) if num
 """The signals that end a run."""
 
 
-class Run:
-    """A run under way: how far it is, what it measured last, and whom it tells. The loop over steps is a subclass's."""
+class Interrupt:
+    """Notes the first signal, so that the step under way ends whole; raises at the second."""
+
+    asked = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+
+@contextmanager
+def deferred_interrupts() -> Iterator[Interrupt]:
+    """Let Ctrl-C, SIGTERM and SIGHUP end a run after the step under way, with its state saved.
+
+    A SIGHUP that is ignored, as `nohup` has it, stays so.
+    """
+    interrupt = Interrupt()
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupt
+        return
+    heard = [number for number in ENDS if signal.getsignal(number) is not signal.SIG_IGN or number != HANGUP]
+    previous = {number: signal.signal(number, interrupt) for number in heard}
+    try:
+        yield interrupt
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+class Training:
+    """A run under way: how far it is, what it measured last, and whom it tells.
+
+    A backend is a subclass with these parts: `refuse`, `build`, `resume`, `cautions`, `begin`, `take_steps`, `kept` and
+    `close`; `train` puts them together, and `run` those from the first step to the last.
+    """
 
     step_zero_kl = STEP_ZERO_KL
     """KL per token before the first update that is worth a warning."""
@@ -44,6 +86,150 @@ class Run:
         self.step = 0
         self.before: dict[str, float] = {}
         self.metrics: dict[str, float] = {}
+        self.after: dict[str, float] = {}
+
+    @classmethod
+    def train(cls, config: TrainConfig, observers: Sequence[Observer]) -> RunSummary:
+        """Run a configuration to its last step, from its newest checkpoint if it is to be resumed.
+
+        Args:
+            config: what to run.
+            observers: told what happens; the run's folder and trackers are served besides.
+
+        Raises:
+            KlampError: bad input before any work, or an error in the run with its state saved; see `klamp.errors`.
+        """
+        cls.refuse(config)
+        with explained(config), opened_folder(config) as folder, ExitStack() as last:
+            accelerator = make_accelerator(config, folder)
+            try:
+                run = cls.build(config, accelerator, folder, observers, last)
+                if config.run.resume:
+                    run.resume()
+                run.tell(lambda o: o.on_start(run.info()))
+                run.warn(*run.cautions())
+                begin_trackers(accelerator, config, folder, done=run.step)
+                return run.run()
+            finally:
+                for observer in observers if accelerator.is_main_process else ():
+                    observer.close()
+                cls.close(accelerator, config)
+
+    def run(self) -> RunSummary:
+        """Take all steps.
+
+        Raises:
+            TrainingStopped: interrupted; the state is saved.
+            KlampError: a reward or a loss that cannot be used, a trainer that failed; the state is saved.
+        """
+        started = time.perf_counter()
+        self.begin()
+        with deferred_interrupts() as interrupt:
+            try:
+                with explained(self.context.config):
+                    self.take_steps(interrupt)
+            except KeyboardInterrupt as stop:
+                raise self.stopped(*self.kept()) from stop
+            except KlampError as error:
+                step, folder = self.kept()
+                if folder is not None:
+                    error.add_note(f"  the state after step {step} is saved in {folder}")
+                raise
+        return self._summary(time.perf_counter() - started, self.after)
+
+    # the parts of a backend -------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def refuse(config: TrainConfig) -> None:
+        """Refuse a run that cannot be started here, before any work: what the backend needs is missing."""
+
+    @classmethod
+    def build(
+        cls,
+        config: TrainConfig,
+        accelerator: Accelerator,
+        folder: Path,
+        observers: Sequence[Observer],
+        last: ExitStack,
+    ) -> Self:
+        """Load all that the run needs, and check that it fits together.
+
+        Args:
+            config: of the run.
+            accelerator: its processes and trackers.
+            folder: its folder.
+            observers: whom it tells.
+            last: takes what is to be closed after everything else.
+
+        Raises:
+            KlampError: whatever does not fit, before any work.
+        """
+        raise NotImplementedError
+
+    def resume(self) -> None:
+        """Continue from the newest checkpoint of the run's folder; from the first step where there is none yet.
+
+        Raises:
+            RunFolderError: it is damaged, or another backend's.
+        """
+        raise NotImplementedError
+
+    def cautions(self) -> Iterable[str]:
+        """What the user should know before the first step."""
+        return chat_cautions(self.context.config.task, self.context.tokenizer, self.context.stop)
+
+    def begin(self) -> None:
+        """Evaluate before the first step, and where a run ended between a step and its evaluation."""
+        if not self.before:
+            self.before = self.after = self.evaluate()
+        elif self.is_due(self.context.config.run.eval_every) and not self.after:
+            self.after = self.evaluate()
+
+    def take_steps(self, interrupt: Interrupt) -> None:
+        """Take all steps that are left; a step that is under way at an interrupt ends whole.
+
+        Raises:
+            KeyboardInterrupt: it was interrupted.
+        """
+        raise NotImplementedError
+
+    def save(self) -> Path | None:
+        """Have a checkpoint of the last step written; its folder, where it is there already."""
+        raise NotImplementedError
+
+    def kept(self) -> tuple[int, Path | None]:
+        """The step to continue from, and its checkpoint; None: there is none."""
+        raise NotImplementedError
+
+    @staticmethod
+    def close(accelerator: Accelerator, config: TrainConfig) -> None:
+        """Close the trackers, and end the group of the processes."""
+        accelerator.end_training()
+
+    # what they are made of --------------------------------------------------------------------------------------------
+
+    def end_step(self, metrics: dict[str, float], interrupt: Interrupt) -> BaseException | None:
+        """What a step ends with, once it is counted: it is told of, evaluated and saved where that is due.
+
+        Args:
+            metrics: of the step.
+            interrupt: whether one is waiting.
+
+        Returns:
+            What ends the run here, the same for all processes; None: it goes on.
+        """
+        run = self.context.config.run
+        self.metrics = metrics
+        self.tell(lambda o: o.on_step(self.step, metrics))
+        if self.is_due(run.eval_every):
+            self.after = self.evaluate()
+        if self.is_due(run.save_every):
+            self.save()
+        if self.step == run.max_steps:
+            return None
+        if run.stop_on and self._anywhere(self.alarms.stopped_by is not None):
+            return self.alarms.stop(self.step, run.max_steps)
+        return KeyboardInterrupt() if self._anywhere(interrupt.asked) else None
 
     def tell(self, hook: Callable[[Observer], None]) -> None:
         """Call a hook of every observer; on the main process only."""
@@ -164,33 +350,3 @@ class Run:
             device=str(context.device),
             processes=context.processes,
         )
-
-
-class Interrupt:
-    """Notes the first signal, so that the step under way ends whole; raises at the second."""
-
-    asked = False
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
-
-
-@contextmanager
-def deferred_interrupts() -> Iterator[Interrupt]:
-    """Let Ctrl-C, SIGTERM and SIGHUP end a run after the step under way, with its state saved.
-
-    A SIGHUP that is ignored, as `nohup` has it, stays so.
-    """
-    interrupt = Interrupt()
-    if threading.current_thread() is not threading.main_thread():
-        yield interrupt
-        return
-    heard = [number for number in ENDS if signal.getsignal(number) is not signal.SIG_IGN or number != HANGUP]
-    previous = {number: signal.signal(number, interrupt) for number in heard}
-    try:
-        yield interrupt
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -6,7 +6,6 @@ import copy
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
-from klamp.config import build_objective
 from klamp.errors import ConfigError, ModelError
-from klamp.hosts.common.exclusions import excluded_ids
 from klamp.scoring.probe import probe
 from klamp.scoring.scorer import Scorer
 from klamp.tasks import check_prompts, load_task
@@ -32,7 +29,6 @@ from klamp.training.context import Context
 from klamp.training.folders import POLICY, check_folder, held, make_folder
 from klamp.training.master_weights import MasterAdamW
 from klamp.training.models import (
-    BUILTIN,
     end_tokens,
     input_size,
     load_model,
@@ -116,22 +112,8 @@ def _check_trackers(config: TrainConfig, accelerator: Accelerator) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Start:
-    """What a run starts from, loaded and found to fit together."""
-
-    model: PreTrainedModel
-    """The model before training, without an adapter."""
-    tokenizer: PreTrainedTokenizerBase
-    """Its tokenizer."""
-    task: Task
-    """The prompts and the reward."""
-    stop: list[int]
-    """The ids that end a completion."""
-
-
-def load_start(config: TrainConfig, accelerator: Accelerator, observers: Sequence[Observer]) -> Start:
-    """Load model, tokenizer and task, and check that they fit together.
+def load_context(config: TrainConfig, accelerator: Accelerator, folder: Path, observers: Sequence[Observer]) -> Context:
+    """Load model, tokenizer and task of a run, and check that they fit together; the policy has no adapter yet.
 
     Raises:
         ModelError, DataError, RewardError, UnknownNameError: whatever does not fit, before any work.
@@ -140,10 +122,18 @@ def load_start(config: TrainConfig, accelerator: Accelerator, observers: Sequenc
     with accelerator.main_process_first():  # the built-in model is trained once, by one process
         make_ready(name, progress=progress_of(observers))
     model = load_model(name, config.model.dtype)  # by all together: ZeRO-3 gives each its part
-    tokenizer = load_tokenizer(config.model.tokenizer or config.model.model)
+    tokenizer = load_tokenizer(config.model.tokenizer or name)
     _check_vocabulary(model, tokenizer, config.model)
-    task = load_prompts(config, tokenizer, longest=max_length(model))
-    return Start(model=model, tokenizer=tokenizer, task=task, stop=end_tokens(model, tokenizer))
+    return Context(
+        config=config,
+        output_dir=folder,
+        accelerator=accelerator,
+        policy=model,
+        tokenizer=tokenizer,
+        task=load_prompts(config, tokenizer, longest=max_length(model)),
+        stop=end_tokens(model, tokenizer),
+        vocabulary=output_size(model),
+    )
 
 
 def load_prompts(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, longest: int | None) -> Task:
@@ -164,35 +154,22 @@ def load_prompts(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, lon
 
 
 def build(config: TrainConfig, accelerator: Accelerator, folder: Path, observers: Sequence[Observer]) -> Context:
-    """Load model, tokenizer, task and reference, and check that they fit together.
+    """Load all that klamp's own loop needs: policy with its adapter, scorer, reference; a run's newest checkpoint's.
 
     Raises:
         ModelError, DataError, RewardError, UnknownNameError: whatever does not fit, before any work.
     """
     resumed = checkpoint.whole_newest(folder) if config.run.resume else None
-    start = load_start(config, accelerator, observers)
-    vocabulary, kind = output_size(start.model), reference_kind(config)
-    remote = connect(config, start.task, start.tokenizer) if kind == "remote" else None
-    copied = copy.deepcopy(start.model) if kind == "frozen" and config.model.ref_model is None else None
-    policy = _policy(start.model, config, resumed, accelerator)
-    scorer = Scorer(policy, probe(policy))
-    reference, original = (remote, None) if remote else _references(config, kind, scorer, copied, accelerator)
-    return Context(
-        config=config,
-        output_dir=folder,
-        accelerator=accelerator,
-        policy=policy,
-        wrapped=scorer,
-        scorer=scorer,
-        reference=reference,
-        original=original,
-        excluded=excluded_ids(config.kl.kl_exclude_tokens, start.tokenizer),
-        tokenizer=start.tokenizer,
-        task=start.task,
-        objective=build_objective(config.kl, config.loss, max_length=config.rollout.max_completion_length),
-        stop=start.stop,
-        vocabulary=vocabulary,
-    )
+    context, kind = load_context(config, accelerator, folder, observers), reference_kind(config)
+    remote = connect(config, context.task, context.tokenizer) if kind == "remote" else None
+    copied = copy.deepcopy(context.policy) if kind == "frozen" and config.model.ref_model is None else None
+    context.policy = policy = _policy(context.policy, config, resumed, accelerator)
+    context.scorer = context.wrapped = scorer = Scorer(policy, probe(policy))
+    if remote:
+        context.reference = remote
+    else:
+        context.reference, context.original = _references(config, kind, scorer, copied, accelerator)
+    return context
 
 
 def _check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> None:
@@ -352,9 +329,6 @@ def schedule_of(optimizer: Optimizer, config: TrainConfig, *, updates: int = 1) 
         return schedule
     factor = schedule.lr_lambdas[0]
     return LambdaLR(optimizer, lambda update: factor(update // updates))
-
-
-__all__ = ["BUILTIN", "build", "load_start", "make_accelerator", "make_optimizer"]
 
 
 @contextmanager

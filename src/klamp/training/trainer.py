@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+from accelerate import Accelerator
 from torch import Tensor
 
 from klamp.core.objective import Objective
-from klamp.errors import KlampError, RunFolderError
+from klamp.errors import RunFolderError
 from klamp.scoring.probe import notes
-from klamp.tasks.prompts import chat_cautions
 from klamp.training import checkpoint
 from klamp.training.config import TrainConfig
 from klamp.training.context import Context
 from klamp.training.folders import number_of
-from klamp.training.observers import Observer, RunSummary
-from klamp.training.processes import check_one_machine, explained
+from klamp.training.observers import Observer
+from klamp.training.processes import check_one_machine
 from klamp.training.rollouts import Rollout, collect, measure_reference_length
-from klamp.training.run import Interrupt, Run, deferred_interrupts
-from klamp.training.runlog import RunLog, begin_trackers
-from klamp.training.setup import build, make_accelerator, make_optimizer, opened_folder
+from klamp.training.run import Interrupt, Training
+from klamp.training.runlog import RunLog
+from klamp.training.setup import build, make_optimizer
 from klamp.training.updates import UpdateOutput, control_metrics, measured, speed, update, with_old_logprobs
 
 
-class Trainer(Run):
+class Trainer(Training):
     """klamp's own loop over the steps of a run, and everything that changes from step to step."""
 
     def __init__(self, context: Context, observers: Sequence[Observer]) -> None:
@@ -39,7 +39,38 @@ class Trainer(Run):
         self.optimizer.register_step_pre_hook(self._between_steps)
         self.control = context.control
         self.saved: tuple[int, Path | None] = (0, None)
-        self.after: dict[str, float] = {}
+
+    @staticmethod
+    def refuse(config: TrainConfig) -> None:
+        """Refuse several machines, and weights that are divided among processes."""
+        check_one_machine()
+
+    @classmethod
+    def build(
+        cls,
+        config: TrainConfig,
+        accelerator: Accelerator,
+        folder: Path,
+        observers: Sequence[Observer],
+        last: ExitStack,
+    ) -> Self:
+        """Load policy, reference and task into this process."""
+        return cls(build(config, accelerator, folder, observers), [RunLog(accelerator), *observers])
+
+    def cautions(self) -> Iterable[str]:
+        """What the user should know before the first step: about a chat's tokens, and about how the model is scored."""
+        scorer = self.context.scorer
+        return [*super().cautions(), *(() if scorer is None else notes(scorer.traits))]
+
+    def begin(self) -> None:
+        """Measure the reference's length where a run that starts needs it; evaluate."""
+        if self.step == 0:
+            self.measure_length()
+        super().begin()
+
+    def measure_length(self) -> None:
+        """Measure and set the run's reference length, where a clip needs one that nobody gives."""
+        measure_reference_length(self.context)
 
     def _between_steps(self, *_: object) -> None:
         """From the first update of a step to its end, the weights belong to no step that could be resumed."""
@@ -161,48 +192,18 @@ class Trainer(Run):
             return None
         return self.context.gather(rollout.rewards).view(-1, self.context.config.rollout.num_generations)
 
-    def run(self) -> RunSummary:
-        """Take all steps.
+    def take_steps(self, interrupt: Interrupt) -> None:
+        """Take all steps that are left.
 
         Raises:
-            TrainingStopped: interrupted; the state is saved.
-            KlampError: a reward or a loss that cannot be used; the state is saved.
+            KeyboardInterrupt, TrainingStopped: it was interrupted, or an alarm of stop_on ends it.
         """
-        started = time.perf_counter()
-        run = self.context.config.run
-        if not self.before:
-            self.before = self.after = self.evaluate()
-        elif self.is_due(run.eval_every) and not self.after:  # ended between this step and its evaluation
-            self.after = self.evaluate()
-        with deferred_interrupts() as interrupt:
-            try:
-                with explained(self.context.config):
-                    self._take_steps(interrupt)
-            except KeyboardInterrupt as stop:
-                raise self.stopped(*self._keep()) from stop
-            except KlampError as error:
-                step, folder = self._keep()
-                if folder is not None:
-                    error.add_note(f"  the state after step {step} is saved in {folder}")
-                raise
-        return self._summary(time.perf_counter() - started, self.after)
+        while self.step < self.context.config.run.max_steps:
+            ended = self.end_step(self.train_step(), interrupt)
+            if ended is not None:
+                raise ended
 
-    def _take_steps(self, interrupt: Interrupt) -> None:
-        run = self.context.config.run
-        while self.step < run.max_steps:
-            self.metrics = self.train_step()
-            self.tell(lambda o: o.on_step(self.step, self.metrics))
-            last = self.step == run.max_steps
-            if self.is_due(run.eval_every):
-                self.after = self.evaluate()
-            if self.is_due(run.save_every):
-                self.save()
-            if not last and run.stop_on and self._anywhere(self.alarms.stopped_by is not None):
-                raise self.alarms.stop(self.step, run.max_steps)
-            if not last and self._anywhere(interrupt.asked):
-                raise KeyboardInterrupt
-
-    def _keep(self) -> tuple[int, Path | None]:
+    def kept(self) -> tuple[int, Path | None]:
         """The step to continue from and its folder: the last one done, or in mid-update the newest on disk."""
         main = self.context.accelerator.is_main_process
         if self.whole and main and self.context.output_dir.is_dir():
@@ -210,39 +211,3 @@ class Trainer(Run):
                 return self.step, self.save()
         found = checkpoint.checkpoints(self.context.output_dir)
         return (number_of(found[-1]), found[-1]) if found else (0, None)
-
-
-def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSummary:
-    """Run a configuration from its first step (or its newest checkpoint) to its last.
-
-    Args:
-        config: what to run.
-        observers: told what happens; the run's folder and trackers are served besides.
-
-    Raises:
-        KlampError: bad input before any work, or an error in the run with its state saved; see `klamp.errors`.
-    """
-    check_one_machine()
-    with explained(config), opened_folder(config) as folder:
-        accelerator = make_accelerator(config, folder)
-        try:
-            context = build(config, accelerator, folder, observers)
-            return _train(context, observers)
-        finally:
-            for observer in observers if accelerator.is_main_process else ():
-                observer.close()
-            accelerator.end_training()
-
-
-def _train(context: Context, observers: Sequence[Observer]) -> RunSummary:
-    config, accelerator = context.config, context.accelerator
-    trainer = Trainer(context, [RunLog(accelerator), *observers])
-    if config.run.resume:
-        trainer.resume()
-    trainer.tell(lambda o: o.on_start(trainer.info()))
-    trainer.warn(*chat_cautions(config.task, context.tokenizer, context.stop))
-    trainer.warn(*(notes(context.scorer.traits) if context.scorer is not None else ()))
-    begin_trackers(accelerator, config, context.output_dir, done=trainer.step)
-    if trainer.step == 0:
-        measure_reference_length(context)
-    return trainer.run()

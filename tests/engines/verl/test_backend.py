@@ -42,9 +42,8 @@ from klamp.core.objective import grpo_loss
 from klamp.tasks import load_task
 from klamp.training.config import TrainConfig
 from klamp.training.in_verl.data import write_data
-from klamp.training.in_verl.layout import Layout
-from klamp.training.in_verl.measurement import LogReader, metrics_of, scores_of
-from klamp.training.in_verl.overrides import AS_IT_STANDS, verl_overrides
+from klamp.training.in_verl.overrides import AS_IT_STANDS, Layout, verl_overrides
+from klamp.training.in_verl.run import LogReader, metrics_of, scores_of
 from klamp.training.models import load_tokenizer
 from klamp.training.sampling import encode_prompts, examples_of_step
 from klamp.training.setup import schedule_of

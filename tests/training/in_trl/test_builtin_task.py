@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 from tests.training.conftest import steps_of
 
-from klamp.training import trainer
+from klamp.training.backends import train_run
 from klamp.training.config import TrainConfig
-from klamp.training.in_trl import train
 from klamp.training.models import load_model, load_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -22,10 +21,10 @@ SIZES: dict[str, Any] = {"prompts_per_step": 16, "max_steps": 40, "learning_rate
 SIZES |= {"eval_every": 0, "save_every": 0, "log_completions": 0, "report_to": ()}
 
 
-def ended(run: Any, folder: Any, **changes: Any) -> dict[str, float]:
+def ended(folder: Any, **changes: Any) -> dict[str, float]:
     """The KLs of a run's last ten steps, once it can add and kept the rest."""
     config = TrainConfig.from_flat({**SIZES, "output_dir": str(folder), **changes})
-    summary = run(config)
+    summary = train_run(config)
     assert summary.before["addition"] < 0.8, "0.77"
     assert summary.after["addition"] > 0.85
     assert min(summary.after.values()) >= 0.85
@@ -34,8 +33,8 @@ def ended(run: Any, folder: Any, **changes: Any) -> dict[str, float]:
 
 
 def test_every_loop_learns_it_and_ends_as_far_away(default_base_model, tmp_path):
-    here = ended(trainer.train_run, tmp_path / "local", backend="local", cpu=True)
-    by_trl = ended(train.train_run, tmp_path / "trl", backend="trl", cpu=True)
+    here = ended(tmp_path / "local", backend="local", cpu=True)
+    by_trl = ended(tmp_path / "trl", backend="trl", cpu=True)
     assert all(1 / 4 < by_trl[name] / here[name] < 4 for name in ("kl/exact", "kl/k3"))
     assert 0.02 < here["kl/exact"] < 0.6
 
@@ -44,12 +43,11 @@ def test_a_service_learns_it_with_an_adapter(default_base_model, tmp_path, monke
     """As far away as `local` ends with the same adapter, k3 for k3: the service tells no exact KL."""
     pytest.importorskip("tinker")
     from klamp.tinker.testing import serve
-    from klamp.training.service import train as by_service
 
     adapter = {"lora_r": 32, "learning_rate": 1.5e-3, "warmup_steps": 2, "prompts_per_step": 12, "max_steps": 25}
-    here = ended(trainer.train_run, tmp_path / "local", backend="local", cpu=True, **adapter)
+    here = ended(tmp_path / "local", backend="local", cpu=True, **adapter)
     with serve(load_model("builtin"), load_tokenizer("builtin"), name="klamp/builtin") as standin:
         for name, value in standin.environment.items():
             monkeypatch.setenv(name, value)
-        there = ended(by_service.train_run, tmp_path / "tinker", backend="tinker", model="klamp/builtin", **adapter)
+        there = ended(tmp_path / "tinker", backend="tinker", model="klamp/builtin", **adapter)
     assert 1 / 8 < there["kl/k3"] / here["kl/k3"] < 8

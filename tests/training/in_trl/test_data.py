@@ -8,7 +8,7 @@ from tests.training.conftest import TINY
 from klamp.errors import RewardError
 from klamp.tasks.base import Example
 from klamp.training.config import TrainConfig
-from klamp.training.in_trl.data import EXAMPLE, StepOrder, dataset_of, reward_function
+from klamp.training.in_trl.trainer import EXAMPLE, StepOrder, dataset_of, reward_function
 from klamp.training.trainer import Trainer
 
 

@@ -9,7 +9,7 @@ import torch
 from tests.training.conftest import steps_of
 
 from klamp.core.advantages import group_advantages
-from klamp.training.in_trl.train import train_run
+from klamp.training.backends import train_run
 
 pytestmark = pytest.mark.slow
 

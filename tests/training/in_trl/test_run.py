@@ -17,10 +17,10 @@ from tests.training.in_trl.conftest import QUICK
 from tests.training.test_trainer import Recorder
 
 from klamp.errors import RewardError, RunFolderError, TrainingStopped
+from klamp.training.backends import train_run
 from klamp.training.checkpoint import OF_TRL, checkpoints, newest
 from klamp.training.config import TrainConfig
 from klamp.training.folders import number_of
-from klamp.training.in_trl.train import train_run
 from klamp.training.observers import Observer
 
 pytestmark = pytest.mark.slow

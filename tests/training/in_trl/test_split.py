@@ -10,8 +10,8 @@ import torch
 from accelerate.utils import DistributedType
 
 from klamp.errors import ConfigError
-from klamp.training.in_trl.split import gathered, is_used
-from klamp.training.in_trl.train import train_run
+from klamp.training.backends import train_run
+from klamp.training.in_trl.run import check_split, gathered
 
 
 @pytest.fixture
@@ -29,19 +29,23 @@ def test_fsdp1_is_refused_before_any_work(quick, tmp_path, asked, monkeypatch, v
     assert "--fsdp_version 2" in caught.value.fix and not (tmp_path / "run").exists()
 
 
-def test_fsdp_that_accelerate_drops_on_cpus_is_refused(asked, monkeypatch):
+def test_fsdp_that_accelerate_drops_on_cpus_is_refused(quick, asked, monkeypatch):
     accelerator: Any = SimpleNamespace(
-        num_processes=2, distributed_type=DistributedType.MULTI_CPU, device=torch.device("cpu")
+        num_processes=2,
+        distributed_type=DistributedType.MULTI_CPU,
+        device=torch.device("cpu"),
+        state=SimpleNamespace(deepspeed_plugin=None),
     )
     with pytest.raises(ConfigError, match="accelerate does not use it here") as caught:
-        is_used(accelerator)
+        check_split(quick(), accelerator)
     assert caught.value.got == "2 processes on cpu"
     accelerator.num_processes = 1
-    assert not is_used(accelerator), "its weights are whole either way"
-    accelerator.distributed_type = DistributedType.FSDP
-    assert is_used(accelerator)
+    check_split(quick(), accelerator)  # its weights are whole either way
+    accelerator.num_processes, accelerator.distributed_type = 2, DistributedType.FSDP
+    check_split(quick(), accelerator)
     monkeypatch.delenv("ACCELERATE_USE_FSDP")
-    assert not is_used(accelerator)
+    accelerator.distributed_type = DistributedType.MULTI_CPU
+    check_split(quick(), accelerator)
 
 
 def test_whole_weights_are_left_as_they_are():

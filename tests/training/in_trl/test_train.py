@@ -16,35 +16,35 @@ from tests.training.conftest import steps_of, stored, tiny_llama
 from klamp.core.controllers import StepController
 from klamp.errors import ConfigError, MissingLibrary, ModelError
 from klamp.hosts.common.sampler_weights import packing
-from klamp.training.in_trl import train
-from klamp.training.in_trl.train import (
+from klamp.training.backends import train_run
+from klamp.training.in_trl import run as module
+from klamp.training.in_trl.run import (
     check_devices,
     check_split,
     check_vllm,
-    train_run,
 )
 from klamp.training.observers import Observer
 
 
 @pytest.mark.parametrize("changes", [{"sampler": "vllm"}, {"sampler_url": "http://there:8000"}])
 def test_a_missing_vllm_is_said_before_any_work(changes, quick, tmp_path, monkeypatch):
-    monkeypatch.setattr("klamp.training.in_trl.train.find_spec", lambda name: None)
+    monkeypatch.setattr("klamp.training.in_trl.run.find_spec", lambda name: None)
     with pytest.raises(MissingLibrary, match="vLLM, which is not installed") as missing:
         train_run(quick(**changes))
     assert 'pip install "trl[vllm]"' in str(missing.value)
     assert not (tmp_path / "run").exists()
-    monkeypatch.setattr("klamp.training.in_trl.train.find_spec", lambda name: object())
+    monkeypatch.setattr("klamp.training.in_trl.run.find_spec", lambda name: object())
     check_vllm(quick(**changes))
 
 
 def test_an_engine_in_this_process_packs_no_weights(quick, monkeypatch):
     put_in_place(monkeypatch, amx=True)
-    monkeypatch.setattr("klamp.training.in_trl.train.find_spec", lambda name: object())
+    monkeypatch.setattr("klamp.training.in_trl.run.find_spec", lambda name: object())
 
     def made(*_, **__):
         raise ConfigError("the trainer is made now", got=packing(torch.bfloat16))
 
-    monkeypatch.setattr(train, "RunTrainer", made)
+    monkeypatch.setattr(module, "RunTrainer", made)
     for changes, packs in (({"sampler_url": "http://there:8000"}, True), ({"sampler": "vllm"}, False)):
         with pytest.raises(ConfigError, match="the trainer is made now") as error:
             train_run(quick(**changes))
@@ -59,7 +59,7 @@ def test_a_missing_trl_is_one_readable_error():
         "    return found(name)\n"
         "metadata.version = version\n"
         "from klamp.errors import KlampError\n"
-        "try:\n    import klamp.training.in_trl.train\n"
+        "try:\n    import klamp.training.in_trl.run\n"
         "except KlampError as error:\n    print(error, 'trl' in sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -79,7 +79,7 @@ def test_a_reference_with_other_tokens_is_refused(quick, tmp_path):
 
 
 def test_one_process_for_each_gpu(quick, monkeypatch):
-    monkeypatch.setattr("klamp.training.in_trl.train.on_cpu", lambda config: False)
+    monkeypatch.setattr("klamp.training.in_trl.run.on_cpu", lambda config: False)
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 4)
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(ConfigError, match="one process for each GPU") as refused:

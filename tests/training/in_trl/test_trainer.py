@@ -13,11 +13,12 @@ from tokenizers.processors import TemplateProcessing
 
 from klamp.errors import NonFiniteError, UnsupportedVersion
 from klamp.hosts.trl.measure import price_in
+from klamp.training.backends import train_run
 from klamp.training.in_trl import trainer as module
-from klamp.training.in_trl.train import context_of, train_run, trainer_of
+from klamp.training.in_trl.run import trainer_of
 from klamp.training.in_trl.trainer import Generated, RunTrainer, check_prompts_stand
 from klamp.training.master_weights import MasterAdamW
-from klamp.training.setup import load_start, make_accelerator
+from klamp.training.setup import load_context, make_accelerator
 
 
 @pytest.fixture
@@ -27,8 +28,7 @@ def built(quick, tmp_path) -> Callable[..., RunTrainer]:
     def make(**changes: Any) -> RunTrainer:
         config = quick(**changes)
         accelerator = make_accelerator(config, tmp_path / "run")
-        start = load_start(config, accelerator, ())
-        return trainer_of(context_of(config, tmp_path / "run", accelerator, start), start)
+        return trainer_of(load_context(config, accelerator, tmp_path / "run", ()))
 
     return make
 

@@ -12,7 +12,7 @@ import pytest
 from tests.training.conftest import TINY
 
 from klamp.training.config import TrainConfig
-from klamp.training.in_verl import overrides, train
+from klamp.training.in_verl import overrides, run
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
 
@@ -45,6 +45,6 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def install(**told: Any) -> None:
         monkeypatch.setenv("STAND_IN", json.dumps(told))
         monkeypatch.setattr(overrides, "PROGRAM", (str(STAND_IN),))
-        monkeypatch.setattr(train, "check_version", lambda host: "a stand-in")
+        monkeypatch.setattr(run, "check_version", lambda host: "a stand-in")
 
     return install

@@ -50,7 +50,7 @@ def evaluation(given: dict[str, str], step: int) -> dict[str, object]:
 
 
 def scored(given: dict[str, str], row: dict) -> float:
-    from klamp.training.in_verl.reward import score
+    from klamp.training.in_verl.data import score
 
     truth = row["reward_model"]["ground_truth"]
     told = given["reward.custom_reward_function.reward_kwargs.task"]

@@ -13,7 +13,7 @@ from klamp.tasks import load_task
 from klamp.tasks.base import Example, Task
 from klamp.tasks.config import TaskConfig
 from klamp.training.in_verl.data import answered, digest, held_out_rows, opening, training_rows, write_data
-from klamp.training.in_verl.layout import Layout
+from klamp.training.in_verl.overrides import Layout
 from klamp.training.models import load_tokenizer
 from klamp.training.trainer import Trainer
 

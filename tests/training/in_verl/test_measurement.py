@@ -7,7 +7,7 @@ import json
 import pytest
 
 from klamp.training.config import TrainConfig
-from klamp.training.in_verl.measurement import LogReader, metrics_of, scores_of
+from klamp.training.in_verl.run import LogReader, metrics_of, scores_of
 
 ROW = {
     "step": 3,

@@ -9,9 +9,9 @@ import pytest
 
 from klamp.errors import RewardError
 from klamp.tasks import load_task
-from klamp.training.in_verl import reward
+from klamp.training.in_verl import data as reward
 from klamp.training.in_verl.data import training_rows, write_data
-from klamp.training.in_verl.layout import Layout
+from klamp.training.in_verl.overrides import Layout
 from klamp.training.models import load_tokenizer
 
 

@@ -8,9 +8,7 @@ import pytest
 from tests.training.in_verl.test_train import Told
 
 from klamp.errors import RunFolderError
-from klamp.training.in_verl.process import Child
-from klamp.training.in_verl.run import VerlRun
-from klamp.training.in_verl.train import context_of
+from klamp.training.in_verl.run import VerlRun, context_of
 from klamp.training.setup import make_accelerator
 
 
@@ -21,8 +19,8 @@ def run_of(quick, tmp_path):
     def make(**changes):
         config, told = quick(**changes), Told()
         folder = tmp_path / "run"
-        context = context_of(config, folder, make_accelerator(config, folder), [])
-        run = VerlRun(context, [told], Child([], folder / "log.txt"))
+        context = context_of(config, make_accelerator(config, folder), folder, [])
+        run = VerlRun(context, [told])
         run.tell(lambda o: o.on_start(run.info()))
         told.notes.clear()
         return run, told

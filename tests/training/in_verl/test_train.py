@@ -18,9 +18,10 @@ from tests.waiting import is_running, wait_until
 
 from klamp.errors import ConfigError, DataError, MissingLibrary, RunFolderError, TrainerFailed, TrainingStopped
 from klamp.records import read_record
+from klamp.training.backends import train_run
 from klamp.training.folders import lines_of
 from klamp.training.in_verl.process import members
-from klamp.training.in_verl.train import prepare, train_run
+from klamp.training.in_verl.run import prepare
 from klamp.training.observers import Observer
 
 pytestmark = pytest.mark.slow

@@ -9,11 +9,11 @@ import pytest
 from tests.training.conftest import tiny_llama
 from tests.training.test_evaluation import read_by_hand
 
-from klamp.training.service import rollout, tinker_trainer
+from klamp.training.service import calls, run
 
 
 def test_scores_are_those_of_greedy_completions(context, connection, client):
-    found = tinker_trainer.evaluate(context, connection, client).scores
+    found = run.evaluate(context, connection, client).scores
     model = tiny_llama()
     for skill, examples in context.task.evaluation.items():
         expected = []
@@ -26,22 +26,22 @@ def test_scores_are_those_of_greedy_completions(context, connection, client):
 
 
 def test_the_reference_length_is_the_mean_of_its_completions(context, connection, client):
-    context.reference = rollout.TinkerReference(connection, client, "the base model")
-    tinker_trainer.measure_length(context, connection)
+    context.reference = calls.TinkerReference(connection, client, "the base model")
+    run.measure_length(context, connection)
     assert context.control.reference_length is not None
     assert 1.0 < context.control.reference_length < 6.0
     kept, context.control.reference_length = context.control.reference_length, 4.5
-    tinker_trainer.measure_length(context, connection)
+    run.measure_length(context, connection)
     assert context.control.reference_length == 4.5
     context.control.reference_length = None
-    tinker_trainer.measure_length(context, connection)
+    run.measure_length(context, connection)
     assert context.control.reference_length == kept
 
 
 def test_a_skill_that_is_read_is_scored_at_the_service(context, connection, client):
     kept, context.task = context.task, replace(context.task, read=frozenset({"reversal"}))
     try:
-        found = tinker_trainer.evaluate(context, connection, client).scores
+        found = run.evaluate(context, connection, client).scores
     finally:
         context.task = kept
     expected = fmean(read_by_hand(tiny_llama(), context.tokenizer, kept.evaluation["reversal"]))

@@ -20,7 +20,7 @@ from tests.training.conftest import steps_of, tiny_llama
 from klamp.errors import ModelError, NonFiniteError, RewardError
 from klamp.tasks import arithmetic_tokenizer
 from klamp.tinker.testing import Fault, serve
-from klamp.training.service.train import train_run
+from klamp.training.backends import train_run
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from tests.training.conftest import tiny_llama
 from klamp.errors import ConfigError, ModelError, NonFiniteError
 from klamp.tinker.testing import Fault
 from klamp.training.references import FrozenReference
-from klamp.training.service import rollout
+from klamp.training.service import calls as rollout
 
 TEMPERATURE = 1.0
 

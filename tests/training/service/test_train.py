@@ -13,8 +13,8 @@ from tests.training.conftest import rows_of, steps_of
 import klamp
 from klamp.errors import ConfigError, ModelError, RunFolderError
 from klamp.training import checkpoint
+from klamp.training.backends import train_run
 from klamp.training.observers import Observer
-from klamp.training.service.train import train_run
 
 pytestmark = pytest.mark.slow
 

@@ -9,10 +9,10 @@ import pytest
 
 from klamp.errors import KlampError
 from klamp.training import checkpoint
+from klamp.training.backends import train_run
 from klamp.training.observers import Observer, RunInfo
-from klamp.training.service import tinker_trainer as module
-from klamp.training.service.tinker_trainer import RemoteWeights, TinkerTrainer
-from klamp.training.service.train import train_run
+from klamp.training.service import run as module
+from klamp.training.service.run import RemoteWeights, TinkerTrainer
 
 pytestmark = pytest.mark.slow
 

@@ -16,10 +16,9 @@ from klamp.tinker.testing import Fault
 from klamp.training import updates
 from klamp.training.config import TrainConfig
 from klamp.training.rollouts import rate
-from klamp.training.service import rollout as rollouts
-from klamp.training.service import update as service_update
+from klamp.training.service import calls
+from klamp.training.service.calls import update
 from klamp.training.service.connection import Connection
-from klamp.training.service.update import update
 from klamp.training.setup import build, make_accelerator
 
 pytestmark = pytest.mark.slow
@@ -62,9 +61,9 @@ class Both:
         base = ready(service.create_sampling_client(base_model=tiny.base_model))
         self._move(1)
         snapshot = ready(self.client.save_weights_and_get_sampling_client())
-        self.completions = rollouts.collect(self.here, self.connection, snapshot, examples, step=0)
+        self.completions = calls.collect(self.here, self.connection, snapshot, examples, step=0)
         self._move(2)
-        self.there = replace(self.here, reference=rollouts.TinkerReference(self.connection, base, "the base model"))
+        self.there = replace(self.here, reference=calls.TinkerReference(self.connection, base, "the base model"))
         self.examples = [example for example in examples for _ in range(4)]
 
     def _move(self, seed):
@@ -149,8 +148,8 @@ def test_nan_stops_before_the_step_and_leaves_the_client_usable(tiny, tmp_path):
 
 def test_an_infinite_kl_stops_before_the_step_although_the_loss_is_finite(tiny, tmp_path, monkeypatch):
     both, stepped = Both(tiny, tmp_path, kl_estimator="k1", kl_max_log_ratio=5.0), []
-    rollout, scored = both.rated(both.there), service_update.PartLoss._response_part
-    monkeypatch.setattr(service_update.PartLoss, "_response_part", lambda *args: scored(*args) - 95.0)
+    rollout, scored = both.rated(both.there), calls.PartLoss._response_part
+    monkeypatch.setattr(calls.PartLoss, "_response_part", lambda *args: scored(*args) - 95.0)
     options = {"rate": 0.01, "before_step": lambda: stepped.append(1)}
     with pytest.raises(NonFiniteError, match="KL of this step is not finite"):
         update(both.connection, both.client, both.there, rollout, both.there.objective, **options)
@@ -165,6 +164,6 @@ def test_a_completion_without_a_token_is_left_out(tiny, tmp_path):
     rollout = both.rated(both.there)
     before = tiny.tokens["forward"]
     update(both.connection, both.client, both.there, rollout, both.there.objective, rate=0.0, before_step=lambda: None)
-    prompts, responses = rollouts.token_lists(both.completions)
+    prompts, responses = calls.token_lists(both.completions)
     sent = sum(len(p) + len(r) - 1 for p, r in zip(prompts, responses, strict=True) if r)
     assert tiny.tokens["forward"] == before + sent

@@ -1,35 +1,62 @@
-"""A run that TRL's loop carries out: what klamp's own loop does after each step is done when TRL has logged one."""
+"""`klamp train --backend trl`: a configuration of klamp, run by TRL's GRPO with klamp's KL in it.
+
+Models, task, prompts and their order, rewards, advantages, optimizer, schedule, evaluation, metrics and the run's
+folder are those of klamp's own loop. Generation, the loss with klamp's KL in it, the backward pass, processes and
+checkpoints are TRL's. What klamp's own loop does after each step is done when TRL has logged one.
+"""
 
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from trl.models import unwrap_model_for_generation
+from klamp.hosts.common.versions import check_version
 
-from klamp.diagnostics.names import translate
-from klamp.errors import KlampError, TrainingStopped
-from klamp.training import checkpoint
-from klamp.training.context import Context
-from klamp.training.evaluation import Evaluation, evaluate
-from klamp.training.folders import number_of
-from klamp.training.in_trl.measurement import rollout_of, update_of
-from klamp.training.in_trl.split import gathered
-from klamp.training.in_trl.trainer import RunTrainer
-from klamp.training.models import former_names
-from klamp.training.observers import Observer, RunInfo, RunSummary
-from klamp.training.processes import explained
-from klamp.training.run import Interrupt, Run, deferred_interrupts
-from klamp.training.updates import UpdateOutput, control_metrics, measured, not_finite, speed
+check_version("trl")
+
+import torch  # noqa: E402  (the version is checked before TRL is opened up)
+from accelerate import Accelerator  # noqa: E402
+from accelerate.utils import DistributedType  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.distributed.fsdp import FSDPModule  # noqa: E402
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments  # noqa: E402
+from trl.models import unwrap_model_for_generation  # noqa: E402
+
+from klamp.diagnostics.names import translate  # noqa: E402
+from klamp.errors import ConfigError, KLWarning, MissingLibrary  # noqa: E402
+from klamp.hosts.common.sampler_weights import pack_nothing  # noqa: E402
+from klamp.hosts.trl.grpo_config import GRPOConfig  # noqa: E402
+from klamp.training import checkpoint  # noqa: E402
+from klamp.training.config import TrainConfig  # noqa: E402
+from klamp.training.context import Context  # noqa: E402
+from klamp.training.evaluation import Evaluation, evaluate  # noqa: E402
+from klamp.training.folders import number_of  # noqa: E402
+from klamp.training.in_trl.arguments import part_size, trl_arguments  # noqa: E402
+from klamp.training.in_trl.trainer import (  # noqa: E402
+    RunTrainer,
+    dataset_of,
+    reward_function,
+    rollout_of,
+    update_of,
+)
+from klamp.training.models import adapter_config, adapter_errors, former_names  # noqa: E402
+from klamp.training.observers import Observer, RunInfo  # noqa: E402
+from klamp.training.processes import FSDP, asked_for  # noqa: E402
+from klamp.training.run import Interrupt, Training  # noqa: E402
+from klamp.training.runlog import RunLog  # noqa: E402
+from klamp.training.setup import load_context, load_reference, on_cpu  # noqa: E402
+from klamp.training.updates import UpdateOutput, control_metrics, measured, not_finite, speed  # noqa: E402
 
 
-class TRLRun(Run):
-    """A run whose steps are TRL's.
+class TRLRun(Training):
+    """A run whose steps are TRL's, in one process, or in those that torchrun or `accelerate launch` starts.
 
     Args:
         context: of the run; its policy and control become those of the trainer.
@@ -44,67 +71,75 @@ class TRLRun(Run):
         self.trainer, self.updates = trainer, context.config.optim.num_iterations
         self.outputs: list[UpdateOutput] = []
         self.first: dict[str, float] = {}
-        self.after: dict[str, float] = {}
-        self.interrupt = Interrupt()
-        self.ends: Callable[[], TrainingStopped] | None = None
+        self.interrupt, self.flow = Interrupt(), TrainerControl()
+        self.ended: BaseException | None = None
         self.started = time.perf_counter()
         self.checkpoint: Path | None = None
         trainer.add_callback(AfterStep(self))
 
-    def examine(self) -> Evaluation:
-        """Every skill's score now, and some answers."""
-        accelerator, plugin = self.trainer.accelerator, getattr(self.trainer.accelerator.state, "fsdp_plugin", None)
-        wrapped: Any = self.trainer.model_wrapped
-        self.context.policy = policy = accelerator.unwrap_model(wrapped)
-        with (
-            gathered(policy, split_after_passes=plugin is not None and bool(plugin.reshard_after_forward)),
-            unwrap_model_for_generation(wrapped, accelerator),  # under ZeRO-3 every process gets all weights
-        ):
-            return evaluate(self.context)
+    @staticmethod
+    def refuse(config: TrainConfig) -> None:
+        """Refuse what TRL cannot run here: no vLLM where it is to sample, FSDP1, one process that sees several GPUs."""
+        check_vllm(config)
+        check_fsdp_version()
+        check_devices(config)
 
-    def reference_model(self) -> nn.Module | None:
-        """TRL's reference model; None with an adapter, or without a KL."""
-        model: Any = self.trainer.ref_model
-        return None if model is None else self.trainer.accelerator.unwrap_model(model)
+    @classmethod
+    def build(
+        cls,
+        config: TrainConfig,
+        accelerator: Accelerator,
+        folder: Path,
+        observers: Sequence[Observer],
+        last: ExitStack,
+    ) -> Self:
+        """Read the newest checkpoint once to its last byte; load model and task, and make TRL's trainer."""
+        part_size(config, accelerator.num_processes)
+        check_split(config, accelerator)
+        if config.run.resume:
+            checkpoint.whole_newest(folder, begin=checkpoint.OF_TRL)
+        context = load_context(config, accelerator, folder, observers)
+        return cls(context, [RunLog(accelerator), *observers], trainer_of(context))
 
     def resume(self) -> None:
         """Continue from TRL's newest checkpoint in the run's folder; from the first step where there is none yet."""
         self.checkpoint = checkpoint.newest(self.context.output_dir, begin=checkpoint.OF_TRL)
-        if self.checkpoint is None:
+        if self.checkpoint is not None:
+            self.step = number_of(self.checkpoint) // self.updates
+            self.after = self.recall()
+
+    def take_steps(self, interrupt: Interrupt) -> None:
+        """Let TRL take all steps that are left; what ends the run early is raised here, once TRL is done."""
+        self.interrupt = interrupt
+        if self.step < self.context.config.run.max_steps:
+            with former_names():
+                self.trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
+        if self.ended is not None:
+            raise self.ended
+
+    def save(self) -> Path | None:
+        """Have TRL write a checkpoint once it is done with this step."""
+        self.flow.should_save = True
+
+    def kept(self) -> tuple[int, Path | None]:
+        """The step to continue from, and its checkpoint."""
+        found = checkpoint.checkpoints(self.context.output_dir, begin=checkpoint.OF_TRL)
+        return (number_of(found[-1]) // self.updates, found[-1]) if found else (0, None)
+
+    @staticmethod
+    def close(accelerator: Accelerator, config: TrainConfig) -> None:
+        """Close the trackers; and the processes' group, unless vLLM is in these processes and ends it when it exits."""
+        if config.rollout.sampler != "vllm" or config.rollout.sampler_url is not None:
+            accelerator.end_training()
             return
-        self.step = number_of(self.checkpoint) // self.updates
-        self.after = self.recall()
+        for tracker in accelerator.trackers:
+            tracker.finish()
 
-    def run(self) -> RunSummary:
-        """Take all steps.
-
-        Raises:
-            TrainingStopped: interrupted; the state is saved.
-            KlampError: a reward or a loss that cannot be used; the newest checkpoint is named.
-        """
-        started = time.perf_counter()
-        if not self.before:
-            self.before = self.after = self.evaluate()
-        try:
-            with deferred_interrupts() as self.interrupt, former_names(), explained(self.context.config):
-                if self.step < self.context.config.run.max_steps:
-                    self.trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
-        except KeyboardInterrupt as stop:
-            raise self.stopped(*self._kept()) from stop
-        except KlampError as error:
-            step, folder = self._kept()
-            if folder is not None:
-                error.add_note(f"  the state after step {step} is saved in {folder}")
-            raise
-        if self.ends is not None:
-            raise self.ends()
-        return self._summary(time.perf_counter() - started, self.after)
-
-    def after_update(self, logs: Mapping[str, Any], control: TrainerControl) -> None:
+    def after_update(self, logs: Mapping[str, Any], flow: TrainerControl) -> None:
         """Take in an update that TRL has logged; after the last of a step, do what a step ends with."""
         generated = self.trainer.generated
         assert generated is not None
-        found = translate(logs)
+        self.flow, found = flow, translate(logs)
         rollout = rollout_of(self.context, generated)
         if not self.outputs:
             self.first = found
@@ -126,28 +161,26 @@ class TRLRun(Run):
         metrics |= speed(float(rollout.totals.tokens), time.perf_counter() - self.started)
         self._show_completions(rollout, self.outputs[0])
         self.outputs = []
-        self._end_step(metrics, control)
+        self.step += 1
+        self.ended = self.end_step(metrics, self.interrupt)
+        if self.ended is not None:  # a callback of TRL's cannot raise it: TRL is asked to save and to stop
+            flow.should_save = flow.should_training_stop = True
 
-    def _end_step(self, metrics: dict[str, float], control: TrainerControl) -> None:
-        run = self.context.config.run
-        self.step, self.metrics = self.step + 1, metrics
-        self.tell(lambda o: o.on_step(self.step, metrics))
-        if self.is_due(run.eval_every):
-            self.after = self.evaluate()
-        control.should_save = self.is_due(run.save_every)
-        if self.step == run.max_steps:
-            return
-        if run.stop_on and self._anywhere(self.alarms.stopped_by is not None):
-            self.ends = lambda: self.alarms.stop(self.step, run.max_steps)
-        elif self._anywhere(self.interrupt.asked):
-            self.ends = lambda: self.stopped(*self._kept())
-        if self.ends is not None:
-            control.should_save = control.should_training_stop = True
+    def examine(self) -> Evaluation:
+        """Every skill's score now, and some answers."""
+        accelerator, plugin = self.trainer.accelerator, getattr(self.trainer.accelerator.state, "fsdp_plugin", None)
+        wrapped: Any = self.trainer.model_wrapped
+        self.context.policy = policy = accelerator.unwrap_model(wrapped)
+        with (
+            gathered(policy, split_after_passes=plugin is not None and bool(plugin.reshard_after_forward)),
+            unwrap_model_for_generation(wrapped, accelerator),  # under ZeRO-3 every process gets all weights
+        ):
+            return evaluate(self.context)
 
-    def _kept(self) -> tuple[int, Path | None]:
-        """The step to continue from, and its checkpoint."""
-        found = checkpoint.checkpoints(self.context.output_dir, begin=checkpoint.OF_TRL)
-        return (number_of(found[-1]) // self.updates, found[-1]) if found else (0, None)
+    def reference_model(self) -> nn.Module | None:
+        """TRL's reference model; None with an adapter, or without a KL."""
+        model: Any = self.trainer.ref_model
+        return None if model is None else self.trainer.accelerator.unwrap_model(model)
 
     def info(self) -> RunInfo:
         """What is known of the run before its first step."""
@@ -184,3 +217,139 @@ class AfterStep(TrainerCallback):
         """Tell of the checkpoint."""
         folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
         self.run.tell(lambda o: o.on_checkpoint(self.run.step, folder))
+
+
+def trainer_of(context: Context) -> RunTrainer:
+    """TRL's trainer for a run.
+
+    Raises:
+        ModelError: an adapter that does not fit the model, or a reference with another vocabulary.
+        ConfigError: what TRL can only see with the model at hand.
+    """
+    config = context.config
+    model, cpu = config.model, on_cpu(config)
+    given = trl_arguments(config, context.output_dir, processes=context.processes, exact=context.exact_completions)
+    named = model.ref_model is not None and config.kl.needs_reference
+    reference = load_reference(config, context.policy) if named else None
+    with former_names(), adapter_errors(model):
+        warnings.simplefilter("ignore", KLWarning)  # said when the configuration was made
+        args = GRPOConfig(**given, use_cpu=cpu, dataloader_pin_memory=not cpu)
+        save_whole_models(args.deepspeed_plugin)
+        if cpu and config.rollout.sampler == "vllm" and config.rollout.sampler_url is None:
+            pack_nothing()
+        return RunTrainer(
+            config,
+            context.stop,
+            model=context.policy,
+            ref_model=reference,
+            reward_funcs=reward_function(context),
+            args=args,
+            train_dataset=dataset_of(context.task),
+            processing_class=context.tokenizer,
+            peft_config=adapter_config(model) if model.lora_r else None,
+        )
+
+
+def save_whole_models(plugin: Any) -> None:
+    """Have DeepSpeed's ZeRO-3 put the model together in each checkpoint, which holds its parts alone else.
+
+    Args:
+        plugin: accelerate's settings of DeepSpeed, of TRL's arguments; None: it is not used.
+    """
+    if plugin is not None and plugin.zero_stage == 3:
+        plugin.deepspeed_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+
+
+def check_vllm(config: TrainConfig) -> None:
+    """Refuse a run that vLLM is to sample for where it is not installed.
+
+    Raises:
+        MissingLibrary: it is missing.
+    """
+    asked = config.rollout.sampler == "vllm" or config.rollout.sampler_url is not None
+    if asked and find_spec("vllm") is None:
+        raise MissingLibrary(
+            "sampler='vllm' needs vLLM, which is not installed",
+            got="no module vllm",
+            why="TRL talks to vLLM's server through it, or generates with it in the training processes",
+            fix='pip install "trl[vllm]", or in a checkout of klamp make an environment that has it for CPUs: '
+            "scripts/environment.sh vllm; or leave sampler and sampler_url out",
+        )
+
+
+def check_devices(config: TrainConfig) -> None:
+    """Refuse a single process that sees several GPUs: TRL would run copies of the model in threads, and refuses too.
+
+    Raises:
+        ConfigError: it does.
+    """
+    seen = 0 if on_cpu(config) else torch.accelerator.device_count()
+    if seen > 1 and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        raise ConfigError(
+            "backend='trl' takes one process for each GPU",
+            got=f"one process, {seen} GPUs",
+            why="a single process that sees several would have to copy the model for each step",
+            fix=f"launch it with accelerate launch --multi_gpu --num_processes {seen} -m klamp.cli train ..., or set "
+            "CUDA_VISIBLE_DEVICES=0",
+        )
+
+
+def check_fsdp_version() -> None:
+    """Refuse FSDP1, before accelerate sets it up.
+
+    Raises:
+        ConfigError: it was asked for.
+    """
+    version = os.environ.get("FSDP_VERSION", "1")
+    if asked_for(FSDP) and version != "2":
+        raise ConfigError(
+            "klamp train does not run under FSDP1",
+            got=f"fsdp_version {version}, which is 1 where none is given",
+            why="it flattens the weights, which an evaluation gathers by name",
+            fix="launch with --fsdp_version 2; or train with TRL and klamp.trl",
+        )
+
+
+def check_split(config: TrainConfig, accelerator: Accelerator) -> None:
+    """Refuse ways to divide the weights among processes that a run cannot have.
+
+    Raises:
+        ConfigError: an FSDP that accelerate does not use here, or float32 copies of 16-bit weights.
+    """
+    split = asked_for(FSDP) and accelerator.distributed_type is DistributedType.FSDP
+    if asked_for(FSDP) and not split and accelerator.num_processes > 1:  # the weights of one are whole either way
+        raise ConfigError(
+            "FSDP was asked for, and accelerate does not use it here",
+            got=f"{accelerator.num_processes} processes on {accelerator.device.type}",
+            why="accelerate shards on GPUs and their like only; on CPUs every process would hold all weights",
+            fix="launch without FSDP: torchrun, or accelerate launch --multi_gpu (which also joins CPU processes)",
+        )
+    copies = config.model.dtype == "bfloat16" and config.model.master_weights == "float32" and not config.model.lora_r
+    if copies and (split or accelerator.state.deepspeed_plugin is not None):
+        raise ConfigError(
+            "float32 copies of 16-bit weights cannot be divided among processes by TRL",
+            got=f"dtype={config.model.dtype!r}, master_weights='float32'",
+            why="FSDP2 and DeepSpeed put their own weights into the optimizer in the place of the copies",
+            fix="set dtype='float32' or master_weights='none'",
+        )
+
+
+@contextmanager
+def gathered(module: nn.Module, *, split_after_passes: bool) -> Iterator[None]:
+    """A context in which every process holds all weights, to read only; all processes must enter it.
+
+    Args:
+        module: sharded as one unit or layer by layer, or not at all.
+        split_after_passes: whether a unit gives up the weights of others after each pass while it trains.
+    """
+    # The outermost is first: it prepares all.
+    units = [each for each in module.modules() if isinstance(each, FSDPModule)]
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+        unit.unshard()
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.set_reshard_after_forward(split_after_passes, recurse=False)
+            unit.reshard()

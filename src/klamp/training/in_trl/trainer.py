@@ -1,14 +1,19 @@
-"""TRL's trainer as a run of klamp has it: klamp's KL and advantages, prompts as they stand, a note of every token."""
+"""TRL's trainer as a run of klamp has it: klamp's KL and advantages, prompts as they stand, a note of every token.
+
+The task is in TRL's convention here: a dataset of prompts, the order in which they come, a reward function. What TRL
+generated and computed in a step is put into the form in which klamp's own loop measures one.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shutil import rmtree
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import trl
-from torch import Tensor, arange, cat, isfinite, nn, tensor
+from torch import Tensor, arange, cat, isfinite, isin, nn, no_grad, tensor, where
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Sampler
@@ -16,18 +21,92 @@ from transformers import PreTrainedTokenizerBase
 from transformers.trainer_callback import PrinterCallback
 
 from klamp.core.advantages import group_advantages
+from klamp.core.objective import Objective, grpo_loss
 from klamp.errors import UnsupportedVersion
+from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, REFERENCE_LENGTH, loss_mask
+from klamp.hosts.common.rollout import LENGTH_COLUMN
 from klamp.hosts.trl.grpo_trainer import GRPOTrainer
+from klamp.scoring.completions import Completions
+from klamp.scoring.scores import Scores
+from klamp.tasks.base import Task
 from klamp.training.checkpoint import OF_TRL, UNWRITABLE, checkpoints, seal
 from klamp.training.config import TrainConfig
+from klamp.training.context import Context
 from klamp.training.folders import lost
-from klamp.training.in_trl.data import StepOrder
 from klamp.training.processes import is_wait_in_vain
+from klamp.training.rollouts import Rollout, rewards_of, totals_of
+from klamp.training.sampling import examples_of_step
 from klamp.training.setup import adamw, schedule_of
-from klamp.training.updates import not_finite
+from klamp.training.updates import (
+    UpdateOutput,
+    added_parts,
+    batch_of,
+    kl_from_old,
+    named_losses,
+    not_finite,
+    over_processes,
+)
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+EXAMPLE = "example"
+"""The column that says which of the task's training prompts a row is."""
 ROW = "klamp_row"
 """What is added to a generation batch: the number of each row, by which shuffled parts are put together again."""
+
+
+def dataset_of(task: Task) -> Dataset:
+    """The training prompts as rows; the text of a prompt is what is tokenized, a chat template already applied."""
+    from datasets import Dataset  # TRL's own: it is there with TRL
+
+    return Dataset.from_dict(
+        {
+            "prompt": [example.prompt for example in task.train],
+            EXAMPLE: list(range(len(task.train))),
+            LENGTH_COLUMN: [example.reference_length for example in task.train],
+        }
+    )
+
+
+class StepOrder(Sampler[int]):
+    """The rows of all steps of a run, in the order of klamp's own loop.
+
+    TRL draws the rows of a step anew for each part of each update, and uses the first: the completions of a prompt next
+    to each other, as its own sampler has them.
+
+    Args:
+        config: the run.
+        rows: how many prompts there are.
+    """
+
+    def __init__(self, config: TrainConfig, rows: int) -> None:
+        self.config, self.rows = config, rows
+        self.repeats = config.optim.num_iterations * config.optim.gradient_accumulation_steps
+
+    def __iter__(self) -> Iterator[int]:
+        """The rows."""
+        rollout, run = self.config.rollout, self.config.run
+        for step in range(run.max_steps):
+            picked = examples_of_step(step, self.rows, size=rollout.prompts_per_step, seed=run.seed)
+            for _ in range(self.repeats):
+                for row in picked:
+                    yield from [row] * rollout.num_generations
+
+    def __len__(self) -> int:
+        """How many rows that is."""
+        rollout = self.config.rollout
+        return self.config.run.max_steps * self.repeats * rollout.prompts_per_step * rollout.num_generations
+
+
+def reward_function(context: Context) -> Callable[..., list[float]]:
+    """The task's reward as TRL calls it; an error on one process is raised on all of them."""
+
+    def reward(completions: Sequence[str], **columns: Any) -> list[float]:
+        examples = [context.task.train[row] for row in columns[EXAMPLE]]
+        return rewards_of(context, examples, completions).tolist()
+
+    return reward
 
 
 @dataclass
@@ -197,3 +276,86 @@ def check_prompts_stand(rows: Any, output: Any, tokenizer: PreTrainedTokenizerBa
                 why="the run would train on other prompts than were asked for",
                 fix="use a version of TRL that was tried: 1.16.0",
             )
+
+
+def rollout_of(context: Context, generated: Generated) -> Rollout:
+    """The rollout of this process, after at least one update.
+
+    Who sampled is whom vLLM reports; where completions are generated by transformers, which does not tell, the
+    log-probabilities of the first update stand in their place, as they do in the loss.
+    """
+    batch, first = generated.batch, generated.seen(0)[0]
+    ids, mask = batch["completion_ids"], loss_mask(batch)
+    whole = arange(ids.shape[1], device=ids.device) < generated.lengths[:, None]
+    last = ids.gather(1, (generated.lengths - 1).clamp(min=0)[:, None])[:, 0]
+    told = batch.get("sampling_per_token_logps")
+    sampler = first if told is None else where(told.isnan(), first, told)
+    completions = Completions(
+        prompt_ids=batch["prompt_ids"],
+        prompt_mask=batch["prompt_mask"],
+        ids=ids,
+        mask=whole,
+        sampler_logprobs=where(whole, sampler, 0.0),
+        ended=isin(last, tensor(context.stop, device=ids.device)) & (generated.lengths > 0),
+    )
+    kl_mask = batch.get(KL_MASK, mask)
+    in_reward = context.objective.kl.placement == "reward"
+    return Rollout(
+        examples=[context.task.train[row[EXAMPLE]] for row in generated.rows],
+        texts=completions.texts(context.tokenizer),
+        completions=completions,
+        mask=mask,
+        kl_mask=kl_mask,
+        rewards=generated.rewards,
+        advantages=batch["advantages"] if in_reward else generated.advantages,
+        totals=totals_of(context, mask, kl_mask),
+        ref_logprobs=batch.get("ref_per_token_logps"),
+        gate_kl=batch.get(GATE_KL),
+        reference_length=batch.get(REFERENCE_LENGTH),
+        old_logprobs=batch.get("old_per_token_logps"),
+        sampler_tells=told is not None,
+    )
+
+
+def update_of(
+    context: Context, rollout: Rollout, seen: tuple[Tensor, Tensor], *, beta: float, loss: float, grad_norm: float
+) -> UpdateOutput:
+    """What an update measured.
+
+    Args:
+        context: the run.
+        rollout: the completions.
+        seen: log-probabilities and entropies of the policy before the update, [B, T] each.
+        beta: coefficient in force.
+        loss: of the whole step, as TRL has it.
+        grad_norm: before clipping.
+    """
+    policy, entropy = seen
+    parts = loss_parts(context, rollout, policy, replace(context.objective, beta=beta))
+    if beta > 0 and context.objective.kl.value == "exact":
+        parts["train/kl_penalty"] = loss - parts["train/policy_loss"]
+    return UpdateOutput(
+        policy_logprobs=policy,
+        entropy=entropy,
+        exact=None,
+        exact_forward=None,
+        losses=parts | {"train/loss": loss},
+        grad_norm=grad_norm,
+        kl_old=kl_from_old(context, rollout, policy),
+        stopped=False,
+    )
+
+
+@no_grad()
+def loss_parts(context: Context, rollout: Rollout, policy: Tensor, objective: Objective) -> dict[str, float]:
+    """klamp's own loss on the tokens of the step: its policy loss, its penalty, and what the gate did.
+
+    TRL tells the sum of the two alone. No penalty where it is made of the exact KL of every token, of which TRL's loop
+    keeps the mean only.
+    """
+    objective = replace(objective, beta=0.0) if objective.kl.value == "exact" else objective
+    every = slice(0, len(rollout.texts))
+    batch = batch_of(context, rollout, every, Scores(logprobs=policy), objective)
+    output = grpo_loss(batch, objective, totals=rollout.totals)
+    measured = {name: value.double() for name, value in (output.metrics | {"train/loss": output.loss}).items()}
+    return named_losses(over_processes(context, added_parts(measured, rollout, every)))

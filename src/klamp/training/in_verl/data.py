@@ -1,21 +1,29 @@
-"""A task as verl's files: prompts ready to be tokenized, in the order of the run; held-out prompts of every skill."""
+"""A task as verl knows it: files of prompts ready to be tokenized, in the order of the run, and the reward.
+
+The reward is verl's `reward.custom_reward_function`, called in the processes that score completions.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from klamp.errors import DataError
+from klamp.errors import DataError, RewardError
+from klamp.tasks import load_task
 from klamp.tasks.base import Example, Task
 from klamp.tasks.config import TaskConfig
 from klamp.training.config import TrainConfig
-from klamp.training.in_verl.layout import Layout
+from klamp.training.in_verl.overrides import Layout
+from klamp.training.models import load_tokenizer
 from klamp.training.sampling import examples_of_step
 
 TRAIN = "train"
@@ -113,3 +121,61 @@ def _write(rows: Iterable[dict[str, Any]], file: Path) -> None:
     from pyarrow import parquet
 
     parquet.write_table(pyarrow.Table.from_pylist(list(rows)), file)
+
+
+_lock = threading.Lock()
+
+
+def score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: Mapping[str, Any],
+    *,
+    task: str,
+    **others: Any,
+) -> float:
+    """The reward of a completion; the arguments are verl's.
+
+    Args:
+        data_source: the skill.
+        solution_str: the completion, without special tokens.
+        ground_truth: the answer, which the task has too.
+        extra_info: says which prompt of the task it is.
+        task: the file that `write_data` wrote.
+        others: what else verl passes along.
+
+    Raises:
+        RewardError: the reward cannot be had, or the task here is not the one whose prompts were written.
+    """
+    with _lock:  # verl asks from several threads
+        opened = open_task(task)
+    return opened.score(example_of(opened, extra_info), solution_str)
+
+
+@functools.cache
+def open_task(file: str) -> Task:
+    """The task of a run, loaded once per process."""
+    told = json.loads(Path(file).read_text(encoding="utf-8"))
+    if told["folder"] not in sys.path:
+        sys.path.append(told["folder"])  # where a reward MODULE:FUNCTION is found
+    return load_task(TaskConfig(**told["task"]), load_tokenizer(told["tokenizer"]))
+
+
+def example_of(task: Task, row: Mapping[str, Any]) -> Example:
+    """The prompt that a row of verl's was made of.
+
+    Raises:
+        RewardError: there is another one in its place.
+    """
+    examples = task.train if row["where"] == TRAIN else task.evaluation.get(row["where"], ())
+    number = int(row["index"])
+    found = examples[number] if number < len(examples) else None
+    if found is None or digest(found) != row["digest"]:
+        raise RewardError(
+            "the task of the reward is not the one whose prompts were written",
+            got=f"prompt {number} of {row['where']}: {'none' if found is None else repr(found.prompt[:100])}",
+            why="the data have changed since, or this machine has other data, so that answers would be taken for wrong",
+            fix="start the run again, with the data on storage that all machines share",
+        )
+    return found

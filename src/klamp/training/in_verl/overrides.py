@@ -1,4 +1,7 @@
-"""The arguments of `verl.trainer.main_ppo` that a run's configuration means; nothing of verl is loaded."""
+"""What klamp and verl tell each other: where their files lie, and the arguments of `verl.trainer.main_ppo`.
+
+Nothing of verl is loaded.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from klamp.hosts.verl.fields_in_verl import ACTOR, overrides, written
 from klamp.tasks.base_model import BaseModelConfig, base_model_folder
 from klamp.tasks.named_models import NAMED_MODELS, named_model_folder
 from klamp.training.config import OptimConfig, TrainConfig
-from klamp.training.in_verl.layout import Layout
+from klamp.training.folders import CHECKPOINTS, FOR_VERL
 from klamp.training.models import weights_folder
 
 PROGRAM = ("-m", "verl.trainer.main_ppo")
@@ -35,6 +38,43 @@ NO_DUAL_CLIP = 1e9
 MODEL, ROLLOUT, REWARD = "actor_rollout_ref.model", "actor_rollout_ref.rollout", "reward.custom_reward_function"
 CHECKPOINT, RESUMED = "actor_rollout_ref.actor.checkpoint", ("model", "optimizer", "extra")
 TOLD = "+ray_kwargs.ray_init.runtime_env.env_vars"
+
+
+class Layout:
+    """The files between klamp and verl.
+
+    Args:
+        folder: of the run; every machine of the cluster has to see it under this path.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder.absolute()
+        self.output = self.root / "log.txt"
+        """What verl's processes print."""
+        inner = self.root / FOR_VERL
+        self.train, self.held_out = inner / "train.parquet", inner / "held-out.parquet"
+        self.task = inner / "task.json"
+        """What the reward function opens the task with."""
+        self.tokenizer = inner / "tokenizer"
+        self.metrics = inner / "metrics.jsonl"
+        """verl's file log."""
+        self.rollouts, self.answers = inner / "rollouts", inner / "answers"
+        """Completions of each step, and those of each evaluation."""
+        self.hydra = inner / "hydra"
+        self.checkpoints = self.root / CHECKPOINTS
+        self.newest = self.checkpoints / "latest_checkpointed_iteration.txt"
+        """The step of the newest whole checkpoint; verl writes it last."""
+
+    def checkpoint(self, step: int) -> Path:
+        """The folder of verl's checkpoint after a step."""
+        return self.checkpoints / f"global_step_{step}"
+
+    def newest_step(self) -> int:
+        """The step of the newest whole checkpoint; 0: there is none."""
+        try:
+            return int(self.newest.read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # none yet, or just being written
+            return 0
 
 
 def verl_overrides(config: TrainConfig, folder: Path) -> list[str]:
@@ -172,7 +212,7 @@ def _rollout(config: TrainConfig) -> dict[str, Any]:
 
 def _reward(layout: Layout) -> dict[str, Any]:
     return {
-        f"{REWARD}.path": "pkg://klamp.training.in_verl.reward",
+        f"{REWARD}.path": "pkg://klamp.training.in_verl.data",
         f"{REWARD}.name": "score",
         f"+{REWARD}.reward_kwargs.task": str(layout.task),
     }

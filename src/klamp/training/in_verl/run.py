@@ -1,48 +1,109 @@
-"""A run that verl's program carries out: klamp starts it, follows its log, and makes sure of its end."""
+"""`klamp train --backend verl`: a configuration of klamp, run by verl's own program on a Ray cluster.
+
+Task, prompts and their order, reward, the KL, alarms, the live table and the run's folder are klamp's. Generation, the
+loss with klamp's KL in it, the optimizer, evaluation and checkpoints are verl's: klamp starts it, follows its log, and
+makes sure of its end.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from klamp.errors import KlampError, TrainerFailed
+from accelerate import Accelerator
+from torch import nn
+
+from klamp.config.loss import LOSS_TYPES
+from klamp.diagnostics.metrics import METRICS
+from klamp.diagnostics.names import evaluations, flat, is_verl_line, translate
+from klamp.errors import KlampError, MissingLibrary, TrainerFailed, UnsupportedVersion
+from klamp.hosts.common.versions import check_version
 from klamp.training import checkpoint
 from klamp.training.checkpoint import SEAL, seal
+from klamp.training.config import TrainConfig
 from klamp.training.context import Context
 from klamp.training.folders import lost
-from klamp.training.in_verl.layout import Layout
-from klamp.training.in_verl.measurement import LogReader, metrics_of, scores_of
+from klamp.training.in_verl.data import answered, write_data
+from klamp.training.in_verl.overrides import Layout, command, model_path
 from klamp.training.in_verl.process import Child
-from klamp.training.observers import Observer, RunInfo, RunSummary
-from klamp.training.run import Interrupt, Run, deferred_interrupts
+from klamp.training.models import describe_folder, ends_with, load_tokenizer, make_ready
+from klamp.training.observers import Observer, RunInfo, progress_of
+from klamp.training.processes import check_alone
+from klamp.training.run import Interrupt, Training
+from klamp.training.runlog import RunLog
+from klamp.training.setup import load_prompts, make_accelerator, opened_folder
 
 FULL = ("No space left on device", "Disk quota exceeded", "PytorchStreamWriter failed writing")
 """How a line of verl's output says that the disk is full."""
 POLL = 0.2
 """Seconds between two looks at the log."""
+ENVIRONMENT = "make an environment of its own: ENGINE= scripts/environment.sh verl in a checkout of klamp, then the "
+ENVIRONMENT += "vLLM of your GPUs into it, and use its klamp: .venv-verl/bin/klamp"
+SCORE_OF = "{skill}/acc/mean@1"
+"""verl's name of a skill's score, behind the prefix of an evaluation."""
+
+KL_LOSS, STEP_TIME = "actor/kl_loss", "timing_s/step"
+OURS = "kl/k3"
+"""Logged by klamp's driver, where there is one, with everything else about the KL."""
 
 
-class VerlRun(Run):
+class VerlRun(Training):
     """A run whose steps are verl's.
 
     Args:
         context: of the run; its policy has no weights here.
         observers: told what happens.
-        child: verl's program, not yet started.
     """
 
     step_zero_kl = 0.01  # the engine and the workers that train are not the same kernels
 
-    def __init__(self, context: Context, observers: Sequence[Observer], child: Child) -> None:
+    def __init__(self, context: Context, observers: Sequence[Observer]) -> None:
         super().__init__(context, observers)
-        self.child, self.layout = child, Layout(context.output_dir)
+        self.layout = Layout(context.output_dir)
         self.log = LogReader(self.layout.metrics)
-        self.after: dict[str, float] = {}
+        self.child = Child([], self.layout.output)
         self.heard = time.monotonic()
         self.saved = 0
+
+    @staticmethod
+    def refuse(config: TrainConfig) -> None:
+        """Refuse to start where verl is missing, or another one than was tried; and several processes."""
+        check_verl()
+        check_alone(config, why="verl starts its processes itself, on the GPUs that gpus and machines ask for")
+
+    @classmethod
+    def build(
+        cls,
+        config: TrainConfig,
+        accelerator: Accelerator,
+        folder: Path,
+        observers: Sequence[Observer],
+        last: ExitStack,
+    ) -> Self:
+        """Load tokenizer and task, and write what verl reads."""
+        context = context_of(config, accelerator, folder, observers)
+        write_data(config, context.task, context.tokenizer, Layout(folder))
+        return cls(context, [RunLog(accelerator), *observers])
+
+    def cautions(self) -> Iterator[str]:
+        """What the user should know before the first step."""
+        yield from super().cautions()
+        left = [skill for skill in self.context.task.evaluation if skill not in answered(self.context.task)]
+        if left:
+            yield (
+                f"verl does not evaluate {', '.join(left)}: such a skill is read from the policy's log-probabilities, "
+                "not answered."
+            )
+
+    def begin(self) -> None:
+        """Have verl's old log gone, which it writes anew; verl itself evaluates before its first step."""
+        self.layout.metrics.unlink(missing_ok=True)
 
     def resume(self) -> None:
         """Continue from verl's newest checkpoint, with what was measured until then; from the start if there is none.
@@ -60,30 +121,21 @@ class VerlRun(Run):
         self.step = self.saved = newest
         self.after = self.recall()
 
-    def run(self) -> RunSummary:
-        """Start verl and stay with it until its last step.
+    def take_steps(self, interrupt: Interrupt) -> None:
+        """Start verl, from the checkpoint that was found, and stay with it until its last step.
 
         Raises:
-            TrainingStopped: interrupted, or stopped by an alarm; verl's newest checkpoint is named.
+            KeyboardInterrupt, TrainingStopped: interrupted, or stopped by an alarm.
             TrainerFailed: verl ended before its last step, or logged nothing for too long.
         """
-        started = self.heard = time.monotonic()
-        try:
-            with deferred_interrupts() as interrupt, self.child:
-                self._follow(interrupt)
-                if self.step < self.context.config.run.max_steps:
-                    raise self._failed(
-                        f"verl ended after step {self.step} of {self.context.config.run.max_steps}",
-                        got=f"exit code {self.child.code}",
-                    )
-        except KeyboardInterrupt as stop:
-            raise self.stopped(*self._kept()) from stop
-        except KlampError as error:
-            step, folder = self._kept()
-            if folder is not None:
-                error.add_note(f"  the state after step {step} is saved in {folder}")
-            raise
-        return self._summary(time.monotonic() - started, self.after)
+        config, steps = self.context.config, self.context.config.run.max_steps
+        begun = replace(config.run, resume=self.step > 0)
+        self.child.words = command(replace(config, run=begun), self.context.output_dir, sys.executable)
+        self.heard = time.monotonic()
+        with self.child:
+            self._follow(interrupt)
+        if self.step < steps:
+            raise self._failed(f"verl ended after step {self.step} of {steps}", got=f"exit code {self.child.code}")
 
     def _follow(self, interrupt: Interrupt) -> None:
         """Take in what verl logs, until it is over or has to be ended."""
@@ -162,7 +214,7 @@ class VerlRun(Run):
             "--dry_run prints the command to try by hand",
         )
 
-    def _kept(self) -> tuple[int, Path | None]:
+    def kept(self) -> tuple[int, Path | None]:
         """The step to continue from, and its checkpoint."""
         step = self.layout.newest_step()
         return step, self.layout.checkpoint(step) if step else None
@@ -178,3 +230,123 @@ class VerlRun(Run):
             device="a Ray cluster of this machine" if address is None else f"a Ray cluster at {address}",
             processes=run.gpus * run.machines,
         )
+
+
+def prepare(config: TrainConfig, observers: Sequence[Observer] = ()) -> Path:
+    """Write what verl's command reads, for a run that is started by hand; the folder.
+
+    Args:
+        config: of the run.
+        observers: told of slow work.
+
+    Raises:
+        KlampError: bad input.
+    """
+    with opened_folder(config) as folder:
+        accelerator = make_accelerator(config, folder)
+        context = context_of(config, accelerator, folder, observers)
+        write_data(config, context.task, context.tokenizer, Layout(folder))
+        return folder
+
+
+def check_verl() -> None:
+    """Refuse to start where verl is missing, or another one than was tried.
+
+    Raises:
+        MissingLibrary, UnsupportedVersion: with the environment to make.
+    """
+    try:
+        check_version("verl")
+    except UnsupportedVersion as error:
+        missing = isinstance(error, MissingLibrary)
+        raise type(error)(
+            "backend='verl' needs verl, which is not installed here" if missing else error.what,
+            got=None if missing else error.got,
+            why="its pins clash with those of other trainers" if missing else error.why,
+            fix=ENVIRONMENT,
+        ) from None
+
+
+def context_of(config: TrainConfig, accelerator: Accelerator, folder: Path, observers: Sequence[Observer]) -> Context:
+    """The shared parts of a run whose weights are in verl's processes.
+
+    Raises:
+        ModelError, DataError, RewardError, UnknownNameError: whatever does not fit, before any work.
+    """
+    make_ready(config.model.model, progress=progress_of(observers))
+    tokenizer = load_tokenizer(config.model.tokenizer or config.model.model)
+    longest, settings = describe_folder(model_path(config))
+    return Context(
+        config=config,
+        output_dir=folder,
+        accelerator=accelerator,
+        policy=nn.Module(),
+        tokenizer=tokenizer,
+        task=load_prompts(config, tokenizer, longest=longest),
+        stop=ends_with(settings, tokenizer),
+        vocabulary=len(tokenizer),
+    )
+
+
+class LogReader:
+    """The lines of a file that grows, each once and whole.
+
+    Args:
+        file: verl's file log; it need not be there yet.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file, self.read = file, 0
+
+    def new(self) -> Iterator[dict[str, Any]]:
+        """The steps that were logged since the last call, as flat rows; lines of another kind are left out."""
+        try:
+            with self.file.open("rb") as opened:
+                opened.seek(self.read)
+                content = opened.read()
+        except FileNotFoundError:
+            return
+        whole = content[: content.rfind(b"\n") + 1]
+        self.read += len(whole)
+        for line in whole.splitlines():
+            row = json.loads(line)
+            if is_verl_line(row):
+                yield flat(row)
+
+
+def scores_of(row: Mapping[str, Any], skills: Sequence[str]) -> dict[str, float]:
+    """Skill -> its mean score, where a row holds an evaluation."""
+    found = evaluations(row)
+    named = {skill: SCORE_OF.format(skill=skill) for skill in skills}
+    return {skill: found[name] for skill, name in named.items() if name in found}
+
+
+def metrics_of(row: Mapping[str, Any], config: TrainConfig) -> dict[str, float]:
+    """The metrics of a step; none where the row holds an evaluation only.
+
+    verl averages the KL in the loss as it averages the loss. A sum over tokens that is divided by the longest
+    completion is put back to a mean over tokens; the mean of sequence means stays as it is.
+
+    Args:
+        row: flat, as verl logged it.
+        config: of the run.
+    """
+    found = translate(row)
+    if "reward" not in found:
+        return {}
+    if KL_LOSS in row and OURS not in row:
+        found |= _kl_in_loss(found.pop("kl/k3"), found, config)
+    if STEP_TIME in row:
+        completions = config.rollout.prompts_per_step * config.rollout.num_generations
+        found["speed/step_seconds"] = seconds = float(row[STEP_TIME])
+        if "length/mean" in found and seconds > 0:
+            found["speed/tokens_per_second"] = completions * found["length/mean"] / seconds
+    return found | {"policy/updates": float(config.optim.num_iterations)}
+
+
+def _kl_in_loss(logged: float, found: Mapping[str, float], config: TrainConfig) -> dict[str, float]:
+    """The KL in the loss, per token, under the name of its estimator where klamp has one."""
+    fixed = LOSS_TYPES[config.loss.loss_type].reduction == "fixed_length"
+    factor = config.rollout.max_completion_length / found["length/mean"] if fixed and found.get("length/mean") else 1.0
+    name = f"kl/{config.kl.kl_estimator}"
+    return {name: logged * factor} if name in METRICS else {}

@@ -50,13 +50,11 @@ class Connection:
         seconds: longest wait for one answer.
 
     Raises:
-        ConfigError: there is no key.
         ModelError: the service does not answer.
         UnsupportedVersion: the SDK is missing or outside the range.
     """
 
     def __init__(self, seconds: float) -> None:
-        check_key()
         self.seconds = seconds
         self.tinker = load_tinker()
         self.service: Any = self.ask("open a session", self.tinker.ServiceClient)

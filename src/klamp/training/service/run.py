@@ -1,34 +1,50 @@
-"""klamp's trainer with the weights at a Tinker service: its steps, its evaluation, the length of the reference."""
+"""`klamp train --backend tinker`: klamp's trainer with the weights at a service of the Tinker SDK.
+
+Prompts, rewards, advantages, the KL, its controller, metrics and the run's folder are those of the local trainer. At
+the service are the weights and their optimizer: a snapshot samples, a client of the base model is the reference, the
+gradient of klamp's loss goes there through a custom loss, and checkpoints are saved there; the run's folder keeps
+their tinker:// path beside the state of the run. The service is the one that the SDK finds: TINKER_BASE_URL (else the
+hosted one) with TINKER_API_KEY.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn, zeros
+from transformers import PreTrainedTokenizerBase
 
 from klamp.core.objective import Objective
-from klamp.errors import KlampError
+from klamp.errors import KlampError, ModelError
 from klamp.scoring.completions import Completions
 from klamp.tasks.base import Example
 from klamp.training import checkpoint
+from klamp.training.config import TrainConfig
 from klamp.training.context import Context
 from klamp.training.evaluation import Evaluation, evaluated, probabilities
+from klamp.training.models import load_tokenizer, ready_tokenizer
 from klamp.training.observers import Observer, RunInfo
+from klamp.training.processes import check_alone
 from klamp.training.rollouts import LENGTH_PROMPTS, Rollout, kl_weights, needs_reference_length, rate
+from klamp.training.runlog import RunLog
 from klamp.training.sampling import encode_prompts
-from klamp.training.service import rollout as rollouts
-from klamp.training.service.connection import Connection
-from klamp.training.service.rollout import TinkerReference, kept_ids, sample, seed_of
-from klamp.training.service.update import update
+from klamp.training.service import calls
+from klamp.training.service.calls import TinkerReference, kept_ids, sample, seed_of
+from klamp.training.service.connection import Connection, check_key
+from klamp.training.setup import load_prompts
 from klamp.training.trainer import Trainer
 from klamp.training.updates import UpdateOutput
 
 LAST_WAIT = 60.0
 """Longest wait in seconds for the state to be saved after an error: the service may be the reason for it."""
+DEFAULT_RANK = 32
+"""Rank of the adapter where lora_r is 0: the service trains adapters only."""
 
 
 class RemoteWeights(nn.Module):
@@ -50,6 +66,47 @@ class TinkerTrainer(Trainer):
         self._snapshot: Any = None
         self._saved: tuple[int, str] | None = None
 
+    @staticmethod
+    def refuse(config: TrainConfig) -> None:
+        """Refuse to start without a key, or in several processes."""
+        check_key()
+        check_alone(config, why="the work is done at the service")
+
+    @classmethod
+    def build(
+        cls,
+        config: TrainConfig,
+        accelerator: Accelerator,
+        folder: Path,
+        observers: Sequence[Observer],
+        last: ExitStack,
+    ) -> Self:
+        """Open a session, which is closed after everything else, and have the service load the weights."""
+        connection = Connection(config.run.service_timeout)
+        last.callback(connection.close)
+        client = _training_client(connection, config, folder)
+        tokenizer = _tokenizer(connection, config, client)
+        context = Context(
+            config=config,
+            output_dir=folder,
+            accelerator=accelerator,
+            policy=RemoteWeights(),
+            reference=_reference(connection, config),
+            tokenizer=tokenizer,
+            task=load_prompts(config, tokenizer, longest=None),
+            stop=[],
+            vocabulary=len(tokenizer),
+        )
+        return cls(context, [RunLog(accelerator), *observers], connection, client)
+
+    def cautions(self) -> tuple[str, ...]:
+        """None: which tokens end a completion, the service alone knows."""
+        return ()
+
+    def measure_length(self) -> None:
+        """Measure and set the run's reference length, where a clip needs one: 64 completions of the reference."""
+        measure_length(self.context, self.connection)
+
     def sampler(self) -> Any:
         """A sampling client of the present weights; it is kept until they change."""
         if self._snapshot is None:
@@ -61,7 +118,7 @@ class TinkerTrainer(Trainer):
     def collect(self, beta: float) -> Rollout:
         """Sample and rate the completions of this step; the sampler is the old policy of the ratios."""
         examples = self.prompts(self.step)
-        completions = rollouts.collect(self.context, self.connection, self.sampler(), examples, self.step)
+        completions = calls.collect(self.context, self.connection, self.sampler(), examples, self.step)
         size = self.context.config.rollout.num_generations
         chosen = [example for example in examples for _ in range(size)]
         return rate(
@@ -77,7 +134,7 @@ class TinkerTrainer(Trainer):
         """Do one optimizer step with a rollout."""
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self._snapshot = None
-        return update(
+        return calls.update(
             self.connection,
             self.client,
             self.context,
@@ -105,14 +162,14 @@ class TinkerTrainer(Trainer):
         self.tell(lambda o: o.on_checkpoint(self.step, folder))
         return folder
 
-    def _keep(self) -> tuple[int, Path | None]:
+    def kept(self) -> tuple[int, Path | None]:
         """The step to continue from and its checkpoint; if the service fails now too, the newest one in the folder."""
         self.connection.seconds = min(self.connection.seconds, LAST_WAIT)
         try:
-            return super()._keep()
+            return super().kept()
         except KlampError:
             self.whole = False
-            return super()._keep()
+            return super().kept()
 
     def resume(self) -> None:
         """Continue from the newest checkpoint; the client has its weights already."""
@@ -174,3 +231,41 @@ def _answers(
         max_tokens=context.config.rollout.max_completion_length,
         temperature=temperature,
     )
+
+
+def _training_client(connection: Connection, config: TrainConfig, folder: Path) -> Any:
+    """A training client with a fresh adapter, or with the newest checkpoint's adapter and optimizer."""
+    service, model = connection.service, config.model
+    newest = checkpoint.whole_newest(folder) if config.run.resume else None
+    if newest is None:
+        rank = model.lora_r or DEFAULT_RANK
+        return connection.ask(
+            f"train an adapter of {model.model}",
+            lambda: service.create_lora_training_client(base_model=model.model, rank=rank, seed=config.run.seed),
+        )
+    path = checkpoint.load_state(newest).get("tinker_path")
+    if path is None:
+        raise checkpoint.damaged(newest, KeyError("tinker_path: it was saved by another backend"))
+    return connection.ask(f"load {path}", lambda: service.create_training_client_from_state_with_optimizer(path))
+
+
+def _reference(connection: Connection, config: TrainConfig) -> TinkerReference | None:
+    """A sampling client of the model before training, or of the model that ref_model names."""
+    if not config.kl.needs_reference:
+        return None
+    name = config.model.ref_model or config.model.model
+    source = {"model_path": name} if name.startswith("tinker://") else {"base_model": name}
+    client = connection.ask(f"sample from {name}", lambda: connection.service.create_sampling_client(**source))
+    return TinkerReference(connection, client, f"{name} at the service, frozen")
+
+
+def _tokenizer(connection: Connection, config: TrainConfig, client: Any) -> PreTrainedTokenizerBase:
+    """The tokenizer that the configuration names, or the one of the base model."""
+    if config.model.tokenizer:
+        return load_tokenizer(config.model.tokenizer)
+    try:
+        tokenizer = connection.ask("name its tokenizer", client.get_tokenizer)
+    except ModelError as error:
+        error.add_note("  --tokenizer takes a folder or a hub id where the SDK finds none")
+        raise
+    return ready_tokenizer(tokenizer, config.model.model)

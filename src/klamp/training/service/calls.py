@@ -1,0 +1,305 @@
+"""What a step asks of a service: completions, log-probabilities, and an update of the weights, as padded tensors.
+
+An update is klamp's loss on the log-probabilities that the service sends, then AdamW there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from klamp.core.masking import check_logprobs
+from klamp.core.objective import Objective, grpo_loss
+from klamp.diagnostics.statistics import pad_tokens
+from klamp.errors import ConfigError, KlampError
+from klamp.hosts.tinker.reference import compute_reference_logprobs
+from klamp.scoring.completions import Completions
+from klamp.scoring.scores import Scores
+from klamp.tasks.base import Example
+from klamp.training.context import Context
+from klamp.training.rollouts import Rollout
+from klamp.training.sampling import encode_prompts
+from klamp.training.service.connection import Connection
+from klamp.training.updates import (
+    UpdateOutput,
+    added_parts,
+    batch_of,
+    check_held,
+    kl_from_old,
+    named_losses,
+    not_finite,
+)
+
+EPS = 1e-8
+"""AdamW's epsilon, that of klamp's own trainer; the SDK's default is 1e-12."""
+
+
+class TinkerReference:
+    """A reference at the service: it gives log-probabilities of tokens, no logits.
+
+    Args:
+        connection: the session.
+        client: a sampling client of the base model, of another one, or of a snapshot.
+        name: where it comes from, in words.
+    """
+
+    def __init__(self, connection: Connection, client: Any, name: str) -> None:
+        self.connection, self.client, self.name = connection, client, name
+
+    def score(self, completions: Completions, *, temperature: float) -> Scores:
+        """Ask the service for the reference's log-probabilities of the completions, at temperature 1.
+
+        Raises:
+            ModelError, NonFiniteError: see `compute_reference_logprobs`.
+        """
+        prompts, responses = token_lists(completions)
+        seconds = self.connection.seconds
+        rows = self.connection.ask(
+            "score the completions under the reference",
+            lambda: asyncio.run(compute_reference_logprobs(self.client, prompts, responses, timeout=seconds)),
+        )
+        return Scores(logits=None, logprobs=padded(rows, completions.ids.shape[1]))
+
+    @contextmanager
+    def sampling_model(self) -> Iterator[nn.Module]:
+        """Refuse: the weights are at the service; `measure_length` samples there.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("a reference at the Tinker service is no model of this process", got=self.name)
+        yield
+
+    def after_step(self, policy: nn.Module, step: int) -> None:
+        """Does nothing: the reference never moves."""
+
+    def weights(self) -> nn.Module | None:
+        """None: the weights are at the service."""
+        return None
+
+    def describe(self) -> str:
+        """Where the reference comes from, in words."""
+        return self.name
+
+
+def token_lists(completions: Completions) -> tuple[list[list[int]], list[list[int]]]:
+    """The prompts and responses as lists of ids."""
+    return kept_ids(completions.prompt_ids, completions.prompt_mask), kept_ids(completions.ids, completions.mask)
+
+
+def kept_ids(ids: Tensor, mask: Tensor) -> list[list[int]]:
+    """The ids of each row without its padding."""
+    return [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
+
+
+def padded(rows: Sequence[Sequence[float]], length: int) -> Tensor:
+    """Rows of numbers as one tensor, padded with zeros on the right."""
+    found = torch.zeros(len(rows), length)
+    for i, row in enumerate(rows):
+        found[i, : len(row)] = torch.tensor(row)
+    return found
+
+
+def sample(
+    connection: Connection,
+    client: Any,
+    prompts: Sequence[list[int]],
+    *,
+    count: int,
+    seeds: Sequence[int],
+    **params: Any,
+) -> list[list[Any]]:
+    """Ask for `count` completions of each prompt, all at once.
+
+    Args:
+        connection: the session.
+        client: a sampling client.
+        prompts: token ids.
+        count: sequences per prompt.
+        seeds: one per prompt.
+        params: of `tinker.SamplingParams`.
+
+    Raises:
+        ModelError: the service fails, or answers with another number of sequences.
+    """
+    types = connection.tinker
+
+    def ask() -> list[Any]:
+        futures = [
+            client.sample(
+                prompt=types.ModelInput.from_ints(prompt),
+                num_samples=count,
+                sampling_params=types.SamplingParams(seed=seed, **params),
+            )
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+        return [list(future.result().sequences) for future in futures]
+
+    found = connection.ask("sample completions", ask)
+    if any(len(group) != count for group in found):
+        raise connection.failed("answered with another number of sequences", f"{count} wanted per prompt", "try again")
+    return found
+
+
+def collect(
+    context: Context, connection: Connection, client: Any, examples: Sequence[Example], step: int
+) -> Completions:
+    """Sample a group of completions for every prompt of a step, at temperature 1.
+
+    Raises:
+        ModelError: the service fails.
+        NonFiniteError: a sampled token without a log-probability.
+    """
+    rollout = context.config.rollout
+    ids, mask = encode_prompts([e.prompt for e in examples], context.tokenizer, torch.device("cpu"))
+    prompts = kept_ids(ids, mask)
+    seeds = [seed_of(context.config.run.seed, step, i) for i in range(len(prompts))]
+    size = rollout.num_generations
+    groups = sample(connection, client, prompts, count=size, seeds=seeds, max_tokens=rollout.max_completion_length)
+    rows = [sequence for group in groups for sequence in group]
+    longest = max(1, *(len(row.tokens) for row in rows))
+    tokens = padded([row.tokens for row in rows], longest).long()
+    kept = torch.arange(longest) < torch.tensor([len(row.tokens) for row in rows])[:, None]
+    logprobs = padded([row.logprobs or [torch.nan] * len(row.tokens) for row in rows], longest)
+    check_logprobs("the sampler's log-probabilities", logprobs, kept)
+    return Completions(
+        prompt_ids=ids.repeat_interleave(size, 0),
+        prompt_mask=mask.repeat_interleave(size, 0),
+        ids=torch.where(kept, tokens, context.pad),
+        mask=kept,
+        sampler_logprobs=logprobs,
+        ended=torch.tensor([row.stop_reason == "stop" for row in rows]),
+    )
+
+
+def seed_of(run: int, step: int, prompt: int) -> int:
+    """A seed of its own for every prompt of every step."""
+    return ((run * 1_000_003 + step + 1) * 1_000_003 + prompt) % 2**31
+
+
+class PartLoss:
+    """The loss of some completions, in the form that `forward_backward_custom` calls on a thread of its own.
+
+    An error in here would leave the client of newer SDKs unusable, and the state could not be saved any more: it is
+    kept for `raise_error`, and the gradient is zero.
+    """
+
+    def __init__(self, context: Context, rollout: Rollout, part: slice, objective: Objective) -> None:
+        self.context, self.rollout, self.part, self.objective = context, rollout, part, objective
+        self.prompts, self.responses = (rows[part] for rows in token_lists(rollout.completions))
+        self.logprobs = torch.zeros(len(self.prompts), rollout.mask.shape[1])
+        self.metrics: dict[str, float] = {}
+        self.error: KlampError | None = None
+
+    @property
+    def rows(self) -> list[int]:
+        """The completions that hold a token; empty ones cannot be sent, and nothing is trained on them."""
+        return [i for i, response in enumerate(self.responses) if response]
+
+    def datums(self, tinker: Any) -> list[Any]:
+        """What is sent to the service: input and target tokens; the loss has all else here."""
+        found = []
+        for i in self.rows:
+            full = [*self.prompts[i], *self.responses[i]]
+            inputs = {"target_tokens": torch.tensor(full[1:])}
+            found.append(tinker.Datum(model_input=tinker.ModelInput.from_ints(full[:-1]), loss_fn_inputs=inputs))
+        return found
+
+    def __call__(self, data: Sequence[Any], logprobs_list: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
+        """The loss, with its gradient in the log-probabilities, and no metrics."""
+        try:
+            policy = self._response_part(logprobs_list)
+            self.logprobs = policy.detach()
+            batch = batch_of(
+                self.context, self.rollout, self.part, Scores(logits=None, logprobs=policy), self.objective
+            )
+            loss, metrics = grpo_loss(batch, self.objective, totals=self.rollout.totals)
+            metrics["train/loss"] = loss.detach()
+            self.metrics = {name: float(value) for name, value in metrics.items()}
+            if not torch.isfinite(loss):
+                raise not_finite("the loss is not finite", f"loss {float(loss.detach())}")
+        except KlampError as error:
+            self.error = error
+            loss = torch.stack([torch.where(torch.zeros_like(x).bool(), x, 0.0).sum() for x in logprobs_list]).sum()
+        return loss, {}
+
+    def _response_part(self, logprobs_list: Sequence[Tensor]) -> Tensor:
+        """The log-probabilities of the responses out of those of whole sequences, [b, T], with gradient."""
+        length = self.logprobs.shape[1]
+        found = [torch.zeros(length) for _ in self.prompts]
+        for i, row in zip(self.rows, logprobs_list, strict=True):
+            found[i] = pad_tokens(row[None, len(self.prompts[i]) - 1 :], length)[0]
+        return torch.stack(found)
+
+
+def update(
+    connection: Connection,
+    client: Any,
+    context: Context,
+    rollout: Rollout,
+    objective: Objective,
+    *,
+    rate: float,
+    before_step: Callable[[], None],
+) -> UpdateOutput:
+    """Do one optimizer step with a rollout, in `gradient_accumulation_steps` calls whose gradients add up.
+
+    Args:
+        connection: the session.
+        client: the training client.
+        context: the run.
+        rollout: rated completions.
+        objective: the loss, with the beta in force.
+        rate: learning rate.
+        before_step: called when the gradients are there and the weights are about to move.
+
+    Raises:
+        NonFiniteError: the loss, the KL or the log-probabilities are NaN or infinite; the weights are as before.
+        ModelError: the service fails.
+    """
+    seen: list[Tensor] = []
+    sums: dict[str, float] = {}
+    for part in context.parts(len(rollout.texts)):
+        loss = PartLoss(context, rollout, part, objective)
+        if loss.rows:
+            data = loss.datums(connection.tinker)
+            connection.ask("compute gradients", lambda d=data, f=loss: client.forward_backward_custom(d, f))
+        if loss.error is not None:
+            raise loss.error
+        seen.append(loss.logprobs)
+        for name, value in added_parts(loss.metrics, rollout, part).items():
+            sums[name] = sums.get(name, 0.0) + float(value)
+    policy = torch.cat(seen)
+    check_held(context, sums)
+    before_step()
+    return UpdateOutput(
+        policy_logprobs=policy,
+        entropy=None,
+        exact=None,
+        exact_forward=None,
+        losses=named_losses(sums),
+        grad_norm=_step(connection, client, context, rate),
+        kl_old=kl_from_old(context, rollout, policy),
+        stopped=False,
+    )
+
+
+def _step(connection: Connection, client: Any, context: Context, rate: float) -> float | None:
+    """Do one AdamW step at the service; returns the norm of the gradient, if the service tells it."""
+    optim = context.config.optim
+    params = connection.tinker.AdamParams(
+        learning_rate=rate,
+        beta1=optim.adam_beta1,
+        beta2=optim.adam_beta2,
+        eps=EPS,
+        weight_decay=optim.weight_decay,
+        grad_clip_norm=optim.max_grad_norm,
+    )
+    answer = connection.ask("take an optimizer step", lambda: client.optim_step(params))
+    norms = [value for name, value in (answer.metrics or {}).items() if "grad_norm" in name]
+    return norms[0] if norms else None
