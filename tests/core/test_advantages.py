@@ -91,14 +91,6 @@ def test_the_share_of_saturated_groups_counts_those_whose_rewards_are_all_equal(
     assert saturated_share(double(1, 1, 0, 1, 2, 2), size).item() == pytest.approx(share)
 
 
-def test_std_makes_the_size_of_rewards_drop_out_and_none_keeps_it():
-    rewards = double(0, 1, 3, 0.5)
-    scaled = group_advantages(1000 * rewards, 4, eps=0.0)
-    assert torch.allclose(scaled, group_advantages(rewards, 4, eps=0.0), rtol=1e-12, atol=0)
-    kept = group_advantages(1000 * rewards, 4, scale="none")
-    assert torch.allclose(kept, 1000 * group_advantages(rewards, 4, scale="none"), rtol=1e-12, atol=0)
-
-
 def expected_group_gradient(chain, rewards, size, **choices):
     """The score-function gradient averaged over every possible group of `size` samples."""
     logprobs = chain.logprobs("policy")[0]

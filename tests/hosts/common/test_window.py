@@ -39,7 +39,7 @@ def test_uneven_parts_add_up_to_the_whole() -> None:
 
 
 def test_a_metric_without_a_row_is_refused_and_not_averaged_somehow(monkeypatch) -> None:
-    monkeypatch.setattr("klamp.hosts.common.window.kl_metrics", lambda batch, term: {"kl/new": torch.tensor(1.0)})
+    monkeypatch.setattr("klamp.hosts.common.window.kl_metrics", lambda *given: {"kl/new": torch.tensor(1.0)})
     with pytest.raises(ConfigError, match="no row in METRICS"):
         Window().add(batch(slice(0, 2)), KLTerm(), None)
 

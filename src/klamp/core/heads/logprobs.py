@@ -271,17 +271,6 @@ def linear_logprobs(
     softcap: float | None = ...,
     return_entropy: Literal[True],
 ) -> tuple[Float[Tensor, " rows"], Float[Tensor, " rows"]]: ...
-@overload
-def linear_logprobs(
-    hidden: Float[Tensor, "rows width"],
-    weight: Float[Tensor, "vocab width"],
-    targets: Int[Tensor, " rows"],
-    *,
-    bias: Float[Tensor, " vocab"] | None = ...,
-    temperature: float = ...,
-    softcap: float | None = ...,
-    return_entropy: bool,
-) -> Float[Tensor, " rows"] | tuple[Float[Tensor, " rows"], Float[Tensor, " rows"]]: ...
 def linear_logprobs(
     hidden: Float[Tensor, "rows width"],
     weight: Float[Tensor, "vocab width"],

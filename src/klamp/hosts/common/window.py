@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from klamp.core.estimators import ESTIMATORS
-from klamp.core.gradients import masked_log_ratio
 from klamp.core.masking import masked_mean
 from klamp.core.penalty import kl_metrics
-from klamp.core.term import Gate, KLTerm, carries_kl, require_reference
+from klamp.core.term import Distances, Gate, KLTerm, require_reference
 from klamp.core.types import Batch
 from klamp.diagnostics.metrics import Counted, averaged_over
 from klamp.diagnostics.statistics import largest_log_ratios
@@ -30,21 +29,20 @@ class Window:
     @torch.no_grad()
     def add(self, batch: Batch, term: KLTerm, gate: Gate | None) -> None:
         """Take in a micro-batch that the reference has scored."""
-        ref, kl_mask = require_reference(batch), carries_kl(batch)
-        means = kl_metrics(batch, term) | ({} if gate is None else gate.metrics())
+        known = Distances.of(batch, term)
+        means = kl_metrics(batch, term, known) | ({} if gate is None else gate.metrics())
         means.pop("kl/log_ratio_max", None)
         means["policy/logp_mean"] = masked_mean(batch.policy_logprobs, batch.mask)
-        means["ref/logp_mean"] = masked_mean(ref, batch.mask)
+        means["ref/logp_mean"] = masked_mean(require_reference(batch), batch.mask)
         means["length/mean"] = batch.mask.sum(-1).double().mean()
         counts: dict[Counted | None, int | Tensor] = {
             "completions": len(batch.mask),
             "tokens": batch.mask.sum(),
-            "KL tokens": kl_mask.sum(),
+            "KL tokens": known.carried.sum(),
         }
         for name, mean in means.items():
             self._count(name, mean.double(), torch.as_tensor(counts[averaged_over(name)], device=mean.device).double())
-        delta = masked_log_ratio(batch.policy_logprobs, ref, kl_mask)
-        self.log_ratios.append(delta[kl_mask].float())
+        self.log_ratios.append(known.log_ratio[known.carried].float())
 
     def add_exact(self, exact: Tensor, kl_mask: Tensor) -> None:
         """Take in the exact KL of some rows of a micro-batch, [b, T]."""
