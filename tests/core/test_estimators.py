@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from klamp.core.estimators import kl_estimate
+from klamp.core.estimators import ESTIMATORS, kl_estimate
 from klamp.errors import ConfigError
 from klamp.verify.oracle import expected, reverse_kl
 from klamp.verify.worlds import random_chain
@@ -61,6 +61,8 @@ def test_the_derivative_of_each_estimator_is_its_own_slope(estimator):
     policy = double([-5.0] * len(DELTAS)).requires_grad_(True)
     kl_estimate(policy, policy.detach() - double(DELTAS), estimator=estimator).sum().backward()
     assert policy.grad.tolist() == pytest.approx([SLOPES[estimator](d) for d in DELTAS], abs=1e-14)
+    by_table = ESTIMATORS[estimator].derivative(double(DELTAS))
+    assert by_table.tolist() == pytest.approx(policy.grad.tolist(), abs=1e-14)
 
 
 # --- bias and variance, by enumeration --------------------------------------------------------------------
