@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from klamp.cli.app import main
-from klamp.scoring.scores import score
+from klamp.scoring.scorer import score
 from klamp.tasks import TaskConfig, load_task
 from klamp.tasks.named_models import load_named_model
 from klamp.training.evaluation import probabilities

@@ -13,7 +13,7 @@ import torch
 from klamp.cli.app import main
 from klamp.report.text import decoded
 from klamp.scoring.completions import Completions
-from klamp.scoring.scores import score
+from klamp.scoring.scorer import score
 from klamp.tasks import TaskConfig, load_task
 from klamp.training.sampling import encode_prompts
 

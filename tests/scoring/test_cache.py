@@ -7,8 +7,7 @@ import torch
 from tests.training.conftest import tiny_llama
 from transformers import DynamicCache
 
-from klamp.scoring.cache import AHEAD, RoomyLayer, cache_rows
-from klamp.scoring.model_parts import OpenedModel, Traits
+from klamp.scoring.model_parts import AHEAD, OpenedModel, RoomyLayer, Traits, cache_rows
 
 
 @torch.no_grad()

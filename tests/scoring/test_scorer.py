@@ -31,8 +31,7 @@ from klamp.scoring.completions import Completions
 from klamp.scoring.model_parts import OpenedModel, Traits
 from klamp.scoring.passes import PassPlan, run_rows
 from klamp.scoring.probe import probe
-from klamp.scoring.scorer import Ask, ExactKL, Scorer
-from klamp.scoring.scores import score
+from klamp.scoring.scorer import Ask, ExactKL, Scorer, score
 
 V, P, T = 50, 7, 6
 SIZES = {

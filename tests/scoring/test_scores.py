@@ -9,7 +9,7 @@ from tests.training.conftest import disturb, tiny_llama
 from tests.training.test_sampling import sample
 
 from klamp.scoring.completions import Completions, select
-from klamp.scoring.scores import score
+from klamp.scoring.scorer import score
 from klamp.tasks.arithmetic import arithmetic_tokenizer
 from klamp.training.models import load_model
 

@@ -19,7 +19,7 @@ from tests.training.test_sampling import sample
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from klamp.errors import RunFolderError
-from klamp.scoring.scores import score
+from klamp.scoring.scorer import score
 from klamp.tasks.arithmetic import arithmetic_tokenizer
 from klamp.training import checkpoint
 from klamp.training.backends import train_run

@@ -14,7 +14,7 @@ from tests.training.conftest import tiny_llama
 from tests.training.test_rollouts import of_process
 from transformers import GenerationConfig
 
-from klamp.scoring.scores import score
+from klamp.scoring.scorer import score
 from klamp.tasks import Example, arithmetic_tokenizer
 from klamp.training import evaluation
 from klamp.training.evaluation import answers_as_completions, evaluate, probabilities

@@ -35,7 +35,7 @@ from klamp.errors import (
 )
 from klamp.records import read_record
 from klamp.scoring.completions import Completions, select
-from klamp.scoring.scores import score
+from klamp.scoring.scorer import score
 from klamp.tasks.arithmetic import arithmetic_tokenizer
 from klamp.training.config import OptimConfig, RolloutConfig
 from klamp.training.loop import compute_kl_divergence, compute_loss, grpo_microbatch_step, log_train, train

@@ -11,7 +11,7 @@ from tests.training.test_sampling import sample
 from torch.optim import SGD
 from transformers import LlamaForCausalLM
 
-from klamp.scoring.scores import score
+from klamp.scoring.scorer import score
 from klamp.training.backends import train_run
 from klamp.training.observers import Observer
 from klamp.training.references import AdapterOffReference, FrozenReference

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from klamp.scoring.completions import Completions
 from klamp.scoring.model_parts import Traits
 from klamp.scoring.probe import probe
-from klamp.scoring.scores import score
+from klamp.scoring.scorer import score
 from klamp.tasks.arithmetic import arithmetic_tokenizer
 from klamp.training import sampling
 from klamp.training.config import RolloutConfig

@@ -21,7 +21,7 @@ from tests.training.answering import VLLMServer, answering, in_turn
 from tests.training.conftest import assert_same_course, disturb
 
 from klamp.errors import ConfigError, KlampError, KLWarning, ModelError, UnknownNameError
-from klamp.scoring.scores import score
+from klamp.scoring.scorer import score
 from klamp.tasks.arithmetic import arithmetic_tokenizer
 from klamp.training import vllm_reference
 from klamp.training.backends import train_run

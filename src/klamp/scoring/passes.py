@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from klamp.scoring.cache import cache_rows
 from klamp.scoring.completions import Completions
-from klamp.scoring.model_parts import OpenedModel
+from klamp.scoring.model_parts import OpenedModel, cache_rows
 
 PASS_TOKENS = 256
 """What one more forward pass costs, in tokens: its launches, and products too small to fill the machine."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from klamp.scoring.completions import Completions
-from klamp.scoring.scores import score
+from klamp.scoring.scorer import score
 from klamp.tasks.base import Example
 from klamp.training.context import Context
 from klamp.training.sampling import encode_prompts, generate

@@ -29,8 +29,7 @@ from klamp.core.types import Batch, LogProbs, Mask, TokenValues
 from klamp.errors import ConfigError, DataError
 from klamp.scoring.completions import Completions
 from klamp.scoring.probe import probe
-from klamp.scoring.scorer import Ask, Scorer
-from klamp.scoring.scores import score
+from klamp.scoring.scorer import Ask, Scorer, score
 from klamp.tasks.base import Example, Task, checked
 from klamp.tasks.rewards import guarded
 from klamp.training.config import OptimConfig, RolloutConfig, RunConfig, TrainConfig

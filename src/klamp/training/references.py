@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from klamp.scoring.completions import Completions
 from klamp.scoring.model_parts import Traits
 from klamp.scoring.probe import probe
-from klamp.scoring.scorer import Ask, Scorer
-from klamp.scoring.scores import Scores
+from klamp.scoring.scorer import Ask, Scorer, Scores
 
 
 class Reference(Protocol):

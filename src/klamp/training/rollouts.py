@@ -18,8 +18,7 @@ from klamp.errors import RewardError
 from klamp.hosts.common.exclusions import kl_tokens
 from klamp.scoring.completions import Completions, select
 from klamp.scoring.model_parts import Predictions
-from klamp.scoring.scorer import Ask, ExactKL
-from klamp.scoring.scores import Scores, joined
+from klamp.scoring.scorer import Ask, ExactKL, Scores, joined
 from klamp.tasks.base import Example
 from klamp.training.context import Context
 from klamp.training.references import LocalReference, Reference

@@ -21,9 +21,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from klamp.scoring.cache import cache_rows
 from klamp.scoring.completions import Completions
-from klamp.scoring.model_parts import OpenedModel, Traits
+from klamp.scoring.model_parts import OpenedModel, Traits, cache_rows
 from klamp.scoring.passes import distinct, run_prompts
 from klamp.training.config import RolloutConfig
 

@@ -21,8 +21,7 @@ from klamp.diagnostics.statistics import StepRecord, pad_tokens, repeated_pairs,
 from klamp.errors import NonFiniteError
 from klamp.hosts.common.control import check_kl, held_kl
 from klamp.scoring.completions import select
-from klamp.scoring.scorer import Ask
-from klamp.scoring.scores import Scores, joined
+from klamp.scoring.scorer import Ask, Scores, joined
 from klamp.training.context import Context
 from klamp.training.rollouts import Rollout, exact_of
 

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from klamp.errors import ConfigError, DataError, KLWarning, ModelError, unknown_name
 from klamp.scoring.completions import Completions
-from klamp.scoring.scores import Scores
+from klamp.scoring.scorer import Scores
 from klamp.tasks import check_prompts
 from klamp.tasks.base import Task
 from klamp.training.config import TrainConfig

@@ -15,7 +15,7 @@ from tests.training.conftest import TINY, disturb, steps_of, stored, tiny_llama
 from klamp.cli import main
 from klamp.errors import ConfigError, ModelError, UnknownNameError
 from klamp.scoring.completions import Completions
-from klamp.scoring.scores import score
+from klamp.scoring.scorer import score
 from klamp.tasks import load_task
 from klamp.training.config import TrainConfig
 from klamp.training.models import load_model, load_tokenizer

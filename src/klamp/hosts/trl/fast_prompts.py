@@ -20,8 +20,7 @@ from trl.trainer import grpo_trainer
 
 from klamp.hosts.trl.exact import plain_model
 from klamp.hosts.trl.fast_scoring import fall_back, replaced
-from klamp.scoring.cache import cache_rows
-from klamp.scoring.model_parts import OpenedModel, Traits
+from klamp.scoring.model_parts import OpenedModel, Traits, cache_rows
 from klamp.scoring.passes import distinct, run_prompts
 from klamp.scoring.scorer import Scorer
 

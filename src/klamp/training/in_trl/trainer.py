@@ -27,7 +27,7 @@ from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, REFERENCE_LENGTH, l
 from klamp.hosts.common.rollout import LENGTH_COLUMN
 from klamp.hosts.trl.grpo_trainer import GRPOTrainer
 from klamp.scoring.completions import Completions
-from klamp.scoring.scores import Scores
+from klamp.scoring.scorer import Scores
 from klamp.tasks.base import Task
 from klamp.training.checkpoint import OF_TRL, UNWRITABLE, checkpoints, seal
 from klamp.training.config import TrainConfig

@@ -19,7 +19,7 @@ from klamp.diagnostics.statistics import pad_tokens
 from klamp.errors import ConfigError, KlampError
 from klamp.hosts.tinker.reference import compute_reference_logprobs
 from klamp.scoring.completions import Completions
-from klamp.scoring.scores import Scores
+from klamp.scoring.scorer import Scores
 from klamp.tasks.base import Example
 from klamp.training.context import Context
 from klamp.training.rollouts import Rollout
