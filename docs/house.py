@@ -1,4 +1,4 @@
-"""Draws the house: `python docs/house.py` writes architecture.svg, and the table of rooms in architecture.md.
+"""Draws the house: `python docs/house.py` writes architecture.svg, and the list of rooms in architecture.md.
 
 Both are made from the import contracts in pyproject.toml, which the build enforces, and from the first line of each
 room's docstring. A test holds the committed files against what this would write.
@@ -96,12 +96,12 @@ def _row(rooms: Sequence[str], y: int, laboratory: frozenset[str]) -> list[str]:
 
 def table(found: House) -> str:
     """The rooms from the roof down, with what their own docstrings say of them, and the folders inside."""
-    lines = ["| room | | what is in it |", "|---|---|---|"]
+    lines: list[str] = []
     for row in found.layers:
         for room in row:
-            kind = "laboratory" if room in found.laboratory else "layer"
-            lines.append(f"| `{room}` | {kind} | {first_line(room)} |")
-            lines += [f"| `{inner}` | | {first_line(inner)} |" for inner in folders(room)]
+            kind = " (laboratory)" if room in found.laboratory else ""
+            lines.append(f"- `{room}`{kind}: {first_line(room)}")
+            lines += [f"    - `{inner}`: {first_line(inner)}" for inner in folders(room)]
     return "\n".join(lines)
 
 
@@ -112,10 +112,10 @@ def folders(room: str) -> list[str]:
 
 
 def first_line(room: str) -> str:
-    """The first sentence or so of a room's docstring, for a cell of a table."""
+    """The first sentence or so of a room's docstring."""
     file = SOURCE / room / "__init__.py" if (SOURCE / room).is_dir() else SOURCE / f"{room}.py"
     text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
-    return " ".join(text.split("\n\n")[0].split()).replace("|", "\\|")
+    return " ".join(text.split("\n\n")[0].split())
 
 
 def with_table(page: str, rows: str) -> str:

@@ -14,7 +14,6 @@ from xml.etree import ElementTree
 
 import pytest
 from tests.docs.pages import DOCS, ROOT, load
-from tests.hosts.trl import hosts
 from tests.training.conftest import TINY, stored, tiny_llama
 
 from klamp.cli.report import read_runs
@@ -40,7 +39,7 @@ def layers() -> list[set[str]]:
     return [set(layer.replace("|", ":").replace(" ", "").split(":")) for layer in arrows["layers"]]
 
 
-def test_the_committed_picture_and_table_are_up_to_date(house: ModuleType) -> None:
+def test_the_committed_picture_and_list_are_up_to_date(house: ModuleType) -> None:
     found = house.house()
     assert (DOCS / "architecture.svg").read_text(encoding="utf-8") == house.picture(found), "run: python docs/house.py"
     assert house.with_table(PAGE, house.table(found)) == PAGE, "run: python docs/house.py"
@@ -55,8 +54,8 @@ def test_the_picture_shows_the_layers_of_the_contract_in_their_order() -> None:
     assert [rows[y] for y in sorted(rows, key=float)] == layers()
 
 
-def test_the_table_has_every_folder_of_the_source_and_no_other() -> None:
-    named = set(re.findall(r"^\| `([\w/]+)` \| (?:layer|laboratory)? ?\|", PAGE, re.M))
+def test_the_list_has_every_folder_of_the_source_and_no_other() -> None:
+    named = set(re.findall(r"^ *- `([\w/]+)`(?: \(laboratory\))?: ", PAGE.partition("<!-- end of rooms")[0], re.M))
     folders = {str(path.parent.relative_to(SOURCE)) for path in SOURCE.rglob("__init__.py")} - {"."}
     modules = {path.stem for path in SOURCE.glob("[a-z]*.py")}
     assert named == folders | modules
@@ -69,14 +68,10 @@ def test_a_room_that_the_contract_moves_moves_in_the_picture(house: ModuleType) 
     assert house.picture(other) != house.picture(found) and house.table(other) != house.table(found)
 
 
-def walk(part: str, way: str) -> list[Call]:
+def walk(part: str) -> list[Call]:
     """The calls of a walk on the page, in their order."""
     section = PAGE.partition(f"## The walk of {part}\n")[2].partition("\n## ")[0]
-    table = section.partition(f"### {way}\n")[2].partition("\n### ")[0]
-    calls: list[Call] = []
-    for names, files in re.findall(r"^\| \d+ \| .* \| (`.*) \| (`.*) \|$", table, re.M):
-        calls += zip(re.findall("`([^`]+)`", files), re.findall("`([^`]+)`", names), strict=True)
-    return calls
+    return re.findall(r"`([\w/]+\.py):([\w.]+)`", section)
 
 
 @contextmanager
@@ -121,37 +116,17 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> list[Call]:
     return calls
 
 
-@pytest.fixture(scope="module")
-def hosted(tmp_path_factory: pytest.TempPathFactory) -> list[Call]:
-    """What a run of TRL's trainer with klamp's KL calls."""
-    folder = tmp_path_factory.mktemp("walk")
-    kl = {"beta": 0.1, "target_kl": 0.05, "kl_lr_guard": 0.1, "kl_clip_method": "hard"}
-    kl |= {"kl_clip_threshold": 0.01}
-    with noted_calls() as calls:
-        hosts.klamp_trainer(hosts.model(), folder, **kl).train()
-    return calls
-
-
-def test_the_walk_of_a_token_in_klamp_train_is_the_one_that_a_step_takes(trained: list[Call]) -> None:
-    path = walk("a token", "In klamp train")
+def test_the_walk_of_a_token_is_the_one_that_a_step_takes(trained: list[Call]) -> None:
+    path = walk("a token")
     assert missing_from(path, last_round(path, trained)) == []
 
 
-def test_the_walk_of_a_token_in_trl_is_the_one_that_a_step_takes(hosted: list[Call]) -> None:
-    path = walk("a token", "In TRL")
-    assert missing_from(path, last_round(path, hosted)) == []
-
-
-def test_the_walk_of_beta_in_klamp_train_is_the_one_that_a_run_takes(trained: list[Call]) -> None:
-    assert missing_from(walk("beta", "In klamp train"), trained) == []
-
-
-def test_the_walk_of_beta_in_trl_is_the_one_that_a_run_takes(hosted: list[Call]) -> None:
-    assert missing_from(walk("beta", "In TRL"), hosted) == []
+def test_the_walk_of_beta_is_the_one_that_a_run_takes(trained: list[Call]) -> None:
+    assert missing_from(walk("beta"), trained) == []
 
 
 def test_a_walk_in_another_order_is_not_taken(trained: list[Call]) -> None:
-    first, second, *rest = walk("a token", "In klamp train")
+    first, second, *rest = walk("a token")
     turned, longer = [second, first, *rest], [first, second, ("core/term.py", "KLTerm.nowhere"), *rest]
     assert missing_from(turned, last_round(turned, trained)) != []
     assert missing_from(longer, last_round(longer, trained)) != []
