@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.diagnostics.histories import completion, history_of
 
 from klamp.diagnostics import causes
-from klamp.diagnostics.alarm import is_apart, noise, number
+from klamp.diagnostics.alarm import is_apart, noise
 from klamp.diagnostics.alarms import ALARMS, check_names
 from klamp.diagnostics.history import History, RunSettings
 from klamp.diagnostics.metrics import METRICS
@@ -100,11 +100,6 @@ def test_apart_counts_standard_errors_of_the_difference() -> None:
     assert is_apart(high, low, errors=1.0)
     assert not is_apart(low, low, errors=0.1)
     assert not is_apart([1.0], [9.0, 9.0], errors=0.0)
-
-
-@pytest.mark.parametrize(("value", "text"), [(0.12345, "0.123"), (12345.0, "1.23e+04"), (0.0, "0")])
-def test_numbers_have_three_digits(value: float, text: str) -> None:
-    assert number(value) == text
 
 
 # --- what a run shows of why -----------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 from klamp.diagnostics.doctor import examine
 from klamp.errors import ConfigError, DataError
 from klamp.records import read_record
-from klamp.records.files import check_logged
+from klamp.records.files import check_logged, json_lines
 
 
 def lines(path: Path, *rows: object) -> Path:
@@ -163,3 +163,33 @@ def test_a_name_that_stands_in_no_row_lists_those_that_do(logged: set[str], why:
         check_logged({"kl/k3": "my_k"}, logged, HERE)
     assert caught.value.why == why
     assert caught.value.fix.startswith(fix)
+
+
+# --- lines of JSON ---------------------------------------------------------------------------------------------------
+
+
+def written(folder: Path, text: str | bytes) -> Path:
+    file = folder / "file.json"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return file
+
+
+def test_lines_are_read_without_the_empty_ones(tmp_path: Path) -> None:
+    assert list(json_lines(written(tmp_path, '{"a": 1}\n\n  \n{"a": 2}\n'))) == [{"a": 1}, {"a": 2}]
+    assert list(json_lines(written(tmp_path, ""))) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "rows"),
+    [(b'{"a": 1}\n{"a": "\xc3', [{"a": 1}]), ('{"a": "one\u2028line"}\n', [{"a": "one\u2028line"}])],
+    ids=["cut within a letter", "a separator of lines within a text"],
+)
+def test_a_line_ends_where_json_lines_end(tmp_path: Path, text: str | bytes, rows: list[dict[str, object]]) -> None:
+    assert list(json_lines(written(tmp_path, text))) == rows
+
+
+def test_lines_are_read_as_they_are_asked_for(tmp_path: Path) -> None:
+    found = json_lines(written(tmp_path, '{"a": 1}\n{"a": \n{"a": 3}\n'))
+    assert next(found) == {"a": 1}
+    with pytest.raises(DataError, match="line 2"):
+        next(found)

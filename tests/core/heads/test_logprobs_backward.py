@@ -22,21 +22,7 @@ from tests.core.heads.naive import (
 )
 
 from klamp.core.heads import tiles
-from klamp.core.heads.logprobs import _kernels, _together, linear_logprobs
-
-
-def test_parts_of_the_vocabulary_are_put_together_by_their_masses():
-    logits = torch.randn(4, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3
-    logits[0, :5] = -math.inf  # a part without mass
-    parts = logits.split([5, 4, 3], dim=1)
-    normalisers = torch.stack([part.logsumexp(1) for part in parts])
-    entropies = torch.stack(
-        [torch.distributions.Categorical(logits=part.nan_to_num(neginf=-1e3)).entropy() for part in parts]
-    )
-    found = _together(normalisers, entropies, logits[:, 7])
-    log_p = logits.log_softmax(1)
-    assert close(found.logprobs, log_p[:, 7])
-    assert close(found.entropy, -torch.where(log_p > -math.inf, log_p.exp() * log_p, 0).sum(1), 1e-10)
+from klamp.core.heads.logprobs import _kernels, linear_logprobs
 
 
 @pytest.mark.parametrize("order", [1, -1])
