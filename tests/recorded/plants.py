@@ -107,7 +107,11 @@ def _adapter_not_zero(trainer: Trainer, told: Told, undone: ExitStack) -> None:
 def _stale_sampler(trainer: Trainer, told: Told, undone: ExitStack) -> None:
     """Completions come from the weights that the run began with: they are never synced."""
     real, old = rollouts.generate, copy.deepcopy(trainer.context.policy)
-    undone.enter_context(patch.object(rollouts, "generate", lambda model, *args, **kwargs: real(old, *args, **kwargs)))
+
+    def stale(model: Any, *args: Any, **kwargs: Any) -> Any:
+        return real(model if kwargs["uniforms"] is None else old, *args, **kwargs)  # evaluations are greedy
+
+    undone.enter_context(patch.object(rollouts, "generate", stale))
 
 
 def _stale_and_exploding(trainer: Trainer, told: Told, undone: ExitStack) -> None:

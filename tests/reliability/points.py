@@ -185,7 +185,7 @@ POINTS: dict[str, Point] = {
     "before an optimizer step": before(torch.optim.AdamW, "step"),
     "after an optimizer step": after(torch.optim.AdamW, "step"),
     "after the reference moved": after(MovingReference, "after_step"),
-    "in evaluation": after(evaluation, "generate"),
+    "in evaluation": after(evaluation, "completed"),
     "while the weights are saved": weights,
     "while the moments are saved": halved(torch, "save"),
     "while the reference is saved": halved(checkpoint, "save_model"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +15,8 @@ from klamp.scoring.completions import Completions
 from klamp.scoring.scorer import score
 from klamp.tasks.base import Example
 from klamp.training.context import Context
-from klamp.training.sampling import encode_prompts, generate
+from klamp.training.rollouts import completed
+from klamp.training.sampling import encode_prompts
 
 BATCH = 256
 """Prompts that are answered at a time."""
@@ -39,7 +42,7 @@ def evaluate(context: Context) -> Evaluation:
 
     return evaluated(
         context,
-        write=lambda examples: _completed(context, examples),
+        write=lambda examples: completed(context, [e.prompt for e in examples], uniforms=None).texts(context.tokenizer),
         read=lambda examples: probabilities(examples, context.tokenizer, context.device, logprobs),
     )
 
@@ -64,37 +67,21 @@ def evaluated(
         if skill in context.task.read:
             rated = read(mine)
         else:
-            texts = [text for part in _batches(mine) for text in write(part)]
+            texts = [text for part in _parts(mine, BATCH) for text in write(part)]
             rated = [context.task.score(e, t) for e, t in zip(mine, texts, strict=True)]
             rows = zip(mine, texts, rated, strict=True)
-            answers += [_row(*row) for row, _ in zip(rows, range(context.config.run.log_answers), strict=False)]
+            answers += [
+                {"skill": e.skill, "question": e.question, "completion": text, "score": rating}
+                for e, text, rating in islice(rows, context.config.run.log_answers)
+            ]
         totals = torch.tensor([sum(rated), len(mine)], dtype=torch.float64, device=context.device)
         summed = context.sum_over_processes(totals)
         scores[skill] = float(summed[0] / summed[1].clamp(min=1))
     return Evaluation(scores=scores, answers=answers)
 
 
-def _batches(examples: list[Example]) -> Iterator[list[Example]]:
-    return (examples[i : i + BATCH] for i in range(0, len(examples), BATCH))
-
-
-def _row(example: Example, completion: str, rated: float) -> dict[str, object]:
-    return {"skill": example.skill, "question": example.question, "completion": completion, "score": rated}
-
-
-def _completed(context: Context, examples: Sequence[Example]) -> list[str]:
-    prompt_ids, prompt_mask = encode_prompts([e.prompt for e in examples], context.tokenizer, context.device)
-    completions = generate(
-        context.policy,
-        prompt_ids,
-        prompt_mask,
-        rollout=context.config.rollout,
-        stop=context.stop,
-        pad=context.pad,
-        uniforms=None,
-        traits=None if context.scorer is None else context.scorer.traits,
-    )
-    return completions.texts(context.tokenizer)
+def _parts(examples: Sequence[Example], size: int) -> Iterator[Sequence[Example]]:
+    return (examples[i : i + size] for i in range(0, len(examples), size))
 
 
 def probabilities(
@@ -114,8 +101,8 @@ def probabilities(
         logprobs_of: gives [B, T] log-probabilities of the completions' tokens under the model, in nats.
     """
     rated: list[float] = []
-    for first in range(0, len(examples), READ_AT_ONCE):
-        given = answers_as_completions(examples[first : first + READ_AT_ONCE], tokenizer, device)
+    for part in _parts(examples, READ_AT_ONCE):
+        given = answers_as_completions(part, tokenizer, device)
         with torch.no_grad():
             logprobs = logprobs_of(given).double()
         means = torch.where(given.mask, logprobs, 0.0).sum(-1) / given.mask.sum(-1)
@@ -128,15 +115,15 @@ def answers_as_completions(
 ) -> Completions:
     """The answers as if they had been sampled; no end token is added, for an answer may go on after its sentence."""
     prompt_ids, prompt_mask = encode_prompts([e.prompt for e in examples], tokenizer, device)
-    texts = tokenizer([e.answer for e in examples], add_special_tokens=False)["input_ids"]
-    rows = [torch.tensor(ids, device=device) for ids in texts]
-    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    mask = torch.arange(ids.shape[1], device=device) < torch.tensor([len(row) for row in rows], device=device)[:, None]
+    given: Any = tokenizer(
+        [e.answer for e in examples], return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False
+    )
+    ids, mask = given["input_ids"].to(device), given["attention_mask"].bool().to(device)
     return Completions(
         prompt_ids=prompt_ids,
         prompt_mask=prompt_mask,
         ids=ids,
         mask=mask,
         sampler_logprobs=torch.zeros_like(ids, dtype=torch.float32),
-        ended=torch.ones(len(rows), dtype=torch.bool, device=device),
+        ended=torch.ones(len(ids), dtype=torch.bool, device=device),
     )

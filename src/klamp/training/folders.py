@@ -167,7 +167,6 @@ def make_folder(config: TrainConfig) -> tuple[Path, bool]:
     while True:
         given = config.run.output_dir
         if given and Path(given).is_dir():  # what it holds is looked at once nobody else can write there
-            _check_writable(Path(given))
             return Path(given), False
         folder = run_folder(config)
         try:
@@ -188,10 +187,8 @@ def check_folder(folder: Path, *, resume: bool) -> None:
     """Refuse to write over another run, or to continue one that is not there.
 
     Raises:
-        RunFolderError: the folder holds a run (or anything else) and resume is off; or resume is on and it holds none;
-            or it could not be made or written here.
+        RunFolderError: the folder holds a run (or anything else) and resume is off; or resume is on and it holds none.
     """
-    _check_writable(folder)
     held = folder.is_dir() and any(not _is_begun(each) for each in folder.iterdir())
     if os.path.lexists(folder) and not folder.is_dir():
         raise RunFolderError(
@@ -220,17 +217,6 @@ def check_folder(folder: Path, *, resume: bool) -> None:
 def _is_begun(path: Path) -> bool:
     """Whether a file or folder may lie in that of a run which was killed while it was loading."""
     return path.name in BEGUN or (path.name == CHECKPOINTS and not any(path.iterdir()))
-
-
-def _check_writable(folder: Path) -> None:
-    """Refuse a folder that lies under a file, or where this user may not write."""
-    nearest = next(each for each in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(each))
-    if nearest == folder.absolute() and not nearest.is_dir():
-        return  # named by the caller: it is a file itself
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        raise unwritable(
-            folder, f"{nearest} is a file" if not nearest.is_dir() else f"no permission to write into {nearest}"
-        )
 
 
 def lost(folder: Path, error: Exception) -> RunFolderError:
@@ -313,7 +299,7 @@ def held(folder: Path, *, by: str) -> Iterator[None]:
     except Timeout as error:
         raise _refused(path) from error
     except OSError as error:
-        raise _without_locks(path, error) from error
+        raise unwritable(folder, f"it cannot be locked: {type(error).__name__}: {error}") from error
     _held.update(descriptors)
     try:
         yield
@@ -347,13 +333,4 @@ def _refused(path: Path) -> RunFolderError:
         got=f"{path.parent}{who if holder else ''}",
         why="both would write the same files",
         fix="wait for it, stop it, or choose another --output_dir",
-    )
-
-
-def _without_locks(path: Path, error: OSError) -> RunFolderError:
-    return RunFolderError(
-        "the output folder cannot be locked",
-        got=f"{path.parent}: {error}",
-        why="two runs that write the same files would not notice each other",
-        fix="choose an --output_dir on a file system that has locks",
     )

@@ -37,11 +37,10 @@ class Reference(Protocol):
 
     def after_step(self, policy: nn.Module, step: int) -> None:
         """Called after every step, with the number of steps done; a moving reference moves."""
-        ...
 
     def weights(self) -> nn.Module | None:
         """The weights that a checkpoint must hold of the reference; None where it can be loaded again."""
-        ...
+        return None
 
     def describe(self) -> str:
         """Where the reference comes from, in words."""
@@ -60,7 +59,7 @@ class LocalReference(Reference, Protocol):
         ...
 
 
-class FrozenReference:
+class FrozenReference(LocalReference):
     """A second model that never changes.
 
     It may live on another device or in another data type than the policy; a lower precision shows up as a KL that is
@@ -87,13 +86,6 @@ class FrozenReference:
     def sampling_model(self) -> Iterator[nn.Module]:
         """A context with the model itself."""
         yield self.model
-
-    def after_step(self, policy: nn.Module, step: int) -> None:
-        """Does nothing: the model never moves."""
-
-    def weights(self) -> nn.Module | None:
-        """None: the model is loaded again from where it came."""
-        return None
 
     def describe(self) -> str:
         """Where the model comes from, in words."""
@@ -149,7 +141,7 @@ class MovingReference(FrozenReference):
         return self.average
 
 
-class AdapterOffReference:
+class AdapterOffReference(LocalReference):
     """The policy with its LoRA adapter switched off, which needs no memory of its own."""
 
     def __init__(self, policy: nn.Module, *, traits: Traits | None = None) -> None:
@@ -168,13 +160,6 @@ class AdapterOffReference:
         off: AbstractContextManager[None] = self.policy.disable_adapter()  # pyright: ignore[reportCallIssue]
         with off:
             yield self.policy
-
-    def after_step(self, policy: nn.Module, step: int) -> None:
-        """Does nothing: the base model never moves."""
-
-    def weights(self) -> nn.Module | None:
-        """None: there are no weights beside the policy's."""
-        return None
 
     def describe(self) -> str:
         """Where the reference comes from, in words."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -85,19 +86,37 @@ def collect(context: Context, examples: Sequence[Example], *, step: int, beta: f
     chosen = [examples[int(i)] for i in mine for _ in range(size)]
     rows = (mine[:, None] * size + torch.arange(size)).reshape(-1)
     uniforms = uniform_numbers(config.run.seed, step, len(examples) * size, config.rollout.max_completion_length)
-    prompt_ids, prompt_mask = encode_prompts([e.prompt for e in chosen], context.tokenizer, context.device)
-    completions = generate(
-        context.policy,
-        prompt_ids,
-        prompt_mask,
-        rollout=config.rollout,
-        stop=context.stop,
-        pad=context.pad,
-        uniforms=uniforms[rows],
-        traits=None if context.scorer is None else context.scorer.traits,
-    )
+    completions = completed(context, [e.prompt for e in chosen], uniforms=uniforms[rows])
     weights = kl_weights(context, len(examples) * size, step=step)
     return rate(context, chosen, completions, beta=beta, kl_weight=None if weights is None else weights[rows])
+
+
+def completed(
+    context: Context, prompts: Sequence[str], *, uniforms: Tensor | None, reference: Reference | None = None
+) -> Completions:
+    """One completion of each prompt.
+
+    Args:
+        context: the run.
+        prompts: as texts.
+        uniforms: numbers to draw by, [B, max_completion_length]; None decodes greedily.
+        reference: who writes them in the policy's place.
+    """
+    ids, mask = encode_prompts(prompts, context.tokenizer, context.device)
+    scorer = (
+        context.scorer if reference is None else reference.scorer if isinstance(reference, LocalReference) else None
+    )
+    with nullcontext(context.policy) if reference is None else reference.sampling_model() as model:
+        return generate(
+            model,
+            ids,
+            mask,
+            rollout=context.config.rollout,
+            stop=context.stop,
+            pad=context.pad,
+            uniforms=uniforms,
+            traits=None if scorer is None else scorer.traits,
+        )
 
 
 def kl_weights(context: Context, sequences: int, *, step: int) -> Tensor | None:
@@ -320,18 +339,7 @@ def measure_reference_length(context: Context) -> None:
     """
     if context.reference is None or not needs_reference_length(context):
         return
-    prompts = [e.prompt for e in context.task.train[:LENGTH_PROMPTS]]
-    rollout = context.config.rollout
-    ids, mask = encode_prompts(prompts, context.tokenizer, context.device)
-    with context.reference.sampling_model() as model:
-        completions = generate(
-            model,
-            ids,
-            mask,
-            rollout=rollout,
-            stop=context.stop,
-            pad=context.pad,
-            uniforms=uniform_numbers(context.config.run.seed, -1, len(prompts), rollout.max_completion_length),
-            traits=context.reference.scorer.traits if isinstance(context.reference, LocalReference) else None,
-        )
+    prompts, seed = [e.prompt for e in context.task.train[:LENGTH_PROMPTS]], context.config.run.seed
+    uniforms = uniform_numbers(seed, -1, len(prompts), context.config.rollout.max_completion_length)
+    completions = completed(context, prompts, uniforms=uniforms, reference=context.reference)
     context.control.reference_length = float(completions.mask.sum(-1).to(torch.float64).mean())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -143,13 +143,11 @@ class RunLog(Observer):
 
     def on_answers(self, step: int, rows: list[dict[str, object]]) -> None:
         """Write the answers as lines of answers.jsonl."""
-        for row in rows:
-            self._append(ANSWERS, {"step": step, **row})
+        self._append(ANSWERS, *({"step": step, **row} for row in rows))
 
     def on_completions(self, step: int, rows: list[dict[str, object]]) -> None:
         """Write the completions as lines of completions.jsonl."""
-        for row in rows:
-            self._append(COMPLETIONS, {"step": step, **row})
+        self._append(COMPLETIONS, *({"step": step, **row} for row in rows))
 
     def on_alarm(self, finding: Finding) -> None:
         """Write the alarm as a line of alarms.jsonl."""
@@ -163,37 +161,32 @@ class RunLog(Observer):
 
     def on_end(self, summary: RunSummary) -> None:
         """Write the summary."""
+        content = {name: value for name, value in vars(summary).items() if name != "output_dir"}
+        with self._writing() as folder:
+            write_whole(folder / SUMMARY, json.dumps(content, indent=2))
+
+    @contextmanager
+    def _writing(self) -> Iterator[Path]:
+        """A context with the run's folder, in which a full disk is an error of klamp."""
         assert self.folder is not None
-        content = {
-            "steps": summary.steps,
-            "seconds": summary.seconds,
-            "rl_skill": summary.rl_skill,
-            "before": dict(summary.before),
-            "after": dict(summary.after),
-            "final_metrics": dict(summary.final_metrics),
-        }
         try:
-            write_whole(self.folder / SUMMARY, json.dumps(content, indent=2))
+            yield self.folder
         except OSError as error:
             raise lost(self.folder, error) from error
 
-    def _append(self, name: str, row: Mapping[str, object]) -> None:
-        assert self.folder is not None
-        try:
-            with (self.folder / name).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-        except OSError as error:
-            raise lost(self.folder, error) from error
+    def _append(self, name: str, *rows: Mapping[str, object]) -> None:
+        with self._writing() as folder, (folder / name).open("a", encoding="utf-8") as file:
+            file.write("".join(f"{json.dumps(row)}\n" for row in rows))
 
     def _track(self, values: Mapping[str, float], step: int) -> None:
         if not self.accelerator.trackers:
             return
-        try:
-            self.accelerator.log(dict(values), step=step)
-        except OSError as error:
-            assert self.folder is not None
-            _leave_trackers(self.accelerator)
-            raise lost(self.folder, error) from error
+        with self._writing():
+            try:
+                self.accelerator.log(dict(values), step=step)
+            except OSError:
+                _leave_trackers(self.accelerator)
+                raise
 
 
 def _keep_until(file: Path, step: int) -> None:

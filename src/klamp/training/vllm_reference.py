@@ -31,6 +31,7 @@ from klamp.scoring.scorer import Scores
 from klamp.tasks import check_prompts
 from klamp.tasks.base import Task
 from klamp.training.config import TrainConfig
+from klamp.training.references import Reference
 
 KEY = "KLAMP_REFERENCE_KEY"
 """The environment variable whose value is sent as a bearer token; it is in no message and no file of klamp's."""
@@ -54,7 +55,7 @@ Entry = dict[str, dict[str, Any]] | None
 """What a server says of one position: the token's id -> its log-probability; of the first position nothing."""
 
 
-class VLLMReference:
+class VLLMReference(Reference):
     """A reference that a vLLM server scores: log-probabilities of tokens, no logits.
 
     Equation: log softmax(logits) at each token of the completion; temperature 1 only.
@@ -174,13 +175,6 @@ class VLLMReference:
             fix="set kl_reference_length, or give it as a data column",
         )
         yield
-
-    def after_step(self, policy: nn.Module, step: int) -> None:
-        """Does nothing: the server's model never moves."""
-
-    def weights(self) -> nn.Module | None:
-        """None: the weights are on the other machine."""
-        return None
 
     def describe(self) -> str:
         """Where the reference comes from, in words."""
