@@ -308,7 +308,7 @@ def _checksum(file: Path) -> str:
 def seal(folder: Path) -> None:
     """Note the SHA-256 of every file of a checkpoint that is complete, once it is on the disk."""
     make_readable(folder)
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SEAL)
     for path in (*folder.rglob("*"), folder):
         sync(path)
     sums = {file.relative_to(folder).as_posix(): _checksum(file) for file in files}

@@ -22,6 +22,7 @@ from klamp.scoring.completions import Completions
 from klamp.scoring.scorer import Scores
 from klamp.tasks.base import Example
 from klamp.training.context import Context
+from klamp.training.references import Reference
 from klamp.training.rollouts import Rollout
 from klamp.training.sampling import encode_prompts
 from klamp.training.service.connection import Connection
@@ -39,7 +40,7 @@ EPS = 1e-8
 """AdamW's epsilon, that of klamp's own trainer; the SDK's default is 1e-12."""
 
 
-class TinkerReference:
+class TinkerReference(Reference):
     """A reference at the service: it gives log-probabilities of tokens, no logits.
 
     Args:
@@ -74,13 +75,6 @@ class TinkerReference:
         """
         raise ConfigError("a reference at the Tinker service is no model of this process", got=self.name)
         yield
-
-    def after_step(self, policy: nn.Module, step: int) -> None:
-        """Does nothing: the reference never moves."""
-
-    def weights(self) -> nn.Module | None:
-        """None: the weights are at the service."""
-        return None
 
     def describe(self) -> str:
         """Where the reference comes from, in words."""
