@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PLUGIN = ROOT / "tests" / "hosts" / "trl" / "own"
+PLUGIN = ROOT / "scripts" / "trl_own"
 SUITE = "tests/test_grpo_trainer.py"
 PASSES = {"passed", "xfailed"}  # what pytest counts as no failure, a test that ran to its end
 MISSING = "not run"

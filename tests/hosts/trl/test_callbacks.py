@@ -124,17 +124,6 @@ def test_names_are_checked_before_any_work() -> None:
         DoctorCallback(stop_on=["kl-fat"])
 
 
-def test_the_guard_puts_the_rate_back() -> None:
-    class Optimizer:
-        param_groups = ({"lr": 0.4}, {"lr": 0.2})
-
-    optimizer, guard = Optimizer(), LearningRateGuard(lambda: 0.25)
-    guard.on_pre_optimizer_step(None, None, None, optimizer=optimizer)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.05]
-    guard.on_optimizer_step(None, None, None, optimizer=optimizer)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.4, 0.2]
-
-
 def test_a_step_is_as_much_shorter_as_the_guard_says_and_the_schedule_does_not_notice() -> None:
     """A real optimizer under a real schedule, in the order in which transformers calls the guard."""
     control = KLControl(KLConfig(beta=0.1, kl_lr_guard=0.05))

@@ -32,14 +32,6 @@ def test_calls_are_collected_by_the_innermost_listener_only() -> None:
     assert [[float(each.logprobs) for each in found] for found in (outer, inner)] == [[1.0], [2.0]]
 
 
-def test_completions_without_any_reward_are_told_apart() -> None:
-    session, nan = Session.of(None), float("nan")
-    session.note_rewards([[1, 2, 3], [4], []], torch.tensor([[1.0, nan], [nan, nan], [nan, 0.0]]))
-    assert session.lengths == [3, 1, 0]
-    assert session.scorable is not None
-    assert session.scorable.tolist() == [True, False, True]
-
-
 def test_a_loss_scores_the_policy_once() -> None:
     one = scoring(1.0)
     assert only_scoring([one]) is one

@@ -17,7 +17,8 @@ from klamp.config import KLConfig
 from klamp.diagnostics.sync import START, WEIGHTS
 from klamp.errors import ConfigError, KLWarning
 from klamp.hosts.common.sampler_weights import pack_nothing
-from klamp.hosts.trl.sampler_watch import check_engine, look, watch
+from klamp.hosts.trl.grpo_trainer import _check_engine
+from klamp.hosts.trl.measure import sync_report, watch_sampler
 from klamp.trl import attach
 
 
@@ -44,21 +45,21 @@ def watched(trainer: Any, base: Any, monkeypatch: pytest.MonkeyPatch) -> SimpleN
 def test_nothing_is_said_and_nothing_scored_while_the_sampler_follows(
     watched: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("klamp.hosts.trl.sampler_watch.look", pytest.fail)
-    watch(watched.trainer, watched.output)
+    monkeypatch.setattr("klamp.hosts.trl.measure.sync_report", pytest.fail)
+    watch_sampler(watched.trainer, watched.output)
     del watched.output["sampling_per_token_logps"]
-    watch(watched.trainer, watched.output)
+    watch_sampler(watched.trainer, watched.output)
     assert watched.said == []
 
 
 def test_a_sampler_that_stayed_at_the_start_is_named_once(watched: SimpleNamespace) -> None:
     watched.output["sampling_per_token_logps"] = watched.start
     for _ in range(2):
-        watch(watched.trainer, watched.output)
+        watch_sampler(watched.trainer, watched.output)
     assert len(watched.said) == 1
     assert "out of sync at step 4" in watched.said[0]
     assert START in watched.said[0] and "not synced" in watched.said[0]
-    report = look(watched.trainer, watched.output)
+    report = sync_report(watched.trainer, watched.output)
     assert report.sides[0].gaps[START] < 1e-5
     assert report.sides[1].gaps[WEIGHTS] < 1e-5
 
@@ -68,30 +69,30 @@ def test_another_data_type_is_looked_into_once_and_not_called_a_fault(
 ) -> None:
     looks = []
     monkeypatch.setattr(
-        "klamp.hosts.trl.sampler_watch.look", lambda *given, **more: looks.append(1) or look(*given, **more)
+        "klamp.hosts.trl.measure.sync_report", lambda *given, **more: looks.append(1) or sync_report(*given, **more)
     )
     torch.manual_seed(3)
     watched.output["sampling_per_token_logps"] = watched.own + 0.04 * torch.randn_like(watched.own)
     for _ in range(3):
-        watch(watched.trainer, watched.output)
+        watch_sampler(watched.trainer, watched.output)
     assert looks == [1]
     assert watched.said == []
     watched.output["sampling_per_token_logps"] = watched.start  # later the weights are not synced
-    watch(watched.trainer, watched.output)
+    watch_sampler(watched.trainer, watched.output)
     assert len(watched.said) == 1
 
 
 def test_the_reference_is_no_start_where_it_is_another_model_or_moves(watched: SimpleNamespace) -> None:
     watched.output["sampling_per_token_logps"] = watched.start
-    assert START in look(watched.trainer, watched.output).sides[0].gaps
+    assert START in sync_report(watched.trainer, watched.output).sides[0].gaps
     watched.trainer._klamp.starts_at_reference = False
-    assert START not in look(watched.trainer, watched.output).sides[0].gaps
+    assert START not in sync_report(watched.trainer, watched.output).sides[0].gaps
 
 
 def test_split_weights_are_not_looked_into(watched: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     watched.output["sampling_per_token_logps"] = watched.start
     monkeypatch.setattr(watched.trainer, "is_fsdp_enabled", True)
-    watch(watched.trainer, watched.output)
+    watch_sampler(watched.trainer, watched.output)
     assert watched.said == []
 
 
@@ -158,4 +159,4 @@ def test_a_server_of_vllm_is_not_asked(tmp_path: Path, monkeypatch: pytest.Monke
     put_in_place(monkeypatch, amx=True)
     trainer = klamp_trainer(model(), tmp_path)
     trainer.vllm_generation = SimpleNamespace(mode="server")
-    check_engine(trainer)
+    _check_engine(trainer)

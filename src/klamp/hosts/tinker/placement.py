@@ -18,7 +18,7 @@ from klamp.core.penalty import shifted_advantages, shifted_rewards
 from klamp.core.term import Gate
 from klamp.core.types import Batch
 from klamp.errors import ConfigError, ShapeError, check_name
-from klamp.hosts.tinker.datums import Rows, as_length, number_row, pad, read_rows, tensor_data, with_inputs
+from klamp.hosts.tinker.datums import as_length, number_row, pad, read_rows, tensor_data, with_inputs
 from klamp.hosts.tinker.options import in_force, reference_length_of
 
 Baseline: TypeAlias = Literal["none", "batch"]
@@ -64,30 +64,16 @@ def shift_advantages(
     if now == 0:
         return list(data)
     rows = read_rows(data, reference=True, exclusions=kl.excludes)
-    shifted = shifted_rows(rows, kl, beta=now, group_size=group_size, reference_length=reference_length)
+    term, length = kl.build_term(), as_length(reference_length_of(kl, reference_length), len(rows.lengths))
+    batch = rows.batch(rows.logprobs, group_size=group_size, reference_length=length)
+    shifted = shifted_advantages(batch, term, beta=now, gate=Gate.of(batch, term))
     if baseline == "batch":
-        shift = shifted - rows.advantages
-        shifted = torch.where(rows.mask, shifted - masked_mean(shift, rows.mask), shifted)
+        shifted = shifted - masked_mean(shifted - rows.advantages, rows.mask)
+    shifted = masked(shifted, rows.mask)  # a reward-to-go reaches back into the prompt, which the built-in losses see
     return [
         with_inputs(datum, {**datum.loss_fn_inputs, "advantages": tensor_data(row[:length])})
         for datum, row, length in zip(data, shifted, rows.lengths, strict=True)
     ]
-
-
-def shifted_rows(
-    rows: Rows,
-    kl: KLConfig,
-    *,
-    beta: float,
-    group_size: int | None = None,
-    reference_length: float | Sequence[float] | None = None,
-) -> Tensor:
-    """The advantages of rows, shifted by the KL of whoever sampled them; 0 where masked. [B, N]"""
-    term = kl.build_term()
-    length = as_length(reference_length_of(kl, reference_length), len(rows.lengths))
-    batch = rows.batch(rows.logprobs, group_size=group_size, reference_length=length)
-    shifted = shifted_advantages(batch, term, beta=beta, gate=Gate.of(batch, term))
-    return masked(shifted, rows.mask)  # a reward-to-go reaches back into the prompt, which the built-in losses see
 
 
 def penalize_rewards(

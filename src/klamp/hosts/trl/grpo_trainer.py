@@ -15,7 +15,8 @@ from klamp.config import KLConfig
 from klamp.errors import ConfigError, KLWarning
 from klamp.hosts.common.control import NEVER_ZERO
 from klamp.hosts.common.kl_fields import kl_config, warn_without_kl
-from klamp.hosts.trl import fast_scoring, sampler_watch
+from klamp.hosts.common.sampler_weights import check_packing
+from klamp.hosts.trl import fast_scoring
 from klamp.hosts.trl.callbacks import DoctorCallback, LearningRateGuard
 from klamp.hosts.trl.exact import check_exact, why_not_exact
 from klamp.hosts.trl.grpo_config import check_arguments, check_trainer, refuse_classes, settle_reference
@@ -88,7 +89,7 @@ def _built_with(args: Any, *, reference: bool) -> Iterator[None]:
 
 def _join(trainer: Any, kl: KLConfig | None, own: Any, *, chosen: bool) -> None:
     """Give a trainer its session, and the reference where klamp supplies one."""
-    sampler_watch.check_engine(trainer)
+    _check_engine(trainer)
     trainer._klamp = session = Session.of(kl)
     session.fast = fast_scoring.asked_for(trainer.args)
     peft = hasattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config")
@@ -111,6 +112,13 @@ def _join(trainer: Any, kl: KLConfig | None, own: Any, *, chosen: bool) -> None:
     if session.control is not None and session.control.kl.kl_lr_guard is not None:
         trainer.add_callback(LearningRateGuard(partial(getattr, session.control, "rate_factor")))
     trainer._refresh_beta()
+
+
+def _check_engine(trainer: Any) -> None:
+    """Refuse an engine in this process that would not take the policy's weights: vLLM on a CPU, which packs them."""
+    engine = getattr(getattr(trainer, "vllm_generation", None), "llm", None)
+    if engine is not None:
+        check_packing(engine.llm_engine.model_config.dtype)
 
 
 def _choose_exact(trainer: Any, kl: KLConfig | None) -> None:

@@ -6,6 +6,7 @@ penalty, and TRL masks and normalises it with the policy loss, whatever the loss
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,9 +16,10 @@ from torch import Tensor
 from klamp.config import TRL_LOSS_TYPES
 from klamp.core.advantages import Baseline
 from klamp.core.types import Reduction
+from klamp.errors import KLWarning
 from klamp.hosts.common.coefficient import KL_SCALE, Coefficient, batch_of, check_hook_ran, gated_penalty
 from klamp.hosts.common.rollout import Generation, needs_old_logprobs, prepared
-from klamp.hosts.trl import exact, fast_prompts, fast_scoring, measure, sampler_watch
+from klamp.hosts.trl import exact, fast_prompts, fast_scoring, measure
 from klamp.hosts.trl.session import Scoring, Session, load_state, only_scoring, save_state
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ class KLMixin(Host):
 
     def _caution(self, text: str) -> None:
         """Say a caution to the user."""
-        sampler_watch.warn(text)
+        warnings.warn(text[0].upper() + text[1:], KLWarning, stacklevel=3)
 
     def _refresh_beta(self) -> float:
         """Set TRL's beta to the one in force; never to 0 while the reference is needed."""
@@ -73,11 +75,7 @@ class KLMixin(Host):
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        self._klamp.note_rewards(completion_ids_list, rewards)
-        groups = measure.groups_of_rewards(self, rewards)
-        self._klamp.spread = measure.spread_of_rewards(self, groups)
-        self._klamp.rewards = groups if measure.has_one_reward(self) else None
-        measure.after_rewards(self, completion_ids_list, groups)
+        measure.after_rewards(self, completion_ids_list, rewards)
         return rewards
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
@@ -95,7 +93,7 @@ class KLMixin(Host):
         fast_scoring.settle(self)
         with session.listening() as seen, fast_prompts.prompts_once(self):
             output = super()._generate_and_score_completions(inputs)
-        sampler_watch.watch(self, output)
+        measure.watch_sampler(self, output)
         if output.get("ref_per_token_logps") is None or (session.control is None and not seen):
             return output
         exact.keep_reference(self, output, seen[-1].hidden)  # TRL scores the reference last

@@ -1,4 +1,4 @@
-"""klamp's metrics in TRL's logs, with the controller's step, the check of step 0, and the completions table."""
+"""What klamp measures in a TRL trainer: metrics, the step of beta, the KL of step 0, completions, the sampler."""
 
 from __future__ import annotations
 
@@ -15,14 +15,21 @@ from klamp.core.gradients import masked_log_ratio
 from klamp.core.masking import masked_sum
 from klamp.core.term import Gate, Placement, carries_kl
 from klamp.diagnostics.statistics import repeated_pairs, reward_length_correlation
+from klamp.diagnostics.sync import SAME, SyncReport
 from klamp.errors import KLWarning
-from klamp.hosts.common.coefficient import batch_of
+from klamp.hosts.common.coefficient import batch_of, loss_mask
 from klamp.hosts.common.control import beta_metrics, held_kl
 from klamp.hosts.common.rollout import Generation
+from klamp.hosts.common.sampler_weights import check_sync
 from klamp.hosts.common.step_zero import STEP_ZERO_KL, likely_reasons, step_zero_text
-from klamp.hosts.trl.exact import exact_kl_of
+from klamp.hosts.trl.exact import exact_kl_of, weights_are_split
 from klamp.hosts.trl.grpo_config import reward_scale
 from klamp.hosts.trl.session import Scoring
+
+ROWS = 4
+"""Completions that are scored again, where the sampler's log-probabilities drift off the policy's."""
+FURTHER = 2.0
+"""How many times further off than at the last look the sampler has to be for another one."""
 
 
 def group_size(trainer: Any) -> int:
@@ -89,17 +96,23 @@ def _beta_metrics(trainer: Any, beta: float) -> dict[str, float]:
     return of_beta(price, session.spread)
 
 
-def after_rewards(trainer: Any, completion_ids: list[Any], groups: Tensor) -> None:
-    """Log how far the completions of all processes repeat themselves, and whether the longer ones earn more.
+def after_rewards(trainer: Any, completion_ids: list[Any], rewards: Tensor) -> None:
+    """Keep the rewards for what follows; log how far completions repeat themselves, and whether the longer earn more.
 
     Args:
         trainer: whose log it is.
         completion_ids: the token ids of this process's completions.
-        groups: see `groups_of_rewards`.
+        rewards: of each completion by each function, of all processes; NaN where there is none. [B, functions]
     """
+    session = trainer._klamp
+    groups = (rewards * trainer.reward_weights.to(rewards.device)).nansum(-1).view(-1, group_size(trainer))
+    session.lengths = [len(ids) for ids in completion_ids]
+    session.scorable = ~torch.isnan(rewards).all(dim=1)
+    one = getattr(trainer, "multi_objective_aggregation", "sum_then_normalize") == "sum_then_normalize"
+    session.rewards, session.spread = (groups, _spread(trainer, groups)) if one else (None, None)
     rows = [torch.as_tensor(ids, dtype=torch.long) for ids in completion_ids]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    lengths = torch.tensor([len(row) for row in rows])
+    lengths = torch.tensor(session.lengths)
     repeated = repeated_pairs(ids, torch.arange(ids.shape[1]) < lengths[:, None])
     lengths, repeated = trainer.accelerator.gather(torch.stack([lengths.float(), repeated]).T.to(groups.device)).T
     found = {"length/repeated": repeated.sum() / lengths.sum().clamp(min=1)}
@@ -111,33 +124,8 @@ def after_rewards(trainer: Any, completion_ids: list[Any], groups: Tensor) -> No
         metrics[name].append(float(value))
 
 
-def groups_of_rewards(trainer: Any, rewards: Tensor) -> Tensor:
-    """The reward of each completion of all processes, a group in each row. [n, G]
-
-    Args:
-        trainer: whose weights of the functions count.
-        rewards: of each completion by each function, of all processes; NaN where there is none. [B, functions]
-    """
-    return (rewards * trainer.reward_weights.to(rewards.device)).nansum(-1).view(-1, group_size(trainer))
-
-
-def has_one_reward(trainer: Any) -> bool:
-    """Whether advantages come from the sum of all functions, and not from each function's own advantage."""
-    return getattr(trainer, "multi_objective_aggregation", "sum_then_normalize") == "sum_then_normalize"
-
-
-def spread_of_rewards(trainer: Any, groups: Tensor) -> float | None:
-    """The standard deviation that TRL divides advantages by: of the batch, or the mean over groups not saturated.
-
-    Args:
-        trainer: whose options say which.
-        groups: see `groups_of_rewards`.
-
-    Returns:
-        In units of reward; None where no group has one, or where every function is divided by one of its own.
-    """
-    if not has_one_reward(trainer):
-        return None
+def _spread(trainer: Any, groups: Tensor) -> float | None:
+    """What TRL divides advantages by: the standard deviation of the batch, or the mean over groups not saturated."""
     spreads = (groups.view(1, -1) if reward_scale(trainer.args) == "batch" else groups).std(-1)
     spreads = spreads[spreads > 0]
     return float(spreads.mean()) if spreads.numel() else None
@@ -168,3 +156,48 @@ def completions_table(trainer: Any, generation: Generation) -> None:
     columns["length"] = generation.lengths.to(torch.float32)
     for name, values in columns.items():
         trainer._logs["extra"][name].extend(gather_object(values.tolist()))
+
+
+def watch_sampler(trainer: Any, output: Any) -> None:
+    """Warn once, with the likely cause, where the sampler's log-probabilities are not those of the policy.
+
+    Args:
+        trainer: klamp's, whose policy it is; its weights are those that the completions were sampled with.
+        output: the generation batch; nothing happens where the sampler tells no log-probabilities.
+    """
+    session = trainer._klamp
+    told, own = output.get("sampling_per_token_logps"), output.get("old_per_token_logps")
+    if told is None or own is None or session.out_of_sync or weights_are_split(trainer):
+        return
+    mask = loss_mask(output) & told.isfinite()
+    gap = float((told - own)[mask].abs().mean()) if bool(mask.any()) else 0.0
+    if gap <= max(SAME.value, FURTHER * session.sync_gap):
+        return
+    session.sync_gap = gap
+    report = sync_report(trainer, output)
+    session.out_of_sync = not report.in_sync
+    if session.out_of_sync:
+        trainer._caution(f"sampler and trainer are out of sync at step {trainer.state.global_step + 1}: {report}")
+
+
+def sync_report(trainer: Any, output: Any) -> SyncReport:
+    """Score some completions of a generation batch again, and say whose log-probabilities were reported."""
+    mask = loss_mask(output)
+    told = output["sampling_per_token_logps"].masked_fill(~mask, torch.nan)
+    own = output["old_per_token_logps"].masked_fill(~mask, torch.nan)
+    written = output["completion_mask"].bool()
+    rows = range(min(ROWS, len(written)))
+    args, start = trainer.args, trainer.ref_model
+    if start is None or args.sync_ref_model or not trainer._klamp.starts_at_reference or not trainer.state.global_step:
+        start = None
+    return check_sync(
+        trainer.accelerator.unwrap_model(trainer.model),
+        [output["prompt_ids"][i][output["prompt_mask"][i].bool()].tolist() for i in rows],
+        [output["completion_ids"][i][written[i]].tolist() for i in rows],
+        [told[i][written[i]].tolist() for i in rows],
+        trainer_logprobs=[own[i][written[i]].tolist() for i in rows],
+        temperature=trainer.temperature,
+        top_k=args.top_k or 0,
+        top_p=args.top_p,
+        start=None if start is None else trainer.accelerator.unwrap_model(start),
+    )

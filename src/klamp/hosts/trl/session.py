@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from klamp.config import KLConfig
@@ -103,11 +102,6 @@ class Session:
             yield
         finally:
             self.learns = None
-
-    def note_rewards(self, completion_ids: list[Any], rewards: Tensor) -> None:
-        """Remember the lengths of completions, and which of them have a reward."""
-        self.lengths = [len(ids) for ids in completion_ids]
-        self.scorable = ~torch.isnan(rewards).all(dim=1)
 
 
 def only_scoring(seen: list[Scoring]) -> Scoring:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from klamp.config import KLConfig
 from klamp.config.describe import DIVERGENCES, PLACEMENTS, describe_average, describe_controller, describe_price
 from klamp.config.loss import Price, price_of
 from klamp.core.advantages import Baseline, Scale
@@ -129,13 +128,11 @@ def _in_loss(config: Any) -> EffectiveTerm:
     if is_ours(name):
         kl = loss_kl(name, float(beta))
         price = _price(config, beta, kl.kl_placement)
-        return EffectiveTerm.of(kl, beta=beta, price=price, controller=_driven_by(kl))
+        return EffectiveTerm.of(
+            kl, beta=beta, price=price, controller=describe_controller(kl) if needs_driver(kl) else "fixed"
+        )
     value, gradient = _own(name)
     return _of_verl("loss", value, gradient, beta, _price(config, beta, "loss"), "fixed")
-
-
-def _driven_by(kl: KLConfig) -> str:
-    return describe_controller(kl) if needs_driver(kl) else "fixed"
 
 
 def _in_reward(config: Any) -> EffectiveTerm:
@@ -187,17 +184,17 @@ def _own(name: str) -> tuple[str, str]:
 
 
 def _reference(model: Any) -> str:
-    adapter = (model.get("lora_rank") or 0) > 0 or model.get("lora_adapter_path") is not None
-    return "the policy with its adapter off" if adapter or _megatron_rank(model) > 0 else "a frozen copy"
-
-
-def _megatron_rank(model: Any) -> int:
-    return int((model.get("lora") or {}).get("rank") or 0)
+    ranks = (model.get("lora_rank"), (model.get("lora") or {}).get("rank"))  # FSDP's, Megatron's
+    adapter = any((rank or 0) > 0 for rank in ranks) or model.get("lora_adapter_path") is not None
+    return "the policy with its adapter off" if adapter else "a frozen copy"
 
 
 def _notes(config: Any, in_loss: bool, in_reward: bool) -> tuple[str, ...]:
     actor, algorithm = config["actor_rollout_ref"]["actor"], config["algorithm"]
-    control, completions, driven = algorithm["kl_ctrl"], _completions(config), _is_driven(config)
+    control, name = algorithm["kl_ctrl"], actor["kl_loss_type"]
+    completions = int(config["data"]["train_batch_size"]) * int(config["actor_rollout_ref"]["rollout"]["n"])
+    callback = (config.get("trainer") or {}).get("checkpoint_callback_class")
+    driven = str(callback).endswith("klamp.verl.Driver")
     own = not is_ours(algorithm["kl_penalty"])
     value = _own(algorithm["kl_penalty"])[0] if own else "k1"
     rows = [
@@ -218,32 +215,15 @@ def _notes(config: Any, in_loss: bool, in_reward: bool) -> tuple[str, ...]:
             "verl's checkpoints do not hold the controller: on resume beta starts at kl_coef",
         ),
         (
-            in_loss and not driven and _needs_driver(actor),
+            in_loss and not driven and is_ours(name) and needs_driver(loss_kl(name)),
             "this KL needs ++trainer.checkpoint_callback_class=klamp.verl.Driver, without which it raises",
         ),
         (
-            in_loss and _lacks_policy_loss(actor),
+            in_loss
+            and is_ours(name)
+            and not is_ours(actor["policy_loss"]["loss_mode"])
+            and needs_policy_loss(loss_kl(name).build_term()),
             "loss_mode must be klamp, or klamp:MODE: it has to name klamp's policy loss",
         ),
     ]
     return that_apply(rows)
-
-
-def _completions(config: Any) -> int:
-    return int(config["data"]["train_batch_size"]) * int(config["actor_rollout_ref"]["rollout"]["n"])
-
-
-def _is_driven(config: Any) -> bool:
-    return str((config.get("trainer") or {}).get("checkpoint_callback_class")).endswith("klamp.verl.Driver")
-
-
-def _needs_driver(actor: Any) -> bool:
-    name = actor["kl_loss_type"]
-    return is_ours(name) and needs_driver(loss_kl(name))
-
-
-def _lacks_policy_loss(actor: Any) -> bool:
-    name = actor["kl_loss_type"]
-    if not is_ours(name) or is_ours(actor["policy_loss"]["loss_mode"]):
-        return False
-    return needs_policy_loss(loss_kl(name).build_term())
