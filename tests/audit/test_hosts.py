@@ -23,7 +23,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Puts a host into the table, with this version and this way of finding its KL."""
 
     def install(subject: Callable[[], Subject], version: str = "1.3.0") -> None:
-        module = types.ModuleType("klamp.audit.fake")
+        module = types.ModuleType(f"{load_subject.__module__}.fake")
         module.subject = subject  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setitem(HOSTS, "fake", FAKE)

@@ -1,0 +1,221 @@
+"""`klamp audit trl`, `liger`, `torchrl` on what is installed: every cell, and the same by an enumeration of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+from tests.engines.documented import assert_documented
+from tests.engines.enumeration import VOCAB, assert_follows, expected_loss, make_world
+from torch import Tensor
+from torchrl.objectives.llm import k3_kl_token_estimate
+
+from klamp.audit import liger, load_subject, torchrl, trl
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Any:
+    return trl.build_trainer()
+
+
+@pytest.mark.parametrize("names", [("liger", "torchrl"), pytest.param(("trl",), marks=pytest.mark.slow)])
+def test_the_record_has_what_the_command_prints(names: tuple[str, ...]) -> None:
+    assert_documented(*names)
+    assert [load_subject(name).cautions for name in names] == [()] * len(names)
+
+
+def enumerated(loss: Callable[..., Tensor], follows: str, *, off_policy: str = "none of them") -> None:
+    """A `HostLoss` has the value of KL(policy||ref) and follows this gradient; with tokens of another policy, that."""
+    policy, ref = make_world()
+    sampler, _ = make_world(seed=9)
+
+    def on(p: Tensor, q: Tensor, token: int) -> Tensor:
+        one = p[token].view(1, 1)
+        return loss(one, q[token].view(1, 1), one.detach(), torch.ones(1, 1, dtype=torch.bool))
+
+    def off(p: Tensor, q: Tensor, token: int) -> Tensor:
+        old = sampler.detach().log_softmax(-1)[token].view(1, 1)
+        return loss(p[token].view(1, 1), q[token].view(1, 1), old, torch.ones(1, 1, dtype=torch.bool))
+
+    value, gradient = expected_loss(on, policy, ref)
+    exact = (policy.softmax(-1) * (policy.log_softmax(-1) - ref.log_softmax(-1))).sum().item()
+    assert value == pytest.approx(exact, abs=1e-12)
+    assert_follows(gradient, follows, policy, ref)
+    _, gradient = expected_loss(off, policy, ref, sampler)
+    assert_follows(gradient, off_policy, policy, ref)
+
+
+@pytest.mark.parametrize(
+    ("corrected", "follows", "off_policy"), [(True, "reverse", "reverse"), (False, "forward", "none of them")]
+)
+def test_an_enumeration_of_its_own_of_liger(corrected: bool, follows: str, off_policy: str) -> None:
+    def loss(*given: Tensor) -> Tensor:
+        return liger.kl_loss(*given, use_bias_correction_kl=corrected)
+
+    enumerated(loss, follows, off_policy=off_policy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("corrected", "follows", "off_policy"), [(True, "reverse", "reverse"), (False, "forward", "none of them")]
+)
+def test_an_enumeration_of_its_own_of_trl(trainer: Any, corrected: bool, follows: str, off_policy: str) -> None:
+    def loss(*given: Tensor) -> Tensor:
+        return trl.kl_loss(trainer, *given, use_bias_correction_kl=corrected)
+
+    enumerated(loss, follows, off_policy=off_policy)
+
+
+def test_an_enumeration_of_its_own_of_torchrl() -> None:
+    enumerated(torchrl.kl_loss, "forward")
+    policy, ref = make_world()
+
+    def estimate(p: Tensor, q: Tensor, token: int) -> Tensor:
+        return k3_kl_token_estimate(q[token], p[token])
+
+    def reward(p: Tensor, q: Tensor, token: int) -> Tensor:
+        return torchrl.reward_kl(p[token].view(1, 1), q[token].view(1, 1)).squeeze() * p[token]
+
+    for each, follows in ((estimate, "forward"), (reward, "reverse")):
+        _, gradient = expected_loss(each, policy, ref)
+        assert_follows(gradient, follows, policy, ref)
+
+
+def test_torchrl_averages_its_kl_over_the_padding() -> None:
+    """Whatever the aggregation of the objective: padding dilutes it."""
+    policy, ref = torch.full((1, 2), -1.0), torch.full((1, 2), -1.5)
+    one = torchrl.kl_loss(policy, ref, policy, torch.tensor([[True, True]]))
+    padded = torchrl.kl_loss(policy, ref, policy, torch.tensor([[True, False]]))
+    assert padded == pytest.approx(one.item() / 2)
+
+
+@pytest.mark.parametrize(("corrected", "follows"), [(False, "forward"), (True, "reverse")])
+def test_the_whole_chunked_loss_of_liger(corrected: bool, follows: str) -> None:
+    """From hidden states: the policy's logits are the hidden state itself, under an identity head."""
+    policy, ref = make_world()
+    probs, q = policy.detach().softmax(-1), ref.log_softmax(-1)
+    hidden = policy.detach().float().view(1, 1, VOCAB).requires_grad_()
+    totals = []
+    for beta in (1.0, 0.0):
+        module = LigerFusedLinearGRPOLoss(beta=beta, compiled=False, loss_type="grpo", use_bias_correction_kl=corrected)
+        losses = [
+            module(
+                hidden,
+                torch.eye(VOCAB),
+                torch.tensor([[token]]),
+                torch.ones(1, 1),
+                torch.zeros(1),
+                ref_per_token_logps=q[token].view(1, 1).float(),
+            )[0]
+            * probs[token].float()
+            for token in range(VOCAB)
+        ]
+        totals.append(torch.stack(losses).sum())
+    (gradient,) = torch.autograd.grad(totals[0] - totals[1], hidden)
+    assert_follows(gradient.view(-1).double(), follows, policy, ref, tolerance=1e-5)
+
+
+def test_log_probabilities_of_liger_are_float32_whatever_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a note of the audit claims."""
+    from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction as Function
+
+    seen = []
+    original = Function.ppo_loss_fn
+
+    def spy(**given):
+        seen.append((given["per_token_logps"].dtype, given["ref_per_token_logps"].dtype))
+        return original(**given)
+
+    monkeypatch.setattr(Function, "ppo_loss_fn", staticmethod(spy))
+    half = torch.bfloat16
+    LigerFusedLinearGRPOLoss(beta=1.0, compiled=False)(
+        torch.randn(1, 2, VOCAB, dtype=half, requires_grad=True),
+        torch.eye(VOCAB, dtype=half),
+        torch.tensor([[0, 1]]),
+        torch.ones(1, 2),
+        torch.zeros(1),
+        ref_per_token_logps=torch.full((1, 2), -1.0, dtype=half),
+    )
+    assert seen == [(torch.float32, torch.float32)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("corrected", "sign_of"), [(True, "reverse"), (False, "forward")])
+def test_the_whole_forward_of_a_model_in_trl(trainer: Any, corrected: bool, sign_of: str) -> None:
+    """Nothing replaced: TRL scores each token with its model; weighted by the model's own probabilities, the gradient
+    with respect to its weights is that of the exact divergence of its logits."""
+    model, parameters = trainer.model, list(trainer.model.parameters())
+    vocab = model.config.vocab_size
+    prompt = torch.tensor([[3]])
+    ref = torch.randn(vocab, dtype=torch.float32).log_softmax(-1)
+    trainer.args.use_bias_correction_kl = corrected
+    logp = model(input_ids=prompt).logits[0, -1].float().log_softmax(-1)
+    total = torch.zeros(())
+    for token in range(vocab):
+        inputs = {
+            "prompt_ids": prompt,
+            "prompt_mask": torch.ones_like(prompt),
+            "completion_ids": torch.tensor([[token]]),
+            "completion_mask": torch.ones(1, 1, dtype=torch.long),
+            "advantages": torch.zeros(1),
+            "ref_per_token_logps": ref[token].view(1, 1),
+            "num_items_in_batch": torch.tensor(1),
+        }
+        losses = []
+        for trainer.beta in (1.0, 0.0):
+            losses.append(trainer._compute_loss(model, inputs))
+        total = total + logp[token].exp().detach() * (losses[0] - losses[1])
+    exact = {"reverse": (logp.exp() * (logp - ref)).sum(), "forward": (ref.exp() * (ref - logp)).sum()}
+    got = torch.autograd.grad(total, parameters, allow_unused=True, retain_graph=True)
+    want = torch.autograd.grad(exact[sign_of], parameters, allow_unused=True)
+    for a, b in zip(got, want, strict=True):
+        if b is not None:
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+    assert any(b is not None and b.abs().max() > 1e-3 for b in want)
+
+
+@pytest.mark.slow
+def test_the_kl_of_trl_is_linear_in_beta(trainer: Any) -> None:
+    """What allows the audit to take the KL as the loss at beta 1 less the loss at beta 0."""
+    inputs = {
+        "prompt_ids": torch.tensor([[3], [3]]),
+        "prompt_mask": torch.ones(2, 1, dtype=torch.long),
+        "completion_ids": torch.tensor([[1, 2], [3, 0]]),
+        "completion_mask": torch.tensor([[1, 1], [1, 0]]),
+        "advantages": torch.tensor([0.7, -1.3]),
+        "ref_per_token_logps": torch.full((2, 2), -1.0),
+        "num_items_in_batch": torch.tensor(3),
+    }
+    losses = []
+    for trainer.beta in (0.0, 0.5, 2.0):
+        losses.append(trainer._compute_loss(trainer.model, inputs).item())
+    assert losses[1] - losses[0] != 0
+    assert (losses[2] - losses[0]) / (losses[1] - losses[0]) == pytest.approx(4.0, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_log_probabilities_of_trl_are_float32_whatever_the_model(trainer: Any) -> None:
+    """What a note of the audit claims."""
+    ids = torch.tensor([[3, 1, 2]])
+    model = trainer.model.to(torch.bfloat16)
+    try:
+        scored = trainer._get_per_token_logps_and_entropies(model, ids, torch.ones_like(ids), 2)
+    finally:
+        trainer.model.to(torch.float32)
+    assert scored[0].dtype == torch.float32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("log_ratio", "slope"), [(-30.0, 0.0), (30.0, 30.0)])
+def test_in_float32_the_default_of_trl_has_no_gradient_at_minus_30_nats(
+    trainer: Any, log_ratio: float, slope: float
+) -> None:
+    """Two terms of exp(30) cancel: where a token is far below the reference nothing pulls it back up."""
+    policy = torch.tensor([[-31.0 if log_ratio < 0 else -1.0]], requires_grad=True)
+    old, mask = policy.detach(), torch.ones(1, 1, dtype=torch.bool)
+    loss = trl.kl_loss(trainer, policy, old - log_ratio, old, mask, use_bias_correction_kl=True)
+    (found,) = torch.autograd.grad(loss, policy)
+    assert found.item() == pytest.approx(slope)
