@@ -96,6 +96,7 @@ class LinearKL(torch.autograd.Function):
         learns: bool,
         direction: Direction,
     ) -> Tensor:
+        """The KL of each row, [N]; keeps what the gradient needs and no matrix of logits."""
         learns = learns and ctx.needs_input_grad[1] and weight.dtype == ref_weight.dtype
         ctx.kept = keep(owner, hidden, weight, heads=2) if learns else None
         policy = Products(Head(weight, bias, *scale), hidden, ctx.kept)
@@ -108,6 +109,7 @@ class LinearKL(torch.autograd.Function):
     @staticmethod
     @first_only
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The gradients of the policy's hidden states and head, in one more walk over the vocabulary."""
         hidden, weight, bias, ref_hidden, ref_weight, ref_bias, *rest = ctx.saved_tensors
         kept, ctx.kept = ctx.kept, None  # written over here: a second walk computes the products again
         policy = Products(Head(weight, bias, *ctx.scale), hidden, kept)

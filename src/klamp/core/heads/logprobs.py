@@ -171,6 +171,7 @@ class LinearLogprobs(torch.autograd.Function):
         learns: bool,
         entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
+        """The log-probabilities and entropies, [N]; keeps what the gradient needs and no matrix of logits."""
         ctx.scale, ctx.hidden_dtype = scale, hidden.dtype
         head, ctx.kernels, ctx.kept = Head(weight, bias, *scale), _kernels(hidden, weight), None
         if ctx.kernels is not None:
@@ -191,6 +192,7 @@ class LinearLogprobs(torch.autograd.Function):
     @staticmethod
     @first_only
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The gradients of hidden states and head, in one more walk over the vocabulary."""
         grad, saved = grads[0], ctx.saved_tensors  # asked for once: checkpointing of activations allows no more
         if len(saved) == 1:
             pulled = torch.where(grad[:, None] == 0, 0, grad[:, None] * saved[0])

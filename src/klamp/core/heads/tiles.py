@@ -277,6 +277,7 @@ def opaque(function: Callable[..., Result], *given: Any) -> Result:
 
 
 def check_head(name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    """Refuse hidden states and a head that do not fit together, with the reason."""
     check_tensors(FLOATS, **{f"{name} hidden states": hidden, f"{name} head's weight": weight})
     check_values_exist(f"{name} hidden states", hidden)
     if bias is not None:
@@ -300,6 +301,7 @@ def check_head(name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None = 
 
 
 def check_scale(temperature: float, softcap: float | None) -> None:
+    """Refuse a temperature or a soft cap that the logits cannot be divided by."""
     divides = POSITIVE.but("the logits are divided by it", "use that of the sampler or of the model's configuration")
     check_number("temperature", temperature, divides)
     check_number("softcap", softcap, divides, optional=True)
