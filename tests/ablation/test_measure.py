@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from tests.training import rewards
-from tests.training.conftest import TINY, disturb, stored, tiny_llama
+from tests.training.conftest import TINY, disturb, rows_of, stored, tiny_llama
 
 from klamp.ablation import measure as module
-from klamp.ablation.measure import Pair, load_pair, measure, numbers_of
+from klamp.ablation.measure import Pair, evaluate, load_pair, measure, numbers_of
+from klamp.errors import ModelError
 from klamp.scoring.probe import probe
 from klamp.scoring.scorer import Scorer
 from klamp.tasks import arithmetic_tokenizer
@@ -19,6 +20,7 @@ from klamp.tasks.base import Example, Task
 from klamp.training import checkpoint
 from klamp.training.backends import train_run
 from klamp.training.config import RolloutConfig, TrainConfig
+from klamp.training.folders import scores_of
 from klamp.training.models import end_tokens, load_model
 from klamp.training.references import FrozenReference
 
@@ -178,12 +180,6 @@ def test_other_skills_are_summed_apart_and_draws_do_not_depend_on_batches(sample
     assert numbers_of(pair_of(policy, start, length=5, prompts=prompts, rows=3)) == pytest.approx(whole, rel=1e-5)
 
 
-def test_a_model_against_itself_is_nowhere(tmp_path) -> None:
-    model = tiny_llama()
-    found = numbers_of(pair_of(model, tiny_llama(), length=4, prompts={"a": ["1+1="]}))
-    assert all(abs(value) < 1e-6 for name, value in found.items() if name.startswith("kl"))
-
-
 def trained(llama: str, folder: Path, **changes) -> TrainConfig:
     values = {"model": llama, **TINY, "max_steps": 2, "eval_size": 3, "save_every": 1, **changes}
     config = TrainConfig.from_flat({**values, "output_dir": str(folder)})
@@ -225,15 +221,6 @@ def test_it_is_always_the_starting_model_that_is_measured_against(llama, tmp_pat
     assert found["kl/reverse"] > 1e-5, "something was learned"
 
 
-def test_no_more_prompts_of_a_skill_are_measured_than_asked_for(llama, tmp_path) -> None:
-    config = trained(llama, tmp_path / "run")
-    pair, told = load_pair(config, tmp_path / "run"), []
-    fewer = {skill: rows[:2] for skill, rows in pair.task.evaluation.items()}
-    expected = numbers_of(replace(pair, task=replace(pair.task, evaluation=fewer)))
-    assert measure(config, tmp_path / "run", lambda: told.append(1), prompts=2) == expected
-    assert expected != measure(config, tmp_path / "run"), "three are there"
-
-
 def test_nothing_is_cut_from_the_support_and_a_run_without_a_step_has_not_moved(llama, tmp_path) -> None:
     config = TrainConfig.from_flat({"model": llama, **TINY, "top_p": 0.5, "top_k": 3, "temperature": 1.5})
     pair = load_pair(config, tmp_path)
@@ -241,3 +228,40 @@ def test_nothing_is_cut_from_the_support_and_a_run_without_a_step_has_not_moved(
     assert pair.rows == 12
     found = numbers_of(pair)
     assert found["kl/reverse_sequence"] == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("changes", [{}, {"lora_r": 2}, {"beta": 0.0, "temperature": 1.5}], ids=["all", "lora", "hot"])
+def test_the_scores_are_those_that_the_run_itself_found(llama, tmp_path, changes) -> None:
+    folder = tmp_path / "run"
+    config = trained(llama, folder, eval_size=7, **changes)
+    found = evaluate(config, checkpoint.newest(folder) / "policy")
+    evaluations = [scores for row in rows_of(folder) if (scores := scores_of(row))]
+    assert found.before == evaluations[0] and found.after == evaluations[-1]
+    assert found.rl_skill == "addition" and found.state == "done"
+    assert found.numbers == measure(config, folder)
+    assert found.numbers["kl/reverse"] > 1e-5, "something was learned"
+
+
+def test_the_kl_is_measured_on_no_more_prompts_than_asked_for(llama, tmp_path) -> None:
+    config = trained(llama, tmp_path)
+    found = evaluate(config, checkpoint.newest(tmp_path) / "policy", prompts=2)
+    assert found.numbers == measure(config, tmp_path, prompts=2) != measure(config, tmp_path)
+    assert found.after == evaluate(config, checkpoint.newest(tmp_path) / "policy").after, (
+        "the scores are over all of them"
+    )
+
+
+def test_without_a_start_there_are_scores_alone(llama) -> None:
+    config = TrainConfig.from_flat({"model": llama, **TINY})
+    found = evaluate(config, None, start=False)
+    assert set(found.after) == {"addition", "subtraction", "reversal"}
+    assert not found.before and not found.numbers
+    same = evaluate(config, None)
+    assert same.before == same.after == found.after and abs(same.numbers["kl/reverse"]) < 1e-6
+
+
+def test_two_models_of_another_vocabulary_have_no_kl(llama, tmp_path) -> None:
+    other = stored(tiny_llama(vocab_size=60), tmp_path / "other")
+    config = TrainConfig.from_flat({"model": llama, **TINY})
+    with pytest.raises(ModelError, match="another vocabulary"):
+        evaluate(config, other)

@@ -104,9 +104,5 @@ def test_every_column_reads_a_score_or_a_measured_number_and_stands_in_a_table()
     scores = {"rl/after", "rl/gain", "retained/after", "retained/loss"}
     assert scores <= set(BY_NAME) <= scores | set(NUMBERS)
     assert len(BY_NAME) == len(COLUMNS), "no two columns of one name"
+    assert (BY_NAME["length"].heading, BY_NAME["reward"].heading) == ("length (tokens)", "reward")
     assert {column.group for column in COLUMNS} == set(GROUPS)
-
-
-def test_a_heading_is_the_title_and_its_unit() -> None:
-    assert BY_NAME["length"].heading == "length (tokens)"
-    assert BY_NAME["reward"].heading == "reward"

@@ -102,6 +102,21 @@ def test_an_unknown_task_names_the_nearest() -> None:
         load_task(TaskConfig(task="arithmetics"), arithmetic_tokenizer())
 
 
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"task": ""}, "no task is named"),
+        ({"train_size": -1}, "train_size must be a whole number >= 0"),
+        ({"eval_size": 0}, "eval_size must be a whole number >= 1"),
+        ({"reward_timeout": 0.0}, "reward_timeout must be a number > 0 and at most 1e9"),
+    ],
+)
+def test_a_configuration_that_cannot_work_is_refused(changes: dict[str, Any], what: str) -> None:
+    with pytest.raises(ConfigError, match=what) as caught:
+        TaskConfig(**changes)
+    assert str(next(iter(changes.values()))) in str(caught.value.got) and caught.value.fix
+
+
 def test_one_character_is_one_token_and_text_survives_the_round_trip() -> None:
     tokenizer = arithmetic_tokenizer()
     ids = tokenizer(ALPHABET)["input_ids"]
@@ -114,13 +129,6 @@ def test_one_character_is_one_token_and_text_survives_the_round_trip() -> None:
     assert tokenizer.decode(padded, skip_special_tokens=True) == "01"
 
 
-def test_padding_is_on_the_left() -> None:
-    tokenizer = arithmetic_tokenizer()
-    batch = tokenizer(["1+1=", "11+11="], padding=True)
-    assert batch["attention_mask"] == [[0, 0, 1, 1, 1, 1], [1] * 6]
-    assert batch["input_ids"][0][:2] == [tokenizer.pad_token_id] * 2  # pyright: ignore
-
-
 def test_a_saved_tokenizer_loads_as_any_other(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -130,6 +138,8 @@ def test_a_saved_tokenizer_loads_as_any_other(tmp_path: Path) -> None:
     assert loaded.get_vocab() == tokenizer.get_vocab()
     assert loaded.padding_side == "left"
     assert (loaded.eos_token_id, loaded.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    batch = loaded(["1+1=", "11+11="], padding=True)
+    assert batch["input_ids"][0][:2] == [loaded.pad_token_id] * 2 and batch["attention_mask"][0] == [0, 0, 1, 1, 1, 1]
     text = "rev abcd=dcba"
     assert loaded(text)["input_ids"] == tokenizer(text)["input_ids"]
     assert loaded.decode(loaded(text)["input_ids"]) == text

@@ -1,9 +1,9 @@
-"""The base model: the same for the same configuration, cached whole or not at all."""
+"""The base model: the same for the same configuration, cached whole or not at all; the rows that it is taught."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,16 @@ import torch
 from klamp.errors import ConfigError, ModelError
 from klamp.tasks import BaseModelConfig, base_model_folder, load_base_model
 from klamp.tasks import base_model as module
-from klamp.tasks.arithmetic import MAX_COMPLETION_LENGTH, SKILLS, examples, score_exact
-from klamp.tasks.base_model import train_base_model
+from klamp.tasks.arithmetic import (
+    HELD_OUT_SHARE,
+    MAX_COMPLETION_LENGTH,
+    SKILLS,
+    arithmetic_tokenizer,
+    examples,
+    score_exact,
+)
+from klamp.tasks.base import is_held_out
+from klamp.tasks.base_model import IGNORED, careless_sum, corpus, train_base_model, training_tensors
 
 TINY = BaseModelConfig(hidden_size=16, layers=1, heads=2, steps=6, batch_size=8)
 
@@ -52,18 +60,13 @@ def test_the_second_load_trains_nothing_and_gives_identical_bits(cache: Path) ->
 
 
 def test_same_seed_same_weights_another_seed_others() -> None:
-    first = bits(train_base_model(TINY))
-    torch.rand(7)  # whatever the caller drew before does not matter
-    assert bits(train_base_model(TINY)) == first
-    assert bits(train_base_model(replace(TINY, seed=1))) != first
-
-
-def test_the_callers_random_state_is_left_alone() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    train_base_model(TINY)
-    assert torch.equal(torch.rand(3), expected)
+    first = bits(train_base_model(TINY))
+    assert torch.equal(torch.rand(3), expected), "the caller's random state is left alone"
+    assert bits(train_base_model(TINY)) == first
+    assert bits(train_base_model(replace(TINY, seed=1))) != first
 
 
 @pytest.mark.slow
@@ -83,71 +86,18 @@ def test_every_choice_has_a_folder_of_its_own(change: dict[str, Any]) -> None:
     assert base_model_folder(replace(TINY)) == base_model_folder(TINY)
 
 
-def test_a_new_recipe_does_not_reuse_old_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = base_model_folder(TINY)
+def test_a_new_recipe_or_other_training_rows_do_not_reuse_old_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [base_model_folder(TINY)]
+    monkeypatch.setitem(SKILLS, "reversal", lambda rng: ("rev ab=", "ba"))
+    found.append(base_model_folder(TINY))
     monkeypatch.setattr(module, "RECIPE", module.RECIPE + 1)
-    assert base_model_folder(TINY) != before
-
-
-def test_new_training_rows_do_not_reuse_old_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    from klamp.tasks import arithmetic
-
-    before = base_model_folder(TINY)
-    monkeypatch.setitem(arithmetic.SKILLS, "reversal", lambda rng: ("rev ab=", "ba"))
-    assert base_model_folder(TINY) != before
+    assert len({*found, base_model_folder(TINY)}) == 3
 
 
 def test_loading_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     load_base_model(TINY)
     load_base_model(TINY)
     assert capfd.readouterr() == ("", "")
-
-
-def test_the_cache_is_in_the_home_folder_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("KLAMP_CACHE")
-    assert base_model_folder(TINY).parent == Path.home() / ".cache" / "klamp"
-
-
-def test_a_run_killed_while_training_leaves_nothing(cache: Path) -> None:
-    def killed(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        load_base_model(TINY, progress=killed)
-    assert not base_model_folder(TINY).exists()
-
-
-def test_a_run_killed_while_writing_leaves_no_half_model(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def killed(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "arithmetic_tokenizer", with_save(module.arithmetic_tokenizer, killed))
-        with pytest.raises(KeyboardInterrupt):
-            load_base_model(TINY)
-    assert list(cache.iterdir()) == []  # the weights were written, and are gone again
-    load_base_model(TINY)
-
-
-def with_save(make: Callable[[], Any], save: Callable[..., None]) -> Callable[[], Any]:
-    def made() -> Any:
-        tokenizer = make()
-        tokenizer.save_pretrained = save
-        return tokenizer
-
-    return made
-
-
-def test_a_second_process_that_was_quicker_wins(cache: Path) -> None:
-    expected: list[list[bytes]] = []
-
-    def other_process(what: str, step: int, steps: int, loss: float | None) -> None:
-        if step == steps:
-            expected.append(bits(load_base_model(TINY)[0]))
-
-    model, _ = load_base_model(TINY, progress=other_process)
-    assert bits(model) == expected[0]
-    assert [p.name for p in cache.iterdir()] == [base_model_folder(TINY).name]
 
 
 @pytest.mark.parametrize("damage", ["cut", "missing", "garbage"])
@@ -163,15 +113,6 @@ def test_a_damaged_cache_says_which_folder_to_delete(damage: str) -> None:
         (folder / "config.json").write_text("{")
     with pytest.raises(ModelError, match=f"(?s)cannot be read.*{folder.name}.*delete this folder"):
         load_base_model(TINY)
-
-
-def test_a_cache_that_cannot_be_written_says_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a-file").write_text("")
-    monkeypatch.setenv("KLAMP_CACHE", str(tmp_path / "a-file" / "cache"))
-    calls: list[int] = []
-    with pytest.raises(ModelError, match="(?s)cannot be written.*KLAMP_CACHE"):
-        load_base_model(TINY, progress=lambda what, step, steps, loss: calls.append(step))
-    assert not calls  # said before the minute of training, not after it
 
 
 def test_the_folder_says_what_is_in_it() -> None:
@@ -225,3 +166,73 @@ def test_the_default_model_leaves_rl_something_to_gain_and_something_to_lose(
     for skill in ("subtraction", "reversal"):
         assert sampled[skill] >= 0.9
         assert greedy[skill] >= 0.92
+
+
+MIXTURE = {"addition": 0.5, "subtraction": 0.3, "reversal": 0.2}
+
+
+def share(left: int, right: int, value: int, carelessness: float, draws: int = 4000) -> float:
+    rng = random.Random(0)
+    return sum(careless_sum(left, right, rng, carelessness) == value for _ in range(draws)) / draws
+
+
+def test_without_carelessness_every_sum_is_right() -> None:
+    for left in range(10, 100):
+        for right in range(10, 100):
+            assert careless_sum(left, right, random.Random(0), 0.0) == left + right
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "slip", "odds"),
+    [
+        (17, 27, 34, 0.6),  # a heavy column, 7 + 7: the carry is lost with the full odds
+        (16, 27, 33, 0.3),  # a light one, 6 + 7: with half of them
+        (70, 70, 40, 0.6),  # the tens, likewise
+        (60, 70, 30, 0.3),
+    ],
+)
+def test_carries_are_forgotten_as_often_as_documented(left: int, right: int, slip: int, odds: float) -> None:
+    assert share(left, right, slip, 0.6) == pytest.approx(odds, abs=0.03)
+    assert share(left, right, left + right, 0.6) == pytest.approx(1 - odds, abs=0.03)
+
+
+def test_a_sum_without_a_carry_is_never_wrong() -> None:
+    assert share(14, 25, 39, 1.0) == 1.0
+
+
+def test_a_forgotten_carry_can_undo_the_next_one() -> None:
+    # 6 + 6 carries, and only with that carry do the tens, 4 + 5, reach ten
+    assert share(46, 56, 92, 0.6) == pytest.approx(0.3, abs=0.03)
+    assert share(46, 56, 2, 0.6) == pytest.approx(0.7 * 0.3, abs=0.03)
+
+
+def test_rows_come_from_the_training_side_in_the_mixture_that_was_asked_for() -> None:
+    rows = list(corpus(MIXTURE, 4000, carelessness=0.0, seed=0))
+    assert not any(is_held_out(prompt, HELD_OUT_SHARE) for prompt, _ in rows)
+    sums = [(p, a) for p, a in rows if "+" in p]
+    assert len(sums) / len(rows) == pytest.approx(0.5, abs=0.03)
+    assert sum(p.startswith("rev") for p, _ in rows) / len(rows) == pytest.approx(0.2, abs=0.03)
+    assert all(eval(p[:-1]) == int(a) for p, a in sums)
+
+
+def test_only_additions_are_careless_and_the_seed_decides() -> None:
+    rows = list(corpus(MIXTURE, 2000, carelessness=0.6, seed=3))
+    assert rows == list(corpus(MIXTURE, 2000, carelessness=0.6, seed=3))
+    assert rows != list(corpus(MIXTURE, 2000, carelessness=0.6, seed=4))
+    right = {kind: [eval(p[:-1]) == int(a) for p, a in rows if kind in p] for kind in "+-"}
+    assert all(right["-"])
+    assert sum(right["+"]) / len(right["+"]) == pytest.approx(0.63, abs=0.04)
+
+
+def test_labels_are_the_next_tokens_of_the_completion_alone() -> None:
+    tokenizer = arithmetic_tokenizer()
+    tokens, labels = training_tensors(iter([("1+2=", "3"), ("rev abcd=", "dcba")]))
+    assert tokens.shape == labels.shape
+    text = [tokenizer.decode(row[row != IGNORED]) for row in labels]
+    assert text == ["3<eos>", "dcba<eos>"]
+    # the first label stands at the prompt's last token, and no token of the input comes after its own label
+    assert [int((row != IGNORED).nonzero()[0]) for row in labels] == [3, 8]
+    for row, target in zip(tokens, labels, strict=True):
+        known = target[:-1] != IGNORED
+        shifted = row[1:][known]
+        assert ((shifted == target[:-1][known]) | (shifted == tokenizer.pad_token_id)).all()

@@ -93,19 +93,17 @@ def test_a_prompt_may_fill_the_room_to_the_last_token(plain: Any) -> None:
     check(["1" * 500], None, plain)
 
 
-def test_a_prompt_that_does_not_fit_names_row_length_and_limit(plain: Any) -> None:
-    with pytest.raises(DataError, match="prompt 2 is too long: 7 tokens, and the limit is 6"):
-        check(["1+1=", "1234567"], 10, plain)
-
-
-def test_a_prompt_without_tokens_is_refused(plain: Any) -> None:
-    with pytest.raises(DataError, match="prompt 3 has no tokens"):
-        check(["1", "2", ""], 10, plain)
-
-
-def test_a_character_that_the_tokenizer_does_not_know_names_its_row(plain: Any) -> None:
-    with pytest.raises(DataError, match="prompt 2 cannot be tokenized"):
-        check(["1+1=", "HELLO"], 10, plain)
+@pytest.mark.parametrize(
+    ("prompts", "what"),
+    [
+        (["1+1=", "1234567"], "prompt 2 is too long: 7 tokens, and the limit is 6"),
+        (["1", "2", ""], "prompt 3 has no tokens"),
+        (["1+1=", "HELLO"], "prompt 2 cannot be tokenized"),
+    ],
+)
+def test_a_prompt_that_cannot_be_used_names_its_row(plain: Any, prompts: list[str], what: str) -> None:
+    with pytest.raises(DataError, match=what):
+        check(prompts, 10, plain)
 
 
 WITH_TURNS = (
@@ -126,13 +124,12 @@ def said(made: Any, *, stop: tuple[str, ...] = ("<|im_end|>",), **config: Any) -
     return chat_cautions(TaskConfig(**config), made, made.convert_tokens_to_ids(list(stop)))
 
 
-def test_a_chat_model_with_its_template_and_its_end_is_left_alone() -> None:
-    assert said(tokenizer()) == ()
-
-
-def test_a_model_that_is_no_chat_model_is_left_alone() -> None:
+def test_what_fits_is_left_alone() -> None:
+    assert said(tokenizer()) == (), "a chat model with its template and its end"
     made = arithmetic_tokenizer()
-    assert chat_cautions(TaskConfig(), made, [made.eos_token_id]) == ()
+    assert chat_cautions(TaskConfig(), made, [made.eos_token_id]) == (), "no chat model"
+    assert said(tokenizer(template=None), chat_template=False) == () == said(tokenizer(), chat_template=False)
+    assert said(tokenizer(), stop=(made.eos_token, "<|im_end|>")) == (), "one of several end tokens is enough"
 
 
 def test_a_template_that_is_missing_is_named_by_the_marks_that_are_there() -> None:
@@ -140,20 +137,10 @@ def test_a_template_that_is_missing_is_named_by_the_marks_that_are_there() -> No
     assert "(<|im_start|>)" in caution and "no chat template" in caution
 
 
-def test_a_template_that_is_left_out_on_purpose_is_left_alone() -> None:
-    assert said(tokenizer(template=None), chat_template=False) == ()
-    assert said(tokenizer(), chat_template=False) == ()
-
-
 def test_an_end_of_the_turn_that_ends_nothing_is_named_with_what_does() -> None:
     made = tokenizer()
     (caution,) = said(made, stop=(made.eos_token,))
     assert f"ends an answer with <|im_end|>, and completions end with ['{made.eos_token}']" in caution
-
-
-def test_one_of_several_end_tokens_is_enough() -> None:
-    made = tokenizer()
-    assert said(made, stop=(made.eos_token, "<|im_end|>")) == ()
 
 
 @pytest.mark.parametrize(

@@ -68,11 +68,6 @@ def test_chat_template_and_system_prompt_apply() -> None:
     assert load("chain_sum", tokenizer, chat_template=False).train[0].prompt == example.fields["question"]
 
 
-def test_another_reward_can_be_named() -> None:
-    task = load("chain_sum", reward="format_regex:<answer>")
-    assert task.score(task.train[0], "<answer>0</answer>") == 1.0
-
-
 def test_what_cannot_be_used_is_refused() -> None:
     with pytest.raises(UnknownNameError, match="(?s)unknown reasoning-gym dataset.*did you mean 'chain_sum'"):
         load("chain_sums")

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -227,6 +228,7 @@ def test_numbers_pass_as_floats(value: Any, expected: float) -> None:
     [
         *(None, "1.0", [1.0], (), {}, math.nan, math.inf, -math.inf, 1j),
         *(np.nan, np.zeros(0), np.array(["1"]), torch.tensor(math.inf), torch.zeros(2)),
+        *(pytest.param(10**digits, id=f"{digits} digits") for digits in (400, 5000)),
     ],
 )
 def test_anything_else_is_a_reward_error_that_names_function_and_prompt(value: Any) -> None:
@@ -251,40 +253,21 @@ def test_stopping_the_program_is_no_reward_error() -> None:
         checked(stopped, name="f")(QUESTION, "2")
 
 
-def test_long_texts_are_cut_in_messages() -> None:
-    with pytest.raises(RewardError) as caught:
-        checked(lambda example, completion: None, name="f")(Example(prompt="p" * 10_000), "c" * 10_000)
-    assert len(str(caught.value)) < 1500
-
-
 SUM = Example(prompt="1+1=", answer="2")
 
 
 @pytest.mark.parametrize("seconds", [None, 60.0])
-def test_a_good_reward_is_passed_on(seconds):
-    assert guarded(lambda example, text: float(len(text)), seconds=seconds)(SUM, "two") == 3.0
-
-
-def test_working_directory_and_gradients_are_put_back(tmp_path):
+@pytest.mark.parametrize("divisor", [1, 0])
+def test_working_directory_and_gradients_are_put_back_even_after_an_error(tmp_path, seconds, divisor):
     def switches(example, text):
         torch.set_grad_enabled(False)
         os.chdir(tmp_path)
-        return 1.0
+        return 3 / divisor
 
     before = Path.cwd()
-    assert guarded(switches, seconds=None)(SUM, "2") == 1.0
+    with pytest.raises(ZeroDivisionError) if divisor == 0 else nullcontext():
+        assert guarded(switches, seconds=seconds)(SUM, "2") == 3.0
     assert Path.cwd() == before and torch.is_grad_enabled()
-
-
-def test_what_raises_leaves_nothing_behind_either(tmp_path):
-    def leaves(example, text):
-        os.chdir(tmp_path)
-        raise ZeroDivisionError
-
-    before = Path.cwd()
-    with pytest.raises(ZeroDivisionError):
-        guarded(leaves, seconds=None)(SUM, "2")
-    assert Path.cwd() == before
 
 
 @pytest.mark.parametrize("seconds", [None, 60.0])
@@ -321,9 +304,3 @@ def test_an_error_comes_through(seconds, error):
 
     with pytest.raises(RewardError, match=f"raised {type(error).__name__}"):
         guarded(checked(breaks, name="mine"), seconds=seconds)(SUM, "2")
-
-
-@pytest.mark.parametrize("digits", [400, 5000])
-def test_a_number_that_no_float_holds_is_not_finite(digits):
-    with pytest.raises(RewardError, match="not finite"):
-        checked(lambda example, text: 10**digits, name="mine")(SUM, "2")

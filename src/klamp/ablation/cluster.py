@@ -198,5 +198,5 @@ def load_ray(address: str) -> Any:
     try:
         import ray
     except ImportError as error:
-        raise missing_library("ray", by="--ray", instead="or leave --ray out: processes of this machine") from error
+        raise missing_library("ray", by="--ray", instead="or leave --ray out, for this machine's processes") from error
     return ray
