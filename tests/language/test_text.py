@@ -7,7 +7,6 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from klamp.cli.app import main
@@ -16,8 +15,6 @@ from klamp.scoring.completions import Completions
 from klamp.scoring.scorer import score
 from klamp.tasks import TaskConfig, load_task
 from klamp.training.sampling import encode_prompts
-
-HOSTILE = "</script><img src=x onerror=alert(1)>"
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
@@ -92,17 +89,3 @@ def test_the_template_adds_its_own_system_prompt_unless_one_is_given(tokenizer: 
     assert plain.prompt.endswith(f"<|im_start|>user\n{plain.question}<|im_end|>\n<|im_start|>assistant\n")
     (given,) = load_task(TaskConfig(task="describe", train_size=1, system_prompt="Be brief."), tokenizer).train
     assert given.prompt.startswith("<|im_start|>system\nBe brief.<|im_end|>") and "SmolLM" not in given.prompt
-
-
-@pytest.mark.parametrize("where", ["answers.jsonl", "completions.jsonl"])
-def test_what_a_model_writes_is_never_markup(where: str, small_run: Any, tmp_path: Path) -> None:
-    assert main([*small_run, "--max_steps", "1"]) == 0
-    run = tmp_path / "run"
-    rows = lines(run / where)
-    rows[0] |= {"completion": HOSTILE}
-    if where == "completions.jsonl":
-        rows[0]["tokens"][0] = HOSTILE
-    (run / where).write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    assert main(["report", str(run)]) == 0
-    page = (run / "report.html").read_text(encoding="utf-8")
-    assert HOSTILE not in page and "&lt;/script&gt;&lt;img src=x onerror=alert(1)&gt;" in page
