@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 import warnings
 
 import pytest
 
 from klamp.errors import ConfigError, KlampError, KLWarning, UnknownNameError
-from klamp.training.config import TrainConfig, field_owners, section_classes
+from klamp.training.config import (
+    ModelConfig,
+    OptimConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainConfig,
+    field_owners,
+    section_classes,
+)
 
 
 def test_flat_values_make_the_same_configuration_again():
@@ -63,3 +72,78 @@ def test_an_early_stop_that_never_comes_is_warned_of():
 def test_a_section_is_a_configuration_not_a_dict():
     with pytest.raises(ConfigError, match=r"rollout must be a RolloutConfig(?s:.*)RolloutConfig\(\*\*rollout\)"):
         TrainConfig(rollout={"num_generations": 4})
+
+
+SECTIONS = (ModelConfig, RolloutConfig, OptimConfig, RunConfig)
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "named"),
+    [
+        (RolloutConfig, {"num_generations": 1}, "num_generations must be a whole number >= 2"),
+        (RolloutConfig, {"prompts_per_step": 0}, "prompts_per_step"),
+        (RolloutConfig, {"max_completion_length": 0}, "max_completion_length"),
+        (RolloutConfig, {"temperature": 0.0}, "temperature"),
+        (RolloutConfig, {"temperature": float("nan")}, "temperature"),
+        (RolloutConfig, {"temperature": 1e-300}, "temperature"),
+        (RolloutConfig, {"top_p": 0.0}, "top_p"),
+        (RolloutConfig, {"top_p": 1.1}, "top_p"),
+        (OptimConfig, {"learning_rate": 0.0}, "learning_rate"),
+        (OptimConfig, {"max_grad_norm": -1.0}, "max_grad_norm"),
+        (OptimConfig, {"num_iterations": 0}, "num_iterations"),
+        (OptimConfig, {"gradient_accumulation_steps": 0}, "gradient_accumulation_steps"),
+        (OptimConfig, {"lr_scheduler_type": "cosin"}, "did you mean 'cosine'"),
+        (ModelConfig, {"dtype": "float23"}, "did you mean 'float32'"),
+        (ModelConfig, {"lora_r": -1}, "lora_r"),
+        (RunConfig, {"max_steps": -1}, "max_steps"),
+        (RunConfig, {"keep_checkpoints": 0}, "keep_checkpoints"),
+    ],
+)
+def test_values_that_cannot_work_are_refused_by_name(section, values, named):
+    with pytest.raises(KlampError, match=named) as caught:
+        section(**values)
+    assert caught.value.fix, "and the way out is given"
+
+
+@pytest.mark.parametrize(("name", "value"), [("adam_beta1", 2.0), ("adam_beta2", 1.0), ("adam_beta1", float("nan"))])
+def test_a_decay_of_adam_lies_between_0_and_1(name, value):
+    with pytest.raises(ConfigError, match=rf"(?s){name} must be a number in \[0, 1\).*the default"):
+        OptimConfig(**{name: value})
+
+
+def test_an_alarm_that_does_not_exist_is_refused():
+    with pytest.raises(UnknownNameError, match="did you mean 'kl-spike'"):
+        RunConfig(stop_on=("kl-spik",))
+    with pytest.raises(ConfigError, match="service_timeout must be a number > 0"):
+        RunConfig(service_timeout=0.0)
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_section_is_read_only_takes_names_only_and_its_defaults_work(section):
+    made = section()
+    name = dataclasses.fields(section)[0].name
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(made, name, getattr(made, name))
+    with pytest.raises(TypeError):
+        section(getattr(made, name))
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_choice_of_a_literal_is_accepted(section):
+    for name, hint in typing.get_type_hints(section).items():
+        if typing.get_origin(hint) is typing.Literal:
+            for choice in typing.get_args(hint):
+                assert getattr(section(**{name: choice}), name) == choice
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        *({"seed": -1}, {"seed": 2**70}, {"seed": 10**400}, {"max_steps": 10**400}),
+        *({"process_timeout": 1e300}, {"service_timeout": 1e10}, {"stall_timeout": 1e10}),
+    ],
+)
+def test_a_number_that_nothing_can_be_done_with_is_refused(values):
+    with pytest.raises(ConfigError, match=next(iter(values))):
+        RunConfig(**values)
+    assert RunConfig(seed=2**32 - 1).seed == 2**32 - 1

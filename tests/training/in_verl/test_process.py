@@ -57,12 +57,6 @@ def test_the_output_is_added_to_the_file_and_its_end_is_quoted(child):
     assert Child([], Path("nowhere")).last_lines() == ""
 
 
-def test_the_code_is_what_the_program_returned(child):
-    with child("import sys; sys.exit(7)") as running:
-        wait_until(lambda: running.code is not None)
-        assert running.code == 7
-
-
 def test_what_ends_when_it_is_asked_is_not_killed(child, monkeypatch):
     monkeypatch.setattr(process, "GRACE", NEVER)
     with child(POLITE) as running:
@@ -89,19 +83,6 @@ def test_what_the_program_left_behind_is_ended_too(child, monkeypatch):
         wait_until(lambda: running.code == 0 and "ready" in running.last_lines())
         assert len(members(session_of(running))) == 1
     wait_until(lambda: members(session_of(running)) == [])
-
-
-def test_an_error_within_ends_it(child):
-    running = child(POLITE)
-
-    def fail() -> None:
-        with running:
-            wait_until(lambda: "ready" in running.last_lines())
-            raise ValueError("mine")
-
-    with pytest.raises(ValueError, match="mine"):
-        fail()
-    assert members(session_of(running)) == []
 
 
 def session_without_a_holder(folder: Path, running: Child) -> int:

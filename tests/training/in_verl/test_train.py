@@ -20,7 +20,6 @@ from klamp.errors import ConfigError, DataError, MissingLibrary, RunFolderError,
 from klamp.records import read_record
 from klamp.training.backends import train_run
 from klamp.training.folders import lines_of
-from klamp.training.in_verl.process import members
 from klamp.training.in_verl.run import prepare
 from klamp.training.observers import Observer
 
@@ -217,7 +216,3 @@ def test_the_files_of_a_run_that_is_started_by_hand(quick, tmp_path):
     assert prepare(quick()) == tmp_path / "run"
     names = {path.name for path in (tmp_path / "run" / "verl").iterdir()}
     assert names == {"train.parquet", "held-out.parquet", "task.json", "tokenizer"}
-
-
-def test_members_are_those_of_a_session():
-    assert os.getpid() in members(os.getsid(0))

@@ -7,13 +7,9 @@ request before it has to keep.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 from tests.ports import kept_port
-from tests.standin import FLAGS, saved_step, tiny_run
+from tests.standin import saved_step, tiny_run
 from tests.training import rewards
 from tests.training.conftest import steps_of, tiny_llama
 
@@ -140,21 +136,3 @@ def test_a_server_that_is_not_there(run_of, tmp_path, monkeypatch):
         train_run(run_of(service_timeout=1.5))
     assert where in caught.value.text
     assert not (tmp_path / "run" / "config.yaml").exists()
-
-
-def test_a_process_whose_server_dies_ends_with_a_clear_error(tmp_path):
-    fault = Fault(kind="die", route="optim_step", after=1)
-    with serve(tiny_llama(), arithmetic_tokenizer(), name="klamp/tiny", faults=[fault]) as standin:
-        command = [sys.executable, "-m", "klamp.cli", "train", *FLAGS, "--save_every", "1", "--service_timeout", "8"]
-        done = subprocess.run(
-            [*command, "--output_dir", str(tmp_path / "run")],
-            env=os.environ | standin.environment,
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
-    assert done.returncode == 1, done.stderr
-    assert "the Tinker service" in done.stderr
-    assert "the state after step 1 is saved in" in done.stderr
-    assert "Traceback" not in done.stderr

@@ -62,6 +62,7 @@ def test_a_run_leaves_what_a_local_run_leaves(tiny, run_of, tmp_path, recwarn):
     assert seen.closed == 1
     assert not seen.warnings
     assert seen.info.device == f"Tinker, {tiny.url}"
+    assert (seen.info.parameters, seen.info.trainable_parameters) == (0, 0), "the service does not say"
     assert seen.info.reference == "klamp/tiny at the service, frozen"
     state = checkpoint.load_state(checkpoint.newest(run))
     assert state["tinker_path"].startswith("tinker://")
@@ -145,12 +146,6 @@ def test_without_a_key_nothing_is_begun(run_of, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="no key for the Tinker service"):
         train_run(run_of())
     assert not (tmp_path / "run").exists()
-
-
-def test_one_process_only(tiny, run_of, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="runs in one process"):
-        train_run(run_of())
 
 
 def test_an_unknown_model_is_named(tiny, run_of, tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,9 @@ import pytest
 from klamp.errors import KlampError
 from klamp.training import checkpoint
 from klamp.training.backends import train_run
-from klamp.training.observers import Observer, RunInfo
-from klamp.training.service import run as module
-from klamp.training.service.run import RemoteWeights, TinkerTrainer
+from klamp.training.observers import Observer
+from klamp.training.service import calls
+from klamp.training.service.run import LAST_WAIT, TinkerTrainer
 
 pytestmark = pytest.mark.slow
 
@@ -61,28 +60,15 @@ def test_a_step_is_saved_once_at_the_service(tiny, run_of, trainers):
     assert second.endswith("-step-000002")
 
 
-def test_what_is_known_before_the_first_step(tiny, run_of):
-    class Infos(Observer):
-        def on_start(self, info):
-            seen.append(info)
-
-    seen: list[RunInfo] = []
-    train_run(run_of(**SHORT), [Infos()])
-    (info,) = seen
-    assert (info.parameters, info.trainable_parameters) == (0, 0), "the service does not say"
-    assert info.device.startswith("Tinker, ")
-    assert tiny.url.removeprefix("http://").split("/")[0] in info.device
-
-
 def test_the_learning_rate_of_the_schedule_reaches_the_service(tiny, run_of, monkeypatch):
     rates: list[float] = []
-    usual = module.update
+    usual = calls.update
 
     def noted(*given, rate, **options):
         rates.append(rate)
         return usual(*given, rate=rate, **options)
 
-    monkeypatch.setattr(module, "update", noted)
+    monkeypatch.setattr(calls, "update", noted)
     train_run(run_of(**SHORT | {"max_steps": 4, "learning_rate": 0.01, "warmup_steps": 2}))
     assert rates[:3] == pytest.approx([0.0, 0.005, 0.01])
 
@@ -105,9 +91,5 @@ def test_a_service_that_fails_at_the_end_too_leaves_the_newest_checkpoint(tiny, 
         train_run(config, [Breaks()])
     (trainer,) = trainers
     assert checkpoint.load_state(checkpoint.newest(trainer.context.output_dir))["step"] == 2
-    assert trainer.connection.seconds <= module.LAST_WAIT
+    assert trainer.connection.seconds <= LAST_WAIT
     assert "the state after step 2 is saved" in "".join(caught.value.__notes__)
-
-
-def test_the_stand_in_for_the_weights_has_one_number():
-    assert Counter(x.numel() for x in RemoteWeights().parameters()) == {1: 1}
