@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 
 from klamp.audit import HOSTS
 from klamp.cli import main
-from klamp.cli.audit import HEADINGS, run
+from klamp.cli.audit import HEADINGS
 
 SOURCE = """
 import torch
@@ -105,43 +104,3 @@ def test_a_package_that_is_not_installed(name: str, capsys: pytest.CaptureFixtur
 def test_what_cannot_be_audited(argv: list[str], code: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", *argv]) == code
     assert text in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("nothing_installed")
-@pytest.mark.parametrize("argv", [[], ["-h"], ["trl", "--help"]])
-def test_help_lists_what_there_is(
-    argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    assert main(["audit", *argv]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("usage: klamp audit NAME")
-    assert all(f"  {name} " in out for name in HOSTS)
-    assert "not installed here" in out
-    assert "function(policy_logprobs [B, T], ref_logprobs [B, T])" in out
-    assert max(map(len, out.splitlines())) <= 100
-
-
-class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-def test_on_a_terminal_there_is_colour(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("COLUMNS", "140")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    stream = Terminal()
-    assert run(["klamp_my_kl:minus_k1"], stream=stream) == 0
-    assert "\x1b[31m-reverse" in stream.getvalue()
-    assert "\x1b[32m±30" in stream.getvalue()
-
-
-def test_without_rich_a_terminal_gets_the_plain_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("klamp.cli.tables.find_spec", lambda name: None)
-    stream = Terminal()
-    assert run(["klamp_my_kl:k1"], stream=stream) == 0
-    assert "\x1b" not in stream.getvalue()
-    assert "KL term        value     gradient" in stream.getvalue()

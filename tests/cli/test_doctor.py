@@ -40,33 +40,15 @@ def unchecked(out: str) -> dict[str, str]:
     return {words[0]: " ".join(words[1:]) for words in lines}
 
 
-def test_what_is_not_checked_names_the_flag_that_would_let_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_not_checked_names_what_the_record_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = state(tmp_path, *SOUND)
     assert main(["doctor", path]) == 0
     told = unchecked(capsys.readouterr().out)
-    lacks = "not checked, the record has no settings.loss_type: --loss_type says it"
-    assert told["dr-grpo-with-kl"] == lacks
-    assert told["length-exploited"].endswith(
-        ": --map length=NAME length/reward_correlation=NAME, where it has that by another name"
-    )
-    assert told["retention"] == "not checked, the record has no evaluations", "no flag lets a state hold them"
+    assert told["dr-grpo-with-kl"] == "not checked, the record has no loss_type (--loss_type says it)"
+    assert told["retention"] == "not checked, the record has no evaluations"
     flags = ["--loss_type", "dr_grpo", "--map", "kl=kl", "reward_std=kl"]
     assert main(["doctor", path, *flags]) == 1
     assert "dr-grpo-with-kl" not in unchecked(capsys.readouterr().out), "and it does"
-
-
-def test_a_run_of_klamps_is_told_the_flags_of_klamp_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.yaml").write_text("beta: 0.0\n", encoding="utf-8")
-    row = {"step": 1, "reward": 0.5, "train/grad_norm": 1.0}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
-    assert main(["doctor", str(tmp_path)]) == 0
-    told = unchecked(capsys.readouterr().out)
-    assert told["kl-spike"].endswith(": klamp train --kl_monitor writes it")
-    assert told["retention"].endswith(": klamp train --eval_every writes it")
-    assert told["end-token-lost"].endswith(": klamp train --log_completions_every writes it")
-    assert not any("--map" in text for text in told.values()), "its metrics have klamp's names"
 
 
 def test_a_run_with_a_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,22 +115,13 @@ def test_tokens_to_blame_stand_in_a_table(tmp_path: Path, capsys: pytest.Capture
         (["missing", "--verifier", "rule"], "did you mean 'rules'"),
         (["missing", "--beta", "much"], "--beta cannot be read"),
         (["missing", "--fail"], "unknown flag"),
-        (["--json"], "PATH is missing"),
+        (["--json"], "arguments are required: PATH"),
     ],
 )
 def test_what_cannot_be_read_or_understood_is_2(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *argv]) == 2
     captured = capsys.readouterr()
     assert text in captured.err and captured.out == ""
-
-
-@pytest.mark.parametrize("argv", [[], ["-h"], ["x", "--help"]])
-def test_help_lists_the_alarms(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", *argv]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("usage: klamp doctor PATH")
-    assert all(f"  {name} " in out for name in ALARMS)
-    assert max(map(len, out.splitlines())) <= 100
 
 
 @pytest.mark.parametrize(
@@ -170,7 +143,7 @@ def test_a_record_with_nothing_to_check_is_not_called_sound(
         (["--beta"], "--beta cannot be read"),
         (["--beta", "-3"], "--beta takes 0 or more"),
         (["--beta", "nan"], "--beta takes 0 or more"),
-        (["--fail-on"], "--fail-on takes 1 or more values"),
+        (["--fail-on"], "--fail_on cannot be read"),
         (["--nope"], "see `klamp doctor --help`"),
         (["other"], "here klamp doctor takes flags only"),
     ],
@@ -204,7 +177,7 @@ def test_names_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (["--map"], "--map takes 1 or more values"),
+        (["--map"], "--map cannot be read"),
         (["--map", "kl"], "has no = with a name on either side"),
         (["--map", "rewrd=x"], "did you mean 'reward'"),
         (["--map", "kl=a", "--map", "kl/k3=b"], "a metric is given two names"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import warnings
 
 import pytest
@@ -49,21 +48,6 @@ def test_an_error_is_its_four_parts_and_its_notes(capsys: pytest.CaptureFixture[
 def test_parts_that_are_missing_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     show_error(ConfigError("beta must be a number >= 0", got=0))
     assert capsys.readouterr().err == "klamp: error: beta must be a number >= 0\n  got: 0\n"
-
-
-def test_a_terminal_gets_the_same_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    out = Terminal()
-    monkeypatch.setattr("sys.stderr", out)
-    monkeypatch.setenv("TERM", "xterm")
-    show_error(ModelError("[no] tokenizer", got="x", why="y", fix="z [b]"))
-    text = out.getvalue()
-    assert "\x1b[" in text
-    for part in ("error:", "[no] tokenizer", "got:", "why:", "fix:", "z [b]"):
-        assert part in text
 
 
 def test_only_the_first_process_tells_what_all_of_them_meet(

@@ -8,12 +8,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from klamp.cli.train_fields import fields
 from tests.training.conftest import TINY, llama, rows_of, stored  # noqa: F401  (llama: a fixture)
 
 from klamp.cli import main
-from klamp.cli.evaluate import find_subject, read_request, run
-from klamp.cli.help import EVALUATED, help_text
+from klamp.cli.evaluate import find_subject, run
 from klamp.training.backends import train_run
 from klamp.training.config import TrainConfig
 from klamp.training.folders import scores_of
@@ -80,11 +78,10 @@ def stored_copy(weights: Path, folder: Path) -> str:
 def test_another_task_brings_its_own_reward(trained, tmp_path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(10, 60)))
-    request = read_request(["--checkpoint", str(trained), "--task", str(data), "--reward", "exact_match"])
-    config = find_subject(request).config
+    config = find_subject(str(trained), {"task": str(data), "reward": "exact_match"}).config
     assert (config.task.task, config.task.reward, config.task.eval_size) == (str(data), "exact_match", 7)
     assert config.rollout.max_completion_length == TINY["max_completion_length"]
-    same = find_subject(read_request(["--checkpoint", str(trained), "--eval_size", "3"])).config
+    same = find_subject(str(trained), {"eval_size": 3}).config
     assert (same.task.reward, same.task.eval_size) == (TINY["reward"], 3)
     found = as_json("--checkpoint", str(trained), "--task", str(data), "--reward", "exact_match")
     assert list(found["scores"]) == ["task"] and found["kl/reverse"] > 0
@@ -153,9 +150,3 @@ def test_weights_that_changed_on_the_disk_are_refused_and_a_damaged_optimizer_is
         err.split()
     )
     assert "step-000002 is whole" in " ".join(err.split())
-
-
-def test_its_flags_are_fields_and_stand_in_the_help() -> None:
-    assert set(EVALUATED) <= fields().keys()
-    text = help_text("evaluate")
-    assert all(f"--{name}" in text for name in (*EVALUATED, "checkpoint", "json"))

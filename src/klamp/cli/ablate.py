@@ -18,7 +18,7 @@ from klamp.cli.ablate_arguments import AblateRequest, parse_ablate
 from klamp.cli.describe import describe_model, describe_task, tool
 from klamp.cli.errors import FAILED
 from klamp.cli.options import AblateOptions
-from klamp.cli.tables import show_paragraph, show_table
+from klamp.cli.text import show_paragraph, show_table
 from klamp.errors import ConfigError, DataError, TrainingStopped, without_credentials
 from klamp.training.config import TrainConfig
 
@@ -59,11 +59,11 @@ def _execute(
     import matplotlib  # noqa: F401  (where it is missing, that is said now and not after the last run)
 
     from klamp.ablation.execute import execute
-    from klamp.cli.ablate_view import board_for
+    from klamp.cli.ablate_view import Board
 
     print(f"{len(plan.arms)} arms x {len(plan.seeds)} seeds in {folder}; {executor.describe()}", file=console.file)
     command = _command(request, folder)
-    board = board_for(console, every)
+    board = Board(console, every)
     try:
         result = execute(plan, folder, executor, tell=board.tell, progress=board.loading)
     except TrainingStopped as stopped:
@@ -195,7 +195,7 @@ def show_plan(console: Console, plan: Plan, every: Sequence[Run], *, folder: Pat
     states = [_state(folder, run) for run in every]
     counted = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     for label, text in (
-        ("runs", f"{len(every)}: {len(plan.arms)} arms x {len(plan.seeds)} seeds ({_listed(plan.seeds)})"),
+        ("runs", f"{len(every)}: {len(plan.arms)} arms x {len(plan.seeds)} seeds ({', '.join(map(str, plan.seeds))})"),
         ("steps", f"{sum(run.config.run.max_steps for run in every):,} in all"),
         ("folder", f"{folder} ({counted})"),
         ("where", executor.describe()),
@@ -242,7 +242,7 @@ def _files(result: Result, command: str) -> list[tuple[str, str]]:
     """The paths of the ablation's files, and the commands that can follow."""
     folder = result.folder
     found = [("folder", str(folder))]
-    found += [("written", _by_name(result.files))]
+    found += [("written", ", ".join(file.name for file in result.files))]
     done = [outcome for outcome in result.outcomes if outcome.state == "done"]
     if done and result.not_drawn:
         found.append(("not drawn", "; ".join(f"{name}: {why}" for name, why in result.not_drawn.items())))
@@ -251,14 +251,6 @@ def _files(result: Result, command: str) -> list[tuple[str, str]]:
     if result.failed:
         found.append(("try again", command))
     return found
-
-
-def _by_name(files: Sequence[Path]) -> str:
-    """The names of files, those that differ in their ending as one: `sweep.png/.pdf/.svg`."""
-    endings: dict[str, list[str]] = {}
-    for file in files:
-        endings.setdefault(file.stem, []).append(file.suffix)
-    return ", ".join(stem + "/".join(each) for stem, each in endings.items())
 
 
 def _state(folder: Path, run: Run) -> str:
@@ -278,7 +270,3 @@ def _common(plan: Plan) -> str:
     swept = {name for arm in plan.arms for name in arm.values}
     set_here = {n: v for n, v in plan.base.items() if n not in swept and v != defaults.get(n)}
     return ", ".join(f"{name}={shown(value)}" for name, value in set_here.items()) or "the defaults of klamp train"
-
-
-def _listed(values: Sequence[int]) -> str:
-    return ", ".join(map(str, values))

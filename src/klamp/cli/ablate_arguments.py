@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ def parse_ablate(argv: Sequence[str]) -> AblateRequest:
     base = {name: value for name, value in base.items() if name not in sweep}
     recipe = preset_values(base.pop("preset")) if base.get("preset") is not None else {}
     base.pop("preset", None)
-    arms = _arms(file.arms, sweep, _Recipe(shared=recipe, fixed=frozenset(base.keys() | sweep.keys())))
+    arms = _arms(file.arms, sweep, shared=recipe, fixed={*base, *sweep})
     base = {**DEFAULTS, **recipe, **base}
     seeds = seeds_of(list(options.seeds), "--seeds") if "seeds" in own else file.seeds
     task = Path(str(base.get("task", "arithmetic"))).stem
@@ -93,38 +94,34 @@ def _read(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], dict[str
     return options, base, {name: given[name] for name in given if name in swept}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Recipe:
-    """How the recipe (preset) of an arm is combined with the fields that base and sweep set."""
+def _arms(
+    named: Sequence[Arm], sweep: Mapping[str, Sequence[Any]], *, shared: Mapping[str, Any], fixed: Collection[str]
+) -> tuple[Arm, ...]:
+    """All arms: each named arm or recipe with each combination of the other swept fields.
 
-    shared: Mapping[str, Any]
-    """Fields that the recipe of the base sets; arms with another recipe do without them."""
-    fixed: frozenset[str]
-    """Fields that base or sweep set; each wins over the same field of any recipe."""
+    Args:
+        named: arms that have a name.
+        sweep: field -> values; `preset` among them.
+        shared: fields that the recipe of the base sets; arms with another recipe do without them.
+        fixed: fields that base or sweep set; each wins over the same field of any recipe.
+    """
+    defaults = TrainConfig().flat()
 
-    def expanded(self, arm: Arm) -> Arm:
+    def expanded(arm: Arm) -> Arm:
         """The arm with the fields of its recipe in the place of the recipe's name."""
         values = dict(arm.values)
         preset = values.pop("preset", None)
         if preset is None:
             return Arm(name=arm.name, values=values)
-        defaults = TrainConfig().flat()
-        recipe = {name: defaults[name] for name in self.shared} | preset_values(preset)
-        kept = {name: value for name, value in recipe.items() if name not in self.fixed}
-        return Arm(name=arm.name, values=kept | values)
+        recipe = {name: defaults[name] for name in shared} | preset_values(preset)
+        return Arm(name=arm.name, values={n: v for n, v in recipe.items() if n not in fixed} | values)
 
-
-def _arms(named: Sequence[Arm], sweep: Mapping[str, Sequence[Any]], recipe: _Recipe) -> tuple[Arm, ...]:
-    """All arms: each named arm or recipe with each combination of the other swept fields."""
     others = {name: values for name, values in sweep.items() if name != "preset"}
     recipes = (Arm(name=f"preset={name}", values={"preset": name}) for name in sweep.get("preset", ()))
-    parts = [tuple(map(recipe.expanded, part)) for part in (named, tuple(recipes)) if part]
+    parts = [tuple(map(expanded, part)) for part in (named, tuple(recipes)) if part]
     if others or not parts:
         parts.append(grid(others))
-    arms = parts[0]
-    for more in parts[1:]:
-        arms = crossed(arms, more)
-    return arms
+    return functools.reduce(crossed, parts)
 
 
 def _refuse_without_effect(flags: Mapping[str, Any], arms: Sequence[Arm]) -> None:

@@ -6,7 +6,6 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.util import find_spec
 from textwrap import shorten
@@ -21,45 +20,11 @@ from klamp.cli.errors import (
     show_error,
     show_traceback,
 )
+from klamp.cli.help import COMMANDS, show_help
 from klamp.errors import KlampError, UnknownNameError, extra_with, missing_library, without_credentials
 
 FALSE_WORDS = ("", "0", "false", "no")
 HELP_FLAGS = ("-h", "--help")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Command:
-    """A command: the word after `klamp`, and the module that does it."""
-
-    module: str
-    """The module whose `run(argv) -> int` does the command; imported only when it is called."""
-    summary: str
-    """What the command does, in one line."""
-    alone: bool = False
-    """Whether the command works without arguments; if not, its help is shown then."""
-
-
-COMMANDS = {
-    "train": Command(
-        module="klamp.cli.train",
-        summary="train a model with GRPO, its KL held; without arguments the built-in task",
-        alone=True,
-    ),
-    "ablate": Command(
-        module="klamp.cli.ablate", summary="compare settings: a grid of flags over seeds, one table, pictures"
-    ),
-    "evaluate": Command(
-        module="klamp.cli.evaluate", summary="score a run or model that is there, and its exact KL to its start"
-    ),
-    "verify": Command(
-        module="klamp.cli.verify", summary="prove klamp's claims on this machine, in seconds", alone=True
-    ),
-    "explain": Command(module="klamp.cli.explain", summary="what a configuration's KL does, in words and numbers"),
-    "audit": Command(module="klamp.cli.audit", summary="what the KL of an installed trainer, or of any function, does"),
-    "doctor": Command(module="klamp.cli.doctor", summary="what is wrong with a run, from what it left behind"),
-    "report": Command(module="klamp.cli.report", summary="one HTML file that shows a run, or compares several"),
-    "model": Command(module="klamp.cli.model", summary="the folder of a real language model that a package carries"),
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -109,12 +74,10 @@ def _dispatch(words: list[str]) -> int:
         raise _unknown_command(words[0])
     command, argv = COMMANDS[words[0]], words[1:]
     if not (argv or command.alone) or any(word in HELP_FLAGS for word in argv):
-        from klamp.cli.help import show_help
-
         show_help(words[0], argv)
         return 0
     try:
-        return importlib.import_module(command.module).run(argv)
+        return importlib.import_module(f"klamp.cli.{words[0]}").run(argv)
     except ModuleNotFoundError as error:
         library = (error.name or "").partition(".")[0]
         if extra_with(library) is None or find_spec(library) is not None:  # nothing that an extra would bring

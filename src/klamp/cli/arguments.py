@@ -27,10 +27,8 @@ class TrainRequest:
     """The configuration of the run."""
     options: TrainOptions
     """The options of `klamp train` itself."""
-    sources: Mapping[str, str]
-    """Field name -> who set it, where somebody did: `preset NAME`, `file PATH`, or `flag`."""
-    argv: tuple[str, ...]
-    """The words of the command line, as they were typed."""
+    given: frozenset[str]
+    """The fields that a flag, the file or the preset sets."""
 
 
 def parse_train(argv: Sequence[str]) -> TrainRequest:
@@ -40,35 +38,23 @@ def parse_train(argv: Sequence[str]) -> TrainRequest:
         UnknownNameError: an unknown flag, key, preset or choice; names the nearest.
         ConfigError: a value or a combination that cannot work.
     """
-    return request_of(read_argv(train_fields(), argv, command="klamp train"), argv)
+    return request_of(read_argv(train_fields(), argv, command="klamp train"))
 
 
-def request_of(flags: Mapping[str, Any], argv: Sequence[str] = ()) -> TrainRequest:
+def request_of(flags: dict[str, Any]) -> TrainRequest:
     """The configuration that flags describe, with the file and the preset that they name.
 
     Args:
         flags: fields of `klamp train` and their values.
-        argv: the words that they were read from.
 
     Raises:
         UnknownNameError, ConfigError: as `parse_train`.
     """
-    given = {"flag": flags}
-    if flags.get("config") is not None:
-        given = {f"file {flags['config']}": read_file(flags["config"]), **given}
-    preset = {name: value for values in given.values() for name, value in values.items() if name == "preset"}
-    if preset.get("preset") is not None:
-        given = {f"preset {preset['preset']}": preset_values(preset["preset"]), **given}
-    options: dict[str, Any] = {}
-    values: dict[str, Any] = {}
-    sources: dict[str, str] = {}
-    for source, named in given.items():
-        own, configured = apart(named, TrainOptions)
-        options, values = options | own, values | configured
-        sources |= dict.fromkeys(configured, source)
-    return TrainRequest(
-        config=TrainConfig.from_flat(values), options=TrainOptions(**options), sources=sources, argv=tuple(argv)
-    )
+    file = read_file(flags["config"]) if flags.get("config") is not None else {}
+    preset = (file | flags).get("preset")
+    recipe = {} if preset is None else preset_values(preset)
+    options, values = apart({**recipe, **file, **flags}, TrainOptions)
+    return TrainRequest(config=TrainConfig.from_flat(values), options=TrainOptions(**options), given=frozenset(values))
 
 
 def apart(given: Mapping[str, Any], options: type[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -92,7 +78,7 @@ def preset_values(name: str) -> dict[str, Any]:
     return {field: value for field, value in recipe.items() if value != defaults[field]}
 
 
-NOT_IN_FILES = ("config", "dry_run", "all", "prepare", "debug")
+NOT_IN_FILES = ("config", "dry_run", "prepare", "debug")
 """Options that a YAML file cannot hold, only a command line."""
 
 

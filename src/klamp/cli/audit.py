@@ -14,11 +14,9 @@ from klamp.audit.examine import Audit, Reach, TermFinding, audit
 from klamp.cli.errors import show_caution
 from klamp.cli.flags import read_options
 from klamp.cli.options import AuditOptions
-from klamp.cli.tables import show_table
+from klamp.cli.text import show_table
 from klamp.verify.judge import FAR, Judgement
 from klamp.verify.oracle import Followed
-
-GOOD, BAD = ("unbiased", "reverse", "±30"), ("zero", "neither", "-reverse", "-forward", "raises", "everywhere")
 
 
 def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
@@ -42,21 +40,13 @@ def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
 
 
 def show_audit(result: Audit, stream: TextIO) -> None:
-    """Print an audit: in colour on a terminal, as aligned text elsewhere."""
-    rows = [row(finding) for finding in result.findings]
-    styles = {cell: _style(cell) for _, *cells in rows for cell in cells}
-    show_table(stream, result.subject.title, HEADINGS, rows, styles=styles)
+    """Print an audit."""
+    show_table(stream, result.subject.title, HEADINGS, [row(finding) for finding in result.findings])
     for sentence in (*(s for finding in result.findings for s in sentences(finding)), *result.subject.notes):
         print(f"- {sentence}", file=stream)
     if result.reductions:
         show_table(stream, "How the KL of a batch is averaged:", ("", ""), list(result.reductions.items()))
     print(file=stream)
-
-
-def _style(cell: str) -> str:
-    if cell in GOOD:
-        return "green"
-    return "red" if cell.startswith(BAD) else ""
 
 
 Row: TypeAlias = tuple[str, ...]

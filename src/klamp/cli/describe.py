@@ -1,21 +1,31 @@
-"""A training run in words: its task, its model, its reference, the command that continues it."""
+"""A training run in words: task, model, reference, the command that continues it, the plan of `--dry_run`."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shlex
 import shutil
 import sys
+import textwrap
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from klamp.config.describe import describe_movement
+import yaml
+
+from klamp.config.describe import describe_controller, describe_kl, describe_movement, describe_price, describe_rule
+from klamp.config.loss import configured_price
 from klamp.tasks.base_model import BaseModelConfig, base_model_folder
 from klamp.tasks.files import yaml_of
 from klamp.tasks.named_models import NAMED_MODELS, named_model_folder
-from klamp.training.config import TrainConfig
+from klamp.training.config import TrainConfig, section_classes
+from klamp.training.folders import run_folder
+
+if TYPE_CHECKING:  # imported for a dry run only
+    from klamp.training.inputs import Inputs
 
 BUILTIN = "builtin"
+WIDTH = 100
 
 
 def describe_task(config: TrainConfig) -> str:
@@ -119,3 +129,120 @@ def _program() -> list[str]:
         told = [f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith(LAUNCHED)]
         return [*(["env", *told] if told else []), tool("torchrun"), "--nproc_per_node", processes, "-m", "klamp.cli"]
     return [tool("klamp")]
+
+
+def plan_text(config: TrainConfig, inputs: Inputs | str = "") -> str:
+    """The plan of a run as text: the settings in words, then the fields that differ from the defaults.
+
+    Args:
+        config: what would run.
+        inputs: what was found when its inputs were opened, or why they could not be; empty: nobody tried.
+
+    Raises:
+        RunFolderError: the run's folder holds another run, or there is none to continue.
+    """
+    parts = [
+        "klamp train --dry-run: prompts, tokenizer and reward are opened; nothing is started or written",
+        "\n".join(_line(name, text) for name, text in _in_words(config, inputs)),
+        _configuration(config),
+    ]
+    more = {"trl": _for_trl, "verl": _for_verl}.get(config.run.backend)
+    return "\n\n".join(parts) + (more(config) if more else "")
+
+
+def _line(name: str, text: str) -> str:
+    return textwrap.fill(f"{name:<11} {text}", WIDTH, initial_indent="  ", subsequent_indent=" " * 14)
+
+
+def _in_words(config: TrainConfig, inputs: Inputs | str) -> list[tuple[str, str]]:
+    rollout, optim, run = config.rollout, config.optim, config.run
+    per_step = rollout.prompts_per_step * rollout.num_generations
+    evaluated = f"every {run.eval_every} steps, " if run.eval_every else ""
+    saved = f"every {run.save_every} steps and " if run.save_every else ""
+    return [
+        ("task", f"{describe_task(config)}; {_prompts(config, inputs)}"),
+        ("model", describe_model(config)),
+        *([("backend", describe_backend(config))] if run.backend in ("trl", "verl") else []),
+        ("reference", describe_reference(config)),
+        ("KL", describe_kl(config.kl)),
+        *_beta_lines(config),
+        ("loss", _loss(config)),
+        (
+            "steps",
+            f"{run.max_steps}, each {rollout.prompts_per_step} prompts x {rollout.num_generations} completions "
+            f"= {per_step} of up to {rollout.max_completion_length} tokens; {run.max_steps * per_step:,} in all",
+        ),
+        (
+            "updates",
+            f"{optim.num_iterations} per step; learning rate {optim.learning_rate:g}, {optim.lr_scheduler_type}, "
+            f"after {optim.warmup_steps} steps of warm-up",
+        ),
+        ("evaluation", f"before, {evaluated}after; up to {config.task.eval_size} held-out prompts per skill, greedy"),
+        ("folder", f"{run_folder(config)}; checkpoints {saved}at the end, trackers: {_names(run.report_to)}"),
+    ]
+
+
+def _prompts(config: TrainConfig, inputs: Inputs | str) -> str:
+    if not isinstance(inputs, str):
+        return f"{inputs.training} to train on, {inputs.held_out} held out; longest prompt (tokens): {inputs.longest}"
+    prompts = f"at most {config.task.train_size} prompts" if config.task.train_size else "all prompts"
+    return f"{prompts}, not opened: {inputs}" if inputs else prompts
+
+
+def _beta_lines(config: TrainConfig) -> list[tuple[str, str]]:
+    kl, rollout = config.kl, config.rollout
+    if not kl.needs_reference:
+        return [("beta", "0: trains without KL")]
+    length = rollout.max_completion_length
+    price = configured_price(kl, config.loss, group_size=rollout.num_generations, mean_length=length, max_length=length)
+    controller = "; ".join(text for text in (describe_controller(kl), describe_rule(kl)) if text)
+    return [("controller", controller), ("price", describe_price(price, group_size=rollout.num_generations))]
+
+
+def _loss(config: TrainConfig) -> str:
+    loss = config.loss
+    bounds = "" if loss.surrogate == "score_function" else f", ratio in {1 - loss.epsilon:g} to {1 + loss.clip_high:g}"
+    scaled = "divided by the group's std" if loss.scale == "std" else "not scaled"
+    return f"{loss.loss_type} ({loss.surrogate}{bounds}); advantages against the {loss.advantage_baseline}, {scaled}"
+
+
+def _configuration(config: TrainConfig) -> str:
+    """The fields that differ from the defaults, by section, as lines of YAML."""
+    defaults, values = TrainConfig().flat(), config.flat()
+    lines: list[str] = []
+    for section, cls in section_classes().items():
+        shown = [each.name for each in dataclasses.fields(cls) if values[each.name] != defaults[each.name]]
+        entries = {name: f"  {name}: {_yaml(values[name])}" for name in shown}
+        lines += [f"  # {section}"] if shown else []
+        lines += [f"{entry:<44} # default {_yaml(defaults[name])}" for name, entry in entries.items()]
+    if not lines:
+        return "every field has its default"
+    return "\n\n".join(["what differs from the defaults, as a YAML file takes it", "\n".join(lines)])
+
+
+def _for_trl(config: TrainConfig) -> str:
+    """What TRL would be told by one process."""
+    from klamp.training.in_trl.arguments import trl_arguments
+
+    told = trl_arguments(config, run_folder(config), processes=1, exact=config.run.exact_kl_completions)
+    lines = [f"  {name}: {_yaml(value)}" for name, value in told.items()]
+    return "\n".join(["\n\narguments of klamp.trl.GRPOConfig in a single process\n", *lines])
+
+
+def _for_verl(config: TrainConfig) -> str:
+    """The whole command of verl, ready to be pasted."""
+    from klamp.training.in_verl.overrides import command
+
+    words = shlex.join(command(config, run_folder(config), "python"))
+    return f"\n\nwrite what verl reads: the same with --prepare\n\nrun verl\n\n  {words}"
+
+
+def _yaml(value: Any) -> str:
+    """A value as it stands in a YAML file, in one line."""
+    plain = list(value) if isinstance(value, tuple) else value
+    text = yaml.safe_dump([plain], default_flow_style=True, width=10**6, allow_unicode=True).strip()
+    return text[1:-1]
+
+
+def _names(names: tuple[str, ...]) -> str:
+    return ", ".join(names) or "none"

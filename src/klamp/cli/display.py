@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from rich.console import Console, Group, RenderableType
@@ -13,10 +14,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from klamp.cli.columns import GAP, STEP_WIDTH, ScoreScale, StepColumn, columns_for, duration, legend_for, sparkline
 from klamp.cli.describe import describe_task
+from klamp.cli.text import GAP, STEP_WIDTH, StepColumn, aligned, columns_for, duration, legend_for, sparkline
 from klamp.config.describe import describe_controller, describe_kl
 from klamp.diagnostics.doctor import Finding
+from klamp.report.run import ScoreFormat
 from klamp.training.observers import SAID_ELSEWHERE, Observer, RunInfo, RunSummary
 
 LOADING_LINES = 5
@@ -61,6 +63,15 @@ def bar(title: str, done: int, total: int, text: str) -> Table:
     grid.add_column(no_wrap=True)
     grid.add_row(Text(title, style="bold"), ProgressBar(total=max(1, total), completed=done), Text(text))
     return grid
+
+
+def say(console: Console, text: str) -> None:
+    """Write a line at once; a reader that has left, as that of `klamp train | head`, does not end the run."""
+    with suppress(BrokenPipeError):
+        if console.is_terminal:  # above what is drawn there
+            console.print(text, soft_wrap=True, highlight=False, markup=False)
+        else:
+            print(text, file=console.file, flush=True)
 
 
 ROWS = 12
@@ -193,62 +204,54 @@ class LogLines(Display):
     def __init__(self, console: Console) -> None:
         super().__init__(console)
         self.columns: list[StepColumn] = []
-        self.readers_left = True
 
     def on_loading(self, what: str, done: int, total: int, loss: float | None) -> None:
         """Write how far the work before the run is: a line at its start, some between, one at its end."""
         super().on_loading(what, done, total, loss)
         if self.loading is not None and self.loading.is_due:
-            self._say(self.loading.line)
+            say(self.console, self.loading.line)
 
     def on_start(self, info: RunInfo) -> None:
         """Write the heading of the run."""
         super().on_start(info)
         self.columns = columns_for(info.config, WIDTH)
-        self._say("\n".join(self.heading()))
+        say(self.console, "\n".join(self.heading()))
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write a line for the first step, the last, and about twenty between; titles stand above the first."""
         assert self.info is not None
         if not self.rows:
             titles = [column.title for column in self.columns]
-            self._say(f"\n{legend_for(self.info.config)}\n{_line('step', titles, self.columns)}")
+            say(self.console, f"\n{legend_for(self.info.config)}\n{_line('step', titles, self.columns)}")
         super().on_step(step, metrics)
         start, last = self.info.start_step, self.info.config.run.max_steps
         every = max(1, -(-(last - start) // LINES))
         if step in (start + 1, last) or step % every == 0:
-            self._say(_line(str(step), [column.cell(metrics) for column in self.columns], self.columns))
+            say(self.console, _line(str(step), [column.cell(metrics) for column in self.columns], self.columns))
 
     def on_evaluation(self, step: int, scores: Mapping[str, float]) -> None:
         """Write the scores in a line, with their change since the start."""
         super().on_evaluation(step, scores)
-        scale = ScoreScale.of(self.before, self.now)
+        scale = ScoreFormat.fitting(self.before, self.now)
         changes = {skill: scale.change(self.before.get(skill), score) for skill, score in scores.items()}
         texts = [
             f"{skill} {scale.write(score)}"
             + (f" ({changes[skill]})" if self.before and self.before != self.now else "")
             for skill, score in scores.items()
         ]
-        self._say(f"  evaluation after step {step}: {', '.join(texts)}   [{self.time_text()}]")
+        say(self.console, f"  evaluation after step {step}: {', '.join(texts)}   [{self.time_text()}]")
 
     def on_warning(self, text: str) -> None:
         """Write a warning; the same text is written once."""
         if text not in self.warnings:
-            self._say(f"  caution: {text}")
+            say(self.console, f"  caution: {text}")
         super().on_warning(text)
 
     def on_alarm(self, finding: Finding) -> None:
         """Write an alarm, and what to do about it."""
         super().on_alarm(finding)
         if is_shown(finding):
-            self._say(f"  {finding.in_a_line}\n    next step: {finding.alarm.next_step}")
-
-    def _say(self, text: str) -> None:
-        if self.readers_left:
-            try:
-                print(text, file=self.console.file, flush=True)
-            except BrokenPipeError:  # `klamp train | head`: the run goes on
-                self.readers_left = False
+            say(self.console, f"  {finding.in_a_line}\n    next step: {finding.alarm.next_step}")
 
 
 def _line(first: str, cells: list[str], columns: list[StepColumn]) -> str:
@@ -303,7 +306,8 @@ class LiveTable(Display):
         ]
         parts += self._course()
         if self.now:
-            parts += [Text(""), self._skills()]
+            headings = ("skill (held out)", "before", f"step {self.evaluated_at}", "change")
+            parts += [Text("\n".join(["", *aligned(headings, skill_rows(self.before, self.now))]))]
         parts += [Text(text, style=style) for text, style in self._shown_lines()]
         return Group(*parts)
 
@@ -358,36 +362,16 @@ class LiveTable(Display):
                 lines.append(Text(text, no_wrap=True, overflow="ellipsis"))
         return [Text(""), *lines] if lines else []
 
-    def _skills(self) -> Table:
-        scale = ScoreScale.of(self.before, self.now)
-        return skills_table(
-            self.before, self.now, scale=scale, after_title=f"step {self.evaluated_at}" if self.evaluated_at else "now"
+
+def skill_rows(before: Mapping[str, float], after: Mapping[str, float], trained: str = "") -> list[tuple[str, ...]]:
+    """Every skill with its score before, its score after and the change, as text; the trained one first."""
+    scores = ScoreFormat.fitting(before, after)
+    return [
+        (
+            f"{skill} (trained)" if skill == trained else skill,
+            scores.write(before.get(skill)),
+            scores.write(after.get(skill)),
+            scores.change(before.get(skill), after.get(skill)),
         )
-
-
-def skills_table(
-    before: Mapping[str, float],
-    after: Mapping[str, float],
-    *,
-    scale: ScoreScale,
-    after_title: str,
-    trained: str = "",
-) -> Table:
-    """Scores of every skill before and after, the trained one first.
-
-    Args:
-        before: skill -> score at the start.
-        after: skill -> score now.
-        scale: how scores are written.
-        after_title: heading of the scores now.
-        trained: the skill that RL trains, if known.
-    """
-    table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False)
-    table.add_column("skill (held out)", min_width=16)
-    for title in ("before", after_title, "points" if scale.points else "change"):
-        table.add_column(title, justify="right", min_width=7)
-    for skill in sorted({**before, **after}, key=lambda name: name != trained):
-        old, new = before.get(skill), after.get(skill)
-        name = f"{skill} (trained)" if skill == trained else skill
-        table.add_row(name, scale.write(old), scale.write(new), scale.change(old, new))
-    return table
+        for skill in sorted({**before, **after}, key=lambda name: name != trained)
+    ]

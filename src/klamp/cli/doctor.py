@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,15 +13,15 @@ from typing import Any, TextIO
 from klamp.cli.errors import show_error
 from klamp.cli.flags import read_options
 from klamp.cli.options import DoctorOptions
-from klamp.cli.tables import show_paragraph, show_table
-from klamp.diagnostics.alarm import Alarm, Blamed
+from klamp.cli.text import show_paragraph, show_table
+from klamp.diagnostics.alarm import Blamed
 from klamp.diagnostics.alarms import ALARMS, check_names
-from klamp.diagnostics.doctor import Diagnosis, Finding, examine, lacking
+from klamp.diagnostics.doctor import Diagnosis, Finding, examine
 from klamp.diagnostics.history import History
-from klamp.diagnostics.metrics import METRICS
-from klamp.diagnostics.names import SHORT_NAMES, read_pairs
+from klamp.diagnostics.names import read_pairs
 from klamp.diagnostics.sync import SyncReport
 from klamp.errors import DataError, KlampError
+from klamp.report.text import count
 
 HEALTHY, ALARMED, UNREADABLE = 0, 1, 2
 
@@ -126,55 +127,18 @@ def show(diagnosis: Diagnosis, path: Path, out: TextIO) -> None:
         out: where to.
     """
     history = diagnosis.history
-    print(f"{path}: {history.source}, {_count(len(history.rows), 'logged step')} up to step {history.step}", file=out)
+    print(f"{path}: {history.source}, {count(len(history.rows), 'logged step')} up to step {history.step}", file=out)
     for caution in history.cautions:
         show_paragraph(out, caution, label="caution")
     for finding in diagnosis.findings:
         _show_finding(finding, out)
     alarms = sum(finding.alarm.level == "alarm" for finding in diagnosis.findings)
     checked = len(ALARMS) - len(diagnosis.unchecked)
-    verdict = _count(alarms, "alarm") if alarms else "no alarm"
+    verdict = count(alarms, "alarm") if alarms else "no alarm"
     print(f"\n{verdict}; {checked} of {len(ALARMS)} were checked", file=out)
     for name, lacks in diagnosis.unchecked.items():
-        way = way_out(ALARMS[name], history)
-        show_paragraph(out, f"not checked, the record has no {lacks}{way and f': {way}'}", label=name, width=22)
-
-
-OF_TRAIN = {"completions": "--log_completions_every", "evaluations": "--eval_every"}
-"""What the record of a klamp run may lack -> the flag of klamp train that has it written more often."""
-
-
-def way_out(alarm: Alarm, history: History) -> str:
-    """The flags that would let an alarm be checked, in words; empty where there is none.
-
-    Args:
-        alarm: one that was not checked.
-        history: the record.
-    """
-    needs = lacking(alarm, history)
-    ways = dict.fromkeys(way for need in needs if (way := _way(need, history)))
-    pairs = " ".join(f"{name}=NAME" for need in needs if (name := _mapped(need, history)))
-    return "; ".join([*ways, *([f"--map {pairs}, where it has that by another name"] if pairs else [])])
-
-
-def _way(need: str, history: History) -> str:
-    """The flag for one need: of this command, or where the record is klamp's own, of klamp train; or none."""
-    names = need.split("|")
-    if names[0].startswith("settings."):
-        return f"--{names[0].removeprefix('settings.')} says it"
-    if history.source != History.source:
-        return ""
-    flag = next((OF_TRAIN[name] for name in names if name in OF_TRAIN), "")
-    flag = "--kl_monitor" if names[0].startswith("kl/") and not history.settings.beta else flag
-    return f"klamp train {flag} writes it" if flag else ""
-
-
-def _mapped(need: str, history: History) -> str:
-    """What `--map` calls the metric that is needed; empty where the record has no names to map."""
-    if history.source == History.source or history.completions:  # what is computed from completions has no other name
-        return ""
-    short = {full: short for short, full in SHORT_NAMES.items()}
-    return next((short.get(name, name) for name in need.split("|") if name in METRICS), "")
+        said = re.sub(r"settings\.(\w+)", r"\1 (--\1 says it)", lacks)
+        show_paragraph(out, f"not checked, the record has no {said}", label=name, width=22)
 
 
 def show_sync(reports: Mapping[int, SyncReport], out: TextIO) -> None:
@@ -185,7 +149,7 @@ def show_sync(reports: Mapping[int, SyncReport], out: TextIO) -> None:
         out: where to.
     """
     for step, report in reports.items():
-        print(f"\nsync at step {step}: {'yes' if report.in_sync else 'NO'}, {_count(report.tokens, 'token')}", file=out)
+        print(f"\nsync at step {step}: {'yes' if report.in_sync else 'NO'}, {count(report.tokens, 'token')}", file=out)
         for side in report.sides:
             show_paragraph(out, side.text, label=side.side)
 
@@ -245,7 +209,3 @@ def as_object(
         "not_checked": dict(diagnosis.unchecked),
         **({"sync": synced} if synced else {}),
     }
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")

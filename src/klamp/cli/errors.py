@@ -72,7 +72,7 @@ def show_error(error: KlampError) -> None:
 def show_caution(text: str) -> None:
     """Print to stderr what the user should know although the run goes on."""
     if is_main_process():
-        _write(sys.stderr, "caution", text, {})
+        _write("caution", text, {})
 
 
 def show_traceback(error: BaseException) -> None:
@@ -109,25 +109,9 @@ def cautions_shown() -> Iterator[None]:
 def _print_parts(error: KlampError, kind: str) -> None:
     notes = " ".join(note.strip() for note in getattr(error, "__notes__", ()))
     parts = {"got": error.got, "why": error.why, "fix": error.fix, "note": notes}
-    _write(
-        sys.stderr,
-        kind,
-        error.what,
-        {name: str(text) for name, text in parts.items() if text is not None and text != ""},
-    )
+    _write(kind, error.what, {name: str(text) for name, text in parts.items() if text not in (None, "")})
 
 
-def _write(stream: TextIO, kind: str, what: str, parts: dict[str, str]) -> None:
-    if not stream.isatty():
-        lines = [f"klamp: {kind}: {what}", *(f"  {name}: {text}" for name, text in parts.items())]
-        print("\n".join(lines), file=stream, flush=True)
-        return
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(file=stream)
-    style = "bold yellow" if kind == "caution" else "bold red"
-    # Lines are left for the terminal to wrap, so that a command in them can be copied.
-    console.print(Text.assemble((f"{kind}: ", style), (what, "bold")), soft_wrap=True)
-    for name, text in parts.items():
-        console.print(Text.assemble((f"  {name}: ", "dim"), text), soft_wrap=True)
+def _write(kind: str, what: str, parts: dict[str, str]) -> None:
+    lines = [f"klamp: {kind}: {what}", *(f"  {name}: {text}" for name, text in parts.items())]
+    print("\n".join(lines), file=sys.stderr, flush=True)

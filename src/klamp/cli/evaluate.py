@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
+from klamp.ablation.outcome import Outcome, retained_after, retained_before, retained_loss
+from klamp.ablation.plan import check_measured
 from klamp.cli.arguments import apart
-from klamp.cli.columns import ScoreScale, fixed
+from klamp.cli.display import skill_rows
 from klamp.cli.flags import fields_of, read_argv, train_fields
 from klamp.cli.help import EVALUATED
 from klamp.cli.options import EvaluateOptions
-from klamp.cli.tables import show_paragraph, show_table
+from klamp.cli.text import fixed, show_paragraph, show_table
 from klamp.errors import ConfigError, KLWarning, RunFolderError
-
-if TYPE_CHECKING:  # imported by the command only
-    from klamp.ablation.outcome import Outcome
-    from klamp.training.config import TrainConfig
+from klamp.records.klamp_run import is_klamp_run, read_config
+from klamp.report.run import ScoreFormat
+from klamp.tasks.config import TaskConfig
+from klamp.training.config import TrainConfig
+from klamp.training.folders import CHECKPOINTS, NAMED, checkpoint_folders, number_of, policy_in
 
 OF_ANY_TASK = ("eval_size", "task_seed", "reward_timeout")
 """Fields of a task that another task takes over from it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluateRequest:
-    """What a command line of `klamp evaluate` asks for."""
-
-    options: EvaluateOptions
-    """The options of `klamp evaluate` itself."""
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    """Field of `klamp train` -> value that takes the place of the run's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +55,9 @@ def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
         KlampError: a checkpoint, a task or a flag that cannot be used; the caller shows it.
     """
     out = sys.stdout if stream is None else stream
-    request = read_request(argv)
-    options = request.options
-    subject = find_subject(request)
+    options, changes = read_request(argv)
+    checkpoint = options.checkpoint or ""
+    subject = find_subject(checkpoint, changes)
     from transformers.utils.logging import disable_progress_bar
 
     from klamp.ablation.measure import evaluate
@@ -71,14 +65,14 @@ def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
     disable_progress_bar()
     outcome = evaluate(subject.config, subject.weights, start=subject.start is not None, prompts=options.kl_prompts)
     if options.json:
-        print(json.dumps(as_object(options.checkpoint or "", subject, outcome), indent=2), file=out, flush=True)
+        print(json.dumps(as_object(checkpoint, subject, outcome), indent=2), file=out, flush=True)
     else:
-        show(options.checkpoint or "", subject, outcome, out)
+        show(checkpoint, subject, outcome, out)
     return 0
 
 
-def read_request(argv: Sequence[str]) -> EvaluateRequest:
-    """What a command line of `klamp evaluate` asks for.
+def read_request(argv: Sequence[str]) -> tuple[EvaluateOptions, dict[str, Any]]:
+    """The options of a command line, and the fields of the run that it replaces.
 
     Raises:
         UnknownNameError: an unknown flag; names the nearest.
@@ -93,27 +87,28 @@ def read_request(argv: Sequence[str]) -> EvaluateRequest:
             why="there is nothing to evaluate",
             fix="klamp evaluate --checkpoint FOLDER: a run's folder, one of its checkpoints, or any model",
         )
-    return EvaluateRequest(options=options, changes=changes)
+    return options, changes
 
 
-def find_subject(request: EvaluateRequest) -> EvaluatedPolicy:
+def find_subject(checkpoint: str, changes: Mapping[str, Any]) -> EvaluatedPolicy:
     """The policy that `--checkpoint` names, with the configuration of its run where it has one.
+
+    Args:
+        checkpoint: a run's folder, a checkpoint, or any model.
+        changes: fields that are others than in the run.
 
     Raises:
         RunFolderError: a run without a checkpoint, or one whose weights are not those that were written.
         ConfigError: a run whose weights cannot be had, or flags that do not fit it.
         DataError: a damaged configuration.
     """
-    from klamp.records.klamp_run import read_config
-
-    checkpoint, changes = request.options.checkpoint or "", dict(request.changes)
+    changes = dict(changes)
     start = changes.pop("ref_model", None)
     inside = _in_a_run(Path(checkpoint).expanduser().resolve())
     if inside is None:
         named = {"model": start or checkpoint, "tokenizer": None if start is None else checkpoint}
-        return EvaluatedPolicy(
-            config=_config(named | changes), weights=None if start is None else checkpoint, start=start
-        )
+        weights = None if start is None else checkpoint
+        return EvaluatedPolicy(config=_config(named | changes), weights=weights, start=start)
     run, saved = inside
     config = read_config(run)[1]
     if saved is None:
@@ -123,19 +118,26 @@ def find_subject(request: EvaluateRequest) -> EvaluatedPolicy:
             why="the weights of a policy are in its checkpoints",
             fix="let it take its first steps, or name another run",
         )
-    _check_weights(config, run, start)
+    check_measured(config, f"in {run / 'config.yaml'}")
+    if start is not None and config.model.lora_r:
+        raise ConfigError(
+            "--ref_model cannot be given for an adapter",
+            got=f"--ref_model {start}, lora_r={config.model.lora_r} in {run / 'config.yaml'}",
+            why="an adapter belongs to the model that it was trained on, which is its start",
+            fix="leave --ref_model out",
+        )
     values = config.flat() | {"resume": False, "output_dir": None}
     if start is not None:
         values |= {"model": start, "tokenizer": values["tokenizer"] or values["model"]}
+    if changes.get("task", values["task"]) != values["task"]:  # another task brings its own reward and columns
+        values |= {each.name: each.default for each in dataclasses.fields(TaskConfig) if each.name not in OF_ANY_TASK}
     from klamp.training.checkpoint import check, is_noted
-    from klamp.training.folders import number_of, policy_in
 
     if is_noted(saved):
         check(saved, inside=policy_in(saved))
     steps = number_of(saved) if saved.name.startswith("step-") else None
-    return EvaluatedPolicy(
-        config=_config(_with_task(values, changes)), weights=str(policy_in(saved)), start=values["model"], steps=steps
-    )
+    config = _config(values | changes)
+    return EvaluatedPolicy(config=config, weights=str(policy_in(saved)), start=values["model"], steps=steps)
 
 
 def _in_a_run(folder: Path) -> tuple[Path, Path | None] | None:
@@ -143,9 +145,6 @@ def _in_a_run(folder: Path) -> tuple[Path, Path | None] | None:
 
     Of a run, the newest checkpoint; None where it has none yet.
     """
-    from klamp.records.klamp_run import is_klamp_run
-    from klamp.training.folders import CHECKPOINTS, NAMED, checkpoint_folders
-
     if is_klamp_run(folder):
         saved = checkpoint_folders(folder)
         return folder, saved[-1] if saved else None
@@ -156,32 +155,7 @@ def _in_a_run(folder: Path) -> tuple[Path, Path | None] | None:
     return None
 
 
-def _check_weights(config: TrainConfig, run: Path, start: str | None) -> None:
-    from klamp.ablation.plan import check_measured
-
-    check_measured(config, f"in {run / 'config.yaml'}")
-    if start is not None and config.model.lora_r:
-        raise ConfigError(
-            "--ref_model cannot be given for an adapter",
-            got=f"--ref_model {start}, lora_r={config.model.lora_r} in {run / 'config.yaml'}",
-            why="an adapter belongs to the model that it was trained on, which is its start",
-            fix="leave --ref_model out",
-        )
-
-
-def _with_task(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with the changes; another task brings its own reward and columns."""
-    from klamp.tasks.config import TaskConfig
-
-    kept = dict(values)
-    if changes.get("task", kept["task"]) != kept["task"]:
-        kept |= {each.name: each.default for each in fields(TaskConfig) if each.name not in OF_ANY_TASK}
-    return kept | dict(changes)
-
-
 def _config(values: Mapping[str, Any]) -> TrainConfig:
-    from klamp.training.config import TrainConfig
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KLWarning)  # of a KL that nobody is about to train with
         return TrainConfig.from_flat(values)
@@ -195,8 +169,7 @@ def as_object(checkpoint: str, subject: EvaluatedPolicy, outcome: Outcome) -> di
         subject: what was evaluated.
         outcome: what came of it.
     """
-    from klamp.ablation.outcome import retained_after, retained_before, retained_loss
-
+    retained = {"before": retained_before, "after": retained_after, "forgotten": retained_loss}
     return {
         "checkpoint": checkpoint,
         "weights": subject.weights or subject.config.model.model,
@@ -206,11 +179,7 @@ def as_object(checkpoint: str, subject: EvaluatedPolicy, outcome: Outcome) -> di
         "rl_skill": outcome.rl_skill,
         "scores": dict(outcome.after),
         "before": dict(outcome.before),
-        "retained": {
-            "before": retained_before(outcome),
-            "after": retained_after(outcome),
-            "forgotten": retained_loss(outcome),
-        },
+        "retained": {name: measure(outcome) for name, measure in retained.items()},
         **outcome.numbers,
     }
 
@@ -224,20 +193,11 @@ def show(checkpoint: str, subject: EvaluatedPolicy, outcome: Outcome, out: TextI
         outcome: what came of it.
         out: where to.
     """
-    from klamp.ablation.outcome import retained_after, retained_before, retained_loss
-
-    scale = ScoreScale.of(outcome.before, outcome.after)
+    scale = ScoreFormat.fitting(outcome.before, outcome.after)
     steps = "" if subject.steps is None else f", after {subject.steps} steps"
     print(f"{checkpoint}{steps}; greedy answers to held-out prompts of {subject.config.task.task}\n", file=out)
-    rows = [
-        (
-            f"{skill} (trained)" if skill == outcome.rl_skill and subject.start is not None else skill,
-            scale.write(outcome.before.get(skill)),
-            scale.write(score),
-            scale.change(outcome.before.get(skill), score),
-        )
-        for skill, score in outcome.after.items()
-    ]
+    trained = "" if subject.start is None else outcome.rl_skill
+    rows = skill_rows(outcome.before, outcome.after, trained)
     show_table(out, "skills", ("", "start", "now", "change"), rows)
     print(file=out)
     if subject.start is None:

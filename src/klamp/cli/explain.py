@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from klamp.cli.arguments import TrainRequest, apart, request_of
 from klamp.cli.flags import fields_of, read_argv, train_fields
 from klamp.cli.options import ExplainOptions
-from klamp.cli.tables import WIDTH, show_paragraph
+from klamp.cli.text import WIDTH, show_paragraph
 from klamp.config import PRESETS, find_preset
 from klamp.config.presets import OLD_NAMES, speaking_name
 from klamp.errors import ConfigError, KLWarning, unknown_name
@@ -116,7 +116,7 @@ def _explain_flags(request: ExplainRequest, name: str, source: Mapping[str, str]
     paper = find_preset(parsed.options.preset).paper if parsed.options.preset else ""
     setting = Setting(
         length=_length(request, parsed),
-        max_length=parsed.config.rollout.max_completion_length if "max_completion_length" in parsed.sources else None,
+        max_length=parsed.config.rollout.max_completion_length if "max_completion_length" in parsed.given else None,
         group_size=parsed.config.rollout.num_generations,
         vocab=request.options.vocab,
         paper=paper,
@@ -131,4 +131,4 @@ def _length(request: ExplainRequest, parsed: TrainRequest) -> int:
         return request.options.length
     if parsed.config.kl.kl_reference_length is not None:
         return parsed.config.kl.kl_reference_length
-    return parsed.config.rollout.max_completion_length if "max_completion_length" in parsed.sources else LENGTH
+    return parsed.config.rollout.max_completion_length if "max_completion_length" in parsed.given else LENGTH

@@ -281,9 +281,9 @@ def add_field(
     """
     many, unset = field.count is None, argparse.SUPPRESS
     if field.word:
-        nargs = {(True, True): "+", (True, False): "*", (False, True): None, (False, False): "?"}
-        needed = nargs[many, field.default is MISSING]
-        add(field.name, metavar=field.word, nargs=needed, default=unset, help=text)
+        required = field.default is MISSING
+        words = ("+" if required else "*") if many else (None if required else "?")
+        add(field.name, metavar=field.word, nargs=words, default=unset, help=text)
         return
     nargs = None if field.count in (1, None) else field.count
     if many or several:
@@ -326,12 +326,10 @@ def unknown_key(kind: str, name: str, known: Collection[str], *, why: str, comma
         command: whose help lists them.
     """
     dashes = name[: len(name) - len(name.lstrip("-"))]
-    other = OTHER_NAMES.get(field_name(name))
-    if other is not None and f"{dashes}{other.field}" in known:
-        return UnknownNameError(
-            f"unknown {kind}", got=name, why=other.difference, fix=f"did you mean {dashes}{other.field}?"
-        )
+    field, difference = OTHER_NAMES.get(field_name(name), ("", ""))
     nearest = get_close_matches(name, sorted(known), n=1, cutoff=0.6)
+    if f"{dashes}{field}" in known:
+        nearest, why = [f"{dashes}{field}"], difference
     fix = f"did you mean {nearest[0]}?" if nearest else f"see `{command} --help` for every name"
     return UnknownNameError(f"unknown {kind}", got=name, why=why, fix=fix)
 

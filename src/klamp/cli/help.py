@@ -55,7 +55,7 @@ def help_text(command: str, topic: str = "") -> str:
     Raises:
         UnknownNameError: no such topic; names the nearest.
     """
-    page = PAGES[command]
+    page = COMMANDS[command]
     examples = "\n  ".join(("examples:", *page.examples))
     parser = argparse.ArgumentParser(
         usage=f"klamp {command} {page.usage}",
@@ -90,7 +90,7 @@ def _width() -> int:
     return min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
 
 
-def _parts(command: str, page: Page) -> dict[str, dict[str, Field]]:
+def _parts(command: str, page: Command) -> dict[str, dict[str, Field]]:
     """Heading -> fields: the command's own, then those of the configuration that it takes, by section."""
     own = fields_of(page.options)
     if not page.first:
@@ -147,8 +147,13 @@ EVALUATED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Page:
-    """The help of one command."""
+class Command:
+    """A command: the word after `klamp`, and `run(argv) -> int` in the module of the same name."""
+
+    summary: str
+    """What the command does, in one line."""
+    alone: bool = False
+    """Whether the command works without arguments; if not, its help is shown then."""
 
     usage: str
     """The usage line, without the command itself."""
@@ -190,8 +195,18 @@ def list_alarms() -> Iterable[str]:
     return ALARMS
 
 
-PAGES: Mapping[str, Page] = {
-    "train": Page(
+def list_models() -> Iterable[str]:
+    """The models that have a name of their own, and how to get them."""
+    from klamp.tasks.named_models import NAMED_MODELS
+
+    for name, model in NAMED_MODELS.items():
+        yield f"{name} ({model.title}, {model.parameters} parameters, {model.licence}: {model.install})"
+
+
+COMMANDS: Mapping[str, Command] = {
+    "train": Command(
+        summary="train a model with GRPO, its KL held; without arguments the built-in task",
+        alone=True,
         usage="[flags]",
         about="Trains a language model with GRPO, its KL to a reference held where you want it. Without flags the "
         "built-in arithmetic task: a small model, minutes on a CPU, no download. What stands further right wins: "
@@ -208,7 +223,8 @@ PAGES: Mapping[str, Page] = {
             "a step": ("prompts_per_step", "num_generations", "max_completion_length", "learning_rate", "loss_type"),
         },
     ),
-    "ablate": Page(
+    "ablate": Command(
+        summary="compare settings: a grid of flags over seeds, one table, pictures",
         usage="[flags]",
         about="Trains the same thing in several ways, several seeds each, and compares what came out. A flag of klamp "
         "train with one value holds for all arms; with several it is compared, and several such flags make a grid "
@@ -228,7 +244,8 @@ PAGES: Mapping[str, Page] = {
         },
         hidden=("seed", "output_dir", "resume"),
     ),
-    "evaluate": Page(
+    "evaluate": Command(
+        summary="score a run or model that is there, and its exact KL to its start",
         usage="--checkpoint FOLDER [flags]",
         about="Scores a policy that is there: every skill on its held-out prompts, as the run itself did, the exact KL "
         "to the model that training started from, and how much of the other skills was kept. A run's folder, or one "
@@ -242,7 +259,9 @@ PAGES: Mapping[str, Page] = {
         options=options.EvaluateOptions,
         takes=EVALUATED,
     ),
-    "verify": Page(
+    "verify": Command(
+        summary="prove klamp's claims on this machine, in seconds",
+        alone=True,
         usage="[QUESTION] [flags]",
         about="Proves klamp's claims about values, gradients, placements, clips, controllers and number types by "
         "enumerating small worlds in float64; some seconds on one core. The exit code is 1 if a claim fails.",
@@ -253,7 +272,8 @@ PAGES: Mapping[str, Page] = {
         ),
         options=options.VerifyOptions,
     ),
-    "explain": Page(
+    "explain": Command(
+        summary="what a configuration's KL does, in words and numbers",
         usage="CONFIG [CONFIG ...] [flags]",
         about="Says what a KL term does: which divergence it pulls towards, which share of the sequence's gradient it "
         "keeps, where it clips, its price, its cost, its cautions. Nothing is loaded or trained; gradients are "
@@ -266,7 +286,8 @@ PAGES: Mapping[str, Page] = {
         options=options.ExplainOptions,
         lists={"presets and printed forms": list_presets},
     ),
-    "audit": Page(
+    "audit": Command(
+        summary="what the KL of an installed trainer, or of any function, does",
         usage="NAME [NAME ...]",
         about="Runs the KL of what is installed here through the enumeration oracle: the bias of its value, the "
         "divergence whose gradient it follows, where that gradient stops, how far out it is right in each "
@@ -275,7 +296,8 @@ PAGES: Mapping[str, Page] = {
         options=options.AuditOptions,
         lists={"names": list_hosts},
     ),
-    "doctor": Page(
+    "doctor": Command(
+        summary="what is wrong with a run, from what it left behind",
         usage="PATH [flags]",
         about="Says what is wrong with a run, with the evidence and the next step. PATH is what the run left behind: a "
         "klamp run folder, TRL's trainer_state.json (or the folder of its checkpoints), a TensorBoard folder, a W&B "
@@ -292,7 +314,8 @@ PAGES: Mapping[str, Page] = {
         options=options.DoctorOptions,
         lists={"alarms": list_alarms},
     ),
-    "report": Page(
+    "report": Command(
+        summary="one HTML file that shows a run, or compares several",
         usage="RUN [RUN ...] [flags]",
         about="Writes one self-contained HTML file: headline numbers, alarms, curves over steps, the KL by position, "
         "completions with every token shaded by its log-ratio, configuration and versions. Several runs are compared: "
@@ -304,13 +327,15 @@ PAGES: Mapping[str, Page] = {
         ),
         options=options.ReportOptions,
     ),
-    "model": Page(
+    "model": Command(
+        summary="the folder of a real language model that a package carries",
         usage="NAME",
         about="Prints the folder of a real language model for any trainer that takes a folder: weights in float32, "
         "tokenizer, chat template. The weights come in a Python package; the first call checks and converts them, "
         "which takes under a minute. `klamp train --model NAME` does it by itself.",
         examples=("klamp model smollm2     # elsewhere: --model_name_or_path $(klamp model smollm2)",),
         options=options.ModelOptions,
+        lists={"models": list_models},
     ),
 }
-"""Command -> its help."""
+"""Word after `klamp` -> what is called so."""

@@ -41,8 +41,6 @@ class RunOptions:
 class TrainOptions(RunOptions):
     """What else is done with the configuration of one run."""
 
-    all: bool = False
-    """With --dry_run: every field, not only those that differ from the defaults."""
     prepare: bool = False
     """Write what the command of --dry_run reads, and start nothing (backend verl)."""
 

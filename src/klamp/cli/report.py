@@ -47,7 +47,7 @@ def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
         if each.history.is_empty:
             show_caution(f"{each.path}: its record holds no step; there is nothing to draw")
     page = render(runs)
-    write_report(file, page)
+    file.write_text(page, encoding="utf-8", newline="\n")
     alarms = sum(run.levels[0] for run in runs)
     words = f"{count(len(runs), 'run')}, {count(alarms, 'alarm') if alarms else 'no alarm'}"
     print(f"{file}: {words}, {len(page.encode()) / 1000:.0f} kB", file=out, flush=True)
@@ -81,23 +81,6 @@ def check_report_file(file: Path) -> None:
             why="it would be written over",
             fix="choose another --output",
         )
-
-
-def write_report(file: Path, page: str) -> None:
-    """Write a report.
-
-    Raises:
-        RunFolderError: the system refuses.
-    """
-    try:
-        file.write_text(page, encoding="utf-8", newline="\n")
-    except OSError as error:
-        raise RunFolderError(
-            "the report cannot be written",
-            got=str(file),
-            why=error.strerror or f"{type(error).__name__}: {error}",
-            fix="choose another --output",
-        ) from error
 
 
 def records(paths: Sequence[Path]) -> list[Path]:
@@ -160,16 +143,10 @@ def read_runs(paths: Sequence[Path]) -> list[ReportRun]:
 
 def names_of(paths: Sequence[Path]) -> list[str]:
     """A short name for each path: its last part, or as many parts as make it different from the others."""
-    whole = [path.resolve().parts for path in paths]
-    for parts in ([_telling(part) for part in whole], whole):
-        for length in range(1, max(map(len, parts)) + 1):
-            names = ["/".join(part[-length:]) for part in parts]
-            if len(set(names)) == len(names):
-                return names
+    common = ("trainer_state.json", "metrics.jsonl", "completions.jsonl")  # names that tell no runs apart
+    whole = [(path.parent if path.name in common and path.parent.name else path).resolve().parts for path in paths]
+    for length in range(1, max(map(len, whole)) + 1):
+        names = ["/".join(part[-length:]) for part in whole]
+        if len(set(names)) == len(names):
+            return names
     return [str(path) for path in paths]
-
-
-def _telling(parts: tuple[str, ...]) -> tuple[str, ...]:
-    """The parts of a path that tell runs apart: without file names that all records of a kind have."""
-    common = ("trainer_state.json", "metrics.jsonl", "completions.jsonl")
-    return parts[:-1] if parts[-1] in common and len(parts) > 2 else parts

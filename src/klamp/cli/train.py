@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import TextIO, cast
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from klamp.cli.arguments import TrainRequest, parse_train
-from klamp.cli.columns import GAP, ScoreScale, fixed, short, spoken
-from klamp.cli.describe import MONITOR, resume_command, tool
-from klamp.cli.display import LiveTable, LogLines, skills_table
+from klamp.cli.describe import MONITOR, plan_text, resume_command, tool
+from klamp.cli.display import LiveTable, LogLines, skill_rows
 from klamp.cli.errors import is_main_process
+from klamp.cli.text import MISSING, duration, fixed, short, show_table
 from klamp.config.describe import describe_controller, describe_price
 from klamp.config.loss import configured_price
 from klamp.errors import ConfigError, TrainingStopped
@@ -39,17 +38,12 @@ def run(argv: Sequence[str], *, console: Console | None = None, runner: Runner |
     check_backend(request.config)
     console = console or Console(highlight=False)
     if request.options.dry_run:
-        from klamp.cli.dry_run import plan_text
         from klamp.training.inputs import open_inputs
 
-        text = plan_text(request, open_inputs(request.config))
+        text = plan_text(request.config, open_inputs(request.config))
         if is_main_process():
             console.out(text, highlight=False)
         return 0
-    if request.options.all:
-        raise ConfigError(
-            "--all belongs to --dry_run", got="--all", why="nothing else prints the configuration", fix="leave it out"
-        )
     if request.options.prepare:
         _prepare(request, console)
         return 0
@@ -140,21 +134,22 @@ def print_summary(console: Console, config: TrainConfig, summary: RunSummary) ->
         config: the run's configuration.
         summary: what the trainer returned.
     """
-    scale = ScoreScale.of(summary.before, summary.after)
-    console.print(Text(f"\n{_done(summary)} in {spoken(summary.seconds)}\n", style="bold"))
-    skills = skills_table(summary.before, summary.after, scale=scale, after_title="after", trained=summary.rl_skill)
-    console.print(skills)
-    console.print(Text(""))
+    out = cast(TextIO, console.file)
+    print(f"\n{_done(summary)} in {duration(summary.seconds)}\n", file=out)
+    headings = ("", "before", "after", "change")
+    show_table(out, "skill (held out)", headings, skill_rows(summary.before, summary.after, summary.rl_skill))
+    print(file=out)
     if not summary.steps:
-        console.print(Text("KL from the reference: not measured; that is done in each step, and none was taken"))
+        print("KL from the reference: not measured; that is done in each step, and none was taken", file=out)
     elif config.kl.needs_reference:
-        console.print(_kl_table(summary.final_metrics))
-        console.print(Text(_beta_text(config, summary.final_metrics)), soft_wrap=True)
+        metrics = summary.final_metrics
+        show_table(out, "KL from the reference (last step)", ("", *ESTIMATORS), _kl_rows(metrics))
+        print(_beta_text(config, metrics), file=out)
     else:
-        console.print(Text(f"KL from the reference: not measured; beta is 0, so no reference was loaded{MONITOR}"))
-    console.print(Text(""))
-    for name, text in _files(config, summary):
-        console.print(Text.assemble((f"{name:<12} ", "dim"), text), soft_wrap=True)
+        print(f"KL from the reference: not measured; beta is 0, so no reference was loaded{MONITOR}", file=out)
+    print(file=out)
+    for name, text in _files(config, summary):  # not wrapped, so that a command can be copied
+        print(f"{name:<12} {text}", file=out, flush=True)
 
 
 def _done(summary: RunSummary) -> str:
@@ -164,17 +159,13 @@ def _done(summary: RunSummary) -> str:
     return "done: no step was taken (--max_steps 0); the model was evaluated as it is,"
 
 
-def _kl_table(metrics: Mapping[str, float]) -> Table:
-    table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False)
-    table.add_column("KL from the reference (last step)", min_width=16)
-    for estimator in ESTIMATORS:
-        table.add_column(estimator, justify="right", min_width=7)
+def _kl_rows(metrics: Mapping[str, float]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
     for suffix, name in ROWS.items():
         names = [f"kl/{estimator}{suffix}" for estimator in ESTIMATORS]
-        if suffix == "_original" and not metrics.keys() & names:
-            continue  # only a moving reference has left its start
-        table.add_row(name, *(fixed(4)(metrics[each]) if each in metrics else "-" for each in names))
-    return table
+        if suffix != "_original" or metrics.keys() & names:  # only a moving reference has left its start
+            rows.append((name, *(fixed(4)(metrics[each]) if each in metrics else MISSING for each in names)))
+    return rows
 
 
 def _beta_text(config: TrainConfig, metrics: Mapping[str, float]) -> str:

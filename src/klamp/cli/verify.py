@@ -10,7 +10,7 @@ from typing import TextIO
 from klamp.cli.errors import FAILED
 from klamp.cli.flags import read_options
 from klamp.cli.options import VerifyOptions
-from klamp.cli.tables import show_paragraph, show_table
+from klamp.cli.text import show_paragraph, show_table
 from klamp.verify.convergence import answer_convergence
 from klamp.verify.direction import answer_direction
 from klamp.verify.proofs import PROOFS, Check, run_section
@@ -21,7 +21,6 @@ QUESTIONS: dict[str, Callable[..., Answer]] = {
     "direction": answer_direction,
     "convergence": lambda **_: answer_convergence(),  # nothing is drawn
 }
-STYLES = {"ok": "green", "FAIL": "bold red"}
 
 
 def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
@@ -79,7 +78,7 @@ def show_checks(checks: Sequence[Check], title: str, stream: TextIO) -> None:
         ("ok" if check.passed else "FAIL", check.claim, check.measured if check.passed else _failure(check))
         for check in checks
     ]
-    show_table(stream, title, ("", "", ""), rows, styles=STYLES)
+    show_table(stream, title, ("", "", ""), rows)
 
 
 def conclude(checks: Sequence[Check], seconds: float, stream: TextIO) -> int:

@@ -121,8 +121,12 @@ class ScoreFormat:
     def of(cls, runs: Sequence[ReportRun]) -> ScoreFormat:
         """The way that fits all scores of these runs."""
         found: list[Mapping[str, float]] = [each for run in runs for each in (run.before, run.after)]
-        found += [row.metrics for run in runs for row in run.history.evaluations]
-        return cls(all(0 <= value <= 1 for scores in found for value in scores.values()))
+        return cls.fitting(*found, *(row.metrics for run in runs for row in run.history.evaluations))
+
+    @classmethod
+    def fitting(cls, *scores: Mapping[str, float]) -> ScoreFormat:
+        """The way that fits these scores: as points of 100 where all lie between 0 and 1."""
+        return cls(all(0 <= value <= 1 for each in scores for value in each.values()))
 
     @property
     def unit(self) -> str:

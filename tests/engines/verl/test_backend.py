@@ -35,7 +35,7 @@ from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_c
 from verl.utils.tracking import Tracking
 
 from klamp.cli.arguments import parse_train
-from klamp.cli.dry_run import plan_text
+from klamp.cli.describe import plan_text
 from klamp.config import build_objective
 from klamp.core.advantages import group_advantages
 from klamp.core.objective import grpo_loss
@@ -129,7 +129,9 @@ class _Rank:
 def test_verls_program_takes_the_command_of_a_dry_run(model, tmp_path) -> None:
     """Pasted into a shell as it was printed, with Hydra's own flag to print the configuration and start nothing."""
     words = ["--backend", "verl", "--model", model, "--output_dir", str(tmp_path / "a run, of {mine}"), "--seed", "3"]
-    text = plan_text(parse_train([*words, "--kl_gradient", "forward", "--verl_args", "+new.key='a b'", "--dry_run"]))
+    text = plan_text(
+        parse_train([*words, "--kl_gradient", "forward", "--verl_args", "+new.key='a b'", "--dry_run"]).config
+    )
     line = text.partition("run verl\n")[2].replace("  python ", f"{shlex.quote(sys.executable)} ", 1) + " --cfg job"
     done = subprocess.run(["bash", "-c", line], check=False, capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -1,22 +1,25 @@
-"""Numbers, columns, curves and scores as they are written."""
+"""Numbers, tables, columns and curves as they are written."""
 
 from __future__ import annotations
 
+import io
+
 import pytest
 
-from klamp.cli.columns import (
+from klamp.cli.text import (
     COLUMNS,
     GAP,
     STEP_WIDTH,
-    ScoreScale,
+    WIDTH,
     columns_for,
     duration,
     fixed,
     legend_for,
     percent,
     short,
+    show_paragraph,
+    show_table,
     sparkline,
-    spoken,
     thousands,
 )
 from klamp.config import KLConfig
@@ -49,17 +52,10 @@ def test_other_numbers() -> None:
     assert (short(0.01), short(3e-4), short(0.0), short(12345.0)) == ("0.01", "3.0e-04", "0", "1.2e+04")
     assert (percent(0.0123), thousands(999.6), thousands(12345.0)) == ("1.2%", "1000", "12.3k")
     assert (duration(61.6), duration(3661), duration(-1)) == ("1:02", "1:01:01", "0:00")
-    assert (spoken(9.96), spoken(72.4), spoken(3720)) == ("10.0 s", "1 min 12 s", "1 h 2 min")
 
 
 def test_every_column_shows_a_metric_of_the_table() -> None:
     assert [column.metric for column in COLUMNS if column.metric not in METRICS] == []
-
-
-def test_a_missing_metric_is_a_dash() -> None:
-    column = COLUMNS[1]
-    assert column.cell({}) == "-"
-    assert column.cell({column.metric: 0.25}) == "0.2500"
 
 
 def test_values_fit_their_columns() -> None:
@@ -88,10 +84,6 @@ def test_columns_fit_the_terminal_and_reward_stays_longest(width: int) -> None:
     assert [c for c in COLUMNS if c in kept] == kept
 
 
-def test_a_hundred_columns_hold_everything() -> None:
-    assert [c.metric for c in columns_for(CLIPPED, 100)] == [c.metric for c in COLUMNS]
-
-
 def test_sparkline_goes_from_lowest_to_highest() -> None:
     assert sparkline([0.0, 1.0, 2.0, 7.0], 4) == "▁▂▃█"
     assert sparkline([1.0, 1.0], 4) == "▁▁"
@@ -100,8 +92,25 @@ def test_sparkline_goes_from_lowest_to_highest() -> None:
     assert len(sparkline([float(i) for i in range(1000)], 37)) == 37
 
 
-def test_scores_are_points_where_they_lie_between_0_and_1() -> None:
-    points = ScoreScale.of({"a": 0.5}, {"a": 1.0})
-    assert (points.write(0.9375), points.change(0.5, 0.9375), points.change(0.9, 0.5)) == ("93.8", "+43.8", "-40.0")
-    raw = ScoreScale.of({"a": 0.5}, {"a": 1.5})
-    assert (raw.write(1.5), raw.change(0.5, 1.5), raw.write(None), raw.change(None, 1.0)) == ("1.5", "+1", "-", "-")
+def test_a_plain_table_is_aligned() -> None:
+    out = io.StringIO()
+    show_table(out, "title", ("a", "long heading"), [("x", "1"), ("wide cell", "2")])
+    assert out.getvalue() == "title\n  a          long heading\n  x          1\n  wide cell  2\n"
+
+
+def test_a_table_without_headings_has_no_head() -> None:
+    out = io.StringIO()
+    show_table(out, "title", ("", ""), [("ok", "1")])
+    assert out.getvalue() == "title\n  ok  1\n"
+
+
+def test_paragraphs_are_wrapped_under_their_label() -> None:
+    out = io.StringIO()
+    show_paragraph(out, "word " * 60, label="label")
+    lines = out.getvalue().splitlines()
+    assert lines[0].startswith("  label        word")
+    assert all(line.startswith(" " * 15 + "word") for line in lines[1:])
+    assert max(map(len, lines)) <= WIDTH
+    bare = io.StringIO()
+    show_paragraph(bare, "text", width=0)
+    assert bare.getvalue() == "  text\n"

@@ -1,15 +1,20 @@
-"""The columns of a run's table, and numbers as they stand in it."""
+"""Numbers, tables and paragraphs as text, and the columns of a run's table."""
 
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TextIO
 
-from klamp.training.config import TrainConfig
+if TYPE_CHECKING:  # the commands that know no configuration start without it
+    from klamp.training.config import TrainConfig
 
 MISSING = "-"
 BARS = "▁▂▃▄▅▆▇█"
+WIDTH = 100
+"""Most columns of a paragraph."""
 
 
 def fixed(digits: int) -> Callable[[float], str]:
@@ -48,13 +53,38 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"
 
 
-def spoken(seconds: float) -> str:
-    """Seconds as text in words: 1 min 12 s, or 3 h 4 min."""
-    minutes, left = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {left} s" if minutes else f"{seconds:.1f} s"
+def show_table(stream: TextIO, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table.
+
+    Args:
+        stream: where to.
+        title: stands above it.
+        headings: of the columns; all empty: no head.
+        rows: cells as text.
+    """
+    print("\n".join([title, *(f"  {line}" for line in aligned(headings, rows))]), file=stream, flush=True)
+
+
+def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table; headings that are all empty are no line."""
+    lines = [headings, *rows] if any(headings) else rows
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
+        (" " * GAP).join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    ]
+
+
+def show_paragraph(stream: TextIO, text: str, *, label: str = "", width: int = 12) -> None:
+    """Print a text, wrapped and indented; a label stands before it in a column of its own."""
+    start = f"  {label:<{width}} " if label or width else "  "
+    filled = textwrap.fill(
+        text, WIDTH, initial_indent=start, subsequent_indent=" " * len(start), break_on_hyphens=False
+    )
+    print(filled, file=stream, flush=True)
+
+
+GAP, STEP_WIDTH = 2, 7
+"""Spaces between columns; the width of the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +120,6 @@ COLUMNS = (
     StepColumn(title="lr", metric="train/learning_rate", width=7, write=short, rank=8),
     StepColumn(title="tok/s", metric="speed/tokens_per_second", width=6, write=thousands, rank=9),
 )
-GAP, STEP_WIDTH = 2, 7
-
 LEGEND = "KL in nats per token; clip: tokens past a ratio bound; tok/s: sampled and trained"
 LEGEND_OVER = "; over: completions past the KL budget"
 
@@ -127,25 +155,3 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
-
-
-@dataclass(frozen=True)
-class ScoreScale:
-    """How scores are written: as points of 100 where all lie between 0 and 1, else as they are."""
-
-    points: bool
-
-    @classmethod
-    def of(cls, *scores: Mapping[str, float]) -> ScoreScale:
-        """The scale that fits these scores."""
-        return cls(all(0 <= value <= 1 for each in scores for value in each.values()))
-
-    def write(self, value: float | None) -> str:
-        """A score as text, on this scale."""
-        return MISSING if value is None else f"{100 * value:.1f}" if self.points else f"{value:.4g}"
-
-    def change(self, before: float | None, after: float | None) -> str:
-        """The change of a score as text, with its sign."""
-        if before is None or after is None:
-            return MISSING
-        return f"{100 * (after - before):+.1f}" if self.points else f"{after - before:+.4g}"
