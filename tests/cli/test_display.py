@@ -50,14 +50,12 @@ def test_a_continued_run_counts_its_own_steps_only(display: Clocked) -> None:
     assert "continued after step 100" in display.heading()[-1]
 
 
-def test_only_the_last_rows_are_kept_and_the_course_of_all(display: Clocked) -> None:
+def test_only_the_last_rows_are_kept(display: Clocked) -> None:
     start(display)
     config = parse_train([]).config
     for step in range(1, 51):
         display.on_step(step, metrics_at(step, config))
     assert [step for step, _ in display.rows] == list(range(51 - ROWS, 51))
-    assert len(display.course["reward"]) == 50
-    assert [name for name, _ in display.curves()] == ["reward", "KL exact"]
 
 
 def test_before_is_what_was_measured_before_the_first_step(display: Clocked) -> None:
@@ -246,12 +244,6 @@ def test_alarms_stand_first_and_in_red() -> None:
         "dilution",
     ]
     assert not any(line.startswith("! t") for line in shown)
-
-
-def test_curves_go_from_first_to_last() -> None:
-    lines = drawn(live_after(40))
-    assert line_with(lines, "reward   ▁").endswith("█  0.7564 → 0.8658")
-    assert line_with(lines, "KL exact ▁").endswith("█  0.000321 → 0.008218")
 
 
 @pytest.mark.parametrize("width", [80, 100])

@@ -19,7 +19,6 @@ from klamp.cli.text import (
     short,
     show_paragraph,
     show_table,
-    sparkline,
     thousands,
 )
 from klamp.config import KLConfig
@@ -82,14 +81,6 @@ def test_columns_fit_the_terminal_and_reward_stays_longest(width: int) -> None:
     assert kept[0].title == "reward"
     assert STEP_WIDTH + sum(column.width + GAP for column in kept) <= width
     assert [c for c in COLUMNS if c in kept] == kept
-
-
-def test_sparkline_goes_from_lowest_to_highest() -> None:
-    assert sparkline([0.0, 1.0, 2.0, 7.0], 4) == "▁▂▃█"
-    assert sparkline([1.0, 1.0], 4) == "▁▁"
-    assert sparkline([], 4) == ""
-    assert sparkline([float("nan"), 0.0, 1.0], 4) == "▁█"
-    assert len(sparkline([float(i) for i in range(1000)], 37)) == 37
 
 
 def test_a_plain_table_is_aligned() -> None:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from klamp.cli.describe import describe_task
-from klamp.cli.text import GAP, STEP_WIDTH, StepColumn, aligned, columns_for, duration, legend_for, sparkline
+from klamp.cli.text import GAP, STEP_WIDTH, StepColumn, aligned, columns_for, duration, legend_for
 from klamp.config.describe import describe_controller, describe_kl
 from klamp.diagnostics.doctor import Finding
 from klamp.report.run import ScoreFormat
@@ -75,8 +75,7 @@ def say(console: Console, text: str) -> None:
 
 
 ROWS = 12
-COURSES = ("reward", "kl/k3", "kl/exact")
-"""Metrics of which the value of every step is kept, for the curves."""
+"""The most steps that the live table shows."""
 
 
 class Display(Observer):
@@ -86,7 +85,6 @@ class Display(Observer):
         self.console = console
         self.info: RunInfo | None = None
         self.rows: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=ROWS)
-        self.course: dict[str, list[float]] = {metric: [] for metric in COURSES}
         self.before: dict[str, float] = {}
         self.now: dict[str, float] = {}
         self.evaluated_at = 0
@@ -111,9 +109,6 @@ class Display(Observer):
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Keep the metrics of a step."""
         self.rows.append((step, metrics))
-        for metric, course in self.course.items():
-            if metric in metrics:
-                course.append(metrics[metric])
 
     def on_evaluation(self, step: int, scores: Mapping[str, float]) -> None:
         """Keep the scores of an evaluation; those before the first step are kept apart."""
@@ -131,12 +126,6 @@ class Display(Observer):
         self.raised.add(finding.alarm.name)
         if is_shown(finding):
             self.alarms.append(finding.in_a_line)
-
-    def curves(self) -> list[tuple[str, list[float]]]:
-        """The curves over the whole run: the reward, and the KL in nats per token by its best estimate."""
-        exact = list(self.course["kl/exact"])
-        kl = ("KL exact", exact) if exact else ("KL k3", list(self.course["kl/k3"]))
-        return [("reward", list(self.course["reward"])), kl]
 
     @property
     def step(self) -> int:
@@ -260,7 +249,7 @@ def _line(first: str, cells: list[str], columns: list[StepColumn]) -> str:
     return gap.join([first.rjust(STEP_WIDTH - GAP), *aligned])
 
 
-OTHER_LINES = 15
+OTHER_LINES = 12
 """Lines of the display besides the rows of the table and the skills."""
 
 NEWS = 3
@@ -268,7 +257,7 @@ NEWS = 3
 
 
 class LiveTable(Display):
-    """A live display: progress, the last steps, the course so far, evaluations, warnings."""
+    """A live display: progress, the last steps, evaluations, warnings."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
@@ -304,7 +293,6 @@ class LiveTable(Display):
             Text(""),
             self._table(),
         ]
-        parts += self._course()
         if self.now:
             headings = ("skill (held out)", "before", f"step {self.evaluated_at}", "change")
             parts += [Text("\n".join(["", *aligned(headings, skill_rows(self.before, self.now))]))]
@@ -351,16 +339,6 @@ class LiveTable(Display):
         alarms = [(f"! {text}", "red") for text in self.alarms[-NEWS:]]
         warnings = [(f"! {text}", "yellow") for text in self.warnings[-NEWS:]]
         return alarms + warnings[len(alarms) :]
-
-    def _course(self) -> list[RenderableType]:
-        """Reward and KL since the first step, as curves."""
-        width = max(10, self.console.width - 40)
-        lines: list[RenderableType] = []
-        for name, values in self.curves():
-            if len(values) > 1:
-                text = f"{name:<8} {sparkline(values, width)}  {values[0]:.4g} → {values[-1]:.4g}"
-                lines.append(Text(text, no_wrap=True, overflow="ellipsis"))
-        return [Text(""), *lines] if lines else []
 
 
 def skill_rows(before: Mapping[str, float], after: Mapping[str, float], trained: str = "") -> list[tuple[str, ...]]:

@@ -12,7 +12,6 @@ if TYPE_CHECKING:  # the commands that know no configuration start without it
     from klamp.training.config import TrainConfig
 
 MISSING = "-"
-BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 100
 """Most columns of a paragraph."""
 
@@ -140,18 +139,3 @@ def columns_for(config: TrainConfig, width: int) -> list[StepColumn]:
 def legend_for(config: TrainConfig) -> str:
     """The legend of the table: what columns mean whose titles do not say it."""
     return LEGEND + (LEGEND_OVER if config.kl.kl_clip_method != "none" else "")
-
-
-def sparkline(values: Sequence[float], width: int) -> str:
-    """A curve in one line of text: the mean of each of `width` stretches, from lowest to highest."""
-    finite = [value for value in values if math.isfinite(value)]
-    if not finite:
-        return ""
-    count = min(width, len(finite))
-    means = [_mean(finite[i * len(finite) // count : (i + 1) * len(finite) // count]) for i in range(count)]
-    low, span = min(means), max(means) - min(means)
-    return "".join(BARS[int((mean - low) / span * (len(BARS) - 1) + 0.5) if span > 0 else 0] for mean in means)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
