@@ -15,6 +15,7 @@ from transformers.utils import logging
 from klamp.tasks.arithmetic import arithmetic_tokenizer
 from klamp.training.config import TrainConfig
 from klamp.training.context import Context
+from klamp.training.observers import Observer
 from klamp.training.setup import build, make_accelerator
 
 logging.disable_progress_bar()
@@ -127,6 +128,17 @@ def context_of(config_of: Callable[..., TrainConfig]) -> Callable[..., Context]:
         return context
 
     return make
+
+
+class StopAfter(Observer):
+    """Interrupts a run once a step is done, as Ctrl-C does."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, step: int, metrics: object) -> None:
+        if step == self.step:
+            raise KeyboardInterrupt
 
 
 def rows_of(folder: Path | str, *, keep_speed: bool = False) -> list[dict[str, float]]:

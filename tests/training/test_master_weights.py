@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.training.conftest import steps_of, tiny_llama
-from tests.training.test_controls import StopAfter
+from tests.training.conftest import StopAfter, steps_of, tiny_llama
 from torch.optim import AdamW
 
 from klamp.errors import ConfigError, KLWarning, TrainingStopped

@@ -83,24 +83,6 @@ def test_with_the_adapter_off_the_policy_is_its_base_model(context_of):
     assert same(before, copied(context.policy))
 
 
-def test_the_adapter_comes_back_on_after_an_error(context_of):
-    context = context_of(lora_r=4)
-    disturb(context.policy, size=0.1)
-    completions = sample(context.policy)
-    with torch.no_grad():
-        before = score(context.policy, completions, temperature=1.0).logprobs
-
-    def fails() -> None:
-        with context.reference.sampling_model() as model:
-            assert model is context.policy
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fails()
-    with torch.no_grad():
-        assert torch.equal(score(context.policy, completions, temperature=1.0).logprobs, before)
-
-
 class Models(Observer):
     """Counts the models in memory while a run trains."""
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.training import rewards
-from tests.training.conftest import rows_of, steps_of
+from tests.training.conftest import StopAfter, rows_of, steps_of
 
 from klamp.errors import NonFiniteError, RewardError, RunFolderError, TrainingStopped
 from klamp.training import checkpoint, trainer, updates
@@ -67,17 +67,6 @@ CASES = {
         "gradient_accumulation_steps": 5,
     },
 }
-
-
-class StopAfter(Observer):
-    """Interrupts a run once a step is done."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step(self, step: int, metrics: object) -> None:
-        if step == self.step:
-            raise KeyboardInterrupt
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ from klamp.training.config import TrainConfig
 from klamp.training.observers import Observer
 from klamp.training.rollouts import collect
 from klamp.training.trainer import Trainer
-from klamp.training.updates import completion_row, control_metrics, gather_record, speed, update
+from klamp.training.updates import completion_row, control_metrics, gather_record, update
 
 
 class Recorder(Observer):
@@ -38,6 +38,9 @@ class Recorder(Observer):
 
     def on_evaluation(self, step, scores):
         self.calls.append(("evaluation", step))
+
+    def on_answers(self, step, rows):
+        self.calls.append(("answers", step))
 
     def on_completions(self, step, rows):
         self.calls.append(("completions", step, len(rows)))
@@ -92,20 +95,20 @@ def test_the_policy_changes_and_so_does_what_is_measured(run):
 def test_observers_are_told_everything_in_order(run):
     every = [
         ("start", 0),
-        ("evaluation", 0),
+        *(("evaluation", 0), ("answers", 0)),
         ("completions", 1, 8),
         ("step", 1),
         ("step", 2),
         ("step", 3),
-        ("evaluation", 3),
+        *(("evaluation", 3), ("answers", 3)),
         ("completions", 4, 8),
         ("step", 4),
         ("checkpoint", 4),
         ("step", 5),
         ("step", 6),
-        ("evaluation", 6),
+        *(("evaluation", 6), ("answers", 6)),
         ("step", 7),
-        ("evaluation", 7),
+        *(("evaluation", 7), ("answers", 7)),
         ("checkpoint", 7),
         ("end", 7),
         ("close",),
@@ -165,24 +168,6 @@ def test_a_reference_that_is_not_the_policy_is_pointed_out_once(context_of):
     assert "other kernels, or a mask that covers the prompt" in text, "no reason can be seen"
 
 
-def test_an_epoch_takes_every_prompt_once_in_a_fresh_order(context_of):
-    trainer, other = Trainer(context_of(), []), Trainer(context_of(seed=1), [])
-    prompts = [e.prompt for step in range(10) for e in trainer.prompts(step)]
-    every = {e.prompt for e in trainer.context.task.train}
-    assert len(every) == 10 and len(prompts) == 30
-    epochs = [prompts[i : i + 10] for i in (0, 10, 20)]
-    assert all(set(epoch) == every for epoch in epochs)
-    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
-    assert [e.prompt for e in trainer.prompts(4)] == prompts[12:15], "a step's prompts follow from its number"
-    assert prompts[:10] != [e.prompt for step in range(4) for e in other.prompts(step)][:10]
-
-
-def test_more_prompts_in_a_step_than_there_are_go_round(context_of):
-    trainer = Trainer(context_of(prompts_per_step=3, train_size=2), [])
-    first, second = ([e.prompt for e in trainer.prompts(step)] for step in (0, 1))
-    assert len({*first[:2]}) == len({first[2], second[0]}) == len({*second[1:]}) == 2
-
-
 def test_a_clock_that_stands_still_ends_no_run(config_of, tmp_path, monkeypatch):
     for clock in ("perf_counter", "monotonic", "time"):
         monkeypatch.setattr(time, clock, lambda: 7.0)
@@ -195,7 +180,7 @@ def test_a_run_of_no_steps_evaluates_and_stops(config_of, tmp_path):
     recorder = Recorder()
     summary = train_run(config_of(max_steps=0), [recorder])
     assert summary.before == summary.after
-    assert [call[0] for call in recorder.calls] == ["start", "evaluation", "end", "close"]
+    assert [call[0] for call in recorder.calls] == ["start", "evaluation", "answers", "end", "close"]
 
 
 def test_a_step_learns_from_the_first_updates_view(context_of):
@@ -281,11 +266,6 @@ def test_divided_by_the_std_the_price_is_that_of_the_groups_that_teach_something
     context = context_of(scale_rewards="std", advantage_baseline="leave_one_out")
     assert control_metrics(context, 0.06, SEEN)["beta/price"] == pytest.approx(0.06 * 0.4)
     assert control_metrics(context, 0.06, SEEN | {"reward_std": 0.0, "groups/saturated": 1.0}) == {"beta": 0.06}
-
-
-def test_speed_is_none_where_the_clock_stands_still():
-    assert speed(30.0, 1.5) == {"speed/step_seconds": 1.5, "speed/tokens_per_second": 20.0}
-    assert speed(30.0, 0.0) == {"speed/step_seconds": 0.0}
 
 
 def test_a_record_holds_the_step_as_it_was_before_the_update(context_of):
