@@ -317,21 +317,16 @@ def _context(
     task: Task,
 ) -> Context:
     """What a run is to the functions of klamp's trainer, without a folder, an evaluation or accelerate."""
-    scorer = Scorer(model, probe(model))
     return Context(
         config=config,
         output_dir=Path(),
         accelerator=OneProcess(next(model.parameters()).device),  # pyright: ignore[reportArgumentType]
         policy=model,
-        wrapped=scorer,
-        scorer=scorer,
+        scorer=Scorer(model, probe(model)),
         reference=reference,
-        original=None,
         tokenizer=tokenizer,
         task=task,
-        objective=build_objective(config.kl, config.loss, max_length=config.rollout.max_completion_length),
         stop=end_tokens(model, tokenizer),
-        excluded=[],
         vocabulary=output_size(model),
     )
 
