@@ -62,6 +62,9 @@ def test_it_may_land_once_and_until_five_steps_after_the_target_was_reached() ->
     ):
         controller.state = BetaState(0.1, **state)
         assert controller.may_land == may
+    rule = HoldController(0.1, target=0.1, landing=9.0)
+    states = [BetaState(0.1, level=1.0, trend=0.5, since=since) for since in (4.0, 5.0)]
+    assert [rule.after(state, 0.4).landed for state in states] == [1, 0]
 
 
 def test_until_the_target_is_reached_beta_is_never_below_its_start_and_from_then_on_it_may_be() -> None:

@@ -24,6 +24,7 @@ from klamp.core.penalty import (
 )
 from klamp.core.surrogates import score_function
 from klamp.core.term import Gate, KLTerm
+from klamp.core.types import Batch
 from klamp.errors import ConfigError, DataError, ShapeError
 from klamp.verify.oracle import examine, truths
 from klamp.verify.worlds import random_chain
@@ -251,3 +252,16 @@ def test_in_the_advantage_the_kl_keeps_its_beta_and_has_the_gradient_of_its_hori
 def test_one_kl_per_reward_is_asked_for():
     with pytest.raises(ShapeError, match="KL"):
         kl_in_reward(double([1.0, 2.0]), double([[0.1, 0.2]]), beta=0.1)
+
+
+def test_where_tokens_are_left_out_later_ones_count_by_k3_in_the_advantage_as_in_the_loss():
+    policy, ref = double([[-1.0, -2.0, -1.5]]).requires_grad_(True), double([[-1.2, -1.5, -2.5]])
+    mask, kept = torch.ones(1, 3, dtype=torch.bool), torch.tensor([[True, False, True]])
+    first, last = 0.2, 1.0
+    later = ESTIMATORS["k3"].value(double(last)).item()
+    wanted = [first + later, later, last]
+    shifted = kl_in_advantage(double([0.0]), policy, ref, mask, beta=-1.0, kl_mask=kept)
+    assert shifted[0].tolist() == pytest.approx(wanted)
+    batch = Batch(policy_logprobs=policy, ref_logprobs=ref, mask=mask, kl_mask=kept, advantages=double([0.0]))
+    (slope,) = torch.autograd.grad(token_penalty(batch, KLTerm(value="k1", horizon="sequence")).sum(), policy)
+    assert slope[0].tolist() == pytest.approx(wanted)

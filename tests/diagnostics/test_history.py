@@ -7,7 +7,7 @@ import math
 import pytest
 from tests.diagnostics.histories import completion, history_of
 
-from klamp.diagnostics.history import History, Row, RunSettings, Written
+from klamp.diagnostics.history import Row, RunSettings
 
 
 def test_the_last_values_of_a_metric_skip_steps_without_it() -> None:
@@ -65,15 +65,3 @@ def test_a_replay_keeps_the_completions_that_rules_look_at() -> None:
     *_, last = history.replay()
     assert list(last.completions) == [1, 7, 8, 9]
     assert len(history.completions) == 9
-
-
-def test_a_replay_reads_what_is_unread_once_and_keeps_its_rows() -> None:
-    history = History(
-        unread=(Written(step=s, completions=[completion(s)], row=Row(step=s, metrics={})) for s in (1, 2))
-    )
-    assert [(view.step, len(view.completions), len(history.rows)) for view in history.replay()] == [
-        (1, 1, 1),
-        (2, 2, 2),
-    ]
-    assert list(history.completions) == [1, 2] and not history.unread
-    assert [view.step for view in history.replay()] == [1, 2]

@@ -63,23 +63,16 @@ def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
 
 
 def _examined(options: DoctorOptions, names: Mapping[str, str]) -> Diagnosis:
-    """What the alarms find in a record, of which no more is held in memory than they look at.
+    """What the alarms find in a record.
 
     Raises:
         KlampError: it cannot be read.
     """
     from klamp.records import read_record
-    from klamp.records.files import StepsOutOfOrder
 
-    def read(hold: bool) -> Diagnosis:
-        history = read_record(options.path, names, hold=hold)
-        history.settings = dataclasses.replace(history.settings, **_settings(options))
-        return examine(history)
-
-    try:
-        return read(hold=False)
-    except StepsOutOfOrder:
-        return read(hold=True)
+    history = read_record(options.path, names)
+    history.settings = dataclasses.replace(history.settings, **_settings(options))
+    return examine(history)
 
 
 def _synced(path: Path) -> dict[int, SyncReport]:

@@ -84,9 +84,6 @@ def examine(history: History) -> Diagnosis:
 
     Args:
         history: the run; as much of it as the record holds.
-
-    Raises:
-        DataError: completions that are still in their files cannot be read.
     """
     raised: dict[str, dict[int, Evidence]] = {}
     for view in history.replay():

@@ -221,18 +221,6 @@ def _answers_at(answers: Sequence[Answer], step: int) -> dict[Question, Answer]:
     return {(answer.skill, answer.question): answer for answer in answers if answer.step == step}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Written:
-    """What was written in one step."""
-
-    step: int
-    """The step, from 1."""
-    completions: Sequence[Completion]
-    """The completions of the step."""
-    row: Row | None = None
-    """The metrics that they give, where the record has no others."""
-
-
 @dataclass(kw_only=True)
 class History:
     """The record of a run, or of the part of it that has happened."""
@@ -249,8 +237,6 @@ class History:
     """Number of steps done -> (skill -> mean score)."""
     completions: dict[int, list[Completion]] = field(default_factory=dict)
     """Step -> the completions that were written in it; of a run under way, those that rules may look at."""
-    unread: Iterable[Written] = ()
-    """Completions that are still in their files, in order of their steps; a replay reads them, once."""
     tells_sampler: bool = False
     """Whether some completion says which of its tokens the model wrote."""
     answers: list[Answer] = field(default_factory=list)
@@ -317,33 +303,21 @@ class History:
         return next((name for name in ("kl/exact", "kl/k3", "kl/k1") if name in last), None)
 
     def replay(self) -> Iterator[History]:
-        """The run as it was after each step and evaluation; always the same object, which grows.
-
-        Completions that are not held are read on the way. Of them this history keeps the rows that they give, and at
-        the end what the last view holds.
-        """
+        """The run as it was after each step and evaluation; always the same object, which grows."""
         view = History(source=self.source, settings=self.settings)
-        held = (Written(step=step, completions=self.completions[step]) for step in sorted(self.completions))
         events = heapq.merge(
-            ((each.step, 0, each) for each in held),
-            ((each.step, 0, each) for each in self.unread),
+            ((step, 0, step) for step in sorted(self.completions)),
             ((row.step, 1, row) for row in sorted(self.rows, key=lambda row: row.step)),
             ((row.step, 2, row) for row in sorted(self.evaluations, key=lambda row: row.step)),
             key=lambda event: event[:2],
         )
         for _, kind, event in events:
-            if isinstance(event, Written):
-                view.add_completions(event.completions)
-                view.forget_completions()
-                if event.row is None:
-                    continue
-                self.rows.append(event.row)
-                view.rows.append(event.row)
-            else:
+            if isinstance(event, Row):
                 (view.rows if kind == 1 else view.evaluations).append(event)
-            yield view
-        if self.unread:
-            self.completions, self.tells_sampler, self.unread = view.completions, view.tells_sampler, ()
+                yield view
+            else:
+                view.add_completions(self.completions[event])
+                view.forget_completions()
 
 
 LARGEST = 1e100

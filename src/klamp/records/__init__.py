@@ -26,13 +26,12 @@ TOKEN_EXPORT = "step_*/rank_*.jsonl"
 COMPUTED = "it holds completions, and the metrics are computed from their tokens"
 
 
-def read_record(path: Path, names: Mapping[str, str] | None = None, *, hold: bool = True) -> History:
+def read_record(path: Path, names: Mapping[str, str] | None = None) -> History:
     """Read the history of a run from a file or folder in any of the known formats.
 
     Args:
         path: what was written.
         names: klamp's name of a metric -> that in the record, before the names that klamp knows.
-        hold: whether completions are held in memory; else they are left unread, for one replay (`History.unread`).
 
     Raises:
         DataError: there is nothing there, nothing that can be read, or no row with one of `names`.
@@ -41,10 +40,10 @@ def read_record(path: Path, names: Mapping[str, str] | None = None, *, hold: boo
     """
     if not path.exists():
         raise unreadable("there is nothing to examine", path, why="the path does not exist")
-    return _read_folder(path, names, hold) if path.is_dir() else _read_file(path, names, hold)
+    return _read_folder(path, names) if path.is_dir() else _read_file(path, names)
 
 
-def _read_file(path: Path, names: Mapping[str, str] | None, hold: bool) -> History:
+def _read_file(path: Path, names: Mapping[str, str] | None) -> History:
     if path.match(EVENTS):
         return read_tensorboard(path, names)
     if path.suffix == ".wandb":
@@ -57,13 +56,13 @@ def _read_file(path: Path, names: Mapping[str, str] | None, hold: bool) -> Histo
     if first is None or not is_rollout(first):
         return read_metrics(path, names)
     refuse_names(names, path, why=COMPUTED)
-    return read_rollouts([path], hold=hold)
+    return read_rollouts([path])
 
 
-def _read_folder(path: Path, names: Mapping[str, str] | None, hold: bool) -> History:
+def _read_folder(path: Path, names: Mapping[str, str] | None) -> History:
     if is_klamp_run(path):
         refuse_names(names, path, why="it is the folder of a klamp run, whose metrics have klamp's names")
-        return read_klamp_run(path, hold=hold)
+        return read_klamp_run(path)
     state, runs = find_state(path), find_offline_run(path)
     if state is not None:
         return _with_arguments(read_trl_state(state, names), path)
@@ -72,7 +71,7 @@ def _read_folder(path: Path, names: Mapping[str, str] | None, hold: bool) -> His
         raise unreadable("several W&B runs lie in one folder", path, why=folders, fix="name one of them")
     if runs:
         return read_wandb(runs[0], names)
-    return _read_lines(path, names, hold) if not event_folders(path) else read_tensorboard(path, names)
+    return _read_lines(path, names) if not event_folders(path) else read_tensorboard(path, names)
 
 
 def _with_arguments(history: History, path: Path) -> History:
@@ -90,7 +89,7 @@ def _with_arguments(history: History, path: Path) -> History:
     return history
 
 
-def _read_lines(path: Path, names: Mapping[str, str] | None, hold: bool) -> History:
+def _read_lines(path: Path, names: Mapping[str, str] | None) -> History:
     """Read the JSONL files of a folder, of metrics or of completions."""
     exported = [*path.glob(TOKEN_EXPORT), *path.glob(f"token_exports/{TOKEN_EXPORT}")]
     exported.sort(key=lambda file: (step_in(file), file))
@@ -99,11 +98,11 @@ def _read_lines(path: Path, names: Mapping[str, str] | None, hold: bool) -> Hist
     if exported or numbered:
         refuse_names(names, path, why=COMPUTED)
         source = "prime-rl token export" if exported else "verl rollouts"
-        return read_rollouts(exported or numbered, source=source, hold=hold)
+        return read_rollouts(exported or numbered, source=source)
     if (path / "metrics.jsonl").is_file():
         return read_metrics(path / "metrics.jsonl", names)
     if len(files) == 1:
-        return _read_file(files[0], names, hold)
+        return _read_file(files[0], names)
     if files:
         lie = ", ".join(file.name for file in files)
         raise unreadable("several JSONL files lie in one folder", path, why=lie, fix="name one of them")

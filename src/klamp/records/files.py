@@ -1,17 +1,14 @@
-"""What all readers of records share: reading a file with one error for what cannot be read, names that were given for
-a record, and completions a step at a time.
+"""What all readers of records share: reading a file with one error for what cannot be read, and names that were given
+for a record.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
-from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
-from klamp.diagnostics.history import Completion, Written
-from klamp.diagnostics.statistics import row_of
 from klamp.errors import ConfigError, DataError
 from klamp.tasks.files import json_of, yaml_of
 
@@ -153,25 +150,3 @@ def refuse_names(names: Mapping[str, str] | None, path: Path, *, why: str) -> No
     if names:
         given = ", ".join(f"{ours}={theirs}" for ours, theirs in names.items())
         raise ConfigError("the record has no names to map", got=f"{given} for {path}", why=why, fix="leave --map out")
-
-
-class StepsOutOfOrder(Exception):
-    """A record goes back to an earlier step, so that it has to be read as a whole."""
-
-
-def by_step(completions: Iterable[Completion], *, with_rows: bool = False) -> Iterator[Written]:
-    """The completions of one step after another, as a record has them.
-
-    Args:
-        completions: those of the record.
-        with_rows: whether to compute the metrics of each step from them.
-
-    Raises:
-        StepsOutOfOrder: when it comes to a step that is earlier than the one before.
-    """
-    last: int | None = None
-    for step, found in groupby(completions, key=lambda each: each.step):
-        if last is not None and step < last:
-            raise StepsOutOfOrder
-        last, written = step, list(found)
-        yield Written(step=step, completions=written, row=row_of(step, written) if with_rows else None)

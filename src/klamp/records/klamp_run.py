@@ -15,7 +15,7 @@ from typing import Any
 from klamp.config import KLWarning
 from klamp.diagnostics.history import Answer, Completion, History, Row, answer_of
 from klamp.errors import without_credentials
-from klamp.records.files import by_step, each_row, json_lines, json_object, unreadable, yaml_object
+from klamp.records.files import each_row, json_lines, json_object, unreadable, yaml_object
 from klamp.training.config import TrainConfig, field_owners
 from klamp.training.folders import ANSWERS, CAUTIONS, COMPLETIONS, CONFIG, METRICS_FILE, RUNS, SUMMARY, VERSIONS
 from klamp.training.observers import completion_of, settings_of
@@ -26,12 +26,11 @@ def is_klamp_run(path: Path) -> bool:
     return (path / CONFIG).is_file() and (path / METRICS_FILE).is_file()
 
 
-def read_klamp_run(path: Path, *, hold: bool = True) -> History:
+def read_klamp_run(path: Path) -> History:
     """Read the history of a klamp run.
 
     Args:
         path: its folder.
-        hold: whether the completions are held; else they are left unread.
 
     Raises:
         DataError: its files are damaged.
@@ -48,11 +47,7 @@ def read_klamp_run(path: Path, *, hold: bool = True) -> History:
         history.evaluations += [scores] if scores.metrics else []
         history.rows += [row] if row.metrics else []
     if (path / COMPLETIONS).is_file():
-        found = read_completions(path / COMPLETIONS)
-        if hold:
-            history.add_completions(found)
-        else:
-            history.unread = by_step(found)
+        history.add_completions(read_completions(path / COMPLETIONS))
     if (path / ANSWERS).is_file():
         history.answers += read_answers(path / ANSWERS)
     if (path / CAUTIONS).is_file():  # a resumed run says them again

@@ -15,7 +15,7 @@ from typing import Any
 
 from klamp.diagnostics.history import Completion, History, check_lengths, every, flags_of, numbers_of, texts_of
 from klamp.diagnostics.statistics import UNKNOWN, row_of
-from klamp.records.files import by_step, each_row, json_lines, unreadable
+from klamp.records.files import each_row, json_lines, unreadable
 
 LARGEST = 0.01
 """The largest value that a log-probability may have by rounding."""
@@ -39,27 +39,20 @@ def is_rollout(row: Mapping[str, Any]) -> bool:
     return isinstance(_first(row, POLICY), list)
 
 
-def read_rollouts(files: Iterable[Path], *, source: str = "JSONL rollouts", hold: bool = True) -> History:
+def read_rollouts(files: Iterable[Path], *, source: str = "JSONL rollouts") -> History:
     """Read the history in files of completions.
 
     Args:
         files: in order of their steps.
         source: who wrote them, in words.
-        hold: whether the completions are held; else they are left unread, but for the first.
 
     Raises:
         DataError: a line that cannot be used, or no line at all.
     """
     history, files = History(source=source), list(files)
-    found = chain.from_iterable(map(_completions_in, files))
-    first = next(found, None)
-    if first is None:
+    history.add_completions(chain.from_iterable(map(_completions_in, files)))
+    if not history.completions:
         raise unreadable("there are no completions", files[0] if files else Path(), why="the files are empty")
-    every_one = chain([first], found)
-    if not hold:
-        history.unread = by_step(every_one, with_rows=True)
-        return history
-    history.add_completions(every_one)
     history.rows = [row_of(step, history.completions[step]) for step in sorted(history.completions)]
     return history
 
