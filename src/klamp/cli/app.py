@@ -41,24 +41,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     with cautions_shown():
         try:
             return _dispatch(words)
-        except KlampError as error:
-            if debug:
-                show_traceback(error)
-            show_error(error)
-            return exit_code(error)
-        except KeyboardInterrupt as error:
-            if debug:
-                show_traceback(error)
-            print("\nklamp: stopped before there was anything to save", file=sys.stderr)
-            return INTERRUPTED
         except BrokenPipeError:  # `klamp train --help | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return FAILED
-        except OSError as error:  # a name too long, no permission, a full disk: nothing that klamp could mend
+        except (KlampError, OSError, KeyboardInterrupt) as error:
             if debug:
                 show_traceback(error)
-            show_error(of_the_system(error))
-            return FAILED
+            if isinstance(error, KeyboardInterrupt):
+                print("\nklamp: stopped before there was anything to save", file=sys.stderr)
+                return INTERRUPTED
+            # A name too long, no permission, a full disk: nothing that klamp could mend, in the system's words.
+            shown = error if isinstance(error, KlampError) else of_the_system(error)
+            show_error(shown)
+            return exit_code(shown)
 
 
 def _dispatch(words: list[str]) -> int:
