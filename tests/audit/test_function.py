@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from klamp.audit import load_subject
-from klamp.audit.function import load_function
+from klamp.audit import load_function, load_subject
 from klamp.cli import main
 from klamp.errors import ConfigError
 

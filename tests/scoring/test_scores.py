@@ -1,4 +1,4 @@
-"""Scoring: what a plain forward of each sequence by itself says, gradient included."""
+"""The plain score: what a forward of each sequence by itself says, gradient included; completions as tensors."""
 
 from __future__ import annotations
 
@@ -81,34 +81,6 @@ def test_truncated_sampling_reports_higher_probabilities_than_the_policy_has(mod
     torch.testing.assert_close(completions.sampler_logprobs[completions.mask], expected, rtol=0, atol=1e-5)
 
 
-def test_select_trims_padding_and_changes_no_score(model):
-    completions = sample(model)
-    whole = score(model, completions, temperature=1.0).logprobs
-    lengths = completions.mask.sum(-1)
-    rows = (lengths <= lengths.sort().values[2]).nonzero()[:, 0].tolist()
-    rows = sorted(rows, key=lambda i: int(completions.prompt_mask[i].sum()))[:2]
-    part = select(completions, torch.tensor(rows))
-    assert part.ids.shape[1] == int(lengths[rows].max()) < completions.ids.shape[1]
-    assert (
-        part.prompt_ids.shape[1] == int(completions.prompt_mask[rows].sum(-1).max()) < completions.prompt_ids.shape[1]
-    )
-    scores = score(model, part, temperature=1.0).logprobs
-    for i, row in enumerate(rows):
-        kept = int(lengths[row])
-        torch.testing.assert_close(scores[i, :kept], whole[row, :kept], rtol=0, atol=1e-5)
-        assert part.ids[i, :kept].tolist() == completions.ids[row, :kept].tolist()
-        assert torch.equal(part.sampler_logprobs[i, :kept], completions.sampler_logprobs[row, :kept])
-        assert part.ended[i] == completions.ended[row]
-
-
-def test_select_takes_slices_and_keeps_one_position_of_an_empty_part(model):
-    completions = sample(model)
-    part = select(completions, slice(2, 5))
-    assert torch.equal(part.ended, completions.ended[2:5])
-    nothing = Completions(**{**vars(completions), "mask": torch.zeros_like(completions.mask)})
-    assert select(nothing, slice(0, 2)).ids.shape == (2, 1)
-
-
 def test_an_adapter_is_scored_like_the_weights_it_merges_into():
     model = get_peft_model(tiny_llama(), LoraConfig(r=4, target_modules="all-linear"))
     disturb(model)
@@ -121,3 +93,62 @@ def test_an_adapter_is_scored_like_the_weights_it_merges_into():
             expected = plain_logprobs(merged, completions, row, 1.0)
             torch.testing.assert_close(ours[row, :kept].double(), expected, rtol=0, atol=1e-5)
     assert arithmetic_tokenizer().pad_token_id in completions.prompt_ids, "some prompts are padded"
+
+
+def three() -> Completions:
+    """Prompts of 1, 3 and 2 tokens, completions of 2, 4 and 1 tokens; the second one was cut."""
+    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]], dtype=torch.bool)
+    return Completions(
+        prompt_ids=torch.tensor([[0, 0, 5], [6, 7, 8], [0, 3, 4]]),
+        prompt_mask=torch.tensor([[0, 0, 1], [1, 1, 1], [0, 1, 1]]),
+        ids=torch.arange(12).view(3, 4),
+        mask=mask,
+        sampler_logprobs=-torch.arange(12.0).view(3, 4) * mask,
+        ended=torch.tensor([True, False, True]),
+    )
+
+
+def test_rows_without_long_neighbours_lose_the_padding_of_all_of_them() -> None:
+    found = select(three(), torch.tensor([0, 2]))
+    assert found.prompt_ids.tolist() == [[0, 5], [3, 4]]
+    assert found.prompt_mask.tolist() == [[0, 1], [1, 1]]
+    assert found.ids.tolist() == [[0, 1], [8, 9]]
+    assert found.mask.tolist() == [[True, True], [True, False]]
+    assert found.sampler_logprobs.tolist() == [[0, -1], [-8, 0]]
+    assert found.ended.tolist() == [True, True]
+
+
+def test_rows_may_be_a_slice_a_mask_or_in_another_order() -> None:
+    every = three()
+    assert torch.equal(select(every, slice(0, 2)).ids, every.ids[:2])
+    assert select(every, torch.tensor([2, 1, 1])).ids[:, 0].tolist() == [8, 4, 4]
+    assert select(every, every.ended).ids.shape == (2, 2)
+
+
+def test_a_completion_without_a_token_keeps_one_column() -> None:
+    every = three()
+    nothing = Completions(**{**vars(every), "mask": torch.zeros(3, 4, dtype=torch.bool)})
+    assert select(nothing, slice(None)).ids.shape == (3, 1)
+
+
+def test_text_is_that_of_unmasked_tokens_without_the_special_ones() -> None:
+    tokenizer = arithmetic_tokenizer()
+    end = tokenizer.eos_token_id
+    first, second = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("42", "7"))
+    ids = torch.tensor([[*first, end], [*second, end, first[0]]])
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    every = three()
+    chosen = Completions(
+        prompt_ids=every.prompt_ids[:2],
+        prompt_mask=every.prompt_mask[:2],
+        ids=ids,
+        mask=mask,
+        sampler_logprobs=torch.zeros(2, 3),
+        ended=mask.any(-1),
+    )
+    assert chosen.texts(tokenizer) == ["42", "7"]
+
+
+def test_every_tensor_goes_to_the_device() -> None:
+    moved = three().to(torch.device("meta"))
+    assert {name: x.device.type for name, x in vars(moved).items()} == dict.fromkeys(vars(moved), "meta")

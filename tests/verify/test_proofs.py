@@ -325,7 +325,7 @@ def test_a_saturated_group_that_divides_noise_by_eps(monkeypatch: pytest.MonkeyP
 @pytest.mark.slow
 def test_a_reward_that_is_divided_by_the_std_and_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "build_objective", lambda *args, **kwargs: None)
-    assert failures(prove_placement) == ["so klamp refuses it"]
+    assert failures(prove_placement) == ["that is refused"]
 
 
 def test_a_clip_at_half_of_its_threshold(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,31 +105,16 @@ def prove_sequences() -> list[Check]:
         ("horizon token, value k3", penalty("k3", "reverse", "token"), "local", "policy"),
         ("horizon token, exact", _exact("token"), "local", "policy"),
         ("horizon token, gradient forward", penalty("k3", "forward", "token"), "local_forward", "policy"),
-        ("horizon sequence, value k1", penalty("k1", "reverse", "sequence"), "reverse", "policy"),
-        ("horizon sequence, value k3", penalty("k3", "reverse", "sequence"), "reverse", "policy"),
-        ("horizon sequence, exact", _exact("sequence"), "reverse", "policy"),
-        ("horizon sequence, gradient forward", penalty("k3", "forward", "sequence"), "forward", "policy"),
-        (
-            "off-policy, prefix ratio, value k1",
-            penalty("k1", "reverse", "sequence", sampler="other"),
-            "reverse",
-            "other",
-        ),
-        (
-            "off-policy, prefix ratio, value k3",
-            penalty("k3", "reverse", "sequence", sampler="other"),
-            "reverse",
-            "other",
-        ),
-        ("off-policy, prefix ratio, exact", _exact("sequence", "other"), "reverse", "other"),
-        (
-            "off-policy, prefix ratio, forward",
-            penalty("k3", "forward", "sequence", sampler="other"),
-            "forward",
-            "other",
-        ),
         ("off-policy, token ratio", penalty("k3", "reverse", "token", sampler="other"), "local_sampled", "other"),
     ]
+    whole: tuple[tuple[str, Sampler], ...] = (("horizon sequence", "policy"), ("off-policy, prefix ratio", "other"))
+    for where, sampler in whole:
+        rows += [
+            (f"{where}, value k1", penalty("k1", "reverse", "sequence", sampler=sampler), "reverse", sampler),
+            (f"{where}, value k3", penalty("k3", "reverse", "sequence", sampler=sampler), "reverse", sampler),
+            (f"{where}, exact", _exact("sequence", sampler), "reverse", sampler),
+            (f"{where}, gradient forward", penalty("k3", "forward", "sequence", sampler=sampler), "forward", sampler),
+        ]
     return [_check_sequences(*row) for row in rows]
 
 
