@@ -82,7 +82,7 @@ def _synced(path: Path) -> dict[int, SyncReport]:
         DataError: no run of klamp's, or one whose completions cannot be scored again.
     """
     from klamp.records.klamp_run import is_klamp_run, read_config
-    from klamp.training.completions_check import check_run
+    from klamp.training.evaluation import check_completions
 
     if not is_klamp_run(path):
         raise DataError(
@@ -91,7 +91,7 @@ def _synced(path: Path) -> dict[int, SyncReport]:
             why="it scores kept completions again, with the weights that the configuration and the checkpoints name",
             fix="klamp doctor runs/NAME --check-sync; for another trainer, call klamp.check_sync(model, ...)",
         )
-    return dict(check_run(read_config(path)[1], path))
+    return dict(check_completions(read_config(path)[1], path))
 
 
 def _settings(options: DoctorOptions) -> dict[str, Any]:
