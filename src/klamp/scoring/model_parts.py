@@ -129,7 +129,8 @@ def head_of(causal: nn.Module) -> OutputHead | None:
     layer = causal.get_output_embeddings()  # pyright: ignore[reportCallIssue]
     if type(layer) is not nn.Linear:
         return None
-    config = causal.config.get_text_config()
+    config: Any = causal.config
+    config = config.get_text_config()
     return OutputHead(layer.weight, layer.bias, getattr(config, "final_logit_softcapping", None), _logit_scale(config))
 
 

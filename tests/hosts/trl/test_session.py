@@ -16,7 +16,7 @@ from klamp.hosts.trl.session import Scoring, Session, only_scoring
 
 
 def scoring(value: float) -> Scoring:
-    return Scoring(model=None, positional=(), options={}, logprobs=torch.tensor([[value]]))
+    return Scoring(torch.tensor([[value]]))
 
 
 def test_calls_are_collected_by_the_innermost_listener_only() -> None:

@@ -65,7 +65,7 @@ class KLMixin(Host):
         else:
             result, hidden = (*fast[:2], None), fast[2]
         if session.seen is not None:
-            session.seen.append(Scoring(model, args, kwargs, result[0], hidden))
+            session.seen.append(Scoring(result[0], hidden, args, kwargs))
         return result
 
     def _host_class(self, method: str) -> type:
@@ -118,7 +118,7 @@ class KLMixin(Host):
         """The policy's scores before the batch's first update, from TRL if it made them."""
         if output.get("old_per_token_logps") is not None:
             made = [scored for scored in seen if scored.logprobs is output["old_per_token_logps"]]
-            return made[0] if made else Scoring(self.model, (), {}, output["old_per_token_logps"])
+            return made[0] if made else Scoring(output["old_per_token_logps"])
         if not (needs_old_logprobs(self._klamp.term) or self.log_completions):
             return None
         of_reference = seen[-1]  # the same tokens

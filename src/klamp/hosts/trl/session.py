@@ -22,15 +22,14 @@ from klamp.hosts.trl.fast_scoring import FastScoring
 
 @dataclass(frozen=True)
 class Scoring:
-    """One call of TRL's scoring method: its arguments and its result."""
+    """One call of TRL's scoring method: its result and, but for the model, its arguments."""
 
-    model: Any
-    positional: tuple[Any, ...]
-    options: dict[str, Any]
     logprobs: Tensor
     """[B, T] log-probabilities that the call returned."""
     hidden: Tensor | None = None
     """[B, T, H] hidden states from which the tokens were predicted, where the exact KL is wanted."""
+    positional: tuple[Any, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass

@@ -155,7 +155,7 @@ class Step:
         columns = _columns(self.trainer, self.inputs, call.new)
         columns.check(self.inputs, call.input_ids, call.mask)
         policy = columns.take(call.new)
-        self.scored = Scoring(self.trainer.model, (), {}, policy.detach())
+        self.scored = Scoring(policy.detach())
         self.inputs |= {
             "completion_mask": columns.take(call.mask.bool()),
             "tool_mask": None,
