@@ -171,11 +171,6 @@ def test_without_kl_there_is_no_controller_and_no_reference() -> None:
     assert "controller" not in text.partition("as a YAML file")[0]
 
 
-def test_who_writes_the_completions_is_said_where_it_is_not_the_policy() -> None:
-    assert "completions by vLLM in the training processes" in plan("--backend", "trl", "--sampler", "vllm")
-    assert "completions by" not in plan()
-
-
 def test_it_fits_into_a_hundred_columns() -> None:
     text = plan("--target_kl", "0.05", "--kl_clip_method", "hard", "--model", "/models/" + 20 * "x", "--lora_r", "8")
     assert max(map(len, text.splitlines())) <= 100

@@ -135,8 +135,3 @@ def test_what_is_enumerated_stays_small_whatever_is_asked(monkeypatch: pytest.Mo
     monkeypatch.setattr(worlds, "_index_completions", counted)
     shown("recommended", "--length", "1000000", "--vocab", "1000000")
     assert found and max(found) < 1000, "completions"
-
-
-def test_its_own_flags_are_suggested_too(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "grpo", "--lenght", "3"]) == 2
-    assert "did you mean --length?" in capsys.readouterr().err

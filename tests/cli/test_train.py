@@ -225,11 +225,6 @@ def test_files_are_named_where_they_exist(tmp_path: Path) -> None:
     assert not any(line.startswith("TensorBoard") for line in summary_lines(folder, "--report_to"))
 
 
-def test_scores_that_are_no_shares_stay_as_they_are(tmp_path: Path) -> None:
-    lines = summary_lines(tmp_path, before={"addition": -1.5}, after={"addition": 2.25})
-    assert after(lines, "addition (trained)") == ["−1.5", "2.25", "+3.75"]
-
-
 @pytest.mark.parametrize("metrics", [{}, {"beta": 0.3, "kl/k3": 1e-7}])
 def test_metrics_that_are_missing_are_dashes(tmp_path: Path, metrics: dict[str, float]) -> None:
     lines = summary_lines(tmp_path, final_metrics=metrics)

@@ -201,6 +201,7 @@ def read_plan_file(path: Path) -> PlanFile:
         if key not in KEYS:
             raise _unknown(str(key), path)
     arms, sweep = (_mapping(content.get(part), part, path) for part in ("arms", "sweep"))
+    prompts = fields_of(AblateOptions)["kl_prompts"]
     return PlanFile(
         name=str(content.get("name") or ""),
         base=read_entries(_mapping(content.get("base"), "base", path), path),
@@ -210,7 +211,7 @@ def read_plan_file(path: Path) -> PlanFile:
             for name, values in arms.items()
         ),
         seeds=None if content.get("seeds") is None else seeds_of(content["seeds"], f"seeds in {path}"),
-        kl_prompts=_count("kl_prompts", content.get("kl_prompts"), path),
+        kl_prompts=prompts.read([str(content.get("kl_prompts"))], shown=f"kl_prompts in {path}"),
     )
 
 
@@ -236,12 +237,6 @@ def seeds_of(value: object, shown: str) -> tuple[int, ...]:
             fix="3 stands for the seeds 0, 1 and 2",
         )
     return tuple(seeds)
-
-
-def _count(name: str, value: object, path: Path) -> int | None:
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
-        return value
-    raise ConfigError(f"{name} in {path} cannot be read", got=repr(value), why="it is a whole number of at least 1")
 
 
 def _values(name: str, values: object, path: Path) -> tuple[str, tuple[Any, ...]]:
