@@ -49,7 +49,7 @@ def test_a_small_number_with_a_long_unit_stays_in_its_tile(tmp_path: Path, open_
         assert page.evaluate(spilled) == []
 
 
-def test_everything_is_there(report: Path, open_page: Open) -> None:
+def test_everything_is_there_and_in_line(report: Path, open_page: Open) -> None:
     page = open_page(report)
     assert page.get_by_role("heading", level=1).inner_text() == "fast"
     for name in ("Overview", "Alarms", "Over steps", "By position", "Token by token", "Configuration", "Versions"):
@@ -59,12 +59,11 @@ def test_everything_is_there(report: Path, open_page: Open) -> None:
     assert page.locator(".completion:visible").count() == 25
     sizes = page.locator("svg.chart").evaluate_all("all => all.map((svg) => svg.getBoundingClientRect().width)")
     assert min(sizes) > 250
-
-
-def test_charts_of_a_row_are_aligned(report: Path, open_page: Open) -> None:
-    page = open_page(report)
     tops = page.locator("#curves .plot").evaluate_all("all => all.map((plot) => plot.getBoundingClientRect().top)")
-    assert len(tops) >= 9 and len(set(tops[:3])) == 1 and len(set(tops[3:6])) == 1
+    assert len(tops) >= 9 and len(set(tops[:3])) == 1 and len(set(tops[3:6])) == 1, "charts of a row are aligned"
+    tools = page.locator("#chart-reward .tools")
+    places = [tools.get_by_text(name, exact=True).evaluate(TEXT)["top"] for name in ("Log", "Enlarge", "Save")]
+    assert max(places) - min(places) < 0.5, "the words on its buttons are on one line"
 
 
 def test_the_theme_follows_the_system_and_the_button(report: Path, open_page: Open) -> None:
@@ -120,10 +119,3 @@ def test_names_of_fields_and_packages_are_not_broken_on_a_phone(comparison: Path
         cell = page.locator("#versions th code", has_text=re.compile(f"^{name}$"))
         lines = cell.evaluate("node => node.getClientRects().length")
         assert lines == 1, name
-
-
-def test_the_words_on_the_buttons_of_a_chart_are_on_one_line(report: Path, open_page: Open) -> None:
-    page = open_page(report)
-    tools = page.locator("#chart-reward .tools")
-    places = [tools.get_by_text(name, exact=True).evaluate(TEXT)["top"] for name in ("Log", "Enlarge", "Save")]
-    assert max(places) - min(places) < 0.5, places

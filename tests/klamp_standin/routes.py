@@ -38,8 +38,8 @@ def new_run(service: Service, number: int = 0, **lora: Any) -> str:
     return result(service, create_model(service, body, ()))["model_id"]
 
 
-def training(model_id: str, seq_id: int, *, forward_only: bool = False, **inputs: Any) -> bytes:
-    """The body of a `forward_backward` request of one datum."""
+def message(model_id: str, seq_id: int, *, forward_only: bool = False, **inputs: Any) -> Any:
+    """A `forward_backward` request of one datum, as the SDK encodes it."""
     given = {"target_tokens": torch.tensor([2, 3]), "weights": torch.ones(2)} | inputs
     datum = types.Datum(model_input=types.ModelInput.from_ints([1, 2]), loss_fn_inputs=given)
     asked = types.ForwardBackwardRequest(
@@ -47,6 +47,11 @@ def training(model_id: str, seq_id: int, *, forward_only: bool = False, **inputs
         model_id=model_id,
         seq_id=seq_id,
     )
-    message = forward_backward_request_to_proto(asked)
-    message.forward_only = forward_only
-    return message.SerializeToString()
+    encoded = forward_backward_request_to_proto(asked)
+    encoded.forward_only = forward_only
+    return encoded
+
+
+def training(model_id: str, seq_id: int, **options: Any) -> bytes:
+    """Its body."""
+    return message(model_id, seq_id, **options).SerializeToString()

@@ -5,21 +5,17 @@ from __future__ import annotations
 import pytest
 import tinker
 import torch
+from tests.klamp_standin.routes import message, training
 from tests.waiting import SECONDS
 from tinker import types
 
-from klamp_standin import losses
+from klamp_standin import losses, protocol
 from klamp_standin.protocol import Refused, TrainingRequest
 
 LOGPROBS = [torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64), torch.tensor([-0.1, -3.0], dtype=torch.float64)]
 OLD = [torch.tensor([-1.5, -2.0, -0.1]), torch.tensor([-0.1, -2.0])]
 ADVANTAGES = [torch.tensor([1.0, -1.0, -2.0]), torch.tensor([0.5, -1.0])]
 INPUTS = [{"logprobs": q, "advantages": a} for q, a in zip(OLD, ADVANTAGES, strict=True)]
-
-
-def test_cross_entropy_is_the_weighted_sum():
-    inputs = [{"weights": torch.tensor([0.0, 1.0, 2.0])}, {"weights": torch.tensor([3.0, 0.0])}]
-    assert float(losses.summed("cross_entropy", LOGPROBS, inputs, {})) == pytest.approx(2.0 + 1.0 + 0.3)
 
 
 def test_importance_sampling_is_minus_the_sum_of_ratio_times_advantage():
@@ -100,3 +96,16 @@ def test_a_refusal_is_an_http_error_and_holds_up_nothing(trainer):
     with pytest.raises(tinker.BadRequestError, match="missing .*'advantages', 'logprobs'"):
         trainer.forward_backward([bare], "ppo").result(timeout=SECONDS)
     assert len(trainer.forward([bare], "cross_entropy").result(timeout=SECONDS).loss_fn_outputs) == 1
+
+
+def test_what_the_wire_cannot_carry_is_refused():
+    sparse = torch.zeros(2, 8, dtype=torch.int64)
+    sparse[0, 1] = 3
+    with pytest.raises(Refused, match="is sparse"):
+        protocol.decode_training(training("m", 7, target_tokens=sparse))
+    wrong = message("m", 7)
+    wrong.data[0].loss_fn_inputs["weights"].shape[:] = [3]
+    with pytest.raises(Refused, match=r"shape \[3\] and carries 2 values"):
+        protocol.decode_training(wrong.SerializeToString())
+    with pytest.raises(Refused, match="'image'"):
+        protocol.prompt_tokens({"chunks": [{"type": "image", "data": ""}]})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 
 import pytest
-import torch
 from tests.klamp_standin.routes import in_process, new_run, result
 from tests.waiting import SECONDS
 from tinker import types
@@ -58,18 +57,6 @@ def test_a_sampler_says_which_weights_it_has(here, base):
     assert samplers.get_sampler(here, named)["model_path"] == path
     with pytest.raises(Refused, match="no sampler 'x'"):
         samplers.get_sampler(here, "x")
-
-
-def test_log_probabilities_of_a_completion_and_of_the_prompt_are_the_models(here, base):
-    found = answered(here, asked(base, 1, prompt_logprobs=True))
-    with here.base.sampler(None) as model, torch.no_grad():
-        for row in found.sequences:
-            log_p = model(torch.tensor([[*PROMPT, *row.tokens]])).logits[0].log_softmax(-1)
-            expected = [float(log_p[len(PROMPT) - 1 + i, token]) for i, token in enumerate(row.tokens)]
-            assert list(row.logprobs) == pytest.approx(expected, abs=1e-5)
-        log_p = model(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
-    assert found.prompt_logprobs[0] is None
-    assert found.prompt_logprobs[1:] == pytest.approx([float(log_p[0, 2]), float(log_p[1, 3])], abs=1e-5)
 
 
 def test_draws_depend_on_the_sampler_and_the_number_of_the_request(here, base):
