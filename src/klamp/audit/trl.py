@@ -50,7 +50,9 @@ def subject_of_loss(
         notes: for the reader.
     """
     option, default = "use_bias_correction_kl", bool(defaults["use_bias_correction_kl"])
-    terms = {marked(option, each, default): {option: each} for each in (default, not default)}
+    terms: dict[str, dict[str, Any]] = {
+        marked(option, each, default): {option: each} for each in (default, not default)
+    }
     terms["sequence-level ratio, bias correction"] = {"importance_sampling_level": "sequence", option: True}
     return Subject(
         title=title,
