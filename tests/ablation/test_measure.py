@@ -11,7 +11,7 @@ from tests.training import rewards
 from tests.training.conftest import TINY, disturb, rows_of, stored, tiny_llama
 
 from klamp.ablation import measure as module
-from klamp.ablation.measure import Pair, evaluate, load_pair, measure, numbers_of
+from klamp.ablation.measure import Pair, evaluate, measure, numbers_of, pair_from
 from klamp.errors import ModelError
 from klamp.scoring.probe import probe
 from klamp.scoring.scorer import Scorer
@@ -223,7 +223,7 @@ def test_it_is_always_the_starting_model_that_is_measured_against(llama, tmp_pat
 
 def test_nothing_is_cut_from_the_support_and_a_run_without_a_step_has_not_moved(llama, tmp_path) -> None:
     config = TrainConfig.from_flat({"model": llama, **TINY, "top_p": 0.5, "top_k": 3, "temperature": 1.5})
-    pair = load_pair(config, tmp_path)
+    pair = pair_from(config, None)
     assert pair.rollout == replace(config.rollout, top_p=1.0, top_k=0)
     assert pair.rows == 12
     found = numbers_of(pair)

@@ -26,9 +26,6 @@ def test_a_linear_axis() -> None:
 )
 def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
     assert ticks(Axis(low=low, high=high)) == expected
-
-
-def test_ticks_may_be_quarters() -> None:
     assert ticks(Axis(low=0, high=1.03), steps=(1.0, 2.0, 2.5, 5.0)) == [0, 0.25, 0.5, 0.75, 1]
 
 
@@ -58,11 +55,8 @@ def test_a_spike_bends_the_axis() -> None:
     assert fit(values, may_bend=False).knee is None
 
 
-def test_many_zeros_bend_nothing() -> None:
+def test_no_axis_bends_for_many_zeros_or_below_a_level_that_is_shown() -> None:
     assert fit([0.1, 0.1, 0.05, *[1e-13] * 6], include=(0.0,)).knee is None
-
-
-def test_no_axis_bends_below_a_level_that_is_shown() -> None:
     quiet = [1e-9] * 6
     assert fit([*quiet, 1e-5], include=(0.01,)).knee is None
     assert fit([*quiet, 1.0], include=(0.01,)).knee is not None

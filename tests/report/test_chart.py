@@ -216,9 +216,6 @@ def test_a_mean_is_of_all_its_runs_or_none() -> None:
     assert columns_of(apart) == [CurveColumn(series=each) for each in apart]
 
 
-def test_the_largest_numbers_have_a_mean() -> None:
+def test_the_largest_numbers_have_a_mean_and_runs_without_a_group_stay_alone() -> None:
     assert mean([series("a", "g", {1: 1e308}), series("b", "g", {1: 1.7e308})]) == {1: 1e100}
-
-
-def test_runs_without_a_group_stay_alone() -> None:
     assert [column.of for column in columns_of([series("a", "", {1: 1.0}), series("b", "", {1: 1.0})])] == [None, None]

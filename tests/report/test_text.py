@@ -86,16 +86,8 @@ def test_data_cannot_end_its_element() -> None:
     inner = block.removeprefix('<script type="application/json" id="data">').removesuffix("</script>")
     assert json.loads(inner) == value and inner == html.unescape(inner)
     block.encode("ascii")
-
-
-def test_a_number_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError):
         json_block([float("nan")], name="data")
-
-
-def test_long_text_is_cut_and_says_so() -> None:
-    assert shorten("abc", 3) == "abc"
-    assert shorten("abcde", 3) == "abc… (2 more characters)"
 
 
 @pytest.mark.parametrize(
@@ -125,14 +117,15 @@ def test_short(value: float | None, text: str) -> None:
     assert short(value) == text
 
 
-def test_digits() -> None:
+def test_digits_signs_counts_and_decimals() -> None:
     assert short(math.pi, digits=5) == "3.1416"
-    assert short(123456789, digits=9) == "1.23456789e8"
-    assert short(2500, digits=9) == "2500"
-
-
-def test_signed() -> None:
+    assert (short(123456789, digits=9), short(2500, digits=9)) == ("1.23456789e8", "2500")
     assert (signed(0.25), signed(-0.25), signed(0)) == ("+0.25", "−0.25", "0")
+    assert (count(1, "alarm"), count(0, "alarm"), count(12, "run")) == ("1 alarm", "0 alarms", "12 runs")
+    assert [rounded(value, decimals=1) for value in (99.609, 100.0, -2.25, 0.0)] == ["99.6", "100.0", "−2.2", "0.0"]
+    assert [rounded(value, decimals=1) for value in (None, math.nan, math.inf)] == ["–", "NaN", "∞"]
+    assert rounded(99.609, decimals=None) == "99.61" and rounded(99.609, decimals=None, digits=3) == "99.6"
+    assert (shorten("abc", 3), shorten("abcde", 3)) == ("abc", "abc… (2 more characters)")
 
 
 @pytest.mark.parametrize(
@@ -154,10 +147,6 @@ def test_probability(logprob: float | None, text: str) -> None:
     assert probability(logprob) == text
 
 
-def test_count() -> None:
-    assert (count(1, "alarm"), count(0, "alarm"), count(12, "run")) == ("1 alarm", "0 alarms", "12 runs")
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [
@@ -172,12 +161,6 @@ def test_count() -> None:
 )
 def test_setting(value: object, text: str) -> None:
     assert setting(value) == text
-
-
-def test_rounded() -> None:
-    assert [rounded(value, decimals=1) for value in (99.609, 100.0, -2.25, 0.0)] == ["99.6", "100.0", "−2.2", "0.0"]
-    assert [rounded(value, decimals=1) for value in (None, math.nan, math.inf)] == ["–", "NaN", "∞"]
-    assert rounded(99.609, decimals=None) == "99.61" and rounded(99.609, decimals=None, digits=3) == "99.6"
 
 
 TABLE = {  # made with transformers' own bytes_to_unicode, of GPT-2
@@ -198,11 +181,8 @@ def test_byte_level_tokens_are_decoded(token: str, text: str) -> None:
     assert reader(["a", "Ġb"])(token) == text
 
 
-def test_what_is_no_byte_stays() -> None:
+def test_what_is_no_byte_and_other_vocabularies_are_left_alone() -> None:
     assert decoded("東") == "東"
-
-
-def test_other_vocabularies_are_left_alone() -> None:
     read = reader(["4", "▁the", "Ã¼"])
     assert (read("Ã¼"), read("▁the"), read("aĠ")) == ("Ã¼", " the", "aĠ")
 

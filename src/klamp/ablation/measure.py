@@ -91,7 +91,7 @@ def measure(
         told: called between batches; may raise to stop.
         prompts: held-out prompts of each skill that are used, at most; None: all of them.
     """
-    return numbers_of(with_fewer(load_pair(config, folder), prompts), told)
+    return numbers_of(with_fewer(pair_from(config, newest_policy(folder)), prompts), told)
 
 
 def with_fewer(pair: Pair, prompts: int | None) -> Pair:
@@ -183,15 +183,6 @@ def _sample(pair: Pair, sampler: Scorer, examples: Sequence[Example], uniforms: 
         uniforms=uniforms,
         traits=sampler.traits,
     )
-
-
-def load_pair(config: TrainConfig, folder: Path) -> Pair:
-    """Load the policy from a run's newest checkpoint, klamp's own or TRL's, and the model that the run started from.
-
-    Raises:
-        ModelError: either cannot be loaded.
-    """
-    return pair_from(config, newest_policy(folder))
 
 
 def pair_from(config: TrainConfig, weights: str | Path | None) -> Pair:

@@ -141,8 +141,10 @@ def _checked(outcome: Outcome) -> Outcome:
     """
     kinds: dict[str, type] = {"seed": int, "values": dict, **dict.fromkeys(("before", "after", "numbers"), dict)}
     for name, value in vars(outcome).items():
-        scores = value.values() if isinstance(value, dict) and name != "values" else ()
-        if not isinstance(value, kinds.get(name, str)) or not all(isinstance(each, int | float) for each in scores):
+        right = isinstance(value, kinds.get(name, str))
+        if right and name in ("before", "after", "numbers"):
+            right = all(isinstance(each, int | float) for each in value.values())
+        if not right:
             raise TypeError(f"{name} is {reprlib.repr(value)}")
     return outcome
 

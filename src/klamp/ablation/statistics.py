@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from klamp.errors import ConfigError, NonFiniteError
 
@@ -118,7 +118,9 @@ def compare(arms: Mapping[str, Mapping[int, float]], *, control: str) -> dict[st
         for arm, values in arms.items()
         if arm != control
     }
-    tests = {arm: stats.ttest_1samp(found, 0.0) for arm, found in differences.items() if _has_spread(found)}
+    tests: dict[str, Any] = {
+        arm: stats.ttest_1samp(found, 0.0) for arm, found in differences.items() if _has_spread(found)
+    }
     corrected = dict(zip(tests, holm([float(test.pvalue) for test in tests.values()]), strict=True))
     compared: dict[str, Comparison] = {}
     for arm, found in differences.items():
@@ -185,5 +187,5 @@ def detectable(differences: Sequence[float], *, level: float) -> float:
     from scipy import special, stats
 
     freedom = len(differences) - 1
-    critical = stats.t.isf(level / 2, freedom)
-    return stdev(differences) / math.sqrt(len(differences)) * float(special.nctdtrinc(freedom, 1 - POWER, critical))
+    noncentrality = float(special.nctdtrinc(freedom, 1 - POWER, float(stats.t.isf(level / 2, freedom))))
+    return stdev(differences) / math.sqrt(len(differences)) * noncentrality
