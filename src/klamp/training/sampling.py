@@ -29,7 +29,7 @@ from klamp.training.config import RolloutConfig
 BLOCK = 256
 """How many neighbouring tokens are summed to a block before single tokens are looked at."""
 DROP_AT = 0.75
-"""Ended completions are taken out of the cache once no more than this share of its rows goes on."""
+"""Ended completions are taken out of the cache once no more than this share of its rows goes on: copying costs time."""
 
 
 def examples_of_step(step: int, rows: int, *, size: int, seed: int) -> list[int]:
@@ -154,11 +154,6 @@ def _generated(
     return ids, torch.zeros(ids.shape) if sampler is None else torch.cat(sampler.logprobs, -1).float()
 
 
-def pays_to_drop(going_on: int, held: int) -> bool:
-    """Whether it is worth copying the cache to drop ended completions: not for each one, for copying costs time."""
-    return going_on <= DROP_AT * held
-
-
 def decode(
     model: nn.Module,
     prompt_ids: Tensor,
@@ -201,7 +196,7 @@ def decode(
         left = int(going.sum())
         if left == 0 or t + 1 == length:
             return ids[:, : t + 1], logprobs[:, : t + 1]
-        if pays_to_drop(left, len(rows)):
+        if left <= DROP_AT * len(rows):
             kept = going.nonzero()[:, 0]
             cache.reorder_cache(kept)
             rows, token, going = rows[kept], token[kept], going[kept]
