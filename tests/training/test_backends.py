@@ -27,7 +27,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"reference": "ema", "lora_r": 2}, "an adapter is not among them"),
         ({"reference": "periodic", "resume": True, "output_dir": "somewhere"}, "do not hold a reference that moves"),
         ({"reference_dtype": "bfloat16", "lora_r": 2}, "the policy's data type"),
-        ({"gradient_accumulation_steps": 3}, "parts of equal size"),
         (OFTEN | {"target_kl": 0.1}, A_STEP),
         (OFTEN | {"kl_schedule": "linear"}, A_STEP),
         (OFTEN | {"kl_warmup_steps": 2}, A_STEP),

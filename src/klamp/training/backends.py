@@ -255,19 +255,15 @@ def verl_refusals(config: TrainConfig) -> list[Refusal]:
     ]
 
 
-TRL = {"surrogate": Row("TRL has no such loss", SCORE_FUNCTION, ("score_function",))}
-
-
 def trl_refusals(config: TrainConfig) -> list[Refusal]:
     """What TRL's loop cannot do."""
+    no_loss = {"surrogate": Row("TRL has no such loss", SCORE_FUNCTION, ("score_function",))}
     return [
-        *refused(config, NO_VERL),
+        *refused(config, NO_VERL | no_loss),
         *host_refusals(config.kl, "TRL"),
-        *refused(config, TRL),
         *_trl_loss(config.kl, config.loss),
         *_trl_reference(config),
         *_no_reference(config),
-        *_trl_steps(config),
     ]
 
 
@@ -300,8 +296,16 @@ def _trl_loss(kl: KLConfig, loss: LossConfig) -> list[Refusal]:
 
 
 def _trl_reference(config: TrainConfig) -> list[Refusal]:
+    """A reference that moves, or has another data type; and what moves from step to step, where TRL counts updates."""
     kl, model = config.kl, config.model
     moves = kl.reference in ("ema", "periodic")
+    counted = {
+        "kl_controller": kl.controller_name != "fixed",
+        "kl_schedule": kl.kl_schedule != "constant",
+        "kl_warmup_steps": kl.kl_warmup_steps > 0,
+        "kl_lr_guard": kl.kl_lr_guard is not None,
+        "reference": moves,
+    }
     return [
         _trl_cannot(
             moves and model.lora_r > 0,
@@ -321,30 +325,10 @@ def _trl_reference(config: TrainConfig) -> list[Refusal]:
             why="the reference is the policy itself with its adapter off, in the policy's data type",
             fix="leave reference_dtype out, or set ref_model",
         ),
-    ]
-
-
-def _trl_steps(config: TrainConfig) -> list[Refusal]:
-    kl, rollout, optim = config.kl, config.rollout, config.optim
-    completions, parts = rollout.prompts_per_step * rollout.num_generations, optim.gradient_accumulation_steps
-    counted = {
-        "kl_controller": kl.controller_name != "fixed",
-        "kl_schedule": kl.kl_schedule != "constant",
-        "kl_warmup_steps": kl.kl_warmup_steps > 0,
-        "kl_lr_guard": kl.kl_lr_guard is not None,
-        "reference": kl.reference in ("ema", "periodic"),
-    }
-    return [
-        _trl_cannot(
-            completions % parts != 0,
-            got=f"{completions} completions per step, gradient_accumulation_steps={parts}",
-            why="TRL computes a step in parts of equal size",
-            fix="choose gradient_accumulation_steps that divides prompts_per_step * num_generations",
-        ),
         *(
             _trl_cannot(
-                asked and optim.num_iterations > 1,
-                got=f"{field} together with num_iterations={optim.num_iterations}",
+                asked and config.optim.num_iterations > 1,
+                got=f"{field} together with num_iterations={config.optim.num_iterations}",
                 why="TRL counts every update as a step: it would move that many times as often as in klamp's loop",
                 fix=f"set num_iterations=1, or leave {field} out",
             )

@@ -5,18 +5,17 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 
 from klamp.errors import KlampError, TrainingStopped
-from klamp.hosts.common.control import held_kl
 from klamp.hosts.common.step_zero import STEP_ZERO_KL, likely_reasons, step_zero_text
 from klamp.tasks.base import Example
 from klamp.tasks.prompts import chat_cautions
@@ -69,6 +68,21 @@ def deferred_interrupts() -> Iterator[Interrupt]:
             signal.signal(number, handler)
 
 
+class Opened(NamedTuple):
+    """What a run is built from."""
+
+    config: TrainConfig
+    """The configuration in force."""
+    accelerator: Accelerator
+    """Its processes and trackers."""
+    folder: Path
+    """Its folder, locked."""
+    observers: Sequence[Observer]
+    """Whom it tells, besides its folder and trackers."""
+    last: ExitStack
+    """Takes what is to be closed after everything else."""
+
+
 class Training:
     """A run under way: how far it is, what it measured last, and whom it tells.
 
@@ -103,7 +117,7 @@ class Training:
         with explained(config), opened_folder(config) as folder, ExitStack() as last:
             accelerator = make_accelerator(config, folder)
             try:
-                run = cls.build(config, accelerator, folder, observers, last)
+                run = cls.build(Opened(config, accelerator, folder, observers, last))
                 if config.run.resume:
                     run.resume()
                 run.tell(lambda o: o.on_start(run.info()))
@@ -144,22 +158,8 @@ class Training:
         """Refuse a run that cannot be started here, before any work: what the backend needs is missing."""
 
     @classmethod
-    def build(
-        cls,
-        config: TrainConfig,
-        accelerator: Accelerator,
-        folder: Path,
-        observers: Sequence[Observer],
-        last: ExitStack,
-    ) -> Self:
+    def build(cls, opened: Opened) -> Self:
         """Load all that the run needs, and check that it fits together.
-
-        Args:
-            config: of the run.
-            accelerator: its processes and trackers.
-            folder: its folder.
-            observers: whom it tells.
-            last: takes what is to be closed after everything else.
 
         Raises:
             KlampError: whatever does not fit, before any work.
@@ -276,9 +276,6 @@ class Training:
     def is_due(self, every: int) -> bool:
         """Whether what is done every so many steps (0: only at the end) is to be done after this one."""
         return self.step == self.context.config.run.max_steps or bool(every and self.step % every == 0)
-
-    def _held_kl(self, metrics: Mapping[str, float]) -> float | None:
-        return held_kl(metrics, exact_everywhere=self.context.exact_everywhere)
 
     def _check_step_zero(self, kl: float) -> None:
         context = self.context

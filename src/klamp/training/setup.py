@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState, is_initialized
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import broadcast_object_list, set_seed
 from torch import nn
 from torch.optim import AdamW, Optimizer
@@ -30,6 +31,7 @@ from klamp.training.folders import POLICY, check_folder, held, make_folder
 from klamp.training.master_weights import MasterAdamW
 from klamp.training.models import (
     end_tokens,
+    former_names,
     input_size,
     load_model,
     load_tokenizer,
@@ -65,20 +67,15 @@ def make_accelerator(config: TrainConfig, folder: Path) -> Accelerator:
     """
     if is_initialized() and AcceleratorState().mixed_precision != "no":
         AcceleratorState._reset_state()  # that of another trainer in this process (TRL's default) would be this run's
-    try:
-        accelerator = Accelerator(
-            cpu=on_cpu(config),
-            log_with=list(config.run.report_to) or None,
-            project_dir=str(folder),
-        )
-    except ValueError as error:
+    usable = {"all", *(str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers())}
+    if missing := [name for name in config.run.report_to if name not in usable]:
         raise ConfigError(
             "a tracker cannot be used",
             got=f"report_to={config.run.report_to}",
-            why=str(error),
-            fix="use tensorboard, or another tracker that accelerate knows",
-        ) from error
-    _check_trackers(config, accelerator)
+            why=f"accelerate does not know it, or it is not installed: {', '.join(missing)}",
+            fix="use tensorboard, install the tracker's package, or leave it out of report_to",
+        )
+    accelerator = Accelerator(cpu=on_cpu(config), log_with=list(config.run.report_to) or None, project_dir=str(folder))
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched != accelerator.num_processes:
         raise ConfigError(
@@ -97,19 +94,6 @@ def make_accelerator(config: TrainConfig, folder: Path) -> Accelerator:
             fix=f"use a multiple of {accelerator.num_processes}",
         )
     return accelerator
-
-
-def _check_trackers(config: TrainConfig, accelerator: Accelerator) -> None:
-    """Refuse trackers whose package is missing, which accelerate would ignore."""
-    usable = {str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with}
-    missing = [name for name in config.run.report_to if name not in usable and name != "all"]
-    if missing:
-        raise ConfigError(
-            "a tracker cannot be used",
-            got=f"report_to={config.run.report_to}",
-            why=f"not installed: {', '.join(missing)}",
-            fix="install the tracker's package, or leave it out of report_to",
-        )
 
 
 def load_context(config: TrainConfig, accelerator: Accelerator, folder: Path, observers: Sequence[Observer]) -> Context:
@@ -189,17 +173,10 @@ def _policy(start: nn.Module, config: TrainConfig, resumed: Path | None, acceler
     if config.model.lora_r and not resumed:
         policy = with_adapter(start, config.model)  # pyright: ignore
     if config.model.gradient_checkpointing:
-        _checkpoint_activations(policy)
+        with former_names():  # transformers 5.23 calls it activation_checkpointing_enable
+            policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
         policy.train()
     return policy.to(accelerator.device)
-
-
-def _checkpoint_activations(policy: nn.Module) -> None:
-    """Make the backward pass compute activations again to save memory; transformers 5.23 renamed the switch."""
-    if hasattr(policy, "activation_checkpointing_enable"):
-        policy.activation_checkpointing_enable({"use_reentrant": False})  # pyright: ignore[reportCallIssue]
-    else:
-        policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
 
 
 def _resumed(start: nn.Module, config: TrainConfig, folder: Path) -> nn.Module:

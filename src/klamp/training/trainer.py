@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-from accelerate import Accelerator
 from torch import Tensor
 
 from klamp.core.objective import Objective
 from klamp.errors import RunFolderError
+from klamp.hosts.common.control import held_kl
 from klamp.scoring.probe import notes
 from klamp.training import checkpoint
 from klamp.training.config import TrainConfig
@@ -22,7 +22,7 @@ from klamp.training.folders import number_of
 from klamp.training.observers import Observer
 from klamp.training.processes import check_one_machine
 from klamp.training.rollouts import Rollout, collect, measure_reference_length
-from klamp.training.run import Interrupt, Training
+from klamp.training.run import Interrupt, Opened, Training
 from klamp.training.runlog import RunLog
 from klamp.training.setup import build, make_optimizer
 from klamp.training.updates import UpdateOutput, control_metrics, measured, speed, update, with_old_logprobs
@@ -46,16 +46,9 @@ class Trainer(Training):
         check_one_machine()
 
     @classmethod
-    def build(
-        cls,
-        config: TrainConfig,
-        accelerator: Accelerator,
-        folder: Path,
-        observers: Sequence[Observer],
-        last: ExitStack,
-    ) -> Self:
+    def build(cls, opened: Opened) -> Self:
         """Load policy, reference and task into this process."""
-        return cls(build(config, accelerator, folder, observers), [RunLog(accelerator), *observers])
+        return cls(build(*opened[:4]), [RunLog(opened.accelerator), *opened.observers])
 
     def cautions(self) -> Iterable[str]:
         """What the user should know before the first step: about a chat's tokens, and about how the model is scored."""
@@ -159,7 +152,7 @@ class Trainer(Training):
         self.schedule.step()
         metrics = measured(self.context, rollout, outputs) | {"train/learning_rate": float(rate)}
         metrics |= control_metrics(self.context, beta, metrics)
-        kl = self._held_kl(metrics)
+        kl = held_kl(metrics, exact_everywhere=self.context.exact_everywhere)
         if kl is not None:
             self._check_step_zero(metrics["kl/k3"])
             self.control.update(kl, metrics, self._groups_of_rewards(rollout))

@@ -12,7 +12,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
@@ -26,7 +26,7 @@ from accelerate import Accelerator  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments  # noqa: E402
+from transformers import TrainerCallback, TrainerControl, TrainerState  # noqa: E402
 from trl.models import unwrap_model_for_generation  # noqa: E402
 
 from klamp.diagnostics.names import translate  # noqa: E402
@@ -49,7 +49,7 @@ from klamp.training.in_trl.trainer import (  # noqa: E402
 from klamp.training.models import adapter_config, adapter_errors, former_names  # noqa: E402
 from klamp.training.observers import Observer, RunInfo  # noqa: E402
 from klamp.training.processes import FSDP, asked_for  # noqa: E402
-from klamp.training.run import Interrupt, Training  # noqa: E402
+from klamp.training.run import Interrupt, Opened, Training  # noqa: E402
 from klamp.training.runlog import RunLog  # noqa: E402
 from klamp.training.setup import load_context, load_reference, on_cpu  # noqa: E402
 from klamp.training.updates import UpdateOutput, control_metrics, measured, not_finite, speed  # noqa: E402
@@ -85,15 +85,9 @@ class TRLRun(Training):
         check_devices(config)
 
     @classmethod
-    def build(
-        cls,
-        config: TrainConfig,
-        accelerator: Accelerator,
-        folder: Path,
-        observers: Sequence[Observer],
-        last: ExitStack,
-    ) -> Self:
+    def build(cls, opened: Opened) -> Self:
         """Read the newest checkpoint once to its last byte; load model and task, and make TRL's trainer."""
+        config, accelerator, folder, observers, _ = opened
         part_size(config, accelerator.num_processes)
         check_split(config, accelerator)
         if config.run.resume:
@@ -194,26 +188,17 @@ class AfterStep(TrainerCallback):
     def __init__(self, run: TRLRun) -> None:
         self.run = run
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
         """Start the clock of a step; TRL generates within the first of its updates."""
         if not self.run.outputs:
             self.run.started = time.perf_counter()
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Mapping[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         """Take in an update; the last row of a run, which sums it up, is none."""
         if logs and "train_runtime" not in logs:
             self.run.after_update(logs, control)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Tell of the checkpoint."""
         folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
         self.run.tell(lambda o: o.on_checkpoint(self.run.step, folder))

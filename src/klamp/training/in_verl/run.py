@@ -11,7 +11,6 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -35,7 +34,7 @@ from klamp.training.in_verl.process import Child
 from klamp.training.models import describe_folder, ends_with, load_tokenizer, make_ready
 from klamp.training.observers import Observer, RunInfo, progress_of
 from klamp.training.processes import check_alone
-from klamp.training.run import Interrupt, Training
+from klamp.training.run import Interrupt, Opened, Training
 from klamp.training.runlog import RunLog
 from klamp.training.setup import load_prompts, make_accelerator, opened_folder
 
@@ -78,15 +77,9 @@ class VerlRun(Training):
         check_alone(config, why="verl starts its processes itself, on the GPUs that gpus and machines ask for")
 
     @classmethod
-    def build(
-        cls,
-        config: TrainConfig,
-        accelerator: Accelerator,
-        folder: Path,
-        observers: Sequence[Observer],
-        last: ExitStack,
-    ) -> Self:
+    def build(cls, opened: Opened) -> Self:
         """Load tokenizer and task, and write what verl reads."""
+        config, accelerator, folder, observers, _ = opened
         context = context_of(config, accelerator, folder, observers)
         write_data(config, context.task, context.tokenizer, Layout(folder))
         return cls(context, [RunLog(accelerator), *observers])

@@ -10,13 +10,11 @@ hosted one) with TINKER_API_KEY.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn, zeros
 from transformers import PreTrainedTokenizerBase
 
@@ -32,6 +30,7 @@ from klamp.training.models import load_tokenizer, ready_tokenizer
 from klamp.training.observers import Observer, RunInfo
 from klamp.training.processes import check_alone
 from klamp.training.rollouts import LENGTH_PROMPTS, Rollout, kl_weights, needs_reference_length, rate
+from klamp.training.run import Opened
 from klamp.training.runlog import RunLog
 from klamp.training.sampling import encode_prompts
 from klamp.training.service import calls
@@ -73,15 +72,9 @@ class TinkerTrainer(Trainer):
         check_alone(config, why="the work is done at the service")
 
     @classmethod
-    def build(
-        cls,
-        config: TrainConfig,
-        accelerator: Accelerator,
-        folder: Path,
-        observers: Sequence[Observer],
-        last: ExitStack,
-    ) -> Self:
+    def build(cls, opened: Opened) -> Self:
         """Open a session, which is closed after everything else, and have the service load the weights."""
+        config, accelerator, folder, observers, last = opened
         connection = Connection(config.run.service_timeout)
         last.callback(connection.close)
         client = _training_client(connection, config, folder)
