@@ -81,9 +81,7 @@ class RayExecutor:
     def __post_init__(self) -> None:
         check_cluster(self.address, "address")
         if self.cpus_per_run <= 0 or self.gpus_per_run < 0:
-            raise ConfigError(
-                "a run needs more than 0 CPUs, and no less than 0 GPUs", got=self.describe(), fix="1 and 0"
-            )
+            raise ConfigError("a run needs more than 0 CPUs and no less than 0 GPUs", got=self.describe(), fix="1, 0")
 
     def describe(self) -> str:
         """Where the runs are run, in words."""
@@ -100,9 +98,8 @@ class RayExecutor:
         """
         ray = load_ray(self.address)
         with connected(ray, self.address):
-            there = ray.cluster_resources()
-            lacking = there["CPU"] < self.cpus_per_run or there.get("GPU", 0) < self.gpus_per_run
-            if self.address == LOCAL and lacking:  # elsewhere machines may join
+            there = {"GPU": 0, **ray.cluster_resources()}  # elsewhere machines may join
+            if self.address == LOCAL and (there["CPU"] < self.cpus_per_run or there["GPU"] < self.gpus_per_run):
                 raise ConfigError("no run fits on this machine", got=self.describe(), fix="ask for less per run")
             remote = ray.remote(
                 num_cpus=self.cpus_per_run,  # Ray sets OMP_NUM_THREADS to it
