@@ -28,7 +28,7 @@ def subject() -> Subject:
     import verl.trainer.ppo.ray_trainer  # noqa: F401  (here, where what it says of missing engines is kept quiet)
     from verl.workers.config import ActorConfig
 
-    defaults = {each.name: each.default for each in dataclasses.fields(ActorConfig)}
+    defaults: dict[str, Any] = {each.name: each.default for each in dataclasses.fields(ActorConfig)}
     kind, average = defaults["kl_loss_type"], defaults["loss_agg_mode"]
     return Subject(
         title=f"verl {version('verl')}, ppo_loss and apply_kl_penalty",

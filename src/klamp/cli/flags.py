@@ -116,7 +116,8 @@ class Field:
         values = tuple(self._one(text, texts, shown) for text in texts)
         value = values if typing.get_origin(self.hint) is tuple else values[0]
         if self.least is not None and value is not None:
-            size, noun = (len(value), " values") if self.count is None else (value, "")
+            size: float = len(values) if self.count is None else values[0]
+            noun = " values" if self.count is None else ""
             if not self.least <= size < math.inf:
                 raise ConfigError(f"{shown} takes {self.least} or more{noun}", got=value, why=self.text)
         return value

@@ -91,7 +91,9 @@ def costs_of(completions: Sequence[Shown], readers: Sequence[Read], *, most: int
             cost.k3 += each.times * sum(parts.values())
             cost.times += each.times
     costly = {kind: [cost for cost in found[kind].values() if cost.k3 > 0] for kind in KINDS}
-    kept = {kind: sorted(costs, key=lambda cost: -cost.k3)[:most] for kind, costs in costly.items()}
+    kept: dict[Kind, list[Cost]] = {
+        kind: sorted(costs, key=lambda cost: -cost.k3)[:most] for kind, costs in costly.items()
+    }
     kept["prompt"] = [cost for cost in kept["prompt"] if cost.label]
     return Costs(total=sum(cost.k3 for cost in found["prompt"].values()), by=kept, width=width)
 

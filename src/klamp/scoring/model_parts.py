@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -129,8 +129,7 @@ def head_of(causal: nn.Module) -> OutputHead | None:
     layer = causal.get_output_embeddings()  # pyright: ignore[reportCallIssue]
     if type(layer) is not nn.Linear:
         return None
-    config: Any = causal.config
-    config = config.get_text_config()
+    config = cast(Any, causal).config.get_text_config()
     return OutputHead(layer.weight, layer.bias, getattr(config, "final_logit_softcapping", None), _logit_scale(config))
 
 

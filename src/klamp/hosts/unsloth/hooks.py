@@ -24,7 +24,7 @@ from klamp.hosts.trl.effective_in_trl import read_effective
 from klamp.hosts.trl.grpo_config import check_arguments, host_class
 from klamp.hosts.trl.grpo_trainer import attach_with
 from klamp.hosts.trl.hooks import KLMixin
-from klamp.hosts.trl.session import Scoring
+from klamp.hosts.trl.session import Scoring, Session
 from klamp.hosts.unsloth.loss_function import (
     Added,
     Call,
@@ -90,6 +90,25 @@ __all__ = ["UnslothMixin", "attach_to_unsloth"]
 
 SCORED = ("old_per_token_logps", "ref_per_token_logps")
 """The tensors that Unsloth hands from generation to the loss in columns of its own."""
+
+
+class ByPosition(Host):
+    """Gives klamp's hooks a generation batch ordered by position, while Unsloth's columns are kept for Unsloth."""
+
+    _klamp: Session
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        output = super()._generate_and_score_completions(inputs)
+        if output.get("ref_per_token_logps") is None:
+            return output
+        check_batch(self._klamp.kl, output)
+        kept = {name: output[name] for name in SCORED if output.get(name) is not None}
+        columns = _columns(self, output, output["ref_per_token_logps"])
+        moved = {name: columns.take(values) for name, values in kept.items()}
+        # Unsloth takes a pad token amid a completion for padding.
+        moved["completion_mask"] = output["completion_mask"] * columns.present
+        kept["completion_mask"] = output["completion_mask"]
+        return {**output, **moved, **{f"klamp_{name}": values for name, values in kept.items()}}
 
 
 class UnslothMixin(KLMixin):
