@@ -90,7 +90,7 @@ def costs_of(completions: Sequence[Shown], readers: Sequence[Read], *, most: int
                 cost = found[kind][label] = Cost(label=label)
             cost.k3 += each.times * sum(parts.values())
             cost.times += each.times
-    costly = {kind: [cost for cost in found[kind].values() if cost.k3 > 0] for kind in KINDS}
+    costly: dict[Kind, list[Cost]] = {kind: [cost for cost in found[kind].values() if cost.k3 > 0] for kind in KINDS}
     kept: dict[Kind, list[Cost]] = {
         kind: sorted(costs, key=lambda cost: -cost.k3)[:most] for kind, costs in costly.items()
     }
