@@ -20,7 +20,6 @@ from klamp.errors import ConfigError, DataError, MissingLibrary, RunFolderError,
 from klamp.records import read_record
 from klamp.training.backends import train_run
 from klamp.training.folders import lines_of
-from klamp.training.in_verl.run import prepare
 from klamp.training.observers import Observer
 
 pytestmark = pytest.mark.slow
@@ -210,9 +209,3 @@ def test_bad_input_is_refused_before_any_work(quick, stand_in, tmp_path):
     with pytest.raises(DataError, match="longer than max_prompt_length"):
         train_run(quick(max_prompt_length=1))
     assert not (tmp_path / "run").exists()
-
-
-def test_the_files_of_a_run_that_is_started_by_hand(quick, tmp_path):
-    assert prepare(quick()) == tmp_path / "run"
-    names = {path.name for path in (tmp_path / "run" / "verl").iterdir()}
-    assert names == {"train.parquet", "held-out.parquet", "task.json", "tokenizer"}
