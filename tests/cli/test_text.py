@@ -7,25 +7,15 @@ import io
 import pytest
 
 from klamp.cli.text import (
-    COLUMNS,
-    GAP,
-    STEP_WIDTH,
     WIDTH,
-    columns_for,
     duration,
     fixed,
-    legend_for,
     percent,
     short,
     show_paragraph,
     show_table,
     thousands,
 )
-from klamp.config import KLConfig
-from klamp.diagnostics.metrics import METRICS
-from klamp.training.config import TrainConfig
-
-CLIPPED = TrainConfig(kl=KLConfig(kl_clip_method="hard"))
 
 
 @pytest.mark.parametrize(
@@ -51,36 +41,6 @@ def test_other_numbers() -> None:
     assert (short(0.01), short(3e-4), short(0.0), short(12345.0)) == ("0.01", "3.0e-04", "0", "1.2e+04")
     assert (percent(0.0123), thousands(999.6), thousands(12345.0)) == ("1.2%", "1000", "12.3k")
     assert (duration(61.6), duration(3661), duration(-1)) == ("1:02", "1:01:01", "0:00")
-
-
-def test_every_column_shows_a_metric_of_the_table() -> None:
-    assert [column.metric for column in COLUMNS if column.metric not in METRICS] == []
-
-
-def test_values_fit_their_columns() -> None:
-    extreme = {"kl/k1": -9.9999, "beta": 1.23e-5, "train/learning_rate": 3e-4, "speed/tokens_per_second": 9_999_000.0}
-    for column in COLUMNS:
-        assert len(column.title) <= column.width
-        assert len(column.cell(extreme | {"kl/over_budget": 1.0, "policy/ratio_clipped": 1.0})) <= column.width + 1
-
-
-def test_the_share_over_budget_is_there_when_the_kl_is_clipped() -> None:
-    titles = {
-        True: [c.title for c in columns_for(CLIPPED, 200)],
-        False: [c.title for c in columns_for(TrainConfig(), 200)],
-    }
-    assert "over" in titles[True]
-    assert "over" not in titles[False]
-    assert "KL budget" in legend_for(CLIPPED)
-    assert "KL budget" not in legend_for(TrainConfig())
-
-
-@pytest.mark.parametrize("width", [20, 40, 60, 80, 100])
-def test_columns_fit_the_terminal_and_reward_stays_longest(width: int) -> None:
-    kept = columns_for(CLIPPED, width)
-    assert kept[0].title == "reward"
-    assert STEP_WIDTH + sum(column.width + GAP for column in kept) <= width
-    assert [c for c in COLUMNS if c in kept] == kept
 
 
 def test_a_plain_table_is_aligned() -> None:

@@ -11,7 +11,7 @@ from tests.training.in_verl.conftest import missing, stand_in
 from klamp.cli import main
 from klamp.cli.arguments import parse_train
 from klamp.cli.describe import plan_text
-from klamp.cli.text import columns_for
+from klamp.cli.display import columns_for
 from klamp.training.config import TrainConfig
 from klamp.training.in_verl.overrides import command
 
@@ -102,5 +102,5 @@ def test_prepare_is_for_verl_alone(capsys):
 
 def test_the_table_has_the_kl_that_verl_logs():
     config = TrainConfig.from_flat({"backend": "verl"})
-    titles = {column.title for column in columns_for(config, 200)}
+    titles = {column.title for column in columns_for(config)}
     assert "KL k3" in titles and not titles & {"KL k1", "exact"}

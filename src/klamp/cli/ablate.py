@@ -59,7 +59,7 @@ def _execute(
     import matplotlib  # noqa: F401  (where it is missing, that is said now and not after the last run)
 
     from klamp.ablation.execute import execute
-    from klamp.cli.ablate_view import Board
+    from klamp.cli.display import Board
 
     print(f"{len(plan.arms)} arms x {len(plan.seeds)} seeds in {folder}; {executor.describe()}", file=console.file)
     command = _command(request, folder)

@@ -1,12 +1,12 @@
-"""A run as it goes: what both displays know, single lines for a log or pipe, one live table on a terminal."""
+"""A run, or the runs of an ablation, as they go: single lines; a terminal that can draw has what moves below them."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -14,12 +14,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from klamp.ablation.executor import RunState, Update
+from klamp.ablation.plan import Run
 from klamp.cli.describe import describe_task
-from klamp.cli.text import GAP, STEP_WIDTH, StepColumn, aligned, columns_for, duration, legend_for
+from klamp.cli.text import GAP, MISSING, duration, fixed, percent, short, thousands
 from klamp.config.describe import describe_controller, describe_kl
 from klamp.diagnostics.doctor import Finding
 from klamp.report.run import ScoreFormat
-from klamp.training.observers import SAID_ELSEWHERE, Observer, RunInfo, RunSummary
+from klamp.training.config import TrainConfig
+from klamp.training.observers import SAID_ELSEWHERE, Observer, RunInfo
 
 LOADING_LINES = 5
 """Lines of such work in a log, besides its first and its last."""
@@ -74,104 +77,189 @@ def say(console: Console, text: str) -> None:
             print(text, file=console.file, flush=True)
 
 
+def time_text(passed: float, left: float | None) -> str:
+    """The time that has passed and the time left, as text.
+
+    Args:
+        passed: in seconds.
+        left: in seconds; None: not known yet.
+    """
+    return f"{duration(passed)} elapsed" + ("" if left is None else f", {duration(left)} left")
+
+
+STEP_WIDTH = 7
+"""Width of the first column of the table of steps, with the gap after it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepColumn:
+    """One column of the table."""
+
+    title: str
+    """The column's heading."""
+    metric: str
+    """The metric that the column shows; see `klamp.diagnostics.metrics`."""
+    width: int
+    """The column's width in characters."""
+    write: Callable[[float], str]
+    """The function that writes a value as text."""
+
+    def cell(self, metrics: Mapping[str, float]) -> str:
+        """The metric's value as text; "-" where there is none."""
+        return self.write(metrics[self.metric]) if self.metric in metrics else MISSING
+
+
+COLUMNS = (
+    StepColumn(title="reward", metric="reward", width=6, write=fixed(3)),
+    StepColumn(title="KL k1", metric="kl/k1", width=7, write=fixed(4)),
+    StepColumn(title="KL k3", metric="kl/k3", width=6, write=fixed(4)),
+    StepColumn(title="exact", metric="kl/exact", width=6, write=fixed(4)),
+    StepColumn(title="over", metric="kl/over_budget", width=6, write=percent),
+    StepColumn(title="beta", metric="beta", width=7, write=short),
+    StepColumn(title="length", metric="length/mean", width=6, write=fixed(1)),
+    StepColumn(title="entropy", metric="policy/entropy", width=7, write=fixed(3)),
+    StepColumn(title="clip", metric="policy/ratio_clipped", width=6, write=percent),
+    StepColumn(title="lr", metric="train/learning_rate", width=7, write=short),
+    StepColumn(title="tok/s", metric="speed/tokens_per_second", width=6, write=thousands),
+)
+LEGEND = (
+    "KL in nats per token; over: completions past the KL budget; clip: tokens past a ratio bound; "
+    "tok/s: sampled and trained"
+)
+
+
+def columns_for(config: TrainConfig) -> list[StepColumn]:
+    """The columns that a run of this configuration has."""
+    empty = {"kl/over_budget"} if config.kl.kl_clip_method == "none" else set()
+    if config.run.backend == "tinker":
+        empty |= {"kl/exact", "policy/entropy"}  # a service keeps the logits
+    if config.run.backend == "verl":
+        empty |= {"kl/exact", "kl/k1", "kl/k3"} - {f"kl/{config.kl.kl_estimator}"}  # it logs one KL, that of its term
+    return [column for column in COLUMNS if column.metric not in empty]
+
+
 ROWS = 12
-"""The most steps that the live table shows."""
+"""The most steps that the table on a terminal shows."""
+LINES = 20
+"""About how many steps of a run get a line in a log."""
 
 
 class Display(Observer):
-    """Base of the displays of a run: an observer that keeps what they show."""
+    """One run as it goes.
+
+    Evaluations, cautions and alarms are lines. So are some twenty of the steps in a log or a pipe; a terminal has the
+    last steps in a table below the lines, under a bar.
+    """
 
     def __init__(self, console: Console) -> None:
         self.console = console
+        self.draws = console.is_terminal and not console.is_dumb_terminal
         self.info: RunInfo | None = None
-        self.rows: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=ROWS)
-        self.before: dict[str, float] = {}
-        self.now: dict[str, float] = {}
-        self.evaluated_at = 0
-        self.warnings: list[str] = []
-        self.alarms: list[str] = []
-        self.raised: set[str] = set()
         self.loading: Loading | None = None
+        self.columns: Sequence[StepColumn] = COLUMNS
+        self.rows: deque[str] = deque(maxlen=ROWS)
+        self.step = 0
+        self.before: Mapping[str, float] = {}
+        self.warnings: set[str] = set()
+        self.raised: set[str] = set()
         self.started = self.clock()
+        self.live = Live(console=console, get_renderable=self.picture, refresh_per_second=4)
 
     def clock(self) -> float:
         """Seconds of a clock that only goes forward."""
         return time.monotonic()
 
     def on_loading(self, what: str, done: int, total: int, loss: float | None) -> None:
-        """Keep how far the work before the run is."""
+        """Say how far the work before the run is."""
         self.loading = Loading(what, done, total, loss)
+        if self.draws:
+            self.live.start()
+        elif self.loading.is_due:
+            say(self.console, self.loading.line)
 
     def on_start(self, info: RunInfo) -> None:
-        """Keep the facts about the run; its time counts from here."""
-        self.info, self.loading, self.started = info, None, self.clock()
+        """Write the heading of the run; its time counts from here."""
+        self.info, self.step, self.started = info, info.start_step, self.clock()
+        self.columns = columns_for(info.config)
+        say(self.console, "\n".join([*heading(info), "", LEGEND]))
+        if self.draws:
+            self.live.start()
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keep the metrics of a step."""
-        self.rows.append((step, metrics))
+        """Keep a step's line; a log has it for the first step, the last, and about twenty between."""
+        assert self.info is not None
+        if not (self.rows or self.draws):
+            say(self.console, self._titles())
+        self.step = step
+        self.rows.append(_line(str(step), [column.cell(metrics) for column in self.columns], self.columns))
+        start, last = self.info.start_step, self.info.config.run.max_steps
+        every = max(1, -(-(last - start) // LINES))
+        if not self.draws and (step in (start + 1, last) or step % every == 0):
+            say(self.console, self.rows[-1])
 
     def on_evaluation(self, step: int, scores: Mapping[str, float]) -> None:
-        """Keep the scores of an evaluation; those before the first step are kept apart."""
-        if self.info is not None and step == self.info.start_step:
-            self.before = dict(scores)
-        self.now, self.evaluated_at = dict(scores), step
+        """Write the scores in a line, with their change since the start."""
+        first = self.info is not None and step == self.info.start_step
+        self.before = scores if first else self.before
+        scale = ScoreFormat.fitting(self.before, scores)
+        changes = {
+            skill: "" if first or skill not in self.before else f" ({scale.change(self.before[skill], score)})"
+            for skill, score in scores.items()
+        }
+        texts = ", ".join(f"{skill} {scale.write(score)}{changes[skill]}" for skill, score in scores.items())
+        say(self.console, f"  evaluation after step {step}: {texts}   [{self.time_text()}]")
 
     def on_warning(self, text: str) -> None:
-        """Keep a warning; the same text is kept once."""
+        """Write a warning; the same text is written once."""
         if text not in self.warnings:
-            self.warnings.append(text)
+            self.warnings.add(text)
+            say(self.console, f"  caution: {text}")
 
     def on_alarm(self, finding: Finding) -> None:
-        """Keep an alarm."""
+        """Write an alarm, and what to do about it; no notes, nor what a caution has told already."""
         self.raised.add(finding.alarm.name)
-        if is_shown(finding):
-            self.alarms.append(finding.in_a_line)
+        if finding.alarm.level == "alarm" and finding.alarm.name not in SAID_ELSEWHERE:
+            say(self.console, f"  {finding.in_a_line}\n    next step: {finding.alarm.next_step}")
 
-    @property
-    def step(self) -> int:
-        """Number of steps done, including those before the run was continued."""
-        start = self.info.start_step if self.info else 0
-        return self.rows[-1][0] if self.rows else start
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the run began."""
-        return self.clock() - self.started
-
-    @property
-    def seconds_left(self) -> float | None:
-        """Seconds left at the speed so far; None before the first step."""
-        if self.info is None or self.step <= self.info.start_step:
-            return None
-        per_step = self.seconds / (self.step - self.info.start_step)
-        return per_step * max(0, self.info.config.run.max_steps - self.step)
+    def close(self) -> None:
+        """Stop drawing; the last table stays on the screen."""
+        self.live.stop()
 
     def time_text(self) -> str:
-        """The time that has passed and the time left, as text."""
-        left = self.seconds_left
-        return f"{duration(self.seconds)} elapsed" + ("" if left is None else f", {duration(left)} left")
+        """The time that has passed and the time left at the speed so far, as text."""
+        passed, left = self.clock() - self.started, None
+        if self.info is not None and self.step > self.info.start_step:
+            steps = self.info.config.run.max_steps - self.step
+            left = passed / (self.step - self.info.start_step) * max(0, steps)
+        return time_text(passed, left)
 
-    def heading(self) -> list[str]:
-        """The heading of a run: its task, model, KL and folder in a few lines."""
-        assert self.info is not None
-        info, config = self.info, self.info.config
-        some = "" if info.trainable_parameters == info.parameters else f", {_count(info.trainable_parameters)} trained"
-        where = info.device + (f", {info.processes} processes" if info.processes > 1 else "")
-        again = f" · continued after step {info.start_step}" if info.start_step else ""
-        held = [f"KL: {describe_kl(config.kl)}"]
-        if config.kl.needs_reference:
-            held.append(f"reference: {info.reference} · beta: {describe_controller(config.kl)}")
-        size = f", {_count(info.parameters)} parameters{some}" if info.parameters else ""
-        return [
-            f"{describe_task(config)} · {config.model.model}{size} · {where}",
-            *held,
-            f"folder: {info.output_dir}{again}",
-        ]
+    def picture(self) -> RenderableType:
+        """What is drawn now: a bar and the last steps; a narrow terminal cuts the columns at the right."""
+        if self.info is None:
+            return Text("") if self.loading is None else self.loading.bar
+        steps = self.info.config.run.max_steps
+        share = 100 * self.step / steps if steps else 100.0
+        rows = list(self.rows)[-max(1, self.console.height - 4) :]
+        return Group(
+            bar(f"step {self.step}/{steps}", self.step, steps, f"{share:.0f}%  {self.time_text()}"),
+            Text("\n".join(["", self._titles(), *rows]), no_wrap=True, overflow="ellipsis"),
+        )
+
+    def _titles(self) -> str:
+        return _line("step", [column.title for column in self.columns], self.columns)
 
 
-def is_shown(finding: Finding) -> bool:
-    """Whether a display shows an alarm; notes are not shown, nor alarms that a caution has told already."""
-    return finding.alarm.level == "alarm" and finding.alarm.name not in SAID_ELSEWHERE
+def heading(info: RunInfo) -> list[str]:
+    """The heading of a run: its task, model, KL and folder in a few lines."""
+    config = info.config
+    some = "" if info.trainable_parameters == info.parameters else f", {_count(info.trainable_parameters)} trained"
+    where = info.device + (f", {info.processes} processes" if info.processes > 1 else "")
+    again = f" · continued after step {info.start_step}" if info.start_step else ""
+    size = f", {_count(info.parameters)} parameters{some}" if info.parameters else ""
+    lines = [f"{describe_task(config)} · {config.model.model}{size} · {where}", f"KL: {describe_kl(config.kl)}"]
+    if config.kl.needs_reference:
+        lines.append(f"reference: {info.reference} · beta: {describe_controller(config.kl)}")
+    return [*lines, f"folder: {info.output_dir}{again}"]
 
 
 def _count(parameters: int) -> str:
@@ -181,164 +269,10 @@ def _count(parameters: int) -> str:
     return str(parameters)
 
 
-LINES = 20
-"""About how many steps of a run get a line."""
-WIDTH = 120
-"""Width of a line in characters; a file has none, so that all columns fit."""
-
-
-class LogLines(Display):
-    """The display of a run for logs and pipes: single lines, no drawing."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__(console)
-        self.columns: list[StepColumn] = []
-
-    def on_loading(self, what: str, done: int, total: int, loss: float | None) -> None:
-        """Write how far the work before the run is: a line at its start, some between, one at its end."""
-        super().on_loading(what, done, total, loss)
-        if self.loading is not None and self.loading.is_due:
-            say(self.console, self.loading.line)
-
-    def on_start(self, info: RunInfo) -> None:
-        """Write the heading of the run."""
-        super().on_start(info)
-        self.columns = columns_for(info.config, WIDTH)
-        say(self.console, "\n".join(self.heading()))
-
-    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write a line for the first step, the last, and about twenty between; titles stand above the first."""
-        assert self.info is not None
-        if not self.rows:
-            titles = [column.title for column in self.columns]
-            say(self.console, f"\n{legend_for(self.info.config)}\n{_line('step', titles, self.columns)}")
-        super().on_step(step, metrics)
-        start, last = self.info.start_step, self.info.config.run.max_steps
-        every = max(1, -(-(last - start) // LINES))
-        if step in (start + 1, last) or step % every == 0:
-            say(self.console, _line(str(step), [column.cell(metrics) for column in self.columns], self.columns))
-
-    def on_evaluation(self, step: int, scores: Mapping[str, float]) -> None:
-        """Write the scores in a line, with their change since the start."""
-        super().on_evaluation(step, scores)
-        scale = ScoreFormat.fitting(self.before, self.now)
-        changes = {skill: scale.change(self.before.get(skill), score) for skill, score in scores.items()}
-        texts = [
-            f"{skill} {scale.write(score)}"
-            + (f" ({changes[skill]})" if self.before and self.before != self.now else "")
-            for skill, score in scores.items()
-        ]
-        say(self.console, f"  evaluation after step {step}: {', '.join(texts)}   [{self.time_text()}]")
-
-    def on_warning(self, text: str) -> None:
-        """Write a warning; the same text is written once."""
-        if text not in self.warnings:
-            say(self.console, f"  caution: {text}")
-        super().on_warning(text)
-
-    def on_alarm(self, finding: Finding) -> None:
-        """Write an alarm, and what to do about it."""
-        super().on_alarm(finding)
-        if is_shown(finding):
-            say(self.console, f"  {finding.in_a_line}\n    next step: {finding.alarm.next_step}")
-
-
 def _line(first: str, cells: list[str], columns: list[StepColumn]) -> str:
     gap = " " * GAP
     aligned = [cell.rjust(column.width) for cell, column in zip(cells, columns, strict=True)]
     return gap.join([first.rjust(STEP_WIDTH - GAP), *aligned])
-
-
-OTHER_LINES = 12
-"""Lines of the display besides the rows of the table and the skills."""
-
-NEWS = 3
-"""How many alarms and warnings are shown at once."""
-
-
-class LiveTable(Display):
-    """A live display: progress, the last steps, evaluations, warnings."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__(console)
-        self.live = Live(console=console, get_renderable=self.picture, refresh_per_second=4, transient=False)
-
-    def on_loading(self, what: str, done: int, total: int, loss: float | None) -> None:
-        """Show how far the work before the run is."""
-        super().on_loading(what, done, total, loss)
-        self.live.start()
-
-    def on_start(self, info: RunInfo) -> None:
-        """Start drawing, with the heading of the run."""
-        super().on_start(info)
-        self.live.start()
-
-    def on_end(self, summary: RunSummary) -> None:
-        """Draw a last time, without the skills: the summary shows them."""
-        self.now = {}
-        self.close()
-
-    def close(self) -> None:
-        """Stop drawing; the last table stays on the screen."""
-        if self.live.is_started:
-            self.live.stop()
-
-    def picture(self) -> RenderableType:
-        """The display as it is now."""
-        if self.info is None:
-            return self._loading()
-        parts: list[RenderableType] = [
-            Text("\n".join(self.heading()), style="dim", overflow="ellipsis", no_wrap=True),
-            self._progress(),
-            Text(""),
-            self._table(),
-        ]
-        if self.now:
-            headings = ("skill (held out)", "before", f"step {self.evaluated_at}", "change")
-            parts += [Text("\n".join(["", *aligned(headings, skill_rows(self.before, self.now))]))]
-        parts += [Text(text, style=style) for text, style in self._shown_lines()]
-        return Group(*parts)
-
-    def _loading(self) -> RenderableType:
-        return Text("") if self.loading is None else self.loading.bar
-
-    def _progress(self) -> RenderableType:
-        assert self.info is not None
-        steps = self.info.config.run.max_steps
-        share = 100 * self.step / steps if steps else 100.0
-        return bar(f"step {self.step}/{steps}", self.step, steps, f"{share:.0f}%  {self.time_text()}")
-
-    def _table(self) -> Table:
-        assert self.info is not None
-        columns = columns_for(self.info.config, self.console.width)
-        table = Table(
-            box=None,
-            padding=(0, GAP, 0, 0),
-            pad_edge=False,
-            caption=legend_for(self.info.config),
-            caption_justify="left",
-        )
-        table.add_column("step", justify="right", min_width=STEP_WIDTH - GAP)
-        for column in columns:
-            table.add_column(column.title, justify="right", min_width=column.width, no_wrap=True)
-        rows = list(self.rows)[-self._row_count() :]
-        for step, metrics in rows:
-            latest = step == rows[-1][0]
-            cells = [column.cell(metrics) for column in columns]
-            table.add_row(f"{'▸' if latest else ' '}{step}", *cells, style="bold" if latest else "")
-        return table
-
-    def _row_count(self) -> int:
-        """Number of steps that fit on the screen: a display higher than the terminal would be cut."""
-        warned = sum(1 + len(text) // self.console.width for text, _ in self._shown_lines())
-        room = self.console.height - OTHER_LINES - len(self.now) - warned
-        return max(1, min(ROWS, room))
-
-    def _shown_lines(self) -> list[tuple[str, str]]:
-        """The latest alarms, and the latest warnings where they leave room; each with its style."""
-        alarms = [(f"! {text}", "red") for text in self.alarms[-NEWS:]]
-        warnings = [(f"! {text}", "yellow") for text in self.warnings[-NEWS:]]
-        return alarms + warnings[len(alarms) :]
 
 
 def skill_rows(before: Mapping[str, float], after: Mapping[str, float], trained: str = "") -> list[tuple[str, ...]]:
@@ -353,3 +287,117 @@ def skill_rows(before: Mapping[str, float], after: Mapping[str, float], trained:
         )
         for skill in sorted({**before, **after}, key=lambda name: name != trained)
     ]
+
+
+ENDED: tuple[RunState, ...] = ("done", "failed", "kept")
+KL = ("kl/reverse", "kl/exact", "kl/k3")
+"""The metrics that a line's KL comes from, best first: measured at the end, exact in training, k3."""
+PARTS = 4
+"""Lines per run, besides one for its start and one for its end."""
+
+
+@dataclass(kw_only=True)
+class RunRow:
+    """One run of an ablation, with all that the display shows of it."""
+
+    run: Run
+    state: RunState = "waiting"
+    step: int = 0
+    steps: int = 0
+    first: int | None = None
+    """The step at which this session started or continued the run."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    said: int = 0
+    """The parts of its steps that have had a line."""
+
+    @property
+    def name(self) -> str:
+        """Name of the run: its arm and its seed."""
+        return f"{self.run.arm.name}, seed {self.run.seed}"
+
+    def take(self, update: Update) -> None:
+        """Keep what an event says about the run."""
+        self.state, self.steps = update.state, update.steps or self.steps
+        self.step = max(self.step, update.step)
+        if update.state == "running" and self.first is None and update.metrics:
+            self.first = update.step - 1
+        self.metrics = update.metrics or self.metrics
+
+    def numbers(self) -> str:
+        """Where the run is, its reward, its KL by the best estimate that there is, and its length, as text."""
+        kl = next((self.metrics[name] for name in KL if name in self.metrics), None)
+        length = self.metrics.get("length", self.metrics.get("length/mean"))
+        values = {"reward": (self.metrics.get("reward"), 3), "KL": (kl, 4), "length": (length, 1)}
+        texts = [f"{name} {MISSING if v is None else fixed(digits)(v)}" for name, (v, digits) in values.items()]
+        return ", ".join([f"step {self.step}/{self.steps}", *texts])
+
+
+class Board:
+    """The display of an ablation: all its runs, and the time left."""
+
+    def __init__(self, console: Console, every: Sequence[Run]) -> None:
+        self.console = console
+        self.rows = {run.name: RunRow(run=run, steps=run.config.run.max_steps) for run in every}
+        self.made: Loading | None = None
+        self.started = self.clock()
+        self.live = Live(console=console, get_renderable=self.picture, refresh_per_second=4)
+        if console.is_terminal and not console.is_dumb_terminal:
+            self.live.start()
+
+    def clock(self) -> float:
+        """Seconds of a clock that only goes forward."""
+        return time.monotonic()
+
+    def loading(self, what: str, done: int, total: int, loss: float | None) -> None:
+        """Show how far a model is that has to be made before the runs."""
+        self.made = Loading(what, done, total, loss)
+        if self.made.is_due and not self.live.is_started:
+            say(self.console, self.made.line)
+        self.made = self.made if done < total else None
+
+    def tell(self, update: Update) -> None:
+        """Write a line when a run starts and ends, a few between, and one for every alarm."""
+        row = self.rows[update.run]
+        before = row.state
+        if before == "stopping" and update.state in ("running", "measuring"):
+            update = replace(update, state="stopping")  # what it told before it heard of that
+        row.take(update)
+        part = PARTS * row.step // row.steps if row.steps else 0
+        moved = row.state == "running" and bool(update.metrics) and part > row.said
+        if (row.state != before and row.state not in ("waiting", "measuring")) or moved:
+            row.said = part
+            said = {"kept": "done before", "running": "under way"}.get(row.state, row.state)
+            rest = row.numbers() if row.metrics else f"{row.steps} steps"
+            text = f"failed: {update.text}" if row.state == "failed" else f"{said}, {rest}"
+            say(self.console, f"[{self.ended()}/{len(self.rows)} ended, {self.time_text()}] {row.name}: {text}")
+        if update.text and update.state != "failed":
+            say(self.console, f"  alarm in {row.name}: {update.text}")
+
+    def close(self) -> None:
+        """Stop drawing."""
+        self.live.stop()
+
+    def picture(self) -> Table:
+        """The bar as it is now."""
+        if self.made is not None:
+            return self.made.bar
+        found = Counter("done before" if row.state == "kept" else row.state for row in self.rows.values())
+        steps = sum(row.steps for row in self.rows.values())
+        done = sum(row.steps if row.state in ENDED else row.step for row in self.rows.values())
+        share = f"{100 * done / max(1, steps):.0f}%  {self.time_text()}"
+        return bar(", ".join(f"{count} {state}" for state, count in found.items()), done, steps, share)
+
+    def ended(self) -> int:
+        """The number of runs that have ended."""
+        return sum(row.state in ENDED for row in self.rows.values())
+
+    def seconds_left(self) -> float | None:
+        """Seconds left at the speed so far; None before the first step."""
+        rows = self.rows.values()
+        taken = sum(row.step - row.first for row in rows if row.first is not None)
+        left = sum(row.steps - row.step for row in rows if row.state not in ENDED)
+        return (self.clock() - self.started) / taken * left if taken else None
+
+    def time_text(self) -> str:
+        """The time that has passed and the time left, as text."""
+        return time_text(self.clock() - self.started, self.seconds_left())

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from klamp.cli.arguments import TrainRequest, parse_train
 from klamp.cli.describe import MONITOR, plan_text, resume_command, tool
-from klamp.cli.display import LiveTable, LogLines, skill_rows
+from klamp.cli.display import Display, skill_rows
 from klamp.cli.errors import is_main_process
 from klamp.cli.text import MISSING, duration, fixed, short, show_table
 from klamp.config.describe import describe_controller, describe_price
@@ -71,7 +71,7 @@ def _prepare(request: TrainRequest, console: Console) -> None:
 
 
 def _train(request: TrainRequest, console: Console, runner: Runner | None) -> None:
-    display = LiveTable(console) if console.is_terminal and not console.is_dumb_terminal else LogLines(console)
+    display = Display(console)
     try:
         summary = (runner or _trainer(console, request.config.run.backend))(request.config, [display])
     except TrainingStopped as stopped:
