@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ import yaml
 
 from klamp.ablation.executor import Executor, Tell, Update
 from klamp.ablation.outcome import Outcome, is_done, read_outcome
-from klamp.ablation.pictures import NOT_DRAWN, write_pictures
+from klamp.ablation.pictures import write_pictures
 from klamp.ablation.plan import Plan, Run, folder_name, named, plain_plan, plan_of, run_folder, runs
 from klamp.ablation.table import Table, csv_text, markdown, plain, summarise
 from klamp.errors import KlampError, RunFolderError
@@ -170,8 +170,6 @@ class Result:
     """The table over the seeds of every arm."""
     files: tuple[Path, ...]
     """The files that were written for people: the table and the pictures."""
-    not_drawn: Mapping[str, str]
-    """A picture that there is no data for -> why."""
 
     @property
     def failed(self) -> tuple[Outcome, ...]:
@@ -236,11 +234,8 @@ def write_results(every: Sequence[Run], folder: Path) -> Result:
     }
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
-    pictures = write_pictures(outcomes, folder)
-    files = (*(folder / name for name in texts), *pictures)
-    drawn = {file.name for file in pictures}
-    missing = {name: why for name, why in NOT_DRAWN.items() if name not in drawn}
-    return Result(folder=folder, outcomes=outcomes, table=table, files=files, not_drawn=missing)
+    files = (*(folder / name for name in texts), *write_pictures(outcomes, folder))
+    return Result(folder=folder, outcomes=outcomes, table=table, files=files)
 
 
 def _first_update(run: Run, folder: Path) -> Update:

@@ -18,11 +18,6 @@ from klamp.ablation.statistics import bootstrap_interval
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-NOT_DRAWN = {
-    "frontier.png": "no run has a KL of whole completions",
-    "sweep.png": "no run has a score or a KL",
-}
-"""A picture -> why it is not there, where it is not."""
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#222222")
 """Colours that colour-blind readers can tell apart (Okabe and Ito), without yellow, which vanishes on white."""
 MARKS = "os^DvPX<>*hp"

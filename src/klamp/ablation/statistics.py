@@ -1,7 +1,7 @@
 """Statistics over few seeds: the interval of a mean, by the bootstrap; arms against the control.
 
 The control is the first arm: it is fixed before anything runs, so that no arm is picked for having come out best. The
-others are compared with it seed by seed: a test, an effect size, and what so few seeds could have shown.
+others are compared with it seed by seed: a test and an effect size.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from klamp.errors import ConfigError, NonFiniteError
 CONFIDENCE = 0.95
 """Of every interval; a difference is shown where p is below 1 - CONFIDENCE."""
 RESAMPLES = 9999
-POWER = 0.8
-"""How often an effect of the size that is called detectable would be found."""
 
 
 class Interval(NamedTuple):
@@ -82,8 +80,6 @@ class Comparison:
     """The paired t-test's two-sided p, corrected by Holm for the arms that are compared; None without a spread."""
     effect: float | None = None
     """Hedges' g of the differences: mean over standard deviation, with the correction for few seeds; None below 3."""
-    detectable: float | None = None
-    """The smallest true difference that these seeds would show in 8 of 10 repetitions; None without a spread."""
 
     @property
     def is_shown(self) -> bool:
@@ -132,7 +128,6 @@ def compare(arms: Mapping[str, Mapping[int, float]], *, control: str) -> dict[st
                 interval=Interval(float(low), float(high)),
                 p=corrected[arm],
                 effect=effect_size(found),
-                detectable=detectable(found, level=(1 - CONFIDENCE) / len(tests)),
             )
         elif len(found) > 1:
             compared[arm] = Comparison(differences=found, mean=fmean(found))
@@ -172,20 +167,3 @@ def effect_size(differences: Sequence[float]) -> float | None:
         return None
     correction = math.exp(math.lgamma(f / 2) - math.lgamma((f - 1) / 2)) / math.sqrt(f / 2)
     return correction * fmean(differences) / stdev(differences)
-
-
-def detectable(differences: Sequence[float], *, level: float) -> float:
-    """The smallest true difference that a paired t-test finds in a share of `POWER`, at the spread that was seen.
-
-    Equation: s / sqrt(n) times the noncentrality at which t exceeds its critical value with probability `POWER`. That
-    t falls below the other critical value as well is left out: at a level of 0.05 it is the sixth digit.
-
-    Args:
-        differences: one per seed, with a spread.
-        level: of the two-sided test; with Holm's correction that of its first step.
-    """
-    from scipy import special, stats
-
-    freedom = len(differences) - 1
-    noncentrality = float(special.nctdtrinc(freedom, 1 - POWER, float(stats.t.isf(level / 2, freedom))))
-    return stdev(differences) / math.sqrt(len(differences)) * noncentrality

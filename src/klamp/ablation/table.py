@@ -171,11 +171,11 @@ def sections(table: Table) -> list[Section]:
         rows = (
             (
                 *(arm, BY_NAME[name].title, str(len(each.differences)), _difference(each)),
-                *map(_or_missing, (each.p, each.effect, each.detectable)),
+                *map(_or_missing, (each.p, each.effect)),
             )
             for name, arm, each in compared
         )
-        heading = ("arm", "number", "seeds", "difference", "p, Holm", "effect, g", "could have shown")
+        heading = ("arm", "number", "seeds", "difference", "p, Holm", "effect, g")
         found.append(Section(f"Against {table.control}, seed by seed", heading, tuple(rows)))
     return found
 
@@ -211,8 +211,8 @@ def notes(table: Table) -> tuple[str, ...]:
     if any(table.comparisons.values()):
         found.append(
             f"Differences to {table.control} are those of runs with the same seed: Student's interval, the p of a "
-            "paired t-test with Holm's correction over the arms, Hedges' g. Could have shown: the true difference "
-            "that 8 of 10 repetitions would find, at the spread seen. All of them take differences for normal noise."
+            "paired t-test with Holm's correction over the arms, Hedges' g. All of them take differences for "
+            "normal noise."
         )
     return (*found, *filter(None, (reading(table, name) for name in JUDGED)))
 
@@ -234,15 +234,11 @@ def reading(table: Table, name: str) -> str:
     if not found:
         return f"{text}; no arm has two seeds in common with {table.control}, so no test."
     shown = [f"{arm} ({_signed(each.mean)}, p {_or_missing(each.p)})" for arm, each in found.items() if each.is_shown]
-    open_ones = [
-        f"{arm} ({number(each.detectable)})"
-        for arm, each in found.items()
-        if each.detectable is not None and not each.is_shown
-    ]
+    open_ones = [arm for arm, each in found.items() if each.p is not None and not each.is_shown]
     untested = [arm for arm, each in found.items() if each.p is None]
     parts = [f"a difference is shown for {_listed(shown)}"] if shown else []
     if open_ones:
-        parts.append(f"none is shown for {_listed(open_ones)}; in brackets what these seeds could have shown")
+        parts.append(f"none is shown for {_listed(open_ones)}")
     if untested:
         parts.append(f"no test for {_listed(untested)}, the same difference in every seed")
     return f"{text}. Against {table.control}, seed by seed: {'; '.join(parts)}."

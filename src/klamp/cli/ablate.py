@@ -244,8 +244,6 @@ def _files(result: Result, command: str) -> list[tuple[str, str]]:
     found = [("folder", str(folder))]
     found += [("written", ", ".join(file.name for file in result.files))]
     done = [outcome for outcome in result.outcomes if outcome.state == "done"]
-    if done and result.not_drawn:
-        found.append(("not drawn", "; ".join(f"{name}: {why}" for name, why in result.not_drawn.items())))
     if done:
         found.append(("look closer", f"{tool('klamp')} report {folder}"))
     if result.failed:
