@@ -1,4 +1,4 @@
-"""Charts that answer: smoothing, a logarithmic axis, zoom, one read-out, files, seeds and tokens."""
+"""Charts that answer: smoothing, a logarithmic axis, zoom, one read-out, files and seeds."""
 
 from __future__ import annotations
 
@@ -40,12 +40,8 @@ def alone(tmp_path: Path) -> Path:
 
 
 def seed(number: int, arm: str, level: float, n: int = 20) -> ReportRun:
-    batch = {"prompts_per_step": 2, "num_generations": 5}
-    details = {"group": arm, "config": batch}
     curve = [level + 0.1 * number] * n
-    return run_of(
-        name=f"{arm}_seed-{number}", reward=curve, k3=curve, length=[10.0 * (number + 1)] * n, details=details
-    )
+    return run_of(name=f"{arm}_seed-{number}", reward=curve, k3=curve, details={"group": arm})
 
 
 @pytest.fixture
@@ -287,47 +283,6 @@ def test_seeds_are_a_mean_with_a_band_or_each_run(sweep: Path, open_page: Open) 
     }
 
 
-def test_runs_are_aligned_by_tokens(sweep: Path, open_page: Open) -> None:
-    page = open_page(sweep)
-    figure = chart(page, "Reward")
-    page.get_by_label("Seeds").select_option("each run")
-    assert {each[-1][0] for each in curves(figure)} == {350.0}, "by steps all end together"
-    page.get_by_label("Along").select_option("tokens sampled")
-    ends = [each[-1][0] for each in curves(figure)][:3]
-    low, high = 100.0, 6000.0  # 10 completions of 10 tokens after the first step; of 30 tokens after 20 steps
-    wanted = [LEFT + (RIGHT - LEFT) * (tokens - low) / (high - low) for tokens in (2000, 4000, 6000)]
-    assert ends == pytest.approx(wanted, abs=0.3)
-    hover(page, figure, 0.5)
-    assert figure.locator(".readout p").inner_text().startswith("tokens ")
-    page.get_by_label("Along").select_option("steps")
-    assert {each[-1][0] for each in curves(figure)} == {350.0}
-
-
-def test_a_mean_along_tokens_lies_in_its_band(tmp_path: Path, open_page: Open) -> None:
-    batch = {"config": {"prompts_per_step": 2, "num_generations": 5}, "group": "a"}
-    grows = [[step + n / 10 for step in range(20)] for n in range(3)]
-    runs = [run_of(name=f"s{n}", reward=grows[n], length=[10.0 * (n + 1)] * 20, details=batch) for n in range(3)]
-    page = open_page(write(tmp_path / "three.html", *runs))
-    figure = chart(page, "Reward")
-    page.get_by_label("Along").select_option("tokens sampled")
-    hover(page, figure, 0.5)
-    ((mean, band),) = readout(figure).values()
-    low, high = map(float, band.split(" to "))
-    assert low < float(mean) < high and high - low == pytest.approx(0.2, abs=0.05), "all at one step"
-
-
-def test_runs_by_trl_are_aligned_by_the_tokens_that_it_counts(tmp_path: Path, open_page: Open) -> None:
-    reward = [step / 10 for step in range(4)]
-    runs = [
-        run_of(name=f"s{n}", reward=reward, length__total=[n * each for each in (100, 200, 300, 400)]) for n in (1, 2)
-    ]
-    page = open_page(write(tmp_path / "trl.html", *runs))
-    figure = chart(page, "Reward")
-    page.get_by_label("Along").select_option("tokens, prompts included")
-    first, second = [each[-1][0] for each in curves(figure)]
-    assert first < second == pytest.approx(RIGHT, abs=0.3)
-
-
 def test_scores_under_the_cursor_are_written_as_in_the_tiles(tmp_path: Path, open_page: Open) -> None:
     scores = [(step, {"a": 0.74609375, "b": 1.0} if step < 9 else {"a": 0.99609375, "b": 1.0}) for step in (0, 5, 9)]
     page = open_page(write(tmp_path / "scores.html", run_of(reward=[0.5] * 9, scores=scores)))
@@ -347,11 +302,6 @@ def test_seeds_that_agree_have_no_range(tmp_path: Path, open_page: Open) -> None
     assert figure.locator(".legend .span").inner_text() == "0.1 to 0.2"
     hover(page, figure, 0.5)
     assert figure.locator(".legend .span").inner_text() == "each"
-
-
-def test_without_tokens_there_is_no_such_choice(alone: Path, open_page: Open) -> None:
-    page = open_page(alone)
-    assert page.get_by_label("Along").count() == page.get_by_label("Seeds").count() == 0
 
 
 def test_the_overview_of_a_sweep_is_not_cut(tmp_path: Path, open_page: Open) -> None:

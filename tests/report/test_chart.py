@@ -126,14 +126,14 @@ def test_the_band_of_a_mean_goes_from_the_lowest_to_the_highest() -> None:
 
 
 def test_the_script_is_told_how_to_draw_it_again() -> None:
-    a = Series(label="a", points=dict.fromkeys(range(1000), 0.5), group="g", runs=(0,))
-    b = Series(label="b", points=dict.fromkeys(range(1000), 1.5), group="g", slot=3, runs=(1,))
+    a = Series(label="a", points=dict.fromkeys(range(1000), 0.5), group="g")
+    b = Series(label="b", points=dict.fromkeys(range(1000), 1.5), group="g", slot=3)
     made = chart(a, b, lines=[Line(label="t", low=0.1)], marks=[Mark(step=5, number=1, name="x")], include=(0.0,))
     plot = json.loads(parse(render_chart(made, most=100)).one("figure").attributes["data-plot"] or "")
     assert plot["series"] == [
-        {"slot": 0, "runs": [0, 1], "members": [2, 3]},
-        {"slot": 0, "runs": [0], "of": 1},
-        {"slot": 3, "runs": [1], "of": 1},
+        {"slot": 0, "members": [2, 3]},
+        {"slot": 0, "of": 1},
+        {"slot": 3, "of": 1},
     ]
     assert (plot["axis"], plot["unit"], plot["include"], plot["knee"]) == ("step", "nats", [0.0], None)
     assert (plot["lines"], plot["marks"]) == ([[0.1, None]], [[5, 1]])
@@ -194,17 +194,17 @@ def test_one_step_is_enough() -> None:
     assert (dot.attributes["d"] or "").startswith(f"M{(LEFT + RIGHT) / 2 - 3:.1f}")
 
 
-def series(label: str, group: str, points: dict[float, float], run: int = 0) -> Series:
-    return Series(label=label, points=points, group=group, runs=(run,))
+def series(label: str, group: str, points: dict[float, float]) -> Series:
+    return Series(label=label, points=points, group=group)
 
 
 def test_a_mean_stands_before_its_runs() -> None:
-    a, b = series("a0", "a", {1: 0.0, 2: 2.0}), series("a1", "a", {1: 1.0, 2: 4.0}, run=2)
-    alone = series("b0", "b", {1: 9.0}, run=1)
+    a, b = series("a0", "a", {1: 0.0, 2: 2.0}), series("a1", "a", {1: 1.0, 2: 4.0})
+    alone = series("b0", "b", {1: 9.0})
     found = columns_of([a, alone, b])
     assert [column.series.label for column in found] == ["a, mean of 2", "a0", "a1", "b0"]
     assert [(column.members, column.of) for column in found] == [((2, 3), None), ((), 1), ((), 1), ((), None)]
-    assert found[0].series.points == {1: 0.5, 2: 3.0} and found[0].series.runs == (0, 2)
+    assert found[0].series.points == {1: 0.5, 2: 3.0}
     assert spread(found, found[0]) == {1: (0.0, 1.0), 2: (2.0, 4.0)}
     assert spread(found, found[3]) == {}
 

@@ -165,16 +165,3 @@ def test_long_runs_give_way_to_the_limit() -> None:
     assert len(render(runs).encode()) > 100_000 >= len(render(runs, limit=100_000).encode())
     with pytest.raises(DataError, match="too large"):
         render(runs, limit=50_000)
-
-
-def test_runs_are_aligned_by_tokens_where_they_count_the_same() -> None:
-    def said(*runs: ReportRun) -> tuple[str | None, str | None]:
-        grid = parse(render(runs).removeprefix("<!doctype html>")).one(id="curves").one("div", of="grid")
-        return grid.attributes.get("data-tokens"), grid.attributes.get("data-counted")
-
-    ours = run_of(name="a", length=[10.0], details={"config": {"prompts_per_step": 2, "num_generations": 4}})
-    trl = run_of(name="b", length=[10.0], length__total=[140.0])
-    assert said(ours) == ("[[[0.0,0],[1,80],[1,80]]]", "tokens sampled")
-    assert said(trl) == ("[[[0.0,0],[1,140],[1,140]]]", "tokens, prompts included")
-    assert said(ours, trl) == (None, None), "one counts prompts"
-    assert said(run_of(reward=[0.5])) == (None, None)

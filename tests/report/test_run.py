@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from tests.report.pages import run_of
 
@@ -21,23 +19,6 @@ def test_curves_levels_slots_and_skills() -> None:
     assert slots_of(runs) == [0, 1, 2, 1], "runs of one group look alike"
     trained = run_of(scores=[(0, {"b": 1.0, "a": 1.0})], settings=RunSettings(rl_skill="z"))
     assert skills_of([trained, run_of(details={"after": {"z": 1.0}})]) == ["z", "a", "b"], "the trained one first"
-
-
-def test_the_tokens_of_a_run_are_counted_from_its_lengths() -> None:
-    batch = {"config": {"prompts_per_step": 2, "num_generations": 4}}
-    run = run_of(length=[10.0, 20.0], details=batch)
-    assert run.tokens() == {0: 0, 1: 80, 2: 240}
-    assert run_of(length=[10.0]).tokens() == {} and run_of(k3=[0.1], details=batch).tokens() == {}
-    assert run_of(length=[10.0, math.nan, 20.0], details=batch).tokens() == {0: 0, 1: 80, 3: 400}
-    assert not run.counts_prompts
-
-
-def test_the_tokens_that_trl_counts_include_those_of_prompts() -> None:
-    run = run_of(length=[10.0, 20.0], length__total=[400.0, math.nan, 700.0, 650.0, 900.0])
-    assert run.tokens() == {0: 0, 1: 400, 3: 700, 5: 900} and run.counts_prompts, "a total does not fall"
-    batch = {"config": {"prompts_per_step": 2, "num_generations": 4}}
-    both = run_of(length=[10.0, 20.0], length__total=[400.0, 700.0], details=batch)
-    assert both.tokens() == {0: 0, 1: 80, 2: 240} and not both.counts_prompts
 
 
 def test_scores_are_points_where_they_lie_between_0_and_1() -> None:

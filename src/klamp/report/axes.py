@@ -15,6 +15,8 @@ from klamp.diagnostics.history import bounded
 FAR = 100.0
 """An axis becomes logarithmic away from 0 where the largest value is so many times the upper quartile: else nothing but
 it could be seen."""
+STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
+"""Distances between ticks, times powers of ten."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +39,12 @@ class Axis:
         return value if self.knee is None else math.asinh(value / self.knee)
 
 
-def fit(values: Sequence[float], *, include: Sequence[float] = (), may_bend: bool = True) -> Axis:
+def fit(values: Sequence[float], *, include: Sequence[float] = ()) -> Axis:
     """The axis that has room for all of these values.
 
     Args:
         values: what is drawn; what is not finite is passed over.
         include: values that must be on the axis too.
-        may_bend: whether the axis may become logarithmic.
     """
     finite = [bounded(value) for value in values if math.isfinite(value)]
     shown = [*finite, *include] or [0.0, 1.0]
@@ -52,7 +53,7 @@ def fit(values: Sequence[float], *, include: Sequence[float] = (), may_bend: boo
     usual = sorted(sizes)[3 * len(sizes) // 4] if len(sizes) > 3 else math.inf
     least = max(map(abs, include), default=0.0)
     far = max(sizes, default=0.0) > max(FAR * usual, least)
-    knee = usual / 2 if may_bend and far else None
+    knee = usual / 2 if far else None
     if knee is not None:
         return Axis(low=low, high=high, knee=knee)
     if high - low <= 1e-12 * max(abs(low), abs(high)):
@@ -62,25 +63,21 @@ def fit(values: Sequence[float], *, include: Sequence[float] = (), may_bend: boo
     return Axis(low=low - margin if low < 0 else max(0.0, low - margin), high=high + margin)
 
 
-def ticks(scale: Axis, *, most: int = 5, steps: Sequence[float] = (1.0, 2.0, 5.0)) -> list[float]:
+def ticks(scale: Axis, *, most: int = 5) -> list[float]:
     """Round values to label an axis with.
 
     Args:
         scale: the axis.
         most: how many at most, about.
-        steps: distances between ticks, times powers of ten.
     """
     if scale.knee is not None:
         return _decades(scale, most)
-    step = _round_step((scale.high - scale.low) / most, steps)
+    least = (scale.high - scale.low) / most
+    power = 10.0 ** math.floor(math.log10(least))
+    step = next(factor * power for factor in STEPS if factor * power >= least * (1 - 1e-9))
     first = math.ceil(scale.low / step - 1e-9)
     last = math.floor(scale.high / step + 1e-9)
     return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
-
-
-def _round_step(least: float, steps: Sequence[float]) -> float:
-    power = 10.0 ** math.floor(math.log10(least))
-    return next(factor * power for factor in (*steps, 10.0) if factor * power >= least * (1 - 1e-9))
 
 
 def _decades(scale: Axis, most: int) -> list[float]:
@@ -91,11 +88,6 @@ def _decades(scale: Axis, most: int) -> list[float]:
     sizes = [10.0**power for power in range(last, first - 1, -every)][::-1]
     found = [*(-size for size in reversed(sizes)), 0.0, *sizes]
     return [value for value in found if scale.low <= value <= scale.high]
-
-
-def whole(values: Sequence[float]) -> list[float]:
-    """Those ticks that are whole numbers, for axes of steps."""
-    return [value for value in values if value == int(value)]
 
 
 Curve = Mapping[float, float]
@@ -163,8 +155,6 @@ class Series:
     """Its colour, its dashes and the shape of its dots, by number."""
     group: str = ""
     """Curves of one group are drawn as their mean with a band, and share a line of the legend; empty: by itself."""
-    runs: tuple[int, ...] = ()
-    """The numbers of the runs that it is from; empty: of none, as by position."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,8 +183,7 @@ def columns_of(series: Sequence[Series]) -> list[CurveColumn]:
             continue
         at = len(found) + 1
         label = f"{alike[0].group}, mean of {len(alike)}"
-        runs = tuple(run for each in alike for run in each.runs)
-        middle = Series(label=label, points=points, slot=alike[0].slot, group=alike[0].group, runs=runs)
+        middle = Series(label=label, points=points, slot=alike[0].slot, group=alike[0].group)
         found.append(CurveColumn(series=middle, members=tuple(range(at + 1, at + 1 + len(alike)))))
         found += [CurveColumn(series=each, of=at) for each in alike]
     return found

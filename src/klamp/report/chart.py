@@ -6,15 +6,12 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
-from klamp.report.axes import Axis, CurveColumn, Series, columns_of, fit, means, spread, thin, ticks, whole
+from klamp.report.axes import Axis, CurveColumn, Series, columns_of, fit, means, spread, thin, ticks
 from klamp.report.text import Html, data_table, element, join, rounded, short
 
 WIDTH, HEIGHT = 360, 190
 LEFT, RIGHT, TOP, BOTTOM = 46, 350, 10, 164
-QUARTERS = (1.0, 2.0, 2.5, 5.0)
-"""Distances between ticks, times powers of ten."""
 FEW = 15
 """Curves of at most this many points have a dot at each point."""
 DIGITS = 6
@@ -113,10 +110,7 @@ def render_chart(chart: Chart, *, most: int = 400) -> Html:
 
 def _plot(chart: Chart, kept: Sequence[CurveColumn], y: Axis, means: Sequence[tuple[float, list[float | None]]]) -> str:
     """What the script draws the chart from, besides its table."""
-    series = [
-        {"slot": column.series.slot, "runs": column.series.runs, "members": column.members, "of": column.of}
-        for column in kept
-    ]
+    series = [{"slot": column.series.slot, "members": column.members, "of": column.of} for column in kept]
     found = {
         "axis": chart.axis,
         "unit": chart.unit,
@@ -185,11 +179,11 @@ def _drawing(chart: Chart, kept: Sequence[CurveColumn], *, x: Axis, y: Axis) -> 
 
 def _axes(x: Axis, y: Axis) -> Html:
     parts: list[Html] = []
-    for value in ticks(y, steps=QUARTERS):
+    for value in ticks(y):
         place = _down(y, value)
         parts.append(element("line", x1=LEFT, x2=RIGHT, y1=place, y2=place, class_="zero" if value == 0 else "rule"))
         parts.append(element("text", short(value), x=LEFT - 6, y=f"{place + 3.5:.1f}", text_anchor="end"))
-    for value in whole(ticks(x, steps=QUARTERS)):
+    for value in filter(float.is_integer, ticks(x)):
         place = _across_at(x, value)
         parts.append(element("text", short(value, digits=6), x=place, y=BOTTOM + 16, text_anchor="middle"))
     return element("g", *parts, class_="axes")
@@ -229,8 +223,8 @@ def _curve(series: Series, x: Axis, y: Axis) -> Html:
         if place is not None:
             path.append(f"{'L' if pen else 'M'}{place[0]:.1f} {place[1]:.1f}")
         pen = place is not None
-    alone = [b for a, b, c in _neighbours(places) if b is not None and a is None and c is None]
-    dotted = [place for place in places if place is not None] if len(places) <= FEW else alone
+    around = zip([None, *places], places, [*places[1:], None], strict=False)
+    dotted = [b for a, b, c in around if b is not None and (len(places) <= FEW or (a is None and c is None))]
     dots = (element("path", d=shape(series.slot, *place), class_=f"dot s{series.slot % 8}") for place in dotted)
     return join([element("path", d="".join(path), class_=f"curve s{series.slot % 8} d{series.slot % 5}"), *dots])
 
@@ -240,11 +234,6 @@ def _spread(kept: Sequence[CurveColumn], column: CurveColumn, x: Axis, y: Axis) 
     above = [f"{_across_at(x, step):.1f} {_down(y, high):.1f}" for step, (_, high) in band.items()]
     below = [f"{_across_at(x, step):.1f} {_down(y, low):.1f}" for step, (low, _) in reversed(band.items())]
     return element("path", d=f"M{'L'.join(above + below)}Z", class_=f"spread s{column.series.slot % 8}")
-
-
-def _neighbours(places: Sequence[tuple[float, float] | None]) -> list[tuple[tuple[float, float] | None, ...]]:
-    padded = [None, *places, None]
-    return [(a, b, c) for (a, b), (_, c) in pairwise(pairwise(padded))]
 
 
 def shape(slot: int, x: float, y: float) -> str:

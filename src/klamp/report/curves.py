@@ -171,7 +171,7 @@ def _alone(run: ReportRun, numbers: Mapping[str, int]) -> Iterator[Chart]:
     scores = ScoreFormat.of([run])
     for plan in plans([run]):
         found = [(label, _curve(run, name, scores), slot) for slot, (name, label) in enumerate(plan.curves.items())]
-        series = [Series(label=label, points=points, slot=slot, runs=(0,)) for label, points, slot in found if points]
+        series = [Series(label=label, points=points, slot=slot) for label, points, slot in found if points]
         if series:
             yield Chart(
                 name=f"chart-{plan.name}",
@@ -192,8 +192,8 @@ def _overlaid(runs: Sequence[ReportRun]) -> Iterator[Chart]:
         for name, label in plan.curves.items():
             found = zip(runs, [_curve(run, name, scores) for run in runs], slots_of(runs), strict=True)
             series = [
-                Series(label=run.name, points=points, slot=slot, group=run.group, runs=(number,))
-                for number, (run, points, slot) in enumerate(found)
+                Series(label=run.name, points=points, slot=slot, group=run.group)
+                for run, points, slot in found
                 if points
             ]
             if series:

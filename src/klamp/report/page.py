@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -29,8 +27,6 @@ LIMIT = 2_000_000
 """The largest size of a page, in bytes."""
 POINTS = 40_000
 """About how many points all curves of a page have together."""
-TOKENS = 60
-"""About how many points say how many tokens a run has sampled."""
 GENERATOR = "klamp report"
 STYLES, SCRIPTS = (
     ("page.css", "charts.css", "tokens.css"),
@@ -176,23 +172,7 @@ def _curves(runs: Sequence[ReportRun], numbers: Mapping[str, int], most: int) ->
         return element("p", "No metric over steps was logged.", class_="missing")
     curves = sum(len(chart.series) for chart in found)
     points = max(25, min(most, POINTS // max(1, curves)))
-    tokens, counted = _tokens(runs), "tokens, prompts included" if runs[0].counts_prompts else "tokens sampled"
-    return element(
-        "div",
-        *(render_chart(chart, most=points) for chart in found),
-        class_="grid",
-        data_tokens=tokens,
-        data_counted=tokens and counted,
-    )
-
-
-def _tokens(runs: Sequence[ReportRun]) -> str | None:
-    """The tokens of each run by its steps, some points of each, as JSON; None unless all are known and alike."""
-    known = [list(run.tokens().items()) for run in runs]
-    if not all(known) or len({run.counts_prompts for run in runs}) > 1:
-        return None
-    some = [[*points[:: math.ceil(len(points) / TOKENS)], points[-1]] for points in known]
-    return json.dumps([[[step, round(tokens)] for step, tokens in points] for points in some], separators=(",", ":"))
+    return element("div", *(render_chart(chart, most=points) for chart in found), class_="grid")
 
 
 def _positions(runs: Sequence[ReportRun]) -> Html:

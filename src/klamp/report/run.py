@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -64,36 +63,6 @@ class ReportRun:
             rows = self.history.evaluations
             return {row.step: row.metrics[skill] for row in rows if skill in row.metrics}
         return {row.step: row.metrics[name] for row in self.history.rows if name in row.metrics}
-
-    def tokens(self) -> dict[float, float]:
-        """Tokens by the end of a step, prompts included or not (`counts_prompts`): step -> tokens; empty: unknown."""
-        return self._sampled() or self._total()
-
-    @property
-    def counts_prompts(self) -> bool:
-        """Whether `tokens` counts those of prompts too, as TRL does, and not only those that were sampled."""
-        return not self._sampled()
-
-    def _total(self) -> dict[float, float]:
-        """What the record says itself: a total that never falls."""
-        found, last = {0.0: 0.0}, 0.0
-        for step, tokens in self.curve("length/total").items():
-            if step > 0 and math.isfinite(tokens) and tokens >= last:
-                found[step] = last = tokens
-        return found if len(found) > 1 else {}
-
-    def _sampled(self) -> dict[float, float]:
-        """The tokens of completions, from the logged lengths."""
-        prompts, completions = (self.config.get(name) for name in ("prompts_per_step", "num_generations"))
-        lengths = self.curve("length/mean")
-        if not (lengths and isinstance(prompts, int) and isinstance(completions, int) and prompts * completions > 0):
-            return {}
-        found, last = {0.0: 0.0}, 0.0
-        for step, length in lengths.items():
-            if step > last and math.isfinite(length):
-                found[step] = found[last] + (step - last) * length * prompts * completions
-                last = step
-        return found
 
 
 def slots_of(runs: Sequence[ReportRun]) -> list[int]:

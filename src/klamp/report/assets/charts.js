@@ -6,7 +6,7 @@
   const figures = Array.from(document.querySelectorAll("figure[data-plot]")).filter(
     (figure) => figure.querySelector("table.numbers tbody tr"),
   );
-  const { all, tokens, node, button, share } = panel;
+  const { all, node, button, share } = panel;
   const charts = figures.map((figure) => connect(figure, panel.remembered.charts?.[figure.id] ?? {}));
   const overSteps = charts.filter((chart) => chart.isOverSteps);
   if (overSteps.length) panel.controls(overSteps, remember);
@@ -56,19 +56,8 @@
       return numbers[0].at(-1) - numbers[0][0];
     }
     function isChanged() {
-      const common = isOverSteps && (all.smooth > 0 || all.along !== "step" || all.seeds !== "band");
+      const common = isOverSteps && (all.smooth > 0 || all.seeds !== "band");
       return common || state.large || state.from !== null || state.log !== (data.knee !== null);
-    }
-    function isAlongTokens() {
-      return isOverSteps && all.along === "tokens" && tokens !== null;
-    }
-    function place(step, runs) {
-      if (!isAlongTokens()) return step;
-      const each = (runs ?? [0]).map((run) => plot.between(tokens[run], step));
-      return each.reduce((sum, value) => sum + value, 0) / each.length;
-    }
-    function axisName() {
-      return isAlongTokens() ? "tokens" : data.axis;
     }
 
     // What is drawn: of each curve its points, those smoothed, and of a mean the lowest and highest of its runs.
@@ -85,7 +74,7 @@
       const treat = (ys) => {
         const known = steps.map((step, i) => [step, ys[i]]).filter((point) => point[1] !== null && point[1] !== undefined);
         const found = span ? plot.smooth(known.map((point) => point[0]), known.map((point) => point[1]), span) : null;
-        return known.map(([step, y], i) => [place(step, each.runs), found ? found[i] : y, step]);
+        return known.map(([step, y], i) => [step, found ? found[i] : y]);
       };
       const middle = source[each.column];
       const edge = (pick) => middle.map((y, i) => {
@@ -150,13 +139,9 @@
         group.append(make("text", { x: box.left - 6, y: Number(height) + 3.5, "text-anchor": "end" }, plot.write(value, 3)));
       }
       for (const value of plot.ticks({ low: x[0], high: x[1], bend: null }, box.ticks).filter(Number.isInteger)) {
-        const label = isAlongTokens() && value >= 1e4 ? thousands(value) : plot.write(value, 6);
-        group.append(make("text", { x: across(value).toFixed(1), y: foot + 16, "text-anchor": "middle" }, label));
+        group.append(make("text", { x: across(value).toFixed(1), y: foot + 16, "text-anchor": "middle" }, plot.write(value, 6)));
       }
       return group;
-    }
-    function thousands(value) {
-      return value >= 1e6 ? `${plot.write(value / 1e6, 4)}M` : `${plot.write(value / 1e3, 4)}k`;
     }
     function levels(y, down, kind) {
       const right = box.width - box.side;
@@ -197,7 +182,7 @@
       return `M${(cx + dx).toFixed(1)} ${(cy + dy).toFixed(1)}${shape}`;
     }
     function marks() {
-      return data.marks.map(([step, number]) => [place(step), number]).filter(([at]) => at >= x[0] && at <= x[1]).map(([at, number]) => {
+      return data.marks.filter(([at]) => at >= x[0] && at <= x[1]).map(([at, number]) => {
         const cx = across(at), foot = box.height - box.foot;
         const line = make("line", { x1: cx, x2: cx, y1: box.top, y2: foot });
         const sign = make("path", { d: `M${cx.toFixed(1)} ${foot - 5}l4.5 8h-9Z` });
@@ -221,45 +206,31 @@
       for (const each of series) if (!found.has(each.column)) found.set(each.column, found.get(each.of));
       return found;
     }
-    // The x of a row of the table: its step, or the mean of the tokens that the chart's runs had sampled by then.
-    function rowPlace(row) {
-      const runs = [...new Set(series.flatMap((each) => each.runs ?? []))];
-      return place(numbers[0][row], runs);
-    }
     function nearestOf(points, wanted) {
       return points.reduce((best, point) => (best && Math.abs(best[0] - wanted) <= Math.abs(point[0] - wanted) ? best : point), null);
     }
-    function valueOf(each, row) {
-      return isAlongTokens() ? nearestOf(each.raw.points, rowPlace(row))?.[1] ?? null : numbers[each.column][row];
-    }
     function where(row) {
-      return isAlongTokens() ? `tokens ${thousands(Math.round(rowPlace(row)))}` : `${data.axis} ${plot.write(numbers[0][row], 9)}`;
+      return `${data.axis} ${plot.write(numbers[0][row], 9)}`;
     }
     function rangeOf(each, row) {
-      const found = isAlongTokens() && each.members ? nearestOf(withPoints(each.column).raw.points, rowPlace(row)) : null;
-      const same = found ? numbers[0].indexOf(found[2]) : row; // the step of the mean that is shown
-      const inside = (each.members ?? []).map((column) => numbers[column][same]).filter(Number.isFinite);
+      const inside = (each.members ?? []).map((column) => numbers[column][row]).filter(Number.isFinite);
       const [low, high] = [Math.min(...inside), Math.max(...inside)];
       if (!inside.length) return "";
       return low === high ? "each" : `${said(low, 3)} to ${said(high, 3)}`;
     }
-    function withPoints(column) {
-      const each = series[column - 1];
-      return isAlongTokens() ? { ...each, raw: lines(numbers, each) } : each;
-    }
     function say(row) {
       slider.value = row;
-      const each = drawn.map((one) => `${one.label} ${said(valueOf(one, row))}`);
+      const each = drawn.map((one) => `${one.label} ${said(numbers[one.column][row])}`);
       slider.setAttribute("aria-valuetext", `${where(row)}: ${each.join(", ")}`);
     }
     function show(row) {
       say(row);
-      const cursor = svg.querySelector(".cursor"), cx = across(rowPlace(row));
+      const cursor = svg.querySelector(".cursor"), cx = across(numbers[0][row]);
       cursor.setAttribute("x1", cx);
       cursor.setAttribute("x2", cx);
       cursor.classList.add("on");
       at.textContent = where(row);
-      for (const value of values) value.textContent = said(valueOf(withPoints(Number(value.dataset.column)), row));
+      for (const value of values) value.textContent = said(numbers[Number(value.dataset.column)][row]);
       spans.forEach((span) => {
         const column = Number(span.closest("li").querySelector(".value").dataset.column);
         span.textContent = rangeOf(series[column - 1], row);
@@ -269,9 +240,9 @@
     function tell(row, part) {
       const list = node("dl");
       for (const each of drawn) {
-        const soft = each.soft ? nearestOf(each.soft.points, rowPlace(row))?.[1] ?? null : null;
+        const soft = each.soft ? nearestOf(each.soft.points, numbers[0][row])?.[1] ?? null : null;
         const line = node("div", {}, keys.get(each.column).cloneNode(true), node("dt", {}, each.members ? each.label.replace(/, mean of \d+$/, "") : each.label));
-        line.append(node("dd", {}, said(valueOf(each, row))));
+        line.append(node("dd", {}, said(numbers[each.column][row])));
         line.append(node("dd", {}, each.soft ? `~ ${said(soft)}` : rangeOf(each, row)));
         list.append(line);
       }
@@ -298,8 +269,7 @@
     // ---- Zoom, the axis, files
 
     function zoom(from, to) {
-      const runs = numbers[0].map((_, row) => rowPlace(row));
-      const [first, last] = [runs[0], runs.at(-1)];
+      const [first, last] = [numbers[0][0], numbers[0].at(-1)];
       const [low, high] = [Math.max(Math.min(from, to), first), Math.min(Math.max(from, to), last)];
       const least = (last - first) / 1e4;
       if (!(high - low > least)) return;
@@ -308,7 +278,7 @@
       changed();
     }
     function zoomBy(factor) {
-      const middle = Math.min(Math.max(rowPlace(Number(slider.value)), x[0]), x[1]);
+      const middle = Math.min(Math.max(numbers[0][Number(slider.value)], x[0]), x[1]);
       zoom(middle - (middle - x[0]) * factor, middle + (x[1] - middle) * factor);
     }
     function whole() {
@@ -357,7 +327,7 @@
     function csv() {
       const soft = drawn.filter((each) => each.soft);
       const names = [...headings, ...soft.map((each) => `${each.label} (smoothed)`)];
-      const softAt = (each, step) => each.soft.points.find((point) => point[2] === step)?.[1] ?? null;
+      const softAt = (each, step) => each.soft.points.find((point) => point[0] === step)?.[1] ?? null;
       save.csv(figure, names, rows.map((row) => [...row, ...soft.map((each) => softAt(each, row[0]))]));
     }
 
@@ -373,7 +343,7 @@
         const wanted = valueAt(event);
         let best = 0;
         rows.forEach((_, row) => {
-          if (Math.abs(rowPlace(row) - wanted) < Math.abs(rowPlace(best) - wanted)) best = row;
+          if (Math.abs(numbers[0][row] - wanted) < Math.abs(numbers[0][best] - wanted)) best = row;
         });
         return best;
       };

@@ -1,11 +1,9 @@
-// What is set for all charts over steps: smoothing, steps or tokens, seeds; kept while the page is open in its tab.
+// What is set for all charts over steps: smoothing, seeds; kept while the page is open in its tab.
 const panel = (() => {
-  const { tokens: known = "null", counted } = document.querySelector("[data-tokens]")?.dataset ?? {};
-  const tokens = JSON.parse(known);
   const memory = `klamp-charts ${location.pathname}`;
   const remembered = recall();
-  const all = { smooth: 0, along: "step", seeds: "band", ...remembered.all };
-  return { all, tokens, remembered, remember, controls, node, button, share };
+  const all = { smooth: 0, seeds: "band", ...remembered.all };
+  return { all, remembered, remember, controls, node, button, share };
 
   function recall() {
     try {
@@ -55,19 +53,15 @@ const panel = (() => {
       apply();
     });
     bar.append(node("label", { for: "c-smooth" }, "Smoothing"), slider, said);
-    const choices = [];
-    if (tokens) choices.push(["along", "Along", { step: "steps", tokens: counted }]);
-    if (overSteps.some((chart) => chart.hasBands)) choices.push(["seeds", "Seeds", { band: "mean and band", each: "each run" }]);
-    for (const [name, label, options] of choices) {
-      const select = node("select", { id: `c-${name}` });
-      for (const [value, text] of Object.entries(options)) select.append(node("option", { value }, text));
-      select.value = all[name];
+    if (overSteps.some((chart) => chart.hasBands)) {
+      const select = node("select", { id: "c-seeds" });
+      for (const [value, text] of [["band", "mean and band"], ["each", "each run"]]) select.append(node("option", { value }, text));
+      select.value = all.seeds;
       select.addEventListener("change", () => {
-        all[name] = select.value;
-        if (name === "along") for (const chart of overSteps) Object.assign(chart.state, { from: null, to: null });
+        all.seeds = select.value;
         apply();
       });
-      bar.append(node("label", { for: `c-${name}` }, label), select);
+      bar.append(node("label", { for: "c-seeds" }, "Seeds"), select);
     }
     document.querySelector("#curves .grid").before(bar);
     say();

@@ -92,13 +92,5 @@ const plot = (() => {
     return found.filter((value, i) => value === 0 || (found.length - 1 - i) % every === 0).map((value) => Number(value.toPrecision(12)));
   }
 
-  // Where a curve of [x, y] is between its points.
-  function between(points, x) {
-    const after = points.findIndex((point) => point[0] >= x);
-    if (after <= 0) return points.at(after)[1];
-    const [[a, low], [b, high]] = [points[after - 1], points[after]];
-    return b > a ? low + ((high - low) * (x - a)) / (b - a) : high;
-  }
-
-  return { write, read, smooth, clip, axis, ticks, between };
+  return { write, read, smooth, clip, axis, ticks };
 })();
