@@ -30,10 +30,8 @@ def test_the_probabilities_of_all_completions_sum_to_one(eos, sampler):
 
 
 def test_completions_are_all_words_that_end_at_eos_or_at_the_last_position():
-    chain = random_chain(0, vocab=3, length=3, eos=1)
     words = {w[: w.index(1) + 1] if 1 in w else w for w in itertools.product(range(3), repeat=3)}
-    assert set(list_completions(chain)) == words
-    assert len(list_completions(chain)) == len(words)
+    assert sorted(list_completions(3, 3, eos=1)) == sorted(words)
 
 
 def test_the_mask_covers_each_completion_up_to_and_including_eos():
@@ -56,7 +54,7 @@ def test_each_logprob_is_read_from_the_row_of_its_own_prefix():
     chain = random_chain(3, vocab=3, length=3, eos=0, sampler="other")
     rows = {prefix: i for i, prefix in enumerate(list_prefixes(3, 3, eos=0))}
     outcomes = enumerate_outcomes(chain)
-    for n, completion in enumerate(list_completions(chain)):
+    for n, completion in enumerate(list_completions(3, 3, eos=0)):
         for t, token in enumerate(completion):
             row = rows[completion[:t]]
             for who in ("policy", "ref", "sampler"):
@@ -76,7 +74,7 @@ def test_on_policy_the_sampler_is_the_detached_policy():
 
 def test_prefix_probabilities_are_sums_over_the_completions_that_pass_through():
     chain = random_chain(4, vocab=3, length=3, sampler="other")
-    outcomes, completions = enumerate_outcomes(chain), list_completions(chain)
+    outcomes, completions = enumerate_outcomes(chain), list_completions(3, 3, eos=0)
     for prefix, prob in zip(list_prefixes(3, 3, eos=0), prefix_probs(chain, "sampler"), strict=True):
         through = [i for i, c in enumerate(completions) if len(c) > len(prefix) and c[: len(prefix)] == prefix]
         assert prob.item() == pytest.approx(outcomes.probs[through].sum().item(), abs=1e-14)

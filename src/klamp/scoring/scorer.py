@@ -151,7 +151,6 @@ class _Pieces:
         self.completions, self.ask = completions, ask
         self.places: dict[str, list[Tensor]] = {}
         self.values: dict[str, list[Tensor]] = {}
-        self.shape: dict[str, tuple[int, ...]] = {}
         self.head: Predictions | None = None
 
     def add(self, opened: OpenedModel, values: Tensor, places: Tensor) -> None:

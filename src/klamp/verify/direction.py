@@ -171,42 +171,18 @@ def _difference(chain: Chain) -> float:
     return gap.abs().max().item()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Use:
-    """One row of the table: who drew the tokens, which formula is averaged, which value and gradient are expected."""
-
-    sampler: str
-    formula: str
-    loss: Loss
-    value: str
-    """What the mean should be: KL(p||r), KL(r||p), or "-" for neither."""
-    gradient: str
-    """The name of the known gradient that the expected gradient should be."""
-
-
-USES = (
-    _Use(sampler="policy", formula="printed (k3)", loss=printed_form, value="KL(p||r)", gradient="forward"),
-    _Use(sampler="policy", formula="reversed", loss=reversed_form, value="-", gradient=NOTHING_KNOWN),
-    _Use(sampler="policy", formula="klamp's default", loss=klamps_penalty, value="KL(p||r)", gradient="reverse"),
-    _Use(sampler="reference", formula="printed (k3)", loss=printed_form, value="-", gradient=NOTHING_KNOWN),
-    _Use(sampler="reference", formula="reversed", loss=reversed_form, value="KL(r||p)", gradient="forward"),
-    _Use(sampler="older policy", formula="printed (k3)", loss=printed_form, value="-", gradient=NOTHING_KNOWN),
-    _Use(
-        sampler="older policy",
-        formula="w x printed, differentiated",
-        loss=lambda y: y.weight * printed_form(y),
-        value="KL(p||r)",
-        gradient="reverse",
-    ),
-    _Use(
-        sampler="older policy",
-        formula="sg(w) x printed",
-        loss=lambda y: y.weight.detach() * printed_form(y),
-        value="KL(p||r)",
-        gradient="forward",
-    ),
-    _Use(sampler="older policy", formula="klamp, weighted", loss=klamps_penalty, value="KL(p||r)", gradient="reverse"),
+USES: tuple[tuple[str, str, Loss, str, str], ...] = (
+    ("policy", "printed (k3)", printed_form, "KL(p||r)", "forward"),
+    ("policy", "reversed", reversed_form, "-", NOTHING_KNOWN),
+    ("policy", "klamp's default", klamps_penalty, "KL(p||r)", "reverse"),
+    ("reference", "printed (k3)", printed_form, "-", NOTHING_KNOWN),
+    ("reference", "reversed", reversed_form, "KL(r||p)", "forward"),
+    ("older policy", "printed (k3)", printed_form, "-", NOTHING_KNOWN),
+    ("older policy", "w x printed, differentiated", lambda y: y.weight * printed_form(y), "KL(p||r)", "reverse"),
+    ("older policy", "sg(w) x printed", lambda y: y.weight.detach() * printed_form(y), "KL(p||r)", "forward"),
+    ("older policy", "klamp, weighted", klamps_penalty, "KL(p||r)", "reverse"),
 )
+"""Who drew the tokens, which formula is averaged, what its mean and its expected gradient should be ("-": neither)."""
 
 
 def sampling_worlds() -> dict[str, Chain]:
@@ -228,18 +204,18 @@ def _uses(samples: int, seed: int) -> tuple[TextTable, list[Check]]:
     known = {"KL(p||r)": target, "KL(r||p)": other}
     rows: list[tuple[str, ...]] = []
     checks: list[Check] = []
-    for index, row in enumerate(USES):
-        chain = worlds[row.sampler]
-        exact = expected(chain, row.loss).item()
-        drawn = draw(chain, row.loss, samples=samples, seed=seed + index)
-        name = next((name for name, value in known.items() if abs(exact - value) < 1e-9), "-")
-        pull = expected_pull([chain], row.loss)
+    for index, (sampler, formula, loss, value, gradient) in enumerate(USES):
+        chain = worlds[sampler]
+        exact = expected(chain, loss).item()
+        drawn = draw(chain, loss, samples=samples, seed=seed + index)
+        name = next((name for name, kl in known.items() if abs(exact - kl) < 1e-9), "-")
+        pull = expected_pull([chain], loss)
         words, angle = pull.follows.in_words, f"{pull.cosine_reverse:.3f}"
-        rows.append((row.sampler, row.formula, f"{exact:.4g}", drawn.text, name, words, angle))
-        claim = f"tokens of the {row.sampler}, {row.formula}"
+        rows.append((sampler, formula, f"{exact:.4g}", drawn.text, name, words, angle))
+        claim = f"tokens of the {sampler}, {formula}"
         measured = f"{exact:.6g}, {name}; gradient of {words}; sampled {drawn.text}"
-        right = name == row.value and pull.follows.is_exactly(row.gradient) and drawn.fits(exact)
-        checks.append(is_true(claim, right, measured, expected=f"{row.value}; {row.gradient}"))
+        right = name == value and pull.follows.is_exactly(gradient) and drawn.fits(exact)
+        checks.append(is_true(claim, right, measured, expected=f"{value}; {gradient}"))
     title = f"KL(p||r) = {target:.4f}, KL(r||p) = {other:.4f}; p policy, r reference, w = policy/sampler"
     columns = ("tokens from", "formula", "exact", "sampled", "which is", "as a loss, gradient of", "cos")
     return TextTable(title=title, columns=columns, rows=tuple(rows)), checks

@@ -23,6 +23,7 @@ from klamp.config.loss import Price, configured_price, kl_reduction
 from klamp.core.estimators import ESTIMATORS
 from klamp.verify.config_facts import LENGTH, ClipFacts, ConfigFacts, bare_term, measure_config
 from klamp.verify.convergence import BETA, follow, worlds
+from klamp.verify.judge import far_faults
 from klamp.verify.oracle import Pull
 
 Line = tuple[str, str]
@@ -224,15 +225,10 @@ def _clip(kl: KLConfig, gate: ClipFacts, setting: Setting) -> str:
 
 
 def _numbers(facts: ConfigFacts) -> list[Line]:
-    if not facts.probes:
-        return []
-    faults = [f"{str(p.dtype).removeprefix('torch.')} at {p.log_ratio:+g}: {p.fault}" for p in facts.probes if p.fault]
-    if facts.position.follows.name == "zero":
-        faults = [f"{str(p.dtype).removeprefix('torch.')}: {p.fault}" for p in facts.probes if not p.finite]
-    text = "; ".join(faults) or "finite in float32, bfloat16 and float16"
-    if not faults and facts.position.follows.name != "zero":
-        text += ", and pulling back"
-    return [("at 30 nats", text)]
+    moves = facts.position.follows.name != "zero"
+    faults = far_faults([probe for probe in facts.probes if moves or not probe.finite])
+    fine = "finite in float32, bfloat16 and float16" + (", and pulling back" if moves else "")
+    return [("at 30 nats", "; ".join(faults) or fine)] if facts.probes else []
 
 
 def _price(kl: KLConfig, loss: LossConfig, setting: Setting) -> str:

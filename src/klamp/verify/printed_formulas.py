@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -157,7 +157,7 @@ class FormFacts:
     sequence: Pull
     """The gradient over completions of up to three tokens, for tokens of the policy."""
     faults: tuple[str, ...]
-    """What breaks at +-30 nats, a sentence each; () where it needs the whole vocabulary."""
+    """What is not finite or zero at +-30 nats, a sentence each; () where the form needs the whole vocabulary."""
 
     @property
     def unbiased(self) -> bool:
@@ -181,6 +181,7 @@ def measure_form(name: str) -> FormFacts:
     """
     form = find_form(name)
     positions = random_positions(3)
+    far = () if form.function is None else probe_far(form.function, form.use)
     older = random_positions(3, sampler="other")
     known = [truths(world) | {"sampler": _sampler_gradient(world)} for world in older]
     return FormFacts(
@@ -190,7 +191,7 @@ def measure_form(name: str) -> FormFacts:
         position=expected_pull(positions, form.loss),
         off_policy=name_gradient([expected_gradient(world, form.loss) for world in older], known),
         sequence=expected_pull([random_chain(seed, vocab=3, length=3) for seed in range(4)], form.loss),
-        faults=() if form.function is None else tuple(far_faults(probe_far(form.function, form.use))),
+        faults=tuple(far_faults([probe for probe in far if not (probe.finite and probe.alive)])),
     )
 
 
@@ -222,7 +223,7 @@ def explain_form(name: str) -> Explanation:
         ("pull", _pull(facts.position)),
         *_off_policy(facts.off_policy),
         ("sequence", _sequence(facts.sequence)),
-        *_faults(facts.faults),
+        *([("at 30 nats", "; ".join(facts.faults))] if facts.faults else []),
         ("in klamp", form.config or "no such term: preset() refuses it, with the reason"),
         ("instead", form.instead),
     ]
@@ -291,8 +292,3 @@ def _off_policy(followed: Followed) -> list[Line]:
     else:
         text = "lowers the probability of every sampled token: it pushes away from that older policy"
     return [("off-policy", f"tokens of an older policy: {text}, wherever the reference is")]
-
-
-def _faults(faults: Sequence[str]) -> list[Line]:
-    found = [fault for fault in faults if "pushes away" not in fault]
-    return [("at 30 nats", "; ".join(found))] if found else []

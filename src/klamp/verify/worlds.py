@@ -202,12 +202,8 @@ def count_prefixes(vocab: int, length: int, *, eos: int | None) -> int:
     return sum(branches**depth for depth in range(length))
 
 
-def list_completions(chain: Chain) -> list[Prefix]:
-    """Every completion, whether or not the sampler can produce it."""
-    return _completions(chain.vocab, chain.length, chain.eos)
-
-
-def _completions(vocab: int, length: int, eos: int | None) -> list[Prefix]:
+def list_completions(vocab: int, length: int, *, eos: int | None) -> list[Prefix]:
+    """Every completion, whether or not a sampler can produce it: the order of the rows of `Outcomes`."""
     completions: list[Prefix] = []
     for prefix in list_prefixes(vocab, length, eos=eos):
         last = len(prefix) + 1 == length
@@ -259,7 +255,7 @@ def _index_completions(vocab: int, length: int, eos: int | None) -> tuple[Tensor
     """The tokens of all completions, and the table row of the prefix before each token; -1 and 0 after the end."""
     row = {p: index for index, p in enumerate(list_prefixes(vocab, length, eos=eos))}
     tokens, rows = [], []
-    for completion in _completions(vocab, length, eos):
+    for completion in list_completions(vocab, length, eos=eos):
         padding = length - len(completion)
         tokens.append([*completion, *[-1] * padding])
         rows.append([*(row[completion[:t]] for t in range(len(completion))), *[0] * padding])

@@ -107,8 +107,8 @@ def prove_sequences() -> list[Check]:
         ("horizon token, gradient forward", penalty("k3", "forward", "token"), "local_forward", "policy"),
         ("off-policy, token ratio", penalty("k3", "reverse", "token", sampler="other"), "local_sampled", "other"),
     ]
-    whole: tuple[tuple[str, Sampler], ...] = (("horizon sequence", "policy"), ("off-policy, prefix ratio", "other"))
-    for where, sampler in whole:
+    whole: dict[Sampler, str] = {"policy": "horizon sequence", "other": "off-policy, prefix ratio"}
+    for sampler, where in whole.items():
         rows += [
             (f"{where}, value k1", penalty("k1", "reverse", "sequence", sampler=sampler), "reverse", sampler),
             (f"{where}, value k3", penalty("k3", "reverse", "sequence", sampler=sampler), "reverse", sampler),
