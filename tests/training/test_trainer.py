@@ -57,6 +57,10 @@ class Recorder(Observer):
     def close(self):
         self.calls.append(("close",))
 
+    def told(self, kind):
+        """What it was told of one kind, in order."""
+        return [call[1] for call in self.calls if call[0] == kind]
+
 
 @pytest.fixture(scope="module")
 def run(llama, tmp_path_factory):

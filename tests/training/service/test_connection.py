@@ -9,6 +9,7 @@ import pytest
 from tests.waiting import SECONDS
 
 from klamp.errors import ConfigError, DataError, ModelError
+from klamp.training.backends import train_run
 from klamp.training.service.connection import Connection, check_key
 
 
@@ -54,19 +55,14 @@ def test_klamp_errors_pass_as_they_are(connection):
         connection.ask("train", refuse)
 
 
-def test_a_real_refusal_names_the_address_and_the_reason(connection, standin):
-    with pytest.raises(ModelError, match="there is no base model 'gpt'") as caught:
-        connection.ask("train gpt", lambda: connection.service.create_lora_training_client(base_model="gpt"))
-    assert standin.url in caught.value.text
-
-
-def test_a_key_is_asked_for_before_anything_is_sent(monkeypatch, tmp_path):
+def test_a_key_is_asked_for_before_anything_is_begun(run_of, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("TINKER_CREDENTIAL_CMD", raising=False)
     monkeypatch.delenv("TINKER_API_KEY", raising=False)
     with pytest.raises(ConfigError, match="no key for the Tinker service") as caught:
-        check_key()
+        train_run(run_of())
     assert "TINKER_API_KEY" in caught.value.text
+    assert not (tmp_path / "run").exists()
     monkeypatch.setenv("TINKER_API_KEY", "sk-secret")
     with pytest.raises(ConfigError, match="no key of the Tinker service") as caught:
         check_key()

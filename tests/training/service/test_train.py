@@ -8,40 +8,24 @@ from pathlib import Path
 
 import pytest
 from tests.standin import saved_step
-from tests.training.conftest import rows_of, steps_of
+from tests.training.conftest import StopAfter, rows_of, steps_of
+from tests.training.test_trainer import Recorder
 
 import klamp
-from klamp.errors import ConfigError, ModelError, RunFolderError
+from klamp.errors import KlampError, ModelError, RunFolderError
 from klamp.training import checkpoint
 from klamp.training.backends import train_run
 from klamp.training.observers import Observer
+from klamp.training.service import calls
+from klamp.training.service.run import LAST_WAIT, TinkerTrainer
 
 pytestmark = pytest.mark.slow
 
 SHORT = {"max_steps": 2, "eval_every": 0, "save_every": 0, "eval_size": 1}
 
 
-class Seen(Observer):
-    """What a run told."""
-
-    def __init__(self):
-        self.info, self.warnings, self.saved, self.closed = None, [], [], 0
-
-    def on_start(self, info):
-        self.info = info
-
-    def on_warning(self, text):
-        self.warnings.append(text)
-
-    def on_checkpoint(self, step, folder):
-        self.saved.append(step)
-
-    def close(self):
-        self.closed += 1
-
-
 def test_a_run_leaves_what_a_local_run_leaves(tiny, run_of, tmp_path, recwarn):
-    seen, run = Seen(), tmp_path / "run"
+    seen, run = Recorder(), tmp_path / "run"
     gc.collect()  # what earlier tests left behind warns when it is collected
     recwarn.clear()
     summary = train_run(run_of(), [seen])
@@ -58,9 +42,9 @@ def test_a_run_leaves_what_a_local_run_leaves(tiny, run_of, tmp_path, recwarn):
     assert abs(last["sampler/k1"]) < 1e-5
     assert last.keys() >= {"reward", "kl/k1", "beta", "train/grad_norm", "policy/ratio_clipped", "length/mean"}
     assert not last.keys() & {"kl/exact", "policy/entropy"}
-    assert seen.saved == [2, 4]
-    assert seen.closed == 1
-    assert not seen.warnings
+    assert seen.told("checkpoint") == [2, 4]
+    assert [call[0] for call in seen.calls].count("close") == 1
+    assert not seen.told("warning")
     assert seen.info.device == f"Tinker, {tiny.url}"
     assert (seen.info.parameters, seen.info.trainable_parameters) == (0, 0), "the service does not say"
     assert seen.info.reference == "klamp/tiny at the service, frozen"
@@ -105,52 +89,24 @@ def test_a_coefficient_of_0_drifts_and_of_1_holds(tiny, run_of, tmp_path):
 def test_a_continued_run_is_the_uninterrupted_one(tiny, run_of, tmp_path):
     held = {"kl_controller": "proportional", "target_kl": 0.01, "kl_controller_horizon": 2, "num_iterations": 2}
     held |= {"prompts_per_step": 2, "eval_size": 1, "save_every": 0, "eval_every": 0}
+    held |= {"kl_clip_method": "hard", "kl_clip_threshold": 0.001}  # its budget needs the measured length
     whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
     train_run(run_of(**held, output_dir=whole))
-
-    class Stop(Observer):
-        def on_step(self, step, metrics):
-            if step == 3:
-                raise KeyboardInterrupt
-
     with pytest.raises(Exception, match="training was stopped after step 3"):
-        train_run(run_of(**held, output_dir=parts), [Stop()])
+        train_run(run_of(**held, output_dir=parts), [StopAfter(3)])
     assert saved_step(tmp_path / "parts") == 3
     summary = train_run(run_of(**held, output_dir=parts, resume=True))
     assert summary.steps == 4
     assert rows_of(parts) == rows_of(whole)
     betas = [row["beta"] for row in steps_of(whole)]
     assert len(set(betas)) == 4
-
-
-@pytest.mark.parametrize(
-    "placed",
-    [
-        {"kl_estimator": "k1", "kl_placement": "reward", "kl_horizon": "sequence", "scale_rewards": "none"},
-        {"kl_estimator": "k1", "kl_placement": "advantage", "kl_horizon": "sequence"},
-        {"kl_clip_method": "hard", "kl_clip_threshold": 0.001, "gradient_accumulation_steps": 3},
-    ],
-    ids=["reward", "advantage", "clip"],
-)
-def test_every_placement_runs(tiny, run_of, tmp_path, placed):
-    train_run(run_of(**SHORT | placed, beta=0.5))
-    last = steps_of(tmp_path / "run")[-1]
-    assert last["beta"] == 0.5
-    assert ("kl/budget" in last) == ("kl_clip_method" in placed)
-
-
-def test_without_a_key_nothing_is_begun(run_of, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("TINKER_API_KEY", raising=False)
-    monkeypatch.delenv("TINKER_CREDENTIAL_CMD", raising=False)
-    with pytest.raises(ConfigError, match="no key for the Tinker service"):
-        train_run(run_of())
-    assert not (tmp_path / "run").exists()
+    assert all("kl/budget" in row for row in steps_of(whole))
 
 
 def test_an_unknown_model_is_named(tiny, run_of, tmp_path):
-    with pytest.raises(ModelError, match="no base model 'klamp/other'"):
+    with pytest.raises(ModelError, match="no base model 'klamp/other'") as caught:
         train_run(run_of(model="klamp/other"))
+    assert tiny.url in caught.value.text
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
@@ -163,3 +119,64 @@ def test_a_checkpoint_of_a_local_run_is_none_of_the_service(tiny, run_of, tmp_pa
     checkpoint.seal(file.parent)
     with pytest.raises(RunFolderError, match="saved by another backend"):
         train_run(run_of(**SHORT, resume=True))
+
+
+@pytest.fixture
+def trainers(monkeypatch):
+    """The trainers that a run makes."""
+    made: list[TinkerTrainer] = []
+    usual = TinkerTrainer.__init__
+
+    def noted(self, *given, **options):
+        usual(self, *given, **options)
+        made.append(self)
+
+    monkeypatch.setattr(TinkerTrainer, "__init__", noted)
+    return made
+
+
+def test_a_step_has_one_snapshot_one_saved_state_and_the_rate_of_the_schedule(tiny, run_of, trainers, monkeypatch):
+    asked, paths, rates = [], [], []
+    usual = calls.update
+
+    class Asks(Observer):
+        def on_step(self, step, metrics):
+            (trainer,) = trainers
+            before = tiny.requests.copy()
+            assert trainer.sampler() is trainer.sampler()
+            paths.append({checkpoint.load_state(trainer.save())["tinker_path"][-12:] for _ in range(2)})
+            asked.append(tiny.requests - before)
+
+    def noted(*given, rate, **options):
+        rates.append(rate)
+        return usual(*given, rate=rate, **options)
+
+    monkeypatch.setattr(calls, "update", noted)
+    changes = {"max_steps": 3, "prompts_per_step": 2, "learning_rate": 0.01, "warmup_steps": 2}
+    train_run(run_of(**SHORT | changes), [Asks()])
+    assert [found["save_weights_for_sampler"] for found in asked] == [1, 1, 1], "the update moved the weights"
+    assert [found["save_weights"] for found in asked] == [1, 1, 1]
+    assert paths == [{f"-step-00000{step}"} for step in (1, 2, 3)]
+    assert rates == pytest.approx([0.0, 0.005, 0.01])
+
+
+def test_a_service_that_fails_at_the_end_too_leaves_the_newest_checkpoint(tiny, run_of, trainers, monkeypatch):
+    """The state cannot be saved any more: the run stops at the one on disk, and does not wait as long as before."""
+    config = run_of(**SHORT | {"max_steps": 4, "save_every": 2, "prompts_per_step": 2})
+
+    class Breaks(Observer):
+        def on_step(self, step, metrics):
+            if step == 3:
+                (trainer,) = trainers
+                monkeypatch.setattr(trainer, "save", refused)
+                raise KlampError("trouble")
+
+    def refused() -> Path:
+        raise KlampError("the service is gone")
+
+    with pytest.raises(KlampError, match="trouble") as caught:
+        train_run(config, [Breaks()])
+    (trainer,) = trainers
+    assert checkpoint.load_state(checkpoint.newest(trainer.context.output_dir))["step"] == 2
+    assert trainer.connection.seconds <= LAST_WAIT
+    assert "the state after step 2 is saved" in "".join(caught.value.__notes__)
