@@ -15,7 +15,7 @@ from typing import Any
 
 from klamp.ablation.execute import read_plan
 from klamp.ablation.plan import Arm, Plan, runs
-from klamp.cli.errors import FAILED
+from klamp.cli.text import FAILED
 from studies.command import ablate
 from studies.fillers import REWARD, model_folder, teach
 from studies.saturation import write_saturation

@@ -11,7 +11,7 @@ from pathlib import Path
 from klamp.ablation.execute import PLAN, find_folder, open_folder
 from klamp.ablation.plan import Plan
 from klamp.cli import main as klamp
-from klamp.cli.errors import exit_code, show_error
+from klamp.cli.text import exit_code, show_error
 from klamp.config import KLWarning
 from klamp.errors import KlampError
 

@@ -194,12 +194,6 @@ def test_inputs_that_no_run_could_use_are_refused_before_any_run(use, capsys) ->
     assert not fake.ran and not Path("out").exists()
 
 
-def test_processes_are_not_ray(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["ablate", "--beta", "0", "1", "--ray", "--workers", "2"]) == 2
-    assert "--workers has no meaning with --ray" in capsys.readouterr().err
-
-
 # the real thing ------------------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import klamp
-from klamp.cli import app, main
+from klamp.cli import main
+from klamp.cli.help import COMMANDS
 from klamp.errors import ModelError, TrainingStopped
 
 
@@ -31,7 +32,7 @@ def fails(monkeypatch: pytest.MonkeyPatch):
 def test_help_names_every_command(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 0
     out = capsys.readouterr().out
-    assert all(f"{name} " in out and command.summary in out for name, command in app.COMMANDS.items())
+    assert all(f"{name} " in out and command.summary in out for name, command in COMMANDS.items())
     assert max(map(len, out.splitlines())) <= 100
 
 
@@ -111,7 +112,7 @@ HEAVY = (
 """Libraries that no help needs; for some torch comes on top."""
 WITHOUT_TORCH = (
     *(["--help"], ["--version"], []),
-    *([name, "-h"] for name in app.COMMANDS if name not in ("evaluate", "explain", "train", "ablate", "model")),
+    *([name, "-h"] for name in COMMANDS if name not in ("evaluate", "explain", "train", "ablate", "model")),
 )
 WITH_TORCH = (
     ["evaluate", "-h"],

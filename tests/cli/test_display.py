@@ -66,7 +66,7 @@ def play(*flags: str, start_step: int = 0, steps: int | None = None, on: Console
 
 
 def rows_of(display: Display) -> list[str]:
-    return [line for line in text_of(display).splitlines() if line.endswith("12.3k")]
+    return [line for line in text_of(display).splitlines() if line.endswith("12,345")]
 
 
 def drawn(display: Display | Board) -> list[str]:
@@ -116,7 +116,7 @@ def test_rows_stand_under_their_titles() -> None:
     head = next(line for line in text_of(display).splitlines() if line.strip().startswith("step  reward"))
     rows = rows_of(display)
     assert {len(row) for row in rows} == {len(head)}
-    assert " ".join(rows[-1].split()) == "5 0.773 0.0005 0.0015 0.0015 25.0% 0.01 4.8 0.298 1.2% 0 12.3k"
+    assert " ".join(rows[-1].split()) == "5 0.773 0.0005 0.0015 0.0015 25.0% 0.01 4.8 0.298 1.2% 0 12,345"
     assert head.index("exact") + 5 == rows[-1].rindex("0.0015") + 6
     assert LEGEND in text_of(display)
 
@@ -147,7 +147,7 @@ def test_a_terminal_has_the_last_steps_and_a_bar(clock: dict[str, float]) -> Non
     assert "━" in lines[0] and lines[0].startswith("step 30/60")
     assert lines[0].endswith("50%  0:09 elapsed, 0:09 left")
     assert " ".join(lines[2].split()) == "step reward KL k1 KL k3 exact over beta length entropy clip lr tok/s"
-    assert " ".join(lines[-1].split()) == "30 0.847 0.0059 0.0068 0.0069 25.0% 0.01 4.8 0.257 1.2% 1.5e-04 12.3k"
+    assert " ".join(lines[-1].split()) == "30 0.847 0.0059 0.0068 0.0069 25.0% 0.01 4.8 0.257 1.2% 0.00015 12,345"
     assert [line.split()[0] for line in lines[3:]] == [str(step) for step in range(31 - ROWS, 31)]
     assert "30 0.847" in " ".join(text_of(display).split()), "it stays on the screen"
 
@@ -183,7 +183,7 @@ def test_a_reader_that_leaves_ends_nothing() -> None:
 
 
 def test_every_column_shows_a_metric_and_its_values_fit() -> None:
-    extreme = {"kl/k1": -9.9999, "beta": 1.23e-5, "train/learning_rate": 3e-4, "speed/tokens_per_second": 9_999_000.0}
+    extreme = {"kl/k1": -9.9999, "beta": 1.23e-5, "train/learning_rate": 3e-4, "speed/tokens_per_second": 999_000.0}
     for column in COLUMNS:
         assert column.metric in METRICS
         assert len(column.title) <= column.width

@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from klamp.cli import main
-from klamp.cli.explain import LENGTH, ExplainRequest, explain, read_request, run
+from klamp.cli.explain import LENGTH, explain, run
 from klamp.cli.options import ExplainOptions
 from klamp.config import PRESETS
 from klamp.errors import ConfigError, UnknownNameError
@@ -78,7 +78,7 @@ def test_flags_on_top_of_a_preset() -> None:
     ],
 )
 def test_the_expected_length(argv: list[str], length: int) -> None:
-    (found,) = explain(read_request(["--kl_estimator", "k3", *argv]))
+    (found,) = explain(["--kl_estimator", "k3", *argv])
     assert f"{4 * length / 1024:.3g} KiB of reference" in dict(found.lines)["cost"]
 
 
@@ -107,7 +107,7 @@ def test_nothing_warns_beside_the_explanation(recwarn: pytest.WarningsRecorder) 
 )
 def test_what_cannot_be_explained(argv: list[str], error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
-        explain(read_request(argv))
+        explain(argv)
     assert main(["explain", *argv]) == 2
 
 
@@ -116,10 +116,7 @@ def test_a_preset_that_is_no_penalty_is_refused_by_train(capsys: pytest.CaptureF
     assert "klamp explain ratio-weighted" in capsys.readouterr().err
 
 
-def test_own_flags_are_kept_apart() -> None:
-    request = read_request(["grpo", "rpg", "--length", "5", "--beta", "0.1", "--vocab=7", "--no-cpu"])
-    options = ExplainOptions(names=("grpo", "rpg"), length=5, vocab=7)
-    assert request == ExplainRequest(options=options, flags={"beta": 0.1, "cpu": False})
+def test_the_vocabulary_is_that_of_an_explanation_without_flags() -> None:
     assert ExplainOptions().vocab == Setting().vocab
 
 

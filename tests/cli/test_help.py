@@ -12,7 +12,7 @@ from klamp.cli import main
 from klamp.cli.ablate_arguments import parse_ablate
 from klamp.cli.arguments import parse_train
 from klamp.cli.evaluate import read_request as read_evaluate
-from klamp.cli.explain import read_request
+from klamp.cli.explain import explain
 from klamp.cli.flags import read_options, train_fields
 from klamp.cli.help import COMMANDS, WIDTH, help_text
 from klamp.config import PRESETS
@@ -114,7 +114,7 @@ READERS = {
     "train": parse_train,
     "ablate": parse_ablate,
     "evaluate": read_evaluate,
-    "explain": read_request,
+    "explain": explain,
 }
 CALLS = [(command, example) for command, page in COMMANDS.items() for example in page.examples]
 

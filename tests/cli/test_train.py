@@ -44,7 +44,7 @@ def test_on_a_terminal_it_is_drawn(folder: Path) -> None:
     assert train.run(["--max_steps", "3"], console=console, runner=fake_trainer(folder, loading=3)) == 0
     text = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
     assert "\x1b[?25h" in text, "the cursor is shown again"
-    assert text.rindex("step 3/3") < text.rindex("12.3k") < text.index("done: 3 steps")
+    assert text.rindex("step 3/3") < text.rindex("12,345") < text.index("done: 3 steps")
 
 
 def test_a_stopped_run_says_how_to_continue(
@@ -124,7 +124,7 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_lines(
     console = Console(file=io.StringIO(), force_terminal=True, width=100)
     train.run(["--max_steps", "2"], console=console, runner=fake_trainer(folder))
     text = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
-    assert "\x1b" not in text and "━" not in text and "12.3k" in text
+    assert "\x1b" not in text and "━" not in text and "12,345" in text
 
 
 def save_tiny_model(folder: Path) -> None:

@@ -63,7 +63,7 @@ GUESTS = {
 DOORS = {
     "klamp": (),
     "klamp.core.objective": (),
-    "klamp.cli.app": (),
+    "klamp.cli": (),
     "klamp.cli.audit": (),
     "klamp.cli.doctor": (),
     "klamp.cli.explain": (),

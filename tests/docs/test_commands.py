@@ -8,9 +8,9 @@ import shlex
 import pytest
 from tests.docs.pages import DOCS, ROOT
 
-from klamp.cli.app import COMMANDS
 from klamp.cli.arguments import parse_train
-from klamp.cli.explain import explain, read_request
+from klamp.cli.explain import explain
+from klamp.cli.help import COMMANDS
 
 PAGES = {page.name: page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *sorted(DOCS.rglob("*.md")))}
 BLOCK = re.compile(r"^```(?:sh|text)?\n(.*?)^```$", re.M | re.S)
@@ -56,7 +56,7 @@ def test_a_run_that_is_shown_is_understood(command: str, monkeypatch: pytest.Mon
 def test_an_explanation_that_is_shown_can_be_had(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     words = shlex.split(re.sub(r"\S+\.yaml", "examples/config_demo.yaml", command))[2:]
-    assert explain(read_request(words))
+    assert explain(words)
 
 
 @pytest.mark.parametrize("flags", [each for each in NEWCOMERS if each.startswith("--")])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.docs.pages import DOCS, ROOT
 
-from klamp.cli.app import main
+from klamp.cli import main
 
 PAGES = {
     name: (DOCS / "do" / f"{name}.md").read_text(encoding="utf-8")

@@ -15,7 +15,7 @@ import pytest
 import torch
 from tests.training.planted import Told, alarms, found, trained
 
-from klamp.cli.app import main
+from klamp.cli import main
 from klamp.diagnostics.doctor import Diagnosis
 from klamp.scoring.completions import Completions
 from klamp.tasks import named_model_folder

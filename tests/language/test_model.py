@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from klamp.cli.app import main
+from klamp.cli import main
 from klamp.scoring.scorer import score
 from klamp.tasks import TaskConfig, load_task
 from klamp.tasks.named_models import load_named_model

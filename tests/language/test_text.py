@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from klamp.cli.app import main
+from klamp.cli import main
 from klamp.report.text import decoded
 from klamp.scoring.completions import Completions
 from klamp.scoring.scorer import score

@@ -17,7 +17,7 @@ from tests.training.conftest import disturb, tiny_llama
 from tests.waiting import SECONDS
 from torch import Tensor, nn
 
-from klamp.cli.app import main
+from klamp.cli import main
 from klamp.diagnostics.doctor import Diagnosis, examine
 from klamp.records import read_record
 from klamp.records.rollouts import completion_of

@@ -14,8 +14,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.reliability.drawn import PLAIN, TEXTS, check_readable, examples, run
 
-from klamp.cli.app import COMMANDS
 from klamp.cli.flags import Field, by_any_name, fields_of, read_options, train_fields
+from klamp.cli.help import COMMANDS
 from klamp.cli.options import AblateOptions, AuditOptions, DoctorOptions, ModelOptions, ReportOptions, VerifyOptions
 from klamp.config import PRESETS
 from klamp.errors import KlampError

@@ -15,7 +15,7 @@ from tests.tasks.tiny_gguf import MERGES, TEMPLATE, tokens, write_gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import klamp.tasks.named_models as module
-from klamp.cli.app import main
+from klamp.cli import main
 from klamp.errors import ModelError
 from klamp.tasks import load_named_model, named_model_folder
 from klamp.tasks.named_models import NAMED_MODELS, NamedModel

@@ -1,5 +1,104 @@
-"""The command line: the only part of klamp that reads argv or prints."""
+"""The entry point: finds the command, and turns whatever it raises into a readable message and an exit code."""
 
-from klamp.cli.app import main
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib.util import find_spec
+from textwrap import shorten
+
+from klamp._version import __version__
+from klamp.cli.help import COMMANDS, show_help
+from klamp.cli.text import (
+    FAILED,
+    INTERRUPTED,
+    cautions_shown,
+    exit_code,
+    of_the_system,
+    show_error,
+    show_traceback,
+)
+from klamp.errors import KlampError, UnknownNameError, extra_with, missing_library, without_credentials
+
+FALSE_WORDS = ("", "0", "false", "no")
+HELP_FLAGS = ("-h", "--help")
 
 __all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line and return its exit code: 0 done, 1 failed, 2 wrong configuration, 130 interrupted.
+
+    Args:
+        argv: the arguments after the program's name; None: those of this process.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:  # trackers keep what they find there
+        sys.argv[1:] = map(without_credentials, words)
+    debug = "--debug" in words or os.environ.get("KLAMP_DEBUG", "").lower() not in FALSE_WORDS
+    words = [word for word in words if word != "--debug"]
+    with cautions_shown():
+        try:
+            return _dispatch(words)
+        except BrokenPipeError:  # `klamp train --help | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return FAILED
+        except (KlampError, OSError, KeyboardInterrupt) as error:
+            if debug:
+                show_traceback(error)
+            if isinstance(error, KeyboardInterrupt):
+                print("\nklamp: stopped before there was anything to save", file=sys.stderr)
+                return INTERRUPTED
+            # A name too long, no permission, a full disk: nothing that klamp could mend, in the system's words.
+            shown = error if isinstance(error, KlampError) else of_the_system(error)
+            show_error(shown)
+            return exit_code(shown)
+
+
+def _dispatch(words: list[str]) -> int:
+    if words[:1] == ["help"] and words[1:2]:  # `klamp help train` is `klamp train --help`
+        words = [words[1], "--help", *words[2:]]
+    if not words or words[0] in ("help", *HELP_FLAGS):
+        _print_help()
+        return 0
+    if words[0] in ("-V", "--version", "version"):
+        print(f"klamp {__version__}")
+        return 0
+    if words[0] not in COMMANDS:
+        raise _unknown_command(words[0])
+    command, argv = COMMANDS[words[0]], words[1:]
+    if not (argv or command.alone) or any(word in HELP_FLAGS for word in argv):
+        show_help(words[0], argv)
+        return 0
+    try:
+        return importlib.import_module(f"klamp.cli.{words[0]}").run(argv)
+    except ModuleNotFoundError as error:
+        library = (error.name or "").partition(".")[0]
+        if extra_with(library) is None or find_spec(library) is not None:  # nothing that an extra would bring
+            raise
+        raise missing_library(library, by=shorten(" ".join(["klamp", *words]), 60)) from error
+
+
+def _unknown_command(word: str) -> UnknownNameError:
+    nearest = get_close_matches(word, COMMANDS, n=1, cutoff=0.5)
+    if word.startswith("-"):
+        nearest = ["train"]
+    fix = f"klamp {nearest[0]} {word if word.startswith('-') else ''}".rstrip() if nearest else "see klamp --help"
+    return UnknownNameError("unknown command", got=repr(word), why=f"klamp has: {', '.join(COMMANDS)}", fix=fix)
+
+
+def _print_help() -> None:
+    print("usage: klamp COMMAND [flags]\n\nThe KL layer for GRPO-style training of language models.\n\ncommands:")
+    for name, command in COMMANDS.items():
+        print(f"  {name:<10} {command.summary}")
+    print("\nflags:")
+    for flags, text in (
+        ("-h, --help", "this text; after a command its own, or a part of that: klamp train --help kl"),
+        ("-V, --version", "the version"),
+        ("--debug", "show the traceback of an error (also: KLAMP_DEBUG=1)"),
+    ):
+        print(f"  {flags:<14} {text}")
+    print("\nStart with `klamp train`: the built-in task, a few minutes on a CPU, nothing to download.")

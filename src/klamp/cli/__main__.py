@@ -2,6 +2,6 @@
 
 import sys
 
-from klamp.cli.app import main
+from klamp.cli import main
 
 sys.exit(main())

@@ -16,10 +16,9 @@ from klamp.ablation.plan import KL_PROMPTS, Plan, Run, run_folder, runs, shown
 from klamp.ablation.table import Table, notes, number, sections
 from klamp.cli.ablate_arguments import AblateRequest, parse_ablate
 from klamp.cli.describe import describe_model, describe_task, tool
-from klamp.cli.errors import FAILED
 from klamp.cli.options import AblateOptions
-from klamp.cli.text import show_paragraph, show_table
-from klamp.errors import ConfigError, DataError, TrainingStopped, without_credentials
+from klamp.cli.text import FAILED, show_paragraph, show_table
+from klamp.errors import DataError, TrainingStopped, without_credentials
 from klamp.training.config import TrainConfig
 
 if TYPE_CHECKING:  # imported by the command only
@@ -80,13 +79,6 @@ def _executor(options: AblateOptions, every: Sequence[Run]) -> Executor:
         from klamp.ablation.local import local_executor
 
         return local_executor(len(every), workers=options.workers, cpu=all(each.config.run.cpu for each in every))
-    if options.workers is not None:
-        raise ConfigError(
-            "--workers has no meaning with --ray",
-            got=f"--workers {options.workers}",
-            why="the cluster starts as many runs as its CPUs and GPUs carry",
-            fix="leave --workers out",
-        )
     from klamp.ablation.cluster import RayExecutor
 
     return RayExecutor(address=options.ray, cpus_per_run=options.cpus_per_run, gpus_per_run=options.gpus_per_run)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from klamp.ablation.plan import KL_PROMPTS, OWNED, Arm, Plan, crossed, folder_name, grid
-from klamp.cli.arguments import load_yaml, preset_values, read_entries, read_entry, read_file
+from klamp.cli.arguments import load_yaml, mapping_of, preset_values, read_entries, read_entry, read_file
 from klamp.cli.flags import by_any_name, field_name, fields_of, split_argv, train_fields, unknown_key
 from klamp.cli.options import AblateOptions
 from klamp.config.kl import resolve_aliases
@@ -48,8 +48,13 @@ def parse_ablate(argv: Sequence[str]) -> AblateRequest:
     """
     own, flags, swept = _read(argv)
     options = AblateOptions(**own)
-    if options.runs:
-        check_alone([*own, *flags, *swept])
+    if options.runs and (left := [name for name in (*own, *flags, *swept) if name not in BESIDE]):
+        raise ConfigError(
+            f"--{left[0]} has no meaning with --runs",
+            got=", ".join(f"--{name}" for name in left),
+            why="the runs are there: they are measured and compared as they were made",
+            fix="leave it out, or leave --runs out and let klamp ablate train",
+        )
     file = PlanFile() if options.plan is None else read_plan_file(Path(options.plan))
     one = read_file(options.config) if options.config else {}
     base = {**{name: value for name, value in one.items() if name not in OWNED}, **file.base, **flags}
@@ -59,7 +64,8 @@ def parse_ablate(argv: Sequence[str]) -> AblateRequest:
     base.pop("preset", None)
     arms = _arms(file.arms, sweep, shared=recipe, fixed={*base, *sweep})
     base = {**DEFAULTS, **recipe, **base}
-    seeds = seeds_of(list(options.seeds), "--seeds") if "seeds" in own else file.seeds
+    count, *others = options.seeds
+    seeds = seeds_of([count, *others] if others else count, "--seeds") if "seeds" in own else file.seeds
     task = Path(str(base.get("task", "arithmetic"))).stem
     name = file.name or "-".join(sweep) or Path(options.plan or task).stem
     kl_prompts = options.kl_prompts or file.kl_prompts or KL_PROMPTS
@@ -85,10 +91,17 @@ def _read(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], dict[str
         else:
             given[name] = field.read(texts, shown=shown)
     given = resolve_aliases(given, set(fields))
-    for name in ("cpus_per_run", "gpus_per_run"):
-        if name in given and given.get("ray") is None:
-            why = "on this machine klamp counts cores and GPUs itself"
-            raise ConfigError(f"--{name} needs --ray", got=given[name], why=why, fix="leave it out, or add --ray")
+    here = given.get("ray") is None
+    for name in ("cpus_per_run", "gpus_per_run") if here else ("workers",):
+        if given.get(name) is not None:
+            raise ConfigError(
+                f"--{name} {'needs' if here else 'has no meaning with'} --ray",
+                got=given[name],
+                why="it is asked of a cluster; on this machine klamp counts cores and GPUs itself"
+                if here
+                else "the cluster starts as many runs as its CPUs and GPUs carry",
+                fix=f"leave --{name} out" + (", or add --ray" if here else ""),
+            )
     options = {name: value for name, value in given.items() if name in own}
     base = {name: value for name, value in given.items() if name not in (*own, *swept)}
     return options, base, {name: given[name] for name in given if name in swept}
@@ -133,25 +146,6 @@ def _refuse_without_effect(flags: Mapping[str, Any], arms: Sequence[Arm]) -> Non
                 why="every arm of the plan sets it",
                 fix=f"leave --{name} out, or change the arms",
             )
-
-
-def check_alone(others: Sequence[str]) -> None:
-    """Refuse what the comparison of runs would pass over.
-
-    Args:
-        others: the options and fields that were given.
-
-    Raises:
-        ConfigError: there is one that it does not take.
-    """
-    left = [name for name in others if name not in BESIDE]
-    if left:
-        raise ConfigError(
-            f"--{left[0]} has no meaning with --runs",
-            got=", ".join(f"--{name}" for name in left),
-            why="the runs are there: they are measured and compared as they were made",
-            fix="leave it out, or leave --runs out and let klamp ablate train",
-        )
 
 
 KEYS = ("name", "base", "sweep", "arms", "seeds", "kl_prompts")
@@ -199,15 +193,16 @@ def read_plan_file(path: Path) -> PlanFile:
         )
     for key in content:
         if key not in KEYS:
-            raise _unknown(str(key), path)
-    arms, sweep = (_mapping(content.get(part), part, path) for part in ("arms", "sweep"))
+            why = f"a plan has the keys {', '.join(KEYS)}; fields of klamp train stand under base, sweep and arms"
+            raise unknown_key(f"key in {path}", str(key), KEYS, why=why, command="klamp ablate")
+    arms, sweep = (mapping_of(content.get(part), f"{part} in {path}") for part in ("arms", "sweep"))
     prompts = fields_of(AblateOptions)["kl_prompts"]
     return PlanFile(
         name=str(content.get("name") or ""),
-        base=read_entries(_mapping(content.get("base"), "base", path), path),
+        base=read_entries(mapping_of(content.get("base"), f"base in {path}"), path),
         sweep=dict(_values(field_name(str(key)), values, path) for key, values in sweep.items()),
         arms=tuple(
-            Arm(name=str(name), values=read_entries(_mapping(values, f"the arm {name}", path), path))
+            Arm(name=str(name), values=read_entries(mapping_of(values, f"the arm {name} in {path}"), path))
             for name, values in arms.items()
         ),
         seeds=None if content.get("seeds") is None else seeds_of(content["seeds"], f"seeds in {path}"),
@@ -219,17 +214,14 @@ def seeds_of(value: object, shown: str) -> tuple[int, ...]:
     """The seeds: from a number, that many starting at 0; from a list, the seeds in it.
 
     Args:
-        value: what was given; a list of one number counts as that number on the command line, not in a file.
+        value: what was given.
         shown: where it stands, for the message.
 
     Raises:
         ConfigError: it is neither, or not at least one seed.
     """
-    count = value[0] if shown == "--seeds" and isinstance(value, list) and len(value) == 1 else value
-    if isinstance(count, int) and not isinstance(count, bool) and 1 <= count <= MOST_SEEDS:
-        return tuple(range(count))
-    seeds = value if isinstance(value, list) and count is value else []
-    if not seeds or not all(isinstance(s, int) and not isinstance(s, bool) and s >= 0 for s in seeds):
+    seeds: Sequence[Any] = range(value) if type(value) is int else value if isinstance(value, list) else ()
+    if not 1 <= len(seeds) <= MOST_SEEDS or not all(type(seed) is int and seed >= 0 for seed in seeds):
         raise ConfigError(
             f"{shown} cannot be read",
             got=repr(value),
@@ -249,28 +241,3 @@ def _values(name: str, values: object, path: Path) -> tuple[str, tuple[Any, ...]
         )
     read = [read_entry(name, value, path) for value in values]
     return read[0][0], tuple(value for _, value in read)
-
-
-def _mapping(value: object, what: str, path: Path) -> Mapping[Any, Any]:
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise ConfigError(
-            f"{what} in {path} holds no names",
-            got=repr(value),
-            why="each line says which field has which value",
-            fix="one `name: value` per line, for example `beta: 0.01`",
-        )
-    return value
-
-
-def _unknown(key: str, path: Path) -> Exception:
-    if key in by_any_name(train_fields()):
-        return ConfigError(
-            f"{key} stands by itself in {path}",
-            got=key,
-            why=f"a plan has the keys {', '.join(KEYS)}",
-            fix=f"put it under base (for all arms): base: {{{key}: ...}}",
-        )
-    why = f"a plan has the keys {', '.join(KEYS)}"
-    return unknown_key(f"key in {path}", key, KEYS, why=why, command="klamp ablate")

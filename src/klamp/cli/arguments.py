@@ -150,12 +150,25 @@ def load_yaml(path: Path) -> Mapping[Any, Any]:
             why=brief(str(error)),
             fix="one `name: value` per line, for example `beta: 0.01`",
         ) from error
+    return mapping_of(content, f"the configuration file {path}")
+
+
+def mapping_of(content: object, what: str) -> Mapping[Any, Any]:
+    """What stands in a part of a YAML file, by its names; nothing is no names.
+
+    Args:
+        content: as it was loaded.
+        what: the part, for the message.
+
+    Raises:
+        ConfigError: it is anything else, such as a list.
+    """
     if content is None:
         return {}
     if not isinstance(content, Mapping):
         raise ConfigError(
-            "the configuration file holds no names",
-            got=f"{path}: {type(content).__name__}",
+            f"{what} holds no names",
+            got=f"{type(content).__name__}: {brief(repr(content))}",
             why="each line says which field has which value",
             fix="one `name: value` per line, for example `beta: 0.01`",
         )

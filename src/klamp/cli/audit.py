@@ -11,10 +11,9 @@ from typing import TextIO, TypeAlias
 
 from klamp.audit import load_subject
 from klamp.audit.examine import Audit, Reach, TermFinding, audit
-from klamp.cli.errors import show_caution
 from klamp.cli.flags import read_options
 from klamp.cli.options import AuditOptions
-from klamp.cli.text import show_table
+from klamp.cli.text import show_caution, show_table
 from klamp.verify.judge import FAR, Judgement
 from klamp.verify.oracle import Followed
 

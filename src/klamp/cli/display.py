@@ -17,7 +17,7 @@ from rich.text import Text
 from klamp.ablation.executor import RunState, Update
 from klamp.ablation.plan import Run
 from klamp.cli.describe import describe_task
-from klamp.cli.text import GAP, MISSING, duration, fixed, percent, short, thousands
+from klamp.cli.text import GAP, MISSING, duration, fixed
 from klamp.config.describe import describe_controller, describe_kl
 from klamp.diagnostics.doctor import Finding
 from klamp.report.run import ScoreFormat
@@ -114,13 +114,13 @@ COLUMNS = (
     StepColumn(title="KL k1", metric="kl/k1", width=7, write=fixed(4)),
     StepColumn(title="KL k3", metric="kl/k3", width=6, write=fixed(4)),
     StepColumn(title="exact", metric="kl/exact", width=6, write=fixed(4)),
-    StepColumn(title="over", metric="kl/over_budget", width=6, write=percent),
-    StepColumn(title="beta", metric="beta", width=7, write=short),
+    StepColumn(title="over", metric="kl/over_budget", width=6, write="{:.1%}".format),
+    StepColumn(title="beta", metric="beta", width=7, write="{:.3g}".format),
     StepColumn(title="length", metric="length/mean", width=6, write=fixed(1)),
     StepColumn(title="entropy", metric="policy/entropy", width=7, write=fixed(3)),
-    StepColumn(title="clip", metric="policy/ratio_clipped", width=6, write=percent),
-    StepColumn(title="lr", metric="train/learning_rate", width=7, write=short),
-    StepColumn(title="tok/s", metric="speed/tokens_per_second", width=6, write=thousands),
+    StepColumn(title="clip", metric="policy/ratio_clipped", width=6, write="{:.1%}".format),
+    StepColumn(title="lr", metric="train/learning_rate", width=7, write="{:.3g}".format),
+    StepColumn(title="tok/s", metric="speed/tokens_per_second", width=6, write="{:,.0f}".format),
 )
 LEGEND = (
     "KL in nats per token; over: completions past the KL budget; clip: tokens past a ratio bound; "

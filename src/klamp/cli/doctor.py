@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from klamp.cli.errors import show_error
 from klamp.cli.flags import read_options
 from klamp.cli.options import DoctorOptions
-from klamp.cli.text import show_paragraph, show_table
+from klamp.cli.text import show_error, show_paragraph, show_table
 from klamp.diagnostics.alarm import Blamed
 from klamp.diagnostics.alarms import ALARMS, check_names
 from klamp.diagnostics.doctor import Diagnosis, Finding, examine

@@ -11,8 +11,9 @@ import itertools
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
+from pkgutil import resolve_name
 from typing import Any
 
 from klamp.cli import options
@@ -68,7 +69,7 @@ def help_text(command: str, topic: str = "") -> str:
         titles = ", ".join(f"{title} ({len(part)})" for title, part in parts.items())
         more = f"every flag: klamp {command} --help SECTION or all; sections: {titles}"
     else:
-        more = "; ".join(f"{title}: {', '.join(names())}" for title, names in page.lists.items())
+        more = "; ".join(f"{title}: {', '.join(resolve_name(names))}" for title, names in page.lists.items())
     if not topic:
         parser.epilog = textwrap.fill(more, _width(), break_on_hyphens=False)
     if page.first and not topic:
@@ -169,38 +170,8 @@ class Command:
     """Fields of `klamp train` that the command does not take."""
     takes: Sequence[str] = ()
     """Fields of `klamp train` that the command takes, where it does not take the configuration as a whole."""
-    lists: Mapping[str, Callable[[], Iterable[str]]] = field(default_factory=dict)
-    """Heading -> function that lists names which the command knows (presets, hosts, alarms)."""
-
-
-def list_presets() -> Iterable[str]:
-    """The presets and formulas that `klamp explain` knows by name."""
-    from klamp.config import PRESETS
-    from klamp.verify.printed_formulas import FORMS
-
-    return dict.fromkeys([*PRESETS, *FORMS])
-
-
-def list_hosts() -> Iterable[str]:
-    """The trainers that `klamp audit` knows."""
-    from klamp.audit import HOSTS
-
-    return [*HOSTS, "module:function"]
-
-
-def list_alarms() -> Iterable[str]:
-    """The alarms and notes of `klamp doctor`."""
-    from klamp.diagnostics.alarms import ALARMS
-
-    return ALARMS
-
-
-def list_models() -> Iterable[str]:
-    """The models that have a name of their own, and how to get them."""
-    from klamp.tasks.named_models import NAMED_MODELS
-
-    for name, model in NAMED_MODELS.items():
-        yield f"{name} ({model.title}, {model.parameters} parameters, {model.licence}: {model.install})"
+    lists: Mapping[str, str] = field(default_factory=dict)
+    """Heading -> where the names stand that the command knows (presets, hosts, alarms): `module:attribute`."""
 
 
 COMMANDS: Mapping[str, Command] = {
@@ -284,7 +255,7 @@ COMMANDS: Mapping[str, Command] = {
             "klamp explain --kl_estimator k3 --kl_gradient own --beta 0.04",
         ),
         options=options.ExplainOptions,
-        lists={"presets and printed forms": list_presets},
+        lists={"presets": "klamp.config:PRESETS", "printed forms": "klamp.verify.printed_formulas:FORMS"},
     ),
     "audit": Command(
         summary="what the KL of an installed trainer, or of any function, does",
@@ -294,7 +265,7 @@ COMMANDS: Mapping[str, Command] = {
         "floating-point type.",
         examples=("klamp audit trl", "klamp audit my_losses:kl"),
         options=options.AuditOptions,
-        lists={"names": list_hosts},
+        lists={"names": "klamp.audit:HOSTS"},
     ),
     "doctor": Command(
         summary="what is wrong with a run, from what it left behind",
@@ -312,7 +283,7 @@ COMMANDS: Mapping[str, Command] = {
             "klamp doctor log.jsonl --map kl=my_kl reward=my_reward",
         ),
         options=options.DoctorOptions,
-        lists={"alarms": list_alarms},
+        lists={"alarms": "klamp.diagnostics.alarms:ALARMS"},
     ),
     "report": Command(
         summary="one HTML file that shows a run, or compares several",
@@ -335,7 +306,7 @@ COMMANDS: Mapping[str, Command] = {
         "which takes under a minute. `klamp train --model NAME` does it by itself.",
         examples=("klamp model smollm2     # elsewhere: --model_name_or_path $(klamp model smollm2)",),
         options=options.ModelOptions,
-        lists={"models": list_models},
+        lists={"models": "klamp.tasks.named_models:NAMED_MODELS"},
     ),
 }
 """Word after `klamp` -> what is called so."""

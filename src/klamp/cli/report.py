@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from klamp.cli.errors import show_caution
 from klamp.cli.flags import read_options
 from klamp.cli.options import ReportOptions
+from klamp.cli.text import show_caution
 from klamp.errors import DataError, RunFolderError
 from klamp.report.text import count
 

@@ -12,8 +12,7 @@ from rich.console import Console
 from klamp.cli.arguments import TrainRequest, parse_train
 from klamp.cli.describe import MONITOR, plan_text, resume_command, tool
 from klamp.cli.display import Display, skill_rows
-from klamp.cli.errors import is_main_process
-from klamp.cli.text import MISSING, duration, fixed, short, show_table
+from klamp.cli.text import MISSING, duration, fixed, is_main_process, show_table
 from klamp.config.describe import describe_controller, describe_price
 from klamp.config.loss import configured_price
 from klamp.errors import ConfigError, TrainingStopped
@@ -172,7 +171,7 @@ def _beta_text(config: TrainConfig, metrics: Mapping[str, float]) -> str:
     kl, beta = config.kl, metrics.get("beta", config.kl.beta)
     held = "fixed" if kl.controller_name == "fixed" else describe_controller(kl)
     if "length/mean" not in metrics:
-        return f"beta: {short(beta)} ({held})"
+        return f"beta: {beta:.3g} ({held})"
     price = configured_price(
         kl,
         config.loss,

@@ -7,10 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TextIO
 
-from klamp.cli.errors import FAILED
 from klamp.cli.flags import read_options
 from klamp.cli.options import VerifyOptions
-from klamp.cli.text import show_paragraph, show_table
+from klamp.cli.text import FAILED, show_paragraph, show_table
 from klamp.verify.convergence import answer_convergence
 from klamp.verify.direction import answer_direction
 from klamp.verify.proofs import PROOFS, Check, run_section
