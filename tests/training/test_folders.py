@@ -94,6 +94,15 @@ def test_other_files_a_file_and_nothing_to_resume_are_refused(tmp_path):
         assert CONFIG in caught.value.why and caught.value.fix
 
 
+def test_a_folder_that_nobody_may_make_is_refused_before_it_is_made(tmp_path, monkeypatch):
+    (tmp_path / "a").touch()
+    for folder, words in ((tmp_path / "a" / "run", "is a file"), (tmp_path / "run", "not yours")):
+        with pytest.raises(RunFolderError, match=f"(?s)cannot be written.*{words}") as caught:
+            run_folder(TrainConfig.from_flat({"output_dir": str(folder)}))
+        assert caught.value.got == str(folder) and caught.value.fix
+        monkeypatch.setattr(os, "access", lambda path, how: path != tmp_path)
+
+
 def test_an_empty_or_missing_folder_is_fine(tmp_path):
     check_folder(tmp_path, resume=False)
     check_folder(tmp_path / "missing", resume=False)

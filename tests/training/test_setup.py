@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +17,8 @@ from klamp.errors import ConfigError, DataError, KlampError, ModelError, RunFold
 from klamp.tasks.arithmetic import arithmetic_tokenizer
 from klamp.training import setup
 from klamp.training.backends import train_run
-from klamp.training.setup import make_accelerator, make_optimizer, reference_kind
+from klamp.training.config import TrainConfig
+from klamp.training.setup import Inputs, make_accelerator, open_inputs, reference_kind
 
 
 def refused(config, kind: type[KlampError], match: str) -> KlampError:
@@ -171,36 +171,6 @@ def test_which_reference_a_run_has(config_of, changes, kind):
     assert reference_kind(config_of(**changes)) == kind
 
 
-def test_only_what_is_trained_is_optimised(context_of):
-    for changes in ({}, {"lora_r": 2}):
-        context = context_of(weight_decay=0.1, adam_beta1=0.8, adam_beta2=0.95, **changes)
-        optimizer, _ = make_optimizer(context)
-        (group,) = optimizer.param_groups
-        trained = [p for p in context.policy.parameters() if p.requires_grad]
-        assert {id(p) for p in group["params"]} == {id(p) for p in trained}
-        assert (group["weight_decay"], group["betas"]) == (0.1, (0.8, 0.95))
-
-
-def factor(name: str, step: int, warmup: int, total: int) -> float:
-    """The schedules, written down once more."""
-    if step < warmup:
-        return step / warmup
-    done = (step - warmup) / (total - warmup)
-    return {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[name]
-
-
-@pytest.mark.parametrize("name", ["constant", "linear", "cosine"])
-def test_learning_rates_follow_the_schedule(context_of, name):
-    context = context_of(lr_scheduler_type=name, warmup_steps=3, max_steps=11, learning_rate=0.02)
-    optimizer, schedule = make_optimizer(context)
-    seen = []
-    for _ in range(11):
-        seen.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        schedule.step()
-    assert seen == pytest.approx([0.02 * factor(name, step, 3, 11) for step in range(11)])
-
-
 def test_the_same_seed_makes_the_same_adapter(context_of):
     def weights(**changes):
         policy = context_of(lora_r=4, **changes).policy
@@ -222,3 +192,87 @@ def test_a_tokenizer_of_another_folder_is_used(context_of, tmp_path):
 @pytest.mark.parametrize("device", ["nope", "cuda:99"])
 def test_a_device_of_the_reference_that_is_not_there(config_of, device):
     refused(config_of(reference_device=device), ConfigError, "reference_device cannot be used")
+
+
+# what a dry run opens -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cached_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache in which klamp has made no model yet."""
+    monkeypatch.setenv("KLAMP_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def rows(folder: Path, *, prompts: list[str], answer: str = "5") -> str:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": p, "answer": answer}) + "\n" for p in prompts), encoding="utf-8")
+    return str(file)
+
+
+def opened(**flat: object) -> Inputs | str:
+    return open_inputs(TrainConfig.from_flat(dict(flat)))
+
+
+def test_prompts_are_counted_and_measured(cached_nowhere: Path) -> None:
+    file = rows(cached_nowhere, prompts=["1+1=", "2+2=", "33+44="])
+    assert opened(task=file) == Inputs(training=2, held_out=1, longest=6)
+    assert not (cached_nowhere / "cache").exists()
+
+
+def test_a_model_of_a_folder_says_how_much_it_holds(cached_nowhere: Path) -> None:
+    model = stored(tiny_llama(), cached_nowhere / "model")
+    assert isinstance(opened(model=model, train_size=4, eval_size=1), Inputs)
+    with pytest.raises(DataError, match="too long"):
+        opened(model=model, train_size=4, eval_size=1, max_completion_length=10_000)
+
+
+@pytest.mark.parametrize(
+    ("flat", "text"),
+    [
+        ({"task": "missing.jsonl"}, "does not exist"),
+        ({"model": "no/folder"}, "cannot load"),
+        ({"tokenizer": "no/folder"}, "cannot load a tokenizer"),
+        ({"reward": "no_module:score"}, "cannot be imported"),
+        ({"model": "smollm2", "task": "missing.jsonl"}, "does not exist"),
+        ({"model": "smollm2", "reward": "no_module:score"}, "cannot be imported"),
+    ],
+)
+@pytest.mark.usefixtures("cached_nowhere")
+def test_what_would_stop_a_run_is_an_error(flat: dict[str, str], text: str) -> None:
+    with pytest.raises(KlampError, match=text):
+        opened(**flat)
+
+
+@pytest.mark.parametrize("model", ["builtin", "smollm2"])
+@pytest.mark.parametrize(
+    ("flat", "text"),
+    [
+        ({"prompt_column": "question"}, "has no column 'question'"),
+        ({"answer_column": "solution"}, "has no column 'solution'"),
+        ({"eval_split": "held_out.jsonl"}, "does not exist"),
+    ],
+)
+def test_a_column_that_is_missing_is_an_error_whatever_the_tokenizer(
+    cached_nowhere: Path, model: str, flat: dict[str, str], text: str
+) -> None:
+    with pytest.raises(DataError, match=text):
+        opened(task=rows(cached_nowhere, prompts=["1+1=", "2+2="]), model=model, **flat)
+
+
+def test_what_has_to_be_made_first_is_said_and_not_made(cached_nowhere: Path) -> None:
+    file = rows(cached_nowhere, prompts=["1+1=", "2+2="])
+    assert opened(model="smollm2", task=file) == "smollm2 is converted first"
+    assert not (cached_nowhere / "cache").exists()
+
+
+def test_tinkers_tokenizer_is_asked_of_the_service(cached_nowhere: Path) -> None:
+    given = {"backend": "tinker", "model": "Qwen/Qwen3-8B", "task": rows(cached_nowhere, prompts=["1=", "2="])}
+    assert opened(**given) == "the tokenizer is asked of the Tinker service"
+    assert opened(**given, tokenizer="builtin") == Inputs(training=1, held_out=1, longest=2)
+
+
+def test_a_folder_that_holds_no_model_is_an_error_though_the_tokenizer_is_elsewhere(cached_nowhere: Path) -> None:
+    (cached_nowhere / "empty").mkdir()
+    with pytest.raises(ModelError, match="a model's configuration"):
+        opened(model=str(cached_nowhere / "empty"), tokenizer="builtin")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.training import rewards
 from tests.training.conftest import TINY, disturb, rows_of, steps_of
-from tests.training.test_setup import factor
+from tests.training.test_optimizer import factor
 
 from klamp.core.controllers import StepController
 from klamp.errors import RewardError

@@ -22,7 +22,7 @@ from klamp.training.config import TrainConfig, section_classes
 from klamp.training.folders import run_folder
 
 if TYPE_CHECKING:  # imported for a dry run only
-    from klamp.training.inputs import Inputs
+    from klamp.training.setup import Inputs
 
 BUILTIN = "builtin"
 WIDTH = 100

@@ -37,7 +37,7 @@ def run(argv: Sequence[str], *, console: Console | None = None, runner: Runner |
     check_backend(request.config)
     console = console or Console(highlight=False)
     if request.options.dry_run:
-        from klamp.training.inputs import open_inputs
+        from klamp.training.setup import open_inputs
 
         text = plan_text(request.config, open_inputs(request.config))
         if is_main_process():

@@ -149,12 +149,15 @@ def run_folder(config: TrainConfig) -> Path:
     """The path of the folder that a run will write; nothing is created.
 
     Raises:
-        RunFolderError: it holds another run, or there is none to continue.
+        RunFolderError: it holds another run, there is none to continue, or nothing can be written there.
     """
     name = Path(config.task.task).stem.replace(":", "-") or "run"
     given = config.run.output_dir
     folder = Path(given) if given else free_folder(Path("runs"), name)
     check_folder(folder, resume=config.run.resume)
+    above = next(each for each in (folder, *folder.absolute().parents) if os.path.lexists(each))
+    if not (above.is_dir() and os.access(above, os.W_OK)):
+        raise unwritable(folder, f"{above} is {'not yours to write into' if above.is_dir() else 'a file'}")
     return folder
 
 

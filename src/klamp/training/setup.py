@@ -6,8 +6,8 @@ import copy
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -15,21 +15,24 @@ from accelerate.state import AcceleratorState, is_initialized
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import broadcast_object_list, set_seed
 from torch import nn
-from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from klamp.errors import ConfigError, ModelError
 from klamp.scoring.probe import probe
 from klamp.scoring.scorer import Scorer
-from klamp.tasks import check_prompts, load_task
+from klamp.tasks import check_prompts, load_task, named_model_folder, named_reward
+from klamp.tasks.arithmetic import MAX_MODEL_LENGTH, arithmetic_tokenizer
 from klamp.tasks.base import Task
+from klamp.tasks.config import has_own_prompts
+from klamp.tasks.files import check_columns, read_rows
+from klamp.tasks.named_models import NAMED_MODELS
 from klamp.training import checkpoint
 from klamp.training.config import ModelConfig, TrainConfig
 from klamp.training.context import Context
 from klamp.training.folders import POLICY, check_folder, held, make_folder
-from klamp.training.master_weights import MasterAdamW
 from klamp.training.models import (
+    BUILTIN,
+    describe_folder,
     end_tokens,
     former_names,
     input_size,
@@ -38,6 +41,7 @@ from klamp.training.models import (
     make_ready,
     max_length,
     output_size,
+    ready_tokenizer,
     with_adapter,
 )
 from klamp.training.observers import Observer, progress_of
@@ -135,6 +139,64 @@ def load_prompts(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, lon
     every = [*task.train, *(example for rows in task.evaluation.values() for example in rows)]
     check_prompts(every, tokenizer, longest, config.rollout.max_completion_length)
     return task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What was found when the inputs of a run were opened."""
+
+    training: int
+    """Prompts to train on."""
+    held_out: int
+    """Prompts that are held out, of all skills."""
+    longest: int
+    """Tokens of the longest prompt."""
+
+
+def open_inputs(config: TrainConfig) -> Inputs | str:
+    """Open the tokenizer, the prompts and the reward of a run as the run itself will, without its weights.
+
+    A tokenizer of a hub is downloaded as the run would; a model that klamp has to make first is not made: then the data
+    file and the reward are opened alone, and the answer says why.
+
+    Args:
+        config: what would run.
+
+    Raises:
+        ModelError, DataError, RewardError, ConfigError: what would stop the run before its first step.
+    """
+    given, task = config.model, config.task
+    named = given.tokenizer or given.model
+    if unready := _unready(config, named):
+        if not has_own_prompts(task.task):
+            for file in filter(None, (task.task, task.eval_split)):
+                check_columns(read_rows(file), file, task)
+        if task.reward:
+            named_reward(task.reward)
+        return unready
+    tokenizer, longest = _tokenizer(config, named)
+    found = load_task(task, tokenizer)
+    held_out = [example for rows in found.evaluation.values() for example in rows]
+    tokens = check_prompts([*found.train, *held_out], tokenizer, longest, config.rollout.max_completion_length)
+    return Inputs(training=len(found.train), held_out=len(held_out), longest=tokens)
+
+
+def _unready(config: TrainConfig, named: str) -> str:
+    """Why there is no tokenizer to be opened yet; empty: there is one."""
+    if config.run.backend == "tinker" and not config.model.tokenizer:
+        return "the tokenizer is asked of the Tinker service"
+    missing = [n for n in (named, config.model.model) if n in NAMED_MODELS and not named_model_folder(n).is_dir()]
+    return f"{missing[0]} is converted first" if missing else ""
+
+
+def _tokenizer(config: TrainConfig, named: str) -> tuple[PreTrainedTokenizerBase, int | None]:
+    """The tokenizer, and how many tokens the model can hold; None: it does not say."""
+    builtin = config.model.model == BUILTIN
+    # the built-in model may have to be taught first; its tokenizer need not
+    tokenizer = ready_tokenizer(arithmetic_tokenizer(), named) if named == BUILTIN else load_tokenizer(named)
+    if builtin or config.run.backend == "tinker":
+        return tokenizer, MAX_MODEL_LENGTH if builtin else None
+    return tokenizer, describe_folder(config.model.model)[0]
 
 
 def build(config: TrainConfig, accelerator: Accelerator, folder: Path, observers: Sequence[Observer]) -> Context:
@@ -268,44 +330,6 @@ def _fresh_policy(config: TrainConfig, accelerator: Accelerator) -> nn.Module:
     """Load the policy as it was before the first step, for a run that is resumed."""
     start = load_model(config.model.model, config.model.dtype)
     return _policy(start, config, None, accelerator)
-
-
-def make_optimizer(context: Context) -> tuple[AdamW, LambdaLR]:
-    """AdamW on the weights that are trained (or on float32 copies of them), and its schedule in steps."""
-    optimizer = adamw(context.policy, context.config)
-    return optimizer, schedule_of(optimizer, context.config)
-
-
-def adamw(policy: nn.Module, config: TrainConfig) -> AdamW:
-    """AdamW on the weights of a policy that are trained, or on float32 copies of them."""
-    optim = config.optim
-    weights = [p for p in policy.parameters() if p.requires_grad]
-    copies = config.model.master_weights == "float32" and any(p.dtype == torch.bfloat16 for p in weights)
-    return (MasterAdamW if copies else AdamW)(
-        weights,
-        lr=optim.learning_rate,
-        betas=(optim.adam_beta1, optim.adam_beta2),
-        weight_decay=optim.weight_decay,
-        fused=all(p.device.type in ("cpu", "cuda") for p in weights),  # one pass over the weights and moments
-    )
-
-
-def schedule_of(optimizer: Optimizer, config: TrainConfig, *, updates: int = 1) -> LambdaLR:
-    """The schedule of the learning rate over the steps of a run.
-
-    Args:
-        optimizer: whose rate it is.
-        config: the run.
-        updates: how often it is advanced within a step, all of whose updates have one rate.
-    """
-    optim, steps = config.optim, config.run.max_steps
-    name = "constant_with_warmup" if optim.lr_scheduler_type == "constant" else optim.lr_scheduler_type
-    warmup = min(optim.warmup_steps, steps)
-    schedule: Any = get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=steps)
-    if updates == 1:
-        return schedule
-    factor = schedule.lr_lambdas[0]
-    return LambdaLR(optimizer, lambda update: factor(update // updates))
 
 
 @contextmanager

@@ -20,11 +20,12 @@ from klamp.training.config import TrainConfig
 from klamp.training.context import Context
 from klamp.training.folders import number_of
 from klamp.training.observers import Observer
+from klamp.training.optimizer import make_optimizer
 from klamp.training.processes import check_one_machine
 from klamp.training.rollouts import Rollout, collect, measure_reference_length
 from klamp.training.run import Interrupt, Opened, Training
 from klamp.training.runlog import RunLog
-from klamp.training.setup import build, make_optimizer
+from klamp.training.setup import build
 from klamp.training.updates import UpdateOutput, control_metrics, measured, speed, update, with_old_logprobs
 
 

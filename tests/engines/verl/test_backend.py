@@ -45,8 +45,8 @@ from klamp.training.in_verl.data import write_data
 from klamp.training.in_verl.overrides import AS_IT_STANDS, Layout, verl_overrides
 from klamp.training.in_verl.run import LogReader, metrics_of, scores_of
 from klamp.training.models import load_tokenizer
+from klamp.training.optimizer import schedule_of
 from klamp.training.sampling import encode_prompts, examples_of_step
-from klamp.training.setup import schedule_of
 from klamp.verl import effective
 
 pytestmark = pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")

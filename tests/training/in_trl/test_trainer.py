@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.training.conftest import TINY, steps_of
-from tests.training.test_setup import factor
+from tests.training.test_optimizer import factor
 from tokenizers.processors import TemplateProcessing
 
 from klamp.errors import NonFiniteError, RewardError, UnsupportedVersion
@@ -27,7 +27,7 @@ from klamp.training.in_trl.trainer import (
     dataset_of,
     reward_function,
 )
-from klamp.training.master_weights import MasterAdamW
+from klamp.training.optimizer import MasterAdamW
 from klamp.training.setup import load_context, make_accelerator
 from klamp.training.trainer import Trainer
 

@@ -33,10 +33,10 @@ from klamp.training.checkpoint import OF_TRL, UNWRITABLE, checkpoints, seal
 from klamp.training.config import TrainConfig
 from klamp.training.context import Context
 from klamp.training.folders import lost
+from klamp.training.optimizer import adamw, schedule_of
 from klamp.training.processes import is_wait_in_vain
 from klamp.training.rollouts import Rollout, rewards_of, totals_of
 from klamp.training.sampling import examples_of_step
-from klamp.training.setup import adamw, schedule_of
 from klamp.training.updates import (
     UpdateOutput,
     added_parts,

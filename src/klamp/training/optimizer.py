@@ -1,4 +1,4 @@
-"""AdamW for weights in 16 bits: its steps are taken on float32 copies of them, the master weights.
+"""The optimizer of a run: AdamW and its schedule; of weights in 16 bits, on float32 copies of them, the master weights.
 
 A bfloat16 number has 8 bits: at a rate of 1e-6 a step is far below the last of them, and most weights would never move.
 The masters add up what the model's own weights, which are their rounding, cannot show yet. All that runs the model
@@ -11,10 +11,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.optim import AdamW
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import get_scheduler
 
 from klamp.core.masking import upcast
+from klamp.training.config import TrainConfig
+from klamp.training.context import Context
 
 MASTERS = "masters"
 """The key of the masters in the optimizer's saved state."""
@@ -65,3 +69,41 @@ class MasterAdamW(AdamW):
         ):
             master.copy_(saved)
             weight.copy_(master)
+
+
+def make_optimizer(context: Context) -> tuple[AdamW, LambdaLR]:
+    """AdamW on the weights that are trained (or on float32 copies of them), and its schedule in steps."""
+    optimizer = adamw(context.policy, context.config)
+    return optimizer, schedule_of(optimizer, context.config)
+
+
+def adamw(policy: nn.Module, config: TrainConfig) -> AdamW:
+    """AdamW on the weights of a policy that are trained, or on float32 copies of them."""
+    optim = config.optim
+    weights = [p for p in policy.parameters() if p.requires_grad]
+    copies = config.model.master_weights == "float32" and any(p.dtype == torch.bfloat16 for p in weights)
+    return (MasterAdamW if copies else AdamW)(
+        weights,
+        lr=optim.learning_rate,
+        betas=(optim.adam_beta1, optim.adam_beta2),
+        weight_decay=optim.weight_decay,
+        fused=all(p.device.type in ("cpu", "cuda") for p in weights),  # one pass over the weights and moments
+    )
+
+
+def schedule_of(optimizer: Optimizer, config: TrainConfig, *, updates: int = 1) -> LambdaLR:
+    """The schedule of the learning rate over the steps of a run.
+
+    Args:
+        optimizer: whose rate it is.
+        config: the run.
+        updates: how often it is advanced within a step, all of whose updates have one rate.
+    """
+    optim, steps = config.optim, config.run.max_steps
+    name = "constant_with_warmup" if optim.lr_scheduler_type == "constant" else optim.lr_scheduler_type
+    warmup = min(optim.warmup_steps, steps)
+    schedule: Any = get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=steps)
+    if updates == 1:
+        return schedule
+    factor = schedule.lr_lambdas[0]
+    return LambdaLR(optimizer, lambda update: factor(update // updates))

@@ -1,6 +1,8 @@
-"""Weights in bfloat16 are trained on float32 copies: small steps add up, and a checkpoint holds the copies exactly."""
+"""The rates of a run; weights in bfloat16 are trained on float32 copies, which a checkpoint holds exactly."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
@@ -11,8 +13,7 @@ from klamp.errors import ConfigError, KLWarning, TrainingStopped
 from klamp.training import checkpoint
 from klamp.training.backends import train_run
 from klamp.training.config import TrainConfig
-from klamp.training.master_weights import MASTERS, MasterAdamW
-from klamp.training.setup import make_optimizer
+from klamp.training.optimizer import MASTERS, MasterAdamW, make_optimizer
 
 FULL = {"dtype": "bfloat16", "lr_scheduler_type": "constant", "warmup_steps": 0}
 
@@ -21,6 +22,36 @@ def weights_of(folder) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     return load_file(checkpoint.newest(folder) / "policy" / "model.safetensors")
+
+
+def test_only_what_is_trained_is_optimised(context_of):
+    for changes in ({}, {"lora_r": 2}):
+        context = context_of(weight_decay=0.1, adam_beta1=0.8, adam_beta2=0.95, **changes)
+        optimizer, _ = make_optimizer(context)
+        (group,) = optimizer.param_groups
+        trained = [p for p in context.policy.parameters() if p.requires_grad]
+        assert {id(p) for p in group["params"]} == {id(p) for p in trained}
+        assert (group["weight_decay"], group["betas"]) == (0.1, (0.8, 0.95))
+
+
+def factor(name: str, step: int, warmup: int, total: int) -> float:
+    """The schedules, written down once more."""
+    if step < warmup:
+        return step / warmup
+    done = (step - warmup) / (total - warmup)
+    return {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[name]
+
+
+@pytest.mark.parametrize("name", ["constant", "linear", "cosine"])
+def test_learning_rates_follow_the_schedule(context_of, name):
+    context = context_of(lr_scheduler_type=name, warmup_steps=3, max_steps=11, learning_rate=0.02)
+    optimizer, schedule = make_optimizer(context)
+    seen = []
+    for _ in range(11):
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert seen == pytest.approx([0.02 * factor(name, step, 3, 11) for step in range(11)])
 
 
 def test_at_a_small_rate_the_copies_of_all_weights_move(config_of, tmp_path, llama):
