@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, get_args
 
 import pytest
+from tests.config.test_kl import quiet
 
-from klamp.config import KLConfig, KLWarning, preset
+from klamp.config import KLConfig, preset
 from klamp.config.choices import ControllerName
 from klamp.config.describe import (
     DIVERGENCES,
@@ -27,13 +27,6 @@ from klamp.core.term import Placement
 from klamp.core.types import Gradient, Reduction
 
 HARD = {"kl_clip_method": "hard", "kl_clip_threshold": 0.1}
-
-
-def quiet(**fields: Any) -> KLConfig:
-    """A configuration, cautions unsaid."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", KLWarning)
-        return KLConfig(**fields)
 
 
 @pytest.mark.parametrize(

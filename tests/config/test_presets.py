@@ -225,12 +225,7 @@ def test_the_comparison_notices_another_beta(name: str) -> None:
     other = dataclasses.replace(recipe.kl, beta=1.1 * recipe.kl.beta)
     right, wrong = (torch.autograd.grad(klamps_loss(kl, recipe.loss, s), s.policy)[0] for kl in (recipe.kl, other))
     assert (right - wrong).norm() > 1e-8
-
-
-def test_the_ratios_of_the_samples_leave_their_bounds() -> None:
-    s = sample()
-    assert ((s.ratio > 1.28) & s.mask).any()
-    assert ((s.ratio < 0.8) & s.mask).any()
+    assert ((s.ratio > 1.28) & s.mask).any() and ((s.ratio < 0.8) & s.mask).any(), "the ratios leave their bounds"
 
 
 def test_presets_that_warn_are_built_only_when_asked_for() -> None:

@@ -6,25 +6,16 @@ import math
 
 import pytest
 import torch
+from tests.core.test_gradients import VALUES, penalty
 
 from klamp.core.gradients import kl_penalty
 from klamp.errors import ConfigError
 from klamp.verify.oracle import examine, expected, local_kl, reverse_kl
 from klamp.verify.worlds import random_chain
 
-VALUES = ("k1", "k2", "k3", "abs")
-
 
 def chain_of(seed, *, sampler="policy"):
     return random_chain(seed, vocab=3, length=4, sampler=sampler)
-
-
-def penalty(*, corrected=False, **choices):
-    def loss(y):
-        behavior = y.sampler_logprobs if corrected else None
-        return kl_penalty(y.policy_logprobs, y.ref_logprobs, y.mask, behavior_logprobs=behavior, **choices)
-
-    return loss
 
 
 @pytest.mark.parametrize("sampler", ["policy", "other"])
@@ -32,14 +23,9 @@ def penalty(*, corrected=False, **choices):
 @pytest.mark.parametrize("gradient", ["reverse", "forward"])
 def test_the_sequence_horizon_gives_the_true_gradient_whoever_sampled(sampler, value, gradient):
     choices = {"value": value, "gradient": gradient, "horizon": "sequence", "corrected": sampler == "other"}
-    assert examine(chain_of(0, sampler=sampler), penalty(**choices)).names == [gradient]
-
-
-@pytest.mark.parametrize("value", ["k1", "k3"])
-def test_the_sequence_horizon_has_an_unbiased_value_under_foreign_samples(value):
-    chain = chain_of(2, sampler="other")
-    report = examine(chain, penalty(value=value, horizon="sequence", corrected=True))
-    assert report.value_bias == pytest.approx(0.0, abs=1e-12)
+    report = examine(chain_of(0, sampler=sampler), penalty(**choices))
+    assert report.names == [gradient]
+    assert value not in ("k1", "k3") or report.value_bias == pytest.approx(0.0, abs=1e-12)
 
 
 @pytest.mark.parametrize("value", VALUES)
@@ -74,22 +60,6 @@ def test_own_with_the_sequence_horizon_is_refused():
     mask = torch.ones(1, 2, dtype=torch.bool)
     with pytest.raises(ConfigError, match="own"):
         kl_penalty(torch.zeros(1, 2), torch.zeros(1, 2), mask, gradient="own", horizon="sequence")
-
-
-def test_both_horizons_agree_on_one_token():
-    chain = random_chain(6, vocab=4, length=1, eos=None, sampler="other")
-    for gradient in ("reverse", "forward"):
-        choices = {"gradient": gradient, "corrected": True}
-        token, sequence = (examine(chain, penalty(horizon=h, **choices)) for h in ("token", "sequence"))
-        assert torch.allclose(token.gradient, sequence.gradient, rtol=0, atol=1e-14)
-
-
-def test_gradient_none_has_no_gradient_at_either_horizon():
-    for horizon in ("token", "sequence"):
-        report = examine(chain_of(7), penalty(gradient="none", horizon=horizon))
-        assert report.names == ["zero"]
-        assert report.gradient_variance == 0.0
-        assert report.value_bias == pytest.approx(0.0, abs=1e-13)
 
 
 # --- the coefficients, one by one -----------------------------------------------------------------------------
@@ -138,17 +108,3 @@ def test_the_sequence_value_is_the_prefix_product_times_the_estimator():
     rho = torch.where(mask, policy - behavior, 0.0).cumsum(dim=-1).exp()
     wanted = torch.where(mask, rho * (policy - ref) ** 2 / 2, 0.0)
     assert torch.allclose(result, wanted, rtol=1e-12, atol=0)
-
-
-def test_a_tokens_coefficient_never_depends_on_earlier_tokens_on_policy():
-    policy, ref, _, _ = random_tokens(15)
-    mask = torch.ones_like(ref, dtype=torch.bool)
-    changed = ref.clone()
-    changed[:, 0] -= 2.0
-    for gradient_at in (1, 4):
-        slopes = [
-            torch.autograd.grad(kl_penalty(policy, r, mask, horizon="sequence").sum(), policy)[0]
-            for r in (ref, changed)
-        ]
-        assert torch.equal(slopes[0][:, gradient_at], slopes[1][:, gradient_at])
-        assert (slopes[0][:, 0] != slopes[1][:, 0]).all()

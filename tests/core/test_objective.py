@@ -10,7 +10,7 @@ import torch
 
 from klamp.core.estimators import exact_kl
 from klamp.core.gradients import kl_penalty
-from klamp.core.masking import Totals, reduce_tokens
+from klamp.core.masking import reduce_tokens
 from klamp.core.objective import Objective, grpo_loss
 from klamp.core.surrogates import ppo_clip
 from klamp.core.term import KLTerm
@@ -87,27 +87,23 @@ def kl_only(term, *, beta=1.0, skip=0):
 
 
 @pytest.mark.parametrize("value", ["k1", "k3", "exact"])
-@pytest.mark.parametrize(("horizon", "name"), [("token", "local"), ("sequence", "reverse")])
-def test_on_policy_the_kl_of_the_loss_follows_the_gradient_of_its_horizon(value, horizon, name):
-    chain = random_chain(0, vocab=3, length=3)
-    report = examine(chain, kl_only(KLTerm(value=value, horizon=horizon)))
+@pytest.mark.parametrize(
+    ("sampler", "off_policy", "horizon", "name"),
+    [
+        ("policy", "none", "token", "local"),
+        ("policy", "none", "sequence", "reverse"),
+        ("other", "sequence", "sequence", "reverse"),
+        ("other", "sequence", "token", "local"),
+        ("other", "token", "token", "local_sampled"),
+    ],
+)
+def test_horizon_and_ratio_decide_whose_prefixes_count_and_which_gradient_follows(
+    value, sampler, off_policy, horizon, name
+):
+    chain = random_chain(1, vocab=3, length=3, sampler=sampler)
+    report = examine(chain, kl_only(KLTerm(value=value, horizon=horizon, off_policy=off_policy)))
     assert report.names == [name]
-    assert report.value_bias == pytest.approx(0.0, abs=1e-13)
-
-
-@pytest.mark.parametrize("value", ["k1", "k3", "exact"])
-def test_off_policy_the_prefix_ratio_with_the_sequence_horizon_is_exact(value):
-    chain = random_chain(1, vocab=3, length=3, sampler="other")
-    report = examine(chain, kl_only(KLTerm(value=value, horizon="sequence", off_policy="sequence")))
-    assert report.names == ["reverse"]
-    assert report.value_bias == pytest.approx(0.0, abs=1e-12)
-
-
-@pytest.mark.parametrize("value", ["k1", "k3", "exact"])
-@pytest.mark.parametrize(("off_policy", "name"), [("token", "local_sampled"), ("sequence", "local")])
-def test_off_policy_with_the_token_horizon_the_ratio_decides_whose_prefixes_count(value, off_policy, name):
-    chain = random_chain(2, vocab=3, length=3, sampler="other")
-    assert examine(chain, kl_only(KLTerm(value=value, horizon="token", off_policy=off_policy))).names == [name]
+    assert off_policy == "token" or report.value_bias == pytest.approx(0.0, abs=1e-12)
 
 
 def test_off_policy_the_exact_kl_is_not_weighted_by_the_token_that_it_sums_over():
@@ -123,13 +119,6 @@ def test_the_exact_forward_kl_has_the_forward_gradient_at_each_prefix():
     report = examine(chain, kl_only(KLTerm(value="exact", gradient="forward")))
     assert report.names == ["local_forward"]
     assert report.value_bias == pytest.approx(0.0, abs=1e-13)
-
-
-def test_beta_multiplies_the_kl_gradient_and_nothing_else():
-    chain = random_chain(4, vocab=3, length=3)
-    report = examine(chain, kl_only(KLTerm(horizon="sequence"), beta=0.04))
-    assert report.matches["reverse"].projection == pytest.approx(0.04, abs=1e-14)
-    assert report.matches["reverse"].cosine == pytest.approx(1.0, abs=1e-12)
 
 
 @pytest.mark.parametrize(("horizon", "name"), [("token", "local"), ("sequence", "reverse")])
@@ -265,36 +254,6 @@ def test_a_clipped_sequence_is_worth_its_clipped_kl():
     assert output.loss.item() == pytest.approx(open_rows.sum().item() / ROWS, abs=1e-12)
 
 
-# --- micro-batches --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("cut", [1, 2, 3])
-@pytest.mark.parametrize("excluded", [False, True])
-def test_micro_batches_add_up_exactly_in_loss_and_gradient(reduction, cut, excluded):
-    kl_mask = torch.ones(ROWS, TOKENS, dtype=torch.bool)
-    kl_mask[:, ::2] = not excluded
-    batch = random_batch(8, kl_mask=kl_mask)
-    totals = Totals(sequences=ROWS, tokens=batch.mask.sum(), kl_tokens=(batch.mask & kl_mask).sum())
-    objective = Objective(reduction=reduction, max_length=8, beta=0.3)
-    whole, slope = loss_and_slope(batch, objective)
-    parts = [grpo_loss(rows_of(batch, s), objective, totals=totals) for s in (slice(0, cut), slice(cut, None))]
-    (added,) = torch.autograd.grad(sum(p.loss for p in parts), batch.policy_logprobs)
-    assert sum(p.loss for p in parts).item() == pytest.approx(whole.item(), abs=1e-14)
-    assert torch.allclose(added, slope, rtol=0, atol=1e-16)
-
-
-def test_a_micro_batch_in_which_every_token_is_masked_adds_nothing():
-    batch = random_batch(9)
-    totals = Totals(sequences=ROWS, tokens=batch.mask.sum(), kl_tokens=batch.mask.sum())
-    empty = replace(batch, mask=torch.zeros_like(batch.mask))
-    for reduction in REDUCTIONS:
-        objective = Objective(reduction=reduction, max_length=8, beta=0.3)
-        loss, slope = loss_and_slope(empty, objective, totals=totals)
-        assert loss.item() == 0.0
-        assert (slope == 0).all()
-
-
 # --- numerics -------------------------------------------------------------------------------------------------
 
 EVERY_TERM = [
@@ -313,9 +272,11 @@ EVERY_TERM = [
 def test_padding_reaches_neither_the_loss_nor_the_gradient_nor_a_metric(term, surrogate):
     exact = torch.rand(ROWS, TOKENS, dtype=torch.float64)
     batch = random_batch(10, exact_kl=exact, advantages=torch.randn(ROWS, TOKENS, dtype=torch.float64))
+    batch = replace(batch, mask=batch.mask & (torch.arange(ROWS) != 1)[:, None])  # a row without a token
     objective = Objective(surrogate=surrogate, beta=0.3, kl=term)
     clean_metrics = grpo_loss(batch, objective).metrics
     clean = loss_and_slope(batch, objective)
+    assert clean[0].isfinite() and clean[1].isfinite().all() and (clean[1] != 0).any()
     names = ("policy", "old", "ref", "sampler")
     for poison in POISONS:
         dirty = {f"{n}_logprobs": getattr(batch, f"{n}_logprobs").detach() for n in names}
@@ -328,22 +289,6 @@ def test_padding_reaches_neither_the_loss_nor_the_gradient_nor_a_metric(term, su
         assert torch.equal(slope, clean[1])
         assert (slope[~batch.mask] == 0).all()
         assert grpo_loss(poisoned, objective).metrics == clean_metrics
-
-
-def test_a_row_without_tokens_does_not_poison_the_others():
-    batch = random_batch(11)
-    mask = batch.mask.clone()
-    mask[1] = False
-    columns = {f"{n}_logprobs": getattr(batch, f"{n}_logprobs").detach() for n in ("policy", "old", "ref")}
-    for x in columns.values():
-        x[1] = torch.nan
-    columns["policy_logprobs"].requires_grad_(True)
-    for reduction in REDUCTIONS:
-        objective = Objective(reduction=reduction, max_length=8, beta=0.3)
-        loss, slope = loss_and_slope(replace(batch, mask=mask, **columns), objective)
-        assert torch.isfinite(loss)
-        assert (slope[1] == 0).all()
-        assert (slope[0][mask[0]] != 0).all()
 
 
 # --- refusals -------------------------------------------------------------------------------------------------

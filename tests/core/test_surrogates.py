@@ -121,17 +121,6 @@ def test_before_the_first_update_the_gradient_is_minus_the_advantage(name):
 
 
 @pytest.mark.parametrize("name", SURROGATES)
-def test_an_advantage_per_sequence_is_given_to_each_of_its_tokens(name):
-    generator = torch.Generator().manual_seed(0)
-    policy, old = (-torch.rand(3, 4, generator=generator, dtype=torch.float64) for _ in range(2))
-    advantages = double([1.0, -2.0, 0.5])
-    per_sequence = SURROGATES[name](policy, old, advantages)
-    per_token = SURROGATES[name](policy, old, advantages[:, None].expand(3, 4))
-    assert torch.equal(per_sequence, per_token)
-    assert per_sequence.shape == (3, 4)
-
-
-@pytest.mark.parametrize("name", SURROGATES)
 def test_in_a_square_batch_an_advantage_still_belongs_to_its_row(name):
     policy = torch.full((2, 2), -1.0, requires_grad=True)
     SURROGATES[name](policy, policy.detach(), torch.tensor([1.0, -1.0])).sum().backward()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 from tests.diagnostics.histories import completion, history_of
 
 from klamp.diagnostics.doctor import LATE, AlarmWatch, examine
 from klamp.diagnostics.history import EARLY, WRITTEN, Row, RunSettings
-from klamp.errors import UnknownNameError
 
 
 def run_of_trouble():
@@ -102,8 +100,3 @@ def test_a_long_run_is_not_kept_whole() -> None:
     assert len(steps) == EARLY + LATE and steps[0] == 1
     last = EARLY + LATE + 29
     assert list(watch.history.completions) == [1, *range(last - WRITTEN + 1, last + 1)]
-
-
-def test_a_name_that_no_alarm_has_is_refused() -> None:
-    with pytest.raises(UnknownNameError, match="did you mean 'kl-far'"):
-        AlarmWatch(RunSettings(), stop_on=("kl-fat",))

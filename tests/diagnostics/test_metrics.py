@@ -10,29 +10,17 @@ import pytest
 from klamp.diagnostics.metrics import METRICS, Better, MetricRow, averaged_over
 from klamp.errors import ConfigError
 
-ROWS = list(METRICS.values())
 
-
-def test_every_row_stands_under_its_own_name() -> None:
-    assert all(name == row.name for name, row in METRICS.items())
-
-
-@pytest.mark.parametrize("row", ROWS, ids=METRICS)
-def test_a_name_is_a_family_and_a_word_and_the_text_is_a_sentence(row: MetricRow) -> None:
+@pytest.mark.parametrize("row", METRICS.values(), ids=METRICS)
+def test_a_row_is_a_family_and_a_word_a_sentence_and_a_unit_that_belongs_to_its_reduction(row: MetricRow) -> None:
     assert re.fullmatch(r"[a-z][a-z0-9_]*(/[a-z0-9_]+){0,2}", row.name)
     assert not row.text[0].islower() or row.text.startswith(("k1", "k3", "log "))
     assert row.text.endswith(".") and "\n" not in row.text
     assert row.better in get_args(Better)
-
-
-@pytest.mark.parametrize("row", ROWS, ids=METRICS)
-def test_the_unit_and_the_reduction_belong_together(row: MetricRow) -> None:
     over = {"nats/token": "tokens", "nats/sequence": "completions"}.get(row.unit)
     assert over is None or row.reduction.removesuffix("KL tokens").removesuffix(over) != row.reduction
-    if row.unit == "share":
-        assert row.reduction.startswith("mean over "), "a share is a mean of zeros and ones"
-    if row.name.endswith("_max"):
-        assert row.reduction.startswith("maximum")
+    assert row.unit != "share" or row.reduction.startswith("mean over "), "a share is a mean of zeros and ones"
+    assert not row.name.endswith("_max") or row.reduction.startswith("maximum")
 
 
 def test_a_name_without_a_row_has_no_reduction_and_is_refused() -> None:

@@ -11,9 +11,7 @@ from klamp.diagnostics.names import (
     SHORT_NAMES,
     evaluations,
     known,
-    number_names,
     read_pairs,
-    reward_functions,
     settings_of,
     step_of,
     translate,
@@ -59,10 +57,6 @@ def test_names_that_are_given_win_and_mean_nothing_else() -> None:
     assert translate(row, names) == {"kl/k1": 0.25, "reward": 2.0, "train/loss": 0.25}
     assert translate({"reward": 1.0, "grad_norm": 3.0}, names) == {"train/grad_norm": 3.0}, "two curves are not mixed"
     assert translate(row, {}) == translate(row) == {"kl/k3": 0.25, "kl/k1": 3.0, "reward": 1.0}
-
-
-def test_names_of_numbers() -> None:
-    assert number_names([{"a": 1, "b": "x"}, {"c": True, "d": None, "e": float("nan")}]) == {"a", "e"}
 
 
 def test_pairs_of_names() -> None:
@@ -118,13 +112,10 @@ def test_steps() -> None:
 
 
 def test_rules_by_their_names() -> None:
-    assert verifier_of(["accuracy_reward", "think_format_reward"]) == "rules"
-    assert verifier_of(["accuracy_reward", "reward-model-7b"]) is None
-    assert verifier_of([]) is None
-    assert reward_functions({"train/rewards/exact_match/mean", "rewards/helpful/mean", "rewards/helpful/std"}) == [
-        "exact_match",
-        "helpful",
-    ]
+    rule, other = "rewards/accuracy_reward/mean", {"rewards/reward-model-7b/mean"}
+    assert verifier_of({rule, "train/rewards/think_format_reward/mean", "rewards/helpful/std"}) == "rules"
+    assert verifier_of({rule, *other}) is None
+    assert verifier_of({"reward"}) is None
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,8 @@ def test_evaluations_are_kept_apart(tmp_path: Path) -> None:
     history = read_metrics(lines(tmp_path, {"step": 1, "kl": 0.1}, {"step": 2, "eval_reward": 0.5, "kl": 0.2}))
     assert [(row.step, dict(row.metrics)) for row in history.evaluations] == [(2, {"reward": 0.5})]
     assert all("eval_reward" not in row.metrics for row in history.rows)
+    ours = {"step": 1, "policy/logp_mean": -1.0, "eval/addition": 0.5}
+    assert read_metrics(lines(tmp_path, ours)).evaluations[0].metrics == {"addition": 0.5}, "klamp's are scores, all"
 
 
 @pytest.mark.parametrize(("rows", "why"), [((), "the file is empty"), (({"a": 1, "b": 2},), "the first line has a, b")])

@@ -1,20 +1,15 @@
-"""Data files, odd or damaged in drawn ways: a task whose rows can be scored, or one error that names the place."""
+"""Data files, odd or damaged in drawn ways: a task, or one error that names the place."""
 
 from __future__ import annotations
 
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.reliability.drawn import LINES, check_readable, check_says_why, examples, run, values
+from tests.reliability.drawn import LINES, check_readable, examples, run, values
 
-from klamp.errors import KlampError
-from klamp.tasks import Task, TaskConfig, arithmetic_tokenizer, load_task
-
-TOKENIZER = arithmetic_tokenizer()
 COLUMNS = ("prompt", "answer", "skill", "length")
 
 good = st.integers(1, 99).map(lambda i: {"prompt": f"{i}+1=", "answer": i + 1, "skill": "sum", "length": i})
@@ -38,33 +33,6 @@ def texts(draw: st.DrawFn) -> bytes:
     if kind == "bytes":
         return text[:at] + draw(st.binary(min_size=1, max_size=4)) + text[at:]
     return b"\xef\xbb\xbf" + text if kind == "mark" else text
-
-
-configs = st.fixed_dictionaries(
-    {},
-    optional={
-        "prompt_column": st.sampled_from([*COLUMNS, "", "none"]),
-        "answer_column": st.sampled_from([*COLUMNS, "none"]),
-        "skill_column": st.sampled_from(["skill", "prompt", None]),
-        "reference_length_column": st.sampled_from(["length", "prompt", None]),
-        "eval_size": st.sampled_from([1, 3, 10**6]),
-        "train_size": st.sampled_from([0, 1, 5]),
-        "reward": st.sampled_from(["", "exact_match", "format_regex", "no_such", "os:getcwd", "math:nothing"]),
-        "system_prompt": st.sampled_from(["", "Be brief.", "{"]),
-        "task_seed": st.sampled_from([0, 7]),
-    },
-)
-
-
-def check_task(file: Path, config: dict[str, Any], answer: str = "2") -> None:
-    """Load the task of a file and score its first rows, or be told why not."""
-    try:
-        task: Task = load_task(TaskConfig(task=str(file), **config), TOKENIZER)
-        for each in task.train[:2]:
-            for completion in (each.answer, answer, ""):
-                assert isinstance(task.score(each, completion), float)
-    except KlampError as error:
-        check_says_why(error)
 
 
 @given(text=texts(), name=st.sampled_from(["data.jsonl", "data.csv", "data.arrow", "data", "data.jsonl.gz"]))

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.reliability.__main__ import table
-from tests.reliability.kills import AT_RANDOM, FIRST, OF_A_RESUME, ONLY, Blow, Ground, Kill, Outcome, plan
+from tests.reliability.kills import AT_RANDOM, FIRST, OF_A_RESUME, ONLY, Blow, Ground, Kill, plan
 from tests.reliability.points import POINTS
 from tests.reliability.runs import CASES, differing
 from torch.utils.tensorboard import SummaryWriter
@@ -76,13 +75,6 @@ def test_every_point_and_case_has_its_turn() -> None:
         *FIRST,
     }
     assert 1 < max(len(kill.blows) for kill in kills) and len(set(OF_A_RESUME)) == 2
-
-
-def test_a_run_that_differs_shows_in_the_table() -> None:
-    ended = [(kill, Outcome(hits=1, differs=["metrics"] * (i == 1))) for i, kill in enumerate(plan(8, seed=0))]
-    head, *_, total = table(ended).splitlines()
-    assert head == f"| killed | {' | '.join(CASES)} | all |"
-    assert total.startswith("| all |") and total.endswith(" 7 of 8 |")
 
 
 def test_a_run_comes_by_all_that_it_can_be_killed_at(ground: Ground) -> None:

@@ -4,7 +4,6 @@ how strongly beta pulls against the reward. What each finding means: `alarms`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from itertools import pairwise
 from statistics import fmean, stdev
@@ -78,8 +77,7 @@ def k3_far_above_k1(history: History) -> Evidence | None:
 
 def spike(history: History, *, ago: int = 0) -> tuple[float, float] | None:
     """The KL and the highest one before it, where the KL `ago` steps before the latest was a spike; else None."""
-    name = history.kl_name()
-    values = history.last(name, 6, before=ago) if name else []
+    values = history.kl(6, before=ago)
     prompts = history.rows[-1 - ago].prompts if len(history.rows) > ago else None
     prompts = history.settings.prompts if prompts is None else prompts
     few = len(values) < 6 or (prompts is not None and prompts < SPIKE_PROMPTS)
@@ -123,10 +121,7 @@ def spike_with_reward_drop(history: History) -> Evidence | None:
 
 def dilution(history: History) -> Evidence | None:
     """Finds a KL per token that falls because completions grow."""
-    name = history.kl_name()
-    if name is None:
-        return None
-    kl, length = history.last(name, 20), history.last("length/mean", 20)
+    name, kl, length = history.kl_name(), history.kl(20), history.last("length/mean", 20)
     if min(len(kl), len(length)) < 20 or fmean(kl[:10]) < DILUTION_FLOOR:
         return None
     kl_ratio, length_ratio = (fmean(x[10:]) / max(fmean(x[:10]), 1e-12) for x in (kl, length))
@@ -234,7 +229,7 @@ def detached_reference(history: History) -> Evidence | None:
 def _kl_to_the_start(history: History) -> str | None:
     """The KL to the model that training started from, where the run logs it."""
     if history.settings.moving_reference:
-        return "kl/k3_original" if history.rows and "kl/k3_original" in history.rows[-1].metrics else None
+        return "kl/k3_original" if "kl/k3_original" in history.latest else None
     return None if history.settings.other_reference else history.kl_name()
 
 
@@ -257,8 +252,7 @@ def kl_far(history: History) -> Evidence | None:
 
 def kl_growing(history: History) -> Evidence | None:
     """Finds a KL that goes on growing although the reward does not."""
-    name = history.kl_name()
-    kl, reward = history.last(name, 30) if name else [], history.last("reward", 30)
+    name, kl, reward = history.kl_name(), history.kl(30), history.last("reward", 30)
     if min(len(kl), len(reward)) < 30 or fmean(kl[20:]) < GROWING_FLOOR:
         return None
     parts = [kl[:10], kl[10:20], kl[20:]]
@@ -299,9 +293,8 @@ def kl_low(history: History) -> Evidence | None:
 
 def _settled(history: History, steps: int) -> list[float] | None:
     """The mean KL of the last 5 steps, once there are so many."""
-    name = history.kl_name()
-    values = history.last(name, 5) if name and len(history.rows) >= steps else []
-    return values if len(values) == 5 and all(map(math.isfinite, values)) else None
+    values = history.kl(5) if len(history.rows) >= steps else []
+    return values if len(values) == 5 else None
 
 
 RUNAWAY_WINDOW = 10

@@ -35,10 +35,9 @@ DROPPED = Limit(
 
 def huge_values(history: History) -> Evidence | None:
     """Finds values a thousand times larger than they should be, or not finite."""
-    last = history.rows[-1].metrics if history.rows else {}
     found = {
         name: value
-        for name, value in last.items()
+        for name, value in history.latest.items()
         if not math.isfinite(value) or (name in WATCHED and abs(value) >= HUGE.value)
     }
     said = [f"{name} is {value:.1e}" for name, value in found.items()]
@@ -54,7 +53,7 @@ def huge_values(history: History) -> Evidence | None:
 
 def advantage_scale(history: History) -> Evidence | None:
     """Finds advantages that are too large, from what is logged of them or from the rewards."""
-    last = history.rows[-1].metrics if history.rows else {}
+    last = history.latest
     largest = max((abs(last[name]) for name in ("advantage/max", "advantage/min") if name in last), default=0.0)
     rows = [each for each in history.completions.get(history.step, []) if each.advantage is not None]
     largest = max([largest, *(abs(each.advantage or 0.0) for each in rows)])
@@ -94,8 +93,7 @@ def dr_grpo_with_kl(history: History) -> Evidence | None:
     settings = history.settings
     if settings.loss_type != "dr_grpo" or settings.verifier != "rules" or not history.penalized:
         return None
-    last = history.rows[-1].metrics if history.rows else {}
-    beta = last.get("beta", settings.beta)
+    beta = history.latest.get("beta", settings.beta)
     return Evidence(f"loss_type is dr_grpo, beta {'above 0' if beta is None else number(beta)}, the reward is a rule's")
 
 

@@ -66,8 +66,11 @@ def _k3(delta: float) -> float:
 def mask_on_prompt(history: History) -> Evidence | None:
     """Finds a loss mask that covers tokens which the model did not write."""
     rows = history.completions.get(history.step, [])
-    wrong = [(_prompt_tokens(each), index, each) for index, each in enumerate(rows)]
-    wrong = [entry for entry in wrong if entry[0]]
+    wrong: list[tuple[list[int], int, Completion]] = []
+    for index, each in enumerate(rows):
+        pairs = zip(each.is_trained, each.is_sampled, strict=True)
+        positions = [i for i, (trained, sampled) in enumerate(pairs) if trained and not sampled]
+        wrong += [(positions, index, each)] if positions else []
     if not wrong:
         return None
     positions, index, each = wrong[0]
@@ -76,11 +79,6 @@ def mask_on_prompt(history: History) -> Evidence | None:
         f"in {len(wrong)} of {len(rows)} sequences; {len(positions)} tokens of sequence {index} alone, from position "
         f"{positions[0]}: {shown}"
     )
-
-
-def _prompt_tokens(row: Completion) -> list[int]:
-    pairs = zip(row.is_trained, row.is_sampled, strict=True)
-    return [i for i, (trained, sampled) in enumerate(pairs) if trained and not sampled]
 
 
 def end_token_lost(history: History) -> Evidence | None:
@@ -128,7 +126,7 @@ LATER = 4
 
 def sampler_mismatch(history: History) -> Evidence | None:
     """Finds a sampler and a trainer that give the sampled tokens different probabilities."""
-    last = history.rows[-1].metrics if history.rows else {}
+    last = history.latest
     seen = {name: last[name] for name in ("sampler/k1", "sampler/k3") if name in last}
     if "sampler/abs" in last:  # E[d^2]/2 >= E[|d|]^2/2: what k2 is at least
         seen["sampler/abs"] = last["sampler/abs"]

@@ -50,9 +50,7 @@ def likely_causes(history: History, *looked_for: Cause) -> list[str]:
 
 def learning_rate(history: History) -> tuple[float, str] | None:
     """Shows where single steps move the policy far: the learning rate is too high."""
-    name = history.kl_name()
-    values = history.last(name, WINDOW) if name else []
-    largest = max((b - a for a, b in pairwise(values)), default=0.0)
+    largest = max((b - a for a, b in pairwise(history.kl(WINDOW))), default=0.0)
     if largest <= JUMP:
         return None
     rates = history.last("train/learning_rate", WINDOW)
@@ -140,7 +138,6 @@ def spread_within_groups(history: History, steps: int) -> float | None:
 
 def _mean_of(history: History, steps: int, *names: str) -> float | None:
     """The mean of the first of these metrics that the latest step has, over the last steps."""
-    last = history.rows[-1].metrics if history.rows else {}
-    name = next((name for name in names if name in last), None)
+    name = next((name for name in names if name in history.latest), None)
     values = history.last(name, steps) if name else []
     return fmean(values) if values else None

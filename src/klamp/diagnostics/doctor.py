@@ -91,7 +91,11 @@ def examine(history: History) -> Diagnosis:
             evidence = alarm.rule(view)
             if evidence is not None:
                 raised.setdefault(alarm.name, {}).setdefault(view.step, evidence)
-    lacks = {name: missing(alarm, history) for name, alarm in ALARMS.items()}
+    held = _held(history)
+    lacks = {
+        name: ", ".join(" or ".join(need.split("|")) for need in alarm.needs if held.isdisjoint(need.split("|")))
+        for name, alarm in ALARMS.items()
+    }
     findings = [
         Finding(
             alarm=ALARMS[name],
@@ -107,30 +111,15 @@ def examine(history: History) -> Diagnosis:
     return Diagnosis(history=history, findings=findings, unchecked={name: text for name, text in lacks.items() if text})
 
 
-def missing(alarm: Alarm, history: History) -> str:
-    """What a record lacks for an alarm, in words; "" where it lacks nothing."""
-    return ", ".join(" or ".join(need.split("|")) for need in lacking(alarm, history))
-
-
-def lacking(alarm: Alarm, history: History) -> list[str]:
-    """The needs of an alarm that a record does not meet; see `Alarm.needs`."""
-    return [need for need in alarm.needs if not _has(history, need)]
-
-
-def _has(history: History, need: str) -> bool:
-    names = history.names
-    for part in need.split("|"):
-        if part in names:
-            return True
-        if part == "completions" and history.completions:
-            return True
-        if part == "sampler_logprobs" and history.tells_sampler:
-            return True
-        if part == "evaluations" and len(history.evaluations) > 1:
-            return True
-        if part.startswith("settings.") and getattr(history.settings, part.removeprefix("settings.")) is not None:
-            return True
-    return False
+def _held(history: History) -> set[str]:
+    """What a record holds, in the words of `Alarm.needs`."""
+    held = history.names | {f"settings.{name}" for name, value in asdict(history.settings).items() if value is not None}
+    more = {
+        "completions": bool(history.completions),
+        "sampler_logprobs": history.tells_sampler,
+        "evaluations": len(history.evaluations) > 1,
+    }
+    return held | {name for name, there in more.items() if there}
 
 
 ALARMS_FILE = "alarms.jsonl"
@@ -192,13 +181,9 @@ class AlarmWatch:
             evidence = alarm.rule(self.history)
             if evidence is None:
                 continue
-            finding = _finding(alarm, step, evidence)
+            finding = Finding(alarm=alarm, first_step=step, last_step=step, steps=1, evidence=evidence)
             if name in self.stop_on and self.stopped_by is None:
                 self.stopped_by = finding
             if name not in self.told:
                 self.told.add(name)
                 yield finding
-
-
-def _finding(alarm: Alarm, step: int, evidence: Evidence) -> Finding:
-    return Finding(alarm=alarm, first_step=step, last_step=step, steps=1, evidence=evidence)

@@ -256,6 +256,11 @@ class History:
         return max(last, default=0)
 
     @property
+    def latest(self) -> Mapping[str, float]:
+        """The metrics of the latest step; none before the first."""
+        return self.rows[-1].metrics if self.rows else {}
+
+    @property
     def names(self) -> set[str]:
         """The names of the metrics that some step has."""
         return {name for row in self.rows for name in row.metrics}
@@ -263,9 +268,8 @@ class History:
     @property
     def penalized(self) -> bool:
         """Whether a KL holds the policy: the last beta is above 0, or, where no beta is known, a KL is logged."""
-        last = self.rows[-1].metrics if self.rows else {}
-        beta = last.get("beta", self.settings.beta)
-        return beta > 0 if beta is not None else any(name.startswith("kl/") for name in last)
+        beta = self.latest.get("beta", self.settings.beta)
+        return beta > 0 if beta is not None else any(name.startswith("kl/") for name in self.latest)
 
     def add_completions(self, completions: Iterable[Completion]) -> None:
         """Add completions to the steps that they were written in."""
@@ -299,8 +303,12 @@ class History:
 
     def kl_name(self) -> str | None:
         """The name of the KL per token with the least noise that the latest step has: exact, k3, k1."""
-        last = self.rows[-1].metrics if self.rows else {}
-        return next((name for name in ("kl/exact", "kl/k3", "kl/k1") if name in last), None)
+        return next((name for name in ("kl/exact", "kl/k3", "kl/k1") if name in self.latest), None)
+
+    def kl(self, count: int, *, before: int = 0) -> list[float]:
+        """The values of that KL, as `last` has them; none where the latest step has no KL."""
+        name = self.kl_name()
+        return self.last(name, count, before=before) if name else []
 
     def replay(self) -> Iterator[History]:
         """The run as it was after each step and evaluation; always the same object, which grows."""

@@ -12,7 +12,7 @@ Better: TypeAlias = Literal["higher", "lower", "neither"]
 Counted: TypeAlias = Literal["completions", "tokens", "KL tokens", "parts"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class MetricRow:
     """One metric."""
 
@@ -29,10 +29,7 @@ class MetricRow:
     """What the metric says, in a sentence."""
 
 
-def _row(name: str, unit: str, better: Better, reduction: str, text: str) -> MetricRow:
-    return MetricRow(name=name, unit=unit, better=better, reduction=reduction, text=text)
-
-
+_row = MetricRow
 _Kind: TypeAlias = tuple[str, Better, str]
 _KL: _Kind = "nats/token", "neither", "mean over KL tokens"
 _OF_COMPLETION: _Kind = "nats/sequence", "neither", "mean over completions"

@@ -149,16 +149,15 @@ def step_of(logged: Mapping[str, object]) -> int | None:
     return None
 
 
-def verifier_of(rewards: list[str]) -> Verifier | None:
-    """Whether all reward functions are rules, judged by their names; None where the names do not tell."""
-    rules = [any(word in name.lower() for word in RULES) for name in rewards]
-    return "rules" if rules and all(rules) else None
+def verifier_of(logged: set[str]) -> Verifier | None:
+    """Whether all reward functions are rules, judged by their names; None where the names do not tell.
 
-
-def reward_functions(logged: set[str]) -> list[str]:
-    """Names of the reward functions, from metrics such as TRL's rewards/NAME/mean."""
+    Args:
+        logged: names of all metrics; TRL's rewards/NAME/mean say how its reward functions are called.
+    """
     parts = [name.removeprefix("train/").split("/") for name in logged]
-    return sorted(part[1] for part in parts if len(part) == 3 and part[0] == "rewards" and part[2] == "mean")
+    rewards = [part[1].lower() for part in parts if len(part) == 3 and part[::2] == ["rewards", "mean"]]
+    return "rules" if rewards and all(any(word in name for word in RULES) for name in rewards) else None
 
 
 def settings_of(config: Mapping[str, object], logged: set[str], names: Mapping[str, str] | None = None) -> RunSettings:
@@ -173,7 +172,7 @@ def settings_of(config: Mapping[str, object], logged: set[str], names: Mapping[s
         OVER_UPDATES in logged and "kl/k3" not in logged and (names or {}).get("kl/k3", OVER_UPDATES) == OVER_UPDATES
     )
     beta, loss, scale = config.get("beta"), config.get("loss_type"), config.get("scale_rewards")
-    settings = RunSettings(verifier=verifier_of(reward_functions(logged)), k3_over_updates=over_updates)
+    settings = RunSettings(verifier=verifier_of(logged), k3_over_updates=over_updates)
     if isinstance(beta, int | float):
         settings = replace(settings, beta=float(beta))
     if isinstance(loss, str):

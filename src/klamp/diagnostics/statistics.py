@@ -71,12 +71,15 @@ def step_metrics(record: StepRecord, *, group_size: int) -> dict[str, float]:
         found |= _kl_metrics(record, record.ref)
     mask = record.kl_mask & _scored(record)[:, None]
     if record.original is not None and bool(mask.any()):
-        delta = masked_log_ratio(record.policy, record.original, mask)
-        for name in ("k1", "k3"):
-            found[f"kl/{name}_original"] = masked_mean(ESTIMATORS[name].value(delta), mask)
+        found |= _means("kl/{}_original", masked_log_ratio(record.policy, record.original, mask), mask)
     if record.exact_rows is not None:
         found |= _exact_metrics(record, record.exact_rows)
     return {name: float(value) for name, value in found.items()}
+
+
+def _means(name: str, log_ratios: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """The means of k1 and k3 over tokens; `name` has a place for which."""
+    return {name.format(each): masked_mean(ESTIMATORS[each].value(log_ratios), mask) for each in ("k1", "k3")}
 
 
 def _length_metrics(record: StepRecord) -> dict[str, Tensor]:
@@ -137,11 +140,7 @@ def _policy_metrics(record: StepRecord) -> dict[str, Tensor]:
     found = entropy | {"policy/logp_mean": masked_mean(record.policy, record.mask)}
     if record.sampler is None:
         return found
-    mismatch = masked_log_ratio(record.sampler, record.policy, record.mask)
-    return found | {
-        "sampler/k1": masked_mean(mismatch, record.mask),
-        "sampler/k3": masked_mean(ESTIMATORS["k3"].value(mismatch), record.mask),
-    }
+    return found | _means("sampler/{}", masked_log_ratio(record.sampler, record.policy, record.mask), record.mask)
 
 
 def _scored(record: StepRecord) -> Tensor:
@@ -157,10 +156,8 @@ def _kl_metrics(record: StepRecord, ref: Tensor) -> dict[str, Tensor]:
     if not bool(mask.any()):
         return found
     for name in ("k1", "k3"):
-        value = ESTIMATORS[name].value(delta)
-        found[f"kl/{name}"] = masked_mean(value, mask)
-        found[f"kl/{name}_sequence"] = masked_sum(value, mask, -1)[scored].mean()
-    return found | largest_log_ratios(delta[mask])
+        found[f"kl/{name}_sequence"] = masked_sum(ESTIMATORS[name].value(delta), mask, -1)[scored].mean()
+    return found | _means("kl/{}", delta, mask) | largest_log_ratios(delta[mask])
 
 
 def largest_log_ratios(log_ratios: Tensor) -> dict[str, Tensor]:

@@ -25,25 +25,14 @@ def unreadable(what: str, path: Path, *, why: str, fix: str = "") -> DataError:
     return DataError(what, got=str(path), why=why, fix=fix or f"klamp doctor reads {FORMATS}")
 
 
-def json_object(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file.
+def object_in(path: Path) -> dict[str, Any]:
+    """Read the object in a JSON file, or the names and values in a YAML file.
 
     Raises:
-        DataError: it is not one.
+        DataError: it cannot be read, or holds something else.
     """
-    return _object(path, json_of, "JSON", "JSON object")
-
-
-def yaml_object(path: Path) -> dict[str, Any]:
-    """Read the names and values in a YAML file.
-
-    Raises:
-        DataError: it is not YAML, or holds none.
-    """
-    return _object(path, yaml_of, "YAML", "names with values")
-
-
-def _object(path: Path, parse: Callable[[str], object], kind: str, holds: str) -> dict[str, Any]:
+    yaml = path.suffix == ".yaml"
+    parse, kind, holds = (yaml_of, "YAML", "names with values") if yaml else (json_of, "JSON", "JSON object")
     try:
         found = parse(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

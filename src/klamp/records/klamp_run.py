@@ -7,15 +7,15 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from klamp.config import KLWarning
-from klamp.diagnostics.history import Answer, Completion, History, Row, answer_of
+from klamp.diagnostics.history import History, Row, answer_of
 from klamp.errors import without_credentials
-from klamp.records.files import each_row, json_lines, json_object, unreadable, yaml_object
+from klamp.records.files import each_row, json_lines, object_in, unreadable
 from klamp.training.config import TrainConfig, field_owners
 from klamp.training.folders import ANSWERS, CAUTIONS, COMPLETIONS, CONFIG, METRICS_FILE, RUNS, SUMMARY, VERSIONS
 from klamp.training.observers import completion_of, settings_of
@@ -37,7 +37,7 @@ def read_klamp_run(path: Path) -> History:
         ConfigError: its configuration is impossible in this version; fields that it does not know are passed over.
     """
     values, config = read_config(path)
-    summary = json_object(path / SUMMARY) if (path / SUMMARY).is_file() else {}
+    summary = object_in(path / SUMMARY) if (path / SUMMARY).is_file() else {}
     skill = summary.get("rl_skill")
     if not isinstance(skill, str | None):
         raise unreadable("the skill that is trained is no text", path / SUMMARY, why=f"it is a {type(skill).__name__}")
@@ -47,9 +47,10 @@ def read_klamp_run(path: Path) -> History:
         history.evaluations += [scores] if scores.metrics else []
         history.rows += [row] if row.metrics else []
     if (path / COMPLETIONS).is_file():
-        history.add_completions(read_completions(path / COMPLETIONS))
+        rows, read = json_lines(path / COMPLETIONS), lambda row: completion_of(int(row["step"]), row)
+        history.add_completions(each_row(rows, path / COMPLETIONS, read))
     if (path / ANSWERS).is_file():
-        history.answers += read_answers(path / ANSWERS)
+        history.answers += each_row(json_lines(path / ANSWERS), path / ANSWERS, answer_of)
     if (path / CAUTIONS).is_file():  # a resumed run says them again
         history.cautions += dict.fromkeys(str(row.get("text", "")) for row in json_lines(path / CAUTIONS))
     return history
@@ -62,30 +63,12 @@ def read_config(path: Path) -> tuple[dict[str, Any], TrainConfig]:
         DataError: it is no YAML.
         ConfigError: it is impossible in this version; fields that it does not know are passed over.
     """
-    values = yaml_object(path / CONFIG)
+    values = object_in(path / CONFIG)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KLWarning)  # it was told when the run was started
         config = TrainConfig.from_flat({name: value for name, value in values.items() if name in field_owners()})
     shown = {name: without_credentials(value) if isinstance(value, str) else value for name, value in values.items()}
     return shown, config
-
-
-def read_completions(path: Path) -> Iterator[Completion]:
-    """The rows of a completions.jsonl, one at a time.
-
-    Raises:
-        DataError: when it comes to a damaged line.
-    """
-    return each_row(json_lines(path), path, lambda row: completion_of(int(row["step"]), row))
-
-
-def read_answers(path: Path) -> list[Answer]:
-    """Read the rows of an answers.jsonl.
-
-    Raises:
-        DataError: a damaged line.
-    """
-    return list(each_row(json_lines(path), path, answer_of))
 
 
 def _rows_of(row: Mapping[str, Any]) -> tuple[Row, Row]:
@@ -119,23 +102,13 @@ def read_details(path: Path) -> Details:
     """
     if not (path.is_dir() and is_klamp_run(path)):
         return Details()
-    summary = json_object(path / SUMMARY) if (path / SUMMARY).is_file() else {}
+    summary, versions = (object_in(path / name) if (path / name).is_file() else {} for name in (SUMMARY, VERSIONS))
     return Details(
         defaults=json.loads(json.dumps(TrainConfig().flat())),
-        versions=read_versions(path),
+        versions={name: str(version) for name, version in versions.items()},
         before=_scores(summary, "before", path / SUMMARY),
         after=_scores(summary, "after", path / SUMMARY),
     )
-
-
-def read_versions(path: Path) -> dict[str, str]:
-    """The versions of packages that stand in the folder of a klamp run; none where they are not recorded.
-
-    Raises:
-        DataError: a damaged file.
-    """
-    versions = json_object(path / VERSIONS) if (path / VERSIONS).is_file() else {}
-    return {name: str(version) for name, version in versions.items()}
 
 
 def _scores(summary: Mapping[str, Any], when: str, path: Path) -> dict[str, float]:

@@ -22,30 +22,46 @@ from klamp.diagnostics.names import (
     translate,
 )
 from klamp.errors import missing_library
-from klamp.records.files import check_logged, each_row, json_lines, json_object, unreadable
+from klamp.records.files import check_logged, each_row, json_lines, object_in, unreadable
 
 Names = Mapping[str, str]
 """klamp's name of a metric -> that in the record, before the names that klamp knows."""
 
 
-def _take(
-    history: History, step: int, row: Mapping[str, Any], names: Names | None, *, every: bool = False, last: bool = False
-) -> None:
-    """Add the scores and metrics of a logged row to the history.
+def _history(
+    source: str,
+    rows: Sequence[tuple[int, Mapping[str, Any]]],
+    config: Mapping[str, Any],
+    names: Names | None,
+    path: Path,
+    *,
+    ours: bool = True,
+) -> History:
+    """The history of a run as it was logged, row by row.
 
     Args:
-        history: of the run.
-        step: that the row belongs to.
-        row: as it was logged.
+        source: who wrote the record, in words.
+        rows: step -> what was logged of it.
+        config: the arguments of the run, as far as they were logged.
         names: see `Names`.
-        every: whether every name of an evaluation is a score; else those that speak of one.
-        last: whether the row sums up the run, so that only its scores count.
+        path: where the record is, for messages.
+        ours: whether klamp may have written it; every name of an evaluation is a score there.
     """
-    scores, metrics = evaluations(row, every=every), translate(row, names)
-    if scores:
-        history.evaluations.append(Row(step=step, metrics=scores))
-    if metrics and not last:
-        history.rows.append(Row(step=step, metrics=metrics))
+    logged = {name for _, row in rows for name in row}
+    check_logged(names, number_names(row for _, row in rows if not _sums_up(row)), path)
+    history = History(source=source, settings=settings_of(config, logged, names), config=config)
+    for step, row in rows:
+        scores, metrics = evaluations(row, every=ours and OURS in logged), translate(row, names)
+        if scores:
+            history.evaluations.append(Row(step=step, metrics=scores))
+        if metrics and not _sums_up(row):
+            history.rows.append(Row(step=step, metrics=metrics))
+    return history
+
+
+def _sums_up(row: Mapping[str, object]) -> bool:
+    """Whether a row is the last one, which sums up the run."""
+    return "train_runtime" in row
 
 
 # --- JSONL ----------------------------------------------------------------------------------------------------
@@ -57,21 +73,12 @@ def read_metrics(path: Path, names: Names | None = None) -> History:
     Raises:
         DataError: no line has a metric that klamp knows, or none has one of `names`.
     """
-    verls, history = False, History(source="JSONL metrics")
-    first: dict[str, Any] = {}
-    logged: set[str] = set()
-    seen: set[str] = set()
-    for number, row in enumerate(json_lines(path), start=1):
-        if number == 1 and is_verl_line(row):
-            verls, history.source = True, "verl file log"
-        line = flat(row) if verls else row
-        first = first or line
-        logged |= number_names([line])
-        seen |= line.keys()
-        step = step_of(line)
-        _take(history, number if step is None else step, line, names)
-    check_logged(names, logged, path)
-    history.settings = settings_of({}, seen, names)
+    lines = list(json_lines(path))
+    verls = bool(lines) and is_verl_line(lines[0])
+    rows = [flat(line) if verls else line for line in lines]
+    first = next(filter(None, rows), {})
+    numbered = [(number if (step := step_of(row)) is None else step, row) for number, row in enumerate(rows, start=1)]
+    history = _history("verl file log" if verls else "JSONL metrics", numbered, {}, names, path)
     if not (history.rows or (verls and history.evaluations)):
         raise unreadable(
             "no metric and no token log-probabilities were found",
@@ -108,21 +115,12 @@ def read_trl_state(path: Path, names: Names | None = None) -> History:
     Raises:
         DataError: it is none, or no row has one of `names`.
     """
-    logs = json_object(path).get("log_history")
+    logs = object_in(path).get("log_history")
     if not isinstance(logs, list):
         raise unreadable("a trainer state has no log_history", path, why="without logged rows there is no history")
     rows = list(each_row(logs, path, _with_step, what="row {} of log_history is damaged"))
-    logged = {name for row in rows for name in row}
-    check_logged(names, number_names(row for row in rows if not _sums_up(row)), path)
-    history = History(source="TRL trainer state", settings=settings_of({}, logged, names))
-    for row in rows:
-        _take(history, row["step"], row, names, last=_sums_up(row))
-    return history
-
-
-def _sums_up(row: Mapping[str, object]) -> bool:
-    """Whether a row is the last one, which sums up the run."""
-    return "train_runtime" in row
+    numbered = [(row["step"], row) for row in rows]
+    return _history("TRL trainer state", numbered, {}, names, path, ours=False)
 
 
 def _with_step(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,23 +156,7 @@ def read_tensorboard(path: Path, names: Names | None = None) -> History:
     if not scalars:
         raise unreadable("there are no scalars in the event files", path, why="nothing was logged as a scalar")
     rows = [(step, scalars[step]) for step in sorted(scalars)]
-    return _tracked("TensorBoard", rows, config, names, path)
-
-
-def _tracked(
-    source: str,
-    rows: Sequence[tuple[int, Mapping[str, Any]]],
-    config: Mapping[str, Any],
-    names: Names | None,
-    path: Path,
-) -> History:
-    """The history of a run in a tracker: the rows of its steps, and its arguments as far as they were logged."""
-    logged = {name for _, row in rows for name in row}
-    check_logged(names, number_names(row for _, row in rows), path)
-    history = History(source=source, settings=settings_of(config, logged, names), config=config)
-    for step, row in rows:
-        _take(history, step, row, names, every=OURS in logged)
-    return history
+    return _history("TensorBoard", rows, config, names, path)
 
 
 def _with_scalars(path: Path) -> list[Path]:
@@ -257,7 +239,7 @@ def read_wandb(path: Path, names: Names | None = None) -> History:
                 rows.append((step, row))
     if not rows:
         raise unreadable("nothing was logged in the W&B run", path, why="it has no history")
-    return _tracked("W&B offline run", rows, config, names, path)
+    return _history("W&B offline run", rows, config, names, path)
 
 
 def frames(path: Path) -> Iterator[bytes]:

@@ -38,20 +38,6 @@ def test_the_gradient_formed_on_the_way_survives_a_rising_peak(monkeypatch, orde
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("with_bias", [True, False])
-def test_a_frozen_head_gives_the_same_gradient_of_hidden(any_tiles, options, with_bias):
-    hidden, weight, bias, targets = head()
-    weight, options = weight.detach(), {**options, "bias": bias.detach() if with_bias else None}
-    ours, naive = (
-        linear_logprobs(hidden, weight, targets, **options),
-        naive_logprobs(hidden, weight, targets, **options),
-    )
-    assert close(ours, naive)
-    gradients = [torch.autograd.grad(x @ coefficients(10), hidden)[0] for x in (ours, naive)]
-    assert close(*gradients)
-
-
-@pytest.mark.parametrize("options", OPTIONS)
 def test_entropy_is_that_of_the_softmax_and_detached(any_tiles, options):
     hidden, weight, _, targets = head(scale=2.0)
     logprobs, entropy = linear_logprobs(hidden, weight, targets, return_entropy=True, **options)

@@ -52,7 +52,6 @@ def held_by(name: str) -> Held:
 
 @pytest.mark.parametrize("name", [name for name in SCORED if name != "naive"])
 def test_neither_on_the_way_there_nor_back_is_more_held_than_a_few_tiles(name: str, monkeypatch) -> None:
-    """Counted; tests/core/heads/test_logprobs.py measures a process that does the same at the size of a model."""
     monkeypatch.setattr(tiles, "TILE_BYTES", 2**16)
     monkeypatch.setattr(tiles, "TILE_ROWS", 64)
     held = held_by(name)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from unittest.mock import patch
 
 import torch
 from tests.core.heads.naive import OPTIONS, coefficients, copies, head, naive_logits
@@ -144,35 +143,7 @@ def small_tiles(device: str) -> dict:
     return found
 
 
-def dispatch(_: str) -> dict:
-    """What goes to the kernels: 0 where it is as it should be."""
-    from klamp.core.heads import _triton, logprobs
-
-    class OnDevice(torch.Tensor):
-        is_cuda = True
-
-    def pick(hidden, weight, capability=(8, 0)):
-        with patch("torch.cuda.get_device_capability", lambda _: capability):
-            return logprobs._kernels(hidden, weight)
-
-    x = torch.zeros(3, 4)
-    moved = x.as_subclass(OnDevice)
-    with patch.dict("os.environ", {"KLAMP_TRITON": "0"}):
-        switched_off = pick(moved, x)
-    right = {
-        "device": pick(moved, x) is _triton,
-        "switched off": switched_off is None,
-        "old device": pick(moved, x, (7, 5)) is None,
-        "cpu": pick(x, x) is None,
-        "float64": pick(moved.double(), x.double()) is None,
-        "no rows": pick(moved[:0], x) is None,
-        "turned weight": pick(moved, x.t()) is None,
-    }
-    return {name: [0.0 if fits else 1.0, 0.0] for name, fits in right.items()}
-
-
 GROUPS = {
-    "dispatch": dispatch,
     "odd inputs": odd_inputs,
     "forbidden entries": forbidden_entries,
     "extreme logits": extreme_logits,
@@ -182,7 +153,7 @@ GROUPS = {
 
 def run(mode: str) -> dict:
     """Every case through the interpreter on a CPU, or on a GPU."""
-    device, found = "cuda", {"dispatch": dispatch("")}
+    device = "cuda"
     if mode == "interpreter":
         from klamp.core.heads import _triton, logprobs
 
@@ -190,8 +161,8 @@ def run(mode: str) -> dict:
         _triton.BLOCKS = {2: (32, 16, 16, 4, 2), 4: (16, 32, 16, 4, 2)}  # ragged blocks at small sizes
         _triton.PROGRAMS = 6
         logprobs._kernels = lambda *_: _triton
-    found |= {name: compare(*case, device) for name, case in cases(mode).items()}
-    return found | {name: group(device) for name, group in GROUPS.items() if name != "dispatch"}
+    found = {name: compare(*case, device) for name, case in cases(mode).items()}
+    return found | {name: group(device) for name, group in GROUPS.items()}
 
 
 def compile_for(architecture: int, dtype: str, size: int) -> dict:
