@@ -29,11 +29,6 @@ LOGGING = ("core", "diagnostics", "hosts", "records", "report", "tinker", "train
 """The rooms that log a run or read its log; the columns of an ablation's table are those of `klamp.ablation`."""
 
 
-def test_each_row_is_under_its_own_name_and_says_something() -> None:
-    assert all(name == row.name for name, row in METRICS.items())
-    assert all(row.unit and row.reduction and row.text.endswith(".") for row in METRICS.values())
-
-
 @pytest.mark.parametrize("host", [*RECORDED_NAMES, *OWN_INTERFACES])
 def test_other_names_stand_for_a_row(host: str) -> None:
     names = {**RECORDED_NAMES, **OWN_INTERFACES}[host]

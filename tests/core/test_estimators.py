@@ -104,16 +104,6 @@ def test_identical_models_have_exactly_zero_kl(estimator):
     assert (kl_estimate(logprobs, logprobs, estimator=estimator) == 0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("estimator", SAMPLED)
-def test_thirty_nats_either_way_are_finite_and_computed_in_float32(dtype, estimator):
-    near, far = torch.tensor([-0.5], dtype=dtype), torch.tensor([-30.5], dtype=dtype)
-    for policy, ref, delta in ((near, far, 30.0), (far, near, -30.0)):
-        value = kl_estimate(policy, ref, estimator=estimator)
-        assert value.dtype == torch.float32
-        assert value.item() == pytest.approx(FORMULAS[estimator](delta), rel=1e-6)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_log_ratios_are_not_rounded_again(dtype):
     # Both numbers are exact in either type; their difference is exact in neither.

@@ -15,7 +15,7 @@ from klamp.errors import ConfigError
 def test_a_row_is_a_family_and_a_word_a_sentence_and_a_unit_that_belongs_to_its_reduction(row: MetricRow) -> None:
     assert re.fullmatch(r"[a-z][a-z0-9_]*(/[a-z0-9_]+){0,2}", row.name)
     assert not row.text[0].islower() or row.text.startswith(("k1", "k3", "log "))
-    assert row.text.endswith(".") and "\n" not in row.text
+    assert row.unit and row.reduction and row.text.endswith(".") and "\n" not in row.text
     assert row.better in get_args(Better)
     over = {"nats/token": "tokens", "nats/sequence": "completions"}.get(row.unit)
     assert over is None or row.reduction.removesuffix("KL tokens").removesuffix(over) != row.reduction

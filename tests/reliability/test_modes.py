@@ -1,12 +1,16 @@
-"""The whole objective in torch's modes: autocast, deterministic algorithms, inference_mode and no_grad.
+"""The whole objective in torch's modes: autocast, deterministic algorithms, inference_mode, no_grad, and torch.compile.
 
-Of torch.func and second derivatives: tests/core/test_gradients_derivatives.py; of torch.compile: test_compile.py.
+Of torch.func and second derivatives: tests/core/test_gradients_derivatives.py.
 """
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +23,8 @@ from klamp.core.heads.kl import linear_kl
 from klamp.core.heads.logprobs import linear_logprobs
 from klamp.core.masking import masked_sum
 from klamp.core.objective import Objective
+
+ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 
@@ -120,3 +126,14 @@ def test_a_penalty_that_is_computed_again_in_the_backward_pass_is_the_same() -> 
         loss(x).backward()
         slopes.append(x.grad)
     assert torch.equal(slopes[0], slopes[1]) and torch.equal(slopes[0], slopes[2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_values_and_gradients_are_those_without_torch_compile(backend: str) -> None:
+    words = [sys.executable, "-m", "tests.reliability.compiled", backend]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == 13
+    assert {name: each for name, each in found.items() if not (isinstance(each, float) and each < 1e-5)} == {}

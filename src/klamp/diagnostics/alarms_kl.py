@@ -240,13 +240,11 @@ def _first_metrics(history: History) -> Mapping[str, float] | None:
 
 def kl_far(history: History) -> Evidence | None:
     """Finds a policy that is far from its reference, however it got there."""
-    values, length = _settled(history, FAR_STEPS), history.last("length/mean", FAR_STEPS)
-    if values is None or not length or fmean(values) <= FAR.value:
+    kl, length = _settled(history, FAR_STEPS), history.last("length/mean", FAR_STEPS)
+    if kl is None or not length or kl <= FAR.value or kl * fmean(length) <= FAR_COMPLETION.value:
         return None
-    whole = fmean(values) * fmean(length)
-    if whole <= FAR_COMPLETION.value:
-        return None
-    text = f"the KL is {number(fmean(values))} nats per token, {number(whole)} per completion, over {FAR_STEPS} steps"
+    whole = number(kl * fmean(length))
+    text = f"the KL is {number(kl)} nats per token, {whole} per completion, over {FAR_STEPS} steps"
     return Evidence(text, blame(history, history.step), _why_far(history))
 
 
@@ -277,24 +275,20 @@ def _why_far(history: History) -> list[str]:
 
 def kl_high(history: History) -> Evidence | None:
     """Finds a policy that is far from its reference."""
-    values = _settled(history, 5)
-    if values is None or fmean(values) <= HIGH.value:
-        return None
-    return Evidence(f"the KL is {number(fmean(values))} nats per token")
+    kl = _settled(history, 5)
+    return Evidence(f"the KL is {number(kl)} nats per token") if kl is not None and kl > HIGH.value else None
 
 
 def kl_low(history: History) -> Evidence | None:
     """Finds a policy that is still near to its reference after the first steps."""
-    values = _settled(history, 20)
-    if values is None or fmean(values) >= LOW.value:
-        return None
-    return Evidence(f"the KL is {number(fmean(values))} nats per token")
+    kl = _settled(history, 20)
+    return Evidence(f"the KL is {number(kl)} nats per token") if kl is not None and kl < LOW.value else None
 
 
-def _settled(history: History, steps: int) -> list[float] | None:
+def _settled(history: History, steps: int) -> float | None:
     """The mean KL of the last 5 steps, once there are so many."""
     values = history.kl(5) if len(history.rows) >= steps else []
-    return values if len(values) == 5 else None
+    return fmean(values) if len(values) == 5 else None
 
 
 RUNAWAY_WINDOW = 10
