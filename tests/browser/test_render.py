@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import expect
 from tests.browser.conftest import NARROW, WIDE, Open
-from tests.report.pages import run_of
+from tests.report.pages import completion, run_of
 
-from klamp.report.page import render
+from klamp.report.page import LIMIT, render
 
 OVERFLOW = """() => {
   const wide = document.documentElement.clientWidth;
@@ -81,16 +81,6 @@ def test_the_theme_follows_the_system_and_the_button(report: Path, open_page: Op
     assert background() == dark
 
 
-def test_a_comparison_overlays_its_runs(comparison: Path, open_page: Open) -> None:
-    page = open_page(comparison)
-    assert page.get_by_role("heading", level=1).inner_text() == "2 runs compared"
-    chart = page.locator("figure", has=page.get_by_role("heading", name="Reward", exact=True))
-    assert chart.locator(".legend .label").all_inner_texts() == ["fast", "held"]
-    assert chart.locator("svg.chart path.curve").count() == 2
-    differs = page.get_by_role("region", name="Table: configuration that differs")
-    assert {"beta", "learning_rate", "target_kl"} == set(differs.locator("tbody th").all_inner_texts())
-
-
 def test_hostile_text_is_shown_and_not_run(hostile: Path, open_page: Open) -> None:
     page = open_page(hostile)
     assert "owned" not in page.title().replace("document.title='owned'", "")
@@ -113,9 +103,27 @@ def test_runs_side_by_side_have_columns_of_one_width_on_a_phone(tmp_path: Path, 
     assert len(widths) == 2 and min(widths) >= 112 and widths[0] == pytest.approx(widths[1], abs=1), widths
 
 
-def test_names_of_fields_and_packages_are_not_broken_on_a_phone(comparison: Path, open_page: Open) -> None:
-    page = open_page(comparison, viewport=NARROW)
-    for name in ("transformers", "platform", "torch_threads"):
-        cell = page.locator("#versions th code", has_text=re.compile(f"^{name}$"))
-        lines = cell.evaluate("node => node.getClientRects().length")
-        assert lines == 1, name
+def test_a_large_record_fits(tmp_path: Path, open_page: Open) -> None:
+    n = 900
+    rows = [
+        completion(
+            step=step,
+            tokens=[f"Ġword{i % 97}" for i in range(n)],
+            policy=[-1.0 - (i * 7919 % 100) / 50 for i in range(n)],
+            ref=[-1.0 - (i * 104729 % 100) / 50 - step / 500 for i in range(n)],
+            sampler=[-1.0 - (i * 7919 % 100) / 50 for i in range(n)],
+            prompt=f"Question {step}",
+        )
+        for step in range(1, 121)
+    ]
+    run = run_of(completions=rows, k3=[0.1 + step % 7 for step in range(5000)], reward=[0.5] * 5000)
+    file = tmp_path / "report.html"
+    file.write_text(render([run]), encoding="utf-8")
+    assert 0.9 * LIMIT < file.stat().st_size <= LIMIT
+    page = open_page(file)
+    cards = page.locator(".completion").count()
+    assert 10 < cards < 120
+    assert f"{120 - cards} are left out: the page stays below 2 MB" in page.locator("#left-out").inner_text()
+    page.get_by_label("Text").fill("Question 120\nword0 word1")
+    page.get_by_label("Text").fill("question 120")
+    expect(page.get_by_role("status")).to_contain_text("1 of 1 shown")

@@ -56,12 +56,6 @@ def test_a_run_goes_on_from_its_checkpoint_in_another_server(tmp_path):
             ready(service.create_training_client_from_state(path + "x"))
 
 
-def test_weights_for_a_sampler_can_be_named(service, trainer, standin):
-    path = trainer.save_weights_for_sampler("named").result(timeout=SECONDS).path
-    sampler = ready(service.create_sampling_client(model_path=path))
-    assert sampler.compute_logprobs(types.ModelInput.from_ints([1, 2])).result(timeout=SECONDS)[0] is None
-
-
 def test_a_snapshot_stays_when_the_weights_move(trainer):
     prompt = types.ModelInput.from_ints([1, 2, 3, 4])
     snapshot = ready(trainer.save_weights_and_get_sampling_client())

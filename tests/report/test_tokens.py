@@ -85,14 +85,6 @@ def test_twins_and_runs_are_named() -> None:
     assert not node().all(of="run") and node().one("h4").text == "Step 1, completion 1"
 
 
-def test_what_models_write_is_text() -> None:
-    hostile = "</span><script>alert(1)</script>\u202e"
-    made = node(tokens=(hostile, "b", "c"), prompt=hostile)
-    assert not made.all("script")
-    assert made.one(of="tokens").all("span")[0].text == "</span><script>alert(1)</script>⟨U+202E⟩"
-    assert made.one(of="words").text == "</span><script>alert(1)</script>⟨U+202E⟩"
-
-
 def test_numbers_for_the_script() -> None:
     found = numbers_of(shown(policy=(-1.123456789, math.nan, -math.inf), ref=None, sampler=(-1.0, -2.0, -0.5)))
     assert found == {"p": [-1.12346, None, None], "s": [-1.0, -2.0, -0.5]}

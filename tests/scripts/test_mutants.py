@@ -11,12 +11,10 @@ from scripts.mutants import (
     annotations,
     equivalent,
     is_a_marker,
-    makes_sense,
     modules,
     page_of,
     record_of,
     recorded,
-    report,
     source,
     stages,
     text,
@@ -74,29 +72,12 @@ def test_a_star_between_parameters_is_no_product() -> None:
     assert [is_a_marker(code, star) for star in stars] == [True, False, False, False, True]
 
 
-def test_an_operator_is_replaced_by_one_of_its_kind() -> None:
-    kept = ("core/ReplaceBinaryOperator_Add_Sub", "core/ReplaceComparisonOperator_Lt_LtE", "core/AddNot")
-    assert all(makes_sense(name) for name in kept)
-    left = ("core/ReplaceBinaryOperator_Add_LShift", "core/ReplaceComparisonOperator_Eq_Lt", "core/NoOp")
-    assert not any(makes_sense(name) for name in left)
-
-
 @pytest.mark.parametrize("key", equivalent(), ids=str)
 def test_an_equivalent_mutant_is_of_a_line_that_is_there_and_says_why(key: mutants.Key) -> None:
     module, _, line, becomes = key
     assert line in [line.strip() for line in source(module).splitlines()]
     assert line != becomes
     assert len(equivalent()[key].split()) > 4
-
-
-def test_the_report_counts_by_module_and_shows_what_survived() -> None:
-    mutant = changed("1 - (1 - end) * x", "1 + (1 - end) * x")
-    shown = report([(mutant, "caught")] * 3 + [(mutant, "alive"), (mutant, "equivalent")], "a run")
-    assert "Of 5 mutants: 3 caught, 1 alive, 1 equivalent." in shown
-    assert "equivalent: **75.0 %**." in shown
-    assert "| core/controllers.py | 3 | 1 | 1 |" in shown
-    assert "\n-        return 1 - (1 - end) * x\n+        return 1 + (1 - end) * x\n" in shown
-    assert mutant.key == (CONTROLLERS, "by hand", "return 1 - (1 - end) * x", "return 1 + (1 - end) * x")
 
 
 def test_a_mistake_is_caught_and_a_change_of_nothing_is_not(tmp_path: Path) -> None:

@@ -105,15 +105,6 @@ def test_a_licence_that_is_not_allowed_fails(monkeypatch: pytest.MonkeyPatch, ca
     assert "some: AGPL-3.0-only" in (said := capsys.readouterr().err) and "other: unknown" in said
 
 
-def test_the_counts_are_written_into_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(supply_chain, "PAGE", tmp_path / "page.md")
-    monkeypatch.setattr(supply_chain, "installed", lambda: {"some": ("1.0", "MIT"), "other": ("2.0", "MIT")})
-    supply_chain.PAGE.write_text(f"a\n{supply_chain.BEGIN}\nold\n{supply_chain.END}\nb\n", encoding="utf-8")
-    assert supply_chain.licences(record=True) == 0
-    page = supply_chain.PAGE.read_text(encoding="utf-8")
-    assert "| MIT | 2 |" in page and "old" not in page and page.startswith("a\n") and page.endswith("\nb\n")
-
-
 # advisories ----------------------------------------------------------------------------------------------------------
 
 SOUND = {"name": "some", "version": "1.0", "vulns": []}

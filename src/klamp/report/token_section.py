@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from klamp.report.completions import Place, Shown, worst_tokens
-from klamp.report.cost_section import Costs, cost_section, shares_linked, shares_of
+from klamp.report.cost_section import Costs, cost_section
 from klamp.report.run import ReportRun
 from klamp.report.text import Html, Read, count, element, join, json_block, plain_table, probability, shown, signed
 from klamp.report.tokens import card, legend, numbers_of, shade
@@ -52,8 +52,7 @@ def token_section(runs: Sequence[ReportRun], completions: Sequence[Shown], kept:
     readers = [run.read for run in runs]
     here = {number: completions[number] for number in kept}
     worst = worst_tokens(here, most=WORST)
-    behind = shares_of(spent, here, readers)
-    linked = links(here, worst, shares_linked(behind))
+    linked = links(here, worst)
     cards = [
         card(each, number, read=readers[each.run], label=_label(runs, each), linked=linked.get(number, frozenset()))
         for number, each in here.items()
@@ -62,7 +61,7 @@ def token_section(runs: Sequence[ReportRun], completions: Sequence[Shown], kept:
         [
             element("p", said(completions, list(here.values())), class_="aside", id="left-out"),
             _worst_table(runs, here, worst, readers),
-            cost_section(runs, completions, here, spent, behind),
+            cost_section(runs, completions, spent),
             element("h3", "Completions", id="all-completions"),
             legend(sorted({each.against for each in completions if each.against})),
             _filters(runs, completions),
@@ -114,11 +113,9 @@ def said(completions: Sequence[Shown], kept: Sequence[Shown]) -> str:
     return f"{text}, the worst first. {total - here} are left out: the page stays below 2 MB."
 
 
-def links(
-    completions: Mapping[int, Shown], worst: Sequence[Place], others: Mapping[int, frozenset[int]]
-) -> Mapping[int, frozenset[int]]:
-    """The positions that the page links to, by completion: the worst tokens, others, and those that alarms blame."""
-    found: dict[int, frozenset[int]] = dict(others)
+def links(completions: Mapping[int, Shown], worst: Sequence[Place]) -> Mapping[int, frozenset[int]]:
+    """The positions that the page links to, by completion: the worst tokens, and those that alarms blame."""
+    found: dict[int, frozenset[int]] = {}
     for place in worst:
         found[place.shown] = found.get(place.shown, frozenset()) | {place.position}
     for number, each in completions.items():

@@ -11,8 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engines.unsloth.hosts import attached, compared, move, saved, tokenizer
-from tests.engines.unsloth.matrix import CASES, UNWEIGHTED, assert_same
+from tests.engines.unsloth.hosts import (
+    CASES,
+    UNWEIGHTED,
+    assert_same,
+    attached,
+    compared,
+    move,
+    saved,
+    tokenizer,
+)
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from klamp.config import KLConfig

@@ -8,8 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engines.unsloth.hosts import attached, compared, model, move, saved
-from tests.engines.unsloth.matrix import CASES, TWICE, UNWEIGHTED, assert_same
+from tests.engines.unsloth.hosts import (
+    CASES,
+    TWICE,
+    UNWEIGHTED,
+    assert_same,
+    attached,
+    compared,
+    model,
+    move,
+    saved,
+)
 
 from benchmarks.unsloth_cpu import with_switches
 from klamp.config import KLConfig

@@ -1,4 +1,4 @@
-"""Short real runs of Unsloth's trainer with klamp's KL."""
+"""Short real runs of Unsloth's trainer with klamp's KL, and the benchmark of its step."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import pytest
 import torch
 from tests.engines.unsloth.hosts import attached
 
+from benchmarks.measure import isolated
+from benchmarks.step_runs import Setting, write_setting
 from klamp.config import KLConfig
 
 STEPS = 30
@@ -23,7 +24,7 @@ def run(folder: Path, beta: float, **options: Any) -> dict[str, list[float]]:
     torch.manual_seed(0)
     host = attached(
         folder,
-        KLConfig(beta=beta, kl_monitor=True, **options),
+        KLConfig(beta=beta, **options),
         reward=many_of_a_letter,
         learning_rate=2e-3,
         lr_scheduler_type="constant",
@@ -38,27 +39,16 @@ def run(folder: Path, beta: float, **options: Any) -> dict[str, list[float]]:
     return {name: [entry[name] for entry in steps] for name in ("kl/k3", "beta", "reward")}
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[float, dict[str, list[float]]]:
-    return {beta: run(tmp_path_factory.mktemp(f"beta-{beta}"), beta) for beta in (0.0, 0.01, 3.0)}
-
-
-def test_a_large_beta_holds_the_kl_and_a_small_one_lets_it_drift(runs: dict[float, dict[str, list[float]]]) -> None:
-    late = {beta: mean(found["kl/k3"][-5:]) for beta, found in runs.items()}
-    assert late[3.0] < 0.25 * late[0.01]
-    assert late[0.01] > 3 * mean(runs[0.01]["kl/k3"][1:6])
-    assert late[0.0] > 0.5 * late[0.01]
-
-
-def test_the_reward_rises_where_the_kl_lets_it(runs: dict[float, dict[str, list[float]]]) -> None:
-    rise = {beta: mean(found["reward"][-5:]) - mean(found["reward"][:5]) for beta, found in runs.items()}
-    assert rise[0.01] > rise[3.0]
-    assert rise[0.0] > rise[3.0]
-
-
-def test_a_controller_turns_a_small_beta_into_one_that_holds(
-    tmp_path: Path, runs: dict[float, dict[str, list[float]]]
-) -> None:
-    held = run(tmp_path, 0.01, target_kl=0.01)
+def test_a_small_beta_lets_it_learn_and_drift_and_a_controller_makes_it_hold(tmp_path: Path) -> None:
+    free, held = run(tmp_path / "free", 0.01), run(tmp_path / "held", 0.01, target_kl=0.01)
+    assert mean(free["reward"][-5:]) > mean(free["reward"][:5])
+    assert mean(free["kl/k3"][-5:]) > 3 * mean(free["kl/k3"][1:6])
     assert held["beta"][-1] > 10 * held["beta"][0]
-    assert mean(held["kl/k3"][-5:]) < 0.5 * mean(runs[0.01]["kl/k3"][-5:])
+    assert mean(held["kl/k3"][-5:]) < 0.5 * mean(free["kl/k3"][-5:])
+
+
+def test_its_trainer_takes_the_steps_that_are_asked_for(tmp_path: Path) -> None:
+    model, prompts = write_setting(tmp_path, "tiny", 8)
+    setting = Setting(trainer="unsloth", model=model, prompts=prompts, completion=8, steps=2, warmup=1)
+    found = isolated("benchmarks.step_runs:one", {"setting": setting.to_dict()}, threads=1)
+    assert len(found["seconds"]) == 1 and found["tokens"] == 2 * 8 * 8

@@ -5,7 +5,6 @@ No run is started here: `tests/engines/verl/test_whole_runs.py` makes whole ones
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import shlex
@@ -160,11 +159,6 @@ def test_values_land_where_they_should(config_of, tmp_path) -> None:
     assert variables.VERL_USE_EXTERNAL_MODULES == "klamp.verl.registered"
     assert found.actor_rollout_ref.model.custom_chat_template == AS_IT_STANDS
     assert not effective(found).notes
-
-
-def test_the_users_own_arguments_win(config_of, tmp_path) -> None:
-    found = in_verl(config_of(verl_args=["actor_rollout_ref.rollout.name=sglang", "+new.key=1"]), tmp_path)
-    assert found.actor_rollout_ref.rollout.name == "sglang" and found.new.key == 1
 
 
 LOSSES = [
@@ -326,11 +320,3 @@ def test_every_field_of_the_translation_is_a_key_of_verls(config_of, tmp_path) -
         "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH",
         "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES",
     }
-    fields = {field.name for field in dataclasses.fields(verl_engine())}
-    assert "mixed_precision" in fields, "a field of the data class that the YAML file leaves out"
-
-
-def verl_engine() -> type:
-    from verl.workers.config import FSDPEngineConfig
-
-    return FSDPEngineConfig

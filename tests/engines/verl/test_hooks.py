@@ -16,7 +16,7 @@ from verl.workers.utils import losses
 
 from klamp.config import KLConfig
 from klamp.core.objective import Objective, grpo_loss
-from klamp.errors import ConfigError, UnknownNameError, UnsupportedVersion
+from klamp.errors import ConfigError, UnsupportedVersion
 from klamp.hosts.verl import hooks
 from klamp.verl import register
 
@@ -59,22 +59,16 @@ def klamp_loss(step: Step, name: str, beta: float, reduction: str) -> torch.Tens
 @pytest.mark.parametrize("average", AVERAGES)
 @pytest.mark.parametrize("name", TERMS)
 def test_the_loss_is_klamps_own(name: str, average: str) -> None:
+    """With padding, and nested, as verl's newer trainers pass completions."""
     step = Step.random()
     options = {"use_kl_loss": True, "kl_loss_type": name, "kl_loss_coef": 0.3, "loss_agg_mode": average}
-    found, metrics = actor_loss(step, **options)
     expected = klamp_loss(step, name, 0.3, AVERAGES[average])
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
-    torch.testing.assert_close(gradient(found, step), gradient(expected, step), rtol=0, atol=1e-9)
-    assert metrics["kl_coef"] == 0.3
-
-
-@pytest.mark.usefixtures("registered")
-@pytest.mark.parametrize("name", TERMS)
-def test_without_padding_it_is_the_same(name: str) -> None:
-    step, options = Step.random(), {"use_kl_loss": True, "kl_loss_type": name, "kl_loss_coef": 0.3}
-    (padded, _), (nested, _) = (actor_loss(step, nested=nested, **options) for nested in (False, True))
-    torch.testing.assert_close(nested, padded, rtol=0, atol=1e-12)
-    torch.testing.assert_close(gradient(nested, step), gradient(padded, step), rtol=0, atol=1e-12)
+    slope = gradient(expected, step)
+    for nested in (False, True):
+        found, metrics = actor_loss(step, nested=nested, **options)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+        torch.testing.assert_close(gradient(found, step), slope, rtol=0, atol=1e-9)
+        assert metrics["kl_coef"] == 0.3
 
 
 @pytest.mark.gate
@@ -203,21 +197,6 @@ def test_without_klamps_policy_loss_a_token_horizon_is_the_same() -> None:
     assert torch.equal(ours, vanilla) and torch.equal(gradient(ours, step), gradient(vanilla, step))
 
 
-@pytest.mark.usefixtures("registered")
-def test_names_that_cannot_be_read() -> None:
-    step = Step.random()
-    for name, error, text in [
-        ("klamp:kl_gradient", ConfigError, "cannot be read"),
-        ("klamp:kl_gradint=forward", UnknownNameError, "kl_gradient"),
-        ("klamp:beta=0.1", UnknownNameError, "unknown field"),
-        ("klamp:kl_gradient=sideways", ConfigError, "sideways"),
-    ]:
-        with pytest.raises(error, match=text):
-            actor_loss(step, use_kl_loss=True, kl_loss_type=name)
-    with pytest.raises(NotImplementedError):  # not ours, so verl's own answer
-        actor_loss(step, use_kl_loss=True, kl_loss_type="klamped")
-
-
 def rewarded(step: Step, control: object, kind: str) -> tuple[torch.Tensor, dict[str, float]]:
     """What verl's trainer makes of the rewards: a score of 1 at each completion's last token."""
     last = step.mask.long().cumsum(1) == step.mask.sum(1, keepdim=True)
@@ -274,18 +253,6 @@ def test_beta_never_turns_negative_where_verls_own_does() -> None:
     for control in (own, ours):
         control.update(current_kl=0.0, n_steps=1024)
     assert own.value < 0 < ours.value < 0.1
-
-
-@pytest.mark.usefixtures("registered")
-def test_bounds_and_gains_of_a_controller() -> None:
-    name = "klamp:kl_controller=pid,kl_controller_gains=(1.0, 0.5, 0.0),beta_max=0.3"
-    control = algorithms.get_kl_controller(KLControlConfig(type=name, kl_coef=0.2, target_kl=0.05))
-    rule = control.control.controller
-    assert (rule.kp, rule.ki, rule.kd) == (1.0, 0.5, 0.0)
-    control.update(current_kl=9.0, n_steps=1)
-    assert control.value == 0.3
-    with pytest.raises(UnknownNameError, match="unknown field"):
-        algorithms.get_kl_controller(KLControlConfig(type="klamp:kl_estimator=k1"))
 
 
 @pytest.mark.usefixtures("untouched")

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import verl
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 from tests.engines.verl.actor import Step, actor_loss, gradient
 from verl.trainer.ppo.utils import need_reference_policy
@@ -14,7 +18,7 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from klamp.config import KLConfig
 from klamp.core.objective import Objective, grpo_loss
-from klamp.hosts.verl.fields_in_verl import loss_kl, reward_kl
+from klamp.hosts.verl.fields_in_verl import loss_kl, reward_kl, written
 from klamp.verl import effective, overrides
 
 REQUIRED = ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",)
@@ -109,3 +113,46 @@ def test_effective_reads_what_verl_will_do() -> None:
     reward = ["algorithm.use_kl_in_reward=True", "algorithm.adv_estimator=grpo", "algorithm.kl_ctrl.type=adaptive"]
     notes = effective(composed([*reward, "algorithm.kl_ctrl.horizon=100"])).notes
     assert [text.split()[0] for text in notes] == ["norm_adv_by_std_in_grpo", "the", "verl's"]
+
+
+def read(text: str) -> Any:
+    return OverridesParser.create().parse_override(f"key={text}").value()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        1,
+        1e-6,
+        float("inf"),
+        "klamp:kl_gradient=forward,kl_max_weight=2.5",
+        "it's",
+        "a\\'b",
+        "end\\",
+        "",
+        "null",
+        "True",
+        "1.5",
+        "{% for message in messages %}{{ message.content }}{% endfor %}",
+        "/a folder/with, {marks}",
+        "two\nlines",
+        ["a", "b=c", 1],
+        {"param_dtype": "fp32", "reduce_dtype": "fp32"},
+    ],
+    ids=repr,
+)
+def test_what_was_written_is_read_back(value: Any) -> None:
+    assert read(written(value)) == value
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(alphabet="ab'\\\"=,[]{}()$%: /.-1\t"))
+def test_any_text_is_read_back(text: str) -> None:
+    assert read(written(text)) == text
+
+
+def test_plain_texts_stay_readable() -> None:
+    assert written("low_var_kl") == "low_var_kl" and written("/data/train.parquet") == "/data/train.parquet"
+    assert written(("a", 0.5)) == "[a,0.5]"

@@ -157,7 +157,7 @@
   const more = document.getElementById("more");
   const count = document.getElementById("count");
   const field = (name) => document.getElementById(`f-${name}`);
-  let limit = PAGE, only = null;
+  let limit = PAGE;
   let matching = cards;
 
   const orders = {
@@ -197,10 +197,9 @@
         isBetween(entry.reward, rewardFrom, rewardTo) &&
         entry.worst >= size &&
         (!blamed || entry.blamed) &&
-        (text === "" || words(entry).includes(text)) &&
-        (only === null || only.numbers.includes(entry.number)),
+        (text === "" || words(entry).includes(text)),
     );
-    matching.sort(only === null ? orders[field("sort").value] : (a, b) => only.numbers.indexOf(a.number) - only.numbers.indexOf(b.number));
+    matching.sort(orders[field("sort").value]);
     limit = PAGE;
     draw();
   }
@@ -211,15 +210,13 @@
     list.append(...matching.map((entry) => entry.card));
     const visible = Math.min(limit, matching.length);
     count.textContent = matching.length
-      ? `${visible} of ${matching.length} shown` + (matching.length < cards.length ? `; ${cards.length} on the page` : "") +
-        (only ? `; those that cost the most by ${only.label} first` : "")
+      ? `${visible} of ${matching.length} shown` + (matching.length < cards.length ? `; ${cards.length} on the page` : "")
       : "No completion is like that.";
     more.hidden = matching.length <= limit;
     more.textContent = `Show ${Math.min(PAGE, matching.length - limit)} more`;
   }
   function clear() {
     form.reset();
-    only = null;
     apply();
   }
   form.addEventListener("input", apply);
@@ -231,20 +228,6 @@
     draw();
     next?.strip.firstElementChild?.focus({ preventScroll: true });
   });
-
-  // ---- The completions behind a word, a position or a prompt
-
-  for (const button of document.querySelectorAll("button.only")) {
-    button.hidden = false;
-    button.setAttribute("aria-label", `Show ${button.textContent} completions: ${button.dataset.label}`);
-    button.addEventListener("click", () => {
-      form.reset();
-      only = { numbers: button.dataset.cards.split(" ").map(Number), label: button.dataset.label };
-      apply();
-      document.getElementById("all-completions").scrollIntoView({ block: "start" });
-      matching[0].strip.firstElementChild?.focus({ preventScroll: true });
-    });
-  }
 
   // ---- Links to a token
 
