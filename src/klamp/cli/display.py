@@ -269,7 +269,7 @@ def _count(parameters: int) -> str:
     return str(parameters)
 
 
-def _line(first: str, cells: list[str], columns: list[StepColumn]) -> str:
+def _line(first: str, cells: list[str], columns: Sequence[StepColumn]) -> str:
     gap = " " * GAP
     aligned = [cell.rjust(column.width) for cell, column in zip(cells, columns, strict=True)]
     return gap.join([first.rjust(STEP_WIDTH - GAP), *aligned])
