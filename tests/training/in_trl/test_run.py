@@ -205,10 +205,3 @@ def test_without_a_checkpoint_it_begins_anew(quick, tmp_path):
     train_run(quick(max_steps=2, save_every=1, eval_size=1, resume=True))
     assert [row["step"] for row in rows_of(tmp_path / "run")] == [0, 1, 2, 2]
     assert "9.0" not in (tmp_path / "run" / "metrics.jsonl").read_text().split("reward")[0]
-
-
-def test_checkpoints_of_another_backend_are_not_gone_on_from(quick, tmp_path):
-    (tmp_path / "run" / "checkpoints" / "step-000003").mkdir(parents=True)
-    (tmp_path / "run" / "config.yaml").touch()
-    with pytest.raises(RunFolderError, match="no checkpoint to continue from"):
-        train_run(quick(resume=True))

@@ -12,19 +12,14 @@ import torch
 from accelerate.utils import DistributedType
 from tests.hosts.common.fake_vllm import put_in_place
 from tests.training.conftest import steps_of, stored, tiny_llama
+from tests.training.test_trainer import Recorder
 
 from klamp.core.controllers import StepController
 from klamp.errors import ConfigError, MissingLibrary, ModelError
 from klamp.hosts.common.sampler_weights import packing
 from klamp.training.backends import train_run
 from klamp.training.in_trl import run as module
-from klamp.training.in_trl.run import (
-    check_devices,
-    check_split,
-    check_vllm,
-    gathered,
-)
-from klamp.training.observers import Observer
+from klamp.training.in_trl.run import check_devices, check_split, check_vllm, gathered
 
 
 @pytest.mark.parametrize("changes", [{"sampler": "vllm"}, {"sampler_url": "http://there:8000"}])
@@ -90,31 +85,21 @@ def test_one_process_for_each_gpu(quick, monkeypatch):
     check_devices(quick())
 
 
-@pytest.mark.parametrize(
-    ("changes", "stage", "message"),
-    [
-        ({"dtype": "bfloat16"}, 2, "copies of 16-bit"),
-        ({"dtype": "bfloat16"}, None, "copies of 16-bit"),
-    ],
-)
-def test_weights_that_cannot_be_divided_so_are_refused(quick, monkeypatch, changes, stage, message):
+@pytest.mark.parametrize("stage", [2, None])
+def test_copies_of_weights_that_are_divided_are_refused(quick, monkeypatch, stage):
     plugin = None if stage is None else SimpleNamespace(zero_stage=stage)
     kind = DistributedType.FSDP if stage is None else DistributedType.DEEPSPEED
     accelerator: Any = SimpleNamespace(distributed_type=kind, state=SimpleNamespace(deepspeed_plugin=plugin))
     monkeypatch.setenv("ACCELERATE_USE_FSDP", str(stage is None))
-    with pytest.raises(ConfigError, match=message):
-        check_split(quick(**changes), accelerator)
-    check_split(quick(**changes, lora_r=2), accelerator)
-    check_split(quick(**changes, master_weights="none"), accelerator)
-
-
-@pytest.fixture
-def asked(monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ConfigError, match="copies of 16-bit"):
+        check_split(quick(dtype="bfloat16"), accelerator)
+    check_split(quick(dtype="bfloat16", lora_r=2), accelerator)
+    check_split(quick(dtype="bfloat16", master_weights="none"), accelerator)
 
 
 @pytest.mark.parametrize("version", ["1", None])
-def test_fsdp1_is_refused_before_any_work(quick, tmp_path, asked, monkeypatch, version):
+def test_fsdp1_is_refused_before_any_work(quick, tmp_path, monkeypatch, version):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.delenv("FSDP_VERSION", raising=False)
     if version:
         monkeypatch.setenv("FSDP_VERSION", version)
@@ -123,7 +108,8 @@ def test_fsdp1_is_refused_before_any_work(quick, tmp_path, asked, monkeypatch, v
     assert "--fsdp_version 2" in caught.value.fix and not (tmp_path / "run").exists()
 
 
-def test_fsdp_that_accelerate_drops_on_cpus_is_refused(quick, asked, monkeypatch):
+def test_fsdp_that_accelerate_drops_on_cpus_is_refused(quick, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     accelerator: Any = SimpleNamespace(
         num_processes=2,
         distributed_type=DistributedType.MULTI_CPU,
@@ -149,50 +135,39 @@ def test_whole_weights_are_left_as_they_are():
         assert module.weight is before
 
 
-class Warned(Observer):
-    def __init__(self):
-        self.texts, self.reference = [], ""
-
-    def on_start(self, info):
-        self.reference = info.reference
-
-    def on_warning(self, text):
-        self.texts.append(text)
-
-
 def test_another_reference_is_taken_and_its_distance_is_no_surprise(quick, tmp_path):
     other = stored(tiny_llama(initializer_range=0.1), tmp_path / "other")
-    seen = Warned()
+    seen = Recorder()
     train_run(quick(ref_model=other, max_steps=1), [seen])
     assert steps_of(tmp_path / "run")[0]["kl/k3"] > 0.1
-    assert seen.reference == "the model passed as ref_model"
-    assert not [text for text in seen.texts if "step 0" in text or "before the first" in text]
+    assert seen.info.reference == "the model passed as ref_model"
+    assert not [text for text in seen.told("warning") if "step 0" in text or "before the first" in text]
 
 
 def test_a_distance_before_the_first_update_is_told(quick, recwarn):
-    seen = Warned()
+    seen = Recorder()
     train_run(quick(reference_dtype="bfloat16", max_steps=1), [seen])
-    (text,) = seen.texts
+    (text,) = seen.told("warning")
     assert "bfloat16" in text
     assert not [str(w.message) for w in recwarn if "before" in str(w.message)], "told once"
 
 
 def test_a_reference_that_moves_is_trl_s(quick, tmp_path):
-    still, moving, seen = tmp_path / "still", tmp_path / "moving", Warned()
+    still, moving, seen = tmp_path / "still", tmp_path / "moving", Recorder()
     train_run(quick(output_dir=str(still)))
     train_run(quick(output_dir=str(moving), reference="periodic", reference_reset_steps=1), [seen])
     assert steps_of(still)[-1]["kl/k3"] > 0.01
     assert steps_of(moving)[-1]["kl/k3"] < 1e-6
-    assert "moved by a share of 1" in seen.reference
+    assert "moved by a share of 1" in seen.info.reference
 
 
 def test_without_a_kl_no_reference_is_loaded(quick, tmp_path):
-    seen = Warned()
+    seen = Recorder()
     train_run(quick(beta=0.0), [seen])
     rows = steps_of(tmp_path / "run")
     assert not any(name.startswith("kl/") for row in rows for name in row)
     assert all(row["beta"] == 0 for row in rows)
-    assert seen.reference.startswith("none")
+    assert seen.info.reference.startswith("none")
 
 
 def test_the_controller_moves_beta_from_step_to_step(quick, tmp_path):

@@ -39,13 +39,8 @@ def test_held_out_prompts_of_every_skill_that_is_answered():
     )
     assert answered(task) == ["a", "c"]
     rows = list(held_out_rows(task))
-    assert [(row["data_source"], row["extra_info"]["index"]) for row in rows] == [
-        ("a", 0),
-        ("a", 1),
-        ("c", 0),
-        ("c", 1),
-    ]
-    assert {row["extra_info"]["where"] for row in rows} == {"a", "c"}
+    found = [(row["data_source"], row["extra_info"]["where"], row["extra_info"]["index"]) for row in rows]
+    assert found == [("a", "a", 0), ("a", "a", 1), ("c", "c", 0), ("c", "c", 1)]
 
 
 def test_the_files(quick, tmp_path):
@@ -156,15 +151,5 @@ def test_the_task_is_opened_once_by_all_threads(written, monkeypatch):
 def test_other_data_than_were_written_are_noticed(change, written):
     _, row, given = written()
     given["extra_info"] = {**given["extra_info"], **change}
-    with pytest.raises(RewardError, match="not the one whose prompts were written"):
-        reward.score(row["data_source"], "1", **given)
-
-
-def test_data_that_changed_since_are_noticed(written, tmp_path):
-    _, row, given = written()
-    file = tmp_path / "run" / "verl" / "task.json"
-    told = json.loads(file.read_text())
-    told["task"]["task_seed"] = 5
-    file.write_text(json.dumps(told))
     with pytest.raises(RewardError, match="not the one whose prompts were written"):
         reward.score(row["data_source"], "1", **given)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from tests.training.in_verl.test_train import Told
+from tests.training.test_trainer import Recorder
 
 from klamp.errors import RunFolderError
 from klamp.training.config import TrainConfig
@@ -18,12 +18,10 @@ def run_of(quick, tmp_path):
     """A run that is not started, and what it tells."""
 
     def make(**changes):
-        config, told = quick(**changes), Told()
+        config, told = quick(**changes), Recorder()
         folder = tmp_path / "run"
         context = context_of(config, make_accelerator(config, folder), folder, [])
         run = VerlRun(context, [told])
-        run.tell(lambda o: o.on_start(run.info()))
-        told.notes.clear()
         return run, told
 
     return make
@@ -37,11 +35,11 @@ def test_a_kl_at_the_first_step_is_warned_of_where_it_is_that_of_the_first_updat
     for changes, warned in (({}, True), ({"num_iterations": 2}, False)):
         run, told = run_of(**changes)
         run.take(row(1, kl=0.3))
-        assert any(note[0] == "warning" for note in told.notes) == warned
+        assert bool(told.told("warning")) == warned
     run, told = run_of()
     run.take(row(1, kl=0.001))
     run.take(row(2, kl=0.3))
-    assert not [note for note in told.notes if note[0] == "warning"]
+    assert not told.told("warning")
 
 
 def test_a_row_is_a_step_an_evaluation_or_both(run_of):
@@ -50,7 +48,7 @@ def test_a_row_is_a_step_an_evaluation_or_both(run_of):
     run.take({"step": 0, f"val-core/{skill}/acc/mean@1": 0.25})
     run.take(row(1))
     run.take(row(2, **{f"val-core/{skill}/acc/mean@1": 0.75}))
-    assert told.notes == [("evaluation", 0), ("step", 1), ("step", 2), ("evaluation", 2)]
+    assert told.calls == [("evaluation", 0), ("step", 1), ("step", 2), ("evaluation", 2)]
     assert (run.before, run.after, run.step) == ({skill: 0.25}, {skill: 0.75}, 2)
 
 
