@@ -114,7 +114,17 @@ def test_tokens_to_blame_stand_in_a_table(tmp_path: Path, capsys: pytest.Capture
         (["missing", "--fail-on", "kl-spikes"], "did you mean 'kl-spike'"),
         (["missing", "--verifier", "rule"], "did you mean 'rules'"),
         (["missing", "--beta", "much"], "--beta cannot be read"),
+        (["missing", "--beta"], "--beta cannot be read"),
+        (["missing", "--beta", "-3"], "--beta takes 0 or more"),
+        (["missing", "--beta", "nan"], "--beta takes 0 or more"),
         (["missing", "--fail"], "unknown flag"),
+        (["missing", "--fail-on"], "--fail_on cannot be read"),
+        (["missing", "--nope"], "see `klamp doctor --help`"),
+        (["missing", "other"], "here klamp doctor takes flags only"),
+        (["missing", "--map"], "--map cannot be read"),
+        (["missing", "--map", "kl"], "has no = with a name on either side"),
+        (["missing", "--map", "rewrd=x"], "did you mean 'reward'"),
+        (["missing", "--map", "kl=a", "--map", "kl/k3=b"], "a metric is given two names"),
         (["--json"], "arguments are required: PATH"),
     ],
 )
@@ -137,26 +147,6 @@ def test_a_record_with_nothing_to_check_is_not_called_sound(
     assert why in err
 
 
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (["--beta"], "--beta cannot be read"),
-        (["--beta", "-3"], "--beta takes 0 or more"),
-        (["--beta", "nan"], "--beta takes 0 or more"),
-        (["--fail-on"], "--fail_on cannot be read"),
-        (["--nope"], "see `klamp doctor --help`"),
-        (["other"], "here klamp doctor takes flags only"),
-    ],
-)
-def test_a_flag_that_cannot_be_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], says: str
-) -> None:
-    assert main(["doctor", state(tmp_path, *SOUND), *flags]) == 2
-    err = capsys.readouterr().err
-    assert says in err
-    assert "did you mean --beta" not in err
-
-
 def test_names_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"step": i + 1, "my_kl": kl, "kl": 0.0, "my_reward": 0.5} for i, kl in enumerate(SPIKE)]
     file = tmp_path / "log.jsonl"
@@ -172,23 +162,6 @@ def test_names_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     err = capsys.readouterr().err
     assert "no row of the record has a number called 'your_kl'" in err
     assert "it has kl, my_kl, my_reward, step" in err
-
-
-@pytest.mark.parametrize(
-    ("flags", "text"),
-    [
-        (["--map"], "--map cannot be read"),
-        (["--map", "kl"], "has no = with a name on either side"),
-        (["--map", "rewrd=x"], "did you mean 'reward'"),
-        (["--map", "kl=a", "--map", "kl/k3=b"], "a metric is given two names"),
-    ],
-)
-def test_names_are_refused_before_anything_is_read(
-    flags: list[str], text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["doctor", "missing", *flags]) == 2
-    captured = capsys.readouterr()
-    assert text in captured.err and "nothing to examine" not in captured.err and captured.out == ""
 
 
 def test_what_the_run_was_warned_of_stands_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -305,26 +305,6 @@ def test_the_options_of_a_command_keep_their_own_rules(cls: Any) -> None:
             assert known.default >= known.least
 
 
-ASKED = {
-    "lr": "learning_rate",
-    "batch_size": "prompts_per_step",
-    "per_device_train_batch_size": "prompts_per_step",
-    "epochs": "max_steps",
-    "num_train_epochs": "max_steps",
-    "steps": "max_steps",
-    "kl": "beta",
-    "kl_loss_coef": "beta",
-    "model_name_or_path": "model",
-    "lora_rank": "lora_r",
-    "max_new_tokens": "max_completion_length",
-    "group_size": "num_generations",
-    "n": "num_generations",
-    "clip_range": "epsilon",
-    "ppo_epochs": "num_iterations",
-}
-"""What people type who come from TRL, HF, verl or OpenRLHF."""
-
-
 def test_each_is_a_name_that_klamp_does_not_have_for_a_field_that_it_has() -> None:
     assert OTHER_NAMES.keys() & by_any_name(train_fields()).keys() == set()
     assert {field for field, _ in OTHER_NAMES.values()} <= train_fields().keys()
@@ -336,11 +316,6 @@ def test_each_says_in_a_sentence_how_it_differs(name: str) -> None:
         read_argv(train_fields(), [f"--{name.replace('_', '-')}", "1"], command="klamp train")
     assert caught.value.fix == f"did you mean --{OTHER_NAMES[name][0]}?"
     assert 10 < len(caught.value.why) < 200 and not caught.value.why.endswith(".")
-
-
-@pytest.mark.parametrize(("name", "field"), ASKED.items())
-def test_the_names_that_people_type(name: str, field: str) -> None:
-    assert OTHER_NAMES[name][0] == field
 
 
 @pytest.mark.parametrize(("name", "said"), [("epochs", "steps"), ("batch_size", "prompts"), ("lr", "the same")])

@@ -13,19 +13,8 @@ from klamp.training.config import TrainConfig
 
 __all__ = ["precision"]
 
-FLAGS = [
-    "--backend",
-    "trl",
-    "--max_steps",
-    "2",
-    "--eval_every",
-    "0",
-    "--eval_size",
-    "1",
-    "--report_to",
-    "none",
-    "--cpu",
-]
+FLAGS = ["--backend", "trl", "--max_steps", "2", "--eval_every", "0", "--eval_size", "1"]
+FLAGS += ["--report_to", "none", "--cpu"]
 
 
 def test_the_whole_command(tmp_path, capsys):

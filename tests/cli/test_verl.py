@@ -17,20 +17,8 @@ from klamp.training.in_verl.overrides import command
 
 __all__ = ["stand_in"]
 
-FLAGS = [
-    "--backend",
-    "verl",
-    "--max_steps",
-    "2",
-    "--eval_every",
-    "0",
-    "--eval_size",
-    "1",
-    "--report_to",
-    "none",
-    "--train_size",
-    "6",
-]
+FLAGS = ["--backend", "verl", "--max_steps", "2", "--eval_every", "0", "--eval_size", "1"]
+FLAGS += ["--report_to", "none", "--train_size", "6"]
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ def explain(argv: Sequence[str]) -> list[Explanation]:
 
 
 def _explain_name(options: ExplainOptions, name: str, flags: Mapping[str, Any]) -> Explanation:
-    if speaking_name(name) in FORMS:  # some are presets too, which klamp train refuses
+    if speaking_name(name) in FORMS:  # some are presets, too
         if flags:
             raise ConfigError(
                 "a printed form takes no flags",
