@@ -6,7 +6,7 @@ import json
 import multiprocessing
 import tracemalloc
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
@@ -103,16 +103,18 @@ def test_a_healthy_export(tmp_path: Path, rows: dict[str, Any]) -> None:
     assert row.metrics["reward"] == 1.0 and row.metrics["sampler/k3"] == 0.0 and row.metrics["length/mean"] == LENGTH
 
 
-def test_a_mask_that_covers_the_prompt(tmp_path: Path, rows: dict[str, Any]) -> None:
-    mask = [True] * (PROMPT + LENGTH)
-    diagnosis = diagnose(tmp_path, [prime_rl(rows, i, loss_mask=mask) for i in range(ROWS)])
-    assert "mask-on-prompt" in names(diagnosis)
-
-
-def test_a_mask_that_loses_the_last_token(tmp_path: Path, rows: dict[str, Any]) -> None:
-    mask = [False] * PROMPT + [True] * (LENGTH - 1) + [False]
-    diagnosis = diagnose(tmp_path, [prime_rl(rows, i, loss_mask=mask) for i in range(ROWS)])
-    assert names(diagnosis) == ["end-token-lost"]
+@pytest.mark.parametrize(
+    ("mask", "alarm"),
+    [
+        ([True] * (PROMPT + LENGTH), "mask-on-prompt"),
+        ([False] * PROMPT + [True] * (LENGTH - 1) + [False], "end-token-lost"),
+    ],
+)
+def test_a_mask_that_covers_the_prompt_or_loses_the_last_token(
+    tmp_path: Path, rows: dict[str, Any], mask: list[bool], alarm: str
+) -> None:
+    found = names(diagnose(tmp_path, [prime_rl(rows, i, loss_mask=mask) for i in range(ROWS)]))
+    assert alarm in found and {"mask-on-prompt", "end-token-lost"} & set(found) == {alarm}
 
 
 def test_an_engine_with_old_weights(tmp_path: Path, rows: dict[str, Any]) -> None:
@@ -167,10 +169,18 @@ def test_swapped_models_give_a_k1_below_chance(tmp_path: Path, rows: dict[str, A
     assert "negative-k1" in names(diagnose(tmp_path, lines, "7.jsonl"))
 
 
-def test_verl_rows_without_the_end_token(tmp_path: Path, rows: dict[str, Any]) -> None:
-    mask = [1] * (LENGTH - 1) + [0] * 4
-    lines = [verl(rows, i, step=7, response_mask=mask) for i in range(ROWS)]
-    assert names(diagnose(tmp_path, lines, "7.jsonl")) == ["end-token-lost"]
+@pytest.mark.parametrize(
+    ("changes", "alarm"),
+    [
+        (lambda i: {"response_mask": [1] * (LENGTH - 1) + [0] * 4}, "end-token-lost"),
+        (lambda i: {"advantages": [0.1 * i] * (LENGTH + 3)}, "advantage-scale"),  # and groups of equal rewards
+    ],
+)
+def test_what_is_wrong_in_verls_rows(
+    tmp_path: Path, rows: dict[str, Any], changes: Callable[[int], dict[str, Any]], alarm: str
+) -> None:
+    lines = [verl(rows, i, step=7, **changes(i)) for i in range(ROWS)]
+    assert names(diagnose(tmp_path, lines, "7.jsonl")) == [alarm]
 
 
 TOOL = slice(4, 8)
@@ -219,11 +229,6 @@ def test_a_sampler_that_says_nothing_of_prompt_tokens(tmp_path: Path, rows: dict
 def test_without_the_samplers_numbers_nobody_knows_what_the_model_wrote(tmp_path: Path, rows: dict[str, Any]) -> None:
     bare = [verl(rows, i, step=7, rollout_log_probs=None) for i in range(ROWS)]
     assert diagnose(tmp_path, bare, "7.jsonl").unchecked["mask-on-prompt"] == "sampler_logprobs"
-
-
-def test_groups_of_equal_rewards_have_no_signal(tmp_path: Path, rows: dict[str, Any]) -> None:
-    lines = [verl(rows, i, step=7, advantages=[0.1 * i] * (LENGTH + 3)) for i in range(ROWS)]
-    assert names(diagnose(tmp_path, lines, "7.jsonl")) == ["advantage-scale"]
 
 
 @pytest.mark.parametrize(

@@ -207,17 +207,10 @@ Question: TypeAlias = tuple[str, str]
 """(skill, question)."""
 
 
-def first_answers(answers: Sequence[Answer]) -> dict[Question, Answer]:
-    """The answers of the first evaluation: those before training."""
-    return _answers_at(answers, min((answer.step for answer in answers), default=0))
-
-
-def last_answers(answers: Sequence[Answer]) -> dict[Question, Answer]:
-    """The answers of the last evaluation."""
-    return _answers_at(answers, max((answer.step for answer in answers), default=0))
-
-
-def _answers_at(answers: Sequence[Answer], step: int) -> dict[Question, Answer]:
+def answers_of(answers: Sequence[Answer], evaluation: Literal["first", "last"]) -> dict[Question, Answer]:
+    """The answers of the first evaluation, which is before training, or of the last one."""
+    steps = [answer.step for answer in answers]
+    step = (min if evaluation == "first" else max)(steps, default=0)
     return {(answer.skill, answer.question): answer for answer in answers if answer.step == step}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from klamp.diagnostics.history import Answer, first_answers, last_answers
+from klamp.diagnostics.history import Answer, answers_of
 from klamp.report.run import ReportRun, ScoreFormat
 from klamp.report.text import MISSING, Html, element, join, plain_table, shorten
 
@@ -24,8 +24,8 @@ def answer_section(runs: Sequence[ReportRun]) -> Html:
     if first is None:
         return element("p", "No answers of an evaluation were written.", class_="missing")
     scores = ScoreFormat.of(runs)
-    before = first_answers(first.history.answers)
-    after = [last_answers(run.history.answers) for run in runs]
+    before = answers_of(first.history.answers, "first")
+    after = [answers_of(run.history.answers, "last") for run in runs]
     rows = [
         (
             _question(skill, question),
