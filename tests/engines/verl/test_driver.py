@@ -24,7 +24,7 @@ from klamp.core.term import Gate, sequence_gate_kl
 from klamp.core.types import Batch
 from klamp.errors import ConfigError
 from klamp.hosts.common.control import KLControl
-from klamp.hosts.verl.batch_columns import BETA, RATE, Sampled, StepSettings, columns
+from klamp.hosts.verl.batch_columns import BETA, RATE, StepSettings, columns
 from klamp.hosts.verl.driver import Driver
 from klamp.hosts.verl.fields_in_verl import IN_REWARD, LOSS_FIELDS, name_of
 
@@ -71,22 +71,22 @@ def settings(average: str = "token-mean", *, beta: float = 0.3, leave_one_out: b
     return StepSettings(loss_agg_mode=average, group_size=GROUP, beta=beta, price=None, leave_one_out=leave_one_out)
 
 
-def sampled_of(step: Step, shuffled: Tensor, *, seed: int = 3) -> Sampled:
-    """The step's completions in another order, three to a prompt; and their tokens and rewards."""
+def sampled_of(step: Step, shuffled: Tensor, *, seed: int = 3) -> tuple[dict[str, Tensor], list[str]]:
+    """verl's columns of the step's completions in another order, and their prompts, three completions to each."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, 10, step.mask.shape, generator=generator)
     rewards = torch.randn(len(step.mask), generator=generator, dtype=step.old.dtype)
     prompts = [f"prompt {row // GROUP}" for row in range(len(step.mask))]
-    return Sampled(
-        responses=ids[shuffled],
-        mask=step.mask[shuffled],
-        old=step.old[shuffled],
-        ref=step.ref[shuffled],
-        sampler=step.old[shuffled],
-        advantages=step.advantages[shuffled],
-        rewards=rewards[shuffled],
-        prompts=[prompts[int(row)] for row in shuffled],
-    )
+    found = {
+        "responses": ids,
+        "response_mask": step.mask,
+        "old_log_probs": step.old,
+        "ref_log_prob": step.ref,
+        "rollout_log_probs": step.old,
+        "advantages": step.advantages,
+        "rm_scores": rewards,
+    }
+    return {name: column[shuffled] for name, column in found.items()}, [prompts[int(row)] for row in shuffled]
 
 
 def expected_loss(step: Step, ids: Tensor, rewards: Tensor, kl: KLConfig, average: str) -> Tensor:
@@ -128,16 +128,15 @@ def test_the_loss_is_klamps_own(term: str, average: str) -> None:
     kl, step = KLConfig(beta=0.3, **TERMS[term]), Step.random(6)
     order = torch.tensor([3, 0, 5, 1, 4, 2])
     back = torch.argsort(order)
-    ordered = sampled_of(step, torch.arange(6))
+    ordered, _ = sampled_of(step, torch.arange(6))
     if kl.kl_placement == "reward":
-        plain = group_advantages(ordered.rewards, GROUP, baseline="leave_one_out", scale="none")
+        plain = group_advantages(ordered["rm_scores"], GROUP, baseline="leave_one_out", scale="none")
         step = replace(step, advantages=plain.unsqueeze(-1) * step.mask)
-    sampled = sampled_of(step, order)
-    added, _ = columns(sampled, KLControl(kl), Tokenizer(), settings(average, leave_one_out=True))
+    added, _ = columns(*sampled_of(step, order), KLControl(kl), Tokenizer(), settings(average, leave_one_out=True))
     added = {name: column[back] for name, column in added.items()}
     name = name_of(kl, LOSS_FIELDS)
     options = {"use_kl_loss": True, "kl_loss_type": name, "kl_loss_coef": 9.0, "loss_agg_mode": average}
-    expected = expected_loss(step, ordered.responses, ordered.rewards, kl, average)
+    expected = expected_loss(step, ordered["responses"], ordered["rm_scores"], kl, average)
     slope = gradient(expected, step)
     for nested in (False, True):
         found, metrics = actor_loss(step, columns=added, nested=nested, **options)
@@ -228,11 +227,11 @@ def test_columns_go_into_the_queue_and_rows_that_fill_up_carry_nothing(tmp_path:
     kl = replace(kl, target_kl=0.05)
     step = Step.random(7)
     lengths = step.mask.sum(-1).tolist()
-    sampled = sampled_of(step, torch.arange(7))
+    sampled, _ = sampled_of(step, torch.arange(7))
     token = {
-        "responses": sampled.responses,
+        "responses": sampled["responses"],
         "response_mask": step.mask.long(),
-        "rm_scores": sampled.rewards.unsqueeze(-1) * step.mask,
+        "rm_scores": sampled["rm_scores"].unsqueeze(-1) * step.mask,
         "old_log_probs": step.old,
         "ref_log_prob": step.ref,
         "advantages": step.advantages,

@@ -121,15 +121,6 @@ def test_the_state_of_another_controller_is_refused() -> None:
             control_of("pid").load_state_dict(unfit)
 
 
-def test_the_users_length_comes_before_the_datas_and_that_before_the_measured_one() -> None:
-    measured, given_ = KLControl(KLConfig()), KLControl(KLConfig(kl_reference_length=7, kl_clip_method="hard"))
-    assert measured.reference_lengths([None, 3]) == [None, 3]
-    measured.reference_length = 4.5
-    assert measured.reference_lengths([None, 3]) == [4.5, 3]
-    assert given_.reference_lengths([None, 3]) == [7, 7]
-    assert given_.reference_length == 7
-
-
 def test_beta_is_logged_with_its_price() -> None:
     assert beta_metrics(Price(beta=0.06, length_ratio=2.0), None) == {"beta": 0.06, "beta/price": 0.12}
     scaled = Price(beta=0.06, scaled=True)

@@ -8,7 +8,7 @@ import pytest
 
 from klamp.config import KLConfig
 from klamp.config.describe import PLACEMENTS
-from klamp.hosts.common.effective import Effective, EffectiveTerm, that_apply
+from klamp.hosts.common.effective import Effective, EffectiveTerm
 
 pytestmark = pytest.mark.filterwarnings("ignore::klamp.KLWarning")  # some of these configurations are cautioned about
 
@@ -26,22 +26,6 @@ def test_a_term_says_the_beta_in_force_and_not_the_one_asked_for() -> None:
     assert TERM.placement == PLACEMENTS["loss"]
 
 
-def test_a_host_may_know_the_controller_and_the_clip_better() -> None:
-    kl = KLConfig(beta=0.1, target_kl=0.05, kl_clip_method="hard")
-    told, known = (
-        EffectiveTerm.of(kl, beta=0.1, price=""),
-        EffectiveTerm.of(kl, beta=0.1, price="", controller="the caller's", clip="mine"),
-    )
-    assert "towards 0.05" in told.controller and "hard" in told.clip
-    assert (known.controller, known.clip) == ("the caller's", "mine")
-
-
-@pytest.mark.parametrize("gradient", ["reverse", "forward", "own", "none"])
-def test_the_gradient_is_named_by_the_divergence_that_it_has(gradient: str) -> None:
-    kl = KLConfig(beta=0.1, kl_estimator="k3", kl_gradient=gradient)  # pyright: ignore[reportArgumentType]
-    assert EffectiveTerm.of(kl, beta=0.1, price="").gradient.startswith(gradient)
-
-
 def test_its_text_has_a_line_per_field_in_two_columns() -> None:
     lines = str(effective(TERM, notes=("one", "two"))).splitlines()
     names = [field.name for field in dataclasses.fields(EffectiveTerm)]
@@ -54,7 +38,3 @@ def test_without_a_kl_it_says_so_and_two_are_shown_one_after_the_other() -> None
     assert "term       none" in str(effective()).splitlines()
     both = str(effective(TERM, dataclasses.replace(TERM, term="the host's own"))).splitlines()
     assert [line for line in both if line.startswith("term")] == ["term       klamp's", "term       the host's own"]
-
-
-def test_notes_that_apply() -> None:
-    assert that_apply([(True, "a"), (False, "b"), (True, "c")]) == ("a", "c")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -93,19 +92,6 @@ def test_another_name_of_beta_sets_beta(alias: str) -> None:
 def test_a_beta_that_is_none_is_refused(beta: float) -> None:
     with pytest.raises(ConfigError, match="beta"):
         arguments(kl_coef=beta)
-
-
-def test_lists_are_what_json_holds_and_tuples_what_the_configuration_takes() -> None:
-    given: dict[str, Any] = {
-        "kl_controller_gains": (1.0, 0.5, 0.5),
-        "kl_exclude_tokens": ("special",),
-        "kl_exclude_between": ("<t>", "</t>"),
-    }
-    made = arguments(beta=0.1, kl_controller="pid", target_kl=0.1, **given)
-    assert json.loads(json.dumps(dataclasses.asdict(made)))["kl_exclude_between"] == ["<t>", "</t>"]
-    found = kl_config(made)
-    assert found is not None
-    assert {name: getattr(found, name) for name in given} == given
 
 
 def test_the_help_is_what_the_configuration_says_under_its_fields() -> None:

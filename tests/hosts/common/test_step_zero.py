@@ -60,7 +60,4 @@ def test_every_reason_that_is_seen_is_said() -> None:
     assert ["dropout" in found[0], "torch.bfloat16" in found[1]] == [True, True]
     text = step_zero_text(0.0123, found)
     assert "1.23e-02 nats per token" in text and found[0] in text and found[1] in text
-
-
-def test_without_a_reason_it_says_where_to_look() -> None:
-    assert "mask that covers the prompt" in step_zero_text(0.1, [])
+    assert "mask that covers the prompt" in step_zero_text(0.1, []), "where to look without a reason"

@@ -8,7 +8,6 @@ import torch
 from klamp.core.estimators import kl_estimate
 from klamp.core.term import KLTerm
 from klamp.core.types import Batch
-from klamp.errors import ConfigError
 from klamp.hosts.common.rollout import Alone
 from klamp.hosts.common.window import Window
 
@@ -36,26 +35,3 @@ def test_uneven_parts_add_up_to_the_whole() -> None:
     assert found["kl/log_ratio_clamped"] == pytest.approx(float((delta.abs() > 0.3).float().mean()), rel=1e-5)
     assert found["length/mean"] == pytest.approx(float(whole.mask.sum(-1).float().mean()))
     assert window.emit(Alone()) == {}
-
-
-def test_a_metric_without_a_row_is_refused_and_not_averaged_somehow(monkeypatch) -> None:
-    monkeypatch.setattr("klamp.hosts.common.window.kl_metrics", lambda *given: {"kl/new": torch.tensor(1.0)})
-    with pytest.raises(ConfigError, match="no row in METRICS"):
-        Window().add(batch(slice(0, 2)), KLTerm(), None)
-
-
-def test_a_step_without_a_token_has_no_kl() -> None:
-    window, empty = Window(), batch(slice(0, 2))
-    window.add(
-        Batch(
-            policy_logprobs=empty.policy_logprobs,
-            ref_logprobs=empty.ref_logprobs,
-            mask=torch.zeros_like(empty.mask),
-            advantages=empty.advantages,
-        ),
-        KLTerm(),
-        None,
-    )
-    found = window.emit(Alone())
-    assert "kl/k3" not in found
-    assert "kl/log_ratio_max" not in found

@@ -14,7 +14,7 @@ from tests.hosts.tinker.wire import assert_same_gradient, by_autograd, datums, m
 
 from klamp import KLConfig
 from klamp.errors import ConfigError, DataError, NonFiniteError
-from klamp.tinker import build_datum, compute_grpo_kl_loss, forward_backward_kl, shift_advantages, strip_for_builtin
+from klamp.tinker import build_datum, compute_grpo_kl_loss, forward_backward_kl, strip_for_builtin
 from klamp.tinker.testing import Fault
 
 CONFIGURATIONS = {
@@ -59,16 +59,6 @@ def test_at_coefficient_0_it_is_the_built_in_ppo(trainer, service, reference, st
     assert mean.metrics["train/denominator"] == 10
     assert_same_gradient(over_the_wire(standin), expected, times=1 / 10)
     assert summed.metrics["policy/ratio_clipped"] > 0
-
-
-def test_a_kl_in_the_advantage_goes_through_the_built_in_loss(trainer, reference, standin):
-    data, kl = datums(reference), KLConfig(beta=0.3, kl_estimator="k1", kl_placement="advantage")
-    move(trainer, data)
-    trainer.forward_backward(strip_for_builtin(shift_advantages(data, kl)), "ppo").result()
-    expected = over_the_wire(standin)
-    clear(standin)
-    forward_backward_kl(trainer, data, kl=kl, normalizer="token_sum").result()
-    assert_same_gradient(over_the_wire(standin), expected)
 
 
 def test_a_datum_without_a_token_to_train_on_leaves_the_client_usable(trainer, reference, standin):

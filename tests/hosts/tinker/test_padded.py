@@ -10,7 +10,7 @@ import torch
 from tests.hosts.tinker.fakes import FakeDatum, fake_batch
 
 from klamp.errors import DataError, EmptyMaskError, KlampError, NonFiniteError, ShapeError, TensorError
-from klamp.hosts.tinker.datums import as_length, number_row, pad, read_rows, token_ids
+from klamp.hosts.tinker.datums import number_row, read_rows, token_ids
 
 
 def datum(**changes: Any) -> FakeDatum:
@@ -52,14 +52,6 @@ def test_a_reference_is_read_where_all_have_one_and_exclusions_where_one_has() -
         read_rows([datum(), datum(kl_mask=torch.ones(3))])
     rows = read_rows([datum(kl_mask=torch.tensor([0.0, 1.0, 0.0]))], exclusions=True)
     assert rows.totals == (1.0, 2.0, 1.0)
-
-
-def test_the_batch_of_the_core_has_the_sampler_as_its_old_policy() -> None:
-    data, policies = fake_batch()
-    rows = read_rows(data)
-    batch = rows.batch(rows.policy(policies), group_size=2)
-    assert batch.old_logprobs is rows.logprobs and batch.sampler_logprobs is rows.logprobs
-    assert batch.group_size == 2 and batch.policy_logprobs.requires_grad
 
 
 @pytest.mark.parametrize("data", [None, [], {}, {"loss_fn_inputs": {}}, "text", 5, datum()], ids=str)
@@ -124,12 +116,6 @@ def test_the_policys_rows_are_checked_by_name(logprobs: Any, error: type[KlampEr
     assert caught.value.got and caught.value.why and caught.value.fix
 
 
-def test_gradients_reach_every_row_through_the_padding() -> None:
-    rows = [torch.full((n,), -1.0, requires_grad=True) for n in (1, 3)]
-    slopes = torch.autograd.grad(pad(rows).sum(), rows)
-    assert [slope.tolist() for slope in slopes] == [[1.0], [1.0, 1.0, 1.0]]
-
-
 def test_numbers_keep_their_precision_and_lose_their_gradient() -> None:
     assert number_row("x", np.array([1.0])).dtype == torch.float64
     assert number_row("x", [True, False]).dtype == torch.bool
@@ -151,12 +137,3 @@ def test_a_token_is_never_rounded(tokens: Any) -> None:
     with pytest.raises(DataError, match="^prompt must hold token ids") as caught:
         token_ids("prompt", tokens)
     assert caught.value.got and caught.value.why and caught.value.fix
-
-
-def test_a_reference_length_for_all_or_for_each() -> None:
-    assert as_length(None, 2) is None
-    assert as_length(50, 2) == 50.0
-    each = as_length([1, 2], 2)
-    assert isinstance(each, torch.Tensor) and each.tolist() == [1.0, 2.0] and each.dtype == torch.float32
-    with pytest.raises(ShapeError, match="reference_length"):
-        as_length([1.0, 2.0, 3.0], 2)

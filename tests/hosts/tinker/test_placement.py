@@ -85,11 +85,6 @@ def test_shifted_datums_give_the_loss_of_the_placement(changes):
     torch.testing.assert_close(slopes(loss, policies), slopes(expected, policies), rtol=1e-6, atol=1e-8)
 
 
-def test_a_clip_leaves_groups_within_their_budget_alone():
-    wide = advantage(kl_clip_method="hard", kl_clip_threshold=100.0, use_per_token_kl_threshold=False)
-    assert advantages_of(shift_advantages(datums(), wide, group_size=2)) == advantages_of(datums())
-
-
 def test_excluded_tokens_shift_nothing():
     sampler, ref, advantages = numbers()
     data = [

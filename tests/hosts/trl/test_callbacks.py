@@ -101,14 +101,6 @@ def test_a_chosen_reference_is_no_fault_at_step_0_but_a_far_one_is_named(tmp_pat
     assert "reference-differs" in names and "step-zero-kl" not in names
 
 
-def test_attention_dropout_is_named_for_a_kl_at_step_0(tmp_path: Path) -> None:
-    policy = model("llama", attention_dropout=0.3)
-    _, callback, told = run(tmp_path, policy=policy, beta=0.05, max_steps=1)
-    (text,) = [text for text in told if "before the first update" in text and "Likely reason" in text]
-    assert "attention_dropout above 0" in text
-    assert "step-zero-kl" in {finding.alarm.name for finding in callback.findings}
-
-
 def test_what_the_arguments_say() -> None:
     args = GRPOConfig(
         output_dir="out", beta=0.1, target_kl=0.2, kl_placement="advantage", kl_estimator="k1", use_cpu=True, bf16=False

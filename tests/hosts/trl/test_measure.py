@@ -1,4 +1,4 @@
-"""klamp's metrics where a person looks for them: TensorBoard's event files, a W&B run, the completions table."""
+"""klamp's metrics where a person looks for them: in the log that TRL hands to every tracker, the completions table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tests.hosts.trl.hosts import dataset, klamp_trainer, model, saved, stock_trainer
 
 from klamp.diagnostics.metrics import METRICS
@@ -58,20 +57,8 @@ def test_every_name_that_klamp_adds_to_trls_log_is_in_the_table(tmp_path: Path) 
     names = {name.removeprefix("eval_") for name in added - own}
     assert names <= METRICS.keys()
     assert names >= EXPECTED | {"kl/lr_factor", "kl/weights_truncated", "kl/k3_max"}
-
-
-def test_they_are_in_the_event_files_of_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
-    trainer = klamp_trainer(model(), tmp_path, **(OPTIONS | {"report_to": "tensorboard"}))
-    trainer.train()
-    (folder,) = {path.parent for path in tmp_path.rglob("events.out.tfevents.*")}
-    events = EventAccumulator(str(folder)).Reload()
-    names = set(events.Tags()["scalars"])
-    assert {f"train/{name}" for name in EXPECTED | {"kl", "entropy"}} <= names  # beside TRL's own
-    assert {f"eval/{name}" for name in EXPECTED} <= names
-    shown = [event.value for event in events.Scalars("train/kl/k3")]
-    assert shown == [pytest.approx(row["kl/k3"]) for row in trainer.state.log_history if "kl/k3" in row]
-    assert shown[1] > 0
+    assert added >= EXPECTED | {f"eval_{name}" for name in EXPECTED}
+    assert all(isinstance(row.get(name, 0.0), float) for row in ours.state.log_history for name in added - own)
 
 
 def test_they_are_in_the_completions_table(tmp_path: Path) -> None:

@@ -96,29 +96,17 @@ def test_split_weights_are_not_looked_into(watched: SimpleNamespace, monkeypatch
     assert watched.said == []
 
 
-@pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """An engine whose log-probabilities TRL is told: those of its `model`, or where that is None of the policy."""
-    inner, found = trl.GRPOTrainer._generate_and_score_completions, SimpleNamespace(model=None)
+def test_a_run_whose_engine_is_never_synced_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner, start = trl.GRPOTrainer._generate_and_score_completions, model()
 
     def told(self: Any, inputs: Any) -> Any:
         output = inner(self, inputs)
-        own = logprobs(self.model, output)
-        sampled = own if found.model is None else logprobs(found.model, output)
-        return output | {"old_per_token_logps": own, "sampling_per_token_logps": sampled}
+        own, stale = logprobs(self.model, output), logprobs(start, output)
+        return output | {"old_per_token_logps": own, "sampling_per_token_logps": stale}
 
     monkeypatch.setattr(trl.GRPOTrainer, "_generate_and_score_completions", told)
-    return found
-
-
-STALE = r"Sampler and trainer are out of sync at step [23]: .*weights of the start"
-STEPS: dict[str, Any] = {"beta": 0.1, "max_steps": 3, "learning_rate": 3e-2}
-
-
-def test_a_run_whose_engine_is_never_synced_warns(tmp_path: Path, engine: SimpleNamespace) -> None:
-    engine.model = model()
-    trainer = klamp_trainer(model(), tmp_path, **STEPS)
-    with pytest.warns(KLWarning, match=STALE):
+    trainer = klamp_trainer(model(), tmp_path, beta=0.1, max_steps=3, learning_rate=3e-2)
+    with pytest.warns(KLWarning, match=r"Sampler and trainer are out of sync at step [23]: .*weights of the start"):
         trainer.train()
 
 

@@ -13,34 +13,36 @@ from klamp.config.loss import Price
 from klamp.errors import ConfigError, NonFiniteError
 from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, KL_SCALE, REFERENCE_LENGTH
 from klamp.hosts.common.control import KLControl
-from klamp.hosts.verl.batch_columns import BETA, RATE, Sampled, StepSettings, by_prompt, columns, for_all_rows
+from klamp.hosts.verl.batch_columns import BETA, RATE, StepSettings, by_prompt, columns, for_all_rows
 from klamp.hosts.verl.fields_in_verl import IN_REWARD
 
 pytestmark = pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 
 SETTINGS = StepSettings(loss_agg_mode="token-mean", group_size=2, beta=0.3, price=Price(beta=0.3), leave_one_out=False)
-LENGTHS = torch.tensor([3, 1, 2, 3])
+LENGTHS, PROMPTS = torch.tensor([3, 1, 2, 3]), ["b", "a", "b", "a"]
 
 
-def sampled(seed: int = 0) -> Sampled:
+def sampled(seed: int = 0) -> dict[str, torch.Tensor]:
     """Two prompts with two completions each, next to each other in no order."""
     generator = torch.Generator().manual_seed(seed)
     mask = torch.arange(3) < LENGTHS[:, None]
     old, ref = (torch.randn(4, 3, generator=generator, dtype=torch.float64) * mask for _ in range(2))
-    return Sampled(
-        responses=torch.tensor([[1, 2, 3], [2, 0, 0], [1, 1, 0], [3, 2, 1]]),
-        mask=mask.long(),
-        old=old,
-        ref=ref,
-        sampler=None,
-        advantages=torch.ones(4, 3, dtype=torch.float64) * mask,
-        rewards=torch.tensor([1.0, 0.0, 0.0, 1.0], dtype=torch.float64),
-        prompts=["b", "a", "b", "a"],
-    )
+    return {
+        "responses": torch.tensor([[1, 2, 3], [2, 0, 0], [1, 1, 0], [3, 2, 1]]),
+        "response_mask": mask.long(),
+        "old_log_probs": old,
+        "ref_log_prob": ref,
+        "advantages": torch.ones(4, 3, dtype=torch.float64) * mask,
+        "rm_scores": torch.tensor([1.0, 0.0, 0.0, 1.0], dtype=torch.float64),
+    }
+
+
+def log_ratios(x: dict[str, torch.Tensor]) -> torch.Tensor:
+    return x["old_log_probs"] - x["ref_log_prob"]
 
 
 def of(kl: KLConfig, settings: StepSettings = SETTINGS, tokenizer: Any = None) -> tuple[dict[str, torch.Tensor], Any]:
-    return columns(sampled(), KLControl(kl), tokenizer, settings)
+    return columns(sampled(), PROMPTS, KLControl(kl), tokenizer, settings)
 
 
 def k3(delta: torch.Tensor) -> torch.Tensor:
@@ -51,7 +53,7 @@ def test_the_gate_of_a_completion_is_the_kl_of_the_others_of_its_prompt() -> Non
     kl = KLConfig(kl_clip_method="hard", kl_reference_length=5)
     added, metrics = of(kl)
     x = sampled()
-    own = (k3(x.old - x.ref) * x.mask).sum(-1)
+    own = (k3(log_ratios(x)) * x["response_mask"]).sum(-1)
     torch.testing.assert_close(added[GATE_KL], own[[2, 3, 0, 1]])
     assert added[REFERENCE_LENGTH].tolist() == [5.0] * 4 and metrics["kl/before_clip"] == pytest.approx(own.mean())
     assert KL_MASK not in added and "advantages" not in added
@@ -62,7 +64,7 @@ def test_what_carries_no_kl_is_marked_and_made_up_for() -> None:
     assert added[KL_MASK].sum(-1).tolist() == [2, 0, 1, 2]
     assert added[KL_SCALE].tolist() == [pytest.approx(9 / 5)] * 4
     x, carried = sampled(), added[KL_MASK]
-    assert metrics["kl/k3"] == pytest.approx(float(k3(x.old - x.ref)[carried].mean()), rel=1e-6)
+    assert metrics["kl/k3"] == pytest.approx(float(k3(log_ratios(x))[carried].mean()), rel=1e-6)
     by_row, _ = of(KLConfig(kl_exclude_prefix=1), replace(SETTINGS, loss_agg_mode="seq-mean-token-mean"))
     assert by_row[KL_SCALE].tolist() == [1.5, 1.0, 2.0, 1.5]
 
@@ -70,12 +72,12 @@ def test_what_carries_no_kl_is_marked_and_made_up_for() -> None:
 def test_a_kl_in_the_reward_shifts_the_advantages_by_its_deviation_from_the_group() -> None:
     kl = KLConfig(beta=0.3, kl_exclude_prefix=1, **IN_REWARD)  # pyright: ignore[reportArgumentType]
     x = sampled()
-    carried = x.mask.bool() & (torch.arange(3) > 0)
-    spent = ((x.old - x.ref) * carried).sum(-1)
+    carried = x["response_mask"].bool() & (torch.arange(3) > 0)
+    spent = (log_ratios(x) * carried).sum(-1)
     centred = spent - (spent + spent[[2, 3, 0, 1]]) / 2
     for leave_one_out, factor in ((False, 1.0), (True, 2.0)):
         added, _ = of(kl, replace(SETTINGS, leave_one_out=leave_one_out))
-        expected = (1 - 0.3 * factor * centred[:, None]) * x.mask
+        expected = (1 - 0.3 * factor * centred[:, None]) * x["response_mask"]
         torch.testing.assert_close(added["advantages"], expected)
 
 
@@ -86,13 +88,13 @@ def test_the_controller_takes_in_the_kl_of_the_step() -> None:
     for _ in range(3):
         beta = control.beta(0, 10)
         assert beta == alone.beta(0, 10)
-        added, metrics = columns(x, control, None, replace(SETTINGS, beta=beta, price=Price(beta=beta)))
+        added, metrics = columns(x, PROMPTS, control, None, replace(SETTINGS, beta=beta, price=Price(beta=beta)))
         assert added[BETA].tolist() == [beta] * 4 and metrics["beta"] == metrics["beta/price"] == beta
-        alone.update(metrics["kl/k3"], metrics, x.rewards[[1, 3, 0, 2]].view(2, 2))
+        alone.update(metrics["kl/k3"], metrics, x["rm_scores"][[1, 3, 0, 2]].view(2, 2))
         assert added[RATE].tolist() == [alone.rate_factor] * 4
     assert control.controller.value != 0.3 and alone.rate_factor < 1
     with pytest.raises(NonFiniteError):
-        columns(replace(x, ref=torch.full_like(x.ref, torch.nan)), control, None, SETTINGS)
+        columns(x | {"ref_log_prob": torch.full((4, 3), torch.nan)}, PROMPTS, control, None, SETTINGS)
 
 
 def test_without_a_known_price_none_is_logged() -> None:

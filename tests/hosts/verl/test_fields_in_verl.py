@@ -183,8 +183,6 @@ REFUSED = [
     ({"kl_normalizer": "token_mean"}, "loss_agg_mode"),
     ({"reference": "ema"}, "reference='ema'"),
     ({"reference_dtype": "bfloat16"}, "reference_dtype"),
-    ({"reference_device": "cpu"}, "reference_device"),
-    ({"reference_share": 0.5}, "reference_share"),
     ({"kl_early_stop": 0.1}, "kl_early_stop"),
 ]
 

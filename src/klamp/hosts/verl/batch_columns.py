@@ -34,29 +34,8 @@ REDUCTIONS: Mapping[str, Reduction] = {
 """verl's loss_agg_mode -> how klamp calls that average; of a sum, the tokens that carry the KL change nothing."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sampled:
-    """The completions of a step, tokens at the left, padded at the right; all [B, T] but the last two, which are [B].
-
-    Attributes:
-        responses: token ids.
-        mask: 1 on the tokens that are trained on.
-        old: log-probabilities under the policy that the updates begin with.
-        ref: those under the reference.
-        sampler: those that the engine reported; None: it did not.
-        advantages: as verl formed them.
-        rewards: one number for each completion.
-        prompts: which prompt a completion belongs to.
-    """
-
-    responses: Tensor
-    mask: Tensor
-    old: Tensor
-    ref: Tensor
-    sampler: Tensor | None
-    advantages: Tensor
-    rewards: Tensor
-    prompts: Sequence[str]
+SAMPLER = "rollout_log_probs"
+"""verl's column of what the engine reported; not every engine does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,14 +58,16 @@ class StepSettings:
 
 
 def columns(
-    sampled: Sampled, control: KLControl, tokenizer: Any, settings: StepSettings
+    sampled: Mapping[str, Tensor], prompts: Sequence[str], control: KLControl, tokenizer: Any, settings: StepSettings
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """(columns, metrics): what is added to the batch in the order of its rows, and what was measured, klamp's names.
 
     The advantages are among the columns where the KL shifts them. The controller takes in the KL of the step.
 
     Args:
-        sampled: the whole batch.
+        sampled: verl's columns of the whole batch by verl's names, tokens at the left, padded at the right, [B, T]; of
+            the rewards (`rm_scores`) one number for each completion [B], or for each token.
+        prompts: verl's uid of each row: which prompt a completion belongs to.
         control: of the run.
         tokenizer: finds the excluded tokens.
         settings: of the run and the step.
@@ -95,12 +76,13 @@ def columns(
         ConfigError: a prompt with more or fewer completions than the others; see `prepared`.
         NonFiniteError: a KL that is NaN or infinite, see `klamp.hosts.common.control.check_kl`.
     """
-    order = by_prompt(sampled.prompts, settings.group_size)
+    order = by_prompt(prompts, settings.group_size)
     generation = _generation(sampled, order, settings.group_size)
     reduction = REDUCTIONS.get(settings.loss_agg_mode)
     found = prepared(generation, control, tokenizer, beta=_taken(control, settings), reduction=reduction)
     metrics = _measured(generation, found, control)
-    rewards = sampled.rewards[order].view(-1, settings.group_size)
+    scores = sampled["rm_scores"][order]
+    rewards = (scores.sum(-1) if scores.ndim == 2 else scores).view(-1, settings.group_size)
     metrics |= control.metrics(settings.price or Price(beta=settings.beta), _spread(rewards))
     if settings.price is None:
         metrics.pop("beta/price")
@@ -157,21 +139,22 @@ def for_all_rows(added: Mapping[str, Tensor], real: Tensor, original: Mapping[st
     return found
 
 
-def _generation(sampled: Sampled, order: Tensor, group_size: int) -> Generation:
-    mask = sampled.mask.bool()
+def _generation(sampled: Mapping[str, Tensor], order: Tensor, group_size: int) -> Generation:
+    mask, old = sampled["response_mask"][order].bool(), sampled["old_log_probs"][order]
+    reported = sampled.get(SAMPLER)
     inputs = {
-        "completion_ids": sampled.responses[order],
-        "completion_mask": mask[order],
-        "ref_per_token_logps": sampled.ref[order],
-        "old_per_token_logps": sampled.old[order],
-        "sampling_per_token_logps": None if sampled.sampler is None else sampled.sampler[order],
-        "advantages": sampled.advantages[order],
+        "completion_ids": sampled["responses"][order],
+        "completion_mask": mask,
+        "ref_per_token_logps": sampled["ref_log_prob"][order],
+        "old_per_token_logps": old,
+        "sampling_per_token_logps": None if reported is None else reported[order],
+        "advantages": sampled["advantages"][order],
     }
     return Generation(
         inputs=inputs,
-        old_logprobs=sampled.old[order],
+        old_logprobs=old,
         rows=[{}] * len(order),
-        lengths=mask[order].sum(-1),
+        lengths=mask.sum(-1),
         group_size=group_size,
         accelerator=Alone(),
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 from klamp.config import KLConfig
 from klamp.errors import ConfigError, KLWarning
 from klamp.hosts.common.control import KLControl, read_state
-from klamp.hosts.verl.batch_columns import PER_ROW, Sampled, StepSettings, columns, for_all_rows
+from klamp.hosts.verl.batch_columns import PER_ROW, SAMPLER, StepSettings, columns, for_all_rows
 from klamp.hosts.verl.effective_in_verl import BASELINES, divides_by_std, price
 from klamp.hosts.verl.fields_in_verl import is_ours, loss_kl, needs_driver
 from klamp.hosts.verl.hooks import RewardController
@@ -26,7 +26,6 @@ TRAINER = "verl.trainer.ppo.v1.trainer_base"
 STATE = "klamp_state.json"
 """The file in a checkpoint of verl's that holds what klamp has to continue from."""
 READ = ("uid", "responses", "response_mask", "rm_scores", "old_log_probs", "ref_log_prob", "advantages")
-SAMPLER = "rollout_log_probs"
 
 
 class Driver:
@@ -64,10 +63,8 @@ class Driver:
         nested, mask = data["response_mask"].is_nested, data["response_mask"]
         padded = data.to_padded_tensor()
         real = torch.tensor([not tag.get("is_padding", False) for tag in batch.tags])
-        sampled = sampled_of(
-            {name: padded[name][real] for name in list(padded.keys()) if name != "uid"}, _texts(data, real)
-        )
-        added, found = columns(sampled, self.control, trainer.tokenizer, self._settings(beta))
+        sampled = {name: padded[name][real] for name in list(padded.keys()) if name != "uid"}
+        added, found = columns(sampled, _texts(data, real), self.control, trainer.tokenizer, self._settings(beta))
         added = for_all_rows(added, real, {"advantages": padded["advantages"]})
         if nested:
             added = _nested(added, mask)
@@ -146,26 +143,6 @@ def _check_advantages(kl: KLConfig, algorithm: Any) -> None:
         f"{algorithm.get('norm_adv_by_std_in_grpo', True)}",
         why="it enters once the advantages are formed, as the deviation of each completion's KL from the group's",
         fix="set algorithm.adv_estimator=rloo, or grpo with algorithm.norm_adv_by_std_in_grpo=False",
-    )
-
-
-def sampled_of(padded: Mapping[str, Tensor], prompts: list[str]) -> Sampled:
-    """verl's columns of a batch in klamp's words.
-
-    Args:
-        padded: the columns, [B, T].
-        prompts: verl's uid of each row.
-    """
-    scores = padded["rm_scores"]
-    return Sampled(
-        responses=padded["responses"],
-        mask=padded["response_mask"],
-        old=padded["old_log_probs"],
-        ref=padded["ref_log_prob"],
-        sampler=padded.get(SAMPLER),
-        advantages=padded["advantages"],
-        rewards=scores.sum(-1) if scores.ndim == 2 else scores,
-        prompts=prompts,
     )
 
 
