@@ -12,7 +12,8 @@ from tests.hosts.trl.hosts import generated, plain_logits, with_kl
 
 from klamp.config import KLConfig
 from klamp.core.estimators import exact_kl
-from klamp.hosts.trl.exact import why_not_exact
+from klamp.errors import ConfigError
+from klamp.hosts.trl.exact import check_exact, why_not_exact
 
 
 def test_the_exact_kl_of_a_sample_is_the_sum_over_the_vocabulary(trainer: Any, base: Any) -> None:
@@ -31,12 +32,26 @@ def test_the_exact_kl_of_a_sample_is_the_sum_over_the_vocabulary(trainer: Any, b
     trainer.args.exact_kl_completions = None
 
 
-def test_weights_that_are_split_keep_a_trainer_from_it(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("_never_exact", "for its own reasons", "for its own reasons"),
+        ("is_fsdp_enabled", True, "spread over processes"),
+    ],
+)
+def test_what_keeps_a_trainer_from_it(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch, name: str, value: object, reason: str
+) -> None:
+    assert why_not_exact(trainer) == ""
     check_exact(trainer)
-    with monkeypatch.context() as split:
-        split.setattr(trainer, "is_fsdp_enabled", True)
-        with pytest.raises(ConfigError, match=r"kl_estimator='exact' cannot be honoured[\s\S]*spread over processes"):
-            check_exact(trainer)
+    monkeypatch.setattr(trainer, name, value)
+    assert reason in why_not_exact(trainer)
+    with pytest.raises(ConfigError, match="kl_estimator='exact' cannot be honoured") as caught:
+        check_exact(trainer)
+    assert reason in caught.value.why
+
+
+def test_of_deepspeeds_stages_the_third_keeps_a_trainer_from_it(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer, "is_deepspeed_enabled", True)
     for stage, reason in ((2, ""), (3, "the output head is spread over processes")):
         plugin = SimpleNamespace(zero_stage=stage)
