@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from tests.training import rewards
 from tests.training.conftest import TINY, disturb, rows_of, stored, tiny_llama
 
 from klamp.ablation import measure as module
-from klamp.ablation.measure import Pair, evaluate, measure, numbers_of, pair_from
+from klamp.ablation.measure import evaluate, measure, measured, numbers_of
 from klamp.errors import ModelError
 from klamp.scoring.probe import probe
 from klamp.scoring.scorer import Scorer
@@ -19,7 +20,8 @@ from klamp.tasks import arithmetic_tokenizer
 from klamp.tasks.base import Example, Task
 from klamp.training import checkpoint
 from klamp.training.backends import train_run
-from klamp.training.config import RolloutConfig, TrainConfig
+from klamp.training.config import TrainConfig
+from klamp.training.context import Context
 from klamp.training.folders import scores_of
 from klamp.training.models import end_tokens, load_model
 from klamp.training.references import FrozenReference
@@ -35,19 +37,23 @@ def moved(size: float = 0.03) -> torch.nn.Module:
     return model
 
 
-def pair_of(policy, start, *, length: int, prompts: dict[str, list[str]], rows: int = 10**6) -> Pair:
+def pair_of(policy, start, *, length: int, prompts: dict[str, list[str]], rows: int = 10**6) -> Context:
     tokenizer = arithmetic_tokenizer()
     evaluation = {skill: [Example(prompt=p) for p in texts] for skill, texts in prompts.items()}
     first = next(iter(evaluation))
     task = Task(name="t", train=(), evaluation=evaluation, rl_skill=first, score=lambda e, text: rewards.digits(text))
-    return Pair(
-        policy=Scorer(policy, probe(policy)),
-        start=FrozenReference(start),
+    rollout = {"temperature": TEMPERATURE, "max_completion_length": length, "num_generations": 2}
+    return Context(
+        config=TrainConfig.from_flat({**rollout, "prompts_per_step": rows // 2, "cpu": True}),
+        output_dir=Path(),
+        accelerator=Accelerator(cpu=True),
+        policy=policy,
+        scorer=Scorer(policy, probe(policy)),
+        reference=FrozenReference(start),
         tokenizer=tokenizer,
         task=task,
-        rollout=RolloutConfig(temperature=TEMPERATURE, max_completion_length=length),
         stop=end_tokens(start, tokenizer),
-        rows=rows,
+        vocabulary=len(tokenizer),
     )
 
 
@@ -116,14 +122,14 @@ def test_both_directions_are_those_of_enumeration(monkeypatch) -> None:
 def sampled(monkeypatch):
     """Every batch of completions that a measurement drew, and by which model."""
     seen = []
-    usual = module._sample
+    usual = module.completed
 
-    def note(pair, sampler, examples, uniforms):
-        completions = usual(pair, sampler, examples, uniforms)
-        seen.append((sampler.model, completions, uniforms))
+    def note(context, prompts, *, uniforms, reference):
+        completions = usual(context, prompts, uniforms=uniforms, reference=reference)
+        seen.append((context.policy if reference is None else reference.scorer.model, completions, uniforms))
         return completions
 
-    monkeypatch.setattr(module, "_sample", note)
+    monkeypatch.setattr(module, "completed", note)
     return seen
 
 
@@ -177,7 +183,7 @@ def test_other_skills_are_summed_apart_and_draws_do_not_depend_on_batches(sample
     assert whole["kl_retained/reverse"] == pytest.approx(sums["kl"] / sums["tokens"], rel=1e-5)
     assert whole["kl_retained/reverse_sequence"] == pytest.approx(sums["kl"] / sums["sequences"], rel=1e-5)
     assert len({float(u[0, 0]) for u in draws}) == 6, "every skill and direction has draws of its own"
-    assert numbers_of(pair_of(policy, start, length=5, prompts=prompts, rows=3)) == pytest.approx(whole, rel=1e-5)
+    assert numbers_of(pair_of(policy, start, length=5, prompts=prompts, rows=4)) == pytest.approx(whole, rel=1e-5)
 
 
 def trained(llama: str, folder: Path, **changes) -> TrainConfig:
@@ -223,10 +229,9 @@ def test_it_is_always_the_starting_model_that_is_measured_against(llama, tmp_pat
 
 def test_nothing_is_cut_from_the_support_and_a_run_without_a_step_has_not_moved(llama, tmp_path) -> None:
     config = TrainConfig.from_flat({"model": llama, **TINY, "top_p": 0.5, "top_k": 3, "temperature": 1.5})
-    pair = pair_from(config, None)
-    assert pair.rollout == replace(config.rollout, top_p=1.0, top_k=0)
-    assert pair.rows == 12
-    found = numbers_of(pair)
+    context = measured(config, None)
+    assert context.config.rollout == replace(config.rollout, top_p=1.0, top_k=0)
+    found = numbers_of(context)
     assert found["kl/reverse_sequence"] == pytest.approx(0.0, abs=1e-6)
 
 

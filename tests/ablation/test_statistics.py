@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from klamp.ablation.statistics import Interval, bootstrap_interval, compare, effect_size, holm
+from klamp.ablation.statistics import Interval, bootstrap_interval, compare, holm
 from klamp.errors import ConfigError, NonFiniteError
 
 
@@ -106,18 +106,11 @@ def test_more_arms_need_more_evidence() -> None:
     assert alone.p is not None and among["b"].p is not None and among["b"].p > alone.p
 
 
-def test_the_effect_size_is_not_biased_by_few_seeds() -> None:
-    draws = np.random.default_rng(2).normal(loc=0.8, size=(8_000, 4)).tolist()
-    found = [g for values in draws if (g := effect_size(values)) is not None]
-    assert np.mean(found) == pytest.approx(0.8, abs=4 * np.std(found) / math.sqrt(len(found)))
-    assert effect_size([0.1, 0.2]) is None, "two differences: the correction is 0"
-
-
 @pytest.mark.parametrize("differences", [(0.0, 0.0, 0.0), (1.0, 1.0), (0.1, 0.1, 0.1 + 1e-17)])
 def test_without_a_spread_there_is_no_test(differences: tuple[float, ...]) -> None:
     arms = {"a": dict.fromkeys(range(len(differences)), 0.0), "b": dict(enumerate(differences))}
     found = compare(arms, control="a")["b"]
-    assert (found.p, found.effect, found.interval) == (None, None, None)
+    assert (found.p, found.interval) == (None, None)
     assert not found.is_shown
 
 

@@ -183,9 +183,9 @@ def test_the_comparisons_stand_in_the_page_and_in_json() -> None:
     table = of_scores(SCORES)
     *_, (title, heading, rows) = sections(table)
     assert title == "Against a, seed by seed"
-    assert heading == ("arm", "number", "seeds", "difference", "p, Holm", "effect, g")
+    assert heading == ("arm", "number", "seeds", "difference", "p, Holm")
     assert [row[0] for row in rows] == ["b", "c", "d"]
-    assert rows[1][3].startswith("-0.09933 [-0.1008, -0.0979]") and rows[2][4:] == ("-", "-")
+    assert rows[1][3].startswith("-0.09933 [-0.1008, -0.0979]") and rows[2][4:] == ("-",)
     page = markdown(table)
     assert "## Against a, seed by seed\n" in page and "t-test with Holm's correction" in page
     content = json.loads(json.dumps(plain(table), allow_nan=False))

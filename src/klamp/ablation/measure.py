@@ -9,27 +9,29 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from klamp.ablation.outcome import Outcome
 from klamp.ablation.plan import KL_PROMPTS
 from klamp.core.masking import masked_sum
 from klamp.core.types import Direction
-from klamp.scoring.completions import Completions, select
+from klamp.scoring.completions import select
 from klamp.scoring.probe import probe
 from klamp.scoring.scorer import Ask, ExactKL, Scorer
-from klamp.tasks.base import Example, Task
-from klamp.training.config import RolloutConfig, TrainConfig
+from klamp.tasks.base import Example
+from klamp.training.config import TrainConfig
 from klamp.training.context import Context
 from klamp.training.evaluation import evaluate as scores_in
 from klamp.training.folders import newest_policy
 from klamp.training.models import end_tokens, load_model, load_tokenizer, max_length, output_size, with_adapter
 from klamp.training.references import AdapterOffReference, FrozenReference, LocalReference
-from klamp.training.sampling import encode_prompts, generate, uniform_numbers
+from klamp.training.rollouts import completed
+from klamp.training.sampling import uniform_numbers
 from klamp.training.setup import check_same_vocabulary, load_prompts, on_cpu
 
 COMPLETIONS = 2
@@ -37,31 +39,6 @@ COMPLETIONS = 2
 
 SEED = 20_240_213
 """Seed of the draws, whatever the seed of the run."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pair:
-    """A trained policy, and the model that its training started from."""
-
-    policy: Scorer
-    """The trained policy."""
-    start: LocalReference
-    """The model that its training started from."""
-    tokenizer: PreTrainedTokenizerBase
-    """The tokenizer of both models."""
-    task: Task
-    """The task, with its held-out prompts and its reward."""
-    rollout: RolloutConfig
-    """Temperature and length as in training; nothing is cut from the support."""
-    stop: Sequence[int]
-    """Ids that end a completion."""
-    rows: int
-    """Completions that are computed at once: as many as in training."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the policy."""
-        return next(self.policy.parameters()).device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,17 +68,17 @@ def measure(
         told: called between batches; may raise to stop.
         prompts: held-out prompts of each skill that are used, at most; None: all of them.
     """
-    return numbers_of(with_fewer(pair_from(config, newest_policy(folder)), prompts), told)
+    return numbers_of(with_fewer(measured(config, newest_policy(folder)), prompts), told)
 
 
-def with_fewer(pair: Pair, prompts: int | None) -> Pair:
-    """The pair with no more than so many held-out prompts of each skill; None: with all of them."""
-    used = {skill: rows[:prompts] for skill, rows in pair.task.evaluation.items()}
-    return replace(pair, task=replace(pair.task, evaluation=used))
+def with_fewer(context: Context, prompts: int | None) -> Context:
+    """The context with no more than so many held-out prompts of each skill; None: with all of them."""
+    used = {skill: rows[:prompts] for skill, rows in context.task.evaluation.items()}
+    return replace(context, task=replace(context.task, evaluation=used))
 
 
 @torch.no_grad()
-def numbers_of(pair: Pair, told: Callable[[], None] = lambda: None) -> dict[str, float]:
+def numbers_of(context: Context, told: Callable[[], None] = lambda: None) -> dict[str, float]:
     """The exact KL in both directions, per token and per completion, with reward, length and entropy of the policy.
 
     Equation, with d_t the exact KL over the vocabulary at the t-th prefix (source: arXiv:2504.10637)::
@@ -110,13 +87,18 @@ def numbers_of(pair: Pair, told: Callable[[], None] = lambda: None) -> dict[str,
         forward   per sequence E_{y ~ start}  sum_t d_t(start || policy), per token that over E_{y ~ start}  |y|
 
     Value: unbiased per sequence, for completions up to max_completion_length at the temperature of training.
+
+    Args:
+        context: see `measured`.
+        told: called between batches; may raise to stop.
     """
-    skills = [pair.task.rl_skill, *(skill for skill in pair.task.evaluation if skill != pair.task.rl_skill)]
+    task = context.task
+    skills = [task.rl_skill, *(skill for skill in task.evaluation if skill != task.rl_skill)]
     reverse, forward = (
-        {skill: _over(pair, skill, place, direction, told) for place, skill in enumerate(skills)}
+        {skill: _over(context, skill, place, direction, told) for place, skill in enumerate(skills)}
         for direction in ("reverse", "forward")
     )
-    trained = reverse[pair.task.rl_skill]
+    trained = reverse[task.rl_skill]
     found = {
         "reward": trained.reward / trained.sequences,
         "length": trained.tokens / trained.sequences,
@@ -133,80 +115,67 @@ def _named(name: str, sums: Sums) -> dict[str, float]:
     return {name: sums.kl / sums.tokens, f"{name}_sequence": sums.kl / sums.sequences}
 
 
-def _over(pair: Pair, skill: str, place: int, direction: Direction, told: Callable[[], None]) -> Sums:
-    """The sums over the completions of one skill's prompts."""
-    examples = [e for e in pair.task.evaluation[skill] for _ in range(COMPLETIONS)]
+def _over(context: Context, skill: str, place: int, direction: Direction, told: Callable[[], None]) -> Sums:
+    """The sums over the completions of one skill's prompts, computed as many at once as in training."""
+    examples = [e for e in context.task.evaluation[skill] for _ in range(COMPLETIONS)]
+    rollout = context.config.rollout
     step = 2 * place + (direction == "forward")
-    uniforms = uniform_numbers(SEED, step, len(examples), pair.rollout.max_completion_length)
+    uniforms = uniform_numbers(SEED, step, len(examples), rollout.max_completion_length)
+    size = rollout.prompts_per_step * rollout.num_generations
+    at_once = max(1, size // context.config.optim.gradient_accumulation_steps)
     total = Sums(sequences=0, tokens=0, kl=0.0)
-    for first in range(0, len(examples), pair.rows):
+    for first in range(0, len(examples), at_once):
         told()
-        rows = slice(first, first + pair.rows)
-        total = total + _batch(pair, examples[rows], uniforms[rows], direction)
+        rows = slice(first, first + at_once)
+        total = total + _batch(context, examples[rows], uniforms[rows], direction)
     return total
 
 
-def _batch(pair: Pair, examples: Sequence[Example], uniforms: Tensor, direction: Direction) -> Sums:
-    if direction == "reverse":
-        completions = _sample(pair, pair.policy, examples, uniforms)
-    else:
-        with pair.start.sampling_model():
-            completions = _sample(pair, pair.start.scorer, examples, uniforms)
+def _batch(context: Context, examples: Sequence[Example], uniforms: Tensor, direction: Direction) -> Sums:
+    policy, start = context.scorer, cast(LocalReference, context.reference)
+    assert policy is not None, "a measured policy is on this machine"
+    sampler = None if direction == "reverse" else start
+    completions = completed(context, [e.prompt for e in examples], uniforms=uniforms, reference=sampler)
     completions = select(completions, slice(None))
-    every = torch.ones(len(examples), dtype=torch.bool, device=pair.device)
-    temperature = pair.rollout.temperature
-    theirs = pair.start.score(completions, temperature=temperature, keep=every).predictions
+    every = torch.ones(len(examples), dtype=torch.bool, device=context.device)
+    temperature = context.config.rollout.temperature
+    theirs = start.score(completions, temperature=temperature, keep=every).predictions
     assert theirs is not None, "it was asked to keep them"
     exact = ExactKL(rows=every, ref=theirs, directions=(direction,))
-    ours = pair.policy(completions, Ask(temperature=temperature, entropy=True, exact=exact))
+    ours = policy(completions, Ask(temperature=temperature, entropy=True, exact=exact))
     kl, entropy = (ours.exact if direction == "reverse" else ours.exact_forward), ours.entropy
-    texts = completions.texts(pair.tokenizer) if direction == "reverse" else []
+    texts = completions.texts(context.tokenizer) if direction == "reverse" else []
     return Sums(
         sequences=len(examples),
         tokens=int(completions.mask.sum()),
         kl=float(masked_sum(kl.double(), completions.mask)),
         entropy=float(masked_sum(entropy.double(), completions.mask)),
-        reward=sum(pair.task.score(e, text) for e, text in zip(examples, texts, strict=False)),
+        reward=sum(context.task.score(e, text) for e, text in zip(examples, texts, strict=False)),
     )
 
 
-def _sample(pair: Pair, sampler: Scorer, examples: Sequence[Example], uniforms: Tensor) -> Completions:
-    ids, mask = encode_prompts([e.prompt for e in examples], pair.tokenizer, pair.device)
-    pad = int(pair.tokenizer.pad_token_id)  # pyright: ignore[reportArgumentType]
-    return generate(
-        sampler.model,
-        ids,
-        mask,
-        rollout=pair.rollout,
-        stop=pair.stop,
-        pad=pad,
-        uniforms=uniforms,
-        traits=sampler.traits,
-    )
+def measured(config: TrainConfig, weights: str | Path | None) -> Context:
+    """A context whose policy is a trained one, and whose reference is the model that its training started from.
 
-
-def pair_from(config: TrainConfig, weights: str | Path | None) -> Pair:
-    """Load a policy, and the model that the configuration names as the one that it started from.
-
-    With an adapter the starting model is the policy with it switched off, so that there is no second set of weights.
+    Temperature and length are those of training; nothing is cut from the support. With an adapter the starting model is
+    the policy with it switched off, so that there is no second set of weights.
 
     Args:
-        config: of the run, or as if there had been one.
+        config: of the run, or as if there had been one; its model is the starting model.
         weights: of the policy, or its adapter; None: nothing was trained, the policy is the starting model.
 
     Raises:
         ModelError: either cannot be loaded, or their vocabularies differ.
         DataError, RewardError, UnknownNameError: a task or a prompt that cannot be used.
     """
-    device = torch.device("cpu") if on_cpu(config) else torch.accelerator.current_accelerator() or torch.device("cpu")
-    model = config.model
+    accelerator, model = Accelerator(cpu=on_cpu(config)), config.model
 
     def loaded(spec: str) -> PreTrainedModel:
-        return load_model(spec, model.dtype).to(device)  # pyright: ignore[reportArgumentType]
+        return load_model(spec, model.dtype).to(accelerator.device)  # pyright: ignore[reportArgumentType]
 
     start = loaded(model.model)
     if model.lora_r:
-        policy = with_adapter(start, model, None if weights is None else Path(weights)).to(device).eval()
+        policy = with_adapter(start, model, None if weights is None else Path(weights)).to(accelerator.device).eval()
         traits = probe(policy)
         reference: LocalReference = AdapterOffReference(policy, traits=traits)
     else:
@@ -215,15 +184,17 @@ def pair_from(config: TrainConfig, weights: str | Path | None) -> Pair:
         traits = probe(policy)
         reference = FrozenReference(start, name="the model that training started from")
     tokenizer = load_tokenizer(model.tokenizer or model.model)
-    size = config.rollout.prompts_per_step * config.rollout.num_generations
-    return Pair(
-        policy=Scorer(policy, traits),
-        start=reference,
+    return Context(
+        config=replace(config, rollout=replace(config.rollout, top_p=1.0, top_k=0)),
+        output_dir=Path(),
+        accelerator=accelerator,
+        policy=policy,
+        scorer=Scorer(policy, traits),
+        reference=reference,
         tokenizer=tokenizer,
         task=load_prompts(config, tokenizer, longest=max_length(start)),
-        rollout=replace(config.rollout, top_p=1.0, top_k=0),
         stop=end_tokens(start, tokenizer),
-        rows=max(1, size // config.optim.gradient_accumulation_steps),
+        vocabulary=output_size(start),
     )
 
 
@@ -251,37 +222,22 @@ def evaluate(
         ModelError: a model that cannot be loaded, or two that do not share a vocabulary.
         DataError, RewardError, UnknownNameError: a task that cannot be used with it.
     """
-    pair = pair_from(config, weights)
+    context = measured(config, weights)
     before: dict[str, float] = {}
     numbers: dict[str, float] = {}
-    after = _scores(config, pair, pair.policy)
+    after = scores_in(context).scores
     if start:
-        with pair.start.sampling_model():  # switches an adapter off
-            before = _scores(config, pair, pair.start.scorer)
-        numbers = numbers_of(with_fewer(pair, prompts), told)
+        reference = cast(LocalReference, context.reference)
+        with reference.sampling_model():  # switches an adapter off
+            before = scores_in(replace(context, policy=reference.scorer.model, scorer=reference.scorer)).scores
+        numbers = numbers_of(with_fewer(context, prompts), told)
     name = str(weights or config.model.model)
     return Outcome(
         run=name,
         arm=name,
         seed=config.run.seed,
-        rl_skill=pair.task.rl_skill,
+        rl_skill=context.task.rl_skill,
         before=before,
         after=after,
         numbers=numbers,
     )
-
-
-def _scores(config: TrainConfig, pair: Pair, scorer: Scorer) -> dict[str, float]:
-    """Every skill's greedy score, by the trainer's own evaluation."""
-    context = Context(
-        config=config,
-        output_dir=Path(),
-        accelerator=Accelerator(cpu=on_cpu(config)),
-        policy=scorer.model,
-        scorer=scorer,
-        tokenizer=pair.tokenizer,
-        task=pair.task,
-        stop=list(pair.stop),
-        vocabulary=output_size(scorer.model),
-    )
-    return scores_in(context).scores

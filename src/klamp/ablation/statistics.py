@@ -1,7 +1,7 @@
 """Statistics over few seeds: the interval of a mean, by the bootstrap; arms against the control.
 
 The control is the first arm: it is fixed before anything runs, so that no arm is picked for having come out best. The
-others are compared with it seed by seed: a test and an effect size.
+others are compared with it seed by seed, by a paired test.
 """
 
 from __future__ import annotations
@@ -78,8 +78,6 @@ class Comparison:
     """Student's interval of the mean difference, not corrected for several arms; None without a spread."""
     p: float | None = None
     """The paired t-test's two-sided p, corrected by Holm for the arms that are compared; None without a spread."""
-    effect: float | None = None
-    """Hedges' g of the differences: mean over standard deviation, with the correction for few seeds; None below 3."""
 
     @property
     def is_shown(self) -> bool:
@@ -102,7 +100,7 @@ def compare(arms: Mapping[str, Mapping[int, float]], *, control: str) -> dict[st
         ConfigError: no such control.
         NonFiniteError: a value that is NaN or infinite.
 
-    Source: Student 1908; Holm 1979; Hedges 1981
+    Source: Student 1908; Holm 1979
     """
     from scipy import stats
 
@@ -127,7 +125,6 @@ def compare(arms: Mapping[str, Mapping[int, float]], *, control: str) -> dict[st
                 mean=fmean(found),
                 interval=Interval(float(low), float(high)),
                 p=corrected[arm],
-                effect=effect_size(found),
             )
         elif len(found) > 1:
             compared[arm] = Comparison(differences=found, mean=fmean(found))
@@ -154,16 +151,3 @@ def holm(ps: Sequence[float]) -> list[float]:
     corrected = np.empty(len(ps))
     corrected[order] = np.maximum.accumulate(np.minimum(factors * np.asarray(ps, dtype=float)[order], 1.0))
     return corrected.tolist()
-
-
-def effect_size(differences: Sequence[float]) -> float | None:
-    """Hedges' g of paired differences that have a spread; None below three of them, where the correction is 0.
-
-    Equation: J mean / s, s the standard deviation (n - 1) and J = Gamma(f / 2) / (sqrt(f / 2) Gamma((f - 1) / 2)) with
-    f = n - 1, which takes out the bias of few seeds.
-    """
-    f = len(differences) - 1
-    if f < 2:
-        return None
-    correction = math.exp(math.lgamma(f / 2) - math.lgamma((f - 1) / 2)) / math.sqrt(f / 2)
-    return correction * fmean(differences) / stdev(differences)

@@ -169,13 +169,10 @@ def sections(table: Table) -> list[Section]:
     compared = [(name, arm, each) for name, arms in table.comparisons.items() for arm, each in arms.items()]
     if compared:
         rows = (
-            (
-                *(arm, BY_NAME[name].title, str(len(each.differences)), _difference(each)),
-                *map(_or_missing, (each.p, each.effect)),
-            )
+            (arm, BY_NAME[name].title, str(len(each.differences)), _difference(each), _or_missing(each.p))
             for name, arm, each in compared
         )
-        heading = ("arm", "number", "seeds", "difference", "p, Holm", "effect, g")
+        heading = ("arm", "number", "seeds", "difference", "p, Holm")
         found.append(Section(f"Against {table.control}, seed by seed", heading, tuple(rows)))
     return found
 
@@ -211,8 +208,7 @@ def notes(table: Table) -> tuple[str, ...]:
     if any(table.comparisons.values()):
         found.append(
             f"Differences to {table.control} are those of runs with the same seed: Student's interval, the p of a "
-            "paired t-test with Holm's correction over the arms, Hedges' g. All of them take differences for "
-            "normal noise."
+            "paired t-test with Holm's correction over the arms. Both take differences for normal noise."
         )
     return (*found, *filter(None, (reading(table, name) for name in JUDGED)))
 
