@@ -20,7 +20,6 @@ from klamp.ablation.execute import (
 from klamp.ablation.outcome import Outcome, is_done, write_outcome
 from klamp.ablation.plan import Arm, Plan, grid, run_folder, runs
 from klamp.errors import ConfigError, DataError, RewardError, RunFolderError, UnknownNameError
-from klamp.training.folders import held
 
 PLAN_A = Plan(name="a", base={"max_steps": 5, "report_to": ()}, arms=grid({"beta": [0.0, 0.1]}), seeds=(0, 1))
 
@@ -99,14 +98,6 @@ def test_the_same_command_finds_its_folder_again(tmp_path) -> None:
     open_folder(other, tmp_path / "ablation-a-002")
     assert find_folder(other, tmp_path) == tmp_path / "ablation-a-002"
     assert find_folder(changed(name="b c/d"), tmp_path).parent == tmp_path
-
-
-def test_only_one_command_works_in_a_folder(tmp_path) -> None:
-    (tmp_path / "out").mkdir()
-    with held(tmp_path / "out", by="klamp ablate"):
-        check_folder(PLAN_A, tmp_path / "out")
-        with pytest.raises(RunFolderError, match="another klamp ablate"), held(tmp_path / "out", by="klamp ablate"):
-            pass
 
 
 def test_failed_runs_are_not_done(tmp_path) -> None:
