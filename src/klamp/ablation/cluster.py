@@ -10,19 +10,19 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 from klamp._version import __version__
-from klamp.ablation.executor import LOG, Tell, Update, carry_out, read_run, write_run
+from klamp.ablation.executor import LOG, Tell, Update, carry_out, write_run
 from klamp.ablation.one_run import perform
 from klamp.ablation.outcome import KEPT, OUTCOME
 from klamp.ablation.plan import Run, run_folder
+from klamp.ablation.worker import alone, working_folder
 from klamp.config.rules import check_cluster
 from klamp.errors import ConfigError, TrainingStopped, UnsupportedVersion, missing_library
 from klamp.training.folders import RUNS
@@ -58,16 +58,9 @@ def work(run: Run, folder: Path, reports: Any, version: str) -> dict[str, bytes]
     write_run(own, run)
     logging.basicConfig(filename=own / LOG, level=logging.WARNING, force=True)  # the process is this run's alone
     reports.put_nowait(Update(run=run.name, state="running"))
-    perform(run, here, reports.put_nowait)
+    with alone(own):
+        perform(run, here, reports.put_nowait)
     return {name: (own / name).read_bytes() for name in RESULTS if (own / name).is_file()}
-
-
-def working_folder(run: Run, folder: Path) -> Path:
-    """The ablation's own folder where the worker sees the run in it; else a new one of the worker's machine."""
-    with suppress(OSError, ValueError, LookupError):
-        if read_run(run_folder(folder, run)) == run:
-            return folder
-    return Path(tempfile.mkdtemp(prefix="klamp-"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,14 +141,14 @@ class _Tasks:
             (own / each).write_bytes(files[each])
         return "its worker sent no outcome"
 
-    def stop(self, name: str) -> None:
-        """Interrupt a task."""
-        self.ray.cancel(self.pending[name], force=False)
+    def stop(self, name: str, times: int) -> None:
+        """Interrupt a task; the second time kill its worker."""
+        self.ray.cancel(self.pending[name], force=times > 1)
 
     def end(self) -> None:
         """Kill the workers that are left."""
-        for reference in self.pending.values():
-            self.ray.cancel(reference, force=True)
+        for name in self.pending:
+            self.stop(name, 2)
 
 
 @contextmanager

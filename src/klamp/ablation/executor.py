@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
+import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Literal, Protocol, TypeAlias
 
 from klamp.ablation.outcome import OUTCOME, failed, is_done, read_outcome, write_outcome
@@ -67,6 +71,28 @@ class Executor(Protocol):
         ...
 
 
+@contextmanager
+def noting_interrupts(note: Callable[[], None]) -> Iterator[None]:
+    """A context in which Ctrl-C and SIGTERM are only noted, so that no work is cut in the middle; main thread only.
+
+    Args:
+        note: called from the signal handler, so that it must neither wait nor lock.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        note()
+
+    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
 class Workers(Protocol):
     """The processes of the runs under way, wherever they are."""
 
@@ -78,12 +104,12 @@ class Workers(Protocol):
         """Wait for a moment; what the runs have told, and those whose process has ended: name -> how, in words."""
         ...
 
-    def stop(self, name: str) -> None:
-        """Ask a run to end after its step."""
+    def stop(self, name: str, times: int) -> None:
+        """Ask a run to end: the first time after its step, the second time at once; then kill it."""
         ...
 
     def end(self) -> None:
-        """End all that is under way at once, after an error or a second Ctrl-C."""
+        """End all that is under way, after an error."""
         ...
 
 
@@ -100,14 +126,12 @@ def carry_out(runs: Sequence[Run], folder: Path, tell: Tell, workers: Workers, *
     Raises:
         TrainingStopped: see `Executor`.
     """
-    from klamp.training.run import deferred_interrupts
-
     waiting, under_way = deque(runs), dict[str, Run]()
-    stopping = False
+    interrupts, heard = list[None](), 0
     try:
-        with deferred_interrupts() as interrupt:
-            while under_way or (waiting and not interrupt.asked):
-                while waiting and len(under_way) < at_once and not interrupt.asked:
+        with noting_interrupts(lambda: interrupts.append(None)):
+            while under_way or (waiting and not interrupts):
+                while waiting and len(under_way) < at_once and not interrupts:
                     run = waiting.popleft()
                     own = run_folder(folder, run)
                     write_run(own, run)
@@ -119,24 +143,16 @@ def carry_out(runs: Sequence[Run], folder: Path, tell: Tell, workers: Workers, *
                     if update.state not in ("done", "failed"):  # told once its process has ended
                         tell(update)
                 for name, how in ended.items():
-                    _ended(under_way.pop(name), folder, tell, "" if interrupt.asked else how)
-                for name in under_way if interrupt.asked and not stopping else ():
-                    workers.stop(name)
+                    _ended(under_way.pop(name), folder, tell, "" if interrupts else how)
+                asked = len(interrupts)
+                for name in under_way if asked > heard else ():
+                    workers.stop(name, asked)
                     tell(Update(run=name, state="stopping"))
-                stopping = interrupt.asked
-            stopping = interrupt.asked
-    except KeyboardInterrupt:  # the second one
-        stopping = True
+                heard = asked
     finally:
         workers.end()
-    if stopping:
-        done = sum(is_done(folder, run) for run in runs)
-        raise TrainingStopped(
-            f"the ablation was stopped with {len(runs) - done} of {len(runs)} runs not done",
-            got="an interrupt",
-            why="the runs under way were saved after their last step, where they ran",
-            fix="the same command again goes on where they stopped",
-        ) from KeyboardInterrupt()
+    if interrupts:
+        raise stopped(runs, folder) from KeyboardInterrupt()
 
 
 def _ended(run: Run, folder: Path, tell: Tell, how: str) -> None:
@@ -169,3 +185,19 @@ def read_run(folder: Path) -> Run:
         folder: of the run.
     """
     return run_of(json.loads((folder / RUN).read_text(encoding="utf-8")))
+
+
+def stopped(runs: Sequence[Run], folder: Path) -> TrainingStopped:
+    """The error of an ablation that was interrupted, which says how to go on.
+
+    Args:
+        runs: of the ablation.
+        folder: of the ablation.
+    """
+    done = sum(is_done(folder, run) for run in runs)
+    return TrainingStopped(
+        f"the ablation was stopped with {len(runs) - done} of {len(runs)} runs not done",
+        got="an interrupt",
+        why="the runs under way were saved after their last step, where they ran",
+        fix="the same command again goes on where they stopped",
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -10,8 +11,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from klamp.ablation.executor import LOG, Tell, Update, carry_out
@@ -112,17 +111,19 @@ class _Processes:
     def start(self, run: Run, own: Path) -> None:
         """Start the process of a run."""
         slot = self.free.pop(0)
-        reads, writes = Pipe(duplex=False)
-        with writes, (own / LOG).open("wb") as log:
+        reads, writes = os.pipe()
+        os.set_blocking(reads, False)
+        with (own / LOG).open("wb") as log:
             process = subprocess.Popen(
-                [*self.executor.command, str(own), str(writes.fileno())],
+                [*self.executor.command, str(own), str(writes)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=self.executor.environment(slot),
-                pass_fds=(writes.fileno(),),
+                pass_fds=(writes,),
                 start_new_session=True,  # Ctrl-C on the terminal reaches the parent alone, which passes it on once
             )
+        os.close(writes)
         self.children[run.name] = _Child(process=process, slot=slot, reads=reads, log=own / LOG)
 
     def look(self) -> tuple[Sequence[Update], Mapping[str, str]]:
@@ -134,26 +135,20 @@ class _Processes:
             updates += child.told()
             if code is not None:
                 ended[name] = f"{_how_ended(code)}\n{_last_line(child.log)}\nlog: {child.log}"
-                child.reads.close()
+                os.close(child.reads)
                 self.free.append(self.children.pop(name).slot)
         return updates, ended
 
-    def stop(self, name: str) -> None:
-        """Interrupt a process."""
-        self.children[name].process.send_signal(signal.SIGINT)
+    def stop(self, name: str, times: int) -> None:
+        """Interrupt a process; the third time kill it."""
+        self.children[name].process.send_signal(signal.SIGINT if times < 3 else signal.SIGKILL)
 
     def end(self) -> None:
-        """Interrupt every process, and wait for it; one more Ctrl-C kills those that are left."""
-        processes = [child.process for child in self.children.values()]
-        for process in processes:
-            process.terminate()
-        try:
-            for process in processes:
-                process.wait()
-        except KeyboardInterrupt:
-            for process in processes:
-                process.kill()
-                process.wait()
+        """End every process, and wait for it."""
+        for child in self.children.values():
+            child.process.terminate()
+        for child in self.children.values():
+            child.process.wait()
 
 
 @dataclass(kw_only=True)
@@ -163,15 +158,19 @@ class _Child:
     process: subprocess.Popen[bytes]
     slot: int
     """Its number among those at work."""
-    reads: Connection
-    """What it tells; nobody waits for the end of it, which a grandchild may hold open."""
+    reads: int
+    """The file descriptor of what it tells; nobody waits for its end, which a grandchild may hold open."""
     log: Path
+    begun: bytes = b""
+    """The beginning of a line that has not come in full."""
 
     def told(self) -> Iterator[Update]:
         """What it has told since the last time."""
-        with suppress(EOFError):
-            while self.reads.poll():
-                yield Update(**self.reads.recv())
+        with suppress(BlockingIOError):
+            while found := os.read(self.reads, 2**16):
+                self.begun += found
+        *lines, self.begun = self.begun.split(b"\n")
+        return (Update(**json.loads(line)) for line in lines)
 
 
 def _how_ended(code: int) -> str:

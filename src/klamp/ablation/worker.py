@@ -1,37 +1,45 @@
-"""The process that does one run of an ablation: `python -m klamp.ablation.worker RUN_FOLDER FD`.
+"""The process that does one run of an ablation: `python -m klamp.ablation.worker RUN_FOLDER [FD]`.
 
-It reads run.json in the folder and, from the environment, what is in no file; it sends its updates to the file
-descriptor, as a `multiprocessing` connection does. Once nobody reads there any more, the run is saved after its step
-and left: no run outlives the command that started it by long.
+It reads run.json in the folder and, from the environment, what is in no file; it writes its updates, a JSON object a
+line, to the file descriptor. Once nobody reads there any more, the run is saved after its step and left: no run
+outlives the command that started it by long.
 """
 
 from __future__ import annotations
 
+import atexit
+import json
 import logging
 import os
 import signal
 import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NoReturn
 
-from klamp.ablation.executor import Tell, Update, read_run
+from filelock import lock_descriptor
+
+from klamp.ablation.executor import RUN, Tell, Update, read_run
+from klamp.ablation.plan import Run, run_folder
 
 DONE, FAILED, INTERRUPTED = 0, 1, 130
 """Exit codes; FAILED has an outcome that says why."""
 
 
-def main(run_folder: str, descriptor: str) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Do the run of a folder; returns the exit code.
 
     Args:
-        run_folder: the run's folder.
-        descriptor: the file descriptor for updates.
+        arguments: the run's folder, and the file descriptor for updates where somebody reads them.
     """
     for number in (signal.SIGINT, signal.SIGTERM):  # while models are loaded, too, and where a shell ignored one
         signal.signal(number, signal.default_int_handler)
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
-    folder, report = Path(run_folder), teller(int(descriptor))
+    folder = Path(arguments[0])
+    report = teller(int(arguments[1])) if len(arguments) > 1 else _silent
     try:
         report(Update(run=folder.name, state="running"))
         from transformers.utils.logging import disable_progress_bar
@@ -40,29 +48,61 @@ def main(run_folder: str, descriptor: str) -> int:
         from klamp.errors import TrainingStopped
 
         disable_progress_bar()
-        try:
-            outcome = perform(read_run(folder), folder.parent.parent, report)
-        except TrainingStopped as stopped:
-            logging.getLogger(__name__).warning("%s", stopped)
-            return INTERRUPTED
+        with alone(folder):
+            try:
+                outcome = perform(read_run(folder), folder.parent.parent, report)
+            except TrainingStopped as stopped:
+                logging.getLogger(__name__).warning("%s", stopped)
+                return INTERRUPTED
     except KeyboardInterrupt:
         return INTERRUPTED
     return DONE if outcome.state == "done" else FAILED
 
 
 def teller(descriptor: int) -> Tell:
-    """A function that writes updates to a file descriptor; it interrupts the run once nobody reads them."""
+    """A function that writes reports to a file descriptor; it interrupts the run once nobody reads them."""
     os.set_inheritable(descriptor, False)  # what a reward function starts must not hold the pipe open
-    writes = Connection(descriptor, readable=False)
 
     def tell(update: Update) -> None:
         try:
-            writes.send(asdict(update))
+            os.write(descriptor, (json.dumps(asdict(update)) + "\n").encode())
         except OSError as error:
             raise KeyboardInterrupt("nobody reads the updates any more") from error
 
     return tell
 
 
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Wait until no other process works on the run: a worker without its parent still saves its last step.
+
+    Where files cannot be locked, nothing is waited for.
+    """
+    with (folder / RUN).open("rb") as file:
+        with suppress(OSError):
+            lock_descriptor(file.fileno())
+        yield
+
+
+def working_folder(run: Run, folder: Path) -> Path:
+    """The ablation's own folder where the worker sees the run in it; else a new one of the worker's machine."""
+    with suppress(OSError, ValueError, LookupError):
+        if read_run(run_folder(folder, run)) == run:
+            return folder
+    return Path(tempfile.mkdtemp(prefix="klamp-"))
+
+
+def _silent(update: Update) -> None:
+    """Report nothing."""
+
+
+def leave(code: int) -> NoReturn:
+    """End the process at once, without waiting for torch to clean up; everything is written by then."""
+    atexit._run_exitfuncs()  # those of reward functions and trackers
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))  # noqa: TID251  (a program of its own, called by klamp.ablation.local)
+    leave(main(sys.argv[1:]))  # noqa: TID251  (a program of its own, called by klamp.ablation.local)
