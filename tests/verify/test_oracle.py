@@ -113,19 +113,6 @@ def test_the_local_truth_is_each_prefix_gradient_weighed_by_how_often_the_prefix
     assert close(truths(chain)["local_forward"], met[:, None] * (p - q))
 
 
-def test_local_and_sequence_truths_part_only_beyond_one_token():
-    one, many = truths(random_chain(5, length=1)), truths(random_chain(5, length=3))
-    assert close(one["local"], one["reverse"])
-    assert (many["local"] - many["reverse"]).norm() > 0.1 * many["reverse"].norm()
-
-
-def test_at_the_last_position_the_local_gradient_is_complete():
-    chain = random_chain(6, vocab=3, length=3)
-    last = [i for i, prefix in enumerate(list_prefixes(3, 3, eos=0)) if len(prefix) == 2]
-    exact = truths(chain)
-    assert close(exact["local"][last], exact["reverse"][last])
-
-
 def test_off_policy_the_sampled_local_truth_weighs_prefixes_by_the_sampler():
     chain = random_chain(7, sampler="other")
     exact = truths(chain)

@@ -81,7 +81,7 @@ def measure_config(kl: KLConfig, loss: LossConfig, *, length: float) -> ConfigFa
     reduced = [examine_config(bare, loss, scene=each) for each in chains]
     whole, averaged = _pull(chains, found), _pull(chains, reduced)
     in_loss = kl.kl_placement == "loss"
-    target = sum(_reverse_kl(report) for report in found)
+    target = sum(report.kl.value - report.kl.value_bias for report in found)
     value = sum(report.kl.value for report in found)
     return ConfigFacts(
         position=_pull(positions, [examine_config(bare, scene=each) for each in positions]),
@@ -130,10 +130,6 @@ def _unbounded(loss: LossConfig) -> LossConfig:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KLWarning)
         return LossConfig(surrogate=loss.surrogate, epsilon=1.0, epsilon_high=1e9, scale_rewards="none")
-
-
-def _reverse_kl(report: StepReport) -> float:
-    return report.kl.value - report.kl.value_bias
 
 
 def _pull(scenes: list[Scene], reports: list[StepReport]) -> Pull:

@@ -92,11 +92,6 @@ class Scene:
         return rows, orders * self.outcomes.probs[rows].prod(-1)
 
     @functools.cached_property
-    def _without_kl(self) -> dict[tuple[Objective, LossConfig], Float[Tensor, " groups"]]:
-        """The losses of the groups without a KL that were computed before, with gradient to the chain."""
-        return {}
-
-    @functools.cached_property
     def truths(self) -> Truths:
         """The gradients that a KL term may be meant to follow here, by name."""
         return truths(self.chain)
@@ -159,7 +154,7 @@ def examine_config(kl: KLConfig, loss: LossConfig | None = None, *, scene: Scene
     loss, objective = _objective(kl, loss, scene)
     _, probs = scene.groups
     losses, gates = _take_steps(scene, objective, loss, kl)
-    plain = _plain_losses(scene, objective, loss, kl)
+    plain, _ = _take_steps(scene, dataclasses.replace(objective, beta=0.0, kl=KLTerm()), loss, kl)
     found = report(scene.chain, probs, (losses - plain) / (objective.beta or 1.0), known=scene.truths)
     return StepReport(
         kl=found,
@@ -234,14 +229,6 @@ def scores_of(scored: Outcomes, objective: Objective, kl: KLConfig) -> dict[str,
         models = scored.policy_logits, scored.ref_logits
         scores |= {"exact_kl": exact_kl(*models), "exact_kl_forward": exact_kl(*models, direction="forward")}
     return scores
-
-
-def _plain_losses(scene: Scene, objective: Objective, loss: LossConfig, kl: KLConfig) -> Float[Tensor, " groups"]:
-    """The loss of every group without the KL, with gradient to the chain; the same for every KL, so computed once."""
-    bare = dataclasses.replace(objective, beta=0.0, kl=KLTerm())
-    if (bare, loss) not in scene._without_kl:
-        scene._without_kl[bare, loss], _ = _take_steps(scene, bare, loss, kl)
-    return scene._without_kl[bare, loss]
 
 
 def _take_steps(
