@@ -258,10 +258,6 @@ FAULTY: dict[str, Planted] = {
         changes={**BUILT_IN, "learning_rate": 1e-2, "warmup_steps": 10, "max_steps": 40},
         finds={"reward-collapse": (3, 40), "kl-far": (3, 40), "saturated": (20, 40)},
     ),
-    "rate-thirtyfold": Planted(
-        changes={**BUILT_IN, "learning_rate": 3e-3, "warmup_steps": 10, "max_steps": 20},
-        finds={"reward-collapse": ANY, "kl-far": ANY},
-    ),
     "drift": Planted(
         changes={
             "reward": f"{REWARDS}constant",
@@ -309,7 +305,6 @@ FAULTY: dict[str, Planted] = {
         finds={"reference-differs": (1, 1)},
         alone=True,
     ),
-    "low-limit": Planted(changes={**BUILT_IN, "max_completion_length": 2, "max_steps": 6}, finds={"truncated": (5, 5)}),
 }
 """Runs with a fault, by the names of their records."""
 

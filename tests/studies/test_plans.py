@@ -1,23 +1,40 @@
-"""The plan of the clipping study: the arms that the question needs, each a configuration that does what it says."""
+"""The plans of the studies: the arms that a question needs, each a configuration that does what it says."""
 
 from __future__ import annotations
 
 import warnings
 from itertools import combinations
+from pathlib import Path
 
 import pytest
+import yaml
 
-from klamp.ablation.plan import Run, runs
+from klamp.ablation.plan import Plan, Run, runs
 from klamp.config import KLWarning
 from klamp.errors import UnknownNameError
+from klamp.training.config import TrainConfig
 from studies.clipping import CLIPS, CONTROL, FORMS, PER_TOKEN, TOTAL, clipping_plan
+from studies.language import KL_PROMPTS, NO_KL, RIGHT, language_plan
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "describe.yaml"
+
+
+def arms_of(plan: Plan) -> dict[str, Run]:
+    """The runs of a plan by their arm's name; some arms are there because they are cautioned against."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", KLWarning)
+        return {run.arm.name: run for run in runs(plan)}
 
 
 def configured(**changes: object) -> dict[str, Run]:
-    """The runs of one seed by their arm's name."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", KLWarning)  # two arms are in the plan because they are cautioned against
-        return {run.arm.name: run for run in runs(clipping_plan(seeds=(0,), **changes))}  # pyright: ignore
+    """One seed of the clipping study."""
+    return arms_of(clipping_plan(seeds=(0,), **changes))  # pyright: ignore
+
+
+def differing(every: dict[str, Run]) -> set[str]:
+    """The fields in which two arms differ."""
+    found = [run.config.flat() for run in every.values()]
+    return {name for one, other in combinations(found, 2) for name in one if one[name] != other[name]}
 
 
 def test_both_clips_with_both_thresholds_in_both_places_against_no_clip_and_no_kl() -> None:
@@ -36,10 +53,14 @@ def test_both_clips_with_both_thresholds_in_both_places_against_no_clip_and_no_k
 
 
 def test_arms_differ_in_the_kl_and_in_nothing_else() -> None:
-    found = [run.config.flat() for run in configured().values()]
-    differing = {name for one, other in combinations(found, 2) for name in one if one[name] != other[name]}
-    assert {name for name in differing if not name.startswith("kl_")} == {"beta", "use_per_token_kl_threshold"}
-    assert len({str(sorted(values.items(), key=str)) for values in found}) == len(found)
+    clipping = configured()
+    assert {name for name in differing(clipping) if not name.startswith("kl_")} == {
+        "beta",
+        "use_per_token_kl_threshold",
+    }
+    assert len({str(sorted(run.config.flat().items(), key=str)) for run in clipping.values()}) == len(clipping)
+    language = arms_of(language_plan(seeds=(0,)))
+    assert differing(language) == {"beta", "kl_monitor", "kl_estimator", "kl_gradient"}
 
 
 def test_a_soft_clip_is_no_wider_than_a_tenth_of_its_budget() -> None:
@@ -74,3 +95,18 @@ def test_every_form_is_unclipped() -> None:
     plain = found["loss, sequence horizon"].config.kl
     price = fixed.kl.beta / fixed.rollout.max_completion_length
     assert price == pytest.approx(plain.beta / 7.6, rel=0.02), "the same price per nat at the reference's length"
+
+
+def test_the_language_study_measures_every_kl_on_its_prompts_also_that_of_its_control() -> None:
+    every = arms_of(language_plan(seeds=(0,)))
+    assert {run.kl_prompts for run in every.values()} == {KL_PROMPTS}
+    control = every[NO_KL.name].config.kl
+    assert control.beta == 0 and control.needs_reference
+
+
+def test_the_example_is_the_language_studys_arm_of_the_right_price() -> None:
+    """But for its length, how often it evaluates and saves, and where it reports to."""
+    given = TrainConfig.from_flat(yaml.safe_load(EXAMPLE.read_text(encoding="utf-8"))).flat()
+    arm = arms_of(language_plan(seeds=(0,)))[f"beta {RIGHT:g}"].config.flat()
+    others = {name for name in given if given[name] != arm[name]}
+    assert others <= {"max_steps", "eval_every", "save_every", "report_to", "keep_checkpoints"}
