@@ -14,7 +14,7 @@ from klamp.ablation.executor import Executor
 from klamp.ablation.outcome import read_outcome
 from klamp.ablation.plan import KL_PROMPTS, Plan, Run, run_folder, runs, shown
 from klamp.ablation.table import Table, notes, number, sections
-from klamp.cli.ablate_arguments import AblateRequest, parse_ablate
+from klamp.cli.ablate_arguments import parse_ablate
 from klamp.cli.describe import describe_model, describe_task, tool
 from klamp.cli.options import AblateOptions
 from klamp.cli.text import FAILED, show_paragraph, show_table
@@ -37,10 +37,10 @@ def run(argv: Sequence[str], *, console: Console | None = None, executor: Execut
         KlampError: whatever stops the ablation as a whole; the caller shows it.
     """
     request = parse_ablate(argv)
-    if request.options.runs:
-        command = shlex.join([tool("klamp"), "ablate", *map(without_credentials, request.argv)])
-        return compare_runs(request.options, console or Console(highlight=False), command)
     plan, options = request.plan, request.options
+    command = shlex.join([tool("klamp"), "ablate", *map(without_credentials, argv)])
+    if options.runs:
+        return compare_runs(options, console or Console(highlight=False), command)
     every = runs(plan)
     folder = Path(options.output_dir) if options.output_dir else find_folder(plan)
     console = console or Console(highlight=False)
@@ -49,11 +49,13 @@ def run(argv: Sequence[str], *, console: Console | None = None, executor: Execut
     if options.dry_run:
         show_plan(console, plan, every, folder=folder, executor=executor)
         return 0
-    return _execute(request, plan, every, folder=folder, executor=executor, console=console)
+    if options.output_dir is None:
+        command += f" --output_dir {shlex.quote(str(folder))}"
+    return _execute(plan, every, folder=folder, executor=executor, console=console, command=command)
 
 
 def _execute(
-    request: AblateRequest, plan: Plan, every: Sequence[Run], *, folder: Path, executor: Executor, console: Console
+    plan: Plan, every: Sequence[Run], *, folder: Path, executor: Executor, console: Console, command: str
 ) -> int:
     import matplotlib  # noqa: F401  (where it is missing, that is said now and not after the last run)
 
@@ -61,7 +63,6 @@ def _execute(
     from klamp.cli.display import Board
 
     print(f"{len(plan.arms)} arms x {len(plan.seeds)} seeds in {folder}; {executor.describe()}", file=console.file)
-    command = _command(request, folder)
     board = Board(console, every)
     try:
         result = execute(plan, folder, executor, tell=board.tell, progress=board.loading)
@@ -82,14 +83,6 @@ def _executor(options: AblateOptions, every: Sequence[Run]) -> Executor:
     from klamp.ablation.cluster import RayExecutor
 
     return RayExecutor(address=options.ray, cpus_per_run=options.cpus_per_run, gpus_per_run=options.gpus_per_run)
-
-
-def _command(request: AblateRequest, folder: Path) -> str:
-    """The command line that continues this ablation with the runs that are not done."""
-    words = [tool("klamp"), "ablate", *map(without_credentials, request.argv)]
-    if request.options.output_dir is None:
-        words += ["--output_dir", str(folder)]
-    return shlex.join(words)
 
 
 IN_A_LINE = {"Acc": "rl/after", "KL": "kl/reverse", "retention": "retained/after"}

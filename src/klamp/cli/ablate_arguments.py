@@ -32,8 +32,6 @@ class AblateRequest:
     """The runs to make."""
     options: AblateOptions
     """The options of `klamp ablate` itself."""
-    argv: tuple[str, ...]
-    """The words of the command line, as they were typed."""
 
 
 def parse_ablate(argv: Sequence[str]) -> AblateRequest:
@@ -71,7 +69,7 @@ def parse_ablate(argv: Sequence[str]) -> AblateRequest:
     kl_prompts = options.kl_prompts or file.kl_prompts or KL_PROMPTS
     plan = Plan(name=folder_name(name), base=base, arms=arms, seeds=seeds or (0, 1, 2), kl_prompts=kl_prompts)
     _refuse_without_effect(flags, plan.arms)
-    return AblateRequest(plan=plan, options=options, argv=tuple(argv))
+    return AblateRequest(plan=plan, options=options)
 
 
 def _read(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], dict[str, tuple[Any, ...]]]:
