@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from klamp.config import KLConfig, LossConfig
-from klamp.verify.config_facts import measure_config, total_budget
+from klamp.verify.config_facts import measure_config
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # checked in tests/core; here they would cost minutes
 
@@ -78,6 +78,8 @@ def test_the_gate_of_a_hard_clip() -> None:
     facts = measure(kl_estimator="exact", kl_clip_method="hard", kl_clip_threshold=0.1)
     assert facts.gate is not None
     assert facts.gate.budget == pytest.approx(10.0)
+    longer = measure(kl_estimator="exact", kl_clip_method="hard", kl_clip_threshold=0.1, kl_reference_length=200).gate
+    assert longer is not None and longer.budget == pytest.approx(20.0)
     assert facts.gate.at == {0.0: 0.0, 0.5: 0.0, 1.0: 0.0, 1.5: 1.0, 2.0: 1.0}
 
 
@@ -86,6 +88,7 @@ def test_a_wide_soft_clip_is_half_open_everywhere() -> None:
     choices = {"kl_clip_method": "soft", "kl_clip_threshold": 0.05, "use_per_token_kl_threshold": False}
     gate = measure(**choices).gate
     assert gate is not None
+    assert gate.budget == 0.05
     assert gate.at[0.0] == pytest.approx(0.4875, abs=1e-4)
     assert gate.at[2.0] == pytest.approx(0.5125, abs=1e-4)
 
@@ -100,9 +103,3 @@ def test_what_float16_cannot_hold_is_found_and_a_bound_mends_it() -> None:
     bare, bound = measure(kl_gradient="forward"), measure(kl_gradient="forward", kl_max_log_ratio=10.0)
     assert [probe.dtype for probe in bare.probes if probe.fault] == [torch.float16]
     assert [probe.fault for probe in bound.probes] == [""] * 6
-
-
-def test_budgets() -> None:
-    assert total_budget(KLConfig(kl_clip_threshold=0.1), length=50) == pytest.approx(5.0)
-    assert total_budget(KLConfig(kl_clip_threshold=0.1, kl_reference_length=20), length=50) == pytest.approx(2.0)
-    assert total_budget(KLConfig(kl_clip_threshold=5, use_per_token_kl_threshold=False), length=50) == 5.0

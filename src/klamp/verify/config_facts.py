@@ -97,12 +97,6 @@ def measure_config(kl: KLConfig, loss: LossConfig, *, length: float) -> ConfigFa
     )
 
 
-def total_budget(kl: KLConfig, *, length: float) -> float:
-    """The budget of a clip in nats per completion; `length` is used where the configuration has no reference length."""
-    reference = kl.kl_reference_length or length
-    return float(kl_budget(kl.kl_clip_threshold, per_token=kl.use_per_token_kl_threshold, reference_length=reference))
-
-
 def _world(seed: int, *, length: int, sampler: Sampler = "policy") -> Scene:
     """A scene with groups of one, each a small part of a large batch."""
     return scene(seed, vocab=3, length=length, sampler=sampler, group_size=1, denominators="expected")
@@ -154,7 +148,8 @@ def _kept(whole: Pull, averaged: Pull, found: list[StepReport], reduced: list[St
 
 
 def _gate(kl: KLConfig, *, length: float) -> ClipFacts:
-    budget = total_budget(kl, length=length)
+    reference = kl.kl_reference_length or length
+    budget = float(kl_budget(kl.kl_clip_threshold, per_token=kl.use_per_token_kl_threshold, reference_length=reference))
     sizes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0], dtype=torch.float64)
     method, temperature = kl.kl_clip_method, kl.kl_clip_temperature
     factors = clip_gate(sizes * budget, budget, method=method, temperature=temperature)
