@@ -49,7 +49,7 @@ OWN, OF_TRL, OF_VERL = "step-", "checkpoint-", "global_step_"
 SEAL = "checksums.json"
 """The file in a checkpoint that holds its checksums; where it is, the checkpoint was complete."""
 REFERENCE = "reference.safetensors"
-STATE = {"step", "controller", "schedule", "before", "metrics", "reference_length"}
+STATE = {"step", "controller", "schedule", "reference_length"}
 """The keys that state.json must hold for a run to continue."""
 UNREADABLE = (
     *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, EOFError),

@@ -22,7 +22,7 @@ from klamp.tasks.prompts import chat_cautions
 from klamp.training.config import TrainConfig
 from klamp.training.context import Context
 from klamp.training.evaluation import Evaluation, evaluate
-from klamp.training.folders import METRICS_FILE, lines_of, lines_until, scores_of
+from klamp.training.folders import METRICS_FILE, lines_until, scores_of
 from klamp.training.observers import AlarmObserver, Observer, RunInfo, RunSummary
 from klamp.training.processes import explained
 from klamp.training.references import FrozenReference
@@ -258,20 +258,13 @@ class Training:
         self.tell(lambda o: o.on_answers(self.step, found.answers))
         return found.scores
 
-    def scores_at(self, step: int) -> dict[str, float]:
-        """The scores that the run's folder holds of a step; none where it was not evaluated then."""
-        rows = lines_of(self.context.output_dir / METRICS_FILE)
-        found = [scores for row in rows if row.get("step") == step and (scores := scores_of(row))]
-        return found[-1] if found else {}
-
-    def recall(self) -> dict[str, float]:
-        """Take up what the run's folder says of the steps that are done; the scores of the last evaluation."""
+    def recall(self) -> None:
+        """Take up what metrics.jsonl says of the steps that are done: the first scores, the last step, its scores."""
         rows = lines_until(self.context.output_dir / METRICS_FILE, self.step)
-        scores = [scores_of(row) for row in rows]
-        evaluated, steps = [each for each in scores if each], [row for row in rows if "reward" in row]
-        self.before = evaluated[0] if evaluated else {}
+        evaluated, steps = [row for row in rows if scores_of(row)], [row for row in rows if "reward" in row]
+        self.before = scores_of(evaluated[0]) if evaluated else {}
         self.metrics = {name: x for name, x in steps[-1].items() if name != "step"} if steps else {}
-        return evaluated[-1] if evaluated else {}
+        self.after = scores_of(evaluated[-1]) if evaluated and evaluated[-1]["step"] == self.step else {}
 
     def is_due(self, every: int) -> bool:
         """Whether what is done every so many steps (0: only at the end) is to be done after this one."""

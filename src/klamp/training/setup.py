@@ -271,7 +271,9 @@ def _references(
         return AdapterOffReference(policy, traits=traits), None
     if kind in ("ema", "periodic"):
         decay, every = (config.kl.reference_decay, None) if kind == "ema" else (None, config.kl.reference_reset_steps)
-        started = policy if not config.run.resume else _fresh_policy(config, accelerator)
+        started = policy
+        if config.run.resume:  # the policy as it was before the first step
+            started = _policy(load_model(config.model.model, config.model.dtype), config, None, accelerator)
         copies = [_placed(copy.deepcopy(started), config, accelerator) for _ in range(2)]
         moving = MovingReference(copies[0], decay=decay, reset_steps=every, traits=traits)
         return moving, FrozenReference(copies[1], traits=traits)
@@ -324,12 +326,6 @@ def _placed(model: nn.Module, config: TrainConfig, accelerator: Accelerator) -> 
             why=str(error).partition("\n")[0],
             fix="name a device of this machine (cpu, cuda:1), or leave it out for the policy's",
         ) from error
-
-
-def _fresh_policy(config: TrainConfig, accelerator: Accelerator) -> nn.Module:
-    """Load the policy as it was before the first step, for a run that is resumed."""
-    start = load_model(config.model.model, config.model.dtype)
-    return _policy(start, config, None, accelerator)
 
 
 @contextmanager

@@ -95,14 +95,14 @@ class Trainer(Training):
             self.schedule.load_state_dict({**state["schedule"], "lr_lambdas": [None]})  # the function is not saved
             if not isinstance(self.schedule.last_epoch, int):
                 raise TypeError(f"last_epoch of the schedule is {self.schedule.last_epoch!r}")
-            self.before, self.metrics, self.step = state["before"], state["metrics"], state["step"]
+            self.step = state["step"]
             self.control.load_state_dict(state)
         except RunFolderError:
             raise
         except checkpoint.UNREADABLE as error:
             raise checkpoint.damaged(folder, error) from error
         self.saved = (self.step, folder)
-        self.after = self.scores_at(self.step)
+        self.recall()
 
     def save(self) -> Path | None:
         """Write a checkpoint of the last step done: the main process does.
@@ -133,8 +133,6 @@ class Trainer(Training):
         return {
             **self.control.state_dict(),
             "schedule": {k: v for k, v in self.schedule.state_dict().items() if k != "lr_lambdas"},
-            "before": self.before,
-            "metrics": self.metrics,
         }
 
     def train_step(self) -> dict[str, float]:

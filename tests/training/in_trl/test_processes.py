@@ -22,24 +22,9 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[3]
 CHANGES: dict[str, Any] = {"prompts_per_step": 4, "gradient_accumulation_steps": 2, "loss_type": "dapo"}
 CHANGES |= {"target_kl": 0.02, "kl_controller": "step", "log_completions": 16, "log_completions_every": 1}
-
-
 SHARDED = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
 SHARDED |= {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
-
-
 KLAMP = ["-m", "klamp.cli"]
-
-
-def begun(llama: str, folder: Path, program: list[str], environment: dict[str, str]) -> Path:
-    """A run of two steps on two processes."""
-    return launched(llama, folder, program, environment, "--max_steps=2")
-
-
-def trained(llama: str, folder: Path, program: list[str], environment: dict[str, str]) -> Path:
-    """A run of two steps on two processes, continued to a third."""
-    begun(llama, folder, program, environment)
-    return launched(llama, folder, program, environment, "--resume")
 
 
 def launched(llama: str, folder: Path, program: list[str], environment: dict[str, str], more: str) -> Path:
@@ -59,7 +44,7 @@ def launched(llama: str, folder: Path, program: list[str], environment: dict[str
 
 @pytest.fixture(scope="module")
 def two_steps(llama, tmp_path_factory) -> Path:
-    return begun(llama, tmp_path_factory.mktemp("begun") / "run", KLAMP, {})
+    return launched(llama, tmp_path_factory.mktemp("begun") / "run", KLAMP, {}, "--max_steps=2")
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +57,9 @@ def run(llama, two_steps, tmp_path_factory) -> Path:
 def test_sharded_by_fsdp2_it_has_the_same_numbers(run, llama, tmp_path):
     """With one prompt of each skill one process has nothing to answer, and must not wait for the other's weights."""
     program = [str(ROOT / "examples/accelerate/fsdp2_on_cpu.py"), str(ROOT / "src/klamp/cli/__main__.py")]
-    plain, sharded = rows_of(run), rows_of(trained(llama, tmp_path / "run", program, SHARDED))
+    for more in ("--max_steps=2", "--resume"):
+        launched(llama, tmp_path / "run", program, SHARDED, more)
+    plain, sharded = rows_of(run), rows_of(tmp_path / "run")
     assert [row["step"] for row in sharded] == [row["step"] for row in plain]
     for row, wanted in zip(sharded, plain, strict=True):
         assert wanted.keys() - row.keys() <= {"kl/exact"}, "no process has the whole output head"

@@ -14,59 +14,28 @@ from types import SimpleNamespace
 
 import pytest
 from tests.training.in_verl.conftest import missing
+from tests.training.test_trainer import Recorder
 from tests.waiting import is_running, wait_until
 
 from klamp.errors import ConfigError, DataError, MissingLibrary, RunFolderError, TrainerFailed, TrainingStopped
 from klamp.records import read_record
 from klamp.training.backends import train_run
 from klamp.training.folders import lines_of
-from klamp.training.observers import Observer
 
 pytestmark = pytest.mark.slow
 
 
-class Told(Observer):
-    """Notes what a run tells."""
-
-    def __init__(self) -> None:
-        self.notes: list[tuple] = []
-
-    def on_start(self, info):
-        self.notes.append(("start", info.start_step, info.reference, info.processes))
-
-    def on_step(self, step, metrics):
-        self.notes.append(("step", step))
-
-    def on_evaluation(self, step, scores):
-        self.notes.append(("evaluation", step))
-
-    def on_checkpoint(self, step, folder):
-        self.notes.append(("checkpoint", step, Path(folder).name))
-
-    def on_warning(self, text):
-        self.notes.append(("warning", text))
-
-    def close(self):
-        self.notes.append(("close",))
-
-
 def test_a_run_leaves_what_any_run_leaves(quick, stand_in, tmp_path):
     stand_in(score=True)
-    told, config = Told(), quick(log_completions_every=2)
+    told, config = Recorder(), quick(log_completions_every=2)
     summary = train_run(config, [told])
     folder = tmp_path / "run"
-    assert told.notes[:2] == [("start", 0, "a frozen copy, in verl", 1), ("evaluation", 0)]
-    assert told.notes[-1] == ("close",)
-    steps = [note for note in told.notes if note[0] in ("step", "evaluation")]
-    assert [note[:2] for note in steps[1:]] == [
-        ("step", 1),
-        ("step", 2),
-        ("evaluation", 2),
-        ("step", 3),
-        ("step", 4),
-        ("evaluation", 4),
-    ]
-    assert ("checkpoint", 4, "global_step_4") in told.notes
+    assert told.calls[:2] == [("start", 0), ("evaluation", 0)]
+    assert (told.info.reference, told.info.processes) == ("a frozen copy, in verl", 1)
+    assert told.calls[-2:] == [("end", 4), ("close",)]
+    steps = [call for call in told.calls if call[0] in ("step", "evaluation")][1:]
+    assert steps == [("step", 1), ("step", 2), ("evaluation", 2), ("step", 3), ("step", 4), ("evaluation", 4)]
+    assert 4 in told.told("checkpoint")
     rows = lines_of(folder / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 2, 3, 4, 4]
     second = rows[2]
@@ -77,7 +46,7 @@ def test_a_run_leaves_what_any_run_leaves(quick, stand_in, tmp_path):
     assert set(summary.before) == set(summary.after) == {name[5:] for name in rows[0] if name.startswith("eval/")}
     written = json.loads((folder / "summary.json").read_text())
     assert written["before"] == dict(summary.before)
-    assert not [note for note in told.notes if note[0] == "warning"]
+    assert not told.told("warning")
     assert sorted(path.name for path in (folder / "verl" / "rollouts").iterdir()) == ["1.jsonl", "2.jsonl", "4.jsonl"]
     assert (folder / "log.txt").read_text().splitlines()[0] == "step 1"
     history = read_record(folder)
@@ -92,10 +61,10 @@ def test_a_run_goes_on_from_verls_newest_checkpoint(quick, stand_in, tmp_path):
     assert "RuntimeError: an engine died" in str(caught.value) and "exit code 3" in str(caught.value)
     assert "global_step_2" in caught.value.__notes__[0]
     stand_in()
-    told = Told()
+    told = Recorder()
     summary = train_run(quick(resume=True), [told])
-    assert told.notes[0][:2] == ("start", 2)
-    assert [note for note in told.notes if note[0] == "step"] == [("step", 3), ("step", 4)]
+    assert told.calls[0] == ("start", 2)
+    assert told.told("step") == [3, 4]
     rows = lines_of(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows if "reward" in row] == [1, 2, 3, 4]
     assert set(summary.before.values()) == {0.0} and set(summary.after.values()) == {0.4}

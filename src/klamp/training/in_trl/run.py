@@ -100,7 +100,7 @@ class TRLRun(Training):
         self.checkpoint = checkpoint.newest(self.context.output_dir, begin=checkpoint.OF_TRL)
         if self.checkpoint is not None:
             self.step = number_of(self.checkpoint) // self.updates
-            self.after = self.recall()
+            self.recall()
 
     def take_steps(self, interrupt: Interrupt) -> None:
         """Let TRL take all steps that are left; what ends the run early is raised here, once TRL is done."""

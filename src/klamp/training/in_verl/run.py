@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -112,7 +113,7 @@ class VerlRun(Training):
         if (found[0] / SEAL).exists() or not found[0].is_dir():
             checkpoint.check(found[0], besides=f", and write the number of another one into {self.layout.newest}")
         self.step = self.saved = newest
-        self.after = self.recall()
+        self.recall()
 
     def take_steps(self, interrupt: Interrupt) -> None:
         """Start verl, from the checkpoint that was found, and stay with it until its last step.
@@ -225,20 +226,14 @@ class VerlRun(Training):
         )
 
 
-def prepare(config: TrainConfig, observers: Sequence[Observer] = ()) -> Path:
+def prepare(config: TrainConfig) -> Path:
     """Write what verl's command reads, for a run that is started by hand; the folder.
-
-    Args:
-        config: of the run.
-        observers: told of slow work.
 
     Raises:
         KlampError: bad input.
     """
-    with opened_folder(config) as folder:
-        accelerator = make_accelerator(config, folder)
-        context = context_of(config, accelerator, folder, observers)
-        write_data(config, context.task, context.tokenizer, Layout(folder))
+    with opened_folder(config) as folder, ExitStack() as last:
+        VerlRun.build(Opened(config, make_accelerator(config, folder), folder, (), last))
         return folder
 
 
