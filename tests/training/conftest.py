@@ -15,7 +15,7 @@ from transformers.utils import logging
 from klamp.tasks.arithmetic import arithmetic_tokenizer
 from klamp.training.config import TrainConfig
 from klamp.training.context import Context
-from klamp.training.observers import Observer
+from klamp.training.observers import Observer, RunInfo
 from klamp.training.setup import build, make_accelerator
 
 logging.disable_progress_bar()
@@ -139,6 +139,18 @@ class StopAfter(Observer):
     def on_step(self, step: int, metrics: object) -> None:
         if step == self.step:
             raise KeyboardInterrupt
+
+
+def info_of(folder: Path, start_step: int, config: TrainConfig | None = None) -> RunInfo:
+    """What a run that goes on after a step tells before it."""
+    known: dict[str, Any] = {
+        "parameters": 1,
+        "trainable_parameters": 1,
+        "reference": "",
+        "device": "cpu",
+        "processes": 1,
+    }
+    return RunInfo(config=config or TrainConfig(), output_dir=folder, start_step=start_step, **known)
 
 
 def rows_of(folder: Path | str, *, keep_speed: bool = False) -> list[dict[str, float]]:

@@ -27,6 +27,8 @@ from klamp.training.checkpoint import SEAL, changed, seal
 from klamp.training.config import TrainConfig
 from klamp.training.folders import checkpoint_folders
 
+Damage = Callable[[Path], object]
+
 
 @pytest.fixture(scope="module")
 def runs(llama, tmp_path_factory):
@@ -219,25 +221,30 @@ def test_only_names_of_checkpoints_count(run):
     assert checkpoint_folders(run.folder) == checkpoint.checkpoints(run.folder)
 
 
-def damaged_json(folder: Path) -> None:
-    (folder / "state.json").write_text('{"step": 4, "contr')
+def without(name: str) -> Damage:
+    """A file is gone."""
+    return lambda folder: (folder / name).unlink()
 
 
-def no_json(folder: Path) -> None:
-    (folder / "state.json").unlink()
+def with_state(text: str) -> Damage:
+    """state.json holds something else."""
+    return lambda folder: (folder / "state.json").write_text(text)
 
 
-def lacking_json(folder: Path) -> None:
-    (folder / "state.json").write_text('{"step": 4}')
+def flipped(name: str) -> Damage:
+    """One bit of a file's last byte is turned, as a disk does: all formats still read it."""
+
+    def damage(folder: Path) -> None:
+        content = bytearray((folder / name).read_bytes())
+        content[-1] ^= 1
+        (folder / name).write_bytes(content)
+
+    return damage
 
 
 def half_optimizer(folder: Path) -> None:
     content = (folder / "optimizer.pt").read_bytes()
     (folder / "optimizer.pt").write_bytes(content[: len(content) // 2])
-
-
-def no_optimizer(folder: Path) -> None:
-    (folder / "optimizer.pt").unlink()
 
 
 class Evil:
@@ -254,34 +261,7 @@ def evil_optimizer(folder: Path) -> None:
     torch.save({"state": Evil(folder / "code-was-run"), "param_groups": []}, folder / "optimizer.pt")
 
 
-def flipped(file: Path) -> None:
-    """Turn one bit of the last byte, as a disk does: all formats still read it."""
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-
-
-def flipped_weights(folder: Path) -> None:
-    flipped(folder / "policy" / "model.safetensors")
-
-
-def flipped_optimizer(folder: Path) -> None:
-    flipped(folder / "optimizer.pt")
-
-
-def flipped_seal(folder: Path) -> None:
-    flipped(folder / SEAL)
-
-
-def flipped_tokenizer(folder: Path) -> None:
-    flipped(folder / "policy" / "tokenizer.json")
-
-
-def no_seal(folder: Path) -> None:
-    (folder / SEAL).unlink()
-
-
-def resealed(damage: Callable[[Path], None]) -> Callable[[Path], None]:
+def resealed(damage: Damage) -> Damage:
     """The damage of who writes a checkpoint anew: its checksums are right, and what it holds is not."""
 
     def done(folder: Path) -> None:
@@ -291,20 +271,12 @@ def resealed(damage: Callable[[Path], None]) -> Callable[[Path], None]:
     return done
 
 
-def another(**changes) -> Callable[[Path], None]:
+def another(**changes) -> Damage:
     def damage(folder: Path) -> None:
         state = json.loads((folder / "state.json").read_text())
         (folder / "state.json").write_text(json.dumps(state | changes))
 
     return resealed(damage)
-
-
-def deep_json(folder: Path) -> None:
-    (folder / "state.json").write_text("[" * 100_000)
-
-
-def no_object(folder: Path) -> None:
-    (folder / "state.json").write_text("[4]")
 
 
 def other_weights(folder: Path) -> None:
@@ -318,9 +290,11 @@ def other_optimizer(folder: Path) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        *(no_json, no_optimizer, flipped_weights, flipped_optimizer, flipped_tokenizer, flipped_seal, no_seal),
-        *map(resealed, (damaged_json, lacking_json, deep_json, no_object, half_optimizer, evil_optimizer)),
-        *(resealed(other_optimizer), resealed(other_weights), another(step=3), another(schedule={"last_epoch": "x"})),
+        *map(without, ("state.json", "optimizer.pt", SEAL)),
+        *map(flipped, ("policy/model.safetensors", "optimizer.pt", "policy/tokenizer.json", SEAL)),
+        *(resealed(with_state(text)) for text in ('{"step": 4, "contr', '{"step": 4}', "[" * 100_000, "[4]")),
+        *map(resealed, (half_optimizer, evil_optimizer, other_optimizer, other_weights)),
+        *(another(step=3), another(schedule={"last_epoch": "x"})),
         *(another(controller={"value": []}), another(reference_length=[1])),
     ],
 )
@@ -343,12 +317,12 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_works(run, damage
 
 @pytest.mark.parametrize("run", ["full"], indirect=True)
 def test_the_newest_whole_one_is_named(run):
-    flipped_weights(run.newest)
-    flipped_optimizer(run.newest.with_name("step-000003"))
+    flipped("policy/model.safetensors")(run.newest)
+    flipped("optimizer.pt")(run.newest.with_name("step-000003"))
     with pytest.raises(RunFolderError, match=r"model\.safetensors changed on the disk") as caught:
         train_run(run.config)
     assert f"{run.newest.with_name('step-000002')} is whole" in caught.value.fix
-    no_json(run.newest.with_name("step-000002"))
+    without("state.json")(run.newest.with_name("step-000002"))
     with pytest.raises(RunFolderError, match="no whole one before it"):
         train_run(run.config)
 

@@ -29,7 +29,6 @@ from klamp.training.folders import (
     lock_descriptors,
     make_folder,
     newest_policy,
-    part_of,
     policy_folder,
     run_folder,
     sync,
@@ -302,11 +301,6 @@ def test_one_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
     assert file.read_text() == "old"
 
 
-def test_a_folder_is_synced_as_a_file_is(tmp_path):
-    sync(tmp_path)
-    assert part_of(tmp_path / "b").name == ".b.part"
-
-
 def test_a_system_that_opens_no_folder_is_not_waited_for(tmp_path, monkeypatch):
     monkeypatch.delattr(os, "O_DIRECTORY")
     monkeypatch.setattr(os, "open", lambda *_: pytest.fail("Windows refuses that"))
@@ -329,13 +323,6 @@ def test_a_folder_that_holds_nothing_in_the_end_goes(config_of, tmp_path):
     with opened_folder(config_of()) as folder:
         (folder / "config.yaml").touch()
     assert [each.name for each in folder.iterdir()] == ["config.yaml"]
-
-
-def test_runs_that_start_at_once_have_a_folder_each(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config = TrainConfig.from_flat({"task": "arithmetic", "cpu": True})
-    with opened_folder(config) as one, opened_folder(config) as other:
-        assert (one, other) == (Path("runs/arithmetic-001"), Path("runs/arithmetic-002"))
 
 
 def test_one_that_is_faster_by_a_hair_wins(tmp_path, monkeypatch):

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
-import sys
 import threading
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,11 +90,6 @@ def test_the_divergence_has_the_printed_value_and_the_gradient_of_the_reverse_kl
     assert (found - forward).abs().max() > 0.01
     as_printed, _, _ = expected_gradient(lambda policy, ref: policy - ref)
     assert as_printed.abs().max() < 1e-12, "differentiated as printed, nothing is left"
-
-
-def test_the_divergence_refuses_shapes_that_differ(shapes_unchecked):
-    with pytest.raises(ShapeError):
-        compute_kl_divergence(torch.zeros(2, 3), torch.zeros(2, 4))
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.7])
@@ -205,14 +197,6 @@ def test_a_bad_argument_is_refused_in_words(changes: dict[str, Any], words: str)
     assert caught.value.got is not None and caught.value.why and caught.value.fix
 
 
-@pytest.mark.usefixtures("shapes_unchecked")
-def test_the_divergence_and_a_step_refuse_in_words_too() -> None:
-    with pytest.raises(TensorError, match="ref_log_probs must be a torch.Tensor"):
-        compute_kl_divergence(torch.zeros(2, 3), [[0.0]])  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ConfigError, match="kl_coef must be a number"):
-        grpo_microbatch_step(Untouched(), None, torch.zeros(1), kl_coef="0.1")  # pyright: ignore[reportArgumentType]
-
-
 class Untouched(torch.nn.Module):
     """A model that must not be called."""
 
@@ -220,11 +204,18 @@ class Untouched(torch.nn.Module):
         raise AssertionError("scored without need")
 
 
-def test_a_micro_batch_with_a_kl_needs_a_reference():
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_the_divergence_and_a_step_refuse_in_words_too() -> None:
+    with pytest.raises(ShapeError):
+        compute_kl_divergence(torch.zeros(2, 3), torch.zeros(2, 4))
+    with pytest.raises(TensorError, match="ref_log_probs must be a torch.Tensor"):
+        compute_kl_divergence(torch.zeros(2, 3), [[0.0]])  # pyright: ignore[reportArgumentType]
     completions = sample(tiny_llama(), prompts=["1+1="])
-    with pytest.raises(ConfigError, match="no reference") as caught:
-        grpo_microbatch_step(Untouched(), completions, torch.ones(1), kl_coef=0.1)
-    assert caught.value.got and caught.value.why and caught.value.fix
+    refused: list[tuple[Any, str]] = [("0.1", "kl_coef must be a number"), (0.1, "no reference")]
+    for kl_coef, words in refused:
+        with pytest.raises(ConfigError, match=words) as caught:
+            grpo_microbatch_step(Untouched(), completions, torch.ones(1), kl_coef=kl_coef)
+        assert caught.value.got and caught.value.why and caught.value.fix
 
 
 # the loop ------------------------------------------------------------------------------------------------------------
@@ -244,13 +235,6 @@ def trained(*, steps: int, seed: int = 0, **changes):
     reward, prompts = settings.pop("reward"), settings.pop("prompts", ["1+1=", "rev ab=", "5-2=", "77+8=", "1-1="])
     history = train(model, arithmetic_tokenizer(), prompts, reward, optimizer, steps=steps, seed=seed, **settings)
     return model, history
-
-
-@pytest.mark.slow
-def test_the_loop_learns():
-    _, history = trained(steps=20)
-    start, end = (sum(row["reward"] for row in part) / 4 for part in (history[:4], history[-4:]))
-    assert end > start + 0.5, "2.7 to 3.7 with ten seeds"
 
 
 PRINTED = {
@@ -377,35 +361,8 @@ def test_the_loop_refuses_what_it_cannot_use():
         with pytest.raises(RewardError) as caught:
             trained(steps=1, reward=reward)
         assert "1+1=" in str(caught.value)
-
-
-def leaves_and_switches(prompt: str, completion: str) -> float:
-    os.chdir("/")
-    torch.set_grad_enabled(False)
-    return 0.0
-
-
-def hangs(prompt: str, completion: str) -> float:
-    return float(threading.Event().wait(3600))
-
-
-@pytest.mark.parametrize(
-    ("reward", "words"),
-    [
-        (hangs, "too long"),
-        (lambda p, c: sys.exit(0), "SystemExit"),
-    ],
-)
-def test_a_reward_that_hangs_or_ends_the_program_is_an_error(reward, words):
-    with pytest.raises(RewardError, match=words) as caught:
-        trained(steps=1, reward=reward, reward_timeout=0.2 if reward is hangs else None)
-    assert "1+1=" in str(caught.value)
-
-
-def test_folder_and_gradients_are_put_back_after_a_reward():
-    folder = Path.cwd()
-    trained(steps=1, reward=leaves_and_switches)
-    assert Path.cwd() == folder and torch.is_grad_enabled()
+    with pytest.raises(RewardError, match="too long"):
+        trained(steps=1, reward=lambda *_: float(threading.Event().wait(3600)), reward_timeout=0.2)
 
 
 def test_a_steps_line_reads_as_documented(caplog):

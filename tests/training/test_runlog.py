@@ -15,14 +15,14 @@ import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer.record_writer import RecordWriter
-from tests.training.conftest import TINY, rows_of, steps_of
+from tests.training.conftest import TINY, info_of, rows_of, steps_of
 
 from klamp._version import __version__
 from klamp.diagnostics.metrics import METRICS
 from klamp.errors import RunFolderError
 from klamp.training.backends import train_run
 from klamp.training.config import TrainConfig
-from klamp.training.observers import Observer, RunInfo, RunSummary
+from klamp.training.observers import Observer, RunSummary
 from klamp.training.runlog import RunLog, versions
 
 SKILLS = ("addition", "subtraction", "reversal")
@@ -54,18 +54,11 @@ def test_the_folder_holds_what_a_run_is(run):
     names = {p.name for p in run.folder.iterdir()}
     files = {"config.yaml", "versions.json", "metrics.jsonl", "completions.jsonl", "answers.jsonl", "summary.json"}
     assert names == files | {"checkpoints", "tracking", "wandb"}
-
-
-def test_the_configuration_runs_again(run):
     values = yaml.safe_load((run.folder / "config.yaml").read_text())
-    assert TrainConfig.from_flat(values) == run.config
+    assert TrainConfig.from_flat(values) == run.config, "it runs again"
     assert values["report_to"] == ["tensorboard", "wandb"], "a list, as YAML has no tuples"
-
-
-def test_versions_name_what_decides_the_numbers(run):
     found = json.loads((run.folder / "versions.json").read_text())
-    assert found == versions()
-    assert found["klamp"] == __version__
+    assert found == versions() and found["klamp"] == __version__
     assert found["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert {"python", "transformers", "accelerate", "peft", "torch_threads"} <= found.keys()
 
@@ -138,27 +131,14 @@ def test_wandb_writes_its_offline_run_into_the_folder(run):
 # a resumed run's files -----------------------------------------------------------------------------------------------
 
 
-def info(config, folder, start_step: int) -> RunInfo:
-    return RunInfo(
-        config=config,
-        output_dir=folder,
-        start_step=start_step,
-        parameters=1,
-        trainable_parameters=1,
-        reference="none",
-        device="cpu",
-        processes=1,
-    )
-
-
-def test_a_resumed_run_drops_the_lines_of_steps_it_will_do_again(config_of, tmp_path):
+def test_a_resumed_run_drops_the_lines_of_steps_it_will_do_again(tmp_path):
     log = RunLog(SimpleNamespace(trackers=[]))
     (tmp_path / "config.yaml").write_text("seed: 3\n")
     lines = [{"step": 1, "reward": 0.1}, {"step": 2, "reward": 0.2}, {"step": 2, "eval/a": 1.0}, {"step": 3}]
     half = '{"step": 3, "rew'
     (tmp_path / "metrics.jsonl").write_text("\n".join([*map(json.dumps, lines), half]))
     (tmp_path / "completions.jsonl").write_text(json.dumps({"step": 3}) + "\n")
-    log.on_start(info(config_of(), tmp_path, 2))
+    log.on_start(info_of(tmp_path, 2))
     assert rows_of(tmp_path) == lines[:3]
     assert (tmp_path / "completions.jsonl").read_text() == ""
     assert (tmp_path / "config.yaml").read_text() == "seed: 3\n", "the configuration of the run's beginning stays"
@@ -166,20 +146,20 @@ def test_a_resumed_run_drops_the_lines_of_steps_it_will_do_again(config_of, tmp_
     assert rows_of(tmp_path)[-1] == {"step": 3, "reward": 0.3}
 
 
-def test_a_file_that_loses_no_line_is_not_written(config_of, tmp_path):
+def test_a_file_that_loses_no_line_is_not_written(tmp_path):
     log = RunLog(SimpleNamespace(trackers=[]))
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1}\n{"step": 2}\n')
     os.utime(file, ns=(1, 1))
-    log.on_start(info(config_of(), tmp_path, 2))
+    log.on_start(info_of(tmp_path, 2))
     assert file.stat().st_mtime_ns == 1
     file.write_text('{"step": 1}\n{"step": 2}')  # killed before the end of the line
-    log.on_start(info(config_of(), tmp_path, 2))
+    log.on_start(info_of(tmp_path, 2))
     log.on_step(3, {})
     assert rows_of(tmp_path) == [{"step": 1}, {"step": 2}, {"step": 3}]
 
 
-def test_a_run_killed_while_it_drops_lines_loses_none(config_of, tmp_path, monkeypatch):
+def test_a_run_killed_while_it_drops_lines_loses_none(tmp_path, monkeypatch):
     lines = '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
     names = ("metrics.jsonl", "completions.jsonl", "answers.jsonl", "alarms.jsonl", "cautions.jsonl")
 
@@ -199,13 +179,13 @@ def test_a_run_killed_while_it_drops_lines_loses_none(config_of, tmp_path, monke
         with monkeypatch.context() as patch:
             patch.setattr(Path, "replace", replace)
             with pytest.raises(KeyboardInterrupt):
-                log.on_start(info(config_of(), tmp_path, 2))
+                log.on_start(info_of(tmp_path, 2))
         assert (tmp_path / killed_at).read_text() == lines
 
 
 def test_the_configuration_of_a_run_that_begins_anew_continues_none(config_of, tmp_path):
     """Else the file, given to a run in another folder, would look for one to continue there."""
-    RunLog(SimpleNamespace(trackers=[])).on_start(info(config_of(resume=True), tmp_path, 0))
+    RunLog(SimpleNamespace(trackers=[])).on_start(info_of(tmp_path, 0, config_of(resume=True)))
     assert "resume: false" in (tmp_path / "config.yaml").read_text()
 
 
@@ -231,23 +211,20 @@ def test_tensorboard_shows_no_point_twice(config_of, tmp_path, kept):
 
 def test_a_folder_that_the_system_refuses_is_said(tmp_path):
     (tmp_path / "file").write_text("")
-    info = SimpleNamespace(output_dir=tmp_path / "file" / "run", start_step=0)
     with pytest.raises(RunFolderError, match="(?s)cannot be written.*NotADirectoryError"):
-        RunLog(SimpleNamespace()).on_start(info)
+        RunLog(SimpleNamespace()).on_start(info_of(tmp_path / "file" / "run", 0))
 
 
 def test_cautions_are_written_with_the_steps_done_and_go_with_what_a_resumed_run_repeats(tmp_path):
     log = RunLog(SimpleNamespace(trackers=[]))
-    config = TrainConfig()
-    info = {"config": config, "parameters": 1, "trainable_parameters": 1, "reference": "", "device": "", "processes": 1}
-    log.on_start(RunInfo(output_dir=tmp_path, start_step=0, **info))
+    log.on_start(info_of(tmp_path, 0))
     log.on_warning("no template")
     log.on_step(1, {"reward": 0.0})
     log.on_step(2, {"reward": 0.0})
     log.on_warning("late")
     written = [json.loads(line) for line in (tmp_path / "cautions.jsonl").read_text().splitlines()]
     assert written == [{"step": 0, "text": "no template"}, {"step": 2, "text": "late"}]
-    log.on_start(RunInfo(output_dir=tmp_path, start_step=1, **info))
+    log.on_start(info_of(tmp_path, 1))
     log.on_warning("no template")
     written = [json.loads(line) for line in (tmp_path / "cautions.jsonl").read_text().splitlines()]
     assert written == [{"step": 0, "text": "no template"}], "and what was said before is not said again"
@@ -255,16 +232,16 @@ def test_cautions_are_written_with_the_steps_done_and_go_with_what_a_resumed_run
     assert len((tmp_path / "cautions.jsonl").read_text().splitlines()) == 2
 
 
-def test_a_disk_that_is_full_at_the_beginning_or_the_end_is_said(config_of, tmp_path, monkeypatch):
+def test_a_disk_that_is_full_at_the_beginning_or_the_end_is_said(tmp_path, monkeypatch):
     def full(file, text):
         raise OSError(28, "No space left on device")
 
     log = RunLog(SimpleNamespace(trackers=[]))
-    log.on_start(info(config_of(), tmp_path, 0))
+    log.on_start(info_of(tmp_path, 0))
     monkeypatch.setattr("klamp.training.runlog.write_whole", full)
     for done, words in ((0, "cannot be written\n"), (2, "cannot be written any more")):
         with pytest.raises(RunFolderError, match=f"(?s){words}.*No space left") as caught:
-            RunLog(SimpleNamespace(trackers=[])).on_start(info(config_of(), tmp_path, done))
+            RunLog(SimpleNamespace(trackers=[])).on_start(info_of(tmp_path, done))
         assert getattr(caught.value, "__notes__", []) == ["  the checkpoint of step 2 is as it was"][: done // 2]
     summary = RunSummary(output_dir=tmp_path, steps=1, seconds=1.0, rl_skill="a", before={}, after={})
     with pytest.raises(RunFolderError, match=r"(?s)any more.*No space left"):

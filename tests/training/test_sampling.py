@@ -202,13 +202,7 @@ def test_every_epoch_holds_every_prompt_once():
     epochs = [picked[i : i + 10] for i in range(0, 30, 10)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
-
-
-def test_more_prompts_than_there_are_come_again():
-    assert sorted(examples_of_step(0, 2, size=5, seed=0)[:4]) == [0, 0, 1, 1]
-
-
-def test_another_seed_is_another_order():
+    assert sorted(examples_of_step(0, 2, size=5, seed=0)[:4]) == [0, 0, 1, 1], "a step of more than there are"
     assert examples_of_step(4, 100, size=9, seed=0) == examples_of_step(4, 100, size=9, seed=0)
     assert examples_of_step(4, 100, size=9, seed=0) != examples_of_step(4, 100, size=9, seed=1)
 
@@ -235,14 +229,6 @@ def test_a_token_is_the_inverse_of_the_cumulative_distribution():
         assert logprob == pytest.approx(float(scores[0].double().log_softmax(-1)[token]), abs=1e-6)
         checked += below + 1e-6 < u < below + probs[token] - 1e-6
     assert checked > 980, "nearly every number lies well inside its token's interval"
-
-
-@pytest.mark.parametrize(("u", "token"), [(0.0, 1), (5e-324, 1), (1 - 2**-53, 6)])
-def test_the_ends_of_the_unit_interval_never_draw_an_impossible_token(u, token):
-    scores = torch.tensor([[-torch.inf, 0.0, 2.0, -torch.inf, 1.0, -1.0, 0.5, -torch.inf, -torch.inf]])
-    tokens, logprobs = drawn(scores, torch.tensor([u], dtype=torch.float64))
-    assert tokens.tolist() == [token]
-    assert logprobs.isfinite().all()
 
 
 def test_evenly_spread_numbers_draw_every_token_in_proportion():

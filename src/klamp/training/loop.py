@@ -272,8 +272,8 @@ def train(  # noqa: PLR0913  (a word for each choice of a loop that is read, not
     Raises:
         ConfigError: kl_coef > 0 without a reference.
         DataError: no prompts.
-        RewardError: the reward raised or ended the program, returned something that is not a finite number, took too
-            long, or left the working directory or switched gradients.
+        RewardError: the reward raised or ended the program, returned something that is not a finite number, or took
+            too long.
     """
     if not prompts:
         raise DataError("there are no prompts", got="prompts=[]", why="a rollout needs one", fix="pass at least one")
