@@ -76,7 +76,10 @@ def test_the_seed_decides_the_fillers() -> None:
 def test_fillers_that_the_model_cannot_hold_are_refused(most: int) -> None:
     with pytest.raises(ConfigError, match="cannot hold so many fillers"):
         FillerModelConfig(most_fillers=most)
-    with pytest.raises(ConfigError, match="sizes do not fit"):
+
+
+def test_what_the_base_model_refuses_is_refused() -> None:
+    with pytest.raises(ConfigError, match="steps must be a whole number >= 1"):
         FillerModelConfig(steps=0)
 
 

@@ -14,7 +14,7 @@ from torch.optim import SGD
 from klamp.training import updates
 from klamp.training.rollouts import collect, kl_weights
 from klamp.training.trainer import Trainer
-from klamp.training.updates import update, with_old_logprobs
+from klamp.training.updates import measured, update, with_old_logprobs
 
 HALF = {"reward": "tests.training.rewards:half", "max_grad_norm": 0.0, "prompts_per_step": 6}
 
@@ -169,8 +169,7 @@ def test_the_reference_scores_its_share_and_nothing_else(context_of):
 @pytest.mark.parametrize("estimator", ["k3", "exact"])
 def test_the_loss_of_a_share_is_the_weighted_loss_and_its_metrics_are_means_over_it(context_of, estimator):
     """Against the same rollout scored whole, its KL weighted by hand."""
-    trainer = Trainer(context_of(beta=BETA, reference_share=0.5, kl_estimator=estimator, max_grad_norm=0.0), [])
-    context = trainer.context
+    context = context_of(beta=BETA, reference_share=0.5, kl_estimator=estimator, max_grad_norm=0.0)
     disturb(context.policy, size=0.03)
     rollout = rollout_of(context)
     found, output, _ = updated(context, rollout, BETA)
@@ -179,7 +178,7 @@ def test_the_loss_of_a_share_is_the_weighted_loss_and_its_metrics_are_means_over
     )
     expected, _, _ = updated(context, replace(whole, kl_weight=rollout.kl_weight), BETA)
     assert_equal(found, expected)
-    metrics = trainer._measure(rollout, [output])
+    metrics = measured(context, rollout, [output])
     scored, mask = rollout.kl_weight > 0, rollout.kl_mask
     k1 = torch.where(mask, output.policy_logprobs - whole.ref_logprobs, 0.0)[scored]
     assert metrics["kl/k1"] == pytest.approx(float(k1.sum() / mask[scored].sum()), abs=1e-6)
