@@ -109,12 +109,19 @@ def prove_sequences() -> list[Check]:
     ]
     whole: dict[Sampler, str] = {"policy": "horizon sequence", "other": "off-policy, prefix ratio"}
     for sampler, where in whole.items():
-        rows += [
-            (f"{where}, value k1", penalty("k1", "reverse", "sequence", sampler=sampler), "reverse", sampler),
-            (f"{where}, value k3", penalty("k3", "reverse", "sequence", sampler=sampler), "reverse", sampler),
-            (f"{where}, exact", _exact("sequence", sampler), "reverse", sampler),
-            (f"{where}, gradient forward", penalty("k3", "forward", "sequence", sampler=sampler), "forward", sampler),
-        ]
+        rows.extend(
+            [
+                (f"{where}, value k1", penalty("k1", "reverse", "sequence", sampler=sampler), "reverse", sampler),
+                (f"{where}, value k3", penalty("k3", "reverse", "sequence", sampler=sampler), "reverse", sampler),
+                (f"{where}, exact", _exact("sequence", sampler), "reverse", sampler),
+                (
+                    f"{where}, gradient forward",
+                    penalty("k3", "forward", "sequence", sampler=sampler),
+                    "forward",
+                    sampler,
+                ),
+            ]
+        )
     return [_check_sequences(*row) for row in rows]
 
 
