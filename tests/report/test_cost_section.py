@@ -7,7 +7,8 @@ import math
 import pytest
 from tests.report.pages import Node, completion, parse, run_of
 
-from klamp.report.completions import k3, ranked
+from klamp.diagnostics.alarms_tokens import k3
+from klamp.report.completions import ranked
 from klamp.report.cost_section import Costs, cost_section, costs_of, words_of
 
 NAN = math.nan

@@ -9,11 +9,12 @@ import pytest
 from tests.report.pages import completion, run_of
 
 from klamp.core.controllers import StepController
+from klamp.diagnostics.alarms_tokens import k3
 from klamp.diagnostics.history import RunSettings
 from klamp.diagnostics.metrics import METRICS
 from klamp.report.alarm_section import numbered
 from klamp.report.chart import Line
-from klamp.report.completions import BINS, k3
+from klamp.report.completions import BINS
 from klamp.report.curves import PLANS, by_position, charts, levels_of, position_charts, thirds
 
 

@@ -40,7 +40,7 @@ def blame(history: History, step: int, *, against: Side = "ref") -> list[Blamed]
         other = (each.ref if against == "ref" else each.sampler) or ()
         for position, delta in each.log_ratios(against):
             token = (str(each.tokens[position]), position, each.policy[position], other[position])
-            found.setdefault(token, []).append((_k3(delta), index))
+            found.setdefault(token, []).append((k3(delta), index))
     sums = {token: sum(value for value, _ in seen) for token, seen in found.items()}
     total = sum(sums.values())
     return [
@@ -59,8 +59,9 @@ def blame(history: History, step: int, *, against: Side = "ref") -> list[Blamed]
     ]
 
 
-def _k3(delta: float) -> float:
-    return math.expm1(min(-delta, 600.0)) + delta  # bounded, so that a sum of them is finite
+def k3(delta: float) -> float:
+    """The estimator k3 of one log-ratio, bounded so that sums of it stay finite."""
+    return math.expm1(min(-delta, 600.0)) + delta
 
 
 def mask_on_prompt(history: History) -> Evidence | None:

@@ -99,7 +99,7 @@ def translate(logged: Mapping[str, object], names: Mapping[str, str] | None = No
         names: klamp's name -> that in the row, which alone then counts for this metric and means nothing else.
     """
     names = names or {}
-    numbers = {name: value for name in logged if (value := _number(logged[name])) is not None}
+    numbers = {name: value for name in logged if (value := as_number(logged[name])) is not None}
     found = {ours: numbers[theirs] for ours, theirs in names.items() if theirs in numbers}
     taken = set(names.values())
     for name in sorted(numbers, key=lambda name: not _is_own(name)):
@@ -111,10 +111,11 @@ def translate(logged: Mapping[str, object], names: Mapping[str, str] | None = No
 
 def number_names(rows: Iterable[Mapping[str, object]]) -> set[str]:
     """The names that hold a number in some row."""
-    return {name for row in rows for name, value in row.items() if _number(value) is not None}
+    return {name for row in rows for name, value in row.items() if as_number(value) is not None}
 
 
-def _number(value: object) -> float | None:
+def as_number(value: object) -> float | None:
+    """A value as a number; None: it is none, or a flag."""
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
@@ -132,7 +133,7 @@ def evaluations(logged: Mapping[str, object], *, every: bool = False) -> dict[st
     found: dict[str, float] = {}
     for name, value in logged.items():
         prefix = next((prefix for prefix in EVALUATION_PREFIXES if name.startswith(prefix)), None)
-        number = _number(value)
+        number = as_number(value)
         if prefix is None or number is None or not math.isfinite(number):
             continue
         if every or (any(word in name for word in SCORES) and "std" not in name):

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from klamp.diagnostics.alarms_tokens import k3
 from klamp.diagnostics.history import Completion
 from klamp.report.run import ReportRun
 
@@ -167,8 +168,3 @@ def worst_tokens(completions: Mapping[int, Shown], *, most: int) -> list[Place]:
         Place(shown=seen[0][0], position=seen[0][1], times=sum(completions[number].times for number, _ in seen))
         for seen in (places[same] for same in order)
     ]
-
-
-def k3(delta: float) -> float:
-    """The estimator k3 of one log-ratio, bounded so that its means stay finite."""
-    return math.expm1(min(-delta, 600.0)) + delta

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from klamp.report.completions import Shown, k3
+from klamp.diagnostics.alarms_tokens import k3
+from klamp.report.completions import Shown
 from klamp.report.run import ReportRun
 from klamp.report.text import Html, Read, count, element, join, plain_table, short, shown
 

@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from klamp.config.choices import STEP_FACTORS
+from klamp.diagnostics.alarms_tokens import k3
 from klamp.diagnostics.causes import MISMATCH
 from klamp.diagnostics.doctor import Finding
 from klamp.diagnostics.history import Completion
+from klamp.diagnostics.names import as_number
 from klamp.report.axes import Series
 from klamp.report.chart import Chart, Line, Mark
-from klamp.report.completions import BINS, k3
+from klamp.report.completions import BINS
 from klamp.report.run import ReportRun, ScoreFormat, skills_of, slots_of
 from klamp.report.text import short
 
@@ -254,7 +256,7 @@ def levels_of(run: ReportRun, chart: str) -> list[Line]:
 
 
 def _target(config: Mapping[str, Any]) -> list[Line]:
-    target = _number(config.get("target_kl"))
+    target = as_number(config.get("target_kl"))
     if target is None:
         return []
     lines = _level(config, "target_kl", "target")
@@ -266,26 +268,22 @@ def _target(config: Mapping[str, Any]) -> list[Line]:
 
 
 def _level(config: Mapping[str, Any], name: str, label: str) -> list[Line]:
-    value = _number(config.get(name))
+    value = as_number(config.get(name))
     return [] if value is None else [Line(label=f"{label} {short(value)}", low=value)]
 
 
 def _budget(run: ReportRun) -> list[Line]:
     config = run.config
-    threshold = _number(config.get("kl_clip_threshold"))
+    threshold = as_number(config.get("kl_clip_threshold"))
     if config.get("kl_clip_method") not in ("hard", "soft") or threshold is None:
         return []
     if config.get("use_per_token_kl_threshold", True):
         logged = list(run.curve("kl/reference_length").values())
-        length = logged[-1] if logged else _number(config.get("kl_reference_length"))
+        length = logged[-1] if logged else as_number(config.get("kl_reference_length"))
         if length is None:
             return []
         threshold *= length
     return [Line(label=f"budget {short(threshold)}", low=threshold)]
-
-
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 POSITIONS = {

@@ -32,8 +32,12 @@ class Completions:
 
     def texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         """The completions as text, without special tokens."""
-        kept = [ids[mask].tolist() for ids, mask in zip(self.ids, self.mask, strict=True)]
-        return tokenizer.batch_decode(kept, skip_special_tokens=True)
+        return tokenizer.batch_decode(kept_ids(self.ids, self.mask), skip_special_tokens=True)
+
+
+def kept_ids(ids: Tensor, mask: Tensor) -> list[list[int]]:
+    """The ids of each row without its padding."""
+    return [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
 
 
 def select(completions: Completions, rows: Tensor | slice) -> Completions:

@@ -22,11 +22,11 @@ from typing import Any
 from urllib.error import HTTPError
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from klamp.errors import ConfigError, DataError, KLWarning, ModelError, unknown_name
-from klamp.scoring.completions import Completions
+from klamp.scoring.completions import Completions, kept_ids
 from klamp.scoring.scorer import Scores
 from klamp.tasks import check_prompts
 from klamp.tasks.base import Task
@@ -74,8 +74,8 @@ class VLLMReference(Reference):
 
     def score(self, completions: Completions, *, temperature: float) -> Scores:
         """Ask the server for the log-probabilities of the completions."""
-        prompts = _rows(completions.prompt_ids, completions.prompt_mask)
-        rows = self.logprobs(prompts, _rows(completions.ids, completions.mask), temperature=temperature)
+        prompts = kept_ids(completions.prompt_ids, completions.prompt_mask)
+        rows = self.logprobs(prompts, kept_ids(completions.ids, completions.mask), temperature=temperature)
         logprobs = torch.zeros(completions.ids.shape)
         logprobs[completions.mask.cpu()] = torch.tensor([x for row in rows for x in row], dtype=torch.float32)
         return Scores(logits=None, logprobs=logprobs.to(completions.ids.device))
@@ -190,10 +190,6 @@ def failed(url: str, why: str) -> ModelError:
         fix="check that the server runs and serves the reference of this tokenizer; a run that had begun goes on "
         "with --resume",
     )
-
-
-def _rows(ids: Tensor, mask: Tensor) -> list[list[int]]:
-    return [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
 
 
 def connect(config: TrainConfig, task: Task, tokenizer: PreTrainedTokenizerBase) -> VLLMReference:

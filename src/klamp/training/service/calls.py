@@ -18,7 +18,7 @@ from klamp.core.objective import Objective, grpo_loss
 from klamp.diagnostics.statistics import pad_tokens
 from klamp.errors import ConfigError, KlampError
 from klamp.hosts.tinker.reference import compute_reference_logprobs
-from klamp.scoring.completions import Completions
+from klamp.scoring.completions import Completions, kept_ids
 from klamp.scoring.scorer import Scores
 from klamp.tasks.base import Example
 from klamp.training.context import Context
@@ -84,11 +84,6 @@ class TinkerReference(Reference):
 def token_lists(completions: Completions) -> tuple[list[list[int]], list[list[int]]]:
     """The prompts and responses as lists of ids."""
     return kept_ids(completions.prompt_ids, completions.prompt_mask), kept_ids(completions.ids, completions.mask)
-
-
-def kept_ids(ids: Tensor, mask: Tensor) -> list[list[int]]:
-    """The ids of each row without its padding."""
-    return [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
 
 
 def padded(rows: Sequence[Sequence[float]], length: int) -> Tensor:

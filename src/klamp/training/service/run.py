@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from klamp.core.objective import Objective
 from klamp.errors import KlampError, ModelError
-from klamp.scoring.completions import Completions
+from klamp.scoring.completions import Completions, kept_ids
 from klamp.tasks.base import Example
 from klamp.training import checkpoint
 from klamp.training.config import TrainConfig
@@ -34,7 +34,7 @@ from klamp.training.run import Opened
 from klamp.training.runlog import RunLog
 from klamp.training.sampling import encode_prompts
 from klamp.training.service import calls
-from klamp.training.service.calls import TinkerReference, kept_ids, sample, seed_of
+from klamp.training.service.calls import TinkerReference, sample, seed_of
 from klamp.training.service.connection import Connection, check_key
 from klamp.training.setup import load_prompts
 from klamp.training.trainer import Trainer
