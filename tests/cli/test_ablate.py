@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 from pathlib import Path
@@ -133,11 +132,11 @@ def test_a_folder_with_another_plan_is_refused(use, capsys) -> None:
     assert "holds another ablation" in err and "max_steps of the arm 'beta=0' is 2 there, 3 here" in err
 
 
-def test_on_a_terminal_it_is_drawn(use) -> None:
+def test_on_a_terminal_it_is_drawn(use, capsys) -> None:
     use(Fake())
-    console = Console(file=io.StringIO(), force_terminal=True, width=120, height=42)
+    console = Console(force_terminal=True, width=120, height=42)
     assert ablate.run(FLAGS, console=console, executor=Fake()) == 0
-    text = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    text = capsys.readouterr().out
     assert "\x1b[?25h" in text, "the cursor is shown again"
     assert "4 done" in text and text.index("4 done") < text.index("Skills")
 
@@ -230,7 +229,7 @@ def test_the_real_executors(monkeypatch) -> None:
     assert ray.describe() == "the Ray cluster at ray://head:10001, 4 CPU and 0.5 GPU per run"
 
 
-def test_a_result_names_its_files_once_and_compares_arms(tmp_path: Path) -> None:
+def test_a_result_names_its_files_once_and_compares_arms(tmp_path: Path, capsys) -> None:
     runs = [outcome(arm, i, after={"addition": x}) for arm, xs in SEEDS.items() for i, x in enumerate(xs)]
     names = ("table.md", "table.csv", "sweep.png", "sweep.pdf")
     result = Result(
@@ -239,9 +238,8 @@ def test_a_result_names_its_files_once_and_compares_arms(tmp_path: Path) -> None
         table=summarise(runs),
         files=tuple(tmp_path / name for name in names),
     )
-    console = Console(file=io.StringIO(), width=200)
-    show_result(console, result, "klamp ablate")
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    show_result(result, "klamp ablate")
+    text = capsys.readouterr().out
     assert "table.md, table.csv, sweep.png, sweep.pdf\n" in text
     assert "Against free, seed by seed\n" in text
     assert "a difference is shown for held" in " ".join(text.split())

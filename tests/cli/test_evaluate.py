@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import shutil
@@ -28,7 +29,8 @@ def trained(llama, tmp_path_factory) -> Path:  # noqa: F811  (the fixture above)
 
 def as_json(*argv: str) -> dict:
     out = io.StringIO()
-    assert run([*argv, "--json"], stream=out) == 0
+    with contextlib.redirect_stdout(out):
+        assert run([*argv, "--json"]) == 0
     return json.loads(out.getvalue())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from pathlib import Path
 
@@ -21,7 +22,8 @@ pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 
 def shown(*argv: str) -> str:
     out = io.StringIO()
-    assert run(argv, stream=out) == 0
+    with contextlib.redirect_stdout(out):
+        assert run(argv) == 0
     return " ".join(out.getvalue().split())
 
 

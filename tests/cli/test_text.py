@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import warnings
 
 import pytest
@@ -45,28 +44,21 @@ def test_durations_are_those_of_a_clock() -> None:
     assert (duration(61.6), duration(3661), duration(-1)) == ("1:02", "1:01:01", "0:00")
 
 
-def test_a_plain_table_is_aligned() -> None:
-    out = io.StringIO()
-    show_table(out, "title", ("a", "long heading"), [("x", "1"), ("wide cell", "2")])
-    assert out.getvalue() == "title\n  a          long heading\n  x          1\n  wide cell  2\n"
+def test_a_table_is_aligned_and_without_headings_it_has_no_head(capsys: pytest.CaptureFixture[str]) -> None:
+    show_table("title", ("a", "long heading"), [("x", "1"), ("wide cell", "2")])
+    assert capsys.readouterr().out == "title\n  a          long heading\n  x          1\n  wide cell  2\n"
+    show_table("title", ("", ""), [("ok", "1")])
+    assert capsys.readouterr().out == "title\n  ok  1\n"
 
 
-def test_a_table_without_headings_has_no_head() -> None:
-    out = io.StringIO()
-    show_table(out, "title", ("", ""), [("ok", "1")])
-    assert out.getvalue() == "title\n  ok  1\n"
-
-
-def test_paragraphs_are_wrapped_under_their_label() -> None:
-    out = io.StringIO()
-    show_paragraph(out, "word " * 60, label="label")
-    lines = out.getvalue().splitlines()
+def test_paragraphs_are_wrapped_under_their_label(capsys: pytest.CaptureFixture[str]) -> None:
+    show_paragraph("word " * 60, label="label")
+    lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("  label        word")
     assert all(line.startswith(" " * 15 + "word") for line in lines[1:])
     assert max(map(len, lines)) <= WIDTH
-    bare = io.StringIO()
-    show_paragraph(bare, "text", width=0)
-    assert bare.getvalue() == "  text\n"
+    show_paragraph("text", width=0)
+    assert capsys.readouterr().out == "  text\n"
 
 
 def stopped_by(cause: BaseException | None) -> TrainingStopped:

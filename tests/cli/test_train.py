@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -39,10 +40,10 @@ def test_from_start_to_summary_on_a_pipe(folder: Path, capsys: pytest.CaptureFix
     assert "  0.02  " in out
 
 
-def test_on_a_terminal_it_is_drawn(folder: Path) -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=100, height=42)
+def test_on_a_terminal_it_is_drawn(folder: Path, capsys) -> None:
+    console = Console(force_terminal=True, width=100, height=42)
     assert train.run(["--max_steps", "3"], console=console, runner=fake_trainer(folder, loading=3)) == 0
-    text = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    text = capsys.readouterr().out
     assert "\x1b[?25h" in text, "the cursor is shown again"
     assert text.rindex("step 3/3") < text.rindex("12,345") < text.index("done: 3 steps")
 
@@ -87,14 +88,14 @@ def test_after_an_alarm_the_run_goes_on_without_it(
     assert captured.err.rstrip().endswith(f"--output_dir {folder} --resume --stop_on retention")
 
 
-def test_the_display_is_closed_after_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_display_is_closed_after_an_error(folder: Path, capsys) -> None:
     def fail(step: int) -> None:
         raise ZeroDivisionError
 
-    console = Console(file=io.StringIO(), force_terminal=True, width=100, height=42)
+    console = Console(force_terminal=True, width=100, height=42)
     with pytest.raises(ZeroDivisionError):
         train.run(["--max_steps", "3"], console=console, runner=fake_trainer(folder, at_step=fail))
-    assert "\x1b[?25h" in console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    assert "\x1b[?25h" in capsys.readouterr().out
 
 
 def test_other_processes_are_silent(
@@ -118,12 +119,12 @@ def test_a_caution_is_shown_before_the_run(folder: Path, capsys: pytest.CaptureF
 
 @pytest.mark.parametrize("terminal", ["dumb", "unknown"])
 def test_a_terminal_that_cannot_move_its_cursor_gets_lines(
-    terminal: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    terminal: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     monkeypatch.setenv("TERM", terminal)
-    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    console = Console(force_terminal=True, width=100)
     train.run(["--max_steps", "2"], console=console, runner=fake_trainer(folder))
-    text = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    text = capsys.readouterr().out
     assert "\x1b" not in text and "━" not in text and "12,345" in text
 
 
@@ -158,10 +159,11 @@ def test_the_real_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 
 def summary_lines(folder: Path, *flags: str, **changes: object) -> list[str]:
     config = parse_train(flags).config
-    console = Console(file=io.StringIO(), width=100, color_system=None)
+    out = io.StringIO()
     summary = dataclasses.replace(summary_of(config, folder, steps=200), **changes)  # pyright: ignore
-    print_summary(console, config, summary)
-    return [line.rstrip() for line in console.file.getvalue().splitlines()]  # pyright: ignore
+    with contextlib.redirect_stdout(out):
+        print_summary(config, summary)
+    return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
 def after(lines: list[str], start: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import subprocess
@@ -25,7 +26,8 @@ pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 
 def shown(*argv: str) -> tuple[int, str]:
     out = io.StringIO()
-    return run(argv, stream=out), out.getvalue()
+    with contextlib.redirect_stdout(out):
+        return run(argv), out.getvalue()
 
 
 def break_k3(monkeypatch: pytest.MonkeyPatch) -> None:

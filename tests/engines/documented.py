@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from pathlib import Path
 
@@ -13,7 +14,8 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 def assert_documented(*names: str) -> None:
     """The record holds the output of `klamp audit NAME ...`, and the page the legend."""
     out = io.StringIO()
-    assert run(names, stream=out) == 0
+    with contextlib.redirect_stdout(out):
+        assert run(names) == 0
     page = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("audit.md", "records/audit.md"))
     assert out.getvalue().removesuffix(f"{LEGEND}\n").rstrip() in page
     assert LEGEND in page

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -19,7 +20,6 @@ from klamp.cli.text import (
     exit_code,
     of_the_system,
     show_error,
-    show_traceback,
 )
 from klamp.errors import KlampError, UnknownNameError, extra_with, missing_library, without_credentials
 
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return FAILED
         except (KlampError, OSError, KeyboardInterrupt) as error:
             if debug:
-                show_traceback(error)
+                traceback.print_exception(error)
             if isinstance(error, KeyboardInterrupt):
                 print("\nklamp: stopped before there was anything to save", file=sys.stderr)
                 return INTERRUPTED

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO, cast
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -26,31 +26,31 @@ if TYPE_CHECKING:  # imported by the command only
 
 
 def run(argv: Sequence[str], *, console: Console | None = None, executor: Executor | None = None) -> int:
-    """Run `klamp ablate` with these arguments; returns the exit code: 1 where a run failed.
+    """Run an ablation, or compare runs that are there; 1 where a run failed.
 
     Args:
         argv: the arguments after `ablate`.
-        console: where the runs are shown; None: stdout.
+        console: draws the runs as they go; None: one for stdout.
         executor: who runs them; None: processes on this machine, or the Ray cluster that is asked for.
 
     Raises:
-        KlampError: whatever stops the ablation as a whole; the caller shows it.
+        KlampError: whatever stops the ablation as a whole.
     """
     request = parse_ablate(argv)
     plan, options = request.plan, request.options
     command = shlex.join([tool("klamp"), "ablate", *map(without_credentials, argv)])
     if options.runs:
-        return compare_runs(options, console or Console(highlight=False), command)
+        return compare_runs(options, command)
     every = runs(plan)
     folder = Path(options.output_dir) if options.output_dir else find_folder(plan)
-    console = console or Console(highlight=False)
     executor = executor or _executor(options, every)
     check_folder(plan, folder)
     if options.dry_run:
-        show_plan(console, plan, every, folder=folder, executor=executor)
+        show_plan(plan, every, folder=folder, executor=executor)
         return 0
     if options.output_dir is None:
         command += f" --output_dir {shlex.quote(str(folder))}"
+    console = console or Console(highlight=False)
     return _execute(plan, every, folder=folder, executor=executor, console=console, command=command)
 
 
@@ -62,7 +62,7 @@ def _execute(
     from klamp.ablation.execute import execute
     from klamp.cli.display import Board
 
-    print(f"{len(plan.arms)} arms x {len(plan.seeds)} seeds in {folder}; {executor.describe()}", file=console.file)
+    print(f"{len(plan.arms)} arms x {len(plan.seeds)} seeds in {folder}; {executor.describe()}")
     board = Board(console, every)
     try:
         result = execute(plan, folder, executor, tell=board.tell, progress=board.loading)
@@ -71,7 +71,7 @@ def _execute(
         raise
     finally:
         board.close()
-    show_result(console, result, command)
+    show_result(result, command)
     return FAILED if result.failed else 0
 
 
@@ -89,12 +89,11 @@ IN_A_LINE = {"Acc": "rl/after", "KL": "kl/reverse", "retention": "retained/after
 """Word in the summary's lines -> column: the three numbers of the GRPO tutorial."""
 
 
-def compare_runs(options: AblateOptions, console: Console, command: str) -> int:
+def compare_runs(options: AblateOptions, command: str) -> int:
     """Measure the runs, write their table and pictures, show them; returns the exit code.
 
     Args:
         options: with `runs`.
-        console: where they are shown.
         command: as it was typed.
 
     Raises:
@@ -108,10 +107,10 @@ def compare_runs(options: AblateOptions, console: Console, command: str) -> int:
     compared = read_runs(options)
     folder = Path(options.output_dir) if options.output_dir else find_folder(compared)
     check_folder(compared, folder)
-    print(f"{len(compared)} runs are compared in {folder}; nothing is trained", file=console.file)
-    result = compare(compared, folder, lambda run: print(f"measuring {run.name}", file=console.file, flush=True))
-    show_result(console, result, command)
-    print("\n".join(("", *summary_lines(result.table))), file=console.file)
+    print(f"{len(compared)} runs are compared in {folder}; nothing is trained")
+    result = compare(compared, folder, lambda run: print(f"measuring {run.name}", flush=True))
+    show_result(result, command)
+    print("\n".join(("", *summary_lines(result.table))))
     return FAILED if result.failed else 0
 
 
@@ -165,18 +164,17 @@ def _written(word: str, value: float) -> str:
     return f"{value:.1%}" if word != "KL" and 0 <= value <= 1 else number(value)
 
 
-def show_plan(console: Console, plan: Plan, every: Sequence[Run], *, folder: Path, executor: Executor) -> None:
+def show_plan(plan: Plan, every: Sequence[Run], *, folder: Path, executor: Executor) -> None:
     """Print the plan of an ablation; nothing is started, loaded or written.
 
     Args:
-        console: where to.
         plan: what is asked for.
         every: its runs.
         folder: where they would go.
         executor: who would run them.
     """
-    out, first = cast(TextIO, console.file), every[0].config
-    print("klamp ablate --dry_run: nothing is started, loaded or written\n", file=out)
+    first = every[0].config
+    print("klamp ablate --dry_run: nothing is started, loaded or written\n")
     states = [_state(folder, run) for run in every]
     counted = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     for label, text in (
@@ -188,39 +186,37 @@ def show_plan(console: Console, plan: Plan, every: Sequence[Run], *, folder: Pat
         ("model", describe_model(first)),
         ("common", _common(plan)),
     ):
-        show_paragraph(out, text, label=label)
+        show_paragraph(text, label=label)
     fields = list(dict.fromkeys(name for arm in plan.arms for name in arm.values))
     rows = [
         (arm.name, *(shown(run.config.flat()[name]) for name in fields))
         for arm, run in zip(plan.arms, every, strict=False)
     ]
-    print(file=out)
-    show_table(out, "arms", ("arm", *fields), rows)
+    print()
+    show_table("arms", ("arm", *fields), rows)
 
 
-def show_result(console: Console, result: Result, command: str) -> None:
+def show_result(result: Result, command: str) -> None:
     """Print the table of results, the runs that failed, and the paths of all files.
 
     Args:
-        console: where to.
         result: of the ablation.
         command: that was given; the same goes on with what failed.
     """
-    out = cast(TextIO, console.file)
     for section in sections(result.table):
-        print(file=out)
-        show_table(out, *section)
-    print(file=out)
+        print()
+        show_table(*section)
+    print()
     for note in notes(result.table):
-        show_paragraph(out, note, width=0)
+        show_paragraph(note, width=0)
     for outcome in result.failed:
         log = result.folder / "runs" / outcome.run / "log.txt"
-        print(f"\nfailed: {outcome.arm}, seed {outcome.seed}: {outcome.error.rstrip()}", file=out)
+        print(f"\nfailed: {outcome.arm}, seed {outcome.seed}: {outcome.error.rstrip()}")
         if log.exists() and str(log) not in outcome.error:
-            print(f"  log: {log}", file=out)
-    print(file=out)
+            print(f"  log: {log}")
+    print()
     for label, text in _files(result, command):  # not wrapped, so that a command can be copied
-        print(f"  {label:<12} {text}", file=out)
+        print(f"  {label:<12} {text}")
 
 
 def _files(result: Result, command: str) -> list[tuple[str, str]]:

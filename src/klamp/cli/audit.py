@@ -5,9 +5,8 @@ It runs where the trainer is installed, and asks for nothing beyond klamp's base
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from typing import TextIO, TypeAlias
+from typing import TypeAlias
 
 from klamp.audit import load_subject
 from klamp.audit.examine import Audit, Reach, TermFinding, audit
@@ -18,34 +17,29 @@ from klamp.verify.judge import FAR, Judgement
 from klamp.verify.oracle import Followed
 
 
-def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
-    """Run `klamp audit` with these arguments; returns the exit code.
-
-    Args:
-        argv: the arguments after `audit`: names of hosts, or `module:function`.
-        stream: where the tables go; None: stdout.
+def run(argv: Sequence[str]) -> int:
+    """Audit what is named: hosts, or `module:function`.
 
     Raises:
-        KlampError: a host that is not there, a function that cannot be had; the caller shows it.
+        KlampError: a host that is not there, a function that cannot be had.
     """
-    out: TextIO = stream or sys.stdout
     for name in read_options(AuditOptions, argv, command="klamp audit").names:
         subject = load_subject(name)
         for caution in subject.cautions:
             show_caution(caution)
-        show_audit(audit(subject), out)
-    print(LEGEND, file=out, flush=True)
+        show_audit(audit(subject))
+    print(LEGEND, flush=True)
     return 0
 
 
-def show_audit(result: Audit, stream: TextIO) -> None:
+def show_audit(result: Audit) -> None:
     """Print an audit."""
-    show_table(stream, result.subject.title, HEADINGS, [row(finding) for finding in result.findings])
+    show_table(result.subject.title, HEADINGS, [row(finding) for finding in result.findings])
     for sentence in (*(s for finding in result.findings for s in sentences(finding)), *result.subject.notes):
-        print(f"- {sentence}", file=stream)
+        print(f"- {sentence}")
     if result.reductions:
-        show_table(stream, "How the KL of a batch is averaged:", ("", ""), list(result.reductions.items()))
-    print(file=stream)
+        show_table("How the KL of a batch is averaged:", ("", ""), list(result.reductions.items()))
+    print()
 
 
 Row: TypeAlias = tuple[str, ...]

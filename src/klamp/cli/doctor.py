@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from klamp.cli.flags import read_options
 from klamp.cli.options import DoctorOptions
@@ -25,17 +24,8 @@ from klamp.report.text import count
 HEALTHY, ALARMED, UNREADABLE = 0, 1, 2
 
 
-def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
-    """Run `klamp doctor` with these arguments; returns the exit code.
-
-    Args:
-        argv: the arguments after `doctor`.
-        stream: where the findings go; None: stdout.
-
-    Raises:
-        UnknownNameError, ConfigError: wrong flags; the caller shows it, with the exit code 2.
-    """
-    out = sys.stdout if stream is None else stream
+def run(argv: Sequence[str]) -> int:
+    """Examine a record; 1 where it is not sound, 2 where it cannot be read or holds nothing to check."""
     options = read_options(DoctorOptions, argv, command="klamp doctor")
     check_names(options.fail_on)
     names = read_pairs(options.map)
@@ -53,11 +43,10 @@ def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
     failed = diagnosis.failed(options.fail_on)
     failed += [f"sync at step {step}" for step, report in reports.items() if not report.in_sync]
     if options.json:
-        found = as_object(diagnosis, options.path, failed, reports)
-        print(json.dumps(found, indent=2), file=out, flush=True)
+        print(json.dumps(as_object(diagnosis, options.path, failed, reports), indent=2), flush=True)
     else:
-        show(diagnosis, options.path, out)
-        show_sync(reports, out)
+        show(diagnosis, options.path)
+        show_sync(reports)
     return ALARMED if failed else HEALTHY
 
 
@@ -110,57 +99,46 @@ def _nothing_to_check(path: Path, history: History) -> DataError:
     )
 
 
-def show(diagnosis: Diagnosis, path: Path, out: TextIO) -> None:
-    """Print a diagnosis.
-
-    Args:
-        diagnosis: what was found.
-        path: where the record is.
-        out: where to.
-    """
+def show(diagnosis: Diagnosis, path: Path) -> None:
+    """Print what was found in the record at a path."""
     history = diagnosis.history
-    print(f"{path}: {history.source}, {count(len(history.rows), 'logged step')} up to step {history.step}", file=out)
+    print(f"{path}: {history.source}, {count(len(history.rows), 'logged step')} up to step {history.step}")
     for caution in history.cautions:
-        show_paragraph(out, caution, label="caution")
+        show_paragraph(caution, label="caution")
     for finding in diagnosis.findings:
-        _show_finding(finding, out)
+        _show_finding(finding)
     alarms = sum(finding.alarm.level == "alarm" for finding in diagnosis.findings)
     checked = len(ALARMS) - len(diagnosis.unchecked)
     verdict = count(alarms, "alarm") if alarms else "no alarm"
-    print(f"\n{verdict}; {checked} of {len(ALARMS)} were checked", file=out)
+    print(f"\n{verdict}; {checked} of {len(ALARMS)} were checked")
     for name, lacks in diagnosis.unchecked.items():
         said = re.sub(r"settings\.(\w+)", r"\1 (--\1 says it)", lacks)
-        show_paragraph(out, f"not checked, the record has no {said}", label=name, width=22)
+        show_paragraph(f"not checked, the record has no {said}", label=name, width=22)
 
 
-def show_sync(reports: Mapping[int, SyncReport], out: TextIO) -> None:
-    """Print what sampler and trainer reported at each step.
-
-    Args:
-        reports: step -> report.
-        out: where to.
-    """
+def show_sync(reports: Mapping[int, SyncReport]) -> None:
+    """Print what sampler and trainer reported at each step."""
     for step, report in reports.items():
-        print(f"\nsync at step {step}: {'yes' if report.in_sync else 'NO'}, {count(report.tokens, 'token')}", file=out)
+        print(f"\nsync at step {step}: {'yes' if report.in_sync else 'NO'}, {count(report.tokens, 'token')}")
         for side in report.sides:
-            show_paragraph(out, side.text, label=side.side)
+            show_paragraph(side.text, label=side.side)
 
 
-def _show_finding(finding: Finding, out: TextIO) -> None:
+def _show_finding(finding: Finding) -> None:
     alarm = finding.alarm
     since = f"step {finding.first_step}" + (f", and {finding.steps - 1} more" if finding.steps > 1 else "")
-    print(f"\n{alarm.level}: {alarm.name}: {alarm.text} ({since})", file=out)
-    show_paragraph(out, finding.evidence.text, label="seen")
+    print(f"\n{alarm.level}: {alarm.name}: {alarm.text} ({since})")
+    show_paragraph(finding.evidence.text, label="seen")
     for rank, cause in enumerate(finding.evidence.causes, start=1):
-        show_paragraph(out, cause, label=f"likely {rank}" if len(finding.evidence.causes) > 1 else "likely")
-    show_paragraph(out, alarm.means, label="means")
-    show_paragraph(out, alarm.next_step, label="next step")
+        show_paragraph(cause, label=f"likely {rank}" if len(finding.evidence.causes) > 1 else "likely")
+    show_paragraph(alarm.means, label="means")
+    show_paragraph(alarm.next_step, label="next step")
     if finding.evidence.tokens:
         rows = [_token_row(token) for token in finding.evidence.tokens]
         written = finding.evidence.tokens[0].step
         near = "" if written == finding.first_step else ", the nearest that was written"
         headings = ("token", "completion", "position", "log policy", "log other", "share of the k3", "times")
-        show_table(out, f"  tokens to blame, step {written}{near}", headings, rows)
+        show_table(f"  tokens to blame, step {written}{near}", headings, rows)
 
 
 def _token_row(token: Blamed) -> tuple[str, ...]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from klamp.ablation.outcome import Outcome, retained_after, retained_before, retained_loss
 from klamp.ablation.plan import check_measured
@@ -44,17 +43,12 @@ class EvaluatedPolicy:
     """The number of steps that the checkpoint's name tells; None: it is no checkpoint."""
 
 
-def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
-    """Run `klamp evaluate` with these arguments; returns the exit code.
-
-    Args:
-        argv: the arguments after `evaluate`.
-        stream: where the numbers go; None: stdout.
+def run(argv: Sequence[str]) -> int:
+    """Evaluate a policy and print its numbers.
 
     Raises:
-        KlampError: a checkpoint, a task or a flag that cannot be used; the caller shows it.
+        KlampError: a checkpoint, a task or a flag that cannot be used.
     """
-    out = sys.stdout if stream is None else stream
     options, changes = read_request(argv)
     checkpoint = options.checkpoint or ""
     subject = find_subject(checkpoint, changes)
@@ -65,9 +59,9 @@ def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
     disable_progress_bar()
     outcome = evaluate(subject.config, subject.weights, start=subject.start is not None, prompts=options.kl_prompts)
     if options.json:
-        print(json.dumps(as_object(checkpoint, subject, outcome), indent=2), file=out, flush=True)
+        print(json.dumps(as_object(checkpoint, subject, outcome), indent=2), flush=True)
     else:
-        show(checkpoint, subject, outcome, out)
+        show(checkpoint, subject, outcome)
     return 0
 
 
@@ -184,33 +178,31 @@ def as_object(checkpoint: str, subject: EvaluatedPolicy, outcome: Outcome) -> di
     }
 
 
-def show(checkpoint: str, subject: EvaluatedPolicy, outcome: Outcome, out: TextIO) -> None:
+def show(checkpoint: str, subject: EvaluatedPolicy, outcome: Outcome) -> None:
     """Print the evaluation: the skills, the KL to the start, what was kept.
 
     Args:
         checkpoint: as it was named.
         subject: what was evaluated.
         outcome: what came of it.
-        out: where to.
     """
     scale = ScoreFormat.fitting(outcome.before, outcome.after)
     steps = "" if subject.steps is None else f", after {subject.steps} steps"
-    print(f"{checkpoint}{steps}; greedy answers to held-out prompts of {subject.config.task.task}\n", file=out)
+    print(f"{checkpoint}{steps}; greedy answers to held-out prompts of {subject.config.task.task}\n")
     trained = "" if subject.start is None else outcome.rl_skill
     rows = skill_rows(outcome.before, outcome.after, trained)
-    show_table(out, "skills", ("", "start", "now", "change"), rows)
-    print(file=out)
+    show_table("skills", ("", "start", "now", "change"), rows)
+    print()
     if subject.start is None:
-        show_paragraph(out, "no start is known, so there is no KL and no retention: --ref_model names it", label="KL")
+        show_paragraph("no start is known, so there is no KL and no retention: --ref_model names it", label="KL")
         return
-    show_table(out, f"exact KL to the start, {subject.start}", ("", *DIRECTIONS), _kl_rows(outcome))
+    show_table(f"exact KL to the start, {subject.start}", ("", *DIRECTIONS), _kl_rows(outcome))
     after = retained_after(outcome)
     if after is not None:
         kept, lost = scale.write(retained_before(outcome)), scale.change(0.0, retained_loss(outcome)).lstrip("+")
-        print(file=out)
-        show_paragraph(
-            out, f"{scale.write(after)} of {kept}, the mean of the other skills; {lost} forgotten", label="retention"
-        )
+        print()
+        text = f"{scale.write(after)} of {kept}, the mean of the other skills; {lost} forgotten"
+        show_paragraph(text, label="retention")
 
 
 DIRECTIONS = {"KL(policy‖start)": "reverse", "KL(start‖policy)": "forward"}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any
 
 from klamp.cli.arguments import apart, request_of
 from klamp.cli.flags import fields_of, read_argv, train_fields
@@ -22,23 +21,18 @@ LENGTH = 1000
 """Completion length in tokens where neither a flag nor the configuration says one."""
 
 
-def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
-    """Run `klamp explain` with these arguments; returns the exit code.
-
-    Args:
-        argv: the arguments after `explain`.
-        stream: where the text goes; None: stdout.
+def run(argv: Sequence[str]) -> int:
+    """Print what the configurations do.
 
     Raises:
-        KlampError: a name, file or flag that cannot be used; the caller shows it.
+        KlampError: as `explain`.
     """
-    out = sys.stdout if stream is None else stream
     for index, explanation in enumerate(explain(argv)):
         if index:
-            print(file=out)
-        print(textwrap.fill(f"{explanation.name}: {explanation.verdict}", WIDTH), file=out)
+            print()
+        print(textwrap.fill(f"{explanation.name}: {explanation.verdict}", WIDTH))
         for label, text in (*explanation.lines, *(("caution", caution) for caution in explanation.cautions)):
-            show_paragraph(out, text, label=label)
+            show_paragraph(text, label=label)
     return 0
 
 

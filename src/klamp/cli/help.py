@@ -149,7 +149,11 @@ EVALUATED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """A command: the word after `klamp`, and `run(argv) -> int` in the module of the same name."""
+    """A command: the word after `klamp`.
+
+    `run(argv)` in the module of the same name takes the arguments after that word, prints to stdout and returns the
+    exit code; what stops it is raised as a KlampError, and `klamp.cli.main` shows it.
+    """
 
     summary: str
     """What the command does, in one line."""

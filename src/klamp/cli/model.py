@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TextIO
 
 from klamp.cli.display import Loading
 from klamp.cli.flags import read_options
@@ -12,14 +11,8 @@ from klamp.cli.options import ModelOptions
 from klamp.tasks.named_models import NAMED_MODELS, load_named_model
 
 
-def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
-    """Run `klamp model` with these arguments; returns the exit code.
-
-    What it does is said on stderr, so that `$(klamp model smollm2)` is the folder alone.
-
-    Args:
-        argv: the arguments after `model`.
-        stream: where the folder goes; None: stdout.
+def run(argv: Sequence[str]) -> int:
+    """Print the folder; all else is said on stderr, so that `$(klamp model smollm2)` is the folder alone.
 
     Raises:
         ConfigError: no name, or another one.
@@ -29,7 +22,7 @@ def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
     folder = load_named_model(name, progress=_said)
     model = NAMED_MODELS[name]
     print(f"{model.title}: {model.parameters} parameters, {model.licence}, from {model.origin}", file=sys.stderr)
-    print(folder, file=stream or sys.stdout, flush=True)
+    print(folder, flush=True)
     return 0
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from klamp.cli.flags import read_options
 from klamp.cli.options import ReportOptions
@@ -24,19 +23,13 @@ SEED = r"_seed-\d+$"
 """Pattern of the end of a run's name in a sweep: its seed."""
 
 
-def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
-    """Run `klamp report` with these arguments; returns the exit code.
-
-    Args:
-        argv: the arguments after `report`.
-        stream: where it says what was written; None: stdout.
+def run(argv: Sequence[str]) -> int:
+    """Write the page of the runs.
 
     Raises:
-        ConfigError: wrong flags.
         DataError: a record that cannot be read.
         RunFolderError: the file exists and is no report, or cannot be written.
     """
-    out = sys.stdout if stream is None else stream
     options = read_options(ReportOptions, argv, command="klamp report")
     file = output_of(options)
     check_report_file(file)
@@ -50,7 +43,7 @@ def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
     file.write_text(page, encoding="utf-8", newline="\n")
     alarms = sum(run.levels[0] for run in runs)
     words = f"{count(len(runs), 'run')}, {count(alarms, 'alarm') if alarms else 'no alarm'}"
-    print(f"{file}: {words}, {len(page.encode()) / 1000:.0f} kB", file=out, flush=True)
+    print(f"{file}: {words}, {len(page.encode()) / 1000:.0f} kB", flush=True)
     return 0
 
 

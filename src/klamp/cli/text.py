@@ -6,7 +6,6 @@ import math
 import os
 import sys
 import textwrap
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -52,34 +51,27 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"
 
 
-def show_table(stream: TextIO, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def show_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table.
 
     Args:
-        stream: where to.
         title: stands above it.
         headings: of the columns; all empty: no head.
         rows: cells as text.
     """
-    print("\n".join([title, *(f"  {line}" for line in aligned(headings, rows))]), file=stream, flush=True)
-
-
-def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table; headings that are all empty are no line."""
     lines = [headings, *rows] if any(headings) else rows
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return [
-        (" " * GAP).join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    ]
+    print(title)
+    for line in lines:
+        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        print("  " + (" " * GAP).join(cells).rstrip(), flush=True)
 
 
-def show_paragraph(stream: TextIO, text: str, *, label: str = "", width: int = 12) -> None:
+def show_paragraph(text: str, *, label: str = "", width: int = 12) -> None:
     """Print a text, wrapped and indented; a label stands before it in a column of its own."""
     start = f"  {label:<{width}} " if label or width else "  "
-    filled = textwrap.fill(
-        text, WIDTH, initial_indent=start, subsequent_indent=" " * len(start), break_on_hyphens=False
-    )
-    print(filled, file=stream, flush=True)
+    rest = " " * len(start)
+    print(textwrap.fill(text, WIDTH, initial_indent=start, subsequent_indent=rest, break_on_hyphens=False), flush=True)
 
 
 FAILED, WRONG_CONFIGURATION, INTERRUPTED = 1, 2, 130
@@ -133,11 +125,6 @@ def show_caution(text: str) -> None:
     """Print to stderr what the user should know although the run goes on."""
     if is_main_process():
         _write("caution", text, {})
-
-
-def show_traceback(error: BaseException) -> None:
-    """Print an error's traceback to stderr."""
-    traceback.print_exception(error, file=sys.stderr)
 
 
 @contextmanager

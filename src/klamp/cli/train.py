@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TextIO, cast
 
 from rich.console import Console
 
@@ -23,34 +22,32 @@ from klamp.training.observers import RunInfo, RunSummary
 
 
 def run(argv: Sequence[str], *, console: Console | None = None, runner: Runner | None = None) -> int:
-    """Run `klamp train` with these arguments; returns the exit code.
+    """Train, or show what would be trained.
 
     Args:
         argv: the arguments after `train`.
-        console: where the run is shown; None: stdout.
+        console: draws the run as it goes; None: one for stdout.
         runner: what trains; None: `train_run` of `klamp.training.backends`.
 
     Raises:
-        KlampError: whatever stops the run; the caller shows it.
+        KlampError: whatever stops the run.
     """
     request = parse_train(argv)
     check_backend(request.config)
-    console = console or Console(highlight=False)
     if request.options.dry_run:
         from klamp.training.setup import open_inputs
 
         text = plan_text(request.config, open_inputs(request.config))
         if is_main_process():
-            console.out(text, highlight=False)
-        return 0
-    if request.options.prepare:
-        _prepare(request, console)
-        return 0
-    _train(request, console, runner)
+            print(text)
+    elif request.options.prepare:
+        _prepare(request)
+    else:
+        _train(request, console or Console(highlight=False), runner)
     return 0
 
 
-def _prepare(request: TrainRequest, console: Console) -> None:
+def _prepare(request: TrainRequest) -> None:
     """Write the data of a run that is started by hand.
 
     Raises:
@@ -66,7 +63,7 @@ def _prepare(request: TrainRequest, console: Console) -> None:
         )
     from klamp.training.in_verl.run import prepare
 
-    console.out(f"written: {prepare(request.config)}/verl", highlight=False)
+    print(f"written: {prepare(request.config)}/verl")
 
 
 def _train(request: TrainRequest, console: Console, runner: Runner | None) -> None:
@@ -84,7 +81,7 @@ def _train(request: TrainRequest, console: Console, runner: Runner | None) -> No
     finally:
         display.close()
     if is_main_process():
-        print_summary(console, request.config, summary)
+        print_summary(request.config, summary)
 
 
 def _stopped(config: TrainConfig, info: RunInfo | None) -> TrainingStopped | None:
@@ -125,30 +122,28 @@ ESTIMATORS = ("k1", "k3", "exact")
 ROWS = {"": "nats per token", "_sequence": "nats per completion", "_original": "from its start, per token"}
 
 
-def print_summary(console: Console, config: TrainConfig, summary: RunSummary) -> None:
+def print_summary(config: TrainConfig, summary: RunSummary) -> None:
     """Print the summary of a finished run: scores before and after, KL and beta, files.
 
     Args:
-        console: where to.
         config: the run's configuration.
         summary: what the trainer returned.
     """
-    out = cast(TextIO, console.file)
-    print(f"\n{_done(summary)} in {duration(summary.seconds)}\n", file=out)
+    print(f"\n{_done(summary)} in {duration(summary.seconds)}\n")
     headings = ("", "before", "after", "change")
-    show_table(out, "skill (held out)", headings, skill_rows(summary.before, summary.after, summary.rl_skill))
-    print(file=out)
+    show_table("skill (held out)", headings, skill_rows(summary.before, summary.after, summary.rl_skill))
+    print()
     if not summary.steps:
-        print("KL from the reference: not measured; that is done in each step, and none was taken", file=out)
+        print("KL from the reference: not measured; that is done in each step, and none was taken")
     elif config.kl.needs_reference:
         metrics = summary.final_metrics
-        show_table(out, "KL from the reference (last step)", ("", *ESTIMATORS), _kl_rows(metrics))
-        print(_beta_text(config, metrics), file=out)
+        show_table("KL from the reference (last step)", ("", *ESTIMATORS), _kl_rows(metrics))
+        print(_beta_text(config, metrics))
     else:
-        print(f"KL from the reference: not measured; beta is 0, so no reference was loaded{MONITOR}", file=out)
-    print(file=out)
+        print(f"KL from the reference: not measured; beta is 0, so no reference was loaded{MONITOR}")
+    print()
     for name, text in _files(config, summary):  # not wrapped, so that a command can be copied
-        print(f"{name:<12} {text}", file=out, flush=True)
+        print(f"{name:<12} {text}", flush=True)
 
 
 def _done(summary: RunSummary) -> str:

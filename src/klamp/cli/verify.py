@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TextIO
 
 from klamp.cli.flags import read_options
 from klamp.cli.options import VerifyOptions
@@ -22,75 +20,64 @@ QUESTIONS: dict[str, Callable[..., Answer]] = {
 }
 
 
-def run(argv: Sequence[str], *, stream: TextIO | None = None) -> int:
-    """Run `klamp verify` with these arguments; returns the exit code.
-
-    Args:
-        argv: the arguments after `verify`.
-        stream: where the tables go; None: stdout.
-
-    Raises:
-        KlampError: wrong flags; the caller shows it.
-    """
-    out = sys.stdout if stream is None else stream
+def run(argv: Sequence[str]) -> int:
+    """Run every proof, or answer one question; 1 where a check fails."""
     options = read_options(VerifyOptions, argv, command="klamp verify")
     started = time.perf_counter()
     if options.question is not None:
-        checks = show_answer(QUESTIONS[options.question](samples=options.samples, seed=options.seed), out)
+        checks = show_answer(QUESTIONS[options.question](samples=options.samples, seed=options.seed))
     else:
-        checks = show_proofs(out)
-    return conclude(checks, time.perf_counter() - started, out)
+        checks = show_proofs()
+    return conclude(checks, time.perf_counter() - started)
 
 
-def show_proofs(stream: TextIO) -> list[Check]:
+def show_proofs() -> list[Check]:
     """Run every proof and print it, section by section; returns the checks."""
     headings = ("estimator", "per token", "value", "deviation/KL", "as a loss it follows", "in the reward it follows")
-    show_table(
-        stream, "the estimators, tokens of the policy", headings, [_cells(each) for each in measure_estimators()]
-    )
+    show_table("the estimators, tokens of the policy", headings, [_cells(each) for each in measure_estimators()])
     checks: list[Check] = []
     for section, proof in PROOFS.items():
         found = run_section(section, proof)
-        print(file=stream)
-        show_checks(found, section, stream)
+        print()
+        show_checks(found, section)
         checks += found
     return checks
 
 
-def show_answer(answer: Answer, stream: TextIO) -> list[Check]:
+def show_answer(answer: Answer) -> list[Check]:
     """Print an answered question; returns its checks."""
-    print(f"{answer.question}\n", file=stream)
+    print(f"{answer.question}\n")
     for table in answer.tables:
-        show_table(stream, table.title, table.columns, table.rows)
-        print(file=stream)
-    show_checks(answer.checks, "what this rests on", stream)
-    print(file=stream)
+        show_table(table.title, table.columns, table.rows)
+        print()
+    show_checks(answer.checks, "what this rests on")
+    print()
     if answer.passed:
         for paragraph in answer.words:
-            show_paragraph(stream, paragraph, width=0)
+            show_paragraph(paragraph, width=0)
     return list(answer.checks)
 
 
-def show_checks(checks: Sequence[Check], title: str, stream: TextIO) -> None:
+def show_checks(checks: Sequence[Check], title: str) -> None:
     """Print checks: ok with what was measured, or FAIL with what was expected."""
     rows = [
         ("ok" if check.passed else "FAIL", check.claim, check.measured if check.passed else _failure(check))
         for check in checks
     ]
-    show_table(stream, title, ("", "", ""), rows)
+    show_table(title, ("", "", ""), rows)
 
 
-def conclude(checks: Sequence[Check], seconds: float, stream: TextIO) -> int:
+def conclude(checks: Sequence[Check], seconds: float) -> int:
     """Print how many checks passed; returns the exit code."""
     failed = [check for check in checks if not check.passed]
-    print(file=stream)
+    print()
     if not failed:
-        print(f"{len(checks)} of {len(checks)} checks passed, in {seconds:.1f} s", file=stream, flush=True)
+        print(f"{len(checks)} of {len(checks)} checks passed, in {seconds:.1f} s", flush=True)
         return 0
-    print(f"{len(failed)} of {len(checks)} checks FAILED:", file=stream)
+    print(f"{len(failed)} of {len(checks)} checks FAILED:")
     for check in failed:
         section = f"{check.section}: " if check.section else ""
-        print(f"  {section}{check.claim}: {_failure(check)}", file=stream, flush=True)
+        print(f"  {section}{check.claim}: {_failure(check)}", flush=True)
     return FAILED
 
 
