@@ -56,12 +56,14 @@ def test_a_run_goes_on_from_its_checkpoint_in_another_server(tmp_path):
             ready(service.create_training_client_from_state(path + "x"))
 
 
-def test_a_snapshot_stays_when_the_weights_move(trainer):
+def test_a_snapshot_stays_when_the_weights_move(trainer, service):
     prompt = types.ModelInput.from_ints([1, 2, 3, 4])
     snapshot = ready(trainer.save_weights_and_get_sampling_client())
+    path = trainer.save_weights_for_sampler("named").result(timeout=SECONDS).path
     before = snapshot.compute_logprobs(prompt).result(timeout=SECONDS)
     train(trainer, 2)
-    assert snapshot.compute_logprobs(prompt).result(timeout=SECONDS) == before
+    for still in (snapshot, ready(service.create_sampling_client(model_path=path))):
+        assert still.compute_logprobs(prompt).result(timeout=SECONDS) == before
     moved = ready(trainer.save_weights_and_get_sampling_client())
     assert moved.compute_logprobs(prompt).result(timeout=SECONDS) != before
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from tests.waiting import SECONDS
 
+from klamp_standin import futures
 from klamp_standin.futures import Lane, Worker
 from klamp_standin.protocol import Refused
 
@@ -53,7 +56,11 @@ def test_an_error_is_a_result_and_the_worker_goes_on(worker):
     assert worker.wait("c", SECONDS) == {"fine": True}
 
 
-def test_a_late_result_is_held_back_and_holds_up_nobody(worker, clock):
+def test_a_late_result_is_held_back_and_holds_up_nobody(worker, monkeypatch):
+    """Only what is slept moves the worker's clock, which begins at 100 s."""
+    clock = [100.0]
+    time = SimpleNamespace(monotonic=lambda: clock[-1], sleep=lambda seconds: clock.append(clock[-1] + seconds))
+    monkeypatch.setattr(futures, "time", time)
     worker.submit("late", dict, late=0.5)
     worker.submit("other", dict)
     assert worker.wait("other", SECONDS) == {} and clock[-1] == 100.0

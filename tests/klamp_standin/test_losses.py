@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import tinker
 import torch
-from tests.klamp_standin.routes import message, training
 from tests.waiting import SECONDS
 from tinker import types
+from tinker.proto.request_conv import forward_backward_request_to_proto
 
 from klamp_standin import losses, protocol
 from klamp_standin.protocol import Refused, TrainingRequest
@@ -98,12 +98,22 @@ def test_a_refusal_is_an_http_error_and_holds_up_nothing(trainer):
     assert len(trainer.forward([bare], "cross_entropy").result(timeout=SECONDS).loss_fn_outputs) == 1
 
 
+def message(**inputs):
+    """A `forward_backward` request of one datum, as the SDK encodes it."""
+    given = {"target_tokens": torch.tensor([2, 3]), "weights": torch.ones(2)} | inputs
+    datum = types.Datum(model_input=types.ModelInput.from_ints([1, 2]), loss_fn_inputs=given)
+    asked = types.ForwardBackwardInput(data=[datum], loss_fn="cross_entropy")
+    return forward_backward_request_to_proto(
+        types.ForwardBackwardRequest(forward_backward_input=asked, model_id="m", seq_id=7)
+    )
+
+
 def test_what_the_wire_cannot_carry_is_refused():
     sparse = torch.zeros(2, 8, dtype=torch.int64)
     sparse[0, 1] = 3
     with pytest.raises(Refused, match="is sparse"):
-        protocol.decode_training(training("m", 7, target_tokens=sparse))
-    wrong = message("m", 7)
+        protocol.decode_training(message(target_tokens=sparse).SerializeToString())
+    wrong = message()
     wrong.data[0].loss_fn_inputs["weights"].shape[:] = [3]
     with pytest.raises(Refused, match=r"shape \[3\] and carries 2 values"):
         protocol.decode_training(wrong.SerializeToString())

@@ -75,38 +75,38 @@ def assert_equal_gradients(standin, expected):
         assert (found[name] - gradient).norm() <= 1e-6 * gradient.norm(), name
 
 
-def test_cross_entropy_over_the_wire_is_autograd(double, client):
-    data = datums(weights=noise(1.0))
-    result = client.forward_backward(data, "cross_entropy").result(timeout=SECONDS)
-    value, expected = reference_gradient(double, lambda i, x: -(noise(1.0)(i, len(x)) * x).sum())
-    assert result.metrics["loss:sum"] == pytest.approx(value, rel=1e-6)
-    assert_equal_gradients(double, expected)
+OLD, FACTOR = noise(0.3, -4.2), noise(1.0)
+BOUNDS = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.3}
 
 
-def test_ppo_over_the_wire_is_autograd(double, client):
-    old, advantages = noise(0.3, -4.2), noise(1.0)
+def ppo(i, x):
+    ratio, a = torch.exp(x - OLD(i, len(x))), FACTOR(i, len(x))
+    return -torch.minimum(ratio * a, ratio.clamp(0.9, 1.3) * a).sum()
 
-    def loss(i, x):
-        ratio, a = torch.exp(x - old(i, len(x))), advantages(i, len(x))
-        return -torch.minimum(ratio * a, ratio.clamp(0.9, 1.3) * a).sum()
 
-    data = datums(logprobs=old, advantages=advantages)
-    bounds = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.3}
-    result = client.forward_backward(data, "ppo", loss_fn_config=bounds).result(timeout=SECONDS)
+def squares(i, x):
+    return ((x * FACTOR(i, len(x))) ** 2).sum()
+
+
+LOSSES = {
+    "cross_entropy": ({"weights": FACTOR}, None, lambda i, x: -(FACTOR(i, len(x)) * x).sum()),
+    "ppo": ({"logprobs": OLD, "advantages": FACTOR}, BOUNDS, ppo),
+    "custom": ({}, None, squares),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_over_the_wire_is_autograd(double, client, name):
+    inputs, config, loss = LOSSES[name]
+    if name == "custom":
+        client.forward_backward_custom(
+            datums(), lambda data, rows: (sum(loss(i, x) for i, x in enumerate(rows)), {})
+        ).result(timeout=SECONDS)
+    else:
+        result = client.forward_backward(datums(**inputs), name, loss_fn_config=config).result(timeout=SECONDS)
     value, expected = reference_gradient(double, loss)
-    assert result.metrics["loss:sum"] == pytest.approx(value, rel=1e-6)
-    assert_equal_gradients(double, expected)
-
-
-def test_a_custom_loss_over_the_wire_is_autograd(double, client):
-    weight = noise(1.0)
-
-    def custom(data, logprobs_list):
-        loss = sum(((x * weight(i, len(x))) ** 2).sum() for i, x in enumerate(logprobs_list))
-        return loss, {}
-
-    client.forward_backward_custom(datums(), custom).result(timeout=SECONDS)
-    _, expected = reference_gradient(double, lambda i, x: ((x * weight(i, len(x))) ** 2).sum())
+    if name != "custom":  # whose value the SDK's own process has
+        assert result.metrics["loss:sum"] == pytest.approx(value, rel=1e-6)
     assert_equal_gradients(double, expected)
 
 
@@ -145,6 +145,8 @@ def test_a_fresh_adapter_is_the_base_model_and_a_moved_one_leaves_it_alone():
     ids = torch.tensor([SEQUENCES[0]])
     original = base.model(ids).logits
     run = Trained(weights=base.fresh(LoraShape(rank=2), 0))
+    drawn = [base.fresh(LoraShape(rank=2), seed).tensors for seed in (0, 1)]
+    assert [all(x.equal(run.weights.tensors[name]) for name, x in each.items()) for each in drawn] == [True, False]
     with base.sampler(run.weights) as model:
         assert model(ids).logits.equal(original)
     with torch.no_grad():

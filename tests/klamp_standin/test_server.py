@@ -1,20 +1,29 @@
-"""The HTTP side: what it refuses, what it counts, where it listens; a model and a tokenizer of one's own."""
+"""The HTTP side: what it refuses, counts and draws, the faults that it makes; a model and a tokenizer of one's own."""
 
 from __future__ import annotations
 
 import json
+import math
 import socket
 import urllib.error
 import urllib.request
 
 import pytest
 import tinker
+import torch
 from tests.standin import ready
 from tests.waiting import SECONDS
 from tinker import types
 
 from klamp.tasks import arithmetic_tokenizer
 from klamp_standin import serve, tiny_model
+from klamp_standin.faults import Fault, FaultPlan
+
+PROMPT = types.ModelInput.from_ints([1, 2, 3, 4])
+DATUM = types.Datum(
+    model_input=PROMPT, loss_fn_inputs={"target_tokens": torch.tensor([2, 3, 4, 5]), "weights": torch.ones(4)}
+)
+DRAWN = types.SamplingParams(max_tokens=4)
 
 
 def post(standin, path, body, **headers):
@@ -30,13 +39,17 @@ def post(standin, path, body, **headers):
         return error.code, json.loads(error.read())
 
 
+FRESH = {"session_id": "s", "model_seq_id": 0, "base_model": "klamp/standin"}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "headers", "status", "words"),
     [
         ("create_session", {}, {"X-API-Key": "nothing"}, 401, "tml-"),
         ("nonsense", {}, {}, 404, "no POST nonsense"),
-        ("create_model", {"session_id": "s", "model_seq_id": 0, "base_model": "gpt"}, {}, 404, "no base model 'gpt'"),
+        ("create_model", FRESH | {"base_model": "gpt"}, {}, 404, "no base model 'gpt'"),
         ("create_model", {"session_id": "s"}, {}, 400, "does not fit create_model"),
+        ("create_model", FRESH | {"optimizer_config": {"type": "muon"}}, {}, 400, "no optimizer 'muon'"),
         ("create_sampling_session", {"session_id": "s", "sampling_session_seq_id": 0}, {}, 404, "no base model None"),
         ("optim_step", {"model_id": "m", "seq_id": 1, "adam_params": {}}, {}, 404, "no training run 'm'"),
         ("forward_backward", b"{}", {}, 415, "x-protobuf"),
@@ -50,6 +63,29 @@ def test_what_does_not_fit_is_an_http_error_with_the_reason(standin, path, body,
     assert (found, words in answer["error"]) == (status, True), answer
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_samples": 0}, "num_samples is 0"),
+        ({"topk_prompt_logprobs": 2}, "does not have topk_prompt_logprobs"),
+        ({"prompt_logprobs_last_n": 1}, "needs prompt_logprobs"),
+        ({"prompt_logprobs_last_n": 3, "prompt_logprobs": True}, "1 to 2"),
+        ({"prompt": {"chunks": []}}, "prompt"),
+        ({"sampling_params": {"max_tokens": 4, "stop": "a"}}, "needs a tokenizer"),
+    ],
+)
+def test_a_request_for_samples_that_cannot_be_met_is_refused(standin, changes, words):
+    session = {"session_id": words, "sampling_session_seq_id": 0, "base_model": standin.base_model}
+    _, answer = post(standin, "create_sampling_session", session)
+    chunks = [{"type": "encoded_text", "tokens": [1, 2, 3]}]
+    body = {"sampling_session_id": answer["sampling_session_id"], "seq_id": 1, "num_samples": 1}
+    body |= {"prompt": {"chunks": chunks}, "sampling_params": {"max_tokens": 4}}
+    status, answer = post(standin, "asample", body | changes)
+    if status == 200:  # what only the draw can find is the result's
+        _, answer = post(standin, "retrieve_future", {"request_id": answer["request_id"]})
+    assert words in answer["error"]
+
+
 def test_it_listens_on_the_loopback_interface_only(standin):
     host, port = standin._server.socket.getsockname()
     assert host == "127.0.0.1" and standin.url == f"http://127.0.0.1:{port}"
@@ -57,12 +93,26 @@ def test_it_listens_on_the_loopback_interface_only(standin):
         pass
 
 
-def test_requests_are_counted_by_route(standin, reference):
-    before = standin.requests.copy()
-    reference.compute_logprobs(types.ModelInput.from_ints([1, 2, 3])).result(timeout=SECONDS)
-    assert standin.requests["asample"] == before["asample"] + 1
-    assert standin.requests["retrieve_future"] == before["retrieve_future"] + 1
-    assert standin.requests["forward_backward"] == before["forward_backward"]
+def test_requests_are_counted_by_route_and_tokens_by_use(standin, reference, trainer):
+    asked, spent = standin.requests.copy(), standin.tokens.copy()
+    reference.compute_logprobs(PROMPT).result(timeout=SECONDS)
+    rows = reference.sample(PROMPT, 2, DRAWN).result(timeout=SECONDS).sequences
+    trainer.forward([DATUM], "cross_entropy").result(timeout=SECONDS)
+    trainer.forward_backward([DATUM], "cross_entropy").result(timeout=SECONDS)
+    assert (standin.requests - asked)["asample"] == 2 and (standin.requests - asked)["retrieve_future"] >= 4
+    drawn = sum(len(row.tokens) for row in rows)
+    assert standin.tokens - spent == {"prompt": 8, "sampled": drawn, "forward": 4, "forward_backward": 4}
+
+
+def test_draws_depend_on_the_number_of_the_request_and_not_on_the_server():
+    drawn = []
+    for _ in range(2):
+        with serve(seed=3) as standin:
+            service = tinker.ServiceClient(base_url=standin.url, api_key=standin.api_key)
+            client = ready(service.create_sampling_client(base_model=standin.base_model))
+            found = [client.sample(PROMPT, 4, DRAWN).result(timeout=SECONDS).sequences for _ in range(2)]
+            drawn.append([[row.tokens for row in rows] for rows in found])
+    assert drawn[0] == drawn[1] and drawn[0][0] != drawn[0][1]
 
 
 def test_capabilities_name_the_model(standin, service):
@@ -81,11 +131,41 @@ def test_it_serves_a_model_and_tokenizer_of_ones_own():
         client = ready(service.create_lora_training_client("me/mine", rank=2))
         assert client.get_tokenizer().get_vocab() == tokenizer.get_vocab()
         sampler = ready(service.create_sampling_client(base_model="me/mine"))
-        prompt = tokenizer("1+2=", add_special_tokens=False)["input_ids"]
-        row = (
-            sampler.sample(types.ModelInput.from_ints(prompt), 1, types.SamplingParams(max_tokens=30, seed=1))
-            .result(timeout=SECONDS)
-            .sequences[0]
-        )
+        prompt = types.ModelInput.from_ints(tokenizer("1+2=", add_special_tokens=False)["input_ids"])
+        asked = sampler.sample(prompt, 1, types.SamplingParams(max_tokens=30, seed=1))
+        (row,) = asked.result(timeout=SECONDS).sequences
         assert (row.stop_reason == "stop") == (row.tokens[-1] == tokenizer.eos_token_id)
-        assert standin.environment["TINKER_BASE_URL"] == standin.url
+        standin.die()
+        with pytest.raises(TimeoutError):
+            sampler.compute_logprobs(prompt).result(timeout=1.5)
+
+
+# faults on purpose; tests/hosts/tinker/test_reference.py has the others -------------------------------------------
+
+
+def test_a_fault_strikes_after_so_many_and_so_often():
+    plan = FaultPlan([Fault(kind="drop", route="asample", after=1, times=2), Fault(kind="nan", route="optim_step")])
+    assert [bool(plan.strike("asample")) for _ in range(5)] == [False, True, True, False, False]
+    assert [bool(plan.strike("optim_step")) for _ in range(2)] == [True, False]
+    forever = FaultPlan([Fault(kind="drop", route="asample", times=None, scoring=True)])
+    assert [bool(forever.strike("asample", scoring=s)) for s in (True, False, True)] == [True, False, True]
+
+
+def test_a_dropped_request_is_sent_again_and_carried_out_once(standin, reference):
+    standin.inject(Fault(kind="drop", route="asample"))
+    before = standin.tokens["prompt"]
+    assert len(reference.compute_logprobs(PROMPT).result(timeout=SECONDS)) == 4
+    assert standin.tokens["prompt"] == before + 4
+
+
+def test_none_and_nan_arrive_where_they_were_put(standin, reference, trainer):
+    standin.inject(Fault(kind="none", route="asample", scoring=True))
+    assert [x is None for x in reference.compute_logprobs(PROMPT).result(timeout=SECONDS)] == [True, False, False, True]
+    standin.inject(Fault(kind="short", route="asample", scoring=True))
+    assert [x is None for x in reference.compute_logprobs(PROMPT).result(timeout=SECONDS)] == [False, False, False]
+    standin.inject(Fault(kind="nan", route="asample", scoring=False), Fault(kind="nan", route="forward_backward"))
+    (row,) = reference.sample(PROMPT, 1, DRAWN).result(timeout=SECONDS).sequences
+    assert [math.isnan(x) for x in row.logprobs] == [False] * (len(row.logprobs) - 1) + [True]
+    outputs = trainer.forward_backward([DATUM], "cross_entropy").result(timeout=SECONDS).loss_fn_outputs
+    assert [math.isnan(x) for x in outputs[0]["logprobs"].data] == [False, False, False, True]
+    assert all(torch.isfinite(x.grad).all() for x in standin.weights().values())
