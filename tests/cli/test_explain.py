@@ -43,8 +43,8 @@ def test_a_preset_comes_with_its_paper(name: str) -> None:
     assert PRESETS[name].paper in shown(name)
 
 
-def test_a_printed_form_answers_to_its_old_name() -> None:
-    text = shown("source-003-exact")
+def test_a_printed_form_says_where_it_is_found() -> None:
+    text = shown("exact-kl")
     assert text.startswith("exact-kl: the exact KL of each position: the value is right")
     assert "found in the hands-on example of the GRPO tutorial (docs/sources.md)" in text
 
@@ -97,7 +97,6 @@ def test_nothing_warns_beside_the_explanation(recwarn: pytest.WarningsRecorder) 
     ("argv", "error", "said"),
     [
         (["grpoo"], UnknownNameError, "did you mean 'grpo'"),
-        (["source-005"], UnknownNameError, "source-00"),
         (["grpo", "--kl_betta", "1"], UnknownNameError, "kl_beta"),
         (["minus-k1", "--beta", "1"], ConfigError, "takes no flags"),
         (["grpo", "--length", "long"], ConfigError, "whole number"),

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from klamp import preset
-from klamp.config import PRESETS, KLConfig, KLWarning, LossConfig, build_objective, find_preset
-from klamp.config.presets import OLD_NAMES
+from klamp.config import PRESETS, KLConfig, KLWarning, LossConfig, build_objective
 from klamp.core.advantages import group_advantages
 from klamp.core.objective import grpo_loss
 from klamp.core.penalty import kl_in_reward, sequence_log_ratio
@@ -249,18 +248,6 @@ def test_a_printed_form_that_is_no_penalty_is_refused_with_the_way_to_its_explan
     with pytest.raises(ConfigError, match=f"klamp explain {name}") as raised:
         preset(name)
     assert not isinstance(raised.value, UnknownNameError)
-
-
-@pytest.mark.filterwarnings("ignore::klamp.config.KLWarning")
-def test_old_names_of_the_printed_forms_still_work() -> None:
-    assert preset("source-001") == PRESETS["source-001"].kl == PRESETS["k1-as-loss"].kl
-    assert find_preset("source-004") == PRESETS["k3-as-loss"]
-    assert "source-001" in PRESETS
-    assert "source-001" not in set(PRESETS), "listed under its new name only"
-    assert OLD_NAMES.keys().isdisjoint(OLD_NAMES.values())
-    for old in ("source-002", "source-003"):
-        with pytest.raises(ConfigError, match=f"klamp explain {OLD_NAMES[old]}"):
-            preset(old)
 
 
 def test_an_unknown_preset_names_the_nearest() -> None:

@@ -102,7 +102,7 @@ def test_horizon_and_ratio_decide_whose_prefixes_count_and_which_gradient_follow
 ):
     chain = random_chain(1, vocab=3, length=3, sampler=sampler)
     report = examine(chain, kl_only(KLTerm(value=value, horizon=horizon, off_policy=off_policy)))
-    assert report.names == [name]
+    assert report.follows.is_exactly(name)
     assert off_policy == "token" or report.value_bias == pytest.approx(0.0, abs=1e-12)
 
 
@@ -117,7 +117,7 @@ def test_off_policy_the_exact_kl_is_not_weighted_by_the_token_that_it_sums_over(
 def test_the_exact_forward_kl_has_the_forward_gradient_at_each_prefix():
     chain = random_chain(3, vocab=3, length=3)
     report = examine(chain, kl_only(KLTerm(value="exact", gradient="forward")))
-    assert report.names == ["local_forward"]
+    assert report.follows.is_exactly("local_forward")
     assert report.value_bias == pytest.approx(0.0, abs=1e-13)
 
 
@@ -125,7 +125,7 @@ def test_the_exact_forward_kl_has_the_forward_gradient_at_each_prefix():
 def test_placed_in_the_advantage_the_kl_has_the_same_expected_gradient(horizon, name):
     chain = random_chain(5, vocab=3, length=3)
     report = examine(chain, kl_only(KLTerm(value="k1", placement="advantage", horizon=horizon)))
-    assert report.names == [name]
+    assert report.follows.is_exactly(name)
 
 
 def kl_after_the_first_token(chain, *, frozen):
@@ -152,7 +152,7 @@ def test_a_shut_gate_silences_the_gradient_and_an_open_one_leaves_it_whole():
     chain = random_chain(6, vocab=3, length=2)
     choices = {"clip_method": "hard", "clip_unit": "sequence", "clip_level": "batch", "value": "exact"}
     shut = examine(chain, kl_only(KLTerm(clip_threshold=1e3, **choices)))
-    assert shut.names == ["zero"]
+    assert shut.follows.name == "zero"
     assert shut.value == 0.0
     opened = examine(chain, kl_only(KLTerm(clip_threshold=1e-9, **choices)))
     assert torch.allclose(opened.gradient, truths(chain)["local"], rtol=0, atol=1e-12)

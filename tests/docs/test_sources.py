@@ -12,7 +12,6 @@ import pytest
 from tests.docs.pages import DOCS, ROOT
 
 from klamp.config import PRESETS
-from klamp.config.presets import OLD_NAMES
 from klamp.core.estimators import ESTIMATORS
 from klamp.diagnostics.alarms import ALARMS
 from klamp.verify.printed_formulas import FORMS, explain_form
@@ -38,11 +37,6 @@ def test_each_of_the_five_documents_is_judged_by_tests() -> None:
     for number, text in enumerate(documents):
         assert f"Document 00{number}:" in text
         assert "`tests/" in text and "**Where klamp differs.**" in text
-
-
-def test_every_formula_stands_there_with_its_old_name() -> None:
-    rows = dict(re.findall(r"^\| `([\w-]+)` \|.*\| `(source-[\w-]+)` \|$", PAGE, re.MULTILINE))
-    assert rows == {new: old for old, new in OLD_NAMES.items()}
 
 
 def test_alarms_and_their_places_exist() -> None:

@@ -156,24 +156,20 @@ def test_the_gradients_of_the_outcomes_average_to_the_gradient_of_the_average():
 
 def test_a_report_names_the_divergence_whose_gradient_a_loss_follows():
     chain = random_chain(12, vocab=3, length=3)
-    assert examine(chain, log_ratio).names == ["zero"]
-    assert examine(chain, lambda y: log_ratio(y) ** 2 / 2).names == ["local"]
-    assert examine(chain, lambda y: log_ratio(y).sum(dim=-1) ** 2 / 2).names == ["reverse"]
-    assert examine(chain, lambda y: (-log_ratio(y)).exp() - 1 + log_ratio(y)).names == ["local_forward"]
-    assert examine(chain, lambda y: (-log_ratio(y)).exp() - 1).names == ["local_forward"]
-    assert examine(chain, lambda y: (-log_ratio(y).sum(dim=-1)).exp()).names == ["forward"]
-    assert examine(chain, lambda y: y.policy_logprobs.abs() ** 1.5).names == []
-
-
-def test_a_report_shows_a_scaled_and_a_flipped_penalty():
-    chain = random_chain(13)
-    scaled = examine(chain, lambda y: 0.04 * log_ratio(y).sum(dim=-1) ** 2 / 2)
-    flipped = examine(chain, lambda y: -(log_ratio(y).sum(dim=-1) ** 2) / 2)
-    assert scaled.names == flipped.names == []
-    assert scaled.matches["reverse"].projection == pytest.approx(0.04, abs=1e-12)
-    assert scaled.matches["reverse"].cosine == pytest.approx(1.0, abs=1e-12)
-    assert flipped.matches["reverse"].projection == pytest.approx(-1.0, abs=1e-12)
-    assert flipped.matches["reverse"].distance == pytest.approx(2.0, abs=1e-12)
+    losses = {
+        "zero": log_ratio,
+        "local": lambda y: log_ratio(y) ** 2 / 2,
+        "reverse": lambda y: log_ratio(y).sum(dim=-1) ** 2 / 2,
+        "local_forward": lambda y: (-log_ratio(y)).exp() - 1,
+        "forward": lambda y: (-log_ratio(y).sum(dim=-1)).exp(),
+        NOTHING_KNOWN: lambda y: y.policy_logprobs.abs() ** 1.5,
+    }
+    for name, loss in losses.items():
+        assert examine(chain, loss).follows.is_exactly(name)
+    assert examine(chain, lambda y: losses["local_forward"](y) + log_ratio(y)).follows.is_exactly("local_forward")
+    for factor in (0.04, -1.0):
+        scaled = examine(chain, lambda y, factor=factor: factor * losses["reverse"](y))
+        assert scaled.follows == ("reverse", pytest.approx(factor, abs=1e-12))
 
 
 def test_a_report_gives_bias_against_the_reverse_kl():
@@ -184,7 +180,7 @@ def test_a_report_gives_bias_against_the_reverse_kl():
 
 def test_a_constant_loss_is_named_zero():
     report = examine(random_chain(15), lambda y: torch.ones_like(y.probs))
-    assert report.names == ["zero"]
+    assert report.follows.name == "zero"
     assert report.value == pytest.approx(1.0, abs=1e-14)
     assert report.value_variance == pytest.approx(0.0, abs=1e-28)
     assert report.gradient_variance == 0.0

@@ -12,7 +12,6 @@ from klamp.cli.flags import fields_of, read_argv, train_fields
 from klamp.cli.options import ExplainOptions
 from klamp.cli.text import WIDTH, show_paragraph
 from klamp.config import PRESETS, find_preset
-from klamp.config.presets import OLD_NAMES, speaking_name
 from klamp.errors import ConfigError, KLWarning, unknown_name
 from klamp.verify.explain import Explanation, Setting, explain_config
 from klamp.verify.printed_formulas import FORMS, explain_form
@@ -52,7 +51,7 @@ def explain(argv: Sequence[str]) -> list[Explanation]:
 
 
 def _explain_name(options: ExplainOptions, name: str, flags: Mapping[str, Any]) -> Explanation:
-    if speaking_name(name) in FORMS:  # some are presets, too
+    if name in FORMS:  # some are presets, too
         if flags:
             raise ConfigError(
                 "a printed form takes no flags",
@@ -64,8 +63,8 @@ def _explain_name(options: ExplainOptions, name: str, flags: Mapping[str, Any]) 
     if name.endswith((".yaml", ".yml")):
         return _explain_flags(options, name, {"config": name, **flags})
     if name not in PRESETS:
-        known, why = {*PRESETS, *FORMS, *OLD_NAMES}, "it is no preset, no printed form, no .yaml"
-        raise unknown_name("preset, printed form or file", name, known, why=why)
+        why = "it is no preset, no printed form, no .yaml"
+        raise unknown_name("preset, printed form or file", name, {*PRESETS, *FORMS}, why=why)
     return _explain_flags(options, name, {"preset": name, **flags})
 
 

@@ -24,21 +24,6 @@ class Preset:
     """What to know before using the recipe."""
 
 
-OLD_NAMES: Mapping[str, str] = {
-    "source-001": "k1-as-loss",
-    "source-002": "minus-k1",
-    "source-003": "ratio-weighted",
-    "source-003-exact": "exact-kl",
-    "source-004": "k3-as-loss",
-}
-"""Other names of the formulas that are passed around, by the number of the document on docs/sources.md."""
-
-
-def speaking_name(name: str) -> str:
-    """The name that klamp shows for a recipe or printed formula: an old name in its new form, any other as it is."""
-    return OLD_NAMES.get(name, name)
-
-
 class _Recipes(Mapping[str, Preset]):
     """Name -> recipe; each recipe is built only when it is asked for, since building some of them warns."""
 
@@ -46,7 +31,7 @@ class _Recipes(Mapping[str, Preset]):
         self._recipes = recipes
 
     def __getitem__(self, name: str) -> Preset:
-        return self._recipes[speaking_name(name)]()
+        return self._recipes[name]()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._recipes)
@@ -55,7 +40,7 @@ class _Recipes(Mapping[str, Preset]):
         return len(self._recipes)
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and speaking_name(name) in self._recipes
+        return name in self._recipes
 
 
 PRESETS: Mapping[str, Preset] = _Recipes(
@@ -180,7 +165,7 @@ def find_preset(name: str) -> Preset:
         ConfigError: a formula that is passed around as a KL and is no penalty on KL(policy||ref).
     """
     text = str(name)
-    refuse(_not_a_kl(speaking_name(text)))
+    refuse(_not_a_kl(text))
     if text not in PRESETS:
         raise unknown_name("preset", name, PRESETS)
     return PRESETS[text]

@@ -44,6 +44,8 @@ from klamp.errors import ConfigError, ShapeError, TensorError, check_name
 # factors over- and underflow where their product is harmless.
 _FAR = -1.0
 
+BOUND = POSITIVE.but("it bounds a magnitude", "use None for no bound")
+"""What bounds a weight or a log-ratio; None is no bound."""
 
 Backward = Callable[..., Any]
 
@@ -347,8 +349,8 @@ def kl_penalty(
     if str(value) == "exact":
         raise needs_logits("kl_penalty")
     check_gradient_choice(value, gradient, horizon)
-    check_bound("max_weight", max_weight)
-    check_bound("max_log_ratio", max_log_ratio)
+    check_number("max_weight", max_weight, BOUND, optional=True)
+    check_number("max_log_ratio", max_log_ratio, BOUND, optional=True)
     check_tensors(FLOATS, policy_logprobs=policy_logprobs, ref_logprobs=ref_logprobs)
     check_tensors(MASKS, like=policy_logprobs, mask=mask)
     if behavior_logprobs is not None:
@@ -363,15 +365,6 @@ def kl_penalty(
     delta = masked_log_ratio(policy_logprobs, ref_logprobs, mask, max_log_ratio=max_log_ratio)
     log_w = log_weights(policy_logprobs, behavior_logprobs, mask, horizon=horizon, max_weight=max_weight)
     return penalty_from_weights(policy_logprobs, delta, log_w, mask, value=value, gradient=gradient, horizon=horizon)
-
-
-def check_bound(name: str, bound: float | None) -> None:
-    """Refuse a bound that is not a positive number; None is no bound.
-
-    Raises:
-        ConfigError: the bound is zero, negative, NaN or no number.
-    """
-    check_number(name, bound, POSITIVE.but("it bounds a magnitude", f"use {name}=None for no bound"), optional=True)
 
 
 def exact_penalty(

@@ -18,7 +18,6 @@ from klamp.core.masking import (
     check_totals,
     masked,
     masked_mean,
-    natural_denominator,
     reduce_tokens,
     total_denominator,
 )
@@ -183,8 +182,5 @@ def _reduce(
     part: LossPart = "policy",
 ) -> Float[Tensor, ""]:
     length = objective.max_length
-    if totals is None:
-        denominator = natural_denominator(counted, reduction, length=length)
-    else:
-        denominator = total_denominator(totals, reduction, length=length, part=part)
-    return reduce_tokens(x, mask, reduction, denominator=denominator, counted=counted)
+    whole = None if totals is None else total_denominator(totals, reduction, length=length, part=part)
+    return reduce_tokens(x, mask, reduction, length=length, denominator=whole, counted=counted)

@@ -16,7 +16,7 @@ from torch import Tensor
 from klamp.core.arguments import AT_LEAST_0, POSITIVE, check_fields
 from klamp.core.clipping import ClipLevel, ClipUnit, clip_gate, clip_kl, gate_kl, kl_budget
 from klamp.core.estimators import ESTIMATORS
-from klamp.core.gradients import masked_log_ratio, saturated
+from klamp.core.gradients import BOUND, masked_log_ratio, saturated
 from klamp.core.masking import masked_sum
 from klamp.core.types import Batch, ClipMethod, Gradient, Horizon, Mask, Reduction, TokenValues, Value
 from klamp.errors import ConfigError
@@ -24,10 +24,9 @@ from klamp.errors import ConfigError
 Placement: TypeAlias = Literal["loss", "reward", "advantage"]
 OffPolicy: TypeAlias = Literal["none", "token", "sequence"]
 
-_BOUND = ("it bounds a magnitude", "use None for no bound")
 TERM_NUMBERS = {
-    "max_weight": POSITIVE.but(*_BOUND),
-    "max_log_ratio": POSITIVE.but(*_BOUND),
+    "max_weight": BOUND,
+    "max_log_ratio": BOUND,
     "clip_threshold": AT_LEAST_0.but("a KL is never negative", "0.5 nats per token is the default, 0 no free budget"),
     "clip_temperature": POSITIVE.but("it is the width of the soft clip", "use a tenth of the total budget"),
 }

@@ -4,7 +4,7 @@ how strongly beta pulls against the reward. What each finding means: `alarms`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from itertools import pairwise
 from statistics import fmean, stdev
 
@@ -182,26 +182,20 @@ GROWING_FLOOR = 0.1
 
 def step_zero(history: History) -> Evidence | None:
     """Finds a KL in the first step, before anything was updated."""
-    metrics = _first_metrics(history)
-    if metrics is None or history.settings.other_reference:
-        return None
     names = ("kl/exact", "kl/k1") if history.settings.k3_over_updates else ("kl/k3", "kl/exact", "kl/k1")
-    name = next((name for name in names if name in metrics), None)
-    if name is None or not abs(metrics[name]) > STEP_ZERO.value:
+    name, kl = _first_kl(history, names)
+    if history.settings.other_reference or not abs(kl) > STEP_ZERO.value:
         return None
-    text = f"{name} is {metrics[name]:.2e} nats per token before the first update and should be about 0"
+    text = f"{name} is {kl:.2e} nats per token before the first update and should be about 0"
     return Evidence(text, blame(history, history.step))
 
 
 def reference_differs(history: History) -> Evidence | None:
     """Finds a reference that was chosen and is far from the model that training starts from."""
-    metrics = _first_metrics(history)
-    if metrics is None or not history.settings.other_reference:
+    name, kl = _first_kl(history, ("kl/exact", "kl/k3"))
+    if not history.settings.other_reference or not kl > REFERENCE_DIFFERS.value:
         return None
-    name = next((name for name in ("kl/exact", "kl/k3") if name in metrics), None)
-    if name is None or metrics[name] <= REFERENCE_DIFFERS.value:
-        return None
-    text = f"{name} is {number(metrics[name])} nats per token to the chosen reference, before the first update"
+    text = f"{name} is {number(kl)} nats per token to the chosen reference, before the first update"
     return Evidence(text, blame(history, history.step))
 
 
@@ -233,9 +227,10 @@ def _kl_to_the_start(history: History) -> str | None:
     return None if history.settings.other_reference else history.kl_name()
 
 
-def _first_metrics(history: History) -> Mapping[str, float] | None:
-    """The metrics before the first update, while they are the latest."""
-    return history.rows[0].metrics if len(history.rows) == 1 and history.rows[0].step <= 1 else None
+def _first_kl(history: History, names: Sequence[str]) -> tuple[str, float]:
+    """The first of these metrics that was logged before the first update, while that is the latest step; else 0."""
+    first = history.latest if len(history.rows) == 1 and history.rows[0].step <= 1 else {}
+    return next(((name, first[name]) for name in names if name in first), ("", 0.0))
 
 
 def kl_far(history: History) -> Evidence | None:

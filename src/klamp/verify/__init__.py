@@ -9,7 +9,7 @@
 
 from klamp.verify.explain import Explanation, explain_config
 from klamp.verify.one_step import Scene, StepReport, examine_config, scene
-from klamp.verify.oracle import Match, Report, examine
+from klamp.verify.oracle import Report, examine
 from klamp.verify.printed_formulas import explain_form
 from klamp.verify.proofs import Check, verify_all, verify_estimators
 from klamp.verify.worlds import Chain, Outcomes, one_position, random_chain
@@ -18,7 +18,6 @@ __all__ = [
     "Chain",
     "Check",
     "Explanation",
-    "Match",
     "Outcomes",
     "Report",
     "Scene",

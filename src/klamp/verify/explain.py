@@ -88,7 +88,7 @@ def explain_config(kl: KLConfig, loss: LossConfig, *, name: str, setting: Settin
     lines = [
         *(("equation" if i == 0 else "", text) for i, text in enumerate(equations(kl, loss))),
         ("value", _value(kl, facts)),
-        ("pull", _pull(facts.position)),
+        ("pull", describe_pull(facts.position)),
         ("sequence", _sequence(kl, facts)),
         ("in the loss", _in_loss(kl, loss, facts)),
         ("off-policy", _off_policy(kl, facts)),
@@ -131,7 +131,7 @@ def _value(kl: KLConfig, facts: ConfigFacts) -> str:
     return f"{kl.kl_estimator}, in nats: {size} KL(policy||ref), tokens of the policy"
 
 
-def _pull(pull: Pull) -> str:
+def describe_pull(pull: Pull) -> str:
     """The sentence on one position: which divergence's gradient is followed, with its cosines."""
     if pull.follows.name == "zero":
         return "none: the expected gradient is exactly zero, tokens of the policy"

@@ -6,7 +6,7 @@ what the loss with beta has more than the loss with beta 0, per unit of beta: it
 variance of both are exact.
 
     >>> from klamp.config import KLConfig
-    >>> examine_config(KLConfig(kl_horizon="sequence"), scene=scene(0)).follows.in_words
+    >>> examine_config(KLConfig(kl_horizon="sequence"), scene=scene(0)).kl.follows.in_words
     'KL(policy||ref)'
 """
 
@@ -33,7 +33,7 @@ from klamp.core.penalty import advantages_with_kl
 from klamp.core.term import Gate, KLTerm, sequence_gate_kl, sequence_kl
 from klamp.core.types import Batch, Reduction
 from klamp.errors import ConfigError
-from klamp.verify.oracle import Followed, Report, Truths, gradient_of, name_gradient, report, truths
+from klamp.verify.oracle import Report, Truths, gradient_of, report, truths
 from klamp.verify.worlds import Chain, Outcomes, Sampler, enumerate_outcomes, random_chain
 
 Denominators: TypeAlias = Literal["group", "expected"]
@@ -56,8 +56,6 @@ class Scene:
     """Reward of each completion, in the order of `enumerate_outcomes`; a single one: all equal (saturated)."""
     group_size: int = 2
     """Completions per group; 1 only with the KL in the loss."""
-    reference_length: float | None = None
-    """Tokens that a per-token KL threshold is multiplied by; None: the longest completion."""
     denominators: Denominators = "group"
     """What means divide by: the group's own counts (the group is the batch), or the expected ones (it is a part of a
     large batch)."""
@@ -112,9 +110,7 @@ class StepReport:
     """What the KL of a configuration does in one scene, per unit of beta."""
 
     kl: Report
-    """Value (the KL's part of the loss), gradient, their variances over groups, and how they match the truths."""
-    follows: Followed
-    """The known gradient that the expected gradient is a multiple of."""
+    """Value (the KL's part of the loss), gradient, their variances over groups, and which known gradient it follows."""
     gate: float | None
     """Expected share of completions over the KL budget; None without a clip."""
     policy_gradient: Float[Tensor, "prefixes vocab"]
@@ -155,10 +151,8 @@ def examine_config(kl: KLConfig, loss: LossConfig | None = None, *, scene: Scene
     _, probs = scene.groups
     losses, gates = _take_steps(scene, objective, loss, kl)
     plain, _ = _take_steps(scene, dataclasses.replace(objective, beta=0.0, kl=KLTerm()), loss, kl)
-    found = report(scene.chain, probs, (losses - plain) / (objective.beta or 1.0), known=scene.truths)
     return StepReport(
-        kl=found,
-        follows=name_gradient([found.gradient], [scene.truths]),
+        kl=report(scene.chain, probs, (losses - plain) / (objective.beta or 1.0), known=scene.truths),
         gate=None if gates is None else float((probs * gates).sum()),
         policy_gradient=gradient_of((probs * plain).sum(), scene.chain),
     )
@@ -260,7 +254,7 @@ def _batch(
         **scores,  # pyright: ignore[reportArgumentType]
         advantages=advantages,
         gate_kl=gate_kl,
-        reference_length=scene.reference_length or float(kl.kl_reference_length or scene.chain.length),
+        reference_length=float(kl.kl_reference_length or scene.chain.length),
         group_size=scene.group_size,
     )
 

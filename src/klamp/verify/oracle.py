@@ -19,8 +19,8 @@ their definitions:
 
 Example:
     >>> from klamp.verify.worlds import random_chain
-    >>> examine(random_chain(0), lambda y: y.policy_logprobs - y.ref_logprobs).names
-    ['zero']
+    >>> examine(random_chain(0), lambda y: y.policy_logprobs - y.ref_logprobs).follows.name
+    'zero'
 """
 
 from __future__ import annotations
@@ -57,21 +57,6 @@ IN_WORDS: Mapping[str, str] = {
 """Name of a known gradient -> the divergence whose gradient it is."""
 
 
-class Match(NamedTuple):
-    """How near an expected gradient is to one known gradient.
-
-    Attributes:
-        distance: norm of (gradient - truth), in units of the norm of the reverse-KL gradient.
-        projection: the multiple of the truth that lies closest to the gradient; 1 where they are equal, -1
-            where the sign is wrong, beta where the loss carries a factor beta. 0 for a truth of norm 0.
-        cosine: the cosine of the angle between the two; 0 where either has norm 0.
-    """
-
-    distance: float
-    projection: float
-    cosine: float
-
-
 class Report(NamedTuple):
     """The expected value and gradient of a loss on one chain, with their variances; values in nats per completion.
 
@@ -81,7 +66,7 @@ class Report(NamedTuple):
         value_variance: the variance of the loss over completions.
         gradient: the expected gradient with respect to the policy's logits.
         gradient_variance: the trace of the gradient's covariance over completions.
-        matches: one `Match` per truth.
+        follows: the known gradient that the expected gradient is a multiple of.
     """
 
     value: float
@@ -89,12 +74,7 @@ class Report(NamedTuple):
     value_variance: float
     gradient: Table
     gradient_variance: float
-    matches: dict[str, Match]
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the known gradients that the expected gradient equals; [] where it equals none."""
-        return [name for name, match in self.matches.items() if match.distance < TOLERANCE]
+    follows: Followed
 
 
 def examine(chain: Chain, loss: Loss) -> Report:
@@ -120,8 +100,6 @@ def report(
         losses: the loss of each draw, with gradient to the chain's policy.
         known: the chain's `truths`, where they are at hand.
     """
-    exact = truths(chain) if known is None else known
-    unit = exact["reverse"].norm()
     values = losses.detach()
     value = (probs * values).sum()
     gradients = _gradients(losses, chain)
@@ -132,7 +110,7 @@ def report(
         value_variance=(probs * (values - value) ** 2).sum().item(),
         gradient=gradient,
         gradient_variance=(probs * (gradients - gradient).square().sum(dim=(-2, -1))).sum().item(),
-        matches={name: _match(gradient, truth, unit) for name, truth in exact.items()},
+        follows=name_gradient([gradient], [truths(chain) if known is None else known], tolerance=TOLERANCE),
     )
 
 
@@ -252,15 +230,6 @@ def _gradients(losses: Float[Tensor, " draws"], chain: Chain) -> Float[Tensor, "
     return torch.zeros(shape, dtype=torch.float64) if found is None else found
 
 
-def _match(gradient: Tensor, truth: Tensor, unit: Tensor) -> Match:
-    size = truth.norm()
-    return Match(
-        distance=((gradient - truth).norm() / unit).item(),
-        projection=((gradient * truth).sum() / size**2).item() if size > 0 else 0.0,
-        cosine=cosine(gradient, truth),
-    )
-
-
 class Followed(NamedTuple):
     """A known gradient and a factor: what a measured gradient turned out to be.
 
@@ -272,7 +241,7 @@ class Followed(NamedTuple):
     name: str
     factor: float
 
-    def is_exactly(self, name: str, *, factor: float = 1.0, tolerance: float = 1e-6) -> bool:
+    def is_exactly(self, name: str, *, factor: float = 1.0, tolerance: float = TOLERANCE) -> bool:
         """Whether it is this known gradient times this factor; the opposite sign is not."""
         if name in ("zero", NOTHING_KNOWN):
             return self.name == name

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from klamp.config.presets import OLD_NAMES, speaking_name
-from klamp.errors import unknown_name
-from klamp.verify.explain import Explanation, Line
+from klamp.errors import check_name
+from klamp.verify.explain import Explanation, Line, describe_pull
 from klamp.verify.judge import KLFunction, Use, ValueFinding, as_loss, far_faults, judge_value, probe_far
 from klamp.verify.oracle import (
     TOLERANCE,
@@ -129,17 +128,6 @@ FORMS: Mapping[str, Form] = {
 """Name of a formula -> the formula."""
 
 
-def find_form(name: str) -> Form:
-    """The printed formula of this name, or of this old name.
-
-    Raises:
-        UnknownNameError: there is no such formula; names the nearest.
-    """
-    if speaking_name(name) not in FORMS:
-        raise unknown_name("printed formula", name, {*FORMS, *OLD_NAMES})
-    return FORMS[speaking_name(name)]
-
-
 @dataclass(frozen=True, kw_only=True)
 class FormFacts:
     """The measurements of a printed formula."""
@@ -174,12 +162,13 @@ def measure_form(name: str) -> FormFacts:
     """Measures a printed formula by enumeration.
 
     Args:
-        name: `k1-as-loss`, `minus-k1`, `ratio-weighted`, `exact-kl` or `k3-as-loss`; or an old name of it.
+        name: `k1-as-loss`, `minus-k1`, `ratio-weighted`, `exact-kl` or `k3-as-loss`.
 
     Raises:
-        UnknownNameError: there is no such formula.
+        UnknownNameError: there is no such formula; names the nearest.
     """
-    form = find_form(name)
+    check_name("printed formula", name, FORMS)
+    form = FORMS[name]
     positions = random_positions(3)
     far = () if form.function is None else probe_far(form.function, form.use)
     older = random_positions(3, sampler="other")
@@ -208,10 +197,10 @@ def explain_form(name: str) -> Explanation:
     """Explains what a printed formula is and does; every number is measured by enumeration.
 
     Args:
-        name: `k1-as-loss`, `minus-k1`, `ratio-weighted`, `exact-kl` or `k3-as-loss`; or an old name of it.
+        name: `k1-as-loss`, `minus-k1`, `ratio-weighted`, `exact-kl` or `k3-as-loss`.
 
     Raises:
-        UnknownNameError: there is no such formula.
+        UnknownNameError: there is no such formula; names the nearest.
     """
     facts = measure_form(name)
     form = facts.form
@@ -220,7 +209,7 @@ def explain_form(name: str) -> Explanation:
         ("found in", f"{form.found} (docs/sources.md)"),
         ("value", _value(facts)),
         ("", _under_ref(facts)),
-        ("pull", _pull(facts.position)),
+        ("pull", describe_pull(facts.position)),
         *_off_policy(facts.off_policy),
         ("sequence", _sequence(facts.sequence)),
         *([("at 30 nats", "; ".join(facts.faults))] if facts.faults else []),
@@ -263,15 +252,6 @@ def _under_ref(facts: FormFacts) -> str:
     if facts.belongs_to_ref:
         return f"{text}, which is KL(policy||ref): the formula belongs to the other sampler"
     return text
-
-
-def _pull(pull: Pull) -> str:
-    if pull.follows.name == "zero":
-        return f"none: the expected gradient is zero (norm {pull.size:.0e} of that of KL(policy||ref)), on-policy"
-    cosines = f"cosine {pull.cosine_reverse:.3f} with KL(policy||ref), {pull.cosine_forward:.3f} with KL(ref||policy)"
-    if pull.follows.factor:
-        return f"exactly the gradient of {pull.follows.in_words}, one position ({cosines})"
-    return f"the gradient of neither KL: {cosines}, {pull.size:.3g} times the size of KL(policy||ref)'s, one position"
 
 
 def _sequence(pull: Pull) -> str:
