@@ -49,13 +49,16 @@ def test_pages_fit_their_window_and_code_its_block(browser: Browser, site: Path,
     opened.close()
 
 
-def test_the_recording_is_on_the_first_screen_of_a_laptop_and_plays(browser: Browser, site: Path) -> None:
+def test_the_first_screen_of_a_laptop_says_what_it_is_and_the_recording_plays(browser: Browser, site: Path) -> None:
     opened = browser.new_context(viewport={"width": 1280, "height": 800})
     page = opened.new_page()
     page.goto((site / "index.html").as_uri())
-    box = page.locator("img[src$='demo.svg']").bounding_box()
-    assert box is not None
-    assert box["y"] + box["height"] < 800 and box["width"] > 600
+    table, trl, commands = page.locator("table"), page.get_by_text("klamp.trl"), page.get_by_text("make demo")
+    for shown, needs in ((table, 200), (trl, 40), (commands, 60)):  # of the commands the two lines that make the demo
+        box = shown.first.bounding_box()
+        assert box is not None and box["y"] + needs < 800
+    recording = page.locator("img[src$='demo.svg']").bounding_box()
+    assert recording is not None and recording["width"] > 600
     page.goto((site / "demo.svg").as_uri())
     moved = "getComputedStyle(document.getElementById('frames')).transform"
     before = page.evaluate(moved)
