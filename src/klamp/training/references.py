@@ -31,10 +31,6 @@ class Reference(Protocol):
         """The log-probabilities (and predictions) of the reference for the completions."""
         ...
 
-    def sampling_model(self) -> AbstractContextManager[nn.Module]:
-        """A context in which the reference is a model that can generate."""
-        ...
-
     def after_step(self, policy: nn.Module, step: int) -> None:
         """Called after every step, with the number of steps done; a moving reference moves."""
 
@@ -49,10 +45,14 @@ class Reference(Protocol):
 
 @runtime_checkable
 class LocalReference(Reference, Protocol):
-    """A reference with its weights on this machine: it can give whole distributions, for the exact KL."""
+    """A reference with its weights on this machine: it can give whole distributions, for the exact KL, and generate."""
 
     scorer: Scorer
     """The module that scores the completions."""
+
+    def sampling_model(self) -> AbstractContextManager[nn.Module]:
+        """A context in which the reference is a model that can generate."""
+        ...
 
     def score(self, completions: Completions, *, temperature: float, keep: Tensor | None = None) -> Scores:
         """As `Reference.score`, with predictions for the rows `keep`, [B] bool."""

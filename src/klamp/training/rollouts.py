@@ -15,7 +15,7 @@ from klamp.core.penalty import advantages_with_kl
 from klamp.core.term import Gate, sequence_gate_kl
 from klamp.core.types import Batch, Direction
 from klamp.diagnostics.statistics import pad_tokens
-from klamp.errors import RewardError
+from klamp.errors import ConfigError, RewardError
 from klamp.hosts.common.exclusions import kl_tokens
 from klamp.scoring.completions import Completions, select
 from klamp.scoring.model_parts import Predictions
@@ -92,7 +92,7 @@ def collect(context: Context, examples: Sequence[Example], *, step: int, beta: f
 
 
 def completed(
-    context: Context, prompts: Sequence[str], *, uniforms: Tensor | None, reference: Reference | None = None
+    context: Context, prompts: Sequence[str], *, uniforms: Tensor | None, reference: LocalReference | None = None
 ) -> Completions:
     """One completion of each prompt.
 
@@ -103,9 +103,7 @@ def completed(
         reference: who writes them in the policy's place.
     """
     ids, mask = encode_prompts(prompts, context.tokenizer, context.device)
-    scorer = (
-        context.scorer if reference is None else reference.scorer if isinstance(reference, LocalReference) else None
-    )
+    scorer = context.scorer if reference is None else reference.scorer
     with nullcontext(context.policy) if reference is None else reference.sampling_model() as model:
         return generate(
             model,
@@ -336,10 +334,21 @@ def measure_reference_length(context: Context) -> None:
 
     Equation: mean number of tokens (end token included) of one completion each of 64 training prompts, sampled from
     the reference at the run's temperature. Every process measures the same prompts with the same draws.
+
+    Raises:
+        ConfigError: the reference is on a server that scores tokens.
     """
-    if context.reference is None or not needs_reference_length(context):
+    if not needs_reference_length(context):
         return
+    reference = context.reference
+    if not isinstance(reference, LocalReference):
+        raise ConfigError(
+            "the reference length cannot be measured with a remote reference",
+            got="no reference" if reference is None else reference.describe(),
+            why="the server is asked to score tokens, not to sample them",
+            fix="set kl_reference_length, or give it as a data column",
+        )
     prompts, seed = [e.prompt for e in context.task.train[:LENGTH_PROMPTS]], context.config.run.seed
     uniforms = uniform_numbers(seed, -1, len(prompts), context.config.rollout.max_completion_length)
-    completions = completed(context, prompts, uniforms=uniforms, reference=context.reference)
+    completions = completed(context, prompts, uniforms=uniforms, reference=reference)
     context.control.reference_length = float(completions.mask.sum(-1).to(torch.float64).mean())

@@ -24,7 +24,7 @@ from transformers import (
 from klamp.scoring.completions import Completions
 from klamp.scoring.model_parts import OpenedModel, Traits, cache_rows
 from klamp.scoring.passes import distinct, run_prompts
-from klamp.training.config import RolloutConfig
+from klamp.training.config import RolloutConfig, TrainConfig
 
 BLOCK = 256
 """How many neighbouring tokens are summed to a block before single tokens are looked at."""
@@ -49,6 +49,12 @@ def examples_of_step(step: int, rows: int, *, size: int, seed: int) -> list[int]
         order = torch.randperm(rows, generator=generator)[offset:].tolist()
         picked += order[: size - len(picked)]
     return picked
+
+
+def examples_of_run(config: TrainConfig, rows: int) -> list[int]:
+    """The rows of the prompts of all steps of a run, in the order in which an engine of its own is to take them."""
+    size, seed = config.rollout.prompts_per_step, config.run.seed
+    return [i for step in range(config.run.max_steps) for i in examples_of_step(step, rows, size=size, seed=seed)]
 
 
 def uniform_numbers(seed: int, step: int, sequences: int, length: int) -> Tensor:

@@ -14,15 +14,14 @@ import os
 import time
 import urllib.request
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import suppress
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
 
 import torch
-from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from klamp.errors import ConfigError, DataError, KLWarning, ModelError, unknown_name
@@ -38,8 +37,10 @@ KEY = "KLAMP_REFERENCE_KEY"
 TRIES = 4
 TIMEOUT_SECONDS = 120.0
 """Longest silence of a server."""
-FAILURES = (OSError, HTTPException, json.JSONDecodeError, UnicodeDecodeError)
-"""What `ask` raises where no answer came: refusals and failures of the server, of the network, no JSON."""
+FAILURES = (OSError, HTTPException, ValueError, RecursionError)
+"""What comes where no answer does: refusals and failures of the server, of the network, no JSON, no address."""
+FINAL = {*range(400, 500), 501} - {429}
+"""The statuses of a refusal, which is not asked again."""
 AT_ONCE = 32
 """Sequences in a request: the server batches them, and the answer stays within megabytes."""
 CONCURRENT = 4
@@ -94,19 +95,6 @@ class VLLMReference(Reference):
             ModelError: the server does not answer, or answers with something else than was asked.
             ConfigError: the temperature is not 1.
         """
-        self.check_temperature(temperature)
-        sequences = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
-        parts = [sequences[start : start + AT_ONCE] for start in range(0, len(sequences), AT_ONCE)]
-        with ThreadPoolExecutor(CONCURRENT) as pool:
-            rows = [row for part in pool.map(self._scored, parts) for row in part]
-        return [row[len(row) - len(tokens) :] for row, tokens in zip(rows, completions, strict=True)]
-
-    def check_temperature(self, temperature: float) -> None:
-        """Refuse a temperature at which the server cannot score.
-
-        Raises:
-            ConfigError: it is not 1.
-        """
         if temperature != 1:
             raise ConfigError(
                 "a vLLM server scores at temperature 1 only",
@@ -116,21 +104,21 @@ class VLLMReference(Reference):
                 "equal models (.34 nats per token were measured at temperature .6)",
                 fix="set temperature=1, or keep the reference on this machine (reference='frozen')",
             )
+        sequences = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+        parts = [sequences[start : start + AT_ONCE] for start in range(0, len(sequences), AT_ONCE)]
+        with ThreadPoolExecutor(CONCURRENT) as pool:
+            rows = [row for part in pool.map(self._scored, parts) for row in part]
+        return [row[len(row) - len(tokens) :] for row, tokens in zip(rows, completions, strict=True)]
 
     def _scored(self, sequences: list[list[int]]) -> list[list[float]]:
         """The log-probabilities of all tokens but the first of each sequence."""
-        try:
-            found = self.entries(sequences)
-        except FAILURES as error:
-            raise failed(self.url, reason(error)) from error
-        return [self._numbers(ids, entries) for ids, entries in zip(sequences, found, strict=True)]
+        return [self._numbers(ids, told) for ids, told in zip(sequences, self.entries(sequences), strict=True)]
 
     def entries(self, prompts: Sequence[list[int]] | Sequence[str]) -> list[list[Entry]]:
         """What the server says of every position of some prompts, given as ids or as texts.
 
         Raises:
-            FAILURES: the server does not answer, or refuses.
-            ModelError: it answers something else.
+            ModelError: the server does not answer, or refuses, or answers something else.
         """
         settings = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "add_special_tokens": False}
         answer = ask(f"{self.url}/v1/completions", {"model": self.name, "prompt": list(prompts), **settings})
@@ -160,21 +148,6 @@ class VLLMReference(Reference):
                 "so with --logprobs-mode raw_logits or processed_logits; start it with raw_logprobs, its default",
             )
         return numbers
-
-    @contextmanager
-    def sampling_model(self) -> Iterator[nn.Module]:
-        """Refuse: the weights are not here.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(
-            "the reference length cannot be measured with a remote reference",
-            got=self.url,
-            why="the server is asked to score tokens, not to sample them",
-            fix="set kl_reference_length, or give it as a data column",
-        )
-        yield
 
     def describe(self) -> str:
         """Where the reference comes from, in words."""
@@ -208,35 +181,24 @@ def connect(config: TrainConfig, task: Task, tokenizer: PreTrainedTokenizerBase)
     url = (config.kl.reference_url or "").rstrip("/").removesuffix("/v1")
     cards = _cards(url)
     reference = VLLMReference(url, _name(config, cards))
-    reference.check_temperature(config.rollout.temperature)
-    _check_lengths(config, task, tokenizer, cards[reference.name], cards)
     prompts = [example.prompt for example in task.train[:PROBES]]
     ids: Any = tokenizer(prompts[0], add_special_tokens=False)["input_ids"]
     reference.logprobs([ids], [[tokenizer.eos_token_id]], temperature=config.rollout.temperature)  # pyright: ignore
+    _check_lengths(config, task, tokenizer, cards)
     _check_tokenizer(reference, tokenizer, prompts)
     return reference
 
 
-def _cards(url: str) -> dict[str, dict[str, Any]]:
-    """What a server says of its models, by name."""
+def _cards(url: str) -> dict[str, Any]:
+    """The models that a server names, and what it says of the longest sequence of each."""
+    answer = ask(f"{url}/v1/models")
     try:
-        answer = ask(f"{url}/v1/models")
-    except FAILURES as error:
-        key = f" (the key is what the environment variable {KEY} holds)" if status(error) in (401, 403) else ""
-        raise failed(url, reason(error) + key) from error
-    cards = answer.get("data") if isinstance(answer, dict) else None
-    if not isinstance(cards, list) or not all(isinstance(card, dict) and _is_card(card) for card in cards):
-        raise failed(url, "it lists no models at /v1/models, as vLLM does")
-    return {card["id"]: card for card in cards}
+        return {str(card["id"]): card.get("max_model_len") for card in answer["data"]}
+    except (LookupError, TypeError, AttributeError) as error:
+        raise failed(url, "it lists no models at /v1/models, as vLLM does") from error
 
 
-def _is_card(card: dict[str, Any]) -> bool:
-    longest, parent = card.get("max_model_len"), card.get("parent")
-    known = longest is None or (type(longest) is int and longest > 0)
-    return isinstance(card.get("id"), str) and known and (parent is None or isinstance(parent, str))
-
-
-def _name(config: TrainConfig, cards: dict[str, dict[str, Any]]) -> str:
+def _name(config: TrainConfig, cards: dict[str, Any]) -> str:
     asked = config.kl.reference_name
     if asked is None and len(cards) == 1:
         return next(iter(cards))
@@ -252,19 +214,14 @@ def _name(config: TrainConfig, cards: dict[str, dict[str, Any]]) -> str:
     return asked
 
 
-def _check_lengths(
-    config: TrainConfig,
-    task: Task,
-    tokenizer: PreTrainedTokenizerBase,
-    card: dict[str, Any],
-    cards: dict[str, dict[str, Any]],
-) -> None:
-    """Refuse a server that takes only shorter sequences than the run may have; an adapter's limit is its base's."""
-    longest = card.get("max_model_len") or cards.get(card.get("parent") or "", {}).get("max_model_len")
-    if longest is None:
+def _check_lengths(config: TrainConfig, task: Task, tokenizer: PreTrainedTokenizerBase, cards: dict[str, Any]) -> None:
+    """Refuse a server that takes only shorter sequences than the run may have; of an adapter it names no limit."""
+    limits = [limit for limit in cards.values() if isinstance(limit, int)]
+    if not limits:
         return
+    longest = min(limits)
     try:  # the server generates one token after each sequence
-        check_prompts(task.train, tokenizer, int(longest) - 1, config.rollout.max_completion_length)
+        check_prompts(task.train, tokenizer, longest - 1, config.rollout.max_completion_length)
     except DataError as error:
         raise ModelError(
             "the reference's server takes only shorter sequences than this run may have",
@@ -281,15 +238,16 @@ def _check_tokenizer(reference: VLLMReference, tokenizer: PreTrainedTokenizerBas
     ours = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     try:
         found = reference.entries(texts)
-        theirs = [[int(next(iter(entry or {}))) for entry in entries[1:]] for entries in found]
-    except FAILURES as error:
+    except ModelError as error:
         warnings.warn(
-            f"The server at {reference.url} scores tokens and takes no texts ({reason(error)}): whether its tokenizer "
+            f"The server at {reference.url} scores tokens and takes no texts ({error.why}): whether its tokenizer "
             "is the policy's is not known. The KL before the first update shows it, which should be about 0.",
             KLWarning,
             stacklevel=2,
         )
         return
+    try:
+        theirs = [[int(next(iter(entry or {}))) for entry in entries[1:]] for entries in found]
     except (StopIteration, TypeError, ValueError) as error:
         raise failed(reference.url, "it does not name the tokens of a text by their ids") from error
     for text, mine, other in zip(texts, ours, theirs, strict=True):
@@ -314,7 +272,7 @@ def ask(url: str, content: dict[str, Any] | None = None) -> Any:
         content: what is sent as JSON.
 
     Raises:
-        FAILURES: no answer; what the server refuses (status 400 to 499, or 501) is not asked again.
+        ModelError: no answer; what the server refuses (status 400 to 499, or 501) is not asked again.
         ConfigError: the key in the environment is none.
     """
     data = None if content is None else json.dumps(content).encode()
@@ -326,11 +284,9 @@ def ask(url: str, content: dict[str, Any] | None = None) -> Any:
             with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
                 return json.load(response)
         except FAILURES as error:
-            if attempt == TRIES - 1 or status(error) in {*range(400, 500), 501} - {429}:
-                raise
+            if attempt == TRIES - 1 or (isinstance(error, HTTPError) and error.code in FINAL):
+                raise failed(url, _reason(error)) from error
             time.sleep(0.1 * 2**attempt)
-        except (ValueError, RecursionError) as error:  # a redirection to no address; lists in lists without an end
-            raise HTTPException(f"{type(error).__name__}: {error}") from error
     raise AssertionError("the last try gives an answer or raises")
 
 
@@ -345,19 +301,13 @@ def _bearer() -> str:
     return key and f"Bearer {key}"
 
 
-def status(error: BaseException) -> int | None:
-    """The HTTP status of a failure; None: there was no answer."""
-    return error.code if isinstance(error, HTTPError) else None
-
-
-def reason(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     """Why there is no answer, in one line: with what the server says to it."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, HTTPError):
-        try:
-            said = error.read(2000).decode(errors="replace")
-        except FAILURES:
-            said = ""
-        text += f" {said}"
+        with suppress(*FAILURES):
+            text += f" {error.read(2000).decode(errors='replace')}"
+        if error.code in (401, 403):
+            text = f"the key is what the environment variable {KEY} holds; {text}"
     plain = "".join(sign if sign.isprintable() else " " for sign in text)  # a server may not write to the terminal
     return " ".join(plain.split())[:500]

@@ -20,7 +20,6 @@ from klamp.training.in_trl.trainer import (
     EXAMPLE,
     Generated,
     RunTrainer,
-    StepOrder,
     check_prompts_stand,
     dataset_of,
     reward_function,
@@ -127,27 +126,17 @@ def test_the_price_that_a_controller_goes_by_is_that_of_the_baseline(built):
     assert price_in(built(advantage_baseline="mean"), 0.5, "loss").per_completion == pytest.approx(0.5 * 4 / 3)
 
 
-def test_rows_hold_the_prompts_as_they_stand(context_of):
-    task = context_of().task
-    rows = dataset_of(task).to_list()
-    assert [row["prompt"] for row in rows] == [example.prompt for example in task.train]
-    assert [row[EXAMPLE] for row in rows] == list(range(len(task.train)))
-    assert {row["reference_length"] for row in rows} == {None}
-
-
-def test_the_order_is_that_of_the_own_loop(context_of):
+def test_the_order_is_that_of_the_own_loop(built, context_of):
     context = context_of(max_steps=5)
-    order = list(StepOrder(context.config, len(context.task.train)))
-    assert len(order) == len(StepOrder(context.config, len(context.task.train))) == 5 * 3 * 4
-    trainer = Trainer(context, [])
-    for step in range(5):
-        rows = order[step * 12 : (step + 1) * 12]
-        assert [context.task.train[row].prompt for row in rows[::4]] == [e.prompt for e in trainer.prompts(step)]
-        assert rows == [row for row in rows[::4] for _ in range(4)], "a group stands together"
-    often = context_of(max_steps=5, num_iterations=2, gradient_accumulation_steps=3).config
-    repeated = [row for first in range(0, 60, 12) for row in order[first : first + 12] * 6]
-    assert list(StepOrder(often, len(context.task.train))) == repeated, "anew for each part of each update"
-    assert len(StepOrder(often, len(context.task.train))) == len(repeated)
+    prompts = [example.prompt for step in range(5) for example in Trainer(context, []).prompts(step)]
+    rows = dataset_of(context.config, context.task).to_list()
+    assert [row["prompt"] for row in rows] == prompts, "as they stand"
+    assert [context.task.train[row[EXAMPLE]].prompt for row in rows] == prompts
+    assert {row["reference_length"] for row in rows} == {None}
+    order = list(built(max_steps=5, num_iterations=2, gradient_accumulation_steps=3)._get_train_sampler())
+    groups = [[row] * 4 for row in range(15)]
+    steps = [[row for group in groups[3 * step : 3 * step + 3] for row in group] for step in range(5)]
+    assert order == [row for step in steps for row in step * 6], "anew for each part of each update"
 
 
 def test_a_reward_is_the_task_s(context_of):

@@ -11,7 +11,7 @@ import torch
 from tests.training.conftest import tiny_llama
 from tests.training.test_evaluation import read_by_hand
 
-from klamp.errors import ConfigError, ModelError, NonFiniteError
+from klamp.errors import ModelError, NonFiniteError
 from klamp.tinker.testing import Fault
 from klamp.training.references import FrozenReference
 from klamp.training.service import calls, run
@@ -20,8 +20,13 @@ TEMPERATURE = 1.0
 
 
 @pytest.fixture
-def completions(context, connection, client):
-    return calls.collect(context, connection, client, context.task.train[:3], step=1)
+def base(connection, client):
+    return calls.TinkerReference(connection, client, "the base model")
+
+
+@pytest.fixture
+def completions(context, base):
+    return calls.collect(context, base, context.task.train[:3], step=1)
 
 
 def test_completions_are_groups_of_their_prompts(context, completions):
@@ -44,41 +49,38 @@ def test_the_sampler_s_log_probabilities_are_those_of_the_model(completions):
     assert (completions.sampler_logprobs[~completions.mask] == 0).all()
 
 
-def test_the_reference_gives_what_a_frozen_model_here_gives(connection, client, completions):
-    reference = calls.TinkerReference(connection, client, "the base model")
-    found = reference.score(completions, temperature=TEMPERATURE)
+def test_the_reference_gives_what_a_frozen_model_here_gives(base, completions):
+    found = base.score(completions, temperature=TEMPERATURE)
     expected = FrozenReference(tiny_llama()).score(completions, temperature=TEMPERATURE)
     assert found.logits is None
     torch.testing.assert_close(
         found.logprobs[completions.mask], expected.logprobs[completions.mask], rtol=1e-5, atol=1e-5
     )
-    assert reference.describe() == "the base model"
-    assert reference.weights() is None
-    with pytest.raises(ConfigError), reference.sampling_model():
-        pass
+    assert base.describe() == "the base model"
+    assert base.weights() is None
 
 
-def test_draws_depend_on_seed_step_and_prompt_alone(context, connection, client, completions):
-    again = calls.collect(context, connection, client, context.task.train[:3], step=1)
+def test_draws_depend_on_seed_step_and_prompt_alone(context, base, completions):
+    again = calls.collect(context, base, context.task.train[:3], step=1)
     assert again.ids.equal(completions.ids)
-    other = calls.collect(context, connection, client, context.task.train[:3], step=2)
+    other = calls.collect(context, base, context.task.train[:3], step=2)
     assert calls.token_lists(other)[1] != calls.token_lists(completions)[1]
 
 
-def test_a_sampled_token_without_a_log_probability_stops(context, connection, client, tiny):
+def test_a_sampled_token_without_a_log_probability_stops(context, base, tiny):
     tiny.inject(Fault(kind="nan", route="asample", scoring=False))
     with pytest.raises(NonFiniteError, match="the sampler's log-probabilities"):
-        calls.collect(context, connection, client, context.task.train[:3], step=1)
+        calls.collect(context, base, context.task.train[:3], step=1)
 
 
 def test_another_number_of_sequences_stops(connection, client):
     few = SimpleNamespace(sample=lambda **given: client.sample(**given | {"num_samples": 1}))
     with pytest.raises(ModelError, match="another number of sequences"):
-        calls.sample(connection, few, [[1, 2]], count=2, seeds=[0], max_tokens=2)
+        calls.TinkerReference(connection, few, "").sample([[1, 2]], count=2, seeds=[0], max_tokens=2)
 
 
-def test_scores_are_those_of_greedy_completions(context, connection, client):
-    found = run.evaluate(context, connection, client).scores
+def test_scores_are_those_of_greedy_completions(context, base):
+    found = run.evaluate(context, base).scores
     model = tiny_llama()
     for skill, examples in context.task.evaluation.items():
         expected = []
@@ -90,23 +92,23 @@ def test_scores_are_those_of_greedy_completions(context, connection, client):
         assert found[skill] == pytest.approx(sum(expected) / len(expected))
 
 
-def test_the_reference_length_is_the_mean_of_its_completions(context, connection, client):
-    context.reference = calls.TinkerReference(connection, client, "the base model")
-    run.measure_length(context, connection)
+def test_the_reference_length_is_the_mean_of_its_completions(context, base):
+    context.reference = base
+    run.measure_length(context)
     assert context.control.reference_length is not None
     assert 1.0 < context.control.reference_length < 6.0
     kept, context.control.reference_length = context.control.reference_length, 4.5
-    run.measure_length(context, connection)
+    run.measure_length(context)
     assert context.control.reference_length == 4.5
     context.control.reference_length = None
-    run.measure_length(context, connection)
+    run.measure_length(context)
     assert context.control.reference_length == kept
 
 
-def test_a_skill_that_is_read_is_scored_at_the_service(context, connection, client):
+def test_a_skill_that_is_read_is_scored_at_the_service(context, base):
     kept, context.task = context.task, replace(context.task, read=frozenset({"reversal"}))
     try:
-        found = run.evaluate(context, connection, client).scores
+        found = run.evaluate(context, base).scores
     finally:
         context.task = kept
     expected = fmean(read_by_hand(tiny_llama(), context.tokenizer, kept.evaluation["reversal"]))

@@ -61,7 +61,8 @@ class Both:
         base = ready(service.create_sampling_client(base_model=tiny.base_model))
         self._move(1)
         snapshot = ready(self.client.save_weights_and_get_sampling_client())
-        self.completions = calls.collect(self.here, self.connection, snapshot, examples, step=0)
+        sampler = calls.TinkerReference(self.connection, snapshot, "the sampler")
+        self.completions = calls.collect(self.here, sampler, examples, step=0)
         self._move(2)
         self.there = replace(self.here, reference=calls.TinkerReference(self.connection, base, "the base model"))
         self.examples = [example for example in examples for _ in range(4)]

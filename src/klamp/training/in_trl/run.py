@@ -229,7 +229,7 @@ def trainer_of(context: Context) -> RunTrainer:
             ref_model=reference,
             reward_funcs=reward_function(context),
             args=args,
-            train_dataset=dataset_of(context.task),
+            train_dataset=dataset_of(config, context.task),
             processing_class=context.tokenizer,
             peft_config=adapter_config(model) if model.lora_r else None,
         )

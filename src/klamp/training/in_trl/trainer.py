@@ -1,12 +1,12 @@
 """TRL's trainer as a run of klamp has it: klamp's KL and advantages, prompts as they stand, a note of every token.
 
-The task is in TRL's convention here: a dataset of prompts, the order in which they come, a reward function. What TRL
+The task is in TRL's convention here: a dataset of prompts in the order in which they come, a reward function. What TRL
 generated and computed in a step is put into the form in which klamp's own loop measures one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shutil import rmtree
@@ -16,7 +16,6 @@ import trl
 from torch import Tensor, arange, cat, isfinite, isin, nn, no_grad, tensor, where
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase
 from transformers.trainer_callback import PrinterCallback
 
@@ -36,7 +35,7 @@ from klamp.training.folders import lost
 from klamp.training.optimizer import adamw, schedule_of
 from klamp.training.processes import is_wait_in_vain
 from klamp.training.rollouts import Rollout, rewards_of, totals_of
-from klamp.training.sampling import examples_of_step
+from klamp.training.sampling import examples_of_run
 from klamp.training.updates import (
     UpdateOutput,
     added_parts,
@@ -56,47 +55,21 @@ ROW = "klamp_row"
 """What is added to a generation batch: the number of each row, by which shuffled parts are put together again."""
 
 
-def dataset_of(task: Task) -> Dataset:
-    """The training prompts as rows; the text of a prompt is what is tokenized, a chat template already applied."""
+def dataset_of(config: TrainConfig, task: Task) -> Dataset:
+    """The prompts of all steps as rows, in the order of klamp's own loop, which TRL does not shuffle.
+
+    The text of a prompt is what is tokenized, a chat template already applied.
+    """
     from datasets import Dataset  # TRL's own: it is there with TRL
 
+    order = examples_of_run(config, len(task.train)) or [0]  # TRL's trainer wants a row also where no step is taken
     return Dataset.from_dict(
         {
-            "prompt": [example.prompt for example in task.train],
-            EXAMPLE: list(range(len(task.train))),
-            LENGTH_COLUMN: [example.reference_length for example in task.train],
+            "prompt": [task.train[i].prompt for i in order],
+            EXAMPLE: order,
+            LENGTH_COLUMN: [task.train[i].reference_length for i in order],
         }
     )
-
-
-class StepOrder(Sampler[int]):
-    """The rows of all steps of a run, in the order of klamp's own loop.
-
-    TRL draws the rows of a step anew for each part of each update, and uses the first: the completions of a prompt next
-    to each other, as its own sampler has them.
-
-    Args:
-        config: the run.
-        rows: how many prompts there are.
-    """
-
-    def __init__(self, config: TrainConfig, rows: int) -> None:
-        self.config, self.rows = config, rows
-        self.repeats = config.optim.num_iterations * config.optim.gradient_accumulation_steps
-
-    def __iter__(self) -> Iterator[int]:
-        """The rows."""
-        rollout, run = self.config.rollout, self.config.run
-        for step in range(run.max_steps):
-            picked = examples_of_step(step, self.rows, size=rollout.prompts_per_step, seed=run.seed)
-            for _ in range(self.repeats):
-                for row in picked:
-                    yield from [row] * rollout.num_generations
-
-    def __len__(self) -> int:
-        """How many rows that is."""
-        rollout = self.config.rollout
-        return self.config.run.max_steps * self.repeats * rollout.prompts_per_step * rollout.num_generations
 
 
 def reward_function(context: Context) -> Callable[..., list[float]]:
@@ -218,10 +191,6 @@ class RunTrainer(GRPOTrainer, OwnAdvantages):
                 raise
             rmtree(folder, ignore_errors=True)
             raise lost(folder.parent.parent, error) from error
-
-    def _get_train_sampler(self, dataset: Any = None) -> Sampler[int]:
-        rows: Any = self.train_dataset if dataset is None else dataset
-        return StepOrder(self.config, len(rows))
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         output = super()._generate_and_score_completions(inputs)

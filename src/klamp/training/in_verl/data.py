@@ -24,7 +24,7 @@ from klamp.tasks.config import TaskConfig
 from klamp.training.config import TrainConfig
 from klamp.training.in_verl.overrides import Layout
 from klamp.training.models import load_tokenizer
-from klamp.training.sampling import examples_of_step
+from klamp.training.sampling import examples_of_run
 
 TRAIN = "train"
 """What stands in a row of the training prompts where a held-out one names its skill."""
@@ -46,10 +46,8 @@ def write_data(config: TrainConfig, task: Task, tokenizer: PreTrainedTokenizerBa
 
 def training_rows(config: TrainConfig, task: Task) -> Iterator[dict[str, Any]]:
     """The prompts of all steps, in the order of klamp's own loop."""
-    size, run = config.rollout.prompts_per_step, config.run
-    for step in range(run.max_steps):
-        for i in examples_of_step(step, len(task.train), size=size, seed=run.seed):
-            yield row_of(task.train[i], skill=task.rl_skill, where=TRAIN, number=i)
+    for i in examples_of_run(config, len(task.train)):
+        yield row_of(task.train[i], skill=task.rl_skill, where=TRAIN, number=i)
 
 
 def held_out_rows(task: Task) -> Iterator[dict[str, Any]]:

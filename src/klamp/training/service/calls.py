@@ -6,17 +6,16 @@ An update is klamp's loss on the log-probabilities that the service sends, then 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from klamp.core.masking import check_logprobs
 from klamp.core.objective import Objective, grpo_loss
 from klamp.diagnostics.statistics import pad_tokens
-from klamp.errors import ConfigError, KlampError
+from klamp.errors import KlampError
 from klamp.hosts.tinker.reference import compute_reference_logprobs
 from klamp.scoring.completions import Completions, kept_ids
 from klamp.scoring.scorer import Scores
@@ -41,7 +40,7 @@ EPS = 1e-8
 
 
 class TinkerReference(Reference):
-    """A reference at the service: it gives log-probabilities of tokens, no logits.
+    """Weights at the service that sample and score, a reference or the policy: log-probabilities of tokens, no logits.
 
     Args:
         connection: the session.
@@ -66,18 +65,51 @@ class TinkerReference(Reference):
         )
         return Scores(logits=None, logprobs=padded(rows, completions.ids.shape[1]))
 
-    @contextmanager
-    def sampling_model(self) -> Iterator[nn.Module]:
-        """Refuse: the weights are at the service; `measure_length` samples there.
+    def sample(
+        self, prompts: Sequence[list[int]], *, count: int, seeds: Sequence[int], **params: Any
+    ) -> list[list[Any]]:
+        """Ask for `count` completions of each prompt, all at once.
+
+        Args:
+            prompts: token ids.
+            count: sequences per prompt.
+            seeds: one per prompt.
+            params: of `tinker.SamplingParams`.
 
         Raises:
-            ConfigError: always.
+            ModelError: the service fails, or answers with another number of sequences.
         """
-        raise ConfigError("a reference at the Tinker service is no model of this process", got=self.name)
-        yield
+        types = self.connection.tinker
+
+        def ask() -> list[Any]:
+            futures = [
+                self.client.sample(
+                    prompt=types.ModelInput.from_ints(prompt),
+                    num_samples=count,
+                    sampling_params=types.SamplingParams(seed=seed, **params),
+                )
+                for prompt, seed in zip(prompts, seeds, strict=True)
+            ]
+            return [list(future.result().sequences) for future in futures]
+
+        found = self.connection.ask("sample completions", ask)
+        if any(len(group) != count for group in found):
+            got = f"{count} wanted per prompt"
+            raise self.connection.failed("answered with another number of sequences", got, "try again")
+        return found
+
+    def answers(self, context: Context, examples: Sequence[Example], *, temperature: float) -> list[list[int]]:
+        """The tokens of one completion for each example's prompt."""
+        if not examples:
+            return []
+        ids, mask = encode_prompts([e.prompt for e in examples], context.tokenizer, context.device)
+        seeds = [seed_of(context.config.run.seed, -1, i) for i in range(len(examples))]
+        longest = context.config.rollout.max_completion_length
+        groups = self.sample(kept_ids(ids, mask), count=1, seeds=seeds, max_tokens=longest, temperature=temperature)
+        return [row.tokens for (row,) in groups]
 
     def describe(self) -> str:
-        """Where the reference comes from, in words."""
+        """Where the weights come from, in words."""
         return self.name
 
 
@@ -94,50 +126,7 @@ def padded(rows: Sequence[Sequence[float]], length: int) -> Tensor:
     return found
 
 
-def sample(
-    connection: Connection,
-    client: Any,
-    prompts: Sequence[list[int]],
-    *,
-    count: int,
-    seeds: Sequence[int],
-    **params: Any,
-) -> list[list[Any]]:
-    """Ask for `count` completions of each prompt, all at once.
-
-    Args:
-        connection: the session.
-        client: a sampling client.
-        prompts: token ids.
-        count: sequences per prompt.
-        seeds: one per prompt.
-        params: of `tinker.SamplingParams`.
-
-    Raises:
-        ModelError: the service fails, or answers with another number of sequences.
-    """
-    types = connection.tinker
-
-    def ask() -> list[Any]:
-        futures = [
-            client.sample(
-                prompt=types.ModelInput.from_ints(prompt),
-                num_samples=count,
-                sampling_params=types.SamplingParams(seed=seed, **params),
-            )
-            for prompt, seed in zip(prompts, seeds, strict=True)
-        ]
-        return [list(future.result().sequences) for future in futures]
-
-    found = connection.ask("sample completions", ask)
-    if any(len(group) != count for group in found):
-        raise connection.failed("answered with another number of sequences", f"{count} wanted per prompt", "try again")
-    return found
-
-
-def collect(
-    context: Context, connection: Connection, client: Any, examples: Sequence[Example], step: int
-) -> Completions:
+def collect(context: Context, policy: TinkerReference, examples: Sequence[Example], step: int) -> Completions:
     """Sample a group of completions for every prompt of a step, at temperature 1.
 
     Raises:
@@ -145,11 +134,11 @@ def collect(
         NonFiniteError: a sampled token without a log-probability.
     """
     rollout = context.config.rollout
-    ids, mask = encode_prompts([e.prompt for e in examples], context.tokenizer, torch.device("cpu"))
+    ids, mask = encode_prompts([e.prompt for e in examples], context.tokenizer, context.device)
     prompts = kept_ids(ids, mask)
     seeds = [seed_of(context.config.run.seed, step, i) for i in range(len(prompts))]
     size = rollout.num_generations
-    groups = sample(connection, client, prompts, count=size, seeds=seeds, max_tokens=rollout.max_completion_length)
+    groups = policy.sample(prompts, count=size, seeds=seeds, max_tokens=rollout.max_completion_length)
     rows = [sequence for group in groups for sequence in group]
     longest = max(1, *(len(row.tokens) for row in rows))
     tokens = padded([row.tokens for row in rows], longest).long()

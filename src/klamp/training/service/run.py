@@ -14,13 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn, zeros
 from transformers import PreTrainedTokenizerBase
 
 from klamp.core.objective import Objective
 from klamp.errors import KlampError, ModelError
-from klamp.scoring.completions import Completions, kept_ids
+from klamp.scoring.completions import Completions
 from klamp.tasks.base import Example
 from klamp.training import checkpoint
 from klamp.training.config import TrainConfig
@@ -32,9 +31,8 @@ from klamp.training.processes import check_alone
 from klamp.training.rollouts import LENGTH_PROMPTS, Rollout, kl_weights, needs_reference_length, rate
 from klamp.training.run import Opened
 from klamp.training.runlog import RunLog
-from klamp.training.sampling import encode_prompts
 from klamp.training.service import calls
-from klamp.training.service.calls import TinkerReference, sample, seed_of
+from klamp.training.service.calls import TinkerReference
 from klamp.training.service.connection import Connection, check_key
 from klamp.training.setup import load_prompts
 from klamp.training.trainer import Trainer
@@ -62,7 +60,7 @@ class TinkerTrainer(Trainer):
     def __init__(self, context: Context, observers: Sequence[Observer], connection: Connection, client: Any) -> None:
         super().__init__(context, observers)
         self.connection, self.client = connection, client
-        self._snapshot: Any = None
+        self._snapshot: TinkerReference | None = None
         self._saved: tuple[int, str] | None = None
 
     @staticmethod
@@ -98,20 +96,20 @@ class TinkerTrainer(Trainer):
 
     def measure_length(self) -> None:
         """Measure and set the run's reference length, where a clip needs one: 64 completions of the reference."""
-        measure_length(self.context, self.connection)
+        measure_length(self.context)
 
-    def sampler(self) -> Any:
-        """A sampling client of the present weights; it is kept until they change."""
+    def sampler(self) -> TinkerReference:
+        """The present weights, to sample from; they are kept until they change."""
         if self._snapshot is None:
-            self._snapshot = self.connection.ask(
-                "take a snapshot to sample from", self.client.save_weights_and_get_sampling_client
-            )
+            take = self.client.save_weights_and_get_sampling_client
+            client = self.connection.ask("take a snapshot to sample from", take)
+            self._snapshot = TinkerReference(self.connection, client, "the policy")
         return self._snapshot
 
     def collect(self, beta: float) -> Rollout:
         """Sample and rate the completions of this step; the sampler is the old policy of the ratios."""
         examples = self.prompts(self.step)
-        completions = calls.collect(self.context, self.connection, self.sampler(), examples, self.step)
+        completions = calls.collect(self.context, self.sampler(), examples, self.step)
         size = self.context.config.rollout.num_generations
         chosen = [example for example in examples for _ in range(size)]
         return rate(
@@ -139,7 +137,7 @@ class TinkerTrainer(Trainer):
 
     def examine(self) -> Evaluation:
         """Every skill's score now, and some answers."""
-        return evaluate(self.context, self.connection, self.sampler())
+        return evaluate(self.context, self.sampler())
 
     def save(self) -> Path | None:
         """Save weights and optimizer at the service, and the run's state with their path in the folder."""
@@ -179,51 +177,28 @@ def _nothing(folder: Path) -> None:
     """Does nothing, where klamp's own trainer would write weights into the folder."""
 
 
-def evaluate(context: Context, connection: Connection, client: Any) -> Evaluation:
-    """Decode every held-out prompt greedily from the client's weights and score it (or read it there)."""
-    policy = TinkerReference(connection, client, "the policy")
+def evaluate(context: Context, policy: TinkerReference) -> Evaluation:
+    """Decode every held-out prompt greedily from the policy's weights and score it (or read it there)."""
+
+    def write(examples: Sequence[Example]) -> list[str]:
+        return context.tokenizer.batch_decode(
+            policy.answers(context, examples, temperature=0.0), skip_special_tokens=True
+        )
 
     def logprobs(given: Completions) -> Tensor:
         return policy.score(given, temperature=1.0).logprobs
 
     return evaluated(
-        context,
-        write=lambda examples: _completed(context, connection, client, examples),
-        read=lambda examples: probabilities(examples, context.tokenizer, torch.device("cpu"), logprobs),
+        context, write=write, read=lambda rows: probabilities(rows, context.tokenizer, context.device, logprobs)
     )
 
 
-def _completed(context: Context, connection: Connection, client: Any, examples: Sequence[Example]) -> list[str]:
-    """Greedy completions."""
-    groups = _answers(context, connection, client, examples, temperature=0.0)
-    return context.tokenizer.batch_decode([row.tokens for (row,) in groups], skip_special_tokens=True)
-
-
-def measure_length(context: Context, connection: Connection) -> None:
+def measure_length(context: Context) -> None:
     """Measure and set the run's reference length, where a clip needs one: 64 completions of the reference."""
     reference = context.reference
-    if not isinstance(reference, TinkerReference) or not needs_reference_length(context):
-        return
-    groups = _answers(context, connection, reference.client, context.task.train[:LENGTH_PROMPTS], temperature=1.0)
-    context.control.reference_length = sum(len(row.tokens) for (row,) in groups) / len(groups)
-
-
-def _answers(
-    context: Context, connection: Connection, client: Any, examples: Sequence[Example], *, temperature: float
-) -> list[list[Any]]:
-    """One completion for each example's prompt."""
-    if not examples:
-        return []
-    ids, mask = encode_prompts([e.prompt for e in examples], context.tokenizer, torch.device("cpu"))
-    return sample(
-        connection,
-        client,
-        kept_ids(ids, mask),
-        count=1,
-        seeds=[seed_of(context.config.run.seed, -1, i) for i in range(len(examples))],
-        max_tokens=context.config.rollout.max_completion_length,
-        temperature=temperature,
-    )
+    if isinstance(reference, TinkerReference) and needs_reference_length(context):
+        rows = reference.answers(context, context.task.train[:LENGTH_PROMPTS], temperature=1.0)
+        context.control.reference_length = sum(map(len, rows)) / len(rows)
 
 
 def _training_client(connection: Connection, config: TrainConfig, folder: Path) -> Any:
