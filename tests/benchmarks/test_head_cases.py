@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks import gpu, heads
 from benchmarks.head_cases import CASES, FLOORS, SEQUENCES, Inputs, make_inputs, one, prepared
 
 pytestmark = pytest.mark.slow
@@ -64,7 +65,8 @@ def test_one_advantage_per_sequence_can_form_the_factors() -> None:
     assert bool((factor == factor[:, :1]).all()) and factor[:, 0].unique().numel() == SEQUENCES
 
 
-def test_a_measured_case_has_the_promised_fields() -> None:
+def test_a_measured_case_has_the_promised_fields_and_every_case_is_measured() -> None:
+    assert {*heads.CASES, gpu.TILES} == set(CASES)
     seen = one("linear_logprobs", "float32", SIZE, 3)
     assert seen["rows"] == SIZE[0]
     assert [len(seen[clock]) for clock in ("seconds", "cpu_seconds")] == [3, 3]

@@ -1,12 +1,11 @@
-"""What a GPU will be asked: the dry mode runs whole on a CPU, and nothing else runs without a GPU."""
+"""The trials at the smallest sizes run whole: what a GPU will be asked, and where a person waits."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from tests.benchmarks import made_up
 
-from benchmarks import gpu
+from benchmarks import gpu, waits
 
 pytestmark = pytest.mark.slow
 
@@ -33,6 +32,19 @@ def test_without_a_gpu_nothing_is_measured() -> None:
 
 
 def test_a_head_that_differs_is_named() -> None:
-    text = gpu.text(made_up.gpu_results())
+    found = [
+        {"case": case, "dtype": "float32", "worst": {"hidden": worst}}
+        for case, worst in zip(gpu.CHECKED[:2], (1e-6, 1e-3), strict=True)
+    ]
+    text = gpu.text({"heads": found, "steps": {"device": {"rows": []}, "cpu": {"rows": []}}, "parts": {}})
     assert "`linear_logprobs`, gradient of hidden, largest difference to float64: 1.0e-06 (at most 1e-05: met)" in text
     assert "1.0e-03 (at most 1e-05: **missed**)" in text
+
+
+def test_every_command_that_is_waited_for_runs_on_small_records() -> None:
+    found = waits.run(quick=True)
+    assert list(found["commands"]) == list(waits.COMMANDS)
+    assert all(seen["seconds"][0] > 0 and seen["peak_mib"] > 5 for seen in found["commands"].values())
+    assert found["sizes"]["steps"] == waits.QUICK_STEPS and found["sizes"]["log"] >= waits.QUICK_LOG_BYTES
+    assert found["commands"]["klamp report"]["output_bytes"] < 2e6
+    assert "`klamp train --dry-run`" in waits.text(found)
