@@ -15,6 +15,8 @@ import klamp.trl as door
 from klamp.config import KLConfig
 from klamp.errors import ConfigError
 from klamp.hosts.trl.grpo_config import UNSLOTH
+from klamp.hosts.trl.hooks import KLMixin
+from klamp.hosts.unsloth.hooks import UnslothMixin
 from klamp.trl import attach
 
 
@@ -64,9 +66,9 @@ def test_attach_refuses_what_it_cannot_upgrade(tmp_path: Path) -> None:
 
 def test_the_host_decides_who_attaches_and_who_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """A class of Unsloth's among the bases of a trainer; TRL's is everything else."""
-    calls: list[tuple[str, object]] = []
-    for name in ("attach_to_trl", "attach_to_unsloth"):
-        monkeypatch.setattr(door, name, lambda trainer, kl, ref_model, name=name: calls.append((name, ref_model)))
+    calls: list[tuple[object, object]] = []
+    monkeypatch.setattr(door, "unsloth_hook", lambda trainer: UnslothMixin)
+    monkeypatch.setattr(door, "attach_to", lambda trainer, kl, hook, ref_model: calls.append((hook, ref_model)))
     for name in ("read_effective", "read_effective_on_unsloth"):
         monkeypatch.setattr(door, name, lambda trainer, name=name: calls.append((name, None)))
     theirs = type(UNSLOTH, (), {})
@@ -75,7 +77,7 @@ def test_the_host_decides_who_attaches_and_who_reads(monkeypatch: pytest.MonkeyP
         door.attach(trainer, KLConfig(), ref_model="given")
         door.effective(trainer)
     assert calls == [
-        ("attach_to_trl", "given"),
+        (KLMixin, "given"),
         ("read_effective", None),
-        *[("attach_to_unsloth", "given"), ("read_effective_on_unsloth", None)] * 2,
+        *[(UnslothMixin, "given"), ("read_effective_on_unsloth", None)] * 2,
     ]

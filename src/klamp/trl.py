@@ -23,8 +23,9 @@ from klamp.hosts.common.effective import Effective, EffectiveTerm  # noqa: E402
 from klamp.hosts.trl.callbacks import DoctorCallback  # noqa: E402
 from klamp.hosts.trl.effective_in_trl import read_effective  # noqa: E402
 from klamp.hosts.trl.grpo_config import GRPOConfig, host_class  # noqa: E402
-from klamp.hosts.trl.grpo_trainer import GRPOTrainer, attach_to_trl  # noqa: E402
-from klamp.hosts.unsloth.hooks import attach_to_unsloth, read_effective_on_unsloth  # noqa: E402
+from klamp.hosts.trl.grpo_trainer import GRPOTrainer, attach_to  # noqa: E402
+from klamp.hosts.trl.hooks import KLMixin  # noqa: E402
+from klamp.hosts.unsloth.hooks import read_effective_on_unsloth, unsloth_hook  # noqa: E402
 
 __all__ = [
     "DoctorCallback",
@@ -56,8 +57,8 @@ def attach(trainer: Trainer, kl: KLConfig, *, ref_model: Any = None) -> Trainer:
         UnsupportedVersion: an Unsloth that was not tried, or whose loss is not where it was.
     """
     check_instance("kl", kl, KLConfig)
-    give = attach_to_trl if host_class(type(trainer)) is None else attach_to_unsloth
-    return give(trainer, kl, ref_model=ref_model)
+    hook = KLMixin if host_class(type(trainer)) is None else unsloth_hook(trainer)
+    return attach_to(trainer, kl, hook, ref_model=ref_model)
 
 
 def effective(trainer: Any) -> Effective:

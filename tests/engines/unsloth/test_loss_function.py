@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -14,17 +13,15 @@ from torch import Tensor
 from klamp.core.estimators import ESTIMATORS
 from klamp.errors import UnsupportedVersion
 from klamp.hosts.trl.grpo_config import host_class
+from klamp.hosts.unsloth.hooks import K3_STOPS
 from klamp.hosts.unsloth.loss_function import (
     LOSS,
-    STEP,
     Added,
     Call,
     Columns,
     LossWithKL,
-    _own_kl,
     in_place,
     loss_function,
-    silent_clamps,
     weighed,
 )
 
@@ -149,17 +146,9 @@ def test_nothing_added_is_unsloth_without_kl() -> None:
     assert torch.equal(loss, plain) and torch.equal(slope, plain_slope)
 
 
-def test_the_hook_has_to_be_called_once() -> None:
-    stand_in = LossWithKL(UNSLOTHS, k3)
-    with pytest.raises(UnsupportedVersion, match="0 calls in one loss"):
-        stand_in.check_called_once()
-    stand_in.apply(*call())
-    stand_in.check_called_once()
-    stand_in.apply(*call())
-    with pytest.raises(UnsupportedVersion, match="2 calls in one loss"):
-        stand_in.check_called_once()
+def test_a_call_with_other_arguments_is_refused() -> None:
     with pytest.raises(UnsupportedVersion, match="12 arguments where 13 were expected"):
-        stand_in.apply(*call()[:-1])
+        LossWithKL(UNSLOTHS, k3).apply(*call()[:-1])
 
 
 PAD = 0
@@ -260,18 +249,10 @@ def test_the_function_is_put_back_whatever_happens() -> None:
     assert names[LOSS] is function
 
 
-def test_where_unsloths_own_kl_stops() -> None:
-    """Its value stops at 10: exp(-d) - 1 + d = 10 at d = -2.6109, and at d = 11 - exp(-11) above.
-
-    The clamp of the log-ratio at 20 never shows in a value; without it the gradient far below would be NaN.
-    """
-    clamps = silent_clamps(loss_function(HOST)[1])
-    assert clamps.value == 10.0
-    assert clamps.below is not None and clamps.above is not None
-    assert clamps.below == pytest.approx(-2.610869, abs=STEP)
-    assert clamps.above == pytest.approx(11 - math.exp(-11), abs=STEP)
-    for apart in (clamps.below, clamps.above):
-        assert math.expm1(-apart) + apart == pytest.approx(10.0, abs=0.02)
-    far = torch.tensor([[-100.0]], requires_grad=True)
-    (slope,) = torch.autograd.grad(_own_kl(loss_function(HOST)[1], far), far)
-    assert slope.item() == 0.0
+@pytest.mark.parametrize(("apart", "stops"), [(-2.610, False), (-2.612, True), (10.99, False), (11.01, True)])
+def test_where_unsloths_own_kl_stops(apart: float, stops: bool) -> None:
+    """Its value stops at 10: exp(-d) - 1 + d = 10 at d = -2.6109, and at d = 11 - exp(-11) above."""
+    given = call(old=None, advantages=torch.zeros(4))
+    given = given._replace(ref=given.new.detach() - apart)
+    _, slope, _ = run(UNSLOTHS, given, 1.0)
+    assert (slope.abs().max() == 0) == stops and K3_STOPS.endswith("-2.61 and +11.00 it has no gradient")

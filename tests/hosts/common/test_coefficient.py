@@ -9,7 +9,7 @@ import torch
 
 from klamp.core.term import KLTerm
 from klamp.errors import UnsupportedVersion
-from klamp.hosts.common.coefficient import Coefficient, batch_of, gated_penalty, loss_mask
+from klamp.hosts.common.coefficient import Coefficient, batch_of, check_once, gated_penalty, loss_mask
 
 KL = torch.full((2, 3), 7.0)
 
@@ -20,15 +20,16 @@ def test_it_is_the_number_and_its_product_is_the_penalty() -> None:
     assert beta == 0.3 and beta != 0.0 and f"{beta:.1f}" == "0.3" and beta * 2 == 0.6 and 2 * beta == 0.6
     assert beta.uses == 0
     assert torch.equal(beta * KL, 0.3 * penalty)
-    beta.check_used_once()
+    assert beta.uses == 1
 
 
 def test_a_product_that_goes_past_it_is_noticed() -> None:
     """A host that wrote `per_token_kl * beta` would get its own KL: torch multiplies by the number."""
     beta = Coefficient(0.3, lambda: torch.zeros(2, 3))
     assert torch.equal(KL * beta, KL * 0.3)
-    with pytest.raises(UnsupportedVersion):
-        beta.check_used_once()
+    with pytest.raises(UnsupportedVersion, match="0 products in one loss"):
+        check_once(beta.uses, "products")
+    check_once(1, "products")
 
 
 def test_a_kl_of_another_shape_is_noticed() -> None:

@@ -91,15 +91,6 @@ class Coefficient(float):
     __mul__ = _times
     __rmul__ = _times
 
-    def check_used_once(self) -> None:
-        """Raise if the host's loss did not ask for the penalty exactly once.
-
-        Raises:
-            UnsupportedVersion: it did not: the KL would be missing from the loss, or count twice.
-        """
-        if self.uses != 1:
-            raise stopped_calling(f"{self.uses} products of beta with a KL in one loss, where there should be 1")
-
 
 def stopped_calling(got: str, *, host: str = "the host") -> UnsupportedVersion:
     """The error for a host whose loss does not come by where klamp puts its KL."""
@@ -113,11 +104,16 @@ def stopped_calling(got: str, *, host: str = "the host") -> UnsupportedVersion:
     )
 
 
-def check_hook_ran(times: int) -> None:
-    """Raise if a loss of the host went past klamp's hook.
+def check_once(times: int, what: str, *, host: str = "the host") -> None:
+    """Raise if one loss of a host did not come by a place of klamp's exactly once.
+
+    Args:
+        times: how often it did.
+        what: is counted.
+        host: whose loss it is.
 
     Raises:
-        UnsupportedVersion: it did.
+        UnsupportedVersion: it did not: the KL would be missing from the loss, or count twice.
     """
     if times != 1:
-        raise stopped_calling(f"{times} calls of klamp's hook in one loss, where there should be 1")
+        raise stopped_calling(f"{times} {what} in one loss, where there should be 1", host=host)

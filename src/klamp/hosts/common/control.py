@@ -82,6 +82,13 @@ def beta_metrics(price: Price, spread: float | None) -> dict[str, float]:
     return {"beta": price.beta, "beta/price": price.at(spread or 0.0)}
 
 
+def mean_spread(rewards: Tensor) -> float | None:
+    """The mean standard deviation of the rewards in each row [n, G] that is not saturated; None: all rows are."""
+    spreads = rewards.std(-1)
+    spreads = spreads[spreads > 0]
+    return float(spreads.mean()) if spreads.numel() else None
+
+
 def landing_beta(target_kl: float, metrics: Mapping[str, float], rewards: Tensor | None) -> float | None:
     """The beta at which the optimum lies about `target_kl` from the reference, by the rewards of this step.
 

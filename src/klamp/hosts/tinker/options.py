@@ -244,12 +244,8 @@ def _average(options: LossOptions) -> str:
     over = "the call" if options.get("totals") is None else "the step that totals= describes"
     if normalizer == "token_sum":
         return "sum over the tokens of the call (normalizer='token_sum')"
-    return f"{_in_words(normalizer, options, over)} (normalizer={normalizer!r})"
-
-
-def _in_words(reduction: Reduction, options: LossOptions, over: str) -> str:
-    length = options.get("max_length")
-    return describe_average(reduction, over=over, length="max_length" if length is None else str(length))
+    length = "max_length" if options.get("max_length") is None else str(options.get("max_length"))
+    return f"{describe_average(normalizer, over=over, length=length)} (normalizer={normalizer!r})"
 
 
 def _notes(kl: KLConfig, options: LossOptions) -> tuple[str, ...]:

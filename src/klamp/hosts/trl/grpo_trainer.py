@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -148,27 +148,14 @@ def _described(trainer: Any, *, peft: bool, copied: bool, chosen: bool) -> str:
     return source
 
 
-def attach_to_trl(trainer: Any, kl: KLConfig, *, ref_model: Any = None) -> Any:
-    """Give a trainer of TRL's own kind the KL of a configuration; see `klamp.trl.attach`."""
-    return attach_with(trainer, kl, ref_model=ref_model, check=check_arguments, hooks=lambda _: (KLMixin,))
-
-
-def attach_with(
-    trainer: Any,
-    kl: KLConfig,
-    *,
-    ref_model: Any,
-    check: Callable[[KLConfig, Any], None],
-    hooks: Callable[[Any], tuple[type, ...]],
-) -> Any:
+def attach_to(trainer: Any, kl: KLConfig, hook: type[KLMixin], *, ref_model: Any) -> Any:
     """Give a trainer that is built already the KL of a configuration. Returns the trainer.
 
     Args:
         trainer: a `trl.GRPOTrainer`, or an instance of a subclass of it.
         kl: the whole KL term.
+        hook: the class that has to come before the trainer's own.
         ref_model: the reference, or None.
-        check: refuses what the trainer's arguments make impossible.
-        hooks: the classes that have to come before the trainer's own.
 
     Raises:
         ConfigError: no TRL trainer, one that has trained already, or an option that cannot work in it.
@@ -189,13 +176,13 @@ def attach_with(
         )
     peft = hasattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config")
     args: Any = trainer.args
-    check(kl, args)
+    check_arguments(kl, args, host=hook._host, loss_types=hook._loss_types, more=hook._refusals(kl))
     warn_without_kl(kl)
     settle_reference(kl, args)
     args.beta = kl.beta
     own = ref_model
     if own is None and kl.needs_reference and trainer.ref_model is None and not peft:
         own = fresh_copy(trainer.accelerator.unwrap_model(trainer.model))
-    trainer.__class__ = type(f"KL{type(trainer).__name__}", (*hooks(trainer), type(trainer)), {})
+    trainer.__class__ = type(f"KL{type(trainer).__name__}", (hook, type(trainer)), {})
     _join(trainer, kl, own, chosen=ref_model is not None)
     return trainer

@@ -7,17 +7,17 @@ penalty, and TRL masks and normalises it with the policy loss, whatever the loss
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from klamp.config import TRL_LOSS_TYPES
+from klamp.config import TRL_LOSS_TYPES, KLConfig
 from klamp.core.advantages import Baseline
 from klamp.core.types import Reduction
-from klamp.errors import KLWarning
-from klamp.hosts.common.coefficient import KL_SCALE, Coefficient, batch_of, check_hook_ran, gated_penalty
+from klamp.errors import KLWarning, Refusal
+from klamp.hosts.common.coefficient import KL_SCALE, Coefficient, batch_of, check_once, gated_penalty
 from klamp.hosts.common.rollout import Generation, needs_old_logprobs, prepared
 from klamp.hosts.trl import exact, fast_prompts, fast_scoring, measure
 from klamp.hosts.trl.session import Scoring, Session, load_state, only_scoring, save_state
@@ -40,6 +40,11 @@ class KLMixin(Host):
     """What rewards are compared with; TRL's own is the mean of the group."""
     _never_exact: str = ""
     """Why no trainer of this class can have the exact KL; empty where one can."""
+
+    @staticmethod
+    def _refusals(kl: KLConfig) -> Sequence[Refusal]:
+        """What this host alone refuses."""
+        return ()
 
     def _caution(self, text: str) -> None:
         """Say a caution to the user."""
@@ -131,7 +136,7 @@ class KLMixin(Host):
         before = self._klamp.losses
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         if self._klamp.control is not None:
-            check_hook_ran(self._klamp.losses - before)
+            check_once(self._klamp.losses - before, "calls of klamp's hook")
         return loss
 
     def _compute_loss(self, model: Any, inputs: Any) -> Any:
@@ -164,7 +169,7 @@ class KLMixin(Host):
             loss = super()._compute_loss(model, inputs)
         finally:
             self.beta = outer
-        coefficient.check_used_once()
+        check_once(coefficient.uses, "products of beta with a KL")
         return loss
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:

@@ -18,7 +18,7 @@ from klamp.diagnostics.statistics import repeated_pairs, reward_length_correlati
 from klamp.diagnostics.sync import SAME, SyncReport
 from klamp.errors import KLWarning
 from klamp.hosts.common.coefficient import batch_of, loss_mask
-from klamp.hosts.common.control import beta_metrics, held_kl
+from klamp.hosts.common.control import beta_metrics, held_kl, mean_spread
 from klamp.hosts.common.rollout import Generation
 from klamp.hosts.common.sampler_weights import check_sync
 from klamp.hosts.common.step_zero import STEP_ZERO_KL, likely_reasons, step_zero_text
@@ -109,7 +109,8 @@ def after_rewards(trainer: Any, completion_ids: list[Any], rewards: Tensor) -> N
     session.lengths = [len(ids) for ids in completion_ids]
     session.scorable = ~torch.isnan(rewards).all(dim=1)
     one = getattr(trainer, "multi_objective_aggregation", "sum_then_normalize") == "sum_then_normalize"
-    session.rewards, session.spread = (groups, _spread(trainer, groups)) if one else (None, None)
+    divided = groups.view(1, -1) if reward_scale(trainer.args) == "batch" else groups
+    session.rewards, session.spread = (groups, mean_spread(divided)) if one else (None, None)
     rows = [torch.as_tensor(ids, dtype=torch.long) for ids in completion_ids]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     lengths = torch.tensor(session.lengths)
@@ -122,13 +123,6 @@ def after_rewards(trainer: Any, completion_ids: list[Any], rewards: Tensor) -> N
     metrics = trainer._metrics["train" if trainer.model.training else "eval"]
     for name, value in found.items():
         metrics[name].append(float(value))
-
-
-def _spread(trainer: Any, groups: Tensor) -> float | None:
-    """What TRL divides advantages by: the standard deviation of the batch, or the mean over groups not saturated."""
-    spreads = (groups.view(1, -1) if reward_scale(trainer.args) == "batch" else groups).std(-1)
-    spreads = spreads[spreads > 0]
-    return float(spreads.mean()) if spreads.numel() else None
 
 
 def _check_step_zero(trainer: Any, kl: float) -> None:

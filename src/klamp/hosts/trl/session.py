@@ -14,7 +14,8 @@ from torch import Tensor
 
 from klamp.config import KLConfig
 from klamp.core.term import KLTerm
-from klamp.errors import KLWarning, UnsupportedVersion
+from klamp.errors import KLWarning
+from klamp.hosts.common.coefficient import check_once
 from klamp.hosts.common.control import KLControl, read_state
 from klamp.hosts.common.window import Window
 from klamp.hosts.trl.fast_scoring import FastScoring
@@ -104,18 +105,12 @@ class Session:
 
 
 def only_scoring(seen: list[Scoring]) -> Scoring:
-    """The single call of TRL's scoring method inside a loss; an error where there was none or more.
+    """The single call of TRL's scoring method inside a loss; its log-probabilities are those of the KL.
 
     Raises:
         UnsupportedVersion: there was none, or more than one.
     """
-    if len(seen) != 1:
-        raise UnsupportedVersion(
-            "the host's loss does not score the policy where klamp looks",
-            got=f"{len(seen)} calls of _get_per_token_logps_and_entropies in one loss, where there should be 1",
-            why="the KL is computed from the log-probabilities of that call",
-            fix="use a TRL in the declared range, and no subclass that scores the policy elsewhere",
-        )
+    check_once(len(seen), "calls of _get_per_token_logps_and_entropies")
     return seen[0]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,26 +15,28 @@ from klamp.core.gradients import masked_log_ratio
 from klamp.core.masking import masked_mean
 from klamp.core.term import require_reference
 from klamp.core.types import Batch, Reduction
-from klamp.errors import Refusal, refuse
-from klamp.hosts.common.coefficient import KL_SCALE, batch_of, gated_penalty, stopped_calling
+from klamp.errors import ConfigError, Refusal
+from klamp.hosts.common.coefficient import KL_SCALE, batch_of, check_once, gated_penalty, stopped_calling
 from klamp.hosts.common.effective import Effective
 from klamp.hosts.common.versions import check_version
 from klamp.hosts.trl import measure
 from klamp.hosts.trl.effective_in_trl import read_effective
-from klamp.hosts.trl.grpo_config import check_arguments, host_class
-from klamp.hosts.trl.grpo_trainer import attach_with
+from klamp.hosts.trl.grpo_config import host_class
 from klamp.hosts.trl.hooks import KLMixin
 from klamp.hosts.trl.session import Scoring, Session
 from klamp.hosts.unsloth.loss_function import (
     Added,
     Call,
-    Clamps,
     Columns,
     LossWithKL,
     in_place,
     loss_function,
-    silent_clamps,
 )
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer as Host
+else:
+    Host = object
 
 LOSS_TYPES: Mapping[str, Reduction | None] = {**TRL_LOSS_TYPES, "bnpo": "token_mean"}
 """How Unsloth's loss types make tokens a number: as TRL's, but bnpo by the tokens of the whole batch."""
@@ -46,47 +48,14 @@ def check_batch(kl: KLConfig | None, output: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: with the reason.
     """
-    weighted = output.get("unsloth_sample_weight") is not None
-    refuse(
-        [
-            Refusal(
-                kl is not None and kl.excludes and weighted,
-                "tokens cannot be left out of the KL under Unsloth's weights of whole completions",
-                why="klamp divides the KL by the tokens that carry it, in the units of Unsloth's average; these "
-                "weights are none",
-                fix="unset UNSLOTH_GRPO_LOSS_AGGREGATION and UNSLOTH_GRPO_ZERO_VARIANCE_EXCLUDE, or the kl_exclude_ "
-                "fields",
-            ),
-        ]
-    )
+    if kl is not None and kl.excludes and output.get("unsloth_sample_weight") is not None:
+        raise ConfigError(
+            "tokens cannot be left out of the KL under Unsloth's weights of whole completions",
+            why="klamp divides the KL by the tokens that carry it, in the units of Unsloth's average; these weights "
+            "are none",
+            fix="unset UNSLOTH_GRPO_LOSS_AGGREGATION and UNSLOTH_GRPO_ZERO_VARIANCE_EXCLUDE, or the kl_exclude_ fields",
+        )
 
-
-def unsloth_refusals(kl: KLConfig) -> list[Refusal]:
-    """What Unsloth alone cannot do."""
-    return [
-        Refusal(
-            kl.kl_estimator == "exact",
-            "kl_estimator='exact' cannot be honoured by Unsloth",
-            why="its loss is given the log-probabilities of the sampled tokens; the rows over the vocabulary are never "
-            "kept",
-            fix="set kl_estimator='k3'",
-        ),
-        Refusal(
-            kl.reference in ("ema", "periodic"),
-            f"reference={kl.reference!r} cannot be attached to a trainer of Unsloth",
-            why="its reference is loaded, and its callback made, while the trainer is built",
-            fix="build it with sync_ref_model=True, ref_model_mixup_alpha and ref_model_sync_steps, and leave "
-            "reference unset",
-        ),
-    ]
-
-
-if TYPE_CHECKING:
-    from trl import GRPOTrainer as Host
-else:
-    Host = object
-
-__all__ = ["UnslothMixin", "attach_to_unsloth"]
 
 SCORED = ("old_per_token_logps", "ref_per_token_logps")
 """The tensors that Unsloth hands from generation to the loss in columns of its own."""
@@ -111,12 +80,24 @@ class ByPosition(Host):
         return {**output, **moved, **{f"klamp_{name}": values for name, values in kept.items()}}
 
 
-class UnslothMixin(KLMixin):
-    """klamp's KL, for a class that derives from it first, from `ByPosition` second and from Unsloth's third."""
+class UnslothMixin(KLMixin, ByPosition):
+    """klamp's KL, for a class that derives from it first and from Unsloth's trainer second."""
 
     _host = "Unsloth"
     _loss_types = LOSS_TYPES
     _never_exact = "Unsloth's loss is given the log-probabilities of the sampled tokens alone"
+
+    @staticmethod
+    def _refusals(kl: KLConfig) -> Sequence[Refusal]:
+        return [
+            Refusal(
+                kl.reference in ("ema", "periodic"),
+                f"reference={kl.reference!r} cannot be attached to a trainer of Unsloth",
+                why="its reference is loaded, and its callback made, while the trainer is built",
+                fix="build it with sync_ref_model=True, ref_model_mixup_alpha and ref_model_sync_steps, and leave "
+                "reference unset",
+            ),
+        ]
 
     def _old_scoring(self, output: Any, seen: list[Scoring]) -> Scoring | None:
         known = output.get("old_per_token_logps")
@@ -140,7 +121,7 @@ class UnslothMixin(KLMixin):
         stand_in = LossWithKL(loss_function(host)[1], step.adds)
         with in_place(host, stand_in):
             loss = host_loss(model, step.as_scored(), *args, **kwargs)
-        stand_in.check_called_once()
+        check_once(stand_in.calls, "calls", host="Unsloth")
         assert step.scored is not None
         measure.after_loss(self, step.inputs, step.scored, beta)
         return loss
@@ -201,8 +182,8 @@ def _host_mean(batch: Batch) -> Tensor:
     return per_row.sum() / batch.mask.any(-1).sum().clamp(min=1)
 
 
-def _hooks(trainer: Any) -> tuple[type, ...]:
-    """The classes that must come before Unsloth's trainer class in the order of inheritance.
+def unsloth_hook(trainer: Any) -> type[UnslothMixin]:
+    """The class that must come before Unsloth's trainer class in the order of inheritance.
 
     Raises:
         UnsupportedVersion: an Unsloth that was not tried, or whose loss is not where it was.
@@ -212,21 +193,11 @@ def _hooks(trainer: Any) -> tuple[type, ...]:
     host = host_class(type(trainer))
     assert host is not None
     loss_function(host)
-    return UnslothMixin, ByPosition
+    return UnslothMixin
 
 
-def attach_to_unsloth(trainer: Any, kl: KLConfig, *, ref_model: Any = None) -> Any:
-    """`klamp.trl.attach` for a trainer that Unsloth has rewritten.
-
-    Raises:
-        ConfigError: as there; an option that cannot work on Unsloth.
-        UnsupportedVersion: an Unsloth that was not tried, or whose loss is not where it was.
-    """
-
-    def check(kl: KLConfig, args: Any) -> None:
-        check_arguments(kl, args, host="Unsloth", loss_types=LOSS_TYPES, more=unsloth_refusals(kl))
-
-    return attach_with(trainer, kl, ref_model=ref_model, check=check, hooks=_hooks)
+K3_STOPS = "Unsloth's own k3 stops at 10 nats per token: past a log-ratio of -2.61 and +11.00 it has no gradient"
+"""Measured with each version that was tried."""
 
 
 def read_effective_on_unsloth(trainer: Any) -> Effective:
@@ -235,17 +206,5 @@ def read_effective_on_unsloth(trainer: Any) -> Effective:
     assert host is not None
     found = read_effective(trainer, host="Unsloth", loss_types=LOSS_TYPES)
     own = any(term.term == "Unsloth's own" for term in found.terms)
-    note = clamp_note(silent_clamps(loss_function(host)[1]), own=own)
+    note = f"{K3_STOPS}, and nothing says so" if own else f"{K3_STOPS}; klamp's KL has none of these clamps"
     return replace(found, host=f"unsloth {check_version('unsloth')}, {found.host}", notes=(*found.notes, note))
-
-
-def clamp_note(clamps: Clamps, *, own: bool) -> str:
-    """A sentence on where Unsloth's own KL silently stops pulling."""
-    sides = [f"{side:+.2f}" for side in (clamps.below, clamps.above) if side is not None]
-    if not sides:
-        return "Unsloth's own KL has no clamp"
-    says = (
-        f"Unsloth's own k3 stops at {clamps.value:g} nats per token: past a log-ratio of {' and '.join(sides)} it has "
-        "no gradient"
-    )
-    return f"{says}, and nothing says so" if own else f"{says}; klamp's KL has none of these clamps"

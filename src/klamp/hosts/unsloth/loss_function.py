@@ -1,4 +1,4 @@
-"""Unsloth's loss function: what takes its place for a loss, its columns, and where its own KL stops pulling.
+"""Unsloth's loss function: what takes its place for a loss, and its columns.
 
 Unsloth's loss is linear in the KL of each token. How it weighs a token (its mask, its averages, its accumulation, its
 loss scaling) is asked of Unsloth itself, call by call: its own function, given a KL whose slope is known and no
@@ -85,15 +85,6 @@ class LossWithKL:
             loss = loss + weighed(self.original, call, added.tokens)
         return loss, length, added.mean_kl, *rest
 
-    def check_called_once(self) -> None:
-        """Raise an error if Unsloth did not call the loss exactly once.
-
-        Raises:
-            UnsupportedVersion: it did not: the KL would be missing from the loss, or count twice.
-        """
-        if self.calls != 1:
-            raise stopped_calling(f"{self.calls} calls in one loss, where there should be 1", host="Unsloth")
-
 
 def weighed(original: Any, call: Call, tokens: Tensor) -> Tensor:
     """The sum of per-token values, weighted as Unsloth's loss weights them: a scalar with gradient.
@@ -130,18 +121,6 @@ def _response(original: Any, call: Call, x: Tensor) -> Tensor:
 LOSS = "UnslothEfficientGRPO"
 """The name of the function that Unsloth's loss calls."""
 
-FARTHEST, STEP = 40.0, 1e-3
-"""How far out, and how finely, Unsloth's clamps are looked for, in nats."""
-
-
-class Clamps(NamedTuple):
-    """The log-ratios (policy - ref, nats) beyond which Unsloth's own KL has no gradient; None: it always has one."""
-
-    below: float | None
-    above: float | None
-    value: float
-    """The largest value of the KL of one token, in nats."""
-
 
 def loss_function(host: type) -> tuple[dict[str, Any], Any]:
     """Unsloth's loss function, and the namespace in which its compute_loss looks that function up.
@@ -168,42 +147,6 @@ def in_place(host: type, stand_in: LossWithKL) -> Iterator[None]:
         yield
     finally:
         names[LOSS] = function
-
-
-def silent_clamps(original: Any) -> Clamps:
-    """Measure where the gradient of Unsloth's own KL ends, and the largest value that it takes."""
-    count = round(2 * FARTHEST / STEP)
-    with torch.enable_grad():
-        apart = torch.linspace(-FARTHEST, FARTHEST, count + 1).view(1, -1).requires_grad_()
-        loss = _own_kl(original, apart)
-        (slope,) = torch.autograd.grad(loss, apart)
-    dead = apart.detach()[(slope == 0) & (apart.abs() > 0.1)]
-    below, above = dead[dead < 0], dead[dead > 0]
-    return Clamps(
-        below=float(below.max()) if len(below) else None,
-        above=float(above.min()) if len(above) else None,
-        value=float(_own_kl(original, torch.tensor([[-FARTHEST]]))),
-    )
-
-
-def _own_kl(original: Any, apart: torch.Tensor) -> torch.Tensor:
-    """Unsloth's own KL, summed over tokens that are so many nats from the reference."""
-    call = Call(
-        new=apart,
-        old=None,
-        ref=torch.zeros_like(apart),
-        sampling=None,
-        lm_head=None,
-        input_ids=torch.zeros_like(apart, dtype=torch.long),
-        mask=torch.ones_like(apart),
-        advantages=torch.zeros(1),
-        beta=1.0,
-        scaler=None,
-        n_chunks=1,
-        extra_kwargs={"loss_type": "dr_grpo", "max_completion_length": 1},
-        upstream_scale=None,
-    )
-    return original.apply(*call)[0]
 
 
 @dataclass(frozen=True)

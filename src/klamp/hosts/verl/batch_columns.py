@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from klamp.core.term import Gate
 from klamp.core.types import Reduction
 from klamp.errors import ConfigError
 from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, KL_SCALE, REFERENCE_LENGTH
-from klamp.hosts.common.control import KLControl, held_kl
+from klamp.hosts.common.control import KLControl, held_kl, mean_spread
 from klamp.hosts.common.rollout import Alone, Generation, prepared
 from klamp.hosts.common.window import Window
 
@@ -83,7 +83,7 @@ def columns(
     metrics = _measured(generation, found, control)
     scores = sampled["rm_scores"][order]
     rewards = (scores.sum(-1) if scores.ndim == 2 else scores).view(-1, settings.group_size)
-    metrics |= control.metrics(settings.price or Price(beta=settings.beta), _spread(rewards))
+    metrics |= control.metrics(settings.price or Price(beta=settings.beta), mean_spread(rewards.double()))
     if settings.price is None:
         metrics.pop("beta/price")
     kl = held_kl(metrics, exact_everywhere=False)
@@ -161,18 +161,11 @@ def _generation(sampled: Mapping[str, Tensor], order: Tensor, group_size: int) -
 
 
 def _measured(generation: Generation, found: Mapping[str, Any], control: KLControl) -> dict[str, float]:
-    batch = Generation(**{**vars(generation), "inputs": found}).batch()
+    batch = replace(generation, inputs=found).batch()
     term = control.kl.build_term()
     window = Window()
     window.add(batch, term, Gate.of(batch, term))
     return window.emit(Alone())
-
-
-def _spread(rewards: Tensor) -> float | None:
-    """The mean standard deviation of the rewards in groups that are not saturated; None: there is none."""
-    deviations = rewards.double().std(-1)
-    kept = deviations[deviations > 0]
-    return float(kept.mean()) if len(kept) else None
 
 
 def _per_token(advantages: Tensor, mask: Tensor) -> Tensor:

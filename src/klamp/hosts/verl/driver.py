@@ -167,37 +167,33 @@ def hook(trainer: Any) -> None:
     """Let verl's trainer class call the driver where it has formed advantages, and around checkpoints; once."""
     if hasattr(trainer._compute_advantage, "__wrapped__"):
         return
-    trainer._compute_advantage = _after_advantages(trainer._compute_advantage)
-    trainer._save_checkpoint = _before_saving(trainer._save_checkpoint)
-    trainer._load_checkpoint = _after_loading(trainer._load_checkpoint)
+    trainer._compute_advantage = _hooked(trainer._compute_advantage, _advantages)
+    trainer._save_checkpoint = _hooked(trainer._save_checkpoint, _saving)
+    trainer._load_checkpoint = _hooked(trainer._load_checkpoint, _loading)
 
 
-def _after_advantages(original: Callable[..., Any]) -> Callable[..., Any]:
+def _hooked(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of verl's trainer; where a driver is there, `ours` calls it and the driver."""
+
     @functools.wraps(original)
-    def compute_advantage(self: Any, batch: Any, metrics: dict[str, Any]) -> Any:
-        batch = original(self, batch, metrics)
+    def method(self: Any, *args: Any) -> Any:
         driver = self.checkpoint_callback
-        return driver.extend(self, batch, metrics) if isinstance(driver, Driver) else batch
+        whole = functools.partial(original, self, *args)
+        return ours(driver, whole, self, *args) if isinstance(driver, Driver) else whole()
 
-    return compute_advantage
-
-
-def _before_saving(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def save_checkpoint(self: Any) -> Any:
-        if isinstance(self.checkpoint_callback, Driver):
-            self.checkpoint_callback.save(self)
-        return original(self)
-
-    return save_checkpoint
+    return method
 
 
-def _after_loading(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def load_checkpoint(self: Any) -> Any:
-        found = original(self)
-        if isinstance(self.checkpoint_callback, Driver):
-            self.checkpoint_callback.load(self)
-        return found
+def _advantages(driver: Driver, form: Callable[[], Any], trainer: Any, _batch: Any, metrics: dict[str, Any]) -> Any:
+    return driver.extend(trainer, form(), metrics)
 
-    return load_checkpoint
+
+def _saving(driver: Driver, save: Callable[[], Any], trainer: Any) -> Any:
+    driver.save(trainer)
+    return save()
+
+
+def _loading(driver: Driver, load: Callable[[], Any], trainer: Any) -> Any:
+    found = load()
+    driver.load(trainer)
+    return found
