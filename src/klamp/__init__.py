@@ -67,35 +67,23 @@ __all__ = [
     "preset",
 ]
 
-_HOMES = {
-    "Batch": "core.types",
-    "DualController": "core.controllers",
-    "FixedController": "core.controllers",
-    "HoldController": "core.controllers",
-    "KLConfig": "config",
-    "KLTerm": "core.term",
-    "KLWarning": "errors",
-    "LossConfig": "config",
-    "LossOutput": "core.types",
-    "Objective": "core.objective",
-    "PIDController": "core.controllers",
-    "ProportionalController": "core.controllers",
-    "StepController": "core.controllers",
-    "Totals": "core.masking",
-    "adaptive_kl_coefficient": "core.controllers",
-    "build_objective": "config",
-    "check_sync": "hosts.common.sampler_weights",
-    "clip_kl": "core.clipping",
-    "exact_kl": "core.estimators",
-    "group_advantages": "core.advantages",
-    "grpo_loss": "core.objective",
-    "kl_budget": "core.clipping",
-    "kl_estimate": "core.estimators",
-    "kl_penalty": "core.gradients",
-    "linear_kl": "core.heads.kl",
-    "linear_logprobs": "core.heads.logprobs",
-    "preset": "config",
+_NAMES = {
+    "config": ("KLConfig", "LossConfig", "build_objective", "preset"),
+    "core.advantages": ("group_advantages",),
+    "core.clipping": ("clip_kl", "kl_budget"),
+    "core.controllers": (*(name for name in __all__ if name.endswith("Controller")), "adaptive_kl_coefficient"),
+    "core.estimators": ("exact_kl", "kl_estimate"),
+    "core.gradients": ("kl_penalty",),
+    "core.heads.kl": ("linear_kl",),
+    "core.heads.logprobs": ("linear_logprobs",),
+    "core.masking": ("Totals",),
+    "core.objective": ("Objective", "grpo_loss"),
+    "core.term": ("KLTerm",),
+    "core.types": ("Batch", "LossOutput"),
+    "errors": ("KLWarning",),
+    "hosts.common.sampler_weights": ("check_sync",),
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
 """Exported name -> the module that it comes from."""
 
 _ROOMS = ("config", "core", "errors")

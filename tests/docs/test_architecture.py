@@ -62,12 +62,6 @@ def test_the_list_has_every_folder_of_the_source_and_no_other() -> None:
     assert set.union(*layers()) == {name for name in named if "/" not in name}
 
 
-def test_a_room_that_the_contract_moves_moves_in_the_picture(house: ModuleType) -> None:
-    found = house.house()
-    other = house.House(layers=[*found.layers[1:], found.layers[0]], laboratory=found.laboratory)
-    assert house.picture(other) != house.picture(found) and house.table(other) != house.table(found)
-
-
 def walk(part: str) -> list[Call]:
     """The calls of a walk on the page, in their order."""
     section = PAGE.partition(f"## The walk of {part}\n")[2].partition("\n## ")[0]

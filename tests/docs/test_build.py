@@ -1,11 +1,12 @@
 """`make docs` fails on what a reader would stumble over: small sites with a planted fault, built by that command.
 
-And pages of the repository on their way into the site.
+And pages of the repository on their way into the site; and a public name that the reference leaves out.
 """
 
 from __future__ import annotations
 
 import subprocess
+import zlib
 from pathlib import Path
 from types import ModuleType
 
@@ -84,3 +85,21 @@ def test_the_site_fetches_no_page_of_its_own_from_the_network(hooks: ModuleType)
     for name in hooks.PAGES:
         text = hooks.relink((ROOT / name).read_text(encoding="utf-8"))
         assert f"{hooks.HOME}docs/" not in text and hooks.RAW not in text
+
+
+# the reference -------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_door_exports_is_public_and_its_rooms_are_not(hooks: ModuleType) -> None:
+    public = {name for name, _ in hooks.iterate_public()}
+    assert {"klamp.tinker.testing.serve", "klamp.trl.attach", "klamp.verl.overrides", "klamp.core.gradients"} <= public
+    assert not [name for name in public if name.startswith(("klamp.tinker.testing.server", "klamp.hosts"))]
+
+
+def test_a_name_that_the_built_reference_leaves_out_is_found(hooks: ModuleType, tmp_path: Path) -> None:
+    names = sorted(name for name, _ in hooks.iterate_public())
+    left_out, *kept = names
+    inventory = tmp_path / "objects.inv"
+    body = "\n".join(f"{name} py:function 1 api.html#$ -" for name in kept)
+    inventory.write_bytes(b"# Sphinx\n# Project\n# Version\n# zlib\n" + zlib.compress(body.encode()))
+    assert hooks.find_unreferenced(inventory) == [f"{left_out}: not in docs/api.md"]
