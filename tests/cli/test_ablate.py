@@ -150,7 +150,7 @@ def test_a_dry_run_shows_the_runs_and_does_nothing(use, capsys) -> None:
     assert main(["ablate", *words]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "runs 8: 4 arms x 2 seeds (0, 1)" in out and "steps 16 in all" in out
-    assert "folder runs/ablation-beta-kl_clip_method-001 (8 to run)" in out and "where nowhere" in out
+    assert "folder runs/ablation-beta-kl_clip_method-001 (0 done, 8 to run)" in out and "where nowhere" in out
     assert "common report_to=none, keep_checkpoints=1, model=tiny, max_steps=2, eval_size=2" in out
     assert "beta=0.05 kl_clip_method=hard 0.05 hard" in out
     assert not fake.ran and not Path("runs").exists()
@@ -159,12 +159,10 @@ def test_a_dry_run_shows_the_runs_and_does_nothing(use, capsys) -> None:
 def test_a_dry_run_says_what_is_done_already(use, capsys) -> None:
     use(Fake(fail="beta-0_seed-1"))
     main(["ablate", *FLAGS])
-    (Path("runs/ablation-beta-001/runs/beta-0.05_seed-1/outcome.json")).unlink()
-    (Path("runs/ablation-beta-001/runs/beta-0.05_seed-1/checkpoints/step-000001")).mkdir(parents=True)
     capsys.readouterr()
     assert main(["ablate", *FLAGS, "--dry_run"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "(2 done, 1 failed, to try again, 1 to continue)" in out
+    assert "(3 done, 1 to run)" in out
 
 
 @pytest.mark.parametrize(

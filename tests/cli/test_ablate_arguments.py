@@ -9,14 +9,13 @@ import yaml
 
 from klamp.ablation.plan import Arm, runs
 from klamp.cli.ablate_arguments import DEFAULTS, PlanFile, parse_ablate, read_plan_file
-from klamp.cli.options import RAY_HERE
 from klamp.config import PRESETS
 from klamp.errors import ConfigError
 from klamp.training.config import TrainConfig
 
 
 def plan_of(words: str):
-    return parse_ablate(words.split()).plan
+    return parse_ablate(words.split())[0]
 
 
 def test_several_values_are_swept_and_one_is_for_all() -> None:
@@ -57,12 +56,12 @@ def test_one_arm_is_an_ablation_of_seeds() -> None:
     ("words", "expected"),
     [
         ("--output_dir out --workers 3 --dry-run", ("out", 3, None, True)),
-        ("--ray", (None, None, RAY_HERE, False)),
+        ("--ray local", (None, None, "local", False)),
         ("--ray ray://head:10001", (None, None, "ray://head:10001", False)),
     ],
 )
 def test_the_commands_own_flags(words, expected) -> None:
-    options = parse_ablate(f"--beta 0 1 {words}".split()).options
+    options = parse_ablate(f"--beta 0 1 {words}".split())[1]
     assert (options.output_dir, options.workers, options.ray, options.dry_run) == expected
 
 
@@ -73,14 +72,14 @@ def test_the_commands_own_flags(words, expected) -> None:
         ("--worker 3", "unknown flag", "--workers"),
         ("--beta 0 x", "--beta cannot be read", ""),
         ("--kl_estimator k1 k9", "unknown --kl_estimator", "k"),
-        ("--beta 0.1 0.1", "--beta has a value twice", "keep one"),
+        ("--beta 0.1 0.1", "a value of beta stands twice", "keep one"),
         ("--beta 0.3 --kl_coef 0 0.1", "beta is given twice", "keep one"),
         ("--beta 0 1 --seeds 0", "--seeds cannot be read", "seeds 0, 1 and 2"),
         ("--beta 0 1 --seeds 2 2", "seed stands twice", ""),
         ("--beta 0 1 --seeds x", "--seeds cannot be read", ""),
         ("--beta 0 1 --workers 0", "--workers takes 1 or more", ""),
-        ("--gpus_per_run 1", "--gpus_per_run needs --ray", "or add --ray"),
-        ("--ray --workers 2", "--workers has no meaning with --ray", "leave --workers out"),
+        ("--gpus_per_run 1", "--gpus_per_run has no meaning without --ray", "leave --gpus_per_run out"),
+        ("--ray local --workers 2", "--workers has no meaning with --ray", "leave --workers out"),
         ("plan.yaml", "a word that belongs to no flag", "klamp ablate --plan plan.yaml"),
         ("--plan nowhere.yaml", "cannot be read", ""),
         ("--no_cpu 3", "a word that belongs to no flag", "--NAME VALUE"),

@@ -12,7 +12,7 @@ from tests.cli.fake_trainer import AFTER, BEFORE, metrics_at, rise, run_info
 from klamp.ablation.executor import Update
 from klamp.ablation.plan import Plan, grid, runs
 from klamp.cli.arguments import parse_train
-from klamp.cli.display import COLUMNS, LEGEND, ROWS, Board, Display, Loading, columns_for, heading, skill_rows
+from klamp.cli.display import COLUMNS, LEGEND, ROWS, Board, Display, Drawn, Loading, columns_for, heading, skill_rows
 from klamp.config import KLConfig
 from klamp.diagnostics.metrics import METRICS
 from klamp.training.config import TrainConfig
@@ -47,8 +47,7 @@ class Gone(io.StringIO):
 def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """The displays' clock, by hand."""
     now = {"seconds": 0.0}
-    for display in (Display, Board):
-        monkeypatch.setattr(display, "clock", lambda self: now["seconds"])
+    monkeypatch.setattr(Drawn, "clock", lambda self: now["seconds"])
     return now
 
 
@@ -285,10 +284,10 @@ def test_time_left_is_that_of_the_steps_that_are_left(clock) -> None:
 def test_the_base_model_is_shown_while_it_is_taught(clock) -> None:
     plain = Board(console(terminal=False), RUNS)
     for done in range(1, 101):
-        plain.loading("teaching the built-in base model", done, 100, 1.0 / done)
+        plain.on_loading("teaching the built-in base model", done, 100, 1.0 / done)
     lines = text_of(plain).splitlines()
     assert lines[0] == "teaching the built-in base model: 1/100, loss 1.000" and len(lines) == 6
     live = Board(console(terminal=True), RUNS)
-    live.loading("teaching the built-in base model", 50, 100, 0.5)
+    live.on_loading("teaching the built-in base model", 50, 100, 0.5)
     live.close()
     assert "teaching the built-in base model, once" in text_of(live) and "50/100, loss 0.500" in text_of(live)

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from textwrap import shorten
 
 from klamp._version import __version__
+from klamp.cli.flags import FALSE_WORDS
 from klamp.cli.help import COMMANDS, show_help
 from klamp.cli.text import (
     FAILED,
@@ -23,7 +24,6 @@ from klamp.cli.text import (
 )
 from klamp.errors import KlampError, UnknownNameError, extra_with, missing_library, without_credentials
 
-FALSE_WORDS = ("", "0", "false", "no")
 HELP_FLAGS = ("-h", "--help")
 
 __all__ = ["main"]
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None:  # trackers keep what they find there
         sys.argv[1:] = map(without_credentials, words)
-    debug = "--debug" in words or os.environ.get("KLAMP_DEBUG", "").lower() not in FALSE_WORDS
+    debug = "--debug" in words or os.environ.get("KLAMP_DEBUG", "").lower() not in ("", *FALSE_WORDS)
     words = [word for word in words if word != "--debug"]
     with cautions_shown():
         try:

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from klamp.ablation.execute import Result, check_folder, find_folder
+from klamp.ablation.execute import Result, check_folder, find_folder, is_done
 from klamp.ablation.executor import Executor
-from klamp.ablation.outcome import read_outcome
-from klamp.ablation.plan import KL_PROMPTS, Plan, Run, run_folder, runs, shown
+from klamp.ablation.plan import KL_PROMPTS, Plan, Run, runs, shown
 from klamp.ablation.table import Table, notes, number, sections
 from klamp.cli.ablate_arguments import parse_ablate
 from klamp.cli.describe import describe_model, describe_task, tool
@@ -36,8 +35,7 @@ def run(argv: Sequence[str], *, console: Console | None = None, executor: Execut
     Raises:
         KlampError: whatever stops the ablation as a whole.
     """
-    request = parse_ablate(argv)
-    plan, options = request.plan, request.options
+    plan, options = parse_ablate(argv)
     command = shlex.join([tool("klamp"), "ablate", *map(without_credentials, argv)])
     if options.runs:
         return compare_runs(options, command)
@@ -65,7 +63,7 @@ def _execute(
     print(f"{len(plan.arms)} arms x {len(plan.seeds)} seeds in {folder}; {executor.describe()}")
     board = Board(console, every)
     try:
-        result = execute(plan, folder, executor, tell=board.tell, progress=board.loading)
+        result = execute(plan, folder, executor, tell=board.tell, progress=board.on_loading)
     except TrainingStopped as stopped:
         stopped.fix = f"continue with: {command}"
         raise
@@ -175,12 +173,11 @@ def show_plan(plan: Plan, every: Sequence[Run], *, folder: Path, executor: Execu
     """
     first = every[0].config
     print("klamp ablate --dry_run: nothing is started, loaded or written\n")
-    states = [_state(folder, run) for run in every]
-    counted = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    done = sum(is_done(folder, run) for run in every)
     for label, text in (
         ("runs", f"{len(every)}: {len(plan.arms)} arms x {len(plan.seeds)} seeds ({', '.join(map(str, plan.seeds))})"),
         ("steps", f"{sum(run.config.run.max_steps for run in every):,} in all"),
-        ("folder", f"{folder} ({counted})"),
+        ("folder", f"{folder} ({done} done, {len(every) - done} to run)"),
         ("where", executor.describe()),
         ("task", describe_task(first)),
         ("model", describe_model(first)),
@@ -215,32 +212,13 @@ def show_result(result: Result, command: str) -> None:
         if log.exists() and str(log) not in outcome.error:
             print(f"  log: {log}")
     print()
-    for label, text in _files(result, command):  # not wrapped, so that a command can be copied
-        print(f"  {label:<12} {text}")
-
-
-def _files(result: Result, command: str) -> list[tuple[str, str]]:
-    """The paths of the ablation's files, and the commands that can follow."""
-    folder = result.folder
-    found = [("folder", str(folder))]
-    found += [("written", ", ".join(file.name for file in result.files))]
-    done = [outcome for outcome in result.outcomes if outcome.state == "done"]
-    if done:
-        found.append(("look closer", f"{tool('klamp')} report {folder}"))
+    lines = [("folder", str(result.folder)), ("written", ", ".join(file.name for file in result.files))]
+    if any(outcome.state == "done" for outcome in result.outcomes):
+        lines.append(("look closer", f"{tool('klamp')} report {result.folder}"))
     if result.failed:
-        found.append(("try again", command))
-    return found
-
-
-def _state(folder: Path, run: Run) -> str:
-    """What happens to a run when the ablation is started again."""
-    own = run_folder(folder, run)
-    outcome = read_outcome(own)
-    if outcome is not None and outcome.state == "done":
-        return "done"
-    if any((own / "checkpoints").glob("step-*")):
-        return "to continue"
-    return "failed, to try again" if outcome is not None else "to run"
+        lines.append(("try again", command))
+    for label, text in lines:  # not wrapped, so that a command can be copied
+        print(f"  {label:<12} {text}")
 
 
 def _common(plan: Plan) -> str:

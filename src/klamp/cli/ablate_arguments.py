@@ -19,23 +19,12 @@ from klamp.training.config import TrainConfig
 DEFAULTS: Mapping[str, Any] = {"report_to": (), "keep_checkpoints": 1}
 """Field -> an ablation's default where it is not that of `klamp train`: many runs need much room on disk."""
 
-
 BESIDE = ("runs", "output_dir", "kl_prompts")
 """Options of `klamp ablate` that have a meaning for runs that are there already."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class AblateRequest:
-    """What a command line of `klamp ablate` asks for."""
-
-    plan: Plan
-    """The runs to make."""
-    options: AblateOptions
-    """The options of `klamp ablate` itself."""
-
-
-def parse_ablate(argv: Sequence[str]) -> AblateRequest:
-    """The ablation that a command line describes.
+def parse_ablate(argv: Sequence[str]) -> tuple[Plan, AblateOptions]:
+    """The ablation that a command line describes, and the options of `klamp ablate` itself.
 
     What stands further right wins: defaults < preset < --config < the plan's base < flags < what an arm sets. The file
     of a single run may be given to --config; its seed, output_dir and resume are left out.
@@ -58,8 +47,7 @@ def parse_ablate(argv: Sequence[str]) -> AblateRequest:
     base = {**{name: value for name, value in one.items() if name not in OWNED}, **file.base, **flags}
     sweep = {name: values for name, values in file.sweep.items() if name not in flags} | swept
     base = {name: value for name, value in base.items() if name not in sweep}
-    recipe = preset_values(base.pop("preset")) if base.get("preset") is not None else {}
-    base.pop("preset", None)
+    recipe = preset_values(base.pop("preset", None))
     arms = _arms(file.arms, sweep, shared=recipe, fixed={*base, *sweep})
     base = {**DEFAULTS, **recipe, **base}
     count, *others = options.seeds
@@ -68,8 +56,15 @@ def parse_ablate(argv: Sequence[str]) -> AblateRequest:
     name = file.name or "-".join(sweep) or Path(options.plan or task).stem
     kl_prompts = options.kl_prompts or file.kl_prompts or KL_PROMPTS
     plan = Plan(name=folder_name(name), base=base, arms=arms, seeds=seeds or (0, 1, 2), kl_prompts=kl_prompts)
-    _refuse_without_effect(flags, plan.arms)
-    return AblateRequest(plan=plan, options=options)
+    for flag, value in flags.items():
+        if all(flag in arm.values for arm in arms):
+            raise ConfigError(
+                f"--{flag} has no effect",
+                got=f"--{flag} {value}",
+                why="every arm of the plan sets it",
+                fix=f"leave --{flag} out, or change the arms",
+            )
+    return plan, options
 
 
 def _read(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], dict[str, tuple[Any, ...]]]:
@@ -83,9 +78,6 @@ def _read(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], dict[str
         if field.name in several and len(texts) > 1:
             given[name] = tuple(field.read([text], shown=shown) for text in texts)
             swept.add(field.name)
-            if len(set(given[name])) < len(texts):
-                got = ", ".join(texts)
-                raise ConfigError(f"{shown} has a value twice", got=got, why="an arm is run once", fix="keep one")
         else:
             given[name] = field.read(texts, shown=shown)
     given = resolve_aliases(given, set(fields))
@@ -93,12 +85,10 @@ def _read(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], dict[str
     for name in ("cpus_per_run", "gpus_per_run") if here else ("workers",):
         if given.get(name) is not None:
             raise ConfigError(
-                f"--{name} {'needs' if here else 'has no meaning with'} --ray",
+                f"--{name} has no meaning {'without' if here else 'with'} --ray",
                 got=given[name],
-                why="it is asked of a cluster; on this machine klamp counts cores and GPUs itself"
-                if here
-                else "the cluster starts as many runs as its CPUs and GPUs carry",
-                fix=f"leave --{name} out" + (", or add --ray" if here else ""),
+                why="a cluster starts as many runs as its CPUs and GPUs carry; here klamp counts cores and GPUs itself",
+                fix=f"leave --{name} out",
             )
     options = {name: value for name, value in given.items() if name in own}
     base = {name: value for name, value in given.items() if name not in (*own, *swept)}
@@ -133,17 +123,6 @@ def _arms(
     if others or not parts:
         parts.append(grid(others))
     return functools.reduce(crossed, parts)
-
-
-def _refuse_without_effect(flags: Mapping[str, Any], arms: Sequence[Arm]) -> None:
-    for name, value in flags.items():
-        if arms and all(name in arm.values for arm in arms):
-            raise ConfigError(
-                f"--{name} has no effect",
-                got=f"--{name} {value}",
-                why="every arm of the plan sets it",
-                fix=f"leave --{name} out, or change the arms",
-            )
 
 
 KEYS = ("name", "base", "sweep", "arms", "seeds", "kl_prompts")

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from klamp.cli.flags import by_any_name, field_name, read_argv, train_fields, unknown_key
+from klamp.cli.flags import Options, by_any_name, field_name, fields_of, read_argv, train_fields, unknown_key
 from klamp.cli.options import TrainOptions
 from klamp.config import find_preset
 from klamp.errors import ConfigError, brief
@@ -51,34 +51,35 @@ def request_of(flags: dict[str, Any]) -> TrainRequest:
         UnknownNameError, ConfigError: as `parse_train`.
     """
     file = read_file(flags["config"]) if flags.get("config") is not None else {}
-    preset = (file | flags).get("preset")
-    recipe = {} if preset is None else preset_values(preset)
+    recipe = preset_values((file | flags).get("preset"))
     options, values = apart({**recipe, **file, **flags}, TrainOptions)
-    return TrainRequest(config=TrainConfig.from_flat(values), options=TrainOptions(**options), given=frozenset(values))
+    return TrainRequest(config=TrainConfig.from_flat(values), options=options, given=frozenset(values))
 
 
-def apart(given: Mapping[str, Any], options: type[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def apart(given: Mapping[str, Any], options: type[Options]) -> tuple[Options, dict[str, Any]]:
     """What is given, in two: the options of a command, and the fields of the configuration."""
-    own = {field.name for field in dataclasses.fields(options)}
+    own = fields_of(options).keys()
     return (
-        {name: value for name, value in given.items() if name in own},
+        options(**{name: value for name, value in given.items() if name in own}),
         {name: value for name, value in given.items() if name not in own},
     )
 
 
-def preset_values(name: str) -> dict[str, Any]:
-    """The KL and loss fields in which a recipe differs from the defaults.
+def preset_values(name: str | None) -> dict[str, Any]:
+    """The KL and loss fields in which a recipe differs from the defaults; without a name, none.
 
     Raises:
         UnknownNameError: an unknown recipe; names the nearest.
         ConfigError: a printed formula that is no penalty on KL(policy||ref).
     """
+    if name is None:
+        return {}
     preset, defaults = find_preset(name), TrainConfig().flat()
     recipe = {**dataclasses.asdict(preset.kl), **dataclasses.asdict(preset.loss)}
     return {field: value for field, value in recipe.items() if value != defaults[field]}
 
 
-NOT_IN_FILES = ("config", "dry_run", "prepare", "debug")
+NOT_IN_FILES = ("config", "dry_run", "prepare")
 """Options that a YAML file cannot hold, only a command line."""
 
 

@@ -12,7 +12,7 @@ from klamp.audit import load_subject
 from klamp.audit.examine import Audit, Reach, TermFinding, audit
 from klamp.cli.flags import read_options
 from klamp.cli.options import AuditOptions
-from klamp.cli.text import show_caution, show_table
+from klamp.cli.text import MISSING, show_caution, show_table
 from klamp.verify.judge import FAR, Judgement
 from klamp.verify.oracle import Followed
 
@@ -45,7 +45,6 @@ def show_audit(result: Audit) -> None:
 Row: TypeAlias = tuple[str, ...]
 
 HEADINGS: Row = ("KL term", "value", "gradient", "off-policy", "stops at", "fp32", "bf16", "fp16")
-NONE = "-"
 LEGEND = """\
 value       expected value against KL(policy||ref), tokens sampled from the policy, at a KL of 0.9 nats per token
 gradient    whose gradient descent on the term follows: reverse = KL(policy||ref), forward = KL(ref||policy), zero,
@@ -72,10 +71,10 @@ def row(finding: TermFinding) -> Row:
     """The cells of one term, under `HEADINGS`."""
     judgement = finding.judgement
     if judgement is None or finding.off_policy is None:
-        return (finding.term.name, "raises", *[NONE] * (len(HEADINGS) - 2))
+        return (finding.term.name, "raises", *[MISSING] * (len(HEADINGS) - 2))
     return (
         finding.term.name,
-        _value(judgement),
+        _bias(judgement.value.relative_bias),
         _gradient(finding, judgement),
         _short(finding.off_policy),
         _stops(judgement),
@@ -99,10 +98,6 @@ def sentences(finding: TermFinding) -> list[str]:
             f"token; near the reference the value is {_bias(finding.near_bias)}."
         )
     return found
-
-
-def _value(judgement: Judgement) -> str:
-    return _bias(judgement.value.relative_bias)
 
 
 def _bias(bias: float) -> str:
@@ -134,7 +129,7 @@ def _clamped(judgement: Judgement) -> list[float]:
 def _stops(judgement: Judgement) -> str:
     if judgement.clamp.everywhere:
         return "everywhere"
-    return ", ".join(f"{end:+.3g}" for end in _clamped(judgement)) or NONE
+    return ", ".join(f"{end:+.3g}" for end in _clamped(judgement)) or MISSING
 
 
 def _reach(reach: Reach) -> str:

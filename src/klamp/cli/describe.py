@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shlex
 import shutil
@@ -18,7 +17,7 @@ from klamp.config.loss import configured_price
 from klamp.tasks.base_model import BaseModelConfig, base_model_folder
 from klamp.tasks.files import yaml_of
 from klamp.tasks.named_models import NAMED_MODELS, named_model_folder
-from klamp.training.config import TrainConfig, section_classes
+from klamp.training.config import TrainConfig, field_owners
 from klamp.training.folders import run_folder
 
 if TYPE_CHECKING:  # imported for a dry run only
@@ -146,8 +145,12 @@ def plan_text(config: TrainConfig, inputs: Inputs | str = "") -> str:
         "\n".join(_line(name, text) for name, text in _in_words(config, inputs)),
         _configuration(config),
     ]
-    more = {"trl": _for_trl, "verl": _for_verl}.get(config.run.backend)
-    return "\n\n".join(parts) + (more(config) if more else "")
+    if config.run.backend == "verl":
+        from klamp.training.in_verl.overrides import command
+
+        parts.append("write what verl reads: the same with --prepare\n\nrun verl")
+        parts.append(f"  {shlex.join(command(config, run_folder(config), 'python'))}")
+    return "\n\n".join(parts)
 
 
 def _line(name: str, text: str) -> str:
@@ -178,7 +181,10 @@ def _in_words(config: TrainConfig, inputs: Inputs | str) -> list[tuple[str, str]
             f"after {optim.warmup_steps} steps of warm-up",
         ),
         ("evaluation", f"before, {evaluated}after; up to {config.task.eval_size} held-out prompts per skill, greedy"),
-        ("folder", f"{run_folder(config)}; checkpoints {saved}at the end, trackers: {_names(run.report_to)}"),
+        (
+            "folder",
+            f"{run_folder(config)}; checkpoints {saved}at the end, trackers: {', '.join(run.report_to) or 'none'}",
+        ),
     ]
 
 
@@ -207,42 +213,14 @@ def _loss(config: TrainConfig) -> str:
 
 
 def _configuration(config: TrainConfig) -> str:
-    """The fields that differ from the defaults, by section, as lines of YAML."""
-    defaults, values = TrainConfig().flat(), config.flat()
-    lines: list[str] = []
-    for section, cls in section_classes().items():
-        shown = [each.name for each in dataclasses.fields(cls) if values[each.name] != defaults[each.name]]
-        entries = {name: f"  {name}: {_yaml(values[name])}" for name in shown}
-        lines += [f"  # {section}"] if shown else []
-        lines += [f"{entry:<44} # default {_yaml(defaults[name])}" for name, entry in entries.items()]
-    if not lines:
+    """The fields that differ from the defaults, by section, as YAML."""
+    defaults = TrainConfig().flat()
+    changed: dict[str, dict[str, Any]] = {}
+    for name, value in config.flat().items():
+        if value != defaults[name]:
+            plain = list(value) if isinstance(value, tuple) else value
+            changed.setdefault(field_owners()[name], {})[name] = plain
+    if not changed:
         return "every field has its default"
-    return "\n\n".join(["what differs from the defaults, as a YAML file takes it", "\n".join(lines)])
-
-
-def _for_trl(config: TrainConfig) -> str:
-    """What TRL would be told by one process."""
-    from klamp.training.in_trl.arguments import trl_arguments
-
-    told = trl_arguments(config, run_folder(config), processes=1, exact=config.run.exact_kl_completions)
-    lines = [f"  {name}: {_yaml(value)}" for name, value in told.items()]
-    return "\n".join(["\n\narguments of klamp.trl.GRPOConfig in a single process\n", *lines])
-
-
-def _for_verl(config: TrainConfig) -> str:
-    """The whole command of verl, ready to be pasted."""
-    from klamp.training.in_verl.overrides import command
-
-    words = shlex.join(command(config, run_folder(config), "python"))
-    return f"\n\nwrite what verl reads: the same with --prepare\n\nrun verl\n\n  {words}"
-
-
-def _yaml(value: Any) -> str:
-    """A value as it stands in a YAML file, in one line."""
-    plain = list(value) if isinstance(value, tuple) else value
-    text = yaml.safe_dump([plain], default_flow_style=True, width=10**6, allow_unicode=True).strip()
-    return text[1:-1]
-
-
-def _names(names: tuple[str, ...]) -> str:
-    return ", ".join(names) or "none"
+    text = yaml.safe_dump(changed, sort_keys=False, allow_unicode=True, width=10**6)
+    return f"what differs from the defaults, as a YAML file takes it\n\n{textwrap.indent(text, '  ').rstrip()}"

@@ -25,7 +25,7 @@ from klamp.training.config import TrainConfig
 from klamp.training.observers import SAID_ELSEWHERE, Observer, RunInfo
 
 LOADING_LINES = 5
-"""Lines of such work in a log, besides its first and its last."""
+"""Lines of slow work in a log, besides its first and its last."""
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,6 @@ class Loading:
         return f"{self.done}/{self.total}" + ("" if self.loss is None else f", loss {self.loss:.3f}")
 
     @property
-    def line(self) -> str:
-        """A line of a log."""
-        return f"{self.what}: {self.text}"
-
-    @property
-    def bar(self) -> Table:
-        """The work as a bar, for a terminal."""
-        return bar(f"{self.what}, once", self.done, self.total, self.text)
-
-    @property
     def is_due(self) -> bool:
         """Whether a log says it now: at the start, at the end, some times between."""
         return self.done in (1, self.total) or self.done % max(1, self.total // LOADING_LINES) == 0
@@ -68,23 +58,58 @@ def bar(title: str, done: int, total: int, text: str) -> Table:
     return grid
 
 
-def say(console: Console, text: str) -> None:
-    """Write a line at once; a reader that has left, as that of `klamp train | head`, does not end the run."""
-    with suppress(BrokenPipeError):
-        if console.is_terminal:  # above what is drawn there
-            console.print(text, soft_wrap=True, highlight=False, markup=False)
-        else:
-            print(text, file=console.file, flush=True)
+class Drawn(Observer):
+    """Lines as they come; a terminal that can draw has a picture below them, which is drawn again as time passes."""
 
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.draws = console.is_terminal and not console.is_dumb_terminal
+        self.loading: Loading | None = None
+        self.started = self.clock()
+        self.live = Live(console=console, get_renderable=self.picture, refresh_per_second=4)
 
-def time_text(passed: float, left: float | None) -> str:
-    """The time that has passed and the time left, as text.
+    def clock(self) -> float:
+        """Seconds of a clock that only goes forward."""
+        return time.monotonic()
 
-    Args:
-        passed: in seconds.
-        left: in seconds; None: not known yet.
-    """
-    return f"{duration(passed)} elapsed" + ("" if left is None else f", {duration(left)} left")
+    def draw(self) -> None:
+        """Begin to draw, where that can be done."""
+        if self.draws:
+            self.live.start()
+
+    def close(self) -> None:
+        """Stop drawing; the last picture stays on the screen."""
+        self.live.stop()
+
+    def say(self, text: str) -> None:
+        """Write a line at once; a reader that has left, as that of `klamp train | head`, does not end the run."""
+        with suppress(BrokenPipeError):
+            if self.console.is_terminal:  # above what is drawn there
+                self.console.print(text, soft_wrap=True, highlight=False, markup=False)
+            else:
+                print(text, file=self.console.file, flush=True)
+
+    def on_loading(self, what: str, done: int, total: int, loss: float | None) -> None:
+        """Say how far the work before the first step is."""
+        made = Loading(what, done, total, loss)
+        self.draw()
+        if made.is_due and not self.draws:
+            self.say(f"{what}: {made.text}")
+        self.loading = made if done < total else None
+
+    def picture(self) -> RenderableType:
+        """What is drawn now."""
+        made = self.loading
+        return Text("") if made is None else bar(f"{made.what}, once", made.done, made.total, made.text)
+
+    def seconds_left(self) -> float | None:
+        """Seconds left at the speed so far; None: not known yet."""
+
+    def time_text(self) -> str:
+        """The time that has passed and the time left, as text."""
+        left = self.seconds_left()
+        passed = f"{duration(self.clock() - self.started)} elapsed"
+        return passed if left is None else f"{passed}, {duration(left)} left"
 
 
 STEP_WIDTH = 7
@@ -144,7 +169,7 @@ LINES = 20
 """About how many steps of a run get a line in a log."""
 
 
-class Display(Observer):
+class Display(Drawn):
     """One run as it goes.
 
     Evaluations, cautions and alarms are lines. So are some twenty of the steps in a log or a pipe; a terminal has the
@@ -152,50 +177,33 @@ class Display(Observer):
     """
 
     def __init__(self, console: Console) -> None:
-        self.console = console
-        self.draws = console.is_terminal and not console.is_dumb_terminal
         self.info: RunInfo | None = None
-        self.loading: Loading | None = None
         self.columns: Sequence[StepColumn] = COLUMNS
         self.rows: deque[str] = deque(maxlen=ROWS)
         self.step = 0
         self.before: Mapping[str, float] = {}
         self.warnings: set[str] = set()
         self.raised: set[str] = set()
-        self.started = self.clock()
-        self.live = Live(console=console, get_renderable=self.picture, refresh_per_second=4)
-
-    def clock(self) -> float:
-        """Seconds of a clock that only goes forward."""
-        return time.monotonic()
-
-    def on_loading(self, what: str, done: int, total: int, loss: float | None) -> None:
-        """Say how far the work before the run is."""
-        self.loading = Loading(what, done, total, loss)
-        if self.draws:
-            self.live.start()
-        elif self.loading.is_due:
-            say(self.console, self.loading.line)
+        super().__init__(console)
 
     def on_start(self, info: RunInfo) -> None:
         """Write the heading of the run; its time counts from here."""
         self.info, self.step, self.started = info, info.start_step, self.clock()
         self.columns = columns_for(info.config)
-        say(self.console, "\n".join([*heading(info), "", LEGEND]))
-        if self.draws:
-            self.live.start()
+        self.say("\n".join([*heading(info), "", LEGEND]))
+        self.draw()
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Keep a step's line; a log has it for the first step, the last, and about twenty between."""
         assert self.info is not None
         if not (self.rows or self.draws):
-            say(self.console, self._titles())
+            self.say(self._titles())
         self.step = step
         self.rows.append(_line(str(step), [column.cell(metrics) for column in self.columns], self.columns))
         start, last = self.info.start_step, self.info.config.run.max_steps
         every = max(1, -(-(last - start) // LINES))
         if not self.draws and (step in (start + 1, last) or step % every == 0):
-            say(self.console, self.rows[-1])
+            self.say(self.rows[-1])
 
     def on_evaluation(self, step: int, scores: Mapping[str, float]) -> None:
         """Write the scores in a line, with their change since the start."""
@@ -207,36 +215,31 @@ class Display(Observer):
             for skill, score in scores.items()
         }
         texts = ", ".join(f"{skill} {scale.write(score)}{changes[skill]}" for skill, score in scores.items())
-        say(self.console, f"  evaluation after step {step}: {texts}   [{self.time_text()}]")
+        self.say(f"  evaluation after step {step}: {texts}   [{self.time_text()}]")
 
     def on_warning(self, text: str) -> None:
         """Write a warning; the same text is written once."""
         if text not in self.warnings:
             self.warnings.add(text)
-            say(self.console, f"  caution: {text}")
+            self.say(f"  caution: {text}")
 
     def on_alarm(self, finding: Finding) -> None:
         """Write an alarm, and what to do about it; no notes, nor what a caution has told already."""
         self.raised.add(finding.alarm.name)
         if finding.alarm.level == "alarm" and finding.alarm.name not in SAID_ELSEWHERE:
-            say(self.console, f"  {finding.in_a_line}\n    next step: {finding.alarm.next_step}")
+            self.say(f"  {finding.in_a_line}\n    next step: {finding.alarm.next_step}")
 
-    def close(self) -> None:
-        """Stop drawing; the last table stays on the screen."""
-        self.live.stop()
-
-    def time_text(self) -> str:
-        """The time that has passed and the time left at the speed so far, as text."""
-        passed, left = self.clock() - self.started, None
-        if self.info is not None and self.step > self.info.start_step:
-            steps = self.info.config.run.max_steps - self.step
-            left = passed / (self.step - self.info.start_step) * max(0, steps)
-        return time_text(passed, left)
+    def seconds_left(self) -> float | None:
+        """Seconds left at the speed so far; None before the first step."""
+        if self.info is None or self.step <= self.info.start_step:
+            return None
+        left = max(0, self.info.config.run.max_steps - self.step)
+        return (self.clock() - self.started) / (self.step - self.info.start_step) * left
 
     def picture(self) -> RenderableType:
         """What is drawn now: a bar and the last steps; a narrow terminal cuts the columns at the right."""
         if self.info is None:
-            return Text("") if self.loading is None else self.loading.bar
+            return super().picture()
         steps = self.info.config.run.max_steps
         share = 100 * self.step / steps if steps else 100.0
         rows = list(self.rows)[-max(1, self.console.height - 4) :]
@@ -332,28 +335,13 @@ class RunRow:
         return ", ".join([f"step {self.step}/{self.steps}", *texts])
 
 
-class Board:
+class Board(Drawn):
     """The display of an ablation: all its runs, and the time left."""
 
     def __init__(self, console: Console, every: Sequence[Run]) -> None:
-        self.console = console
         self.rows = {run.name: RunRow(run=run, steps=run.config.run.max_steps) for run in every}
-        self.made: Loading | None = None
-        self.started = self.clock()
-        self.live = Live(console=console, get_renderable=self.picture, refresh_per_second=4)
-        if console.is_terminal and not console.is_dumb_terminal:
-            self.live.start()
-
-    def clock(self) -> float:
-        """Seconds of a clock that only goes forward."""
-        return time.monotonic()
-
-    def loading(self, what: str, done: int, total: int, loss: float | None) -> None:
-        """Show how far a model is that has to be made before the runs."""
-        self.made = Loading(what, done, total, loss)
-        if self.made.is_due and not self.live.is_started:
-            say(self.console, self.made.line)
-        self.made = self.made if done < total else None
+        super().__init__(console)
+        self.draw()
 
     def tell(self, update: Update) -> None:
         """Write a line when a run starts and ends, a few between, and one for every alarm."""
@@ -369,18 +357,14 @@ class Board:
             said = {"kept": "done before", "running": "under way"}.get(row.state, row.state)
             rest = row.numbers() if row.metrics else f"{row.steps} steps"
             text = f"failed: {update.text}" if row.state == "failed" else f"{said}, {rest}"
-            say(self.console, f"[{self.ended()}/{len(self.rows)} ended, {self.time_text()}] {row.name}: {text}")
+            self.say(f"[{self.ended()}/{len(self.rows)} ended, {self.time_text()}] {row.name}: {text}")
         if update.text and update.state != "failed":
-            say(self.console, f"  alarm in {row.name}: {update.text}")
+            self.say(f"  alarm in {row.name}: {update.text}")
 
-    def close(self) -> None:
-        """Stop drawing."""
-        self.live.stop()
-
-    def picture(self) -> Table:
+    def picture(self) -> RenderableType:
         """The bar as it is now."""
-        if self.made is not None:
-            return self.made.bar
+        if self.loading is not None:
+            return super().picture()
         found = Counter("done before" if row.state == "kept" else row.state for row in self.rows.values())
         steps = sum(row.steps for row in self.rows.values())
         done = sum(row.steps if row.state in ENDED else row.step for row in self.rows.values())
@@ -397,7 +381,3 @@ class Board:
         taken = sum(row.step - row.first for row in rows if row.first is not None)
         left = sum(row.steps - row.step for row in rows if row.state not in ENDED)
         return (self.clock() - self.started) / taken * left if taken else None
-
-    def time_text(self) -> str:
-        """The time that has passed and the time left, as text."""
-        return time_text(self.clock() - self.started, self.seconds_left())

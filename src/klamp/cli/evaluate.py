@@ -73,8 +73,8 @@ def read_request(argv: Sequence[str]) -> tuple[EvaluateOptions, dict[str, Any]]:
         ConfigError: a value that cannot be read, or no checkpoint.
     """
     taken = {name: train_fields()[name] for name in EVALUATED}
-    own, changes = apart(read_argv(fields_of(EvaluateOptions) | taken, argv, command="klamp evaluate"), EvaluateOptions)
-    options = EvaluateOptions(**own)
+    given = read_argv(fields_of(EvaluateOptions) | taken, argv, command="klamp evaluate")
+    options, changes = apart(given, EvaluateOptions)
     if not options.checkpoint:
         raise ConfigError(
             "--checkpoint is missing",

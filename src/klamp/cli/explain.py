@@ -43,8 +43,7 @@ def explain(argv: Sequence[str]) -> list[Explanation]:
         ConfigError: a value that cannot be read, or a combination that cannot work.
     """
     given = read_argv(train_fields() | fields_of(ExplainOptions), argv, command="klamp explain")
-    own, flags = apart(given, ExplainOptions)
-    options = ExplainOptions(**own)
+    options, flags = apart(given, ExplainOptions)
     if not options.names:
         return [_explain_flags(options, "these flags", flags)]
     return [_explain_name(options, name, flags) for name in options.names]

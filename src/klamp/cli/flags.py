@@ -23,7 +23,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 from klamp._field_texts import field_texts
 from klamp.cli.options import TrainOptions
-from klamp.cli.other_names import OTHER_NAMES
+from klamp.cli.other_names import DIFFERENCES, OTHER_NAMES
 from klamp.errors import ConfigError, UnknownNameError, unknown_name
 
 TRUE_WORDS, FALSE_WORDS = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
@@ -56,8 +56,6 @@ class Field:
     """Its name in the help, for a field that is a plain word after the command and no flag."""
     least: float | None = None
     """The smallest number allowed; for a field of several values, the fewest allowed."""
-    bare: str | None = None
-    """The text that stands for a flag without a value."""
     aliases: tuple[str, ...] = ()
     """Other names of the field, which mean the same."""
     suggested: tuple[str, ...] = ()
@@ -289,10 +287,10 @@ def add_field(
     nargs = None if field.count in (1, None) else field.count
     if many or several:
         nargs = "+" if field.least or not (many or field.is_switch) else "*"
-    elif field.is_switch or field.bare is not None:
+    elif field.is_switch:
         nargs = "?"
     shown = {"metavar": field.kind, "nargs": nargs, "default": unset, "action": "extend" if many else "store"}
-    add(f"--{field.name}", const=field.bare, help=text, **shown)
+    add(f"--{field.name}", help=text, **shown)
     for alias in field.aliases:
         add(f"--{alias}", help=unset, **shown)
     if field.is_switch:
@@ -327,10 +325,11 @@ def unknown_key(kind: str, name: str, known: Collection[str], *, why: str, comma
         command: whose help lists them.
     """
     dashes = name[: len(name) - len(name.lstrip("-"))]
-    field, difference = OTHER_NAMES.get(field_name(name), ("", ""))
+    other = field_name(name)
+    field = OTHER_NAMES.get(other, "")
     nearest = get_close_matches(name, sorted(known), n=1, cutoff=0.6)
     if f"{dashes}{field}" in known:
-        nearest, why = [f"{dashes}{field}"], difference
+        nearest, why = [f"{dashes}{field}"], DIFFERENCES.get(other, f"{field}: {train_fields()[field].text}")
     fix = f"did you mean {nearest[0]}?" if nearest else f"see `{command} --help` for every name"
     return UnknownNameError(f"unknown {kind}", got=name, why=why, fix=fix)
 

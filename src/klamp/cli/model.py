@@ -27,4 +27,4 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _said(what: str, done: int, total: int, loss: float | None) -> None:
-    print(Loading(what, done, total, loss).line, file=sys.stderr, flush=True)
+    print(f"{what}: {Loading(what, done, total, loss).text}", file=sys.stderr, flush=True)

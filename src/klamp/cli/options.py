@@ -5,7 +5,6 @@ what its type cannot:
 
     word    it is no flag but a word (or words) after the command, called so in the help
     least   the smallest number that it takes; of several values, how many it takes at least
-    bare    its value where the flag stands without one
 """
 
 from __future__ import annotations
@@ -19,9 +18,6 @@ from klamp.diagnostics.history import Verifier
 Question = Literal["direction", "convergence"]
 Named = Literal["smollm2"]
 
-RAY_HERE = "local"
-"""The address of a Ray cluster of this machine only."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
@@ -33,8 +29,6 @@ class RunOptions:
     """KL and loss fields as a published recipe has them; may also stand in the file."""
     dry_run: bool = False
     """Print what would run, and start nothing."""
-    debug: bool = False
-    """Show the traceback of an error (also: KLAMP_DEBUG=1)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +55,8 @@ class AblateOptions(RunOptions):
     """Held-out prompts per skill that a run's KL is measured on; None: 256, or as the plan says."""
     workers: int | None = field(default=None, metadata={"least": 1})
     """Processes at a time; None: one per core, or per GPU."""
-    ray: str | None = field(default=None, metadata={"bare": RAY_HERE})
-    """Run on a Ray cluster: its address; without a value: one of this machine only."""
+    ray: str | None = None
+    """Run on the Ray cluster at this address; local: one of this machine only, started for it."""
     cpus_per_run: float = 1.0
     """With --ray: CPUs of a run, and its threads."""
     gpus_per_run: float = 0.0
