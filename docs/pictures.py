@@ -21,8 +21,7 @@ from typing import Literal
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
-from klamp.ablation.execute import read_plan
-from klamp.ablation.plan import folder_name
+from klamp.ablation.plan import folder_name, read_plan
 from klamp.cli import main as klamp
 
 DOCS = Path(__file__).resolve().parent

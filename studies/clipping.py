@@ -13,8 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from klamp.ablation.execute import read_plan
-from klamp.ablation.plan import Arm, Plan, runs
+from klamp.ablation.plan import Arm, Plan, read_plan, runs
 from klamp.cli.text import FAILED
 from studies.command import ablate
 from studies.fillers import REWARD, model_folder, teach

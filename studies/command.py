@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from klamp.ablation.execute import PLAN, find_folder, open_folder
-from klamp.ablation.plan import Plan
+from klamp.ablation.execute import find_folder, open_folder
+from klamp.ablation.plan import PLAN, Plan
 from klamp.cli import main as klamp
 from klamp.cli.text import exit_code, show_error
 from klamp.config import KLWarning

@@ -138,6 +138,11 @@ class TrainingStopped(KlampError, RuntimeError):
         super().__init__(what, **parts)
         self.resumable = resumable
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C ended it rather than something that went wrong."""
+        return isinstance(self.__cause__ or self.__context__, KeyboardInterrupt)
+
 
 class TrainerFailed(KlampError, RuntimeError):
     """A process of a run, or a program that klamp started to train, ended before its last step or stopped answering."""

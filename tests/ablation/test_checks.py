@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 import yaml
 
-from klamp.ablation import execute as prepare
 from klamp.ablation.execute import (
-    PLAN,
     check_folder,
     find_folder,
     load_shared,
     open_folder,
-    read_plan,
 )
 from klamp.ablation.outcome import Outcome, is_done, write_outcome
-from klamp.ablation.plan import Arm, Plan, grid, run_folder, runs
+from klamp.ablation.plan import PLAN, Arm, Plan, grid, read_plan, run_folder, runs
 from klamp.errors import ConfigError, DataError, RewardError, RunFolderError, UnknownNameError
 
 PLAN_A = Plan(name="a", base={"max_steps": 5, "report_to": ()}, arms=grid({"beta": [0.0, 0.1]}), seeds=(0, 1))
@@ -141,4 +137,3 @@ def test_the_base_model_is_made_once_and_shown(monkeypatch) -> None:
     arms = grid({"train_size": [2, 4], "beta": [0.0, 0.1]})
     load_shared(runs(Plan(base={"eval_size": 2}, arms=arms, seeds=(0, 1))), lambda *at: told.append(at))
     assert made == ["builtin"] * 2 and told == [(1, 2, 3.0)] * 2
-    assert prepare.RUNS == "runs" and Path(prepare.PLAN).suffix == ".yaml"

@@ -15,17 +15,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from tests.ablation import rewards
 from tests.training.conftest import TINY, stored, tiny_llama
 from tests.waiting import wait_for
 
-from klamp.ablation import executor
 from klamp.ablation.cluster import RESULTS, RayExecutor, connected, load_ray, work
 from klamp.ablation.execute import execute
 from klamp.ablation.executor import Update
 from klamp.ablation.one_run import perform
 from klamp.ablation.outcome import Outcome, read_outcome
-from klamp.ablation.plan import Arm, Plan, Run, run_folder, runs
+from klamp.ablation.plan import PLAN, Arm, Plan, Run, plain_plan, run_folder, runs
 from klamp.errors import ConfigError, TrainingStopped, UnsupportedVersion
 
 pytestmark = pytest.mark.slow
@@ -64,10 +64,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def run_of(base: dict[str, Any]) -> Callable[..., Run]:
-    """A tiny run with one of the rewards."""
+    """A tiny run with one of the rewards; where a folder is given, the plan of this run stands there."""
 
-    def make(name: str, judge: str = "digits", seed: int = 0) -> Run:
-        (run,) = runs(Plan(base={**base, "reward": f"{REWARDS}:{judge}"}, arms=(Arm(name=name),), seeds=(seed,)))
+    def make(name: str, judge: str = "digits", seed: int = 0, folder: Path | None = None) -> Run:
+        plan = Plan(base={**base, "reward": f"{REWARDS}:{judge}"}, arms=(Arm(name=name),), seeds=(seed,))
+        if folder is not None:
+            (folder / PLAN).write_text(yaml.safe_dump(plain_plan(plan)))
+        (run,) = runs(plan)
         return run
 
     return make
@@ -83,9 +86,8 @@ def numbers_of(outcome: Outcome | None) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_results_of_another_disk_come_home_and_a_broken_run_is_named(
-    folder: Path, run_of: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, run_of: Callable[..., Run], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(executor, "write_run", lambda own, run: own.mkdir(parents=True))  # workers do not find the run
     fine, broken, told = run_of("fine", seed=1), run_of("broken", "breaks"), list[Update]()
     RayExecutor(address="auto").run([fine, broken], folder, told.append)
     own = run_folder(folder, fine)
@@ -111,7 +113,7 @@ def test_results_of_another_disk_come_home_and_a_broken_run_is_named(
 def test_a_run_whose_worker_is_killed_goes_on_from_its_checkpoint(
     folder: Path, run_of: Callable[..., Run], tmp_path: Path
 ) -> None:
-    killed, told = run_of("killed", "kills_once", 1), list[Update]()
+    killed, told = run_of("killed", "kills_once", 1, folder), list[Update]()
     RayExecutor().run([killed], folder, told.append)
     assert int((folder / "killed").read_text()) != os.getpid()
     perform(killed, tmp_path, lambda update: None)
@@ -126,7 +128,7 @@ def test_a_run_whose_worker_is_killed_goes_on_from_its_checkpoint(
 def test_ctrl_c_lets_the_step_end_and_the_run_goes_on_from_there(
     folder: Path, run_of: Callable[..., Run], tmp_path: Path
 ) -> None:
-    run = run_of("stopped", "waits", 2)
+    run = run_of("stopped", "waits", 2, folder)
     before = signal.getsignal(signal.SIGINT)
 
     def tell(update: Update) -> None:

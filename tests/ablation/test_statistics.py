@@ -13,7 +13,6 @@ import pytest
 from scipy import stats
 
 from klamp.ablation.statistics import Interval, bootstrap_interval, compare, holm
-from klamp.errors import ConfigError, NonFiniteError
 
 
 def enumerated(values: Sequence[float]) -> list[float]:
@@ -48,14 +47,12 @@ def test_few_seeds_are_as_rough_as_the_docstring_says(seeds: int, share: float) 
     assert held / tries == pytest.approx(share, abs=4 * math.sqrt(share * (1 - share) / tries))
 
 
-def test_one_value_has_no_interval_equal_ones_no_width_and_what_has_no_mean_is_refused() -> None:
+def test_one_value_has_no_interval_and_equal_ones_no_width() -> None:
     assert bootstrap_interval([]) is None
     assert bootstrap_interval([0.3]) is None
     assert bootstrap_interval([0.3, 0.3, 0.3]) == Interval(0.3, 0.3)
     values = [0.1, 0.4, 0.35, 0.8, 0.77]
     assert bootstrap_interval(values) == bootstrap_interval(values), "the resamples are the same each time"
-    with pytest.raises(NonFiniteError):
-        bootstrap_interval([0.1, math.nan])
 
 
 A, B = {0: 0.80, 1: 0.84, 2: 0.86, 3: 0.81}, {0: 0.83, 1: 0.85, 2: 0.90, 3: 0.88}
@@ -67,13 +64,13 @@ def test_one_arm_against_the_control_is_the_paired_t_test() -> None:
     assert found.p == pytest.approx(theirs.pvalue)
     assert found.interval == pytest.approx(tuple(theirs.confidence_interval(0.95)))
     assert found.mean == pytest.approx(np.mean(list(B.values())) - np.mean(list(A.values())))
-    assert found.is_shown == (theirs.pvalue < 0.05)
 
 
 def test_pairing_takes_out_what_the_seeds_share() -> None:
     noise = [0.0, 0.3, -0.2, 0.5]
     arms = {"a": dict(enumerate(noise)), "b": {i: x + 0.1 + 0.001 * i for i, x in enumerate(noise)}}
-    assert compare(arms, control="a")["b"].is_shown
+    found = compare(arms, control="a")["b"].p
+    assert found is not None and found < 0.05
     assert not stats.ttest_ind(list(arms["a"].values()), list(arms["b"].values())).pvalue < 0.05
 
 
@@ -111,7 +108,6 @@ def test_without_a_spread_there_is_no_test(differences: tuple[float, ...]) -> No
     arms = {"a": dict.fromkeys(range(len(differences)), 0.0), "b": dict(enumerate(differences))}
     found = compare(arms, control="a")["b"]
     assert (found.p, found.interval) == (None, None)
-    assert not found.is_shown
 
 
 def test_two_seeds_show_only_what_is_nearly_the_same_in_both() -> None:
@@ -120,9 +116,5 @@ def test_two_seeds_show_only_what_is_nearly_the_same_in_both() -> None:
         assert (p is None) == (one == other) and (p is None or p > 0.05)
 
 
-def test_an_arm_with_one_common_seed_is_left_out_and_wrong_input_is_refused() -> None:
+def test_an_arm_with_one_common_seed_is_left_out() -> None:
     assert compare({"a": A, "b": {0: 1.0, 9: 2.0}}, control="a") == {}
-    with pytest.raises(ConfigError, match="no such control"):
-        compare({"a": A}, control="b")
-    with pytest.raises(NonFiniteError):
-        compare({"a": A, "b": {0: math.nan, 1: 1.0}}, control="a")

@@ -14,10 +14,11 @@ from tests.waiting import SECONDS
 
 from klamp.ablation import one_run as performing
 from klamp.ablation import worker
-from klamp.ablation.executor import Update, read_run, write_run
+from klamp.ablation.execute import open_folder
+from klamp.ablation.executor import Update
 from klamp.ablation.outcome import Outcome
-from klamp.ablation.plan import run_folder, runs
-from klamp.ablation.worker import DONE, FAILED, INTERRUPTED, alone, main, teller, working_folder
+from klamp.ablation.plan import run_folder, runs, sees
+from klamp.ablation.worker import DONE, FAILED, INTERRUPTED, alone, main, teller
 from klamp.errors import TrainingStopped
 
 UPDATE = Update(run="a", state="running", step=1, metrics={"reward": 0.5})
@@ -29,10 +30,11 @@ def run(plan_with):
 
 
 @pytest.fixture
-def own(run, tmp_path):
+def own(plan_with, run, tmp_path):
     """The folder of the run, ready for a worker."""
+    open_folder(plan_with(), tmp_path)
     folder = run_folder(tmp_path, run)
-    write_run(folder, run)
+    folder.mkdir()
     return folder
 
 
@@ -41,11 +43,6 @@ def handlers_and_logging(monkeypatch) -> None:
     """A worker sets both for its whole process."""
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setattr("logging.basicConfig", lambda **_: None)
-
-
-def test_a_run_survives_its_file(run, own) -> None:
-    assert read_run(own) == run
-    assert [file.name for file in own.iterdir()] == ["run.json"]
 
 
 @pytest.mark.parametrize(
@@ -121,9 +118,9 @@ def test_where_no_file_can_be_locked_nothing_is_waited_for(own, monkeypatch) -> 
         pass
 
 
-def test_a_worker_that_does_not_see_the_run_has_a_folder_of_its_own(run, own, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert working_folder(run, tmp_path) == tmp_path
-    for other, there in ((run, tmp_path / "elsewhere"), (replace(run, seed=9), tmp_path)):
-        found = working_folder(other, there)
-        assert found.parent == tmp_path and found.stat().st_mode & 0o077 == 0, "nobody else reads it"
+@pytest.mark.usefixtures("own")
+def test_a_worker_sees_its_run_or_not(run, tmp_path) -> None:
+    assert sees(tmp_path, run)
+    assert not sees(tmp_path / "elsewhere", run) and not sees(tmp_path, replace(run, seed=9))
+    (tmp_path / "plan.yaml").write_text("arms: [")
+    assert not sees(tmp_path, run)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from klamp.ablation.execute import read_plan
+from klamp.ablation.plan import read_plan
 from klamp.cli.text import FAILED
 from studies import clipping, command
 from studies.clipping import clipping_plan

@@ -109,7 +109,7 @@ def test_an_empty_or_missing_folder_is_fine(tmp_path):
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_what_a_run_leaves_that_was_killed_while_it_was_loading_is_in_nobodys_way(tmp_path, resume):
-    for name in (".lock", ".config.yaml.part", "run.json"):
+    for name in (".lock", ".config.yaml.part", "log.txt"):
         (tmp_path / name).touch()
     (tmp_path / "checkpoints").mkdir()
     check_folder(tmp_path, resume=resume)

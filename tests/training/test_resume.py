@@ -426,7 +426,7 @@ def test_a_folder_that_is_deleted_under_the_run_ends_it(parts_of, tmp_path):
 
 def test_trackers_that_cannot_write_are_refused(parts_of, tmp_path):
     (tmp_path / "parts").mkdir()
-    (tmp_path / "parts" / "run.json").touch()
+    (tmp_path / "parts" / "log.txt").touch()
 
     class InTheWay(Observer):
         def on_start(self, info):

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from klamp._version import __version__
-from klamp.ablation.executor import LOG, Tell, Update, carry_out, write_run
+from klamp.ablation.executor import LOG, Tell, Update, carry_out
 from klamp.ablation.one_run import perform
 from klamp.ablation.outcome import KEPT, OUTCOME
-from klamp.ablation.plan import Run, run_folder
-from klamp.ablation.worker import alone, working_folder
+from klamp.ablation.plan import Run, run_folder, sees
+from klamp.ablation.worker import alone
 from klamp.config.rules import check_cluster
 from klamp.errors import ConfigError, TrainingStopped, UnsupportedVersion, missing_library
 from klamp.training.folders import RUNS
@@ -53,9 +54,9 @@ def work(run: Run, folder: Path, reports: Any, version: str) -> dict[str, bytes]
         fix = f"install klamp=={version} on every node"
         raise UnsupportedVersion("the worker has another version of klamp", got=got, fix=fix)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what Ray raises in a task that is cancelled
-    here = working_folder(run, folder)
+    here = folder if sees(folder, run) else Path(tempfile.mkdtemp(prefix="klamp-"))
     own = run_folder(here, run)
-    write_run(own, run)
+    own.mkdir(parents=True, exist_ok=True)
     logging.basicConfig(filename=own / LOG, level=logging.WARNING, force=True)  # the process is this run's alone
     reports.put_nowait(Update(run=run.name, state="running"))
     with alone(own):

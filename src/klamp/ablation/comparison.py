@@ -6,32 +6,20 @@ that reports are made from it as usual. The runs themselves are read, and nothin
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from klamp.ablation.execute import Result, folder_with, holds, write_results
+from klamp.ablation.execute import Result, check_free, write_results
 from klamp.ablation.one_run import finished, outcome_of
-from klamp.ablation.outcome import KEPT, read_outcome, write_outcome
+from klamp.ablation.outcome import KEPT, write_outcome
 from klamp.ablation.plan import KL_PROMPTS, Arm, Run, check_measured, folder_name, run_folder, shown
-from klamp.errors import DataError, RunFolderError
-from klamp.tasks.files import json_of
+from klamp.errors import DataError
 from klamp.training.config import TrainConfig
-from klamp.training.folders import (
-    CONFIG,
-    RUNS,
-    SUMMARY,
-    held,
-    newest_policy,
-    write_whole,
-)
+from klamp.training.folders import CONFIG, RUNS, SUMMARY, free_folder, held
 
-COMPARED = "compared.json"
-"""The file in the folder of a comparison that says which checkpoints were compared."""
 NO_VARIANT = (
     *("seed", "output_dir", "resume", "report_to", "eval_every", "save_every", "keep_checkpoints"),
     *("log_completions", "log_completions_every", "log_answers", "exact_kl_completions", "cpu", "stop_on"),
@@ -81,49 +69,30 @@ def as_runs(given: Sequence[tuple[Path, TrainConfig]], *, kl_prompts: int = KL_P
 
 
 def compare(compared: Sequence[Compared], folder: Path, told: Callable[[Run], None] = lambda run: None) -> Result:
-    """Measure every run that is not measured yet, then write the table and the pictures.
+    """Measure every run, then write the table and the pictures.
 
     Args:
         compared: see `as_runs`.
-        folder: where; one that holds this comparison is continued.
+        folder: where; it is free.
         told: told of each run before it is measured.
 
     Raises:
-        RunFolderError: the folder holds something else, or another process works in it.
+        RunFolderError: the folder holds something.
         KlampError: a model or a task that cannot be loaded.
     """
-    check_folder(compared, folder)
+    check_free(folder)
     (folder / RUNS).mkdir(parents=True, exist_ok=True)
     with held(folder, by="klamp ablate"):
-        write_whole(folder / COMPARED, json.dumps(_content(compared), indent=2))
         for each in compared:
-            own = run_folder(folder, each.run)
-            if read_outcome(own) is None:
-                told(each.run)
-                _measure(each, own)
+            told(each.run)
+            _measure(each, run_folder(folder, each.run))
         return write_results([each.run for each in compared], folder)
 
 
 def find_folder(compared: Sequence[Compared], root: Path = Path("runs")) -> Path:
-    """The folder below `root` that holds this comparison, else the next free one."""
+    """The next free folder below `root` for this comparison."""
     swept = dict.fromkeys(name for each in compared for name in each.run.arm.values)
-    stem = f"comparison-{folder_name('-'.join(swept) or 'seeds')}"
-    return folder_with(stem, root, lambda folder: _held(folder) == _content(compared))
-
-
-def check_folder(compared: Sequence[Compared], folder: Path) -> None:
-    """Refuse a folder that holds anything but this comparison; nothing is written.
-
-    Raises:
-        RunFolderError: it does, or it is a file.
-    """
-    if holds(folder, COMPARED) and _held(folder) != _content(compared):
-        raise RunFolderError(
-            "the output folder holds the comparison of other runs",
-            got=str(folder),
-            why="a comparison never writes over what is there",
-            fix="choose another --output_dir, or leave it out",
-        )
+    return free_folder(root, f"comparison-{folder_name('-'.join(swept) or 'seeds')}")
 
 
 def _measure(each: Compared, own: Path) -> None:
@@ -135,22 +104,6 @@ def _measure(each: Compared, own: Path) -> None:
         if (each.folder / name).is_file():
             shutil.copyfile(each.folder / name, own / name)
     write_outcome(own, outcome)
-
-
-def _content(compared: Sequence[Compared]) -> dict[str, Any]:
-    """What tells a comparison from another one: the checkpoints, and on how many prompts they are measured."""
-    return {
-        "kl_prompts": sorted({each.run.kl_prompts for each in compared}),
-        "runs": {each.run.name: str((newest_policy(each.folder) or each.folder).resolve()) for each in compared},
-    }
-
-
-def _held(folder: Path) -> object:
-    """What the folder of a comparison says of it; None where it says nothing."""
-    try:
-        return json_of((folder / COMPARED).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
 
 
 def _check_task(first: tuple[Path, TrainConfig], other: tuple[Path, TrainConfig]) -> None:

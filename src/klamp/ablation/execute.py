@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +14,12 @@ import yaml
 from klamp.ablation.executor import Executor, Tell, Update
 from klamp.ablation.outcome import Outcome, is_done, read_outcome
 from klamp.ablation.pictures import write_pictures
-from klamp.ablation.plan import Plan, Run, folder_name, named, plain_plan, plan_of, run_folder, runs
+from klamp.ablation.plan import PLAN, Plan, Run, folder_name, named, plain_plan, read_plan, run_folder, runs
 from klamp.ablation.table import Table, csv_text, markdown, plain, summarise
 from klamp.errors import KlampError, RunFolderError
 from klamp.tasks.cache import Progress
-from klamp.tasks.files import yaml_of
 from klamp.training.folders import LOCK, RUNS, free_folder, held, write_whole
 
-PLAN = "plan.yaml"
 HEADER = (
     "# The plan of this ablation; `klamp ablate --plan` reads it. The same command again continues what is not done.\n"
 )
@@ -33,36 +31,11 @@ def find_folder(plan: Plan, root: Path = Path("runs")) -> Path:
     So the same command, given again without a folder, goes on where it stopped.
     """
     stem = f"ablation-{folder_name(plan.name)}"
-    return folder_with(stem, root, lambda folder: (folder / PLAN).exists() and not difference(read_plan(folder), plan))
-
-
-def folder_with(stem: str, root: Path, is_it: Callable[[Path], bool]) -> Path:
-    """The first of root/stem-001, root/stem-002, ... that is it; else the next free one."""
     for folder in sorted(root.glob(f"{stem}-[0-9][0-9][0-9]")):
         with suppress(RunFolderError):  # a damaged plan is not this one
-            if is_it(folder):
+            if (folder / PLAN).exists() and not difference(read_plan(folder), plan):
                 return folder
     return free_folder(root, stem)
-
-
-def read_plan(folder: Path) -> Plan:
-    """The plan that a folder was made with.
-
-    Raises:
-        RunFolderError: its file is damaged, or this version of klamp refuses what it says.
-    """
-    file = folder / PLAN
-    try:
-        plan = plan_of(yaml_of(file.read_text(encoding="utf-8")))
-        runs(plan)
-        return plan
-    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
-        raise RunFolderError(
-            "the plan in the ablation's folder cannot be read",
-            got=str(file),
-            why=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
-            fix="choose another --output_dir",
-        ) from error
 
 
 def check_folder(plan: Plan, folder: Path) -> None:
@@ -71,7 +44,9 @@ def check_folder(plan: Plan, folder: Path) -> None:
     Raises:
         RunFolderError: another ablation, or other files.
     """
-    if holds(folder, PLAN) and (found := difference(read_plan(folder), plan)):
+    if not (folder / PLAN).exists():
+        check_free(folder)
+    elif found := difference(read_plan(folder), plan):
         raise RunFolderError(
             "the output folder holds another ablation",
             got=f"{folder / PLAN}: {found}",
@@ -80,16 +55,14 @@ def check_folder(plan: Plan, folder: Path) -> None:
         )
 
 
-def holds(folder: Path, mark: str) -> bool:
-    """Whether a folder holds an ablation, or a comparison, by the file that says which; False: it is free.
+def check_free(folder: Path) -> None:
+    """Refuse a folder that is a file, or holds files.
 
     Raises:
-        RunFolderError: it is a file, or holds other files.
+        RunFolderError: it is, or does.
     """
     if folder.exists() and not folder.is_dir():
         raise RunFolderError("the output folder is a file", got=str(folder), fix="choose another --output_dir")
-    if (folder / mark).exists():
-        return True
     if folder.is_dir() and any(each.name != LOCK for each in folder.iterdir()):
         raise RunFolderError(
             "the output folder holds other files",
@@ -97,7 +70,6 @@ def holds(folder: Path, mark: str) -> bool:
             why="an ablation never writes over what is there",
             fix="choose another --output_dir, or leave it out",
         )
-    return False
 
 
 def difference(held: Plan, asked: Plan) -> str:
@@ -153,9 +125,6 @@ def load_shared(waiting: Sequence[Run], progress: Progress | None = None) -> Non
             load_task(task, load_tokenizer(model.tokenizer or model.model))
         except KlampError as error:
             raise named(error, f"the arm {run.arm.name!r}") from error
-
-
-TABLE_MARKDOWN, TABLE_JSON, TABLE_CSV = "table.md", "table.json", "table.csv"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,9 +197,9 @@ def write_results(every: Sequence[Run], folder: Path) -> Result:
     outcomes = tuple(outcome for outcome in found if outcome is not None)
     table = summarise(outcomes)
     texts = {
-        TABLE_MARKDOWN: markdown(table),
-        TABLE_JSON: json.dumps(plain(table), indent=2),
-        TABLE_CSV: csv_text(table),
+        "table.md": markdown(table),
+        "table.json": json.dumps(plain(table), indent=2),
+        "table.csv": csv_text(table),
     }
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
 from collections import deque
@@ -14,12 +13,9 @@ from types import FrameType
 from typing import Literal, Protocol, TypeAlias
 
 from klamp.ablation.outcome import OUTCOME, failed, is_done, read_outcome, write_outcome
-from klamp.ablation.plan import Run, plain_run, run_folder, run_of
+from klamp.ablation.plan import Run, run_folder
 from klamp.errors import TrainingStopped
-from klamp.training.folders import write_whole
 
-RUN = "run.json"
-"""The file in a run's folder that tells a worker which run to do."""
 LOG = "log.txt"
 """The file in a run's folder that holds what its process prints."""
 
@@ -58,7 +54,7 @@ class Executor(Protocol):
 
         Args:
             runs: what to run; a folder with a checkpoint is continued, one without starts anew.
-            folder: of the ablation.
+            folder: of the ablation; it holds the plan, which has these runs.
             tell: called from the calling thread with what becomes of each run.
 
         Raises:
@@ -97,7 +93,7 @@ class Workers(Protocol):
     """The processes of the runs under way, wherever they are."""
 
     def start(self, run: Run, own: Path) -> None:
-        """Start a run, whose folder is there and holds its run.json."""
+        """Start a run, whose folder is there."""
         ...
 
     def look(self) -> tuple[Sequence[Update], Mapping[str, str]]:
@@ -134,7 +130,7 @@ def carry_out(runs: Sequence[Run], folder: Path, tell: Tell, workers: Workers, *
                 while waiting and len(under_way) < at_once and not interrupts:
                     run = waiting.popleft()
                     own = run_folder(folder, run)
-                    write_run(own, run)
+                    own.mkdir(parents=True, exist_ok=True)
                     (own / OUTCOME).unlink(missing_ok=True)
                     workers.start(run, own)
                     under_way[run.name] = run
@@ -152,7 +148,13 @@ def carry_out(runs: Sequence[Run], folder: Path, tell: Tell, workers: Workers, *
     finally:
         workers.end()
     if interrupts:
-        raise stopped(runs, folder) from KeyboardInterrupt()
+        left = sum(not is_done(folder, run) for run in runs)
+        raise TrainingStopped(
+            f"the ablation was stopped with {left} of {len(runs)} runs not done",
+            got="an interrupt",
+            why="the runs under way were saved after their last step, where they ran",
+            fix="the same command again goes on where they stopped",
+        ) from KeyboardInterrupt()
 
 
 def _ended(run: Run, folder: Path, tell: Tell, how: str) -> None:
@@ -165,39 +167,3 @@ def _ended(run: Run, folder: Path, tell: Tell, how: str) -> None:
     if outcome is not None:
         step, text = steps if outcome.state == "done" else 0, outcome.error.partition("\n")[0]
         tell(Update(run=run.name, state=outcome.state, step=step, steps=steps, metrics=outcome.numbers, text=text))
-
-
-def write_run(folder: Path, run: Run) -> None:
-    """Write the file that tells a worker which run to do.
-
-    Args:
-        folder: of the run; made where it is missing.
-        run: the run.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / RUN, json.dumps(plain_run(run), indent=2))
-
-
-def read_run(folder: Path) -> Run:
-    """Read the run that `write_run` wrote.
-
-    Args:
-        folder: of the run.
-    """
-    return run_of(json.loads((folder / RUN).read_text(encoding="utf-8")))
-
-
-def stopped(runs: Sequence[Run], folder: Path) -> TrainingStopped:
-    """The error of an ablation that was interrupted, which says how to go on.
-
-    Args:
-        runs: of the ablation.
-        folder: of the ablation.
-    """
-    done = sum(is_done(folder, run) for run in runs)
-    return TrainingStopped(
-        f"the ablation was stopped with {len(runs) - done} of {len(runs)} runs not done",
-        got="an interrupt",
-        why="the runs under way were saved after their last step, where they ran",
-        fix="the same command again goes on where they stopped",
-    )

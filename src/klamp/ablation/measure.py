@@ -60,7 +60,7 @@ class Sums:
 def measure(
     config: TrainConfig, folder: Path, told: Callable[[], None] = lambda: None, *, prompts: int | None = None
 ) -> dict[str, float]:
-    """All numbers of a trained run, named as in `klamp.ablation.outcome.NUMBERS`.
+    """All numbers of a trained run, named as in the columns of the table.
 
     Args:
         config: the run.

@@ -48,20 +48,13 @@ def perform(run: Run, folder: Path, report: Tell) -> Outcome:
     try:
         outcome = _trained_and_measured(run, own, told)
     except Exception as error:
-        if was_interrupted(error):
+        if isinstance(error, TrainingStopped) and error.interrupted:
             raise
         log.exception("the run failed")
         outcome = failed(run, reason(error))
     write_outcome(own, outcome)
     told.tell(outcome.state, metrics=outcome.numbers, text=outcome.error.partition("\n")[0])
     return outcome
-
-
-def was_interrupted(error: BaseException) -> bool:
-    """Whether an error means that the run was stopped from outside, with its state saved."""
-    if isinstance(error, TrainingStopped):
-        return isinstance(error.__cause__ or error.__context__, KeyboardInterrupt)
-    return isinstance(error, KeyboardInterrupt)
 
 
 def reason(error: BaseException) -> str:

@@ -61,25 +61,8 @@ class Outcome:
     after: Mapping[str, float] = field(default_factory=dict)
     """Skill -> greedy score on held-out prompts after training."""
     numbers: Mapping[str, float] = field(default_factory=dict)
-    """Name -> value, for those of `NUMBERS` that the run has."""
-
-
-NUMBERS: Mapping[str, str] = {
-    "reward": "mean reward of completions sampled from the policy, RL skill",
-    "kl/reverse": "exact KL(policy||start) on completions of the policy, RL skill, nats per token",
-    "kl/reverse_sequence": "the same, nats per completion",
-    "kl/forward": "exact KL(start||policy) on completions of the starting model, RL skill, nats per token",
-    "kl/forward_sequence": "the same, nats per completion",
-    "kl_retained/reverse": "as kl/reverse, over the prompts of all other skills",
-    "kl_retained/reverse_sequence": "the same, nats per completion",
-    "kl_retained/forward": "as kl/forward, over the prompts of all other skills",
-    "kl_retained/forward_sequence": "the same, nats per completion",
-    "length": "mean tokens of the policy's completions, RL skill, end token included",
-    "entropy": "mean entropy of the policy on its own completions, RL skill, nats per token",
-    "price": "reward that beta takes for one nat of a whole completion, last step (beta/price)",
-    "seconds": "wall time of the training steps, without evaluation, saving and measuring",
-}
-"""Name of a number -> what it says; a run without other skills has no kl_retained."""
+    """Name -> value: what `klamp.ablation.measure` found, the `price` of KL in the last step, and the `seconds` of the
+    training steps, without evaluation, saving and measuring."""
 
 
 def write_outcome(folder: Path, outcome: Outcome) -> None:

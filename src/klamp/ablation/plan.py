@@ -7,18 +7,23 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from klamp.config.kl import resolve_aliases
-from klamp.errors import ConfigError, KlampError, without_credentials
+from klamp.errors import ConfigError, KlampError, RunFolderError, without_credentials
+from klamp.tasks.files import yaml_of
 from klamp.training.backends import check_backend
 from klamp.training.config import Backend, TrainConfig, field_owners
 from klamp.training.folders import RUNS
 
 KL_PROMPTS = 256
 """Held-out prompts of each skill that a trained policy's KL is measured on, where there are as many."""
+
+PLAN = "plan.yaml"
+"""The file of the plan in an ablation's folder; a worker reads there what its run is."""
 
 LONGEST_NAME = 100
 """Characters of an arm that a folder's name keeps."""
@@ -180,7 +185,7 @@ def shown(value: Any) -> str:
 
 
 def plain_plan(plan: Plan) -> dict[str, Any]:
-    """The plan as plain data for YAML and JSON, without credentials of URLs; `plan_of` reads it back."""
+    """The plan as plain data for YAML and JSON, without credentials of URLs; `read_plan` reads it back."""
     return {
         "name": plan.name,
         "base": _plain(plan.base),
@@ -190,35 +195,43 @@ def plain_plan(plan: Plan) -> dict[str, Any]:
     }
 
 
-def plan_of(content: Mapping[str, Any]) -> Plan:
-    """The plan that `plain_plan` made plain data of.
+def read_plan(folder: Path) -> Plan:
+    """The plan that a folder was made with.
 
     Raises:
-        KeyError, TypeError, AttributeError: it is none.
+        RunFolderError: its file is damaged, or this version of klamp refuses what it says.
     """
-    return Plan(
-        name=str(content["name"]),
-        base=_tuples(content["base"]),
-        arms=tuple(Arm(name=str(name), values=_tuples(values)) for name, values in content["arms"].items()),
-        seeds=tuple(content["seeds"]),
-        kl_prompts=content.get("kl_prompts", KL_PROMPTS),
-    )
+    file = folder / PLAN
+    try:
+        content = yaml_of(file.read_text(encoding="utf-8"))
+        plan = Plan(
+            name=str(content["name"]),
+            base=_tuples(content["base"]),
+            arms=tuple(Arm(name=str(name), values=_tuples(values)) for name, values in content["arms"].items()),
+            seeds=tuple(content["seeds"]),
+            kl_prompts=content.get("kl_prompts", KL_PROMPTS),
+        )
+        runs(plan)
+        return plan
+    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
+        raise RunFolderError(
+            "the plan in the ablation's folder cannot be read",
+            got=str(file),
+            why=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+            fix="choose another --output_dir",
+        ) from error
 
 
-def plain_run(run: Run) -> dict[str, Any]:
-    """The run as plain data, without credentials of URLs: that of a plan with its arm and its seed alone."""
-    base = {name: value for name, value in run.config.flat().items() if name not in OWNED}
-    return plain_plan(Plan(name=run.name, base=base, arms=(run.arm,), seeds=(run.seed,), kl_prompts=run.kl_prompts))
+def sees(folder: Path, run: Run) -> bool:
+    """Whether the plan in an ablation's folder has this run; False where it cannot be read.
 
-
-def run_of(content: Mapping[str, Any]) -> Run:
-    """The run that `plain_run` made plain data of.
-
-    Raises:
-        KeyError, TypeError, AttributeError: it is none.
-        ConfigError: a configuration that is refused.
+    Args:
+        folder: of the ablation, as it is named on the machine that started it.
+        run: one of its runs.
     """
-    return runs(plan_of(content))[0]
+    with suppress(OSError, RunFolderError):
+        return run in runs(read_plan(folder))
+    return False
 
 
 def _known(values: Mapping[str, Any], where: str) -> dict[str, Any]:

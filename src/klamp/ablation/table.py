@@ -208,44 +208,14 @@ def notes(table: Table) -> tuple[str, ...]:
     if any(table.comparisons.values()):
         found.append(
             f"Differences to {table.control} are those of runs with the same seed: Student's interval, the p of a "
-            "paired t-test with Holm's correction over the arms. Both take differences for normal noise."
+            "paired t-test with Holm's correction over the arms. Both take differences for normal noise. A difference "
+            f"is shown where p is below {1 - CONFIDENCE:.2f}; without a p it is the same in every seed."
         )
-    return (*found, *filter(None, (reading(table, name) for name in JUDGED)))
-
-
-def reading(table: Table, name: str) -> str:
-    """Which arm has the best mean, and which arms differ from the first one; "" where there is only one arm.
-
-    Args:
-        table: the whole table.
-        name: of a column of `JUDGED`.
-    """
-    means = {row.arm: row.cells[name].mean for row in table.rows if name in row.cells}
-    if len(means) < 2:
-        return ""
-    best = max(means.values())
-    first = [arm for arm, mean in means.items() if mean == best]
-    text = f"{BY_NAME[name].title}, best mean: {_listed(first)} ({number(best)})"
-    found = table.comparisons[name]
-    if not found:
-        return f"{text}; no arm has two seeds in common with {table.control}, so no test."
-    shown = [f"{arm} ({_signed(each.mean)}, p {_or_missing(each.p)})" for arm, each in found.items() if each.is_shown]
-    open_ones = [arm for arm, each in found.items() if each.p is not None and not each.is_shown]
-    untested = [arm for arm, each in found.items() if each.p is None]
-    parts = [f"a difference is shown for {_listed(shown)}"] if shown else []
-    if open_ones:
-        parts.append(f"none is shown for {_listed(open_ones)}")
-    if untested:
-        parts.append(f"no test for {_listed(untested)}, the same difference in every seed")
-    return f"{text}. Against {table.control}, seed by seed: {'; '.join(parts)}."
+    return tuple(found)
 
 
 def _signed(value: float) -> str:
     return f"+{number(value)}" if value > 0 else number(value)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def markdown(table: Table) -> str:

@@ -1,8 +1,8 @@
 """The process that does one run of an ablation: `python -m klamp.ablation.worker RUN_FOLDER [FD]`.
 
-It reads run.json in the folder and, from the environment, what is in no file; it writes its updates, a JSON object a
-line, to the file descriptor. Once nobody reads there any more, the run is saved after its step and left: no run
-outlives the command that started it by long.
+It reads its run in the ablation's plan and, from the environment, what is in no file; it writes its updates, a JSON
+object a line, to the file descriptor. Once nobody reads there any more, the run is saved after its step and left: no
+run outlives the command that started it by long.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -22,8 +21,8 @@ from typing import NoReturn
 
 from filelock import lock_descriptor
 
-from klamp.ablation.executor import RUN, Tell, Update, read_run
-from klamp.ablation.plan import Run, run_folder
+from klamp.ablation.executor import LOG, Tell, Update
+from klamp.ablation.plan import read_plan, runs
 
 DONE, FAILED, INTERRUPTED = 0, 1, 130
 """Exit codes; FAILED has an outcome that says why."""
@@ -38,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # while models are loaded, too, and where a shell ignored one
         signal.signal(number, signal.default_int_handler)
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
-    folder = Path(arguments[0])
+    folder, ablation = Path(arguments[0]), Path(arguments[0]).parent.parent
     report = teller(int(arguments[1])) if len(arguments) > 1 else _silent
     try:
         report(Update(run=folder.name, state="running"))
@@ -48,9 +47,10 @@ def main(arguments: Sequence[str]) -> int:
         from klamp.errors import TrainingStopped
 
         disable_progress_bar()
+        (run,) = (each for each in runs(read_plan(ablation)) if each.name == folder.name)
         with alone(folder):
             try:
-                outcome = perform(read_run(folder), folder.parent.parent, report)
+                outcome = perform(run, ablation, report)
             except TrainingStopped as stopped:
                 logging.getLogger(__name__).warning("%s", stopped)
                 return INTERRUPTED
@@ -78,18 +78,10 @@ def alone(folder: Path) -> Iterator[None]:
 
     Where files cannot be locked, nothing is waited for.
     """
-    with (folder / RUN).open("rb") as file:
+    with (folder / LOG).open("ab") as file:
         with suppress(OSError):
             lock_descriptor(file.fileno())
         yield
-
-
-def working_folder(run: Run, folder: Path) -> Path:
-    """The ablation's own folder where the worker sees the run in it; else a new one of the worker's machine."""
-    with suppress(OSError, ValueError, LookupError):
-        if read_run(run_folder(folder, run)) == run:
-            return folder
-    return Path(tempfile.mkdtemp(prefix="klamp-"))
 
 
 def _silent(update: Update) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from klamp.ablation.execute import Result, check_folder, find_folder, is_done
+from klamp.ablation.execute import Result, check_folder, check_free, find_folder, is_done
 from klamp.ablation.executor import Executor
 from klamp.ablation.plan import KL_PROMPTS, Plan, Run, runs, shown
 from klamp.ablation.table import Table, notes, number, sections
@@ -96,15 +96,15 @@ def compare_runs(options: AblateOptions, command: str) -> int:
 
     Raises:
         DataError: folders that hold no finished runs of one task.
-        RunFolderError: the output folder holds something else.
+        RunFolderError: the output folder holds something.
     """
     import matplotlib  # noqa: F401  (where it is missing, that is said now and not after the last measurement)
 
-    from klamp.ablation.comparison import check_folder, compare, find_folder
+    from klamp.ablation.comparison import compare, find_folder
 
     compared = read_runs(options)
     folder = Path(options.output_dir) if options.output_dir else find_folder(compared)
-    check_folder(compared, folder)
+    check_free(folder)
     print(f"{len(compared)} runs are compared in {folder}; nothing is trained")
     result = compare(compared, folder, lambda run: print(f"measuring {run.name}", flush=True))
     show_result(result, command)

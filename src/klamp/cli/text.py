@@ -99,7 +99,7 @@ def exit_code(error: KlampError) -> int:
 
 def was_interrupted(error: BaseException) -> bool:
     """Whether training was stopped by Ctrl-C rather than by something that went wrong."""
-    return isinstance(error, TrainingStopped) and isinstance(error.__cause__ or error.__context__, KeyboardInterrupt)
+    return isinstance(error, TrainingStopped) and error.interrupted
 
 
 def of_the_system(error: OSError) -> DataError:

@@ -39,7 +39,7 @@ NAMED = re.compile(r"(step-|checkpoint-|global_step_)\d+", re.ASCII)
 """The name of a checkpoint; a copy or a backup that somebody made beside it has another one."""
 LOCK = ".lock"
 """The file by which a folder is locked."""
-BESIDE = ("run.json", "log.txt", "outcome.json")
+BESIDE = ("log.txt", "outcome.json")
 """The files that `klamp ablate` keeps in a run's folder."""
 FOR_VERL = "verl"
 """The folder inside a run's folder that holds what klamp and verl tell each other."""
