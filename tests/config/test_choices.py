@@ -110,19 +110,6 @@ def test_which_controller_is_in_force_and_whether_a_reference_is_needed(
     assert kl.needs_reference == (beta > 0 or monitor or kl.controller_name != "fixed")
 
 
-@pytest.mark.parametrize(
-    ("fields", "excludes"),
-    [
-        ({}, False),
-        ({"kl_exclude_tokens": ("special",)}, True),
-        ({"kl_exclude_prefix": 1}, True),
-        ({"kl_exclude_between": ("<a>", "</a>")}, True),
-    ],
-)
-def test_whether_tokens_carry_no_kl(fields: dict[str, Any], excludes: bool) -> None:
-    assert KLChoices(**fields).excludes is excludes
-
-
 DEFAULTS = {
     "beta": 0.01,
     "kl_clip_threshold": 0.5,

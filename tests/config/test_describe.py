@@ -98,25 +98,21 @@ def test_the_controller(fields: dict[str, Any], text: str) -> None:
     assert describe_controller(quiet(**fields)) == text
 
 
-@pytest.mark.parametrize(
-    ("name", "start"),
-    [
-        ("fixed", ""),
-        ("hold", "by the KL foreseen 12 steps ahead, log beta by at most 0.05 a step; bounds 0.001 to "),
-        ("step", "x1.5 when the KL is above 1.5 targets, x0.75 when it is below 0.5; bounds 0.0001 to "),
-        ("proportional", "in proportion to the error, over 100 updates; bounds 0.0001 to "),
-        ("dual", "dual ascent, step 0.01; bounds 0 to "),
-        ("pid", "kp, ki, kd = 0.1, 0.01, 0.1; bounds 0 to "),
-    ],
-)
-def test_the_rule_of_every_controller_and_its_bounds(name: ControllerName, start: str) -> None:
+RULES = {
+    "fixed": "",
+    "hold": "by the KL foreseen 12 steps ahead, log beta by at most 0.05 a step; bounds 0.001 to ",
+    "step": "x1.5 when the KL is above 1.5 targets, x0.75 when it is below 0.5; bounds 0.0001 to ",
+    "proportional": "in proportion to the error, over 100 updates; bounds 0.0001 to ",
+    "dual": "dual ascent, step 0.01; bounds 0 to ",
+    "pid": "kp, ki, kd = 0.1, 0.01, 0.1; bounds 0 to ",
+}
+
+
+@pytest.mark.parametrize("name", get_args(ControllerName))
+def test_the_rule_of_every_controller_and_its_bounds(name: ControllerName) -> None:
+    start = RULES[name]
     free, bound = (describe_rule(quiet(kl_controller=name, target_kl=0.05, beta_max=top)) for top in (None, 1.0))
     assert free == (f"{start}13.4" if start else "") and bound == (f"{start}1" if start else "")
-
-
-def test_every_controller_that_moves_beta_has_a_rule_in_words() -> None:
-    told = {name for name in get_args(ControllerName) if describe_rule(quiet(kl_controller=name, target_kl=0.05))}
-    assert told == set(get_args(ControllerName)) - {"fixed"}
 
 
 @pytest.mark.parametrize(

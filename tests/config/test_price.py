@@ -64,12 +64,6 @@ def test_no_price_without_a_group_or_a_length(wrong):
         price(KLConfig(), LossConfig(), **wrong)
 
 
-def test_the_smallest_group_is_two():
-    """G / (G - 1) is 2 there: the mean baseline holds half of a completion's own reward."""
-    loss = LossConfig(advantage_baseline="mean", scale_rewards="none")
-    assert price(KLConfig(beta=0.04), loss, group_size=2, max_length=1).per_completion == pytest.approx(0.08)
-
-
 def test_a_host_may_reduce_both_in_a_way_that_has_no_name():
     sizes = {"group_size": 4, "mean_length": 10.0, "max_length": 50, "baseline": "leave_one_out", "scale": "none"}
     for policy, kl in ((None, None), (None, "token_mean"), ("sequence_sum", None)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -143,12 +142,6 @@ def test_a_dict_in_the_place_of_a_configuration_is_told_what_to_become() -> None
     check_instance("error", KlampError("x"), Exception)
     with pytest.raises(ConfigError, match=r"kl must be a KlampError(?s:.*)fix: KlampError\(\*\*kl\)"):
         check_instance("kl", {"beta": 1}, KlampError)
-
-
-@pytest.mark.parametrize("shared", [FLOATS, IDS, MASKS, REALS, POSITIVE])
-def test_what_all_checks_share_cannot_be_changed(shared: Any) -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        shared.text = "anything"
 
 
 # --- the fields of a configuration -----------------------------------------------------------------------------------

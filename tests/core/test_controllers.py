@@ -19,7 +19,7 @@ from klamp.core.controllers import (
     adaptive_kl_coefficient,
     kl_schedule_factor,
 )
-from klamp.errors import ConfigError, KlampError, NonFiniteError, UnknownNameError
+from klamp.errors import ConfigError, KlampError, UnknownNameError
 
 MAKERS = {
     "fixed": lambda **b: FixedController(0.1, **b),
@@ -42,10 +42,6 @@ def exactly(*values):
 
 
 # --- held values ----------------------------------------------------------------------------------------------
-
-
-def test_fixed_never_moves():
-    assert run(FixedController(0.04), 0.0, 10.0, 1e6) == [0.04, 0.04, 0.04]
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -237,13 +233,6 @@ def test_a_broken_saved_state_is_refused(name, broken):
         MAKERS[name]().load_state_dict(broken)
 
 
-@pytest.mark.parametrize("maker", [StepController, DualController, FixedController])
-def test_numbers_but_the_first_are_taken_by_name(maker):
-    """A target and a bound are both plain numbers: by their order they would be mistaken for one another."""
-    with pytest.raises(TypeError, match="positional"):
-        maker(0.1, 0.05)
-
-
 # --- the tutorial's rule as a function ------------------------------------------------------------------------
 
 
@@ -260,15 +249,6 @@ def as_printed(kl_divergence: float, target_kl: float, kl_coefficient: float) ->
 def test_the_tutorials_rule_is_the_step_rule(kl, target, beta):
     assert adaptive_kl_coefficient(kl, target, kl_coefficient=beta) == as_printed(kl, target, beta)
     assert adaptive_kl_coefficient(kl, kl_coefficient=beta) == as_printed(kl, 0.05, beta)
-
-
-def test_the_tutorials_rule_refuses_what_would_stay_in_beta():
-    for bad in (float("nan"), -0.1):
-        with pytest.raises(NonFiniteError):
-            adaptive_kl_coefficient(bad, kl_coefficient=0.01)
-    for beta, target in ((-1.0, 0.05), (0.01, 0.0)):
-        with pytest.raises(ConfigError):
-            adaptive_kl_coefficient(0.1, target, kl_coefficient=beta)
 
 
 # --- schedules ------------------------------------------------------------------------------------------------

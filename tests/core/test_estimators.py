@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 
 from klamp.core.estimators import ESTIMATORS, kl_estimate
 from klamp.errors import ConfigError
-from klamp.verify.oracle import expected, reverse_kl
-from klamp.verify.worlds import random_chain
 
 SAMPLED = ("k1", "k2", "k3", "abs")
 FORMULAS = {
@@ -32,10 +30,6 @@ logprob = st.floats(-40.0, 0.0, allow_subnormal=False)
 logprob32 = st.floats(-40.0, 0.0, allow_subnormal=False, width=32)
 
 
-def per_token(estimator):
-    return lambda y: kl_estimate(y.policy_logprobs, y.ref_logprobs, estimator=estimator)
-
-
 def double(values):
     return torch.tensor(values, dtype=torch.float64)
 
@@ -50,12 +44,6 @@ def test_each_estimator_is_its_formula_in_log_policy_minus_log_ref(estimator):
     assert values.tolist() == pytest.approx([FORMULAS[estimator](d) for d in DELTAS], abs=1e-14)
 
 
-def test_k3_is_the_default_and_equals_the_printed_formula_of_deepseekmath():
-    policy, ref = double([-1.0, -2.0, -0.3]), double([-1.5, -0.7, -0.3])
-    printed = torch.exp(ref - policy) - (ref - policy) - 1
-    assert torch.allclose(kl_estimate(policy, ref), printed, rtol=0, atol=1e-15)
-
-
 @pytest.mark.parametrize("estimator", SAMPLED)
 def test_the_derivative_of_each_estimator_is_its_own_slope(estimator):
     policy = double([-5.0] * len(DELTAS)).requires_grad_(True)
@@ -66,13 +54,6 @@ def test_the_derivative_of_each_estimator_is_its_own_slope(estimator):
 
 
 # --- bias and variance, by enumeration --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k3"])
-@pytest.mark.parametrize("length", [1, 3])
-def test_k1_and_k3_are_unbiased_under_policy_samples(estimator, length):
-    chain = random_chain(0, vocab=4, length=length)
-    assert expected(chain, per_token(estimator)).item() == pytest.approx(reverse_kl(chain).item(), abs=1e-13)
 
 
 # --- sign, precision, dtype -------------------------------------------------------------------------------

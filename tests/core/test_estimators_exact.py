@@ -43,12 +43,6 @@ def test_every_direction_agrees_with_torch_kl_div(direction):
     assert torch.allclose(exact_kl(policy, ref, direction=direction), expected, rtol=0, atol=1e-13)
 
 
-def test_reverse_is_the_default():
-    policy, ref = logits(0, 5), logits(1, 5)
-    assert torch.equal(exact_kl(policy, ref), exact_kl(policy, ref, direction="reverse"))
-    assert abs(exact_kl(policy, ref) - exact_kl(policy, ref, direction="forward")) > 0.1
-
-
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_gradients_pass_gradcheck(direction):
     policy = logits(6, 2, 4).requires_grad_(True)
@@ -71,16 +65,6 @@ def test_exact_kl_is_non_negative_and_blind_to_constant_shifts_of_the_logits(dir
     value = exact_kl(policy, ref, direction=direction)
     assert value >= -1e-15
     assert exact_kl(policy + shift, ref - shift, direction=direction).item() == pytest.approx(value.item(), abs=1e-11)
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@given(pair=rows, data=st.data())
-@settings(deadline=None, max_examples=40)
-def test_renaming_the_vocabulary_changes_nothing(direction, pair, data):
-    order = data.draw(st.permutations(range(len(pair[0]))))
-    policy, ref = (torch.tensor(row, dtype=torch.float64) for row in pair)
-    renamed = exact_kl(policy[order], ref[order], direction=direction).item()
-    assert renamed == pytest.approx(exact_kl(policy, ref, direction=direction).item(), abs=1e-11)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

@@ -87,15 +87,6 @@ def test_gradient_none_is_a_value_without_a_gradient(value, horizon):
     assert abs(report.value) > 1e-3
 
 
-def test_the_default_is_the_value_of_k3_with_the_gradient_of_the_reverse_kl_per_token():
-    chain = on_policy(3)
-    report = examine(chain, penalty())
-    named = examine(chain, penalty(value="k3", gradient="reverse", horizon="token"))
-    assert report.value == named.value
-    assert torch.equal(report.gradient, named.gradient)
-    assert report.follows.is_exactly("reverse")
-
-
 # --- tokens from somebody else ----------------------------------------------------------------------------
 
 

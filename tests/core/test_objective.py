@@ -121,13 +121,6 @@ def test_the_exact_forward_kl_has_the_forward_gradient_at_each_prefix():
     assert report.value_bias == pytest.approx(0.0, abs=1e-13)
 
 
-@pytest.mark.parametrize(("horizon", "name"), [("token", "local"), ("sequence", "reverse")])
-def test_placed_in_the_advantage_the_kl_has_the_same_expected_gradient(horizon, name):
-    chain = random_chain(5, vocab=3, length=3)
-    report = examine(chain, kl_only(KLTerm(value="k1", placement="advantage", horizon=horizon)))
-    assert report.follows.is_exactly(name)
-
-
 def kl_after_the_first_token(chain, *, frozen):
     """sum_s P(s) KL_s over the prefixes that hold a token already, with P frozen or not."""
     log_p, log_q = chain.logprobs("policy"), chain.logprobs("ref")

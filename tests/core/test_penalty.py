@@ -8,7 +8,6 @@ import pytest
 import torch
 from tests.core.test_objective import loss_and_slope, random_batch
 
-from klamp.core.clipping import clip_gate
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import truncated_share
 from klamp.core.masking import reduce_tokens
@@ -166,17 +165,6 @@ def test_advantages_are_shifted_by_the_old_policys_kl(horizon):
     found = shifted_advantages(on_policy, term, beta=0.2)
     torch.testing.assert_close(found, expected)
     assert not found.requires_grad
-
-
-def test_a_gate_of_factor_zero_leaves_neither_value_nor_gradient():
-    batch, term = random_batch(), KLTerm(clip_method="hard", clip_threshold=1e6, clip_unit="sequence")
-    gate = Gate.of(batch, term)
-    assert gate is not None
-    assert torch.equal(gate.factor, clip_gate(gate.kl, gate.budget, method="hard"))
-    penalty = token_penalty(batch, term, gate)
-    (slope,) = torch.autograd.grad(penalty.sum(), batch.policy_logprobs)
-    assert not penalty.any()
-    assert not slope.any()
 
 
 def test_without_a_reference_every_part_says_so():

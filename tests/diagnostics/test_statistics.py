@@ -14,7 +14,7 @@ from klamp.diagnostics.metrics import METRICS
 from klamp.diagnostics.statistics import (
     StepRecord,
     completion_metrics,
-    pad_tokens,
+    largest_log_ratios,
     repeated_pairs,
     reward_length_correlation,
     row_of,
@@ -170,51 +170,25 @@ def test_the_kl_of_a_share_is_that_of_the_completions_in_it():
 @pytest.mark.parametrize("count", [1, 2, 99, 100, 101, 1000])
 def test_the_99th_percentile_has_99_in_100_at_or_below_it_and_is_one_of_the_values(count):
     size = torch.randperm(count, generator=torch.Generator().manual_seed(0)).float() + 1
-    everywhere = torch.ones(1, count, dtype=torch.bool)
-    zero = torch.zeros(1, count)
-    record = StepRecord(
-        mask=everywhere,
-        kl_mask=everywhere,
-        policy=zero,
-        sampler=zero,
-        entropy=zero,
-        rewards=torch.zeros(1),
-        ended=torch.ones(1, dtype=torch.bool),
-        lengths=torch.tensor([count]),
-        ref=size[None] * torch.where(size % 2 > 0, 1e-3, -1e-3),
-    )
-    pair = replace(record, rewards=torch.zeros(2), lengths=torch.tensor([count, count]))
-    found = step_metrics(pair, group_size=2)["kl/log_ratio_p99"] * 1e3
-    assert round(found) == pytest.approx(found, abs=1e-3)
-    at_or_below, above = round(found), count - round(found)
-    assert at_or_below >= 0.99 * count and above <= 0.01 * count
-    assert found >= 0.98 * count, "and it is not simply the largest of many"
-    assert count < 1000 or round(found) < count
+    found = largest_log_ratios(torch.where(size % 2 > 0, size, -size))["kl/log_ratio_p99"].item()
+    assert found == round(found) and found >= 0.99 * count
+    assert count < 1000 or found < count, "and it is not simply the largest of many"
 
 
-def test_without_reference_there_is_no_kl():
-    record = replace(record_of(), ref=None, original=None, exact=None, exact_forward=None, exact_rows=None)
-    found = step_metrics(record, group_size=GROUP)
-    assert not [name for name in found if name.startswith(("kl/", "ref/"))]
-    assert found["reward"] == pytest.approx(plainly(record_of())["reward"], rel=1e-5)
-
-
-def test_where_nothing_carries_a_kl_there_is_none_and_nothing_is_nan():
-    """A KL of 0 would be a measurement: a controller would lower beta for it."""
-    record = replace(record_of(), kl_mask=torch.zeros(ROWS, TOKENS, dtype=torch.bool))
-    found = step_metrics(record, group_size=GROUP)
-    assert not [name for name in found if name.startswith("kl/")]
-    assert "ref/logp_mean" in found and all(math.isfinite(value) for value in found.values())
-
-
-def test_an_exact_kl_that_was_measured_nowhere_is_left_out():
-    found = step_metrics(replace(record_of(), exact_rows=torch.zeros(ROWS, dtype=torch.bool)), group_size=GROUP)
-    assert "kl/k3" in found and not [name for name in found if "exact" in name]
-
-
-def test_padding_is_on_the_right_and_zero():
-    assert pad_tokens(torch.tensor([[1.0, 2.0]]), 4).tolist() == [[1.0, 2.0, 0.0, 0.0]]
-    assert pad_tokens(torch.tensor([[True]]), 3).tolist() == [[True, False, False]]
+@pytest.mark.parametrize(
+    ("changes", "absent", "kept"),
+    [
+        (dict.fromkeys(("ref", "original", "exact", "exact_forward", "exact_rows")), ("kl/", "ref/"), "reward"),
+        # a KL of 0 would be a measurement: a controller would lower beta for it
+        ({"kl_mask": torch.zeros(ROWS, TOKENS, dtype=torch.bool)}, ("kl/",), "ref/logp_mean"),
+        ({"exact_rows": torch.zeros(ROWS, dtype=torch.bool)}, ("kl/exact",), "kl/k3"),
+    ],
+    ids=["no reference", "no token carries a KL", "the exact KL was measured nowhere"],
+)
+def test_what_was_not_measured_is_left_out_and_nothing_is_nan(changes, absent, kept):
+    found = step_metrics(replace(record_of(), **changes), group_size=GROUP)
+    assert not [name for name in found if name.startswith(absent)]
+    assert kept in found and all(math.isfinite(value) for value in found.values())
 
 
 # --- of completions as a record has them -----------------------------------------------------------------------------

@@ -229,24 +229,6 @@ def write(folder: Path, **curves: list[float]) -> Path:
     return folder
 
 
-def test_verls_names(tmp_path: Path) -> None:
-    kl = [0.0, 0.02, 0.02, 0.02, 0.02, 0.02, 0.5]
-    folder = write(
-        tmp_path / "verl",
-        actor__kl_loss=kl,
-        critic__score__mean=[0.5] * 7,
-        rollout_corr__k3_kl=[0.001] * 6 + [0.5],
-        response_length__clip_ratio=[0.0, 0.0, 0.0, 0.5, 0.5, 0.9, 0.9],
-        critic__advantages__max=[2.0] * 7,
-        **{"val-core__gsm8k__acc__mean@8": [0.8, 0.6]},
-    )
-    for path in (tmp_path, next(folder.glob("events*"))):
-        history = read_record(path)
-        assert [row.metrics["kl/k3"] for row in history.rows] == pytest.approx(kl)
-        names = [finding.alarm.name for finding in examine(history).findings]
-        assert set(names) == {"retention", "truncated", "kl-spike", "sampler-mismatch"}
-
-
 def test_several_runs_below_one_folder_are_not_mixed(tmp_path: Path) -> None:
     for name in ("a", "b"):
         write(tmp_path / name, kl=[0.1])

@@ -32,21 +32,6 @@ def test_a_trainer_state_by_hand(tmp_path: Path) -> None:
     assert {f.alarm.name for f in examine(history).findings} == {"huge-values", "kl-spike"}
 
 
-def test_a_kl_that_is_diluted(tmp_path: Path) -> None:
-    """3 nats at the first token, .02 at each of the others; completions grow from 6 tokens to 20."""
-    lengths = [6 + 0.1 * (i % 3) for i in range(15)] + [6 + 1.4 * i for i in range(1, 11)] + [20.0] * 5
-    log = [
-        {"step": i + 1, "kl": 0.0 if i == 0 else (3 + 0.02 * n) / n, "completions/mean_length": n, "reward": 1.0}
-        for i, n in enumerate(lengths)
-    ]
-    file = tmp_path / "trainer_state.json"
-    file.write_text(json.dumps({"log_history": log}))
-    (finding,) = [f for f in examine(read_record(file)).findings if f.alarm.name == "dilution"]
-    assert 16 < finding.first_step < 26
-    file.write_text(json.dumps({"log_history": [row | {"kl": min(row["kl"], 0.15)} for row in log]}))
-    assert not [f for f in examine(read_record(file)).findings if f.alarm.level == "alarm"]
-
-
 def test_metrics_in_lines(tmp_path: Path) -> None:
     file = lines(
         tmp_path / "metrics.jsonl",

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import tracemalloc
 from array import array
-from collections.abc import Callable, Iterator
-from multiprocessing.pool import Pool
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.training.conftest import disturb, tiny_llama
-from tests.waiting import SECONDS
 from torch import Tensor, nn
 
 from klamp.cli import main
@@ -266,37 +262,6 @@ def test_a_log_probability_above_zero_is_refused_where_it_counts() -> None:
     with pytest.raises(ValueError, match="a log-probability of 0.4"):
         completion_of(row, default_step=1)
     assert list(completion_of({**row, "trained": [1, 0]}, default_step=1).policy) == [-1.0, 0.4]
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[Pool]:
-    """A process of its own: what is measured is a process, and in this one the servers of other tests answer."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        yield pool
-
-
-@pytest.mark.slow
-def test_a_long_log_takes_less_memory_than_its_file(tmp_path: Path, process: Pool) -> None:
-    """Slow, as what Python takes hangs on its version: `test_numbers_are_held_as_bare_numbers` counts instead."""
-    generator, file = torch.Generator().manual_seed(0), tmp_path / "completions.jsonl"
-    with file.open("w") as lines:
-        for step in range(1, 101):
-            numbers = {name: (-torch.rand(400, generator=generator)).tolist() for name in ("policy", "ref", "sampler")}
-            row = {f"{name}_logprobs": values for name, values in numbers.items()}
-            lines.write(json.dumps(row | {"step": step, "tokens": [f"word{i % 50}" for i in range(400)]}) + "\n")
-    held, most = process.apply_async(_memory_of_a_reading, (file,)).get(SECONDS)
-    assert held < most < 0.8 * file.stat().st_size
-
-
-def _memory_of_a_reading(file: Path) -> tuple[int, int]:
-    """Of a record as a whole, in bytes: what it holds, and the most that it took."""
-    read_record(file)  # what is imported on the way is no part of it
-    tracemalloc.start()
-    history = read_record(file)
-    memory = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert len(history.completions) == 100
-    return memory
 
 
 def test_numbers_are_held_as_bare_numbers(tmp_path: Path) -> None:

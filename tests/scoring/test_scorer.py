@@ -347,12 +347,6 @@ def test_low_precision_is_opened_too():
     assert ours_off <= 2 * theirs_off + 1e-3
 
 
-def test_an_opened_model_runs_what_it_says():
-    model = made("qwen2, tied, grouped keys")
-    assert OpenedModel(model, Traits(head=True)).runs is model.model
-    assert OpenedModel(model, Traits()).runs is model
-
-
 def cost_of(buckets: list[list[int]], lengths: list[int], ahead: int, overhead: int) -> int:
     return sum(len(rows) * (ahead + max(lengths[i] for i in rows)) + overhead for rows in buckets)
 
@@ -371,18 +365,6 @@ def test_the_buckets_are_the_cheapest_of_all(lengths, ahead, overhead):
     assert sorted(i for rows in buckets for i in rows) == list(range(len(lengths)))
     assert cost == cost_of(buckets, lengths, ahead, overhead)
     assert cost == min(cost_of(cut, lengths, ahead, overhead) for cut in every_cut(lengths))
-
-
-def test_equal_lengths_and_small_batches_are_one_pass():
-    assert bucketed([64] * 16, ahead=8, overhead=PASS_TOKENS)[0] == [list(range(16))]
-    assert len(bucketed([1, 2, 3, 40], ahead=5, overhead=PASS_TOKENS)[0]) == 1, "less is saved than a pass costs"
-
-
-def test_a_few_long_rows_are_run_by_themselves():
-    lengths = [100] * 60 + [2000] * 4
-    buckets, cost = bucketed(lengths, ahead=50, overhead=PASS_TOKENS)
-    assert buckets == [[60, 61, 62, 63], list(range(60))]
-    assert cost == 4 * 2050 + 60 * 150 + 2 * PASS_TOKENS
 
 
 def test_prompts_are_shared_where_that_is_less_work():

@@ -93,12 +93,6 @@ def test_a_wide_soft_clip_is_half_open_everywhere() -> None:
     assert gate.at[2.0] == pytest.approx(0.5125, abs=1e-4)
 
 
-def test_a_threshold_of_zero_is_always_open() -> None:
-    gate = measure(kl_clip_method="hard", kl_clip_threshold=0.0).gate
-    assert gate is not None
-    assert (gate.budget, set(gate.at.values())) == (0.0, {1.0})
-
-
 def test_what_float16_cannot_hold_is_found_and_a_bound_mends_it() -> None:
     bare, bound = measure(kl_gradient="forward"), measure(kl_gradient="forward", kl_max_log_ratio=10.0)
     assert [probe.dtype for probe in bare.probes if probe.fault] == [torch.float16]
