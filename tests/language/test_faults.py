@@ -105,50 +105,23 @@ def test_a_dropout_that_was_left_on(tmp_path: Path) -> None:
     assert alarms(diagnosis) & {"step-zero-kl", "sampler-mismatch"}
 
 
-def template_from(folder: Path, **changes: Any) -> str:
-    """The model's folder with another tokenizer, as links to what is large; None as a change deletes the file."""
-    source = named_model_folder("smollm2")
-    folder.mkdir()
-    for file in source.iterdir():
-        (folder / file.name).symlink_to(file)
-    for name, edit in changes.items():
-        file = next(each for each in folder.iterdir() if each.stem == name)
-        text = file.read_text(encoding="utf-8")
-        file.unlink()
-        if edit is not None:
-            file.write_text(edit(text), encoding="utf-8")
-    return str(folder)
-
-
-def cautions_of(model: str, folder: Path, *more: str) -> list[str]:
+def cautions_of(model: str, folder: Path) -> list[str]:
     words = f"train --model {model} --task describe --lora_r 2 --max_steps 1 --prompts_per_step 1 --num_generations 2"
     words += f" --max_completion_length 2 --eval_size 1 --warmup_steps 0 --report_to none --output_dir {folder}"
-    assert main([*words.split(), *more]) == 0
+    assert main(words.split()) == 0
     file = folder / "cautions.jsonl"
     rows = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     return [json.loads(row)["text"] for row in rows]
 
 
-def test_the_model_as_it_comes_is_not_cautioned_against(tmp_path: Path) -> None:
-    assert cautions_of("smollm2", tmp_path / "run") == []
-
-
 def test_a_chat_template_that_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bare = template_from(tmp_path / "bare", chat_template=None)
-    (caution,) = cautions_of(bare, tmp_path / "run")
+    """The other cautions about a chat model: tests/tasks/test_prompts.py."""
+    assert cautions_of("smollm2", tmp_path / "as-it-comes") == []
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for file in named_model_folder("smollm2").iterdir():
+        if file.stem != "chat_template":
+            (bare / file.name).symlink_to(file)
+    (caution,) = cautions_of(str(bare), tmp_path / "run")
     assert "no chat template" in caution and "<|im_start|>" in caution
     assert "no chat template" in capsys.readouterr().out.replace("\n", " ")
-    assert cautions_of(bare, tmp_path / "meant", "--chat_template", "false") == []
-
-
-def test_an_end_token_that_is_none(tmp_path: Path) -> None:
-    def endless(text: str) -> str:
-        content = json.loads(text)
-        return json.dumps({**content, "eos_token": "<|endoftext|>"})
-
-    def no_ends(text: str) -> str:
-        return json.dumps({**json.loads(text), "eos_token_id": 0})
-
-    model = template_from(tmp_path / "endless", tokenizer_config=endless, generation_config=no_ends)
-    (caution,) = cautions_of(model, tmp_path / "run")
-    assert "ends an answer with <|im_end|>" in caution

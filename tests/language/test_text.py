@@ -1,4 +1,4 @@
-"""What real text does to a run, its records and its report: bytes, special tokens, templates, lengths, markup."""
+"""What real text does to a run, its records and its report: bytes that are no character, lengths, the end token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from klamp.cli import main
 from klamp.report.text import decoded
 from klamp.scoring.completions import Completions
 from klamp.scoring.scorer import score
-from klamp.tasks import TaskConfig, load_task
 from klamp.training.sampling import encode_prompts
 
 
@@ -36,21 +35,6 @@ def test_bytes_that_are_no_character_go_through_run_report_and_resume(small_run:
     written = (run / "metrics.jsonl").read_text().splitlines()
     assert main([*small_run, "--resume", "--max_steps", "3"]) == 0
     assert (run / "metrics.jsonl").read_text().splitlines()[: len(written)] == written
-
-
-def test_special_tokens_stand_among_the_tokens_and_not_in_the_text(tokenizer: Any) -> None:
-    ids = tokenizer("A <|im_start|>cat<|im_end|>", add_special_tokens=False)["input_ids"]
-    mask = torch.ones(1, len(ids), dtype=torch.bool)
-    found = Completions(
-        prompt_ids=torch.tensor([[1]]),
-        prompt_mask=torch.tensor([[1]]),
-        ids=torch.tensor([ids]),
-        mask=mask,
-        sampler_logprobs=torch.zeros(1, len(ids)),
-        ended=torch.tensor([True]),
-    )
-    assert found.texts(tokenizer) == ["A cat"]
-    assert tokenizer.convert_ids_to_tokens(ids)[-1] == "<|im_end|>"
 
 
 def test_prompts_of_different_lengths_are_scored_as_each_alone(model: Any, tokenizer: Any) -> None:
@@ -81,11 +65,3 @@ def test_the_end_token_is_the_pad_token_and_counts_once(small_run: Any, tokenize
     for row in lines(tmp_path / "run" / "completions.jsonl"):
         assert row["tokens"].count("<|im_end|>") == int(row["ended"])
         assert row["tokens"].index("<|im_end|>") == len(row["tokens"]) - 1 if row["ended"] else len(row["tokens"]) == 3
-
-
-def test_the_template_adds_its_own_system_prompt_unless_one_is_given(tokenizer: Any) -> None:
-    (plain,) = load_task(TaskConfig(task="describe", train_size=1), tokenizer).train
-    assert plain.prompt.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
-    assert plain.prompt.endswith(f"<|im_start|>user\n{plain.question}<|im_end|>\n<|im_start|>assistant\n")
-    (given,) = load_task(TaskConfig(task="describe", train_size=1, system_prompt="Be brief."), tokenizer).train
-    assert given.prompt.startswith("<|im_start|>system\nBe brief.<|im_end|>") and "SmolLM" not in given.prompt

@@ -1,14 +1,19 @@
-"""Data files, odd or damaged in drawn ways: a task, or one error that names the place."""
+"""Data files, odd or damaged in drawn ways: a task whose rows can be scored, or one error that names the place."""
 
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from pathlib import Path
+from typing import Any
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
-from tests.reliability.drawn import LINES, check_readable, examples, run, values
+from tests.reliability.drawn import LINES, check_readable, check_says_why, examples, run, values
+
+from klamp.errors import KlampError
+from klamp.tasks import TaskConfig, arithmetic_tokenizer, load_task
 
 COLUMNS = ("prompt", "answer", "skill", "length")
 
@@ -41,3 +46,33 @@ def test_a_command_that_names_a_data_file(text: bytes, name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / name).write_bytes(text)
         check_readable(run(["train", "--dry_run", "--task", str(Path(folder) / name)]))
+
+
+SOUND = "".join(json.dumps({"prompt": f"{i}+1=", "answer": i + 1, "skill": "sum"}) + "\n" for i in range(20)).encode()
+options = st.fixed_dictionaries(
+    {"reward": st.sampled_from(["", "exact_match", "format_regex:[0-9]+"])},
+    optional={
+        "skill_column": st.sampled_from(["skill", "prompt"]),
+        "reference_length_column": st.sampled_from(["length", "other"]),
+        "eval_size": st.sampled_from([1, 10**6]),
+    },
+)
+
+
+@given(text=texts(), config=options)
+@example(text=SOUND, config={"reward": "", "skill_column": "skill"})
+@examples(60)
+def test_a_task_whose_rows_can_be_scored_or_an_error_with_its_reason(text: bytes, config: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "data.jsonl"
+        file.write_bytes(text)
+        try:
+            task = load_task(TaskConfig(task=str(file), **config), arithmetic_tokenizer())
+        except KlampError as error:
+            if text == SOUND:
+                raise
+            check_says_why(error)
+            return
+    assert task.train and task.evaluation[task.rl_skill]
+    for each in (*task.train, *task.evaluation[task.rl_skill]):
+        assert each.prompt and all(math.isfinite(task.score(each, text)) for text in (each.answer, "2", ""))

@@ -9,7 +9,8 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from klamp.core.gradients import kl_penalty
 from klamp.core.heads.kl import linear_kl
 from klamp.core.heads.logprobs import linear_logprobs
 from klamp.core.masking import masked_sum
-from klamp.core.objective import Objective
+from klamp.core.objective import Objective, grpo_loss
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,44 +32,44 @@ pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 CASES = pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
 
 
-@pytest.fixture
+@contextmanager
 def deterministic() -> Iterator[None]:
     """torch refuses every operation that is not deterministic."""
     torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "bfloat16": partial(torch.autocast, "cpu", torch.bfloat16),
+    "float16": partial(torch.autocast, "cpu", torch.float16),
+    "deterministic": deterministic,
+}
 
 
 @CASES
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_under_autocast_the_losses_are_what_they_are_without(objective: Objective, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_under_autocast_and_deterministic_algorithms_the_losses_are_what_they_are_without(
+    objective: Objective, mode: str
+) -> None:
     """Autocast rounds products of matrices; there is none between log-probabilities and the loss."""
     plain = loss_and_slopes(objective, inputs())
-    with torch.autocast("cpu", dtype):
-        cast = loss_and_slopes(objective, inputs())
-    assert cast[0].dtype == torch.float32
-    assert all(torch.equal(a, b) for a, b in zip(plain, cast, strict=True))
+    with MODES[mode]():
+        found = loss_and_slopes(objective, inputs())
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(plain, found, strict=True))
 
 
-@CASES
-@pytest.mark.usefixtures("deterministic")
-def test_nothing_needs_an_algorithm_that_is_not_deterministic(objective: Objective) -> None:
-    first, second = loss_and_slopes(objective, inputs()), loss_and_slopes(objective, inputs())
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-@pytest.mark.usefixtures("deterministic")
 def test_heads_are_deterministic() -> None:
-    found = [_head_slopes() for _ in range(2)]
+    hidden, weight = (torch.randn(n, 8).requires_grad_(True) for n in (40, 50))
+    found = []
+    for _ in range(2):
+        with deterministic():
+            value = linear_logprobs(hidden, weight, torch.arange(40)).sum()
+            value = value + linear_kl(hidden, weight, hidden * 2, weight).sum()
+            found.append((value.detach(), *torch.autograd.grad(value, (hidden, weight))))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-def _head_slopes() -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(n, 8, generator=generator).requires_grad_(True) for n in (40, 50))
-    targets = torch.arange(40)
-    value = linear_logprobs(hidden, weight, targets).sum() + linear_kl(hidden, weight, hidden * 2, weight).sum()
-    return value.detach(), *torch.autograd.grad(value, (hidden, weight))
 
 
 @CASES
@@ -76,8 +77,6 @@ def _head_slopes() -> tuple[Tensor, ...]:
 def test_values_without_gradients_are_those_with_them(
     objective: Objective, mode: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    from klamp.core.objective import grpo_loss
-
     batch = inputs()
     wanted = grpo_loss(batch, objective)
     with mode():
@@ -117,13 +116,9 @@ def test_a_penalty_that_is_computed_again_in_the_backward_pass_is_the_same() -> 
         return masked_sum(kl_penalty(x * 1.5, batch.ref_logprobs, batch.mask, horizon="sequence"), batch.mask)
 
     slopes = []
-    for loss in (
-        penalty,
-        lambda x: checkpoint(penalty, x, use_reentrant=False),
-        lambda x: checkpoint(penalty, x, use_reentrant=True),
-    ):
+    for again in ({}, {"use_reentrant": False}, {"use_reentrant": True}):
         x = batch.policy_logprobs.detach().requires_grad_(True)
-        loss(x).backward()
+        (checkpoint(penalty, x, **again) if again else penalty(x)).backward()
         slopes.append(x.grad)
     assert torch.equal(slopes[0], slopes[1]) and torch.equal(slopes[0], slopes[2])
 
