@@ -131,15 +131,6 @@ def test_weights_are_one_over_the_probability_of_being_drawn(size, share, count)
     assert weights.tolist().count(size / count) == count and weights.tolist().count(0.0) == size - count
 
 
-@pytest.mark.parametrize(("size", "count"), [(5, 1), (5, 2), (6, 4), (6, 6)])
-def test_mean_and_variance_over_all_subsets_are_those_of_the_docstring(size, count):
-    x = torch.randn(size, generator=torch.Generator().manual_seed(size), dtype=torch.float64) * 3 + 1
-    sums = torch.stack([size / count * x[list(rows)].sum() for rows in combinations(range(size), count)])
-    torch.testing.assert_close(sums.mean(), x.sum(), rtol=1e-12, atol=0)
-    expected = size**2 * (1 / count - 1 / size) * x.var()
-    torch.testing.assert_close(sums.var(correction=0), expected, rtol=1e-12, atol=1e-12)
-
-
 def test_every_subset_is_drawn_equally_often():
     generator, draws = torch.Generator().manual_seed(0), 6000
     seen: dict[tuple[int, ...], int] = {}

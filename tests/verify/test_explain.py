@@ -122,11 +122,8 @@ def test_limits_name_clip_bound_weight_and_exclusions() -> None:
 
 def test_control_schedule_and_moving_references() -> None:
     found = explain(kl_schedule="cosine", kl_warmup_steps=10, reference="ema")
-    assert line(found, "control") == ("beta fixed at 0.01; schedule cosine, 10 steps of warm-up")
-    held = line(explain(target_kl=0.05), "control")
-    assert held == "beta hold controller from 0.01, towards 0.05 nats per token"
+    assert line(found, "control") == "beta fixed at 0.01; schedule cosine, 10 steps of warm-up"
     assert "does not bound the distance from the start" in line(found, "reference")
-    assert "becomes the policy every 100 steps" in line(explain(reference="periodic"), "reference")
     assert "reference" not in dict(explain().lines)
 
 

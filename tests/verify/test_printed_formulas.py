@@ -32,43 +32,27 @@ def test_the_formula_is_the_printed_one(name: str) -> None:
     assert FORMS[name].function(policy, ref)[0].tolist() == pytest.approx(by_hand, abs=1e-14)
 
 
-def test_k1_as_a_loss_has_the_right_value_and_no_gradient() -> None:
-    facts = measure_form("k1-as-loss")
-    assert facts.value.relative_bias == pytest.approx(0.0, abs=1e-12)
-    assert facts.position.follows.name == "zero"
-    assert facts.position.size < 1e-12
-    assert facts.sequence.share == 0.0
-    assert facts.off_policy == ("sampler", pytest.approx(-1.0))
-
-
-def test_minus_k1_rewards_leaving_the_reference() -> None:
-    facts = measure_form("minus-k1")
-    assert facts.value.expected == pytest.approx(-facts.value.reverse_kl, abs=1e-12)
-    assert facts.value.expected < 0
-    assert facts.position.follows.name == "zero"
-    assert facts.off_policy == ("sampler", pytest.approx(1.0))
-
-
-def test_the_ratio_weighted_form_is_right_for_the_other_sampler_only() -> None:
-    facts = measure_form("ratio-weighted")
-    assert facts.value.relative_bias > 1
-    assert facts.value_under_ref == pytest.approx(facts.value.reverse_kl, abs=1e-12)
-    assert facts.position.follows.name == "none of these"
-    assert 0 < facts.position.cosine_reverse < 0.99
-
-
-def test_the_exact_kl_of_a_position_is_exact() -> None:
-    facts = measure_form("exact-kl")
-    assert facts.value.relative_bias == pytest.approx(0.0, abs=1e-12)
-    assert facts.position.follows == ("reverse", pytest.approx(1.0))
-    assert facts.faults == ()
-
-
-def test_k3_as_a_loss_has_the_right_value_and_the_other_gradient() -> None:
-    facts = measure_form("k3-as-loss")
-    assert facts.value.relative_bias == pytest.approx(0.0, abs=1e-12)
-    assert facts.position.follows.name == "forward"
-    assert facts.position.cosine_forward == pytest.approx(1.0)
+@pytest.mark.parametrize(
+    ("name", "estimates", "follows", "factor"),
+    [
+        ("k1-as-loss", "KL(policy||ref)", "zero", 0.0),
+        ("minus-k1", "minus KL(policy||ref)", "zero", 0.0),
+        ("ratio-weighted", "neither KL", "none of these", 0.0),
+        ("exact-kl", "KL(policy||ref)", "reverse", 1.0),
+        ("k3-as-loss", "KL(policy||ref)", "forward", 1.0),
+    ],
+)
+def test_what_each_estimates_and_whose_gradient_it_follows(
+    name: str, estimates: str, follows: str, factor: float
+) -> None:
+    facts = measure_form(name)
+    assert facts.value.estimates == estimates and facts.position.follows == (follows, pytest.approx(factor))
+    assert (facts.position.size < 1e-12, facts.sequence.share == 0.0) == (follows == "zero",) * 2
+    sampler = {"k1-as-loss": -1.0, "minus-k1": 1.0}.get(name)
+    assert (facts.off_policy.factor if facts.off_policy.name == "sampler" else None) == pytest.approx(sampler)
+    at_ref = facts.value_under_ref == pytest.approx(facts.value.reverse_kl, abs=1e-12)
+    assert at_ref == (name in ("ratio-weighted", "exact-kl"))
+    assert (facts.faults == ()) == (name not in ("ratio-weighted", "k3-as-loss"))
 
 
 def test_a_reward_form_is_summed_over_the_completion_before_the_score_function() -> None:

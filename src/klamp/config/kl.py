@@ -97,13 +97,10 @@ class KLConfig(KLChoices, _OtherNames):
         check_fields(self, NUMBERS)
         check_server(self.reference_url, "reference_url", key="the environment variable KLAMP_REFERENCE_KEY")
         check_gradient_choice(self.kl_estimator, self.kl_gradient, self.kl_horizon)
-        self._check_combinations()
-        for text in self.cautions():
-            warnings.warn(text, KLWarning, stacklevel=4)
-
-    def _check_combinations(self) -> None:
         refuse(refusals(self))
         self.build_controller()
+        for text in self.cautions():
+            warnings.warn(text, KLWarning, stacklevel=4)
 
     def cautions(self) -> list[str]:
         """What this configuration may not do although its name suggests it; each with the way out."""

@@ -180,10 +180,6 @@ class Price:
         """Reward per nat of a whole completion; where advantages are scaled, per unit of the group's deviation too."""
         return self.beta * self.length_ratio * self.baseline_ratio
 
-    def per_token(self, length: float) -> float:
-        """The same in the unit of the logged mean: reward per nat per token, for completions of so many tokens."""
-        return self.per_completion * length
-
     def at(self, reward_std: float) -> float:
         """The price in a group whose rewards have this standard deviation, in reward per nat of a completion."""
         return self.per_completion * reward_std if self.scaled else self.per_completion

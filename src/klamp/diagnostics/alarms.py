@@ -9,7 +9,7 @@ from klamp.diagnostics import alarms_run as run
 from klamp.diagnostics import alarms_tokens as tokens
 from klamp.diagnostics import causes
 from klamp.diagnostics.alarm import Alarm
-from klamp.errors import unknown_name
+from klamp.errors import check_name
 
 KL = "kl/k3|kl/exact|kl/k1"
 
@@ -317,12 +317,11 @@ ALARMS: dict[str, Alarm] = {
 """Name of an alarm -> the alarm."""
 
 
-def check_names(names: Iterable[str], *, kind: str = "alarm") -> None:
+def check_names(names: Iterable[str]) -> None:
     """Refuse names that no alarm has.
 
     Raises:
         UnknownNameError: names the nearest alarm.
     """
     for name in names:
-        if name not in ALARMS:
-            raise unknown_name(kind, name, ALARMS)
+        check_name("alarm", name, ALARMS)

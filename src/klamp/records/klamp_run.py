@@ -115,12 +115,8 @@ def _scores(summary: Mapping[str, Any], when: str, path: Path) -> dict[str, floa
     found = summary.get(when)
     if not isinstance(found, dict):
         return {}
-    (scores,) = each_row([found], path, _numbers, what=f"the scores {when} training are damaged")
-    return scores
-
-
-def _numbers(found: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(score) for name, score in found.items()}
+    what = f"the scores {when} training are damaged"
+    return next(each_row([found], path, lambda row: {name: float(row[name]) for name in row}, what=what))
 
 
 def runs_in(path: Path) -> tuple[list[Path], list[Path]]:

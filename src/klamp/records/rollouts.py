@@ -72,8 +72,8 @@ def completion_of(row: Mapping[str, Any], *, default_step: int = 1) -> Completio
     policy = _numbers(_first(row, POLICY))
     if policy is None:
         raise ValueError(f"none of {', '.join(POLICY)}")
-    sampler, trained = _numbers(_first(row, SAMPLER)), _flags(_first(row, TRAINED))
-    tokens = _first(row, TOKENS)
+    sampler, mask, tokens = _numbers(_first(row, SAMPLER)), _first(row, TRAINED), _first(row, TOKENS)
+    trained = flags_of(mask) if isinstance(mask, list) else None
     lists = {"policy": policy, "ref": _numbers(_first(row, REF)), "sampler": sampler, "trained": trained}
     lists["tokens"] = texts_of(tokens) if isinstance(tokens, list) else [UNKNOWN] * len(policy)
     check_lengths(lists)
@@ -142,10 +142,6 @@ def _text(value: Any) -> str:
 
 def _numbers(values: Any) -> Sequence[float] | None:
     return numbers_of(values) if isinstance(values, list) else None
-
-
-def _flags(values: Any) -> Sequence[bool] | None:
-    return flags_of(values) if isinstance(values, list) else None
 
 
 def _one(row: Mapping[str, Any], names: Sequence[str]) -> float | None:

@@ -19,7 +19,7 @@ from klamp.config.describe import (
     describe_movement,
     describe_price,
 )
-from klamp.config.loss import Price, configured_price, kl_reduction
+from klamp.config.loss import configured_price, kl_reduction
 from klamp.core.estimators import ESTIMATORS
 from klamp.verify.config_facts import LENGTH, ClipFacts, ConfigFacts, bare_term, measure_config
 from klamp.verify.convergence import BETA, follow, worlds
@@ -232,12 +232,9 @@ def _numbers(facts: ConfigFacts) -> list[Line]:
 
 
 def _price(kl: KLConfig, loss: LossConfig, setting: Setting) -> str:
-    return describe_price(_price_of(kl, loss, setting), group_size=setting.group_size)
-
-
-def _price_of(kl: KLConfig, loss: LossConfig, setting: Setting) -> Price:
     size, length = setting.group_size, setting.length
-    return configured_price(kl, loss, group_size=size, mean_length=length, max_length=setting.max_length or length)
+    price = configured_price(kl, loss, group_size=size, mean_length=length, max_length=setting.max_length or length)
+    return describe_price(price, group_size=size)
 
 
 def _where_it_ends(kl: KLConfig, loss: LossConfig) -> list[Line]:

@@ -68,8 +68,6 @@ class ValueFinding:
     """The expected value of the function."""
     reverse_kl: float
     """KL(policy||ref)."""
-    forward_kl: float
-    """KL(ref||policy)."""
     relative_bias: float
     """(expected - KL(policy||ref)) / KL(policy||ref)."""
     standard_deviation: float
@@ -257,7 +255,6 @@ def judge_value(loss: Loss, chains: Sequence[Chain]) -> ValueFinding:
         estimates=_name_value(means, reverse, forward),
         expected=value,
         reverse_kl=target,
-        forward_kl=forward.mean().item(),
         relative_bias=(value - target) / target,
         standard_deviation=deviation.item(),
         lowest=min(loss(enumerate_outcomes(chain)).min().item() for chain in chains),
