@@ -25,7 +25,7 @@ from transformers import HfArgumentParser, TrainerCallback
 from transformers.utils import logging
 
 from klamp.tasks import load_task
-from klamp.tasks.config import TaskConfig
+from klamp.tasks.base import TaskConfig
 from klamp.training.models import load_model, load_tokenizer
 from klamp.trl import GRPOConfig, GRPOTrainer, effective
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from klamp.ablation.plan import Arm, Plan
-from klamp.tasks.config import DESCRIBE_TASK
+from klamp.tasks.base import DESCRIBE_TASK
 from studies.command import ablate
 
 NAME = "language"

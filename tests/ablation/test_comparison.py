@@ -16,7 +16,7 @@ from klamp.ablation.outcome import Outcome, read_outcome
 from klamp.ablation.plan import Plan, grid, run_folder, runs
 from klamp.errors import ConfigError, DataError, RunFolderError
 from klamp.records.klamp_run import runs_in
-from klamp.tasks.config import TaskConfig
+from klamp.tasks.base import TaskConfig
 from klamp.training.backends import train_run
 from klamp.training.config import TrainConfig, field_owners
 
@@ -98,7 +98,7 @@ def test_a_run_that_is_not_finished_is_refused(tmp_path) -> None:
             as_runs([done, other])
         assert str(other[0]) == caught.value.got and f"--output_dir {other[0]} --resume" in caught.value.fix
     (done[0] / "summary.json").write_text('{"steps": ')
-    with pytest.raises(DataError, match="damaged"):
+    with pytest.raises(DataError, match="its summary is damaged"):
         as_runs([done])
 
 

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.ports import kept_port
 
 from klamp.tasks import load_task
-from klamp.tasks.config import TaskConfig
+from klamp.tasks.base import TaskConfig
 from klamp.training.models import load_tokenizer
 
 pytestmark = pytest.mark.slow

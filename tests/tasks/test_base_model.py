@@ -125,10 +125,8 @@ def test_the_folder_says_what_is_in_it() -> None:
     "change",
     [
         {"steps": 0},
-        {"hidden_size": 10, "heads": 4},
         {"addition": -1.0},
         {"carelessness": 1.5},
-        {"addition": 0.0, "subtraction": 0.0, "reversal": 0.0},
     ],
 )
 def test_configurations_that_cannot_work_are_refused(change: dict[str, Any]) -> None:

@@ -12,12 +12,10 @@ from tests.hosts.trl.hosts import tokenizer as bpe_tokenizer
 
 from klamp.errors import ConfigError
 from klamp.tasks import Example, TaskConfig, load_task
-from klamp.tasks.base import is_held_out
-from klamp.tasks.config import LANGUAGE_TASKS
+from klamp.tasks.base import LANGUAGE_TASKS, is_held_out
 from klamp.tasks.language import (
     HELD_OUT_SHARE,
     MOST_WORDS,
-    count_happy,
     happy_words,
     score_contained,
     score_happy,
@@ -36,9 +34,9 @@ def question(name: str, **options: Any) -> Example:
 
 
 def test_happy_words_are_counted_in_any_case_and_as_whole_words() -> None:
-    assert count_happy("A Beautiful, beautiful house; joyful! Joyfully not.") == 3
-    assert count_happy("A Beautiful, beautiful house; joyful!", distinct=True) == 2
-    assert count_happy("unhappy happyness brightly") == 0
+    assert score_happy("A Beautiful, beautiful house; joyful! Joyfully not.") == 3 / 8
+    assert score_happy("A Beautiful, beautiful house; joyful!", distinct=True) == 2 / 8
+    assert score_happy("unhappy happyness brightly") == 0
 
 
 @given(st.lists(st.sampled_from([*sorted(happy_words()), "house", "grey", "and"]), max_size=30))
@@ -87,7 +85,7 @@ def test_word_lists_are_clean() -> None:
     for word, opposite in words("opposites.tsv"):
         assert not score_contained(question(opposite), f'What is the opposite of "{word}"?'), word
     for (thing,) in words("things.txt"):
-        assert count_happy(thing) == 0, thing
+        assert score_happy(thing) == 0, thing
 
 
 @pytest.mark.parametrize("name", LANGUAGE_TASKS)

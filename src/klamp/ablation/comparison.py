@@ -6,8 +6,8 @@ that reports are made from it as usual. The runs themselves are read, and nothin
 
 from __future__ import annotations
 
+import itertools
 import shutil
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from klamp.ablation.outcome import KEPT, write_outcome
 from klamp.ablation.plan import KL_PROMPTS, Arm, Run, check_measured, folder_name, run_folder, shown
 from klamp.errors import DataError
 from klamp.training.config import TrainConfig
-from klamp.training.folders import CONFIG, RUNS, SUMMARY, free_folder, held
+from klamp.training.folders import CONFIG, RUNS, free_folder, held
 
 NO_VARIANT = (
     *("seed", "output_dir", "resume", "report_to", "eval_every", "save_every", "keep_checkpoints"),
@@ -120,35 +120,24 @@ def _check_task(first: tuple[Path, TrainConfig], other: tuple[Path, TrainConfig]
 
 def _check_finished(folder: Path, steps: int) -> None:
     try:
-        summary = finished(folder, steps)
+        summary, why = finished(folder, steps), f"it has no checkpoint, or no summary of {steps} steps"
     except (ValueError, TypeError, LookupError, OSError) as error:
-        raise DataError(
-            "the summary of a run is damaged",
-            got=str(folder / SUMMARY),
-            why=f"{type(error).__name__}: {error}",
-            fix=f"finish the run again: {_resumed(folder)}",
-        ) from error
+        summary, why = None, f"its summary is damaged: {type(error).__name__}: {error}"
     if summary is None:
         raise DataError(
             "a run is not finished",
             got=str(folder),
-            why=f"it has no checkpoint, or no summary of {steps} steps",
-            fix=f"finish it: {_resumed(folder)}",
+            why=why,
+            fix=f"finish it: klamp train --config {folder / CONFIG} --output_dir {folder} --resume",
         )
 
 
-def _resumed(folder: Path) -> str:
-    return f"klamp train --config {folder / CONFIG} --output_dir {folder} --resume"
-
-
 def _refuse_twice(found: Sequence[Compared]) -> None:
-    twice = next((name for name, count in Counter(each.run.name for each in found).items() if count > 1), None)
-    if twice is None:
-        return
-    same = [each for each in found if each.run.name == twice]
-    raise DataError(
-        "two runs are the same variant with the same seed",
-        got=f"{same[0].folder} and {same[1].folder}",
-        why=f"both are {same[0].run.arm.name!r}, seed {same[0].run.seed}: their numbers would count twice",
-        fix="name one of them",
-    )
+    for one, other in itertools.combinations(found, 2):
+        if one.run.name == other.run.name:
+            raise DataError(
+                "two runs are the same variant with the same seed",
+                got=f"{one.folder} and {other.folder}",
+                why=f"both are {one.run.arm.name!r}, seed {one.run.seed}: their numbers would count twice",
+                fix="name one of them",
+            )

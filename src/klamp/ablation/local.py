@@ -80,16 +80,12 @@ def local_executor(count: int, *, workers: int | None = None, cpu: bool = False)
             why="its workers report through a pipe that they inherit, and end by signals, as on Linux and macOS",
             fix="use WSL, or run the arms one by one with klamp train and compare them with klamp ablate --runs",
         )
-    cores, devices = usable_cores(), () if cpu else visible_devices()
+    devices = () if cpu else visible_devices()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     fitting = workers or min(count, len(devices) or cores) or 1
     given = os.environ.get("OMP_NUM_THREADS", "")
     threads = int(given) if given.isdigit() and int(given) else max(1, cores // fitting)
     return LocalExecutor(workers=fitting, threads=threads, devices=devices)
-
-
-def usable_cores() -> int:
-    """How many cores this process may use; all of the machine's where the system does not say (macOS, Windows)."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def visible_devices() -> tuple[str, ...]:

@@ -46,30 +46,20 @@ def perform(run: Run, folder: Path, report: Tell) -> Outcome:
     own.mkdir(parents=True, exist_ok=True)
     told = _Told(run, report)
     try:
-        outcome = _trained_and_measured(run, own, told)
+        summary = _trained(run, own, told)
+        gc.collect()  # the optimizer and the graph are in cycles; the second model needs their room
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        outcome = outcome_of(run, own, summary, lambda: told.tell("measuring"))
     except Exception as error:
         if isinstance(error, TrainingStopped) and error.interrupted:
             raise
         log.exception("the run failed")
-        outcome = failed(run, reason(error))
+        text = str(error) if isinstance(error, KlampError) else f"{type(error).__name__}: {error}"
+        outcome = failed(run, "\n".join((text, *getattr(error, "__notes__", ()))))
     write_outcome(own, outcome)
     told.tell(outcome.state, metrics=outcome.numbers, text=outcome.error.partition("\n")[0])
     return outcome
-
-
-def reason(error: BaseException) -> str:
-    """An error as one text, with the notes that were added to it."""
-    text = str(error) if isinstance(error, KlampError) else f"{type(error).__name__}: {error}"
-    return "\n".join((text, *getattr(error, "__notes__", ())))
-
-
-def _trained_and_measured(run: Run, own: Path, told: _Told) -> Outcome:
-    summary = _trained(run, own, told)
-    gc.collect()  # the optimizer and the graph are in cycles; the second model needs their room
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    told.tell("measuring")
-    return outcome_of(run, own, summary, lambda: told.tell("measuring"))
 
 
 def outcome_of(

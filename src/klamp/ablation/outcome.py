@@ -142,7 +142,7 @@ GROUPS: dict[Group, str] = {
 """Group -> heading: a table of all columns would be too wide to read."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TableColumn:
     """One column of the table: a number of a run, with its title and unit."""
 
@@ -204,19 +204,15 @@ def _mean(values: Iterable[float]) -> float | None:
     return sum(found) / len(found) if found else None
 
 
-def _column(name: str, title: str, unit: str, group: Group, read: Callable[[Outcome], float | None]) -> TableColumn:
-    return TableColumn(name=name, title=title, unit=unit, group=group, read=read)
-
-
 def _number(name: str, title: str, unit: str, group: Group) -> TableColumn:
-    return _column(name, title, unit, group, lambda outcome: outcome.numbers.get(name))
+    return TableColumn(name, title, unit, group, lambda outcome: outcome.numbers.get(name))
 
 
 COLUMNS: tuple[TableColumn, ...] = (
-    _column("rl/after", "RL skill", "score", "skills", rl_after),
-    _column("rl/gain", "RL gain", "score", "skills", rl_gain),
-    _column("retained/after", "retained skills", "mean score", "skills", retained_after),
-    _column("retained/loss", "forgotten", "mean score", "skills", retained_loss),
+    TableColumn("rl/after", "RL skill", "score", "skills", rl_after),
+    TableColumn("rl/gain", "RL gain", "score", "skills", rl_gain),
+    TableColumn("retained/after", "retained skills", "mean score", "skills", retained_after),
+    TableColumn("retained/loss", "forgotten", "mean score", "skills", retained_loss),
     _number("reward", "reward", "", "skills"),
     _number("kl/reverse", "KL(policy‖start)", "nats/token", "distance"),
     _number("kl/reverse_sequence", "KL(policy‖start)", "nats/sequence", "distance"),

@@ -1,6 +1,6 @@
 """The pictures of an ablation as PNG, PDF and SVG files: what the KL bought, and the sweep.
 
-The sweep stands over a logarithmic axis of beta where little else was swept, else in a list of arms.
+The sweep stands over a logarithmic axis of beta where nothing else was swept, else in a list of arms.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ GREY = "#777777"
 LONGEST_NAME = 48
 SMALL = 8
 """Font size of ticks and legends."""
-MOST_LINES = 6
-"""More lines than this over one axis of beta cannot be told apart; the arms are listed instead."""
 ASIDE = 5.0
 """How far sets of points over the same place are moved apart, in points of print, so that none hides another."""
 
@@ -83,15 +81,15 @@ def draw_frontier(outcomes: Sequence[Outcome]) -> Figure | None:
 def draw_sweep(outcomes: Sequence[Outcome]) -> Figure | None:
     """Draw trained skill, KL and retained skills of every arm, with seeds, mean and interval; None without any data.
 
-    Over a logarithmic axis of beta, linear between 0 and the smallest other beta, where beta was swept; else one row
-    per arm.
+    Over a logarithmic axis of beta, linear between 0 and the smallest other beta, where beta alone was swept; else one
+    row per arm.
 
     Args:
         outcomes: of all runs; those that failed have nothing to draw.
     """
     done = [outcome for outcome in outcomes if outcome.state == "done"]
     where = places({outcome.arm: outcome.values for outcome in done})
-    panels = _panels(done, several=len(where.lines) > 1)
+    panels = _panels(done)
     if not panels:
         return None
     upright = where.over_beta
@@ -100,27 +98,23 @@ def draw_sweep(outcomes: Sequence[Outcome]) -> Figure | None:
     grid = figure.subplots(1, len(panels), squeeze=False, sharey=not upright)[0]
     for axes, panel in zip(grid, panels, strict=True):
         _label_places(axes, where)
-        sets = [(line, column) for line in where.lines for column in panel.columns]
-        apart = min(ASIDE, 150 / (len(where.ticks) * len(sets)))
+        apart = min(ASIDE, 150 / (len(where.ticks) * len(panel.columns)))
         every: list[float] = []
-        for number, (line, column) in enumerate(sets):
+        for number, column in enumerate(panel.columns):
             at: dict[float, list[float]] = {}
             for outcome in done:
-                value, (own, place) = column.value(outcome), where.of[outcome.arm]
-                if own == line and value is not None:
-                    at.setdefault(place, []).append(value)
+                if (value := column.value(outcome)) is not None:
+                    at.setdefault(where.of[outcome.arm], []).append(value)
             every += [value for values in at.values() for value in values]
-            label = ", ".join(filter(None, (line, column.title if len(panel.columns) > 1 else "")))
-            aside = apart * (number - (len(sets) - 1) / 2)
+            label = column.title if len(panel.columns) > 1 else ""
+            aside = apart * (number - (len(panel.columns) - 1) / 2)
             draw_points(axes, at, style(number), label=label, aside=aside, upright=upright)
         scale(axes, "y" if upright else "x", every)
         if panel.start is not None:
             _draw_start(axes, panel.start, upright=upright)
         tidy(axes, **({"x": "beta", "y": panel.unit} if upright else {"x": panel.unit}), title=panel.title)
-        if len(where.lines) == 1 and len(panel.columns) > 1:
+        if len(panel.columns) > 1:
             axes.legend(fontsize=SMALL, framealpha=0.8, edgecolor="none")
-    if len(where.lines) > 1:
-        _legend(figure, grid[0])
     return figure
 
 
@@ -134,9 +128,9 @@ class _Panel(NamedTuple):
     """The mean before training; None where the panel shows no score."""
 
 
-def _panels(done: Sequence[Outcome], *, several: bool) -> list[_Panel]:
-    """The diagrams that have data; where several lines share an axis, the KL in one direction only."""
-    kl = _columns(done, ["kl/reverse"] if several else ["kl/reverse", "kl/forward"])
+def _panels(done: Sequence[Outcome]) -> list[_Panel]:
+    """The diagrams that have data."""
+    kl = _columns(done, ["kl/reverse", "kl/forward"])
     trained, kept = [o.rl_skill for o in done], [skill for o in done for skill in retained_skills(o)]
     before = _mean(o.before.get(o.rl_skill) for o in done), _mean(map(retained_before, done))
     after = _columns(done, ["rl/after"]), _columns(done, ["retained/after"])
@@ -167,35 +161,27 @@ def _mean(values: Iterable[float | None]) -> float | None:
 class Places:
     """The places of a sweep's arms on the axis of its picture."""
 
-    of: Mapping[str, tuple[str, float]]
-    """Arm -> (line, place); the line is named by what is swept besides beta, "" where that is nothing."""
+    of: Mapping[str, float]
+    """Arm -> place."""
     ticks: Mapping[float, str]
     """Place on the axis -> its label."""
     over_beta: bool
     """Whether places are betas; otherwise they number the arms."""
 
-    @property
-    def lines(self) -> tuple[str, ...]:
-        """The names of the lines, in the order of their arms."""
-        return tuple(dict.fromkeys(line for line, _ in self.of.values()))
-
 
 def places(arms: Mapping[str, Mapping[str, Any]]) -> Places:
-    """Where to draw each arm: along beta where at least two betas were swept and little else, otherwise in a list.
+    """Where to draw each arm: along beta where at least two betas were swept and nothing else, otherwise in a list.
 
     Args:
         arms: name -> the values that were swept.
     """
-    names = dict.fromkeys(name for values in arms.values() for name in values if name != "beta")
-    others = [name for name in names if len({repr(values.get(name)) for values in arms.values()}) > 1]
-    lines = {arm: " ".join(f"{name}={values.get(name)}" for name in others) for arm, values in arms.items()}
+    others = {repr(sorted((name, repr(v)) for name, v in each.items() if name != "beta")) for each in arms.values()}
     betas = {arm: values.get("beta") for arm, values in arms.items()}
     known = {arm: float(b) for arm, b in betas.items() if isinstance(b, int | float) and math.isfinite(b) and b >= 0}
-    if len(set(lines.values())) > MOST_LINES or len(known) < len(arms) or len(set(known.values())) < 2:
-        number = {arm: ("", float(place)) for place, arm in enumerate(arms)}
-        return Places(of=number, ticks={place: arm for arm, (_, place) in number.items()}, over_beta=False)
-    ticks = {beta: f"{beta:g}" for beta in sorted(set(known.values()))}
-    return Places(of={arm: (lines[arm], beta) for arm, beta in known.items()}, ticks=ticks, over_beta=True)
+    if len(others) > 1 or len(known) < len(arms) or len(set(known.values())) < 2:
+        number = {arm: float(place) for place, arm in enumerate(arms)}
+        return Places(of=number, ticks={place: arm for arm, place in number.items()}, over_beta=False)
+    return Places(of=known, ticks={beta: f"{beta:g}" for beta in sorted(set(known.values()))}, over_beta=True)
 
 
 def _label_places(axes: Any, where: Places) -> None:

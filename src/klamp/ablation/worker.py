@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
         signal.signal(number, signal.default_int_handler)
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     folder, ablation = Path(arguments[0]), Path(arguments[0]).parent.parent
-    report = teller(int(arguments[1])) if len(arguments) > 1 else _silent
+    report = teller(int(arguments[1])) if len(arguments) > 1 else lambda update: None
     try:
         report(Update(run=folder.name, state="running"))
         from transformers.utils.logging import disable_progress_bar
@@ -82,10 +82,6 @@ def alone(folder: Path) -> Iterator[None]:
         with suppress(OSError):
             lock_descriptor(file.fileno())
         yield
-
-
-def _silent(update: Update) -> None:
-    """Report nothing."""
 
 
 def leave(code: int) -> NoReturn:

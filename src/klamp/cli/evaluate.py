@@ -21,7 +21,7 @@ from klamp.cli.text import fixed, show_paragraph, show_table
 from klamp.errors import ConfigError, KLWarning, RunFolderError
 from klamp.records.klamp_run import is_klamp_run, read_config
 from klamp.report.run import ScoreFormat
-from klamp.tasks.config import TaskConfig
+from klamp.tasks.base import TaskConfig
 from klamp.training.config import TrainConfig
 from klamp.training.folders import CHECKPOINTS, NAMED, checkpoint_folders, number_of, policy_in
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from klamp.cli.display import Loading
 from klamp.cli.flags import read_options
 from klamp.cli.options import ModelOptions
 from klamp.tasks.named_models import NAMED_MODELS, load_named_model
@@ -19,12 +18,8 @@ def run(argv: Sequence[str]) -> int:
         ModelError: the package that carries the model is missing.
     """
     name = read_options(ModelOptions, argv, command="klamp model").name
-    folder = load_named_model(name, progress=_said)
+    folder = load_named_model(name)
     model = NAMED_MODELS[name]
     print(f"{model.title}: {model.parameters} parameters, {model.licence}, from {model.origin}", file=sys.stderr)
     print(folder, flush=True)
     return 0
-
-
-def _said(what: str, done: int, total: int, loss: float | None) -> None:
-    print(f"{what}: {Loading(what, done, total, loss).text}", file=sys.stderr, flush=True)

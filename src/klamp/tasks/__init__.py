@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 from klamp.errors import ConfigError
 from klamp.tasks.arithmetic import arithmetic_task, arithmetic_tokenizer
-from klamp.tasks.base import Example, Task, checked
+from klamp.tasks.base import ARITHMETIC_TASK, LANGUAGE_TASKS, Example, Task, TaskConfig, checked, has_own_prompts
 from klamp.tasks.base_model import BaseModelConfig, base_model_folder, load_base_model
-from klamp.tasks.config import ARITHMETIC_TASK, LANGUAGE_TASKS, TaskConfig, has_own_prompts
 from klamp.tasks.language import language_task
 from klamp.tasks.named_models import NAMED_MODELS, load_named_model, named_model_folder
 from klamp.tasks.prompts import check_prompts

@@ -15,8 +15,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from klamp.tasks.base import Example, Task, checked, is_held_out
-from klamp.tasks.config import TaskConfig
+from klamp.tasks.base import Example, Task, TaskConfig, checked, is_held_out
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

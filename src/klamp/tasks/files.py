@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from klamp.errors import DataError, missing_library, unknown_name
-from klamp.tasks.base import Example, Task, checked
-from klamp.tasks.config import ARITHMETIC_TASK, LANGUAGE_TASKS, TaskConfig
+from klamp.tasks.base import ARITHMETIC_TASK, LANGUAGE_TASKS, Example, Task, TaskConfig, checked
 from klamp.tasks.prompts import prompt_text
 from klamp.tasks.rewards import exact_match, with_reward
 

@@ -23,8 +23,7 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from klamp.tasks.base import Example, Task, checked, is_held_out
-from klamp.tasks.config import DISTINCT_TASK, SENTIMENT_TASK, TaskConfig
+from klamp.tasks.base import DISTINCT_TASK, SENTIMENT_TASK, Example, Task, TaskConfig, checked, is_held_out
 from klamp.tasks.prompts import prompt_text
 
 if TYPE_CHECKING:
@@ -59,20 +58,15 @@ def happy_words() -> frozenset[str]:
     return frozenset(word for (word,) in words("happy.txt"))
 
 
-def count_happy(completion: str, *, distinct: bool = False) -> int:
-    """How many happy words a text holds.
+def score_happy(completion: str, *, distinct: bool = False) -> float:
+    """The reward of `describe`: happy words in a text, up to `MOST_WORDS` of them, as a share of these.
 
     Args:
         completion: any text.
         distinct: count each word once.
     """
     found = [word for word in _WORD.findall(completion.lower()) if word in happy_words()]
-    return len(set(found) if distinct else found)
-
-
-def score_happy(completion: str, *, distinct: bool = False) -> float:
-    """The reward of `describe`: happy words, up to `MOST_WORDS` of them, as a share of these."""
-    return min(count_happy(completion, distinct=distinct), MOST_WORDS) / MOST_WORDS
+    return min(len(set(found) if distinct else found), MOST_WORDS) / MOST_WORDS
 
 
 def score_contained(example: Example, completion: str) -> float:

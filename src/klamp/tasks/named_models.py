@@ -17,18 +17,14 @@ from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, distribution
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from klamp.errors import ModelError, missing_library
-from klamp.tasks.cache import Progress, cache_root, stored, without_bars
+from klamp.errors import ModelError
+from klamp.tasks.cache import cache_root, stored, without_bars
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-PARTS = 3
-"""Parts of a conversion: the sum, the weights, what is written."""
 
 RECIPE = 1
 """Part of the folder's name: raise it whenever the conversion below would write something else."""
@@ -88,12 +84,11 @@ def named_model_folder(name: str) -> Path:
     return cache_root() / f"{name}-{NAMED_MODELS[name].sha256[:12]}-{RECIPE}"
 
 
-def load_named_model(name: str, *, progress: Progress | None = None) -> Path:
+def load_named_model(name: str) -> Path:
     """Get a named model ready, and say where it is; the first call converts it, which takes some seconds.
 
     Args:
         name: a key of `NAMED_MODELS`.
-        progress: told how far the conversion is; not called where the cache has the model.
 
     Returns:
         A folder that `transformers` (and every trainer that takes a folder) loads.
@@ -101,12 +96,7 @@ def load_named_model(name: str, *, progress: Progress | None = None) -> Path:
     Raises:
         ModelError: the package is missing or another one than expected, or the cache cannot be written.
     """
-    model = NAMED_MODELS[name]
-
-    def write(empty: Path) -> None:
-        _convert(model, _weights(name), empty, progress or (lambda *_: None))
-
-    return stored(named_model_folder(name), write)
+    return stored(named_model_folder(name), lambda empty: _convert(NAMED_MODELS[name], _weights(name), empty))
 
 
 def _weights(name: str) -> Path:
@@ -124,15 +114,10 @@ def _weights(name: str) -> Path:
             why=f"{model.title} comes in {model.package} ({model.megabytes} MB, {model.licence})",
             fix=model.install,
         )
-    if find_spec("gguf") is None:
-        raise missing_library("gguf", by=f"the conversion of {name}")
     return file
 
 
-def _convert(model: NamedModel, file: Path, folder: Path, progress: Progress) -> None:
-    def told(done: int) -> None:
-        progress(f"converting {model.title}", done, PARTS, None)
-
+def _convert(model: NamedModel, file: Path, folder: Path) -> None:
     with file.open("rb") as stream:
         found = hashlib.file_digest(stream, "sha256").hexdigest()
     if found != model.sha256:
@@ -142,16 +127,12 @@ def _convert(model: NamedModel, file: Path, folder: Path, progress: Progress) ->
             why=f"those of {model.package} {model.version} have {model.sha256}",
             fix=model.install,
         )
-    told(1)
     with without_bars(), redirect_stderr(io.StringIO()):  # the reader of such files draws a bar that has no switch
         loaded, tokenizer = _read(model, file)
-    told(2)
-    with without_bars():
         loaded.save_pretrained(folder)
     _change(folder / "config.json", _with_former_names)
     _save_tokenizer(tokenizer, loaded.config, folder)
     _write(folder / "origin.json", asdict(model))
-    told(PARTS)
 
 
 def _read(model: NamedModel, file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

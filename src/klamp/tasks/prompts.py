@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from klamp.errors import ConfigError, DataError
-from klamp.tasks.base import Example
-from klamp.tasks.config import TaskConfig
+from klamp.tasks.base import Example, TaskConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

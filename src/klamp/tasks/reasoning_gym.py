@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from klamp.errors import DataError, missing_library, unknown_name
-from klamp.tasks.base import Example, Task, checked
-from klamp.tasks.config import TaskConfig
+from klamp.tasks.base import Example, Task, TaskConfig, checked
 from klamp.tasks.prompts import prompt_text
 
 if TYPE_CHECKING:

@@ -17,18 +17,18 @@ chat messages, the completion is one too, as in TRL.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import os
 import re
+import runpy
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -105,13 +105,6 @@ def _format_regex(pattern: str) -> RewardFunction:
             why=str(error),
             fix="write it in the syntax of Python's re module",
         ) from error
-    if not pattern:
-        raise ConfigError(
-            "format_regex has no pattern",
-            got="'format_regex:'",
-            why="an empty pattern is found in every completion",
-            fix="write format_regex:PATTERN",
-        )
     return lambda _, completion: expression.search(completion) is not None
 
 
@@ -138,26 +131,16 @@ def adapt(function: Callable[..., Any], *, name: str) -> RewardFunction:
     Args:
         function: takes one completion, or TRL's lists.
         name: how error messages name it.
-
-    Raises:
-        ConfigError: the function takes no completion at all.
     """
-    parameters = inspect.signature(function).parameters
-    if not parameters:
-        raise ConfigError(
-            f"the reward function {name} takes no arguments",
-            got=f"{name.rpartition(':')[2]}()",
-            why="it has to be given the completion",
-            fix="define it as function(completion, **fields)",
-        )
-    return _trl_style(function, name) if "completions" in parameters else _one_completion(function, name)
+    trl_style = "completions" in inspect.signature(function).parameters
+    return _trl_style(function, name) if trl_style else _one_completion(function, name)
 
 
 def _one_completion(function: Callable[..., Any], name: str) -> RewardFunction:
     parameters = inspect.signature(function).parameters
     # `def f(prompt, completion)` is clear enough: a parameter of that name wins over the first place
     by_name = "completion" in parameters and parameters["completion"].kind is not inspect.Parameter.POSITIONAL_ONLY
-    taken = "completion" if by_name else next(iter(parameters))
+    taken = "completion" if by_name else next(iter(parameters), "")
 
     def score(example: Example, completion: str) -> Any:
         given = _accepted(function, {k: v for k, v in example.fields.items() if k != taken}, taken, name, example)
@@ -205,44 +188,25 @@ def _accepted(
 
 
 def _import_function(module: str, function: str) -> Callable[..., Any]:
-    loaded = _load_file(module) if module.endswith(".py") else _load_module(module)
+    # a console script does not have the working directory on its path, and that is where reward files lie;
+    # at the end of the path, it hides no installed module
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        loaded = SimpleNamespace(**runpy.run_path(module)) if module.endswith(".py") else import_module(module)
+    except Exception as error:
+        raise ConfigError(
+            "the module of a reward function cannot be imported",
+            got=module,
+            why=f"{type(error).__name__}: {error}",
+            fix="run from the folder that holds the module, put it on PYTHONPATH, or write path/to/file.py:function",
+        ) from error
     target = getattr(loaded, function, None)
     if not callable(target):
         names = [n for n, v in vars(loaded).items() if callable(v) and not n.startswith("_")]
         why = f"{module} has: {', '.join(names) or 'no functions'}"
         raise unknown_name("reward function", function, names, why=why)
     return target
-
-
-def _load_module(module: str) -> ModuleType:
-    # a console script does not have the working directory on its path, and that is where reward files lie;
-    # at the end of the path, it hides no installed module
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
-    try:
-        return importlib.import_module(module)
-    except Exception as error:
-        raise _not_importable(module, error) from error
-
-
-def _load_file(path: str) -> ModuleType:
-    try:
-        spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-        assert spec is not None and spec.loader is not None  # always so for a name that ends in .py
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise _not_importable(path, error) from error
-    return module
-
-
-def _not_importable(module: str, error: Exception) -> ConfigError:
-    return ConfigError(
-        "the module of a reward function cannot be imported",
-        got=module,
-        why=f"{type(error).__name__}: {error}",
-        fix="run from the folder that holds the module, put it on PYTHONPATH, or write path/to/file.py:function",
-    )
 
 
 def guarded(score: Score, *, seconds: float | None) -> Score:
@@ -254,20 +218,9 @@ def guarded(score: Score, *, seconds: float | None) -> Score:
 
     Returns:
         A function of the same signature. The working directory and the switch of gradients are put back after it. It
-        raises RewardError where the reward took too long. A process that the reward has forked ends where it would come
-        back from the reward, with code 1 and one line: two would train in one folder.
+        raises RewardError where the reward took too long.
     """
-
-    def call(example: Example, completion: str) -> float:
-        process = os.getpid()
-        try:
-            return score(example, completion)
-        finally:
-            if os.getpid() != process:
-                os.write(2, b"klamp: the reward function came back in a process that it had forked, which ends here\n")
-                os._exit(1)
-
-    timed = call if seconds is None else _in_time(call, seconds)
+    timed = score if seconds is None else _in_time(score, seconds)
 
     def guard(example: Example, completion: str) -> float:
         folder, gradients = _folder(), torch.is_grad_enabled()

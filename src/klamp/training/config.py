@@ -31,7 +31,7 @@ from klamp.core.arguments import (
 from klamp.core.controllers import Schedule
 from klamp.diagnostics.alarms import check_names
 from klamp.errors import ConfigError, KLWarning
-from klamp.tasks.config import TaskConfig
+from klamp.tasks.base import TaskConfig
 
 Backend: TypeAlias = Literal["local", "trl", "verl", "tinker"]
 Sampler: TypeAlias = Literal["own", "vllm"]

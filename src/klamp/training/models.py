@@ -42,7 +42,7 @@ def load_model(spec: str, dtype: str = "float32", *, progress: Progress | None =
     Args:
         spec: `builtin`, a name of `NAMED_MODELS`, a local folder (also of a checkpoint of klamp's), or a hub id.
         dtype: data type of the weights.
-        progress: told how far a model is that has to be made first: the built-in one taught, a named one converted.
+        progress: told how far the built-in model is, where it has to be taught first.
 
     Raises:
         ModelError: the folder or id holds no causal LM.
@@ -51,7 +51,7 @@ def load_model(spec: str, dtype: str = "float32", *, progress: Progress | None =
         model, _ = load_base_model(BaseModelConfig(), progress=progress)
         model = model.to(getattr(torch, dtype))
     else:
-        spec = _folder_of(spec, progress)
+        spec = _folder_of(spec)
         model = _pretrained(AutoModelForCausalLM, spec, "a causal language model", dtype=getattr(torch, dtype))
     for dropout in active_dropouts(model):
         dropout.switch_off()
@@ -71,7 +71,7 @@ def make_ready(spec: str, *, progress: Progress | None = None) -> None:
     if spec == BUILTIN:
         cached_base_model(BaseModelConfig(), progress=progress)
     else:
-        _folder_of(spec, progress)
+        _folder_of(spec)
 
 
 def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
@@ -109,11 +109,11 @@ def ready_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrained
     return tokenizer
 
 
-def _folder_of(spec: str, progress: Progress | None = None) -> str:
+def _folder_of(spec: str) -> str:
     """The folder of a named model, which is made first where it is not there, or of a checkpoint's weights; any other
     name as it is.
     """
-    return str(load_named_model(spec, progress=progress)) if spec in NAMED_MODELS else weights_folder(spec)
+    return str(load_named_model(spec)) if spec in NAMED_MODELS else weights_folder(spec)
 
 
 def _pretrained(loader: Any, spec: str, what: str, **options: Any) -> Any:

@@ -23,8 +23,8 @@ from klamp.diagnostics.history import (
     texts_of,
 )
 from klamp.errors import TrainingStopped
+from klamp.tasks.base import has_own_prompts
 from klamp.tasks.cache import Progress
-from klamp.tasks.config import has_own_prompts
 from klamp.training.config import TrainConfig
 from klamp.training.folders import COMPLETIONS, METRICS_FILE, each_readable, lines_of, lines_until, scores_of
 

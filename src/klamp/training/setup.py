@@ -22,8 +22,7 @@ from klamp.scoring.probe import probe
 from klamp.scoring.scorer import Scorer
 from klamp.tasks import check_prompts, load_task, named_model_folder, named_reward
 from klamp.tasks.arithmetic import MAX_MODEL_LENGTH, arithmetic_tokenizer
-from klamp.tasks.base import Task
-from klamp.tasks.config import has_own_prompts
+from klamp.tasks.base import Task, has_own_prompts
 from klamp.tasks.files import check_columns, read_rows
 from klamp.tasks.named_models import NAMED_MODELS
 from klamp.training import checkpoint

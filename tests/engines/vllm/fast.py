@@ -18,7 +18,7 @@ from torch import Tensor
 
 from klamp.scoring import passes
 from klamp.tasks import load_task
-from klamp.tasks.config import TaskConfig
+from klamp.tasks.base import TaskConfig
 from klamp.training.models import load_tokenizer
 from klamp.trl import GRPOConfig, GRPOTrainer
 

@@ -10,7 +10,7 @@ import pytest
 
 from klamp.config import KLConfig
 from klamp.errors import ConfigError
-from klamp.tasks.config import TaskConfig
+from klamp.tasks.base import TaskConfig
 from klamp.training.backends import OF_VERL
 from klamp.training.config import TrainConfig
 from klamp.training.in_trl.arguments import part_size, trl_arguments

@@ -11,8 +11,7 @@ from pyarrow import parquet
 
 from klamp.errors import DataError, RewardError
 from klamp.tasks import load_task
-from klamp.tasks.base import Example, Task
-from klamp.tasks.config import TaskConfig
+from klamp.tasks.base import Example, Task, TaskConfig
 from klamp.training.in_verl import data as reward
 from klamp.training.in_verl.data import answered, digest, held_out_rows, opening, training_rows, write_data
 from klamp.training.in_verl.overrides import Layout

@@ -14,7 +14,7 @@ import pytest
 
 from klamp.config import KLConfig
 from klamp.hosts.verl.fields_in_verl import CONTROLLER_FIELDS, LOSS_FIELDS, overrides
-from klamp.tasks.config import TaskConfig
+from klamp.tasks.base import TaskConfig
 from klamp.training.config import TrainConfig
 from klamp.training.in_verl import overrides as module
 from klamp.training.in_verl.overrides import command, model_path, verl_overrides
