@@ -1,4 +1,4 @@
-"""klamp ablate: the plan and the runs."""
+"""klamp ablate: the plan and the runs; with --runs, the comparison of runs that are there."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tests.ablation.outcomes import outcome
+from tests.ablation.outcomes import outcome, sweep
+from tests.cli.fake_trainer import write_files
 from tests.cli.test_train import save_tiny_model
+from tests.training.conftest import TINY, llama  # noqa: F401  (a fixture)
 
 from klamp.ablation import execute
 from klamp.ablation.execute import Result
@@ -20,9 +22,11 @@ from klamp.ablation.outcome import Outcome, write_outcome
 from klamp.ablation.plan import Plan, run_folder, runs
 from klamp.ablation.table import summarise
 from klamp.cli import ablate, main
-from klamp.cli.ablate import show_result
+from klamp.cli.ablate import show_result, summary_lines
 from klamp.cli.options import AblateOptions
 from klamp.errors import TrainingStopped
+from klamp.training.backends import train_run
+from klamp.training.config import TrainConfig
 
 
 class Fake:
@@ -228,14 +232,10 @@ def test_the_real_executors(monkeypatch) -> None:
 
 
 def test_a_result_names_its_files_once_and_compares_arms(tmp_path: Path, capsys) -> None:
-    runs = [outcome(arm, i, after={"addition": x}) for arm, xs in SEEDS.items() for i, x in enumerate(xs)]
-    names = ("table.md", "table.csv", "sweep.png", "sweep.pdf")
-    result = Result(
-        folder=tmp_path,
-        outcomes=tuple(runs),
-        table=summarise(runs),
-        files=tuple(tmp_path / name for name in names),
-    )
+    seeds = {"free": (0.80, 0.84, 0.86), "held": (0.701, 0.741, 0.760)}
+    runs = [outcome(arm, i, after={"addition": x}) for arm, xs in seeds.items() for i, x in enumerate(xs)]
+    files = tuple(tmp_path / name for name in ("table.md", "table.csv", "sweep.png", "sweep.pdf"))
+    result = Result(folder=tmp_path, outcomes=tuple(runs), table=summarise(runs), files=files)
     show_result(result, "klamp ablate")
     text = capsys.readouterr().out
     assert "table.md, table.csv, sweep.png, sweep.pdf\n" in text
@@ -243,4 +243,48 @@ def test_a_result_names_its_files_once_and_compares_arms(tmp_path: Path, capsys)
     assert "held  RL skill" in text
 
 
-SEEDS = {"free": (0.80, 0.84, 0.86), "held": (0.701, 0.741, 0.760)}
+# runs that are there already -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_from_runs_to_table_pictures_and_lines(llama, tmp_path, monkeypatch, capsys) -> None:  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    names = ["output_beta_0.0", "output_beta_0.05"]
+    for name in names:
+        values = {"model": llama, **TINY, "eval_size": 3, "max_steps": 2, "beta": float(name.rpartition("_")[2])}
+        train_run(TrainConfig.from_flat({**values, "output_dir": name}))
+    assert main(["ablate", "--runs", *names]) == 0
+    out = capsys.readouterr().out
+    order = ["2 runs are compared in runs/comparison-beta-001; nothing is trained", "measuring beta-0_seed-0", "Skills"]
+    order += ["Distance from the starting model", "The RL skill is addition", "sweep.png", "beta=0: Acc="]
+    positions = [out.index(part) for part in order]
+    assert positions == sorted(positions)
+    folder = Path("runs/comparison-beta-001")
+    table = json.loads((folder / "table.json").read_text())
+    assert [arm["arm"] for arm in table["rows"]] == ["beta=0", "beta=0.05"]
+    accuracy, kl, kept = (table["rows"][1]["cells"][x]["mean"] for x in ("rl/after", "kl/reverse", "retained/after"))
+    line = next(line for line in out.splitlines() if line.startswith("beta=0.05: "))
+    assert line == f"beta=0.05: Acc={accuracy:.1%}, KL={kl:.4g}, retention={kept:.1%}"
+    assert main(["report", str(folder)]) == 0
+
+
+def test_the_lines_of_the_tutorial() -> None:
+    lines = summary_lines(summarise(sweep([{"beta": 0.0}, {"beta": 0.1}], seeds=2)))
+    assert [line.partition(":")[0] for line in lines] == ["beta=0.0", "beta=0.1"]
+    assert all(", KL=" in line and line.count("%") == 2 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["run"], "one run cannot be compared"),
+        (["run", "empty"], "the folder holds no run"),
+        (["run", "run"], "a run is named twice"),
+    ],
+)
+def test_what_is_no_two_runs_is_refused(names, said, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_files(TrainConfig(), Path("run"))
+    Path("empty").mkdir()
+    assert main(["ablate", "--runs", *names]) == 1
+    assert said in capsys.readouterr().err and not Path("runs").exists()

@@ -40,16 +40,12 @@ def test_fields_of_several_values_are_values_not_sweeps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "seeds"),
-    [("", (0, 1, 2)), ("--seeds 5", (0, 1, 2, 3, 4)), ("--seeds 5 7 11", (5, 7, 11)), ("--seeds 1", (0,))],
+    ("words", "seeds"), [("", (0, 1, 2)), ("--seeds 5", (0, 1, 2, 3, 4)), ("--seeds 5 7 11", (5, 7, 11))]
 )
-def test_one_number_of_seeds_is_how_many_several_are_those(words, seeds) -> None:
-    assert plan_of(f"--beta 0.1 {words}").seeds == seeds
-
-
-def test_one_arm_is_an_ablation_of_seeds() -> None:
-    plan = plan_of("--beta 0.1 --seeds 5")
-    assert [(arm.name, arm.values) for arm in plan.arms] == [("base", {})] and plan.name == "arithmetic"
+def test_one_number_of_seeds_is_how_many_several_are_those_and_one_arm_is_enough(words, seeds) -> None:
+    plan = plan_of(f"--beta 0.1 {words}")
+    assert plan.seeds == seeds and plan.name == "arithmetic"
+    assert [(arm.name, arm.values) for arm in plan.arms] == [("base", {})]
 
 
 @pytest.mark.parametrize(
@@ -80,6 +76,9 @@ def test_the_commands_own_flags(words, expected) -> None:
         ("--beta 0 1 --workers 0", "--workers takes 1 or more", ""),
         ("--gpus_per_run 1", "--gpus_per_run has no meaning without --ray", "leave --gpus_per_run out"),
         ("--ray local --workers 2", "--workers has no meaning with --ray", "leave --workers out"),
+        ("--runs a b --beta 0.1", "--beta has no meaning with --runs", "leave --runs out"),
+        ("--runs a b --beta 0 0.1", "--beta has no meaning with --runs", "leave --runs out"),
+        ("--runs a b --dry_run", "--dry_run has no meaning with --runs", "leave --runs out"),
         ("plan.yaml", "a word that belongs to no flag", "klamp ablate --plan plan.yaml"),
         ("--plan nowhere.yaml", "cannot be read", ""),
         ("--no_cpu 3", "a word that belongs to no flag", "--NAME VALUE"),
@@ -91,13 +90,6 @@ def test_what_cannot_be_read_is_refused_with_the_way_out(words, what, fix) -> No
     with pytest.raises(ConfigError) as caught:
         parse_ablate(words.split())
     assert what in caught.value.what and fix in caught.value.fix
-
-
-@pytest.mark.parametrize("flag", ["--seed 3", "--resume"])
-def test_what_the_ablation_sets_itself_is_refused(flag) -> None:
-    with pytest.raises(ConfigError) as caught:
-        runs(plan_of(f"--beta 0 1 {flag}"))
-    assert "use" in caught.value.fix
 
 
 # recipes -------------------------------------------------------------------------------------------------------------
@@ -157,20 +149,11 @@ seeds: [4, 5]
 def test_a_plan_file_with_flags_over_it(tmp_path) -> None:
     file = write(tmp_path, PLAN)
     plan = plan_of(f"--plan {file}")
-    assert [arm.name for arm in plan.arms] == [
-        "free kl_estimator=k1",
-        "free kl_estimator=k3",
-        "hard clip kl_estimator=k1",
-        "hard clip kl_estimator=k3",
-    ]
+    crossed = [f"{arm} kl_estimator={name}" for arm in ("free", "hard clip") for name in ("k1", "k3")]
+    assert [arm.name for arm in plan.arms] == crossed
     assert (plan.name, plan.seeds, plan.base) == ("mine", (4, 5), {**DEFAULTS, "beta": 0.2, "max_steps": 9})
     over = plan_of(f"--plan {file} --max_steps 3 --seeds 1 --kl_estimator k2 --beta 0.1 0.3")
-    assert [arm.name for arm in over.arms] == [
-        "free beta=0.1",
-        "free beta=0.3",
-        "hard clip beta=0.1",
-        "hard clip beta=0.3",
-    ]
+    assert [arm.name for arm in over.arms] == [f"{arm} beta={x}" for arm in ("free", "hard clip") for x in (0.1, 0.3)]
     assert over.base == {**DEFAULTS, "max_steps": 3, "kl_estimator": "k2"} and over.seeds == (0,)
 
 
@@ -211,12 +194,6 @@ def test_a_flag_that_every_arm_overrides_is_refused(tmp_path) -> None:
     assert plan_of(f"--plan {write(tmp_path, 'arms: {a: {beta: 0}, b: {}}')} --beta 0.5").base["beta"] == 0.5
 
 
-def read(tmp_path, text: str) -> PlanFile:
-    file = tmp_path / "plan.yaml"
-    file.write_text(text)
-    return read_plan_file(file)
-
-
 def test_every_part(tmp_path) -> None:
     text = """
         name: n
@@ -226,7 +203,7 @@ def test_every_part(tmp_path) -> None:
         seeds: [3, 1]
         kl_prompts: 12
     """
-    assert read(tmp_path, text) == PlanFile(
+    assert read_plan_file(write(tmp_path, text)) == PlanFile(
         name="n",
         base={"max_steps": 3, "beta": 0.5, "preset": "dapo"},
         sweep={
@@ -239,11 +216,8 @@ def test_every_part(tmp_path) -> None:
         seeds=(3, 1),
         kl_prompts=12,
     )
-
-
-def test_how_often_is_a_plan_too(tmp_path) -> None:
-    assert read(tmp_path, "seeds: 4").seeds == (0, 1, 2, 3)
-    assert read(tmp_path, "seeds: [4]").seeds == (4,), "in a file a list is a list"
+    often = [read_plan_file(write(tmp_path, text)).seeds for text in ("seeds: 4", "seeds: [4]")]
+    assert often == [(0, 1, 2, 3), (4,)], "in a file a list is a list"
 
 
 @pytest.mark.parametrize(
@@ -273,5 +247,5 @@ def test_how_often_is_a_plan_too(tmp_path) -> None:
 )
 def test_what_is_wrong_is_named_with_the_file(tmp_path, text, what, fix) -> None:
     with pytest.raises(ConfigError) as caught:
-        read(tmp_path, text)
+        read_plan_file(write(tmp_path, text))
     assert what in caught.value.what and fix in caught.value.fix and "plan.yaml" in str(caught.value)

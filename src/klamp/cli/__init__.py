@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import sys
 import traceback
@@ -13,7 +14,7 @@ from textwrap import shorten
 
 from klamp._version import __version__
 from klamp.cli.flags import FALSE_WORDS
-from klamp.cli.help import COMMANDS, show_help
+from klamp.cli.help import COMMANDS, help_text
 from klamp.cli.text import (
     FAILED,
     INTERRUPTED,
@@ -71,7 +72,8 @@ def _dispatch(words: list[str]) -> int:
         raise _unknown_command(words[0])
     command, argv = COMMANDS[words[0]], words[1:]
     if not (argv or command.alone) or any(word in HELP_FLAGS for word in argv):
-        show_help(words[0], argv)
+        asked = [*itertools.dropwhile(lambda word: word not in HELP_FLAGS, argv)]
+        print(help_text(words[0], *asked[1:2]))  # of the part that is named after --help
         return 0
     try:
         return importlib.import_module(f"klamp.cli.{words[0]}").run(argv)

@@ -151,15 +151,12 @@ def summary_lines(table: Table) -> list[str]:
     Args:
         table: of the comparison.
     """
-    return [
-        f"{row.arm}: " + ", ".join(f"{word}={_written(word, row.cells[name].mean)}" for word, name in shown.items())
-        for row in table.rows
-        if (shown := {word: name for word, name in IN_A_LINE.items() if name in row.cells})
-    ]
-
-
-def _written(word: str, value: float) -> str:
-    return f"{value:.1%}" if word != "KL" and 0 <= value <= 1 else number(value)
+    lines: list[str] = []
+    for row in table.rows:
+        means = {word: row.cells[name].mean for word, name in IN_A_LINE.items() if name in row.cells}
+        texts = (f"{w}={f'{x:.1%}' if w != 'KL' and 0 <= x <= 1 else number(x)}" for w, x in means.items())
+        lines += [f"{row.arm}: {', '.join(texts)}"] if means else []
+    return lines
 
 
 def show_plan(plan: Plan, every: Sequence[Run], *, folder: Path, executor: Executor) -> None:

@@ -6,7 +6,6 @@ It runs where the trainer is installed, and asks for nothing beyond klamp's base
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
 
 from klamp.audit import load_subject
 from klamp.audit.examine import Audit, Reach, TermFinding, audit
@@ -42,9 +41,7 @@ def show_audit(result: Audit) -> None:
     print()
 
 
-Row: TypeAlias = tuple[str, ...]
-
-HEADINGS: Row = ("KL term", "value", "gradient", "off-policy", "stops at", "fp32", "bf16", "fp16")
+HEADINGS = ("KL term", "value", "gradient", "off-policy", "stops at", "fp32", "bf16", "fp16")
 LEGEND = """\
 value       expected value against KL(policy||ref), tokens sampled from the policy, at a KL of 0.9 nats per token
 gradient    whose gradient descent on the term follows: reverse = KL(policy||ref), forward = KL(ref||policy), zero,
@@ -67,7 +64,7 @@ SHORT = {
 UNBIASED = 1e-5
 
 
-def row(finding: TermFinding) -> Row:
+def row(finding: TermFinding) -> tuple[str, ...]:
     """The cells of one term, under `HEADINGS`."""
     judgement = finding.judgement
     if judgement is None or finding.off_policy is None:

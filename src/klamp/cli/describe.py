@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from klamp.cli.text import WIDTH
 from klamp.config.describe import describe_controller, describe_kl, describe_movement, describe_price, describe_rule
 from klamp.config.loss import configured_price
 from klamp.tasks.base_model import BaseModelConfig, base_model_folder
@@ -24,7 +25,6 @@ if TYPE_CHECKING:  # imported for a dry run only
     from klamp.training.setup import Inputs
 
 BUILTIN = "builtin"
-WIDTH = 100
 
 
 def describe_task(config: TrainConfig) -> str:
@@ -51,21 +51,6 @@ def describe_model(config: TrainConfig) -> str:
     copies = {"float32": "on float32 copies", "none": "without float32 copies"}[model.master_weights]
     moves += f" {copies}" if model.dtype == "bfloat16" and not model.lora_r else ""
     return f"{name}; {model.dtype}, {moves}"
-
-
-def describe_backend(config: TrainConfig) -> str:
-    """Who trains and who writes the completions, where one of them is not klamp's, in words."""
-    rollout, run = config.rollout, config.run
-    if run.backend == "verl":
-        cluster = (
-            "a Ray cluster of this machine" if run.ray_address is None else f"the Ray cluster at {run.ray_address}"
-        )
-        gpus = "1 GPU" if run.gpus == 1 else f"{run.gpus} GPUs"
-        size = gpus if run.machines == 1 else f"{gpus} on each of {run.machines} machines"
-        return f"verl: its own program on {cluster}, {size}; completions by vLLM"
-    sampler = "transformers" if rollout.sampler == "own" else "vLLM in the training processes"
-    sampler = sampler if rollout.sampler_url is None else f"a vLLM server at {rollout.sampler_url}"
-    return f"trl: TRL's GRPO in this process; completions by {sampler}"
 
 
 def describe_reference(config: TrainConfig) -> str:
@@ -130,19 +115,22 @@ def _program() -> list[str]:
     return [tool("klamp")]
 
 
-def plan_text(config: TrainConfig, inputs: Inputs | str = "") -> str:
+def plan_text(config: TrainConfig, inputs: Inputs | None = None) -> str:
     """The plan of a run as text: the settings in words, then the fields that differ from the defaults.
 
     Args:
         config: what would run.
-        inputs: what was found when its inputs were opened, or why they could not be; empty: nobody tried.
+        inputs: what was found when its inputs were opened; None: they were not.
 
     Raises:
         RunFolderError: the run's folder holds another run, or there is none to continue.
     """
     parts = [
         "klamp train --dry-run: prompts, tokenizer and reward are opened; nothing is started or written",
-        "\n".join(_line(name, text) for name, text in _in_words(config, inputs)),
+        "\n".join(
+            textwrap.fill(f"{name:<11} {text}", WIDTH, initial_indent="  ", subsequent_indent=" " * 14)
+            for name, text in _in_words(config, inputs)
+        ),
         _configuration(config),
     ]
     if config.run.backend == "verl":
@@ -153,19 +141,19 @@ def plan_text(config: TrainConfig, inputs: Inputs | str = "") -> str:
     return "\n\n".join(parts)
 
 
-def _line(name: str, text: str) -> str:
-    return textwrap.fill(f"{name:<11} {text}", WIDTH, initial_indent="  ", subsequent_indent=" " * 14)
-
-
-def _in_words(config: TrainConfig, inputs: Inputs | str) -> list[tuple[str, str]]:
+def _in_words(config: TrainConfig, inputs: Inputs | None) -> list[tuple[str, str]]:
     rollout, optim, run = config.rollout, config.optim, config.run
     per_step = rollout.prompts_per_step * rollout.num_generations
     evaluated = f"every {run.eval_every} steps, " if run.eval_every else ""
     saved = f"every {run.save_every} steps and " if run.save_every else ""
+    opened = (
+        f"; {inputs.training} to train on, {inputs.held_out} held out; longest prompt (tokens): {inputs.longest}"
+        if inputs
+        else ""
+    )
     return [
-        ("task", f"{describe_task(config)}; {_prompts(config, inputs)}"),
+        ("task", f"{describe_task(config)}{opened}"),
         ("model", describe_model(config)),
-        *([("backend", describe_backend(config))] if run.backend in ("trl", "verl") else []),
         ("reference", describe_reference(config)),
         ("KL", describe_kl(config.kl)),
         *_beta_lines(config),
@@ -186,13 +174,6 @@ def _in_words(config: TrainConfig, inputs: Inputs | str) -> list[tuple[str, str]
             f"{run_folder(config)}; checkpoints {saved}at the end, trackers: {', '.join(run.report_to) or 'none'}",
         ),
     ]
-
-
-def _prompts(config: TrainConfig, inputs: Inputs | str) -> str:
-    if not isinstance(inputs, str):
-        return f"{inputs.training} to train on, {inputs.held_out} held out; longest prompt (tokens): {inputs.longest}"
-    prompts = f"at most {config.task.train_size} prompts" if config.task.train_size else "all prompts"
-    return f"{prompts}, not opened: {inputs}" if inputs else prompts
 
 
 def _beta_lines(config: TrainConfig) -> list[tuple[str, str]]:

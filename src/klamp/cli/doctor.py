@@ -12,7 +12,6 @@ from typing import Any
 from klamp.cli.flags import read_options
 from klamp.cli.options import DoctorOptions
 from klamp.cli.text import show_error, show_paragraph, show_table
-from klamp.diagnostics.alarm import Blamed
 from klamp.diagnostics.alarms import ALARMS, check_names
 from klamp.diagnostics.doctor import Diagnosis, Finding, examine
 from klamp.diagnostics.history import History
@@ -59,7 +58,9 @@ def _examined(options: DoctorOptions, names: Mapping[str, str]) -> Diagnosis:
     from klamp.records import read_record
 
     history = read_record(options.path, names)
-    history.settings = dataclasses.replace(history.settings, **_settings(options))
+    said = {name: getattr(options, name) for name in ("beta", "loss_type", "verifier")}
+    given = {name: value for name, value in said.items() if value is not None}
+    history.settings = dataclasses.replace(history.settings, **given)
     return examine(history)
 
 
@@ -80,12 +81,6 @@ def _synced(path: Path) -> dict[int, SyncReport]:
             fix="klamp doctor runs/NAME --check-sync; for another trainer, call klamp.check_sync(model, ...)",
         )
     return dict(check_completions(read_config(path)[1], path))
-
-
-def _settings(options: DoctorOptions) -> dict[str, Any]:
-    """What the command line says of a run where its record does not."""
-    said = {name: getattr(options, name) for name in ("beta", "loss_type", "verifier")}
-    return {name: value for name, value in said.items() if value is not None}
 
 
 def _nothing_to_check(path: Path, history: History) -> DataError:
@@ -134,27 +129,22 @@ def _show_finding(finding: Finding) -> None:
     show_paragraph(alarm.means, label="means")
     show_paragraph(alarm.next_step, label="next step")
     if finding.evidence.tokens:
-        rows = [_token_row(token) for token in finding.evidence.tokens]
         written = finding.evidence.tokens[0].step
         near = "" if written == finding.first_step else ", the nearest that was written"
         headings = ("token", "completion", "position", "log policy", "log other", "share of the k3", "times")
+        rows = [
+            (
+                *(repr(each.token), str(each.completion), str(each.position)),
+                *(f"{each.policy_logprob:.3f}", f"{each.other_logprob:.3f}", f"{100 * each.share:.0f} %"),
+                str(each.times),
+            )
+            for each in finding.evidence.tokens
+        ]
         show_table(f"  tokens to blame, step {written}{near}", headings, rows)
 
 
-def _token_row(token: Blamed) -> tuple[str, ...]:
-    return (
-        repr(token.token),
-        str(token.completion),
-        str(token.position),
-        f"{token.policy_logprob:.3f}",
-        f"{token.other_logprob:.3f}",
-        f"{100 * token.share:.0f} %",
-        str(token.times),
-    )
-
-
 def as_object(
-    diagnosis: Diagnosis, path: Path, failed: Sequence[str], reports: Mapping[int, SyncReport] | None = None
+    diagnosis: Diagnosis, path: Path, failed: Sequence[str], reports: Mapping[int, SyncReport]
 ) -> dict[str, Any]:
     """A diagnosis as JSON.
 
@@ -166,7 +156,7 @@ def as_object(
     """
     synced = [
         {"step": step, "in_sync": each.in_sync, "gaps": {side.side: dict(side.gaps) for side in each.sides}}
-        for step, each in (reports or {}).items()
+        for step, each in reports.items()
     ]
     return {
         "path": str(path),

@@ -36,6 +36,8 @@ KINDS: Mapping[Any, tuple[str, str]] = {
     bool: ("BOOL", "true or false"),
 }
 """Type of a value -> its name in the help, and in a sentence."""
+FILE_FLAGS = {"klamp train": "--config", "klamp ablate": "klamp ablate --plan"}
+"""Command -> what to write before a YAML file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,7 +258,13 @@ def split_argv(
         why = f"`{command} --help` lists the flags"
         raise unknown_key("flag", flag.partition("=")[0], flags, why=why, command=command)
     if left:
-        raise _stray_word(left[0], command)
+        takes_it = FILE_FLAGS.get(command) if left[0].endswith((".yaml", ".yml")) else None
+        raise ConfigError(
+            "a word that belongs to no flag",
+            got=left[0],
+            why=f"here {command} takes flags only",
+            fix=f"{takes_it} {left[0]}" if takes_it else f"write --NAME VALUE; `{command} --help` lists the names",
+        )
     return {name: [each] if isinstance(each, str) else list(each) for name, each in vars(found).items()}
 
 
@@ -332,17 +340,3 @@ def unknown_key(kind: str, name: str, known: Collection[str], *, why: str, comma
         nearest, why = [f"{dashes}{field}"], DIFFERENCES.get(other, f"{field}: {train_fields()[field].text}")
     fix = f"did you mean {nearest[0]}?" if nearest else f"see `{command} --help` for every name"
     return UnknownNameError(f"unknown {kind}", got=name, why=why, fix=fix)
-
-
-FILE_FLAGS = {"klamp train": "--config", "klamp ablate": "klamp ablate --plan"}
-"""Command -> what to write before a YAML file."""
-
-
-def _stray_word(word: str, command: str) -> ConfigError:
-    takes_it = FILE_FLAGS.get(command) if word.endswith((".yaml", ".yml")) else None
-    return ConfigError(
-        "a word that belongs to no flag",
-        got=word,
-        why=f"here {command} takes flags only",
-        fix=f"{takes_it} {word}" if takes_it else f"write --NAME VALUE; `{command} --help` lists the names",
-    )

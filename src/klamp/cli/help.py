@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import itertools
 import re
 import shutil
 import textwrap
@@ -22,20 +21,6 @@ from klamp.errors import unknown_name
 
 WIDTH, COLUMN = 100, 30
 """Most columns of a line, and those before a flag's text."""
-
-
-def show_help(command: str, argv: Sequence[str] = ()) -> None:
-    """Print the help of a command.
-
-    Args:
-        command: its name.
-        argv: its arguments; the word after `--help`, if there is one, is the part that is asked for.
-
-    Raises:
-        UnknownNameError: the help has no such part; names the nearest.
-    """
-    after = [*itertools.dropwhile(lambda word: word not in ("-h", "--help"), argv)][1:2]
-    print(help_text(command, *after))
 
 
 class _Layout(argparse.RawDescriptionHelpFormatter):

@@ -9,7 +9,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TextIO
+from typing import Any
 
 from klamp.errors import (
     ConfigError,
@@ -135,16 +135,9 @@ def cautions_shown() -> Iterator[None]:
         warnings.simplefilter("always", KLWarning)
         usual = warnings.showwarning
 
-        def show(
-            message: Warning | str,
-            category: type[Warning],
-            filename: str,
-            lineno: int,
-            file: TextIO | None = None,
-            line: str | None = None,
-        ) -> None:
+        def show(message: Warning | str, category: type[Warning], *where: Any, **named: Any) -> None:
             if not issubclass(category, KLWarning):
-                usual(message, category, filename, lineno, file, line)
+                usual(message, category, *where, **named)
             elif str(message) not in seen:
                 seen.add(str(message))
                 show_caution(str(message))

@@ -129,7 +129,9 @@ def print_summary(config: TrainConfig, summary: RunSummary) -> None:
         config: the run's configuration.
         summary: what the trainer returned.
     """
-    print(f"\n{_done(summary)} in {duration(summary.seconds)}\n")
+    none = "no step was taken (--max_steps 0); the model was evaluated as it is,"
+    done = f"{summary.steps} steps" if summary.steps else none
+    print(f"\ndone: {done} in {duration(summary.seconds)}\n")
     headings = ("", "before", "after", "change")
     show_table("skill (held out)", headings, skill_rows(summary.before, summary.after, summary.rl_skill))
     print()
@@ -144,13 +146,6 @@ def print_summary(config: TrainConfig, summary: RunSummary) -> None:
     print()
     for name, text in _files(config, summary):  # not wrapped, so that a command can be copied
         print(f"{name:<12} {text}", flush=True)
-
-
-def _done(summary: RunSummary) -> str:
-    """What the run did, in a few words."""
-    if summary.steps:
-        return f"done: {summary.steps} steps"
-    return "done: no step was taken (--max_steps 0); the model was evaluated as it is,"
 
 
 def _kl_rows(metrics: Mapping[str, float]) -> list[tuple[str, ...]]:
