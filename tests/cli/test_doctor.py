@@ -160,7 +160,7 @@ def test_names_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert "detached-reference" not in out, "it was checked: there is a reward"
     assert main(["doctor", str(tmp_path), "--map", "kl=your_kl"]) == 2
     err = capsys.readouterr().err
-    assert "no row of the record has a number called 'your_kl'" in err
+    assert "unknown number in the rows of" in err and "did you mean 'my_kl'" in err
     assert "it has kl, my_kl, my_reward, step" in err
 
 

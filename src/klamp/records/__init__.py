@@ -34,7 +34,8 @@ def read_record(path: Path, names: Mapping[str, str] | None = None) -> History:
         names: klamp's name of a metric -> that in the record, before the names that klamp knows.
 
     Raises:
-        DataError: there is nothing there, nothing that can be read, or no row with one of `names`.
+        DataError: there is nothing there, or nothing that can be read.
+        UnknownNameError: no row has one of `names`.
         ConfigError: `names` for a record whose metrics have klamp's names already.
         MissingLibrary: the library that reads the format is not installed.
     """

@@ -5,11 +5,10 @@ for a record.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
-from klamp.errors import ConfigError, DataError
+from klamp.errors import ConfigError, DataError, unknown_name
 from klamp.tasks.files import json_of, yaml_of
 
 Read = TypeVar("Read")
@@ -109,20 +108,12 @@ def check_logged(names: Mapping[str, str] | None, logged: Collection[str], path:
         path: where the record is.
 
     Raises:
-        DataError: lists names that are there.
+        UnknownNameError: lists names that are there, and names the nearest.
     """
-    for ours, theirs in (names or {}).items():
+    for theirs in (names or {}).values():
         if theirs not in logged:
-            nearest = get_close_matches(theirs, logged, n=1, cutoff=0.6)
-            there = sorted(logged)
-            raise DataError(
-                f"no row of the record has a number called {theirs!r}",
-                got=f"{ours}={theirs} for {path}",
-                why=f"it has {', '.join(there[:SHOWN])}{', ...' if len(there) > SHOWN else ''}"
-                if there
-                else "it has none",
-                fix=f"did you mean {nearest[0]!r}?" if nearest else "write the name as the record has it",
-            )
+            there = ", ".join(sorted(logged)[:SHOWN]) or "no number"
+            raise unknown_name(f"number in the rows of {path}", theirs, logged, why=f"it has {there}")
 
 
 def refuse_names(names: Mapping[str, str] | None, path: Path, *, why: str) -> None:

@@ -71,7 +71,8 @@ def read_metrics(path: Path, names: Names | None = None) -> History:
     """Read the history in a JSONL file with the metrics of one step per line.
 
     Raises:
-        DataError: no line has a metric that klamp knows, or none has one of `names`.
+        DataError: no line has a metric that klamp knows.
+        UnknownNameError: no row has one of `names`.
     """
     lines = list(json_lines(path))
     verls = bool(lines) and is_verl_line(lines[0])
@@ -113,7 +114,8 @@ def read_trl_state(path: Path, names: Names | None = None) -> History:
     """Read the history in a trainer_state.json.
 
     Raises:
-        DataError: it is none, or no row has one of `names`.
+        DataError: it is none.
+        UnknownNameError: no row has one of `names`.
     """
     logs = object_in(path).get("log_history")
     if not isinstance(logs, list):
@@ -141,7 +143,8 @@ def read_tensorboard(path: Path, names: Names | None = None) -> History:
     """Read the history in a folder of event files, or in a single one, with tensorboard's own reader.
 
     Raises:
-        DataError: several runs below the folder, no scalars in it, or none with one of `names`.
+        DataError: several runs below the folder, or no scalars in it.
+        UnknownNameError: no row has one of `names`.
         MissingLibrary: tensorboard is not installed.
     """
     folders = [path] if path.is_file() else _with_scalars(path)
@@ -211,7 +214,8 @@ def read_wandb(path: Path, names: Names | None = None) -> History:
     """Read the history in the file of an offline run; the messages are read with wandb.
 
     Raises:
-        DataError: it is none, nothing was logged, or no row has one of `names`.
+        DataError: it is none, or nothing was logged.
+        UnknownNameError: no row has one of `names`.
         MissingLibrary: wandb is not installed.
     """
     try:
